@@ -85,16 +85,17 @@ fn measure(rounds: usize, folder: &Path) -> Result<()> {
     let rate = |seconds: f64| bytes as f64 / seconds / 1e9;
     println!("{rounds} rounds, {:.2} GB, medians", bytes as f64 / 1e9);
     println!("plain loop {plain:.3} s, {:.2} GB/s", rate(plain));
-    println!("around the page cache {direct:.3} s, {:.2} GB/s", rate(direct));
+    println!("without the page cache {direct:.3} s, {:.2} GB/s", rate(direct));
     println!(
-        "save       {saved:.3} s, {:.2} GB/s, {:.0} % of the faster one",
+        "save       {saved:.3} s, {:.2} GB/s, {:.0} % of the faster",
         rate(saved),
         plain.min(direct) / saved * 100.0
     );
-    for ((tokens, alone), beside) in lengths.into_iter().zip(alone.map(median)).zip(beside.map(median)) {
+    for ((tokens, alone), saving) in lengths.into_iter().zip(alone.map(median)).zip(beside.map(median)) {
         println!(
-            "{tokens} tokens: a step {alone:.3} s, with a save in the background {beside:.3} s: {:.0} % of a save",
-            (beside - alone) / saved * 100.0
+            "{tokens} tokens: a step takes {alone:.3} s, with a save in the background {saving:.3} s: {:.0} % of a \
+             save",
+            (saving - alone) / saved * 100.0
         );
     }
     Ok(())

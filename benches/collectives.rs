@@ -145,6 +145,6 @@ fn short(comm: &dyn Communicator) {
     times.sort_by(f64::total_cmp);
     if comm.rank() == 0 {
         let [median, p99] = [times[SHORT_ROUNDS / 2], times[SHORT_ROUNDS * 99 / 100]].map(|seconds| seconds * 1e6);
-        println!("{SHORT_BYTES} bytes: all-reduce median {median:.2} us, 99 of 100 below {p99:.2} us");
+        println!("{SHORT_BYTES} bytes: all-reduce median {median:.2} us, 99 % below {p99:.2} us");
     }
 }

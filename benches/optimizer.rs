@@ -172,7 +172,7 @@ fn muon_momentum_f32(bencher: Bencher<'_, '_>, threads: usize) {
     let ctx = StepContext { grad_scale: 0.7, ..StepContext::new(1e-3, 1) };
     measure(bencher, threads, 16, move || {
         let [momentum, direction] = buffers.each_mut().map(f32s);
-        let OptimizerNeeds::Whole(wholewise) = optimizer.needs() else { panic!("Muon needs whole matrices") };
+        let OptimizerNeeds::Whole(wholewise) = optimizer.needs() else { panic!("Muon needs complete matrices") };
         wholewise.momentum(&ctx, grad.as_ref(), &mut [momentum], direction);
     });
 }
@@ -201,7 +201,7 @@ fn muon_newton_schulz<const STANDARD: bool>(bencher: Bencher<'_, '_>, shape: [us
     let matrix: Vec<f32> = (0..all).map(|i| ((i * 7919 + i / 3 * 31) % 1009) as f32 / 504.5 - 1.0).collect();
     bencher.counter(ItemsCount::new(2 * products * short)).with_inputs(|| matrix.clone()).bench_local_values(
         |mut matrix| {
-            let OptimizerNeeds::Whole(wholewise) = optimizer.needs() else { panic!("Muon needs whole matrices") };
+            let OptimizerNeeds::Whole(wholewise) = optimizer.needs() else { panic!("Muon needs complete matrices") };
             wholewise.finish(&mut matrix, &shape);
             matrix
         },

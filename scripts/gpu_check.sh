@@ -41,7 +41,7 @@ layers="layers match their references; stages 0 to 3: identical bits, losses wit
 cargo test --release --features cuda --lib --test nn --test zero -- cuda:: cuda_attention:: cuda_layers:: gpu_collectives:: on_gpu:: --test-threads 1 2>&1 | tee "$work/test.log"
 if [ "${PIPESTATUS[0]}" != 0 ]; then
     verdict FAIL "$layers"
-elif grep -q 'skipped: .*no CUDA device answers' "$work/test.log"; then
+elif grep -q 'skipped: .*no CUDA device is available' "$work/test.log"; then
     missing "the CUDA driver finds no device"
 else
     verdict PASS "$layers"

@@ -77,7 +77,7 @@ fn find_ds_config(args: impl Iterator<Item = OsString>, typed: Option<String>) -
             let Some((_, value)) = text else { continue };
             Some(value.into())
         };
-        let value = value.filter(|value| !value.is_empty()).ok_or_else(|| wrong("--ds_config has no file after it"))?;
+        let value = value.filter(|value| !value.is_empty()).ok_or_else(|| wrong("--ds_config needs a file"))?;
         if found.replace(value.into()).is_some() {
             return Err(wrong("--ds_config is given twice"));
         }
@@ -126,9 +126,9 @@ mod tests {
         let text = all.map(|result| result.unwrap_err().to_string()).join("\n");
         insta::assert_snapshot!(text, @r#"
         the argument --ds_config is missing; start it as: train --ds_config FILE
-        --ds_config has no file after it; start it as: train --ds_config FILE
-        --ds_config has no file after it; start it as: train --ds_config FILE
-        --ds_config has no file after it; start it as: train --ds_config FILE
+        --ds_config needs a file; start it as: train --ds_config FILE
+        --ds_config needs a file; start it as: train --ds_config FILE
+        --ds_config needs a file; start it as: train --ds_config FILE
         --ds_config is given twice; start it as: train --ds_config FILE
         "#);
     }

@@ -1,4 +1,4 @@
-//! The memory of each rank equals the ZeRO formula plus named padding, and the ledger equals what the allocator gave.
+//! The memory of each rank equals the ZeRO formula plus named padding, and the ledger equals the allocated bytes.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -17,15 +17,15 @@ use std::path::Path;
 use std::sync::atomic::{AtomicIsize, Ordering};
 use std::sync::{Barrier, Mutex};
 
-/// Counts the bytes that are allocated now.
+/// Counts the bytes that are currently allocated.
 struct Counting;
 
 static LIVE: AtomicIsize = AtomicIsize::new(0);
-/// The most of them since it was last set.
+/// Their maximum since it was last reset.
 static PEAK: AtomicIsize = AtomicIsize::new(0);
 static ALONE: Mutex<()> = Mutex::new(());
 
-// SAFETY: every call is passed on to the system's allocator as it came.
+// SAFETY: every call is passed on unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         add(layout.size() as isize);
@@ -60,7 +60,7 @@ fn add(bytes: isize) {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Everything of stage 3 is released as soon as it may be.
+/// Stage 3 releases everything as soon as possible.
 fn zero() -> Value {
     json!({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0})
 }
@@ -96,7 +96,7 @@ fn every_rank_holds_what_the_formula_says_plus_named_padding() {
                 for outcome in &outcomes {
                     let report = &outcome.memory;
                     assert_formula(report, &format!("stage {stage}, world {world}, {more}"));
-                    // The formula itself, written out once more: bytes per parameter of ZeRO's section 5.
+                    // The formula itself, repeated: bytes per parameter of ZeRO's section 5.
                     let (psi, n) = (report.parameters as f64, world as f64);
                     let k = if more == json!({}) { [4.0, 4.0, 0.0, 8.0] } else { [2.0, 2.0, 4.0, 8.0] };
                     let part = |sharded: bool| if sharded { psi / n } else { psi };
@@ -135,7 +135,7 @@ fn ranks_of_groups_hold_their_part_of_a_group() {
 
 // ---- offload to files ------------------------------------------------------------------------------------------
 
-/// What lies in files: kinds of the optimizer, parameters.
+/// The states in files: those of the optimizer, and parameters.
 const OFFLOADS: [[bool; 2]; 3] = [[true, false], [false, true], [true, true]];
 
 fn offloaded(folder: &Path, [optimizer, param]: [bool; 2], more: &Value, max_in_cpu: usize) -> Value {
@@ -168,7 +168,7 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                 for sets in 1..=3 {
                     let pipeline = json!({"pipeline_read": sets > 1, "pipeline_write": sets > 2});
                     let zero = offloaded(folder.path(), what, &pipeline, 0);
-                    // Parameters alone always travel in a pipeline.
+                    // Parameters without other states always travel in a pipeline.
                     let sets = if what[0] { sets } else { 3 };
                     let outcomes = train(world, shape, &config(stage, 1, zero, more.clone()), 3);
                     for (outcome, without) in outcomes.iter().zip(&without) {
@@ -183,7 +183,7 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                             let row = report.row(kind);
                             let expected = row.formula.unwrap() + row.padding;
                             if kind == MemoryKind::Gradients && (stage == 1 || !is_in_files(kind, what)) {
-                                // Whole gradients at stage 1; and buffers in memory need no padding for files.
+                                // Complete gradients at stage 1; and buffers in memory need no padding for files.
                                 assert_eq!(row.bytes.held, 0, "{told}");
                             } else if is_in_files(kind, what) {
                                 assert_eq!(row.file.held as f64, expected, "{}: {told}", kind.name());
@@ -209,7 +209,7 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                         let count = if what[0] { 4 } else { buffers };
                         let window = (share * count / buffers).next_multiple_of(2048).min(share);
                         let most: usize = streams.iter().map(|size| sets * (window * size + 4095)).sum();
-                        // While files are made, each of 8 threads may copy a parameter for direct access.
+                        // While files are created, each of 8 threads may copy a parameter for direct access.
                         let most = most.max(8 * (12 * 37 * 4usize).next_multiple_of(4096) + 8 * 4095);
                         let staging = report.row(MemoryKind::Staging).bytes;
                         assert!(staging.held == 0 && (1..=most).contains(&staging.peak), "at most {most}: {told}");
@@ -264,8 +264,8 @@ impl Wide {
     }
 }
 
-/// The most that a thread may keep for the operands of Candle's products: as much as a second-level cache, of which the
-/// gemm crate keeps one on each thread from its first product on, where the instructions that it uses need one.
+/// The maximum that a thread keeps for the operands of Candle's products: a buffer of the size of a second-level cache,
+/// which the gemm crate keeps on each thread from its first product on, if the instructions that it uses need one.
 const PACKING: isize = 8 << 20;
 
 /// The products of a model, without an engine.
@@ -276,13 +276,13 @@ fn multiply() -> candle_core::Result<()> {
     Ok(())
 }
 
-/// Live bytes between steps of all ranks together beside the ledger's sum.
+/// Live bytes between steps of all ranks together in addition to the ledger's sum.
 fn live_and_ledger(world: usize, config: &Value, access: Option<DiskAccess>) -> (isize, isize) {
     let results = threads::run(world, |comm| {
         let barrier = comm.clone();
         let start = LIVE.load(Ordering::SeqCst);
         barrier.barrier().wait()?;
-        // Memory that threads keep for products is no model's: it is there, and bounded, before the count begins.
+        // Memory that threads keep for products does not belong to a model: it is allocated, and bounded, before counting.
         multiply()?;
         barrier.barrier().wait()?;
         let before = LIVE.load(Ordering::SeqCst);
@@ -327,7 +327,7 @@ fn the_ledger_equals_what_the_allocator_gave() {
             for (stage, zero, access) in in_memory.chain(in_files) {
                 let offload = zero.to_string().matches("nvme\"").count();
                 let (live, ledger) = live_and_ledger(world, &config(stage, 1, zero, more.clone()), access);
-                // Beside the model states: names, queues, the tensors' own nodes; some tens of KiB per rank.
+                // Besides the model states: names, queues, the tensors' own nodes; some tens of KiB per rank.
                 let slack = 100_000 * world as isize;
                 let what = format!(
                     "stage {stage}, world {world}, {more}, {offload} in files {access:?}: {live} live, {ledger} in the ledger"
@@ -342,11 +342,11 @@ fn the_ledger_equals_what_the_allocator_gave() {
 #[test]
 fn building_a_model_at_stage_3_never_holds_a_whole_parameter() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
-    // One parameter of 4 MB on 4 ranks: a whole one anywhere would show.
+    // One parameter of 4 MB on 4 ranks: a complete copy anywhere would be visible.
     let peak = Mutex::new(0isize);
     let before = LIVE.load(Ordering::SeqCst);
     let config = config(3, 1, zero(), json!({}));
-    // No rank goes on to the optimizer's state, 8 MB for each, while others still build.
+    // No rank continues to the optimizer's state, 8 MB for each, while others still build.
     let all_built = Barrier::new(4);
     let build = |vb: VarBuilder<'_>| {
         let init = candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 };
@@ -382,7 +382,7 @@ fn building_a_model_at_stage_3_never_holds_a_whole_parameter() {
 const CHAIN: usize = 100;
 const CHAIN_WIDTH: usize = 32;
 const CHAIN_ROWS: usize = 1024;
-/// Bytes of what one layer of the chain gives.
+/// Bytes of the result of one layer of the chain.
 const ACTIVATION: isize = (CHAIN_ROWS * CHAIN_WIDTH * 4) as isize;
 
 /// A hundred of candle-nn's layers, `per_unit` of them in a unit, or all outside of units.
@@ -412,7 +412,7 @@ impl Chain {
     }
 }
 
-/// The most bytes above those at the beginning that are allocated at a time while `run` runs.
+/// The maximum number of bytes, above those at the beginning, that are allocated while `run` runs.
 fn peak_of<T>(run: impl FnOnce() -> T) -> isize {
     let before = LIVE.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
@@ -433,18 +433,18 @@ fn an_evaluation_needs_the_memory_of_a_plain_forward_without_variables() {
             Engine::builder().device(Device::Cpu).initialize(move |vb| Chain::new(per_unit, &vb), config).unwrap()
         };
         let weights = (CHAIN * CHAIN_WIDTH * (CHAIN_WIDTH + 1) * 4) as isize * isize::from(stage == 3) * 2;
-        // Whoever calls a unit holds the unit's input meanwhile; and tensors without their values take some bytes.
+        // The caller of a unit holds the unit's input during the call, and tensors without their values take some bytes.
         let slack = ACTIVATION + weights + 4096;
         // One layer in a unit, ten, and none in any.
         for per_unit in [Some(1), Some(10), None] {
             let mut engine = engine(per_unit);
             let what = format!("stage {stage}, {per_unit:?} layers in a unit");
-            // The first one makes what stays.
+            // The first one allocates what stays.
             engine.eval(|m| m.forward(&x)).unwrap();
             let training = peak_of(|| engine.forward(|m| m.forward(&x)).unwrap());
             assert!(training > 2 * CHAIN as isize * ACTIVATION, "{what}: {training}");
             let eval = peak_of(|| engine.eval(|m| m.forward(&x)).unwrap());
-            // Candle keeps three results of each layer that has no unit around it, or the same one.
+            // Candle keeps three results of each layer that has no unit around it, or shares one.
             let kept = 3 * ACTIVATION * per_unit.unwrap_or(CHAIN) as isize;
             assert!(eval <= without_variables + kept + slack, "{what}: {eval}, {without_variables}");
             engine.build_for_eval(|vb| Chain::new(per_unit, &vb)).unwrap();

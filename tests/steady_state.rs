@@ -1,5 +1,5 @@
-//! A training step uses the buffers of the step before again: `step()` allocates next to nothing, memory does not grow,
-//! and ranks get hardly a page from the system.
+//! A training step reuses the buffers of the previous step: `step()` allocates almost nothing, memory does not grow, and
+//! ranks get hardly any pages from the system.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -26,7 +26,7 @@ static FREED: AtomicU64 = AtomicU64::new(0);
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-// SAFETY: every call goes to the system's allocator as it came.
+// SAFETY: every call is passed on unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATED.fetch_add(layout.size() as u64, SeqCst);
@@ -55,10 +55,10 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 /// Counts are of the whole process, so one test runs at a time. Ranks compute on their own threads: a thread of a pool
-/// makes its buffers when it happens to get work for the first time, in whatever step that is.
+/// allocates its buffers when it first gets work, in whatever step that is.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
-    // The second test finds the pool as it should be.
+    // The second test finds the pool already initialized.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(1).build_global();
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -85,7 +85,7 @@ const GPT: GptConfig = GptConfig {
     dropout: 0.0,
 };
 
-/// Trains on `world` ranks as threads and gives the bytes of each step.
+/// Trains on `world` ranks as threads and returns the bytes of each step.
 fn train(world: usize, stage: u8, bf16: bool, steps: usize) -> Vec<StepBytes> {
     let config = json!({
         "train_micro_batch_size_per_gpu": 2,
@@ -130,7 +130,7 @@ fn train(world: usize, stage: u8, bf16: bool, steps: usize) -> Vec<StepBytes> {
     of_ranks.unwrap().remove(0).unwrap()
 }
 
-/// What a step may allocate for its own books (lists of shards, votes, labels), per rank.
+/// The bytes that a step may allocate for bookkeeping (lists of shards, votes, labels), per rank.
 const BOOKS: u64 = 24 << 10;
 
 #[test]
@@ -138,8 +138,8 @@ fn a_step_allocates_no_buffers_except_those_that_publication_fills() {
     let _alone = alone();
     for (bf16, world, stage) in cases() {
         let of_parameters = (GPT.num_parameters() * if bf16 { 2 } else { 4 }) as u64;
-        // A rank copies its shards to send them, gets those of all ranks, and takes small parameters out of what has
-        // come. A single rank gets back what it sent.
+        // A rank copies its shards to send them, gets those of all ranks, and copies small parameters out of the
+        // result. A single rank gets back what it sent.
         let published = match (stage, world) {
             (1 | 2, 1) => 2 * of_parameters,
             (1 | 2, ranks) => (2 * ranks + 1) * of_parameters,
@@ -157,8 +157,8 @@ fn memory_does_not_grow_from_step_to_step() {
     let _alone = alone();
     for (bf16, world, stage) in cases() {
         let steps = &train(world as usize, stage, bf16, 10)[4..];
-        // What leaks, leaks in every step. A list of collectives under way may double once, in the step in which more
-        // of them happen to wait than ever before.
+        // A leak occurs in every step. A list of collectives in progress may double once, in the step in which more of
+        // them wait than ever before.
         let without_growth = steps.iter().filter(|step| step.grown == 0).count();
         let grown: i64 = steps.iter().map(|step| step.grown).sum();
         let what = format!("bf16 {bf16}, {world} ranks, stage {stage}: {grown} bytes more, {steps:?}");
@@ -178,7 +178,7 @@ fn cases() -> impl Iterator<Item = (bool, u64, u8)> {
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 fn faults_of_children() -> u64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
-    // The name in parentheses may hold anything; `cminflt` is the ninth field after it.
+    // The name in parentheses may contain anything; `cminflt` is the ninth field after it.
     let (_, fields) = stat.rsplit_once(") ").unwrap();
     fields.split(' ').nth(8).unwrap().parse().unwrap()
 }

@@ -16,8 +16,8 @@ pub fn warning(host: &str, ahead: i64) -> Option<String> {
     let side = if ahead < 0 { "behind" } else { "ahead of" };
     (ahead.unsigned_abs() > FAR).then(|| {
         format!(
-            "warning: the clock of host {host} is {} s {side} the first host's: times of logs and checkpoints cannot be \
-             compared; let both follow a time server",
+            "warning: the clock of host {host} is {} s {side} the first host's: the times of logs and checkpoints \
+             cannot be compared; synchronize both clocks with a time server",
             ahead.unsigned_abs()
         )
     })
@@ -30,7 +30,7 @@ mod tests {
 
     #[test]
     fn clocks_that_are_far_apart_are_told() {
-        insta::assert_snapshot!(warning("b", -125).unwrap(), @"warning: the clock of host b is 125 s behind the first host's: times of logs and checkpoints cannot be compared; let both follow a time server");
+        insta::assert_snapshot!(warning("b", -125).unwrap(), @"warning: the clock of host b is 125 s behind the first host's: the times of logs and checkpoints cannot be compared; synchronize both clocks with a time server");
         assert!(warning("b", 31).unwrap().contains("31 s ahead of"));
         assert_eq!((warning("b", 30), warning("b", -30)), (None, None));
     }

@@ -271,7 +271,7 @@ impl CpuCommunicator {
 
     /// Notifies the other ranks that this rank panics.
     pub(super) fn abort_in_panic(&self) {
-        self.abort_signal.abort("it panicked; its own output tells where");
+        self.abort_signal.abort("it panicked; see its own output");
     }
 
     /// Waits until all launched collectives are done.
@@ -499,7 +499,7 @@ mod tests {
             sender.send(()).unwrap();
             Ok(())
         });
-        begun.recv_timeout(Duration::from_secs(5)).expect("nobody waits for it, and it is run");
+        begun.recv_timeout(Duration::from_secs(5)).expect("no rank waits for it, yet it runs");
         pending.wait().unwrap();
     }
 }

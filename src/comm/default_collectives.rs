@@ -153,15 +153,15 @@ pub(super) fn of_equal_length(all: Vec<Vec<u8>>, size: usize, rank: usize) -> Re
     if all.len() != size {
         let found = all.len();
         return Err(CommError::other(format!(
-            "gather_bytes gave {found} messages on rank {rank}; it must give one for each of the {size} ranks"
+            "gather_bytes must return {size} messages on rank {rank}, one for each rank, but returned {found}"
         )));
     }
     let sent = all[rank].len();
     match all.iter().position(|message| message.len() != sent) {
         None => Ok(all),
         Some(peer) => Err(CommError::other(format!(
-            "gather_bytes gave {} bytes of rank {peer} and {sent} of rank {rank}; every rank must make the same calls \
-             in the same order",
+            "gather_bytes returned {} bytes from rank {peer} and {sent} from rank {rank}; every rank must make the \
+             same calls in the same order",
             all[peer].len()
         ))),
     }

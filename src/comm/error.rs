@@ -20,7 +20,7 @@ pub enum CommError {
     /// The inherited descriptor is not the one of the launcher.
     #[error(
         "file descriptor {fd} (CANDLE_ZERO_SHM_FD) is not the shared memory of this job: found {found}; start the \
-         program with zerorun, and unset CANDLE_ZERO_SHM_FD where it is left over from another job"
+         program with zerorun, and unset CANDLE_ZERO_SHM_FD if it is left over from another job"
     )]
     ForeignRegion {
         /// The file descriptor.
@@ -29,9 +29,7 @@ pub enum CommError {
         found: String,
     },
     /// Two processes claim the same rank.
-    #[error(
-        "rank {rank} is taken already ({state}) by another process of this job; each process needs a rank of its own"
-    )]
+    #[error("rank {rank} is already taken ({state}) by another process of this job; each process needs its own rank")]
     RankTaken {
         /// The rank.
         rank: usize,
@@ -39,7 +37,7 @@ pub enum CommError {
         state: String,
     },
     /// NCCL failed, and no failed rank is known.
-    #[error("collectives between GPUs fail on rank {rank}: {why}; CANDLE_ZERO_NCCL=off does without NCCL")]
+    #[error("collectives between GPUs fail on rank {rank}: {why}; set CANDLE_ZERO_NCCL=off to run without NCCL")]
     Gpus {
         /// This rank.
         rank: usize,
@@ -48,8 +46,8 @@ pub enum CommError {
     },
     /// The variable that configures NCCL has an invalid value.
     #[error(
-        "CANDLE_ZERO_NCCL is {found:?}; allowed are exact (sums in rank order, with the bits of sums on the host), fast (NCCL's own \
-         sums) and off (collectives pass through the host)"
+        "CANDLE_ZERO_NCCL is {found:?}; allowed are exact (sums in rank order, bit for bit as on the host), fast \
+         (NCCL's own sums) and off (collectives pass through the host)"
     )]
     NcclChoice {
         /// The value found.
@@ -60,8 +58,8 @@ pub enum CommError {
     Other(Arc<dyn std::error::Error + Send + Sync>),
     /// A peer's process ended.
     #[error(
-        "rank {peer} died ({why}) while rank {rank} waited in {op}; look at rank {peer}'s output, or the kernel log \
-         for an out-of-memory kill"
+        "rank {peer} died ({why}) while rank {rank} waited in {op}; check rank {peer}'s output, or the kernel log for \
+         an out-of-memory kill"
     )]
     RankDied {
         /// This rank.
@@ -86,7 +84,7 @@ pub enum CommError {
         op: String,
     },
     /// This rank has already given up, for instance after an error of another engine in its process.
-    #[error("rank {rank} has given up before ({why}): it takes part in no collective any more")]
+    #[error("rank {rank} gave up earlier ({why}) and takes part in no further collectives")]
     GaveUp {
         /// This rank.
         rank: usize,
@@ -95,7 +93,7 @@ pub enum CommError {
     },
     /// A peer left in good order while others still need it.
     #[error(
-        "rank {peer} has left the job while rank {rank} waits for it in {op}; every rank must make the same number of \
+        "rank {peer} left the job while rank {rank} waited for it in {op}; every rank must make the same number of \
          steps and collective calls"
     )]
     RankLeft {
@@ -108,8 +106,8 @@ pub enum CommError {
     },
     /// A peer's process shows no sign of life.
     #[error(
-        "rank {peer} has shown no sign of life for {seconds} s while rank {rank} waited in {op}; it was stopped or \
-         its machine is overloaded"
+        "rank {peer} has not responded for {seconds} s while rank {rank} waited in {op}; it was stopped or its \
+         machine is overloaded"
     )]
     HeartbeatLost {
         /// This rank.
@@ -139,8 +137,9 @@ pub enum CommError {
     /// Ranks issued different collectives.
     #[error(
         "ranks have diverged: rank {rank} is in {here}, rank {peer} in {there}; every rank must run the same model \
-         with the same configuration, and make the same calls in the same order: forward, step, eval, save_checkpoint, \
-         load_checkpoint and exports are calls of all ranks, never of some alone as inside of `if rank == 0`"
+         with the same configuration, and make the same calls in the same order: forward, step, eval, \
+         save_checkpoint, load_checkpoint and exports are calls for all ranks, never for only some of them as in `if \
+         rank == 0`"
     )]
     Diverged {
         /// This rank.
@@ -154,8 +153,9 @@ pub enum CommError {
     },
     /// No MPI library was found.
     #[error(
-        "the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried {tried}); install \
-         MPICH or, for mpirun alone, Open MPI, put its lib folder into LD_LIBRARY_PATH, or name the file with CANDLE_ZERO_MPI_LIBRARY"
+        "the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried {tried}); \
+         install MPICH or, for mpirun only, Open MPI, add its lib folder to LD_LIBRARY_PATH, or set \
+         CANDLE_ZERO_MPI_LIBRARY to its file"
     )]
     NoMpi {
         /// The files that were tried.
@@ -163,8 +163,8 @@ pub enum CommError {
     },
     /// An MPI library was found but cannot be loaded.
     #[error(
-        "the MPI library {library} was found and cannot be loaded ({why}); install what it needs, or name another file with \
-         CANDLE_ZERO_MPI_LIBRARY"
+        "the MPI library {library} was found but cannot be loaded ({why}); install its dependencies, or set \
+         CANDLE_ZERO_MPI_LIBRARY to another file"
     )]
     MpiNotLoaded {
         /// The library file.
@@ -174,8 +174,8 @@ pub enum CommError {
     },
     /// An MPI library lacks a function.
     #[error(
-        "{library} has no {symbol}: it is no MPI library that this program can use; those of MPICH, Intel MPI and Open MPI 4 \
-         and later are"
+        "{library} has no {symbol}: it is not an MPI library that this program can use; those of MPICH, Intel MPI and \
+         Open MPI 4 or later are"
     )]
     MpiLacks {
         /// The library file.
@@ -185,7 +185,8 @@ pub enum CommError {
     },
     /// An MPI library requires all calls to come from one thread.
     #[error(
-        "{library} does not let several threads call it in turns (MPI_THREAD_SERIALIZED); use a build of it with threads"
+        "{library} does not let several threads call it in turn (MPI_THREAD_SERIALIZED); use a build with thread \
+         support"
     )]
     MpiThreads {
         /// The library file and its version.
@@ -201,9 +202,9 @@ pub enum CommError {
     },
     /// MPI and the environment report different ranks.
     #[error(
-        "the environment says rank {rank} of {world}, MPI says rank {mpi_rank} of {mpi_world} ({library}): the library is not \
-         that of the mpirun which started the ranks, or under zerorun none of MPICH's kind; name its file with CANDLE_ZERO_MPI_LIBRARY; \
-         Slurm's srun needs --mpi=pmi2"
+        "the environment says rank {rank} of {world}, MPI says rank {mpi_rank} of {mpi_world} ({library}): the \
+         library is not that of the mpirun which started the ranks, or under zerorun is not MPICH-compatible; set \
+         CANDLE_ZERO_MPI_LIBRARY to the right file; Slurm's srun needs --mpi=pmi2"
     )]
     MpiForeign {
         /// The rank according to the environment.
@@ -219,8 +220,8 @@ pub enum CommError {
     },
     /// Open MPI's mpirun has started the ranks, but the library is a different one, which would end them.
     #[error(
-        "Open MPI's mpirun has started the ranks, and the library that was found is {library}: put Open MPI's lib folder \
-         into LD_LIBRARY_PATH, name its file with CANDLE_ZERO_MPI_LIBRARY, or start the ranks with this library's own mpirun"
+        "Open MPI's mpirun started the ranks, but the library found is {library}: add Open MPI's lib folder to \
+         LD_LIBRARY_PATH, set CANDLE_ZERO_MPI_LIBRARY to its file, or start the ranks with this library's own mpirun"
     )]
     MpiNotOpenMpi {
         /// The library file and its version.
@@ -228,7 +229,7 @@ pub enum CommError {
     },
     /// The ranks of one host are not consecutive.
     #[error(
-        "ranks {first} and {second} are on host {host}, and ranks between them are not: the ranks of a host must be \
+        "ranks {first} and {second} are on host {host}, but ranks between them are not: the ranks of a host must be \
          consecutive; start them by slots (mpirun --map-by slot, srun --distribution block)"
     )]
     HostsMixed {
@@ -240,7 +241,7 @@ pub enum CommError {
         second: usize,
     },
     /// Hosts run different programs.
-    #[error("hosts {first} and {host} run different programs, by their content; copy the same file to all hosts")]
+    #[error("hosts {first} and {host} run programs with different contents; copy the same file to all hosts")]
     ProgramsDiffer {
         /// The first host.
         first: String,
@@ -249,9 +250,9 @@ pub enum CommError {
     },
     /// Not all ranks that were started individually have connected.
     #[error(
-        "of {world} ranks, {came} came to MASTER_PORT {port} of this host within {limit:?}; missing is rank {missing}: start it with \
-         its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts \
-         are joined by zerorun --nnodes, mpirun or srun"
+        "{came} of {world} ranks connected to MASTER_PORT {port} on this host within {limit:?}; rank {missing} is \
+         missing: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same \
+         network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun"
     )]
     RanksMissing {
         /// The number of ranks that connected.
@@ -267,9 +268,10 @@ pub enum CommError {
     },
     /// Ranks were started individually, and rank 0 cannot be found.
     #[error(
-        "rank {rank} of {world} found no rank 0 at MASTER_PORT {port} of this host within {limit:?}: start it with RANK=0, \
-         WORLD_SIZE={world} and the same MASTER_PORT, as the same user and in the same network namespace, or all ranks with \
-         `zerorun --num_ranks {world}`; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun"
+        "rank {rank} of {world} found no rank 0 at MASTER_PORT {port} on this host within {limit:?}: start it with \
+         RANK=0, WORLD_SIZE={world} and the same MASTER_PORT, as the same user and in the same network namespace, or \
+         all ranks with `zerorun --num_ranks {world}`; ranks on several hosts are joined by zerorun --nnodes, mpirun \
+         or srun"
     )]
     FirstMissing {
         /// This rank.
@@ -283,7 +285,7 @@ pub enum CommError {
     },
     /// Rank 0 exists but does not answer.
     #[error(
-        "rank 0 is there and has not answered rank {rank} for {limit:?}; it was stopped, or its machine is overloaded"
+        "rank 0 is running but has not answered rank {rank} for {limit:?}; it was stopped, or its machine is overloaded"
     )]
     FirstSilent {
         /// This rank.
@@ -292,15 +294,15 @@ pub enum CommError {
         limit: std::time::Duration,
     },
     /// The process of a rank ended before all ranks had connected.
-    #[error("the process of rank {rank} ended before all ranks were there; its own output tells why")]
+    #[error("the process of rank {rank} ended before all ranks had joined; see its own output")]
     GoneBeforeStart {
         /// The rank.
         rank: usize,
     },
     /// Ranks disagree about the number of ranks.
     #[error(
-        "WORLD_SIZE is {first} on rank 0 and {world} on rank {rank}; give all ranks of a job the same, and each job its own \
-         MASTER_PORT, which is {port} here"
+        "WORLD_SIZE is {first} on rank 0 and {world} on rank {rank}; give all ranks of a job the same value, and each \
+         job its own MASTER_PORT (here {port})"
     )]
     WorldsDiffer {
         /// The rank that differs from rank 0.
@@ -314,8 +316,8 @@ pub enum CommError {
     },
     /// Two processes claim the same rank at the rendezvous.
     #[error(
-        "processes {earlier} and {later} both say that they are rank {rank}; give each its own RANK, and each job its own \
-         MASTER_PORT, which is {port} here"
+        "processes {earlier} and {later} both claim rank {rank}; give each its own RANK, and each job its own \
+         MASTER_PORT (here {port})"
     )]
     RankTwice {
         /// The rank.
@@ -328,19 +330,19 @@ pub enum CommError {
         port: u16,
     },
     /// Another job uses the port for its rendezvous.
-    #[error("another job meets at MASTER_PORT {port} of this host: give each job a port of its own")]
+    #[error("another job already uses MASTER_PORT {port} on this host: give each job its own port")]
     MeetingTaken {
         /// `MASTER_PORT`.
         port: u16,
     },
     /// Rank 0 cancelled the rendezvous because of its own error.
-    #[error("rank 0 has called the meeting of ranks off: {why}")]
+    #[error("rank 0 cancelled the rendezvous: {why}")]
     NotMet {
         /// The error message of rank 0.
         why: String,
     },
     /// The communication thread has ended.
-    #[error("the communication thread of this rank has ended after an earlier failure; the first error tells why")]
+    #[error("the communication thread of this rank ended after an earlier failure; see the first error")]
     ThreadEnded,
 }
 
@@ -374,7 +376,7 @@ pub enum RankEnvError {
         expected: &'static str,
     },
     /// A rank is not less than the number of ranks.
-    #[error("{rank_name} is {rank} but {world_name} is {world}; it must be below that")]
+    #[error("{rank_name} is {rank}, but must be below {world_name}, which is {world}")]
     OutOfRange {
         /// The variable that holds the rank.
         rank_name: &'static str,
@@ -387,9 +389,9 @@ pub enum RankEnvError {
     },
     /// The ranks are on several hosts.
     #[error(
-        "{local_world} of {world} ranks are on this host, and these variables join the ranks of one host alone; start one \
-         launcher on each host in place of the ranks, `zerorun --nnodes {hosts} --node_rank N --master_addr {first} --num_ranks \
-         {local_world} PROGRAM`, or let mpirun or srun start the ranks"
+        "{local_world} of {world} ranks are on this host, but these variables join only the ranks of one host; start \
+         one launcher on each host instead of the ranks, `zerorun --nnodes {hosts} --node_rank N --master_addr \
+         {first} --num_ranks {local_world} PROGRAM`, or let mpirun or srun start the ranks"
     )]
     SeveralHosts {
         /// The number of ranks on this host.

@@ -128,11 +128,11 @@ impl GpuCollectives {
             }
             return Ok(None);
         }
-        let (Some(library), Some(device)) = (library, device) else { unreachable!("every rank has offered both") };
+        let (Some(library), Some(device)) = (library, device) else { unreachable!("every rank has both") };
         let library = library.map_err(|error| error_of(error, rank, &**comm))?;
         if rank == 0 {
             let way = if choice == NcclMode::Fast { "its own sums" } else { "sums in rank order" };
-            say(&format!("collectives between GPUs by NCCL {}, {way}", library.name()));
+            say(&format!("collectives between GPUs use NCCL {}, with {way}", library.name()));
         }
         let id = if rank == 0 { library.unique_id() } else { Ok([0; 128]) };
         let id = id.map_err(|error| error_of(error, rank, &**comm))?;
@@ -329,6 +329,6 @@ mod tests {
         assert_eq!(NcclMode::of(Some(String::new())).unwrap(), NcclMode::Exact);
         assert_eq!(NcclMode::of(Some("fast".into())).unwrap(), NcclMode::Fast);
         assert_eq!(NcclMode::of(Some("off".into())).unwrap(), NcclMode::Off);
-        insta::assert_snapshot!(NcclMode::of(Some("quick".into())).unwrap_err(), @r#"CANDLE_ZERO_NCCL is "quick"; allowed are exact (sums in rank order, with the bits of sums on the host), fast (NCCL's own sums) and off (collectives pass through the host)"#);
+        insta::assert_snapshot!(NcclMode::of(Some("quick".into())).unwrap_err(), @r#"CANDLE_ZERO_NCCL is "quick"; allowed are exact (sums in rank order, bit for bit as on the host), fast (NCCL's own sums) and off (collectives pass through the host)"#);
     }
 }

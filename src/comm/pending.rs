@@ -3,7 +3,7 @@
 use crate::error::Result;
 
 /// A collective in progress. Dropping it does not stop the collective: the other ranks depend on it.
-#[must_use = "a collective's result is waited for"]
+#[must_use = "the result of a collective must be awaited"]
 pub struct Pending<T>(PendingState<T>);
 
 enum PendingState<T> {

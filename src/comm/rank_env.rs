@@ -320,7 +320,7 @@ impl EnvironmentVariables<'_> {
 
     fn slurm_local(&self) -> Result<Option<(RankVariable, RankVariable)>> {
         const TASKS: &str = "SLURM_STEP_TASKS_PER_NODE";
-        const GRAMMAR: &str = "tasks per node as in 2(x3),1, with an entry for SLURM_NODEID";
+        const GRAMMAR: &str = "tasks per node such as 2(x3),1, with an entry for SLURM_NODEID";
         let (Some(local_rank), Some(tasks)) = (self.number("SLURM_LOCALID")?, self.get(TASKS)) else {
             return Ok(None);
         };
@@ -518,7 +518,7 @@ mod tests {
         insta::assert_snapshot!(refusal(&[("PMI_SIZE", "2")]), @"PMI_SIZE is set but PMI_RANK is not: a rank needs both; start the program with zerorun, or unset PMI_SIZE");
         insta::assert_snapshot!(refusal(&[("JSM_NAMESPACE_RANK", "0")]), @"JSM_NAMESPACE_RANK is set but JSM_NAMESPACE_SIZE is not: a rank needs both; start the program with zerorun, or unset JSM_NAMESPACE_RANK");
         insta::assert_snapshot!(refusal(&[("PMIX_RANK", "0"), ("PMIX_NAMESPACE", "job@1")]), @"PMIX_RANK is set but WORLD_SIZE is not: a rank needs both; start the program with zerorun, or unset PMIX_RANK");
-        insta::assert_snapshot!(refusal(&[("JSM_NAMESPACE_RANK", "1"), ("JSM_NAMESPACE_SIZE", "2"), ("JSM_NAMESPACE_LOCAL_RANK", "2")]), @"JSM_NAMESPACE_LOCAL_RANK is 2 but JSM_NAMESPACE_SIZE is 2; it must be below that");
+        insta::assert_snapshot!(refusal(&[("JSM_NAMESPACE_RANK", "1"), ("JSM_NAMESPACE_SIZE", "2"), ("JSM_NAMESPACE_LOCAL_RANK", "2")]), @"JSM_NAMESPACE_LOCAL_RANK is 2, but must be below JSM_NAMESPACE_SIZE, which is 2");
         insta::assert_snapshot!(refusal(&[("SLURM_PROCID", "0")]), @"SLURM_PROCID is set but SLURM_NTASKS is not: a rank needs both; start the program with zerorun, or unset SLURM_PROCID");
     }
 
@@ -527,14 +527,16 @@ mod tests {
         let shared = ("CANDLE_ZERO_SHM_FD", "3");
         insta::assert_snapshot!(refusal(&[("RANK", "two"), ("WORLD_SIZE", "2")]), @"environment variable RANK is `two`; it must be a whole number");
         insta::assert_snapshot!(refusal(&[("RANK", "-1"), ("WORLD_SIZE", "2")]), @"environment variable RANK is `-1`; it must be a whole number");
-        insta::assert_snapshot!(refusal(&[("RANK", "2"), ("WORLD_SIZE", "2"), shared]), @"RANK is 2 but WORLD_SIZE is 2; it must be below that");
-        insta::assert_snapshot!(refusal(&[("RANK", "0"), ("WORLD_SIZE", "0")]), @"RANK is 0 but WORLD_SIZE is 0; it must be below that");
+        insta::assert_snapshot!(refusal(&[("RANK", "2"), ("WORLD_SIZE", "2"), shared]), @"RANK is 2, but must be below WORLD_SIZE, which is 2");
+        insta::assert_snapshot!(refusal(&[("RANK", "0"), ("WORLD_SIZE", "0")]), @"RANK is 0, but must be below WORLD_SIZE, which is 0");
         insta::assert_snapshot!(refusal(&[("CANDLE_ZERO_SHM_FD", "-1")]), @"environment variable CANDLE_ZERO_SHM_FD is `-1`; it must be the number of an open file descriptor");
         insta::assert_snapshot!(refusal(&[("CANDLE_ZERO_TIMEOUT_MS", "0")]), @"environment variable CANDLE_ZERO_TIMEOUT_MS is `0`; it must be a whole number of milliseconds, at least 1");
         insta::assert_snapshot!(refusal(&[("MASTER_PORT", "70000")]), @"environment variable MASTER_PORT is `70000`; it must be a port number from 1 to 65535");
         insta::assert_snapshot!(
             refusal(&[("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2"), shared]),
-            @"2 of 4 ranks are on this host, and these variables join the ranks of one host alone; start one launcher on each host in place of the ranks, `zerorun --nnodes 2 --node_rank N --master_addr 127.0.0.1 --num_ranks 2 PROGRAM`, or let mpirun or srun start the ranks"
+            @"2 of 4 ranks are on this host, but these variables join only the ranks of one host; start one launcher \
+                on each host instead of the ranks, `zerorun --nnodes 2 --node_rank N --master_addr 127.0.0.1 \
+                --num_ranks 2 PROGRAM`, or let mpirun or srun start the ranks"
         );
     }
 

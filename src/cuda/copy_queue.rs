@@ -63,7 +63,7 @@ struct CopyJob {
 }
 
 /// A copy in progress.
-#[must_use = "a copy is waited for"]
+#[must_use = "the result of a copy must be awaited"]
 pub(crate) struct PendingCopy<T> {
     done: Receiver<Result<CompletedCopy>>,
     take: fn(CompletedCopy) -> Option<T>,
@@ -109,7 +109,8 @@ impl CopyQueue {
                 let _ = done.send(copier.carry(request, &after));
             }
         });
-        let thread = thread.map_err(|error| Error::Msg(format!("no thread to copy between GPU and host: {error}")))?;
+        let failed = |error| Error::Msg(format!("cannot start the thread that copies between GPU and host: {error}"));
+        let thread = thread.map_err(failed)?;
         Ok(Self { jobs: Some(jobs), thread: Some(thread) })
     }
 
@@ -258,9 +259,9 @@ impl StagingBuffer {
         // The driver's error text is the one for a GPU that is out of memory.
         let refused = |error: DriverError| {
             Error::Msg(format!(
-                "the system locks no {bytes} bytes of memory for copies between the GPU and the host (CUDA's error {}); free \
-                 memory of the host, raise the container's limit, or set \"pin_memory\": false in offload_optimizer and \
-                 offload_param",
+                "the system cannot lock {bytes} bytes of memory for copies between the GPU and the host (CUDA error \
+                 {}); free host memory, raise the container's limit, or set \"pin_memory\": false in \
+                 offload_optimizer and offload_param",
                 error.0 as u32
             ))
         };

@@ -78,7 +78,7 @@ pub(crate) fn losses(
     }
     let range = of.first..of.first + of.rows;
     let (Some(targets), Some(losses)) = (of.targets.0.try_slice(range.clone()), losses.try_slice_mut(range)) else {
-        bail!("cross_entropy: room for fewer losses than there are rows")
+        bail!("cross_entropy: room for fewer losses than rows")
     };
     let arguments = arguments![of.classes, logits, targets, of.cap(), sign, DeviceFlatMut::F32(losses)];
     // SAFETY: the kernel takes a block for each row of classes, a target and a loss for each.

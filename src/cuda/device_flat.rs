@@ -347,7 +347,7 @@ mod tests {
         flat.shrink_to_fit().unwrap();
         flat.scale(3.0).unwrap();
         assert_eq!((flat.len(), flat.capacity_in_bytes()), (3, 12));
-        assert!(flat.part(2..4).is_err(), "what lies behind the elements is not to be read");
+        assert!(flat.part(2..4).is_err(), "the bytes behind the elements are not to be read");
         assert_eq!(flat.to_host(0..2).unwrap(), Flat::F32(vec![6.0, 9.0]));
         assert_eq!(flat.into_storage().to_cpu_storage().unwrap().as_slice::<f32>().unwrap().len(), 3);
     }

@@ -265,7 +265,7 @@ fn attentions(bench: &KernelBench) {
 }
 
 #[test]
-#[ignore = "figures of a GPU, which nothing else may use meanwhile"]
+#[ignore = "measures a GPU, which nothing else may use meanwhile"]
 fn kernels_reach_a_part_of_the_memorys_bandwidth() {
     let Ok(device) = CudaDevice::new(0) else {
         println!("skipped: the CUDA driver finds no device");

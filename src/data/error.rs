@@ -19,8 +19,8 @@ pub enum DataError {
     },
     /// A data folder contains no text file.
     #[error(
-        "{} holds no text (files that are not UTF-8: {skipped}); hidden files and folders named target are not \
-         read, and token files (.bin, .u16) are given by their own path",
+        "{} contains no text (files that are not UTF-8: {skipped}); hidden files and folders named target are not \
+         read, and token files (.bin, .u16) must be given by their own path",
         path.display()
     )]
     NoText {
@@ -31,7 +31,7 @@ pub enum DataError {
     },
     /// A file of 16-bit tokens ends in half a token.
     #[error(
-        "{} has {bytes} bytes; 16-bit tokens need an even number: is it a token file, and complete?",
+        "{} has {bytes} bytes; 16-bit tokens need an even number: is it a complete token file?",
         path.display()
     )]
     OddTokenFile {
@@ -41,9 +41,7 @@ pub enum DataError {
         bytes: usize,
     },
     /// The data has fewer tokens than one sample needs.
-    #[error(
-        "{data} has {tokens} tokens; a sample of context {ctx} needs {needed}: give more data or take a shorter context"
-    )]
+    #[error("{data} has {tokens} tokens; a sample of context {ctx} needs {needed}: use more data or a shorter context")]
     TooShort {
         /// The name of the data.
         data: String,
@@ -56,7 +54,7 @@ pub enum DataError {
     },
     /// A micro batch is too large for any forward.
     #[error(
-        "a micro batch of {samples} samples of {ctx} tokens is too large: at most {most} tokens; give a smaller \
+        "a micro batch of {samples} samples of {ctx} tokens is too large: at most {most} tokens; use a smaller \
          train_micro_batch_size_per_gpu, or more gradient_accumulation_steps"
     )]
     BatchTooLarge {
@@ -69,8 +67,8 @@ pub enum DataError {
     },
     /// The model has no embedding for a token of the data.
     #[error(
-        "token {token} at position {position} of {data} is out of the model's vocabulary of {vocab}; allowed is \
-         0 to {}: use data of that vocabulary, or a model with a vocabulary of {} or more", vocab - 1, token + 1
+        "token {token} at position {position} of {data} is outside the model's vocabulary of {vocab}; allowed is 0 to \
+         {}: use data of that vocabulary, or a model with a vocabulary of {} or more", vocab - 1, token + 1
     )]
     TokenOutOfVocabulary {
         /// The token.

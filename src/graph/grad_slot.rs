@@ -56,7 +56,7 @@ impl Grad {
         match self {
             Self::Own(flat) => match E::of_flat(flat) {
                 Some(values) => look(values),
-                None => candle_core::bail!("{op}: a gradient of {:?} where {:?} belongs", flat.dtype(), E::DTYPE),
+                None => candle_core::bail!("{op}: a gradient of {:?} instead of {:?}", flat.dtype(), E::DTYPE),
             },
             Self::Shared(tensor) | Self::OnDevice(tensor) => with_elements::<E, _>(&tensor.contiguous()?, op, look),
         }

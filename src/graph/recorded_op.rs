@@ -269,7 +269,7 @@ impl RecordedOp {
         let Some(grad) = self.slot.take() else { return Ok(()) };
         let Some(backward) = lock(&self.backward).take() else {
             candle_core::bail!(
-                "{}: this graph was differentiated already, and what it needs for that is gone; run forward again",
+                "{}: this graph was already differentiated, and its saved values are gone; run forward again",
                 self.name
             )
         };
@@ -309,7 +309,7 @@ fn one_on_cuda(beside: &CudaStorage) -> Result<(CudaStorage, Shape)> {
     use candle_core::backend::BackendStorage;
     match one(&Device::Cuda(beside.device().clone()))? {
         (Storage::Cuda(storage), shape) => Ok((storage, shape)),
-        _ => candle_core::bail!("a token for the GPU was made elsewhere"),
+        _ => candle_core::bail!("a token for the GPU was created on another device"),
     }
 }
 

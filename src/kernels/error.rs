@@ -7,7 +7,8 @@
 pub enum KernelError {
     /// No level has this name.
     #[error(
-        "environment variable CANDLE_ZERO_SIMD is `{found}`, which is no SIMD level; this processor allows {} or auto",
+        "environment variable CANDLE_ZERO_SIMD is `{found}`, which is not a SIMD level; this processor allows {} or \
+         auto",
         available.join(", ")
     )]
     UnknownLevel {
@@ -18,7 +19,7 @@ pub enum KernelError {
     },
     /// The ranks run at different levels, so they would compute different bits.
     #[error(
-        "rank {rank} computes at the SIMD level {level} and rank {other} at another; every rank must have the same \
+        "rank {rank} uses the SIMD level {level} and rank {other} another one; every rank must have the same \
          CANDLE_ZERO_SIMD"
     )]
     LevelsDiffer {

@@ -153,7 +153,7 @@ mod tests {
     fn the_errors_say_what_was_found_and_what_is_allowed() {
         let available = vec!["avx2", "portable"];
         let unknown = KernelError::UnknownLevel { found: "AVX2".into(), available: available.clone() };
-        insta::assert_snapshot!(unknown, @"environment variable CANDLE_ZERO_SIMD is `AVX2`, which is no SIMD level; this processor allows avx2, portable or auto");
+        insta::assert_snapshot!(unknown, @"environment variable CANDLE_ZERO_SIMD is `AVX2`, which is not a SIMD level; this processor allows avx2, portable or auto");
         let lacking = KernelError::LevelNotAvailable { found: "avx512".into(), available };
         insta::assert_snapshot!(lacking, @"environment variable CANDLE_ZERO_SIMD is `avx512`, which this processor lacks; it allows avx2, portable or auto");
         let error = wanted("sse9").expect_err("no such level");

@@ -74,7 +74,7 @@ impl BertConfig {
         let keys = JsonKeys::new(file, "", content.as_object().unwrap_or(&empty));
         match keys.get("model_type").and_then(Value::as_str) {
             Some(BERT) => (),
-            _ => return Err(keys.refuse("model_type", "\"bert\", the encoder that is known")),
+            _ => return Err(keys.refuse("model_type", "\"bert\", the only supported encoder")),
         }
         for (key, only) in [("position_embedding_type", Value::from("absolute")), ("is_decoder", Value::from(false))] {
             if keys.get(key).is_some_and(|found| *found != only) {
@@ -108,7 +108,7 @@ impl BertConfig {
                 None => 0,
                 Some(id) => {
                     let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
-                    id.ok_or_else(|| keys.refuse("pad_token_id", "a token's number"))?
+                    id.ok_or_else(|| keys.refuse("pad_token_id", "a token id"))?
                 }
             },
             labels: labels(&keys)?,
@@ -160,10 +160,11 @@ impl BertConfig {
         }
         // Layers store it in f32, in which 1e-12 is small but not 0.
         if !((self.layer_norm_eps as f32) > 0.0 && self.layer_norm_eps.is_finite()) {
-            return Err(refused("layer_norm_eps", self.layer_norm_eps, "a positive finite number, as 1e-12"));
+            return Err(refused("layer_norm_eps", self.layer_norm_eps, "a positive finite number, such as 1e-12"));
         }
         if !(self.initializer_range >= 0.0 && self.initializer_range.is_finite()) {
-            return Err(refused("initializer_range", self.initializer_range, "a finite number of at least 0, as 0.02"));
+            let allowed = "a finite number of at least 0, such as 0.02";
+            return Err(refused("initializer_range", self.initializer_range, allowed));
         }
         for (key, p) in [("hidden_dropout_prob", self.hidden_dropout), ("classifier_dropout", self.classifier_dropout)]
         {
@@ -182,7 +183,7 @@ fn labels(keys: &JsonKeys<'_>) -> Result<Vec<String>> {
     };
     let label = |i: usize| found.get(i.to_string()).and_then(Value::as_str).map(str::to_owned);
     let labels = found.as_object().and_then(|map| (0..map.len()).map(label).collect());
-    labels.ok_or_else(|| keys.refuse("id2label", "an object of names by the numbers 0, 1, 2, ..."))
+    labels.ok_or_else(|| keys.refuse("id2label", "an object that maps the numbers 0, 1, 2, ... to names"))
 }
 
 #[cfg(test)]
@@ -194,8 +195,8 @@ mod tests {
     #[test]
     fn values_that_are_not_computed_with_are_refused_by_key() {
         let text = |config: Value| BertConfig::from_hugging_face(&config).unwrap_err().to_string();
-        insta::assert_snapshot!(text(json!([])), @r#"config.json: model_type is absent, but must be "bert", the encoder that is known"#);
-        insta::assert_snapshot!(text(json!({"model_type": "llama"})), @r#"config.json: model_type is "llama", but must be "bert", the encoder that is known"#);
+        insta::assert_snapshot!(text(json!([])), @r#"config.json: model_type is absent, but must be "bert", the only supported encoder"#);
+        insta::assert_snapshot!(text(json!({"model_type": "llama"})), @r#"config.json: model_type is "llama", but must be "bert", the only supported encoder"#);
         let with = |key: &str, value: Value| {
             let mut config = json!({"model_type": "bert"});
             config[key] = value;
@@ -205,9 +206,9 @@ mod tests {
         insta::assert_snapshot!(with("hidden_act", json!("relu")), @r#"config.json: hidden_act is "relu", but must be gelu, gelu_new, gelu_pytorch_tanh or silu"#);
         insta::assert_snapshot!(with("hidden_size", json!(770)), @"config.json: hidden_size is 770, but must be a multiple of num_attention_heads (12)");
         insta::assert_snapshot!(with("hidden_size", json!(-1)), @"config.json: hidden_size is -1, but must be a whole number from 1 to 4294967295");
-        insta::assert_snapshot!(with("id2label", json!({"1": "a"})), @r#"config.json: id2label is {"1":"a"}, but must be an object of names by the numbers 0, 1, 2, ..."#);
-        insta::assert_snapshot!(with("initializer_range", json!(-1)), @"config.json: initializer_range is -1, but must be a finite number of at least 0, as 0.02");
-        insta::assert_snapshot!(with("pad_token_id", json!(-1)), @"config.json: pad_token_id is -1, but must be a token's number");
+        insta::assert_snapshot!(with("id2label", json!({"1": "a"})), @r#"config.json: id2label is {"1":"a"}, but must be an object that maps the numbers 0, 1, 2, ... to names"#);
+        insta::assert_snapshot!(with("initializer_range", json!(-1)), @"config.json: initializer_range is -1, but must be a finite number of at least 0, such as 0.02");
+        insta::assert_snapshot!(with("pad_token_id", json!(-1)), @"config.json: pad_token_id is -1, but must be a token id");
         insta::assert_snapshot!(with("id2label", json!({})), @"config.json: the number of labels is 0, but must be at least 1");
         insta::assert_snapshot!(with("pad_token_id", json!(40000)), @"config.json: pad_token_id is 40000, but must be below vocab_size (30522)");
         insta::assert_snapshot!(with("classifier_dropout", json!(1.0)), @"config.json: classifier_dropout is 1, but must be at least 0 and below 1");

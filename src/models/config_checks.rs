@@ -50,7 +50,7 @@ pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
 /// Checks that `parameters` can be counted.
 pub(super) fn require_parameters(parameters: u128) -> Result<()> {
     if parameters > MOST_PARAMETERS {
-        let allowed = format!("at most {MOST_PARAMETERS} elements: take smaller sizes");
+        let allowed = format!("at most {MOST_PARAMETERS} elements: use smaller sizes");
         return Err(refused("the sum of all parameters", parameters, &allowed));
     }
     Ok(())

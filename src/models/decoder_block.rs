@@ -347,7 +347,7 @@ impl Mlp {
         match self.activation {
             Activation::Silu => swiglu(gate, up),
             Activation::GeluTanh => gelu_gated(gate, up),
-            Activation::Gelu => candle_core::bail!("a gate of the exact GELU is not known here"),
+            Activation::Gelu => candle_core::bail!("a gate with the exact GELU is not supported"),
         }
     }
 }

@@ -171,7 +171,8 @@ impl DecoderConfig {
         }
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         if !heads.is_multiple_of(kv_heads) {
-            let allowed = format!("a divisor of num_attention_heads ({heads}), so that each serves as many of them");
+            let allowed =
+                format!("a divisor of num_attention_heads ({heads}), so that each serves the same number of them");
             return Err(refused("num_key_value_heads", kv_heads, &allowed));
         }
         require_parameters(self.elements())?;
@@ -180,7 +181,7 @@ impl DecoderConfig {
                 return Err(refused(
                     "max_position_embeddings",
                     self.ctx,
-                    &format!("at most {rows}, the positions learned"),
+                    &format!("at most {rows}, the number of learned positions"),
                 ));
             }
             Some(_) => (),
@@ -189,14 +190,14 @@ impl DecoderConfig {
                 return Err(refused("max_position_embeddings", self.ctx, &allowed));
             }
             None if !self.head_dim.is_multiple_of(2) => {
-                return Err(refused("head_dim", self.head_dim, "even: rotary positions turn pairs of elements"));
+                return Err(refused("head_dim", self.head_dim, "even: rotary positions rotate pairs of elements"));
             }
             None => self.blocks.iter().try_for_each(|block| block.rotary.frequencies(2).map(drop))?,
         }
         let biases = self.qkv_bias && self.output_bias && self.mlp_bias;
         if self.naming == ParameterNaming::Gpt2 && (self.gated || self.norms_after || self.query_key_norms || !biases) {
             let allowed =
-                "another one with a gate, further norms or projections without bias: GPT-2 has no names for them";
+                "another one for gates, additional norms or projections without bias: GPT-2 has no names for them";
             return Err(refused("naming", "that of GPT-2", allowed));
         }
         if self.gated && self.activation == Activation::Gelu {

@@ -29,7 +29,7 @@ pub enum ModelError {
         allowed: String,
     },
     /// A `config.json` describes an unknown model.
-    #[error("{}: model_type is {found}, which is not known here; known are {known}", file.display())]
+    #[error("{}: model_type is {found}, which is not supported; supported are {known}", file.display())]
     UnknownModelType {
         /// The file.
         file: PathBuf,
@@ -39,7 +39,7 @@ pub enum ModelError {
         known: String,
     },
     /// A `config.json` is not a JSON object.
-    #[error("{} is not the description of a model: {why}", file.display())]
+    #[error("{} is not a model description: {why}", file.display())]
     NoJson {
         /// The file.
         file: PathBuf,
@@ -61,8 +61,7 @@ pub enum ModelError {
     },
     /// The input has more tokens than the model has positions.
     #[error(
-        "{length} tokens are longer than the model's context of {context}; cut the input or build the model with ctx \
-         >= {length}"
+        "{length} tokens exceed the model's context of {context}; cut the input or build the model with ctx >= {length}"
     )]
     SequenceTooLong {
         /// The number of tokens in the input.
@@ -85,7 +84,7 @@ pub enum ModelError {
     },
     /// A target is not a class of the logits.
     #[error(
-        "target {target} at position {position} (counted over the flattened targets) is no class of logits with \
+        "target {target} at position {position} (counted over the flattened targets) is not one of the logits' \
          {classes} classes; targets must be below {classes}"
     )]
     TargetOutOfRange {

@@ -64,7 +64,7 @@ fn parse(file: &Path) -> Result<Value> {
 /// Reads the configuration from `config`, the content of `file`.
 fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
     let Value::Object(map) = config else {
-        return Err(ModelError::NoJson { file: file.to_owned(), why: "it is no object".into() }.into());
+        return Err(ModelError::NoJson { file: file.to_owned(), why: "it is not an object".into() }.into());
     };
     let keys = JsonKeys::new(file, "", map);
     if keys.get("model_type").is_some_and(|found| *found == BERT) {
@@ -81,7 +81,7 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
     // An absent key has a default in transformers; null does not.
     let sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"];
     if let Some(key) = sizes.into_iter().find(|key| map.get(*key).is_some_and(Value::is_null)) {
-        return Err(keys.refuse(key, "a whole number from 1 on"));
+        return Err(keys.refuse(key, "a whole number of at least 1"));
     }
     let config = match family.model_type {
         "gpt2" => gpt2(&keys)?,
@@ -226,13 +226,13 @@ fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
         Some(head_dim) => head_dim,
         None if hidden_size.is_multiple_of(heads) => hidden_size / heads,
         None => {
-            let allowed = format!("a multiple of num_attention_heads ({heads}) where there is no head_dim");
+            let allowed = format!("a multiple of num_attention_heads ({heads}) if head_dim is absent");
             return Err(keys.refuse_as("hidden_size", hidden_size, allowed));
         }
     };
     let partial = keys.positive("partial_rotary_factor")?.unwrap_or(1.0);
     if partial != 1.0 {
-        return Err(keys.refuse("partial_rotary_factor", "1: heads are rotated whole"));
+        return Err(keys.refuse("partial_rotary_factor", "1: complete heads are rotated"));
     }
     let blocks = blocks(keys, "num_hidden_layers", family.blocks)?;
     let tied = keys.flag("tie_word_embeddings", family.tied)?;
@@ -297,7 +297,7 @@ fn gpt2(keys: &JsonKeys<'_>) -> Result<DecoderConfig> {
         return Err(keys.refuse_as("n_embd", hidden_size, format!("a multiple of n_head ({heads})")));
     }
     keys.only("scale_attn_weights", true, "attention's scores are divided by the root of a head's width")?;
-    keys.only("scale_attn_by_inverse_layer_idx", false, "all layers scale attention's scores alike")?;
+    keys.only("scale_attn_by_inverse_layer_idx", false, "all layers scale attention's scores in the same way")?;
     keys.only("add_cross_attention", false, "there is no encoder")?;
     let ctx = size("n_positions", 1024)?;
     let sizes = [hidden_size, heads, blocks(keys, "n_layer", 12)?];
@@ -365,7 +365,7 @@ fn block_rules(keys: &JsonKeys<'_>, family: &ModelFamily, blocks: usize) -> Resu
     let rule = |kind: &&str| match (*kind, window) {
         (FULL, _) => Ok(BlockConfig { window: None, rotary: full }),
         (_, Some(window)) => Ok(BlockConfig { window: Some(window), rotary: sliding }),
-        (_, None) => Err(keys.refuse("sliding_window", "a number where layer_types has sliding_attention")),
+        (_, None) => Err(keys.refuse("sliding_window", "a number if layer_types contains sliding_attention")),
     };
     types.iter().map(rule).collect()
 }
@@ -375,7 +375,7 @@ fn block_types<'a>(keys: &JsonKeys<'a>, family: &ModelFamily, blocks: usize) -> 
     let slides = !family.is_qwen() || keys.flag("use_sliding_window", false)?;
     if let Some(given) = keys.get("layer_types") {
         let all = given.as_array().map(|all| all.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
-        let Some(Some(all)) = all else { return Err(keys.refuse("layer_types", "a list of texts")) };
+        let Some(Some(all)) = all else { return Err(keys.refuse("layer_types", "a list of strings")) };
         if all.len() != blocks {
             let found = format!("a list of {} layers", all.len());
             return Err(keys.refuse_as("layer_types", found, format!("of num_hidden_layers ({blocks})")));
@@ -384,7 +384,7 @@ fn block_types<'a>(keys: &JsonKeys<'a>, family: &ModelFamily, blocks: usize) -> 
             return Err(keys.refuse_as("layer_types", format!("{other:?}"), format!("of {FULL} and {SLIDING}")));
         }
         if !slides && all.contains(&SLIDING) {
-            let allowed = format!("true where layer_types has {SLIDING}");
+            let allowed = format!("true if layer_types contains {SLIDING}");
             return Err(keys.refuse("use_sliding_window", allowed));
         }
         return Ok(all);
@@ -436,14 +436,14 @@ fn rotary(keys: &JsonKeys<'_>, kind: &str, theta: f64) -> Result<RotaryConfig> {
         && own != plain
         && kind == FULL
     {
-        return Err(given.refuse("rope_theta", format!("that of rope_theta beside rope_parameters ({plain})")));
+        return Err(given.refuse("rope_theta", format!("equal to the outer rope_theta ({plain})")));
     }
     if given.positive("partial_rotary_factor")?.is_some_and(|part| part != 1.0) {
-        return Err(given.refuse("partial_rotary_factor", "1: heads are rotated whole"));
+        return Err(given.refuse("partial_rotary_factor", "1: complete heads are rotated"));
     }
     let scaling = scaling(&given)?;
     if kind == FULL && old.is_some_and(|old| old != scaling) {
-        return Err(keys.refuse("rope_scaling", "absent or equal to rope_parameters beside it"));
+        return Err(keys.refuse("rope_scaling", "absent or equal to rope_parameters"));
     }
     Ok(RotaryConfig { theta: own.or(plain).unwrap_or(theta), scaling })
 }
@@ -454,7 +454,7 @@ fn scaling(given: &JsonKeys<'_>) -> Result<RotaryScaling> {
     if let (Some(new), Some(old)) = (new, old)
         && new != old
     {
-        return Err(given.refuse("type", format!("that of rope_type ({new:?}) beside it")));
+        return Err(given.refuse("type", format!("equal to rope_type ({new:?})")));
     }
     let need = |key: &str| given.positive(key)?.ok_or_else(|| given.refuse(key, "a positive number"));
     match new.or(old) {

@@ -215,7 +215,7 @@ impl<A: Architecture> LanguageModel<A> {
 /// Returns an error if there are no tokens to continue.
 fn require_tokens(tokens: &[u32]) -> Result<()> {
     if tokens.is_empty() {
-        candle_core::bail!("the model continues a text of at least one token, and none was given")
+        candle_core::bail!("the model continues a text of at least one token, but none was given")
     }
     Ok(())
 }

@@ -119,7 +119,8 @@ impl LlamaConfig {
             return Err(refused("hidden_size", self.hidden_size, &allowed));
         }
         if !heads.is_multiple_of(kv_heads) {
-            let allowed = format!("a divisor of num_attention_heads ({heads}), so that each serves as many of them");
+            let allowed =
+                format!("a divisor of num_attention_heads ({heads}), so that each serves the same number of them");
             return Err(refused("num_key_value_heads", kv_heads, &allowed));
         }
         require_parameters(self.elements())?;
@@ -127,7 +128,7 @@ impl LlamaConfig {
             [("rope_theta", self.rope_theta, "10000"), ("rms_norm_eps", self.rms_norm_eps, "1e-5")]
         {
             if !(value > 0.0 && value.is_finite()) {
-                return Err(refused(key, value, &format!("a positive finite number, as {example}")));
+                return Err(refused(key, value, &format!("a positive finite number, such as {example}")));
             }
         }
         Ok(())
@@ -221,11 +222,11 @@ mod tests {
         let text = |config: LlamaConfig| config.validate().unwrap_err().to_string();
         insta::assert_snapshot!(text(LlamaConfig { num_attention_heads: 3, ..nano.clone() }), @"model configuration: hidden_size is 128, but must be a multiple of 2 num_attention_heads (6), so that every head has the same even width");
         insta::assert_snapshot!(text(LlamaConfig { num_attention_heads: 128, ..nano.clone() }), @"model configuration: hidden_size is 128, but must be a multiple of 2 num_attention_heads (256), so that every head has the same even width");
-        insta::assert_snapshot!(text(LlamaConfig { num_key_value_heads: 3, ..nano.clone() }), @"model configuration: num_key_value_heads is 3, but must be a divisor of num_attention_heads (4), so that each serves as many of them");
+        insta::assert_snapshot!(text(LlamaConfig { num_key_value_heads: 3, ..nano.clone() }), @"model configuration: num_key_value_heads is 3, but must be a divisor of num_attention_heads (4), so that each serves the same number of them");
         insta::assert_snapshot!(text(LlamaConfig { intermediate_size: 0, ..nano.clone() }), @"model configuration: intermediate_size is 0, but must be at least 1");
         insta::assert_snapshot!(text(LlamaConfig { ctx: usize::MAX, ..nano.clone() }), @"model configuration: ctx is 18446744073709551615, but must be at most 4294967295");
         insta::assert_snapshot!(text(LlamaConfig { ctx: 1 << 30, ..nano.clone() }), @"model configuration: ctx is 1073741824, but must be at most 16777216: positions are counted in f32");
-        insta::assert_snapshot!(text(LlamaConfig { rope_theta: 0.0, ..nano.clone() }), @"model configuration: rope_theta is 0, but must be a positive finite number, as 10000");
-        insta::assert_snapshot!(text(LlamaConfig { rms_norm_eps: f64::INFINITY, ..nano }), @"model configuration: rms_norm_eps is inf, but must be a positive finite number, as 1e-5");
+        insta::assert_snapshot!(text(LlamaConfig { rope_theta: 0.0, ..nano.clone() }), @"model configuration: rope_theta is 0, but must be a positive finite number, such as 10000");
+        insta::assert_snapshot!(text(LlamaConfig { rms_norm_eps: f64::INFINITY, ..nano }), @"model configuration: rms_norm_eps is inf, but must be a positive finite number, such as 1e-5");
     }
 }

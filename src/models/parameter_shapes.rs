@@ -74,7 +74,7 @@ impl SimpleBackend for ShapeRecorder {
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
-        candle_core::bail!("{name} was asked for without a shape")
+        candle_core::bail!("{name} was requested without a shape")
     }
 
     fn contains_tensor(&self, _: &str) -> bool {

@@ -73,7 +73,8 @@ impl Session {
         }
         if self.caches.len() != blocks {
             bail!(
-                "the session was begun by a model of {} blocks, and this one has {blocks}; a session belongs to one model",
+                "the session was started by a model of {} blocks, but this one has {blocks}; a session belongs to one \
+                 model",
                 self.caches.len()
             )
         }

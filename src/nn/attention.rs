@@ -159,8 +159,8 @@ pub(super) fn fused_heads(qkv: &Tensor, n_head: usize) -> Result<AttentionShape>
             Ok(AttentionShape { batch, time, heads: n_head, kv_heads: n_head, head: fused / (3 * n_head) })
         }
         ref dims => bail!(
-            "causal_attention: the input has shape {dims:?}; [batch, time, 3 * width] with a width that the {n_head} \
-             heads divide is needed"
+            "causal_attention: the input has shape {dims:?}; it must be [batch, time, 3 * width] with a width \
+             divisible by the {n_head} heads"
         ),
     }
 }
@@ -188,8 +188,8 @@ pub(super) fn grouped_heads(
         }
         _ => bail!(
             "grouped_attention: queries {:?}, keys {:?} and values {:?} do not fit {n_head} query and {n_kv_head} key \
-             heads; [batch, time, heads * width of a head] is needed, with as many query heads as a multiple of the \
-             key heads",
+             heads; they must be [batch, time, heads * width of a head], and the number of query heads a multiple of \
+             that of key heads",
             q.dims(),
             k.dims(),
             v.dims()

@@ -27,7 +27,7 @@ impl AttentionOptions {
             bail!("attention: scale, soft cap and window must be above 0; they are {self:?}")
         }
         if self.bidirectional && self.window.is_some() {
-            bail!("attention: a window goes back from a query's position, and bidirectional attention looks both ways")
+            bail!("attention: a window goes back from a query's position, but bidirectional attention looks both ways")
         }
         let usual = AttentionRule::causal(head);
         Ok(AttentionRule {

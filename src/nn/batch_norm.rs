@@ -45,8 +45,8 @@ pub fn sync_batch_norm<C: Into<BatchNormConfig>>(
     let BatchNormConfig { eps, remove_mean, affine, momentum } = config.into();
     if !(eps >= 0.0 && (0.0..=1.0).contains(&momentum) && remove_mean) {
         bail!(
-            "{NAME}: eps is {eps}, momentum {momentum} and remove_mean {remove_mean}; eps must not be negative, momentum \
-             lies between 0 and 1, and the mean is always removed"
+            "{NAME}: eps is {eps}, momentum {momentum} and remove_mean {remove_mean}; eps must be at least 0, \
+             momentum from 0 to 1, and remove_mean true"
         )
     }
     let statistic = |name, value| {
@@ -147,7 +147,7 @@ impl SyncBatchNorm {
             let moments = with_elements::<E, _>(&x, NAME, |x| Ok(kernel::moments(x, sizes)))?;
             let (count, moments) = self.over_ranks(sizes.count(), moments)?;
             if count < 2.0 {
-                bail!("{NAME}: {count} element of a feature on all ranks together; its variance needs two at least")
+                bail!("{NAME}: {count} element per feature on all ranks together; the variance needs at least two")
             }
             let normal: Vec<ChannelStatistics> = moments.iter().map(|[mean, squares]| ChannelStatistics {
                 mean: *mean as f32,

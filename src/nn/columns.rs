@@ -23,7 +23,10 @@ pub fn columns(x: &Tensor, range: Range<usize>) -> Result<Tensor> {
     const NAME: &str = "columns";
     let width = x.dims().last().copied().unwrap_or(0);
     if range.is_empty() || range.end > width {
-        bail!("columns: {range:?} of an input of shape {:?}; some of its {width} columns are needed", x.dims())
+        bail!(
+            "columns: {range:?} of an input of shape {:?}; the range must select some of its {width} columns",
+            x.dims()
+        )
     }
     if !x.device().is_cpu() {
         return x.narrow(D::Minus1, range.start, range.len())?.contiguous();

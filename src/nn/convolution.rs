@@ -76,8 +76,8 @@ impl Conv1d {
         are_positive(CONV, [("in / groups", c_in), ("out", outputs), ("length of the input", l_in), ("in", channels)])?;
         if c_in.checked_mul(groups) != Some(channels) || outputs % groups != 0 {
             bail!(
-                "{CONV}: the weight has shape {:?} and there are {groups} groups; an input of shape {:?} needs \
-                 [out, in / groups, kernel] with an out that the groups divide",
+                "{CONV}: the weight has shape {:?} and there are {groups} groups; an input of shape {:?} needs [out, \
+                 in / groups, kernel] with out divisible by the groups",
                 self.weight.dims(),
                 x.dims()
             )
@@ -86,8 +86,8 @@ impl Conv1d {
         let reach = reach(CONV, kernel, dilation)?;
         let Some(more) = padding.checked_mul(2).and_then(|twice| twice.checked_add(l_in)?.checked_sub(reach)) else {
             bail!(
-                "{CONV}: the kernel reaches over {reach} elements, and the input has {l_in} with a padding of {padding} on \
-                 both sides; give longer inputs or more padding"
+                "{CONV}: the kernel reaches over {reach} elements, but the input has {l_in} with a padding of \
+                 {padding} on both sides; use longer inputs or more padding"
             )
         };
         let (c_out, l_out) = (outputs / groups, more / stride + 1);
@@ -164,7 +164,7 @@ impl ConvTranspose1d {
         if inputs != channels || channels % groups != 0 {
             bail!(
                 "{TRANSPOSED}: the weight has shape {:?} and there are {groups} groups; an input of shape {:?} needs \
-                 [in, out / groups, kernel] with an in that the groups divide",
+                 [in, out / groups, kernel] with in divisible by the groups",
                 self.weight.dims(),
                 x.dims()
             )
@@ -182,8 +182,8 @@ impl ConvTranspose1d {
         let Some(l_in) = whole.and_then(|whole| whole.checked_sub(padding.checked_mul(2)?)).filter(|l_in| *l_in > 0)
         else {
             bail!(
-                "{TRANSPOSED}: an input of {l_out} elements leaves nothing with a kernel of {kernel}, stride {stride}, \
-                 dilation {dilation} and padding {padding} on both sides; give less padding"
+                "{TRANSPOSED}: an input of {l_out} elements leaves no output with a kernel of {kernel}, stride \
+                 {stride}, dilation {dilation} and padding {padding} on both sides; use less padding"
             )
         };
         Ok(ConvolutionSizes {
@@ -219,7 +219,7 @@ fn are_positive<const N: usize>(op: &'static str, numbers: [(&str, usize); N]) -
 fn has_shape(op: &'static str, bias: Option<&Tensor>, outputs: usize) -> Result<()> {
     match bias {
         Some(bias) if bias.dims() != [outputs] => {
-            bail!("{op}: the bias has shape {:?}; the weight asks for [{outputs}]", bias.dims())
+            bail!("{op}: the bias has shape {:?}; the weight requires [{outputs}]", bias.dims())
         }
         _ => Ok(()),
     }

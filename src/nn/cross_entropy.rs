@@ -50,7 +50,7 @@ pub struct LossOptions {
 /// The errors of [`cross_entropy`]; options that are not above 0.
 pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOptions) -> Result<Tensor> {
     let Some((&classes, leading)) = logits.dims().split_last() else {
-        bail!("cross_entropy: the logits are a scalar; [rows, classes] or [batch, time, classes] is needed")
+        bail!("cross_entropy: the logits are a scalar; they must be [rows, classes] or [batch, time, classes]")
     };
     if leading != targets.dims() {
         bail!("cross_entropy: logits {:?} need targets of shape {leading:?}, not {:?}", logits.dims(), targets.dims())
@@ -150,7 +150,7 @@ pub fn linear_cross_entropy_with(
             let scale = scalar(&grad)? / divisor as f32;
             let mut kept = lock(&grads);
             let grads = if is_once() { kept.take() } else { kept.clone() };
-            let Some((dh, dweight)) = grads else { bail!("{NAME}: its gradients were taken already") };
+            let Some((dh, dweight)) = grads else { bail!("{NAME}: its gradients were already taken") };
             if to_weight.is_wanted() {
                 to_weight.give(Grad::Own(scaled::<E>(dweight, scale)))?;
             }
@@ -388,7 +388,7 @@ impl HostTargets {
             Some(divisor) if divisor > 0.0 && divisor.is_finite() => Ok(divisor),
             Some(divisor) => bail!("cross_entropy: the divisor is {divisor}; it must be above 0"),
             None if self.count == 0 => bail!(
-                "cross_entropy: the mean over no rows at all is not defined; {}, and a target of -100 does not count",
+                "cross_entropy: the mean over zero rows is undefined; {}, and a target of -100 does not count",
                 shapes()
             ),
             None => Ok(self.count as f64),

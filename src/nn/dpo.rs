@@ -55,7 +55,7 @@ pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Res
         bail!("dpo_loss: log probabilities have shapes {a:?}, {b:?}, {c:?}, {d:?}; each must be [pairs], one or more")
     }
     if !(beta > 0.0 && beta.is_finite()) {
-        bail!("dpo_loss: beta is {beta}; it must be a positive finite number, as 0.1")
+        bail!("dpo_loss: beta is {beta}; it must be a positive finite number, such as 0.1")
     }
     let ahead = |[chosen, rejected]: [&Tensor; 2]| chosen.to_dtype(DType::F32)? - rejected.to_dtype(DType::F32)?;
     let margins = ((ahead(policy)? - ahead(reference)?.detach())? * beta)?;
@@ -152,6 +152,6 @@ mod tests {
             crate::error::without_backtrace(&dpo_loss([a, b], [c, d], beta).unwrap_err().to_string())
         };
         insta::assert_snapshot!(text([&two, &two, &one, &two], 0.1), @"dpo_loss: log probabilities have shapes [2], [2], [1], [2]; each must be [pairs], one or more");
-        insta::assert_snapshot!(text([&one; 4], 0.0), @"dpo_loss: beta is 0; it must be a positive finite number, as 0.1");
+        insta::assert_snapshot!(text([&one; 4], 0.0), @"dpo_loss: beta is 0; it must be a positive finite number, such as 0.1");
     }
 }

@@ -110,8 +110,8 @@ impl Dropout {
         }
         if !draws.in_training && core.is_some_and(|core| core.is_in_forward()) {
             bail!(
-                "dropout: it runs on a thread of the model's own, where its draws could not be repeated; run it on the \
-                 thread that called engine.forward"
+                "dropout: it runs on one of the model's own threads, where its random draws cannot be repeated; run \
+                 it on the thread that called engine.forward"
             )
         }
         advance_draws();

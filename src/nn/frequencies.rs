@@ -15,7 +15,7 @@ use std::f64::consts::TAU;
 pub fn default(head: usize, theta: f64) -> Result<Vec<f64>> {
     if head == 0 || !head.is_multiple_of(2) {
         candle_core::bail!(
-            "rotary: heads have {head} elements; an even number is needed, for they are rotated in pairs"
+            "rotary: heads have {head} elements; an even number is needed because they are rotated in pairs"
         )
     }
     require("rope_theta", theta)?;
@@ -119,7 +119,7 @@ mod tests {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 32,
         };
-        insta::assert_snapshot!(text(default(3, 1e4)), @"rotary: heads have 3 elements; an even number is needed, for they are rotated in pairs");
+        insta::assert_snapshot!(text(default(3, 1e4)), @"rotary: heads have 3 elements; an even number is needed because they are rotated in pairs");
         insta::assert_snapshot!(text(default(4, 0.0)), @"model configuration: rope_theta is 0, but must be a number above 0");
         insta::assert_snapshot!(text(linear(&[1.0], f64::NAN)), @"model configuration: factor is NaN, but must be a number above 0");
         insta::assert_snapshot!(text(llama3(&[1.0], &scaling)), @"model configuration: high_freq_factor is 4, but must be above low_freq_factor, 4");

@@ -192,13 +192,13 @@ impl KeyValueCache {
     fn check(&self, h: &AttentionShape, dtype: DType, inputs: &[&Tensor]) -> Result<()> {
         if !is_without_gradients() && inputs.iter().any(|input| input.track_op()) {
             bail!(
-                "attention with a cache has no backward, and a graph of its input is being recorded: detach the input, or \
-                 train with causal_attention or grouped_attention"
+                "attention with a cache has no backward, but a graph of its input is being recorded: detach the \
+                 input, or train with causal_attention or grouped_attention"
             )
         }
         let (len, time, limit) = (self.len, h.time, self.limit);
         if time > limit - len {
-            bail!("attention with a cache: {time} positions after {len} are more than its limit of {limit}")
+            bail!("attention with a cache: {time} positions after {len} exceed its limit of {limit}")
         }
         let new = CacheSizes::of(h, dtype);
         let held = match (&self.host, &self.device) {
@@ -208,8 +208,8 @@ impl KeyValueCache {
         };
         match held.filter(|held| len > 0 && *held != new) {
             Some(held) => bail!(
-                "attention with a cache: it holds {held}, and what follows has {new}; each layer and each text needs a \
-                 cache of its own"
+                "attention with a cache: it holds {held}, but the new input has {new}; each layer and each text needs \
+                 its own cache"
             ),
             None => Ok(()),
         }
@@ -225,7 +225,7 @@ impl KeyValueCache {
         let before = self.len;
         let HostCache { keys, values, capacity, .. } = self.with_room(CacheSizes::of(h, E::DTYPE), before + h.time);
         let (Some(keys), Some(values)) = (E::of_flat_mut(keys), E::of_flat_mut(values)) else {
-            bail!("attention with a cache: its memory has another dtype than {:?}", E::DTYPE)
+            bail!("attention with a cache: its memory is not of dtype {:?}", E::DTYPE)
         };
         keep_keys(h, k, before, keys);
         keep_values(h, v, before, values);

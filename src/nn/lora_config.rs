@@ -128,7 +128,7 @@ fn is_last_part(name: &str, part: &str) -> bool {
     name.strip_suffix(part).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
-const TARGETS: &str = "all-linear or names of projections with + between them, as q_proj+v_proj";
+const TARGETS: &str = "all-linear or names of projections joined by +, such as q_proj+v_proj";
 const KEYS: [&str; 6] = ["r", "alpha", "dropout", "targets", "rslora", "dora"];
 
 fn refused(key: &'static str, found: impl std::fmt::Display, allowed: &str) -> crate::Error {
@@ -152,11 +152,13 @@ impl FromStr for LoraConfig {
                 return Err(LoraError::Twice { settings: settings.into(), key: (*key).into() }.into());
             }
             seen.push(*key);
-            let value = || value.filter(|value| !value.is_empty()).ok_or("nothing");
+            let value = || value.filter(|value| !value.is_empty()).ok_or("empty");
             match *key {
-                "r" => config.r = number("r", value(), "a whole number from 1 on, as r=16")?,
-                "alpha" => alpha = Some(number("alpha", value(), "a positive number, as alpha=32")?),
-                "dropout" => config.dropout = number("dropout", value(), "at least 0 and below 1, as dropout=0.05")?,
+                "r" => config.r = number("r", value(), "a whole number of at least 1, such as r=16")?,
+                "alpha" => alpha = Some(number("alpha", value(), "a positive number, such as alpha=32")?),
+                "dropout" => {
+                    config.dropout = number("dropout", value(), "at least 0 and below 1, such as dropout=0.05")?
+                }
                 "targets" => config.targets = targets(value().map_err(|found| refused("targets", found, TARGETS))?),
                 "rslora" => config.rslora = flag("rslora", value())?,
                 _ => config.dora = flag("dora", value())?,
@@ -179,7 +181,7 @@ fn flag(key: &'static str, value: Result<&str, &str>) -> Result<bool> {
     match value {
         Err(_) | Ok("true") => Ok(true),
         Ok("false") => Ok(false),
-        Ok(found) => Err(refused(key, found, &format!("true or false; {key} alone means true"))),
+        Ok(found) => Err(refused(key, found, &format!("true or false; {key} without a value means true"))),
     }
 }
 
@@ -244,14 +246,14 @@ mod tests {
         insta::assert_snapshot!(text("r=16,alpa=32"), @r#"LoRA settings "r=16,alpa=32": there is no key alpa (did you mean alpha?); the keys are r, alpha, dropout and targets, each with a value, and rslora and dora"#);
         insta::assert_snapshot!(text("rank=16"), @r#"LoRA settings "rank=16": there is no key rank; the keys are r, alpha, dropout and targets, each with a value, and rslora and dora"#);
         insta::assert_snapshot!(text("r=16,r=8"), @r#"LoRA settings "r=16,r=8": r is given twice; give it once"#);
-        insta::assert_snapshot!(text("r"), @"LoRA settings: r is nothing, but must be a whole number from 1 on, as r=16");
+        insta::assert_snapshot!(text("r"), @"LoRA settings: r is empty, but must be a whole number of at least 1, such as r=16");
         insta::assert_snapshot!(text("r=0"), @"LoRA settings: r is 0, but must be 1 to 1048576");
-        insta::assert_snapshot!(text("r=-3"), @"LoRA settings: r is -3, but must be a whole number from 1 on, as r=16");
+        insta::assert_snapshot!(text("r=-3"), @"LoRA settings: r is -3, but must be a whole number of at least 1, such as r=16");
         insta::assert_snapshot!(text("alpha=inf"), @"LoRA settings: alpha is inf, but must be a positive finite number, in f32 too");
         insta::assert_snapshot!(text("dropout=1"), @"LoRA settings: dropout is 1, but must be at least 0 and below 1");
-        insta::assert_snapshot!(text("rslora=yes"), @"LoRA settings: rslora is yes, but must be true or false; rslora alone means true");
-        insta::assert_snapshot!(text("targets="), @"LoRA settings: targets is nothing, but must be all-linear or names of projections with + between them, as q_proj+v_proj");
-        insta::assert_snapshot!(text("targets=q_proj+"), @r#"LoRA settings: targets is "q_proj+", but must be all-linear or names of projections with + between them, as q_proj+v_proj"#);
+        insta::assert_snapshot!(text("rslora=yes"), @"LoRA settings: rslora is yes, but must be true or false; rslora without a value means true");
+        insta::assert_snapshot!(text("targets="), @"LoRA settings: targets is empty, but must be all-linear or names of projections joined by +, such as q_proj+v_proj");
+        insta::assert_snapshot!(text("targets=q_proj+"), @r#"LoRA settings: targets is "q_proj+", but must be all-linear or names of projections joined by +, such as q_proj+v_proj"#);
     }
 
     #[test]

@@ -80,7 +80,7 @@ impl MatmulSizes {
     fn of(a: &Tensor, b: &Tensor) -> Result<(Self, Shape)> {
         let ([left @ .., m, k], [right @ .., inner, n]) = (a.dims(), b.dims()) else {
             bail!(
-                "{NAME}: the operands have shapes {:?} and {:?}; they must have two dimensions at least",
+                "{NAME}: the operands have shapes {:?} and {:?}; they must have at least two dimensions",
                 a.dims(),
                 b.dims()
             )
@@ -89,8 +89,8 @@ impl MatmulSizes {
             (k == inner).then(|| Shape::from(left).broadcast_shape_binary_op(&Shape::from(right), NAME).ok()).flatten();
         let Some(batch) = batch else {
             bail!(
-                "{NAME}: the operands have shapes {:?} and {:?}; they must be [.., m, k] and [.., k, n], and the axes before \
-                 these as long as each other, or 1",
+                "{NAME}: the operands have shapes {:?} and {:?}; they must be [.., m, k] and [.., k, n], with leading \
+                 axes of equal length or 1",
                 a.dims(),
                 b.dims()
             )

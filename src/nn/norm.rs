@@ -130,8 +130,8 @@ fn head_of(x: &Tensor, weight: &Tensor) -> Result<usize> {
             Ok(head)
         }
         _ => bail!(
-            "{RMS_NORM}: weight {dims:?} must have the length of a head; the input's last dimension, of {:?}, is no multiple \
-             of it",
+            "{RMS_NORM}: weight {dims:?} must have the length of a head; the input's last dimension, of {:?}, is not \
+             a multiple of it",
             x.dims()
         ),
     }

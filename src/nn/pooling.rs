@@ -57,7 +57,7 @@ impl Pooling {
             // The padding is at most half of the kernel, so the padded size does not overflow either.
             let Some(more) = of.saturating_add(2 * padding).checked_sub(kernel).filter(|_| of > 0) else {
                 bail!(
-                    "{op}: a window of {kernel} in a {name} of {of} with a padding of {padding}; give a smaller kernel"
+                    "{op}: a window of {kernel} in a {name} of {of} with a padding of {padding}; use a smaller kernel"
                 )
             };
             result[axis] = more / stride + 1;

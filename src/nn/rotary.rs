@@ -38,7 +38,7 @@ impl Rotary {
     /// No frequencies, or one that is NaN or infinite.
     pub fn from_frequencies(ctx: usize, frequencies: Vec<f64>) -> Result<Self> {
         if frequencies.is_empty() || frequencies.iter().any(|frequency| !frequency.is_finite()) {
-            bail!("rotary: {frequencies:?} are no frequencies; a finite number for each pair of a head is needed")
+            bail!("rotary: the frequencies are {frequencies:?}; each pair of a head needs a finite number")
         }
         let tables = Arc::new(rope::RotaryTable::new(ctx, &frequencies));
         Ok(Self {
@@ -74,7 +74,7 @@ impl Rotary {
     pub fn forward_in(&self, x: &Tensor, sequences: &Sequences) -> Result<Tensor> {
         let longest = sequences.longest();
         if longest > self.ctx {
-            bail!("rotary: a sequence has {longest} positions, and there are angles of {}", self.ctx)
+            bail!("rotary: a sequence has {longest} positions, but there are angles for only {}", self.ctx)
         }
         if let [batch, time, _] = *x.dims() {
             sequences.check(NAME, batch, time)?;
@@ -87,8 +87,8 @@ impl Rotary {
         let (batch, time, width) = match *x.dims() {
             [batch, time, width] if width > 0 && width % head == 0 && time <= most => (batch, time, width),
             ref dims => bail!(
-                "rotary: the input has shape {dims:?}; [batch, time, heads * {head}] with a time of at most {most}, after \
-                 {first} positions, is needed"
+                "rotary: the input has shape {dims:?}; it must be [batch, time, heads * {head}] with a time of at \
+                 most {most} after {first} positions"
             ),
         };
         #[cfg(feature = "cuda")]

@@ -56,8 +56,8 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
     let fits = to.len() == from.len() && (0..to.len()).all(|axis| axis == dim || from[axis] <= to[axis]);
     if !fits || indexes.dims() != from {
         bail!(
-            "{op}: the source has shape {from:?} and the indexes {:?}, to go into {to:?}; source and indexes must have one \
-             shape, and be no longer than that except along dimension {dim}",
+            "{op}: the source has shape {from:?}, the indexes {:?} and the target {to:?}; source and indexes must \
+             have the same shape, and be no longer than the target except along dimension {dim}",
             indexes.dims()
         )
     }
@@ -83,7 +83,8 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
             _ if index == largest => NOWHERE,
             Ok(index) if index < to[dim] => offset + index * strides[dim],
             _ => bail!(
-                "{op}: index {index} along dimension {dim}; a tensor of shape {to:?} has {} places there",
+                "{op}: index {index} along dimension {dim} is out of range; a tensor of shape {to:?} has {} elements \
+                 there",
                 to[dim]
             ),
         });

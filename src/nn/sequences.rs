@@ -61,8 +61,8 @@ impl Sequences {
             }
             if lengths.contains(&0) || end > time {
                 bail!(
-                    "sequences: row {row} has lengths {lengths:?}; they must be above 0 and no more than the row's {time} \
-                     positions in all"
+                    "sequences: row {row} has lengths {lengths:?}; they must be above 0 and no more than the row's \
+                     {time} positions in total"
                 )
             }
             if end < time {
@@ -117,7 +117,7 @@ impl Sequences {
             return Ok(());
         }
         bail!(
-            "{op}: the sequences are those of [{}, {}] positions, and the input has [{batch}, {time}]",
+            "{op}: the sequences cover [{}, {}] positions, but the input has [{batch}, {time}]",
             self.batch(),
             self.time
         )
@@ -147,7 +147,7 @@ mod tests {
         for wrong in [vec![], vec![0, 3, 3], vec![0, 5]] {
             assert!(Sequences::from_starts(vec![wrong], 5).is_err());
         }
-        insta::assert_snapshot!(text(Sequences::from_lengths(&[vec![2, 4]], 5)), @"sequences: row 0 has lengths [2, 4]; they must be above 0 and no more than the row's 5 positions in all");
+        insta::assert_snapshot!(text(Sequences::from_lengths(&[vec![2, 4]], 5)), @"sequences: row 0 has lengths [2, 4]; they must be above 0 and no more than the row's 5 positions in total");
         for wrong in [vec![2, 0], vec![usize::MAX, 2]] {
             assert!(Sequences::from_lengths(&[wrong], 5).is_err());
         }

@@ -16,8 +16,8 @@ pub enum OffloadError {
     },
     /// Another job offloads to the same folder.
     #[error(
-        "cannot offload to {}: a job that is running uses it already{}; give each job a folder of its own as \
-         nvme_path, or stop the other one",
+        "cannot offload to {}: a running job already uses it{}; give each job its own folder as nvme_path, or stop \
+         the other one",
         path.display(),
         owner.map_or(String::new(), |pid| format!(" (process {pid})"))
     )]
@@ -29,8 +29,8 @@ pub enum OffloadError {
     },
     /// A disk that cannot hold the offloaded state.
     #[error(
-        "cannot offload to {}: files there need {needed} bytes, and {available} are there: {} bytes are missing; \
-         free that space, or name a folder on a larger disk as nvme_path",
+        "cannot offload to {}: files there need {needed} bytes, but {available} are free: {} bytes are missing; free \
+         that space, or set nvme_path to a folder on a larger disk",
         path.display(),
         needed.saturating_sub(*available)
     )]
@@ -44,8 +44,8 @@ pub enum OffloadError {
     },
     /// A folder in memory, which cannot hold the offloaded state.
     #[error(
-        "cannot offload to {}: it is on tmpfs, so files there stay in memory: they need {needed} bytes or more, and \
-         {available} were free; let nvme_path name a folder on a disk",
+        "cannot offload to {}: it is on tmpfs, so files there stay in memory: they need {needed} bytes or more, but \
+         {available} were free; set nvme_path to a folder on a disk",
         path.display()
     )]
     Memory {
@@ -77,12 +77,12 @@ pub enum OffloadError {
 fn fix_of(source: &std::io::Error) -> &'static str {
     match source.kind() {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
-            "free space there, or name a folder on a larger disk as nvme_path"
+            "free space there, or set nvme_path to a folder on a larger disk"
         }
         std::io::ErrorKind::FileTooLarge => {
-            "raise the limit of file sizes (`ulimit -f`), or name a folder on a file system that allows larger files \
-             as nvme_path"
+            "raise the limit of file sizes (`ulimit -f`), or set nvme_path to a folder on a file system that allows \
+             larger files"
         }
-        _ => "look at the disk's health, or name a folder on another one as nvme_path",
+        _ => "check the disk's health, or set nvme_path to a folder on another disk",
     }
 }

@@ -95,7 +95,7 @@ impl FileArena {
 
     /// Reserves `bytes` more bytes at the end and returns the offset at which they begin. They are read as zeros.
     pub fn reserve(&self, bytes: usize) -> Result<u64> {
-        assert!(bytes.is_multiple_of(ALIGN), "files grow by whole pages");
+        assert!(bytes.is_multiple_of(ALIGN), "files grow by complete pages");
         let mut reserved = lock(&self.reserved);
         let start = reserved.bytes;
         let len = bytes as u64;
@@ -199,7 +199,7 @@ impl FileArena {
     fn with_mapped(&self, at: u64, len: usize, copy: impl FnOnce(*mut u8)) -> std::io::Result<()> {
         let map = self.map()?;
         let at = usize::try_from(at).map_err(|_| IoError::from(ErrorKind::FileTooLarge))?;
-        assert!(at.checked_add(len).is_some_and(|end| end <= map.len()), "a block lies inside of its file");
+        assert!(at.checked_add(len).is_some_and(|end| end <= map.len()), "a block is inside its file");
         let _resident = self.ledger.hold_in(MemoryTier::Mapped, self.kind, len.next_multiple_of(ALIGN));
         copy(map.as_mut_ptr().wrapping_add(at));
         let page = rustix::param::page_size();
@@ -238,8 +238,7 @@ impl FileArena {
     pub fn forget(&self) -> Result<Option<f64>> {
         const SAMPLES: u64 = 64;
         let advise = |advice| {
-            rustix::fs::fadvise(&self.cached, 0, None, advice)
-                .map_err(|errno| self.error("take out of memory", errno.into()))
+            rustix::fs::fadvise(&self.cached, 0, None, advice).map_err(|errno| self.error("evict", errno.into()))
         };
         advise(Advice::DontNeed)?;
         // When a page is examined, the system must not read its neighbors.
@@ -333,7 +332,7 @@ impl FileExtent {
     pub fn piece(&self, range: Range<usize>, in_buffer: usize) -> ArenaPiece {
         let size = self.dtype.size_in_bytes();
         let at = self.start + (range.start * size) as u64;
-        assert!(at.is_multiple_of(ALIGN as u64), "pieces start at whole pages");
+        assert!(at.is_multiple_of(ALIGN as u64), "pieces start at page boundaries");
         ArenaPiece { arena: self.arena.clone(), at, memory: in_buffer * size..(in_buffer + range.len()) * size }
     }
 }

@@ -366,7 +366,7 @@ impl<B> FileTransfer<B> {
     /// # Panics
     /// If the buffer was to be dropped.
     pub fn wait(self) -> Result<B> {
-        Ok(self.finish()?.expect("the buffer is there until it is taken"))
+        Ok(self.finish()?.expect("the buffer exists until it is taken"))
     }
 
     /// Waits until everything is written.

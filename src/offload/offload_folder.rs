@@ -74,13 +74,13 @@ impl OffloadFolder {
         };
         let metadata = found.map_err(|e| match e.kind() {
             ErrorKind::NotFound => wrong(format!(
-                "there is no such folder, nor the one that it would be in; create it (mkdir -p {}), or correct nvme_path",
+                "neither this folder nor its parent exists; create it (mkdir -p {}), or correct nvme_path",
                 path.display()
             )),
             _ => wrong(format!("{e}; correct nvme_path")),
         })?;
         if !metadata.is_dir() {
-            return Err(wrong("it is a file; nvme_path names a folder".into()));
+            return Err(wrong("it is a file; nvme_path must name a folder".into()));
         }
         drop(unnamed_file(path)?);
         let lock = if is_first { Some(lock(path)?) } else { None };
@@ -101,7 +101,7 @@ impl OffloadFolder {
         }
         if is_first && folder.memory.is_some() {
             say(&format!(
-                "warning: {} is on tmpfs: what is offloaded to it stays in memory; let nvme_path name a folder on a disk",
+                "warning: {} is on tmpfs: data offloaded to it stays in memory; set nvme_path to a folder on a disk",
                 path.display()
             ));
         }
@@ -197,7 +197,7 @@ fn unnamed_file(folder: &Path) -> Result<File> {
             Err(error) => error.kind().to_string(),
         },
     };
-    let problem = format!("no file can be created in it: {why}; give a folder that can be written to");
+    let problem = format!("no file can be created in it: {why}; use a writable folder");
     Err(OffloadError::Folder { path: folder.to_owned(), problem }.into())
 }
 
@@ -213,7 +213,7 @@ fn create(path: &Path) -> std::io::Result<()> {
         Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(()),
         Err(e) => Err(e),
         Ok(()) => {
-            say(&format!("offload: created the folder {}, which nvme_path names", path.display()));
+            say(&format!("offload: created the folder {} (nvme_path)", path.display()));
             Ok(())
         }
     }
@@ -222,13 +222,11 @@ fn create(path: &Path) -> std::io::Result<()> {
 fn lock(path: &Path) -> Result<Arc<FolderLock>> {
     let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
     let asked = FolderLock::share(path, DYING).map_err(|e| {
-        wrong(format!(
-            "its file {LOCK} cannot be locked: {e}; another user may be its owner: give a folder of your own"
-        ))
+        wrong(format!("its file {LOCK} cannot be locked: {e}; another user may own it: use your own folder"))
     })?;
     match asked {
         Ok(lock) if lock.holds() => Ok(lock),
-        Ok(_) => Err(wrong("its file system knows no locks; give a folder on a local disk".into())),
+        Ok(_) => Err(wrong("its file system does not support locks; use a folder on a local disk".into())),
         Err(owner) => Err(OffloadError::Busy { path: path.to_owned(), owner }.into()),
     }
 }
@@ -271,7 +269,7 @@ mod tests {
         let error = arena.reserve(1 << 20).unwrap_err();
         assert!(matches!(error, Error::Offload(OffloadError::Memory { needed: 0x18_0000, available: 0x10_0000, .. })));
         let text = error.to_string().replace(dir.path().to_str().unwrap(), "FOLDER");
-        insta::assert_snapshot!(text, @"cannot offload to FOLDER: it is on tmpfs, so files there stay in memory: they need 1572864 bytes or more, and 1048576 were free; let nvme_path name a folder on a disk");
+        insta::assert_snapshot!(text, @"cannot offload to FOLDER: it is on tmpfs, so files there stay in memory: they need 1572864 bytes or more, but 1048576 were free; set nvme_path to a folder on a disk");
     }
 
     #[test]
@@ -282,7 +280,7 @@ mod tests {
         assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o700);
         assert_eq!(std::fs::read_dir(&path).unwrap().count(), 0);
         let text = OffloadFolder::open(&dir.path().join("no/such"), true).unwrap_err().to_string();
-        insta::assert_snapshot!(text.replace(dir.path().to_str().unwrap(), "DIR"), @"cannot offload to DIR/no/such: there is no such folder, nor the one that it would be in; create it (mkdir -p DIR/no/such), or correct nvme_path");
+        insta::assert_snapshot!(text.replace(dir.path().to_str().unwrap(), "DIR"), @"cannot offload to DIR/no/such: neither this folder nor its parent exists; create it (mkdir -p DIR/no/such), or correct nvme_path");
         assert!(!dir.path().join("no").exists());
     }
 }

@@ -90,7 +90,7 @@ impl OffloadStore {
     pub fn file(&self, content: StateFileContent) -> Result<Arc<FileArena>> {
         let StateFileContent { kind, name, .. } = content;
         let folder = if kind == MemoryKind::Parameters { &self.params } else { &self.optimizer };
-        let folder = folder.as_ref().expect("a state that lies in a file has a folder");
+        let folder = folder.as_ref().expect("a state in a file has a folder");
         let mut files = lock(&self.files);
         if let Some(file) = files.get(&content) {
             return Ok(file.clone());

@@ -174,7 +174,7 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
             }
             self.begin_reading();
         }
-        let transfers = self.ahead.pop_front().expect("a window is asked for no more often than planned");
+        let transfers = self.ahead.pop_front().expect("a window is requested at most as often as planned");
         let WindowPlan { range, streams } = &self.plan[index];
         let start = range.start;
         let staged = transfers.into_iter().zip(streams).map(|(transfer, stream)| {

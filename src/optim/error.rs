@@ -22,7 +22,7 @@ pub enum OptimError {
         stage: u8,
     },
     /// The names of an optimizer's states cannot be told apart in checkpoints.
-    #[error("the states of optimizer {optimizer} are called {names}: {problem}; give each a name of its own")]
+    #[error("the states of optimizer {optimizer} are called {names}: {problem}; give each its own name")]
     States {
         /// The name of the optimizer.
         optimizer: String,

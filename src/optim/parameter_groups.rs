@@ -154,11 +154,11 @@ impl ParameterGroup {
         let (beta1, beta2) = betas?;
         // Kernels use the betas in f32.
         if [beta1, beta2].iter().any(|beta| !(0.0..1.0).contains(&(*beta as f32))) {
-            return Some(format!("betas are {beta1}, {beta2}; each has to be at least 0 and below 1"));
+            return Some(format!("betas are {beta1}, {beta2}; each must be at least 0 and below 1"));
         }
         let has_betas = |o: &dyn Optimizer| matches!(o.momentum(), Momentum::Betas(..));
         let somebody_has = has_betas(optimizer) || optimizer.auxiliary().is_some_and(has_betas);
-        (!somebody_has).then(|| format!("it has betas, and {} has none: leave them out", optimizer.name()))
+        (!somebody_has).then(|| format!("it has betas, but {} has none: leave them out", optimizer.name()))
     }
 }
 
@@ -321,7 +321,7 @@ impl ParameterGrouping {
         used.sort_unstable();
         used.dedup();
         for group in &mut groups {
-            **group = used.binary_search(group).unwrap_or_else(|_| unreachable!("it is among those used"));
+            **group = used.binary_search(group).unwrap_or_else(|_| unreachable!("it is one of those used"));
         }
         let given = |group: &usize| group / OptimizerRole::ALL.len();
         let settled = used.iter().map(|group| {
@@ -339,10 +339,10 @@ fn check_states(optimizer: &dyn Optimizer) -> Result<()> {
     for (i, name) in names.iter().enumerate() {
         let problem = match *name {
             "" => "one has no name",
-            "fp32" => "fp32 is what checkpoints call the weights",
+            "fp32" => "checkpoints call the weights fp32",
             name if names[..i].contains(&name) => "two have the same name",
             // A checkpoint's tensors are named STATE.PARAMETER.
-            name if name.contains(['.', '\0']) => "a dot in a name makes it one with the parameter's",
+            name if name.contains(['.', '\0']) => "a dot in a name is ambiguous with the parameter's",
             _ => continue,
         };
         let (optimizer, names) = (optimizer.name().into(), names.join(", "));

@@ -180,11 +180,16 @@ fn validate(config: &SchedulerConfig) -> Result<()> {
         }
         SchedulerConfig::OneCycle(cycle) if !(f64::MIN_POSITIVE..).contains(&cycle.cycle_first_step_size) => {
             let found = cycle.cycle_first_step_size.to_string();
-            refused("scheduler.params.cycle_first_step_size", found, "a number above 0", "give the steps of the rise")
+            refused(
+                "scheduler.params.cycle_first_step_size",
+                found,
+                "a number above 0",
+                "set the number of rising steps",
+            )
         }
         SchedulerConfig::OneCycle(cycle) if !(0.0..).contains(&cycle.cycle_second_step_size) => {
             let found = cycle.cycle_second_step_size.to_string();
-            let fix = "give the steps of the fall, 0 for none";
+            let fix = "set the number of falling steps, 0 for none";
             refused("scheduler.params.cycle_second_step_size", found, "a number of at least 0", fix)
         }
         _ => Ok(()),
@@ -216,9 +221,9 @@ fn validate_lists(config: &SchedulerConfig, groups: usize) -> Result<()> {
         if rates.len() != groups {
             return Err(OptimError::ScheduleParameter {
                 key,
-                found: format!("a list of {}, and the number of parameter groups is {groups}", rates.len()),
+                found: format!("a list of {}, but the number of parameter groups is {groups}", rates.len()),
                 allowed: "a number, or a list of one for each group",
-                fix: "correct the list, or the parameter groups that the engine's builder is given",
+                fix: "correct the list, or the parameter groups given to the engine's builder",
             }
             .into());
         }
@@ -383,8 +388,8 @@ mod tests {
                 ..OneCycleConfig::new(0.1, 0.2)
             })
         };
-        insta::assert_snapshot!(refusal(cycle(0.0, 5.0)), @"scheduler.params.cycle_first_step_size is 0; allowed is a number above 0: give the steps of the rise");
-        insta::assert_snapshot!(refusal(cycle(5.0, -1.0)), @"scheduler.params.cycle_second_step_size is -1; allowed is a number of at least 0: give the steps of the fall, 0 for none");
+        insta::assert_snapshot!(refusal(cycle(0.0, 5.0)), @"scheduler.params.cycle_first_step_size is 0; allowed is a number above 0: set the number of rising steps");
+        insta::assert_snapshot!(refusal(cycle(5.0, -1.0)), @"scheduler.params.cycle_second_step_size is -1; allowed is a number of at least 0: set the number of falling steps, 0 for none");
         assert!(Schedule::new(Some(&cycle(5.0, 0.0)), None).is_ok());
     }
 

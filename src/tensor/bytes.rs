@@ -18,7 +18,7 @@ macro_rules! with_number {
         match $dtype {
             $(DType::$variant => {
                 type $T = $ty;
-                #[allow(unused_imports, reason = "not everybody needs the variant")]
+                #[allow(unused_imports, reason = "not every user needs the variant")]
                 use CpuStorage::$variant as $v;
                 $body
             })*
@@ -139,7 +139,7 @@ pub(crate) fn to_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
             Some(values) => Ok(bytemuck::cast_slice::<T, u8>(values).to_vec()),
             None => bail!("a tensor of shape {:?} holds {} elements", tensor.shape(), values.len()),
         },
-        _ => bail!("a tensor holds other elements than its dtype {:?} says", tensor.dtype()),
+        _ => bail!("the elements of a tensor do not match its dtype {:?}", tensor.dtype()),
     }, _ => bail!("the elements of a tensor of {:?} cannot be read", tensor.dtype()))
 }
 
@@ -162,7 +162,7 @@ pub(crate) fn held(tensor: &Tensor) -> Option<(usize, DType)> {
 /// Returns `bytes` as elements of `dtype`.
 pub(crate) fn of_bytes(dtype: DType, bytes: &[u8]) -> Result<CpuStorage> {
     with_number!(dtype, T, V => Ok(V(bytemuck::pod_collect_to_vec::<u8, T>(bytes))),
-        _ => bail!("a tensor of {dtype:?} cannot be made of bytes"))
+        _ => bail!("a tensor of {dtype:?} cannot be created from bytes"))
 }
 
 /// Replaces the elements of `tensor`, a complete storage, with `bytes`, for all holders of the tensor.

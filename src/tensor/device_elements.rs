@@ -39,7 +39,11 @@ pub(crate) fn with_arrays<R, const N: usize>(
         let Some(((storage, layout), tensor)) = storage else { continue };
         *array = Some(match &**storage {
             Storage::Cuda(cuda) => array_of(cuda, layout, op)?,
-            _ => return Err(Error::Msg(format!("{op}: the GPU's kernel met a tensor of {:?}", tensor.device())).bt()),
+            _ => {
+                return Err(
+                    Error::Msg(format!("{op}: the GPU's kernel received a tensor of {:?}", tensor.device())).bt()
+                );
+            }
         });
     }
     run(arrays.each_ref().map(Option::as_ref))
@@ -90,7 +94,7 @@ pub(crate) fn change(tensor: &Tensor, change: impl FnOnce(DeviceFlatMut<'_>) -> 
         }
 
         fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
-            candle_core::bail!("the GPU's kernel met a tensor of the CPU")
+            candle_core::bail!("the GPU's kernel received a tensor of the CPU")
         }
 
         fn cuda_fwd(&self, cuda: &mut CudaStorage, layout: &Layout) -> Result<()> {
@@ -126,7 +130,7 @@ pub(crate) fn take(tensor: &Tensor) -> Result<CudaStorage> {
         }
 
         fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
-            candle_core::bail!("the GPU's kernel met a tensor of the CPU")
+            candle_core::bail!("the GPU's kernel received a tensor of the CPU")
         }
 
         fn cuda_fwd(&self, cuda: &mut CudaStorage, _: &Layout) -> Result<()> {

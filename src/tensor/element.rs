@@ -107,7 +107,9 @@ pub(crate) fn with_all<E: WithDType, R, const N: usize>(
         let Some(((storage, layout), tensor)) = storage else { continue };
         *slice = Some(match &**storage {
             Storage::Cpu(s) => elements::<E>(s, layout, op)?,
-            _ => return Err(Error::Msg(format!("{op}: the CPU kernel met a tensor of {:?}", tensor.device())).bt()),
+            _ => {
+                return Err(Error::Msg(format!("{op}: the CPU kernel received a tensor of {:?}", tensor.device())).bt());
+            }
         });
     }
     run(slices)

@@ -47,11 +47,11 @@ pub(crate) enum FlatBuffer {
 }
 
 #[cfg(feature = "cuda")]
-const AWAY: &str = "what works on the host is given buffers of the host";
+const AWAY: &str = "work on the host takes buffers of the host";
 #[cfg(feature = "cuda")]
-const HERE: &str = "what works on a GPU is given buffers of the GPU";
+const HERE: &str = "work on a GPU takes buffers of the GPU";
 #[cfg(feature = "cuda")]
-const APART: &str = "all buffers of an engine lie in one place";
+const APART: &str = "all buffers of an engine are in one place";
 
 /// Evaluates one expression for a buffer in either memory.
 macro_rules! each {

@@ -76,7 +76,7 @@ const SHARDED: &str = "is sharded and not gathered now";
 pub(crate) fn refusal(dtype: DType, shape: &Shape, op: &str) -> Option<Error> {
     (dtype == ABSENT).then(|| {
         let dims = shape.dims();
-        Error::Msg(format!("{op}: the parameter of shape {dims:?} {SHARDED}; use it inside of engine.forward or eval"))
+        Error::Msg(format!("{op}: the parameter of shape {dims:?} {SHARDED}; use it inside engine.forward or eval"))
     })
 }
 
@@ -169,7 +169,7 @@ pub(crate) fn fill(tensor: &Tensor, storage: Storage) -> Result<()> {
     struct FillStorage(Mutex<Option<Storage>>);
     impl FillStorage {
         fn take(&self) -> Result<Storage> {
-            crate::util::lock(&self.0).take().ok_or_else(|| Error::Msg("a storage is put in twice".into()))
+            crate::util::lock(&self.0).take().ok_or_else(|| Error::Msg("a storage is inserted twice".into()))
         }
     }
     impl InplaceOp1 for FillStorage {
@@ -180,7 +180,7 @@ pub(crate) fn fill(tensor: &Tensor, storage: Storage) -> Result<()> {
         fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
             match self.take()? {
                 Storage::Cpu(values) => *storage = values,
-                _ => candle_core::bail!("a storage for the CPU was made elsewhere"),
+                _ => candle_core::bail!("a storage for the CPU was created on another device"),
             }
             Ok(())
         }
@@ -188,7 +188,7 @@ pub(crate) fn fill(tensor: &Tensor, storage: Storage) -> Result<()> {
         fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> Result<()> {
             match self.take()? {
                 Storage::Cuda(values) => *storage = values,
-                _ => candle_core::bail!("a storage for the GPU was made elsewhere"),
+                _ => candle_core::bail!("a storage for the GPU was created on another device"),
             }
             Ok(())
         }
@@ -214,7 +214,7 @@ pub(crate) fn with_view<T>(tensor: &Tensor, look: impl FnOnce(FlatRef<'_>) -> T)
         Storage::Cpu(CpuStorage::BF16(v)) => Ok(look(FlatRef::BF16(&v[range]))),
         Storage::Cpu(CpuStorage::F16(v)) => Ok(look(FlatRef::F16(&v[range]))),
         Storage::Cpu(other) => Err(Error::Msg(format!(
-            "a tensor of {:?} and shape {:?} where f32, bf16 or f16 belongs; cast it with to_dtype before",
+            "a tensor of {:?} and shape {:?} instead of f32, bf16 or f16; cast it with to_dtype first",
             other.dtype(),
             tensor.dims()
         ))),

@@ -181,7 +181,7 @@ impl EventSink {
             lines.has_failed = true;
             lock(&self.memory).room = 0;
             let (SinkDestination::Part { folder: path } | SinkDestination::Whole { file: path }) = &self.destination;
-            warn(&format!("{}. It ends here", cannot_write(path, &error)));
+            warn(&format!("{}; it ends here", cannot_write(path, &error)));
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Collectives between ranks as threads: right sums, exact and of blocks, right bytes, and an error instead of every
-//! hang.
+//! Collectives between ranks as threads: correct sums (exact and quantized), correct bytes, and an
+//! error instead of every hang.
 
 use candle_core::DType;
 use candle_zero::comm::{CollectiveKind, Communicator, InterHostFormat, WireFormat, threads};
@@ -25,7 +25,7 @@ proptest! {
         let results = all(world, |comm| {
             let (rank, world) = (comm.rank(), comm.size());
             let data = |r: usize, len: usize| Flat::from((0..len).map(|i| value(r, i)).collect::<Vec<_>>());
-            // Launched together, waited for later: the queue keeps the order.
+            // Launched together, awaited later: the queue keeps the order.
             let reduced = comm.reduce_scatter(data(rank, n * world), 1);
             let whole = comm.all_reduce(data(rank, n + 1), 2);
             let gathered = comm.all_gather(data(rank, n), 3);
@@ -42,7 +42,7 @@ proptest! {
     }
 }
 
-/// What arrives of `values` that travel as `ints`.
+/// Returns the values that arrive if `values` travel as `ints`.
 fn arrived(ints: IntFormat, values: &[f32], dtype: DType) -> Flat {
     let sent = Flat::from_f32(values.to_vec(), dtype);
     let mut bytes = vec![0; ints.encoded_len(sent.len())];
@@ -57,7 +57,7 @@ proptest! {
     #[test]
     fn blocks_are_summed_in_rank_order_and_gathered(world in 2usize..5, n in 0usize..300_000, kind in 0usize..4) {
         let ints = [IntFormat::Int8, IntFormat::Int4][kind % 2];
-        // In bf16 what arrives would be rounded once more here than in a sum: gathers alone.
+        // In bf16 received values would be rounded once more here than in a sum: gathers only.
         let dtype = [DType::F32, DType::BF16][kind / 2];
         let of = |r: usize| -> Vec<f32> { (0..n * world).map(|i| value(r, i) * 0.37).collect() };
         let results = all(world, |comm| {
@@ -205,7 +205,7 @@ fn control_values_arrive_in_rank_order() {
     }
 }
 
-/// Runs `odd` on rank 1 and an all-reduce of 8 elements on the others; returns what the others were told.
+/// Runs `odd` on rank 1 and an all-reduce of 8 elements on the others; returns the errors of the others.
 fn told(odd: impl Fn(Arc<dyn Communicator>) + Sync) -> Vec<CommError> {
     let start = Instant::now();
     let results = threads::run(3, |comm| {
@@ -228,13 +228,13 @@ fn ranks_that_diverge_are_told_both_sides() {
         let mine = comm.all_gather(Flat::from(vec![1.0; 5]), 7).wait().unwrap_err();
         assert!(matches!(mine, Error::Comm(CommError::Diverged { rank: 1, .. })), "{mine}");
     });
-    insta::assert_snapshot!(errors[0], @"ranks have diverged: rank 0 is in all_reduce no. 1 of 8 f32 (content 00000007), rank 1 in all_gather no. 1 of 5 f32 (content 00000007); every rank must run the same model with the same configuration, and make the same calls in the same order: forward, step, eval, save_checkpoint, load_checkpoint and exports are calls of all ranks, never of some alone as inside of `if rank == 0`");
+    insta::assert_snapshot!(errors[0], @"ranks have diverged: rank 0 is in all_reduce no. 1 of 8 f32 (content 00000007), rank 1 in all_gather no. 1 of 5 f32 (content 00000007); every rank must run the same model with the same configuration, and make the same calls in the same order: forward, step, eval, save_checkpoint, load_checkpoint and exports are calls for all ranks, never for only some of them as in `if rank == 0`");
 }
 
 #[test]
 fn a_rank_that_leaves_early_is_named() {
     let errors = told(drop);
-    insta::assert_snapshot!(errors[1], @"rank 1 has left the job while rank 2 waits for it in all_reduce no. 1 of 8 f32 (content 00000007); every rank must make the same number of steps and collective calls");
+    insta::assert_snapshot!(errors[1], @"rank 1 left the job while rank 2 waited for it in all_reduce no. 1 of 8 f32 (content 00000007); every rank must make the same number of steps and collective calls");
 }
 
 #[test]
@@ -255,7 +255,7 @@ fn a_rank_that_does_not_come_is_a_timeout() {
     let absent = ranks.pop().unwrap();
     let error = ranks[0].barrier().wait().unwrap_err();
     insta::assert_snapshot!(error, @"rank 0 waited 300ms for rank 1 in barrier no. 1 of 0 bytes (content 00000000); if a step may take longer, raise the limit (zerorun --timeout)");
-    // Out of step, for good: the same error again, at once.
+    // Permanently out of step: the same error again, immediately.
     assert!(matches!(ranks[0].barrier().wait(), Err(Error::Comm(CommError::Timeout { .. }))));
     drop(ranks);
     drop(absent);
@@ -292,7 +292,7 @@ fn a_rank_that_has_left_is_named_although_another_one_is_awaited_first() {
             Ok(Some(error))
         }
         1 => {
-            // It computes until rank 0 has been told.
+            // It computes until rank 0 is informed.
             told.wait();
             Ok(Some(comm.barrier().wait().unwrap_err()))
         }
@@ -307,7 +307,7 @@ fn a_rank_that_has_left_is_named_although_another_one_is_awaited_first() {
 fn a_rank_that_leaves_right_after_its_last_piece_has_failed_nobody() {
     for round in 0..200 {
         all(3, |comm| {
-            // Each rank is the slow one at times.
+            // Each rank is sometimes the slow one.
             let late = (comm.rank() + round) % 3;
             (0..late * 50).for_each(|_| std::hint::spin_loop());
             comm.all_reduce(Flat::from(vec![1.0; 3]), 0).wait()?;
@@ -324,7 +324,7 @@ fn a_rank_that_gives_up_does_not_wait_for_its_own_collectives() {
     let under_way = [ranks[0].barrier(), ranks[0].barrier()];
     ranks[0].abort("enough");
     for pending in under_way {
-        let Err(Error::Comm(error)) = pending.wait() else { panic!("it has given up") };
+        let Err(Error::Comm(error)) = pending.wait() else { panic!("it gave up") };
         let gave_up = matches!(error, CommError::RankAborted { peer: 0, .. } | CommError::GaveUp { rank: 0, .. });
         assert!(gave_up, "{error}");
     }
@@ -338,7 +338,7 @@ fn a_failed_collective_is_told_to_the_others_although_nobody_has_come_for_its_re
     let ranks = threads::communicators(3, Duration::from_secs(4)).unwrap();
     let not_looked_at = ranks[0].barrier();
     std::thread::sleep(Duration::from_secs(2));
-    // Rank 2 never comes. Rank 1 learns that when rank 0's patience ends, before its own does, and names the cause.
+    // Rank 2 never comes. Rank 1 learns that when rank 0 times out, before it times out itself, and names the cause.
     let start = Instant::now();
     let error = ranks[1].barrier().wait().unwrap_err();
     assert!(start.elapsed() < Duration::from_millis(3500), "{:?}", start.elapsed());

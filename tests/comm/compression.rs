@@ -1,5 +1,5 @@
 //! Gradients and weights that travel in fewer bytes: `communication_data_type`, `zero_quantized_gradients` and
-//! `zero_quantized_weights`. Values, bytes, and what must not change them.
+//! `zero_quantized_weights`. Values, bytes, and settings that must not change them.
 
 use crate::support::tiny::{Outcome, Shape, config, train};
 use candle_core::{DType, Device, Tensor};
@@ -28,7 +28,7 @@ fn assert_same(a: &[Outcome], b: &[Outcome], what: &str) {
 /// One vector, whose gradient is the input: w of the loss sum(w * x).
 struct Weights(Tensor);
 
-/// More than travels packed, and not a multiple of anything.
+/// Longer than a packed message, and not a multiple of anything.
 const LONG: usize = 70_001;
 const SHORT: usize = 1_001;
 
@@ -99,7 +99,7 @@ fn contributions_are_rounded_for_the_wire_and_summed_in_f32() {
     }
 }
 
-// ---- what must not change values -------------------------------------------------------------------------------
+// ---- settings that keep values equal---------------------------------------------------------------------------
 
 #[test]
 fn gradients_in_fewer_bytes_give_the_same_bits_at_every_stage() {
@@ -174,7 +174,7 @@ fn owners_keep_exact_weights_and_below_stage_3_the_key_has_no_effect() {
     let keys = || json!({"zero_quantized_weights": true});
     let start = |stage, zero| train(2, SHAPE, &config(stage, 1, zero, json!({})), 0).remove(0);
     let (exact, quantized) = (start(0, json!({})), start(3, keys()));
-    assert!(exact.exported == quantized.exported, "nothing was changed by being gathered");
+    assert!(exact.exported == quantized.exported, "gathering changed nothing");
     for stage in 0..3 {
         let exact = train(2, SHAPE, &config(stage, 1, json!({}), json!({})), STEPS);
         let noted = train(2, SHAPE, &config(stage, 1, keys(), json!({})), STEPS);
@@ -248,7 +248,7 @@ fn an_overflow_on_one_rank_is_seen_through_quantized_gradients() {
 /// Samples of a step, over all ranks.
 const NANO_BATCH: usize = 8;
 
-/// Mean loss over ranks of every step, and what has travelled to rank 0 after the first and after the last. The model
+/// Mean loss over ranks of every step, and the bytes that rank 0 received after the first and after the last. The model
 /// reads this library's sources.
 fn train_nano(world: usize, config: &Value, steps: usize) -> (Vec<f64>, [CommReport; 2]) {
     let model = GptConfig::preset("nano").unwrap();
@@ -291,7 +291,7 @@ fn nano_config(world: usize, [weights, gradients]: [bool; 2], more: Value) -> Va
     config
 }
 
-/// Bytes of a step from peers, of a kind of collective: as they travelled, and as they would have.
+/// Bytes of a step from peers, of a kind of collective: as sent, and as they would be without compression.
 fn bytes_per_step([first, last]: &[CommReport; 2], steps: usize, kind: CollectiveKind) -> (f64, f64) {
     let of = |bytes: fn(CollectiveKindReport) -> u64| {
         (bytes(last.kind(kind)) - bytes(first.kind(kind))) as f64 / (steps - 1) as f64
@@ -309,13 +309,13 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
         let (bytes, would_be) = bytes_per_step(&both, STEPS, kind);
         let (without, same) = bytes_per_step(&exact, STEPS, kind);
         assert_eq!(without, same);
-        // What is counted as saved is what a run without the keys sends, but for padding to whole blocks.
+        // The bytes counted as saved are those that a run without the keys sends, except for padding to complete blocks.
         assert!((would_be / without - 1.0).abs() < 0.01, "{kind:?}: {would_be}, {without}");
         println!("{kind:?}: {without} bytes a step, now {bytes}: {:.2} times fewer", without / bytes);
         assert!(without / bytes > least, "{kind:?}: {without} / {bytes}");
         total = (total.0 + without, total.1 + bytes);
     }
-    println!("together {:.2} times fewer", total.0 / total.1);
+    println!("in total {:.2} times fewer", total.0 / total.1);
     assert!(total.0 / total.1 > 4.0);
     // Half as many where gradients travel in 16 bits.
     let bf16 = train_nano(2, &nano_config(2, [false; 2], json!({"communication_data_type": "bf16"})), STEPS).1;
@@ -326,7 +326,7 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
 /// The table of docs/compression.md:
 /// `cargo test --release --test comm compression:: -- --ignored --nocapture`
 #[test]
-#[ignore = "7 runs of 300 steps: some 40 seconds"]
+#[ignore = "7 runs of 300 steps: about 40 seconds"]
 fn training_300_steps_ends_within_a_percent_of_the_exact_loss() {
     const STEPS: usize = 300;
     let bf16 = || json!({"communication_data_type": "bf16"});

@@ -1,5 +1,5 @@
-//! Communicators from outside of the crate: four methods are enough, collectives may run on a thread of their own, and
-//! training gives the bits of shared memory.
+//! Communicators from outside the crate: four methods are enough, collectives may run on a separate thread, and training
+//! gives the bits of shared memory.
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::DType;
@@ -28,7 +28,7 @@ fn gone<E>(_: E) -> CommError {
     CommError::other("a rank is gone")
 }
 
-/// A rank's side of the channels, and the thread that does one collective after the other.
+/// A rank's side of the channels, and the thread that runs one collective after another.
 struct Network {
     rank: usize,
     size: usize,
@@ -55,7 +55,7 @@ impl Network {
     }
 }
 
-/// Something for each pair of ranks.
+/// A value for each pair of ranks.
 type Pairs<T> = Vec<Vec<T>>;
 
 /// The ends that all ranks of a world need: entry [a][b] leads from rank a to rank b.
@@ -90,7 +90,7 @@ fn networks(world: usize) -> Vec<Network> {
     wires.enumerate().map(network).collect()
 }
 
-/// What a communicator must have, and nothing else.
+/// The methods that a communicator must have, and no others.
 struct Least(Network);
 
 impl Communicator for Least {
@@ -109,7 +109,7 @@ impl Communicator for Least {
     fn abort(&self, _: &str) {}
 }
 
-/// A communicator with sums and gathers of its own, of exact elements.
+/// A communicator with its own sums and gathers, of exact elements.
 struct Full(Network);
 
 impl Full {
@@ -256,7 +256,7 @@ fn collectives_of_four_methods_give_the_bits_of_shared_memory_also_as_blocks() {
                         let value = |i: usize| ((i * 7 + rank * 13) % 101) as f32 / 7.0 - 5.0;
                         Flat::from_f32((0..len).map(value).collect(), dtype)
                     };
-                    // Launched together, waited for in another order.
+                    // Launched together, awaited in another order.
                     let sum = comm.all_reduce_as(wire, values(1001), 1);
                     let part = comm.reduce_scatter_as(wire, values(700 * world), 2);
                     let whole = comm.all_gather_as(wire, values(700), 3);
@@ -276,7 +276,7 @@ fn collectives_of_four_methods_give_the_bits_of_shared_memory_also_as_blocks() {
 fn a_launch_returns_before_the_result_is_there() {
     for world in [least(2), full(2)] {
         let launch = |rank: usize, value: f32| world[rank].all_gather(Flat::from(vec![value]), 0);
-        // On one thread: were launch to wait for the other rank, this would never end.
+        // On one thread: if launching waited for the other rank, this would never end.
         let first = [launch(0, 1.0), launch(1, 2.0)];
         let second = [launch(0, 3.0), launch(1, 4.0)];
         for pending in second {
@@ -346,12 +346,12 @@ fn messages_that_are_missing_or_too_short_are_errors_that_say_so() {
         all.truncate(1);
         all
     });
-    assert_eq!(few.unwrap_err(), "gather_bytes gave 1 messages on rank 0; it must give one for each of the 2 ranks");
+    assert_eq!(few.unwrap_err(), "gather_bytes must return 2 messages on rank 0, one for each rank, but returned 1");
     let short = sum(|mut all| {
         all[1].pop();
         all
     });
-    let expected =
-        "gather_bytes gave 15 bytes of rank 1 and 16 of rank 0; every rank must make the same calls in the same order";
+    let expected = "gather_bytes returned 15 bytes from rank 1 and 16 from rank 0; every rank must make the same calls \
+                    in the same order";
     assert_eq!(short.unwrap_err(), expected);
 }

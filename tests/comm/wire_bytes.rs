@@ -1,4 +1,4 @@
-//! Bytes on the wire per step: 2, 2, 2, 3 Psi (N-1)/N at stages 0 to 3, padding listed apart.
+//! Bytes on the wire per step: 2, 2, 2, 3 Psi (N-1)/N at stages 0 to 3, padding listed separately.
 
 use crate::support::tiny::{Outcome, Shape, VOCAB, WIDTH, config, train};
 use candle_zero::comm::{CollectiveKind, CommReport};
@@ -14,7 +14,7 @@ fn numels() -> Vec<usize> {
     [VOCAB * WIDTH].into_iter().chain(blocks).chain([WIDTH * VOCAB, VOCAB]).collect()
 }
 
-/// Bytes of gradients and parameters per step: the difference of a longer and a shorter run, so that the start does
+/// Bytes of gradients and parameters per step: the difference between a longer and a shorter run, so that the start does
 /// not count.
 fn per_step(world: usize, config: &Value) -> Vec<(CommReport, u64)> {
     let of = |steps| train(world, SHAPE, config, steps);
@@ -67,7 +67,7 @@ fn every_kind_of_collective_is_counted_apart() {
     ] {
         let outcome = train(2, SHAPE, &config(stage, 1, zero(), json!({"gradient_check": false})), 2).remove(0);
         assert_eq!(outcome.comm.kinds.keys().copied().collect::<Vec<_>>(), kinds, "stage {stage}");
-        // One vote per step, one look at each other's model at the start, one at the parameters without a gradient.
+        // One vote per step, one comparison of the models at the start, one of the parameters without a gradient.
         assert_eq!(outcome.comm.kind(CollectiveKind::Control).calls, 4);
     }
 }

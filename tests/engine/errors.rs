@@ -399,7 +399,7 @@ fn a_call_that_one_rank_alone_makes_is_named() {
     let told = all.iter().find(|text| text.contains("have diverged")).unwrap_or_else(|| panic!("{all:?}"));
     assert!(told.contains("save_checkpoint (control no. "), "{told}");
     assert!(told.contains("backward (") || told.contains("step ("), "{told}");
-    assert!(told.contains("never of some alone as inside of `if rank == 0`"), "{told}");
+    assert!(told.contains("never for only some of them as in `if rank == 0`"), "{told}");
 }
 
 #[test]
@@ -560,5 +560,5 @@ fn an_own_layer_says_outside_of_an_engine_that_its_parameter_is_sharded() {
     let engine = Engine::initialize(|vb| candle_zero::nn::Linear::new(4, 3, vb), config).unwrap();
     let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
     let error = engine.model().forward(&x).unwrap_err().to_string();
-    insta::assert_snapshot!(error, @"linear: the parameter of shape [3, 4] is sharded and not gathered now; use it inside of engine.forward or eval");
+    insta::assert_snapshot!(error, @"linear: the parameter of shape [3, 4] is sharded and not gathered now; use it inside engine.forward or eval");
 }

@@ -175,9 +175,7 @@ fn collectives_are_printed_as_they_come_and_in_a_table_at_the_end() {
     let more = json!({"comms_logger": {"verbose": true, "prof_all": false, "prof_ops": ["all_gather", "gossip"]}});
     let output = train_gpt(dir.path(), &["-n", "2"], more, &["--steps", "2"]).output().unwrap();
     let lines = said(&output);
-    assert!(
-        lines[0].starts_with("config: comms_logger.prof_ops: there is no operation `gossip` here, only all_reduce,")
-    );
+    assert!(lines[0].starts_with("config: comms_logger.prof_ops: there is no operation `gossip`, only all_reduce,"));
     assert!(lines[1].starts_with("rank=0 | comm op: all_gather | time (ms): "), "{}", lines[1]);
     assert!(lines[1].contains(" | msg size: ") && lines[1].contains(" | algbw (Gbps): "), "{}", lines[1]);
     let ops = lines.iter().filter(|line| line.starts_with("rank=0 | comm op: ")).count();

@@ -40,9 +40,9 @@ fn a_path_without_a_model_says_what_is_missing() {
     std::fs::copy(path("models/llama/config.json"), folder.path().join("config.json")).unwrap();
     insta::assert_snapshot!(refused(folder.path()), @"DIR is no model: it has neither model.safetensors nor model.safetensors.index.json; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
     std::fs::write(folder.path().join("config.json"), "{\"model_type\": ").unwrap();
-    insta::assert_snapshot!(refused(folder.path()), @"DIR/config.json is not the description of a model: EOF while parsing a value at line 1 column 15");
+    insta::assert_snapshot!(refused(folder.path()), @"DIR/config.json is not a model description: EOF while parsing a value at line 1 column 15");
     std::fs::write(folder.path().join("config.json"), "[]").unwrap();
-    insta::assert_snapshot!(refused(folder.path()), @"DIR/config.json is not the description of a model: it is no object");
+    insta::assert_snapshot!(refused(folder.path()), @"DIR/config.json is not a model description: it is not an object");
     let text = BaseModel::open(folder.path().join("config.json")).unwrap_err().to_string();
     insta::assert_snapshot!(text.replace(folder.path().to_str().unwrap(), "DIR"), @"DIR/config.json is no model: it is a file whose name does not end in .gguf; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
 }
@@ -98,31 +98,31 @@ fn weights_that_are_not_those_of_the_description_are_named() {
 
 #[test]
 fn descriptions_that_this_library_does_not_compute_with_are_refused() {
-    insta::assert_snapshot!(with("llama", "model_type", json!("mamba")), @r#"DIR/config.json: model_type is "mamba", which is not known here; known are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3"#);
-    insta::assert_snapshot!(with_config("llama", |config| { config.as_object_mut().unwrap().remove("model_type"); }), @"DIR/config.json: model_type is absent, which is not known here; known are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3");
+    insta::assert_snapshot!(with("llama", "model_type", json!("mamba")), @r#"DIR/config.json: model_type is "mamba", which is not supported; supported are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3"#);
+    insta::assert_snapshot!(with_config("llama", |config| { config.as_object_mut().unwrap().remove("model_type"); }), @"DIR/config.json: model_type is absent, which is not supported; supported are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3");
     insta::assert_snapshot!(with("llama", "hidden_act", json!("relu")), @r#"DIR/config.json: hidden_act is "relu", but must be silu, swish, gelu_new or gelu_pytorch_tanh"#);
     insta::assert_snapshot!(with("gemma2", "hidden_activation", json!("gelu")), @r#"DIR/config.json: hidden_activation is "gelu", but must be silu, swish, gelu_new or gelu_pytorch_tanh"#);
     insta::assert_snapshot!(with("llama", "hidden_size", json!("48")), @r#"DIR/config.json: hidden_size is "48", but must be a whole number from 1 to 4294967295"#);
     insta::assert_snapshot!(with("llama", "hidden_size", json!(0)), @"DIR/config.json: hidden_size is 0, but must be a whole number from 1 to 4294967295");
     insta::assert_snapshot!(with("llama", "num_hidden_layers", json!(4_000_000_000u32)), @"DIR/config.json: num_hidden_layers is 4000000000, but must be at most 16384");
-    insta::assert_snapshot!(with("llama", "num_key_value_heads", json!(3)), @"DIR/config.json: num_key_value_heads is 3, but must be a divisor of num_attention_heads (4), so that each serves as many of them");
+    insta::assert_snapshot!(with("llama", "num_key_value_heads", json!(3)), @"DIR/config.json: num_key_value_heads is 3, but must be a divisor of num_attention_heads (4), so that each serves the same number of them");
     insta::assert_snapshot!(with("llama", "rms_norm_eps", json!(-1e-5)), @"DIR/config.json: rms_norm_eps is -0.00001, but must be a positive number");
-    insta::assert_snapshot!(with("llama", "head_dim", json!(13)), @"DIR/config.json: head_dim is 13, but must be even: rotary positions turn pairs of elements");
-    insta::assert_snapshot!(with_config("llama", |config| { config["head_dim"] = Value::Null; config["num_attention_heads"] = json!(5); }), @"DIR/config.json: hidden_size is 48, but must be a multiple of num_attention_heads (5) where there is no head_dim");
+    insta::assert_snapshot!(with("llama", "head_dim", json!(13)), @"DIR/config.json: head_dim is 13, but must be even: rotary positions rotate pairs of elements");
+    insta::assert_snapshot!(with_config("llama", |config| { config["head_dim"] = Value::Null; config["num_attention_heads"] = json!(5); }), @"DIR/config.json: hidden_size is 48, but must be a multiple of num_attention_heads (5) if head_dim is absent");
     insta::assert_snapshot!(with("llama", "rope_parameters", json!({"rope_type": "yarn", "factor": 4.0})), @r#"DIR/config.json: rope_parameters.rope_type is "yarn", but must be default, linear or llama3"#);
     insta::assert_snapshot!(with("llama", "rope_parameters", json!({"rope_type": "linear"})), @"DIR/config.json: rope_parameters.factor is absent, but must be a positive number");
-    insta::assert_snapshot!(with("llama", "rope_theta", json!(5e5)), @"DIR/config.json: rope_parameters.rope_theta is 10000.0, but must be that of rope_theta beside rope_parameters (500000)");
-    insta::assert_snapshot!(with("llama", "rope_scaling", json!({"type": "linear", "factor": 2.0})), @r#"DIR/config.json: rope_scaling is {"factor":2.0,"type":"linear"}, but must be absent or equal to rope_parameters beside it"#);
+    insta::assert_snapshot!(with("llama", "rope_theta", json!(5e5)), @"DIR/config.json: rope_parameters.rope_theta is 10000.0, but must be equal to the outer rope_theta (500000)");
+    insta::assert_snapshot!(with("llama", "rope_scaling", json!({"type": "linear", "factor": 2.0})), @r#"DIR/config.json: rope_scaling is {"factor":2.0,"type":"linear"}, but must be absent or equal to rope_parameters"#);
     insta::assert_snapshot!(with("llama32", "rope_parameters", json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 32})), @"DIR/config.json: rope_parameters.high_freq_factor is 1.0, but must be above low_freq_factor (4)");
-    insta::assert_snapshot!(with("phi3", "partial_rotary_factor", json!(0.75)), @"DIR/config.json: partial_rotary_factor is 0.75, but must be 1: heads are rotated whole");
+    insta::assert_snapshot!(with("phi3", "partial_rotary_factor", json!(0.75)), @"DIR/config.json: partial_rotary_factor is 0.75, but must be 1: complete heads are rotated");
     insta::assert_snapshot!(with("phi3", "rope_parameters", json!({"rope_type": "longrope", "long_factor": [1.0]})), @r#"DIR/config.json: rope_parameters.rope_type is "longrope", but must be default, linear or llama3"#);
     insta::assert_snapshot!(with("qwen3", "layer_types", json!(["full_attention"])), @"DIR/config.json: layer_types is a list of 1 layers, but must be of num_hidden_layers (3)");
     insta::assert_snapshot!(with("gemma3", "layer_types", json!(["chunked_attention", "full_attention", "full_attention"])), @r#"DIR/config.json: layer_types is "chunked_attention", but must be of full_attention and sliding_attention"#);
-    insta::assert_snapshot!(with("qwen2", "layer_types", json!(["full_attention", "sliding_attention"])), @"DIR/config.json: use_sliding_window is false, but must be true where layer_types has sliding_attention");
-    insta::assert_snapshot!(with("gemma2", "sliding_window", Value::Null), @"DIR/config.json: sliding_window is null, but must be a number where layer_types has sliding_attention");
+    insta::assert_snapshot!(with("qwen2", "layer_types", json!(["full_attention", "sliding_attention"])), @"DIR/config.json: use_sliding_window is false, but must be true if layer_types contains sliding_attention");
+    insta::assert_snapshot!(with("gemma2", "sliding_window", Value::Null), @"DIR/config.json: sliding_window is null, but must be a number if layer_types contains sliding_attention");
     insta::assert_snapshot!(with("gemma3", "use_bidirectional_attention", json!(true)), @"DIR/config.json: use_bidirectional_attention is true, but must be false: a language model sees no later token");
     insta::assert_snapshot!(with("gpt2", "n_head", json!(5)), @"DIR/config.json: n_embd is 48, but must be a multiple of n_head (5)");
-    insta::assert_snapshot!(with("gpt2", "scale_attn_by_inverse_layer_idx", json!(true)), @"DIR/config.json: scale_attn_by_inverse_layer_idx is true, but must be false: all layers scale attention's scores alike");
+    insta::assert_snapshot!(with("gpt2", "scale_attn_by_inverse_layer_idx", json!(true)), @"DIR/config.json: scale_attn_by_inverse_layer_idx is true, but must be false: all layers scale attention's scores in the same way");
     insta::assert_snapshot!(with("gpt2", "activation_function", json!("relu")), @r#"DIR/config.json: activation_function is "relu", but must be silu, swish, gelu, gelu_new or gelu_pytorch_tanh"#);
     insta::assert_snapshot!(with("llama", "quantization_config", json!({"quant_method": "gptq", "bits": 4})), @r#"DIR/config.json: quantization_config is {"bits":4,"quant_method":"gptq"}, but must be absent: weights are read in f32, bf16 or f16"#);
 }

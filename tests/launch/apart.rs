@@ -108,8 +108,8 @@ fn the_others_end_in_seconds_with_the_name_of_a_rank_that_is_killed_or_stopped()
         for rank in ranks {
             let said = said(rank);
             let expected = match signal {
-                Signal::KILL => format!("rank {victim} died (its process has ended without a word)"),
-                _ => format!("rank {victim} has shown no sign of life for 8 s"),
+                Signal::KILL => format!("rank {victim} died (its process ended without a message)"),
+                _ => format!("rank {victim} has not responded for 8 s"),
             };
             assert!(said.contains(&expected), "{said}");
         }
@@ -124,8 +124,8 @@ fn a_rank_that_does_not_come_is_named_when_the_time_is_over() {
     let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
     let known = |text: String| text.replace(&port.to_string(), "PORT");
     let [first, second] = [0, 1].map(|rank| meeting(folder.path(), rank, 3, port, "1500"));
-    insta::assert_snapshot!(known(said(first)), @"rank 0: of 3 ranks, 2 came to MASTER_PORT PORT of this host within 1.5s; missing is rank 2: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
-    insta::assert_snapshot!(known(said(second)), @"rank 1: rank 0 has called the meeting of ranks off: of 3 ranks, 2 came to MASTER_PORT PORT of this host within 1.5s; missing is rank 2: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+    insta::assert_snapshot!(known(said(first)), @"rank 0: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 1.5s; rank 2 is missing: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+    insta::assert_snapshot!(known(said(second)), @"rank 1: rank 0 cancelled the rendezvous: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 1.5s; rank 2 is missing: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
 }
 
 #[test]
@@ -134,8 +134,8 @@ fn ranks_that_are_told_different_worlds_end_at_once() {
     let known = |text: String| text.replace(&port.to_string(), "PORT");
     let began = Instant::now();
     let [first, second] = [(0, 2), (1, 3)].map(|(rank, world)| meeting(folder.path(), rank, world, port, "60000"));
-    insta::assert_snapshot!(known(said(first)), @"rank 0: WORLD_SIZE is 2 on rank 0 and 3 on rank 1; give all ranks of a job the same, and each job its own MASTER_PORT, which is PORT here");
-    insta::assert_snapshot!(known(said(second)), @"rank 1: rank 0 has called the meeting of ranks off: WORLD_SIZE is 2 on rank 0 and 3 on rank 1; give all ranks of a job the same, and each job its own MASTER_PORT, which is PORT here");
+    insta::assert_snapshot!(known(said(first)), @"rank 0: WORLD_SIZE is 2 on rank 0 and 3 on rank 1; give all ranks of a job the same value, and each job its own MASTER_PORT (here PORT)");
+    insta::assert_snapshot!(known(said(second)), @"rank 1: rank 0 cancelled the rendezvous: WORLD_SIZE is 2 on rank 0 and 3 on rank 1; give all ranks of a job the same value, and each job its own MASTER_PORT (here PORT)");
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
 }
 
@@ -153,5 +153,5 @@ fn a_rank_that_ends_before_all_are_there_is_named_to_those_that_wait() {
     std::thread::sleep(Duration::from_millis(300));
     second.kill().unwrap();
     second.wait().unwrap();
-    insta::assert_snapshot!(said(first), @"rank 0: the process of rank 1 ended before all ranks were there; its own output tells why");
+    insta::assert_snapshot!(said(first), @"rank 0: the process of rank 1 ended before all ranks had joined; see its own output");
 }

@@ -353,7 +353,7 @@ fn a_rank_that_panics_is_named_by_all_others_within_seconds() {
         let at = Instant::now();
         let ended = run.end();
         assert!(at.elapsed() < LIMIT, "{:?}", at.elapsed());
-        let what = format!("rank {rank} stopped (it panicked; its own output tells where)");
+        let what = format!("rank {rank} stopped (it panicked; see its own output)");
         ended.check(&what, 101, "it ended with exit code 101");
         assert!(ended.errors.contains("\nzerorun:   | on purpose\n"), "{}", ended.errors);
     }
@@ -379,7 +379,7 @@ fn a_rank_that_leaves_early_is_named_by_all_others_and_its_exit_code_0_does_not_
         let ended = run.end();
         assert!(at.elapsed() < LIMIT, "{:?}", at.elapsed());
         let deed = "it left the job while other ranks needed it, and ended with exit code 0";
-        ended.check(&format!("rank {rank} has left the job"), 1, deed);
+        ended.check(&format!("rank {rank} left the job"), 1, deed);
     }
 }
 
@@ -410,7 +410,7 @@ fn a_rank_that_is_stopped_is_named_when_its_heart_has_been_silent_for_eight_seco
     let ended = run.end();
     assert!(at.elapsed() > Duration::from_secs(8) && at.elapsed() < Duration::from_secs(16), "{:?}", at.elapsed());
     let deed = "it showed no sign of life for too long, and was stopped by zerorun with SIGTERM";
-    ended.check("rank 2 has shown no sign of life for 8 s", 1, deed);
+    ended.check("rank 2 has not responded for 8 s", 1, deed);
 }
 
 #[test]

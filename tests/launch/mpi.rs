@@ -737,7 +737,7 @@ fn ranks_of_the_other_host_are_told_who_gave_up_left_or_differs() {
             let last = ranks[0] + ranks[1] - 1;
             for (role, words) in [
                 ("gives-up", format!("rank {last} stopped (on host {second}: the test wants it)")),
-                ("leaves", format!("rank {last} has left the job")),
+                ("leaves", format!("rank {last} left the job")),
                 ("differs", "ranks have diverged".to_string()),
             ] {
                 let output = in_role(hosts.mpirun(mpi, ranks).unwrap(), &format!("{role} {n}"));
@@ -782,7 +782,7 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
         let said = std::fs::read_to_string(&log).unwrap();
         hosts.plug(1, true);
         let [_, second] = hosts.names();
-        let words = format!("on host {second}: its host is gone: nothing was heard of it for 8 s");
+        let words = format!("on host {second}: its host is gone: it sent nothing for 8 s");
         for rank in 0..2 {
             let line = said.lines().find(|line| line.contains(&format!("rank {rank} is told: ")));
             assert!(line.is_some_and(|line| line.contains(&words)), "{mpi:?}: {said}");
@@ -837,7 +837,7 @@ fn hosts_with_other_programs_are_named() {
         let output = start.args(as_program(module_path!(), "as_a_rank")).output().unwrap();
         let [a, b] = hosts.names();
         let said = stdout(&output);
-        let told = format!("rank is told: hosts {a} and {b} run different programs, by their content");
+        let told = format!("rank is told: hosts {a} and {b} run programs with different contents");
         assert_eq!(said.matches(&told).count(), 2, "{mpi:?}: {said}{}", stderr(&output));
     });
 }
@@ -938,7 +938,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
         let said = stdout(&output);
         said.lines().find_map(|line| Some(line.split_once("rank is told: ")?.1.to_string())).unwrap_or(stderr(&output))
     };
-    insta::assert_snapshot!(told(in_role(without, "leaves")), @"the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried /nonexistent/libmpi.so, which CANDLE_ZERO_MPI_LIBRARY names (/nonexistent/libmpi.so: cannot open shared object file: No such file or directory)); install MPICH or, for mpirun alone, Open MPI, put its lib folder into LD_LIBRARY_PATH, or name the file with CANDLE_ZERO_MPI_LIBRARY");
+    insta::assert_snapshot!(told(in_role(without, "leaves")), @"the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried /nonexistent/libmpi.so, which CANDLE_ZERO_MPI_LIBRARY names (/nonexistent/libmpi.so: cannot open shared object file: No such file or directory)); install MPICH or, for mpirun only, Open MPI, add its lib folder to LD_LIBRARY_PATH, or set CANDLE_ZERO_MPI_LIBRARY to its file");
     // A library that exists, but whose dependencies are missing.
     let folder = tempfile::tempdir().unwrap();
     for name in ["libmpi_abi.so.1", "libmpi.so.12", "libmpich.so.12", "libmpi.so.40"] {
@@ -948,7 +948,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
     start.args(["PMI_RANK=1", "PMI_SIZE=2", "PATH=/usr/bin:/bin"]);
     start.arg(format!("LD_LIBRARY_PATH={}", folder.path().display()));
     let text = told(in_role(start, "leaves")).replace(&folder.path().display().to_string(), "FOLDER");
-    insta::assert_snapshot!(text, @"the MPI library libmpi_abi.so.1 was found and cannot be loaded (FOLDER/libmpi_abi.so.1: file too short); install what it needs, or name another file with CANDLE_ZERO_MPI_LIBRARY");
+    insta::assert_snapshot!(text, @"the MPI library libmpi_abi.so.1 was found but cannot be loaded (FOLDER/libmpi_abi.so.1: file too short); install its dependencies, or set CANDLE_ZERO_MPI_LIBRARY to another file");
     for (what, expected) in
         [("old", "MPI_Get_library_version"), ("one_thread", "several threads"), ("whole", "rank 0 of 1")]
     {
@@ -960,13 +960,13 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
         assert!(text.contains(expected), "{what}: {text}");
         match what {
             "old" => {
-                insta::assert_snapshot!(text, @"LIBRARY has no MPI_Get_library_version: it is no MPI library that this program can use; those of MPICH, Intel MPI and Open MPI 4 and later are")
+                insta::assert_snapshot!(text, @"LIBRARY has no MPI_Get_library_version: it is not an MPI library that this program can use; those of MPICH, Intel MPI and Open MPI 4 or later are")
             }
             "one_thread" => {
-                insta::assert_snapshot!(text, @"LIBRARY (A stand-in 1.0) does not let several threads call it in turns (MPI_THREAD_SERIALIZED); use a build of it with threads")
+                insta::assert_snapshot!(text, @"LIBRARY (A stand-in 1.0) does not let several threads call it in turn (MPI_THREAD_SERIALIZED); use a build with thread support")
             }
             _ => {
-                insta::assert_snapshot!(text, @"the environment says rank 1 of 2, MPI says rank 0 of 1 (LIBRARY (A stand-in 1.0)): the library is not that of the mpirun which started the ranks, or under zerorun none of MPICH's kind; name its file with CANDLE_ZERO_MPI_LIBRARY; Slurm's srun needs --mpi=pmi2")
+                insta::assert_snapshot!(text, @"the environment says rank 1 of 2, MPI says rank 0 of 1 (LIBRARY (A stand-in 1.0)): the library is not that of the mpirun which started the ranks, or under zerorun is not MPICH-compatible; set CANDLE_ZERO_MPI_LIBRARY to the right file; Slurm's srun needs --mpi=pmi2")
             }
         }
     }
@@ -977,10 +977,9 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
         start.arg("env").arg(format!("CANDLE_ZERO_MPI_LIBRARY={}", library.display()));
         let text = told(in_role(start, "leaves"));
         let words = match launcher {
-            Mpi::OpenMpi => format!(
-                "Open MPI's mpirun has started the ranks, and the library that was found is {}",
-                library.display()
-            ),
+            Mpi::OpenMpi => {
+                format!("Open MPI's mpirun started the ranks, but the library found is {}", library.display())
+            }
             Mpi::Mpich => "MPI says rank 0 of 1".into(),
         };
         assert!(text.contains(&words), "{launcher:?}: {text}");

@@ -1,4 +1,4 @@
-//! A device of the driver without what cudarc adds to it: no events of its own, so that a wait can be forgotten.
+//! A device of the driver without cudarc's additions: it records no events, so that a wait can be forgotten.
 
 use candle_core::cuda_backend::cudarc::driver::result::{self, event, stream};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
@@ -26,7 +26,7 @@ fn name_of(error: DriverError) -> String {
     error.error_name().unwrap().to_str().unwrap().into()
 }
 
-/// What the stand-in's nvcc makes of this folder's kernels: compiled once, also for children.
+/// The kernels of this folder, compiled once by the stand-in's nvcc, also for children.
 pub fn ptx() -> &'static Path {
     static PTX: OnceLock<PathBuf> = OnceLock::new();
     PTX.get_or_init(|| {
@@ -45,7 +45,7 @@ pub fn ptx() -> &'static Path {
 /// The variable that names the compiled kernels to a child.
 pub const PTX_OF_PARENT: &str = "MOCK_CUDA_TEST_PTX";
 
-/// A device whose context is the calling thread's.
+/// A device whose context is current on the calling thread.
 pub struct Device {
     ordinal: i32,
     context: sys::CUcontext,
@@ -56,7 +56,7 @@ impl Device {
     pub fn new(ordinal: i32) -> Self {
         result::init().unwrap();
         let device = result::device::get(ordinal).unwrap();
-        // SAFETY: the device is one, and is never released here.
+        // SAFETY: the device exists, and is never released here.
         let context = unsafe { result::primary_ctx::retain(device) }.unwrap();
         let device = Self { ordinal, context, module: OnceLock::new() };
         device.make_current();
@@ -72,17 +72,17 @@ impl Device {
         stream::create(stream::StreamKind::NonBlocking).unwrap()
     }
 
-    /// Live bytes and the most that lived, as the stand-in counts them.
+    /// Live bytes and their maximum, as the stand-in counts them.
     pub fn counted(&self) -> (usize, usize) {
         let of = |name| {
-            // SAFETY: as its type says.
+            // SAFETY: the function has this type.
             unsafe { count(name).unwrap()(self.ordinal) }
         };
         (of("mock_cuda_live_bytes"), of("mock_cuda_peak_bytes"))
     }
 
     pub fn try_alloc(&self, stream: CUstream, floats: usize) -> Result<CUdeviceptr, String> {
-        // SAFETY: a living stream of this device, as everywhere below.
+        // SAFETY: a live stream of this device, as everywhere below.
         unsafe { result::malloc_async(stream, floats * 4) }.map_err(name_of)
     }
 
@@ -102,7 +102,7 @@ impl Device {
         p
     }
 
-    /// The values, when all of the stream's work is done.
+    /// Returns the values when all of the stream's work is done.
     pub fn read(&self, stream: CUstream, p: CUdeviceptr, floats: usize) -> Vec<f32> {
         let mut values = vec![0f32; floats];
         // SAFETY: as many bytes as there are.
@@ -115,9 +115,9 @@ impl Device {
         unsafe { result::memcpy_dtod_async(to, from, floats * 4, stream) }.unwrap();
     }
 
-    /// Pinned memory, for ever.
+    /// Pinned memory that is never freed.
     pub fn pinned(&self, floats: usize) -> &'static mut [f32] {
-        // SAFETY: the driver gives so many bytes, which are never freed; every pattern is a float.
+        // SAFETY: the driver returns this number of bytes, which are never freed; every bit pattern is a float.
         unsafe { std::slice::from_raw_parts_mut(result::malloc_host(floats * 4, 0).unwrap().cast(), floats) }
     }
 
@@ -126,10 +126,10 @@ impl Device {
         unsafe { result::memcpy_dtoh_async(to, from, stream) }.unwrap();
     }
 
-    /// What comes to `second` later begins when `first` has done what it has now.
+    /// Work that `second` receives later begins when `first` has finished its present work.
     pub fn order(&self, first: CUstream, second: CUstream) {
         let event = event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).unwrap();
-        // SAFETY: living handles of this device.
+        // SAFETY: live handles of this device.
         unsafe {
             event::record(event, first).unwrap();
             stream::wait_event(second, event, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT).unwrap();
@@ -137,7 +137,7 @@ impl Device {
     }
 
     pub fn wait(&self, stream: CUstream) {
-        // SAFETY: a living stream.
+        // SAFETY: a live stream.
         unsafe { stream::synchronize(stream) }.unwrap();
     }
 
@@ -146,11 +146,11 @@ impl Device {
     }
 
     pub fn try_add_one(&self, stream: CUstream, values: CUdeviceptr, floats: usize) -> Result<(), String> {
-        // The count is an argument of 8 bytes, as the pointer is.
+        // The count is an argument of 8 bytes, like the pointer.
         self.launch(stream, "add_one", (u32::try_from(floats.div_ceil(32)).unwrap(), 32, 0), &[values, floats as u64])
     }
 
-    /// Launches a kernel with so many blocks, threads a block, bytes of shared memory, and arguments of 8 bytes.
+    /// Launches a kernel with these numbers of blocks, threads per block and bytes of shared memory, and 8-byte arguments.
     pub fn launch(
         &self,
         stream: CUstream,
@@ -169,7 +169,7 @@ impl Device {
     fn function(&self, kernel: &str) -> CUfunction {
         let module = *self.module.get_or_init(|| {
             let image = CString::new(std::fs::read(ptx()).unwrap()).unwrap();
-            // SAFETY: a text that ends with a zero.
+            // SAFETY: a string that ends with a zero.
             unsafe { result::module::load_data(image.as_ptr().cast()) }.unwrap() as usize
         });
         // SAFETY: a module that is never unloaded.

@@ -1,5 +1,5 @@
-//! The stand-in for CUDA (tools/mock_cuda) finds what a GPU lets pass: each test plants a fault in a child process, beside the
-//! same program without it. On a machine with a real driver, or without one, they are skipped.
+//! The stand-in for CUDA (tools/mock_cuda) finds faults that a GPU tolerates: each test plants a fault in a child process,
+//! and also runs the same program without it. On a machine with a real driver, or without one, they are skipped.
 #![allow(clippy::unwrap_used)]
 
 #[allow(dead_code, reason = "a part of it is used")]
@@ -27,7 +27,7 @@ fn child(test: &str, role: &str, seed: u64, env: &[(&str, &str)]) -> Output {
         .unwrap()
 }
 
-/// What a child prints with [`answer`].
+/// The text that a child prints with [`answer`].
 fn answer_of(output: &Output) -> String {
     let stdout = String::from_utf8_lossy(&output.stdout);
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -44,7 +44,7 @@ fn fault_of(output: &Output) -> String {
     assert!(!output.status.success(), "the fault was not found: {}", String::from_utf8_lossy(&output.stdout));
     let stderr = String::from_utf8_lossy(&output.stderr);
     let line = stderr.lines().find(|l| l.starts_with("mock_cuda: "));
-    line.unwrap_or_else(|| panic!("the child ended otherwise: {:?}: {stderr}", output.status)).into()
+    line.unwrap_or_else(|| panic!("the child ended differently: {:?}: {stderr}", output.status)).into()
 }
 
 /// The role of this process, if it is a child.
@@ -83,7 +83,7 @@ fn a_missing_wait_between_streams_is_found() {
     let answers = |role| -> Vec<String> { SEEDS.map(|seed| answer_of(&child(name, role, seed, &[]))).collect() };
     assert!(answers("ordered").iter().all(|a| a == "2.0"));
     let wrong = answers("not ordered").iter().filter(|a| *a == "1.0").count();
-    assert!(wrong > SEEDS.count() / 4, "only {wrong} orders show it");
+    assert!(wrong > SEEDS.count() / 4, "only {wrong} orders reveal it");
 }
 
 #[test]
@@ -173,7 +173,8 @@ fn a_second_release_is_found() {
     }
     let fault = fault_of(&child("a_second_release_is_found", "", 0, &[]));
     assert!(
-        fault.starts_with("mock_cuda: cuMemFreeAsync: 0x") && fault.ends_with(" is no allocation, or was freed before"),
+        fault.starts_with("mock_cuda: cuMemFreeAsync: 0x")
+            && fault.ends_with(" is not an allocation, or was already freed"),
         "{fault}"
     );
 }
@@ -213,7 +214,7 @@ fn an_address_in_a_table_is_followed_only_as_one_of_global_memory() {
     assert_eq!(answer_of(&child(name, "global", 0, &[])), "2.0");
     insta::assert_snapshot!(
         fault_of(&child(name, "as it is", 0, &[])),
-        @"mock_cuda: kernel add_one_by_table touches a device address that it did not get as an argument of its own: byte 0 of allocation 1, which has 4 bytes and is live"
+        @"mock_cuda: kernel add_one_by_table touches a device address that it did not get as an argument: byte 0 of allocation 1, which has 4 bytes and is live"
     );
 }
 
@@ -320,7 +321,7 @@ fn a_kernel_that_would_hang_is_an_error_with_its_name() {
     }
     insta::assert_snapshot!(
         fault_of(&child("a_kernel_that_would_hang_is_an_error_with_its_name", "", 0, &[])),
-        @"mock_cuda: waits_for_ever hangs: 32 threads of a block wait for all, 32 for lanes of their warp that do not come"
+        @"mock_cuda: waits_for_ever hangs: 32 threads of a block wait for all, 32 for lanes of their warp that do not arrive"
     );
 }
 
@@ -330,7 +331,7 @@ fn a_call_without_a_stand_in_says_its_name() {
         return;
     }
     if role().is_some() {
-        // SAFETY: it ends the process before it looks at its arguments.
+        // SAFETY: it ends the process before it reads its arguments.
         unsafe { candle_core::cuda_backend::cudarc::driver::sys::cuGraphDestroy(std::ptr::null_mut()) };
     }
     insta::assert_snapshot!(

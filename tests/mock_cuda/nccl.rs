@@ -1,4 +1,5 @@
-//! The stand-in for NCCL: collectives among threads and processes, in the order of each communicator, and what it finds.
+//! The stand-in for NCCL: collectives among threads and processes, in the order of each communicator, and the faults that it
+//! finds.
 
 use crate::device::Device;
 use crate::{SEEDS, answer, answer_of, child, role, stand_in};
@@ -56,7 +57,7 @@ struct Nccl {
 fn nccl() -> &'static Nccl {
     static NCCL: OnceLock<Nccl> = OnceLock::new();
     NCCL.get_or_init(|| {
-        // SAFETY: the stand-in, whose functions have NCCL's types; it is never unloaded.
+        // SAFETY: the stand-in's functions have NCCL's types, and it is never unloaded.
         unsafe {
             let library = Box::leak(Box::new(Library::new("libnccl.so.2").unwrap()));
             macro_rules! function {
@@ -137,23 +138,23 @@ impl Rank {
 
     fn asynchronous_error(&self) -> c_int {
         let mut error = -1;
-        // SAFETY: a living communicator.
+        // SAFETY: a live communicator.
         assert_eq!(unsafe { (nccl().asynchronous_error)(self.comm, &mut error) }, 0);
         error
     }
 
     fn abort(&self) {
-        // SAFETY: a living communicator, which is not used after this.
+        // SAFETY: a live communicator, which is not used after this.
         assert_eq!(unsafe { (nccl().abort)(self.comm) }, 0);
     }
 
     fn leave(self) {
-        // SAFETY: a living communicator, which is not used after this.
+        // SAFETY: a live communicator, which is not used after this.
         assert_eq!(unsafe { (nccl().destroy)(self.comm) }, 0);
     }
 }
 
-/// Runs `work` as so many ranks, each a thread with a device of its own.
+/// Runs `work` on this number of ranks, each a thread with its own device.
 fn on_ranks<T: Send>(size: usize, work: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     let (id, work) = (unique_id(), &work);
     std::thread::scope(|scope| {
@@ -215,7 +216,7 @@ fn messages_of_a_group_pass_one_another() {
     let received = on_ranks(3, |rank| {
         let (mine, theirs) = (rank.filled(&[rank.rank as f32; 5]), rank.filled(&[0.0; 5]));
         let (next, before) = ((rank.rank + 1) % 3, (rank.rank + 2) % 3);
-        // Twice: messages between two ranks come in order.
+        // Twice: messages between two ranks arrive in order.
         for _ in 0..2 {
             // SAFETY: as many elements as the buffers have.
             unsafe {
@@ -259,7 +260,7 @@ fn calls_that_do_not_block_reach_the_stream_when_the_library_says_so() {
             assert!(turns > 0, "nothing was in progress");
         };
         if rank.rank == 0 {
-            assert_eq!(sum(), INVALID_USAGE, "before the peer has come");
+            assert_eq!(sum(), INVALID_USAGE, "before the peer has arrived");
         }
         wait();
         assert_eq!([sum(), sum()], [IN_PROGRESS, INVALID_USAGE]);
@@ -317,7 +318,7 @@ fn a_missing_wait_before_a_collective_is_found() {
         |role| -> Vec<String> { SEEDS.step_by(4).map(|seed| answer_of(&child(name, role, seed, &[]))).collect() };
     assert!(answers("ordered").iter().all(|a| a == "2.0"));
     let wrong = answers("not ordered").iter().filter(|a| *a == "NaN").count();
-    assert!(wrong > 0, "no order shows it");
+    assert!(wrong > 0, "no order reveals it");
 }
 
 #[test]
@@ -334,7 +335,7 @@ fn different_collectives_hang_are_named_and_end_by_an_abort() {
             std::thread::scope(|scope| {
                 scope.spawn(move || {
                     std::thread::sleep(Duration::from_secs(2));
-                    // SAFETY: a living communicator, which is not used after this.
+                    // SAFETY: a live communicator, which is not used after this.
                     unsafe { (nccl().abort)(comm as Comm) };
                 });
                 rank.device.wait(rank.wire);
@@ -349,7 +350,7 @@ fn different_collectives_hang_are_named_and_end_by_an_abort() {
     let line = stderr.lines().find(|line| line.contains("rank 0 is in"));
     insta::assert_snapshot!(
         line.unwrap_or(&stderr),
-        @"mock_cuda: nccl: rank 0 is in an all-reduce of 4 elements, rank 1 in an all-reduce of 8: both wait for ever"
+        @"mock_cuda: nccl: rank 0 is in an all-reduce of 4 elements, rank 1 in an all-reduce of 8: both wait forever"
     );
 }
 

@@ -1,4 +1,4 @@
-//! `SyncBatchNorm`: ranks with parts of a batch compute what one rank computes of the whole.
+//! `SyncBatchNorm`: ranks with parts of a batch compute what one rank computes from the complete batch.
 
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -228,7 +228,7 @@ fn wrong_inputs_are_errors_in_words() {
     };
     assert!(of(&[2, 4, 5]).contains("[batch, 3, ..]"));
     assert!(of(&[3]).contains("[batch, 3, ..]"));
-    assert!(of(&[1, 3]).contains("two at least"));
+    assert!(of(&[1, 3]).contains("at least two"));
     for config in [
         BatchNormConfig { eps: -1.0, ..BatchNormConfig::default() },
         BatchNormConfig { momentum: 1.5, ..BatchNormConfig::default() },

@@ -100,7 +100,7 @@ fn a_view_of_a_tensor_is_attended_to_as_its_copy() {
     let Some(gpu) = gpu_for(a_view_of_a_tensor_is_attended_to_as_its_copy) else { return };
     for dtype in [DType::F32, DType::BF16] {
         let all = tensor(&[3, 10, 24], 1, dtype).to_device(&gpu).unwrap();
-        // Rows from an odd place on, and a transposed tensor.
+        // Rows that start at an odd position, and a transposed tensor.
         for view in [all.narrow(0, 1, 2).unwrap(), all.transpose(0, 1).unwrap(), all.narrow(2, 3, 12).unwrap()] {
             let (y, copied) = (nn::causal_attention(&view, 2), nn::causal_attention(&view.copy().unwrap(), 2));
             assert_eq!(flat(&y.unwrap()), flat(&copied.unwrap()), "{dtype:?} {:?}", view.shape());
@@ -108,7 +108,7 @@ fn a_view_of_a_tensor_is_attended_to_as_its_copy() {
     }
 }
 
-/// Set for a process that runs a test's own part alone.
+/// Set for a process that runs only a test's own part.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
 #[test]

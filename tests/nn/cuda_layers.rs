@@ -11,7 +11,7 @@ use candle_zero::nn::{
 
 /// A GPU; `test` is skipped where none answers.
 pub(super) fn gpu_for<T: Fn()>(test: T) -> Option<Device> {
-    gpu(0).map_err(|e| skipped(test, format_args!("no CUDA device answers: {e}"))).ok()
+    gpu(0).map_err(|e| skipped(test, format_args!("no CUDA device is available: {e}"))).ok()
 }
 
 /// Numbers in [-2, 2) that differ from seed to seed, rounded to `dtype`.
@@ -35,7 +35,7 @@ pub(super) struct Case {
     pub shapes: Vec<Vec<usize>>,
     pub layer: Function,
     pub composed: Function,
-    /// What 16-bit operands cost beyond one rounding: products of the device round their results.
+    /// The error of 16-bit operands beyond one rounding: products on the device round their results.
     pub rounds_on_the_way: bool,
 }
 
@@ -165,9 +165,9 @@ fn activations_and_gates_are_those_of_the_formulas_with_their_slopes() {
         let x = Var::from_tensor(&far).unwrap();
         let y = function(&x).unwrap();
         let slope = flat(y.sum_all().unwrap().backward().unwrap().get(&x).unwrap());
-        assert_eq!(flat(&y)[..3], [0.0; 3], "far below zero activations are zero");
-        assert_eq!(flat(&y)[3..], flat(&far)[3..], "far above they are the identity");
-        close(&slope, &[0.0, 0.0, 0.0, 1.0, 1.0, 1.0], 1e-11, 1.0, "slopes far out");
+        assert_eq!(flat(&y)[..3], [0.0; 3], "activations far below zero are zero");
+        assert_eq!(flat(&y)[3..], flat(&far)[3..], "activations far above zero are the identity");
+        close(&slope, &[0.0, 0.0, 0.0, 1.0, 1.0, 1.0], 1e-11, 1.0, "slopes far from zero");
     }
 }
 
@@ -175,7 +175,7 @@ fn activations_and_gates_are_those_of_the_formulas_with_their_slopes() {
 fn a_gradient_that_comes_in_parts_is_their_sum() {
     let Some(gpu) = gpu_for(a_gradient_that_comes_in_parts_is_their_sum) else { return };
     for (dtype, tolerance) in [(DType::F32, 4e-6), (DType::BF16, 0.04)] {
-        // From layers, from Candle's operations, in whatever order, and of a result that nobody used.
+        // From layers, from Candle's operations, in whatever order, and of an unused result.
         let function = |silu: fn(&Tensor) -> Result<Tensor>, gelu: fn(&Tensor) -> Result<Tensor>| -> Function {
             Box::new(move |a| {
                 let h = silu(&a[0])?;
@@ -222,7 +222,7 @@ fn norms_are_those_of_the_formulas_with_their_slopes() {
         ));
     }
     check(&gpu, cases);
-    // Of one element nothing is left but its sign and the bias.
+    // Only the sign and the bias of one element remain.
     let [x, weight, bias] = [[3, 1], [1, 1], [1, 1]].map(|shape| tensor(&shape, 1, DType::F32));
     let on = |t: &Tensor| t.flatten_all().unwrap().to_device(&gpu).unwrap();
     let column = x.to_device(&gpu).unwrap();
@@ -280,7 +280,7 @@ fn rotary_positions_are_those_of_the_formulas_and_turn_back() {
         move |a| composed::rotary_at(&a[0], &[1.0, 0.3, 0.02], &positions),
     ));
     check(&gpu, cases);
-    // Tables grow with the positions that are met.
+    // Tables grow with the positions that occur.
     let rotary = Rotary::new(8, 50, 10_000.0).unwrap();
     for time in [3, 50, 7] {
         let x = tensor(&[1, time, 8], 1, DType::F32);
@@ -439,7 +439,7 @@ fn rows_that_do_not_count_have_no_loss_and_no_gradient() {
             }
         }
         let none = nn::cross_entropy(&h.to_device(&gpu).unwrap(), &on(&gpu).affine(0.0, -100.0).unwrap());
-        assert!(none.is_err(), "the mean over no rows");
+        assert!(none.is_err(), "the mean over zero rows");
     }
 }
 
@@ -447,7 +447,7 @@ fn rows_that_do_not_count_have_no_loss_and_no_gradient() {
 fn an_empty_batch_has_an_empty_result() {
     let Some(gpu) = gpu_for(an_empty_batch_has_an_empty_result) else { return };
     let on = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &gpu).unwrap();
-    // Of more rows: a driver may refuse to allocate nothing.
+    // With more rows: a driver may refuse to allocate zero bytes.
     let (x, weight) = (on(&[2, 3, 8]).narrow(0, 1, 0).unwrap(), on(&[8]));
     let rotary = Rotary::new(4, 8, 10_000.0).unwrap();
     let no_ids = Tensor::zeros((2, 3), DType::U32, &gpu).unwrap().narrow(0, 1, 0).unwrap();
@@ -500,7 +500,7 @@ fn linear_layers_and_what_follows_are_those_of_the_formulas_with_their_slopes() 
             move |a| composed::linear_then(&a[0], &a[1], Some(&a[2]), layout, then(activation, &a[3])),
         ));
         let alone = LinearEpilogue { activation, residual: None };
-        // The product is computed with what the activation gives, once more from what it was applied to.
+        // The product is computed with the result of the activation, and once more from its input.
         cases.push(case(
             format!("linear_then twice {activation:?} {layout:?}"),
             &[&[2, 3, 4], &[4, 4]],

@@ -1,4 +1,4 @@
-//! Dropout: what it drops, that its backward drops the same, and when it draws anew.
+//! Dropout: which elements it drops, that its backward drops the same, and when it draws again.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, VarBuilder, linear};
@@ -110,7 +110,7 @@ fn stages_reruns_and_recomputing_blocks_give_the_same_bits() {
         assert!(reference == train(stage, &gpt(0.2, false)), "stage {stage}");
         assert!(reference == train(stage, &gpt(0.2, true)), "recomputing at stage {stage}");
     }
-    // The comparison can tell runs apart.
+    // The comparison can distinguish runs.
     assert!(reference != train(0, &gpt(0.1, false)));
 }
 
@@ -125,7 +125,7 @@ fn evaluation_drops_nothing() {
     let model = |dropout| {
         let backend = candle_nn::VarMap::new();
         let gpt = Gpt::new(&gpt(dropout, false), VarBuilder::from_varmap(&backend, DType::F32, &Device::Cpu)).unwrap();
-        // Every weight the same function of its place, so that both models are one.
+        // Every weight is the same function of its position, so that both models are equal.
         for (name, var) in backend.data().lock().unwrap().iter() {
             let place = |i: usize| ((i + name.len()) % 13) as f32 / 100.0;
             let values = Tensor::from_iter((0..var.elem_count()).map(place), &Device::Cpu).unwrap();
@@ -137,10 +137,10 @@ fn evaluation_drops_nothing() {
     assert!(dropping.last_logits(&[1, 2, 3]).unwrap() == plain.last_logits(&[1, 2, 3]).unwrap());
     let training = |gpt: &Gpt| bits(&gpt.forward(&ids(0, 0)).unwrap());
     assert!(training(&plain) == training(&plain));
-    assert!(training(&dropping) != training(&dropping), "each use draws anew");
+    assert!(training(&dropping) != training(&dropping), "each use draws again");
 }
 
-/// Two layers of dropout and a parameter, for there is no engine without one.
+/// Two layers of dropout and a parameter, because an engine needs one.
 struct Masks {
     first: Dropout,
     second: Dropout,
@@ -152,7 +152,7 @@ impl Masks {
         Ok(Self { first: Dropout::new(0.5, 9), second: Dropout::new(0.5, 9), weight: linear(64, 1, vb)? })
     }
 
-    /// What the two layers make of ones, and a loss.
+    /// The result of the two layers for ones, and a loss.
     fn run(&self) -> Result<[Tensor; 3]> {
         let (first, second) = (self.first.forward(&ones(&[1, 64]))?, self.second.forward(&ones(&[1, 64]))?);
         let loss = self.weight.forward(&(&first + &second)?)?.sqr()?.mean_all()?;
@@ -185,7 +185,7 @@ fn every_layer_micro_step_and_rank_draws_its_own_mask_and_a_rerun_the_same() {
     assert_eq!(masks.len(), WORLD * 4 * 2);
     for (i, mask) in masks.iter().enumerate() {
         assert!(mask.iter().all(|x| *x == 0.0 || *x == 2.0));
-        // 64 fair draws: that two of them agree by chance is out of the question.
+        // 64 fair draws: two of them do not agree by chance.
         assert!(masks[..i].iter().all(|other| other != mask), "mask {i} was drawn twice");
     }
     assert!(masks == run());

@@ -1,4 +1,4 @@
-//! Models that know nothing of this library: trained as they stand, or refused by name where Candle cuts their graph.
+//! Models written without this library: trained unchanged, or refused by name where Candle cuts their graph.
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Activation, LayerNorm, Linear, Module, VarBuilder, layer_norm, linear};
@@ -23,7 +23,7 @@ fn config(stage: u8) -> Value {
     })
 }
 
-/// An image of `channels` x 8 x 8 with something in it, different for each rank.
+/// An image of `channels` x 8 x 8 with a pattern that is different for each rank.
 fn image(channels: usize, rank: usize) -> Tensor {
     let pixel = |i: usize| ((i * (7 + rank)) % 16) as f32 / 8.0 - 1.0;
     Tensor::from_iter((0..channels * 64).map(pixel), &Device::Cpu).unwrap().reshape((1, channels, 8, 8)).unwrap()
@@ -122,7 +122,7 @@ fn a_model_whose_graph_is_cut_is_refused_with_the_names_of_its_parameters() {
             let loss = engine.forward(run)?;
             engine.backward(&loss)?;
             let error = engine.step().unwrap_err();
-            // The engine does not go on after this.
+            // The engine does not continue after this.
             assert!(matches!(engine.forward(run), Err(Error::Engine(EngineError::Stopped(_)))));
             Ok(error.to_string())
         });
@@ -134,8 +134,8 @@ fn a_model_whose_graph_is_cut_is_refused_with_the_names_of_its_parameters() {
     }
 }
 
-/// The error of the first step of a model whose norms are frozen, as somebody does who takes the list of parameters without a
-/// gradient for the mistake.
+/// The error of the first step of a model whose norms are frozen, as a user may do who takes the list of parameters without
+/// a gradient for the mistake.
 fn first_error<M>(
     stage: u8,
     build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M> + Sync,
@@ -188,7 +188,7 @@ fn language_models_whose_frozen_norms_cut_the_graph_end_the_first_step() {
     };
     let sizes = || mamba::Config { d_model: 32, n_layer: 2, vocab_size: 64, pad_vocab_size_multiple: 8 };
     let loss_of_mamba = |model: &mamba::Model, rank: usize| {
-        // Of one text: Candle's cannot do more.
+        // With one text: Candle's models cannot process more.
         let mut state = mamba::State::new(1, &sizes(), DType::F32, &Device::Cpu)?;
         let ids = texts(rank).narrow(0, 0, 1)?;
         let logits = (0..7).map(|i| model.forward(&ids.narrow(1, i, 1)?.squeeze(1)?, &mut state));

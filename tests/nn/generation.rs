@@ -4,7 +4,7 @@ use crate::{gpt, llama};
 use candle_core::{DType, Result};
 use candle_zero::models::{Architecture, GptConfig, LanguageModel, LlamaConfig, Session};
 
-/// A GPT-2 and a Llama of grouped heads with a context of so many tokens.
+/// A GPT-2 and a Llama of grouped heads with a context of this number of tokens.
 fn gpt_config(ctx: usize) -> GptConfig {
     GptConfig { ctx, ..GptConfig::preset("nano").unwrap() }
 }
@@ -115,8 +115,8 @@ fn a_refusal_leaves_the_session_as_it_was() {
     let text =
         |result: Result<Vec<f32>>| result.unwrap_err().to_string().lines().next().unwrap_or_default().to_string();
     assert!(text(gpt.extend(&mut session, &[4, 256])).contains("token id 256"));
-    insta::assert_snapshot!(text(gpt.extend(&mut session, &[])), @"the model continues a text of at least one token, and none was given");
-    insta::assert_snapshot!(text(other.extend(&mut session, &[1])), @"the session was begun by a model of 4 blocks, and this one has 2; a session belongs to one model");
+    insta::assert_snapshot!(text(gpt.extend(&mut session, &[])), @"the model continues a text of at least one token, but none was given");
+    insta::assert_snapshot!(text(other.extend(&mut session, &[1])), @"the session was started by a model of 4 blocks, but this one has 2; a session belongs to one model");
     assert_eq!(session.tokens(), prompt(6));
     assert_eq!(gpt.extend(&mut session, &[4]).unwrap(), gpt.extend(&mut untouched, &[4]).unwrap());
 }
@@ -127,7 +127,7 @@ fn memory_is_that_of_the_tokens_and_none_beyond_the_context() {
     let mut session = Session::new();
     session.reserve(30);
     llama.extend(&mut session, &prompt(3)).unwrap();
-    // Keys and values of two blocks: two heads of ten elements, two bytes each, for whole sixteens of tokens.
+    // Keys and values of two blocks: two heads of ten elements, two bytes each, for multiples of sixteen tokens.
     let bytes = |tokens: usize| 2 * 2 * tokens * 20 * 2;
     assert_eq!(session.cache_bytes(), bytes(32));
     llama.extend(&mut session, &prompt(30)).unwrap();

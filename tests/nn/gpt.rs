@@ -1,4 +1,4 @@
-//! GPT-2 against recorded runs of DeepSpeed on PyTorch, and its own promises, on plain Candle autograd.
+//! GPT-2 against recorded runs of DeepSpeed on PyTorch, and its own guarantees, on plain Candle autograd.
 
 use crate::support::synth;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, Var};
@@ -7,10 +7,10 @@ use candle_zero::models::{Gpt, GptConfig};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// What a model asked for: (name, shape, hint), in order.
+/// The parameters that a model requested: (name, shape, hint), in order.
 pub type Asked = Arc<Mutex<Vec<(String, Vec<usize>, Init)>>>;
 
-/// Variables by name; notes what is asked for.
+/// Variables by name; records what is requested.
 struct Vars {
     vars: HashMap<String, Var>,
     asked: Asked,
@@ -33,7 +33,7 @@ impl SimpleBackend for Vars {
     }
 }
 
-/// A model with the recorded runs' start weights, its variables in file order, and what it asked for.
+/// A model with the recorded runs' start weights, its variables in file order, and the parameters that it requested.
 pub fn model(config: &GptConfig, dtype: DType) -> (Gpt, Vec<(String, Var)>, Asked) {
     let GptConfig { n_layer, n_embd, ctx, vocab, .. } = *config;
     let vars: Vec<(String, Var)> = synth::weights(synth::Sizes { n_layer, n_embd, ctx, vocab })
@@ -243,8 +243,8 @@ fn wrong_inputs_are_refused_by_name() {
     let ids = |row: &[u32]| Tensor::new(row, &Device::Cpu).unwrap().unsqueeze(0).unwrap();
     let text = |r: Result<Tensor>| r.unwrap_err().to_string();
     insta::assert_snapshot!(text(gpt.forward(&ids(&[1, 256]))), @"token id 256 at position 1 (counted over the flattened ids) is outside the embedding's table of 256 rows; ids must be below 256: the tokenizer and the model's vocabulary must agree");
-    insta::assert_snapshot!(text(gpt.forward(&ids(&[0; 129]))), @"129 tokens are longer than the model's context of 128; cut the input or build the model with ctx >= 129");
-    insta::assert_snapshot!(text(gpt.loss(&ids(&[1, 2]), &ids(&[3, 999]))), @"target 999 at position 1 (counted over the flattened targets) is no class of logits with 256 classes; targets must be below 256");
+    insta::assert_snapshot!(text(gpt.forward(&ids(&[0; 129]))), @"129 tokens exceed the model's context of 128; cut the input or build the model with ctx >= 129");
+    insta::assert_snapshot!(text(gpt.loss(&ids(&[1, 2]), &ids(&[3, 999]))), @"target 999 at position 1 (counted over the flattened targets) is not one of the logits' 256 classes; targets must be below 256");
     let config = GptConfig { n_head: 5, ..GptConfig::preset("nano").unwrap() };
     let built = Gpt::new(&config, VarBuilder::zeros(DType::F32, &Device::Cpu));
     insta::assert_snapshot!(built.unwrap_err().to_string(), @"model configuration: n_embd is 128, but must be a multiple of n_head (5), so that every head has the same width");

@@ -1,4 +1,4 @@
-//! Layers of this library and Candle's operations in one graph: gradients reach everything, once, whoever uses it.
+//! Layers of this library and Candle's operations in one graph: gradients reach everything exactly once.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Init, Module, VarBuilder};
@@ -27,7 +27,7 @@ fn close(got: &Tensor, want: &Tensor, what: &str) {
 }
 
 /// Every kind of use at once: `x` goes into two layers and into Candle's product, `w` into a layer, into Candle's
-/// square and, transposed, into another layer; results of layers go on through Candle and come back.
+/// square and, transposed, into another layer; results of layers pass through Candle and come back.
 fn mixed(x: &Tensor, w: &Tensor, b: &Tensor, own: bool) -> Result<Tensor> {
     let gelu = |residual| LinearEpilogue { activation: Some(Activation::GeluTanh), residual: Some(residual) };
     let linear_then = if own { nn::linear_then } else { composed::linear_then };
@@ -66,7 +66,7 @@ fn without_an_engine_a_graph_can_be_differentiated_again() {
     }
 }
 
-/// A unit whose last operation is a layer's, a tied weight inside of it, and Candle's operations on both.
+/// A unit whose last operation is a layer's, a tied weight inside it, and Candle's operations on both.
 struct Block {
     norm: LayerNorm,
     up: Linear,
@@ -162,5 +162,5 @@ fn what_an_engine_has_differentiated_cannot_be_differentiated_again() {
     let loss = engine.forward(|model| model.loss(&ids)).unwrap();
     engine.backward(&loss).unwrap();
     let text = loss.backward().unwrap_err().to_string();
-    insta::assert_snapshot!(text.lines().next().unwrap(), @"cross_entropy: this graph was differentiated already, and what it needs for that is gone; run forward again");
+    insta::assert_snapshot!(text.lines().next().unwrap(), @"cross_entropy: this graph was already differentiated, and its saved values are gone; run forward again");
 }

@@ -1,5 +1,5 @@
 //! Convolution along one axis, pooling, resampling, scattering and products of batches: against Candle's operations whose
-//! gradients are right, finite differences (`layers`), and values that PyTorch computed in f64.
+//! gradients are correct, finite differences (`layers`), and values that PyTorch computed in f64.
 
 use super::layers::{Case, case, close, flat, rounding_on_the_way, tensor};
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
@@ -74,7 +74,7 @@ pub fn cases() -> Vec<Case> {
         }
     }
     for (to, from, dim, values) in [
-        // Places that are met twice; a narrower source; one longer than the axis; one that goes nowhere.
+        // Positions that occur twice; a narrower source; one longer than the axis; an empty one.
         (vec![4, 3], vec![2, 3], 0, vec![0, 2, 1, 2, 0, 1]),
         (vec![3, 5], vec![2, 2], 1, vec![0, 0, 4, 1]),
         (vec![2, 3, 2], vec![2, 5, 2], 1, (0..20).map(|i| i * 7 % 3).collect()),
@@ -195,7 +195,7 @@ fn values_and_gradients_are_those_of_pytorch() {
 
 #[test]
 fn the_gradient_of_a_maximum_is_its_slope() {
-    // Whole numbers, no two alike: half a step changes no maximum.
+    // Distinct whole numbers: half a step changes no maximum.
     let data: Vec<f32> = (0..210u32).map(|i| (i * 97 % 210) as f32).collect();
     for pooling in [Pooling::new(2), Pooling::new((3, 2)).stride((1, 2)).padding((1, 0)), Pooling::new(3).stride(2)] {
         let value = |data: &[f32]| {
@@ -230,7 +230,7 @@ fn of_equal_maxima_the_first_gets_the_gradient_and_a_nan_is_one() {
     assert_eq!(run(&[f32::NEG_INFINITY; 4]), (vec![f64::NEG_INFINITY], vec![1.0, 0.0, 0.0, 0.0]));
     let (y, grad) = run(&[1.0, f32::NAN, 5.0, 2.0]);
     assert!(y[0].is_nan());
-    // A nan is passed on, and so is its place.
+    // A NaN is passed on, with its position.
     assert_eq!(grad, [0.0, 1.0, 0.0, 0.0]);
 }
 
@@ -241,7 +241,7 @@ fn settings_and_shapes_that_do_not_fit_are_refused_by_name() {
         |x: &[usize], w: &[usize], config| Conv1d::new(of(w), None, config).forward(&of(x)).unwrap_err().to_string();
     let config = Conv1dConfig::default();
     let text = conv(&[1, 2, 4], &[3, 2, 5], config);
-    assert!(text.contains("the kernel reaches over 5 elements, and the input has 4"), "{text}");
+    assert!(text.contains("the kernel reaches over 5 elements, but the input has 4"), "{text}");
     let text = conv(&[1, 3, 4], &[3, 2, 1], config);
     assert!(text.contains("an input of shape [1, 3, 4] needs"), "{text}");
     let text = conv(&[1, 2, 4], &[3, 2, 1], Conv1dConfig { stride: 0, ..config });
@@ -253,7 +253,7 @@ fn settings_and_shapes_that_do_not_fit_are_refused_by_name() {
     let text = transposed(ConvTranspose1dConfig { output_padding: 1, ..config }).to_string();
     assert!(text.contains("output_padding is 1; it must be below the stride, 1"), "{text}");
     let text = transposed(ConvTranspose1dConfig { padding: 9, ..config }).to_string();
-    assert!(text.contains("leaves nothing"), "{text}");
+    assert!(text.contains("leaves no output"), "{text}");
     let text = nn::max_pool2d(&of(&[1, 1, 3, 3]), 4).unwrap_err().to_string();
     assert!(text.contains("a window of 4 in a height of 3"), "{text}");
     let text = nn::avg_pool2d_with(&of(&[1, 1, 3, 3]), Pooling::new(2).padding(2)).unwrap_err().to_string();

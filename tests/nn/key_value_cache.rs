@@ -16,7 +16,7 @@ fn difference(a: &Tensor, b: &Tensor) -> f32 {
     (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar().unwrap()
 }
 
-/// What positions give that come in pieces of these lengths.
+/// Returns the results for positions that arrive in pieces of these lengths.
 fn in_pieces(pieces: &[usize], mut piece: impl FnMut(usize, usize) -> Result<Tensor>) -> Tensor {
     let mut from = 0;
     let mut results = Vec::new();
@@ -81,7 +81,7 @@ fn memory_doubles_up_to_the_limit_and_is_what_the_sizes_say() {
     let bytes = |positions: usize| 2 * positions * 8 * 4;
     let mut cache = KeyValueCache::new(40);
     assert_eq!(cache.size_in_bytes(), 0);
-    // Whole sixteens.
+    // Multiples of sixteen.
     for (time, positions) in [(3, 16), (1, 16), (12, 16), (1, 32), (5, 32), (18, 48)] {
         cache.causal_attention(&qkv.narrow(1, 0, time).unwrap(), 2).unwrap();
         assert_eq!(cache.size_in_bytes(), bytes(positions), "{} positions", cache.len());
@@ -117,11 +117,11 @@ fn what_a_cache_cannot_take_up_is_refused_and_changes_nothing() {
     let text = |cache: &mut KeyValueCache, qkv: &Tensor, heads| {
         cache.causal_attention(qkv, heads).unwrap_err().to_string().lines().next().unwrap_or_default().to_string()
     };
-    insta::assert_snapshot!(text(&mut cache, &qkv.narrow(1, 0, 3).unwrap(), 2), @"attention with a cache: 3 positions after 6 are more than its limit of 8");
-    insta::assert_snapshot!(text(&mut cache, &qkv.narrow(1, 0, 1).unwrap(), 1), @"attention with a cache: it holds 1 x 2 key heads of 4 elements in F32, and what follows has 1 x 1 key heads of 8 elements in F32; each layer and each text needs a cache of its own");
-    insta::assert_snapshot!(text(&mut cache, &qkv.narrow(1, 0, 1).unwrap().to_dtype(DType::BF16).unwrap(), 2), @"attention with a cache: it holds 1 x 2 key heads of 4 elements in F32, and what follows has 1 x 2 key heads of 4 elements in BF16; each layer and each text needs a cache of its own");
+    insta::assert_snapshot!(text(&mut cache, &qkv.narrow(1, 0, 3).unwrap(), 2), @"attention with a cache: 3 positions after 6 exceed its limit of 8");
+    insta::assert_snapshot!(text(&mut cache, &qkv.narrow(1, 0, 1).unwrap(), 1), @"attention with a cache: it holds 1 x 2 key heads of 4 elements in F32, but the new input has 1 x 1 key heads of 8 elements in F32; each layer and each text needs its own cache");
+    insta::assert_snapshot!(text(&mut cache, &qkv.narrow(1, 0, 1).unwrap().to_dtype(DType::BF16).unwrap(), 2), @"attention with a cache: it holds 1 x 2 key heads of 4 elements in F32, but the new input has 1 x 2 key heads of 4 elements in BF16; each layer and each text needs its own cache");
     let recorded = Var::from_tensor(&qkv.narrow(1, 6, 1).unwrap()).unwrap();
-    insta::assert_snapshot!(text(&mut cache, &recorded, 2), @"attention with a cache has no backward, and a graph of its input is being recorded: detach the input, or train with causal_attention or grouped_attention");
+    insta::assert_snapshot!(text(&mut cache, &recorded, 2), @"attention with a cache has no backward, but a graph of its input is being recorded: detach the input, or train with causal_attention or grouped_attention");
     let got = cache.causal_attention(&recorded.detach(), 2).unwrap();
     let want = causal_attention(&qkv, 2).unwrap().narrow(1, 6, 1).unwrap();
     assert!(difference(&got, &want) <= 4e-6);

@@ -98,7 +98,7 @@ fn cases() -> Vec<Case> {
             |a| composed::layer_norm(&a[0], &a[1], &a[2], 1e-5),
         ));
     }
-    // Scaled, so that both tails and the bend are met.
+    // Scaled, so that both tails and the bend occur.
     all.push(case(
         "gelu_tanh",
         &[&[3, 1501]],
@@ -181,7 +181,7 @@ fn cases() -> Vec<Case> {
     all
 }
 
-/// What the decoders of published checkpoints add: bound scores and logits, windows, packed rows, norms of heads.
+/// Additions of the decoders of published checkpoints: capped scores and logits, windows, packed rows, norms of heads.
 fn cases_of_fine_tuning() -> Vec<Case> {
     let mut all = Vec::new();
     let usual = AttentionOptions::default();
@@ -296,7 +296,7 @@ pub fn close(got: &[f64], want: &[f64], relative: f64, absolute: f64, what: &str
 fn compare(dtype: DType, composed_tolerance: f64, relative: f64, absolute: f64) {
     for case in cases() {
         let args: Vec<Tensor> = (0..).zip(&case.shapes).map(|(i, s)| tensor(s, i, dtype)).collect();
-        // Of the largest element: what is rounded on the way is as large as that, and errors add up.
+        // Relative to the largest element: intermediate values are as large as that, and errors add up.
         let absolute = if case.rounds_on_the_way && dtype != DType::F32 { 4.0 * relative } else { absolute };
         let args_f64: Vec<Tensor> = args.iter().map(|a| a.to_dtype(DType::F64).unwrap()).collect();
         let (y, grads) = run(&case.op, &args);
@@ -316,8 +316,8 @@ fn f32_values_and_gradients_are_those_of_f64_up_to_rounding() {
     compare(DType::F32, 1e-5, 1e-6, 4e-6);
 }
 
-// One rounding, at most 2^-8 of the value in bf16 and 2^-11 in f16, and what f32 sums add. (The powers of two by which
-// some arguments are scaled round nothing.)
+// One rounding, at most 2^-8 of the value in bf16 and 2^-11 in f16, and the errors of f32 sums. (Scaling some arguments by
+// powers of two does not round.)
 
 #[test]
 fn bf16_values_and_gradients_are_rounded_once() {
@@ -393,7 +393,7 @@ fn norms_with_f32_parameters_take_16_bit_activations() {
             let (mixed, grads) = norm(kind, &low, &weight, &bias, &c);
             assert_eq!(mixed, round(&exact), "{kind} {dtype:?}");
             assert_eq!(grads[0], (dtype, round(&exact_grads[0].1)), "{kind} {dtype:?}");
-            // Parameters have gradients of their own format, to the bit those of an f32 input.
+            // Parameters have gradients in their own format, bit for bit those of an f32 input.
             assert_eq!(grads[1..], exact_grads[1..], "{kind} {dtype:?}");
             assert_eq!(grads.len(), if kind == "layer_norm" { 3 } else { 2 });
         }
@@ -431,11 +431,11 @@ fn linear_layers_with_f32_parameters_take_16_bit_activations() {
                 let (exact, exact_grads) = weighed(&wide.each_ref(), &c, run);
                 let (y, grads) = weighed(&[&x, &weight, &bias], &c, run);
                 assert_eq!((y.dtype(), rounded(&y, F32)), (low, rounded(&exact, low)), "{what}");
-                // Each gradient is that of an f32 layer, rounded once to what it is for.
+                // Each gradient is that of an f32 layer, rounded once to its target's format.
                 for ((grad, exact), of) in grads.iter().zip(&exact_grads).zip([low, of_weight, of_bias]) {
                     assert_eq!((grad.dtype(), rounded(grad, F32)), (of, rounded(exact, of)), "{what}");
                 }
-                // What follows sees the rounded result.
+                // The next operation receives the rounded result.
                 let residual = tensor(&[4, 9, 21], 5, low);
                 let then = onto(Some(Activation::GeluTanh), &residual);
                 let followed = nn::linear_then(&x, &weight, Some(&bias), layout, then).unwrap();
@@ -443,7 +443,7 @@ fn linear_layers_with_f32_parameters_take_16_bit_activations() {
                 assert_eq!(rounded(&followed, F32), rounded(&by_hand, F32), "{what}");
             }
         }
-        // A weight of 16 bits under an f32 input is no case of this.
+        // A weight of 16 bits under an f32 input does not occur here.
         let (x, weight) = (tensor(&[2, 5], 1, F32), tensor(&[3, 5], 2, low));
         let error = nn::linear(&x, &weight, None, WeightLayout::OutIn).unwrap_err().to_string();
         assert!(error.contains("linear"), "{error}");
@@ -461,7 +461,7 @@ fn an_f32_table_gives_16_bit_rows_and_takes_an_f32_gradient() {
         assert_eq!(grads[0].dtype(), DType::F32);
         assert_eq!(rounded(&grads[0], DType::F32), rounded(&exact_grads[0], DType::F32));
         let error = nn::embedding_in(&ids, &table.to_dtype(low).unwrap(), DType::F32).unwrap_err().to_string();
-        assert!(error.contains("rows of F32 are made of f32 only"), "{error}");
+        assert!(error.contains("rows of F32 are made only of f32"), "{error}");
     }
 }
 

@@ -1,4 +1,4 @@
-//! Llama against two references: Candle's own ops, and candle-transformers' model; and what it asks for.
+//! Llama against two references: Candle's own ops, and candle-transformers' model; and the parameters that it requests.
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex};
 
 pub type Vars = Vec<(String, Var)>;
 
-/// What a model asked for: (name, shape, hint), in order.
+/// The parameters that a model requested: (name, shape, hint), in order.
 pub type Asked = Arc<Mutex<Vec<(String, Shape, Init)>>>;
 
-/// Makes a variable of every parameter; notes what is asked for.
+/// Makes a variable of every parameter; records what is requested.
 struct Backend {
     asked: Asked,
     vars: Arc<Mutex<Vars>>,
@@ -35,7 +35,7 @@ impl SimpleBackend for Backend {
     }
 
     fn get_unchecked(&self, name: &str, _dtype: DType, _device: &Device) -> Result<Tensor> {
-        panic!("{name} was asked for without a shape")
+        panic!("{name} was requested without a shape")
     }
 
     fn contains_tensor(&self, _name: &str) -> bool {
@@ -159,7 +159,7 @@ fn logits_are_those_of_candle_transformers_llama() {
         let theirs = reference::Llama::load(vb, &sizes).unwrap();
         let inputs = ids(2, 40, config.vocab as u32, 1);
         let ours = llama.forward(&inputs).unwrap();
-        // Theirs tells the last position's logits only.
+        // Their model returns only the last position's logits.
         for time in [1, 2, 17, 40] {
             let mut cache = reference::Cache::new(false, DType::F32, &sizes, &Device::Cpu).unwrap();
             let want =
@@ -241,9 +241,9 @@ fn generation_continues_by_the_logits_of_the_last_tokens() {
 fn wrong_inputs_are_refused_by_name() {
     let (llama, ..) = model(&odd(), DType::F32);
     let text = |r: Result<Tensor>| r.unwrap_err().to_string();
-    insta::assert_snapshot!(text(llama.forward(&ids(1, 41, 77, 0))), @"41 tokens are longer than the model's context of 40; cut the input or build the model with ctx >= 41");
+    insta::assert_snapshot!(text(llama.forward(&ids(1, 41, 77, 0))), @"41 tokens exceed the model's context of 40; cut the input or build the model with ctx >= 41");
     insta::assert_snapshot!(text(llama.forward(&ids(1, 9, 1000, 80))), @"token id 80 at position 0 (counted over the flattened ids) is outside the embedding's table of 77 rows; ids must be below 77: the tokenizer and the model's vocabulary must agree");
     let built =
         Llama::new(&LlamaConfig { num_key_value_heads: 4, ..odd() }, VarBuilder::zeros(DType::F32, &Device::Cpu));
-    insta::assert_snapshot!(built.unwrap_err().to_string(), @"model configuration: num_key_value_heads is 4, but must be a divisor of num_attention_heads (6), so that each serves as many of them");
+    insta::assert_snapshot!(built.unwrap_err().to_string(), @"model configuration: num_key_value_heads is 4, but must be a divisor of num_attention_heads (6), so that each serves the same number of them");
 }

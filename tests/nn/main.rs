@@ -1,4 +1,4 @@
-//! Layers and models: values, gradients and promises.
+//! Layers and models: values, gradients and guarantees.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

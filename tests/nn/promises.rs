@@ -1,4 +1,4 @@
-//! What the layers promise beyond right values: bits, memory, refusals.
+//! Guarantees of the layers beyond correct values: bits, memory, errors.
 
 use crate::support::swap::swap;
 use candle_core::{CpuStorage, DType, Device, Result, Tensor, Var};
@@ -236,8 +236,8 @@ fn rows_whose_target_is_ignored_count_for_nothing() {
         let targets = Tensor::new(&targets, &Device::Cpu).unwrap();
         nn::cross_entropy(&x, &targets).unwrap_err().to_string().lines().next().unwrap().to_string()
     };
-    insta::assert_snapshot!(text([-100, -100]), @"cross_entropy: the mean over no rows at all is not defined; logits have shape [2, 4], and a target of -100 does not count");
-    insta::assert_snapshot!(text([-100, -1]), @"target -1 at position 1 (counted over the flattened targets) is no class of logits with 4 classes; targets must be below 4");
+    insta::assert_snapshot!(text([-100, -100]), @"cross_entropy: the mean over zero rows is undefined; logits have shape [2, 4], and a target of -100 does not count");
+    insta::assert_snapshot!(text([-100, -1]), @"target -1 at position 1 (counted over the flattened targets) is not one of the logits' 4 classes; targets must be below 4");
 }
 
 /// The loss of rows of `h` and the gradients of `h` and of a weight.
@@ -295,7 +295,7 @@ fn rows_without_a_target_have_log_probability_0_and_no_gradient() {
     }
 }
 
-/// What attention gives of rows, and the gradient of its input.
+/// Returns the result of attention on rows, and the gradient of its input.
 fn attended(qkv: &Tensor, attend: &AttentionOptions, sequences: Option<&Sequences>) -> (Tensor, Tensor) {
     let qkv = Var::from_tensor(qkv).unwrap();
     let y = nn::fused_attention(&qkv, 2, attend, sequences).unwrap();
@@ -332,9 +332,9 @@ fn sequences_and_options_that_do_not_fit_are_refused() {
         error.lines().next().unwrap().to_string()
     };
     let usual = AttentionOptions::default();
-    insta::assert_snapshot!(text(usual, Some(&one)), @"causal_attention: the sequences are those of [1, 6] positions, and the input has [2, 6]");
+    insta::assert_snapshot!(text(usual, Some(&one)), @"causal_attention: the sequences cover [1, 6] positions, but the input has [2, 6]");
     insta::assert_snapshot!(text(AttentionOptions { window: Some(0), ..usual }, None), @"attention: scale, soft cap and window must be above 0; they are AttentionOptions { scale: None, soft_cap: None, window: Some(0), bidirectional: false }");
-    insta::assert_snapshot!(text(AttentionOptions { window: Some(3), bidirectional: true, ..usual }, None), @"attention: a window goes back from a query's position, and bidirectional attention looks both ways");
+    insta::assert_snapshot!(text(AttentionOptions { window: Some(3), bidirectional: true, ..usual }, None), @"attention: a window goes back from a query's position, but bidirectional attention looks both ways");
     let mut cache = nn::KeyValueCache::new(6);
     let both_ways = AttentionOptions { bidirectional: true, ..usual };
     let error = cache.fused_attention(&qkv, 2, &both_ways).unwrap_err().to_string();
@@ -342,8 +342,8 @@ fn sequences_and_options_that_do_not_fit_are_refused() {
     let rotary = nn::Rotary::new(4, 5, 1e4).unwrap();
     let error = |result: Result<Tensor>| result.unwrap_err().to_string().lines().next().unwrap().to_string();
     let long = Sequences::padded(&[6, 6], 6).unwrap();
-    insta::assert_snapshot!(error(rotary.forward_in(&qkv, &long)), @"rotary: a sequence has 6 positions, and there are angles of 5");
-    insta::assert_snapshot!(error(nn::rms_norm_with(&qkv, &tensor(&[5], 1), nn::RmsNormOptions { by_head: true, ..Default::default() })), @"rms_norm: weight [5] must have the length of a head; the input's last dimension, of [2, 6, 24], is no multiple of it");
+    insta::assert_snapshot!(error(rotary.forward_in(&qkv, &long)), @"rotary: a sequence has 6 positions, but there are angles for only 5");
+    insta::assert_snapshot!(error(nn::rms_norm_with(&qkv, &tensor(&[5], 1), nn::RmsNormOptions { by_head: true, ..Default::default() })), @"rms_norm: weight [5] must have the length of a head; the input's last dimension, of [2, 6, 24], is not a multiple of it");
 }
 
 #[test]
@@ -369,10 +369,10 @@ fn shapes_and_dtypes_that_do_not_fit_are_refused() {
     };
     let (x, w) = (tensor(&[3, 4], 0), tensor(&[5, 4], 1));
     insta::assert_snapshot!(text(nn::linear(&x, &w, None, WeightLayout::InOut)), @"linear: the input has shape [3, 4]; its last dimension must be 5, the weight's inputs");
-    insta::assert_snapshot!(text(nn::linear(&x, &w, Some(&tensor(&[4], 2)), WeightLayout::OutIn)), @"linear: the bias has shape [4]; the weight's outputs ask for [5]");
+    insta::assert_snapshot!(text(nn::linear(&x, &w, Some(&tensor(&[4], 2)), WeightLayout::OutIn)), @"linear: the bias has shape [4]; the weight's outputs require [5]");
     insta::assert_snapshot!(text(nn::linear(&x, &w.to_dtype(DType::BF16).unwrap(), None, WeightLayout::OutIn)), @"dtype mismatch in linear, lhs: F32, rhs: BF16");
     insta::assert_snapshot!(text(nn::gelu_tanh(&x.to_dtype(DType::F64).unwrap())), @"unsupported dtype F64 for op gelu_tanh");
-    insta::assert_snapshot!(text(nn::causal_attention(&tensor(&[1, 2, 12], 0), 3)), @"causal_attention: the input has shape [1, 2, 12]; [batch, time, 3 * width] with a width that the 3 heads divide is needed");
+    insta::assert_snapshot!(text(nn::causal_attention(&tensor(&[1, 2, 12], 0), 3)), @"causal_attention: the input has shape [1, 2, 12]; it must be [batch, time, 3 * width] with a width divisible by the 3 heads");
     insta::assert_snapshot!(text(nn::layer_norm(&x, &tensor(&[3], 0), &tensor(&[4], 0), 1e-5)), @"layer_norm: weight [3] and bias [4] must have the length of the input's last dimension, [3, 4]");
     insta::assert_snapshot!(text(nn::embedding(&ids(&[2], 3).to_dtype(DType::I64).unwrap(), &w)), @"embedding: the ids have dtype I64; u32 is needed: convert them with to_dtype(DType::U32)");
     insta::assert_snapshot!(text(nn::cross_entropy(&x, &ids(&[2], 3))), @"cross_entropy: logits [3, 4] need targets of shape [3], not [2]");

@@ -1,6 +1,6 @@
-//! Folders that cannot be offloaded to, folders in use, disks that are too small or full: what each rank is told.
+//! Folders that cannot be offloaded to, folders in use, disks that are too small or full: the error of each rank.
 //!
-//! Small and read-only file systems are mounted in a mount namespace of a child process: this very test binary
+//! Small and read-only file systems are mounted in a mount namespace of a child process: this test binary
 //! (`program` below). Where the system does not allow that, the test is skipped.
 
 use crate::support::processes::as_program;
@@ -49,7 +49,7 @@ fn step(engine: &mut Engine<Tiny>) -> Result<(u32, u64)> {
     ))
 }
 
-/// What one rank is told about `folder`.
+/// Returns the error of one rank for `folder`.
 fn refusal(folder: &Path) -> String {
     let results = threads::run(1, |comm| start(comm, &all_in(folder)).map(drop));
     results.unwrap().remove(0).unwrap_err().to_string()
@@ -61,15 +61,15 @@ fn refusal(folder: &Path) -> String {
 fn what_is_no_folder_to_write_to_is_refused_before_anything_is_built() {
     let folder = folder();
     let name = |text: String| text.replace(folder.path().to_str().unwrap(), "FOLDER");
-    insta::assert_snapshot!(name(refusal(&folder.path().join("no/such"))), @"cannot offload to FOLDER/no/such: there is no such folder, nor the one that it would be in; create it (mkdir -p FOLDER/no/such), or correct nvme_path");
+    insta::assert_snapshot!(name(refusal(&folder.path().join("no/such"))), @"cannot offload to FOLDER/no/such: neither this folder nor its parent exists; create it (mkdir -p FOLDER/no/such), or correct nvme_path");
     let file = folder.path().join("file");
     std::fs::write(&file, "mine").unwrap();
-    insta::assert_snapshot!(name(refusal(&file)), @"cannot offload to FOLDER/file: it is a file; nvme_path names a folder");
+    insta::assert_snapshot!(name(refusal(&file)), @"cannot offload to FOLDER/file: it is a file; nvme_path must name a folder");
     insta::assert_snapshot!(name(refusal(&file.join("below"))), @"cannot offload to FOLDER/file/below: Not a directory (os error 20); correct nvme_path");
     assert_eq!(std::fs::read(&file).unwrap(), b"mine");
-    // A file system in which nobody can create files, whatever permission bits say.
+    // A file system in which no one can create files, whatever the permission bits are.
     let text = refusal(Path::new("/sys")).replace("it is read-only for this user", "permission denied");
-    insta::assert_snapshot!(text, @"cannot offload to /sys: no file can be created in it: permission denied; give a folder that can be written to");
+    insta::assert_snapshot!(text, @"cannot offload to /sys: no file can be created in it: permission denied; use a writable folder");
 }
 
 #[test]
@@ -80,13 +80,13 @@ fn a_folder_belongs_to_one_job_at_a_time() {
     other.try_lock().unwrap();
     let text = refusal(folder.path()).replace(folder.path().to_str().unwrap(), "FOLDER");
     let text = text.replace(&format!("process {}", std::process::id()), "process PID");
-    insta::assert_snapshot!(text, @"cannot offload to FOLDER: a job that is running uses it already (process PID); give each job a folder of its own as nvme_path, or stop the other one");
+    insta::assert_snapshot!(text, @"cannot offload to FOLDER: a running job already uses it (process PID); give each job its own folder as nvme_path, or stop the other one");
     // The same folder by another name.
     let link = folder.path().with_extension("link");
     std::os::unix::fs::symlink(folder.path(), &link).unwrap();
     let text = refusal(&link);
     std::fs::remove_file(&link).unwrap();
-    assert!(text.contains("a job that is running uses it already"), "{text}");
+    assert!(text.contains("a running job already uses it"), "{text}");
     drop(other);
     threads::run(1, |comm| start(comm, &all_in(folder.path())).map(drop)).unwrap().remove(0).unwrap();
 }
@@ -132,13 +132,13 @@ fn a_rank_whose_folder_is_refused_stops_the_others_with_its_words() {
     let texts: Vec<String> = results.unwrap().into_iter().map(|r| r.unwrap_err().to_string()).collect();
     let text = texts[0].replace(folder.path().to_str().unwrap(), "FOLDER");
     let text = &text[..text.find(" while rank").unwrap_or(text.len())];
-    insta::assert_snapshot!(text, @"rank 1 stopped (cannot offload to FOLDER/no/such: there is no such folder, nor the one that it would be in; create it (mkdir -p FOLDER/no/such), or correct nvme_path)");
+    insta::assert_snapshot!(text, @"rank 1 stopped (cannot offload to FOLDER/no/such: neither this folder nor its parent exists; create it (mkdir -p FOLDER/no/such), or correct nvme_path)");
 }
 
 // ---- file systems ----------------------------------------------------------------------------------------------
 
-/// Runs `program` as `case` for the folder `at`, after the shell has run `setup` ($1 is the folder) in a mount
-/// namespace of its own. Why not, where the system does not allow what `setup` needs.
+/// Runs `program` as `case` for the folder `at`, after the shell has run `setup` ($1 is the folder) in its own
+/// mount namespace. Returns the reason if the system does not allow what `setup` needs.
 fn run(case: &str, setup: &str, at: &Path, other: &Path) -> std::result::Result<Output, String> {
     let is_root = rustix::process::geteuid().is_root();
     let mut command = Command::new("unshare");
@@ -159,7 +159,7 @@ fn run(case: &str, setup: &str, at: &Path, other: &Path) -> std::result::Result<
     Ok(output)
 }
 
-/// What `program` has found out.
+/// Returns the findings of `program`.
 fn found(output: &Output) -> Value {
     let text = String::from_utf8_lossy(&output.stdout);
     let line = text.lines().find_map(|line| line.strip_prefix("found ")).unwrap_or_else(|| panic!("{text}"));
@@ -167,7 +167,7 @@ fn found(output: &Output) -> Value {
 }
 
 #[test]
-#[ignore = "what the tests of this file start in a process of its own"]
+#[ignore = "the tests of this file start it in a separate process"]
 fn program() {
     let Ok(case) = std::env::var("TEST_CASE") else { return };
     let folder = |name| PathBuf::from(std::env::var_os(name).unwrap());
@@ -241,7 +241,7 @@ fn full(at: &Path) -> Value {
     json!(runs)
 }
 
-/// Writes a file until not one byte more fits.
+/// Writes a file until no further byte fits.
 fn fill(path: &Path) {
     let mut file = std::fs::File::create(path).unwrap();
     for size in [1 << 20, 4096, 1] {
@@ -265,7 +265,7 @@ fn a_folder_on_a_read_only_file_system_is_refused() {
         Err(why) => return skipped(a_folder_on_a_read_only_file_system_is_refused, why),
     };
     let text = found(&output).as_str().unwrap().replace(folder.path().to_str().unwrap(), "FOLDER");
-    insta::assert_snapshot!(text, @"cannot offload to FOLDER: no file can be created in it: it is read-only for this user; give a folder that can be written to");
+    insta::assert_snapshot!(text, @"cannot offload to FOLDER: no file can be created in it: it is read-only for this user; use a writable folder");
 }
 
 #[test]
@@ -278,7 +278,7 @@ fn a_folder_in_memory_is_warned_about_once_and_works() {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let warnings: Vec<&str> = stderr.lines().filter(|line| line.contains("tmpfs")).collect();
     let text = warnings.join("\n").replace(folder.path().to_str().unwrap(), "FOLDER");
-    insta::assert_snapshot!(text, @"[candle-zero] warning: FOLDER is on tmpfs: what is offloaded to it stays in memory; let nvme_path name a folder on a disk");
+    insta::assert_snapshot!(text, @"[candle-zero] warning: FOLDER is on tmpfs: data offloaded to it stays in memory; set nvme_path to a folder on a disk");
     assert_eq!(found(&output), json!(train_on_2_ranks(disk.path())));
 }
 
@@ -297,7 +297,7 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
     };
     let found = found(&output);
     let number = |key: &str| found[key].as_u64().unwrap();
-    // Where there is space, as many bytes are reserved.
+    // If there is space, exactly these bytes are reserved.
     let reserved = |world| {
         let ranks = threads::run(world, |comm| {
             let report = start(comm, &all_in(disk.path()))?.memory_report();
@@ -310,8 +310,8 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
     let name = |text: &Value| text.as_str().unwrap().replace(folder.path().to_str().unwrap(), "FOLDER");
     let missing = number("needed") - number("available");
     let expected = format!(
-        "cannot offload to FOLDER: files there need {} bytes, and {} are there: {missing} bytes are missing; free \
-         that space, or name a folder on a larger disk as nvme_path",
+        "cannot offload to FOLDER: files there need {} bytes, but {} are free: {missing} bytes are missing; free that \
+         space, or set nvme_path to a folder on a larger disk",
         number("needed"),
         number("available")
     );
@@ -319,10 +319,10 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
     let [first, second] = [&found["both"][0], &found["both"][1]].map(name);
     assert!(second.starts_with("cannot offload to FOLDER: files there need "), "{second}");
     assert!(first.starts_with(&format!("rank 1 stopped ({second})")), "{first}");
-    let begin = format!("cannot offload to FOLDER: files there need {} bytes, and ", reserved(2));
+    let begin = format!("cannot offload to FOLDER: files there need {} bytes, but ", reserved(2));
     for text in found["shared"].as_array().unwrap() {
         assert!(name(text).starts_with(&begin), "{text}, not {begin}");
-        assert!(name(text).contains(&format!(" and {} are there: ", number("available"))), "{text}");
+        assert!(name(text).contains(&format!(" but {} are free: ", number("available"))), "{text}");
     }
     assert!(name(&found["apart"]).starts_with("cannot offload to FOLDER/narrow: "), "{}", found["apart"]);
 }
@@ -359,7 +359,7 @@ fn a_disk_that_fills_up_during_training_does_not_matter() {
         if i % 2 == 0 {
             assert_eq!(*run, memory, "{found}");
         } else {
-            // What recomputing units keep asks for its space when it is kept for the first time.
+            // Kept inputs of recomputing units reserve their space when they are kept for the first time.
             let text = run.as_str().unwrap_or_else(|| panic!("{found}"));
             assert!(text.contains("bytes are missing; free that space"), "{text}");
         }
@@ -369,7 +369,7 @@ fn a_disk_that_fills_up_during_training_does_not_matter() {
 #[test]
 fn a_lock_on_the_folder_itself_is_nobodys_business() {
     let folder = folder();
-    // As of `flock DIR sleep 60`.
+    // Like that of `flock DIR sleep 60`.
     let held = std::fs::File::open(folder.path()).unwrap();
     rustix::fs::flock(&held, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
     threads::run(2, |comm| start(comm, &all_in(folder.path())).and_then(|mut engine| step(&mut engine)))

@@ -1,8 +1,8 @@
 //! Disks that fail and jobs that are killed while their state is in files.
 //!
-//! A disk fails where a process may write no further: the limit of file sizes (`RLIMIT_FSIZE`) is lowered from outside
-//! in the middle of training, and every write beyond it is refused, also into space that is reserved. It does not bind
-//! writes through a mapping, which reserved space makes safe.
+//! A failing disk is one on which a process may not write any further: the limit of file sizes (`RLIMIT_FSIZE`) is
+//! lowered from outside in the middle of training, and every write beyond it is refused, also into reserved space. It
+//! does not apply to writes through a mapping, which reserved space makes safe.
 
 use crate::support::processes::{self, as_program, descendants, example, runs, start, stderr, wait_for, zerorun};
 use crate::support::skips::skipped;
@@ -41,7 +41,7 @@ fn all_in(folder: &Path, stage: u8) -> Value {
 // ---- the training program --------------------------------------------------------------------------------------
 
 #[test]
-#[ignore = "what the tests of this file start on each rank"]
+#[ignore = "the tests of this file start it on each rank"]
 fn training_program() {
     let Some(folder) = std::env::var_os("TEST_FOLDER") else { return };
     let word = |name: &str| std::env::var(name).unwrap();
@@ -56,7 +56,7 @@ fn training_program() {
     let builder = Engine::builder().disk_access(access);
     let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config).unwrap();
     for step in 0..word("TEST_STEPS").parse().unwrap() {
-        // Tells the test where the program is, and leaves it time.
+        // Reports the program's position to the test, and leaves it time.
         println!("step {step}");
         std::io::stdout().flush().unwrap();
         if engine.rank() == 1 {
@@ -79,9 +79,9 @@ fn training_program() {
 /// The program on 2 ranks; rank 1 may write no further than `limit` from its third step on. Both outputs.
 fn with_a_limit(stage: u8, access: &str, limit: u64) -> (bool, String, String) {
     let folder = folder();
-    // Steps enough for the limit to come in time on a busy machine.
+    // Enough steps for the limit to take effect in time on a busy machine.
     let steps = if access == "mapped" { "12" } else { "200" };
-    // A write beyond the limit is an error only where its signal is ignored.
+    // A write beyond the limit is an error only if its signal is ignored.
     let mut command = Command::new("env");
     let zerorun = zerorun();
     command.arg("--ignore-signal=XFSZ").arg(zerorun.get_program()).args(zerorun.get_args());
@@ -119,7 +119,7 @@ fn with_a_limit(stage: u8, access: &str, limit: u64) -> (bool, String, String) {
     (status.success(), lines, name(errors.join().unwrap()))
 }
 
-/// The first error that a rank has said.
+/// Returns the first error that a rank printed.
 fn error_of(rank: usize, errors: &str) -> &str {
     let prefix = format!("[rank {rank}] error: ");
     errors.lines().find_map(|line| line.strip_prefix(&prefix)).unwrap_or_else(|| panic!("{errors}"))
@@ -127,7 +127,7 @@ fn error_of(rank: usize, errors: &str) -> &str {
 
 #[test]
 fn a_disk_that_refuses_writes_ends_the_job_with_an_error_on_every_rank() {
-    // Nothing may be written; or no more than the file of gradients holds, so that the step fails in its midst: the
+    // Nothing may be written; or no more than the file of gradients holds, so that the step fails midway: the
     // other files are twice as long.
     let gradients_only = 30 * 4096;
     for (stage, access, limit, what) in [
@@ -139,8 +139,8 @@ fn a_disk_that_refuses_writes_ends_the_job_with_an_error_on_every_rank() {
         let (success, lines, errors) = with_a_limit(stage, access, limit);
         assert!(!success && !lines.contains("done"), "{lines}");
         let own = error_of(1, &errors);
-        let fix = "raise the limit of file sizes (`ulimit -f`), or name a folder on a file system that allows larger files as \
-                    nvme_path";
+        let fix = "raise the limit of file sizes (`ulimit -f`), or set nvme_path to a folder on a file system that \
+                    allows larger files";
         let text = |what| format!("cannot write the file of {what} in FOLDER: File too large (os error 27); {fix}");
         assert!(what.iter().any(|what| own == text(what)), "{own}");
         let others = error_of(0, &errors);
@@ -156,7 +156,7 @@ fn reserved_space_can_be_written_through_a_mapping_whatever_the_limit_of_file_si
 }
 
 #[test]
-#[ignore = "what the next test starts"]
+#[ignore = "the next test starts it"]
 fn weights_program() {
     let Some(folder) = std::env::var_os("TEST_FOLDER") else { return };
     for access in [DiskAccess::Direct, DiskAccess::Cached] {
@@ -178,7 +178,7 @@ fn weights_program() {
         prlimit(None, Resource::Fsize, old).unwrap();
         assert!(error.to_string().starts_with("cannot write the file of gradients in "), "{error}");
         assert_eq!(engine.model().weight().to_vec2::<f32>().unwrap(), before);
-        // The disk is well again, but this rank has stopped.
+        // The disk works again, but this rank has stopped.
         let stopped = engine.step().unwrap_err().to_string();
         assert_eq!(stopped, format!("the engine stopped after an earlier error: {error}"));
         drop(engine);
@@ -229,7 +229,7 @@ fn training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning
     command.args(["--num_ranks", "2"]).arg(example("train_gpt")).arg("--ds_config").arg(config);
     command.args(["--n_layer", "24", "--n_embd", "512", "--n_head", "8", "--vocab", "4096", "--ctx", "64"]);
     command.args(["--steps", "2", "--metrics"]).arg(&metrics).arg("--export").arg(&weights);
-    // A backtrace needs memory, and the standard library waits for itself where there is none for it.
+    // A backtrace needs memory, and the standard library deadlocks if there is none.
     command.env("RUST_BACKTRACE", "0").env("RAYON_NUM_THREADS", "1");
     let mut limited = Command::new("prlimit");
     limited.arg(format!("--data={limit}")).arg("--").arg(command.get_program()).args(command.get_args());
@@ -261,7 +261,7 @@ fn training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning
 
 // ---- killed jobs -----------------------------------------------------------------------------------------------
 
-/// Has no thread any more that could hold a file open.
+/// Waits until no thread can hold a file open.
 fn is_gone(pid: i32) -> bool {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
     threads <= 1 && !runs(pid)
@@ -287,7 +287,7 @@ fn a_killed_job_leaves_nothing_and_does_not_block_the_next_one() {
     let metrics = dir.path().join("metrics.jsonl");
     let steps = |metrics: &Path| std::fs::read_to_string(metrics).unwrap_or_default().matches("\"loss\"").count();
     let seed = std::time::UNIX_EPOCH.elapsed().unwrap().subsec_nanos();
-    // Before the first step, and in four moments of a later one; all processes, or the ranks alone.
+    // Before the first step, and in four moments of a later one; all processes, or only the ranks.
     for (i, least) in [0, 2, 2, 3, 3].into_iter().enumerate() {
         let _ = std::fs::remove_file(&metrics);
         let delay = Duration::from_micros(u64::from(seed.rotate_left(i as u32 * 5) % 60_000));

@@ -148,7 +148,7 @@ fn every_access_to_files_gives_the_same_bits_at_every_stage_and_world_size() {
 
 // ---- more models, optimizers and calls ---------------------------------------------------------------------------
 
-/// Parameters larger than a window of the step beside small ones.
+/// Parameters larger than a window of the step next to small ones.
 struct Mixed(Unit<Linear>, Linear);
 
 impl Mixed {
@@ -227,7 +227,7 @@ fn sgd_with_and_without_momentum_keeps_its_bits_in_files() {
     let folder = folder();
     let zero = json!({"stage3_param_persistence_threshold": 0, "sub_group_size": 3000});
     for momentum in [0.0, 0.9] {
-        // As few buffers as are allowed.
+        // The smallest number of buffers that is allowed.
         let count = if momentum == 0.0 { 2 } else { 3 };
         let sgd = json!({"type": "SGD", "params": {"lr": 0.01, "momentum": momentum, "weight_decay": 0.1}});
         for half in [false, true] {

@@ -84,7 +84,7 @@ fn a_level_that_is_not_there_is_refused_with_those_that_are() {
     let allowed = format!("{} or auto", available.join(", "));
     let lacking = LEVELS.iter().filter(|level| !available.iter().any(|has| has == *level));
     let lacking = lacking.map(|level| (*level, "which this processor lacks; it allows"));
-    for (level, why) in lacking.chain([("sse9", "which is no SIMD level; this processor allows")]) {
+    for (level, why) in lacking.chain([("sse9", "which is not a SIMD level; this processor allows")]) {
         let expected = format!("zerorun: environment variable CANDLE_ZERO_SIMD is `{level}`, {why} {allowed}\n");
         for words in [vec!["report"], vec!["-n", "2", "no_such_script.rs"]] {
             let output = zerorun().args(&words).env("CANDLE_ZERO_SIMD", level).output().unwrap();
@@ -96,7 +96,7 @@ fn a_level_that_is_not_there_is_refused_with_those_that_are() {
 #[test]
 fn an_engine_and_a_layer_without_one_refuse_a_wrong_level() {
     const HERE: &str = "an_engine_and_a_layer_without_one_refuse_a_wrong_level";
-    const MESSAGE: &str = "environment variable CANDLE_ZERO_SIMD is `sse9`, which is no SIMD level";
+    const MESSAGE: &str = "environment variable CANDLE_ZERO_SIMD is `sse9`, which is not a SIMD level";
     if std::env::var("CANDLE_ZERO_SIMD").as_deref() != Ok("sse9") {
         // The level is read once in a process: this test again in another one.
         let program = std::env::current_exe().unwrap();
@@ -120,7 +120,7 @@ fn ranks_at_different_levels_are_told_apart() {
         // A rank of the job below.
         let built = Engine::initialize(|vb| candle_nn::linear(2, 2, vb), json!({"train_batch_size": 2}));
         let error = built.map(|_| ()).unwrap_err().to_string();
-        assert!(error.contains("computes at the SIMD level"), "{error}");
+        assert!(error.contains("uses the SIMD level"), "{error}");
         return;
     }
     let (best, _) = level_of(&report_at("auto"));
@@ -158,7 +158,7 @@ fn the_mpi_library_is_named_or_said_to_be_missing() {
     };
     insta::assert_snapshot!(line(&text), @"mpi          none (tried /no/such/libmpi.so, which CANDLE_ZERO_MPI_LIBRARY names (/no/such/libmpi.so: cannot open shared object file: No such file or directory))");
     assert!(text.contains("no MPI library that can be used: ranks run on this host alone"), "{text}");
-    insta::assert_snapshot!(line(&told("libc.so.6")), @"mpi          none (libc.so.6 has no MPI_Init_thread: it is no MPI library that this program can use; those of MPICH, Intel MPI and Open MPI 4 and later are)");
+    insta::assert_snapshot!(line(&told("libc.so.6")), @"mpi          none (libc.so.6 has no MPI_Init_thread: it is not an MPI library that this program can use; those of MPICH, Intel MPI and Open MPI 4 or later are)");
     match Mpi::Mpich.library() {
         Some(library) => {
             let library = library.display().to_string();

@@ -1,5 +1,5 @@
-//! What this crate relies on, or works around, in Candle. A failure after an upgrade says which fact has changed;
-//! then the place named in the test can be thought over.
+//! Facts about Candle that this crate relies on, or works around. A failure after an upgrade shows which fact has changed;
+//! then the code named in the test can be reconsidered.
 
 use crate::support::processes::as_program;
 use crate::support::swap::swap;
@@ -23,7 +23,7 @@ fn values(t: &Tensor) -> Vec<f32> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Why `nn` has a layer norm and a softmax of its own.
+/// Why `nn` has its own layer norm and softmax.
 #[test]
 fn fused_ops_cut_the_graph_without_an_error() {
     let (first, second) = (var(&[4, 4]), var(&[4, 4]));
@@ -72,7 +72,7 @@ fn chain(length: usize) {
     assert_eq!(values(grads.get(&x).unwrap()), [1.0]);
 }
 
-/// Why ranks as threads get big stacks: Candle sorts the graph, and drops it, by recursion.
+/// Why ranks as threads get large stacks: Candle sorts the graph, and drops it, by recursion.
 #[test]
 fn a_deep_graph_needs_a_big_stack() {
     const CHILD: &str = "CANDLE_FACTS_SMALL_STACK";
@@ -106,13 +106,13 @@ fn storage_can_be_taken_out_and_put_back_under_a_live_graph() {
     assert_eq!(values(y.backward().unwrap().get(&x).unwrap()), want);
 }
 
-/// Why initialization and sampling have generators of their own.
+/// Why initialization and sampling have their own generators.
 #[test]
 fn the_cpu_has_no_seed() {
     assert!(CPU.set_seed(1).is_err());
 }
 
-/// Identity whose backward counts its calls and passes its gradient on only if told to.
+/// Identity whose backward counts its calls and passes its gradient on only on request.
 struct Hook {
     calls: &'static AtomicUsize,
     pass: bool,

@@ -1,5 +1,5 @@
-//! Gradients that Candle has and that are wrong, and those that are right, by the slopes of its own values in f64: the table
-//! of docs/vision.md. A failure after an upgrade of Candle says which row has changed.
+//! Gradients of Candle that are wrong, and those that are right, compared with the slopes of its own values in f64: the
+//! table of docs/vision.md. A failure after an upgrade of Candle shows which row has changed.
 
 use candle_core::{Device, Result, Tensor, Var};
 
@@ -58,7 +58,7 @@ fn is_wrong(what: &str, instead: &str, function: Function, shapes: &[&[usize]]) 
     let errors = errors(function, shapes).unwrap();
     assert!(
         errors.iter().any(|error| *error > 0.1),
-        "the gradients of Candle's {what} are right now ({errors:?}): {instead} and its row in docs/vision.md can be thought over"
+        "the gradients of Candle's {what} are now correct ({errors:?}): reconsider {instead} and its row in docs/vision.md"
     );
 }
 
@@ -68,7 +68,7 @@ fn is_refused(what: &str, instead: &str, function: Function, shapes: &[&[usize]]
     let result = errors(function, shapes);
     assert!(
         result.is_err(),
-        "Candle's {what} has a gradient now ({result:?}): {instead} and its row in docs/vision.md can be thought over"
+        "Candle's {what} now has a gradient ({result:?}): reconsider {instead} and its row in docs/vision.md"
     );
 }
 
@@ -93,11 +93,11 @@ fn conv1d_misreads_views() {
     let copies = x.contiguous().unwrap().conv1d(&w.contiguous().unwrap(), 1, 1, 1, 1).unwrap();
     assert!(
         difference(&views, &copies) > 0.1,
-        "Candle's conv1d of views is right now: nn::Conv1d and its row in docs/vision.md can be thought over"
+        "Candle's conv1d of views is now correct: reconsider nn::Conv1d and its row in docs/vision.md"
     );
 }
 
-/// The product inside of it has a transposed left and a broadcast right.
+/// The product inside it has a transposed left and a broadcast right.
 #[test]
 fn conv_transpose1d_of_several_samples_is_wrong() {
     let (x, w) = (numbers(&[2, 3, 9], 0), numbers(&[3, 4, 3], 1));
@@ -106,7 +106,7 @@ fn conv_transpose1d_of_several_samples_is_wrong() {
     let apart = Tensor::cat(&[one(0), one(1)], 0).unwrap();
     assert!(
         difference(&together, &apart) > 0.1,
-        "Candle's conv_transpose1d of a batch is right now: nn::ConvTranspose1d and its row in docs/vision.md can be thought over"
+        "Candle's conv_transpose1d of a batch is now correct: reconsider nn::ConvTranspose1d and its row in docs/vision.md"
     );
 }
 
@@ -126,7 +126,7 @@ fn conv_transpose1d_has_no_gradient() {
 fn the_gradients_of_pooling_are_wrong_and_missing_where_windows_overlap() {
     is_wrong("max_pool2d", "nn::max_pool2d", |a| a[0].max_pool2d(2), &[&[1, 2, 5, 7]]);
     is_wrong("avg_pool2d", "nn::avg_pool2d", |a| a[0].avg_pool2d(2), &[&[1, 2, 5, 7]]);
-    // A window's only maximum gets a part of its gradient, as if all of the window's elements were maxima.
+    // A window's only maximum gets a part of its gradient, as if all elements of the window were maxima.
     is_wrong("max_pool2d of whole windows", "nn::max_pool2d", |a| a[0].max_pool2d(2), &[&[1, 2, 4, 6]]);
     is_refused("max_pool2d", "nn::max_pool2d", |a| a[0].max_pool2d_with_stride(3, 2), &[&[1, 2, 5, 7]]);
     is_refused("avg_pool2d", "nn::avg_pool2d", |a| a[0].avg_pool2d_with_stride(3, 2), &[&[1, 2, 5, 7]]);
@@ -135,7 +135,7 @@ fn the_gradients_of_pooling_are_wrong_and_missing_where_windows_overlap() {
 #[test]
 fn upsampling_forgets_what_else_its_input_is_used_for_and_has_no_gradient_for_other_factors() {
     let instead = "nn::upsample_nearest2d";
-    // What came to the input before is replaced.
+    // An earlier gradient of the input is replaced.
     let twice: Function = |a| &a[0].upsample_nearest2d(8, 8)?.narrow(2, 0, 4)?.narrow(3, 0, 4)? + (&a[0] * 3.0)?;
     is_wrong("upsample_nearest2d of what is used twice", instead, twice, &[&[1, 2, 4, 4]]);
     let twice: Function = |a| &a[0].upsample_nearest1d(8)?.narrow(2, 0, 4)? + (&a[0] * 3.0)?;
@@ -169,7 +169,7 @@ fn the_gradients_of_a_product_of_a_transposed_and_a_broadcast_view_are_wrong() {
         values(loss.backward().unwrap().get(&vars[1]).unwrap())
     };
     let largest = gradient(true).iter().zip(gradient(false)).fold(0f64, |most, (a, b)| most.max((a - b).abs()));
-    assert!(largest > 0.1, "Candle's matmul of these views is right now: nn::matmul can be thought over");
+    assert!(largest > 0.1, "Candle's matmul of these views is now correct: reconsider nn::matmul");
 }
 
 #[test]

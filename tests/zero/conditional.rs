@@ -1,5 +1,5 @@
-//! Models of which a step uses a part: heads that take turns, layers that are dropped, an early exit, ranks that go
-//! different ways. What gets no gradient is an error of the first step, or zeros where that was asked for.
+//! Models of which a step uses only a part: heads that take turns, layers that are dropped, an early exit, ranks that go
+//! different ways. A missing gradient is an error in the first step, or zeros on request.
 
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor};
@@ -61,7 +61,7 @@ impl Branches {
         }
         let of_head = |(head, used): (&Linear, bool)| {
             let loss = head.forward(&x)?.sqr()?.mean_all()?;
-            // Candle itself leaves out what is multiplied by a number that is zero.
+            // Candle itself leaves out products with a number that is zero.
             loss.mul(&Tensor::new(if used { 1f32 } else { 0.0 }, x.device())?)
         };
         let losses: Vec<Tensor> = self.heads.iter().zip(path.heads).map(of_head).collect::<Result<_>>()?;
@@ -262,7 +262,7 @@ fn a_gradient_that_never_comes_is_zeros() {
     }
 }
 
-/// Hears what is said on its thread.
+/// Records the messages of its thread.
 struct Heard(Arc<Mutex<Vec<String>>>);
 
 impl tracing::Subscriber for Heard {

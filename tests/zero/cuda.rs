@@ -1,5 +1,5 @@
 //! The engine on GPUs: stages 0 to 3 give the same bits as each other, and the CPU's losses. Ranks are threads with a GPU each, as
-//! far as there are so many. Where no GPU answers, each test is skipped; scripts/gpu_check.sh counts that as "no GPU". CI runs
+//! far as there are enough. Without a GPU, each test is skipped; scripts/gpu_check.sh counts that as "no GPU". CI runs
 //! them on the stand-in of tools/mock_cuda.
 
 use crate::support::device::{counted_bytes, gpu, peak_bytes};
@@ -24,7 +24,7 @@ const CPU_TOLERANCE: f32 = 1e-4;
 
 /// Whether a GPU answers; `test` is skipped otherwise.
 fn gpu_answers<T: Fn()>(test: T) -> bool {
-    gpu(0).map_err(|e| skipped(test, format_args!("no CUDA device answers: {e}"))).is_ok()
+    gpu(0).map_err(|e| skipped(test, format_args!("no CUDA device is available: {e}"))).is_ok()
 }
 
 fn zero() -> Value {
@@ -87,15 +87,15 @@ fn an_absent_parameter_is_an_error_with_its_name() {
     }
 }
 
-/// Set for a process that runs a test's own part alone.
+/// Set for a process that runs only a test's own part.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
-/// What `test` prints when it runs alone in a process with a variable of the stand-in: other tests use the same GPUs.
+/// Returns the output of `test` alone in a process with a variable of the stand-in: other tests use the same GPUs.
 fn alone(test: &str, (name, value): (&str, u64)) -> String {
-    alone_with(test, name, &value.to_string(), "by NCCL")
+    alone_with(test, name, &value.to_string(), "use NCCL")
 }
 
-/// The same with any variable, and what it says of collectives between GPUs where there are several.
+/// The same with any variable, and its message about collectives between several GPUs.
 fn alone_with(test: &str, name: &str, value: &str, of_nccl: &str) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(as_program(module_path!(), test))
@@ -109,7 +109,7 @@ fn alone_with(test: &str, name: &str, value: &str, of_nccl: &str) -> String {
     assert!(output.status.success(), "{name} {value}: {stderr}");
     let said = stderr.lines().filter(|line| line.contains("collectives between GPUs"));
     assert!(said.clone().all(|line| line.contains(of_nccl)), "{name} {value}: {stderr}");
-    // The test runner's own text may stand before it in a line.
+    // The test runner's own text may precede it in a line.
     let stdout = String::from_utf8(output.stdout).unwrap();
     stdout.lines().filter_map(|l| l.find("stage ").map(|at| format!("{}\n", &l[at..]))).collect()
 }
@@ -127,7 +127,7 @@ fn stand_in<T: Fn()>(test: T) -> bool {
     there
 }
 
-/// A forward on a rank's batch, of so many copies of it: the loss.
+/// A forward on this number of copies of a rank's batch; returns the loss.
 fn forward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tensor> {
     let (ids, targets) = batch(engine.rank());
     let on = |t: &Tensor| t.repeat((copies, 1))?.to_device(engine.device());
@@ -147,7 +147,7 @@ fn an_engine_that_goes_from_thread_to_thread_has_the_bits_of_one_that_stays() {
     if !gpu_answers(an_engine_that_goes_from_thread_to_thread_has_the_bits_of_one_that_stays) {
         return;
     }
-    /// Runs `run` in this thread, or in one of its own.
+    /// Runs `run` in this thread, or in a separate one.
     fn on<T: Send>(moves: bool, run: impl FnOnce() -> T + Send) -> T {
         if moves { std::thread::scope(|scope| scope.spawn(run).join().unwrap()) } else { run() }
     }
@@ -179,8 +179,8 @@ fn an_engine_that_goes_from_thread_to_thread_has_the_bits_of_one_that_stays() {
     }
 }
 
-/// Each in a process of its own, so that nothing else is on the GPUs: of two ranks that train for two steps, bytes on the GPU
-/// between steps and at most, the engine's report and the number of its parameters' tensors.
+/// Each in its own process, so that nothing else is on the GPUs: for two ranks that train for two steps, the bytes on the
+/// GPU between steps and their maximum, the engine's report and the number of its parameters' tensors.
 fn held_by_ranks(shape: Shape, config: &Value) -> Vec<(usize, usize, MemoryReport, usize)> {
     let held = threads::run(2, |comm| {
         let rank = comm.rank();
@@ -220,9 +220,9 @@ fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
             };
             let state: usize =
                 [MemoryKind::Parameters, MemoryKind::MasterWeights, MemoryKind::Moments].map(formula).iter().sum();
-            // Where NCCL puts what is to be summed, as long as the engine lives.
+            // NCCL's buffer for sums, as long as the engine lives.
             let room = report.row(MemoryKind::Buckets).device.held;
-            // Each parameter has a leaf of a byte and a token of an f32 in the graph, and where it is absent a byte.
+            // Each parameter has a leaf of a byte and a token of an f32 in the graph, and a byte if it is absent.
             let others = tensors * if stage == 3 { 6 } else { 5 };
             assert_eq!(bytes, state + room + others, "stage {stage}, {format}, rank {rank}: {report}");
         }
@@ -240,21 +240,21 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         return;
     }
     let shape = Shape { layers: 3, units: true, ..Shape::default() };
-    // Stage 3 first: the count of the most bytes goes on from run to run.
+    // Stage 3 first: the count of the maximum continues from run to run.
     let mut others = Vec::new();
     for stage in [3, 2] {
         let mut offload = offloaded(stage);
         offload["stage3_prefetch_bucket_size"] = json!(0);
         let (bytes, peak, report, tensors) = held_by_ranks(shape, &config(stage, 1, offload, json!({}))).remove(0);
         let held = if stage == 3 { tensors } else { report.parameters * size_of::<f32>() };
-        // Where NCCL puts what is to be summed, as long as the engine lives.
+        // NCCL's buffer for sums, as long as the engine lives.
         let room = report.row(MemoryKind::Buckets).device.held;
         assert_eq!(bytes, held + room + 5 * tensors, "stage {stage}: {report}");
         let on_device = |kind| report.row(kind).device.peak;
         // The windows: at stage 3 the units that are gathered at a time, at any stage the buckets under way.
         let windows = on_device(MemoryKind::Gathered) + on_device(MemoryKind::Buckets) - room;
         if stage == 3 {
-            // What lies outside of units, and one of three equal units.
+            // The parameters outside units, and one of three equal units.
             let one = Shape { layers: 1, ..shape };
             let of_one = held_by_ranks(one, &config(3, 1, offloaded(3), json!({}))).remove(0).2.parameters;
             let unit = (report.parameters - of_one) / 2;
@@ -263,8 +263,8 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         }
         others.push(peak - bytes - windows);
     }
-    // Beside its windows a GPU holds no more at stage 3 than where all parameters stay on it: activations and gradients of the
-    // layers under way.
+    // Besides its windows a GPU holds no more at stage 3 than with all parameters on it: activations and gradients of the
+    // layers in progress.
     assert!(others[0] <= others[1], "{others:?}");
 }
 
@@ -423,9 +423,9 @@ fn collectives_by_nccl_and_through_the_host_give_the_same_bits_and_nccls_own_sum
         return;
     }
     let with = |choice, said| alone_with(name, "CANDLE_ZERO_NCCL", choice, said);
-    let exact = with("exact", "by NCCL");
+    let exact = with("exact", "use NCCL");
     assert_eq!(exact.lines().count(), 8, "{exact}");
-    assert_eq!(exact, with("off", "nothing is said"));
+    assert_eq!(exact, with("off", "no message"));
     let fast = with("fast", "its own sums");
     assert_ne!(exact, fast);
     let of_line = |line: &str| -> Vec<f32> {
@@ -461,16 +461,16 @@ fn compressed_collectives_by_nccl_and_through_the_host_give_the_same_bits() {
         return;
     }
     let with = |choice, said| alone_with(name, "CANDLE_ZERO_NCCL", choice, said);
-    let between_gpus = with("exact", "by NCCL");
+    let between_gpus = with("exact", "use NCCL");
     assert_eq!(between_gpus.lines().count(), 6, "{between_gpus}");
-    assert_eq!(between_gpus, with("off", "nothing is said"));
+    assert_eq!(between_gpus, with("off", "no message"));
 }
 
 /// The folder of the next test, for its ranks.
 const FOLDER: &str = "CANDLE_ZERO_CUDA_FOLDER";
 
 #[test]
-#[ignore = "what the next test starts on each rank"]
+#[ignore = "the next test starts it on each rank"]
 fn as_a_rank_with_a_gpu() {
     let folder = std::path::PathBuf::from(std::env::var_os(FOLDER).unwrap());
     let shape = Shape { layers: 2, units: true, ..Shape::default() };
@@ -484,7 +484,7 @@ fn as_a_rank_with_a_gpu() {
         step().unwrap();
     }
     if rank == 1 {
-        // While this thread goes on, in whatever it is then.
+        // While this thread continues, at any point.
         std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(u64::from(std::process::id()) % 40));
             std::fs::write(folder.join("killed"), "").unwrap();
@@ -498,7 +498,7 @@ fn as_a_rank_with_a_gpu() {
     };
     let folder = std::path::PathBuf::from(std::env::var_os(FOLDER).unwrap());
     let since = std::fs::metadata(folder.join("killed")).unwrap().modified().unwrap().elapsed().unwrap();
-    println!("rank {rank} is told after {} s: {error}", since.as_secs());
+    println!("rank {rank} gets its error after {} s: {error}", since.as_secs());
     std::process::exit(1);
 }
 
@@ -514,11 +514,11 @@ fn a_rank_killed_in_a_collective_between_gpus_is_named_by_the_others_within_10_s
         job.args(as_program(module_path!(), "as_a_rank_with_a_gpu")).env(FOLDER, folder.path());
         let output = job.output().unwrap();
         let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(stderr.contains("collectives between GPUs by NCCL"), "{stderr}");
+        assert!(stderr.contains("collectives between GPUs use NCCL"), "{stderr}");
         for rank in [0, 2, 3] {
-            let begin = format!("rank {rank} is told after ");
+            let begin = format!("rank {rank} gets its error after ");
             let line = stdout.lines().find_map(|line| Some(&line[line.find(&begin)? + begin.len()..]));
-            let line = line.unwrap_or_else(|| panic!("rank {rank} is told nothing: {stdout} {stderr}"));
+            let line = line.unwrap_or_else(|| panic!("rank {rank} gets no error: {stdout} {stderr}"));
             let (seconds, error) = line.split_once(" s: ").unwrap();
             assert!(seconds.parse::<u64>().unwrap() < 10, "{line}");
             assert!(error.starts_with("rank 1 died ("), "{line}");
@@ -559,7 +559,7 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
             Ok(step(&mut engine, 50).unwrap_err())
         });
         let errors: Vec<_> = errors.unwrap().into_iter().map(|error| error.unwrap().to_string()).collect();
-        // The rank that found it first; the other may have been told of it.
+        // The rank that found it first; the other may have been informed of it.
         let own = errors.iter().find(|error| error.starts_with("the GPU of rank")).unwrap();
         assert!(errors.iter().all(|error| error.contains(" has no memory left; ")), "{errors:?}");
         println!("stage {stage}: {}", own.replace("rank 1", "rank 0"));

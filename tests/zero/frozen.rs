@@ -16,7 +16,7 @@ use std::path::Path;
 
 const STEPS: usize = 6;
 
-/// Half of the model: the embedding, one whole block, and the products of another.
+/// Half of the model: the embedding, one complete block, and the products of another.
 fn trains(name: &str, _: &[usize]) -> bool {
     !(name.starts_with("embed") || name.starts_with("layer.0") || name.starts_with("layer.1.qkv"))
 }
@@ -187,7 +187,7 @@ fn a_frozen_unit_is_gathered_in_backward_only_where_something_below_it_is_traine
     let (top, peak) = gathers(|name, _| name.starts_with('3'));
     assert_eq!((top, peak), (5, unit_peak), "frozen units below everything that is trained run forward only");
     let (third, peak) = gathers(|name, _| name.starts_with('2'));
-    assert_eq!((third, peak), (6, unit_peak), "a frozen unit above passes gradients on, and is released then");
+    assert_eq!((third, peak), (6, unit_peak), "a frozen unit above passes gradients on, and is then released");
     let (lowest, peak) = gathers(|name, _| name.starts_with('0'));
     assert_eq!((lowest, peak), (8, unit_peak));
 }
@@ -279,7 +279,7 @@ fn gradual_unfreezing_gives_the_same_bits_at_every_stage_and_place() {
                 let anew =
                     gradually(world, &config(stage, 2, offloaded("nvme", folder.path()), more.clone()), &[HEAD], None);
                 let expected: usize = anew[0].memory.rows.iter().map(|row| row.file.held).sum();
-                assert!(files <= expected + 4096 * 64, "files of before are gone: {files}, {expected}");
+                assert!(files <= expected + 4096 * 64, "old files are gone: {files}, {expected}");
             }
         }
     }
@@ -287,7 +287,7 @@ fn gradual_unfreezing_gives_the_same_bits_at_every_stage_and_place() {
 
 #[test]
 fn a_thawed_parameter_begins_as_one_of_a_new_engine() {
-    // Training the head alone and then everything is training the head, saving, and training all of what was saved.
+    // Training the head alone and then everything equals training the head, saving, and training everything that was saved.
     let first = gradually(2, &config(2, 1, json!({}), json!({})), &[HEAD], None);
     let folder = tempfile::tempdir().unwrap();
     let weights = folder.path().join("head.safetensors");
@@ -375,7 +375,7 @@ fn frozen_parameters_may_be_left_out_of_a_checkpoint_and_stay_as_they_are_then()
         let saved = checkpoint.manifest().parameters.iter().filter(|p| p.has("fp32")).map(|p| p.name.as_str());
         assert_eq!(saved.collect::<Vec<_>>(), ["head.weight", "head.bias"]);
         one(|builder| {
-            // Another seed: the base is that engine's own.
+            // Another seed: the base belongs to that engine.
             let mut engine = builder.seed(7).trainable(HEAD_ONLY).initialize(pair, plain(stage))?;
             let own = folder.path().join("own.safetensors");
             engine.export_safetensors(&own)?;
@@ -485,7 +485,7 @@ fn ranks_with_different_rules_are_told() {
             )
         );
     }
-    // Also where one of the rules is an error by itself.
+    // Also if one of the rules is itself an error.
     let everything = threads::run(2, |comm| {
         let rank = comm.rank();
         let mut engine = Engine::builder().communicator(comm).device(Device::Cpu).initialize(pair, plain(3))?;

@@ -115,7 +115,7 @@ fn gpt() -> GptConfig {
     GptConfig { vocab: 31, ctx: 8, n_embd: 16, n_layer: 2, n_head: 2, ..GptConfig::preset("nano").unwrap() }
 }
 
-/// Norms, one linear layer of each block, and the token embedding, which is the output projection too.
+/// Norms, one linear layer of each block, and the token embedding, which is also the output projection.
 const KEPT: [&str; 3] = ["ln_*", "mlp.c_fc", "wte"];
 
 fn is_kept(name: &str) -> bool {
@@ -183,7 +183,7 @@ fn modules_that_the_file_keeps_in_f32_give_the_same_bits_at_every_stage() {
         assert_eq!(reference.2, [4 * kept + 2 * others, 4 * others], "{precision}");
         let auto = run(&with_modules(config(0, None, precision), json!("auto")));
         assert_eq!(auto.2, [2 * (kept + others), 4 * (kept + others)], "{precision}");
-        assert_ne!(auto.0, reference.0, "{precision}: more digits give other losses");
+        assert_ne!(auto.0, reference.0, "{precision}: more digits give different losses");
     }
 }
 
@@ -209,7 +209,7 @@ fn a_checkpoint_with_modules_in_f32_goes_on_at_another_stage_and_number_of_ranks
         values(&mut engine)
     });
     let saved = saved.unwrap().into_iter().map(candle_zero::Result::unwrap).next().unwrap();
-    // Also where nothing is kept any more: master weights have all digits.
+    // Also if nothing is kept in f32 any more: master weights have all digits.
     for (stage, modules) in [(0, json!(KEPT)), (2, json!(KEPT)), (1, json!("auto"))] {
         let mut engine = Engine::builder()
             .device(Device::Cpu)
@@ -259,5 +259,5 @@ fn a_module_that_the_model_does_not_have_is_an_error_with_those_that_are_like_it
         error.to_string()
     };
     insta::assert_snapshot!(told("c_fcc"), @"data_types.keep_in_fp32_modules: the model has no module c_fcc: the nearest is c_fc; allowed are whole words of a parameter's name, between dots, in which * stands for any characters: correct the name, or leave it out");
-    insta::assert_snapshot!(told("router"), @"data_types.keep_in_fp32_modules: the model has no module router: none is alike, there are attn, c_attn, c_fc, c_proj, h, ln_1, ln_2, ln_f and 3 more; allowed are whole words of a parameter's name, between dots, in which * stands for any characters: correct the name, or leave it out");
+    insta::assert_snapshot!(told("router"), @"data_types.keep_in_fp32_modules: the model has no module router: none is similar; the modules are attn, c_attn, c_fc, c_proj, h, ln_1, ln_2, ln_f and 3 more; allowed are whole words of a parameter's name, between dots, in which * stands for any characters: correct the name, or leave it out");
 }

@@ -17,12 +17,12 @@ fn optimizers() -> [Value; 4] {
         json!({"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}),
         json!({"type": "Adagrad", "params": {"lr": 0.02, "weight_decay": 0.01}}),
         json!({"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 5e-3, "eps": 1e-4, "weight_decay": 0.01}}),
-        // The gradient of the keys' bias is nothing but rounding; eps keeps it out of the norms.
+        // The gradient of the keys' bias is only rounding error; eps keeps it out of the norms.
         json!({"type": "Lamb", "params": {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.01}}),
     ]
 }
 
-/// Keys beside the ZeRO section. The model, the schedule and the optimizer see the same at any number of ranks.
+/// Keys besides the ZeRO section. The model, the schedule and the optimizer see the same at any number of ranks.
 fn with(optimizer: &Value, more: Value) -> Value {
     let mut keys = json!({"optimizer": optimizer, "zero_allow_untested_optimizer": true,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_min_lr": 1e-3}}});

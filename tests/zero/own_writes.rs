@@ -1,4 +1,4 @@
-//! What is written into a parameter by others than the engine is found: it would be lost with the next update.
+//! Writes to a parameter by code other than the engine are found: they would be lost with the next update.
 
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor};
@@ -24,7 +24,7 @@ fn loss(model: &Model) -> Result<Tensor> {
     model.second.forward(&model.first.forward(&x)?)?.sqr()?.mean_all()
 }
 
-/// When somebody writes.
+/// When the write happens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum When {
     BeforeTheFirstForward,
@@ -66,7 +66,7 @@ fn run(stage: u8, when: When, write: fn(&Model) -> Result<()>) -> candle_zero::R
     results.unwrap().into_iter().next().unwrap()
 }
 
-/// Each call of Candle's that changes a tensor in place.
+/// Each call of Candle that changes a tensor in place.
 const WRITES: [fn(&Model) -> Result<()>; 4] = [
     |model| model.first.weight().zero_set(),
     |model| model.first.weight().slice_set(&Tensor::ones((40, 6), DType::F32, &Device::Cpu)?, 0, 0),

@@ -1,6 +1,6 @@
 //! Gradients count in the backward of the engine that owns the parameter. Any other backward that passes through its
 //! model (Candle's own `loss.backward()`, another engine's) changes nothing in the engine, at any stage, and gives its
-//! caller the right gradients.
+//! caller the correct gradients.
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Tensor, Var};
@@ -44,7 +44,7 @@ fn of_candle_recomputing(vb: VarBuilder<'_>, recompute: bool) -> Result<Model> {
     }))
 }
 
-/// The same of this library's layers.
+/// The same with this library's layers.
 fn of_own_layers(vb: VarBuilder<'_>) -> Result<Model> {
     own_layers(vb, false)
 }
@@ -102,7 +102,7 @@ fn saliency(engine: &mut Engine<Model>, x: &Tensor) -> candle_zero::Result<Vec<u
     Ok(bits(gradients.get(&x).unwrap())?)
 }
 
-/// The configurations of a stage: at the third, with and without what makes parameters stay or come ahead of time.
+/// The configurations of a stage: at the third, with and without settings that keep or prefetch parameters.
 fn of_stage(stage: u8) -> Vec<Value> {
     let zero = match stage {
         3 => vec![
@@ -115,10 +115,10 @@ fn of_stage(stage: u8) -> Vec<Value> {
     zero.into_iter().map(|zero| config(stage, 1, zero, json!({}))).collect()
 }
 
-/// What a rank sees of a training: losses, norms, and the gradients that plain backwards gave by the way.
+/// The results of a training on a rank: losses, norms, and the gradients of plain backwards in between.
 type Seen = (Vec<u32>, Vec<u64>, Vec<Vec<u32>>);
 
-/// Trains; where `disturbed`, plain backwards pass through the model everywhere in a micro step.
+/// Trains; if `disturbed`, plain backwards pass through the model everywhere in a micro step.
 fn train(world: usize, build: Build, config: &Value, disturbed: bool) -> (Vec<Seen>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -221,7 +221,7 @@ fn what_a_plain_backward_gathered_is_gone_after_the_engines_next_call() {
             late.backward()?;
             engine.step()?;
             assert_eq!(gathered(&engine), 0, "{name}");
-            // Units release theirs one by one; what recomputing units may still need of the root's waits.
+            // Units release theirs one by one; the root's parameters that recomputing units may still need wait.
             assert!(after == 0 || name.contains("recomputing"), "{name}: {after} bytes");
             Ok(())
         })
@@ -319,7 +319,7 @@ fn a_plain_backward_inside_of_a_forward_may_use_the_model() {
     }
 }
 
-/// A generator, a discriminator, an engine each: one step of the one, one of the other. The discriminator's norms, the
+/// A generator, a discriminator, an engine each: one step of each in turn. The discriminator's norms, the
 /// generator's, and what both export.
 fn gan(world: usize, build: Build, config: &Value, with_generator: bool) -> (Vec<[u64; 2]>, [Vec<u8>; 2]) {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Programs made at random of what an engine can do (frozen and packed parameters, groups, batch norm's statistics, units
+//! Random programs of everything that an engine can do (frozen and packed parameters, groups, batch norm's statistics, units
 //! that recompute, dropout, experts that ranks choose, every optimizer, gradients dropped, rates and weights set,
 //! parameters frozen and thawed, evaluation, checkpoints) give the bits of stage 0, whatever is sharded and offloaded.
 
@@ -172,7 +172,7 @@ impl Model {
     }
 }
 
-/// What must not change a bit.
+/// The settings that must not change any bit.
 #[derive(Debug, Clone, Copy)]
 struct How {
     stage: u8,
@@ -188,7 +188,7 @@ enum Offload {
     Files,
 }
 
-/// One thing that a program does.
+/// One action of a program.
 #[derive(Debug, Clone)]
 enum Call {
     Train,
@@ -215,11 +215,11 @@ struct Program {
     packing: Option<WeightPacking>,
     persistence_threshold: usize,
     calls: Vec<Call>,
-    /// The engine that trains first, and those that go on after each checkpoint.
+    /// The engine that trains first, and those that continue after each checkpoint.
     engines: Vec<How>,
 }
 
-/// Rules of what is trained. None thaws the base, which may be packed.
+/// Rules for the trained parameters. None thaws the base, which may be packed.
 const RULES: [fn(&str) -> bool; 5] = [
     |name| !name.contains("base"),
     |name| name.contains("down") || name.contains("up") || name.starts_with("head"),
@@ -294,7 +294,7 @@ impl Program {
         }
     }
 
-    /// What every rank sees, by name: bits of losses and norms, and at the end those of all parameters.
+    /// The results of every rank, by name: bits of losses and norms, and at the end those of all parameters.
     fn run(&self, engines: &[How], saves: bool) -> Vec<Vec<(String, Vec<u64>)>> {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let (files, checkpoints) = (folder.path().join("files"), folder.path().join("checkpoints"));
@@ -324,7 +324,7 @@ impl Program {
                         seen.push(("norm".to_owned(), vec![engine.global_grad_norm().unwrap().to_bits()]));
                     }
                     Call::Eval => {
-                        // Between steps each rank has statistics of its own, until a checkpoint or this call.
+                        // Between steps each rank has its own statistics, until a checkpoint or this call.
                         engine.sync_buffers()?;
                         let loss = engine.eval(|model| model.loss(comm.rank()))?;
                         seen.push(("evaluation".to_owned(), vec![bits(&loss)?]));
@@ -426,7 +426,7 @@ proptest! {
 
     #[test]
     fn a_program_gives_the_bits_of_an_unsharded_one_that_was_never_interrupted(mut program in program()) {
-        // Optimizer states in bf16 ask for stage 1 at least, as in DeepSpeed.
+        // Optimizer states in bf16 need at least stage 1, as in DeepSpeed.
         let lowest = u8::from(program.has_bf16_states());
         program.engines.iter_mut().for_each(|how| how.stage = how.stage.max(lowest));
         let plain = How { stage: lowest, units: false, checkpointed: false, offload: Offload::No };

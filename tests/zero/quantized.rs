@@ -64,7 +64,7 @@ fn a_quantized_base_gives_the_same_bits_at_every_stage_and_place() {
     }
 }
 
-/// Bytes of packed elements, counted once more: codes, and scales of blocks.
+/// Bytes of packed elements, counted independently: codes, and scales of blocks.
 fn packed_bytes(packing: WeightPacking, elements: usize) -> usize {
     match packing {
         WeightPacking::Int8 => elements + 4 * elements.div_ceil(128),
@@ -153,11 +153,11 @@ fn of_a_quantized_base_no_more_than_the_blocks_at_work_are_ever_unpacked() {
         let outside = (512 + 16) * 256 * 4;
         let (gathered, parameters) =
             (report.row(MemoryKind::Gathered).bytes.peak, report.row(MemoryKind::Parameters).bytes.held);
-        // One block unpacked, and the words of what comes next on several ranks.
+        // One block unpacked, and the words of the next one on several ranks.
         let most = if world == 1 { of_block * 5 / 4 } else { of_block * 2 + outside };
         assert!(gathered <= most, "world {world}: {gathered} bytes gathered, of {most}\n{report}");
         let packed = 8 * of_block / 4 * 17 / 32;
-        // What is not packed is there once.
+        // Parameters that are not packed exist once.
         assert!(parameters <= (packed + outside) * 11 / 10, "world {world}: {parameters} bytes at rest\n{report}");
     }
 }
@@ -172,7 +172,7 @@ fn a_quantized_base_is_saved_and_loaded_to_the_bit_at_another_stage_and_number_o
                 let shape = Shape { units: true, layers: 2, ..Shape::default() };
                 let ranks = threads::run(world, |comm| {
                     let builder = with(Engine::builder().communicator(comm).device(Device::Cpu), packing);
-                    // Another seed where all is loaded: nothing of this engine's own stays.
+                    // Another seed, and everything is loaded: no value of this engine remains.
                     let builder = if load.is_some() && packing == PACKINGS[1] { builder.seed(5) } else { builder };
                     let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config.clone())?;
                     if let Some(load) = load {
@@ -243,7 +243,7 @@ fn zero_quantized_nontrainable_weights_packs_frozen_matrices_in_eight_bits() {
     };
     let (plain, packed) = (train(false, 3), train(true, 3));
     let bytes = |outcome: &[Outcome]| outcome[0].memory.row(MemoryKind::Parameters).bytes.held;
-    // Shards of so small matrices end in padding.
+    // Shards of matrices this small end in padding.
     assert!(bytes(&packed) * 10 < bytes(&plain) * 6, "{} {}", bytes(&packed), bytes(&plain));
     assert_same(&packed, &train(true, 0), "stage 0 computes with the same values");
     assert_ne!(packed[0].losses, plain[0].losses);

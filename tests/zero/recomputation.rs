@@ -1,4 +1,4 @@
-//! A unit that recomputes gives the second time what it gave the first time, or an error says why it does not.
+//! A recomputing unit gives the same result both times, or an error says why it does not.
 
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -51,7 +51,7 @@ const NOISES: [(&str, Noise); 3] = [
     }),
 ];
 
-/// One step of stochastic gradient descent at rate 1; the output of forward, and what backward says.
+/// One step of stochastic gradient descent at rate 1; the output of forward, and the error of backward.
 fn step(build: &(impl Fn(VarBuilder<'_>) -> Result<Model> + Sync), config: &Value) -> candle_zero::Result<()> {
     let ranks = threads::run(1, |comm| {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
@@ -108,7 +108,7 @@ fn what_can_be_drawn_again_trains() {
 
 #[test]
 fn inputs_that_do_not_lie_row_by_row_are_recomputed_to_the_bit() {
-    // A sum along rows that lie across memory is formed in another order than one along rows that do not.
+    // A sum along strided rows is formed in a different order than one along contiguous rows.
     let sum: Noise = |x| x.t()?.sum_keepdim(0)?.broadcast_add(&x.t()?)?.t();
     for (recompute, config) in [0, 3].into_iter().flat_map(ways) {
         let ranks = threads::run(1, |comm| {
@@ -122,7 +122,7 @@ fn inputs_that_do_not_lie_row_by_row_are_recomputed_to_the_bit() {
     }
 }
 
-/// A module that uses its input so many times, by Candle's operations or this library's.
+/// A module that uses its input this number of times, by Candle's operations or this library's.
 struct Several {
     w: Tensor,
     inside: usize,
@@ -199,7 +199,7 @@ fn gradients_are_the_same_bits_but_for_an_input_that_is_used_several_times_insid
                 assert!(kept[1] == again[1], "the unit's own parameter: {what}");
                 let [inside, outside] = uses;
                 if inside == 1 || outside == 0 {
-                    assert!(kept[0] == again[0], "what lies before the unit: {what}");
+                    assert!(kept[0] == again[0], "the parameter before the unit: {what}");
                 }
                 // Otherwise it is the same sum, formed in another order.
                 for (a, b) in kept[0].iter().zip(&again[0]).map(|(a, b)| (f32::from_bits(*a), f32::from_bits(*b))) {

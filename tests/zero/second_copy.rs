@@ -1,4 +1,4 @@
-//! `zero_hpz_partition_size`: what was gathered from all hosts is gathered again from a copy on this one, with the same bits.
+//! `zero_hpz_partition_size`: values gathered from all hosts are gathered again from a copy on this one, with the same bits.
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_over};
 use candle_core::{Device, Tensor};
@@ -65,7 +65,7 @@ fn on_hosts(inner: Arc<dyn Communicator>) -> (Arc<dyn Communicator>, Arc<Gathere
     (Arc::new(OnHosts { inner, gathered: gathered.clone() }), gathered)
 }
 
-/// Stage 3 with nothing that stays gathered, in groups of `ranks`.
+/// Stage 3 with no parameter that stays gathered, in groups of `ranks`.
 fn stage_3(ranks: usize, accumulation: usize, more: &Value) -> Value {
     let mut zero = json!({
         "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "zero_hpz_partition_size": ranks,

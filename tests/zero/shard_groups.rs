@@ -1,4 +1,5 @@
-//! `mics_shard_size`: states are sharded inside of groups, and losses, norms and weights are those of plain stage 3, bit by bit.
+//! `mics_shard_size`: states are sharded inside groups, and losses, norms and weights are those of plain stage 3, bit for
+//! bit.
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train, train_over};
 use candle_core::{DType, Device, Tensor};
@@ -14,7 +15,7 @@ use std::sync::Arc;
 const STEPS: usize = 4;
 const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 3 };
 
-/// Threads that have nothing but the four methods, as ranks of hosts with so many ranks each.
+/// Threads that have only the four methods, as ranks of hosts with this number of ranks each.
 struct Bare {
     inner: Arc<dyn Communicator>,
     here: usize,
@@ -134,7 +135,7 @@ fn quantized_groups_stay_alike_and_learn_as_without_groups() {
     }
 }
 
-/// Matrices that travel alone, with a shard that is padded.
+/// Matrices that travel separately, with a shard that is padded.
 struct Wide(Vec<Unit<Linear>>);
 
 #[test]

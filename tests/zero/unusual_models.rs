@@ -1,4 +1,4 @@
-//! Models and call orders off the beaten track give the same bits at every stage: units used twice, skipped or nested,
+//! Unusual models and call orders give the same bits at every stage: units used twice, skipped or nested,
 //! shared parameters, odd sizes, evaluation and repeated forwards in the middle of a step.
 
 use crate::support::tiny::config;

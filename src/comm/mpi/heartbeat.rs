@@ -78,7 +78,7 @@ impl HostHeartbeat {
                     let Ok(silent) = other.exchange_beats(&link, passed, beats) else { return Vec::new() };
                     if silent > LIMIT && !peer_status.has_left(other.rank) {
                         let seconds = LIMIT.as_secs();
-                        let why = format!("its host is gone: nothing was heard of it for {seconds} s");
+                        let why = format!("its host is gone: it sent nothing for {seconds} s");
                         region.mark_elsewhere(other.rank, &why);
                         return Vec::new();
                     }

@@ -62,8 +62,7 @@ impl MpiLibrary {
     pub(super) fn find() -> Result<Self, CommError> {
         if let Some(path) = std::env::var_os(LIBRARY).filter(|path| !path.is_empty()) {
             let path = PathBuf::from(path);
-            let loaded =
-                open(&path).map_err(|why| none(format!("{}, which {LIBRARY} names ({why})", path.display())))?;
+            let loaded = open(&path).map_err(|why| none(format!("{} from {LIBRARY} ({why})", path.display())))?;
             let standard = path.file_name().is_some_and(|name| name.to_string_lossy().contains("mpi_abi"));
             // SAFETY: nothing is read at the address.
             let open_mpi = unsafe { loaded.get::<*mut c_void>(c"ompi_mpi_comm_world") }.is_ok();
@@ -252,7 +251,7 @@ mod tests {
     fn under_open_mpi_its_own_library_is_looked_for_first() {
         assert_eq!(preferred(true, false)[0], MpiAbi::OpenMpi);
         assert_eq!(preferred(false, false)[0], MpiAbi::Standard);
-        assert!(!preferred(true, true).contains(&MpiAbi::OpenMpi), "which zerorun cannot let its ranks meet by");
+        assert!(!preferred(true, true).contains(&MpiAbi::OpenMpi), "zerorun cannot launch its ranks");
     }
 
     #[test]

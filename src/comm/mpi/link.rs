@@ -199,7 +199,7 @@ impl MpiTransfer {
     /// # Panics
     /// The transfer is not done.
     pub(super) fn into_bytes(self) -> Vec<u8> {
-        assert!(self.requests.is_empty(), "a message is taken when it is there");
+        assert!(self.requests.is_empty(), "a message is taken when it has arrived");
         // SAFETY: made from a box, and MPI is done with it.
         unsafe { Box::from_raw(self.memory) }.into_vec()
     }

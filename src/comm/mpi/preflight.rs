@@ -85,13 +85,13 @@ mod tests {
     fn a_host_with_another_program_is_named_and_an_unread_one_is_not() {
         assert!(difference(&[("a", facts(7, 0)), ("b", facts(7, 0)), ("c", facts(0, 0))]).is_ok());
         let error = difference(&[("a", facts(7, 0)), ("b", facts(7, 0)), ("c", facts(8, 0))]).unwrap_err();
-        insta::assert_snapshot!(error, @"hosts a and c run different programs, by their content; copy the same file to all hosts");
+        insta::assert_snapshot!(error, @"hosts a and c run programs with different contents; copy the same file to all hosts");
         assert_ne!(own_program().unwrap(), 0);
     }
 
     #[test]
     fn a_host_with_another_time_is_named() {
         let said = warnings(&[("a", facts(0, 1_000)), ("b", facts(0, 1_010)), ("c", facts(0, 880))]);
-        insta::assert_snapshot!(said.join("\n"), @"warning: the clock of host c is 120 s behind the first host's: times of logs and checkpoints cannot be compared; let both follow a time server");
+        insta::assert_snapshot!(said.join("\n"), @"warning: the clock of host c is 120 s behind the first host's: the times of logs and checkpoints cannot be compared; synchronize both clocks with a time server");
     }
 }

@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn ranks_of_a_host_with_others_between_them_are_refused() {
-        insta::assert_snapshot!(of("aba", 0).unwrap_err(), @"ranks 0 and 2 are on host host-a, and ranks between them are not: the ranks of a host must be consecutive; start them by slots (mpirun --map-by slot, srun --distribution block)");
+        insta::assert_snapshot!(of("aba", 0).unwrap_err(), @"ranks 0 and 2 are on host host-a, but ranks between them are not: the ranks of a host must be consecutive; start them by slots (mpirun --map-by slot, srun --distribution block)");
     }
 
     #[test]

@@ -157,7 +157,7 @@ mod tests {
             assert_eq!(
                 coded(&[8, 4], code),
                 PeakHostTraffic { into: bytes, out: bytes },
-                "four owners get, eight are sent to"
+                "four owners receive, eight are sent to"
             );
         }
         // The host of one rank receives most, that of three ranks sends most.

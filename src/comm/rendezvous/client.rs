@@ -24,11 +24,11 @@ pub(super) fn join(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, UnixStream
     let stream = find(env)?;
     let (rank, world) = (env.rank, env.world_size);
     let gone = || CommError::GoneBeforeStart { rank: 0 };
-    if !PeerCredentials::of(&stream).map_err(system("look at a socket for"))?.is_own() {
+    if !PeerCredentials::of(&stream).map_err(system("check a socket for"))?.is_own() {
         return Err(CommError::MeetingTaken { port: env.master_port }.into());
     }
     JoinRequest { rank, world }.send(&stream).map_err(|_| gone())?;
-    stream.set_read_timeout(Some(env.timeout + LATER)).map_err(system("wait at a socket for"))?;
+    stream.set_read_timeout(Some(env.timeout + LATER)).map_err(system("wait on a socket for"))?;
     match messages::receive_reply(&stream) {
         Ok(Some(JoinReply::Welcome(memory))) => Ok((Arc::new(SharedMemoryRegion::open(memory, world)?), stream)),
         Ok(Some(JoinReply::TurnedAway(why))) => Err(CommError::NotMet { why }.into()),

@@ -119,15 +119,15 @@ mod tests {
         let port = port();
         let [first, third] = told([env(0, 3, port, 300), env(2, 3, port, 20_000)]);
         let [first, third] = [first, third].map(|text| text.replace(&port.to_string(), "PORT"));
-        insta::assert_snapshot!(first, @"of 3 ranks, 2 came to MASTER_PORT PORT of this host within 300ms; missing is rank 1: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
-        insta::assert_snapshot!(third, @"rank 0 has called the meeting of ranks off: of 3 ranks, 2 came to MASTER_PORT PORT of this host within 300ms; missing is rank 1: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+        insta::assert_snapshot!(first, @"2 of 3 ranks connected to MASTER_PORT PORT on this host within 300ms; rank 1 is missing: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+        insta::assert_snapshot!(third, @"rank 0 cancelled the rendezvous: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 300ms; rank 1 is missing: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
     }
 
     #[test]
     fn rank_0_that_does_not_come_is_missed() {
         let port = port();
         let [second] = told([env(1, 2, port, 300)]);
-        insta::assert_snapshot!(second.replace(&port.to_string(), "PORT"), @"rank 1 of 2 found no rank 0 at MASTER_PORT PORT of this host within 300ms: start it with RANK=0, WORLD_SIZE=2 and the same MASTER_PORT, as the same user and in the same network namespace, or all ranks with `zerorun --num_ranks 2`; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+        insta::assert_snapshot!(second.replace(&port.to_string(), "PORT"), @"rank 1 of 2 found no rank 0 at MASTER_PORT PORT on this host within 300ms: start it with RANK=0, WORLD_SIZE=2 and the same MASTER_PORT, as the same user and in the same network namespace, or all ranks with `zerorun --num_ranks 2`; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
     }
 
     #[test]
@@ -135,8 +135,8 @@ mod tests {
         let port = port();
         let told = told([env(0, 3, port, 20_000), env(1, 2, port, 20_000)]);
         let [first, second] = told.map(|text| text.replace(&port.to_string(), "PORT"));
-        insta::assert_snapshot!(first, @"WORLD_SIZE is 3 on rank 0 and 2 on rank 1; give all ranks of a job the same, and each job its own MASTER_PORT, which is PORT here");
-        insta::assert_snapshot!(second, @"rank 0 has called the meeting of ranks off: WORLD_SIZE is 3 on rank 0 and 2 on rank 1; give all ranks of a job the same, and each job its own MASTER_PORT, which is PORT here");
+        insta::assert_snapshot!(first, @"WORLD_SIZE is 3 on rank 0 and 2 on rank 1; give all ranks of a job the same value, and each job its own MASTER_PORT (here PORT)");
+        insta::assert_snapshot!(second, @"rank 0 cancelled the rendezvous: WORLD_SIZE is 3 on rank 0 and 2 on rank 1; give all ranks of a job the same value, and each job its own MASTER_PORT (here PORT)");
     }
 
     #[test]
@@ -146,15 +146,15 @@ mod tests {
         let known = |text: String| text.replace(&port.to_string(), "PORT").replace(&own, "PID");
         let [first, second, same] = told([env(0, 3, port, 20_000), env(1, 3, port, 20_000), env(1, 3, port, 20_000)]);
         assert_eq!(second, same);
-        insta::assert_snapshot!(known(first), @"processes PID and PID both say that they are rank 1; give each its own RANK, and each job its own MASTER_PORT, which is PORT here");
-        insta::assert_snapshot!(known(second), @"rank 0 has called the meeting of ranks off: processes PID and PID both say that they are rank 1; give each its own RANK, and each job its own MASTER_PORT, which is PORT here");
+        insta::assert_snapshot!(known(first), @"processes PID and PID both claim rank 1; give each its own RANK, and each job its own MASTER_PORT (here PORT)");
+        insta::assert_snapshot!(known(second), @"rank 0 cancelled the rendezvous: processes PID and PID both claim rank 1; give each its own RANK, and each job its own MASTER_PORT (here PORT)");
         let port = self::port();
         let waits = std::thread::spawn(move || meet(&env(0, 2, port, 20_000)).map(drop));
         while UnixStream::connect_addr(&socket::address(port).unwrap()).is_err() {
             std::thread::yield_now();
         }
         let [other] = told([env(0, 2, port, 20_000)]);
-        insta::assert_snapshot!(other.replace(&port.to_string(), "PORT"), @"another job meets at MASTER_PORT PORT of this host: give each job a port of its own");
+        insta::assert_snapshot!(other.replace(&port.to_string(), "PORT"), @"another job already uses MASTER_PORT PORT on this host: give each job its own port");
         assert_eq!(told([env(1, 2, port, 20_000)]), ["met"]);
         waits.join().unwrap().unwrap();
     }

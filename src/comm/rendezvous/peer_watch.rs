@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 /// The cause of death recorded for a rank that has reported none.
-const WHY: &str = "its process has ended without a word";
+const WHY: &str = "its process ended without a message";
 
 /// Runs on rank 0: watches the others, and rejects processes that connect too late.
 ///
@@ -34,7 +34,7 @@ pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: Rendezvou
 /// # Errors
 /// The system failed.
 pub(super) fn the_first(region: Arc<SharedMemoryRegion>, mut stream: UnixStream) -> Result<(), CommError> {
-    stream.set_read_timeout(None).map_err(system("wait at a socket for"))?;
+    stream.set_read_timeout(None).map_err(system("wait on a socket for"))?;
     watch(move || {
         // Rank 0 sends nothing: this returns when it is gone.
         while stream.read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::Interrupted) {}
@@ -70,7 +70,7 @@ mod tests {
         assert_eq!((region.state(1), region.first_failure()), (RankState::Finished, None));
         assert!(region.claims_cause(2));
         lost(&region, 2);
-        assert_eq!(region.state(2), RankState::Running, "another writes it");
+        assert_eq!(region.state(2), RankState::Running, "another rank writes it");
         lost(&region, 0);
         assert_eq!(region.state(0), RankState::Dead(WHY.into()));
     }

@@ -314,7 +314,7 @@ mod tests {
         assert_eq!(seconds(&clock), (2.0, 0.0), "another peer, the same piece");
         clock.turn(at(2.5), 0);
         clock.turn(at(3.0), 0);
-        assert_eq!(seconds(&clock), (3.0, 0.0), "no heart yet");
+        assert_eq!(seconds(&clock), (3.0, 0.0), "no heartbeat yet");
     }
 
     #[test]

@@ -93,7 +93,7 @@ impl SharedMemoryRegion {
         let stat = rustix::fs::fstat(borrowed).map_err(|e| foreign(format!("a closed descriptor ({e})")))?;
         let bytes = Self::bytes(world_size);
         if stat.st_size as u64 != bytes as u64 {
-            return Err(foreign(format!("{} bytes where {bytes} belong to {world_size} ranks", stat.st_size)));
+            return Err(foreign(format!("{} bytes instead of the {bytes} bytes of {world_size} ranks", stat.st_size)));
         }
         // SAFETY: the launcher passed the descriptor to this process for this purpose, and `comm::from_env`, the only
         // caller, does not get here again once it has succeeded. So nothing else here owns it.

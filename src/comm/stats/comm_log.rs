@@ -72,7 +72,7 @@ impl CommLog {
             let kind = CollectiveKind::of_op(op);
             if kind.is_none() && rank == 0 {
                 let known = CollectiveKind::ALL.map(CollectiveKind::name).join(", ");
-                say(&format!("config: comms_logger.prof_ops: there is no operation `{op}` here, only {known}"));
+                say(&format!("config: comms_logger.prof_ops: there is no operation `{op}`, only {known}"));
             }
             kind
         };

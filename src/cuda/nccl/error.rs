@@ -13,18 +13,18 @@ pub(crate) type CallerFailure = Arc<dyn std::error::Error + Send + Sync>;
 pub(crate) enum NcclError {
     /// The library was not found.
     #[error(
-        "NCCL is not found: {library} cannot be loaded ({why}); install it (package libnccl2) where the system looks for \
-         libraries, or let CANDLE_ZERO_NCCL_LIBRARY name its file"
+        "NCCL was not found: {library} cannot be loaded ({why}); install it (package libnccl2) where the system looks \
+         for libraries, or set CANDLE_ZERO_NCCL_LIBRARY to its file"
     )]
     NotFound { library: String, why: String },
     /// The library lacks a required function.
     #[error("{library} has no function {symbol}: it is not NCCL, or older than 2.14")]
     Lacks { library: String, symbol: String },
     /// The library refused a call.
-    #[error("NCCL's {call} fails: {why}; NCCL_DEBUG=INFO in the environment lets NCCL say more")]
+    #[error("NCCL's {call} failed: {why}; set NCCL_DEBUG=INFO for more details")]
     Refused { call: &'static str, why: String },
     /// The library lost a peer.
-    #[error("NCCL fails while rank {rank} waits in {op}: {why}; look at the other ranks' output")]
+    #[error("NCCL failed while rank {rank} waited in {op}: {why}; check the other ranks' output")]
     Lost { rank: usize, op: &'static str, why: String },
     /// A peer does not take part, or is in another collective.
     #[error(
@@ -36,7 +36,7 @@ pub(crate) enum NcclError {
     #[error(transparent)]
     Told(CallerFailure),
     /// This rank has given up.
-    #[error("rank {rank} has given up before: it takes part in no collective between GPUs any more")]
+    #[error("rank {rank} gave up earlier and takes part in no further collectives between GPUs")]
     GaveUp { rank: usize },
     /// An error of CUDA or Candle.
     #[error(transparent)]

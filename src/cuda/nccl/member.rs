@@ -102,7 +102,7 @@ impl NcclMember {
         }
         let mut launch = NcclLaunch { member: &member, state: lock(&member.state), comm };
         launch.state.comm = Some(OwnedNcclComm(comm));
-        let joined = launch.done("ncclCommInitRankConfig", "the meeting", code);
+        let joined = launch.done("ncclCommInitRankConfig", "the rendezvous", code);
         launch.end(joined)?;
         Ok(member)
     }
@@ -201,7 +201,7 @@ impl NcclMember {
 
     /// Leaves the communicator once all work on the wire stream is complete.
     fn leave(&self, comm: RawNcclComm) -> Result<()> {
-        const OP: &str = "the farewell";
+        const OP: &str = "the shutdown";
         self.wire.context().bind_to_thread().w()?;
         let limit = self.watch.timeout.min(LEAVE);
         let last = self.wire.record_event(None).w()?;

@@ -14,7 +14,7 @@ use std::time::Instant;
 /// Nothing else can use or free that memory. This value owns it, and returns or releases it only after it has made the
 /// stream of Candle's device wait for the collective. Later work on that stream, including the release of the memory,
 /// runs after the collective.
-#[must_use = "a collective's result is waited for"]
+#[must_use = "the result of a collective must be awaited"]
 pub(crate) struct PendingNcclCollective {
     member: Arc<NcclMember>,
     op: &'static str,
@@ -34,7 +34,7 @@ impl PendingNcclCollective {
 
     /// Returns the buffer, for the launch.
     pub(super) fn buffer(&mut self) -> &mut DeviceFlat {
-        self.buffer.as_mut().expect("a collective has its buffer until it is settled")
+        self.buffer.as_mut().expect("a collective keeps its buffer until it completes")
     }
 
     /// Marks the start of the work.
@@ -84,7 +84,7 @@ impl PendingNcclCollective {
     pub fn settle(mut self) -> Result<DeviceFlat, NcclError> {
         drop(self.member.begin_launch()?);
         self.order()?;
-        let mut result = self.buffer.take().expect("a collective has its buffer until it is settled");
+        let mut result = self.buffer.take().expect("a collective keeps its buffer until it completes");
         result.truncate(self.len);
         Ok(result)
     }

@@ -251,7 +251,7 @@ fn a_peer_that_gives_up_ends_the_waits_of_the_others() {
                 if comm.rank() == 2 {
                     comm.abort();
                     let why = comm.all_gather(None, input()).map(drop).unwrap_err();
-                    assert!(why.to_string().starts_with("rank 2 has given up before"), "{why}");
+                    assert!(why.to_string().starts_with("rank 2 gave up earlier"), "{why}");
                     return;
                 }
                 let since = Instant::now();
@@ -375,7 +375,7 @@ fn a_peer_that_does_not_join_ends_the_meeting_when_the_time_is_over() {
     let device = CudaDevice::new(0).unwrap();
     let joined = NcclComm::join(&library, &device, 0, 2, library.unique_id().unwrap(), watch(1.0));
     let why = joined.map(drop).unwrap_err().to_string();
-    assert!(why.starts_with("rank 0 waited in the meeting between GPUs for 1 s"), "{why}");
+    assert!(why.starts_with("rank 0 waited in the rendezvous between GPUs for 1 s"), "{why}");
 }
 
 #[test]

@@ -163,7 +163,7 @@ fn arrays_of_equal_constants_and_dtypes_share_a_launch() {
         vec![(f32, bf16, 2), (bf16, f16, 1), (bf16, bf16, 1)],
         vec![(f32, f16, 1), (bf16, bf16, 1), (f32, bf16, 1), (bf16, f16, 1)],
     ];
-    assert_eq!(launches, by_rate.concat(), "what has no copy goes with bf16; what has no elements, not at all");
+    assert_eq!(launches, by_rate.concat(), "parameters without a copy go with bf16; empty ones are left out");
     steps.run().unwrap();
     all.iter().for_each(|(arrays, _)| arrays.check("several launches"));
 }
@@ -237,5 +237,5 @@ fn optimizers_whose_steps_need_more_have_no_kernel() {
     let optimizer = from_config(&OptimizerConfig::EightBit(eight_bit));
     let ctx = StepContext::new(1e-3, 1);
     assert!(optimizer.elementwise(&ctx).is_none(), "states of eight bits");
-    assert!(optimizer.auxiliary().unwrap().elementwise(&ctx).is_some(), "the auxiliary's are f32");
+    assert!(optimizer.auxiliary().unwrap().elementwise(&ctx).is_some(), "those of the auxiliary optimizer are f32");
 }

@@ -95,7 +95,7 @@ pub fn forward_cached<E: Element>(
     cached: KvCacheView<'_, E>,
     out: &mut [E],
 ) {
-    assert!(!rule.bidirectional && rule.starts.is_none(), "{rule:?} for a text that goes on");
+    assert!(!rule.bidirectional && rule.starts.is_none(), "{rule:?} for a text that continues");
     h.check(out.len(), h.batch * h.heads * h.time);
     assert!(
         cached.capacity.is_multiple_of(BLOCK) && cached.before + h.time <= cached.capacity,

@@ -129,7 +129,7 @@ fn check_shapes<E: Element, C: Element>() {
                             "{method:?} {m}x{n}x{k} {layout} at {i},{j}: {got} {want}"
                         );
                     }
-                    assert_eq!(row[n..], before[n..], "the gaps between rows are left alone");
+                    assert_eq!(row[n..], before[n..], "the gaps between rows are unchanged");
                 }
             }
         }

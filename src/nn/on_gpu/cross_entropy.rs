@@ -209,7 +209,7 @@ impl GpuLossHead {
             let grad = grad.on_device(&self.device)?;
             let mut kept = lock(&kept);
             let grads = if is_once() { kept.take() } else { kept.clone() };
-            let Some((dh, dweight)) = grads else { bail!("{NAME}: its gradients were taken already") };
+            let Some((dh, dweight)) = grads else { bail!("{NAME}: its gradients were already taken") };
             let scaled = |values: Tensor| -> Result<Tensor> {
                 let scaled = with_each([&values, &grad], NAME, |[values, grad]| {
                     kernel::scaled_by(&self.device, values, grad, divisor as f32, dtype)

@@ -54,7 +54,7 @@ pub(in crate::nn) fn rms_norm(x: &Tensor, weight: &Tensor, options: RmsNormOptio
 fn there(y: Option<Tensor>) -> Result<Tensor> {
     match y {
         Some(y) => Ok(y),
-        None => bail!("norm: kernels took these operands before and do not now"),
+        None => bail!("norm: kernels accepted these operands earlier, but not now"),
     }
 }
 

@@ -145,7 +145,7 @@ impl GradientCheck {
         };
         let mut wide = Flat::with_capacity(candle_core::DType::F32, grad.len());
         grad.view(|values| wide.extend_cast(values))?;
-        let Flat::F32(grad) = wide else { unreachable!("it was made so") };
+        let Flat::F32(grad) = wide else { unreachable!("it was created so") };
         let sums = |change: &[f32]| {
             let terms = grad.iter().zip(change).map(|(grad, change)| f64::from(*grad) * f64::from(*change));
             terms.fold((0.0, 0.0), |(sum, squares), term| (sum + term, squares + term * term))

@@ -116,7 +116,7 @@ impl GatherGroup {
                         pieces.push((weights.clone(), share.clone(), chunk.len()));
                         chunk.extend_zeros(share.len())?;
                     }
-                    None => unreachable!("sharded parameters lie in their sub-group"),
+                    None => unreachable!("sharded parameters are in their sub-group"),
                 }
             }
             let held = core.hold(MemoryKind::Gathered, &chunk);
@@ -179,7 +179,7 @@ impl GatherGroup {
                     Ok((self.gather(core, layout, chunk)?, held))
                 }
                 GatherProgress::Travelling(pending) => Ok((pending, held)),
-                GatherProgress::Reading(_) => unreachable!("what is read lies in files"),
+                GatherProgress::Reading(_) => unreachable!("states that are read are in files"),
             }
         };
         let gathering = self.layouts.iter().zip(read).map(gather).collect::<Result<Vec<_>>>()?;
@@ -228,7 +228,7 @@ pub(super) fn forget<R: RankBackend>(core: &R, gathering: PendingGather<R>) -> R
         (GatherProgress::Travelling(pending), _) => core.wait(pending).map(drop),
         (GatherProgress::Moving(moving), _) => core.arrived(moving).map(drop),
         (GatherProgress::Reading(reading), Some(files)) => files.filled(reading).map(drop),
-        (GatherProgress::Reading(_), None) => unreachable!("what is read lies in files"),
+        (GatherProgress::Reading(_), None) => unreachable!("states that are read are in files"),
     })
 }
 

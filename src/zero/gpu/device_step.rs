@@ -26,7 +26,7 @@ pub(in crate::zero) fn update(
     let mut steps = MultiTensorStep::new(device);
     for (slot, grads) in slots.iter().zip(grads).filter(|(slot, _)| !slot.owned.is_empty()) {
         let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
-        let rule = optimizer.elementwise(&ctx).expect("a share lies on a GPU where kernels can update it");
+        let rule = optimizer.elementwise(&ctx).expect("a share is on a GPU if kernels can update it");
         let GradientShare::Memory(grads) = grads else { unreachable!("a vote leaves no gradient absent") };
         let grad = grads.buffer().on_device().part(0..slot.owned.len())?;
         let moments = moments.iter_mut().map(|moment| moment.storage.on_device(slot.range()));
@@ -68,7 +68,7 @@ impl StateStorage<RankCore> {
     fn on_device(&mut self, range: Range<usize>) -> candle_core::Result<DeviceFlatMut<'_>> {
         match self {
             Self::Memory(buffer) => buffer.buffer_mut().on_device_mut().part_mut(range),
-            Self::File(_) => unreachable!("what lies on a GPU is not offloaded"),
+            Self::File(_) => unreachable!("states on a GPU are not offloaded"),
         }
     }
 }

@@ -102,7 +102,7 @@ impl<'a> HostStep<'a> {
                     let to = storage.buffer_mut().on_device_mut().part_mut(place.in_group)?;
                     cuda::copy(self.device, to, &from)?;
                 }
-                Some(StateStorage::File(_)) => unreachable!("what lies in files is not on a GPU"),
+                Some(StateStorage::File(_)) => unreachable!("states in files are not on a GPU"),
                 None => change(&self.core.params[place.param].tensor, |mut whole| {
                     cuda::copy(self.device, whole.part(place.in_tensor)?, &from)
                 })?,
@@ -116,7 +116,7 @@ impl<'a> HostStep<'a> {
             Some(StateStorage::Memory(storage)) => {
                 storage.buffer().read(place.in_group.clone(), |values| values.to_flat())
             }
-            Some(StateStorage::File(_)) => unreachable!("what lies in files is not on a GPU"),
+            Some(StateStorage::File(_)) => unreachable!("states in files are not on a GPU"),
             None => {
                 let (tensor, range) = (&self.core.params[place.param].tensor, place.in_tensor.clone());
                 Ok(with_part(tensor, range, |values| values.to_flat())?)

@@ -92,7 +92,7 @@ impl<R: ShareMemory<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
         };
         let codes = match &mut self.storage {
             StateStorage::Memory(codes) => &mut codes.buffer_mut().as_bytes_mut()[range],
-            StateStorage::File(_) => staged.next().expect("a window has all states that lie in files").bytes(range),
+            StateStorage::File(_) => staged.next().expect("a window contains all states in files").bytes(range),
         };
         OptimStateView::Codes { map, codes, scales }
     }
@@ -128,7 +128,7 @@ impl<R: ShareMemory<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
                 &mut from_file.as_bytes_mut()[..range.len()]
             }
             (None, StateStorage::Memory(codes)) => &mut codes.buffer_mut().as_bytes_mut()[range.clone()],
-            (None, StateStorage::File(_)) => unreachable!("states lie in files where there are files"),
+            (None, StateStorage::File(_)) => unreachable!("states are in files if there are files"),
         };
         let mut values = vec![0.0; range.len()];
         if let Some(FlatRef::F32(scales)) = self.scales.as_ref().map(|scales| scales.buffer().slice(scales_of(&range)))
@@ -154,7 +154,7 @@ impl<R: ShareMemory<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
                     copy.extend_cast(values);
                     io.write(copy, vec![extent.piece(range, 0)]).written()?;
                 }
-                (StateStorage::File(_), None) => unreachable!("states lie in files where there are files"),
+                (StateStorage::File(_), None) => unreachable!("states are in files if there are files"),
             }
             return Ok(());
         };
@@ -173,7 +173,7 @@ impl<R: ShareMemory<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
                 encode(map, &numbers, &mut codes.as_bytes_mut()[..range.len()], scales);
                 io.write(codes, vec![extent.piece(range, 0)]).written()?;
             }
-            (StateStorage::File(_), None) => unreachable!("states lie in files where there are files"),
+            (StateStorage::File(_), None) => unreachable!("states are in files if there are files"),
         }
         Ok(())
     }

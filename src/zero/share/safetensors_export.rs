@@ -190,7 +190,7 @@ fn check_earlier(path: &Path, tensors: &serde_json::Map<String, Value>) -> std::
     if is_earlier {
         return Ok(());
     }
-    let text = "there is a file of that name that is no export of this model, and it is not replaced; give another name, or \
-                remove it";
+    let text = "a file of that name exists that is not an export of this model, and it is not replaced; use another \
+                name, or remove it";
     Err(Error::new(ErrorKind::AlreadyExists, text))
 }

@@ -169,7 +169,7 @@ impl RankCore {
         let mut groups = lock(&self.groups);
         let SubGroup { slots, weights, .. } = &mut groups[group];
         let (slot, Some(storage)) = (&slots[slot], weights) else { return Ok(()) };
-        assert_eq!(slot.owned, range, "packed weights are set as a whole");
+        assert_eq!(slot.owned, range, "packed weights are set completely");
         let mut old = Flat::zeros(DType::F32, range.len());
         packed_weights::unpack(packing, self.words(storage, slot)?.as_ref(), 0, old.as_mut());
         // Values are compared in the model's dtype: a checkpoint of a lower stage has the values that the model
@@ -252,7 +252,7 @@ impl RankCore {
     }
 
     fn files(&self) -> &OffloadStore {
-        self.offload.as_deref().expect("states lie in files where there are files")
+        self.offload.as_deref().expect("states are in files if there are files")
     }
 }
 

@@ -34,7 +34,7 @@ impl<R: ShareMemory<Buffer = FlatBuffer>> StateStorage<R> {
     ) -> FlatMut<'a> {
         match self {
             Self::Memory(buffer) => buffer.buffer_mut().slice_mut(range),
-            Self::File(_) => staged.next().expect("a window has all states that lie in files").part(range),
+            Self::File(_) => staged.next().expect("a window contains all states in files").part(range),
         }
     }
 }

@@ -332,7 +332,7 @@ impl StateFileBuilder<RankCore> for ArenaBuilder {
             SubGroupStateKind::Gradients => ("gradients", None),
             SubGroupStateKind::Moment(name) => (name, None),
         };
-        let offload = self.offload.as_ref().expect("a state that lies in a file has one");
+        let offload = self.offload.as_ref().expect("a state in a file has one");
         Ok(FileExtent::at_end_of(&offload.file(StateFileContent { kind: state.kind(), name, class })?, dtype))
     }
 

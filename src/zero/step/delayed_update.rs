@@ -77,7 +77,7 @@ impl RankCore {
             Ok(shadows)
         };
         let thread = std::thread::Builder::new().name("delayed-update".into()).spawn(update);
-        let failed = |error| candle_core::Error::Msg(format!("no thread for the delayed update: {error}"));
+        let failed = |error| candle_core::Error::Msg(format!("cannot start the thread of the delayed update: {error}"));
         *delayed = DelayedUpdate::Running(thread.map_err(failed)?);
         Ok(())
     }
@@ -115,7 +115,7 @@ impl RankCore {
             (group.master, group.moments) = (shadow.master, shadow.moments);
             match shadow.weights {
                 Some(StateStorage::Memory(weights)) => Some(weights),
-                _ => unreachable!("new weights are made in memory"),
+                _ => unreachable!("new weights are created in memory"),
             }
         });
         ready.collect()
@@ -158,7 +158,7 @@ impl RankCore {
             let own = |values: FlatRef<'_>| to.slice_mut(slot.range()).copy_cast(values);
             match &group.weights {
                 Some(StateStorage::Memory(weights)) => weights.buffer().read(slot.range(), own)?,
-                Some(StateStorage::File(_)) => unreachable!("an update of what lies in files is not delayed"),
+                Some(StateStorage::File(_)) => unreachable!("an update of states in files is not delayed"),
                 None => with_part(&self.params[slot.param].tensor, slot.owned.clone(), own)?,
             }
         }

@@ -151,7 +151,7 @@ impl RankCore {
         if !std::thread::panicking()
             && let Err(error) = self.landed()
         {
-            crate::notice::warn(&format!("the last update was not made: {error}"));
+            crate::notice::warn(&format!("the last update was not completed: {error}"));
         }
     }
 
@@ -160,9 +160,9 @@ impl RankCore {
         if matches!(self.model_place, BufferDevice::Host) {
             Some("no GPU computes the model")
         } else if self.share_plan.has_files() {
-            Some("states lie in files")
+            Some("states are in files")
         } else if !self.share_plan.grouping.updates_by_elements() {
-            Some("the optimizer needs whole parameters, or their norms over all ranks")
+            Some("the optimizer needs complete parameters, or their norms over all ranks")
         } else {
             None
         }

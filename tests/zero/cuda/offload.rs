@@ -1,4 +1,4 @@
-//! What is offloaded beside a GPU: where it lies, and what is copied while something else goes on.
+//! Offload with a GPU: the place of the states, and copies that run at the same time as other work.
 
 use super::{backward, forward, gpu_answers, offloaded, zero};
 use crate::support::device::gpu;
@@ -100,7 +100,7 @@ fn gradients_leave_while_backward_runs_and_weights_come_back_while_the_next_are_
         let number = |event: &Value, key: &str| event[key].as_f64().unwrap();
         all.map(|event| (number(event, "ts"), number(event, "ts") + number(event, "dur"))).collect()
     };
-    // Copies that have begun before what they run beside has ended.
+    // Copies that began before the work that they overlap had ended.
     let beside = |copy: &str, work: &str| {
         let work = times(work);
         times(copy).iter().filter(|copy| work.iter().any(|work| work.0 < copy.0 && copy.0 < work.1)).count()
@@ -133,7 +133,7 @@ fn a_delayed_update_is_that_of_the_weights_before_it_and_is_there_one_step_later
     if !gpu_answers(a_delayed_update_is_that_of_the_weights_before_it_and_is_there_one_step_later) {
         return;
     }
-    // So large, from the first step on, that a step shows in bf16.
+    // So large, from the first step on, that a step is visible in bf16.
     let scheduler = json!({"type": "WarmupLR", "params": {"warmup_min_lr": 1e-2, "warmup_max_lr": 2e-2}});
     let bf16 = json!({"bf16": {"enabled": true}, "scheduler": scheduler});
     for (stage, format) in [(1, bf16.clone()), (2, json!({"scheduler": scheduler})), (3, bf16)] {
@@ -151,7 +151,7 @@ fn a_delayed_update_is_that_of_the_weights_before_it_and_is_there_one_step_later
         // The second step computes with the first weights again, and the third with those after one update.
         assert_eq!((delayed[0], delayed[1], delayed[2]), (at_once[0], at_once[0], at_once[1]), "{what}");
         assert!(delayed[3] < delayed[2], "{what}: {delayed:?}");
-        // What is exported has the update that has begun.
+        // The export contains the update that has begun.
         assert!(run(Some(0), 1).1 == run(None, 1).1, "{what}");
         let (later, _) = run(Some(2), 4);
         assert_eq!(later[..3], at_once[..3], "{what}");
@@ -200,7 +200,7 @@ fn stages_agree_where_updates_are_delayed_and_a_checkpoint_has_the_update_that_h
         })
     };
     let losses = |load| run(load).unwrap().into_iter().map(Result::unwrap).collect::<Vec<_>>();
-    assert_eq!(losses(false), losses(true), "training goes on as it would have");
+    assert_eq!(losses(false), losses(true), "training continues as it would have");
 }
 
 #[test]
@@ -264,7 +264,7 @@ fn what_is_read_saved_loaded_or_set_while_an_update_is_delayed_is_of_the_weights
             let updated = &updated[engine.rank()];
             let first = steps(engine, 1)?[0];
             if engine.rank() == 0 {
-                // Its update alone is waited for.
+                // Only its update is awaited.
                 engine.memory_report();
                 assert!(engine.safe_get_local_fp32_param(NAME)?.elem_count() < updated.len(), "{what}");
             }
@@ -279,7 +279,7 @@ fn what_is_read_saved_loaded_or_set_while_an_update_is_delayed_is_of_the_weights
             engine.safe_set_full_fp32_param(NAME, &zeros)?;
             engine.step()?;
             let largest = read(engine)?.into_iter().map(f32::abs).fold(0f32, f32::max);
-            assert!(largest > 0.0 && largest < 0.05, "{what}: one update away from what was set: {largest}");
+            assert!(largest > 0.0 && largest < 0.05, "{what}: one update away from the set value: {largest}");
             forward(engine, 1)?;
             engine.load_checkpoint(folder.path(), Some("between"), &all)?;
             assert!(read(engine)? == *updated, "{what}: loaded");

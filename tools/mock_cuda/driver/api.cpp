@@ -103,18 +103,18 @@ StreamRef stream_of(CUstream handle) {
 
 #define STREAM(name, handle)                                                                                        \
     StreamRef name = stream_of(handle);                                                                             \
-    if (!name) return refuse(CUDA_ERROR_INVALID_HANDLE, text("%s: this is no stream", __func__));                   \
+    if (!name) return refuse(CUDA_ERROR_INVALID_HANDLE, text("%s: this is not a stream", __func__));                \
     if (device_of(name) != current->device)                                                                         \
     return refuse(CUDA_ERROR_INVALID_HANDLE, text("%s: a stream of device %d, and device %d is current", __func__, \
                                                   device_of(name), current->device))
 
 #define LIVING(handle, what)                                                                                    \
-    if (!handles.count(handle)) return refuse(CUDA_ERROR_INVALID_HANDLE, text("%s: this is no " what, __func__))
+    if (!handles.count(handle)) return refuse(CUDA_ERROR_INVALID_HANDLE, text("%s: this is not a live " what, __func__))
 
 // Checks device memory at the start of a copy or a fill.
 CUresult check_device(const char *name, Pointer p, size_t bytes) {
     if (bytes > 0 && mock::device_of(p) < 0)
-        return refuse(CUDA_ERROR_INVALID_VALUE, text("%s: %#llx is no device memory", name, (unsigned long long)p));
+        return refuse(CUDA_ERROR_INVALID_VALUE, text("%s: %#llx is not device memory", name, (unsigned long long)p));
     return CUDA_SUCCESS;
 }
 
@@ -123,7 +123,7 @@ CUresult check_device(const char *name, Pointer p, size_t bytes) {
 
 CUresult check_host(const char *name, const void *p, size_t bytes) {
     if (bytes > 0 && mock::device_of(Pointer(p)) >= 0)
-        return refuse(CUDA_ERROR_INVALID_VALUE, text("%s: %p is device memory, where the host's belongs", name, p));
+        return refuse(CUDA_ERROR_INVALID_VALUE, text("%s: %p is device memory instead of host memory", name, p));
     return CUDA_SUCCESS;
 }
 
@@ -453,7 +453,7 @@ CUresult cuMemAllocAsync(CUdeviceptr *p, size_t bytes, CUstream handle) {
 CUresult cuMemFree_v2(CUdeviceptr p) {
     CALL();
     if (p == 0) return CUDA_SUCCESS;
-    if (!is_start(p)) die("cuMemFree: %#llx is no allocation, or was freed before", (unsigned long long)p);
+    if (!is_start(p)) die("cuMemFree: %#llx is not an allocation, or was already freed", (unsigned long long)p);
     run_all(mock::device_of(p));
     count_free(p);
     release(p);
@@ -464,7 +464,7 @@ CUresult cuMemFreeAsync(CUdeviceptr p, CUstream handle) {
     CALL();
     STREAM(stream, handle);
     if (p == 0) return CUDA_SUCCESS;
-    if (!count_free(p)) die("cuMemFreeAsync: %#llx is no allocation, or was freed before", (unsigned long long)p);
+    if (!count_free(p)) die("cuMemFreeAsync: %#llx is not an allocation, or was already freed", (unsigned long long)p);
     enqueue(stream, {"a release of memory", [=] { release(p); }});
     return CUDA_SUCCESS;
 }
@@ -704,7 +704,8 @@ void mock_cuda_progress() {
 int mock_cuda_current_device() { return current ? current->device : -1; }
 
 void *mock_cuda_pointer(const char *name, const void *p) {
-    if (!current || mock::device_of(Pointer(p)) != current->device) die("%s: %p is no memory of the current device", name, p);
+    if (!current || mock::device_of(Pointer(p)) != current->device)
+        die("%s: %p is not memory of the current device", name, p);
     return for_kernels(Pointer(p));
 }
 

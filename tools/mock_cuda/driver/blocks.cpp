@@ -241,8 +241,8 @@ void open_barriers() {
         at_block += launch.states[t] == State::AtBlockBarrier;
     }
     if (at_block != launch.parked)
-        die("%s hangs: %zu threads of a block wait for all, %zu for lanes of their warp that do not come", launch.kernel->name,
-            at_block, launch.parked - at_block);
+        die("%s hangs: %zu threads of a block wait for all, %zu for lanes of their warp that do not arrive",
+            launch.kernel->name, at_block, launch.parked - at_block);
     for (unsigned t = launch.threads.size(); t-- > 0;) {
         if (launch.states[t] != State::AtBlockBarrier) continue;
         launch.states[t] = State::Woken;
@@ -312,7 +312,7 @@ void mock_shuffle(unsigned mask, void *value, size_t bytes, unsigned lane) {
     memcpy(launch.threads[self].given[round & 1], value, bytes);
     mock_syncwarp(mask);
     if (from >= launch.threads.size() || !(mask >> lane & 1) || launch.threads[from].round < round)
-        die("%s: thread %u reads what lane %u of its warp gives, which takes no part", launch.kernel->name, self, lane);
+        die("%s: thread %u reads from lane %u of its warp, which takes no part", launch.kernel->name, self, lane);
     memcpy(value, launch.threads[from].given[round & 1], bytes);
 }
 

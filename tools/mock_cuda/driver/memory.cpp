@@ -105,7 +105,7 @@ size_t mapped_bytes(Pointer start, const Allocation &a) {
 // room for 65530 mappings, and pages that are only protected would remain separate mappings.
 void close_for_ever(void *pages, size_t bytes) {
     void *closed = mmap(pages, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    if (closed == MAP_FAILED) die("%zu bytes cannot be closed: %s", bytes, strerror(errno));
+    if (closed == MAP_FAILED) die("cannot close %zu bytes: %s", bytes, strerror(errno));
 }
 
 // Prints the allocation at or before `p`, for the message of a fault.
@@ -129,7 +129,7 @@ void on_fault(int signal, siginfo_t *info, void *context) {
         bool hosts = p < m.base + m.offset();
         if (running)
             fprintf(stderr, "mock_cuda: %s touches %s ", running,
-                    hosts ? "a device address that it did not get as an argument of its own:" : "memory that is not its own:");
+                    hosts ? "a device address that it did not get as an argument:" : "memory that is not its own:");
         else
             fprintf(stderr, "mock_cuda: the host touches device memory: ");
         say_whose(hosts ? p : p - m.offset());
@@ -149,7 +149,7 @@ Memory &memory() {
         m->devices.resize(device_count());
         size_t all = 2 * SPAN * m->devices.size();
         void *base = mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (base == MAP_FAILED) die("no %zu bytes of addresses can be reserved: %s", all, strerror(errno));
+        if (base == MAP_FAILED) die("cannot reserve %zu bytes of addresses: %s", all, strerror(errno));
         m->base = uintptr_t(base);
         struct sigaction action = {};
         action.sa_sigaction = on_fault;
@@ -278,7 +278,7 @@ size_t mock_cuda_peak_bytes(int device) {
 
 // For kernels. See host/kernel.h.
 void *mock_from_global(size_t address) {
-    if (mock::device_of(address) < 0) mock::die("%s takes %#zx for an address of a device", mock::running, address);
+    if (mock::device_of(address) < 0) mock::die("%s uses %#zx as an address of a device", mock::running, address);
     return mock::for_kernels(address);
 }
 }

@@ -56,8 +56,8 @@ struct MockElement {
 inline void mock_together(const char *what, const void *p, unsigned stride, unsigned multiple) {
     const void *first = __shfl_sync(0xFFFFFFFF, p, 0);
     const char *wrong = first != p ? "lanes of a warp give different addresses"
-        : uintptr_t(p) % 32 != 0   ? "the address is no multiple of 32 bytes"
-        : stride % multiple != 0 || stride < 16 ? "the stride is too short, or no multiple of 16 bytes"
+        : uintptr_t(p) % 32 != 0   ? "the address is not a multiple of 32 bytes"
+        : stride % multiple != 0 || stride < 16 ? "the stride is too short, or not a multiple of 16 bytes"
                                    : nullptr;
     if (wrong == nullptr) return;
     fprintf(stderr, "mock_cuda: %s: %s\n", what, wrong);

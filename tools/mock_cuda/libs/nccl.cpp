@@ -96,7 +96,7 @@ struct Shared {
 
     static Shared fresh() {
         int fd = memfd_create("mock_nccl", MFD_CLOEXEC);
-        if (fd < 0) mock::die("nccl: no memory to share: %s", strerror(errno));
+        if (fd < 0) mock::die("nccl: cannot share memory: %s", strerror(errno));
         return {fd};
     }
 
@@ -107,10 +107,10 @@ struct Shared {
     }
 
     void write(const void *from, size_t bytes) const {
-        if (ftruncate(descriptor, off_t(bytes)) != 0) mock::die("nccl: %zu bytes to share: %s", bytes, strerror(errno));
+        if (ftruncate(descriptor, off_t(bytes)) != 0) mock::die("nccl: cannot share %zu bytes: %s", bytes, strerror(errno));
         for (size_t at = 0; at < bytes;) {
             ssize_t n = pwrite(descriptor, static_cast<const char *>(from) + at, bytes - at, off_t(at));
-            if (n <= 0) mock::die("nccl: %zu bytes to share: %s", bytes, strerror(errno));
+            if (n <= 0) mock::die("nccl: cannot share %zu bytes: %s", bytes, strerror(errno));
             at += size_t(n);
         }
     }
@@ -267,7 +267,8 @@ struct Collective {
             if (theirs == call) continue;
             if (!said && std::chrono::steady_clock::now() - since > SAID_AFTER) {
                 said = true;
-                fprintf(stderr, "mock_cuda: nccl: rank %d is in %s of %llu elements, rank %d in %s of %llu: both wait for ever\n",
+                fprintf(stderr, "mock_cuda: nccl: rank %d is in %s of %llu elements, rank %d in %s of %llu: both wait "
+                        "forever\n",
                         comm->rank, name_of(call.kind), (unsigned long long)call.count, r, name_of(theirs.kind),
                         (unsigned long long)theirs.count);
             }
@@ -330,9 +331,10 @@ struct Messages {
             uint64_t taken = own.taken[m.peer];
             if (peer.sent[comm->rank].load(std::memory_order_acquire) == taken) return;
             if (peer.bytes[comm->rank] != m.bytes)
-                mock::die("nccl: rank %d receives %zu bytes of rank %d, which sends %llu", comm->rank, m.bytes, m.peer,
+                mock::die("nccl: rank %d receives %zu bytes from rank %d, which sends %llu", comm->rank, m.bytes, m.peer,
                           (unsigned long long)peer.bytes[comm->rank]);
-            if (!comm->from[m.peer].read(m.memory, m.bytes, 0)) mock::die("nccl: a message of rank %d cannot be read", m.peer);
+            if (!comm->from[m.peer].read(m.memory, m.bytes, 0))
+                mock::die("nccl: a message from rank %d cannot be read", m.peer);
             own.taken[m.peer].store(taken + 1, std::memory_order_release);
         }
         m.done = true;
@@ -397,14 +399,14 @@ void enqueue(void *stream, const char *name, std::shared_ptr<T> what) {
 // Returns whether a communicator accepts a call.
 Result taken(const Comm &comm) {
     if (comm.joined == SUCCESS && comm.put_off.empty()) return SUCCESS;
-    return refuse(INVALID_USAGE, "a call before ncclCommGetAsyncError has said that the last one is done");
+    return refuse(INVALID_USAGE, "a call before ncclCommGetAsyncError has reported that the last one is done");
 }
 
 Result collective(const char *name, const void *send, void *receive, Call call, Handle *handle, void *stream) {
-    if (!handle || !handle->comm) return refuse(INVALID_ARGUMENT, "the communicator is none");
+    if (!handle || !handle->comm) return refuse(INVALID_ARGUMENT, "the communicator is null");
     auto &comm = *handle->comm;
     if (call.type >= TYPES || call.reduction >= REDUCTIONS || call.root >= uint64_t(comm.size))
-        return refuse(INVALID_ARGUMENT, "a type, an operation or a root that there is not");
+        return refuse(INVALID_ARGUMENT, "an unknown type, operation or root");
     if (mock_cuda_current_device() != comm.device) return refuse(INVALID_USAGE, "the current device is not the communicator's");
     if (Result r = taken(comm); r != SUCCESS) return r;
     bool gives = given(call, comm.rank, comm.size) > 0, receives = call.count > 0 && (call.kind != REDUCE || call.root == uint64_t(comm.rank));
@@ -420,7 +422,7 @@ Result collective(const char *name, const void *send, void *receive, Call call, 
 
 Result message(const char *name, bool is_send, const void *memory, size_t count, int type, int peer, Handle *handle, void *stream) {
     if (!handle || !handle->comm || type < 0 || type >= TYPES || peer < 0 || peer >= handle->comm->size)
-        return refuse(INVALID_ARGUMENT, "a communicator, a type or a rank that there is not");
+        return refuse(INVALID_ARGUMENT, "an unknown communicator, type or rank");
     if (mock_cuda_current_device() != handle->comm->device)
         return refuse(INVALID_USAGE, "the current device is not the communicator's");
     if (Result r = taken(*handle->comm); r != SUCCESS) return r;
@@ -451,7 +453,8 @@ Result meet(Comm &comm) {
         if (r != comm.rank)
             for (int i : {0, 1}) comm.mailboxes[r][i] = Shared::of(s.pid, s.mailboxes[i]);
         comm.from[r] = Shared::of(s.pid, s.messages[comm.rank]);
-        if (comm.mailboxes[r][0].descriptor < 0 || comm.from[r].descriptor < 0) return refuse(SYSTEM_ERROR, "a rank has gone");
+        if (comm.mailboxes[r][0].descriptor < 0 || comm.from[r].descriptor < 0)
+            return refuse(SYSTEM_ERROR, "a rank has ended");
     }
     return SUCCESS;
 }
@@ -489,7 +492,7 @@ const char *ncclGetLastError(Handle *) { return last_error; }
 Result ncclGetUniqueId(Id *id) {
     // Kept permanently, because other ranks may join late.
     Shared shared = Shared::fresh();
-    if (ftruncate(shared.descriptor, sizeof(Table)) != 0) return refuse(SYSTEM_ERROR, "no memory to share");
+    if (ftruncate(shared.descriptor, sizeof(Table)) != 0) return refuse(SYSTEM_ERROR, "cannot share memory");
     *id = {MAGIC, getpid(), shared.descriptor, {}};
     return SUCCESS;
 }
@@ -514,16 +517,16 @@ Result ncclGroupEnd() {
 
 Result ncclCommInitRankConfig(Handle **handle, int size, Id id, int rank, const Config *config) {
     if (config && (config->magic != 0xCAFEBEEF || config->size < sizeof(Config)))
-        return refuse(INVALID_ARGUMENT, "a configuration that is none");
+        return refuse(INVALID_ARGUMENT, "an invalid configuration");
     if (size < 1 || size > MOST_RANKS || rank < 0 || rank >= size || id.magic != MAGIC)
-        return refuse(INVALID_ARGUMENT, "a size, a rank or an id that cannot be");
+        return refuse(INVALID_ARGUMENT, "an invalid size, rank or id");
     int device = mock_cuda_current_device();
     if (device < 0) return refuse(INVALID_USAGE, "no device is current");
     Shared shared = Shared::of(id.pid, id.descriptor);
-    if (shared.descriptor < 0) return refuse(SYSTEM_ERROR, "the process that made the id has gone");
+    if (shared.descriptor < 0) return refuse(SYSTEM_ERROR, "the process that created the id has ended");
     void *at = mmap(nullptr, sizeof(Table), PROT_READ | PROT_WRITE, MAP_SHARED, shared.descriptor, 0);
     close(shared.descriptor);
-    if (at == MAP_FAILED) return refuse(SYSTEM_ERROR, "no memory to share");
+    if (at == MAP_FAILED) return refuse(SYSTEM_ERROR, "cannot share memory");
     auto comm = std::make_shared<Comm>();
     comm->table = static_cast<Table *>(at);
     comm->rank = rank;

@@ -481,7 +481,7 @@ mod tests {
         let notes: Vec<String> = notes.collect();
         assert_eq!(notes[0], notes[1]);
         insta::assert_snapshot!(notes[0], @"
-        zerorun: warning: the clock of host b is 120 s behind the first host's: times of logs and checkpoints cannot be compared; let both follow a time server
+        zerorun: warning: the clock of host b is 120 s behind the first host's: the times of logs and checkpoints cannot be compared; synchronize both clocks with a time server
         zerorun: warning: folder data is not the same on hosts a and b: a.txt is 0 bytes and 1 bytes; copy the same files to both, unless the job itself writes there
         ");
     }
