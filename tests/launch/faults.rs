@@ -409,7 +409,7 @@ fn a_rank_that_is_stopped_is_named_when_its_heart_has_been_silent_for_eight_seco
     let at = Instant::now();
     let ended = run.end();
     assert!(at.elapsed() > Duration::from_secs(8) && at.elapsed() < Duration::from_secs(16), "{:?}", at.elapsed());
-    let deed = "it showed no sign of life for too long, and was stopped by zerorun with SIGTERM";
+    let deed = "it was unresponsive for too long, and was stopped by zerorun with SIGTERM";
     ended.check("rank 2 has shown no sign of life for 8 s", 1, deed);
 }
 
@@ -420,7 +420,7 @@ fn a_rank_that_hangs_in_code_of_the_script_is_a_timeout_that_names_it() {
     let at = Instant::now();
     let ended = run.end();
     assert!(at.elapsed() > Duration::from_secs(3) && at.elapsed() < LIMIT, "{:?}", at.elapsed());
-    let deed = "other ranks waited for it longer than they may (--timeout), and it was stopped by zerorun with SIGTERM";
+    let deed = "other ranks waited for it longer than --timeout, and it was stopped by zerorun with SIGTERM";
     ended.check("waited 3s for rank 1", 1, deed);
 }
 

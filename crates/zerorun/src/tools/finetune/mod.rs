@@ -183,6 +183,6 @@ mod tests {
         assert_eq!(of("OMPI_COMM_WORLD_SIZE", "4"), Some(4));
         assert_eq!((of("PMI_SIZE", "1"), of("SLURM_NTASKS", "8"), of("PMI_SIZE", "x")), (None, None, None));
         let error = LaunchError::ToolInRanks { tool: "finetune", processes: of("PMI_SIZE", "2").unwrap() };
-        insta::assert_snapshot!(error, @"mpirun or srun has started 2 of `zerorun finetune`, each of which would be a job of its own; start it once, without them: `zerorun finetune -n 2 ...` starts that many ranks on this host");
+        insta::assert_snapshot!(error, @"mpirun or srun has started 2 processes of `zerorun finetune`, each of which would be a separate job; start it once, without them: `zerorun finetune -n 2 ...` starts that many ranks on this host");
     }
 }
