@@ -63,7 +63,7 @@ fn a_size_that_is_no_multiple_of_anything_gives_a_table() {
     let output = bench(folder.path(), &["--size", "1234567"]);
     assert!(output.status.success(), "{}", stderr(&output));
     let table = stdout(&output);
-    for words in ["sequential", "plain loop", "engine, pipeline_read, pipeline_write", "update alone"] {
+    for words in ["sequential", "plain loop", "engine, pipeline_read, pipeline_write", "update only"] {
         assert!(table.contains(words), "{table}");
     }
     assert!(is_empty(folder.path()));
@@ -78,7 +78,7 @@ fn what_cannot_be_measured_is_said_before_anything_is_written() {
         (file.clone(), "1MiB", "it is a file"),
         (folder.path().to_owned(), "0", "give 1MiB or more"),
         (folder.path().to_owned(), "1000000TiB", "bytes are missing"),
-        (folder.path().to_owned(), "9999999999TiB", "no disk is as large"),
+        (folder.path().to_owned(), "9999999999TiB", "no disk is this large"),
     ];
     for (path, size, words) in cases {
         let output = bench(&path, &["--size", size]);

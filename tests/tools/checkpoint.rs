@@ -72,7 +72,7 @@ fn a_whole_checkpoint_is_told_in_words_and_in_json() {
     for words in ["first", "(latest)", "2 ranks at stage 2, f32", "AdamW", "fp32, exp_avg, exp_avg_sq", "epoch, note"] {
         assert!(text.contains(words), "{words}: {text}");
     }
-    assert!(text.contains("whole: manifest, lengths and headers"), "{text}");
+    assert!(text.contains("complete: manifest, lengths and headers"), "{text}");
 
     let output = inspect(dir.path(), &["--tag", "first", "--verify", "--json"]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));

@@ -127,7 +127,7 @@ fn those_close_to_the_fastest_are_measured_again_and_noise_is_told() {
     assert_eq!((folder.runs(), folder.results().len()), (6, 6), "{text}{}", stderr(&output));
     assert!(text.starts_with("stage 0, micro batch 1  1023 tokens/s"), "{text}");
     assert!(text.contains(", 3 runs within "), "{text}");
-    assert!(text.contains("\nwithin the noise of these runs is also: stage 2, micro batch 1\n"), "{text}");
+    assert!(text.contains("\nalso within the noise of these runs: stage 2, micro batch 1\n"), "{text}");
     assert_eq!(folder.best()["zero_optimization"]["stage"], 0);
 }
 
@@ -205,7 +205,7 @@ fn a_bare_zero_and_files_of_monitoring_do_not_stop_the_search() {
     assert!(output.status.success(), "{text}{}", stderr(&output));
     assert!(text.starts_with("stage 2, micro batch 2  "), "{text}");
     assert!(text.lines().next().unwrap().ends_with(", train batch 2"), "{text}");
-    assert!(text.contains("train batch 2, the original's is 1: the learning rate may need to change"), "{text}");
+    assert!(text.contains("train batch 2, originally 1: the learning rate may need to change"), "{text}");
     // Two runs more of each of the two fastest, both with a micro batch of 2.
     assert_eq!(std::fs::read_to_string(folder.path("runs")).unwrap(), "1\n2\n1\n2\n2\n2\n2\n2\n");
     assert_eq!((&folder.best()["zero_optimization"]["stage"], &folder.best()["csv_monitor"]), (&json!(2), &monitor));
@@ -231,7 +231,7 @@ fn a_search_that_is_under_way_keeps_others_out() {
     held.lock().unwrap();
     let output = folder.tune_script(&[]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(stderr(&output).contains("another search is under way in autotuning_results"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("another search is running in autotuning_results"), "{}", stderr(&output));
 }
 
 #[test]
@@ -294,7 +294,7 @@ fn what_is_wrong_ends_with_code_2_and_its_name() {
         (vec!["--stages", "4"], vec![], "--stages"),
         (vec!["--memory_limit", "much"], vec![], "--memory_limit"),
         (vec!["--stage", "3"], vec![], "--stage"),
-        (vec!["--out", "nowhere/best.json"], vec![], "nowhere, the folder of --out, is not there"),
+        (vec!["--out", "nowhere/best.json"], vec![], "nowhere, the folder of --out, does not exist"),
     ] {
         let output = folder.tune(&args, &script, &more);
         assert_eq!(output.status.code(), Some(2), "{words}: {}", stderr(&output));

@@ -44,7 +44,8 @@ fn the_table_ends_with_a_verdict() {
     assert_eq!(lines.iter().filter(|line| line.ends_with("  same")).count(), 15, "{text}");
     assert_eq!(
         lines[19],
-        "All the same bits: in each precision every loss and every parameter of 1 step on 1 rank is that of stage 0."
+        "All bits are the same: in each precision, every loss and every parameter of 1 step on 1 rank is that of stage \
+         0."
     );
     assert!(stderr(&output).is_empty(), "{}", stderr(&output));
 }
