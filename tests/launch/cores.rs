@@ -35,7 +35,7 @@ fn bound_ranks_have_cores_of_their_own_and_as_many_threads() {
     let dir = tempfile::tempdir().unwrap();
     let program = program(dir.path(), "show", SHOW);
     let [first, second, ..] = allowed()[..] else {
-        return skipped(test, "this process may run on one core alone");
+        return skipped(test, "this process may run on only one core");
     };
     let bound = |ranks: &str, list: &str| {
         let mut command = zerorun();

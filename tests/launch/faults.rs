@@ -252,7 +252,7 @@ impl Run {
                 return;
             }
         }
-        assert!(end.is_none(), "the output ended, or was silent for a minute, before {end:?}: {:?}", self.case.fault);
+        assert!(end.is_none(), "the output ended or paused for a minute before {end:?}: {:?}", self.case.fault);
     }
 
     /// Waits until the rank with the fault has reached the place, and returns its process.
@@ -269,14 +269,14 @@ impl Run {
         let errors = self.errors.join().unwrap();
         let pids: Vec<i32> = self.pids.iter().flatten().copied().collect();
         wait_until_gone(&pids);
-        assert_eq!(names_in(&self.dir.path().join("tmp")), BTreeSet::new(), "left in the temporary folder");
+        assert_eq!(names_in(&self.dir.path().join("tmp")), BTreeSet::new(), "files left in the temporary folder");
         // Other programs of this machine may also use it for a moment.
         wait_for("/dev/shm to be as before", || {
             names_in(Path::new("/dev/shm")).is_subset(&self.shared_memory).then_some(())
         });
         let exported = names_in(&self.dir.path().join("out"));
         let complete = self.dir.path().join("out/model.safetensors");
-        assert!(exported.iter().all(|path| *path == complete), "left beside the exported file: {exported:?}");
+        assert!(exported.iter().all(|path| *path == complete), "left next to the exported file: {exported:?}");
         Ended { rank: self.case.fault.rank, status, errors }
     }
 }
@@ -297,7 +297,7 @@ impl Ended {
         for rank in (0..RANKS).filter(|rank| rank != culprit) {
             let own =
                 |line: &&str| line.strip_prefix(&format!("[rank {rank}] error: ")).is_some_and(|e| e.contains(what));
-            assert!(errors.lines().any(|line| own(&line)), "rank {rank} has not said `{what}`:\n{errors}");
+            assert!(errors.lines().any(|line| own(&line)), "rank {rank} did not report `{what}`:\n{errors}");
         }
         let report = errors.split_once("zerorun: rank ").unwrap_or_else(|| panic!("{errors}")).1;
         assert!(report.starts_with(&format!("{culprit} failed first: {deed}")), "{errors}");

@@ -279,7 +279,7 @@ fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str
         let told = said.contains(&format!("on host {}: {rank}", names[1 - host]));
         // If all connections break at once, MPICH over UCX may end ranks with a segmentation fault before they get the
         // message.
-        assert!(told || way == Cut::Kill, "{about}: the ranks are told too: {said}");
+        assert!(told || way == Cut::Kill, "{about}: the ranks report it too: {said}");
     }
     for host in 0..2 {
         assert_eq!([ranks(hosts, host), hosts.processes(host, "zerorun")].concat(), [0; 0], "{about}: host {host}");

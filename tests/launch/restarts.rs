@@ -90,7 +90,7 @@ fn a_job_that_fails_twice_goes_well_at_the_third_start() {
     assert_eq!(lines, ["[rank 0] 2 2 2", "[rank 1] 2 2 2"]);
     assert_eq!(script.worlds(), [2, 2, 2]);
     let different = |name: &str| (0..3).map(|start| script.read(&format!("{name}.{start}"))).collect::<BTreeSet<_>>();
-    assert_eq!(different("shm").len(), 3, "each start has shared memory of its own");
+    assert_eq!(different("shm").len(), 3, "each start has its own shared memory");
     assert!(different("port").len() > 1, "{:?}", different("port"));
 }
 

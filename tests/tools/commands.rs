@@ -8,7 +8,7 @@ fn printed(words: &[&str]) -> String {
     stdout(&output)
 }
 
-/// The names in the list of commands of `zerorun --help`.
+/// Returns the names in the list of commands of `zerorun --help`.
 fn commands() -> Vec<String> {
     let help = printed(&["--help"]);
     let list = help.split("Commands (").nth(1).unwrap().split("\n\n").next().unwrap();

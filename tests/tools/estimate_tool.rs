@@ -1,4 +1,4 @@
-//! `zerorun estimate`: what a run needs, before it runs.
+//! `zerorun estimate`: the needs of a run, before it starts.
 
 use crate::support::processes::{stderr, stdout, zerorun};
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ fn estimate(args: &[&str]) -> Output {
     zerorun().arg("estimate").args(args).output().unwrap()
 }
 
-/// A configuration in a folder that is removed when it is dropped.
+/// A configuration in a folder, which is removed when the value is dropped.
 fn config(zero: &Value) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = folder.path().join("ds_config.json");
@@ -46,7 +46,7 @@ fn a_model_is_estimated_in_words_and_as_json() {
     assert_eq!((&all["model"], &all["units"]), (&json!("gpt2"), &json!(12)));
     assert_eq!(all["memory"]["parameters"], 124_439_808);
     assert_eq!(all["memory"]["rows"][0]["device"]["held"], 2 * 124_439_808);
-    // States are where the model computes, unless they are offloaded.
+    // States are on the model's device unless they are offloaded.
     assert_eq!(all["memory"]["rows"][3]["device"]["held"], 8 * 124_439_808 / 2);
     assert_eq!(all["deepspeed"]["stage 2, optimizer offloaded"]["gpu_bytes"], 2 * 124_439_808);
     assert_eq!(all["totals"]["file"], 0);
@@ -187,7 +187,7 @@ fn hosts_add_their_bytes_a_step_and_a_table() {
     assert!(text.contains("--step SECONDS or --measured FILE.jsonl, measured on one host, adds the rest"), "{text}");
     assert!(text.contains("carries 10Gbit,50us in each direction at a time, the default of --network"), "{text}");
 
-    // The metrics of a run of four ranks, in which each step but the first takes 100 ms.
+    // The metrics of a run on four ranks, in which each step except the first takes 100 ms.
     let metrics = file.with_file_name("metrics.jsonl");
     let step = |n: u64| json!({"step": n, "forward_ms": if n == 0 { 900.0 } else { 30.0 }, "backward_ms": 60.0, "step_ms": 10.0});
     let lines = (0..9).map(step).chain([json!({"summary": true, "world_size": 2})]);
