@@ -264,7 +264,7 @@ fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str
     }
     assert!(took < Duration::from_secs(15), "{about}: {took:?}");
     let why = match way {
-        Cut::Cable => "it has not responded for 8 s",
+        Cut::Cable => "it sent nothing for 8 s",
         Cut::Kill => "it closed the connection",
     };
     let names = hosts.names();
@@ -313,7 +313,7 @@ fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     let said = stderr(&first);
     assert_eq!([first.status.code(), second.status.code()], [Some(143); 2], "{said}{}", stderr(&second));
     let [_, name] = hosts.names();
-    assert!(said.contains(&format!("host {name} is gone: it has not responded for 8 s; restart 1 of 3")), "{said}");
+    assert!(said.contains(&format!("host {name} is gone: it sent nothing for 8 s; restart 1 of 3")), "{said}");
     assert!(said.contains("a host is back; the job continues with it"), "{said}");
     // The steps of two ranks equal those of a job with two ranks that starts from the same checkpoint.
     let lines = stdout(&first);

@@ -67,12 +67,12 @@ struct ZerorunArguments {
     )]
     ranks: u16,
 
-    /// How long a rank waits for the others before it gives up: 500ms, 90s, 10m, 2h; a bare number is seconds [default:
+    /// Maximum time that a rank waits for the others: 500ms, 90s, 10m, 2h; a bare number is seconds [default:
     /// $CANDLE_ZERO_TIMEOUT_MS, else 10m]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     timeout: Option<Duration>,
 
-    /// How long the ranks may take to exit after zerorun receives SIGINT, SIGTERM or SIGHUP, for example to save a
+    /// Time that the ranks have to exit after zerorun receives SIGINT, SIGTERM or SIGHUP, for example to save a
     /// checkpoint
     #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "30s")]
     grace: Duration,
@@ -186,7 +186,7 @@ struct ZerorunArguments {
     #[arg(long = "print_package", alias = "print-package")]
     print_package: bool,
 
-    /// A Rust file or an executable, followed by its arguments
+    /// Rust file or executable, followed by its arguments
     // One positional for both: otherwise clap would take the script's `--timeout` for ours.
     #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<OsString>,

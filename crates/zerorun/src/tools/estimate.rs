@@ -76,7 +76,7 @@ struct EstimateArguments {
     #[arg(long, value_name = "GPU", num_args = 0..=1)]
     gpu: Option<Option<GpuCapacity>>,
 
-    /// Units recompute their forward, as with train_gpt's flag of this name
+    /// Let units recompute their forward, as with train_gpt's flag of this name
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     recompute: bool,
 

@@ -509,7 +509,7 @@ mod tests {
         // The host that ended first blames a rank of the other host.
         insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(3))), (1, failed(3, None))])), @"zerorun: rank 3 failed first: it ended with exit code 3 after 3.0 s (host b)");
         insta::assert_snapshot!(text(of(vec![(0, failed(0, None)), (1, failed(3, Some(0)))])), @"zerorun: rank 0 failed first: it ended with exit code 0 after 3.0 s (host a)");
-        insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(2))), (1, HostEnd::Lost("it has not responded for 8 s".into()))])), @"zerorun: host b is gone: it has not responded for 8 s");
+        insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(2))), (1, HostEnd::Lost("it sent nothing for 8 s".into()))])), @"zerorun: host b is gone: it sent nothing for 8 s");
         assert_eq!(
             of(vec![(0, HostEnd::Ended(HostOutcome::Well)), (1, HostEnd::Ended(HostOutcome::Well))]),
             AttemptOutcome::Well

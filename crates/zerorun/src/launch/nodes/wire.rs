@@ -232,7 +232,7 @@ impl SealedReader {
                     return Err(match wait {
                         ReadDeadline::Until(_) => LATE.into(),
                         ReadDeadline::Silence(patience) => {
-                            format!("it has not responded for {} s", patience.as_secs())
+                            format!("it sent nothing for {} s", patience.as_secs())
                         }
                     });
                 }

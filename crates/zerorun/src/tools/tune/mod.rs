@@ -108,7 +108,7 @@ struct TuneArguments {
     #[arg(long, value_name = "FEATURES")]
     features: Option<String>,
 
-    /// A Rust file or an executable, followed by its arguments
+    /// Rust file or executable, followed by its arguments
     #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<OsString>,
 }
