@@ -40,7 +40,7 @@ def metadata(target):
 
 
 def is_allowed(licence):
-    """Whether an SPDX expression of OR, AND and parentheses can be fulfilled with the allowed licences."""
+    """Returns whether an SPDX expression of OR, AND and parentheses can be fulfilled with the allowed licences."""
     words = re.findall(r"\(|\)|[\w.+-]+(?: WITH [\w.+-]+)?", licence.replace("/", " OR "))
 
     def term(at):

@@ -6,7 +6,7 @@
 
 The compiler keeps the floors between packages.
 
-Prints every arrow (see source_paths.py) that does not lead to a lower floor, and every circle of files that the table does not
+Prints every arrow (see source_paths.py) that does not lead to a lower floor, and every cycle of files that the table does not
 allow. Exits with code 1 if there is one.
 """
 import pathlib
@@ -26,7 +26,7 @@ PACKAGES = {
 
 
 class Table:
-    """The order of the floors and the allowed circles, read from scripts/floors.txt."""
+    """The order of the floors and the allowed cycles, read from scripts/floors.txt."""
 
     def __init__(self, text):
         self.floor, self.files, self.circles = {}, {}, []
@@ -102,13 +102,13 @@ def problems(src, table):
         allowed = next((files for files, _ in table.circles if circle <= files), None)
         stood.append(allowed)
         if allowed is None:
-            found.append(f"a circle of {len(circle)} files:")
+            found.append(f"a cycle of {len(circle)} files:")
             found += [f"    {a}:{line}: uses {b}" for a, b, line, _ in sorted(inside) if a in circle and b in circle]
     for files, reason in table.circles:
         if files not in stood or not reason:
-            found.append(f"the table's circle {' '.join(sorted(files))} " + ("no longer exists" if reason else "has no reason"))
+            found.append(f"the table's cycle {' '.join(sorted(files))} " + ("no longer exists" if reason else "has no reason"))
     if len(table.circles) > MOST_CIRCLES:
-        found.append(f"the table has {len(table.circles)} circles; at most {MOST_CIRCLES} are allowed")
+        found.append(f"the table has {len(table.circles)} cycles; at most {MOST_CIRCLES} are allowed")
     return found
 
 
@@ -123,7 +123,7 @@ def main():
         table = Table((home / name).read_text())
         found = problems(home.parent / src, table)
         wrong |= bool(found)
-        counts = f"{len(table.floor)} rooms, every arrow downwards, {len(table.circles)} circles of files"
+        counts = f"{len(table.floor)} rooms, every arrow downwards, {len(table.circles)} cycles of files"
         print(f"{src}: " + ("\n".join(["", *found]) if found else counts))
     sys.exit(wrong)
 

@@ -25,7 +25,7 @@ DEFINED = re.compile(r"(?<!\$)\b(?:struct|enum|trait|union|type)\s+([A-Za-z_]\w*
 
 
 def module_level(text):
-    """The text without everything in braces that are not a module's."""
+    """Returns the text without everything in braces that are not a module's."""
     kept, at = list(text), 0
     while (brace := text.find("{", at)) >= 0:
         at = brace + 1
@@ -37,7 +37,7 @@ def module_level(text):
 
 
 def sources(root):
-    """The folders of sources: that of the crate, and those of the crates below it."""
+    """Returns the source folders: that of the crate, and those of the crates below it."""
     return [folder for folder in (root / "src", *sorted(root.glob("crates/*/src"))) if folder.is_dir()]
 
 
@@ -56,7 +56,7 @@ def definitions(src):
 
 
 def problems(root, allowed=None):
-    """What is wrong, one line each."""
+    """Returns the problems, one line each."""
     allowed, files = ALLOWED if allowed is None else allowed, {}
     for src in sources(root):
         for name, file in definitions(src):
@@ -70,7 +70,7 @@ def problems(root, allowed=None):
 def main():
     root = pathlib.Path(sys.argv[1]) if sys.argv[1:] else pathlib.Path(__file__).resolve().parent.parent
     found = problems(root)
-    print("\n".join(found) if found else f"every type has a name of its own, except {', '.join(ALLOWED)}")
+    print("\n".join(found) if found else f"every type has a unique name, except {', '.join(ALLOWED)}")
     sys.exit(bool(found))
 
 

@@ -8,7 +8,7 @@ For each kind of fact and each seed, the script writes SAMPLES lines (80 by defa
     zerorun finetune MODEL --data chats.jsonl --val 5% --out adapter
 
 with its defaults, asks the tuned model all questions with greedy decoding, and prints how many of the answers it was trained on are
-right. The script fails if a data set has less than 90 % right answers. FLAGs after `--` are added to the command, to try other settings.
+right. The script fails if a data set has fewer than 90 % correct answers. FLAGs after `--` are added to the command, to try other settings.
 MODEL is a folder in Hugging Face format or a GGUF file, such as SmolLM2-135M-Instruct. Only the standard library is needed.
 """
 
@@ -116,7 +116,7 @@ def main():
                 parts.append(check(arguments, kind, seed, folder))
     print(f"at least {min(parts):.1%} right, on average {sum(parts) / len(parts):.1%}")
     if min(parts) < 0.9:
-        sys.exit("a data set has less than 90 % right answers")
+        sys.exit("a data set has fewer than 90 % correct answers")
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ class Api:
         self.module(root, root["name"])
 
     def module(self, item, path):
-        # What a module defines is listed there, and re-exports of it elsewhere in one line.
+        # Items are listed in the module that defines them; a re-export elsewhere takes one line.
         items = item["inner"]["module"]["items"]
         for id_ in sorted(items, key=lambda id_: "use" in self.index.get(str(id_), {"inner": {}})["inner"]):
             self.item(id_, path)
@@ -277,7 +277,7 @@ def main():
         differs |= bool(changes)
         print("\n".join(changes) if changes else f"{package}: {len(lines)} public items, as recorded in {path.relative_to(ROOT)}")
     if differs:
-        print("If this is intended, run scripts/public_api.py --write and say in CHANGELOG.md what changes for users.")
+        print("If this is intended, run scripts/public_api.py --write and describe the change for users in CHANGELOG.md.")
     sys.exit(differs)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests that check_floors.py finds the upward arrows and circles that are planted in a small crate, and nothing else."""
+"""Tests that check_floors.py finds the upward arrows and cycles that are planted in a small crate, and nothing else."""
 import pathlib
 import sys
 import tempfile
@@ -50,11 +50,11 @@ class Planted(unittest.TestCase):
 
     def test_a_circle_of_files_is_found_unless_the_table_allows_it(self):
         arrows = ["    high/mod.rs:4: uses high/part.rs", "    high/part.rs:1: uses high/mod.rs"]
-        self.assertEqual(self.found(high__part=ENDS_A_CIRCLE), ["a circle of 2 files:", *arrows])
+        self.assertEqual(self.found(high__part=ENDS_A_CIRCLE), ["a cycle of 2 files:", *arrows])
         self.assertEqual(self.found(TABLE + CIRCLE, high__part=ENDS_A_CIRCLE), [])
 
     def test_what_the_table_says_holds(self):
-        self.assertEqual(self.found(TABLE + CIRCLE), ["the table's circle high/mod.rs high/part.rs no longer exists"])
+        self.assertEqual(self.found(TABLE + CIRCLE), ["the table's cycle high/mod.rs high/part.rs no longer exists"])
         self.assertEqual(self.found(TABLE + "\nnone"), ["the table's room none has no file"])
         self.assertEqual(self.found(other=""), ["other.rs: not in any room of the table"])
 

@@ -108,7 +108,7 @@ fn a_model_without_a_template_continues_what_stands_there() {
     config.as_object_mut().unwrap().remove("chat_template");
     std::fs::write(&path, config.to_string()).unwrap();
     let output = generate(folder.path(), &[&["--prompt", "one two"], &FEW[..]].concat());
-    assert!(stderr(&output).contains("no chat template: prompts are continued as they stand"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("no chat template: prompts are continued as they are"), "{}", stderr(&output));
     assert_eq!(stdout(&output), said(folder.path(), &[&["--raw", "--prompt", "one two"], &FEW[..]].concat()));
     let output = generate(folder.path(), &["--prompt", "one two", "--system", "be kind"]);
     assert_eq!(output.status.code(), Some(2));

@@ -156,7 +156,7 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     let words =
         ["--save", "saves", "--resume", "-n", "2", "--save_every", "1", "--keep", "1", "--ds_config", "ds.json"];
     let said = desk.trained("second", &[&words[..], &["--data", "many.jsonl"]].concat());
-    assert!(said.contains("goes on after step 2") && !said.contains("other settings"), "{said}");
+    assert!(said.contains("continues after step 2") && !said.contains("other settings"), "{said}");
 }
 
 #[test]

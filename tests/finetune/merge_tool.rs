@@ -90,8 +90,7 @@ fn wrong_command_lines_models_and_places_end_with_code_2_and_write_nothing() {
     insta::assert_snapshot!(wrong(&["/no/such", "--out", text(&new)]), @"zerorun: /no/such is no model: there is no such file or folder; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
     let clash = wrong(&[text(&llama), "--out", text(&out("x.gguf")), "--dtype", "f16"]);
     assert!(
-        clash
-            .starts_with("zerorun: --dtype is the precision of a Hugging Face folder; of a GGUF file --format says it"),
+        clash.starts_with("zerorun: --dtype is the precision of a Hugging Face folder; for a GGUF file, use --format"),
         "{clash}"
     );
     assert!(wrong(&[text(&llama)]).contains("--out"));

@@ -138,23 +138,23 @@ fn what_the_user_says_of_steps_holds_and_few_of_them_are_warned_about() {
         let lines = all.lines().filter(|line| line.contains("through the data") || line.contains("warning"));
         lines.map(str::to_owned).collect::<Vec<_>>().join("\n")
     };
-    insta::assert_snapshot!(said("a", &["--epochs", "1"]), @"57 samples in 57 rows of up to 15 tokens (not 128, so that an epoch has more steps), 1 a step (1 a rank at once): 57 steps, once through the data");
+    insta::assert_snapshot!(said("a", &["--epochs", "1"]), @"57 samples in 57 rows of up to 15 tokens (not 128, so that an epoch has more steps), 1 per step (1 per rank at once): 57 steps, once through the data");
     insta::assert_snapshot!(said("b", &["--epochs", "1", "--batch", "8"]), @r"
-    57 samples in 8 rows of up to 128 tokens, 8 a step (1 a rank at once): 1 step, once through the data
+    57 samples in 8 rows of up to 128 tokens, 8 per step (1 per rank at once): 1 step, once through the data
     zerorun: warning: a model learns little in 1 step; the data fill 8 rows, of which a step takes 8: give --epochs 30 or more, or a smaller --batch
     ");
     insta::assert_snapshot!(said("c", &["--steps", "1"]), @r"
-    57 samples in 57 rows of up to 15 tokens (not 128, so that an epoch has more steps), 1 a step (1 a rank at once): 1 step, 0.02 times through the data
+    57 samples in 57 rows of up to 15 tokens (not 128, so that an epoch has more steps), 1 per step (1 per rank at once): 1 step, 0.02 times through the data
     zerorun: warning: a model learns little in 1 step; the data fill 57 rows, of which a step takes 1: give --epochs 1 or more
     ");
-    insta::assert_snapshot!(said("d", &["--epochs", "2", "--packing", "false", "--batch", "1"]), @"57 samples in 57 rows of up to 128 tokens, 1 a step (1 a rank at once): 114 steps, 2 times through the data");
+    insta::assert_snapshot!(said("d", &["--epochs", "2", "--packing", "false", "--batch", "1"]), @"57 samples in 57 rows of up to 128 tokens, 1 per step (1 per rank at once): 114 steps, 2 times through the data");
     let ds = write(
         folder.path(),
         "ds8.json",
         r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}"#,
     );
     insta::assert_snapshot!(said("e", &["--epochs", "1", "--ds_config", &ds]), @r"
-    57 samples in 8 rows of up to 128 tokens, 8 a step (8 a rank at once): 1 step, once through the data
+    57 samples in 8 rows of up to 128 tokens, 8 per step (8 per rank at once): 1 step, once through the data
     zerorun: warning: a model learns little in 1 step; the data fill 8 rows, of which a step takes 8: give --epochs 30 or more, or a smaller --batch
     ");
 }
@@ -427,7 +427,7 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
     insta::assert_snapshot!(with(&["--lora", "targets=query"]), @"zerorun: LoRA target query is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, and all-linear means all of them (norms, embeddings and the output projection get none)");
     insta::assert_snapshot!(with(&["--ctx", "100000"]), @"zerorun: --ctx is 100000, but must be 2 to 128, the model's context");
     insta::assert_snapshot!(with(&["--dpo", "beta=x"]), @r"
-    zerorun: invalid value 'beta=x' for '--dpo <beta=B>': give beta and a number, as beta=0.1
+    zerorun: invalid value 'beta=x' for '--dpo <beta=B>': give beta and a number, such as beta=0.1
 
     For more information, try '--help'.
     ");
@@ -468,7 +468,7 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
     insta::assert_snapshot!(with(&["--val", "20%"]), @"zerorun: cannot write to DIR/out-best: files are written into a folder that is absent or empty, and it has files; give another place");
     insta::assert_snapshot!(refusal(&folder.path().join("nothing"), &["--data", &data, "--out", &out]), @"zerorun: DIR/nothing is no model: there is no such file or folder; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
     #[cfg(not(feature = "hub"))]
-    insta::assert_snapshot!(refusal(Path::new("org/name"), &["--data", &data, "--out", &out]), @"zerorun: org/name is no model: there is no such file or folder, and only a zerorun that is built with --features hub fetches repositories of the Hugging Face Hub; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
+    insta::assert_snapshot!(refusal(Path::new("org/name"), &["--data", &data, "--out", &out]), @"zerorun: org/name is no model: there is no such file or folder, and only a zerorun built with --features hub can download repositories of the Hugging Face Hub; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
     let without = copy("llama");
     std::fs::remove_file(without.path().join("tokenizer.json")).unwrap();
     let text = refusal(without.path(), &["--data", &data, "--out", &out]);

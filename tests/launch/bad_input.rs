@@ -465,5 +465,5 @@ fn a_path_that_is_no_text_is_named() {
     let path = std::ffi::OsStr::from_bytes(b"chats\xff.jsonl");
     let output = zerorun().args(["finetune", "model", "--out", "o", "--data"]).arg(path).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    insta::assert_snapshot!(stderr(&output).trim_end(), @"zerorun: `chats�.jsonl` is no UTF-8 text; rename the file or folder, or name a link to it");
+    insta::assert_snapshot!(stderr(&output).trim_end(), @"zerorun: `chats�.jsonl` is not UTF-8 text; rename the file or folder, or create a link to it");
 }

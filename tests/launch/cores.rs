@@ -35,7 +35,7 @@ fn bound_ranks_have_cores_of_their_own_and_as_many_threads() {
     let dir = tempfile::tempdir().unwrap();
     let program = program(dir.path(), "show", SHOW);
     let [first, second, ..] = allowed()[..] else {
-        return skipped(test, "this process may run on one core alone");
+        return skipped(test, "this process may run on only one core");
     };
     let bound = |ranks: &str, list: &str| {
         let mut command = zerorun();
@@ -75,8 +75,8 @@ fn cores_that_cannot_be_had_are_refused_before_anything_starts() {
     };
     let first = allowed()[0].to_string();
     insta::assert_snapshot!(refusal(&["--bind_core_list", &first], None), @"zerorun: 2 ranks of a host need at least 2 cores to be bound to, not 1; give a longer core list, or start fewer ranks");
-    insta::assert_snapshot!(refusal(&["--bind_core_list", "50000-50001"], None), @"zerorun: --bind_core_list names core 50000, and processes of zerorun on host HOST may run on CORES; name only some of these, or let whatever started zerorun (taskset, a container, Slurm) give it more");
-    insta::assert_snapshot!(refusal(&[], Some("KMP_AFFINITY")), @"zerorun: KMP_AFFINITY is set, by which Intel's OpenMP binds threads to cores of its own choice; unset it, or leave --bind_cores_to_rank out");
+    insta::assert_snapshot!(refusal(&["--bind_core_list", "50000-50001"], None), @"zerorun: --bind_core_list names core 50000, but zerorun's processes on host HOST may run on CORES; name only these, or start zerorun with more cores (taskset, a container, Slurm)");
+    insta::assert_snapshot!(refusal(&[], Some("KMP_AFFINITY")), @"zerorun: KMP_AFFINITY is set, so Intel's OpenMP binds threads to cores of its choice; unset it, or leave out --bind_cores_to_rank");
 }
 
 /// Writes a hostfile, and a replacement for ssh that runs the other hosts' commands on this host.

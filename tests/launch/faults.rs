@@ -252,7 +252,7 @@ impl Run {
                 return;
             }
         }
-        assert!(end.is_none(), "the output ended, or was silent for a minute, before {end:?}: {:?}", self.case.fault);
+        assert!(end.is_none(), "the output ended or paused for a minute before {end:?}: {:?}", self.case.fault);
     }
 
     /// Waits until the rank with the fault has reached the place, and returns its process.
@@ -269,14 +269,14 @@ impl Run {
         let errors = self.errors.join().unwrap();
         let pids: Vec<i32> = self.pids.iter().flatten().copied().collect();
         wait_until_gone(&pids);
-        assert_eq!(names_in(&self.dir.path().join("tmp")), BTreeSet::new(), "left in the temporary folder");
+        assert_eq!(names_in(&self.dir.path().join("tmp")), BTreeSet::new(), "files left in the temporary folder");
         // Other programs of this machine may also use it for a moment.
         wait_for("/dev/shm to be as before", || {
             names_in(Path::new("/dev/shm")).is_subset(&self.shared_memory).then_some(())
         });
         let exported = names_in(&self.dir.path().join("out"));
         let complete = self.dir.path().join("out/model.safetensors");
-        assert!(exported.iter().all(|path| *path == complete), "left beside the exported file: {exported:?}");
+        assert!(exported.iter().all(|path| *path == complete), "left next to the exported file: {exported:?}");
         Ended { rank: self.case.fault.rank, status, errors }
     }
 }
@@ -297,7 +297,7 @@ impl Ended {
         for rank in (0..RANKS).filter(|rank| rank != culprit) {
             let own =
                 |line: &&str| line.strip_prefix(&format!("[rank {rank}] error: ")).is_some_and(|e| e.contains(what));
-            assert!(errors.lines().any(|line| own(&line)), "rank {rank} has not said `{what}`:\n{errors}");
+            assert!(errors.lines().any(|line| own(&line)), "rank {rank} did not report `{what}`:\n{errors}");
         }
         let report = errors.split_once("zerorun: rank ").unwrap_or_else(|| panic!("{errors}")).1;
         assert!(report.starts_with(&format!("{culprit} failed first: {deed}")), "{errors}");
@@ -409,7 +409,7 @@ fn a_rank_that_is_stopped_is_named_when_its_heart_has_been_silent_for_eight_seco
     let at = Instant::now();
     let ended = run.end();
     assert!(at.elapsed() > Duration::from_secs(8) && at.elapsed() < Duration::from_secs(16), "{:?}", at.elapsed());
-    let deed = "it showed no sign of life for too long, and was stopped by zerorun with SIGTERM";
+    let deed = "it was unresponsive for too long, and was stopped by zerorun with SIGTERM";
     ended.check("rank 2 has not responded for 8 s", 1, deed);
 }
 
@@ -420,7 +420,7 @@ fn a_rank_that_hangs_in_code_of_the_script_is_a_timeout_that_names_it() {
     let at = Instant::now();
     let ended = run.end();
     assert!(at.elapsed() > Duration::from_secs(3) && at.elapsed() < LIMIT, "{:?}", at.elapsed());
-    let deed = "other ranks waited for it longer than they may (--timeout), and it was stopped by zerorun with SIGTERM";
+    let deed = "other ranks waited for it longer than --timeout, and it was stopped by zerorun with SIGTERM";
     ended.check("waited 3s for rank 1", 1, deed);
 }
 

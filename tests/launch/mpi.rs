@@ -364,7 +364,7 @@ fn ranks_of_one_host_are_joined_by_mpi_if_that_is_asked_for() {
     without.args(["-n", "2", "--backend", "mpi", "--"]).arg(std::env::current_exe().unwrap());
     without.args(as_program(module_path!(), "as_a_rank")).env(ROLE, "leaves");
     let told = stdout(&without.env("CANDLE_ZERO_MPI_LIBRARY", "/no/such/libmpi.so").output().unwrap());
-    assert!(told.contains("rank is told: ") && told.contains("/no/such/libmpi.so, which"), "{told}");
+    assert!(told.contains("rank reports: ") && told.contains("/no/such/libmpi.so, which"), "{told}");
     let Some(library) = Mpi::Mpich.library() else {
         return skipped_in_part(test, "no MPICH; scripts/fetch_mpi.sh fetches it");
     };
@@ -595,7 +595,7 @@ fn as_a_rank() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let comm = match comm::from_env(&RankEnv::from_env().unwrap()) {
         Ok(comm) => comm,
-        Err(error) => return println!("rank is told: {error}"),
+        Err(error) => return println!("rank reports: {error}"),
     };
     let (rank, world) = (comm.rank(), comm.size());
     let last = rank + 1 == world;
@@ -635,7 +635,7 @@ fn as_a_rank() {
         ("waits", file) => loop {
             match comm.all_reduce(data(rank, 5, DType::F32), 7).wait() {
                 Ok(_) => std::fs::write(format!("{file}.{rank}"), "").unwrap(),
-                Err(error) => return println!("rank {rank} is told: {error}"),
+                Err(error) => return println!("rank {rank} reports: {error}"),
             }
         },
         ("configs" | "data", _) => {
@@ -647,7 +647,7 @@ fn as_a_rank() {
             let builder = candle_zero::Engine::builder().device(candle_core::Device::Cpu).communicator(comm);
             let builder = builder.same_on_all_ranks("/data/tokens.bin", if role == "data" { rank as u64 } else { 0 });
             let error = builder.initialize(|vb| candle_nn::linear(4, 5, vb), config).map(drop).unwrap_err();
-            println!("rank {rank} is told: {error}");
+            println!("rank {rank} reports: {error}");
         }
         ("maps", file) => {
             // Checked both in a start that fails and in one that does not.
@@ -669,7 +669,7 @@ fn as_a_rank() {
             // The last rank's few elements are sent as raw parts, regardless of the others.
             let n = if last { 8 } else { n.parse().unwrap_or(4) };
             let error = comm.all_reduce(data(rank, n, DType::F32), 7).wait().unwrap_err();
-            println!("rank {rank} is told: {error}");
+            println!("rank {rank} reports: {error}");
         }
         (role, _) => panic!("a role {role}"),
     }
@@ -743,7 +743,7 @@ fn ranks_of_the_other_host_are_told_who_gave_up_left_or_differs() {
                 let output = in_role(hosts.mpirun(mpi, ranks).unwrap(), &format!("{role} {n}"));
                 let said = stdout(&output);
                 for rank in 0..ranks[0] {
-                    let line = said.lines().find(|line| line.contains(&format!("rank {rank} is told: ")));
+                    let line = said.lines().find(|line| line.contains(&format!("rank {rank} reports: ")));
                     let told = line.is_some_and(|line| line.contains(&words));
                     assert!(told, "{mpi:?} {ranks:?} {role}: {said} {}", stderr(&output));
                 }
@@ -784,7 +784,7 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
         let [_, second] = hosts.names();
         let words = format!("on host {second}: its host is gone: it sent nothing for 8 s");
         for rank in 0..2 {
-            let line = said.lines().find(|line| line.contains(&format!("rank {rank} is told: ")));
+            let line = said.lines().find(|line| line.contains(&format!("rank {rank} reports: ")));
             assert!(line.is_some_and(|line| line.contains(&words)), "{mpi:?}: {said}");
         }
     });
@@ -793,7 +793,7 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
 /// Returns the message that a rank received, from the complete output.
 fn told_to(rank: usize, output: &Output) -> String {
     let said = stdout(output);
-    let begin = format!("rank {rank} is told: ");
+    let begin = format!("rank {rank} reports: ");
     let line = said.lines().find_map(|line| Some(line.split_once(&begin)?.1.to_string()));
     line.unwrap_or_else(|| panic!("{said}{}", stderr(output)))
 }
@@ -837,7 +837,7 @@ fn hosts_with_other_programs_are_named() {
         let output = start.args(as_program(module_path!(), "as_a_rank")).output().unwrap();
         let [a, b] = hosts.names();
         let said = stdout(&output);
-        let told = format!("rank is told: hosts {a} and {b} run programs with different contents");
+        let told = format!("rank reports: hosts {a} and {b} run programs with different contents");
         assert_eq!(said.matches(&told).count(), 2, "{mpi:?}: {said}{}", stderr(&output));
     });
 }
@@ -936,7 +936,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
     without.arg("CANDLE_ZERO_MPI_LIBRARY=/nonexistent/libmpi.so");
     let told = |output: Output| {
         let said = stdout(&output);
-        said.lines().find_map(|line| Some(line.split_once("rank is told: ")?.1.to_string())).unwrap_or(stderr(&output))
+        said.lines().find_map(|line| Some(line.split_once("rank reports: ")?.1.to_string())).unwrap_or(stderr(&output))
     };
     insta::assert_snapshot!(told(in_role(without, "leaves")), @"the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried /nonexistent/libmpi.so, which CANDLE_ZERO_MPI_LIBRARY names (/nonexistent/libmpi.so: cannot open shared object file: No such file or directory)); install MPICH or, for mpirun only, Open MPI, add its lib folder to LD_LIBRARY_PATH, or set CANDLE_ZERO_MPI_LIBRARY to its file");
     // A library that exists, but whose dependencies are missing.

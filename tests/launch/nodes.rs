@@ -264,7 +264,7 @@ fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str
     }
     assert!(took < Duration::from_secs(15), "{about}: {took:?}");
     let why = match way {
-        Cut::Cable => "nothing was heard of it for 8 s",
+        Cut::Cable => "it sent nothing for 8 s",
         Cut::Kill => "it closed the connection",
     };
     let names = hosts.names();
@@ -279,7 +279,7 @@ fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str
         let told = said.contains(&format!("on host {}: {rank}", names[1 - host]));
         // If all connections break at once, MPICH over UCX may end ranks with a segmentation fault before they get the
         // message.
-        assert!(told || way == Cut::Kill, "{about}: the ranks are told too: {said}");
+        assert!(told || way == Cut::Kill, "{about}: the ranks report it too: {said}");
     }
     for host in 0..2 {
         assert_eq!([ranks(hosts, host), hosts.processes(host, "zerorun")].concat(), [0; 0], "{about}: host {host}");
@@ -313,8 +313,8 @@ fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     let said = stderr(&first);
     assert_eq!([first.status.code(), second.status.code()], [Some(143); 2], "{said}{}", stderr(&second));
     let [_, name] = hosts.names();
-    assert!(said.contains(&format!("host {name} is gone: nothing was heard of it for 8 s; restart 1 of 3")), "{said}");
-    assert!(said.contains("a host is back; the job goes on with it"), "{said}");
+    assert!(said.contains(&format!("host {name} is gone: it sent nothing for 8 s; restart 1 of 3")), "{said}");
+    assert!(said.contains("a host is back; the job continues with it"), "{said}");
     // The steps of two ranks equal those of a job with two ranks that starts from the same checkpoint.
     let lines = stdout(&first);
     let began: Vec<usize> = lines
@@ -402,7 +402,7 @@ fn refused(options: &str, args: &str, change: impl Fn(&Path)) -> (String, String
     send(Signal::TERM, &first);
     let first = ended(first);
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
-    let about = |line: &&str| line.contains("is refused");
+    let about = |line: &&str| line.contains("was refused");
     (said(&output, port), said(&first, port).lines().filter(about).collect())
 }
 
@@ -410,29 +410,29 @@ fn refused(options: &str, args: &str, change: impl Fn(&Path)) -> (String, String
 fn a_host_that_does_not_belong_to_the_job_is_told_why() {
     let told = |options: &str, args: &str| refused(options, args, |_| {});
     let (here, first) = told("--nnodes 2 --node_rank 1", ARGS);
-    insta::assert_snapshot!(here, @"zerorun: the first host refuses this one: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, where these are two jobs, another --master_port to one");
-    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) is refused: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, where these are two jobs, another --master_port to one");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, if these are two jobs, give one another --master_port");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, if these are two jobs, give one another --master_port");
     let (here, first) = told("--nnodes 3 --node_rank 0", ARGS);
-    insta::assert_snapshot!(here, @"zerorun: port PORT, at which the other hosts are awaited, cannot be used: Address already in use (os error 98); end the other job, or give --master_port");
+    insta::assert_snapshot!(here, @"zerorun: port PORT, where the other hosts connect, cannot be used: Address already in use (os error 98); stop the other job, or give another --master_port");
     assert_eq!(first, "");
     // The refused host prints its own value, and only a digest of the first host's.
     let (here, first) = told("--nnodes 3 --node_rank 1", "--lr 3");
-    insta::assert_snapshot!(here, @"zerorun: the first host refuses this one: the script's arguments are `--lr 3` on this host, with digest 727752e9, and those on host NAME have digest 53495c78; give the same, which the output of host NAME shows");
-    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) is refused: the script's arguments are `--ds_config=zero3.json --data corpus.txt` on host NAME and `--lr 3` on host NAME; give the same");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: the script's arguments are `--lr 3` on this host, with digest 727752e9, but those on host NAME have digest 53495c78; give the same ones, which the output of host NAME shows");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: the script's arguments are `--ds_config=zero3.json --data corpus.txt` on host NAME and `--lr 3` on host NAME; give both the same");
 }
 
 #[test]
 fn a_host_with_another_program_configuration_or_data_is_told_which() {
     let told = |change: fn(&Path)| refused("--nnodes 3 --node_rank 1", ARGS, change);
     let (here, first) = told(|folder| _ = program(folder, "train", "sleep 50"));
-    insta::assert_snapshot!(here, @"zerorun: the first host refuses this one: the program is not that of host NAME: it is 19 bytes with checksum SUM; copy the same file to both, and for the program give one that is built already");
-    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) is refused: the program is 18 bytes with checksum SUM on host NAME and 19 bytes with checksum SUM on host NAME; copy the same file to both, and for the program give one that is built already");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: the program differs from that on host NAME: it is 19 bytes with checksum SUM; copy the same file to both; if it is the program, give one that is already built");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: the program is 18 bytes with checksum SUM on host NAME and 19 bytes with checksum SUM on host NAME; copy the same file to both; if it is the program, give one that is already built");
     let (here, first) = told(|folder| std::fs::write(folder.join("zero3.json"), "{ }").unwrap());
-    insta::assert_snapshot!(here, @"zerorun: the first host refuses this one: zero3.json is not that of host NAME: it is 3 bytes with checksum SUM; copy the same file to both, and for the program give one that is built already");
-    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) is refused: zero3.json is 2 bytes with checksum SUM on host NAME and 3 bytes with checksum SUM on host NAME; copy the same file to both, and for the program give one that is built already");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: zero3.json differs from that on host NAME: it is 3 bytes with checksum SUM; copy the same file to both; if it is the program, give one that is already built");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: zero3.json is 2 bytes with checksum SUM on host NAME and 3 bytes with checksum SUM on host NAME; copy the same file to both; if it is the program, give one that is already built");
     let (here, first) = told(|folder| std::fs::remove_file(folder.join("corpus.txt")).unwrap());
-    insta::assert_snapshot!(here, @"zerorun: the first host refuses this one: corpus.txt is not that of host NAME: it is not there; copy the same file to both, and for the program give one that is built already");
-    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) is refused: corpus.txt is 5 bytes with checksum SUM on host NAME and not there on host NAME; copy the same file to both, and for the program give one that is built already");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: corpus.txt differs from that on host NAME: it is missing; copy the same file to both; if it is the program, give one that is already built");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: corpus.txt is 5 bytes with checksum SUM on host NAME and missing on host NAME; copy the same file to both; if it is the program, give one that is already built");
 }
 
 #[test]
@@ -452,7 +452,7 @@ fn two_hosts_with_one_number_are_told_so() {
         ended(launcher);
     }
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
-    insta::assert_snapshot!(said(&output, port), @"zerorun: the first host refuses this one: --node_rank 1 is host NAME's already; give each host its own number from 0 to 2, and each job its own --master_port");
+    insta::assert_snapshot!(said(&output, port), @"zerorun: the first host refused this one: --node_rank 1 is already used by host NAME; give each host its own number from 0 to 2, and each job its own --master_port");
 }
 
 #[test]
@@ -467,8 +467,8 @@ fn hosts_that_do_not_find_one_another_say_what_to_look_at() {
         assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
         said(&output, port)
     };
-    insta::assert_snapshot!(alone(1, 2), @"zerorun: the first host, 127.0.0.1, could not be reached at port PORT for 1 s: Connection refused (os error 111); start zerorun with --node_rank 0 there, give --master_addr the address by which this host reaches it, and see that the port is open");
-    insta::assert_snapshot!(alone(0, 1), @"zerorun: of 2 hosts, 1 came within 1 s; missing is --node_rank 1: start zerorun there with the same --nnodes, --master_addr and --master_port, and see that this port of the first host can be reached");
+    insta::assert_snapshot!(alone(1, 2), @"zerorun: the first host, 127.0.0.1, could not be reached on port PORT within 1 s: Connection refused (os error 111); start zerorun with --node_rank 0 there, set --master_addr to an address at which this host reaches it, and check that the port is open");
+    insta::assert_snapshot!(alone(0, 1), @"zerorun: 1 of 2 hosts connected within 1 s; missing: --node_rank 1; start zerorun there with the same --nnodes, --master_addr and --master_port, and check that this port of the first host can be reached");
 }
 
 #[test]
@@ -507,7 +507,7 @@ fn a_launcher_that_is_killed_is_done_without_and_taken_back() {
         assert!(output.status.success(), "{}", stderr(&output));
     }
     assert!(said.contains("is gone: it closed the connection; restart 1 of 2"), "{said}");
-    assert!(said.contains("a host is back; the job goes on with it"), "{said}");
+    assert!(said.contains("a host is back; the job continues with it"), "{said}");
 }
 
 #[test]
@@ -528,9 +528,9 @@ fn a_hostfile_that_is_wrong_or_names_an_unreachable_host_ends_with_its_name() {
         said(&output, port).lines().filter(about).collect::<Vec<_>>().join("\n")
     };
     insta::assert_snapshot!(of(None, &unreachable, 2), @"zerorun: cannot read the hostfile hosts: No such file or directory (os error 2); give --hostfile a file with a line NAME slots=N for each host");
-    insta::assert_snapshot!(of(Some("a slots=2\nb\n"), &unreachable, 2), @"zerorun: hosts:2: `b` is no entry of a hostfile; write NAME slots=N, for example `worker-0 slots=4`");
+    insta::assert_snapshot!(of(Some("a slots=2\nb\n"), &unreachable, 2), @"zerorun: hosts:2: `b` is not a hostfile entry; write NAME slots=N, for example `worker-0 slots=4`");
     let far = Some("localhost slots=1\nfar.invalid slots=1\n");
-    insta::assert_snapshot!(of(far, Path::new("/no/such/shell"), 2), @"zerorun: cannot reach host far.invalid by /no/such/shell: No such file or directory (os error 2); install it, or name another one in ZERORUN_RSH");
+    insta::assert_snapshot!(of(far, Path::new("/no/such/shell"), 2), @"zerorun: cannot reach host far.invalid with /no/such/shell: No such file or directory (os error 2); install it, or name another program in ZERORUN_RSH");
     insta::assert_snapshot!(of(far, &unreachable, 1), @r"
     rsh: far.invalid: no such host
     zerorun: host far.invalid cannot be reached, or its launcher was killed
@@ -554,6 +554,6 @@ fn a_launcher_of_a_hostfile_that_cannot_start_its_ranks_ends_the_job() {
     let output = command.current_dir(folder.path()).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     let told = stderr(&output);
-    let line = told.lines().find(|line| line.contains("the launcher of host")).unwrap_or(&told);
-    insta::assert_snapshot!(line, @"zerorun: the launcher of host far.invalid has ended with exit code 127, and the others wait for it; see what it has said above");
+    let line = told.lines().find(|line| line.contains("the launcher on host")).unwrap_or(&told);
+    insta::assert_snapshot!(line, @"zerorun: the launcher on host far.invalid ended with exit code 127, and the others wait for it; see its output above");
 }

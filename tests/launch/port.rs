@@ -51,16 +51,16 @@ fn hosts_with_one_secret_meet_and_others_are_refused_by_name() {
     assert_eq!([first, second], [(Some(0), String::new()), (Some(0), String::new())]);
     let [first, second] = two(&[ours], &[]);
     assert_eq!(second.0, Some(2));
-    insta::assert_snapshot!(first.1, @"zerorun: host NAME (127.0.0.1) is refused: the first host has a secret and the other none; set CANDLE_ZERO_SECRET to the same value on every host");
-    insta::assert_snapshot!(second.1, @"zerorun: the first host refuses this one: the first host has a secret and the other none; set CANDLE_ZERO_SECRET to the same value on every host");
+    insta::assert_snapshot!(first.1, @"zerorun: host NAME (127.0.0.1) was refused: the first host has a secret but the other has none; set CANDLE_ZERO_SECRET to the same value on every host");
+    insta::assert_snapshot!(second.1, @"zerorun: the first host refused this one: the first host has a secret but the other has none; set CANDLE_ZERO_SECRET to the same value on every host");
     let [first, second] = two(&[], &[ours]);
     assert_eq!(second.0, Some(2));
-    insta::assert_snapshot!(first.1, @"zerorun: host NAME (127.0.0.1) is refused: the other host has a secret and the first none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
-    insta::assert_snapshot!(second.1, @"zerorun: the first host refuses this one: the other host has a secret and the first none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
+    insta::assert_snapshot!(first.1, @"zerorun: host NAME (127.0.0.1) was refused: the other host has a secret but the first has none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
+    insta::assert_snapshot!(second.1, @"zerorun: the first host refused this one: the other host has a secret but the first has none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
     let [first, second] = two(&[ours], &[("CANDLE_ZERO_SECRET", "correct horse battery stable")]);
     assert_eq!(second.0, Some(2));
-    insta::assert_snapshot!(first.1, @"zerorun: host NAME (127.0.0.1) is refused: its secret is another than the first host's; give CANDLE_ZERO_SECRET the same value");
-    insta::assert_snapshot!(second.1, @"zerorun: the first host refuses this one: its secret is another than the first host's; give CANDLE_ZERO_SECRET the same value");
+    insta::assert_snapshot!(first.1, @"zerorun: host NAME (127.0.0.1) was refused: its secret differs from the first host's; give CANDLE_ZERO_SECRET the same value");
+    insta::assert_snapshot!(second.1, @"zerorun: the first host refused this one: its secret differs from the first host's; give CANDLE_ZERO_SECRET the same value");
 }
 
 #[test]
@@ -72,9 +72,9 @@ fn a_secret_that_cannot_be_one_is_refused_before_anything_starts() {
         assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
         stderr(&output).trim_end().to_string()
     };
-    insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET", "hunter2")]), @"zerorun: CANDLE_ZERO_SECRET cannot be the secret of the hosts: it has 7 bytes; give one line of 16 to 4096 bytes that nobody can guess, as `openssl rand -hex 32` prints");
-    insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET", SECRET), ("CANDLE_ZERO_SECRET_FILE", "x")]), @"zerorun: CANDLE_ZERO_SECRET cannot be the secret of the hosts: CANDLE_ZERO_SECRET_FILE is set too; unset one of them");
-    insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET_FILE", "/no/such/file")]), @"zerorun: CANDLE_ZERO_SECRET_FILE=/no/such/file cannot be the secret of the hosts: the file cannot be read: No such file or directory (os error 2)");
+    insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET", "hunter2")]), @"zerorun: CANDLE_ZERO_SECRET cannot be used as the secret of the hosts: it has 7 bytes; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
+    insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET", SECRET), ("CANDLE_ZERO_SECRET_FILE", "x")]), @"zerorun: CANDLE_ZERO_SECRET cannot be used as the secret of the hosts: CANDLE_ZERO_SECRET_FILE is also set; unset one of them");
+    insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET_FILE", "/no/such/file")]), @"zerorun: CANDLE_ZERO_SECRET_FILE=/no/such/file cannot be used as the secret of the hosts: the file cannot be read: No such file or directory (os error 2)");
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn the_port_is_open_at_the_first_hosts_address_alone() {
     elsewhere.args(["--nnodes", "2", "--node_rank", "0", "--master_addr", "192.0.2.1", "./train"]);
     let output = elsewhere.current_dir(folder.path()).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    insta::assert_snapshot!(stderr(&output).trim_end(), @"zerorun: --master_addr 192.0.2.1 is 192.0.2.1, which is no address of this host, and --node_rank 0 is the host at which the others are awaited; give --master_addr this host's address, or, where the others reach it through another one (NAT, a container's published port, a service), give --bind_addr one of this host beside it, for example 0.0.0.0");
+    insta::assert_snapshot!(stderr(&output).trim_end(), @"zerorun: --master_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at another one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
 
     // Behind NAT, the port is open to everyone who can reach the host. Without a secret, a warning is printed.
     let options = "--nnodes 2 --node_rank 0 --bind_addr 0.0.0.0 --timeout 1s";
@@ -108,8 +108,11 @@ fn the_port_is_open_at_the_first_hosts_address_alone() {
         said(&output.output().unwrap(), port)
     };
     let warning = of(None);
-    insta::assert_snapshot!(warning.lines().next().unwrap(), @"zerorun: warning: whoever reaches port PORT of 0.0.0.0 can take a host's place in this job, as CANDLE_ZERO_SECRET is not set; set it to one value on every host, for example what `openssl rand -hex 32` prints");
-    assert!(warning.contains("of 2 hosts, 1 came within 1 s"), "the first host comes to its own port: {warning}");
+    insta::assert_snapshot!(warning.lines().next().unwrap(), @"zerorun: warning: anyone who can reach port PORT of 0.0.0.0 can take a host's place in this job, because CANDLE_ZERO_SECRET is not set; set it to the same value on every host, for example the output of `openssl rand -hex 32`");
+    assert!(
+        warning.contains("1 of 2 hosts connected within 1 s"),
+        "the first host connects to its own port: {warning}"
+    );
     assert!(!of(Some(SECRET)).contains("warning"));
 }
 
@@ -125,7 +128,7 @@ fn a_hostfiles_launchers_get_the_secret_over_their_standard_input_and_ranks_do_n
         command.args(["--master_port", &free_port().to_string(), "--hostfile", "hosts", "--force_multi", "./train"]);
         let output = command.current_dir(folder.path()).output().unwrap();
         assert!(output.status.success(), "{}{}", stdout(&output), stderr(&output));
-        assert!(!stderr(&output).contains("warning: whoever"), "{}", stderr(&output));
+        assert!(!stderr(&output).contains("warning: anyone"), "{}", stderr(&output));
         for file in ["commands", "env.0", "env.1"] {
             let text = std::fs::read_to_string(folder.path().join(file)).unwrap();
             assert!(!text.contains(SECRET) && !text.contains("CANDLE_ZERO_SECRET"), "{file}: {text}");

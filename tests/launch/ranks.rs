@@ -135,7 +135,7 @@ fn the_first_failure_gives_the_exit_code_and_all_others_are_stopped_within_5_sec
             "zerorun:   rank 0: stopped by zerorun with SIGTERM",
             "zerorun:   rank 2: killed by zerorun with SIGKILL (SIGTERM did not help)",
             "zerorun:   rank 3: ended with exit code 9 by itself",
-            "zerorun:   rank 4: had finished before",
+            "zerorun:   rank 4: had already finished",
         ]
     );
     wait_until_gone(&pids(dir.path(), 3));
@@ -217,7 +217,7 @@ fn features_for_what_is_built_already_are_said_to_have_no_effect() {
     let program = program(dir.path(), "built", "echo runs");
     let output = zerorun().args(["--features", "cuda"]).arg(&program).output().unwrap();
     assert_eq!((output.status.code(), stdout(&output).as_str()), (Some(0), "runs\n"));
-    let told = format!("zerorun: --features cuda has no effect: {} is built already\n", program.display());
+    let told = format!("zerorun: --features cuda has no effect: {} is already built\n", program.display());
     assert_eq!(stderr(&output), told);
 }
 
@@ -240,7 +240,7 @@ fn wrong_things_to_start_are_refused_with_exit_code_2() {
     insta::assert_snapshot!(refusal(&["train"]), @"zerorun: cannot start train: there is no such file here and no program of that name on the PATH; did you mean train.rs?");
     insta::assert_snapshot!(refusal(&["data.json"]), @"zerorun: cannot start data.json: its name does not end in .rs and it is not executable; give a Rust file (.rs) or an executable");
     insta::assert_snapshot!(refusal(&["."]), @"zerorun: cannot start .: it is a folder; give a Rust file (.rs) or an executable");
-    insta::assert_snapshot!(refusal(&["open.rs"]), @"zerorun: open.rs:1: the frontmatter that begins here has no end; close it with a line `---`");
+    insta::assert_snapshot!(refusal(&["open.rs"]), @"zerorun: open.rs:1: the frontmatter that begins here is not closed; close it with a line `---`");
     insta::assert_snapshot!(refusal(&["--num_ranks", "none", "train.rs"]), @r#"
     zerorun: invalid value 'none' for '--num_ranks <N>': give a number from 1 to 1024, or `auto`, `cpu` or `gpu`
 

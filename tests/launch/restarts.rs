@@ -90,7 +90,7 @@ fn a_job_that_fails_twice_goes_well_at_the_third_start() {
     assert_eq!(lines, ["[rank 0] 2 2 2", "[rank 1] 2 2 2"]);
     assert_eq!(script.worlds(), [2, 2, 2]);
     let different = |name: &str| (0..3).map(|start| script.read(&format!("{name}.{start}"))).collect::<BTreeSet<_>>();
-    assert_eq!(different("shm").len(), 3, "each start has shared memory of its own");
+    assert_eq!(different("shm").len(), 3, "each start has its own shared memory");
     assert!(different("port").len() > 1, "{:?}", different("port"));
 }
 
@@ -141,7 +141,7 @@ fn when_the_restarts_are_used_up_the_last_run_gives_the_exit_code_and_the_report
             "zerorun: rank 0 failed: it ended with exit code 10 after T s; restart 1 of 2 with 1 rank in 0.2 s",
             "zerorun: rank 0 failed: it ended with exit code 11 after T s; restart 2 of 2 with 1 rank in 0.4 s",
             "zerorun: rank 0 failed: it ended with exit code 12 after T s",
-            "zerorun: no restart is left: --max_restarts 2 is used up",
+            "zerorun: no restarts are left: --max_restarts 2 is exhausted",
         ]
     );
     assert_eq!(script.worlds(), [1, 1, 1]);

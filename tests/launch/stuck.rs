@@ -63,7 +63,7 @@ fn a_signal_after_the_last_rank_has_ended_ends_the_wait_for_a_reader() {
     let program = program(dir.path(), "talks", "head -c 300000 /dev/zero | tr '\\0' '\\n'; echo $$ > $DIR/pid.$RANK");
     let mut child = start(zerorun().args(["-n", "2"]).arg(&program).env("DIR", dir.path()));
     wait_until_full(child.stdout.as_ref().unwrap());
-    assert_eq!(child.try_wait().unwrap(), None, "a reader may still come");
+    assert_eq!(child.try_wait().unwrap(), None, "a reader may still appear");
     send(Signal::TERM, &child);
     assert!(!end_of(&mut child).success());
 }

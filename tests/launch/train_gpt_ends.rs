@@ -79,7 +79,7 @@ fn a_signal_ends_training_after_a_checkpoint_of_one_step_on_all_ranks() {
         let step: u64 = end.split_once("step ").unwrap().1.split_once(' ').unwrap().0.parse().unwrap();
         let latest = std::fs::read_to_string(folder.path("saved/latest")).unwrap();
         assert_eq!(latest.trim(), format!("global_step{step}"), "{text}");
-        assert_eq!(folder.losses().len() as u64, step, "no step is lost, none is there twice");
+        assert_eq!(folder.losses().len() as u64, step, "no step is lost or repeated");
     }
     // The second run has continued where the first one ended.
     assert!(std::fs::read_dir(folder.path("saved")).unwrap().count() >= 3);
@@ -94,7 +94,7 @@ fn a_rank_whose_output_cannot_be_written_ends_with_an_error_and_no_panic() {
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     let message = "error: cannot write to standard output: No space left on device (os error 28)";
     assert!(stderr(&output).contains(message) && !stderr(&output).contains("panicked"), "{}", stderr(&output));
-    assert!(folder.path("done.safetensors").is_file(), "what was trained is there");
+    assert!(folder.path("done.safetensors").is_file(), "the trained weights are written");
 }
 
 #[test]

@@ -133,7 +133,7 @@ impl Hosts {
         for name in &self.names {
             while ip(&["-n", name, "-brief", "link", "show", "cable"])?.split_whitespace().nth(1) != Some("UP") {
                 if Instant::now() > until {
-                    return Err(format!("the cable of {name} is not in after 20 s"));
+                    return Err(format!("the cable of {name} is not detected after 20 s"));
                 }
                 std::thread::sleep(Duration::from_millis(20));
             }

@@ -1,4 +1,4 @@
-//! `zerorun bench disk`: it runs, its numbers are numbers, it leaves nothing behind, and it says what is wrong.
+//! `zerorun bench disk`: it runs, its numbers are finite, it leaves nothing behind, and it reports mistakes.
 
 use crate::support::processes::{stderr, stdout, zerorun};
 use serde_json::Value;
@@ -17,7 +17,7 @@ fn is_empty(path: &Path) -> bool {
     std::fs::read_dir(path).unwrap().next().is_none()
 }
 
-/// Every number in `value`, with its place.
+/// Collects every number in `value`, with its place.
 fn numbers(value: &Value, place: &str, found: &mut Vec<(String, f64)>) {
     match value {
         Value::Number(number) => found.push((place.to_string(), number.as_f64().unwrap())),
@@ -40,12 +40,12 @@ fn every_pass_has_a_speed_and_nothing_is_left() {
     let result: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(result["bytes"], 24 << 20);
     assert_eq!(result["aio"]["queue_depth"], 3);
-    // Adam with bf16: 16 bytes per element in files, 28 on their way.
+    // Adam with bf16: 16 bytes per element in files, 28 transferred.
     assert_eq!(result["step"]["bytes"], (24 << 20) / 16 * 28);
     let mut found = Vec::new();
     numbers(&result, "", &mut found);
     for (place, number) in found {
-        // JSON has no infinity: what is not finite would be null.
+        // JSON has no infinity: a number that is not finite would be null.
         assert!(number > 0.0 || place == ".cached_at_start", "{place}: {number}");
     }
     for timing in ["/sequential/0/write", "/step/plain/0", "/step/pipeline/3", "/step/update", "/sweep/14"] {
@@ -63,7 +63,7 @@ fn a_size_that_is_no_multiple_of_anything_gives_a_table() {
     let output = bench(folder.path(), &["--size", "1234567"]);
     assert!(output.status.success(), "{}", stderr(&output));
     let table = stdout(&output);
-    for words in ["sequential", "plain loop", "engine, pipeline_read, pipeline_write", "update alone"] {
+    for words in ["sequential", "plain loop", "engine, pipeline_read, pipeline_write", "update only"] {
         assert!(table.contains(words), "{table}");
     }
     assert!(is_empty(folder.path()));
@@ -78,7 +78,7 @@ fn what_cannot_be_measured_is_said_before_anything_is_written() {
         (file.clone(), "1MiB", "it is a file"),
         (folder.path().to_owned(), "0", "give 1MiB or more"),
         (folder.path().to_owned(), "1000000TiB", "bytes are missing"),
-        (folder.path().to_owned(), "9999999999TiB", "no disk is as large"),
+        (folder.path().to_owned(), "9999999999TiB", "no disk is this large"),
     ];
     for (path, size, words) in cases {
         let output = bench(&path, &["--size", size]);

@@ -1,4 +1,4 @@
-//! `zerorun check` and `zerorun schema`: what a user sees of a configuration without a job.
+//! `zerorun check` and `zerorun schema`: what a user learns about a configuration without a job.
 
 use crate::support::processes::{stderr, stdout, zerorun};
 use serde_json::{Value, json};
@@ -16,7 +16,7 @@ fn run(folder: &Path, file: &str, more: &[&str]) -> Output {
     zerorun().current_dir(folder).args(["check", file]).args(more).output().unwrap()
 }
 
-/// The text for a configuration that a job would not take.
+/// Returns the text for a configuration that a job would not accept.
 fn refused(text: impl AsRef<[u8]>) -> String {
     let output = check(text, &[]);
     assert_eq!(output.status.code(), Some(2));

@@ -16,7 +16,7 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Saves checkpoints `tags` of an untrained model from two ranks, and exports its parameters as the result.
+/// Saves checkpoints `tags` of an untrained model from two ranks. Returns the file of its exported parameters.
 fn save_model<M: 'static>(
     dir: &Path,
     tags: &[&str],
@@ -24,7 +24,7 @@ fn save_model<M: 'static>(
     build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M> + Sync,
 ) -> PathBuf {
     let exported = dir.join("exported.safetensors");
-    // An export of another model is not replaced.
+    // The export of another model would not be replaced.
     _ = std::fs::remove_file(&exported);
     let ranks = threads::run(2, |comm| -> Result<()> {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
@@ -55,7 +55,7 @@ fn json_of(output: &Output) -> Value {
     serde_json::from_str(&stdout(output)).unwrap()
 }
 
-/// The length of the file must stay.
+/// Changes a file without changing its length.
 fn flip_last_byte(file: &Path) {
     let mut bytes = std::fs::read(file).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
@@ -72,7 +72,7 @@ fn a_whole_checkpoint_is_told_in_words_and_in_json() {
     for words in ["first", "(latest)", "2 ranks at stage 2, f32", "AdamW", "fp32, exp_avg, exp_avg_sq", "epoch, note"] {
         assert!(text.contains(words), "{words}: {text}");
     }
-    assert!(text.contains("whole: manifest, lengths and headers"), "{text}");
+    assert!(text.contains("complete: manifest, lengths and headers"), "{text}");
 
     let output = inspect(dir.path(), &["--tag", "first", "--verify", "--json"]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
@@ -86,7 +86,7 @@ fn a_whole_checkpoint_is_told_in_words_and_in_json() {
     let bytes: u64 = files.filter(|f| f.file_name() != "manifest.json").map(|f| f.metadata().unwrap().len()).sum();
     assert_eq!(one["bytes"], bytes);
 
-    // The folder of a tag is as good.
+    // The folder of a tag is accepted too.
     let output = inspect(&dir.path().join("first"), &["--json"]);
     assert_eq!(json_of(&output)["checkpoint"]["tag"], "first");
     assert_eq!(output.status.code(), Some(0));
@@ -121,7 +121,7 @@ fn inspect_lists_buffers_with_type_and_shape() {
         assert!(rows.contains(&row), "{row:?}: {text}");
     }
     assert!(text.contains("in 3 files"), "{text}");
-    // A checkpoint without any has none, and a damaged file is told.
+    // A checkpoint without buffers lists none, and a damaged file is reported.
     save(&dir.path().join("other"), &["plain"]);
     assert_eq!(json_of(&inspect(&dir.path().join("other"), &["--json"]))["checkpoint"]["buffers"], json!([]));
     flip_last_byte(&dir.path().join("tag/buffers.safetensors"));
@@ -138,7 +138,7 @@ fn damage_is_told_by_file_and_exit_code_1() {
     save(dir.path(), &["tag"]);
     let file = |rank: usize| dir.path().join(format!("tag/rank_0000{rank}_of_00002.safetensors"));
 
-    // Data that is not what was written shows only when it is read.
+    // Changed data is detected only when it is read.
     flip_last_byte(&file(1));
     assert_eq!(inspect(dir.path(), &[]).status.code(), Some(0));
     let output = inspect(dir.path(), &["--verify"]);
@@ -146,7 +146,7 @@ fn damage_is_told_by_file_and_exit_code_1() {
     let text = stdout(&output);
     assert!(text.contains("rank_00001_of_00002") && text.contains("are damaged: they have another checksum"), "{text}");
 
-    // Every damaged file is told.
+    // Every damaged file is reported.
     std::fs::remove_file(file(0)).unwrap();
     let output = inspect(dir.path(), &["--verify", "--json"]);
     assert_eq!(output.status.code(), Some(1));
@@ -154,7 +154,7 @@ fn damage_is_told_by_file_and_exit_code_1() {
     assert_eq!((one["problems"].as_array().unwrap().len(), &one["whole"]), (2, &json!(false)));
     assert!(one["problems"][0].as_str().unwrap().contains("the file is missing"), "{one}");
 
-    // The folder of a tag that has lost its manifest is one all the same.
+    // The folder of a tag that has lost its manifest still counts as one.
     std::fs::remove_file(dir.path().join("tag/manifest.json")).unwrap();
     for path in [dir.path().to_owned(), dir.path().join("tag")] {
         let output = inspect(&path, &[]);
@@ -226,7 +226,7 @@ fn consolidate(dir: &Path, out: &Path, more: &[&str]) -> Output {
     zerorun().arg("consolidate").arg(dir).arg(out).args(more).output().unwrap()
 }
 
-/// All tensors of a file, by name.
+/// Returns all tensors of a file, by name.
 fn tensors(file: &Path) -> BTreeMap<String, Tensor> {
     candle_core::safetensors::load(file, &Device::Cpu).unwrap().into_iter().collect()
 }
@@ -244,7 +244,7 @@ fn read_json(file: &Path) -> Value {
     serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap()
 }
 
-/// Whether `found` are the exported parameters, rounded to `dtype`, with `prefix` before their names.
+/// Checks that `found` are the exported parameters, rounded to `dtype`, with `prefix` before their names.
 fn assert_exported(found: &BTreeMap<String, Tensor>, exported: &Path, dtype: DType, prefix: &str) {
     let expected = tensors(exported);
     assert_eq!(found.len(), expected.len());
@@ -265,14 +265,14 @@ fn consolidated_values_are_the_exported_ones_rounded_as_asked() {
         assert_exported(&tensors(&out.join("model.safetensors")), &exported, dtype, "");
         assert!(stdout(&output).contains("There is no config.json: its parameters are not"), "{}", stdout(&output));
     }
-    // Nothing stays beside them.
+    // Nothing else is left next to them.
     assert_eq!(names_in(&dir.path().join("deep")).len(), 3);
 }
 
 #[test]
 fn a_parameter_of_several_pieces_is_whole() {
     let dir = folder();
-    // Pieces are 4 Mi elements, and end neither where a rank's shard nor where a checksum's block ends.
+    // Pieces have 4 Mi elements. Their ends are neither those of a rank's shard nor those of a checksum's block.
     let init = candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 };
     let exported = save_model(dir.path(), &["tag"], &Value::Null, |vb| {
         Ok((vb.get_with_hints(3, "short", init)?, vb.get_with_hints(4_500_001, "long", init)?))
@@ -288,7 +288,7 @@ fn above_the_limit_an_index_names_the_file_of_every_parameter() {
     let dir = folder();
     let exported = save(dir.path(), &["tag"]);
     let (out, limit) = (dir.path().join("out"), 2000);
-    // An empty folder is as good as none.
+    // An empty folder is accepted.
     std::fs::create_dir(&out).unwrap();
     let output = consolidate(&dir.path().join("tag"), &out, &["--max_shard_size", "2KB"]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
@@ -305,7 +305,7 @@ fn above_the_limit_an_index_names_the_file_of_every_parameter() {
         total += bytes;
         for (name, tensor) in found {
             assert_eq!(map[&name], *file);
-            assert!(all.insert(name.clone(), tensor).is_none(), "{name} is twice there");
+            assert!(all.insert(name.clone(), tensor).is_none(), "{name} occurs twice");
         }
     }
     assert_eq!(all.len(), map.len());
@@ -397,7 +397,7 @@ fn a_llama_that_its_client_state_describes_has_a_config() {
         assert_eq!((&json["num_key_value_heads"], &json["max_position_embeddings"]), (&json!(2), &json!(128)));
         assert_eq!(json["tie_word_embeddings"], tie_word_embeddings);
 
-        // Sizes of another model are not believed.
+        // Sizes that do not match the model are rejected.
         model["num_hidden_layers"] = json!(u64::MAX);
         let dir = folder();
         save_model(dir.path(), &["tag"], &json!({"model": model}), |vb| Llama::new(&config, vb));
@@ -430,7 +430,7 @@ fn nothing_is_overwritten_and_nothing_is_left_of_what_fails() {
         assert_eq!(stdout(&output), "");
     }
     flip_last_byte(&dir.path().join("tag/rank_00000_of_00002.safetensors"));
-    // The last bytes are of the optimizer's state, in the one block that also has the parameters.
+    // The last bytes are optimizer state, in the only block, which also contains the parameters.
     let output = consolidate(dir.path(), &absent, &[]);
     assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
     assert!(stderr(&output).contains("are damaged: they have another checksum"), "{}", stderr(&output));
@@ -450,7 +450,7 @@ fn a_value_that_f16_cannot_hold_is_told_by_its_parameter() {
     assert!(!out.exists());
 }
 
-/// For scripts/check_consolidated.sh: consolidated models with the logits that they give here.
+/// Writes consolidated models and the logits that they give here, for scripts/check_consolidated.sh.
 #[test]
 #[ignore = "writes into the folder CANDLE_ZERO_CONSOLIDATED, for scripts/check_consolidated.sh"]
 fn models_and_logits_for_transformers() {
@@ -473,7 +473,7 @@ fn models_and_logits_for_transformers() {
     }
 }
 
-/// `dir/model` as consolidated, and `dir/logits.safetensors` with ids and logits.
+/// Writes the consolidated model to `dir/model`, and ids and logits to `dir/logits.safetensors`.
 fn for_transformers<M: 'static>(
     dir: &Path,
     client_state: &Value,

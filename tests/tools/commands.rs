@@ -8,7 +8,7 @@ fn printed(words: &[&str]) -> String {
     stdout(&output)
 }
 
-/// The names in the list of commands of `zerorun --help`.
+/// Returns the names in the list of commands of `zerorun --help`.
 fn commands() -> Vec<String> {
     let help = printed(&["--help"]);
     let list = help.split("Commands (").nth(1).unwrap().split("\n\n").next().unwrap();
@@ -49,5 +49,5 @@ fn every_command_has_a_manual_page() {
     }
     let output = zerorun().args(["man", "fine"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(stderr(&output).contains("there is no command fine; commands are bench"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("there is no command fine; the commands are bench"), "{}", stderr(&output));
 }

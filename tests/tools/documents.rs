@@ -1,9 +1,9 @@
-//! The lists that lead a newcomer are complete: the table of the sources and the indexes of the documents.
+//! The lists that guide a newcomer are complete: the table of the sources and the indexes of the documents.
 
 use crate::support::processes::repository;
 use std::path::Path;
 
-/// The `wanted` names in `folder`, relative to the package.
+/// Returns the `wanted` names in `folder`, relative to the repository.
 fn names(folder: &str, wanted: impl Fn(&Path) -> Option<String>) -> Vec<String> {
     let folder = repository().join(folder);
     let mut names: Vec<String> =
@@ -41,6 +41,6 @@ fn the_list_names_every_source_and_document() {
     for (file, names) in lists {
         let list = text(file);
         let missing: Vec<_> = names.iter().filter(|name| !list.contains(*name)).collect();
-        assert!(names.len() > 5 && missing.is_empty(), "{file} has no word of {missing:?}");
+        assert!(names.len() > 5 && missing.is_empty(), "{file} does not mention {missing:?}");
     }
 }

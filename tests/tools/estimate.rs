@@ -14,15 +14,15 @@ use candle_zero::{Engine, EngineBuilder};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// What a rank has counted.
+/// The counts of a rank.
 struct Counted {
     memory: MemoryReport,
-    /// After some steps, and some more.
+    /// After some steps, and after some more.
     comm: [CommReport; 2],
     disk: [OffloadReport; 2],
 }
 
-/// Steps until the first count, and from there to the second.
+/// The number of steps before the first count, and from there to the second.
 const STEPS: [usize; 2] = [3, 2];
 
 fn train<A: Architecture<Config: Sync>>(
@@ -72,7 +72,7 @@ fn config(accumulation: usize, zero: Value, more: Value) -> Value {
         "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_allow_untested_optimizer": true,
-        // An estimate counts steps as they are after the first.
+        // An estimate describes steps after the first.
         "gradient_check": false,
         "zero_optimization": zero,
     });
@@ -80,8 +80,8 @@ fn config(accumulation: usize, zero: Value, more: Value) -> Value {
     config
 }
 
-/// Compares all rows and what a step moves. Gradients on their way to a file are in memory for as long as the disk
-/// takes: of them the estimate says at most how many.
+/// Compares all rows and the bytes that a step moves. Gradients that are being written to a file stay in memory until
+/// the disk is done: the estimate gives their maximum.
 fn compare(estimate: &Estimate, ranks: &[Counted], what: &str) {
     for counted in ranks {
         let (expected, found) = (&estimate.memory, &counted.memory);
@@ -146,13 +146,13 @@ fn stages_in_memory_are_counted_to_the_byte() {
         (3, 4, 2, bf16()),
         (3, 2, 1, json!({})),
         (3, 1, 1, json!({})),
-        // Sizes that three ranks do not divide: shards are padded.
+        // Sizes that are not divisible by three: shards are padded.
         (1, 3, 1, bf16()),
         (3, 3, 1, json!({})),
     ] {
         let mut zero = json!({"stage": stage});
         check::<GptLayers>("nano", &nano(), world, &config(accumulation, zero.clone(), more.clone()), None);
-        // Small buckets, nothing kept that may be released, and the other ways of all that can be chosen.
+        // Small buckets, everything released that can be, and the other choice of every option.
         zero.as_object_mut().unwrap().extend(
             json!({
                 "reduce_bucket_size": 20_000, "allgather_bucket_size": 30_000, "sub_group_size": 100_000,
@@ -192,7 +192,7 @@ fn frozen_and_packed_parameters_are_counted_to_the_byte() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let nvme = json!({"device": "nvme", "nvme_path": folder.path(), "max_in_cpu": 150_000});
     let offload = json!({"device": "nvme", "nvme_path": folder.path(), "pipeline_read": true});
-    // Patterns, and the same as a rule: the base of a head, every other unit, and what is in units.
+    // Patterns, and the same selection as a rule: all but the head, every other unit, and the matrices in units.
     let base: (&[&str], fn(&str) -> bool) = (&["w*", "h.*"], |name| name.starts_with('w') || name.starts_with("h."));
     let others: (&[&str], fn(&str) -> bool) =
         (&["h.0.*", "h.2.*"], |name| name.starts_with("h.0.") || name.starts_with("h.2."));
@@ -348,7 +348,7 @@ fn muon_is_counted_to_the_byte_as_its_first_rank_has_it() {
         let shapes = Shapes::preset("nano").unwrap();
         let options = EstimateOptions { disk_access: Some(DiskAccess::Cached), ..EstimateOptions::default() };
         let estimate = Estimate::with(&shapes, &Config::load(config.clone(), world).unwrap(), options).unwrap();
-        // In a batch the costliest matrix is the first rank's.
+        // In a batch, the first rank has the costliest matrix.
         let ranks = train::<GptLayers>(world, &nano(), &config, options.disk_access);
         compare(&estimate, &ranks[..1], &format!("{world} ranks, {config}"));
     }
@@ -398,13 +398,13 @@ fn a_model_of_any_size_is_estimated_at_once() {
     let config = Config::load(config(1000, zero, bf16()), 64).unwrap();
     let estimate = Estimate::new(&shapes, &config).unwrap();
     let psi = 68_976_648_192.0 / 64.0;
-    // Master weights, two moments and gradients; room is rounded up to pages.
+    // Master weights, two moments and gradients; sizes are rounded up to pages.
     let padding = estimate.file_bytes() as f64 / (14.0 * psi) - 1.0;
     assert!((0.0..0.001).contains(&padding), "{padding}");
     assert!(start.elapsed().as_secs_f64() < 5.0, "{:?}", start.elapsed());
 }
 
-/// A safetensors file of `tensors`, its data all zeros.
+/// Writes a safetensors file of `tensors` whose data is all zeros.
 fn write_safetensors(path: &Path, tensors: &[(String, Vec<usize>)]) {
     let mut header = serde_json::Map::new();
     let mut end = 0;
@@ -417,7 +417,7 @@ fn write_safetensors(path: &Path, tensors: &[(String, Vec<usize>)]) {
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header);
     std::fs::write(path, bytes).unwrap();
-    // A hole: nothing of the data is on the disk, and nothing of it may be read.
+    // A sparse file: none of the data is on the disk, and none of it may be read.
     let file = std::fs::OpenOptions::new().append(true).open(path).unwrap();
     file.set_len(file.metadata().unwrap().len() + end as u64).unwrap();
 }
@@ -447,7 +447,7 @@ fn a_file_of_weights_gives_what_its_model_gives() {
 #[test]
 fn an_index_stands_for_its_files_and_no_data_is_read() {
     let folder = tempfile::tempdir().unwrap();
-    // 40 GB that are not there.
+    // 40 GB that take no space on the disk.
     let block = |i: usize| (format!("model.layers.{i}.w"), vec![50_000, 10_000]);
     write_safetensors(&folder.path().join("a.safetensors"), &(0..10).map(block).collect::<Vec<_>>());
     write_safetensors(&folder.path().join("b.safetensors"), &(10..20).map(block).collect::<Vec<_>>());

@@ -1,4 +1,4 @@
-//! `zerorun estimate`: what a run needs, before it runs.
+//! `zerorun estimate`: the needs of a run, before it starts.
 
 use crate::support::processes::{stderr, stdout, zerorun};
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ fn estimate(args: &[&str]) -> Output {
     zerorun().arg("estimate").args(args).output().unwrap()
 }
 
-/// A configuration in a folder that is removed when it is dropped.
+/// A configuration in a folder, which is removed when the value is dropped.
 fn config(zero: &Value) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = folder.path().join("ds_config.json");
@@ -34,7 +34,7 @@ fn a_model_is_estimated_in_words_and_as_json() {
         "gradients                              -       118.7 MiB",
         "master weights                 237.4 MiB       237.4 MiB",
         "moments                        474.7 MiB       474.7 MiB",
-        "formula of the paper             1.0 GiB",
+        "the paper's formula              1.0 GiB",
         "not included:\n- activations",
     ] {
         assert!(text.contains(line), "{line}: {text}");
@@ -46,7 +46,7 @@ fn a_model_is_estimated_in_words_and_as_json() {
     assert_eq!((&all["model"], &all["units"]), (&json!("gpt2"), &json!(12)));
     assert_eq!(all["memory"]["parameters"], 124_439_808);
     assert_eq!(all["memory"]["rows"][0]["device"]["held"], 2 * 124_439_808);
-    // States are where the model computes, unless they are offloaded.
+    // States are on the model's device unless they are offloaded.
     assert_eq!(all["memory"]["rows"][3]["device"]["held"], 8 * 124_439_808 / 2);
     assert_eq!(all["deepspeed"]["stage 2, optimizer offloaded"]["gpu_bytes"], 2 * 124_439_808);
     assert_eq!(all["totals"]["file"], 0);
@@ -61,13 +61,13 @@ fn model_state_is_compared_with_a_named_gpu() {
     let args = ["--model", "llama-2-7b", "--ds_config", file.to_str().unwrap(), "-n", "2", "--gpu"];
     let text = stdout(&estimate(&[&args[..], &["rtx4090"]].concat()));
     let verdict =
-        "of the 24.0 GiB of each GPU (rtx4090) model state takes at most 13.0 GiB: it fits, and 10.9 GiB are left";
+        "of the 24.0 GiB of each GPU (rtx4090), model state takes at most 13.0 GiB: it fits, and 10.9 GiB is left";
     assert!(text.contains(verdict), "{text}");
     let output = estimate(&[&args[..], &["8GiB", "--json"]].concat());
     let all: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(all["gpu"], json!({"name": "8GiB", "bytes": 8u64 << 30, "fits": false}));
     let output = estimate(&[&args[..], &["h101"]].concat());
-    assert!(!output.status.success() && stderr(&output).contains("known are t4, "), "{}", stderr(&output));
+    assert!(!output.status.success() && stderr(&output).contains("known GPUs are t4, "), "{}", stderr(&output));
 }
 
 #[test]
@@ -165,9 +165,9 @@ fn hosts_add_their_bytes_a_step_and_a_table() {
     sum                                   19         4.0 MiB         4.0 MiB
 
     messages between hosts take 73.2 ms of a step
-    a step takes 139.7 ms: 100.0 ms as on one host, and 39.7 ms of waiting for others
+    a step takes 139.7 ms: 100.0 ms as on one host, and 39.7 ms waiting for others
 
-    hosts                ranks              step        efficiency       into a host  memory of a rank
+    hosts                ranks              step        efficiency       into a host   memory per rank
     1                        4          100.0 ms           100.0 %                 -           5.2 MiB
     2                        8          139.7 ms            71.6 %           4.0 MiB           3.7 MiB
     4                       16          149.1 ms            67.1 %           5.6 MiB           3.0 MiB
@@ -179,15 +179,15 @@ fn hosts_add_their_bytes_a_step_and_a_table() {
     256                   1024          547.4 ms            18.3 %           7.0 MiB           2.4 MiB
     ");
     assert!(
-        text.contains("- each host's cable carries 1Gbit,1ms in each direction at a time: 119.6 MB of data"),
+        text.contains("- each host's link carries 1Gbit,1ms in each direction at a time: 119.6 MB of data"),
         "{text}"
     );
 
     let text = run(&[]);
-    assert!(text.contains("--step SECONDS or --measured FILE.jsonl, of one host, adds the rest"), "{text}");
-    assert!(text.contains("carries 10Gbit,50us in each direction at a time, as --network does not say"), "{text}");
+    assert!(text.contains("--step SECONDS or --measured FILE.jsonl, measured on one host, adds the rest"), "{text}");
+    assert!(text.contains("carries 10Gbit,50us in each direction at a time, the default of --network"), "{text}");
 
-    // The metrics of a run of four ranks, in which each step but the first takes 100 ms.
+    // The metrics of a run on four ranks, in which each step except the first takes 100 ms.
     let metrics = file.with_file_name("metrics.jsonl");
     let step = |n: u64| json!({"step": n, "forward_ms": if n == 0 { 900.0 } else { 30.0 }, "backward_ms": 60.0, "step_ms": 10.0});
     let lines = (0..9).map(step).chain([json!({"summary": true, "world_size": 2})]);
@@ -204,7 +204,7 @@ fn hosts_add_their_bytes_a_step_and_a_table() {
     assert!((alone - 0.1).abs() < 1e-9 && step > alone && step < 0.12, "{alone} {step}");
     let assumed = all["assumed"].to_string();
     assert!(
-        assumed.contains("the medians of 6 measured steps") && assumed.contains("as those measured, of 2"),
+        assumed.contains("the medians of 6 measured steps") && assumed.contains("as the measured steps on 2"),
         "{assumed}"
     );
 }

@@ -1,4 +1,4 @@
-//! `zerorun report` says what the system says.
+//! `zerorun report` matches what the system reports.
 
 use crate::support::cluster::Mpi;
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -23,7 +23,7 @@ fn the_report_has_what_the_system_says() {
     assert!(report["memory"]["available"].as_u64().unwrap() <= report["memory"]["total"].as_u64().unwrap());
     let free = report["disk"]["free"].as_u64().unwrap();
     let now = rustix::fs::statvfs(folder.path()).unwrap();
-    // Others write meanwhile.
+    // Other processes write at the same time.
     assert!(free.abs_diff(now.f_bavail * now.f_frsize) < 20 << 30, "{free}");
     #[cfg(target_arch = "x86_64")]
     for (name, found) in [("avx2", is_x86_feature_detected!("avx2")), ("avx512f", is_x86_feature_detected!("avx512f"))]
@@ -32,7 +32,7 @@ fn the_report_has_what_the_system_says() {
     }
     assert_eq!(report["features"].as_array().unwrap().contains(&"cuda".into()), cfg!(feature = "cuda"));
     assert!(report["verdicts"].as_array().unwrap().len() >= 5);
-    // Nothing stays behind.
+    // Nothing is left behind.
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
@@ -44,17 +44,17 @@ fn the_text_has_a_line_of_each_and_memory_is_no_disk() {
     for start in ["candle-zero ", "system ", "processor ", "simd ", "memory ", "disk ", "gpu ", "- "] {
         assert!(text.lines().any(|line| line.starts_with(start)), "{start}: {text}");
     }
-    assert!(text.contains("the folder lies in memory"), "{text}");
+    assert!(text.contains("the folder is in memory"), "{text}");
 }
 
-/// Levels of SIMD, narrowest first.
+/// The SIMD levels, narrowest first.
 const LEVELS: [&str; 3] = ["portable", "avx2", "avx512"];
 
 fn report_at(level: &str) -> std::process::Output {
     zerorun().args(["report", "--json"]).env("CANDLE_ZERO_SIMD", level).output().unwrap()
 }
 
-/// The level, and those of this processor.
+/// Returns the level in use, and those of this processor.
 fn level_of(output: &std::process::Output) -> (String, Vec<String>) {
     assert!(output.status.success(), "{}", stderr(output));
     let report: Value = serde_json::from_str(&stdout(output)).unwrap();
@@ -98,7 +98,7 @@ fn an_engine_and_a_layer_without_one_refuse_a_wrong_level() {
     const HERE: &str = "an_engine_and_a_layer_without_one_refuse_a_wrong_level";
     const MESSAGE: &str = "environment variable CANDLE_ZERO_SIMD is `sse9`, which is not a SIMD level";
     if std::env::var("CANDLE_ZERO_SIMD").as_deref() != Ok("sse9") {
-        // The level is read once in a process: this test again in another one.
+        // The level is read once per process, so this test runs again in another one.
         let program = std::env::current_exe().unwrap();
         let output = std::process::Command::new(program).arg(HERE).env("CANDLE_ZERO_SIMD", "sse9").output().unwrap();
         assert!(output.status.success() && stdout(&output).contains("1 passed"), "{}", stdout(&output));
@@ -132,7 +132,7 @@ fn ranks_at_different_levels_are_told_apart() {
     std::fs::write(&script, text).unwrap();
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
     let output = zerorun().env("CANDLE_ZERO_SIMD", "auto").args(["-n", "2"]).arg(&script).output().unwrap();
-    // Where the best level is the portable one, the ranks agree, and each of them finds no error.
+    // If the best level is the portable one, the ranks agree, and neither finds an error.
     assert_eq!(output.status.success(), best != "portable", "{}{}", stdout(&output), stderr(&output));
 }
 
@@ -148,7 +148,7 @@ fn the_mpi_library_is_named_or_said_to_be_missing() {
     let told =
         |library: &str| stdout(&zerorun().arg("report").env("CANDLE_ZERO_MPI_LIBRARY", library).output().unwrap());
     let text = told("/no/such/libmpi.so");
-    // With the lines that it goes on in, none of which a terminal breaks.
+    // The row includes its continuation lines, none of which a terminal wraps.
     let line = |text: &str| {
         let from = text.lines().skip_while(|line| !line.starts_with("mpi "));
         let row: Vec<&str> =
@@ -157,7 +157,7 @@ fn the_mpi_library_is_named_or_said_to_be_missing() {
         row.iter().map(|line| line.trim_start()).collect::<Vec<_>>().join(" ")
     };
     insta::assert_snapshot!(line(&text), @"mpi          none (tried /no/such/libmpi.so, which CANDLE_ZERO_MPI_LIBRARY names (/no/such/libmpi.so: cannot open shared object file: No such file or directory))");
-    assert!(text.contains("no MPI library that can be used: ranks run on this host alone"), "{text}");
+    assert!(text.contains("no usable MPI library: ranks run only on this host"), "{text}");
     insta::assert_snapshot!(line(&told("libc.so.6")), @"mpi          none (libc.so.6 has no MPI_Init_thread: it is not an MPI library that this program can use; those of MPICH, Intel MPI and Open MPI 4 or later are)");
     match Mpi::Mpich.library() {
         Some(library) => {

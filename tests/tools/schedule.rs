@@ -1,4 +1,4 @@
-//! `zerorun schedule`: what a configuration's schedule does, without training.
+//! `zerorun schedule`: the effect of a configuration's schedule, without training.
 
 use crate::support::processes::{stderr, stdout, zerorun};
 use serde_json::{Value, json};
@@ -31,7 +31,7 @@ fn each_step_has_the_rate_and_the_betas_that_deepspeed_recorded() {
     let mut run = 0;
     for case in file["cases"].as_array().unwrap() {
         let single = case["group_lrs"].as_array().unwrap().len() == 1 && case["skipped_steps"].is_null();
-        // Where beta1 grows beyond 1, the tool stops.
+        // The tool stops when beta1 exceeds 1.
         if !single || case["optimizer"] != "Adam" || case["params"]["decay_mom_rate"].is_number() {
             continue;
         }
@@ -116,7 +116,7 @@ fn a_plot_shows_the_rate_and_a_momentum_that_changes() {
                +-----------------------
                 1               step 23
     ");
-    // What stays the same is one row, and no second picture.
+    // A constant value is plotted as one row, and there is no second plot.
     let text = stdout(&schedule(&adam(), &Value::Null, &["--steps", "1000000", "--plot"]));
     assert!(text.contains(&format!("1.000e-2 |{}\n", "*".repeat(64))) && !text.contains("beta1"), "{text}");
     assert_eq!(text.lines().count(), 4);

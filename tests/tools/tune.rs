@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::time::SystemTime;
 
-/// A folder with a configuration and a script in it.
+/// A folder that contains a configuration and a script.
 struct Folder(tempfile::TempDir);
 
-/// A script whose speed and memory follow from its configuration, and which fails at stage 1. It writes down its runs.
+/// A script whose speed and memory depend on its configuration, and which fails at stage 1. It records its runs.
 const SCRIPT: &str = r#"
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -90,15 +90,15 @@ fn the_fastest_within_the_limit_is_written_and_failures_are_rows() {
     assert!(output.status.success(), "{}", stderr(&output));
     let text = stdout(&output);
     let rows: Vec<&str> = text.lines().take_while(|line| !line.is_empty()).collect();
-    // Sorted by speed; steps 3 to 5 of a script that becomes faster count.
+    // Sorted by speed. Steps 3 to 5 count, and the script becomes faster.
     assert!(rows[0].starts_with("stage 2, micro batch 2, overlap_comm true, reduce_bucket_size 1000000000"), "{text}");
     assert!(rows[0].contains("3011 tokens/s, 3.0 ms a step, 2.9 KiB"), "{text}");
     let find = |start: &str| *rows.iter().find(|row| row.starts_with(start)).unwrap();
     assert!(find("stage 2, micro batch 4").contains("over the limit: it used 8.6 MiB"), "{text}");
     assert!(find("stage 1, micro batch 1").contains("failed: error: no memory is left"), "{text}");
-    // Where a micro batch fails, larger ones are not tried.
+    // If a micro batch fails, larger ones are not tried.
     assert!(!text.contains("stage 1, micro batch 2"), "{text}");
-    // 3 + 1 + 3 for the micro batches; then 2 other sizes for each kind of bucket, and the other value of two switches.
+    // 3 + 1 + 3 for the micro batches, then 2 other sizes of each kind of bucket, and the other value of two switches.
     assert_eq!((folder.runs(), folder.results().len(), rows.len()), (13, 13, 13), "{text}");
     assert_eq!(
         folder.best(),
@@ -114,7 +114,7 @@ fn the_fastest_within_the_limit_is_written_and_failures_are_rows() {
 #[test]
 fn those_close_to_the_fastest_are_measured_again_and_noise_is_told() {
     let folder = Folder::new(&json!({}));
-    // By turns faster and slower: by one run each the wrong one is the fastest.
+    // Alternately faster and slower: after one run each, the wrong one is the fastest.
     let script = std::fs::read_to_string(folder.path("script")).unwrap();
     let noise = "runs=$(wc -l < \"$(dirname \"$0\")/runs\")\n\
                  case $runs in 1) speed=960;; 2) speed=1010;; 3|5) speed=970;; *) speed=1020;; esac\nstep=0\n";
@@ -127,7 +127,7 @@ fn those_close_to_the_fastest_are_measured_again_and_noise_is_told() {
     assert_eq!((folder.runs(), folder.results().len()), (6, 6), "{text}{}", stderr(&output));
     assert!(text.starts_with("stage 0, micro batch 1  1023 tokens/s"), "{text}");
     assert!(text.contains(", 3 runs within "), "{text}");
-    assert!(text.contains("\nwithin the noise of these runs is also: stage 2, micro batch 1\n"), "{text}");
+    assert!(text.contains("\nalso within the noise of these runs: stage 2, micro batch 1\n"), "{text}");
     assert_eq!(folder.best()["zero_optimization"]["stage"], 0);
 }
 
@@ -138,7 +138,7 @@ fn a_search_that_was_stopped_goes_on() {
     let first = folder.tune_script(&args);
     assert_eq!(folder.runs(), 4);
     let best = folder.best();
-    // As if it had been stopped in the third experiment, and the disk had lost the end of a line.
+    // As if it had been stopped during the third experiment, and the end of a line had been lost.
     let path = folder.path("autotuning_results/results.jsonl");
     let text = std::fs::read_to_string(&path).unwrap();
     let lines: Vec<&str> = text.lines().collect();
@@ -147,7 +147,7 @@ fn a_search_that_was_stopped_goes_on() {
     let second = folder.tune_script(&args);
     assert_eq!((folder.runs(), folder.results().len()), (6, 4), "{}", stderr(&second));
     assert_eq!((stdout(&second), folder.best()), (stdout(&first), best));
-    // Nothing is left to do; with other settings of the runs, all is.
+    // Nothing is left to do. With other settings of the runs, everything is run again.
     folder.tune_script(&args);
     assert_eq!(folder.runs(), 6);
     folder.tune_script(&[&args[..], &["--steps", "4"]].concat());
@@ -165,7 +165,7 @@ fn the_section_of_the_configuration_counts() {
     let output = folder.tune(&["--stages", "0,2"], &folder.path("script"), &["--batch", "99", "--steps", "1000"]);
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stderr(&output).contains("autotuning.tuner_type: has no effect here"), "{}", stderr(&output));
-    // A micro batch of 2, and 4 is too many.
+    // A micro batch of 2 is tried; 4 exceeds the maximum.
     assert_eq!(std::fs::read_to_string(folder.path("runs")).unwrap(), "2\n2\n");
     let tried: Vec<_> = std::fs::read_dir(folder.path("tried")).unwrap().map(|e| e.unwrap().path()).collect();
     assert_eq!(tried.len(), 2);
@@ -183,7 +183,7 @@ fn a_run_that_hangs_is_ended_and_is_a_row() {
     assert!(stdout(&output).contains("stage 0, micro batch 1  failed: it took longer than 1 s"), "{}", stdout(&output));
     assert!(stderr(&output).contains("nothing is written"), "{}", stderr(&output));
     assert!(!folder.path("autotuning_results/best.json").exists());
-    // A larger micro batch needs not more time, and what failed is tried again with more of it.
+    // A larger micro batch does not need more time, so it is tried too. Failed runs are tried again.
     assert_eq!(folder.runs(), 3);
     let mut command = zerorun();
     command.current_dir(folder.0.path()).args(["tune", "--stages", "0", "--micro_batches", "1", "--fast", "script"]);
@@ -205,8 +205,8 @@ fn a_bare_zero_and_files_of_monitoring_do_not_stop_the_search() {
     assert!(output.status.success(), "{text}{}", stderr(&output));
     assert!(text.starts_with("stage 2, micro batch 2  "), "{text}");
     assert!(text.lines().next().unwrap().ends_with(", train batch 2"), "{text}");
-    assert!(text.contains("train batch 2, the original's is 1: the learning rate may need to change"), "{text}");
-    // Two runs more of each of the two fastest, both with a micro batch of 2.
+    assert!(text.contains("train batch 2, originally 1: the learning rate may need to change"), "{text}");
+    // Two more runs of each of the two fastest, both with a micro batch of 2.
     assert_eq!(std::fs::read_to_string(folder.path("runs")).unwrap(), "1\n2\n1\n2\n2\n2\n2\n2\n");
     assert_eq!((&folder.best()["zero_optimization"]["stage"], &folder.best()["csv_monitor"]), (&json!(2), &monitor));
 }
@@ -214,12 +214,12 @@ fn a_bare_zero_and_files_of_monitoring_do_not_stop_the_search() {
 #[test]
 fn early_stopping_counts_runs_since_the_first_that_went_well() {
     let folder = Folder::new(&json!({"autotuning": {"tuner_early_stopping": 2}}));
-    // Stage 1 fails; then stage 2 with the largest batch is best, and stage 0 has no gain.
+    // Stage 1 fails, then stage 2 with the largest batch is best, and stage 0 brings no gain.
     let args = ["--stages", "1,2,0", "--micro_batches", "1,4"];
     let output = folder.tune_script(&args);
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stderr(&output).contains("2 experiments without a gain"), "{}", stderr(&output));
-    // Its keys are not searched after that.
+    // Its other keys are not searched after that.
     assert_eq!(folder.runs(), 5, "{}", stdout(&output));
 }
 
@@ -231,7 +231,7 @@ fn a_search_that_is_under_way_keeps_others_out() {
     held.lock().unwrap();
     let output = folder.tune_script(&[]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(stderr(&output).contains("another search is under way in autotuning_results"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("another search is running in autotuning_results"), "{}", stderr(&output));
 }
 
 #[test]
@@ -253,7 +253,7 @@ fn the_bundled_example_is_tuned_within_a_limit_and_resumed() {
     assert_eq!(best["train_micro_batch_size_per_gpu"], fastest["changes"]["train_micro_batch_size_per_gpu"]);
     assert_eq!(best["seed"], 7);
 
-    // One experiment is forgotten: it alone is made again.
+    // One experiment is removed from the results: only that one is run again.
     let path = folder.path("autotuning_results/results.jsonl");
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.lines().take(3).map(|line| format!("{line}\n")).collect::<String>()).unwrap();
@@ -270,7 +270,7 @@ fn the_bundled_example_is_tuned_within_a_limit_and_resumed() {
     let after = times();
     assert_eq!((&before[..3], before[3] != after[3]), (&after[..3], true));
 
-    // The estimate knows that a state of 16 bytes for each parameter is too much, and nothing is run for it.
+    // By the estimate, a state of 16 bytes per parameter is too large, so nothing is run.
     let args = ["--memory_limit", "1MiB", "--stages", "0", "--micro_batches", "1", "--results_dir", "other"];
     let output = folder.tune(&args, &train_gpt, &["--model", "nano", "--sample", "0"]);
     assert_eq!(output.status.code(), Some(1));
@@ -279,7 +279,7 @@ fn the_bundled_example_is_tuned_within_a_limit_and_resumed() {
         "{}",
         stdout(&output)
     );
-    // A smaller one has room, but the whole process is larger.
+    // The state of a smaller model fits, but the complete process does not.
     let output = folder.tune(&args, &train_gpt, &small);
     assert!(stdout(&output).contains("stage 0, micro batch 1  over the limit: it used "), "{}", stdout(&output));
 }
@@ -294,7 +294,7 @@ fn what_is_wrong_ends_with_code_2_and_its_name() {
         (vec!["--stages", "4"], vec![], "--stages"),
         (vec!["--memory_limit", "much"], vec![], "--memory_limit"),
         (vec!["--stage", "3"], vec![], "--stage"),
-        (vec!["--out", "nowhere/best.json"], vec![], "nowhere, the folder of --out, is not there"),
+        (vec!["--out", "nowhere/best.json"], vec![], "nowhere, the folder of --out, does not exist"),
     ] {
         let output = folder.tune(&args, &script, &more);
         assert_eq!(output.status.code(), Some(2), "{words}: {}", stderr(&output));

@@ -27,7 +27,7 @@ fn every_row_of_every_precision_has_the_bits_of_stage_0() {
         let peaks: Vec<u64> = rows[..4].iter().map(|row| row["peak_bytes"].as_u64().unwrap()).collect();
         assert!(peaks.is_sorted_by(|a, b| a > b), "{peaks:?}");
     }
-    // The precisions are trainings of their own.
+    // The precisions give three different results.
     let trained: BTreeSet<&str> = rows.iter().map(|row| row["parameters"].as_str().unwrap()).collect();
     assert_eq!(trained.len(), 3);
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is left");
@@ -44,7 +44,8 @@ fn the_table_ends_with_a_verdict() {
     assert_eq!(lines.iter().filter(|line| line.ends_with("  same")).count(), 15, "{text}");
     assert_eq!(
         lines[19],
-        "All the same bits: in each precision every loss and every parameter of 1 step on 1 rank is that of stage 0."
+        "All bits are the same: in each precision, every loss and every parameter of 1 step on 1 rank is that of stage \
+         0."
     );
     assert!(stderr(&output).is_empty(), "{}", stderr(&output));
 }

@@ -26,11 +26,11 @@ Examples:
   zerorun train.rs                                  one rank
   zerorun --num_ranks 4 train.rs --steps 100        four ranks; `--steps 100` goes to the script
   zerorun -n 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json
-                                                    an example of the package around it
+                                                    an example of the package that contains it
   zerorun -n 2 --features cuda train.rs             with a cargo feature
-  zerorun -n 2 ./target/release/train               a program that is built already
-  zerorun --hostfile hosts train.rs                 on the hosts of a file, by ssh
-  zerorun --print_package train.rs                  where the package generated from a script is
+  zerorun -n 2 ./target/release/train               a program that is already built
+  zerorun --hostfile hosts train.rs                 on the hosts listed in a file, by ssh
+  zerorun --print_package train.rs                  print the folder of the generated package
 
 A script is one Rust file. It may begin with its manifest:
   #!/usr/bin/env zerorun
@@ -67,12 +67,12 @@ struct ZerorunArguments {
     )]
     ranks: u16,
 
-    /// How long a rank waits for the others before it gives up: 500ms, 90s, 10m, 2h; a bare number is seconds [default:
+    /// Maximum time that a rank waits for the others: 500ms, 90s, 10m, 2h; a bare number is seconds [default:
     /// $CANDLE_ZERO_TIMEOUT_MS, else 10m]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     timeout: Option<Duration>,
 
-    /// How long the ranks may take to exit after zerorun receives SIGINT, SIGTERM or SIGHUP, for example to save a
+    /// Time that the ranks have to exit after zerorun receives SIGINT, SIGTERM or SIGHUP, for example to save a
     /// checkpoint
     #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "30s")]
     grace: Duration,
@@ -186,7 +186,7 @@ struct ZerorunArguments {
     #[arg(long = "print_package", alias = "print-package")]
     print_package: bool,
 
-    /// A Rust file or an executable, followed by its arguments
+    /// Rust file or executable, followed by its arguments
     // One positional for both: otherwise clap would take the script's `--timeout` for ours.
     #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<OsString>,
@@ -321,8 +321,8 @@ fn read_beside(
     let script = command.next().map(PathBuf::from).unwrap_or_default();
     if let Some(tools::ZerorunTool { name, .. }) = tools::named(script.as_os_str()) {
         let text = format!(
-            "`{name}` is a tool and must be the first word: `zerorun {name} ...`. A script of that name is started as \
-             ./{name}"
+            "`{name}` is a tool and must be the first word: `zerorun {name} ...`. To start a script of that name, \
+             write ./{name}"
         );
         return Err(CommandLineError(reader.error(ErrorKind::ArgumentConflict, text)));
     }
@@ -349,7 +349,7 @@ fn read_beside(
 fn wrong_backend(typed: &ZerorunArguments) -> Option<String> {
     let several = typed.hostfile.is_some() || typed.nnodes.is_some();
     (several && typed.backend == Some(CommBackend::Shm)).then(|| {
-        "--backend shm is for ranks of one host, and hosts share no memory: leave it out, their ranks meet in MPI"
+        "--backend shm is for ranks on one host, and hosts share no memory: leave it out, so that the ranks use MPI"
             .to_string()
     })
 }
@@ -358,7 +358,7 @@ fn wrong_backend(typed: &ZerorunArguments) -> Option<String> {
 fn wrong_launcher(typed: &ZerorunArguments) -> Option<String> {
     let Some(name) = typed.launcher.to_possible_value().filter(|_| typed.launcher != HostLauncherFlag::Ssh) else {
         return typed.launcher_args.as_ref().map(|_| {
-            "--launcher_args are for mpirun: give --launcher openmpi or --launcher mpich, or leave them out".to_string()
+            "--launcher_args is for mpirun: give --launcher openmpi or --launcher mpich, or leave it out".to_string()
         });
     };
     let ours = [
@@ -372,8 +372,8 @@ fn wrong_launcher(typed: &ZerorunArguments) -> Option<String> {
     ];
     ours.iter().find(|(_, is_given)| *is_given).map(|(option, _)| {
         format!(
-            "{option} is for ranks that zerorun starts, and with --launcher {} mpirun does: leave it out, say it to mpirun in \
-             --launcher_args, or take --launcher ssh",
+            "{option} is for ranks that zerorun starts, but with --launcher {} mpirun starts them: leave it out, pass \
+             mpirun's equivalent in --launcher_args, or use --launcher ssh",
             name.get_name()
         )
     })
@@ -384,14 +384,14 @@ fn wrong_min_nodes(typed: &ZerorunArguments) -> Option<String> {
     let fewest = typed.min_nodes?;
     if typed.hostfile.is_none() && typed.nnodes.is_none() {
         return Some(format!(
-            "--min_nodes {fewest} says how few hosts a restart may have, and this job has one: give --hostfile or --nnodes, or \
-             leave it out"
+            "--min_nodes {fewest} is the minimum number of hosts after a restart, but this job has one host: give \
+             --hostfile or --nnodes, or leave it out"
         ));
     }
     (typed.max_restarts == 0 || fewest == 0).then(|| {
         format!(
-            "--min_nodes {fewest} says how few hosts a restart may have: give at least 1, and --max_restarts of at least 1, or \
-             leave it out"
+            "--min_nodes {fewest} is the minimum number of hosts after a restart: give at least 1, and a \
+             --max_restarts of at least 1, or leave it out"
         )
     })
 }
@@ -406,8 +406,8 @@ fn wrong_min_ranks(typed: &ZerorunArguments) -> Option<String> {
     }
     if typed.max_restarts == 0 {
         return Some(format!(
-            "--min_ranks {fewest} says how few ranks a restart may have, and nothing is restarted: give --max_restarts \
-             of at least 1, or leave --min_ranks out"
+            "--min_ranks {fewest} is the minimum number of ranks after a restart, but restarts are off: give a \
+             --max_restarts of at least 1, or leave --min_ranks out"
         ));
     }
     (fewest > ranks).then(|| {
@@ -428,10 +428,10 @@ fn duration(text: &str) -> std::result::Result<Duration, String> {
     };
     let number: u64 = number.parse().map_err(|_| "give a whole number with ms, s, m or h, for example 90s or 10m")?;
     match number.checked_mul(milliseconds) {
-        Some(0) => Err("a rank cannot wait for zero time".to_string()),
+        Some(0) => Err("give more than 0".to_string()),
         // The ranks count in milliseconds and add to a clock, so stay far below its maximum.
         Some(total) if total <= 1000 * 3_600_000 => Ok(Duration::from_millis(total)),
-        _ => Err("at most 1000h".to_string()),
+        _ => Err("give at most 1000h".to_string()),
     }
 }
 
@@ -523,14 +523,14 @@ mod tests {
 
     #[test]
     fn wrong_hosts_are_named() {
-        insta::assert_snapshot!(wrong("--nnodes 4:2 x.rs"), @"zerorun: --nnodes 4:2 is no number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
-        insta::assert_snapshot!(wrong("--nnodes 0 x.rs"), @"zerorun: --nnodes 0 is no number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("--nnodes 4:2 x.rs"), @"zerorun: --nnodes 4:2 is not a number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("--nnodes 0 x.rs"), @"zerorun: --nnodes 0 is not a number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
         insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 2 --master_addr a x.rs"), @"zerorun: --node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
-        insta::assert_snapshot!(wrong("--nnodes 2 --master_addr a x.rs"), @"zerorun: --nnodes 2 needs --node_rank; give each host its number from 0 to 1 and all of them the first one's address");
-        insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 1 x.rs"), @"zerorun: --nnodes 2 needs --master_addr; give each host its number from 0 to 1 and all of them the first one's address");
+        insta::assert_snapshot!(wrong("--nnodes 2 --master_addr a x.rs"), @"zerorun: --nnodes 2 needs --node_rank; give each host its number from 0 to 1, and all hosts the first host's address");
+        insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 1 x.rs"), @"zerorun: --nnodes 2 needs --master_addr; give each host its number from 0 to 1, and all hosts the first host's address");
         insta::assert_snapshot!(wrong("--nnodes 2 --hostfile hosts x.rs"), @"zerorun: the argument '--nnodes <N>' cannot be used with '--hostfile <FILE>'");
-        insta::assert_snapshot!(wrong("--min_nodes 1 --max_restarts 1 x.rs"), @"zerorun: --min_nodes 1 says how few hosts a restart may have, and this job has one: give --hostfile or --nnodes, or leave it out");
-        insta::assert_snapshot!(wrong("--hostfile hosts --min_nodes 1 x.rs"), @"zerorun: --min_nodes 1 says how few hosts a restart may have: give at least 1, and --max_restarts of at least 1, or leave it out");
+        insta::assert_snapshot!(wrong("--min_nodes 1 --max_restarts 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart, but this job has one host: give --hostfile or --nnodes, or leave it out");
+        insta::assert_snapshot!(wrong("--hostfile hosts --min_nodes 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart: give at least 1, and a --max_restarts of at least 1, or leave it out");
         insta::assert_snapshot!(wrong("--hostfile hosts --max_restarts 1 --min_ranks 1 x.rs"), @"zerorun: --min_ranks 1 is for one host; on several, each keeps its ranks: give --min_nodes, or leave it out");
         assert!(wrong("--include a x.rs").contains("--hostfile"), "{}", wrong("--include a x.rs"));
     }
@@ -595,7 +595,7 @@ mod tests {
         insta::assert_snapshot!(wrong("PET_NPROC_PER_NODE=many"), @"zerorun: PET_NPROC_PER_NODE is `many`: give a number from 1 to 1024, or `auto`, `cpu` or `gpu`");
         insta::assert_snapshot!(wrong("PET_NPROC_PER_NODE=0"), @"zerorun: PET_NPROC_PER_NODE is `0`: 0 is not in 1..=1024");
         insta::assert_snapshot!(wrong("PET_MAX_RESTARTS=-1"), @"zerorun: environment variable PET_MAX_RESTARTS is `-1`; it must be a whole number");
-        insta::assert_snapshot!(wrong("PET_NNODES=two"), @"zerorun: --nnodes two is no number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("PET_NNODES=two"), @"zerorun: --nnodes two is not a number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
         insta::assert_snapshot!(wrong("PET_MASTER_PORT=70000"), @"zerorun: environment variable PET_MASTER_PORT is `70000`; it must be a port number from 1 to 65535");
     }
 
@@ -603,7 +603,7 @@ mod tests {
     fn the_backend_is_chosen_on_one_host_alone() {
         assert_eq!(typed("x.rs").unwrap().backend, CommBackend::Shm);
         assert_eq!(typed("--backend mpi x.rs").unwrap().backend, CommBackend::Mpi);
-        insta::assert_snapshot!(wrong("--backend shm --nnodes 2 x.rs"), @"zerorun: --backend shm is for ranks of one host, and hosts share no memory: leave it out, their ranks meet in MPI");
+        insta::assert_snapshot!(wrong("--backend shm --nnodes 2 x.rs"), @"zerorun: --backend shm is for ranks on one host, and hosts share no memory: leave it out, so that the ranks use MPI");
         insta::assert_snapshot!(wrong("--backend nccl x.rs"), @r"
         zerorun: invalid value 'nccl' for '--backend <BACKEND>'
           [possible values: shm, mpi]
@@ -624,8 +624,8 @@ mod tests {
         };
         let MpirunOptions { kind, args } = hosts.mpirun.unwrap();
         assert_eq!((kind, args), (MpirunFlavor::OpenMpi, vec!["--bind-to".into(), "none".into()]));
-        insta::assert_snapshot!(wrong("-H hosts --launcher openmpi --max_restarts 2 x.rs"), @"zerorun: --max_restarts is for ranks that zerorun starts, and with --launcher openmpi mpirun does: leave it out, say it to mpirun in --launcher_args, or take --launcher ssh");
-        insta::assert_snapshot!(wrong("-H hosts --launcher_args -v x.rs"), @"zerorun: --launcher_args are for mpirun: give --launcher openmpi or --launcher mpich, or leave them out");
+        insta::assert_snapshot!(wrong("-H hosts --launcher openmpi --max_restarts 2 x.rs"), @"zerorun: --max_restarts is for ranks that zerorun starts, but with --launcher openmpi mpirun starts them: leave it out, pass mpirun's equivalent in --launcher_args, or use --launcher ssh");
+        insta::assert_snapshot!(wrong("-H hosts --launcher_args -v x.rs"), @"zerorun: --launcher_args is for mpirun: give --launcher openmpi or --launcher mpich, or leave it out");
         insta::assert_snapshot!(wrong("-H hosts --launcher slurm x.rs"), @r"
         zerorun: invalid value 'slurm' for '--launcher <LAUNCHER>'
           [possible values: ssh, openmpi, mpich]
@@ -644,7 +644,7 @@ mod tests {
         zerorun: the following required arguments were not provided:
           --bind_cores_to_rank
         ");
-        insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list 0,2-6,5-9 x.rs"), @"zerorun: invalid value '0,2-6,5-9' for '--bind_core_list <LIST>': `5-9` in the core list `0,2-6,5-9` does not lie above core 6 before it; write each core once, in ascending order");
+        insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list 0,2-6,5-9 x.rs"), @"zerorun: invalid value '0,2-6,5-9' for '--bind_core_list <LIST>': `5-9` in the core list `0,2-6,5-9` is not above core 6 before it; write each core once, in ascending order");
         insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list some x.rs"), @"zerorun: invalid value 'some' for '--bind_core_list <LIST>': `some` in the core list `some` is neither a core nor a range of cores; write numbers below 65536 or FIRST-LAST, for example 0,2-4");
         insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list 6-2 x.rs"), @"zerorun: invalid value '6-2' for '--bind_core_list <LIST>': the range of cores `6-2` ends before it starts; write 2-6");
     }
@@ -754,14 +754,14 @@ mod tests {
         For more information, try '--help'.
         "#);
         insta::assert_snapshot!(refusal("-n 2 --min_ranks 2 train.rs"), @r#"
-        zerorun: --min_ranks 2 says how few ranks a restart may have, and nothing is restarted: give --max_restarts of at least 1, or leave --min_ranks out
+        zerorun: --min_ranks 2 is the minimum number of ranks after a restart, but restarts are off: give a --max_restarts of at least 1, or leave --min_ranks out
 
         Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
 
         For more information, try '--help'.
         "#);
         insta::assert_snapshot!(refusal("--num_ranks 2 bench disk /x"), @r#"
-        zerorun: `bench` is a tool and must be the first word: `zerorun bench ...`. A script of that name is started as ./bench
+        zerorun: `bench` is a tool and must be the first word: `zerorun bench ...`. To start a script of that name, write ./bench
 
         Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
 

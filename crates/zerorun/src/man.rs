@@ -33,7 +33,7 @@ pub(crate) fn run(words: Vec<OsString>, zerorun: clap::Command) -> Result<ExitCo
         Some(name) => {
             let Some(tool) = zerorun.find_subcommand(&name) else {
                 let names: Vec<&str> = zerorun.get_subcommands().map(clap::Command::get_name).collect();
-                let text = format!("there is no command {name}; commands are {}", names.join(", "));
+                let text = format!("there is no command {name}; the commands are {}", names.join(", "));
                 return Err(CommandLineError(ManArguments::command().error(ErrorKind::InvalidValue, text)));
             };
             clap_mangen::Man::new(tool.clone()).title(format!("zerorun-{name}"))

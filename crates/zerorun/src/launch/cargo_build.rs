@@ -80,8 +80,8 @@ pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
     if let Some(target) = build.target_dir.as_deref().filter(|target| is_first_build(target)) {
         eprint(&format!(
-            "zerorun: Candle and candle-zero are compiled into {}: some minutes, this once; further scripts compile \
-             their own lines and what they add",
+            "zerorun: compiling Candle and candle-zero into {}: this takes some minutes, but only once; later scripts \
+             compile only their own code and added dependencies",
             target.display()
         ));
     }
@@ -123,19 +123,19 @@ pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
         })
     };
     if status.success() {
-        return executable.ok_or_else(|| failed("it named no executable".to_string()));
+        return executable.ok_or_else(|| failed("it reported no executable".to_string()));
     }
     if errors > 0 {
         return Err(LaunchError::ScriptDoesNotCompile { script: build.script.clone() }.into());
     }
     let gone = build.gone.as_ref().map(|folder| {
         format!(
-            "; candle-zero was not found, because {}, which zerorun was built from, is gone: install \
-             zerorun from where the sources are now (cargo install --path FOLDER/crates/zerorun)",
+            "; candle-zero was not found, because {}, which zerorun was built from, no longer exists: install zerorun \
+             from the sources' current folder (cargo install --path FOLDER/crates/zerorun)",
             folder.display()
         )
     });
-    Err(failed(format!("{status}, its message is above{}", gone.unwrap_or_default())))
+    Err(failed(format!("{status}, see its message above{}", gone.unwrap_or_default())))
 }
 
 /// Returns whether nothing has been compiled for scripts yet.
@@ -264,9 +264,9 @@ mod tests {
             build(&of_script).unwrap_err().to_string()
         };
         let told =
-            "because /was/here, which zerorun was built from, is gone: install zerorun from where the sources are now";
+            "because /was/here, which zerorun was built from, no longer exists: install zerorun from the sources'";
         assert!(failed(Some("/was/here")).contains(told), "{}", failed(Some("/was/here")));
-        assert!(!failed(None).contains("is gone"));
+        assert!(!failed(None).contains("no longer exists"));
     }
 
     #[test]

@@ -200,7 +200,7 @@ impl CommandLineError {
         let wrong = std::env::args_os().find(|word| word.to_str().is_none());
         if let (ErrorKind::InvalidUtf8, Some(word)) = (self.0.kind(), wrong) {
             let word = word.to_string_lossy();
-            return format!("zerorun: `{word}` is no UTF-8 text; rename the file or folder, or name a link to it");
+            return format!("zerorun: `{word}` is not UTF-8 text; rename the file or folder, or create a link to it");
         }
         let text = self.0.render().to_string();
         format!("zerorun: {}", text.strip_prefix("error: ").unwrap_or(&text))

@@ -129,6 +129,6 @@ mod tests {
         let far = CoreBinding { list: Some(CoreList::of(vec![allowed[0], 60_000])) };
         let text = far.cores(1, "a").unwrap_err().to_string();
         let text = text.replace(&format!("run on {};", ranges(&allowed)), "run on CORES;");
-        insta::assert_snapshot!(text, @"--bind_core_list names core 60000, and processes of zerorun on host a may run on CORES; name only some of these, or let whatever started zerorun (taskset, a container, Slurm) give it more");
+        insta::assert_snapshot!(text, @"--bind_core_list names core 60000, but zerorun's processes on host a may run on CORES; name only these, or start zerorun with more cores (taskset, a container, Slurm)");
     }
 }

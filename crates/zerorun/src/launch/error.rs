@@ -34,8 +34,8 @@ pub enum LaunchError {
     NoScriptCache,
     /// This library's sources belong to another user, who could make a script run any code.
     #[error(
-        "{} is where zerorun was built from and takes candle-zero from, but {problem}; install zerorun from a folder of \
-         your own (cargo install --path FOLDER/crates/zerorun)",
+        "{} is the source of zerorun and of its candle-zero, but {problem}; install zerorun from a folder that you own \
+         (cargo install --path FOLDER/crates/zerorun)",
         path.display()
     )]
     UntrustedSource {
@@ -85,8 +85,8 @@ pub enum LaunchError {
     },
     /// A tool that starts ranks was itself started several times.
     #[error(
-        "mpirun or srun has started {processes} of `zerorun {tool}`, each of which would be a job of its own; start it once, \
-         without them: `zerorun {tool} -n {processes} ...` starts that many ranks on this host"
+        "mpirun or srun has started {processes} processes of `zerorun {tool}`, each of which would be a separate job; \
+         start it once, without them: `zerorun {tool} -n {processes} ...` starts that many ranks on this host"
     )]
     ToolInRanks {
         /// The tool's name.

@@ -86,8 +86,8 @@ impl CulpritRank {
             // The exit code is more informative than the fact that it left.
             RankFault::Left if by_itself => format!("it {end}"),
             RankFault::Left => format!("it left the job while other ranks needed it, and {end}"),
-            RankFault::Silent => format!("it showed no sign of life for too long, and {end}"),
-            RankFault::Late => format!("other ranks waited for it longer than they may (--timeout), and it {end}"),
+            RankFault::Silent => format!("it was unresponsive for too long, and {end}"),
+            RankFault::Late => format!("other ranks waited for it longer than --timeout, and it {end}"),
             RankFault::GaveUp if !by_itself => format!("it gave up after an error, and {end}"),
             RankFault::Died | RankFault::GaveUp => format!("it {end}"),
         }
@@ -107,14 +107,16 @@ pub(super) fn of_failure(first: &CulpritRank, after: Duration, words: &[String],
     let mut text = headline(first, after, ended_ranks.len());
     let first = first.end;
     if first.ended == RankExitStatus::Signal(9) && first.request == StopRequest::Nothing {
-        text.push_str("\nzerorun:   zerorun did not send it: perhaps the system ran out of memory (see `dmesg`)");
+        text.push_str(
+            "\nzerorun:   zerorun did not send this signal: perhaps the system ran out of memory (see `dmesg`)",
+        );
     }
     words.iter().for_each(|line| text.push_str(&format!("\nzerorun:   | {line}")));
     // Ranks that ended in the same way share a line: with 64 ranks, 63 lines would not be read.
     let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
     for end in ended_ranks.iter().filter(|end| end.rank != first.rank) {
         let what = match (end.request, end.ended) {
-            (_, RankExitStatus::Code(0)) if end.before_failure => "had finished before".to_string(),
+            (_, RankExitStatus::Code(0)) if end.before_failure => "had already finished".to_string(),
             (StopRequest::Nothing, ended) => format!("{ended} by itself"),
             (StopRequest::Terminate, _) => "stopped by zerorun with SIGTERM".to_string(),
             (StopRequest::Kill, _) => "killed by zerorun with SIGKILL (SIGTERM did not help)".to_string(),
@@ -173,14 +175,14 @@ mod tests {
         zerorun:   rank 0: ended with exit code 101 by itself
         zerorun:   ranks 2-3, 5: stopped by zerorun with SIGTERM
         zerorun:   rank 4: killed by zerorun with SIGKILL (SIGTERM did not help)
-        zerorun:   rank 6: had finished before
+        zerorun:   rank 6: had already finished
         "#);
         ended_ranks.truncate(1);
         ended_ranks[0] = end(0, RankExitStatus::Signal(9), StopRequest::Nothing);
         let culprit = CulpritRank { end: ended_ranks[0], fault: RankFault::Died };
         insta::assert_snapshot!(of_failure(&culprit, Duration::from_millis(40), &[], &ended_ranks), @r#"
         zerorun: rank 0 failed: it was killed by SIGKILL (9) after 0.0 s
-        zerorun:   zerorun did not send it: perhaps the system ran out of memory (see `dmesg`)
+        zerorun:   zerorun did not send this signal: perhaps the system ran out of memory (see `dmesg`)
         "#);
     }
 
@@ -192,8 +194,8 @@ mod tests {
             of_failure(&CulpritRank { end, fault }, after, &[], &[end])
         };
         insta::assert_snapshot!(told(RankFault::Left, RankExitStatus::Code(0), StopRequest::Nothing), @"zerorun: rank 2 failed: it left the job while other ranks needed it, and ended with exit code 0 after 4.0 s");
-        insta::assert_snapshot!(told(RankFault::Silent, RankExitStatus::Signal(9), StopRequest::Kill), @"zerorun: rank 2 failed: it showed no sign of life for too long, and was killed by zerorun with SIGKILL after 4.0 s");
-        insta::assert_snapshot!(told(RankFault::Late, RankExitStatus::Signal(15), StopRequest::Terminate), @"zerorun: rank 2 failed: other ranks waited for it longer than they may (--timeout), and it was stopped by zerorun with SIGTERM after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::Silent, RankExitStatus::Signal(9), StopRequest::Kill), @"zerorun: rank 2 failed: it was unresponsive for too long, and was killed by zerorun with SIGKILL after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::Late, RankExitStatus::Signal(15), StopRequest::Terminate), @"zerorun: rank 2 failed: other ranks waited for it longer than --timeout, and it was stopped by zerorun with SIGTERM after 4.0 s");
         insta::assert_snapshot!(told(RankFault::GaveUp, RankExitStatus::Code(0), StopRequest::Nothing), @"zerorun: rank 2 failed: it gave up after an error, and ended with exit code 0 after 4.0 s");
     }
 

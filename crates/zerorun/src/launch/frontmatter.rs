@@ -47,14 +47,14 @@ pub(super) fn split(script: &str) -> Result<ScriptParts, FrontmatterProblem> {
     let Some(closing) = closing else {
         return Err(FrontmatterProblem {
             line,
-            found: "the frontmatter that begins here has no end".to_string(),
+            found: "the frontmatter that begins here is not closed".to_string(),
             fix: format!("close it with a line `{}`", "-".repeat(fence)),
         });
     };
     if lines[closing].trim_end().len() != fence {
         return Err(FrontmatterProblem {
             line: closing + 1,
-            found: format!("`{}` does not close the frontmatter of line {line}", shortened(lines[closing].trim_end())),
+            found: format!("`{}` does not close the frontmatter on line {line}", shortened(lines[closing].trim_end())),
             fix: format!("close it with a line `{}` and nothing else", "-".repeat(fence)),
         });
     }
@@ -149,10 +149,10 @@ mod tests {
 
     #[test]
     fn a_broken_frontmatter_is_refused_with_its_line() {
-        insta::assert_snapshot!(problem("\n---\n[dependencies]\nfn main() {}\n"), @"2: the frontmatter that begins here has no end; close it with a line `---`");
+        insta::assert_snapshot!(problem("\n---\n[dependencies]\nfn main() {}\n"), @"2: the frontmatter that begins here is not closed; close it with a line `---`");
         insta::assert_snapshot!(problem("---toml\n---\n"), @"1: the frontmatter is marked `toml`; only `cargo`, or nothing, may follow the dashes");
-        insta::assert_snapshot!(problem("---\na = 1\n-----\n"), @"3: `-----` does not close the frontmatter of line 1; close it with a line `---` and nothing else");
-        insta::assert_snapshot!(problem("---\na = 1\n--- fn main() {}\n"), @"3: `--- fn main() {}` does not close the frontmatter of line 1; close it with a line `---` and nothing else");
+        insta::assert_snapshot!(problem("---\na = 1\n-----\n"), @"3: `-----` does not close the frontmatter on line 1; close it with a line `---` and nothing else");
+        insta::assert_snapshot!(problem("---\na = 1\n--- fn main() {}\n"), @"3: `--- fn main() {}` does not close the frontmatter on line 1; close it with a line `---` and nothing else");
     }
 
     proptest! {

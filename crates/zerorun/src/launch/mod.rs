@@ -19,7 +19,7 @@ pub(crate) mod failure_report;
 mod frontmatter;
 #[allow(
     dead_code,
-    reason = "what DeepSpeed's own node launcher and its starters are told is computed for the recorded cases alone"
+    reason = "the arguments of DeepSpeed's node launcher and of its starters are computed only for the recorded cases"
 )]
 pub(crate) mod hosts;
 pub(crate) mod mpirun;
@@ -110,7 +110,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
     let program = match target {
         ScriptTarget::Program { path } => {
             if let Some(features) = &options.features {
-                eprint(&format!("zerorun: --features {features} has no effect: {} is built already", path.display()));
+                eprint(&format!("zerorun: --features {features} has no effect: {} is already built", path.display()));
             }
             path
         }
@@ -134,7 +134,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
     });
     let several = !matches!(options.job_hosts, JobHosts::Alone);
     if several && recorded.is_some() {
-        eprint("zerorun: a timeline is for one host; none is recorded of several");
+        eprint("zerorun: no timeline is recorded: it is only available on one host");
     }
     let recorded = recorded.filter(|_| !several);
     let recorded = recorded.as_deref().map(timeline::JobTimeline::begin).transpose()?;

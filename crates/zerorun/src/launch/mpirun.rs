@@ -61,7 +61,8 @@ impl MpirunFlavor {
         let output = Command::new(MPIRUN).arg("--version").output().map_err(|source| refused(source.to_string()))?;
         let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
         let first = said.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("nothing");
-        if self.says(&said) { Ok(()) } else { Err(refused(format!("that on the PATH says of itself: {first}"))) }
+        let other = || refused(format!("the one on the PATH identifies itself as: {first}"));
+        if self.says(&said) { Ok(()) } else { Err(other()) }
     }
 }
 
@@ -134,7 +135,7 @@ fn devices(world: &WorldInfo, kind: MpirunFlavor) -> Result<Option<String>, Host
     }
     let (host, other) = (&hosts[0].name, &hosts[node].name);
     let (first, later) = (world.devices(0), world.devices(node));
-    let slots = format!("host `{host}` is to use the slots {first} and host `{other}` {later}");
+    let slots = format!("host `{host}` would use slots {first} and host `{other}` slots {later}");
     Err(HostsError::DevicesDiffer { launcher: kind.name(), slots })
 }
 
@@ -173,7 +174,7 @@ mod tests {
         };
         assert_eq!(of([&[1, 3], &[1, 3]]).unwrap().as_deref(), Some("1,3"));
         assert_eq!(of([&[0, 1], &[0]]).unwrap(), None);
-        insta::assert_snapshot!(of([&[0, 1], &[2, 3]]).unwrap_err(), @"host `a` is to use the slots 0,1 and host `b` 2,3, and with --launcher openmpi all hosts get the same CUDA_VISIBLE_DEVICES: choose the same slots on each, or take --launcher ssh");
+        insta::assert_snapshot!(of([&[0, 1], &[2, 3]]).unwrap_err(), @"host `a` would use slots 0,1 and host `b` slots 2,3, but with --launcher openmpi all hosts get the same CUDA_VISIBLE_DEVICES: choose the same slots on each, or use --launcher ssh");
     }
 
     #[test]

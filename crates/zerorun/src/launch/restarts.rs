@@ -130,7 +130,7 @@ fn give_up(failure: &RunFailure, policy: &RestartPolicy) -> u8 {
     match (failure.asked, policy.max_restarts) {
         (_, 0) => {}
         (Some(signal), _) => eprint(&format!("zerorun: not restarted because of {}", signals::name(signal.as_raw()))),
-        (None, all) => eprint(&format!("zerorun: no restart is left: --max_restarts {all} is used up")),
+        (None, all) => eprint(&format!("zerorun: no restarts are left: --max_restarts {all} is exhausted")),
     }
     failure.code
 }

@@ -64,7 +64,7 @@ pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
         })
     };
     if !metadata.is_file() {
-        return Err(not_startable(if metadata.is_dir() { "it is a folder" } else { "it is no regular file" }));
+        return Err(not_startable(if metadata.is_dir() { "it is a folder" } else { "it is not a regular file" }));
     }
     if !is_rust(typed) {
         if metadata.permissions().mode() & 0o111 == 0 {

@@ -215,7 +215,7 @@ impl SingleFileScript {
             Error::from(LaunchError::Frontmatter {
                 path: self.typed.clone(),
                 line: line_at(error.span().map_or(0, |span| span.start.min(text.trim_end().len()))),
-                problem: format!("the manifest is no valid TOML: {}", error.message().trim().replace('\n', ", ")),
+                problem: format!("the manifest is not valid TOML: {}", error.message().trim().replace('\n', ", ")),
                 fix: "write it as in a Cargo.toml".to_string(),
             })
         })?;
@@ -224,7 +224,7 @@ impl SingleFileScript {
                 path: self.typed.clone(),
                 line: line_at(text.find(key).unwrap_or(0)),
                 problem: format!("a script's manifest cannot have `{shown}`"),
-                fix: "the script is the package's one program; make a cargo package for more".to_string(),
+                fix: "the script is the package's only program; create a cargo package for more".to_string(),
             })
         };
         if let Some(key) = REFUSED.iter().find(|key| manifest.contains_key(**key)) {
@@ -438,10 +438,10 @@ mod tests {
 
     #[test]
     fn a_manifest_that_cannot_serve_is_refused_with_its_line() {
-        insta::assert_snapshot!(refusal("#!/usr/bin/env zerorun\n---\n[package]\nedition = 2021 2\n---\n"), @"train.rs:4: the manifest is no valid TOML: string values must be quoted, expected literal string; write it as in a Cargo.toml");
-        insta::assert_snapshot!(refusal("---\n[dependencies\n---\n"), @"train.rs:2: the manifest is no valid TOML: unclosed table, expected `]`; write it as in a Cargo.toml");
-        insta::assert_snapshot!(refusal("---\n[dependencies]\n\n[[bin]]\nname = \"x\"\n---\n"), @"train.rs:4: a script's manifest cannot have `bin`; the script is the package's one program; make a cargo package for more");
-        insta::assert_snapshot!(refusal("---\n[package]\nbuild = \"b.rs\"\n---\n"), @"train.rs:3: a script's manifest cannot have `package.build`; the script is the package's one program; make a cargo package for more");
+        insta::assert_snapshot!(refusal("#!/usr/bin/env zerorun\n---\n[package]\nedition = 2021 2\n---\n"), @"train.rs:4: the manifest is not valid TOML: string values must be quoted, expected literal string; write it as in a Cargo.toml");
+        insta::assert_snapshot!(refusal("---\n[dependencies\n---\n"), @"train.rs:2: the manifest is not valid TOML: unclosed table, expected `]`; write it as in a Cargo.toml");
+        insta::assert_snapshot!(refusal("---\n[dependencies]\n\n[[bin]]\nname = \"x\"\n---\n"), @"train.rs:4: a script's manifest cannot have `bin`; the script is the package's only program; create a cargo package for more");
+        insta::assert_snapshot!(refusal("---\n[package]\nbuild = \"b.rs\"\n---\n"), @"train.rs:3: a script's manifest cannot have `package.build`; the script is the package's only program; create a cargo package for more");
         insta::assert_snapshot!(refusal("---\npackage = 1\n---\n"), @"train.rs:2: `package` is not a table; write it as in a Cargo.toml");
     }
 

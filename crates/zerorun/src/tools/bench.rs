@@ -102,7 +102,7 @@ impl NetworkBenchArguments {
             }
             Ok((0, Some(network))) => network_table(&network),
             Ok((0, None)) => {
-                let text = "zerorun bench network: all ranks are on this host; start it on several: \
+                let text = "zerorun bench network: all ranks are on this host; start it on several hosts with \
                             zerorun --hostfile HOSTS, mpirun or srun";
                 _ = writeln!(std::io::stderr(), "{text}");
                 return ExitCode::from(EXIT_SETUP);
@@ -145,7 +145,7 @@ fn network_table(network: &network_bench::NetworkMeasurement) -> String {
     }
     let mut found = format!("{:.1}MB/s,{:.1}us", network.plain.rate() / 1e6, network.one_way_s * 1e6);
     if let Some(busy) = network.busy {
-        _ = write!(text, "\n{:.0} % of a host's processors are busy while its cable is\n", 100.0 * busy);
+        _ = write!(text, "\n{:.0} % of a host's processors are busy while its link is in use\n", 100.0 * busy);
         _ = write!(found, ",{:.1}%", 100.0 * busy);
     }
     _ = write!(text, "\nzerorun estimate --network {found}\n");
@@ -202,7 +202,7 @@ pub(super) fn size(text: &str) -> Result<u64, String> {
     }
     let bytes = number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
     // Files are limited to 2^63 bytes.
-    bytes.filter(|bytes| *bytes < 1 << 63).ok_or_else(|| "no disk is as large".to_string())
+    bytes.filter(|bytes| *bytes < 1 << 63).ok_or_else(|| "no disk is this large".to_string())
 }
 
 fn whole_size(text: &str) -> Result<u64, String> {
@@ -237,14 +237,11 @@ impl fmt::Display for DiskBenchTable<'_> {
         let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
         writeln!(f, "{}: files of {:.2} GiB, {}; medians of 3 rounds", folder.display(), gib(*bytes), requests(aio))?;
         if !direct_is_possible {
-            writeln!(f, "The file system does not allow access around the page cache.")?;
+            writeln!(f, "The file system does not support access around the page cache.")?;
         }
         if let Some(part) = cached_at_start.filter(|part| *part > 0.01) {
             let percent = part * 100.0;
-            writeln!(
-                f,
-                "Up to {percent:.0} % of a file stayed in the page cache: reads look faster than the disk is."
-            )?;
+            writeln!(f, "Up to {percent:.0} % of a file stayed in the page cache: reads look faster than the disk.")?;
         }
         writeln!(f, "\n{:40}{:>12}{:>12}", "sequential", "write", "read")?;
         for row in sequential {
@@ -269,15 +266,15 @@ impl fmt::Display for DiskBenchTable<'_> {
             };
             row(format!("engine, {flags}"), &piped.timing)?;
         }
-        writeln!(f, "{:40}{:>12}{:>12.2}", "update alone, in memory", "", step.update.seconds)?;
+        writeln!(f, "{:40}{:>12}{:>12.2}", "update only, in memory", "", step.update.seconds)?;
         let OverlapBench { updates, one_after_the_other, overlapped, speedup } = &step.balanced;
-        writeln!(f, "\nthe update made as long as the disk ({})", counted(*updates, "time"))?;
+        writeln!(f, "\nthe update repeated to take as long as the disk ({})", counted(*updates, "time"))?;
         writeln!(f, "{:40}{:>12}{:>12.2}", "engine, no flag", "", one_after_the_other.seconds)?;
         let both = "engine, pipeline_read, pipeline_write";
         writeln!(f, "{both:40}{:>12}{:>12.2}{speedup:>9.2} times faster", "", overlapped.seconds)?;
         writeln!(
             f,
-            "\nA plain loop is one thread with blocks of 1 MiB and no update. The engine reads and writes {}.",
+            "\nThe plain loop uses one thread, blocks of 1 MiB and no update. The engine reads and writes {}.",
             step.access
         )?;
         if let Some(best) = sweep.first() {
@@ -289,7 +286,7 @@ impl fmt::Display for DiskBenchTable<'_> {
             let text = serde_json::to_string_pretty(&section).map_err(|_| fmt::Error)?;
             let inside: Vec<&str> = text.lines().filter(|line| !["{", "}"].contains(line)).collect();
             f.write_char('\n')?;
-            writeln!(f, "The fastest, for the configuration:\n{}", inside.join("\n"))?;
+            writeln!(f, "The fastest settings, for the configuration:\n{}", inside.join("\n"))?;
         }
         Ok(())
     }
@@ -428,7 +425,7 @@ mod tests {
         };
         insta::assert_snapshot!(DiskBenchTable(&bench).to_string(), @r#"
         /disk: files of 14.90 GiB, blocks of 1024 KiB, 8 at a time; medians of 3 rounds
-        Up to 50 % of a file stayed in the page cache: reads look faster than the disk is.
+        Up to 50 % of a file stayed in the page cache: reads look faster than the disk.
 
         sequential                                     write        read
         around the page cache                      3.11 GB/s   3.50 GB/s
@@ -438,18 +435,18 @@ mod tests {
         plain loop around the page cache           2.80 GB/s       10.00       100 %
         engine, no flag                            1.96 GB/s       14.29        70 %
         engine, pipeline_read, pipeline_write      3.08 GB/s        9.09       110 %
-        update alone, in memory                                     2.50
+        update only, in memory                                     2.50
 
-        the update made as long as the disk (4 times)
+        the update repeated to take as long as the disk (4 times)
         engine, no flag                                            20.00
         engine, pipeline_read, pipeline_write                      11.00     1.82 times faster
 
-        A plain loop is one thread with blocks of 1 MiB and no update. The engine reads and writes around the page cache.
+        The plain loop uses one thread, blocks of 1 MiB and no update. The engine reads and writes around the page cache.
 
         step with both flags                      read+write     seconds
         blocks of 1024 KiB, 8 at a time            3.11 GB/s        9.00
 
-        The fastest, for the configuration:
+        The fastest settings, for the configuration:
           "aio": {
             "block_size": 1048576,
             "intra_op_parallelism": 1,

@@ -72,7 +72,7 @@ impl CacheArguments {
             _ = write!(text, ", {} removed", binary(before.saturating_sub(now)));
         }
         for script in &scripts {
-            let note = if script.is_there() { "" } else { " (is gone: --prune removes it)" };
+            let note = if script.is_there() { "" } else { " (no longer exists: --prune removes it)" };
             _ = write!(text, "\n  {}{note}", script.path.display());
         }
         Ok(text)

@@ -129,7 +129,7 @@ impl ShowDataArguments {
             if report.skips_many() {
                 _ = writeln!(
                     text,
-                    "  more than a tenth is skipped: zerorun finetune takes the file with --allow_skipped only"
+                    "  more than a tenth is skipped: zerorun finetune accepts the file only with --allow_skipped"
                 );
             }
         }

@@ -88,7 +88,7 @@ fn name(text: &str) -> Result<String, String> {
     let inside = text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
     match inside && !text.starts_with('-') && !text.ends_with('-') && (1..=40).contains(&text.len()) {
         true => Ok(text.to_string()),
-        false => Err("give 1 to 40 lower-case letters, digits and hyphens, with no hyphen at an end".into()),
+        false => Err("give 1 to 40 lower-case letters, digits and hyphens, with no hyphen at either end".into()),
     }
 }
 
@@ -109,7 +109,7 @@ pub(super) fn command() -> clap::Command {
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let arguments = DeployArguments::try_parse_from(words).map_err(CommandLineError)?;
     if arguments.command.iter().any(|word| word.chars().any(char::is_control)) {
-        let text = "a word of the program's arguments has a line break or another control character; leave it out";
+        let text = "an argument of the program contains a line break or another control character; remove it";
         return Err(CommandLineError(DeployArguments::command().error(ErrorKind::ValueValidation, text)));
     }
     let filled_in = match arguments.filled_in() {
@@ -148,9 +148,9 @@ impl DeployArguments {
         let secret = match &self.secret {
             Some(_) => String::new(),
             None => format!(
-                "# The secret is new, and anybody who reads this file has it: keep the file to yourself, or make the Secret by hand \
-                 and take --secret.\napiVersion: v1\nkind: Secret\nmetadata:\n  name: {secret_name}\ntype: Opaque\nstringData:\n  \
-                 secret: \"{}\"\n---\n",
+                "# The secret is new, and anyone who can read this file knows it: keep the file private, or create the \
+                 Secret by hand and use --secret.\napiVersion: v1\nkind: Secret\nmetadata:\n  name: \
+                 {secret_name}\ntype: Opaque\nstringData:\n  secret: \"{}\"\n---\n",
                 JobSecret::random()?.line().trim_end()
             ),
         };

@@ -17,7 +17,7 @@ pub enum ToolError {
         allowed: String,
     },
     /// A folder contains a model or an adapter instead of a checkpoint.
-    #[error("{} holds no checkpoint: it is {what}", dir.display())]
+    #[error("{} contains no checkpoint: it is {what}", dir.display())]
     NoCheckpoints {
         /// The folder.
         dir: PathBuf,

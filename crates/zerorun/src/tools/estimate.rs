@@ -76,7 +76,7 @@ struct EstimateArguments {
     #[arg(long, value_name = "GPU", num_args = 0..=1)]
     gpu: Option<Option<GpuCapacity>>,
 
-    /// Units recompute their forward, as with train_gpt's flag of this name
+    /// Let units recompute their forward, as with train_gpt's flag of this name
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     recompute: bool,
 
@@ -211,11 +211,11 @@ impl HostMemoryNeed {
     fn verdicts(&self) -> Vec<String> {
         let who = if self.ranks == 1 { "one rank needs".to_string() } else { format!("{} ranks need", self.ranks) };
         let short = |need: u64, has: u64| match has.checked_sub(need) {
-            Some(left) => format!("they fit, and {} are left", binary(left)),
-            None => format!("they do not fit: {} are missing", binary(need - has)),
+            Some(left) => format!("they fit, and {} is left", binary(left)),
+            None => format!("they do not fit: {} more is needed", binary(need - has)),
         };
         let mut verdicts = vec![format!(
-            "on this machine {who} at most {} of its memory, and {} are available: {}",
+            "on this machine {who} at most {} of memory, and {} is available: {}",
             binary(self.host),
             binary(self.available),
             short(self.host, self.available)
@@ -223,7 +223,7 @@ impl HostMemoryNeed {
         if let Some((folder, free)) = self.folder.as_ref().filter(|_| self.files > 0) {
             let (need, folder) = (binary(self.files), folder.display());
             verdicts.push(format!(
-                "files take {need}, and {} are free in {folder}: {}",
+                "files take {need}, and {} is free in {folder}: {}",
                 binary(*free),
                 short(self.files, *free)
             ));
@@ -249,7 +249,7 @@ struct EstimateReport {
 
 /// The needs that do not depend on the configuration.
 const NOT_INCLUDED: [&str; 3] = [
-    "activations, which depend on the micro batch and the length of the samples, and what recomputing units keep",
+    "activations, which depend on the micro batch and the length of the samples, and data kept by recomputing units",
     "data on its way to the model, and a checkpoint while it is written",
     "the program itself: its code, its threads, and memory that the allocator keeps",
 ];
@@ -257,11 +257,10 @@ const NOT_INCLUDED: [&str; 3] = [
 impl EstimateReport {
     fn assumed(&self) -> Vec<String> {
         let mut assumed = self.shapes.assumed().to_vec();
-        assumed
-            .push("peaks are those of units that run, and parameters that are used, in the order of the model".into());
+        assumed.push("peaks assume that units run, and parameters are used, in the order of the model".into());
         if self.estimate.file_bytes() > 0 {
             assumed
-                .push("files are accessed as this machine would choose now, around the page cache where it can".into());
+                .push("files are accessed as this machine would choose now, around the page cache if possible".into());
         }
         assumed.extend(self.hosts.iter().flat_map(HostsForecast::assumed));
         assumed
@@ -345,10 +344,10 @@ impl EstimateReport {
             _ = writeln!(text, "\n{verdict}");
         }
         if self.deepspeed {
-            _ = writeln!(text, "\nDeepSpeed's estimators, for {ranks} GPUs of one machine:");
+            _ = writeln!(text, "\nDeepSpeed's estimators, for {ranks} GPUs in one machine:");
             for (name, MemoryNeeds { cpu_bytes, gpu_bytes }) in self.deepspeed() {
                 let (gpu, cpu) = (binary(gpu_bytes), binary(cpu_bytes));
-                _ = writeln!(text, "  {name:<30} {gpu:>12} of each GPU {cpu:>12} of the host");
+                _ = writeln!(text, "  {name:<30} {gpu:>12} per GPU {cpu:>12} on the host");
             }
         }
         text += "\nnot included:";
@@ -356,7 +355,7 @@ impl EstimateReport {
         text += "\nassumed:";
         self.assumed().iter().for_each(|line| _ = write!(text, "\n- {line}"));
         if !self.config.notes.is_empty() {
-            text += "\nsaid of the configuration:";
+            text += "\nnotes on the configuration:";
         }
         self.config.notes.iter().for_each(|note| _ = write!(text, "\n- {}: {}", note.path, note.message));
         text
@@ -375,7 +374,7 @@ impl EstimateReport {
         let of_gpu = |name: &str| matches!(name, "GPU, at most" | "page-locked");
         let has_gpu = self.estimate.device_bytes() > 0;
         let tiers: Vec<_> = tiers.into_iter().filter(|(name, _)| has_gpu || !of_gpu(name)).collect();
-        _ = write!(text, "{:<24}", "of each rank");
+        _ = write!(text, "{:<24}", "per rank");
         tiers.iter().for_each(|(name, _)| _ = write!(text, "{name:>16}"));
         *text += "\n";
         let rows = self.estimate.memory.rows.iter();
@@ -389,13 +388,13 @@ impl EstimateReport {
             _ = write!(text, "{:>16}", binary_or_none(rows.clone().map(of).sum::<usize>() as u64));
         }
         let formula: f64 = rows.filter_map(|row| row.formula).sum();
-        _ = writeln!(text, "\n{:<24}{:>16}", "formula of the paper", binary(formula as u64));
+        _ = writeln!(text, "\n{:<24}{:>16}", "the paper's formula", binary(formula as u64));
     }
 
     /// Writes the traffic of a step.
     fn write_step(&self, text: &mut String) {
         let step = &self.estimate.step;
-        _ = writeln!(text, "\n{:<24}{:>16}{:>16}", "of each rank, per step", "collectives", "bytes in");
+        _ = writeln!(text, "\n{:<24}{:>16}{:>16}", "per rank and step", "collectives", "bytes in");
         for kind in Collective::ALL {
             let moved = step.kind(kind);
             if moved.calls > 0 {

@@ -153,7 +153,7 @@ impl GenerateArguments {
                     && self.messages.is_none()
                     && self.system.is_none() =>
             {
-                eprint("zerorun: the model has no chat template: prompts are continued as they stand");
+                eprint("zerorun: the model has no chat template: prompts are continued as they are");
                 Ok(None)
             }
             opened => opened.map(Some),

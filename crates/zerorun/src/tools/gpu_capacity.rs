@@ -45,7 +45,7 @@ impl FromStr for GpuCapacity {
             None => size(&plain),
         };
         let known = || KNOWN.map(|(name, _)| name).join(", ");
-        let bytes = bytes.ok_or_else(|| format!("known are {}, or give its memory, such as 24GiB", known()))?;
+        let bytes = bytes.ok_or_else(|| format!("known GPUs are {}; or give its memory, such as 24GiB", known()))?;
         Ok(Self { name: text.to_owned(), bytes })
     }
 }
@@ -57,13 +57,13 @@ impl GpuCapacity {
         let (has, takes) = (binary(*bytes), binary(need));
         match bytes.checked_sub(need) {
             Some(left) => format!(
-                "of the {has} of each GPU ({name}) model state takes at most {takes}: it fits, and {} are left for activations \
-                 and CUDA's own memory",
+                "of the {has} of each GPU ({name}), model state takes at most {takes}: it fits, and {} is left for \
+                 activations and CUDA's own memory",
                 binary(left)
             ),
             None => format!(
-                "of the {has} of each GPU ({name}) model state takes at most {takes}: it does not fit, and {} are missing; take \
-                 a higher stage, more ranks, or offload_optimizer and offload_param",
+                "of the {has} of each GPU ({name}), model state takes at most {takes}: it does not fit, and {} is \
+                 missing; use a higher stage, more ranks, or offload_optimizer and offload_param",
                 binary(need - bytes)
             ),
         }
@@ -99,14 +99,17 @@ mod tests {
         assert_eq!(bytes("80 GB"), 80_000_000_000);
         for wrong in ["", "h101", "0GiB", "GiB", "24", "24GiBs", "99999999999999999999GB", "18446744073709551615GiB"] {
             let why = wrong.parse::<GpuCapacity>().unwrap_err();
-            assert!(why.starts_with("known are t4, ") && why.ends_with(", or give its memory, such as 24GiB"), "{why}");
+            assert!(
+                why.starts_with("known GPUs are t4, ") && why.ends_with("; or give its memory, such as 24GiB"),
+                "{why}"
+            );
         }
     }
 
     #[test]
     fn a_verdict_has_what_is_left_or_missing() {
         let gpu = GpuCapacity { name: "24GiB".into(), bytes: 24 << 30 };
-        insta::assert_snapshot!(gpu.verdict(4 << 30), @"of the 24.0 GiB of each GPU (24GiB) model state takes at most 4.0 GiB: it fits, and 20.0 GiB are left for activations and CUDA's own memory");
-        insta::assert_snapshot!(gpu.verdict(25 << 30), @"of the 24.0 GiB of each GPU (24GiB) model state takes at most 25.0 GiB: it does not fit, and 1.0 GiB are missing; take a higher stage, more ranks, or offload_optimizer and offload_param");
+        insta::assert_snapshot!(gpu.verdict(4 << 30), @"of the 24.0 GiB of each GPU (24GiB), model state takes at most 4.0 GiB: it fits, and 20.0 GiB is left for activations and CUDA's own memory");
+        insta::assert_snapshot!(gpu.verdict(25 << 30), @"of the 24.0 GiB of each GPU (24GiB), model state takes at most 25.0 GiB: it does not fit, and 1.0 GiB is missing; use a higher stage, more ranks, or offload_optimizer and offload_param");
     }
 }

@@ -29,7 +29,7 @@ pub(super) struct ForecastArguments {
     #[arg(long, value_name = "SECONDS", requires = "hosts", conflicts_with = "measured")]
     step: Option<f64>,
 
-    /// The same, from the metrics of such a run: the file of train_gpt's --metrics
+    /// Metrics of such a run, from which the step time is read: the file of train_gpt's --metrics
     #[arg(long, value_name = "FILE.jsonl", requires = "hosts")]
     measured: Option<PathBuf>,
 }
@@ -83,8 +83,8 @@ pub(super) struct HostsForecast {
 
 /// The effects that no forecast includes.
 pub(super) const NOT_INCLUDED: [&str; 2] = [
-    "TCP that begins slowly after a pause or loses packets, and other traffic on the cables and between them",
-    "ranks that wait for one another because they do not compute equally fast, and shares that become smaller on more hosts",
+    "slow starts of TCP after a pause, lost packets, and other traffic on the network",
+    "ranks that wait for one another because they differ in speed, and shares that become smaller on more hosts",
 ];
 
 impl HostsForecast {
@@ -103,34 +103,35 @@ impl HostsForecast {
 
     pub(super) fn assumed(&self) -> Vec<String> {
         let Self { each, network, measured, .. } = self;
-        let unsaid = if self.said { "" } else { ", as --network does not say" };
+        let unsaid = if self.said { "" } else { ", the default of --network" };
         let mut assumed = vec![format!(
-            "each host's cable carries {network} in each direction at a time{unsaid}: {} of data a second",
+            "each host's link carries {network} in each direction at a time{unsaid}: {} of data a second",
             decimal(network.bytes_per_s())
         )];
         assumed.push(match network.busy() {
-            0.0 => "messages take nothing from the processors of a host: zerorun bench network measures what they do"
-                .into(),
-            busy => format!("computing has {:.1} % of a host's processors less while its cable is busy", 100.0 * busy),
+            0.0 => {
+                "messages take no time of a host's processors: zerorun bench network measures how much they take".into()
+            }
+            busy => format!("computing has {:.1} % less of a host's processors while its link is busy", 100.0 * busy),
         });
         match measured {
             None => {}
             Some(measured) if measured.steps() == 0 => assumed.push(
-                "forward takes one part of the step and backward two, three where units recompute, and each unit its share of \
-                 these by its parameters"
+                "forward takes one part of the step and backward two (three if units recompute), and each unit takes a \
+                 share in proportion to its parameters"
                     .into(),
             ),
             Some(measured) => {
                 assumed.push(format!(
-                    "forward, backward and the optimizer take the medians of {}, and each unit its share of these by its \
-                     parameters",
+                    "forward, backward and the optimizer take the medians of {}, and each unit takes a share in \
+                     proportion to its parameters",
                     match measured.steps() {
                         1 => "one measured step".to_string(),
                         steps => format!("{steps} measured steps"),
                     }
                 ));
                 if let Some(ranks) = measured.ranks().filter(|ranks| ranks != each) {
-                    assumed.push(format!("a step of {each} ranks takes as long as those measured, of {ranks}"));
+                    assumed.push(format!("a step on {each} ranks takes as long as the measured steps on {ranks}"));
                 }
             }
         }
@@ -169,18 +170,21 @@ impl HostsForecast {
         _ = match self.measured.as_ref().map(MeasuredStep::step_s).zip(step_s) {
             Some((alone, step_s)) => writeln!(
                 text,
-                "a step takes {}: {} as on one host, and {} of waiting for others",
+                "a step takes {}: {} as on one host, and {} waiting for others",
                 seconds(step_s),
                 seconds(alone),
                 seconds((step_s - alone).max(0.0))
             ),
-            None => writeln!(text, "--step SECONDS or --measured FILE.jsonl, of one host, adds the rest of the step"),
+            None => writeln!(
+                text,
+                "--step SECONDS or --measured FILE.jsonl, measured on one host, adds the rest of the step"
+            ),
         };
     }
 
     fn write_rows(&self, text: &mut String) {
         let time = if self.measured.is_some() { "step" } else { "messages" };
-        let columns = ["ranks", time, "efficiency", "into a host", "memory of a rank"];
+        let columns = ["ranks", time, "efficiency", "into a host", "memory per rank"];
         _ = write!(text, "\n{:<8}", "hosts");
         columns.iter().for_each(|name| _ = write!(text, "{name:>18}"));
         *text += "\n";

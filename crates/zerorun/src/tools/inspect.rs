@@ -89,8 +89,8 @@ impl InspectArguments {
 /// Describes a folder without checkpoints, if fine-tuning or Hugging Face's libraries wrote it.
 fn other_content(dir: &Path) -> Option<&'static str> {
     const KNOWN: [(&str, &str); 2] = [
-        ("adapter_config.json", "the folder of an adapter, which zerorun merge and zerorun generate take"),
-        ("config.json", "the folder of a model, which zerorun finetune, generate and merge take"),
+        ("adapter_config.json", "the folder of an adapter, which zerorun merge and zerorun generate accept"),
+        ("config.json", "the folder of a model, which zerorun finetune, generate and merge accept"),
     ];
     KNOWN.iter().find(|(name, _)| dir.join(name).is_file()).map(|(_, what)| *what)
 }
@@ -106,7 +106,7 @@ fn list(listing: &CheckpointListing) -> String {
         let _ = writeln!(text, "  {tag:24}{what}{mark}");
     }
     for tag in &listing.unfinished {
-        let _ = writeln!(text, "  {tag:24}being saved, or a save that did not end: the next save removes it");
+        let _ = writeln!(text, "  {tag:24}being saved, or left by an interrupted save: the next save removes it");
     }
     if let Err(error) = &listing.latest {
         let _ = writeln!(text, "  {error}");
@@ -199,10 +199,10 @@ impl fmt::Display for CheckpointReport<'_> {
             writeln!(f, "  damaged: {problem}")?;
         }
         match (problems.is_empty(), self.verified) {
-            (true, true) => writeln!(f, "  whole: every byte is what was written"),
-            (true, false) => writeln!(f, "  whole: manifest, lengths and headers (--verify reads all data too)"),
+            (true, true) => writeln!(f, "  complete: every byte is as it was written"),
+            (true, false) => writeln!(f, "  complete: manifest, lengths and headers (--verify also reads all data)"),
             (false, true) => writeln!(f, "  {} damaged", files(problems.len())),
-            (false, false) => writeln!(f, "  {} damaged (--verify reads all data too)", files(problems.len())),
+            (false, false) => writeln!(f, "  {} damaged (--verify also reads all data)", files(problems.len())),
         }
     }
 }

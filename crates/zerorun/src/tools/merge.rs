@@ -79,7 +79,7 @@ pub(super) fn command() -> clap::Command {
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let arguments = MergeArguments::try_parse_from(words).map_err(CommandLineError)?;
     if arguments.dtype.is_some() && arguments.format() != MergeFormat::Hf {
-        let problem = "--dtype is the precision of a Hugging Face folder; of a GGUF file --format says it";
+        let problem = "--dtype is the precision of a Hugging Face folder; for a GGUF file, use --format";
         return Err(CommandLineError(MergeArguments::command().error(ErrorKind::ArgumentConflict, problem)));
     }
     Ok(arguments.run().unwrap_or_else(|error| refused(&error, EXIT_SETUP)))
@@ -95,7 +95,7 @@ impl MergeArguments {
         let format = self.format();
         // A folder is checked when it is written.
         if format != MergeFormat::Hf && self.out.symlink_metadata().is_ok() {
-            let problem = "there is a file or folder of that name".to_owned();
+            let problem = "a file or folder of that name already exists".to_owned();
             return Err(OutputError::Refused { path: self.out, problem }.into());
         }
         let model = ResolvedModel::find(&self.model, FileSelection::All)?.path;

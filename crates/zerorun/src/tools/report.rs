@@ -170,23 +170,23 @@ impl MachineReport {
                 "products run on kernels of this library; without avx512_bf16, bf16 is no faster than f32"
             }
             ("avx2", _) => {
-                "products run on kernels of this library; below level avx512 bf16 is widened to f32, and no faster"
+                "products run on kernels of this library; below level avx512, bf16 is widened to f32 and no faster"
             }
-            _ => "products run in plain loops: slow, and the same bits on every machine",
+            _ => "products run in plain loops: slow, but with the same bits on every machine",
         };
         let limit = self.memory.limit.unwrap_or(u64::MAX);
         let each = |bytes: u64| bytes as f64 / STATE_BYTES as f64 / 1e6;
         let mut verdicts = vec![
             products.to_owned(),
-            format!("up to {} ranks; more share cores, and each rank gets its part of the threads", self.cores),
+            format!("up to {} ranks; more would share cores, and each rank gets a share of the threads", self.cores),
             format!(
-                "memory that is free now holds the state of {:.0} million parameters ({STATE_BYTES} bytes each), \
-                 activations aside",
+                "the memory that is free now can hold the state of {:.0} million parameters ({STATE_BYTES} bytes \
+                 each), not counting activations",
                 each(self.memory.available.min(limit))
             ),
         ];
         verdicts.push(match (self.disk.is_memory, self.disk.direct_access) {
-            (true, _) => "the folder lies in memory: what is offloaded to it saves none".to_owned(),
+            (true, _) => "the folder is in memory: offloading to it saves none".to_owned(),
             (false, direct) => format!(
                 "its disk has room for the offloaded state of {:.0} million more; it is accessed {}",
                 each(self.disk.free),
@@ -196,11 +196,11 @@ impl MachineReport {
         verdicts.push(match (self.gpus.is_empty(), self.features.contains(&"cuda")) {
             (true, _) => "no NVIDIA GPU: models run on the processor".to_owned(),
             (false, true) => "models can run on the GPU (Device::new_cuda)".to_owned(),
-            (false, false) => "a GPU is there and this program cannot use it: build with --features cuda".to_owned(),
+            (false, false) => "there is a GPU, but this program cannot use it: build with --features cuda".to_owned(),
         });
         verdicts.push(match &self.mpi {
-            Some(_) => "ranks can run on several hosts, if the same library is on each".to_owned(),
-            None => "no MPI library that can be used: ranks run on this host alone".to_owned(),
+            Some(_) => "ranks can run on several hosts if each has the same library".to_owned(),
+            None => "no usable MPI library: ranks run only on this host".to_owned(),
         });
         verdicts
     }

@@ -14,10 +14,10 @@ use std::path::{Path, PathBuf};
 
 /// The help text of the argument.
 pub(super) const HELP: &str = if cfg!(feature = "hub") {
-    "A folder as Hugging Face has them, a GGUF file, a folder with one, or a repository of the \
-     Hugging Face Hub as org/name or org/name@revision"
+    "Folder in Hugging Face format, GGUF file, folder with one, or repository of the Hugging Face Hub as org/name or \
+     org/name@revision"
 } else {
-    "A folder as Hugging Face has them, a GGUF file, or a folder with one"
+    "Folder in Hugging Face format, GGUF file, or folder with one"
 };
 
 /// A model at a local path.
@@ -65,7 +65,7 @@ fn fetched(_: &Path, repository: Repository, parts: FileSelection) -> Result<Res
 
 #[cfg(not(feature = "hub"))]
 fn fetched(given: &Path, _: Repository, _: FileSelection) -> Result<ResolvedModel> {
-    let reason = "there is no such file or folder, and only a zerorun that is built with --features hub fetches \
-                  repositories of the Hugging Face Hub";
+    let reason = "there is no such file or folder, and only a zerorun built with --features hub can \
+                  download repositories of the Hugging Face Hub";
     Err(FinetuneError::NoModel { path: given.to_owned(), reason: reason.into() }.into())
 }

@@ -12,7 +12,7 @@ pub(super) struct SampleFlags {
     #[arg(long, value_name = "TOKENS", value_parser = value_parser!(u32).range(2..))]
     ctx: Option<u32>,
 
-    /// How to handle samples longer than --ctx
+    /// Handling of samples longer than --ctx
     #[arg(long, value_enum, default_value_t)]
     overlong: OverlongFlag,
 

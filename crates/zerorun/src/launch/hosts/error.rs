@@ -14,7 +14,7 @@ pub enum HostsError {
     // The hostfile.
     /// A line of the hostfile is not an entry.
     #[error(
-        "{}:{line}: `{text}` is no entry of a hostfile; write NAME slots=N, for example `worker-0 slots=4`",
+        "{}:{line}: `{text}` is not a hostfile entry; write NAME slots=N, for example `worker-0 slots=4`",
         path.display()
     )]
     BadEntry {
@@ -27,7 +27,7 @@ pub enum HostsError {
     },
     /// A host's name looks like an option.
     #[error(
-        "{}:{line}: `{host}` cannot be a host: programs would take it for an option; give the host's name without the \
+        "{}:{line}: `{host}` cannot be a host: programs would read it as an option; give the host's name without the \
          dash",
         path.display()
     )]
@@ -41,7 +41,7 @@ pub enum HostsError {
     },
     /// A host has two entries.
     #[error(
-        "{}:{line}: host `{host}` has an entry in line {first} already; give each host one line with all its slots",
+        "{}:{line}: host `{host}` already has an entry on line {first}; give each host one line with all its slots",
         path.display()
     )]
     DuplicateHost {
@@ -71,7 +71,10 @@ pub enum HostsError {
         slots: String,
     },
     /// The hostfile is empty or contains only comments.
-    #[error("{} names no host; write a line NAME slots=N for each, for example `worker-0 slots=4`", path.display())]
+    #[error(
+        "{} lists no hosts; write a line NAME slots=N for each host, for example `worker-0 slots=4`",
+        path.display()
+    )]
     NoEntry {
         /// The hostfile.
         path: PathBuf,
@@ -80,12 +83,11 @@ pub enum HostsError {
     // The selection of hosts and slots.
     /// Both filters are given.
     #[error(
-        "--include and --exclude are both given; give one of them: the first names what is used, the second what is \
-         not"
+        "--include and --exclude are both given; give only one: the first lists what to use, the second what not to use"
     )]
     IncludeAndExclude,
     /// A filter and a number are given.
-    #[error("{filter} and {count} are both given; give one of them: a filter names its hosts and slots itself")]
+    #[error("{filter} and {count} are both given; give only one: a filter already selects hosts and slots")]
     FilterAndCount {
         /// The option of the filter.
         filter: &'static str,
@@ -94,8 +96,8 @@ pub enum HostsError {
     },
     /// A filter names an unknown host.
     #[error(
-        "{option} names host `{host}`, which is not among the hosts: {known}; name one of them, or give it a line in \
-         the hostfile"
+        "{option} names host `{host}`, which is not one of the hosts: {known}; name one of them, or add it to the \
+         hostfile"
     )]
     UnknownHost {
         /// The option of the filter.
@@ -122,8 +124,8 @@ pub enum HostsError {
     },
     /// A filter contains something else in place of a slot.
     #[error(
-        "`{slot}` in `{node}` of {option} is no slot; write whole numbers with commas, for example HOST:0,2, or HOST \
-         alone for all its slots"
+        "`{slot}` in `{node}` of {option} is not a slot; write whole numbers separated by commas, for example \
+         HOST:0,2, or only HOST for all its slots"
     )]
     BadSlot {
         /// The option of the filter.
@@ -142,7 +144,7 @@ pub enum HostsError {
         node: String,
     },
     /// A filter has an empty host name.
-    #[error("`{filter}` of {option} has a host without a name; write HOST or HOST:0,2, and @ between hosts")]
+    #[error("`{filter}` of {option} has an empty host name; write HOST or HOST:0,2, and @ between hosts")]
     NamelessHost {
         /// The option of the filter.
         option: &'static str,
@@ -151,8 +153,7 @@ pub enum HostsError {
     },
     /// More hosts are requested than exist.
     #[error(
-        "--num_nodes {asked} is above the number of hosts, {found}; give at most {found}, or more hosts in the \
-         hostfile"
+        "--num_nodes {asked} is above the number of hosts, {found}; give at most {found}, or add hosts to the hostfile"
     )]
     TooFewHosts {
         /// The requested number.
@@ -162,7 +163,7 @@ pub enum HostsError {
     },
     /// More ranks per host are requested than a host can have.
     #[error(
-        "--num_gpus {slots} is above {}, the most slots of a host; give as many as ranks shall run on each host",
+        "--num_gpus {slots} is above {}, the maximum number of slots of a host; give the number of ranks per host",
         MOST_SLOTS
     )]
     TooManyRanks {
@@ -170,15 +171,15 @@ pub enum HostsError {
         slots: usize,
     },
     /// A number of hosts or slots is zero.
-    #[error("{option} 0 would start no rank; give at least 1, or leave it out for all")]
+    #[error("{option} 0 would start no rank; give at least 1, or leave it out to use all")]
     Zero {
         /// The option.
         option: &'static str,
     },
     /// No slot is left to start ranks on.
     #[error(
-        "no slot is left to start a rank on; give a host of the hostfile slots, and let --include and --exclude leave \
-         some"
+        "no slot is left to start a rank on; give the hosts in the hostfile slots, and let --include and --exclude \
+         keep some"
     )]
     NoSlot,
 
@@ -192,7 +193,7 @@ pub enum HostsError {
         why: String,
     },
     /// The program that reaches a host could not be started.
-    #[error("cannot reach host {host} by {program}: {why}; install it, or name another one in ZERORUN_RSH")]
+    #[error("cannot reach host {host} with {program}: {why}; install it, or name another program in ZERORUN_RSH")]
     NotReached {
         /// The host.
         host: String,
@@ -203,7 +204,8 @@ pub enum HostsError {
     },
     /// The port where hosts connect is in use.
     #[error(
-        "port {port}, at which the other hosts are awaited, cannot be used: {why}; end the other job, or give --master_port"
+        "port {port}, where the other hosts connect, cannot be used: {why}; stop the other job, or give another \
+         --master_port"
     )]
     PortTaken {
         /// The port.
@@ -213,9 +215,10 @@ pub enum HostsError {
     },
     /// The first host's address belongs to another host.
     #[error(
-        "--{option} {address} is {found}, which is no address of this host, and --node_rank 0 is the host at which the others are \
-         awaited; give --master_addr this host's address, or, where the others reach it through another one (NAT, a container's \
-         published port, a service), give --bind_addr one of this host beside it, for example 0.0.0.0"
+        "--{option} {address} is {found}, which is not an address of this host, but the other hosts connect to this \
+         one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at another one \
+         (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example \
+         0.0.0.0"
     )]
     FirstIsElsewhere {
         /// The option, without its dashes.
@@ -227,8 +230,8 @@ pub enum HostsError {
     },
     /// The first host's name cannot be resolved.
     #[error(
-        "the address of {address}, the first host, is not known after {seconds} s: {why}; give --master_addr a name that this \
-         host knows, or the address itself"
+        "the name of the first host, {address}, could not be resolved within {seconds} s: {why}; set --master_addr to \
+         a name that this host can resolve, or to an IP address"
     )]
     UnknownAddress {
         /// The name.
@@ -239,7 +242,7 @@ pub enum HostsError {
         why: String,
     },
     /// The secret of the hosts cannot be used.
-    #[error("{from} cannot be the secret of the hosts: {problem}")]
+    #[error("{from} cannot be used as the secret of the hosts: {problem}")]
     BadSecret {
         /// The source of the secret.
         from: String,
@@ -248,8 +251,8 @@ pub enum HostsError {
     },
     /// Another program listens on the first host's port.
     #[error(
-        "what answers at port {port} of {address} is no zerorun of this version: another program is there; end it, or give all \
-         hosts another --master_port"
+        "the program on port {port} of {address} is not this version of zerorun; stop it, or give all hosts another \
+         --master_port"
     )]
     NoLauncher {
         /// `--master_addr`.
@@ -259,8 +262,9 @@ pub enum HostsError {
     },
     /// The first host does not answer.
     #[error(
-        "the first host, {address}, could not be reached at port {port} for {seconds} s: {why}; start zerorun with --node_rank 0 \
-         there, give --master_addr the address by which this host reaches it, and see that the port is open"
+        "the first host, {address}, could not be reached on port {port} within {seconds} s: {why}; start zerorun with \
+         --node_rank 0 there, set --master_addr to an address at which this host reaches it, and check that the port \
+         is open"
     )]
     FirstUnreachable {
         /// `--master_addr`.
@@ -273,14 +277,14 @@ pub enum HostsError {
         why: String,
     },
     /// The first host refuses this one.
-    #[error("the first host refuses this one: {why}")]
+    #[error("the first host refused this one: {why}")]
     Refused {
         /// The reason that it gives.
         why: String,
     },
     /// A word of the command line is not UTF-8.
     #[error(
-        "`{word}` is no UTF-8 text and cannot be passed to other hosts; rename the file, or write the argument as text"
+        "`{word}` is not UTF-8 text and cannot be passed to other hosts; rename the file, or write the argument as text"
     )]
     WordNotUtf8 {
         /// The word, as far as it is valid text.
@@ -296,7 +300,8 @@ pub enum HostsError {
     },
     /// The value for the number of hosts is neither a number nor a range.
     #[error(
-        "--nnodes {text} is no number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4"
+        "--nnodes {text} is not a number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or \
+         1:4"
     )]
     BadNodes {
         /// The given value.
@@ -312,14 +317,14 @@ pub enum HostsError {
     },
     /// The number of hosts is unknown.
     #[error(
-        "--nnodes auto finds no number of hosts: neither mpirun, srun nor jsrun has started zerorun here, or it does not say; \
-         give the number"
+        "--nnodes auto cannot determine the number of hosts: mpirun, srun or jsrun did not start zerorun here, or did \
+         not set it; give the number"
     )]
     NodesUnknown,
     /// The number of processes that another launcher has started differs from the number of hosts.
     #[error(
-        "--nnodes is {nodes} and {by} is {found}: start zerorun once on each host (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun \
-         --ntasks-per-node=1), and give --nnodes that number, or this host's as --node_rank"
+        "--nnodes is {nodes} but {by} is {found}: start zerorun once on each host (mpirun --map-by ppr:1:node, mpirun \
+         -ppn 1, srun --ntasks-per-node=1), and give --nnodes that number, or give this host's number as --node_rank"
     )]
     NodesDiffer {
         /// `--nnodes`.
@@ -350,8 +355,8 @@ pub enum HostsError {
     },
     /// `mpirun` passes the same variables to all hosts, but their GPUs differ.
     #[error(
-        "{slots}, and with --launcher {launcher} all hosts get the same CUDA_VISIBLE_DEVICES: choose the same slots on each, or \
-         take --launcher ssh"
+        "{slots}, but with --launcher {launcher} all hosts get the same CUDA_VISIBLE_DEVICES: choose the same slots on \
+         each, or use --launcher ssh"
     )]
     DevicesDiffer {
         /// `--launcher`.
@@ -360,7 +365,11 @@ pub enum HostsError {
         slots: String,
     },
     /// The first host is not named.
-    #[error("--nnodes {nodes} needs {missing}; give each host its number from 0 to {} and all of them the first one's address", nodes - 1)]
+    #[error(
+        "--nnodes {nodes} needs {missing}; give each host its number from 0 to {}, and all hosts the first host's \
+         address",
+        nodes - 1
+    )]
     NodeUnknown {
         /// `--nnodes`.
         nodes: usize,
@@ -371,8 +380,8 @@ pub enum HostsError {
     // The description of the hosts for other programs.
     /// A launcher of ranks needs the same number of slots on every host.
     #[error(
-        "host `{host}` has {slots} slots and host `{other}` {other_slots}, but {launcher} starts as many ranks on \
-         every host; make them equal, with --num_gpus or in the hostfile"
+        "host `{host}` has {slots} slots and host `{other}` has {other_slots}, but {launcher} starts the same number \
+         of ranks on every host; make them equal, with --num_gpus or in the hostfile"
     )]
     UnevenHosts {
         /// The launcher.
@@ -388,8 +397,8 @@ pub enum HostsError {
     },
     /// Slurm cannot select the slots.
     #[error(
-        "host `{host}` is to use the slots {slots}, but slurm starts ranks on the first slots of every host; leave it \
-         slots 0 to {}",
+        "host `{host}` would use slots {slots}, but slurm starts ranks on the first slots of every host; select slots \
+         0 to {}",
         count - 1
     )]
     SlurmSlots {
@@ -402,8 +411,8 @@ pub enum HostsError {
     },
     /// A world info cannot be read.
     #[error(
-        "the world info cannot be read: {problem}; it is the base64 of {{\"HOST\": [SLOT, ...], ...}}, give it as the \
-         launcher made it"
+        "cannot read the world info: {problem}; it is the base64 of {{\"HOST\": [SLOT, ...], ...}}, give it as the \
+         launcher wrote it"
     )]
     WorldInfo {
         /// The problem.
@@ -412,7 +421,10 @@ pub enum HostsError {
 
     // Variables for other hosts.
     /// A line of `.deepspeed_env` does not set a variable.
-    #[error("{}:{line}: `{text}` sets no variable; write NAME=VALUE, or # in front of a comment", path.display())]
+    #[error(
+        "{}:{line}: `{text}` does not set a variable; write NAME=VALUE, or # in front of a comment",
+        path.display()
+    )]
     BadVariable {
         /// The file.
         path: PathBuf,
@@ -423,7 +435,7 @@ pub enum HostsError {
     },
     /// A line of `.deepspeed_env` sets an invalid variable name.
     #[error(
-        "{}:{line}: `{name}` is no name of a variable; write NAME=VALUE with letters, digits and _ in the name",
+        "{}:{line}: `{name}` is not a variable name; write NAME=VALUE with letters, digits and _ in the name",
         path.display()
     )]
     BadVariableName {
@@ -435,7 +447,7 @@ pub enum HostsError {
         name: String,
     },
     /// A variable for other hosts has a value that is not UTF-8.
-    #[error("the value of {name} is no UTF-8 text and cannot be passed to other hosts; set it to text, or unset it")]
+    #[error("the value of {name} is not UTF-8 text and cannot be passed to other hosts; set it to text, or unset it")]
     ValueNotUtf8 {
         /// The variable.
         name: String,
@@ -466,8 +478,8 @@ pub enum HostsError {
     },
     /// A core list is not in ascending order.
     #[error(
-        "`{part}` in the core list `{list}` does not lie above core {earlier} before it; write each core once, in \
-         ascending order"
+        "`{part}` in the core list `{list}` is not above core {earlier} before it; write each core once, in ascending \
+         order"
     )]
     UnorderedCores {
         /// The list.
@@ -479,8 +491,8 @@ pub enum HostsError {
     },
     /// A core list names a core that ranks of this host cannot use.
     #[error(
-        "--bind_core_list names core {core}, and processes of zerorun on host {host} may run on {known}; name only some of \
-         these, or let whatever started zerorun (taskset, a container, Slurm) give it more"
+        "--bind_core_list names core {core}, but zerorun's processes on host {host} may run on {known}; name only \
+         these, or start zerorun with more cores (taskset, a container, Slurm)"
     )]
     NoSuchCore {
         /// The first such core.
@@ -492,8 +504,8 @@ pub enum HostsError {
     },
     /// Something else binds threads.
     #[error(
-        "KMP_AFFINITY is set, by which Intel's OpenMP binds threads to cores of its own choice; unset it, or leave \
-         --bind_cores_to_rank out"
+        "KMP_AFFINITY is set, so Intel's OpenMP binds threads to cores of its choice; unset it, or leave out \
+         --bind_cores_to_rank"
     )]
     KmpAffinity,
     /// There are more ranks than cores.

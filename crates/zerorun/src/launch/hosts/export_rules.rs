@@ -199,10 +199,10 @@ mod tests {
 
     #[test]
     fn errors_name_the_line() {
-        insta::assert_snapshot!(refusal("A=1\n\nB\n"), @"/home/me/.deepspeed_env:3: `B` sets no variable; write NAME=VALUE, or # in front of a comment");
-        insta::assert_snapshot!(refusal("export A=1\n"), @"/home/me/.deepspeed_env:1: `export A` is no name of a variable; write NAME=VALUE with letters, digits and _ in the name");
-        insta::assert_snapshot!(refusal("=1\n"), @"/home/me/.deepspeed_env:1: `` is no name of a variable; write NAME=VALUE with letters, digits and _ in the name");
+        insta::assert_snapshot!(refusal("A=1\n\nB\n"), @"/home/me/.deepspeed_env:3: `B` does not set a variable; write NAME=VALUE, or # in front of a comment");
+        insta::assert_snapshot!(refusal("export A=1\n"), @"/home/me/.deepspeed_env:1: `export A` is not a variable name; write NAME=VALUE with letters, digits and _ in the name");
+        insta::assert_snapshot!(refusal("=1\n"), @"/home/me/.deepspeed_env:1: `` is not a variable name; write NAME=VALUE with letters, digits and _ in the name");
         let not_utf8 = [("NCCL_X".into(), OsString::from_vec(vec![0xff]))];
-        insta::assert_snapshot!(ExportedVariables::of(not_utf8).unwrap_err(), @"the value of NCCL_X is no UTF-8 text and cannot be passed to other hosts; set it to text, or unset it");
+        insta::assert_snapshot!(ExportedVariables::of(not_utf8).unwrap_err(), @"the value of NCCL_X is not UTF-8 text and cannot be passed to other hosts; set it to text, or unset it");
     }
 }

@@ -266,18 +266,18 @@ mod tests {
 
     #[test]
     fn errors_name_the_option_and_what_there_is() {
-        insta::assert_snapshot!(refusal(&include("jeff")), @"--include names host `jeff`, which is not among the hosts: h-c, h-a, h-b; name one of them, or give it a line in the hostfile");
-        insta::assert_snapshot!(refusal(&exclude("h-aa:0")), @"--exclude names host `h-aa`, which is not among the hosts: h-c, h-a, h-b; the nearest are h-a, h-c, h-b; name one of them, or give it a line in the hostfile");
+        insta::assert_snapshot!(refusal(&include("jeff")), @"--include names host `jeff`, which is not one of the hosts: h-c, h-a, h-b; name one of them, or add it to the hostfile");
+        insta::assert_snapshot!(refusal(&exclude("h-aa:0")), @"--exclude names host `h-aa`, which is not one of the hosts: h-c, h-a, h-b; the nearest are h-a, h-c, h-b; name one of them, or add it to the hostfile");
         insta::assert_snapshot!(refusal(&include("h-a:0,4")), @"--include names slot 4 of host `h-a`, whose slots are: 0-2; name one of them, or give the host more slots in the hostfile");
-        insta::assert_snapshot!(refusal(&include("h-a:0-2")), @"`0-2` in `h-a:0-2` of --include is no slot; write whole numbers with commas, for example HOST:0,2, or HOST alone for all its slots");
-        insta::assert_snapshot!(refusal(&exclude("h-a:")), @"`` in `h-a:` of --exclude is no slot; write whole numbers with commas, for example HOST:0,2, or HOST alone for all its slots");
+        insta::assert_snapshot!(refusal(&include("h-a:0-2")), @"`0-2` in `h-a:0-2` of --include is not a slot; write whole numbers separated by commas, for example HOST:0,2, or only HOST for all its slots");
+        insta::assert_snapshot!(refusal(&exclude("h-a:")), @"`` in `h-a:` of --exclude is not a slot; write whole numbers separated by commas, for example HOST:0,2, or only HOST for all its slots");
         insta::assert_snapshot!(refusal(&include("h-a:0:1")), @"`h-a:0:1` of --include has more than one colon; write HOST:0,1 for slots, and @ between hosts");
-        insta::assert_snapshot!(refusal(&include("h-a@")), @"`h-a@` of --include has a host without a name; write HOST or HOST:0,2, and @ between hosts");
-        insta::assert_snapshot!(refusal(&HostSelection { exclude: "h-a".into(), ..include("h-b") }), @"--include and --exclude are both given; give one of them: the first names what is used, the second what is not");
-        insta::assert_snapshot!(refusal(&HostSelection { num_gpus: Some(1), ..include("h-b") }), @"--include and --num_gpus are both given; give one of them: a filter names its hosts and slots itself");
-        insta::assert_snapshot!(refusal(&HostSelection { num_nodes: Some(4), ..HostSelection::default() }), @"--num_nodes 4 is above the number of hosts, 3; give at most 3, or more hosts in the hostfile");
-        insta::assert_snapshot!(refusal(&HostSelection { num_nodes: Some(0), ..HostSelection::default() }), @"--num_nodes 0 would start no rank; give at least 1, or leave it out for all");
-        insta::assert_snapshot!(refusal(&HostSelection { num_gpus: Some(1 << 20), ..HostSelection::default() }), @"--num_gpus 1048576 is above 65536, the most slots of a host; give as many as ranks shall run on each host");
+        insta::assert_snapshot!(refusal(&include("h-a@")), @"`h-a@` of --include has an empty host name; write HOST or HOST:0,2, and @ between hosts");
+        insta::assert_snapshot!(refusal(&HostSelection { exclude: "h-a".into(), ..include("h-b") }), @"--include and --exclude are both given; give only one: the first lists what to use, the second what not to use");
+        insta::assert_snapshot!(refusal(&HostSelection { num_gpus: Some(1), ..include("h-b") }), @"--include and --num_gpus are both given; give only one: a filter already selects hosts and slots");
+        insta::assert_snapshot!(refusal(&HostSelection { num_nodes: Some(4), ..HostSelection::default() }), @"--num_nodes 4 is above the number of hosts, 3; give at most 3, or add hosts to the hostfile");
+        insta::assert_snapshot!(refusal(&HostSelection { num_nodes: Some(0), ..HostSelection::default() }), @"--num_nodes 0 would start no rank; give at least 1, or leave it out to use all");
+        insta::assert_snapshot!(refusal(&HostSelection { num_gpus: Some(1 << 20), ..HostSelection::default() }), @"--num_gpus 1048576 is above 65536, the maximum number of slots of a host; give the number of ranks per host");
     }
 
     #[test]

@@ -96,12 +96,12 @@ mod tests {
 
     #[test]
     fn errors_name_the_line() {
-        insta::assert_snapshot!(refusal("# ours\na slots=2\nb slots=\n"), @"hosts.txt:3: `b slots=` is no entry of a hostfile; write NAME slots=N, for example `worker-0 slots=4`");
-        insta::assert_snapshot!(refusal("a slots=2\n\na slots=2"), @"hosts.txt:3: host `a` has an entry in line 1 already; give each host one line with all its slots");
-        insta::assert_snapshot!(refusal("-oProxyCommand=x slots=2"), @"hosts.txt:1: `-oProxyCommand=x` cannot be a host: programs would take it for an option; give the host's name without the dash");
+        insta::assert_snapshot!(refusal("# ours\na slots=2\nb slots=\n"), @"hosts.txt:3: `b slots=` is not a hostfile entry; write NAME slots=N, for example `worker-0 slots=4`");
+        insta::assert_snapshot!(refusal("a slots=2\n\na slots=2"), @"hosts.txt:3: host `a` already has an entry on line 1; give each host one line with all its slots");
+        insta::assert_snapshot!(refusal("-oProxyCommand=x slots=2"), @"hosts.txt:1: `-oProxyCommand=x` cannot be a host: programs would read it as an option; give the host's name without the dash");
         insta::assert_snapshot!(refusal("a slots=70000"), @"hosts.txt:1: host `a` has slots=70000; at most 65536 are allowed, usually one for each GPU");
         insta::assert_snapshot!(refusal("a slots=99999999999999999999999999999999999999999999999"), @"hosts.txt:1: host `a` has slots=9999999999999999999999999999999999999999...; at most 65536 are allowed, usually one for each GPU");
-        insta::assert_snapshot!(refusal("\n# nothing\n"), @"hosts.txt names no host; write a line NAME slots=N for each, for example `worker-0 slots=4`");
+        insta::assert_snapshot!(refusal("\n# nothing\n"), @"hosts.txt lists no hosts; write a line NAME slots=N for each host, for example `worker-0 slots=4`");
     }
 
     proptest! {

@@ -129,7 +129,7 @@ impl WorldInfo {
     /// Decodes a world info.
     pub(crate) fn decode(text: &str) -> Result<Self, HostsError> {
         let problem = |problem: String| HostsError::WorldInfo { problem };
-        let json = from_base64(text).ok_or_else(|| problem(format!("`{}` is no URL-safe base64", shown(text))))?;
+        let json = from_base64(text).ok_or_else(|| problem(format!("`{}` is not URL-safe base64", shown(text))))?;
         let mut json = serde_json::Deserializer::from_slice(&json);
         let hosts = json.deserialize_map(WorldInfoVisitor).and_then(|hosts| json.end().map(|()| hosts));
         Self::new(hosts.map_err(|error| problem(error.to_string()))?)
@@ -150,10 +150,10 @@ impl<'de> Visitor<'de> for WorldInfoVisitor {
         let mut hosts: Vec<HostSlots> = Vec::new();
         while let Some((name, slots)) = map.next_entry::<String, Vec<usize>>()? {
             if hosts.iter().any(|host| host.name == name) {
-                return Err(A::Error::custom(format!("host `{}` is there twice", shown(&name))));
+                return Err(A::Error::custom(format!("host `{}` is given twice", shown(&name))));
             }
             if !slots.is_sorted_by(|a, b| a < b) {
-                return Err(A::Error::custom(format!("the slots of host `{}` do not ascend", shown(&name))));
+                return Err(A::Error::custom(format!("the slots of host `{}` are not ascending", shown(&name))));
             }
             hosts.push(HostSlots { name, slots });
         }
@@ -285,16 +285,16 @@ mod tests {
     fn hosts_without_slots_do_not_count() {
         let world = WorldInfo::new(vec![HostSlots::with_slots("a", 0), HostSlots::with_slots("b", 2)]).unwrap();
         assert_eq!(world.hosts(), [HostSlots::with_slots("b", 2)]);
-        insta::assert_snapshot!(WorldInfo::new(vec![HostSlots::with_slots("a", 0)]).unwrap_err(), @"no slot is left to start a rank on; give a host of the hostfile slots, and let --include and --exclude leave some");
+        insta::assert_snapshot!(WorldInfo::new(vec![HostSlots::with_slots("a", 0)]).unwrap_err(), @"no slot is left to start a rank on; give the hosts in the hostfile slots, and let --include and --exclude keep some");
     }
 
     #[test]
     fn starters_with_one_number_for_all_hosts_need_equal_hosts() {
         let uneven = world(&[("a", &[0, 1]), ("b", &[0])]);
-        insta::assert_snapshot!(uneven.ranks_per_host("mpich").unwrap_err(), @"host `a` has 2 slots and host `b` 1, but mpich starts as many ranks on every host; make them equal, with --num_gpus or in the hostfile");
+        insta::assert_snapshot!(uneven.ranks_per_host("mpich").unwrap_err(), @"host `a` has 2 slots and host `b` has 1, but mpich starts the same number of ranks on every host; make them equal, with --num_gpus or in the hostfile");
         assert_eq!(world(&[("a", &[0, 1]), ("b", &[2, 5])]).ranks_per_host("mpich").unwrap(), 2);
         let picked = world(&[("a", &[0, 1]), ("b", &[1, 2])]);
-        insta::assert_snapshot!(picked.first_slots_per_host().unwrap_err(), @"host `b` is to use the slots 1-2, but slurm starts ranks on the first slots of every host; leave it slots 0 to 1");
+        insta::assert_snapshot!(picked.first_slots_per_host().unwrap_err(), @"host `b` would use slots 1-2, but slurm starts ranks on the first slots of every host; select slots 0 to 1");
         assert_eq!(world(&[("a", &[0, 1]), ("b", &[0, 1])]).first_slots_per_host().unwrap(), 2);
     }
 
@@ -302,9 +302,9 @@ mod tests {
     fn a_wrong_world_info_is_refused() {
         let refusal = |text: &str| WorldInfo::decode(text).unwrap_err().to_string();
         let json = |json: &str| refusal(&to_base64(json.as_bytes()));
-        insta::assert_snapshot!(refusal("e30+"), @r#"the world info cannot be read: `e30+` is no URL-safe base64; it is the base64 of {"HOST": [SLOT, ...], ...}, give it as the launcher made it"#);
-        insta::assert_snapshot!(json(r#"{"a": [0], "a": [1]}"#), @r#"the world info cannot be read: host `a` is there twice at line 1 column 20; it is the base64 of {"HOST": [SLOT, ...], ...}, give it as the launcher made it"#);
-        insta::assert_snapshot!(json(r#"{"a": [1, 0]}"#), @r#"the world info cannot be read: the slots of host `a` do not ascend at line 1 column 13; it is the base64 of {"HOST": [SLOT, ...], ...}, give it as the launcher made it"#);
+        insta::assert_snapshot!(refusal("e30+"), @r#"cannot read the world info: `e30+` is not URL-safe base64; it is the base64 of {"HOST": [SLOT, ...], ...}, give it as the launcher wrote it"#);
+        insta::assert_snapshot!(json(r#"{"a": [0], "a": [1]}"#), @r#"cannot read the world info: host `a` is given twice at line 1 column 20; it is the base64 of {"HOST": [SLOT, ...], ...}, give it as the launcher wrote it"#);
+        insta::assert_snapshot!(json(r#"{"a": [1, 0]}"#), @r#"cannot read the world info: the slots of host `a` are not ascending at line 1 column 13; it is the base64 of {"HOST": [SLOT, ...], ...}, give it as the launcher wrote it"#);
         for wrong in [r#"{"a": [-1]}"#, r#"{"a": 2}"#, "[]", "{}", "", r#"{"a": [0]} x"#, r#"{"a": [0]"#] {
             json(wrong);
         }

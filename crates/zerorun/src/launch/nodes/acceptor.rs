@@ -137,10 +137,10 @@ impl HostAcceptor {
     /// Reports that a host is refused, up to a limited number of times.
     pub(super) fn report_refused(&self, host: &str, from: SocketAddr, why: &str) {
         match self.said.fetch_add(1, Ordering::Relaxed) {
-            said if said < MOST_SAID => eprint(&format!("zerorun: host {host} ({}) is refused: {why}", from.ip())),
+            said if said < MOST_SAID => eprint(&format!("zerorun: host {host} ({}) was refused: {why}", from.ip())),
             MOST_SAID => eprint(&format!(
-                "zerorun: {MOST_SAID} connections were refused; no more are reported. If these are not hosts of yours, see who \
-                 reaches this port, and set {SECRET}"
+                "zerorun: {MOST_SAID} connections were refused; no more are reported. If these are not your hosts, \
+                 check who can reach this port, and set {SECRET}"
             )),
             _ => {}
         }

@@ -36,8 +36,8 @@ pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostH
     let HostHello { nodes, node, ranks, .. } = *hello;
     if nodes != own.nodes {
         return AdmissionRefusal::plain(format!(
-            "--nnodes is {nodes} on host {} and {} on the first host; give both the same, or, where these are two jobs, another \
-             --master_port to one",
+            "--nnodes is {nodes} on host {} and {} on the first host; give both the same, or, if these are two jobs, \
+             give one another --master_port",
             name(hello),
             own.nodes
         ));
@@ -55,8 +55,8 @@ pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostH
     }
     if let Some(other) = holder.filter(|other| other.launcher != hello.launcher) {
         return AdmissionRefusal::plain(format!(
-            "--node_rank {node} is host {}'s already; give each host its own number from 0 to {}, and each job its own \
-             --master_port",
+            "--node_rank {node} is already used by host {}; give each host its own number from 0 to {}, and each job \
+             its own --master_port",
             name(other),
             nodes - 1
         ));
@@ -71,14 +71,14 @@ fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
         let shown = |hello: &HostHello| printable(&hello.words.join(" "), SHOWN);
         return Some(AdmissionRefusal {
             told: format!(
-                "the script's arguments are `{}` on this host, with digest {}, and those on host {here} have digest {}; give the \
-                 same, which the output of host {here} shows",
+                "the script's arguments are `{}` on this host, with digest {}, but those on host {here} have digest \
+                 {}; give the same ones, which the output of host {here} shows",
                 shown(hello),
                 digest(&hello.words),
                 digest(&own.words)
             ),
             said: format!(
-                "the script's arguments are `{}` on host {here} and `{}` on host {there}; give the same",
+                "the script's arguments are `{}` on host {here} and `{}` on host {there}; give both the same",
                 shown(own),
                 shown(hello)
             ),
@@ -86,11 +86,13 @@ fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
     }
     let mut names = own.files.keys().chain(hello.files.keys());
     names.find(|name| own.files.get(*name) != hello.files.get(*name)).map(|file| {
-        let of = |hello: &HostHello| hello.files.get(file).map_or("not there".to_string(), |sum| printable(sum, 100));
-        let (file, remedy) =
-            (printable(file, SHOWN), "copy the same file to both, and for the program give one that is built already");
+        let of = |hello: &HostHello| hello.files.get(file).map_or("missing".to_string(), |sum| printable(sum, 100));
+        let (file, remedy) = (
+            printable(file, SHOWN),
+            "copy the same file to both; if it is the program, give one that is already built",
+        );
         AdmissionRefusal {
-            told: format!("{file} is not that of host {here}: it is {}; {remedy}", of(hello)),
+            told: format!("{file} differs from that on host {here}: it is {}; {remedy}", of(hello)),
             said: format!("{file} is {} on host {here} and {} on host {there}; {remedy}", of(own), of(hello)),
         }
     })
@@ -113,8 +115,8 @@ pub(super) fn folders<'a>(own: &'a HostHello, other: &'a HostHello) -> impl Iter
     own.folders.iter().filter_map(move |(folder, here)| {
         let difference = checksums::difference(here, other.folders.get(folder)?)?;
         Some(format!(
-            "zerorun: warning: folder {folder} is not the same on hosts {} and {}: {}; copy the same files to both, unless the \
-             job itself writes there",
+            "zerorun: warning: folder {folder} differs between hosts {} and {}: {}; copy the same files to both, \
+             unless the job itself writes there",
             name(own),
             name(other),
             printable(&difference, SHOWN)
@@ -153,14 +155,14 @@ pub(super) mod tests {
     fn hosts_that_differ_are_told_what_they_have_and_the_first_says_what_both_have() {
         assert_eq!(refusal(&hello("a"), None, &HostHello { node: 1, launcher: 2, ..hello("b") }), None);
         let words = objected(|b| b.words[1] = "zero2.json".into());
-        insta::assert_snapshot!(words.told, @"the script's arguments are `--ds_config zero2.json` on this host, with digest 351ba923, and those on host a have digest ed663171; give the same, which the output of host a shows");
-        insta::assert_snapshot!(words.said, @"the script's arguments are `--ds_config zero3.json` on host a and `--ds_config zero2.json` on host b; give the same");
+        insta::assert_snapshot!(words.told, @"the script's arguments are `--ds_config zero2.json` on this host, with digest 351ba923, but those on host a have digest ed663171; give the same ones, which the output of host a shows");
+        insta::assert_snapshot!(words.said, @"the script's arguments are `--ds_config zero3.json` on host a and `--ds_config zero2.json` on host b; give both the same");
         let file = objected(|b| b.files.values_mut().for_each(|sum| *sum = "413 bytes with checksum 12".into()));
-        insta::assert_snapshot!(file.told, @"zero3.json is not that of host a: it is 413 bytes with checksum 12; copy the same file to both, and for the program give one that is built already");
-        insta::assert_snapshot!(file.said, @"zero3.json is 412 bytes with checksum 11 on host a and 413 bytes with checksum 12 on host b; copy the same file to both, and for the program give one that is built already");
+        insta::assert_snapshot!(file.told, @"zero3.json differs from that on host a: it is 413 bytes with checksum 12; copy the same file to both; if it is the program, give one that is already built");
+        insta::assert_snapshot!(file.said, @"zero3.json is 412 bytes with checksum 11 on host a and 413 bytes with checksum 12 on host b; copy the same file to both; if it is the program, give one that is already built");
         let gone = objected(|b| b.files.clear());
-        insta::assert_snapshot!(gone.told, @"zero3.json is not that of host a: it is not there; copy the same file to both, and for the program give one that is built already");
-        insta::assert_snapshot!(gone.said, @"zero3.json is 412 bytes with checksum 11 on host a and not there on host b; copy the same file to both, and for the program give one that is built already");
+        insta::assert_snapshot!(gone.told, @"zero3.json differs from that on host a: it is missing; copy the same file to both; if it is the program, give one that is already built");
+        insta::assert_snapshot!(gone.said, @"zero3.json is 412 bytes with checksum 11 on host a and missing on host b; copy the same file to both; if it is the program, give one that is already built");
     }
 
     #[test]
@@ -170,13 +172,13 @@ pub(super) mod tests {
             assert_eq!(told, said);
             told
         };
-        insta::assert_snapshot!(told(|b| b.nodes = 3), @"--nnodes is 3 on host b and 2 on the first host; give both the same, or, where these are two jobs, another --master_port to one");
+        insta::assert_snapshot!(told(|b| b.nodes = 3), @"--nnodes is 3 on host b and 2 on the first host; give both the same, or, if these are two jobs, give one another --master_port");
         insta::assert_snapshot!(told(|b| b.node = 2), @"--node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
         insta::assert_snapshot!(told(|b| b.ranks = 0), @"--num_ranks is 0 there; give each host 1 to 1024 ranks");
         insta::assert_snapshot!(told(|b| b.ranks = usize::MAX), @"--num_ranks is 18446744073709551615 there; give each host 1 to 1024 ranks");
         let holder = HostHello { node: 1, launcher: 3, ..hello("c") };
         let two = refusal(&hello("a"), Some(&holder), &HostHello { node: 1, launcher: 2, ..hello("b") }).unwrap();
-        insta::assert_snapshot!(two.told, @"--node_rank 1 is host c's already; give each host its own number from 0 to 1, and each job its own --master_port");
+        insta::assert_snapshot!(two.told, @"--node_rank 1 is already used by host c; give each host its own number from 0 to 1, and each job its own --master_port");
         // The same launcher, after its connection broke.
         assert_eq!(refusal(&hello("a"), Some(&holder), &HostHello { node: 1, launcher: 3, ..hello("c") }), None);
     }

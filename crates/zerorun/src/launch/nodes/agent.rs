@@ -145,7 +145,7 @@ pub(super) fn run(mut job: LocalJob, options: &JoinOptions) -> Result<u8> {
         if !options.returns {
             return Ok(EXIT_LOST);
         }
-        eprint("zerorun: this host joins again as soon as the first one can be reached");
+        eprint("zerorun: this host rejoins as soon as the first one can be reached");
     }
 }
 

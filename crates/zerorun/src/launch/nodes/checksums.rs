@@ -88,7 +88,7 @@ fn checksum(path: &Path) -> std::io::Result<String> {
 /// Describes the first file that differs between two folders.
 pub(super) fn difference(a: &FileChecksums, b: &FileChecksums) -> Option<String> {
     let name = a.keys().chain(b.keys()).filter(|name| a.get(*name) != b.get(*name)).min()?;
-    let of = |sums: &FileChecksums| sums.get(name).map_or("not there".to_string(), Clone::clone);
+    let of = |sums: &FileChecksums| sums.get(name).map_or("missing".to_string(), Clone::clone);
     Some(format!("{name} is {} and {}", of(a), of(b)))
 }
 
@@ -122,7 +122,7 @@ mod tests {
         assert!(told.starts_with("part/b.txt is 5 bytes with checksum ") && told.contains(" and 5 bytes "), "{told}");
         write(0, "a.txt", "");
         let told = difference(&sums(0), &sums(1)).unwrap();
-        assert!(told.starts_with("a.txt is 0 bytes with checksum ") && told.ends_with(" and not there"), "{told}");
+        assert!(told.starts_with("a.txt is 0 bytes with checksum ") && told.ends_with(" and missing"), "{told}");
         (0..MOST_FILES).for_each(|i| write(0, &format!("many/{i:04}"), ""));
         assert_eq!(sums(0).len(), MOST_FILES);
     }

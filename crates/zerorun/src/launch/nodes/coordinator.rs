@@ -146,7 +146,7 @@ impl Coordinator {
                 AttemptOutcome::Unwritten => (1, None, None),
                 AttemptOutcome::Interrupted(signal) => (128 + (signal & 0x7f) as u8, None, None),
                 AttemptOutcome::Regrouped => {
-                    note = Some("zerorun: a host is back; the job goes on with it".to_string());
+                    note = Some("zerorun: a host is back; the job continues with it".to_string());
                     continue;
                 }
                 AttemptOutcome::Failed(failure) if restart < self.policy.max_restarts => {
@@ -159,7 +159,7 @@ impl Coordinator {
                 AttemptOutcome::Failed(AttemptFailure { node, text, code }) => {
                     let text = match self.policy.max_restarts {
                         0 => text,
-                        all => format!("{text}\nzerorun: no restart is left: --max_restarts {all} is used up"),
+                        all => format!("{text}\nzerorun: no restarts are left: --max_restarts {all} is exhausted"),
                     };
                     (code, Some(text), Some(node))
                 }
@@ -181,16 +181,16 @@ impl Coordinator {
                 let missing: Vec<String> =
                     (0..nodes).filter(|n| !self.hosts.contains_key(n)).map(|n| n.to_string()).collect();
                 return Err(format!(
-                    "zerorun: of {nodes} hosts, {here} came within {} s; missing is --node_rank {}: start zerorun there with \
-                     the same --nnodes, --master_addr and --master_port, and see that this port of the first host can be \
-                     reached",
+                    "zerorun: {here} of {nodes} hosts connected within {} s; missing: --node_rank {}; start zerorun \
+                     there with the same --nnodes, --master_addr and --master_port, and check that this port of the \
+                     first host can be reached",
                     patience.as_secs(),
                     list(&missing)
                 ));
             }
             if let Some((node, PeerEvent::Message(LauncherMessage::Signal(signal)))) = self.next() {
                 let name = self.hosts.get(&node).map_or("?".into(), |host| admission::name(&host.hello));
-                return Err(format!("zerorun: stopped by signal {signal} to the launcher of host {name}"));
+                return Err(format!("zerorun: stopped by signal {signal} to the launcher on host {name}"));
             }
         }
     }
@@ -437,8 +437,8 @@ mod tests {
             other => panic!("{other:?}"),
         };
         let other = |node: usize, word: &str| HostHello { node, launcher: 2, words: vec![word.into()], ..hello("b") };
-        insta::assert_snapshot!(refused(other(1, "--help")), @"the script's arguments are `--help` on this host, with digest 8cff0500, and those on host a have digest ed663171; give the same, which the output of host a shows");
-        insta::assert_snapshot!(refused(other(0, "--help")), @"--node_rank 0 is host a's already; give each host its own number from 0 to 1, and each job its own --master_port");
+        insta::assert_snapshot!(refused(other(1, "--help")), @"the script's arguments are `--help` on this host, with digest 8cff0500, but those on host a have digest ed663171; give the same ones, which the output of host a shows");
+        insta::assert_snapshot!(refused(other(0, "--help")), @"--node_rank 0 is already used by host a; give each host its own number from 0 to 1, and each job its own --master_port");
     }
 
     #[test]
@@ -482,7 +482,7 @@ mod tests {
         assert_eq!(notes[0], notes[1]);
         insta::assert_snapshot!(notes[0], @"
         zerorun: warning: the clock of host b is 120 s behind the first host's: the times of logs and checkpoints cannot be compared; synchronize both clocks with a time server
-        zerorun: warning: folder data is not the same on hosts a and b: a.txt is 0 bytes and 1 bytes; copy the same files to both, unless the job itself writes there
+        zerorun: warning: folder data differs between hosts a and b: a.txt is 0 bytes and 1 bytes; copy the same files to both, unless the job itself writes there
         ");
     }
 
@@ -509,7 +509,7 @@ mod tests {
         // The host that ended first blames a rank of the other host.
         insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(3))), (1, failed(3, None))])), @"zerorun: rank 3 failed first: it ended with exit code 3 after 3.0 s (host b)");
         insta::assert_snapshot!(text(of(vec![(0, failed(0, None)), (1, failed(3, Some(0)))])), @"zerorun: rank 0 failed first: it ended with exit code 0 after 3.0 s (host a)");
-        insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(2))), (1, HostEnd::Lost("nothing was heard of it for 8 s".into()))])), @"zerorun: host b is gone: nothing was heard of it for 8 s");
+        insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(2))), (1, HostEnd::Lost("it sent nothing for 8 s".into()))])), @"zerorun: host b is gone: it sent nothing for 8 s");
         assert_eq!(
             of(vec![(0, HostEnd::Ended(HostOutcome::Well)), (1, HostEnd::Ended(HostOutcome::Well))]),
             AttemptOutcome::Well

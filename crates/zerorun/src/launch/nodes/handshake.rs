@@ -69,17 +69,18 @@ pub(super) fn receive(
     };
     let problem = if version != VERSION {
         Some(format!(
-            "zerorun is version {VERSION} on the first host and {} on the other; install the same",
+            "zerorun is version {VERSION} on the first host and {} on the other; install the same version",
             printable(&version, 40)
         ))
     } else {
         match (secret.is_some(), has_secret) {
             (true, false) => Some(format!(
-                "the first host has a secret and the other none; set {} to the same value on every host",
+                "the first host has a secret but the other has none; set {} to the same value on every host",
                 super::secret::SECRET
             )),
             (false, true) => Some(format!(
-                "the other host has a secret and the first none; set {} to the same value on every host, or on none",
+                "the other host has a secret but the first has none; set {} to the same value on every host, or on \
+                 none",
                 super::secret::SECRET
             )),
             _ => None,
@@ -99,7 +100,7 @@ pub(super) fn receive(
     let Some(theirs) = of_hex::<NONCE>(nonce.as_bytes()) else { return Err(HandshakeError::NoLauncher) };
     let key = |purpose| secret.key(purpose, &own, &theirs);
     if !key(KeyPurpose::ProofOfHost).is_sealed(0, PROOF, proof.unwrap_or_default().as_bytes()) {
-        let why = format!("its secret is another than the first host's; give {} the same value", super::secret::SECRET);
+        let why = format!("its secret differs from the first host's; give {} the same value", super::secret::SECRET);
         return Err(refuse(session, why));
     }
     session.send(&HandshakeMessage::Welcome { proof: Some(key(KeyPurpose::ProofOfFirst).seal(0, PROOF)) });
@@ -141,7 +142,7 @@ pub(super) fn introduce(
         }
         Some(_) => Err(HandshakeError::refused(
             host,
-            "what answers there does not know the secret, so nothing is said to it: it is not this job's first host",
+            "the program there does not know the secret, so nothing is sent to it: it is not this job's first host",
         )),
         None => Ok(()),
     }
@@ -219,9 +220,9 @@ mod tests {
             assert_eq!(met, HandshakeError::Refused { host, why: why.clone() });
             why
         };
-        insta::assert_snapshot!(told(OURS, ""), @"the first host has a secret and the other none; set CANDLE_ZERO_SECRET to the same value on every host");
-        insta::assert_snapshot!(told("", OURS), @"the other host has a secret and the first none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
-        insta::assert_snapshot!(told(OURS, "correct horse battery stable"), @"its secret is another than the first host's; give CANDLE_ZERO_SECRET the same value");
+        insta::assert_snapshot!(told(OURS, ""), @"the first host has a secret but the other has none; set CANDLE_ZERO_SECRET to the same value on every host");
+        insta::assert_snapshot!(told("", OURS), @"the other host has a secret but the first has none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
+        insta::assert_snapshot!(told(OURS, "correct horse battery stable"), @"its secret differs from the first host's; give CANDLE_ZERO_SECRET the same value");
     }
 
     /// Returns what a program in the first host's place learns about a host after sending these lines.

@@ -43,8 +43,8 @@ fn fitting(hello: &HostHello, longest: usize) -> Result<HostHello, String> {
         return Ok(without);
     }
     Err(format!(
-        "the program's arguments and the files that they name take more than {longest} bytes to compare; name a folder in place of \
-         its files, or set {} on every host, with which more is allowed",
+        "the program's arguments and the files that they name take more than {longest} bytes to compare; name a folder \
+         instead of its files, or set {} on every host, which allows more",
         SECRET
     ))
 }
@@ -64,6 +64,6 @@ mod tests {
         assert_eq!(fitting(&large, LONGEST_OF_A_STRANGER).unwrap(), hello("b"));
         assert_eq!(fitting(&large, LONGEST).unwrap(), large);
         let told = fitting(&HostHello { files: files(100_000), ..hello("b") }, LONGEST_OF_A_STRANGER).unwrap_err();
-        insta::assert_snapshot!(told, @"the program's arguments and the files that they name take more than 1048576 bytes to compare; name a folder in place of its files, or set CANDLE_ZERO_SECRET on every host, with which more is allowed");
+        insta::assert_snapshot!(told, @"the program's arguments and the files that they name take more than 1048576 bytes to compare; name a folder instead of its files, or set CANDLE_ZERO_SECRET on every host, which allows more");
     }
 }

@@ -62,8 +62,8 @@ pub(super) fn listen(
         // On Debian, for example, /etc/hosts maps a host's own name to a loopback address. Other hosts resolve it
         // differently.
         eprint(&format!(
-            "zerorun: {name} is {} on this host, where no other can reach it, so hosts are awaited at all addresses of this \
-             host; give --{BIND_ADDR} the one to use",
+            "zerorun: {name} is {} on this host, which no other host can reach, so the hosts can connect to all \
+             addresses of this host; set --{BIND_ADDR} to the one to use",
             addresses[0].ip()
         ));
         drop(listeners);
@@ -97,7 +97,7 @@ fn resolve(name: &str, port: u16, patience: Duration) -> Result<Vec<SocketAddr>>
         }
         if since.elapsed() >= SAY && !said {
             said = true;
-            eprint(&format!("zerorun: the address of {name} is not known yet ({why}); it is looked up again"));
+            eprint(&format!("zerorun: {name} cannot be resolved yet ({why}); trying again"));
         }
         std::thread::sleep(AGAIN);
     }
@@ -162,11 +162,11 @@ mod tests {
     #[test]
     fn an_address_of_another_host_is_named_with_what_to_do() {
         let told = |name: &str, bind_addr| at(name, bind_addr).unwrap_err().to_string();
-        insta::assert_snapshot!(told("192.0.2.1", None), @"--master_addr 192.0.2.1 is 192.0.2.1, which is no address of this host, and --node_rank 0 is the host at which the others are awaited; give --master_addr this host's address, or, where the others reach it through another one (NAT, a container's published port, a service), give --bind_addr one of this host beside it, for example 0.0.0.0");
-        insta::assert_snapshot!(told("127.0.0.1", Some("192.0.2.1")), @"--bind_addr 192.0.2.1 is 192.0.2.1, which is no address of this host, and --node_rank 0 is the host at which the others are awaited; give --master_addr this host's address, or, where the others reach it through another one (NAT, a container's published port, a service), give --bind_addr one of this host beside it, for example 0.0.0.0");
+        insta::assert_snapshot!(told("192.0.2.1", None), @"--master_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at another one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
+        insta::assert_snapshot!(told("127.0.0.1", Some("192.0.2.1")), @"--bind_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at another one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
         assert!(
             told("far.invalid", None)
-                .starts_with("the address of far.invalid, the first host, is not known after 0 s: ")
+                .starts_with("the name of the first host, far.invalid, could not be resolved within 0 s: ")
         );
     }
 

@@ -74,8 +74,9 @@ pub(super) fn run(job: LocalJob, node: &NodeOptions, max_restarts: u32) -> Resul
     };
     if let (Some(open), None) = (listening.as_ref().and_then(|at| at.open_to_others()), &secret) {
         eprint(&format!(
-            "zerorun: warning: whoever reaches port {port} of {open} can take a host's place in this job, as {SECRET} is not set; \
-             set it to one value on every host, for example what `openssl rand -hex 32` prints"
+            "zerorun: warning: anyone who can reach port {port} of {open} can take a host's place in this job, because \
+             {SECRET} is not set; set it to the same value on every host, for example the output of `openssl rand -hex \
+             32`"
         ));
     }
     let hello = HostHello {
@@ -92,7 +93,7 @@ pub(super) fn run(job: LocalJob, node: &NodeOptions, max_restarts: u32) -> Resul
     let rule = ElasticPolicy { nodes: node.nodes, min_nodes: node.min_nodes, max_restarts, patience };
     let own = listening.as_ref().map(|listening| listening.own.clone());
     let first = listening.map(|at| coordinator::serve(at.listeners, secret.clone(), rule, hello.clone())).transpose();
-    let first = first.map_err(|source| LaunchError::Setup { what: "meeting other hosts", source })?;
+    let first = first.map_err(|source| LaunchError::Setup { what: "accepting other hosts", source })?;
     let joining = JoinOptions {
         master_addr: node.master_addr.clone(),
         master_port: port,

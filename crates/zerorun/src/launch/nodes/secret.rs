@@ -43,10 +43,10 @@ impl JobSecret {
     pub(crate) fn of_environment() -> Result<Option<Self>> {
         let of = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         match (of(SECRET), of(SECRET_FILE)) {
-            (Some(_), Some(_)) => Err(bad(SECRET, format!("{SECRET_FILE} is set too; unset one of them"))),
+            (Some(_), Some(_)) => Err(bad(SECRET, format!("{SECRET_FILE} is also set; unset one of them"))),
             (Some(value), None) => match value.to_str() {
                 Some(text) => Self::of_text(SECRET, text).map(Some),
-                None => Err(bad(SECRET, wanted("it is no UTF-8 text"))),
+                None => Err(bad(SECRET, wanted("it is not UTF-8 text"))),
             },
             (None, Some(path)) => {
                 let (path, from) = (PathBuf::from(&path), format!("{SECRET_FILE}={}", path.to_string_lossy()));
@@ -167,7 +167,7 @@ impl MacKey {
 pub(super) fn nonce() -> Result<HandshakeNonce> {
     let mut nonce = [0; NONCE];
     let drawn = getrandom::fill(&mut nonce).map_err(|error| std::io::Error::other(error.to_string()));
-    drawn.map_err(|source| LaunchError::Setup { what: "drawing random numbers", source })?;
+    drawn.map_err(|source| LaunchError::Setup { what: "generating random numbers", source })?;
     Ok(nonce)
 }
 
@@ -205,7 +205,8 @@ fn keyed(key: &[u8]) -> Hmac<Sha256> {
 
 fn wanted(found: &str) -> String {
     format!(
-        "{found}; give one line of {SHORTEST} to {LONGEST} bytes that nobody can guess, as `openssl rand -hex 32` prints"
+        "{found}; give one line of {SHORTEST} to {LONGEST} bytes that no one can guess, such as the output of `openssl \
+         rand -hex 32`"
     )
 }
 
@@ -221,8 +222,8 @@ mod tests {
     #[test]
     fn a_secret_is_one_line_that_nobody_guesses_and_no_message_tells_it() {
         let told = |text: &str| JobSecret::of_text("X", text).unwrap_err().to_string();
-        insta::assert_snapshot!(told("hunter2"), @"X cannot be the secret of the hosts: it has 7 bytes; give one line of 16 to 4096 bytes that nobody can guess, as `openssl rand -hex 32` prints");
-        insta::assert_snapshot!(told("hunter2hunter2\nhunter2"), @"X cannot be the secret of the hosts: it has several lines; give one line of 16 to 4096 bytes that nobody can guess, as `openssl rand -hex 32` prints");
+        insta::assert_snapshot!(told("hunter2"), @"X cannot be used as the secret of the hosts: it has 7 bytes; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
+        insta::assert_snapshot!(told("hunter2hunter2\nhunter2"), @"X cannot be used as the secret of the hosts: it has several lines; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
         assert!(told(&"x".repeat(LONGEST + 1)).contains("4097 bytes"));
         let secret = JobSecret::of_text("X", "  correct horse battery staple \n").unwrap();
         assert_eq!(secret.line(), "correct horse battery staple\n");

@@ -166,8 +166,8 @@ fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent
                 UNREACHABLE => Some(format!("zerorun: host {host} cannot be reached, or its launcher was killed")),
                 // After a failure of the job, the launcher of the first host ends too.
                 code if since >= LAST => Some(format!(
-                    "zerorun: the launcher of host {host} has ended with exit code {code}, and the others wait for it; see \
-                     what it has said above"
+                    "zerorun: the launcher on host {host} ended with exit code {code}, and the others wait for it; see \
+                     its output above"
                 )),
                 _ => None,
             };

@@ -28,11 +28,13 @@ const AT_ONCE: usize = 64 << 10;
 /// The error about a launcher that has ended.
 const CLOSED: &str = "it closed the connection";
 /// The error about a message with a wrong seal.
-const NO_SEAL: &str = "a message has not the seal of its connection: something between the hosts changes what they say";
+const NO_SEAL: &str = "a message does not have the seal of its connection: something between the hosts changes their \
+                       messages";
 /// The error about a message that is too late.
 const LATE: &str = "it did not answer in time";
 /// The error about messages of another program.
-const NO_MESSAGE: &str = "what it sends is no message of this version of zerorun: another program is on this port";
+const NO_MESSAGE: &str = "it sent something that is not a message of this version of zerorun: another program is on \
+                          this port";
 
 /// A message. Messages about an attempt name it, so that late ones for an earlier attempt are recognized.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -230,7 +232,7 @@ impl SealedReader {
                     return Err(match wait {
                         ReadDeadline::Until(_) => LATE.into(),
                         ReadDeadline::Silence(patience) => {
-                            format!("nothing was heard of it for {} s", patience.as_secs())
+                            format!("it sent nothing for {} s", patience.as_secs())
                         }
                     });
                 }

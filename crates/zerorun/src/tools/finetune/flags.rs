@@ -207,7 +207,7 @@ impl FromStr for KeepCheckpoints {
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         match text {
             "all" => Ok(Self::All),
-            _ => text.parse().map(Self::Newest).map_err(|_| "give a whole number from 1 on, or all".into()),
+            _ => text.parse().map(Self::Newest).map_err(|_| "give a whole number of at least 1, or all".into()),
         }
     }
 }
@@ -215,20 +215,20 @@ impl FromStr for KeepCheckpoints {
 /// Parses `beta=0.1` or `0.1`.
 fn beta(text: &str) -> std::result::Result<f64, String> {
     let number = text.strip_prefix("beta=").unwrap_or(text);
-    number.parse().map_err(|_| "give beta and a number, as beta=0.1".to_string())
+    number.parse().map_err(|_| "give beta and a number, such as beta=0.1".to_string())
 }
 
 impl FinetuneFlags {
     /// Returns the conflict between flags, if any.
     pub(super) fn check(&self) -> std::result::Result<(), String> {
         if self.full && self.dpo.is_some() {
-            return Err("--dpo needs adapters, for the model without them is the reference: leave out --full".into());
+            return Err("--dpo needs adapters: the model without them is the reference; leave out --full".into());
         }
         if self.task == FinetuneTaskFlag::Classify && self.dpo.is_some() {
-            return Err("--dpo is for language models: leave it out, or --task classify".into());
+            return Err("--dpo is for language models: leave out --dpo or --task classify".into());
         }
         if self.task == FinetuneTaskFlag::Classify && !self.prompt.is_empty() {
-            return Err("--prompt is for language models: an encoder that classifies answers nothing".into());
+            return Err("--prompt is for language models: a classifier does not answer prompts".into());
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
     (&["learning_rate"], "--lr RATE"),
     (
         &["per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "device_batch_size"],
-        "--micro_batch ROWS, the rows that a rank computes at once (--batch has those of a step)",
+        "--micro_batch ROWS, the rows that a rank computes at once (--batch sets those of a step)",
     ),
     (&["per_device_eval_batch_size", "eval_batch_size"], "--micro_batch ROWS, which validation uses too"),
     (
@@ -111,7 +111,7 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
     (&["nproc_per_node", "num_processes", "num_workers_per_node", "n_gpus", "gpus"], "-n N, the number of ranks"),
     (
         &["train_on_inputs", "train_on_input", "completion_only_loss", "assistant_only_loss"],
-        "no flag: what the assistant says is learned, and plain texts as a whole",
+        "no flag: the assistant's messages are learned, and plain texts completely",
     ),
     (
         &["chat_template", "template", "prompt_template"],
@@ -121,8 +121,8 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
         &["push_to_hub", "hub_model_id", "hub_token", "token", "hf_token"],
         "no flag: the result stays on this machine; a token to fetch models is read from HF_TOKEN",
     ),
-    (&["group_by_length", "length_group"], "no flag: samples are packed into rows, so little is filled up"),
-    (&["overwrite_output_dir", "overwrite", "force"], "another --out, or remove the folder: it is not written over"),
+    (&["group_by_length", "length_group"], "no flag: samples are packed into rows, so there is little padding"),
+    (&["overwrite_output_dir", "overwrite", "force"], "another --out, or remove the folder: it is not overwritten"),
 ];
 
 /// Adds this tool's flag to the error about an unknown flag, if another trainer has that flag.
@@ -186,12 +186,12 @@ mod tests {
         let mut seen = BTreeSet::new();
         for (names, here) in ELSEWHERE {
             for name in *names {
-                assert!(seen.insert(*name), "{name} stands twice");
+                assert!(seen.insert(*name), "{name} occurs twice");
                 assert!(!own.contains(*name), "--{name} is a flag of ours");
             }
             let flags = here.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-' || c == '_'));
             for flag in flags.filter_map(|word| word.strip_prefix("--")) {
-                assert!(own.contains(flag), "{here}: there is no --{flag}");
+                assert!(own.contains(flag), "{here}: no flag --{flag} exists");
             }
         }
     }

@@ -35,8 +35,8 @@ Examples:
 /// How long a step and the writes after it may take once a signal has requested the end. A second signal ends the ranks
 /// at once.
 const GRACE: Duration = Duration::from_secs(600);
-const ON_SIGNAL: &str = "zerorun: the step that runs is finished and kept first; a second signal (Ctrl-C) stops at once, and \
-                         what was trained since the last checkpoint is lost";
+const ON_SIGNAL: &str = "zerorun: the current step is finished and kept first; a second signal (Ctrl-C) stops at once, \
+                         and the training since the last checkpoint is lost";
 
 /// Fine-tune a model in Hugging Face format, or a GGUF file, on conversations, prompts with completions, or text.
 ///
@@ -183,6 +183,6 @@ mod tests {
         assert_eq!(of("OMPI_COMM_WORLD_SIZE", "4"), Some(4));
         assert_eq!((of("PMI_SIZE", "1"), of("SLURM_NTASKS", "8"), of("PMI_SIZE", "x")), (None, None, None));
         let error = LaunchError::ToolInRanks { tool: "finetune", processes: of("PMI_SIZE", "2").unwrap() };
-        insta::assert_snapshot!(error, @"mpirun or srun has started 2 of `zerorun finetune`, each of which would be a job of its own; start it once, without them: `zerorun finetune -n 2 ...` starts that many ranks on this host");
+        insta::assert_snapshot!(error, @"mpirun or srun has started 2 processes of `zerorun finetune`, each of which would be a separate job; start it once, without them: `zerorun finetune -n 2 ...` starts that many ranks on this host");
     }
 }

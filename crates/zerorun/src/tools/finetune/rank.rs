@@ -40,7 +40,7 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<StopReason> {
     };
     let mut progress = if first { Progress::new(run.total_steps(), None) } else { Progress::silent() };
     let begun = Instant::now();
-    progress.begin(run.steps(), || "the first step is under way".into());
+    progress.begin(run.steps(), || "the first step is in progress".into());
     let mut done = run.steps();
     while let Some(step) = run.step_telling(&mut |micro, of| progress.within(done, micro, of))? {
         done = step.step + 1;
@@ -70,11 +70,11 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<StopReason> {
     run.finish()?;
     if first {
         if ended == StopReason::NoImprovement {
-            print(format!("ended after {}: validation has not improved any more", counted(steps, "step")));
+            print(format!("ended after {}: validation no longer improves", counted(steps, "step")));
         }
         print(format!("the result is in {}", out.display()));
         if let (Some((at, loss)), false) = (best, best_is_lost) {
-            print(format!("the best, of step {at} with validation loss {loss:.4}, is in {}", best_folder.display()));
+            print(format!("the best result (step {at}, validation loss {loss:.4}) is in {}", best_folder.display()));
         }
     }
     Ok(ended)
@@ -91,16 +91,16 @@ fn stop(run: FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
     }
     if made == 0 {
         if first {
-            print("stopped by a signal before the first step was made: nothing is lost");
+            print("stopped by a signal before the first step was complete: nothing is lost");
         }
         return Ok(());
     }
     let to = run.finish_stopped()?;
     if first {
         print(format!(
-            "stopped by a signal after step {steps} of {total}: the model as it was then is in {}. Training cannot be resumed \
-             from it, for the optimizer's state is not kept without checkpoints: give --save DIR next time, and --resume \
-             to continue",
+            "stopped by a signal after step {steps} of {total}: the model at that point is in {}. Training cannot be \
+             resumed from it, because the optimizer's state is not kept without checkpoints: give --save DIR next \
+             time, and --resume to continue",
             to.display()
         ));
     }
@@ -113,7 +113,7 @@ fn introduce(run: &mut FineTune) {
     let (shorter, epochs, samples) = (run.shorter_rows(), run.epochs(), run.prepared().training().len());
     let resumed = run.resumed().map(Path::to_owned);
     if let Some(chosen) = run.chosen() {
-        print(format!("chosen for the memory at hand: {chosen}"));
+        print(format!("chosen for the available memory: {chosen}"));
     }
     let ctx = run.prepared().ctx();
     let engine = run.engine();
@@ -127,7 +127,7 @@ fn introduce(run: &mut FineTune) {
         None => format!("{ctx} tokens"),
     };
     print(format!(
-        "{} in {} of up to {row}, {} a step ({} a rank at once): {}, {} through the data",
+        "{} in {} of up to {row}, {} per step ({} per rank at once): {}, {} through the data",
         counted(samples, "sample"),
         counted(rows, "row"),
         batch.train_batch_size,
@@ -143,7 +143,7 @@ fn introduce(run: &mut FineTune) {
         print(files);
     }
     if let Some(checkpoint) = resumed {
-        print(format!("goes on after step {at}: {}", checkpoint.display()));
+        print(format!("continues after step {at}: {}", checkpoint.display()));
     }
 }
 
@@ -178,7 +178,7 @@ fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {
 /// Writes a line of metrics. Training matters more than its log: if the log cannot be written, it ends with a message.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
-        eprint(&format!("{error}: training goes on, and the metrics end here"));
+        eprint(&format!("{error}: training continues, and the metrics end here"));
         *metrics = None;
     }
 }

@@ -108,7 +108,7 @@ struct TuneArguments {
     #[arg(long, value_name = "FEATURES")]
     features: Option<String>,
 
-    /// A Rust file or an executable, followed by its arguments
+    /// Rust file or executable, followed by its arguments
     #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<OsString>,
 }
@@ -183,14 +183,13 @@ impl TuneSearch {
         let record = TrialRecord::open(&results)?;
         if !folder_of(&out).is_dir() {
             let folder = folder_of(&out).display();
-            let problem = format!("{folder}, the folder of --out, is not there: create it, or give another file");
+            let problem = format!("{folder}, the folder of --out, does not exist: create it, or give another file");
             return Err(ToolError::Tune { problem }.into());
         }
         let claims = outputs.writes("--out", &out, OutputKind::File).claim()?;
         let written = OutputDigests::of_run(&results);
         if out.metadata().is_ok_and(|found| found.len() > 0) && !written.is_own(BEST, &out) {
-            let problem =
-                "there is a file of that name that tune has not written into it, and it is not replaced".into();
+            let problem = "a file that tune did not write exists there, and it is not replaced".into();
             return Err(OutputError::Refused { path: out, problem }.into());
         }
         let program = match target {
@@ -221,7 +220,7 @@ impl TuneSearch {
     fn run(mut self) -> Result<ExitCode> {
         self.settings.unused.iter().for_each(|note| eprint(&format!("zerorun: autotuning.{note}")));
         eprint(&format!(
-            "zerorun: each run has {} on {}, within {} of memory for a rank",
+            "zerorun: each run has {} on {}, with at most {} of memory per rank",
             counted(self.trial.steps, "step"),
             counted(self.ranks, "rank"),
             binary(self.limit)
@@ -236,7 +235,7 @@ impl TuneSearch {
             return Ok(ExitCode::FAILURE);
         }
         let Some(best) = self.best() else {
-            eprint("zerorun: no run was both well and within the limit; nothing is written");
+            eprint("zerorun: no run succeeded within the limit; nothing is written");
             return Ok(ExitCode::FAILURE);
         };
         let config = self.space.config(&best);
@@ -249,11 +248,10 @@ impl TuneSearch {
         let config = self.space.load(&config)?;
         if let Some(original) = self.space.original_batch(&config) {
             let batch = config.batch.train_batch_size;
-            text +=
-                &format!("\ntrain batch {batch}, the original's is {original}: the learning rate may need to change");
+            text += &format!("\ntrain batch {batch}, originally {original}: the learning rate may need to change");
         }
         if let Some(others) = self.within_noise() {
-            text += &format!("\nwithin the noise of these runs is also: {others}");
+            text += &format!("\nalso within the noise of these runs: {others}");
         }
         let printed = print(format!("{text}\nwritten to {}", self.out.display()));
         Ok(if printed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -373,7 +371,7 @@ impl TuneSearch {
                 match self.record.find(&id) {
                     Some(outcome) => outcome,
                     None if self.rows.iter().filter(|r| r.outcome.has_run()).count() >= self.settings.trials => {
-                        TrialOutcome::NotRun { reason: "autotuning.tuner_num_trials is used up".into() }
+                        TrialOutcome::NotRun { reason: "autotuning.tuner_num_trials is exhausted".into() }
                     }
                     None => {
                         let outcome = self.trial.run(&id, &config, resolved)?;

@@ -91,7 +91,8 @@ impl TuneSettings {
     /// Checks that `arg_mappings` names only keys of the `original` configuration, or of its `resolved` form.
     pub(super) fn check_mappings(&self, original: &Value, resolved: &Value) -> Result<()> {
         let is_in = |config: &Value, key: &str| config.pointer(&format!("/{}", key.replace('.', "/"))).is_some();
-        let allowed = "a key of the configuration, as \"train_micro_batch_size_per_gpu\" or \"optimizer.params.lr\"";
+        let allowed = "a key of the configuration, such as \"train_micro_batch_size_per_gpu\" or \
+                       \"optimizer.params.lr\"";
         match self.mappings.iter().find(|(key, _)| !is_in(original, key) && !is_in(resolved, key)) {
             Some((key, _)) => {
                 Err(AutotuningSection(&Value::Null).wrong("arg_mappings", format!("of {key:?}"), allowed))
@@ -123,10 +124,10 @@ const COUNT: [&str; 15] = [
 /// The keys that have no effect, and the reasons.
 const UNUSED: [(&str, &str); 6] = [
     ("overwrite", "finished experiments are always kept; remove the folder of results to start over"),
-    ("metric_path", "the measure comes from the script's --metrics"),
+    ("metric_path", "the metric comes from the script's --metrics"),
     ("tuner_type", "the search goes through all candidates in order"),
-    ("model_info", "the model is looked at itself"),
-    ("model_info_path", "the model is looked at itself"),
+    ("model_info", "the model itself is examined"),
+    ("model_info_path", "the model itself is examined"),
     ("mp_size", "there is no model parallelism"),
 ];
 
@@ -162,7 +163,7 @@ impl AutotuningSection<'_> {
         match &self.0[key] {
             Value::Null => Ok(None),
             Value::String(text) if !text.is_empty() => Ok(Some(text.clone())),
-            value => Err(self.wrong(key, value, "a string that is not empty")),
+            value => Err(self.wrong(key, value, "a non-empty string")),
         }
     }
 
@@ -173,7 +174,7 @@ impl AutotuningSection<'_> {
         };
         let flag = |(key, flag): (&String, &Value)| match flag.as_str() {
             Some(flag) if flag.starts_with('-') => Ok((key.clone(), flag.to_string())),
-            _ => Err(self.wrong("arg_mappings", flag, "a flag of the script for each key, as \"--batch_size\"")),
+            _ => Err(self.wrong("arg_mappings", flag, "a flag of the script for each key, such as \"--batch_size\"")),
         };
         map.iter().map(flag).collect()
     }
@@ -190,8 +191,8 @@ impl AutotuningSection<'_> {
             let alike = |name: &&'static str| strsim::normalized_damerau_levenshtein(name, key);
             let nearest = known().max_by(|a, b| alike(a).total_cmp(&alike(b))).filter(|name| alike(name) >= ALIKE);
             match nearest {
-                Some(name) => format!("{key}: no key of the section; did you mean `{name}`?"),
-                None => format!("{key}: no key of the section, and none is alike; remove it"),
+                Some(name) => format!("{key}: not a key of the section; did you mean `{name}`?"),
+                None => format!("{key}: not a key of the section, and none is similar; remove it"),
             }
         };
         let unused = unused.map(|(key, why)| format!("{key}: has no effect here: {why}"));
@@ -249,7 +250,7 @@ mod tests {
         let settings = TuneSettings::read(&section, None, false).unwrap();
         assert_eq!((settings.steps, settings.early_stopping), (7, None));
         assert!(settings.unused[0].contains("did you mean `tuner_early_stopping`?"), "{:?}", settings.unused);
-        assert!(settings.unused[1].contains("zzz: no key of the section, and none"), "{:?}", settings.unused);
+        assert!(settings.unused[1].contains("zzz: not a key of the section, and none"), "{:?}", settings.unused);
         let section = json!({"autotuning": {"arg_mappings": {"train_micro": "--batch"}}});
         let settings = TuneSettings::read(&section, None, false).unwrap();
         let error = settings.check_mappings(&section, &json!({"train_micro_batch_size_per_gpu": 1})).unwrap_err();

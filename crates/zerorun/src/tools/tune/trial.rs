@@ -62,7 +62,7 @@ pub(super) fn take_config(args: &mut Vec<OsString>) -> Result<(usize, PathBuf)> 
     let wrong = |problem: &str| Error::from(ToolError::Tune { problem: problem.into() });
     for name in ["--save", "--export"] {
         if take(&mut args.clone(), &[name]).is_some() {
-            let why = "short runs would write over what is there; leave it out";
+            let why = "short runs would overwrite existing results; leave it out";
             return Err(wrong(&format!("{name} is among the script's arguments, and {why}")));
         }
     }
@@ -116,7 +116,7 @@ impl TrialRunner {
             return Ok(failed(status, last_words(&log)));
         }
         Ok(measured(&metrics, self.first_measured, resolved.batch.train_batch_size).unwrap_or_else(|| {
-            let reason = "its metrics have no measured step; a script writes a line for each step to --metrics".into();
+            let reason = "its metrics have no measured step; the script must write a line per step to --metrics".into();
             TrialOutcome::Failed { reason }
         }))
     }
@@ -218,7 +218,7 @@ fn reason_in(text: &str) -> String {
     let own = || lines().filter(|line| !line.starts_with("zerorun:"));
     let found = (!repeated.is_empty()).then_some(repeated.as_str());
     let found = found.or_else(|| own().rfind(is_error)).or_else(|| own().next_back()).or_else(|| lines().next_back());
-    found.unwrap_or("it said nothing").chars().take(LONGEST).collect()
+    found.unwrap_or("it printed nothing").chars().take(LONGEST).collect()
 }
 
 /// Returns the measurements of the metrics file from step `first` (counted from 1) on, for steps of `samples`.
@@ -310,7 +310,7 @@ mod tests {
         let silent = "step 1\nlast line\nzerorun: rank 1: ended with exit code 1 by itself\n";
         assert_eq!(reason_in(silent), "last line");
         assert_eq!(reason_in("starting\nerror: no memory is left\ngoodbye\n"), "error: no memory is left");
-        assert_eq!(reason_in(" \n"), "it said nothing");
+        assert_eq!(reason_in(" \n"), "it printed nothing");
     }
 
     #[test]

@@ -53,7 +53,7 @@ impl TrialRecord {
         if flock(&lock, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
             let folder = folder.display();
             let problem = format!(
-                "another search is under way in {folder}: let it end, or give another folder with --results_dir"
+                "another search is running in {folder}: wait until it ends, or give another folder with --results_dir"
             );
             return Err(ToolError::Tune { problem }.into());
         }
@@ -76,7 +76,7 @@ impl TrialRecord {
                 Err(_) if serde_json::from_str::<Value>(line).is_ok_and(|line| line["id"].is_string()) => {}
                 Err(_) => {
                     let problem =
-                        "it has something else than experiments of tune; give another folder with --results_dir";
+                        "it contains something other than experiments of tune; give another folder with --results_dir";
                     return Err(OutputError::Refused { path, problem: problem.into() }.into());
                 }
             }

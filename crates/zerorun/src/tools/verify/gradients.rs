@@ -40,7 +40,7 @@ pub(super) fn run(script: &Path, args: &[OsString], ranks: u16, json: bool) -> R
             let lines: Vec<&str> = log.lines().collect();
             lines[lines.len().saturating_sub(LAST_LINES)..].iter().for_each(|line| eprint(line));
             eprint(&format!(
-                "zerorun verify: the script ended ({status}) before its engine had made a step; its last lines are above"
+                "zerorun verify: the script ended ({status}) before its engine made a step; its last lines are above"
             ));
             return Ok(ExitCode::FAILURE);
         }
@@ -58,13 +58,13 @@ pub(super) fn run(script: &Path, args: &[OsString], ranks: u16, json: bool) -> R
 fn verdict(report: &GradientReport, wrong: usize) -> String {
     let of = report.rows.len();
     if report.not_judged.is_some() {
-        return "Nothing is known of the gradients.".into();
+        return "Nothing is known about the gradients.".into();
     }
     if wrong > 0 {
         return format!(
-            "{wrong} of {of} gradients are wrong: what goes wrong lies between the loss and the last of these parameters, \
-             in the order in which the model uses them. docs/engine.md says what the causes may be."
+            "{wrong} of {of} gradients are wrong: the fault is between the loss and the last of these parameters, in \
+             the order in which the model uses them. docs/engine.md lists possible causes."
         );
     }
-    "All gradients are those of the loss, as far as the format can tell.".into()
+    "All gradients match the loss, as far as the format can tell.".into()
 }

@@ -210,14 +210,14 @@ impl VerifyArguments {
         let Self { ranks, steps, .. } = self;
         match first {
             None => format!(
-                "All the same bits: in each precision every loss and every parameter of {steps} step{} on {ranks} rank{} is \
-                 that of stage 0.",
+                "All bits are the same: in each precision, every loss and every parameter of {steps} step{} on {ranks} \
+                 rank{} is that of stage 0.",
                 if *steps == 1 { "" } else { "s" },
                 if *ranks == 1 { "" } else { "s" }
             ),
             Some((row, precision, difference)) => {
                 format!(
-                    "Not the same bits: in {}, {} differs from stage 0 first at {difference}.",
+                    "Not all bits are the same: in {}, {} first differs from stage 0 at {difference}.",
                     precision.name(),
                     row.name()
                 )

@@ -101,8 +101,8 @@ pub(super) fn config(row: VerifyRow, precision: VerifyDtype, folder: &Path) -> V
 }
 
 /// The first line of the table.
-pub(super) const HEAD: &str = "precision  states in        losses            parameters        ms/step  MiB memory  MiB files  \
-                               the bits of stage 0";
+pub(super) const HEAD: &str = "precision  states in        losses            parameters        ms/step  MiB \
+                               memory  MiB files  bits of stage 0";
 
 /// Formats a row as a line.
 pub(super) fn line(
