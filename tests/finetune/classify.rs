@@ -305,12 +305,12 @@ fn folders_that_are_no_encoder_are_refused() {
     change_config(dir, |config| config["hidden_act"] = "relu".into());
     insta::assert_snapshot!(refused(), @r#"DIR/config.json: hidden_act is "relu", but must be gelu, gelu_new, gelu_pytorch_tanh or silu"#);
     change_config(dir, |config| config["model_type"] = "roberta".into());
-    insta::assert_snapshot!(refused(), @r#"DIR has a model of type "roberta"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave it out"#);
+    insta::assert_snapshot!(refused(), @r#"DIR has a model of type "roberta"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
     std::fs::remove_file(dir.join("config.json")).unwrap();
-    insta::assert_snapshot!(refused(), @r#"DIR has no config.json; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave it out"#);
+    insta::assert_snapshot!(refused(), @r#"DIR has no config.json; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
     let llama = path("models/llama");
     let error = EncoderBase::open(&llama, &labels(&["a", "b"])).unwrap_err().to_string();
-    insta::assert_snapshot!(error.replace(llama.to_str().unwrap(), "DIR"), @r#"DIR has a model of type "llama"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave it out"#);
+    insta::assert_snapshot!(error.replace(llama.to_str().unwrap(), "DIR"), @r#"DIR has a model of type "llama"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
     // An encoder is not a language model, either.
     let encoder = path("bert/model");
     let error = BaseModel::open(&encoder).unwrap_err().to_string();
@@ -562,7 +562,7 @@ fn a_model_that_is_not_a_trained_classifier_tells_no_labels() {
     // The fixture has a classifier of three labels.
     assert!(classify(folder.path(), &["a text"], "").status.success());
     insta::assert_snapshot!(refused(&|folder| change_weights(folder, |name, tensor| (!name.starts_with("classifier.")).then_some((name, tensor)))), @"zerorun: MODEL is not a trained classifier: its files lack classifier.weight; train one with zerorun finetune MODEL --task classify --data FILE --out DIR");
-    insta::assert_snapshot!(refused(&|folder| change_config(folder, |config| config["model_type"] = "llama".into())), @r#"zerorun: MODEL has a model of type "llama"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave it out"#);
+    insta::assert_snapshot!(refused(&|folder| change_config(folder, |config| config["model_type"] = "llama".into())), @r#"zerorun: MODEL has a model of type "llama"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
 }
 
 #[test]

@@ -327,7 +327,7 @@ fn what_cannot_be_fetched_is_refused_with_what_to_do() {
     insta::assert_snapshot!(refused("", 502, "", ""), @"zerorun: ENDPOINT answered HTTP 502 to the request for the list of files of org/tiny; try again later");
     insta::assert_snapshot!(refused("", 404, "", ""), @"zerorun: there is no repository org/tiny at ENDPOINT that everyone may read, and no local file or folder of that name; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)");
     let text = with(Faults { size: Some(1 << 60), ..Faults::default() });
-    let (before, after) = (text.find("where ").unwrap() + 6, text.find(" are free").unwrap());
+    let (before, after) = (text.find("where ").unwrap() + 6, text.find(" is free").unwrap());
     insta::assert_snapshot!([&text[..before], "FREE", &text[after..]].concat(), @"zerorun: model.safetensors of org/tiny needs 1024.0 PiB in HOME/hub/models--org--tiny, where FREE is free; free up space there, or set HF_HOME to a folder on another disk");
     insta::assert_snapshot!(with(Faults { list: Some("<html>"), ..Faults::default() }), @"zerorun: the answer of ENDPOINT for the list of files of org/tiny is not that of a Hugging Face Hub: it is not a list of files: json: expected value at line 1 column 1; check HF_ENDPOINT");
     insta::assert_snapshot!(with(Faults { list: Some(r#"{"sha": "../..", "siblings": []}"#), ..Faults::default() }), @"zerorun: the answer of ENDPOINT for the list of files of org/tiny is not that of a Hugging Face Hub: it names no commit; check HF_ENDPOINT");

@@ -73,7 +73,7 @@ pub enum FinetuneError {
     /// A model that cannot be trained to classify.
     #[error(
         "{} {found}; --task classify requires a BERT model (model_type \"bert\") in Hugging Face format, with any head \
-         or none; to fine-tune a language model, leave it out",
+         or none; to fine-tune a language model, leave out --task",
         path.display()
     )]
     NoEncoder {
