@@ -135,7 +135,7 @@ fn ranks_of_groups_hold_their_part_of_a_group() {
 
 // ---- offload to files ------------------------------------------------------------------------------------------
 
-/// What lies in files: kinds of the optimizer, parameters.
+/// The states that are in files: kinds of the optimizer, parameters.
 const OFFLOADS: [[bool; 2]; 3] = [[true, false], [false, true], [true, true]];
 
 fn offloaded(folder: &Path, [optimizer, param]: [bool; 2], more: &Value, max_in_cpu: usize) -> Value {
@@ -276,13 +276,13 @@ fn multiply() -> candle_core::Result<()> {
     Ok(())
 }
 
-/// Live bytes between steps of all ranks together beside the ledger's sum.
+/// Live bytes of all ranks between steps, in addition to the ledger's sum.
 fn live_and_ledger(world: usize, config: &Value, access: Option<DiskAccess>) -> (isize, isize) {
     let results = threads::run(world, |comm| {
         let barrier = comm.clone();
         let start = LIVE.load(Ordering::SeqCst);
         barrier.barrier().wait()?;
-        // Memory that threads keep for products is no model's: it is there, and bounded, before the count begins.
+        // Memory that threads keep for products does not belong to a model: it exists, bounded, before the count begins.
         multiply()?;
         barrier.barrier().wait()?;
         let before = LIVE.load(Ordering::SeqCst);
@@ -327,7 +327,7 @@ fn the_ledger_equals_what_the_allocator_gave() {
             for (stage, zero, access) in in_memory.chain(in_files) {
                 let offload = zero.to_string().matches("nvme\"").count();
                 let (live, ledger) = live_and_ledger(world, &config(stage, 1, zero, more.clone()), access);
-                // Beside the model states: names, queues, the tensors' own nodes; some tens of KiB per rank.
+                // In addition to the model states: names, queues, the tensors' own nodes; some tens of KiB per rank.
                 let slack = 100_000 * world as isize;
                 let what = format!(
                     "stage {stage}, world {world}, {more}, {offload} in files {access:?}: {live} live, {ledger} in the ledger"
@@ -346,7 +346,7 @@ fn building_a_model_at_stage_3_never_holds_a_whole_parameter() {
     let peak = Mutex::new(0isize);
     let before = LIVE.load(Ordering::SeqCst);
     let config = config(3, 1, zero(), json!({}));
-    // No rank goes on to the optimizer's state, 8 MB for each, while others still build.
+    // No rank proceeds to the optimizer's state, 8 MB each, while others are still building.
     let all_built = Barrier::new(4);
     let build = |vb: VarBuilder<'_>| {
         let init = candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 };
@@ -412,7 +412,7 @@ impl Chain {
     }
 }
 
-/// The most bytes above those at the beginning that are allocated at a time while `run` runs.
+/// The peak of allocated bytes while `run` runs, relative to the beginning.
 fn peak_of<T>(run: impl FnOnce() -> T) -> isize {
     let before = LIVE.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);

@@ -130,7 +130,7 @@ fn train(world: usize, stage: u8, bf16: bool, steps: usize) -> Vec<StepBytes> {
     of_ranks.unwrap().remove(0).unwrap()
 }
 
-/// What a step may allocate for its own books (lists of shards, votes, labels), per rank.
+/// The bytes that a step may allocate for bookkeeping (lists of shards, votes, labels), per rank.
 const BOOKS: u64 = 24 << 10;
 
 #[test]
@@ -157,7 +157,7 @@ fn memory_does_not_grow_from_step_to_step() {
     let _alone = alone();
     for (bf16, world, stage) in cases() {
         let steps = &train(world as usize, stage, bf16, 10)[4..];
-        // What leaks, leaks in every step. A list of collectives under way may double once, in the step in which more
+        // A leak occurs in every step. A list of collectives under way may double once, in the step in which more
         // of them happen to wait than ever before.
         let without_growth = steps.iter().filter(|step| step.grown == 0).count();
         let grown: i64 = steps.iter().map(|step| step.grown).sum();

@@ -42,7 +42,7 @@ proptest! {
     }
 }
 
-/// What arrives of `values` that travel as `ints`.
+/// Returns `values` as they arrive if they travel as `ints`.
 fn arrived(ints: IntFormat, values: &[f32], dtype: DType) -> Flat {
     let sent = Flat::from_f32(values.to_vec(), dtype);
     let mut bytes = vec![0; ints.encoded_len(sent.len())];
@@ -205,7 +205,7 @@ fn control_values_arrive_in_rank_order() {
     }
 }
 
-/// Runs `odd` on rank 1 and an all-reduce of 8 elements on the others; returns what the others were told.
+/// Runs `odd` on rank 1 and an all-reduce of 8 elements on the others; returns the errors of the others.
 fn told(odd: impl Fn(Arc<dyn Communicator>) + Sync) -> Vec<CommError> {
     let start = Instant::now();
     let results = threads::run(3, |comm| {
@@ -292,7 +292,7 @@ fn a_rank_that_has_left_is_named_although_another_one_is_awaited_first() {
             Ok(Some(error))
         }
         1 => {
-            // It computes until rank 0 has been told.
+            // It computes until rank 0 has its error.
             told.wait();
             Ok(Some(comm.barrier().wait().unwrap_err()))
         }

@@ -309,7 +309,7 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
         let (bytes, would_be) = bytes_per_step(&both, STEPS, kind);
         let (without, same) = bytes_per_step(&exact, STEPS, kind);
         assert_eq!(without, same);
-        // What is counted as saved is what a run without the keys sends, but for padding to whole blocks.
+        // The bytes counted as saved are those that a run without the keys sends, except for padding to full blocks.
         assert!((would_be / without - 1.0).abs() < 0.01, "{kind:?}: {would_be}, {without}");
         println!("{kind:?}: {without} bytes a step, now {bytes}: {:.2} times fewer", without / bytes);
         assert!(without / bytes > least, "{kind:?}: {without} / {bytes}");

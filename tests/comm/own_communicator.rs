@@ -1,5 +1,5 @@
-//! Communicators from outside of the crate: four methods are enough, collectives may run on a thread of their own, and
-//! training gives the bits of shared memory.
+//! Communicators from outside of the crate: four methods are enough, collectives may run on a separate thread, and
+//! training produces the same bits as with shared memory.
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::DType;
@@ -90,7 +90,7 @@ fn networks(world: usize) -> Vec<Network> {
     wires.enumerate().map(network).collect()
 }
 
-/// What a communicator must have, and nothing else.
+/// The minimum that a communicator must have.
 struct Least(Network);
 
 impl Communicator for Least {
@@ -109,7 +109,7 @@ impl Communicator for Least {
     fn abort(&self, _: &str) {}
 }
 
-/// A communicator with sums and gathers of its own, of exact elements.
+/// A communicator with its own sums and gathers of exact elements.
 struct Full(Network);
 
 impl Full {

@@ -1,4 +1,4 @@
-//! A device of the driver without what cudarc adds to it: no events of its own, so that a wait can be forgotten.
+//! A device of the driver without the additions of cudarc: it has no automatic events, so a wait can be forgotten.
 
 use candle_core::cuda_backend::cudarc::driver::result::{self, event, stream};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
@@ -26,7 +26,7 @@ fn name_of(error: DriverError) -> String {
     error.error_name().unwrap().to_str().unwrap().into()
 }
 
-/// What the stand-in's nvcc makes of this folder's kernels: compiled once, also for children.
+/// The kernels of this folder as compiled by the stand-in's nvcc: once, also for children.
 pub fn ptx() -> &'static Path {
     static PTX: OnceLock<PathBuf> = OnceLock::new();
     PTX.get_or_init(|| {
@@ -115,7 +115,7 @@ impl Device {
         unsafe { result::memcpy_dtod_async(to, from, floats * 4, stream) }.unwrap();
     }
 
-    /// Pinned memory, for ever.
+    /// Pinned memory that is never freed.
     pub fn pinned(&self, floats: usize) -> &'static mut [f32] {
         // SAFETY: the driver gives so many bytes, which are never freed; every pattern is a float.
         unsafe { std::slice::from_raw_parts_mut(result::malloc_host(floats * 4, 0).unwrap().cast(), floats) }
@@ -126,7 +126,7 @@ impl Device {
         unsafe { result::memcpy_dtoh_async(to, from, stream) }.unwrap();
     }
 
-    /// What comes to `second` later begins when `first` has done what it has now.
+    /// Later work on `second` begins when `first` has finished its current work.
     pub fn order(&self, first: CUstream, second: CUstream) {
         let event = event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).unwrap();
         // SAFETY: living handles of this device.

@@ -1,5 +1,5 @@
-//! The stand-in for CUDA (tools/mock_cuda) finds what a GPU lets pass: each test plants a fault in a child process, beside the
-//! same program without it. On a machine with a real driver, or without one, they are skipped.
+//! The stand-in for CUDA (tools/mock_cuda) finds faults that a GPU tolerates: each test plants a fault in a child process,
+//! and also runs the same program without it. On a machine with a real driver, or without one, they are skipped.
 #![allow(clippy::unwrap_used)]
 
 #[allow(dead_code, reason = "a part of it is used")]
@@ -27,7 +27,7 @@ fn child(test: &str, role: &str, seed: u64, env: &[(&str, &str)]) -> Output {
         .unwrap()
 }
 
-/// What a child prints with [`answer`].
+/// The output of a child that calls [`answer`].
 fn answer_of(output: &Output) -> String {
     let stdout = String::from_utf8_lossy(&output.stdout);
     let stderr = String::from_utf8_lossy(&output.stderr);

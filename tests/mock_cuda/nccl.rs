@@ -153,7 +153,7 @@ impl Rank {
     }
 }
 
-/// Runs `work` as so many ranks, each a thread with a device of its own.
+/// Runs `work` on this number of ranks, each a thread with its own device.
 fn on_ranks<T: Send>(size: usize, work: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     let (id, work) = (unique_id(), &work);
     std::thread::scope(|scope| {

@@ -35,7 +35,7 @@ pub(super) struct Case {
     pub shapes: Vec<Vec<usize>>,
     pub layer: Function,
     pub composed: Function,
-    /// What 16-bit operands cost beyond one rounding: products of the device round their results.
+    /// The error of 16-bit operands beyond one rounding: products of the device round their results.
     pub rounds_on_the_way: bool,
 }
 
@@ -175,7 +175,7 @@ fn activations_and_gates_are_those_of_the_formulas_with_their_slopes() {
 fn a_gradient_that_comes_in_parts_is_their_sum() {
     let Some(gpu) = gpu_for(a_gradient_that_comes_in_parts_is_their_sum) else { return };
     for (dtype, tolerance) in [(DType::F32, 4e-6), (DType::BF16, 0.04)] {
-        // From layers, from Candle's operations, in whatever order, and of a result that nobody used.
+        // From layers, from Candle's operations, in any order, and of an unused result.
         let function = |silu: fn(&Tensor) -> Result<Tensor>, gelu: fn(&Tensor) -> Result<Tensor>| -> Function {
             Box::new(move |a| {
                 let h = silu(&a[0])?;

@@ -152,7 +152,7 @@ impl Masks {
         Ok(Self { first: Dropout::new(0.5, 9), second: Dropout::new(0.5, 9), weight: linear(64, 1, vb)? })
     }
 
-    /// What the two layers make of ones, and a loss.
+    /// The outputs of the two layers for ones, and a loss.
     fn run(&self) -> Result<[Tensor; 3]> {
         let (first, second) = (self.first.forward(&ones(&[1, 64]))?, self.second.forward(&ones(&[1, 64]))?);
         let loss = self.weight.forward(&(&first + &second)?)?.sqr()?.mean_all()?;

@@ -122,7 +122,7 @@ fn a_model_whose_graph_is_cut_is_refused_with_the_names_of_its_parameters() {
             let loss = engine.forward(run)?;
             engine.backward(&loss)?;
             let error = engine.step().unwrap_err();
-            // The engine does not go on after this.
+            // The engine does not continue after this.
             assert!(matches!(engine.forward(run), Err(Error::Engine(EngineError::Stopped(_)))));
             Ok(error.to_string())
         });

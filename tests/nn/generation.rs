@@ -4,7 +4,7 @@ use crate::{gpt, llama};
 use candle_core::{DType, Result};
 use candle_zero::models::{Architecture, GptConfig, LanguageModel, LlamaConfig, Session};
 
-/// A GPT-2 and a Llama of grouped heads with a context of so many tokens.
+/// A GPT-2 and a Llama with grouped heads and a context of this number of tokens.
 fn gpt_config(ctx: usize) -> GptConfig {
     GptConfig { ctx, ..GptConfig::preset("nano").unwrap() }
 }

@@ -7,7 +7,7 @@ use candle_zero::models::{Gpt, GptConfig};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// What a model asked for: (name, shape, hint), in order.
+/// The requests of a model: (name, shape, hint), in order.
 pub type Asked = Arc<Mutex<Vec<(String, Vec<usize>, Init)>>>;
 
 /// Variables by name; notes what is asked for.

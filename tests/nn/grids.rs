@@ -230,7 +230,7 @@ fn of_equal_maxima_the_first_gets_the_gradient_and_a_nan_is_one() {
     assert_eq!(run(&[f32::NEG_INFINITY; 4]), (vec![f64::NEG_INFINITY], vec![1.0, 0.0, 0.0, 0.0]));
     let (y, grad) = run(&[1.0, f32::NAN, 5.0, 2.0]);
     assert!(y[0].is_nan());
-    // A nan is passed on, and so is its place.
+    // A NaN and its position are passed on.
     assert_eq!(grad, [0.0, 1.0, 0.0, 0.0]);
 }
 

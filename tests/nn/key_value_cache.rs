@@ -16,7 +16,7 @@ fn difference(a: &Tensor, b: &Tensor) -> f32 {
     (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar().unwrap()
 }
 
-/// What positions give that come in pieces of these lengths.
+/// The outputs of positions that arrive in pieces of these lengths.
 fn in_pieces(pieces: &[usize], mut piece: impl FnMut(usize, usize) -> Result<Tensor>) -> Tensor {
     let mut from = 0;
     let mut results = Vec::new();

@@ -181,7 +181,7 @@ fn cases() -> Vec<Case> {
     all
 }
 
-/// What the decoders of published checkpoints add: bound scores and logits, windows, packed rows, norms of heads.
+/// The features that decoders of published checkpoints add: bounded scores and logits, windows, packed rows, norms of heads.
 fn cases_of_fine_tuning() -> Vec<Case> {
     let mut all = Vec::new();
     let usual = AttentionOptions::default();
@@ -435,7 +435,7 @@ fn linear_layers_with_f32_parameters_take_16_bit_activations() {
                 for ((grad, exact), of) in grads.iter().zip(&exact_grads).zip([low, of_weight, of_bias]) {
                     assert_eq!((grad.dtype(), rounded(grad, F32)), (of, rounded(exact, of)), "{what}");
                 }
-                // What follows sees the rounded result.
+                // The next operation sees the rounded result.
                 let residual = tensor(&[4, 9, 21], 5, low);
                 let then = onto(Some(Activation::GeluTanh), &residual);
                 let followed = nn::linear_then(&x, &weight, Some(&bias), layout, then).unwrap();
@@ -443,7 +443,7 @@ fn linear_layers_with_f32_parameters_take_16_bit_activations() {
                 assert_eq!(rounded(&followed, F32), rounded(&by_hand, F32), "{what}");
             }
         }
-        // A weight of 16 bits under an f32 input is no case of this.
+        // A 16-bit weight with an f32 input is a different case.
         let (x, weight) = (tensor(&[2, 5], 1, F32), tensor(&[3, 5], 2, low));
         let error = nn::linear(&x, &weight, None, WeightLayout::OutIn).unwrap_err().to_string();
         assert!(error.contains("linear"), "{error}");

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 
 pub type Vars = Vec<(String, Var)>;
 
-/// What a model asked for: (name, shape, hint), in order.
+/// The requests of a model: (name, shape, hint), in order.
 pub type Asked = Arc<Mutex<Vec<(String, Shape, Init)>>>;
 
 /// Makes a variable of every parameter; notes what is asked for.

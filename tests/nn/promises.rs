@@ -1,4 +1,4 @@
-//! What the layers promise beyond right values: bits, memory, refusals.
+//! Promises of the layers beyond correct values: bits, memory, refusals.
 
 use crate::support::swap::swap;
 use candle_core::{CpuStorage, DType, Device, Result, Tensor, Var};
@@ -295,7 +295,7 @@ fn rows_without_a_target_have_log_probability_0_and_no_gradient() {
     }
 }
 
-/// What attention gives of rows, and the gradient of its input.
+/// The output of attention for rows, and the gradient of its input.
 fn attended(qkv: &Tensor, attend: &AttentionOptions, sequences: Option<&Sequences>) -> (Tensor, Tensor) {
     let qkv = Var::from_tensor(qkv).unwrap();
     let y = nn::fused_attention(&qkv, 2, attend, sequences).unwrap();

@@ -1,4 +1,4 @@
-//! Folders that cannot be offloaded to, folders in use, disks that are too small or full: what each rank is told.
+//! Folders that cannot be offloaded to, folders in use, disks that are too small or full: the error of each rank.
 //!
 //! Small and read-only file systems are mounted in a mount namespace of a child process: this very test binary
 //! (`program` below). Where the system does not allow that, the test is skipped.
@@ -49,7 +49,7 @@ fn step(engine: &mut Engine<Tiny>) -> Result<(u32, u64)> {
     ))
 }
 
-/// What one rank is told about `folder`.
+/// The error of one rank for `folder`.
 fn refusal(folder: &Path) -> String {
     let results = threads::run(1, |comm| start(comm, &all_in(folder)).map(drop));
     results.unwrap().remove(0).unwrap_err().to_string()
@@ -67,7 +67,7 @@ fn what_is_no_folder_to_write_to_is_refused_before_anything_is_built() {
     insta::assert_snapshot!(name(refusal(&file)), @"cannot offload to FOLDER/file: it is a file; nvme_path names a folder");
     insta::assert_snapshot!(name(refusal(&file.join("below"))), @"cannot offload to FOLDER/file/below: Not a directory (os error 20); correct nvme_path");
     assert_eq!(std::fs::read(&file).unwrap(), b"mine");
-    // A file system in which nobody can create files, whatever permission bits say.
+    // A file system in which no one can create files, whatever the permission bits say.
     let text = refusal(Path::new("/sys")).replace("it is read-only for this user", "permission denied");
     insta::assert_snapshot!(text, @"cannot offload to /sys: no file can be created in it: permission denied; give a folder that can be written to");
 }
@@ -137,8 +137,8 @@ fn a_rank_whose_folder_is_refused_stops_the_others_with_its_words() {
 
 // ---- file systems ----------------------------------------------------------------------------------------------
 
-/// Runs `program` as `case` for the folder `at`, after the shell has run `setup` ($1 is the folder) in a mount
-/// namespace of its own. Why not, where the system does not allow what `setup` needs.
+/// Runs `program` as `case` for the folder `at`, after the shell has run `setup` ($1 is the folder) in a separate
+/// mount namespace. Returns the reason if the system does not allow what `setup` needs.
 fn run(case: &str, setup: &str, at: &Path, other: &Path) -> std::result::Result<Output, String> {
     let is_root = rustix::process::geteuid().is_root();
     let mut command = Command::new("unshare");
@@ -159,7 +159,7 @@ fn run(case: &str, setup: &str, at: &Path, other: &Path) -> std::result::Result<
     Ok(output)
 }
 
-/// What `program` has found out.
+/// The results of `program`.
 fn found(output: &Output) -> Value {
     let text = String::from_utf8_lossy(&output.stdout);
     let line = text.lines().find_map(|line| line.strip_prefix("found ")).unwrap_or_else(|| panic!("{text}"));
@@ -359,7 +359,7 @@ fn a_disk_that_fills_up_during_training_does_not_matter() {
         if i % 2 == 0 {
             assert_eq!(*run, memory, "{found}");
         } else {
-            // What recomputing units keep asks for its space when it is kept for the first time.
+            // The space for values that recomputing units keep is requested when they are first kept.
             let text = run.as_str().unwrap_or_else(|| panic!("{found}"));
             assert!(text.contains("bytes are missing; free that space"), "{text}");
         }

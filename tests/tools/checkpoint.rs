@@ -121,7 +121,7 @@ fn inspect_lists_buffers_with_type_and_shape() {
         assert!(rows.contains(&row), "{row:?}: {text}");
     }
     assert!(text.contains("in 3 files"), "{text}");
-    // A checkpoint without any has none, and a damaged file is told.
+    // A checkpoint without any has none, and a damaged file is reported.
     save(&dir.path().join("other"), &["plain"]);
     assert_eq!(json_of(&inspect(&dir.path().join("other"), &["--json"]))["checkpoint"]["buffers"], json!([]));
     flip_last_byte(&dir.path().join("tag/buffers.safetensors"));
@@ -146,7 +146,7 @@ fn damage_is_told_by_file_and_exit_code_1() {
     let text = stdout(&output);
     assert!(text.contains("rank_00001_of_00002") && text.contains("are damaged: they have another checksum"), "{text}");
 
-    // Every damaged file is told.
+    // Every damaged file is reported.
     std::fs::remove_file(file(0)).unwrap();
     let output = inspect(dir.path(), &["--verify", "--json"]);
     assert_eq!(output.status.code(), Some(1));
@@ -265,7 +265,7 @@ fn consolidated_values_are_the_exported_ones_rounded_as_asked() {
         assert_exported(&tensors(&out.join("model.safetensors")), &exported, dtype, "");
         assert!(stdout(&output).contains("There is no config.json: its parameters are not"), "{}", stdout(&output));
     }
-    // Nothing stays beside them.
+    // Nothing else remains.
     assert_eq!(names_in(&dir.path().join("deep")).len(), 3);
 }
 

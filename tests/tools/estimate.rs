@@ -14,7 +14,7 @@ use candle_zero::{Engine, EngineBuilder};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// What a rank has counted.
+/// The counts of a rank.
 struct Counted {
     memory: MemoryReport,
     /// After some steps, and some more.
@@ -447,7 +447,7 @@ fn a_file_of_weights_gives_what_its_model_gives() {
 #[test]
 fn an_index_stands_for_its_files_and_no_data_is_read() {
     let folder = tempfile::tempdir().unwrap();
-    // 40 GB that are not there.
+    // 40 GB that do not exist.
     let block = |i: usize| (format!("model.layers.{i}.w"), vec![50_000, 10_000]);
     write_safetensors(&folder.path().join("a.safetensors"), &(0..10).map(block).collect::<Vec<_>>());
     write_safetensors(&folder.path().join("b.safetensors"), &(10..20).map(block).collect::<Vec<_>>());

@@ -1,4 +1,4 @@
-//! The commands of `zerorun` beside the launch: inspect, consolidate, check, estimate, tune and the others.
+//! The commands of `zerorun` besides the launch: inspect, consolidate, check, estimate, tune and the others.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

@@ -116,7 +116,7 @@ fn a_plot_shows_the_rate_and_a_momentum_that_changes() {
                +-----------------------
                 1               step 23
     ");
-    // What stays the same is one row, and no second picture.
+    // Equal values are one row, without a second plot.
     let text = stdout(&schedule(&adam(), &Value::Null, &["--steps", "1000000", "--plot"]));
     assert!(text.contains(&format!("1.000e-2 |{}\n", "*".repeat(64))) && !text.contains("beta1"), "{text}");
     assert_eq!(text.lines().count(), 4);

@@ -143,7 +143,7 @@ fn batch_norm_trains_in_bf16_with_statistics_in_f32() {
     assert!(var.iter().all(|v| v.is_finite() && *v != 1.0), "{var:?}");
 }
 
-/// A layer with buffers of several types beside a weight.
+/// A layer with a weight and buffers of several types.
 struct Mixed {
     weight: Tensor,
     ids: Tensor,
@@ -201,7 +201,7 @@ fn integers_and_what_a_rule_chooses_are_buffers_and_no_parameters() {
         assert_eq!(tensors["ids"].to_vec1::<u32>().unwrap(), [1; 4]);
         assert_eq!(tensors["num_batches_tracked"].to_scalar::<i64>().unwrap(), 3);
         assert_eq!(tensors["chosen.scale"].to_vec1::<f32>().unwrap(), [0.5; 2]);
-        // What was exported is where another one begins.
+        // Another one starts from the exported values.
         let results = threads::run(1, |comm| {
             let engine = mixed(Engine::builder().communicator(comm).init_from(&file), stage)?;
             Ok::<_, Error>(engine.model().count.to_scalar::<i64>()?)
@@ -369,7 +369,7 @@ fn a_buffer_whose_shape_changes_is_an_error_with_its_name_in_a_step_and_the_last
         });
         let errors: Vec<Error> = results.unwrap().into_iter().map(|result| result.unwrap_err()).collect();
         assert!(is_changed_ids(&errors[broken]), "world {world}: {}", errors[broken]);
-        // The others do not wait for ever, and say who failed.
+        // The others do not wait forever, and report who failed.
         let others = errors.iter().enumerate().filter(|(rank, _)| *rank != broken);
         others.for_each(|(_, error)| assert!(error.to_string().contains("buffer rows.ids of shape [3]"), "{error}"));
         let loaded = threads::run(1, |comm| {
@@ -398,7 +398,7 @@ fn a_buffer_whose_shape_changes_is_an_error_before_a_save_writes_and_a_load_puts
             insta::assert_snapshot!(error, @"buffer rows.ids of shape [3] holds 4 of U32 where 3 of U32 belong; a buffer keeps the shape and type with which it was asked for: change its values with Var::set");
         }
         assert!(!refused.exists());
-        // Repaired, the run goes on; and a load repairs it by itself.
+        // After a repair, the run continues; a load repairs it automatically.
         if let Some(whole) = whole {
             swap(&ids, whole);
         }

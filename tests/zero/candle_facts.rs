@@ -1,5 +1,5 @@
-//! What this crate relies on, or works around, in Candle. A failure after an upgrade says which fact has changed;
-//! then the place named in the test can be thought over.
+//! Facts about Candle that this crate relies on or works around. A failure after an upgrade shows which fact has changed;
+//! then reconsider the place named in the test.
 
 use crate::support::processes::as_program;
 use crate::support::swap::swap;
@@ -23,7 +23,7 @@ fn values(t: &Tensor) -> Vec<f32> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Why `nn` has a layer norm and a softmax of its own.
+/// The reason why `nn` has its own layer norm and softmax.
 #[test]
 fn fused_ops_cut_the_graph_without_an_error() {
     let (first, second) = (var(&[4, 4]), var(&[4, 4]));
@@ -106,7 +106,7 @@ fn storage_can_be_taken_out_and_put_back_under_a_live_graph() {
     assert_eq!(values(y.backward().unwrap().get(&x).unwrap()), want);
 }
 
-/// Why initialization and sampling have generators of their own.
+/// The reason why initialization and sampling have their own generators.
 #[test]
 fn the_cpu_has_no_seed() {
     assert!(CPU.set_seed(1).is_err());

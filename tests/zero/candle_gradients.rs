@@ -135,7 +135,7 @@ fn the_gradients_of_pooling_are_wrong_and_missing_where_windows_overlap() {
 #[test]
 fn upsampling_forgets_what_else_its_input_is_used_for_and_has_no_gradient_for_other_factors() {
     let instead = "nn::upsample_nearest2d";
-    // What came to the input before is replaced.
+    // Earlier gradients of the input are replaced.
     let twice: Function = |a| &a[0].upsample_nearest2d(8, 8)?.narrow(2, 0, 4)?.narrow(3, 0, 4)? + (&a[0] * 3.0)?;
     is_wrong("upsample_nearest2d of what is used twice", instead, twice, &[&[1, 2, 4, 4]]);
     let twice: Function = |a| &a[0].upsample_nearest1d(8)?.narrow(2, 0, 4)? + (&a[0] * 3.0)?;

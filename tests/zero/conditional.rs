@@ -262,7 +262,7 @@ fn a_gradient_that_never_comes_is_zeros() {
     }
 }
 
-/// Hears what is said on its thread.
+/// Collects the messages of its thread.
 struct Heard(Arc<Mutex<Vec<String>>>);
 
 impl tracing::Subscriber for Heard {

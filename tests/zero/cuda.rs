@@ -90,12 +90,12 @@ fn an_absent_parameter_is_an_error_with_its_name() {
 /// Set for a process that runs a test's own part alone.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
-/// What `test` prints when it runs alone in a process with a variable of the stand-in: other tests use the same GPUs.
+/// The output of `test` in its own process with a variable of the stand-in, because other tests use the same GPUs.
 fn alone(test: &str, (name, value): (&str, u64)) -> String {
     alone_with(test, name, &value.to_string(), "by NCCL")
 }
 
-/// The same with any variable, and what it says of collectives between GPUs where there are several.
+/// The same with any variable, and with its messages about collectives between GPUs if there are several.
 fn alone_with(test: &str, name: &str, value: &str, of_nccl: &str) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(as_program(module_path!(), test))
@@ -127,7 +127,7 @@ fn stand_in<T: Fn()>(test: T) -> bool {
     there
 }
 
-/// A forward on a rank's batch, of so many copies of it: the loss.
+/// A forward on this number of copies of a rank's batch: the loss.
 fn forward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tensor> {
     let (ids, targets) = batch(engine.rank());
     let on = |t: &Tensor| t.repeat((copies, 1))?.to_device(engine.device());
@@ -147,7 +147,7 @@ fn an_engine_that_goes_from_thread_to_thread_has_the_bits_of_one_that_stays() {
     if !gpu_answers(an_engine_that_goes_from_thread_to_thread_has_the_bits_of_one_that_stays) {
         return;
     }
-    /// Runs `run` in this thread, or in one of its own.
+    /// Runs `run` in this thread, or in a separate one.
     fn on<T: Send>(moves: bool, run: impl FnOnce() -> T + Send) -> T {
         if moves { std::thread::scope(|scope| scope.spawn(run).join().unwrap()) } else { run() }
     }
@@ -179,7 +179,7 @@ fn an_engine_that_goes_from_thread_to_thread_has_the_bits_of_one_that_stays() {
     }
 }
 
-/// Each in a process of its own, so that nothing else is on the GPUs: of two ranks that train for two steps, bytes on the GPU
+/// Each in a separate process, so that nothing else is on the GPUs: of two ranks that train for two steps, bytes on the GPU
 /// between steps and at most, the engine's report and the number of its parameters' tensors.
 fn held_by_ranks(shape: Shape, config: &Value) -> Vec<(usize, usize, MemoryReport, usize)> {
     let held = threads::run(2, |comm| {
@@ -240,7 +240,7 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         return;
     }
     let shape = Shape { layers: 3, units: true, ..Shape::default() };
-    // Stage 3 first: the count of the most bytes goes on from run to run.
+    // Stage 3 first: the peak is counted across runs.
     let mut others = Vec::new();
     for stage in [3, 2] {
         let mut offload = offloaded(stage);
@@ -254,7 +254,7 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         // The windows: at stage 3 the units that are gathered at a time, at any stage the buckets under way.
         let windows = on_device(MemoryKind::Gathered) + on_device(MemoryKind::Buckets) - room;
         if stage == 3 {
-            // What lies outside of units, and one of three equal units.
+            // Parameters outside of units, and one of three equal units.
             let one = Shape { layers: 1, ..shape };
             let of_one = held_by_ranks(one, &config(3, 1, offloaded(3), json!({}))).remove(0).2.parameters;
             let unit = (report.parameters - of_one) / 2;
@@ -263,8 +263,8 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         }
         others.push(peak - bytes - windows);
     }
-    // Beside its windows a GPU holds no more at stage 3 than where all parameters stay on it: activations and gradients of the
-    // layers under way.
+    // Apart from its windows, a GPU holds no more at stage 3 than if all parameters stay on it: activations and gradients of
+    // the layers under way.
     assert!(others[0] <= others[1], "{others:?}");
 }
 
@@ -484,7 +484,7 @@ fn as_a_rank_with_a_gpu() {
         step().unwrap();
     }
     if rank == 1 {
-        // While this thread goes on, in whatever it is then.
+        // While this thread continues, at any point.
         std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(u64::from(std::process::id()) % 40));
             std::fs::write(folder.join("killed"), "").unwrap();
@@ -559,7 +559,7 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
             Ok(step(&mut engine, 50).unwrap_err())
         });
         let errors: Vec<_> = errors.unwrap().into_iter().map(|error| error.unwrap().to_string()).collect();
-        // The rank that found it first; the other may have been told of it.
+        // The rank that found it first; the other may have been notified.
         let own = errors.iter().find(|error| error.starts_with("the GPU of rank")).unwrap();
         assert!(errors.iter().all(|error| error.contains(" has no memory left; ")), "{errors:?}");
         println!("stage {stage}: {}", own.replace("rank 1", "rank 0"));

@@ -1,5 +1,5 @@
 //! A mixture of experts, top 2 of 4, trains with the same bits at every stage: ranks route to different experts, and a
-//! rank may route to nobody. Where the mixture is no leaf and ranks part, there is an error in words.
+//! rank may route to no expert. If the mixture is not a leaf and ranks diverge, there is a clear error.
 
 use crate::support::tiny::config;
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -85,7 +85,7 @@ struct Build {
     /// Mixtures are marked as leaves in the model.
     leaf: bool,
     recompute: bool,
-    /// What a mixture makes is added to its input; else it is all that goes on.
+    /// Whether the output of a mixture is added to its input, instead of replacing it.
     residual: bool,
 }
 
@@ -126,7 +126,7 @@ fn tokens(sample: usize) -> Tensor {
     Tensor::from_iter(values, &Device::Cpu).unwrap().reshape((TOKENS, WIDTH)).unwrap()
 }
 
-/// Whether a rank routes to nobody in a micro step. In the first step as well.
+/// Whether a rank routes to no expert in a micro step. In the first step as well.
 type ToNobody = fn(micro: usize, rank: usize) -> bool;
 
 fn nobody(_: usize, _: usize) -> bool {
@@ -188,7 +188,7 @@ fn gathering() -> [Value; 4] {
 }
 
 fn stages_agree(world: usize, residual: bool, to_nobody: ToNobody) {
-    // What recomputes adds up the gradients of its input by itself, so the two round differently.
+    // A recomputing unit sums the gradients of its input separately, so the two round differently.
     for (accumulation, recompute) in [(1, false), (1, true), (2, false), (2, true)] {
         let build = Build { residual, recompute, ..LEAF };
         let reference = train(world, build, &config(0, accumulation, json!({}), json!({})), to_nobody);

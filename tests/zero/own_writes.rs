@@ -1,4 +1,4 @@
-//! What is written into a parameter by others than the engine is found: it would be lost with the next update.
+//! Writes into a parameter that do not come from the engine are detected: they would be lost with the next update.
 
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor};

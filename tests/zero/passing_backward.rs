@@ -115,7 +115,7 @@ fn of_stage(stage: u8) -> Vec<Value> {
     zero.into_iter().map(|zero| config(stage, 1, zero, json!({}))).collect()
 }
 
-/// What a rank sees of a training: losses, norms, and the gradients that plain backwards gave by the way.
+/// The view that a rank has of a training: losses, norms, and the gradients of plain backwards along the way.
 type Seen = (Vec<u32>, Vec<u64>, Vec<Vec<u32>>);
 
 /// Trains; where `disturbed`, plain backwards pass through the model everywhere in a micro step.

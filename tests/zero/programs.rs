@@ -172,7 +172,7 @@ impl Model {
     }
 }
 
-/// What must not change a bit.
+/// A way to train, which must not change a single bit.
 #[derive(Debug, Clone, Copy)]
 struct How {
     stage: u8,
@@ -215,7 +215,7 @@ struct Program {
     packing: Option<WeightPacking>,
     persistence_threshold: usize,
     calls: Vec<Call>,
-    /// The engine that trains first, and those that go on after each checkpoint.
+    /// The engine that trains first, and those that continue after each checkpoint.
     engines: Vec<How>,
 }
 
@@ -294,7 +294,7 @@ impl Program {
         }
     }
 
-    /// What every rank sees, by name: bits of losses and norms, and at the end those of all parameters.
+    /// The values that every rank sees, by name: bits of losses and norms, and at the end those of all parameters.
     fn run(&self, engines: &[How], saves: bool) -> Vec<Vec<(String, Vec<u64>)>> {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let (files, checkpoints) = (folder.path().join("files"), folder.path().join("checkpoints"));
@@ -324,7 +324,7 @@ impl Program {
                         seen.push(("norm".to_owned(), vec![engine.global_grad_norm().unwrap().to_bits()]));
                     }
                     Call::Eval => {
-                        // Between steps each rank has statistics of its own, until a checkpoint or this call.
+                        // Between steps, each rank has its own statistics, until a checkpoint or this call.
                         engine.sync_buffers()?;
                         let loss = engine.eval(|model| model.loss(comm.rank()))?;
                         seen.push(("evaluation".to_owned(), vec![bits(&loss)?]));

@@ -157,7 +157,7 @@ fn of_a_quantized_base_no_more_than_the_blocks_at_work_are_ever_unpacked() {
         let most = if world == 1 { of_block * 5 / 4 } else { of_block * 2 + outside };
         assert!(gathered <= most, "world {world}: {gathered} bytes gathered, of {most}\n{report}");
         let packed = 8 * of_block / 4 * 17 / 32;
-        // What is not packed is there once.
+        // Values that are not packed exist once.
         assert!(parameters <= (packed + outside) * 11 / 10, "world {world}: {parameters} bytes at rest\n{report}");
     }
 }

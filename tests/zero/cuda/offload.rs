@@ -1,4 +1,4 @@
-//! What is offloaded beside a GPU: where it lies, and what is copied while something else goes on.
+//! Offloading with a GPU: where the states are, and which copies overlap with other work.
 
 use super::{backward, forward, gpu_answers, offloaded, zero};
 use crate::support::device::gpu;
@@ -100,7 +100,7 @@ fn gradients_leave_while_backward_runs_and_weights_come_back_while_the_next_are_
         let number = |event: &Value, key: &str| event[key].as_f64().unwrap();
         all.map(|event| (number(event, "ts"), number(event, "ts") + number(event, "dur"))).collect()
     };
-    // Copies that have begun before what they run beside has ended.
+    // Copies that began before the work that they overlap with had ended.
     let beside = |copy: &str, work: &str| {
         let work = times(work);
         times(copy).iter().filter(|copy| work.iter().any(|work| work.0 < copy.0 && copy.0 < work.1)).count()
@@ -151,7 +151,7 @@ fn a_delayed_update_is_that_of_the_weights_before_it_and_is_there_one_step_later
         // The second step computes with the first weights again, and the third with those after one update.
         assert_eq!((delayed[0], delayed[1], delayed[2]), (at_once[0], at_once[0], at_once[1]), "{what}");
         assert!(delayed[3] < delayed[2], "{what}: {delayed:?}");
-        // What is exported has the update that has begun.
+        // Exported values include the update that has begun.
         assert!(run(Some(0), 1).1 == run(None, 1).1, "{what}");
         let (later, _) = run(Some(2), 4);
         assert_eq!(later[..3], at_once[..3], "{what}");
