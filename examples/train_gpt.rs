@@ -269,13 +269,13 @@ fn run<A: Architecture>(
     {
         loader.resume(loaded.global_samples);
         if engine.rank() == 0 {
-            say(format!("goes on after step {}: {}", engine.global_steps(), loaded.path.display()))?;
+            say(format!("continues after step {}: {}", engine.global_steps(), loaded.path.display()))?;
         }
     }
     if train(&mut engine, &mut loader, args, seq_len, &sizes)? == Ended::Stopped {
         if engine.rank() == 0 {
             let steps = engine.global_steps();
-            say(format!("a signal asked for the end: step {steps} is saved, --resume goes on from there"))?;
+            say(format!("stopped by a signal: step {steps} is saved, --resume continues from there"))?;
         }
         return Ok(Ended::Stopped);
     }
@@ -303,7 +303,7 @@ fn too_large<A: Architecture>(args: &Args, config: &A::Config, run_values: &RunV
     let gib = |bytes: f64| bytes / f64::from(1 << 30);
     (needs > left).then(|| {
         format!(
-            "the training state needs {:.1} GiB of memory and {:.1} GiB are available: take a smaller model, more \
+            "the training state needs {:.1} GiB of memory and {:.1} GiB are available: use a smaller model, more \
              sharding or offload (zerorun estimate)",
             gib(needs),
             gib(left)
@@ -473,7 +473,7 @@ fn train<A: Architecture>(
 /// message.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
-        _ = writeln!(std::io::stderr(), "{error}: training goes on, and the metrics end here");
+        _ = writeln!(std::io::stderr(), "{error}: training continues, and the metrics end here");
         *metrics = None;
     }
 }

@@ -117,8 +117,8 @@ fn run(args: &Args) -> anyhow::Result<()> {
     let validation = validation.first(args.validation);
     let batch = config.batch.train_batch_size;
     let per_epoch = (training.len() / batch) as u64;
-    ensure!(per_epoch > 0, "there are {} images to train with, and a batch has {batch}; give more", training.len());
-    ensure!(validation.len() > 0, "--validation is 0; an accuracy is of one image at least");
+    ensure!(per_epoch > 0, "there are {} training images, but a batch has {batch}; give more", training.len());
+    ensure!(validation.len() > 0, "--validation is 0; an accuracy needs at least one image");
     let all_steps = per_epoch * args.epochs;
     let steps = args.steps.map_or(all_steps, |most| most.min(all_steps));
 
@@ -135,7 +135,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
         && let Some(loaded) = engine.load_checkpoint(dir, None, &LoadOptions::default())?
         && first
     {
-        println!("goes on after step {}: {}", engine.global_steps(), loaded.path.display());
+        println!("continues after step {}: {}", engine.global_steps(), loaded.path.display());
     }
     let mut metrics = match &args.metrics {
         Some(path) if first && args.resume => Some(MetricsWriter::append(path)?),
@@ -379,7 +379,11 @@ impl Images {
             let shown = path.display();
             let bytes = std::fs::read(&path).with_context(|| format!("cannot read {shown} of CIFAR-10"))?;
             let are_records = !bytes.is_empty() && bytes.len().is_multiple_of(RECORD);
-            ensure!(are_records, "{shown} has {} bytes, which are no records of {RECORD} bytes", bytes.len());
+            ensure!(
+                are_records,
+                "{shown} has {} bytes, which is not a multiple of the {RECORD} bytes of a record",
+                bytes.len()
+            );
             for record in bytes.chunks(RECORD) {
                 ensure!(usize::from(record[0]) < CLASSES, "{shown} has an image of class {}", record[0]);
                 images.classes.push(record[0]);

@@ -1,4 +1,4 @@
-//! Configs of public projects, if they lie beside this repository: `zerorun check` gives each its expected verdict.
+//! Configs of public projects, if they are next to this repository: `zerorun check` gives each its expected verdict.
 
 use crate::support::processes::{stdout, zerorun};
 use crate::support::skips::skipped;
@@ -18,7 +18,7 @@ fn canonical(path: &str) -> String {
     path.replace("bfloat16", "bf16")
 }
 
-/// What `zerorun check --json` prints.
+/// The output of `zerorun check --json`.
 fn check(file: &Path, world_size: &str) -> Value {
     // A run knows the steps of its schedule.
     let more = ["--world_size", world_size, "--total_num_steps", "1000", "--json"];
@@ -28,7 +28,7 @@ fn check(file: &Path, world_size: &str) -> Value {
     printed
 }
 
-/// What differs between the expected verdict and the printed one for one number of ranks.
+/// The differences between the expected verdict and the printed one for one number of ranks.
 fn differences(expected: &Value, batch: Option<&Value>, printed: &Value) -> Vec<String> {
     let mut wrong = Vec::new();
     let fits = expected["verdict"] != "error" && !batch.is_some_and(Value::is_string);
@@ -73,7 +73,7 @@ fn errors(expected: &Value, printed: &Value) -> Vec<String> {
     missing.map(|error| format!("{error} is not among {ours:?}")).collect()
 }
 
-/// What should have been said and is not.
+/// The expected notes that are missing.
 fn said(expected: &Value, printed: &Value) -> Vec<String> {
     let said: Vec<(&str, &str)> = list(printed, "said")
         .iter()

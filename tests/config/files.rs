@@ -321,7 +321,7 @@ fn quantized_weights_need_stage_3_and_the_keys_are_printed_again() {
     assert_eq!((config.zero.quantized_nontrainable_weights, notes(&config).as_str()), (true, ""));
 }
 
-/// Both sections with `nvme` and values of their own, and what they resolve to.
+/// Both sections with `nvme` and different values, and the result.
 fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
     let optimizer = OffloadOptimizer {
         to: OffloadTo::Nvme { path: "/fast/states".into() },
@@ -419,7 +419,7 @@ fn a_file_that_switches_recomputation_on_is_told_so() {
         let noted = notes(&config);
         assert!(noted.starts_with(&format!("activation_checkpointing.{key}: taken as `every_unit`")), "{noted}");
         assert_eq!(config.cpu_checkpointing, key == "cpu_checkpointing");
-        // What the key of this engine says, decides, and needs no note.
+        // The value of this engine's key takes precedence and needs no note.
         for every_unit in [true, false] {
             let mut section = section.clone();
             section["every_unit"] = json!(every_unit);
@@ -553,7 +553,7 @@ fn classes_whose_gradients_may_travel_in_low_precision_are_those_that_are_known(
     let all = ["torch.nn.Linear", "torch.nn.modules.conv.Conv2d", "candle_zero::nn::Conv1D"];
     insta::assert_snapshot!(of(&all), @"torch_autocast.lower_precision_safe_modules: accepted and has no effect here: all gradients travel in communication_data_type, f32 by default: set that to bf16 for all of them");
     assert_eq!(of(&[]), of(&all));
-    // Where nothing is rounded nobody asks which classes are.
+    // If nothing is rounded, the rounded classes do not matter.
     let off = json!({"torch_autocast": {"enabled": false, "lower_precision_safe_modules": ["x.Y"]}});
     assert_eq!(load(with(off)).autocast, None);
 }

@@ -1,4 +1,4 @@
-//! Configurations: what is accepted, what is said about them, and what is refused with which message.
+//! Configurations: which are accepted, with which notes, and which are refused, with which message.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

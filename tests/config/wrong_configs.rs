@@ -2,7 +2,7 @@
 //! to fix it.
 //!
 //! One snapshot for each kind of mistake (snapshots/config__wrong_configs__*.snap); every configuration has exactly the
-//! number of problems that stands beside it, and exit code 2.
+//! number of problems that is given next to it, and exit code 2.
 
 use crate::support::processes::{stderr, stdout, zerorun};
 use std::fmt::Write as _;

@@ -91,7 +91,7 @@ fn tags_and_latest_are_as_recorded() {
             engine.save_checkpoint_with(dir.path(), Some("foo"), json!({}), &unnamed)
         });
         let entries = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
-        // What is inside of a tag's folder is each library's own.
+        // The content of a tag's folder differs between the libraries.
         let recorded = case["expect"]["files"].as_array().unwrap().iter().map(|f| f.as_str().unwrap());
         let recorded = recorded.filter(|f| !f.ends_with(".py")).map(|f| f.split('/').next().unwrap().to_string());
         let entries: BTreeSet<_> = entries.filter(|name| !name.starts_with('.')).collect();
@@ -151,7 +151,7 @@ fn resuming_gives_the_same_losses_and_counters() {
                 "skipped_steps": engine.skipped_steps(), "micro_steps": engine.micro_steps(),
             });
             for (name, value) in counters.as_object().unwrap() {
-                // Here they go on, as masks of dropout are drawn by them; DeepSpeed counts anew in every process.
+                // Here they continue, because dropout masks depend on them; DeepSpeed starts from zero in every process.
                 let recorded = if name == "micro_steps" { &json!(SAVED_AT) } else { &expect[name] };
                 assert_eq!(value, recorded, "{name} of {}", case["id"]);
             }

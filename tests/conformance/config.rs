@@ -15,7 +15,7 @@ fn usize_at(value: &Value, key: &str) -> usize {
 
 /// The value at a dotted path of the printed configuration.
 fn at<'a>(printed: &'a Value, path: &str) -> Option<&'a Value> {
-    // One recorded name is no path: the switch of the comms logger.
+    // One recorded name is not a path: the switch of the comms logger.
     let path = if path == "comms logger on" { "comms_logger.enabled" } else { path };
     path.split('.').try_fold(printed, |value, key| value.get(key))
 }
@@ -44,7 +44,7 @@ fn load(case: &Value) -> Result<Config> {
     Config::load(path, world_size)
 }
 
-/// What is wrong with our answer to a case; `None`: nothing.
+/// Returns the error in our answer to a case, if any.
 fn check(case: &Value) -> Option<String> {
     let expect = &case["expect"];
     if case["area"] == "config-default" {
@@ -99,7 +99,7 @@ fn every_recorded_case_is_answered_as_recorded() {
     let wrong: Vec<_> =
         held.iter().filter_map(|case| check(case).map(|what| format!("{} {what}", case["id"]))).collect();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    // What is left out is refused by name, and not taken silently.
+    // Omitted features are refused by name, and not accepted silently.
     for case in out {
         if case["area"] == "config-default" {
             assert!(check(case).is_some(), "{} is the default here too", case["id"]);

@@ -1,4 +1,4 @@
-//! Recorded behaviour of DeepSpeed's engine beside its traces: reduction of gradients, counters, exact values at
+//! Recorded behaviour of DeepSpeed's engine besides its traces: reduction of gradients, counters, exact values at
 //! stage 3, which configurations train and with which optimizer.
 
 use crate::support::processes::{as_program, stdout};
@@ -102,7 +102,7 @@ fn counters_and_schedule_count_skipped_steps_as_recorded() {
                     "total_num_steps": 100, "warmup_num_steps": 10, "warmup_min_ratio": 0.1, "warmup_type": "linear"}},
                 "fp16": {"enabled": true}, "zero_optimization": {"stage": stage},
             });
-            // The learning rate after so many steps of the schedule.
+            // The learning rate after this number of steps of the schedule.
             let resolved = Config::load(config.clone(), 2).unwrap();
             let mut schedule = Schedule::new(resolved.scheduler.as_ref(), resolved.optimizer.as_ref()).unwrap();
             let mut rates = vec![schedule.lr()];
@@ -148,7 +148,7 @@ fn counters_and_schedule_count_skipped_steps_as_recorded() {
 
 const SHAPE: (usize, usize) = (3, 5);
 
-/// Elementwise products, each factor a unit of its own.
+/// Elementwise products, each factor in its own unit.
 struct Product(Vec<Unit<Factor>>);
 
 struct Factor(Tensor);
@@ -192,7 +192,7 @@ fn write_initial(path: &Path) {
 }
 
 /// The variants that DeepSpeed's own test names: persistence, fp16, contiguous, offload, prefetch, reduce_scatter.
-/// Beside its offload to the host stands ours to files of `folder`.
+/// In addition to its offload to the host, ours to files in `folder` is tested.
 fn variants(folder: &Path) -> Vec<Value> {
     let nvme = || json!({"device": "nvme", "nvme_path": folder, "max_in_cpu": 0});
     let pipelined = json!({"device": "nvme", "nvme_path": folder, "pipeline_read": true, "pipeline_write": true});

@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-/// Where DeepSpeed puts the parameters of one group at stage 1 or 2.
+/// The positions of the parameters of one group in DeepSpeed at stage 1 or 2.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FlatLayout {
     /// Indices of the parameters in flat order.

@@ -114,7 +114,7 @@ impl Run {
         run
     }
 
-    /// What trains a parameter of this shape.
+    /// The optimizer that trains a parameter of this shape.
     fn optimizer(&self) -> &dyn Optimizer {
         match self.optimizer.takes("", &self.shape) {
             true => &*self.optimizer,

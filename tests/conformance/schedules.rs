@@ -34,7 +34,7 @@ fn schedule(case: &Value, group: usize, base_lr: &Value) -> Schedule {
     Schedule::new(config.scheduler.as_ref(), config.optimizer.as_ref()).unwrap()
 }
 
-/// What is wrong with a case's parameters for one parameter group: how many there are, the configuration does not know.
+/// Returns the error in a case's parameters for one parameter group. The configuration does not know how many there are.
 fn refused_keys(case: &Value) -> Vec<String> {
     match load(case, 0, &json!(0.1)) {
         Err(problems) => problems.into_iter().map(|problem| problem.path).collect(),
@@ -75,7 +75,7 @@ fn check_momentum(case: &Value, expect: &Value, step: usize, schedule: &Schedule
     );
 }
 
-/// Every group of a case has a schedule of its own, as the engine has one optimizer and one group.
+/// Every group of a case has its own schedule, because the engine has one optimizer and one group.
 fn check(case: &Value, rates: &Value, expect: &Value, rtol: f64) {
     let groups = case["group_lrs"].as_array().unwrap();
     let skipped: Vec<u64> =
@@ -90,7 +90,7 @@ fn check(case: &Value, rates: &Value, expect: &Value, rtol: f64) {
             let context = format!("{} {} group {group} step {}", case["type"], case["params"], step + 1);
             assert_close(schedule.lr(), lr.get(group).unwrap_or(lr), rtol, &context);
             check_momentum(case, expect, step, &schedule, rtol, &context);
-            // Going on from a checkpoint gives the same.
+            // Resuming from a checkpoint gives the same.
             let mut resumed = self::schedule(case, group, base_lr);
             resumed.restore(schedule.last_batch_iteration());
             assert_eq!((resumed.lr(), resumed.momentum()), (schedule.lr(), schedule.momentum()), "{context}");
@@ -166,7 +166,7 @@ fn the_conformance_cases_hold() {
             }
             verdicts += 1;
         } else if let Some(ok) = expect["ok"].as_bool() {
-            // Outside the sections that pydantic reads, `true` is no number here.
+            // Outside the sections that pydantic reads, `true` is not a number here.
             let ok = ok && id != "lr-55";
             // As one group, for which lists of two are wrong.
             let case = json!({"type": input["type"], "params": input["params"]});

@@ -135,7 +135,7 @@ fn data(rows: usize, columns: usize, factors: [f64; 4], at: [usize; 3], dtype: D
     tensor.reshape((rows, columns)).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// What a run gives; per optimizer step where not said otherwise.
+/// The results of a run, per optimizer step unless stated otherwise.
 #[derive(Debug, Clone, PartialEq, Default)]
 struct Trace {
     /// By rank: mean over the micro steps.
@@ -365,7 +365,7 @@ fn the_traces_of_all_stages_agree() {
     assert_eq!(case("trace-eq-stages")["expect"]["max_relative_difference"], 2e-4);
     let mut seen = vec![];
     for case in cases("train-trace").iter().filter(|c| c["input"].get("layers").is_some()) {
-        // fp16 has a rule of its own for the loss scale at stage 0.
+        // fp16 has a separate rule for the loss scale at stage 0.
         if case["input"]["config"].get("fp16").is_some() {
             continue;
         }

@@ -96,7 +96,7 @@ impl Place {
 fn an_adapter_whose_start_changed_the_base_is_refused_by_all_commands() {
     let place = Place::new("attn_r8");
     place.set("init_lora_weights", json!("pissa_niter_16"));
-    insta::assert_snapshot!(place.refused_alike(), @r#"DIR/adapter/adapter_config.json is not an adapter that can be used: init_lora_weights is "pissa_niter_16": such an adapter began by changing the base's weights, so it belongs to weights that are not the base's. Supported are true, false, "gaussian", "eva", "orthogonal", "mica": save it from PEFT as a plain adapter, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter as it was before training"#);
+    insta::assert_snapshot!(place.refused_alike(), @r#"DIR/adapter/adapter_config.json is not a usable adapter: init_lora_weights is "pissa_niter_16": training such an adapter began by changing the base's weights, so it belongs to other weights than the base's. Supported are true, false, "gaussian", "eva", "orthogonal", "mica": save it from PEFT as a plain adapter, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter before training"#);
 }
 
 #[test]
@@ -128,19 +128,19 @@ fn modules_that_a_regular_expression_names_are_those_of_the_tensors() {
 fn an_incomplete_adapter_is_refused_with_the_names_of_what_is_missing() {
     let place = Place::new("attn_r8");
     place.change("adapter/adapter_model.safetensors", |tensors| tensors.retain(|name, _| !name.contains("layers.2.")));
-    insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is not whole: by its adapter_config.json and this model it should have model.layers.2.self_attn.q_proj.lora_A.weight, model.layers.2.self_attn.q_proj.lora_B.weight, model.layers.2.self_attn.v_proj.lora_A.weight, model.layers.2.self_attn.v_proj.lora_B.weight too; copy it again from where it is from, or take the model that it was trained on");
+    insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is incomplete: according to its adapter_config.json and this model, it should also have model.layers.2.self_attn.q_proj.lora_A.weight, model.layers.2.self_attn.q_proj.lora_B.weight, model.layers.2.self_attn.v_proj.lora_A.weight, model.layers.2.self_attn.v_proj.lora_B.weight; copy it again from its source, or use the model that it was trained on");
 
     let place = Place::new("all_r4_rslora");
     place.change("adapter/adapter_model.safetensors", |tensors| {
         tensors.retain(|name, _| !name.contains("layers.1.mlp.up_proj.lora_B"));
     });
-    insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is not whole: by its adapter_config.json and this model it should have model.layers.1.mlp.up_proj.lora_B.weight too; copy it again from where it is from, or take the model that it was trained on");
+    insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is incomplete: according to its adapter_config.json and this model, it should also have model.layers.1.mlp.up_proj.lora_B.weight; copy it again from its source, or use the model that it was trained on");
 
     let place = Place::new("dora_r8");
     place.change("adapter/adapter_model.safetensors", |tensors| {
         tensors.retain(|name, _| !name.ends_with("layers.0.self_attn.q_proj.lora_magnitude_vector"));
     });
-    insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is not whole: by its adapter_config.json and this model it should have model.layers.0.self_attn.q_proj.lora_magnitude_vector too; copy it again from where it is from, or take the model that it was trained on");
+    insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is incomplete: according to its adapter_config.json and this model, it should also have model.layers.0.self_attn.q_proj.lora_magnitude_vector; copy it again from its source, or use the model that it was trained on");
 
     // A target that matches nothing: a layer too many.
     let place = Place::new("attn_r8");
@@ -177,7 +177,7 @@ fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
     // A factor that is not a number in f32, and products that are too large.
     let place = Place::new("attn_r8");
     place.set("lora_alpha", json!(1e308));
-    insta::assert_snapshot!(place.refused_alike(), @"DIR/adapter/adapter_config.json is not an adapter that can be used: LoRA settings: alpha is 1e308, but must be a positive finite number, in f32 too");
+    insta::assert_snapshot!(place.refused_alike(), @"DIR/adapter/adapter_config.json is not a usable adapter: LoRA settings: alpha is 1e308, but must be a positive finite number, in f32 too");
     let place = Place::new("attn_r8");
     place.change("adapter/adapter_model.safetensors", |tensors| {
         at(tensors, "layers.0.self_attn.q_proj.lora_A.weight", 0, 1e38);

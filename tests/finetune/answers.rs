@@ -174,7 +174,7 @@ fn wrong_prompts_and_numbers_are_refused() {
         let never = |_: &mut _, _: &[u32]| unreachable!();
         generator.answer(prompt, &sampling, never, |_| ControlFlow::Continue(())).unwrap_err().to_string()
     };
-    insta::assert_snapshot!(refused(&[], sampling(1)), @"the prompt has no tokens, and a model continues at least one; give a text");
+    insta::assert_snapshot!(refused(&[], sampling(1)), @"the prompt has no tokens, but at least one is required; give a text");
     insta::assert_snapshot!(refused(&[1], sampling(0)), @"max_tokens is 0, but must be at least 1");
     let hot = Sampling { temperature: f64::INFINITY, ..sampling(1) };
     insta::assert_snapshot!(refused(&[1], hot), @"temperature is inf, but must be 0 or a positive finite number");
@@ -198,5 +198,5 @@ fn wrong_prompts_and_numbers_are_refused() {
     std::fs::write(&path, tokenizer.to_string()).unwrap();
     let tokenizer = Tokenizer::open(folder.path()).unwrap();
     let error = Generator::new(&base("llama"), &tokenizer, None).unwrap_err().to_string();
-    insta::assert_snapshot!(error, @"the tokenizer has ids up to 512, and the model's embedding has 512 rows: 1 ids have none; take the tokenizer that belongs to the model");
+    insta::assert_snapshot!(error, @"the tokenizer has ids up to 512, but the model's embedding has 512 rows (1 too few); use the tokenizer that belongs to the model");
 }

@@ -35,16 +35,16 @@ fn with(model: &str, key: &str, value: Value) -> String {
 #[test]
 fn a_path_without_a_model_says_what_is_missing() {
     let folder = tempfile::tempdir().unwrap();
-    insta::assert_snapshot!(refused(&folder.path().join("nowhere")), @"DIR is no model: there is no such file or folder; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
-    insta::assert_snapshot!(refused(folder.path()), @"DIR is no model: it has neither config.json nor a GGUF file; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
+    insta::assert_snapshot!(refused(&folder.path().join("nowhere")), @"DIR is not a model: there is no such file or folder; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
+    insta::assert_snapshot!(refused(folder.path()), @"DIR is not a model: it has neither config.json nor a GGUF file; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
     std::fs::copy(path("models/llama/config.json"), folder.path().join("config.json")).unwrap();
-    insta::assert_snapshot!(refused(folder.path()), @"DIR is no model: it has neither model.safetensors nor model.safetensors.index.json; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
+    insta::assert_snapshot!(refused(folder.path()), @"DIR is not a model: it has neither model.safetensors nor model.safetensors.index.json; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
     std::fs::write(folder.path().join("config.json"), "{\"model_type\": ").unwrap();
     insta::assert_snapshot!(refused(folder.path()), @"DIR/config.json is not a model description: EOF while parsing a value at line 1 column 15");
     std::fs::write(folder.path().join("config.json"), "[]").unwrap();
     insta::assert_snapshot!(refused(folder.path()), @"DIR/config.json is not a model description: it is not an object");
     let text = BaseModel::open(folder.path().join("config.json")).unwrap_err().to_string();
-    insta::assert_snapshot!(text.replace(folder.path().to_str().unwrap(), "DIR"), @"DIR/config.json is no model: it is a file whose name does not end in .gguf; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
+    insta::assert_snapshot!(text.replace(folder.path().to_str().unwrap(), "DIR"), @"DIR/config.json is not a model: it is a file whose name does not end in .gguf; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
 }
 
 #[test]
@@ -78,13 +78,13 @@ fn shards_that_are_missing_cut_short_or_elsewhere_are_named() {
 
 #[test]
 fn weights_that_are_not_those_of_the_description_are_named() {
-    insta::assert_snapshot!(with("llama", "intermediate_size", json!(120)), @"tensor model.layers.0.mlp.gate_proj.weight in DIR/model.safetensors has shape [128, 48], and DIR/config.json describes one of [120, 48]; take both files from one model");
-    insta::assert_snapshot!(with("llama", "vocab_size", json!(500)), @"tensor model.embed_tokens.weight in DIR/model.safetensors has shape [512, 48], and DIR/config.json describes one of [500, 48]; take both files from one model");
+    insta::assert_snapshot!(with("llama", "intermediate_size", json!(120)), @"tensor model.layers.0.mlp.gate_proj.weight in DIR/model.safetensors has shape [128, 48], but DIR/config.json describes one of [120, 48]; take both files from the same model");
+    insta::assert_snapshot!(with("llama", "vocab_size", json!(500)), @"tensor model.embed_tokens.weight in DIR/model.safetensors has shape [512, 48], but DIR/config.json describes one of [500, 48]; take both files from the same model");
     insta::assert_snapshot!(with("llama", "num_hidden_layers", json!(4)), @"DIR/model.safetensors has no tensor model.layers.3.input_layernorm.weight of shape [48], which the model needs; the file must hold exactly the model's parameters, and it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
     insta::assert_snapshot!(with("llama", "num_hidden_layers", json!(2)), @"DIR/model.safetensors holds tensors that the model does not have: model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, model.layers.2.mlp.gate_proj.weight, model.layers.2.mlp.up_proj.weight, model.layers.2.post_attention_layernorm.weight, model.layers.2.self_attn.k_proj.weight, model.layers.2.self_attn.o_proj.weight, model.layers.2.self_attn.q_proj.weight and 1 more; is it the file of another model or size?");
     insta::assert_snapshot!(with("llama", "attention_bias", json!(true)), @"DIR/model.safetensors has no tensor model.layers.0.self_attn.q_proj.bias of shape [48], which the model needs; the file must hold exactly the model's parameters, and it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
     insta::assert_snapshot!(with("llama", "tie_word_embeddings", json!(false)), @"DIR/model.safetensors has no tensor lm_head.weight of shape [512, 48], which the model needs; the file must hold exactly the model's parameters, and it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
-    insta::assert_snapshot!(with("qwen2", "model_type", json!("qwen3")), @"tensor model.layers.0.self_attn.q_proj.weight in DIR/model.safetensors has shape [56, 56], and DIR/config.json describes one of [512, 56]; take both files from one model");
+    insta::assert_snapshot!(with("qwen2", "model_type", json!("qwen3")), @"tensor model.layers.0.self_attn.q_proj.weight in DIR/model.safetensors has shape [56, 56], but DIR/config.json describes one of [512, 56]; take both files from the same model");
     // A tensor of integers.
     let folder = copy("llama");
     let file = folder.path().join("model.safetensors");
@@ -131,7 +131,7 @@ fn descriptions_that_this_library_does_not_compute_with_are_refused() {
 fn a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused() {
     let base = base("llama");
     base.check_tokens(512).unwrap();
-    insta::assert_snapshot!(base.check_tokens(515).unwrap_err(), @"the tokenizer has ids up to 514, and the model's embedding has 512 rows: 3 ids have none; take the tokenizer that belongs to the model");
+    insta::assert_snapshot!(base.check_tokens(515).unwrap_err(), @"the tokenizer has ids up to 514, but the model's embedding has 512 rows (3 too few); use the tokenizer that belongs to the model");
 }
 
 #[test]

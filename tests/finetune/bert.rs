@@ -101,7 +101,7 @@ fn twelve_steps_follow_pytorch_at_all_stages() {
                 assert!((norm / want_norm - 1.0).abs() <= 1e-4, "{what}, step {i}: norm {norm}, {want_norm}");
             }
             let first = first.get_or_insert_with(|| file.clone());
-            assert!(*first == file, "{what}: other bits than at stage 0");
+            assert!(*first == file, "{what}: bits differ from those of stage 0");
             let weights = candle_core::safetensors::load_buffer(&file, &Device::Cpu).unwrap();
             assert_eq!(weights.len(), final_weights.len());
             for (name, want) in &final_weights {

@@ -71,8 +71,8 @@ fn a_template_without_an_end_is_named_with_its_file_and_line() {
         let error = error.replace(model.to_str().unwrap(), "DIR");
         assert_eq!(
             error,
-            "the chat template of DIR/chat_template.jinja does not end, or writes more than 128 MiB (line 2 of the template); \
-             take another one, as the published one of the model",
+            "the chat template of DIR/chat_template.jinja does not terminate, or writes more than 128 MiB (line 2 of \
+             the template); use another one, such as the model's published one",
             "{source}"
         );
     }
@@ -87,14 +87,14 @@ fn a_template_that_holds_itself_or_nests_without_end_is_no_abort() {
         (format!("{{{{ {}1 }}}}", "-".repeat(100_000)), "nests too deeply"),
         (format!("{cycle}{{{{ a == b }}}}"), "nests too deeply"),
         (format!("{cycle}{{{{ a ~ b }}}}"), "nests too deeply"),
-        (format!("{cycle}{{{{ a }}}}"), "a value with more than 256 lists or objects in each other"),
-        (format!("{cycle}{{{{ [a]|tojson }}}}"), "a value with more than 256 lists or objects in each other"),
+        (format!("{cycle}{{{{ a }}}}"), "a value with more than 256 nested lists or objects"),
+        (format!("{cycle}{{{{ [a]|tojson }}}}"), "a value with more than 256 nested lists or objects"),
     ] {
         let error = refused(&with_template(&(hostile + chat)), "chats.jsonl");
         assert!(error.contains(expected), "{error}");
     }
     let error = refused(&with_template("{{ (['x' * 1000000] * 10000)|join }}"), "chats.jsonl");
-    assert!(error.contains("too much memory") || error.contains("does not end"), "{error}");
+    assert!(error.contains("too much memory") || error.contains("does not terminate"), "{error}");
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn a_tokenizer_without_an_end_is_named_and_a_damaged_one_is_no_panic() {
         json["added_tokens"][3]["normalized"] = json!(true);
     });
     let error = refused(&desk, "chats.jsonl");
-    assert!(error.contains("its added token \"\\t\" is empty after its normalizer"), "{error}");
+    assert!(error.contains("its added token \"\\t\" is empty after normalization"), "{error}");
     // The library's tokens would differ from one process to the next.
     let desk = with_tokenizer(|json| {
         json["normalizer"] = json!({"type": "Lowercase"});
@@ -120,7 +120,7 @@ fn a_tokenizer_without_an_end_is_named_and_a_damaged_one_is_no_panic() {
         }
     });
     let error = refused(&desk, "chats.jsonl");
-    assert!(error.contains("\"<Quick>\"") && error.contains("are equal after its normalizer"), "{error}");
+    assert!(error.contains("\"<Quick>\"") && error.contains("are equal after normalization"), "{error}");
     let desk = self::desk();
     let path = desk.path().join("model/tokenizer.json");
     let text = std::fs::read_to_string(&path).unwrap();
@@ -138,7 +138,7 @@ fn a_record_has_a_bound() {
         std::io::Write::write_all(&mut &file, head.as_bytes()).unwrap();
         file.set_len(64 << 30).unwrap();
         let error = refused(&desk, name);
-        assert!(error.contains("the record of line 2 has more than 64 MiB"), "{name}: {error}");
+        assert!(error.contains("the record in line 2 has more than 64 MiB"), "{name}: {error}");
     }
 }
 

@@ -175,24 +175,24 @@ fn data_without_labels_to_learn_is_refused() {
     let said = |error: candle_zero::Error| error.to_string().replace(folder.path().to_str().unwrap(), "DIR");
     let refused =
         |name: &str, text: &str| said(labels_of(&[file(&folder, name, text)], &Columns::default()).unwrap_err());
-    insta::assert_snapshot!(refused("none.csv", "text,class\nx,1\ny,2\n"), @"DIR/none.csv has no sample to learn from: 2 records (lines 2, 3) could not be used (line 2: it is text, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are)");
-    insta::assert_snapshot!(refused("one.jsonl", "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"y\", \"label\": 1}\n"), @r#"the labels of DIR/one.jsonl cannot be learned: all records have "1"; at least two labels are needed to tell apart"#);
-    insta::assert_snapshot!(refused("list.jsonl", "{\"text\": \"x\", \"label\": [0, 1]}\n"), @"DIR/list.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its label is a list, and a label is a name or a whole number)");
-    insta::assert_snapshot!(refused("real.jsonl", "{\"text\": \"x\", \"label\": 0.25}\n"), @"DIR/real.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its label is 0.25, and a label is a name or a whole number)");
-    insta::assert_snapshot!(refused("null.jsonl", "{\"text\": \"x\", \"label\": null}\n"), @"DIR/null.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: it is text, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are)");
-    insta::assert_snapshot!(refused("text.jsonl", "{\"text\": [1], \"label\": \"a\"}\n"), @"DIR/text.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: text is a list, not a text)");
+    insta::assert_snapshot!(refused("none.csv", "text,class\nx,1\ny,2\n"), @"DIR/none.csv has no sample to learn from: 2 records (lines 2, 3) could not be used (line 2: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");
+    insta::assert_snapshot!(refused("one.jsonl", "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"y\", \"label\": 1}\n"), @r#"the labels of DIR/one.jsonl cannot be learned: all records have "1"; at least two labels are required"#);
+    insta::assert_snapshot!(refused("list.jsonl", "{\"text\": \"x\", \"label\": [0, 1]}\n"), @"DIR/list.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its label is a list, but must be a name or a whole number)");
+    insta::assert_snapshot!(refused("real.jsonl", "{\"text\": \"x\", \"label\": 0.25}\n"), @"DIR/real.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its label is 0.25, but must be a name or a whole number)");
+    insta::assert_snapshot!(refused("null.jsonl", "{\"text\": \"x\", \"label\": null}\n"), @"DIR/null.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");
+    insta::assert_snapshot!(refused("text.jsonl", "{\"text\": [1], \"label\": \"a\"}\n"), @"DIR/text.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: text is a list, not a string)");
     insta::assert_snapshot!(refused("plain.txt", "some words\n"), @"DIR/plain.txt has no sample to learn from: 1 record (line 1) could not be used (line 1: it is plain text)");
     insta::assert_snapshot!(refused("cut.json", "[{\"text\": "), @"DIR/cut.json has no sample to learn from: 1 record (line 1) could not be used (line 1: the file ends within the list)");
     let many: String = (0..10_002).map(|i| format!("x,{i}\n")).collect();
-    insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; label is the class of a text");
+    insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; a label must be the class of a text");
     // A validation file with a label that training does not have.
     let options = DataOptions { labels: labels(&["no", "yes"]), ..DataOptions::new(Task::Classify, 16) };
     let source = file(&folder, "val.csv", "text,label\nx,no\ny,maybe\nz,yes\n");
     let dataset = prepare(&folder, std::slice::from_ref(&source), &options).unwrap();
     let notes = dataset.reports().flat_map(|(_, report)| report.notes()).collect::<Vec<_>>().join("\n");
-    insta::assert_snapshot!(notes, @r#"1 record (line 3) could not be used (line 3: its label "maybe" is not among the known ones (no, yes))"#);
+    insta::assert_snapshot!(notes, @r#"1 record (line 3) could not be used (line 3: its label "maybe" is not one of the known labels (no, yes))"#);
     let strict = DataOptions { strict: true, ..options };
-    insta::assert_snapshot!(said(prepare(&folder, &[source], &strict).unwrap_err()), @r#"line 3 of DIR/val.csv cannot be used: its label "maybe" is not among the known ones (no, yes); correct it, or leave out --strict to skip such lines"#);
+    insta::assert_snapshot!(said(prepare(&folder, &[source], &strict).unwrap_err()), @r#"line 3 of DIR/val.csv cannot be used: its label "maybe" is not one of the known labels (no, yes); correct it, or leave out --strict to skip such lines"#);
 }
 
 /// Replaces the weights in the folder.
@@ -265,9 +265,9 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     });
     let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
     insta::assert_snapshot!(base.notes().join("\n"), @r"
-    the classifier begins at random (standard deviation 0.02): the model has none
-    the pooler begins at random too: the model has none
-    left out, as they are of heads for other tasks: cls.predictions.transform.dense.bias, cls.predictions.transform.dense.weight
+    the classifier is initialized randomly (standard deviation 0.02): the model has none
+    the pooler is initialized randomly: the model has none
+    not used, because they belong to heads for other tasks: cls.predictions.transform.dense.bias, cls.predictions.transform.dense.weight
     ");
     assert_eq!(base.config().labels, ["no", "yes"]);
     same(&base, &["classifier.", "bert.pooler."]);
@@ -283,7 +283,7 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     // A classifier for other labels.
     change_weights(dir, |name, tensor| Some((name, tensor)));
     let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
-    insta::assert_snapshot!(base.notes().join("\n"), @"the classifier begins at random (standard deviation 0.02): that of the model knows LABEL_0, LABEL_1, LABEL_2, and the data has no, yes");
+    insta::assert_snapshot!(base.notes().join("\n"), @"the classifier is initialized randomly (standard deviation 0.02): the model's knows LABEL_0, LABEL_1, LABEL_2, but the data has no, yes");
     same(&base, &["classifier."]);
 }
 
@@ -301,23 +301,23 @@ fn folders_that_are_no_encoder_are_refused() {
     change_config(dir, |config| config["num_hidden_layers"] = 1.into());
     insta::assert_snapshot!(refused(), @"DIR/model.safetensors holds tensors that the model does not have: bert.encoder.layer.1.attention.output.LayerNorm.bias, bert.encoder.layer.1.attention.output.LayerNorm.weight, bert.encoder.layer.1.attention.output.dense.bias, bert.encoder.layer.1.attention.output.dense.weight, bert.encoder.layer.1.attention.self.key.bias, bert.encoder.layer.1.attention.self.key.weight, bert.encoder.layer.1.attention.self.query.bias, bert.encoder.layer.1.attention.self.query.weight and 8 more; is it the file of another model or size?");
     change_config(dir, |config| (config["num_hidden_layers"], config["intermediate_size"]) = (2.into(), 90.into()));
-    insta::assert_snapshot!(refused(), @"tensor bert.encoder.layer.0.intermediate.dense.weight in DIR/model.safetensors has shape [96, 48], and DIR/config.json describes one of [90, 48]; take both files from one model");
+    insta::assert_snapshot!(refused(), @"tensor bert.encoder.layer.0.intermediate.dense.weight in DIR/model.safetensors has shape [96, 48], but DIR/config.json describes one of [90, 48]; take both files from the same model");
     change_config(dir, |config| config["hidden_act"] = "relu".into());
     insta::assert_snapshot!(refused(), @r#"DIR/config.json: hidden_act is "relu", but must be gelu, gelu_new, gelu_pytorch_tanh or silu"#);
     change_config(dir, |config| config["model_type"] = "roberta".into());
-    insta::assert_snapshot!(refused(), @r#"DIR has a model of type "roberta"; --task classify takes the folder of a BERT (model_type "bert") in Hugging Face's format, with any head or none; a language model is fine-tuned without it"#);
+    insta::assert_snapshot!(refused(), @r#"DIR has a model of type "roberta"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
     std::fs::remove_file(dir.join("config.json")).unwrap();
-    insta::assert_snapshot!(refused(), @r#"DIR has no config.json; --task classify takes the folder of a BERT (model_type "bert") in Hugging Face's format, with any head or none; a language model is fine-tuned without it"#);
+    insta::assert_snapshot!(refused(), @r#"DIR has no config.json; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
     let llama = path("models/llama");
     let error = EncoderBase::open(&llama, &labels(&["a", "b"])).unwrap_err().to_string();
-    insta::assert_snapshot!(error.replace(llama.to_str().unwrap(), "DIR"), @r#"DIR has a model of type "llama"; --task classify takes the folder of a BERT (model_type "bert") in Hugging Face's format, with any head or none; a language model is fine-tuned without it"#);
+    insta::assert_snapshot!(error.replace(llama.to_str().unwrap(), "DIR"), @r#"DIR has a model of type "llama"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
     // An encoder is not a language model, either.
     let encoder = path("bert/model");
     let error = BaseModel::open(&encoder).unwrap_err().to_string();
     insta::assert_snapshot!(error.replace(encoder.to_str().unwrap(), "DIR"), @r#"DIR/config.json: model_type is "bert", but must be that of a language model; a BERT is fine-tuned with --task classify"#);
     let base = EncoderBase::open(&encoder, &labels(&["a", "b"])).unwrap();
     base.check_tokens(512).unwrap();
-    insta::assert_snapshot!(base.check_tokens(513).unwrap_err(), @"the tokenizer has ids up to 512, and the model's embedding has 512 rows: 1 ids have none; take the tokenizer that belongs to the model");
+    insta::assert_snapshot!(base.check_tokens(513).unwrap_err(), @"the tokenizer has ids up to 512, but the model's embedding has 512 rows (1 too few); use the tokenizer that belongs to the model");
 }
 
 #[test]
@@ -488,7 +488,7 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
     let output = command(&folder, "out", &[arguments.as_slice(), &more].concat());
     let (said, shown) = (stderr(&output), stdout(&output));
     assert!(output.status.success(), "{said}");
-    assert!(said.contains("the classifier begins at random"), "{said}");
+    assert!(said.contains("the classifier is initialized randomly"), "{said}");
     assert!(shown.contains("text and label: 600 records"), "{shown}");
     let lines = std::fs::read_to_string(&metrics).unwrap();
     let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -562,7 +562,7 @@ fn a_model_that_is_not_a_trained_classifier_tells_no_labels() {
     // The fixture has a classifier of three labels.
     assert!(classify(folder.path(), &["a text"], "").status.success());
     insta::assert_snapshot!(refused(&|folder| change_weights(folder, |name, tensor| (!name.starts_with("classifier.")).then_some((name, tensor)))), @"zerorun: MODEL is not a trained classifier: its files lack classifier.weight; train one with zerorun finetune MODEL --task classify --data FILE --out DIR");
-    insta::assert_snapshot!(refused(&|folder| change_config(folder, |config| config["model_type"] = "llama".into())), @r#"zerorun: MODEL has a model of type "llama"; --task classify takes the folder of a BERT (model_type "bert") in Hugging Face's format, with any head or none; a language model is fine-tuned without it"#);
+    insta::assert_snapshot!(refused(&|folder| change_config(folder, |config| config["model_type"] = "llama".into())), @r#"zerorun: MODEL has a model of type "llama"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
 }
 
 #[test]
@@ -608,9 +608,9 @@ fn wrong_uses_of_the_task_are_refused_before_a_rank_is_started() {
     insta::assert_snapshot!(refused(&["--data", &data, "--prompt", "x"]), @"zerorun: --prompt is for language models: a classifier does not answer prompts");
     insta::assert_snapshot!(refused(&["--data", &data, "--ctx", "65"]), @"zerorun: --ctx is 65, but must be 2 to 64, the model's context");
     let one = file(&folder, "one.csv", "text,label\nx,a\ny,a\n").path;
-    insta::assert_snapshot!(refused(&["--data", one.to_str().unwrap()]), @r#"zerorun: the labels of DIR/one.csv cannot be learned: all records have "a"; at least two labels are needed to tell apart"#);
+    insta::assert_snapshot!(refused(&["--data", one.to_str().unwrap()]), @r#"zerorun: the labels of DIR/one.csv cannot be learned: all records have "a"; at least two labels are required"#);
     let none = file(&folder, "none.csv", "text,sort\nx,a\ny,b\n").path;
-    insta::assert_snapshot!(refused(&["--data", none.to_str().unwrap()]), @"zerorun: DIR/none.csv has no sample to learn from: 2 records (lines 2, 3) could not be used (line 2: it is text, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are)");
+    insta::assert_snapshot!(refused(&["--data", none.to_str().unwrap()]), @"zerorun: DIR/none.csv has no sample to learn from: 2 records (lines 2, 3) could not be used (line 2: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");
     let other = file(&folder, "other.csv", "text,label\nx,neutral\n").path;
-    insta::assert_snapshot!(refused(&["--data", &data, "--val", other.to_str().unwrap()]), @r#"zerorun: DIR/other.csv has no sample to learn from: 1 record (line 2) could not be used (line 2: its label "neutral" is not among the known ones (negative, positive))"#);
+    insta::assert_snapshot!(refused(&["--data", &data, "--val", other.to_str().unwrap()]), @r#"zerorun: DIR/other.csv has no sample to learn from: 1 record (line 2) could not be used (line 2: its label "neutral" is not one of the known labels (negative, positive))"#);
 }

@@ -115,7 +115,7 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
         );
     }
     let pair = r#"{"system": "S", "prompt": "a?", "chosen": "good", "rejected": "bad"}"#;
-    holds(&made(CHATML, pair, Task::Prefer, ""), &["refused", "it has system: this form has no place for it"]);
+    holds(&made(CHATML, pair, Task::Prefer, ""), &["refused", "it has system: this format has no place for it"]);
     let pair = pair.replace("prompt", "question");
     holds(
         &made(CHATML, &pair, Task::Prefer, ""),
@@ -133,7 +133,7 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
     holds(&generate(history), &["user\na<|im_end|>", "⟦b<|im_end|>⟧", "⟦d<|im_end|>⟧"]);
     holds(&generate(&format!("{{{chat}, \"history\": [[\"a\", \"b\"]]}}")), &["refused", "it has history"]);
     // A key that states how good a record is.
-    holds(&generate(&format!("{{{chat}, \"score\": 0.1}}")), &["1 record (line 1) has a score, which is not read"]);
+    holds(&generate(&format!("{{{chat}, \"score\": 0.1}}")), &["1 record (line 1) has a score, which is ignored"]);
     let scored = r#"{"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 2.0, "score_rejected": 8}"#;
     holds(&made(CHATML, scored, Task::Prefer, ""), &["has a better score for the rejected answer"]);
     // Other keys are listed, including those of messages.
@@ -175,7 +175,7 @@ fn weights_of_messages_and_records_say_what_is_learned() {
             &generate(&format!(
                 "{{\"prompt\": \"a\", \"completion\": \"b\", \"{key}\": {no}}}\n{{\"prompt\": \"c\", \"completion\": \"d\", \"{key}\": {yes}}}"
             )),
-            &["c⟦d<|im_end|>⟧", "!a⟦b", "1 record (line 1) was left out by a weight of 0"],
+            &["c⟦d<|im_end|>⟧", "!a⟦b", "1 record (line 1) was omitted because of a weight of 0"],
         );
     }
     let part =
@@ -183,7 +183,7 @@ fn weights_of_messages_and_records_say_what_is_learned() {
     holds(&generate(part), &["refused", "message 2: its weight is 0.5", "0 (not learned) or 1"]);
     let user =
         r#"{"messages": [{"role": "user", "content": "a", "train": true}, {"role": "assistant", "content": "b"}]}"#;
-    holds(&generate(user), &["refused", "message 1: it has train, and only what the assistant says is learned"]);
+    holds(&generate(user), &["refused", "message 1: it has train, but only the assistant's messages are learned"]);
     holds(&generate(&user.replace("train", "weight").replace("true", "1")), &["⟦b<|im_end|>⟧"]);
     let detail = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train_detail": [1]}]}"#;
     holds(&generate(detail), &["refused", "train_detail"]);
@@ -257,7 +257,7 @@ fn calls_of_tools_are_learned_in_each_form_or_the_record_is_refused() {
     let text = format!(
         r#"{{"messages": [{ask}, {{"role": "assistant", "content": "", "tool_calls": [{{"type": "function", "function": {{"name": "fly", "arguments": "up"}}}}]}}]}}"#
     );
-    holds(&made(TOOLS, &text, Task::Generate, ""), &["calls a tool with arguments that are no JSON object"]);
+    holds(&made(TOOLS, &text, Task::Generate, ""), &["calls a tool with arguments that are not a JSON object"]);
     // An answer with a call that is not written.
     let text =
         format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": "Yes.", {calls}}}], "tools": {tools}}}"#);
@@ -274,7 +274,7 @@ fn calls_of_tools_are_learned_in_each_form_or_the_record_is_refused() {
     let missing = r#"{"messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}"#;
     holds(
         &made(CHATML, missing, Task::Generate, ""),
-        &["refused", "message 1 has no content, and the template needs one"],
+        &["refused", "message 1 has no content, which the template needs"],
     );
 }
 
@@ -341,14 +341,11 @@ fn pairs_of_answers_are_read_in_each_form() {
     );
     holds(
         &made(CHATML, r#"{"chosen": "x", "rejected": "y"}"#, Task::Prefer, ""),
-        &["refused", "begin alike in nothing"],
+        &["refused", "without a common beginning"],
     );
     let same = r#"{"prompt": "a?", "chosen": "same", "rejected": "same"}"#;
-    holds(&made(CHATML, same, Task::Prefer, ""), &["has one answer as chosen and rejected"]);
-    holds(
-        &made(CHATML, r#"{"prompt": "a", "chosen": " ", "rejected": "x"}"#, Task::Prefer, ""),
-        &["an answer that says nothing"],
-    );
+    holds(&made(CHATML, same, Task::Prefer, ""), &["has the same answer as chosen and rejected"]);
+    holds(&made(CHATML, r#"{"prompt": "a", "chosen": " ", "rejected": "x"}"#, Task::Prefer, ""), &["an empty answer"]);
 }
 
 #[test]
@@ -417,7 +414,7 @@ fn what_the_template_does_not_write_of_an_answer_is_said() {
         format!("{{\"messages\": [{}, {}, {}]}}", turn("system", "S"), turn("user", "a"), turn("assistant", "b"));
     holds(
         &made(silent, &text, Task::Generate, ""),
-        &["⟦b<|im_end|>⟧", "has a message of the system that the template does not write"],
+        &["⟦b<|im_end|>⟧", "has a system message that the template does not write completely"],
     );
     let object = format!(
         "{{\"messages\": [{}, {}, {{\"role\": \"tool\", \"content\": {{\"t\": \"x\"}}}}, {}]}}",
@@ -444,13 +441,13 @@ fn the_end_of_an_answer_is_learned_or_missing_by_name() {
         ("{% for m in messages %}{{ m.role }}: {{ m.content }} ###\n{% endfor %}", " ###"),
     ] {
         let made = made(source, &text, Task::Generate, "");
-        holds(&made, &[&format!("ONE{end}⟧"), &format!("TWO{end}⟧"), "!no end"]);
+        holds(&made, &[&format!("ONE{end}⟧"), &format!("TWO{end}⟧"), "!end is not learned"]);
     }
     let endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}";
-    holds(&made(endless, &text, Task::Generate, ""), &["ONE⟧", "TWO⟧", "has an answer of which no end is learned"]);
+    holds(&made(endless, &text, Task::Generate, ""), &["ONE⟧", "TWO⟧", "has an answer whose end is not learned"]);
     let open = BLOCKS.replace("{% generation %}{{ '<|im_end|>' }}{% endgeneration %}", "{{ '<|im_end|>' }}");
-    holds(&made(&open, &text, Task::Generate, ""), &["⟦ONE⟧<|im_end|>", "no end is learned"]);
-    holds(&made(BLOCKS, &text, Task::Generate, ""), &["⟦ONE<|im_end|>⟧", "!no end"]);
+    holds(&made(&open, &text, Task::Generate, ""), &["⟦ONE⟧<|im_end|>", "end is not learned"]);
+    holds(&made(BLOCKS, &text, Task::Generate, ""), &["⟦ONE<|im_end|>⟧", "!end is not learned"]);
 }
 
 #[test]
@@ -507,7 +504,7 @@ fn labels_that_are_none_and_pairs_of_texts_are_refused() {
     let unsure = "{\"text\": \"q\", \"label\": -1}\n{\"text\": \"a\", \"label\": 0}\n{\"text\": \"b\", \"label\": 1}";
     holds(
         &classify(unsure),
-        &["label 0\na", "label 1\nb", "1 record (line 1) could not be used", "stands for no label"],
+        &["label 0\na", "label 1\nb", "1 record (line 1) could not be used", "stands for \"no label\""],
     );
     let desk = Desk::new();
     let labels = ["-1", "0", "1"].map(String::from).into();
@@ -526,11 +523,11 @@ fn labels_that_are_none_and_pairs_of_texts_are_refused() {
     let spaced = "text,label\na, negative\nb,negative\nc,good\n";
     holds(
         &made_with(&desk, None, "x.csv", spaced, &DataOptions { labels: vec![], ..options }),
-        &["refused", "differ only by white space"],
+        &["refused", "differ only in surrounding white space"],
     );
     holds(
         &classify("{\"sentence\": \"a\", \"label\": 1}"),
-        &["refused", "(sentence, label) have no text and label", "--columns text=COLUMN"],
+        &["refused", "(sentence, label) do not include text and label", "--columns text=COLUMN"],
     );
     holds(
         &classify("{\"text\": \"a\", \"text_pair\": \"b\", \"label\": 1}\n{\"text\": \"c\", \"label\": 0}"),
@@ -548,11 +545,11 @@ fn empty_answers_and_texts_as_they_stand_are_said() {
     let generate = |text: &str| made(CHATML, text, Task::Generate, "");
     holds(
         &generate("{\"prompt\": \"c\", \"completion\": \"\"}"),
-        &["an answer that says nothing", "learned word by word, without the model's chat template"],
+        &["an empty answer", "learned verbatim, without the model's chat template"],
     );
     holds(
         &generate("{\"prompt\": \"c\", \"completion\": \"d\"}"),
-        &["--columns instruction=prompt,output=completion", "!says nothing"],
+        &["--columns instruction=prompt,output=completion", "!empty answer"],
     );
     let desk = Desk::new();
     let options = DataOptions::new(Task::Generate, 64);
@@ -596,7 +593,7 @@ proptest! {
         }
         let record = if as_list { serde_json::json!(messages) } else { serde_json::json!({"messages": messages}) };
         let made = made(source, &record.to_string(), Task::Generate, "");
-        prop_assume!(!made.contains("is not certain"));
+        prop_assume!(!made.contains("uncertain"));
         let mut learned = String::new();
         for part in made.split('⟦').skip(1) {
             learned += part.split('⟧').next().unwrap_or_default();

@@ -70,7 +70,7 @@ fn files_are_recognized_their_lines_judged_and_their_targets_shown() {
       1 record (line 2) could not be used (line 2: it is not JSON (EOF while parsing a value at column 12))
       more than a tenth is skipped: zerorun finetune accepts the file only with --allow_skipped
     pairs.csv: prompt and completion: 2 records, 2 samples, 12 tokens, 4 of them targets
-      2 records (lines 2, 3) are learned word by word, without the model's chat template; for an instruct model give messages, or --columns instruction=prompt,output=completion
+      2 records (lines 2, 3) are learned verbatim, without the model's chat template; for an instruct model give messages, or --columns instruction=prompt,output=completion
 
     chats.jsonl, line 1: 16 tokens, 5 targets
     <|im_start|>user
@@ -115,8 +115,8 @@ fn what_cannot_be_shown_is_said_with_what_to_do() {
         refused(&["x.jsonl", "--task", "learn"]),
     ];
     insta::assert_snapshot!(said.join("\n"), @"
-    zerorun: x.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its keys (question) are of no known form: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected; --columns prompt=question,completion=COLUMN says which are read as what)
-    zerorun: line 1 of x.jsonl cannot be used: its keys (question) are of no known form: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected; --columns prompt=question,completion=COLUMN says which are read as what; correct it, or leave out --strict to skip such lines
+    zerorun: x.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its keys (question) match no known format: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected; map them with --columns prompt=question,completion=COLUMN)
+    zerorun: line 1 of x.jsonl cannot be used: its keys (question) match no known format: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected; map them with --columns prompt=question,completion=COLUMN; correct it, or leave out --strict to skip such lines
     zerorun: cannot read none.jsonl: No such file or directory (os error 2)
     zerorun: the weight of x.jsonl:-1 must be above 0 and at most 1000, as in data.jsonl:2.5
     zerorun: invalid value '1' for '--ctx <TOKENS>': 1 is not in 2..=4294967295
@@ -173,5 +173,5 @@ fn a_damaged_file_is_made_again_with_the_reason() {
     std::fs::write(&path, bytes).unwrap();
     let second = desk.shown(&words);
     assert_eq!(stdout(&second), first);
-    assert!(stderr(&second).contains(".samples: it is damaged; it is made again"), "{}", stderr(&second));
+    assert!(stderr(&second).contains(".samples: it is damaged; it is rebuilt"), "{}", stderr(&second));
 }

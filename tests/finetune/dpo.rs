@@ -125,7 +125,7 @@ fn follow(case: &str) {
                 assert!(off <= 1e-3 && found.values.len() == want.len(), "{what}: {key} differs by {off}");
             }
             let first = first.get_or_insert_with(|| adapter.clone());
-            assert!(*first == adapter, "{what}: other bits than at stage 0");
+            assert!(*first == adapter, "{what}: bits differ from those of stage 0");
         }
     }
 }

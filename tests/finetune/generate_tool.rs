@@ -90,7 +90,7 @@ fn an_answer_ends_with_the_context_of_the_model() {
     assert!(said.contains(&format!("the answer was cut at {room} tokens, by the context")), "{said}");
     let output = generate(gpt2, &["--raw", "--prompt", &"word ".repeat(200)]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(stderr(&output).contains(" tokens, and the model's context 128, which is to have the answer too"));
+    assert!(stderr(&output).contains(" tokens, but the model's context of 128 tokens must also hold the answer"));
 }
 
 #[test]
@@ -128,19 +128,19 @@ fn wrong_command_lines_models_and_prompts_end_with_code_2_and_their_names() {
     let text = |more: &[&str]| of(&llama, more);
     let file = folder.path().join("messages.json");
     std::fs::write(&file, r#"{"role": "user"}"#).unwrap();
-    insta::assert_snapshot!(text(&["--messages", file.to_str().unwrap()]), @r#"zerorun: the conversation is not a list of messages with role and content: in DIR/messages.json, an object is found where the list is expected; write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]"#);
+    insta::assert_snapshot!(text(&["--messages", file.to_str().unwrap()]), @r#"zerorun: the conversation is not a list of messages with role and content: in DIR/messages.json, found an object instead of a list; write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]"#);
     insta::assert_snapshot!(text(&["--messages", "/no/such.json"]), @"zerorun: cannot read /no/such.json: No such file or directory (os error 2)");
-    insta::assert_snapshot!(text(&["--prompt", "", "--raw"]), @"zerorun: the prompt has no tokens, and a model continues at least one; give a text");
+    insta::assert_snapshot!(text(&["--prompt", "", "--raw"]), @"zerorun: the prompt has no tokens, but at least one is required; give a text");
     insta::assert_snapshot!(text(&["--max_tokens", "0"]), @"zerorun: max_tokens is 0, but must be at least 1");
     insta::assert_snapshot!(text(&["--temperature=-1"]), @"zerorun: temperature is -1, but must be 0 or a positive finite number");
     insta::assert_snapshot!(text(&["--top_p", "2"]), @"zerorun: top_p is 2, but must be above 0 and at most 1");
     insta::assert_snapshot!(text(&["--prompt", "a", "--adapter", "/no/such"]), @"zerorun: cannot read /no/such/adapter_config.json: No such file or directory (os error 2)");
     let other = path("lora/qwen3.attn_r8/final");
-    insta::assert_snapshot!(text(&["--prompt", "a", "--adapter", other.to_str().unwrap()]), @"zerorun: the adapter lora/qwen3.attn_r8/final (trained on qwen3) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 40], and the model needs [8, 48]; take the model that it was trained on");
-    insta::assert_snapshot!(of(Path::new("/no/such"), &["--prompt", "a"]), @"zerorun: /no/such is no model: there is no such file or folder; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
+    insta::assert_snapshot!(text(&["--prompt", "a", "--adapter", other.to_str().unwrap()]), @"zerorun: the adapter lora/qwen3.attn_r8/final (trained on qwen3) does not fit this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 40], but the model needs [8, 48]; use the model that it was trained on");
+    insta::assert_snapshot!(of(Path::new("/no/such"), &["--prompt", "a"]), @"zerorun: /no/such is not a model: there is no such file or folder; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
     for words in [["--raw", "--system", "x"], ["--messages", "x", "--raw"]] {
         assert!(text(&words).contains("cannot be used with"));
     }
     std::fs::remove_file(folder.path().join("tokenizer.json")).unwrap();
-    insta::assert_snapshot!(of(folder.path(), &["--prompt", "a"]), @"zerorun: DIR has no tokenizer: it has neither tokenizer.json nor vocab.txt nor a GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from where the model is from");
+    insta::assert_snapshot!(of(folder.path(), &["--prompt", "a"]), @"zerorun: DIR has no tokenizer: it has neither tokenizer.json nor vocab.txt nor a GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
 }

@@ -229,24 +229,24 @@ fn a_tokenizer_that_cannot_be_read_is_named_with_what_to_do() {
     let model = |name: &str| ("tokenizer.ggml.model", Value::String(name.into()));
     let tokens = || ("tokenizer.ggml.tokens", texts(&["a", "b", "ab"]));
     let pre = |name: &str| ("tokenizer.ggml.pre", Value::String(name.into()));
-    insta::assert_snapshot!(text(&[]), @"DIR/model.gguf is not a GGUF file that can be read: it has no tokenizer (tokenizer.ggml.model); put the model's tokenizer.json beside it");
-    insta::assert_snapshot!(text(&[model("rwkv"), tokens()]), @r#"DIR/model.gguf: tokenizer.ggml.model is "rwkv", but must be gpt2 or llama: the others are not read here; put the model's tokenizer.json beside the file"#);
-    insta::assert_snapshot!(text(&[model("gpt2")]), @"DIR/model.gguf: tokenizer.ggml.tokens is absent, but must be a list of texts");
-    insta::assert_snapshot!(text(&[model("gpt2"), tokens()]), @"DIR/model.gguf: tokenizer.ggml.pre is absent, but must be one of gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder; for another put the model's tokenizer.json beside the file");
-    insta::assert_snapshot!(text(&[model("gpt2"), tokens(), pre("viking")]), @r#"DIR/model.gguf: tokenizer.ggml.pre is "viking", but must be one of gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder; for another put the model's tokenizer.json beside the file"#);
+    insta::assert_snapshot!(text(&[]), @"DIR/model.gguf is not a readable GGUF file: it has no tokenizer (tokenizer.ggml.model); put the model's tokenizer.json next to it");
+    insta::assert_snapshot!(text(&[model("rwkv"), tokens()]), @r#"DIR/model.gguf: tokenizer.ggml.model is "rwkv", but must be gpt2 or llama: others are not supported; put the model's tokenizer.json next to the file"#);
+    insta::assert_snapshot!(text(&[model("gpt2")]), @"DIR/model.gguf: tokenizer.ggml.tokens is absent, but must be a list of strings");
+    insta::assert_snapshot!(text(&[model("gpt2"), tokens()]), @"DIR/model.gguf: tokenizer.ggml.pre is absent, but must be one of gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder; for another, put the model's tokenizer.json next to the file");
+    insta::assert_snapshot!(text(&[model("gpt2"), tokens(), pre("viking")]), @r#"DIR/model.gguf: tokenizer.ggml.pre is "viking", but must be one of gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder; for another, put the model's tokenizer.json next to the file"#);
     insta::assert_snapshot!(text(&[model("gpt2"), tokens(), pre("gpt-2")]), @"DIR/model.gguf: tokenizer.ggml.merges is absent, but must be a list of pairs");
     insta::assert_snapshot!(text(&[model("gpt2"), tokens(), pre("gpt-2"), ("tokenizer.ggml.merges", texts(&["a c"]))]), @r#"DIR/model.gguf: tokenizer.ggml.merges is "a c" at 0, but must be two tokens with a space between them"#);
     insta::assert_snapshot!(text(&[model("llama"), tokens()]), @"DIR/model.gguf: tokenizer.ggml.scores is absent, but must be a list of numbers");
     let scores = Value::Array(vec![Value::F32(0.0)]);
-    insta::assert_snapshot!(text(&[model("llama"), tokens(), ("tokenizer.ggml.scores", scores)]), @"DIR/model.gguf: tokenizer.ggml.scores is a list of 1, but must be 3 numbers, one a token");
+    insta::assert_snapshot!(text(&[model("llama"), tokens(), ("tokenizer.ggml.scores", scores)]), @"DIR/model.gguf: tokenizer.ggml.scores is a list of length 1, but must be 3 numbers, one per token");
     let kinds = Value::Array(vec![Value::I32(1)]);
-    insta::assert_snapshot!(text(&[model("llama"), tokens(), ("tokenizer.ggml.token_type", kinds)]), @"DIR/model.gguf: tokenizer.ggml.token_type is a list of 1, but must be 3 numbers, one a token");
+    insta::assert_snapshot!(text(&[model("llama"), tokens(), ("tokenizer.ggml.token_type", kinds)]), @"DIR/model.gguf: tokenizer.ggml.token_type is a list of length 1, but must be 3 numbers, one per token");
     std::fs::remove_file(&file).unwrap();
     let none =
         || Tokenizer::open(folder.path()).unwrap_err().to_string().replace(folder.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has neither tokenizer.json nor vocab.txt nor a GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from where the model is from");
+    insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has neither tokenizer.json nor vocab.txt nor a GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
     std::fs::write(folder.path().join("tokenizer.model"), "x").unwrap();
-    insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has tokenizer.model alone, which is not read here; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from where the model is from");
+    insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has only tokenizer.model, which is not supported; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
 }
 
 #[test]

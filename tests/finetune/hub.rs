@@ -183,7 +183,7 @@ fn a_path_that_is_there_goes_before_a_name() {
     std::fs::create_dir_all(&folder).unwrap();
     let mut command = command(&server, home.path(), &["merge", NAME, "--out", "out"]);
     let output = command.current_dir(home.path()).output().unwrap();
-    insta::assert_snapshot!(stderr(&output).trim(), @"zerorun: org/tiny is no model: it has neither config.json nor a GGUF file; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
+    insta::assert_snapshot!(stderr(&output).trim(), @"zerorun: org/tiny is not a model: it has neither config.json nor a GGUF file; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
     assert_eq!(server.requests(), [""; 0]);
 }
 
@@ -199,7 +199,7 @@ fn shards_are_those_of_the_index() {
     let index = r#"{"weight_map": {"a": "model-00009-of-00009.safetensors"}}"#;
     let home = tempfile::tempdir().unwrap();
     let server = Server::start(&path("models/qwen3"), &[("model.safetensors.index.json", index)]);
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: org/tiny has no model-00009-of-00009.safetensors: model.safetensors.index.json names it; take another revision");
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: org/tiny has no model-00009-of-00009.safetensors: model.safetensors.index.json names it; use another revision");
     let home = tempfile::tempdir().unwrap();
     let index = r#"{"weight_map": {"a": "../../../../token"}}"#;
     let server = Server::start(&path("models/qwen3"), &[("model.safetensors.index.json", index)]);
@@ -236,7 +236,7 @@ fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
     // No answer delivers a byte after these.
     server.set(Faults { ends: vec![1000; 9], ..Faults::default() });
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: of model.safetensors of org/tiny 1000 B of 397.2 KiB have come (Peer disconnected, several times); they are kept: start it again to go on from there");
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: received only 1000 B of 397.2 KiB of model.safetensors of org/tiny (Peer disconnected, several times); they are kept: start it again to resume from there");
     assert_eq!(of_weights(&server).len(), 4);
     let content = home.path().join("hub/models--org--tiny/blobs").join(digest(server.file("model.safetensors")));
     let part = PathBuf::from(format!("{}.candle-zero.part", content.display()));
@@ -267,7 +267,7 @@ fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     std::fs::remove_file(&content).unwrap();
     std::fs::remove_dir_all(home.path().join("out")).unwrap();
     server.set(Faults { wrong_bytes: 2, ..Faults::default() });
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: model.safetensors of org/tiny came with another content than its checksum says, twice; something on the way changes it: check HF_ENDPOINT and proxies");
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: model.safetensors of org/tiny did not match its checksum, twice; something changes it in transit: check HF_ENDPOINT and proxies");
     assert!(!content.exists() && !part.exists());
 }
 
@@ -291,9 +291,9 @@ fn a_private_model_comes_with_the_right_token_which_no_other_host_sees() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
     let private = || server.set(Faults { is_private: true, ..Faults::default() });
     private();
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: there is no repository org/tiny at ENDPOINT that everybody may see, and no file or folder of that name here; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: there is no repository org/tiny at ENDPOINT that everyone may read, and no local file or folder of that name; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)
 ");
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[("HF_TOKEN", "hf_wrong")]), @"zerorun: there is no repository org/tiny at ENDPOINT that this token may see, and no file or folder of that name here; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[("HF_TOKEN", "hf_wrong")]), @"zerorun: there is no repository org/tiny at ENDPOINT that this token may read, and no local file or folder of that name; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)
 ");
     private();
     // The file in which huggingface_hub stores the token.
@@ -313,28 +313,28 @@ fn what_cannot_be_fetched_is_refused_with_what_to_do() {
     let refused = |file, status, code, message| {
         with(Faults { refused: Some((file, status, code, message)), ..Faults::default() })
     };
-    insta::assert_snapshot!(plain("org/tyni", &[]), @"zerorun: there is no repository org/tyni at ENDPOINT that everybody may see, and no file or folder of that name here; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)");
-    insta::assert_snapshot!(plain("org/tiny@v2", &[]), @r#"zerorun: org/tiny has no branch, tag or commit "v2"; give another one, or org/tiny alone for the branch main"#);
+    insta::assert_snapshot!(plain("org/tyni", &[]), @"zerorun: there is no repository org/tyni at ENDPOINT that everyone may read, and no local file or folder of that name; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)");
+    insta::assert_snapshot!(plain("org/tiny@v2", &[]), @r#"zerorun: org/tiny has no branch, tag or commit "v2"; give another one, or just org/tiny for the branch main"#);
     insta::assert_snapshot!(plain(NAME, &[("HF_HUB_OFFLINE", "1")]), @"zerorun: HF_HUB_OFFLINE is set, and config.json of org/tiny is not in HOME/hub; unset it once to fetch the model, or give a folder");
-    insta::assert_snapshot!(plain(NAME, &[("HF_ENDPOINT", "huggingface.co")]), @"zerorun: HF_ENDPOINT is huggingface.co, but must be the address of a Hub, as https://huggingface.co");
+    insta::assert_snapshot!(plain(NAME, &[("HF_ENDPOINT", "huggingface.co")]), @"zerorun: HF_ENDPOINT is huggingface.co, but must be the address of a Hub, such as https://huggingface.co");
     insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "/dev/null")]), @"zerorun: cannot read /dev/null: it is a device, and a file is needed");
-    insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "Cargo.toml")]), @"zerorun: SSL_CERT_FILE is Cargo.toml, but must be a file with certificates in PEM's form");
-    insta::assert_snapshot!(plain(NAME, &[("HF_ENDPOINT", "http://127.0.0.1:9")]), @"zerorun: cannot reach http://127.0.0.1:9 for the list of files of org/tiny: io: Connection refused (os error 111); check the network, HTTPS_PROXY and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to take what was fetched before, or give a folder");
-    insta::assert_snapshot!(refused("config.json", 403, "GatedRepo", "Access to model org/tiny is restricted."), @"zerorun: config.json of org/tiny is given to those alone who have accepted the model's conditions: do that at ENDPOINT/org/tiny, and give a token of that account (HF_TOKEN)");
+    insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "Cargo.toml")]), @"zerorun: SSL_CERT_FILE is Cargo.toml, but must be a file with certificates in PEM format");
+    insta::assert_snapshot!(plain(NAME, &[("HF_ENDPOINT", "http://127.0.0.1:9")]), @"zerorun: cannot reach http://127.0.0.1:9 for the list of files of org/tiny: io: Connection refused (os error 111); check the network, HTTPS_PROXY and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use files fetched before, or give a folder");
+    insta::assert_snapshot!(refused("config.json", 403, "GatedRepo", "Access to model org/tiny is restricted."), @"zerorun: config.json of org/tiny requires accepting the model's conditions: do that at ENDPOINT/org/tiny, and give a token of that account (HF_TOKEN)");
     insta::assert_snapshot!(refused("config.json", 403, "", "Your token has no right to this."), @"zerorun: ENDPOINT refuses config.json of org/tiny (HTTP 403): Your token has no right to this; give a token of an account that may read it (HF_TOKEN)");
     insta::assert_snapshot!(refused("", 401, "", "Invalid credentials in Authorization header"), @"zerorun: ENDPOINT refuses the list of files of org/tiny (HTTP 401): Invalid credentials in Authorization header; give a token of an account that may read it (HF_TOKEN)");
-    insta::assert_snapshot!(refused("", 429, "", ""), @"zerorun: ENDPOINT answers HTTP 429 to the request for the list of files of org/tiny; too many requests came from here: wait some minutes, or give a token (HF_TOKEN)");
-    insta::assert_snapshot!(refused("", 502, "", ""), @"zerorun: ENDPOINT answers HTTP 502 to the request for the list of files of org/tiny; try again later");
-    insta::assert_snapshot!(refused("", 404, "", ""), @"zerorun: there is no repository org/tiny at ENDPOINT that everybody may see, and no file or folder of that name here; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)");
+    insta::assert_snapshot!(refused("", 429, "", ""), @"zerorun: ENDPOINT answered HTTP 429 to the request for the list of files of org/tiny; too many requests came from here: wait a few minutes, or give a token (HF_TOKEN)");
+    insta::assert_snapshot!(refused("", 502, "", ""), @"zerorun: ENDPOINT answered HTTP 502 to the request for the list of files of org/tiny; try again later");
+    insta::assert_snapshot!(refused("", 404, "", ""), @"zerorun: there is no repository org/tiny at ENDPOINT that everyone may read, and no local file or folder of that name; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)");
     let text = with(Faults { size: Some(1 << 60), ..Faults::default() });
-    let (before, after) = (text.find("where ").unwrap() + 6, text.find(" are free").unwrap());
-    insta::assert_snapshot!([&text[..before], "FREE", &text[after..]].concat(), @"zerorun: model.safetensors of org/tiny needs 1024.0 PiB in HOME/hub/models--org--tiny, where FREE are free; free space there, or set HF_HOME to a folder on another disk");
-    insta::assert_snapshot!(with(Faults { list: Some("<html>"), ..Faults::default() }), @"zerorun: what ENDPOINT answers for the list of files of org/tiny is not what a Hugging Face Hub answers: it is no list of files: json: expected value at line 1 column 1; check HF_ENDPOINT");
-    insta::assert_snapshot!(with(Faults { list: Some(r#"{"sha": "../..", "siblings": []}"#), ..Faults::default() }), @"zerorun: what ENDPOINT answers for the list of files of org/tiny is not what a Hugging Face Hub answers: it names no commit; check HF_ENDPOINT");
-    insta::assert_snapshot!(with(Faults { list: Some(r#"{"sha": "0123456789", "siblings": []}"#), ..Faults::default() }), @"zerorun: org/tiny has no config.json: it has no file; take the repository of a model for transformers");
-    insta::assert_snapshot!(with(Faults { list: Some(r#"{"sha": "0123456789", "siblings": [{"rfilename": "config.json"}, {"rfilename": "model.gguf"}]}"#), ..Faults::default() }), @"zerorun: org/tiny has no model.safetensors or model.safetensors.index.json: it has model.gguf; take one with safetensors files, or convert it, as with AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)");
+    let (before, after) = (text.find("where ").unwrap() + 6, text.find(" is free").unwrap());
+    insta::assert_snapshot!([&text[..before], "FREE", &text[after..]].concat(), @"zerorun: model.safetensors of org/tiny needs 1024.0 PiB in HOME/hub/models--org--tiny, where FREE is free; free up space there, or set HF_HOME to a folder on another disk");
+    insta::assert_snapshot!(with(Faults { list: Some("<html>"), ..Faults::default() }), @"zerorun: the answer of ENDPOINT for the list of files of org/tiny is not that of a Hugging Face Hub: it is not a list of files: json: expected value at line 1 column 1; check HF_ENDPOINT");
+    insta::assert_snapshot!(with(Faults { list: Some(r#"{"sha": "../..", "siblings": []}"#), ..Faults::default() }), @"zerorun: the answer of ENDPOINT for the list of files of org/tiny is not that of a Hugging Face Hub: it names no commit; check HF_ENDPOINT");
+    insta::assert_snapshot!(with(Faults { list: Some(r#"{"sha": "0123456789", "siblings": []}"#), ..Faults::default() }), @"zerorun: org/tiny has no config.json: it has no files; use the repository of a model for transformers");
+    insta::assert_snapshot!(with(Faults { list: Some(r#"{"sha": "0123456789", "siblings": [{"rfilename": "config.json"}, {"rfilename": "model.gguf"}]}"#), ..Faults::default() }), @"zerorun: org/tiny has no model.safetensors or model.safetensors.index.json: it has model.gguf; use one with safetensors files, or convert it, for example with AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)");
     let other = tempfile::tempdir().unwrap();
     server.set(Faults { etag: Some("../../../../.bashrc"), ..Faults::default() });
-    insta::assert_snapshot!(refusal(&server, &other, NAME, &[]), @"zerorun: what ENDPOINT answers for config.json of org/tiny is not what a Hugging Face Hub answers: it has no ETag that names a content; check HF_ENDPOINT");
+    insta::assert_snapshot!(refusal(&server, &other, NAME, &[]), @"zerorun: the answer of ENDPOINT for config.json of org/tiny is not that of a Hugging Face Hub: it has no ETag that identifies the content; check HF_ENDPOINT");
     assert_eq!(std::fs::read_dir(other.path().join("hub/models--org--tiny")).unwrap().count(), 0);
 }

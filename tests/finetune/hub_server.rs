@@ -129,7 +129,7 @@ impl Hub {
             let range = headers.get("range").map_or(String::new(), |range| format!(" {range}"));
             self.requests.lock().unwrap().push(format!("{} {}{range}", words[0], words[1]));
             let is_storage = stream.local_addr()? == self.storage;
-            assert!(!(is_storage && headers.contains_key("authorization")), "the token goes to another host");
+            assert!(!(is_storage && headers.contains_key("authorization")), "the token is sent to another host");
             if !self.answer(&mut stream, [&words[0], &words[1]], &headers)? {
                 return Ok(());
             }

@@ -82,8 +82,8 @@ fn a_run_with_other_settings_is_not_continued_and_all_of_them_are_named() {
     let (data, rest) = text.split_once("data: ").unwrap();
     assert!(data.ends_with("alpha: 4.0 -> 400.0; "), "{text}");
     assert!(rest.ends_with(
-        "; lr: 0.01 -> 0.001 (saved -> now); continued so, the result would be neither run's; give the saved settings, or \
-         another folder for --save to start anew, or continue all the same with --resume_anyway"
+        "; lr: 0.01 -> 0.001 (saved -> now); continuing would mix the two runs; give the saved settings, or another \
+         folder for --save to start over, or continue anyway with --resume_anyway"
     ), "{text}");
     for (words, expected) in [
         (&["--lora", "r=4,alpha=4"][..], &["r"][..]),
@@ -106,12 +106,12 @@ fn a_run_with_other_settings_is_not_continued_and_all_of_them_are_named() {
     }
     // Fewer steps than were already made.
     let text = desk.refused(&["--steps", "3", "--resume_anyway"]);
-    assert!(text.contains("has 4 steps made, and this run is to have 3 in all"), "{text}");
+    assert!(text.contains("is at step 4, but this run ends at step 3"), "{text}");
 
     // Explicitly allowed: the run reports the differences and continues.
     let words = ["--save", "saves", "--resume", "--steps", "8", "--lr", "1e-3", "--resume_anyway"];
     let said = desk.trained("anyway", &words);
-    assert!(said.contains("this run continues from it as asked: lr: 0.01 -> 0.001; steps: 4 -> 8"), "{said}");
+    assert!(said.contains("this run continues from it as requested: lr: 0.01 -> 0.001; steps: 4 -> 8"), "{said}");
     // The checkpoint now belongs to that run.
     let said = desk.trained("again", &words[..7]);
     assert!(!said.contains("other settings"), "{said}");
@@ -223,7 +223,7 @@ fn samples_are_made_again_where_the_special_tokens_or_their_file_have_changed() 
         bytes[place] ^= 1;
         std::fs::write(file, &bytes).unwrap();
         let (shown, said) = show();
-        assert!(said.contains("it is damaged; it is made again"), "{place}: {said}");
+        assert!(said.contains("it is damaged; it is rebuilt"), "{place}: {said}");
         assert_eq!(shown.replace("from the cache", ""), before.replace("from the cache", ""));
         assert_eq!(std::fs::read(file).unwrap(), whole);
     }
@@ -304,7 +304,7 @@ fn of_a_model_for_images_too_nothing_is_written_that_is_no_such_model() {
         candle_core::safetensors::save(&tensors, desk.model.join("model.safetensors")).unwrap();
         let output = zerorun().arg("merge").arg(&desk.model).arg("--out").arg(desk.path("o")).output().unwrap();
         let merged = stderr(&output);
-        assert!(!output.status.success() && merged.contains("a model for images and texts"), "{merged}");
+        assert!(!output.status.success() && merged.contains("a model for images and text"), "{merged}");
         for method in [&["--full"][..], &[]] {
             let words = if method.is_empty() { vec![] } else { vec!["--full"] };
             let mut command = zerorun();
@@ -315,7 +315,7 @@ fn of_a_model_for_images_too_nothing_is_written_that_is_no_such_model() {
                 .args(["--out", "o", "--data", "a.jsonl"]);
             let output = command.args(words).args(["--cache", "cache"]).output().unwrap();
             let said = stderr(&output);
-            assert!(!output.status.success() && said.contains("a model for images and texts"), "{said}");
+            assert!(!output.status.success() && said.contains("a model for images and text"), "{said}");
         }
         assert!(!desk.path("o").exists());
         let output =

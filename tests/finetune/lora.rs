@@ -142,7 +142,7 @@ fn follow(model: &str, case: &str) {
             let off = adapter_differs_by(&run.adapter, &final_file);
             assert!(off <= WEIGHTS, "{what}: the adapter differs by {off}");
             let first = first.get_or_insert_with(|| run.adapter.clone());
-            assert!(*first == run.adapter, "{what}: other bits than at stage 0");
+            assert!(*first == run.adapter, "{what}: bits differ from those of stage 0");
         }
     }
     // PEFT's final adapter is read, written and read again, applied to the base and merged into it.
@@ -348,7 +348,7 @@ fn a_model_that_gguf_has_no_keys_for_is_refused_and_nothing_is_written() {
     let error =
         MergedModel::new(&base, None).unwrap().write_gguf(out.path().join("x.gguf"), GgufFormat::F16).unwrap_err();
     let text = error.to_string().replace(&base.folder().display().to_string(), "MODEL");
-    insta::assert_snapshot!(text, @r#"MODEL cannot be written as GGUF: a model of type "gemma2" cannot be written as GGUF; llama, mistral, qwen2, qwen3 and gpt2 can. Write a Hugging Face folder and convert it with llama.cpp"#);
+    insta::assert_snapshot!(text, @r#"MODEL cannot be written as GGUF: its type is "gemma2", but must be llama, mistral, qwen2, qwen3 or gpt2; write a Hugging Face folder and convert it with llama.cpp"#);
     assert_eq!(std::fs::read_dir(out.path()).unwrap().count(), 0);
 }
 
@@ -357,9 +357,9 @@ fn an_adapter_for_another_base_is_refused_with_its_tensor() {
     let adapter = Adapter::read(path("lora/llama.attn_r8/final")).unwrap();
     let base = base("qwen3");
     let text = |error: candle_zero::Error| error.to_string().replace(&path("").display().to_string(), "");
-    insta::assert_snapshot!(text(MergedModel::new(&base, Some(&adapter)).unwrap_err()), @"the adapter lora/llama.attn_r8/final (trained on llama) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 48], and the model needs [8, 40]; take the model that it was trained on");
+    insta::assert_snapshot!(text(MergedModel::new(&base, Some(&adapter)).unwrap_err()), @"the adapter lora/llama.attn_r8/final (trained on llama) does not fit this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 48], but the model needs [8, 40]; use the model that it was trained on");
     let sizes = adapted(&base, &adapter);
-    insta::assert_snapshot!(text(AdaptedValues::new(&base, &sizes, Some(adapter)).unwrap_err()), @"the adapter lora/llama.attn_r8/final (trained on llama) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 48], and the model needs [8, 40]; take the model that it was trained on");
+    insta::assert_snapshot!(text(AdaptedValues::new(&base, &sizes, Some(adapter)).unwrap_err()), @"the adapter lora/llama.attn_r8/final (trained on llama) does not fit this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 48], but the model needs [8, 40]; use the model that it was trained on");
     let sizes = DecoderConfig { lora: Some("targets=q_proj+c_attn".parse().unwrap()), ..base.config().clone() };
     insta::assert_snapshot!(text(AdaptedValues::new(&base, &sizes, None).unwrap_err()), @"LoRA target c_attn is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, and all-linear means all of them (norms, embeddings and the output projection get none)");
 }

@@ -65,7 +65,7 @@ fn a_row_is_named_by_its_number() {
     // A record with a text and no label counts as text to be continued.
     let dataset = desk.prepare(std::slice::from_ref(&file), Task::Classify);
     let (_, report) = dataset.reports().next().unwrap();
-    insta::assert_snapshot!(report.notes().join("\n"), @"1 record (row 3) could not be used (row 3: it is text, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are)");
+    insta::assert_snapshot!(report.notes().join("\n"), @"1 record (row 3) could not be used (row 3: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");
     let shown = show(&dataset, &desk.tokenizer, 3, false).unwrap().replace(fixture("").to_str().unwrap(), "");
     let lines: Vec<&str> = shown.lines().filter(|line| line.contains("tokens")).collect();
     insta::assert_snapshot!(lines.join("\n"), @r"
@@ -75,7 +75,7 @@ fn a_row_is_named_by_its_number() {
     ");
     let options = DataOptions { strict: true, ..DataOptions::new(Task::Classify, 64) };
     let error = desk.try_prepare(&[file], &options).unwrap_err().to_string();
-    insta::assert_snapshot!(error.replace(fixture("").to_str().unwrap(), "DIR/"), @"row 3 of DIR/label_with_gaps.parquet cannot be used: it is text, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are; correct it, or leave out --strict to skip such rows");
+    insta::assert_snapshot!(error.replace(fixture("").to_str().unwrap(), "DIR/"), @"row 3 of DIR/label_with_gaps.parquet cannot be used: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN; correct it, or leave out --strict to skip such rows");
 }
 
 #[test]

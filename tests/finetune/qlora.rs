@@ -70,7 +70,7 @@ fn train(case: &Case) -> Run {
 
 fn assert_same(a: &Run, b: &Run, what: &str) {
     assert_eq!(a.losses, b.losses, "{what}");
-    assert!(a.adapter == b.adapter, "{what}: other bits of the adapter");
+    assert!(a.adapter == b.adapter, "{what}: the bits of the adapter differ");
 }
 
 const NF4: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
@@ -90,7 +90,7 @@ fn qlora_gives_the_same_bits_at_every_stage() {
             assert_same(&whole, &run, &format!("stage {number}, {world} ranks"));
         }
         let plain = train(&Case { packing: None, config: stage(3), ..case });
-        assert!(plain.losses != whole.losses, "a base of four bits has other losses");
+        assert!(plain.losses != whole.losses, "the losses of a 4-bit base must differ");
     }
 }
 

@@ -431,7 +431,7 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
 
     For more information, try '--help'.
     ");
-    insta::assert_snapshot!(with(&["--val", "0.05"]), @"zerorun: --val is 0.05, but must be files, or a part of the training data as 5%");
+    insta::assert_snapshot!(with(&["--val", "0.05"]), @"zerorun: --val is 0.05, but must be files, or a part of the training data such as 5%");
     insta::assert_snapshot!(with(&["--batch", "3", "--micro_batch", "2"]), @"zerorun: --batch is 3, which is not a multiple of the 2 rows that are computed at once (--micro_batch 2 on 1 rank); give --batch 2 or 4, or another --micro_batch");
     insta::assert_snapshot!(with(&["--batch", "3", "-n", "2"]), @"zerorun: --batch is 3, which is not a multiple of the 2 rows that are computed at once (--micro_batch 1 on 2 ranks); give --batch 2 or 4, or another --micro_batch");
     insta::assert_snapshot!(with(&["--lora", "targets=norm"]), @"zerorun: LoRA target norm is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, and all-linear means all of them (norms, embeddings and the output projection get none)");
@@ -443,7 +443,7 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
 
     For more information, try '--help'.
     ");
-    insta::assert_snapshot!(with(&["--dpo", "0.1"]), @"zerorun: DIR/chats.jsonl has no sample to learn from: 8 records (lines 1, 2, 3, 4, 5, ...) could not be used (line 1: it is chat messages, and chosen and rejected are needed; --columns chosen=COLUMN,rejected=COLUMN says which they are)");
+    insta::assert_snapshot!(with(&["--dpo", "0.1"]), @"zerorun: DIR/chats.jsonl has no sample to learn from: 8 records (lines 1, 2, 3, 4, 5, ...) could not be used (line 1: it contains chat messages, but chosen and rejected are required; map them with --columns chosen=COLUMN,rejected=COLUMN)");
     insta::assert_snapshot!(with(&["--save_every", "3"]), @r"
     zerorun: the following required arguments were not provided:
       --save <DIR>
@@ -457,8 +457,8 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
         "ds.json",
         r#"{"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}"#,
     );
-    insta::assert_snapshot!(with(&["--ds_config", &ds, "--batch", "8"]), @r#"zerorun: --batch is 8, and the DeepSpeed configuration says train_batch_size: 4; give one of them, or "auto" there"#);
-    insta::assert_snapshot!(with(&["--ds_config", &ds, "--lr", "0.2"]), @r#"zerorun: --lr is 0.2, and the DeepSpeed configuration says optimizer.params.lr: 0.1; give one of them, or "auto" there"#);
+    insta::assert_snapshot!(with(&["--ds_config", &ds, "--batch", "8"]), @r#"zerorun: --batch is 8, but the DeepSpeed configuration says train_batch_size: 4; give only one of them, or "auto" there"#);
+    insta::assert_snapshot!(with(&["--ds_config", &ds, "--lr", "0.2"]), @r#"zerorun: --lr is 0.2, but the DeepSpeed configuration says optimizer.params.lr: 0.1; give only one of them, or "auto" there"#);
     let used = folder.path().join("used");
     std::fs::create_dir(&used).unwrap();
     write(&used, "notes.txt", "mine");
@@ -466,13 +466,13 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
     let best = folder.path().join("out-best");
     std::fs::rename(&used, &best).unwrap();
     insta::assert_snapshot!(with(&["--val", "20%"]), @"zerorun: cannot write to DIR/out-best: files are written into a folder that is absent or empty, and it has files; give another place");
-    insta::assert_snapshot!(refusal(&folder.path().join("nothing"), &["--data", &data, "--out", &out]), @"zerorun: DIR/nothing is no model: there is no such file or folder; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
+    insta::assert_snapshot!(refusal(&folder.path().join("nothing"), &["--data", &data, "--out", &out]), @"zerorun: DIR/nothing is not a model: there is no such file or folder; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
     #[cfg(not(feature = "hub"))]
-    insta::assert_snapshot!(refusal(Path::new("org/name"), &["--data", &data, "--out", &out]), @"zerorun: org/name is no model: there is no such file or folder, and only a zerorun built with --features hub can download repositories of the Hugging Face Hub; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
+    insta::assert_snapshot!(refusal(Path::new("org/name"), &["--data", &data, "--out", &out]), @"zerorun: org/name is not a model: there is no such file or folder, and only a zerorun that is built with --features hub fetches repositories of the Hugging Face Hub; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
     let without = copy("llama");
     std::fs::remove_file(without.path().join("tokenizer.json")).unwrap();
     let text = refusal(without.path(), &["--data", &data, "--out", &out]);
-    insta::assert_snapshot!(text.replace(without.path().to_str().unwrap(), "MODEL"), @"zerorun: MODEL has no tokenizer: it has neither tokenizer.json nor vocab.txt nor a GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from where the model is from");
+    insta::assert_snapshot!(text.replace(without.path().to_str().unwrap(), "MODEL"), @"zerorun: MODEL has no tokenizer: it has neither tokenizer.json nor vocab.txt nor a GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
 }
 
 #[test]
@@ -492,7 +492,7 @@ fn many_records_that_are_skipped_end_the_run_unless_that_is_allowed() {
         (output.status.code(), stderr(&output).replace(folder.path().to_str().unwrap(), "DIR"))
     };
     let (code, said) = run(&[]);
-    let found = "2 of 14 records of DIR/x.jsonl are skipped: 2 records (lines 13, 14) could not be used (line 13: ";
+    let found = "2 of 14 records in DIR/x.jsonl are skipped: 2 records (lines 13, 14) could not be used (line 13: ";
     assert!(code == Some(2) && said.contains(found) && said.contains("--allow_skipped"), "{said}");
     assert!(!folder.path().join("out").exists());
     let (code, said) = run(&["--allow_skipped"]);

@@ -23,7 +23,7 @@ fn variable(name: &str) -> Option<PathBuf> {
 fn model<T: Fn()>(test: T) -> Option<BaseModel> {
     let folder = variable("CANDLE_ZERO_SMOLLM2");
     if folder.is_none() {
-        skipped(test, "CANDLE_ZERO_SMOLLM2 names no folder of SmolLM2-135M-Instruct");
+        skipped(test, "CANDLE_ZERO_SMOLLM2 does not name a folder of SmolLM2-135M-Instruct");
     }
     folder.map(|folder| BaseModel::open(folder).unwrap())
 }

@@ -145,13 +145,13 @@ fn follow(name: &str) {
                     compare_weights(name, &run);
                 }
                 let first = first.get_or_insert_with(|| run.weights.clone());
-                assert!(*first == run.weights, "{name}, {case}: stage {stage} gives other bits, {world} ranks");
+                assert!(*first == run.weights, "{name}, {case}: stage {stage} gives different bits, {world} ranks");
             }
         }
     }
     let case = &record["decay_all"];
     let [kept, recomputed] = [false, true].map(|recomputes| train(name, case, true, 2, 3, recomputes));
-    assert!(kept.weights == recomputed.weights, "{name}: recomputing blocks gives other bits");
+    assert!(kept.weights == recomputed.weights, "{name}: recomputing blocks gives different bits");
 }
 
 #[test]

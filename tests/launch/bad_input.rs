@@ -379,7 +379,7 @@ fn metrics_on_a_full_disk_end_and_training_goes_on() {
     let told: Vec<&str> = errors.lines().filter(|line| line.contains("/dev/full")).collect();
     assert_eq!(
         told,
-        ["cannot write /dev/full: No space left on device (os error 28): training goes on, and the metrics end \
+        ["cannot write /dev/full: No space left on device (os error 28): training continues, and the metrics end \
              here"]
     );
 }

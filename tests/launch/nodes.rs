@@ -319,7 +319,7 @@ fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     let lines = stdout(&first);
     let began: Vec<usize> = lines
         .lines()
-        .filter_map(|line| line.split_once("goes on after step ")?.1.split_once(':')?.0.parse().ok())
+        .filter_map(|line| line.split_once("continues after step ")?.1.split_once(':')?.0.parse().ok())
         .collect();
     let [from, to] = began[..] else { panic!("{said}") };
     let [saved, small] = ["back", "small"].map(|name| training.folder.path().join(format!("{name}.save")));
@@ -357,7 +357,7 @@ fn a_signal_to_one_launcher_ends_the_ranks_of_both_in_good_order() {
     }
     let [first, second] = both.map(ended);
     assert_eq!([first.status.code(), second.status.code()], [Some(143); 2], "{}{}", stderr(&first), stderr(&second));
-    assert!(stdout(&first).contains("is saved, --resume goes on from there"), "{}{}", stdout(&first), stderr(&first));
+    assert!(stdout(&first).contains("is saved, --resume continues from there"), "{}{}", stdout(&first), stderr(&first));
 }
 
 /// Creates a host's folder with a program, a configuration and data.

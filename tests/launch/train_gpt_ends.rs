@@ -74,8 +74,7 @@ fn a_signal_ends_training_after_a_checkpoint_of_one_step_on_all_ranks() {
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(128 + signal.as_raw()), "{}", stderr(&output));
         let text = stdout(&output);
-        let end =
-            text.lines().find(|line| line.contains("a signal asked for the end")).unwrap_or_else(|| panic!("{text}"));
+        let end = text.lines().find(|line| line.contains("stopped by a signal")).unwrap_or_else(|| panic!("{text}"));
         let step: u64 = end.split_once("step ").unwrap().1.split_once(' ').unwrap().0.parse().unwrap();
         let latest = std::fs::read_to_string(folder.path("saved/latest")).unwrap();
         assert_eq!(latest.trim(), format!("global_step{step}"), "{text}");

@@ -86,7 +86,7 @@ fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
     std::fs::remove_dir_all(folder.path().join("saved/global_step4")).unwrap();
     std::fs::write(folder.path().join("saved/latest"), "global_step2").unwrap();
     let output = save(&["--resume"]);
-    assert!(stdout(&output).contains("goes on after step 2"), "{}", stdout(&output));
+    assert!(stdout(&output).contains("continues after step 2"), "{}", stdout(&output));
     assert!(result(folder.path(), &output).1 == expected);
 }
 

@@ -29,7 +29,7 @@ pub enum FinetuneError {
     },
     /// A path without a model.
     #[error(
-        "{} is no model: {reason}; give a folder with config.json and safetensors files, as Hugging Face has them, or a \
+        "{} is not a model: {reason}; give a folder in Hugging Face format (config.json and safetensors files) or a \
          GGUF file",
         path.display()
     )]
@@ -52,18 +52,18 @@ pub enum FinetuneError {
         tensor: String,
     },
     /// A text without a label.
-    #[error("cannot tell the label of the text: {reason}")]
+    #[error("cannot classify the text: {reason}")]
     Unclassified {
         /// The problem.
         reason: String,
     },
     /// A model of which only a part is read.
     #[error(
-        "{} has a model for images and texts, of which only the language model is read here: it answers, but what training or \
-         merging would write were not the model that its config.json describes; take the language model on its own; \
-         transformers writes it so: whole = Gemma3ForConditionalGeneration.from_pretrained(MODEL, dtype=\"auto\"); text = \
+        "{} has a model for images and text, of which only the language model is read: it can generate, but training \
+         or merging would not write the model that its config.json describes; save the language model separately, with \
+         transformers: whole = Gemma3ForConditionalGeneration.from_pretrained(MODEL, dtype=\"auto\"); text = \
          Gemma3ForCausalLM(whole.config.text_config); text.model = whole.model.language_model; text.tie_weights(); \
-         text.save_pretrained(DIR); the tokenizer's files belong beside it",
+         text.save_pretrained(DIR); put the tokenizer's files next to it",
         path.display()
     )]
     MoreThanText {
@@ -72,8 +72,8 @@ pub enum FinetuneError {
     },
     /// A model that cannot be trained to classify.
     #[error(
-        "{} {found}; --task classify takes the folder of a BERT (model_type \"bert\") in Hugging Face's format, with any head \
-         or none; a language model is fine-tuned without it",
+        "{} {found}; --task classify requires a BERT model (model_type \"bert\") in Hugging Face format, with any head \
+         or none; to fine-tune a language model, leave out --task",
         path.display()
     )]
     NoEncoder {
@@ -84,7 +84,8 @@ pub enum FinetuneError {
     },
     /// A tensor whose shape differs from the model description.
     #[error(
-        "tensor {name} in {} has shape {found:?}, and {} describes one of {expected:?}; take both files from one model",
+        "tensor {name} in {} has shape {found:?}, but {} describes one of {expected:?}; take both files from the same \
+         model",
         file.display(), description.display()
     )]
     NotAsDescribed {
@@ -101,7 +102,7 @@ pub enum FinetuneError {
     },
     /// A tokenizer with more tokens than the embedding has rows.
     #[error(
-        "the tokenizer has ids up to {last}, and the model's embedding has {rows} rows: {beyond} ids have none; take the \
+        "the tokenizer has ids up to {last}, but the model's embedding has {rows} rows ({beyond} too few); use the \
          tokenizer that belongs to the model"
     )]
     TokensBeyondEmbedding {
@@ -113,7 +114,7 @@ pub enum FinetuneError {
         beyond: usize,
     },
     /// A GGUF file that cannot be read.
-    #[error("{} is not a GGUF file that can be read: {reason}", path.display())]
+    #[error("{} is not a readable GGUF file: {reason}", path.display())]
     BadGguf {
         /// The file.
         path: PathBuf,
@@ -133,7 +134,7 @@ pub enum FinetuneError {
         allowed: String,
     },
     /// A tensor of a GGUF file in an unsupported format.
-    #[error("tensor {name} in {} is of type {found}; read are {allowed}", path.display())]
+    #[error("tensor {name} in {} has type {found}; supported are {allowed}", path.display())]
     GgufDtype {
         /// The file.
         path: PathBuf,
@@ -145,7 +146,7 @@ pub enum FinetuneError {
         allowed: &'static str,
     },
     /// A tokenizer file that cannot be used.
-    #[error("{} cannot be used: {reason}; copy the tokenizer's files again from where the model is from", path.display())]
+    #[error("{} cannot be used: {reason}; copy the tokenizer's files again from the model's source", path.display())]
     TokenizerFile {
         /// The file.
         path: PathBuf,
@@ -155,8 +156,8 @@ pub enum FinetuneError {
     /// A model without a tokenizer.
     #[error(
         "{} has no tokenizer: {found}; save one there with transformers, \
-         AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from \
-         where the model is from",
+         AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and \
+         tokenizer_config.json from the model's source",
         folder.display()
     )]
     NoTokenizer {
@@ -167,7 +168,8 @@ pub enum FinetuneError {
     },
     /// A special token that the tokenizer does not know.
     #[error(
-        "{name} is {token:?}, which tokenizer.json does not have; take tokenizer.json and tokenizer_config.json of one model"
+        "{name} is {token:?}, which tokenizer.json does not have; take tokenizer.json and tokenizer_config.json from \
+         the same model"
     )]
     UnknownSpecialToken {
         /// The key of the token in tokenizer_config.json.
@@ -191,8 +193,9 @@ pub enum FinetuneError {
     },
     /// Chat data for a model without a chat template.
     #[error(
-        "{} has no chat template, neither in tokenizer_config.json nor as chat_template.jinja, and chat data needs \
-         one; copy the file from an instruction-tuned model with the same special tokens, or use prompt/completion data",
+        "{} has no chat template, neither in tokenizer_config.json nor as chat_template.jinja, but chat data needs \
+         one; copy the file from an instruction-tuned model with the same special tokens, or use prompt/completion \
+         data",
         folder.display()
     )]
     NoTemplate {
@@ -207,7 +210,8 @@ pub enum FinetuneError {
     },
     /// A chat template that does not end, or that writes more than any conversation needs.
     #[error(
-        "{template} does not end, or writes more than 128 MiB{}; take another one, as the published one of the model",
+        "{template} does not terminate, or writes more than 128 MiB{}; use another one, such as the model's published \
+         one",
         line.map_or(String::new(), |line| format!(" (line {line} of the template)"))
     )]
     TemplateWithoutEnd {
@@ -224,8 +228,8 @@ pub enum FinetuneError {
     },
     /// A message of the assistant whose position in the rendered text is uncertain.
     #[error(
-        "where message {message} (of the assistant) stands in the rendered text is not certain: {reason}; write \
-         {{% generation %}} before and {{% endgeneration %}} after what the assistant says, its end token included, in a \
+        "the position of message {message} (of the assistant) in the rendered text is uncertain: {reason}; write {{% \
+         generation %}} before and {{% endgeneration %}} after the assistant's text, including its end token, in a \
          copy of the chat template"
     )]
     Spans {
@@ -236,8 +240,8 @@ pub enum FinetuneError {
     },
     /// Generation markers of a chat template that do not enclose text.
     #[error(
-        "the {{% generation %}} markers of the chat template do not enclose whole stretches of its text; write one pair \
-         around each answer, outside of loops over its pieces, and no private character (U+10FFFC, U+10FFFD) in data"
+        "the {{% generation %}} markers of the chat template do not enclose contiguous text; write one pair around \
+         each answer, outside of loops over its parts, and use no private-use character (U+10FFFC, U+10FFFD) in data"
     )]
     GenerationMarkers,
     /// A conversation in an invalid format.
@@ -250,11 +254,12 @@ pub enum FinetuneError {
         reason: String,
     },
     /// An empty prompt.
-    #[error("the prompt has no tokens, and a model continues at least one; give a text")]
+    #[error("the prompt has no tokens, but at least one is required; give a text")]
     EmptyPrompt,
     /// A prompt that leaves no room for an answer.
     #[error(
-        "the prompt has {tokens} tokens, and the model's context {ctx}, which is to have the answer too; give a shorter one"
+        "the prompt has {tokens} tokens, but the model's context of {ctx} tokens must also hold the answer; give a \
+         shorter one"
     )]
     LongPrompt {
         /// The number of tokens in the prompt.
@@ -280,8 +285,8 @@ pub enum FinetuneError {
     },
     /// A data file of an unknown format.
     #[error(
-        "{} is of a kind that cannot be read; allowed are .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt and \
-         .md: rename or convert it",
+        "{} has no known extension; allowed are .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt and .md: rename or \
+         convert it",
         path.display()
     )]
     UnknownFormat {
@@ -323,7 +328,8 @@ pub enum FinetuneError {
     },
     /// A data file with many records that cannot be used.
     #[error(
-        "{skipped} of {} records of {} are skipped: {why}; correct them, or give --allow_skipped to learn from the others",
+        "{skipped} of {} records in {} are skipped: {why}; correct them, or give --allow_skipped to learn from the \
+         others",
         records,
         path.display()
     )]
@@ -354,7 +360,7 @@ pub enum FinetuneError {
         problem: String,
     },
     /// An adapter file that cannot be used.
-    #[error("{} is not an adapter that can be used: {reason}", path.display())]
+    #[error("{} is not a usable adapter: {reason}", path.display())]
     AdapterFile {
         /// The file.
         path: PathBuf,
@@ -363,7 +369,7 @@ pub enum FinetuneError {
     },
     /// An adapter for another model.
     #[error(
-        "the adapter {}{} is not one for this model: {tensor}: {problem}; take the model that it was trained on",
+        "the adapter {}{} does not fit this model: {tensor}: {problem}; use the model that it was trained on",
         path.display(),
         base.as_ref().map_or(String::new(), |base| format!(" (trained on {base})"))
     )]
@@ -379,8 +385,8 @@ pub enum FinetuneError {
     },
     /// An adapter without some of its tensors.
     #[error(
-        "the adapter {}{} is not whole: by its adapter_config.json and this model it should have {names} too; copy it again \
-         from where it is from, or take the model that it was trained on",
+        "the adapter {}{} is incomplete: according to its adapter_config.json and this model, it should also have \
+         {names}; copy it again from its source, or use the model that it was trained on",
         path.display(),
         base.as_ref().map_or(String::new(), |base| format!(" (trained on {base})"))
     )]
@@ -408,14 +414,14 @@ pub enum FinetuneError {
     },
     /// Logits that are not finite although the weights are.
     #[error(
-        "the model's logits are not finite: its weights are too large for what it computes with; take the model and the \
-         adapter from an earlier checkpoint, or another --dtype"
+        "the model's logits are not finite: its weights are too large for the precision that it computes in; use the \
+         model and the adapter of an earlier checkpoint, or another --dtype"
     )]
     LogitsNotFinite,
     /// A trained weight that is NaN or infinite.
     #[error(
-        "the trained {tensor} has the value {value} (element {element}): the last steps have diverged, and no result is \
-         written; lower the learning rate, and continue from an earlier checkpoint or start anew"
+        "the trained {tensor} has the value {value} (element {element}): the last steps have diverged, and no result \
+         is written; lower the learning rate, and continue from an earlier checkpoint or start over"
     )]
     Diverged {
         /// The tensor.
@@ -426,7 +432,7 @@ pub enum FinetuneError {
         value: f32,
     },
     /// A weight that a precision cannot represent.
-    #[error("{tensor} has the value {value:?}, which {format} cannot hold; take another precision")]
+    #[error("{tensor} has the value {value:?}, which {format} cannot hold; use another precision")]
     TooLarge {
         /// The tensor.
         tensor: String,
@@ -445,8 +451,8 @@ pub enum FinetuneError {
     },
     /// A checkpoint of a run with other settings.
     #[error(
-        "checkpoint {} was saved by a run with other settings: {differences} (saved -> now); continued so, the result would \
-         be neither run's; give the saved settings, or another folder for --save to start anew, or continue all the same with \
+        "checkpoint {} was saved by a run with other settings: {differences} (saved -> now); continuing would mix the \
+         two runs; give the saved settings, or another folder for --save to start over, or continue anyway with \
          --resume_anyway",
         checkpoint.display()
     )]
@@ -458,8 +464,8 @@ pub enum FinetuneError {
     },
     /// A checkpoint with more steps than the run.
     #[error(
-        "checkpoint {} has {made} steps made, and this run is to have {total} in all: a result of fewer steps cannot be made \
-         from it; give at least as many steps, or another folder for --save to start anew",
+        "checkpoint {} is at step {made}, but this run ends at step {total}: a result of fewer steps cannot be made \
+         from it; give at least as many steps, or another folder for --save to start over",
         checkpoint.display()
     )]
     StepsMade {
@@ -472,8 +478,8 @@ pub enum FinetuneError {
     },
     /// A run that does not fit into memory in any configuration.
     #[error(
-        "this run needs {needed} a rank even with all states in files, and {had} are available to each of {ranks}; take a \
-         shorter context or a smaller model, or give the job more memory"
+        "this run needs {needed} per rank even with all states in files, but only {had} is available to each (ranks: \
+         {ranks}); use a shorter context or a smaller model, or give the job more memory"
     )]
     NothingFits {
         /// The number of ranks of the job.

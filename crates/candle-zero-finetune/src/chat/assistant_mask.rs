@@ -198,7 +198,7 @@ pub(super) fn find(
     }
     targets.sort_by_key(|(target, _)| target.start);
     if let Some(pair) = targets.windows(2).find(|pair| pair[0].0.end > pair[1].0.start) {
-        let reason = "its text and that of another message lie in each other";
+        let reason = "its text overlaps with that of another message";
         return Err(FinetuneError::Spans { message: pair[0].1 + 1, reason });
     }
     let (targets, owners) = targets.into_iter().map(|(target, answer)| (target, Some(answer))).unzip();
@@ -253,8 +253,8 @@ fn traced(
         return Ok(MessageTrace { points: vec![], marked_texts: vec![] });
     };
     let uncertain = |message: usize, reason| FinetuneError::Spans { message: message + 1, reason };
-    let marks =
-        MarkCharacters::for_text(text).ok_or(uncertain(first, "it holds private characters of planes 15 and 16"))?;
+    let marks = MarkCharacters::for_text(text)
+        .ok_or(uncertain(first, "it contains private-use characters of planes 15 and 16"))?;
     let trace = |places: &[Option<MarkPlacement>]| trace(template, conversation, text, marks, places);
     let has = |trace: &MessageTrace, i: usize| {
         !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i)

@@ -49,7 +49,7 @@ impl Conversation {
     pub(crate) fn from_value(value: &Value) -> Result<Self, FinetuneError> {
         let wrong = |reason: String| Err(FinetuneError::Conversation { reason });
         if value.kind() != ValueKind::Seq {
-            return wrong(format!("{} is found where the list is expected", kind(value)));
+            return wrong(format!("found {} instead of a list", kind(value)));
         }
         let messages: Vec<Value> = value.try_iter().into_iter().flatten().collect();
         for (i, message) in messages.iter().enumerate() {

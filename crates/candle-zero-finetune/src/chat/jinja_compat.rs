@@ -14,11 +14,11 @@ const LONGEST: usize = 16 << 20;
 /// Returns an error for values without an end.
 fn check(depth: usize, text: &str) -> Result<(), Error> {
     if depth > DEEPEST {
-        let reason = format!("a value with more than {DEEPEST} lists or objects in each other");
+        let reason = format!("a value with more than {DEEPEST} nested lists or objects");
         return Err(Error::new(ErrorKind::InvalidOperation, reason));
     }
     if text.len() > LONGEST {
-        return Err(Error::new(ErrorKind::OutOfFuel, format!("a value of more than {} MiB as text", LONGEST >> 20)));
+        return Err(Error::new(ErrorKind::OutOfFuel, format!("a value with more than {} MiB of text", LONGEST >> 20)));
     }
     Ok(())
 }

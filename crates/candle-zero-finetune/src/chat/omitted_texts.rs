@@ -74,7 +74,7 @@ impl OmittedTexts {
                 own.iter().any(|target| target.start < place.end.max(place.start + 1) && place.start < target.end)
             };
             if is_certain && part != TextCoverage::None && !own.is_empty() && !marked_text.is_none_or(is_learned) {
-                self.say(format!("have {key} that is written, but not learned"));
+                self.say(format!("have {key} that is written but not learned"));
             }
             parts.push((key, text, part));
         }
@@ -97,7 +97,7 @@ impl OmittedTexts {
                 TextCoverage::Some if key == "content" && THOUGHTS.iter().any(|tag| text.contains(tag)) => {
                     self.say("have thoughts, up to </think>, that the template does not write");
                 }
-                TextCoverage::Some => self.say(format!("have {key} that the template does not write whole")),
+                TextCoverage::Some => self.say(format!("have {key} that the template does not write completely")),
                 TextCoverage::None => self.say(format!("have {key} that the template does not write")),
             }
         }
@@ -110,12 +110,12 @@ impl OmittedTexts {
         let role = role.as_str().unwrap_or_default();
         for (_, own, marked_text) in texts_of(conversation, traced, message) {
             if part(&own, marked_text, traced, text) != TextCoverage::All {
-                self.say(format!("have a message of the {role} that the template does not write whole"));
+                self.say(format!("have a {role} message that the template does not write completely"));
             }
         }
         let content = field(&conversation.messages[message], "content");
         if content.kind() == ValueKind::Map && text.contains(&super::jinja_compat::python_str(&content)) {
-            self.say(format!("have a message of the {role} whose object is written as Python prints it, not as JSON"));
+            self.say(format!("have a {role} message whose object is written as Python prints it, not as JSON"));
         }
     }
 }

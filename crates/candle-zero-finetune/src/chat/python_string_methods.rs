@@ -66,7 +66,7 @@ pub(super) fn unknown_method(
             let separator = separator.as_ref().map(|value| {
                 value
                     .as_str()
-                    .ok_or_else(|| invalid(format!("the separator of {method} is {}, not a text", value.kind())))
+                    .ok_or_else(|| invalid(format!("the separator of {method} is {}, not a string", value.kind())))
             });
             split(state, text, separator.transpose()?, most, method == "rsplit")
         }
@@ -184,7 +184,7 @@ fn lines(state: &State<'_, '_>, text: &str, keepends: bool) -> Result<Value, Err
 pub(super) fn check_format(format: &str) -> Result<(), Error> {
     let runs = format.split(|c: char| !c.is_ascii_digit()).map(str::len);
     match runs.max().unwrap_or(0) > MOST_DIGITS {
-        true => Err(invalid(format!("a number of more than {MOST_DIGITS} digits in a format"))),
+        true => Err(invalid(format!("a number with more than {MOST_DIGITS} digits in a format"))),
         false => Ok(()),
     }
 }
@@ -245,7 +245,9 @@ mod tests {
         assert_eq!(repr("'abab'.replace('a', 'x', 1) ~ '-'.join([1, 'b', none])"), "['xbab1-b-None']");
         assert_eq!(repr("'ab'.replace('', '-')"), "['-a-b-']");
         assert_eq!(repr("'{} {:>4}'.format('a', 'b')"), "['a    b']");
-        assert!(repr("'{:>1000000000}'.format('b')").starts_with("invalid operation: a number of more than 5 digits"));
+        assert!(
+            repr("'{:>1000000000}'.format('b')").starts_with("invalid operation: a number with more than 5 digits")
+        );
         assert_eq!(repr("'Ab'.upper() ~ [1, 2, 1].count(1)"), "['AB2']");
     }
 }

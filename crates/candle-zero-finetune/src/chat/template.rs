@@ -271,7 +271,7 @@ impl Template {
         let Some(first) = adapted.messages.iter().position(lacks) else {
             return Err(FinetuneError::TemplateRefuses { reason: refused });
         };
-        let reason = format!("message {} has no content, and the template needs one ({refused})", first + 1);
+        let reason = format!("message {} has no content, which the template needs ({refused})", first + 1);
         let wrong = FinetuneError::TemplateRefuses { reason };
         if adapted.messages.iter().any(|message| lacks(message) && !calls(message)) {
             return Err(wrong);

@@ -134,7 +134,7 @@ impl Tokenizer {
     fn encode_whole(&self, text: &str) -> Result<EncodedText> {
         let wrong = |reason: String| FinetuneError::Encode { bytes: text.len(), reason };
         if text.len() > MOST_TEXT {
-            let reason = format!("one without a place where it may be cut has at most {MOST_TEXT}; cut the record");
+            let reason = format!("a text that cannot be split has at most {MOST_TEXT} bytes; shorten the record");
             return Err(wrong(reason).into());
         }
         let encoded = within(&self.subject, text.len(), || self.inner.encode(text, false)).map_err(wrong)?;
@@ -212,13 +212,13 @@ fn problem_of_added_tokens(inner: &tokenizers::Tokenizer) -> tokenizers::Result<
         normalizer.normalize(&mut text)?;
         if text.is_empty() {
             return Ok(Some(format!(
-                "its added token {content:?} is empty after its normalizer, and is found without end"
+                "its added token {content:?} is empty after normalization and would match endlessly"
             )));
         }
         if let Some((first, other)) = ids_by_text.insert(text.get().to_string(), (id, content.clone())) {
             return Ok(Some(format!(
-                "its added tokens {other:?} ({first}) and {content:?} ({id}) are equal after its normalizer, and either is \
-                 found by chance: give one of them \"normalized\": false, or remove it"
+                "its added tokens {other:?} ({first}) and {content:?} ({id}) are equal after normalization, so which \
+                 one matches is random: set \"normalized\": false for one of them, or remove it"
             )));
         }
     }

@@ -137,8 +137,8 @@ fn none(folder: &Path) -> Error {
     let has = |name: &str| folder.join(name).is_file();
     let found = match () {
         () if !folder.is_dir() => "there is no such folder",
-        () if has("tokenizer.model") => "it has tokenizer.model alone, which is not read here",
-        () if has("vocab.json") => "it has vocab.json, which is read for GPT-2 with merges.txt only",
+        () if has("tokenizer.model") => "it has only tokenizer.model, which is not supported",
+        () if has("vocab.json") => "it has vocab.json, which is read only together with merges.txt, for GPT-2",
         () => "it has neither tokenizer.json nor vocab.txt nor a GGUF file",
     };
     FinetuneError::NoTokenizer { folder: folder.to_owned(), found: found.into() }.into()

@@ -359,7 +359,9 @@ fn random_tokenizers_have_the_tokens_of_their_own_library() {
         let ours = match Tokenizer::open(folder.path()) {
             // The library's encoding does not end, or differs from one process to the next.
             Err(error)
-                if ["is found without end", "found by chance"].iter().any(|why| error.to_string().contains(why)) =>
+                if ["would match endlessly", "which one matches is random"]
+                    .iter()
+                    .any(|why| error.to_string().contains(why)) =>
             {
                 continue;
             }
@@ -375,7 +377,8 @@ fn random_tokenizers_have_the_tokens_of_their_own_library() {
             let same = found.ids == expected.get_ids() && (drops || found.offsets == expected.get_offsets());
             assert!(
                 same,
-                "case {case} of seed {seed}: {text:?} has the tokens {:?} at {:?}, and not {:?} at {:?}: {json}",
+                "case {case} of seed {seed}: {text:?} should have the tokens {:?} at {:?}, but has {:?} at {:?}: \
+                 {json}",
                 expected.get_ids(),
                 expected.get_offsets(),
                 found.ids,
@@ -384,6 +387,6 @@ fn random_tokenizers_have_the_tokens_of_their_own_library() {
         }
     }
     // Checks that texts are cut at all.
-    assert!(cut * 6 > tried, "{cut} of {tried} tokenizers cut texts");
-    eprintln!("{tried} tokenizers, of which {cut} cut texts: no text has other tokens");
+    assert!(cut * 6 > tried, "only {cut} of {tried} tokenizers split texts");
+    eprintln!("{tried} tokenizers, {cut} of which split texts: all tokens are equal");
 }

@@ -28,7 +28,7 @@ impl ChatMessages {
         let items = match value.kind() {
             ValueKind::Map => vec![value],
             ValueKind::Seq => value.try_iter().into_iter().flatten().collect(),
-            _ => return Err(format!("{} is found where a list of messages is expected", kind(&value))),
+            _ => return Err(format!("its messages are {}, not a list", kind(&value))),
         };
         let mut messages = Self::default();
         let first = items.first().cloned().unwrap_or_default();
@@ -62,7 +62,7 @@ impl ChatMessages {
         match role.as_str() {
             Some("system" | "developer") if content.as_str() == Some(system) => Ok(self),
             Some("system" | "developer") => {
-                Err("it has a system text beside a first message that is another one; leave one of them".into())
+                Err("it has a system text and a different one as its first message; keep one of them".into())
             }
             _ => Ok(Self::text("system", system).then(self)),
         }
@@ -110,7 +110,7 @@ impl ChatMessages {
                 name if PICTURES.contains(&name) && !is_empty => return Err(picture(name)),
                 name if REFUSED.contains(&name) && value.is_true() => {
                     return Err(format!(
-                        "it has {name}, which is not read; write weight 0 in messages that are not to be learned"
+                        "it has {name}, which is not supported; set weight to 0 in messages that must not be learned"
                     ));
                 }
                 "value" | "content" if name == "value" && has("content").is_some() => {}
@@ -118,7 +118,7 @@ impl ChatMessages {
                 "value" | "content" => contents(&value, &mut fields)?,
                 "function_call" if !is_empty => {
                     if has("tool_calls").is_some_and(|calls| calls.is_true()) {
-                        return Err("it has function_call and tool_calls; leave one of them".into());
+                        return Err("it has function_call and tool_calls; keep one of them".into());
                     }
                     push_calls(&value, &mut fields)?;
                 }
@@ -148,13 +148,15 @@ impl ChatMessages {
                     self.list.push(Value::from_pairs([("role", role), ("content", text)]));
                     self.learned.push(if role == "assistant" { learned(turn, true)? } else { None });
                 }
-                None => return Err(format!("its {name} is {}, not a text", kind(&value))),
+                None => return Err(format!("its {name} is {}, not a string", kind(&value))),
             }
         }
         let known = ["system", "input", "output", "need_eos_token", "sep"];
         let mut keys = turn.try_iter().into_iter().flatten().map(|key| key.to_string());
         match keys.find(|key| !known.contains(&key.as_str()) && !WEIGHTS.contains(&key.as_str())) {
-            Some(other) => Err(format!("it has {other} beside input and output; write messages with role and content")),
+            Some(other) => {
+                Err(format!("it has {other} besides input and output; write messages with role and content"))
+            }
             None => Ok(()),
         }
     }
@@ -166,8 +168,8 @@ const REFUSED: [&str; 7] = ["train_detail", "training_detail", "mask", "masked",
 /// Returns the error for pictures, which names their key.
 pub(super) fn picture(name: &str) -> RecordProblem {
     format!(
-        "it has {name}, and pictures, films and sounds are not read: without them its texts would teach to make things up; \
-         leave such records out, or remove the key"
+        "it has {name}, but images, videos and audio are not supported: without them, its texts would teach the model \
+         to make things up; omit such records, or remove the key"
     )
 }
 
@@ -180,7 +182,7 @@ fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordPr
         // Only answers can have a weight. The weight of a question has no meaning.
         if said && !is_assistant && name != "weight" {
             return Err(format!(
-                "it has {name}, and only what the assistant says is learned; remove the key from other messages"
+                "it has {name}, but only the assistant's messages are learned; remove the key from other messages"
             ));
         }
         learned = Some(said && learned.unwrap_or(true));
@@ -203,8 +205,8 @@ pub(crate) fn weight(name: &str, value: &Value) -> Result<Option<bool>, RecordPr
         Some(0.0) => Ok(Some(false)),
         Some(1.0) => Ok(Some(true)),
         _ => Err(format!(
-            "its {name} is {value}, and weights are 0 (not learned) or 1; repeat what counts more, or give a file a weight \
-             (data.jsonl:2.5)"
+            "its {name} is {value}, but must be 0 (not learned) or 1; repeat what counts more, or give its file a \
+             weight (data.jsonl:2.5)"
         )),
     }
 }
@@ -219,7 +221,7 @@ fn share_gpt_role(from: &str) -> Result<&str, RecordProblem> {
         "function_call" => from,
         other => {
             return Err(format!(
-                "it is from {other:?}; known are system, human, gpt, function_call, observation and tool"
+                "its from is {other:?}, but must be system, human, gpt, function_call, observation or tool"
             ));
         }
     })
@@ -244,18 +246,18 @@ fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), Recor
             (Some("reasoning" | "thinking"), inner) => {
                 let thought =
                     inner.map(str::to_string).or_else(|| Some(field(&part, "thinking").as_str()?.to_string()));
-                let thought = thought.ok_or("a part of its content is of type \"reasoning\" and has no text")?;
+                let thought = thought.ok_or("a part of its content has type \"reasoning\" but no text")?;
                 fields.push(("reasoning_content".into(), thought.into()));
             }
             (Some("tool_call"), Some(call)) => push_calls(&json(call)?, fields)?,
             (Some(other), _) if is_picture(other) => return Err(picture(&format!("content of type {other:?}"))),
             (Some("text"), None) => {
-                return Err("a part of its content is of type \"text\" and has no text".into());
+                return Err("a part of its content has type \"text\" but no text".into());
             }
             (Some(other), _) => {
-                return Err(format!("a part of its content is of type {other:?}; read are parts of type \"text\""));
+                return Err(format!("a part of its content has type {other:?}; only type \"text\" is supported"));
             }
-            (None, None) => return Err(format!("a part of its content is {}, without type and text", kind(&part))),
+            (None, None) => return Err(format!("a part of its content is {} without type and text", kind(&part))),
         }
     }
     fields.push(("content".into(), parts.into_iter().collect()));

@@ -109,22 +109,24 @@ impl FromStr for Columns {
         let mut columns = Self::default();
         for part in text.split(',') {
             let Some((role, name)) = part.split_once('=').filter(|(_, name)| !name.is_empty()) else {
-                return refused(text, "pairs as prompt=question,completion=answer".into());
+                return refused(text, "pairs such as prompt=question,completion=answer".into());
             };
             if role == "ignore" {
                 columns.ignored.push(name.into());
                 continue;
             }
             let Some(role) = ROLES.into_iter().find(|known| *known == role) else {
-                return refused(part, format!("NAME=COLUMN with NAME among {}, ignore", ROLES.join(", ")));
+                return refused(part, format!("NAME=COLUMN, where NAME is one of {}, ignore", ROLES.join(", ")));
             };
             if let Some((_, first)) = columns.named.iter().find(|(other, _)| *other == role) {
-                return refused(text, format!("one column for each name; {role} is {first} and {name}"));
+                return refused(text, format!("one column for each name; {role} is both {first} and {name}"));
             }
             columns.named.push((role, name.into()));
         }
         match columns.named.iter().find(|(_, name)| columns.ignored.contains(name)) {
-            Some((role, name)) => refused(text, format!("read or ignored for each column; {name} is {role} too")),
+            Some((role, name)) => {
+                refused(text, format!("either a name for each column or ignore; {name} is also {role}"))
+            }
             None => Ok(columns),
         }
     }
@@ -187,12 +189,12 @@ impl Columns {
         let asks = has(&["question", "query", "instruction", "prompt", "user", "ask", "problem", "input"]);
         let says = has(&["answer", "response", "output", "solution", "assistant", "reply", "target"]);
         let (prompt, completion) = (asks.unwrap_or("COLUMN".into()), says.unwrap_or("COLUMN".into()));
-        format!("--columns prompt={prompt},completion={completion} says which are read as what")
+        format!("map them with --columns prompt={prompt},completion={completion}")
     }
 }
 
 /// Returns the names of a record's keys, formatted for messages.
 pub(crate) fn names(keys: &[String]) -> String {
-    let named: Vec<&str> = keys.iter().map(|key| if key.is_empty() { "(without a name)" } else { key }).collect();
+    let named: Vec<&str> = keys.iter().map(|key| if key.is_empty() { "(unnamed)" } else { key }).collect();
     list(&named)
 }

@@ -55,12 +55,12 @@ impl CsvTable {
         for name in row {
             match utf8(&name) {
                 Ok(name) => table.names.push(name.trim().to_string()),
-                Err(reason) => return Ok(Err(format!("the names of its columns: {reason}"))),
+                Err(reason) => return Ok(Err(format!("its first line: {reason}"))),
             }
         }
         let mut seen = BTreeSet::new();
         match table.names.iter().find(|name| !name.is_empty() && !seen.insert(name.as_str())) {
-            Some(twice) => Ok(Err(format!("two columns are named {twice:?}; rename one in its first line"))),
+            Some(twice) => Ok(Err(format!("two columns are named {twice:?}; rename one in the first line"))),
             None => Ok(Ok(table)),
         }
     }
@@ -78,11 +78,11 @@ impl CsvTable {
         let fields: Result<Vec<&str>, String> = row.iter().map(|field| utf8(field)).collect();
         let raw = match fields {
             _ if self.quotes.malformed.is_some() => RecordContent::Broken(
-                "text follows the quote that ends a field; write two quotes for one within a quoted field".into(),
+                "text follows the closing quote of a field; double each quote within a quoted field".into(),
             ),
             _ if found != names => RecordContent::Broken(format!(
-                "it has {}, and the first line names {names} ({}); put fields that have the separator, a quote or a line \
-                 end in them between quotes",
+                "it has {}, but the first line names {names} ({}); quote fields that contain the separator, a quote or \
+                 a line break",
                 columns(found),
                 list(&self.names)
             )),
@@ -217,12 +217,12 @@ impl QuoteTracker {
             _ => return None,
         };
         let end = match closed {
-            None => "is not closed by the end of the file".to_string(),
+            None => "is not closed before the end of the file".to_string(),
             Some(line) => format!("closes in line {line} before other text"),
         };
         Some(format!(
-            "a quote that opens in line {opened} {end}, so that the lines between are one field; remove it, or write two \
-             quotes for one within a quoted field"
+            "a quote that opens in line {opened} {end}, so the lines in between are one field; remove it, or double \
+             each quote within a quoted field"
         ))
     }
 }

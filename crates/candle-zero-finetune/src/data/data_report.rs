@@ -135,16 +135,17 @@ impl DataReport {
     pub fn notes(&self) -> Vec<String> {
         let kinds = [
             (&self.broken, "could not be used"),
-            (&self.empty_answers, "have an answer that says nothing, of which the end is learned"),
-            (&self.truncated, "are longer than the context, cut behind all targets"),
+            (&self.empty_answers, "have an empty answer, of which only the end is learned"),
+            (&self.truncated, "are longer than the context, truncated after all targets"),
             (&self.truncated_targets, "are longer than the context and lost targets"),
-            (&self.targets_beyond, "were left out, with all targets beyond the context"),
-            (&self.without_target, "were left out, with nothing to be predicted"),
-            (&self.dropped, "were left out, as longer than the context"),
-            (&self.cut, "are longer than the context, cut into pieces"),
+            (&self.targets_beyond, "were omitted because all targets are beyond the context"),
+            (&self.without_target, "were omitted because there is nothing to predict"),
+            (&self.dropped, "were omitted for being longer than the context"),
+            (&self.cut, "are longer than the context, split into pieces"),
             (
                 &self.endless,
-                "have an answer of which no end is learned, as the template or tokenizer has no text or token for it",
+                "have an answer whose end is not learned, because neither template nor tokenizer has a text or token \
+                 for it",
             ),
         ];
         let remarks = self.remarks.iter().map(|(what, lines)| (lines, what.as_str()));
@@ -153,7 +154,7 @@ impl DataReport {
         let mut notes: Vec<String> = seen.map(|(lines, what)| lines.sentence(unit, what)).collect();
         if !self.ignored.is_empty() {
             let named = |(key, count): (&String, &u64)| {
-                let key = if key.is_empty() { "(without a name)" } else { key };
+                let key = if key.is_empty() { "(unnamed)" } else { key };
                 format!("{key} ({})", counted(*count, "record"))
             };
             let keys: Vec<String> = self.ignored.iter().map(named).collect();

@@ -79,7 +79,7 @@ impl DatasetBuilder<'_> {
         // The previous holder of the lock may have built it.
         match open()? {
             Ok(found) => return Ok(found),
-            Err(why) if path.exists() => notice::say(&format!("{}: {why}; it is made again", path.display())),
+            Err(why) if path.exists() => notice::say(&format!("{}: {why}; it is rebuilt", path.display())),
             Err(_) => (),
         }
         let mut writer = SampleCacheWriter::new(&path).map_err(io)?;
@@ -193,7 +193,7 @@ impl DatasetBuilder<'_> {
         let mut notes: Vec<RecordNote> = parsed.remarks.into_iter().map(RecordNote::Remark).collect();
         notes.extend(parsed.left.into_iter().map(RecordNote::Ignored));
         if !parsed.is_learned {
-            notes.push(RecordNote::Remark("were left out by a weight of 0".into()));
+            notes.push(RecordNote::Remark("were omitted because of a weight of 0".into()));
             return Ok(RecordOutcome::Samples { format, samples: vec![], notes });
         }
         let ctx = self.options.ctx;
@@ -203,7 +203,7 @@ impl DatasetBuilder<'_> {
                 let known = || candle_zero::util::list(&self.options.labels);
                 let number = number.ok_or_else(|| match label.as_str() {
                     NO_LABEL => no_label(),
-                    label => format!("its label {label:?} is not among the known ones ({})", known()),
+                    label => format!("its label {label:?} is not one of the known labels ({})", known()),
                 })?;
                 self.labelled(&text, &mut notes)?.map(|sample| (sample, number as u32)).into_iter().collect()
             }
@@ -216,7 +216,7 @@ impl DatasetBuilder<'_> {
                     [Ok(Some(chosen)), Ok(Some(rejected))] => {
                         if chosen == rejected {
                             notes.push(RecordNote::Remark(
-                                "have one answer as chosen and rejected, which teaches nothing".into(),
+                                "have the same answer as chosen and rejected, which teaches nothing".into(),
                             ));
                         }
                         vec![(chosen, 0), (rejected, 1)]
@@ -245,11 +245,13 @@ impl DatasetBuilder<'_> {
             (Task::Classify, _) => return Err(not_labelled(format)),
             (Task::Prefer, _) => {
                 return Err(format!(
-                    "it is {format}, and chosen and rejected are needed; --columns chosen=COLUMN,rejected=COLUMN says which \
-                     they are"
+                    "it contains {format}, but chosen and rejected are required; map them with --columns \
+                     chosen=COLUMN,rejected=COLUMN"
                 ));
             }
-            (Task::Generate, _) => return Err(format!("it is {format}, which is for preference training (--dpo)")),
+            (Task::Generate, _) => {
+                return Err(format!("it contains {format}, which are only for preference training (--dpo)"));
+            }
         };
         Ok(RecordOutcome::Samples { format, samples, notes })
     }
@@ -259,7 +261,7 @@ impl DatasetBuilder<'_> {
         match example {
             TrainingExample::Chat { conversation, learned } => {
                 let Some(template) = self.template else {
-                    return Err("it is a chat, and the model has no chat template".into());
+                    return Err("it is a chat, but the model has no chat template".into());
                 };
                 self.chat(template, conversation, learned, notes)
             }
@@ -293,8 +295,8 @@ impl DatasetBuilder<'_> {
         for (message, keys) in omitted.lost {
             if is_learned(message) {
                 return Err(format!(
-                    "the template does not write the {keys} of message {}, so that an empty answer would be learned; take a \
-                     model whose chat template does, or leave the record out",
+                    "the template does not write the {keys} of message {}, so an empty answer would be learned; use a \
+                     model whose chat template does, or omit the record",
                     message + 1
                 ));
             }
@@ -305,7 +307,8 @@ impl DatasetBuilder<'_> {
             notes.push(RecordNote::Remark("have tools that the template does not write".into()));
         }
         if conversation.messages.iter().any(|message| template.keeps_text(message)) {
-            let why = "call a tool with arguments that are no JSON object: the template writes them as a quoted text";
+            let why =
+                "call a tool with arguments that are not a JSON object: the template writes them as a quoted string";
             notes.push(RecordNote::Remark(why.into()));
         }
         if traced.endless.iter().any(|message| is_learned(*message)) {
@@ -317,9 +320,12 @@ impl DatasetBuilder<'_> {
             match owner {
                 Some(message) if !is_learned(message) => {}
                 None if !all => {
-                    return Err("which message each {% generation %} block of the chat template belongs to is not certain, \
-                                and not all answers are to be learned; write one block around each answer in a copy of it"
-                        .into());
+                    return Err(
+                        "it is uncertain which message each {% generation %} block of the chat template belongs \
+                                to, and not all answers are learned; in a copy of it, write one block around each \
+                                answer"
+                            .into(),
+                    );
                 }
                 _ => targets.push(target),
             }
@@ -343,7 +349,7 @@ impl DatasetBuilder<'_> {
         let has_end = end_text.is_some_and(|end| text.trim_end().ends_with(end));
         if has_start || has_end {
             notes.push(RecordNote::Remark(
-                "have the tokenizer's own special token at an end already: it is not added again".into(),
+                "have the tokenizer's own special token at an end already, so it is not added again".into(),
             ));
         }
         let before = if has_start { &[] } else { before };

@@ -16,8 +16,8 @@ const MOST_LABELS: usize = 10_000;
 pub(super) const NO_LABEL: &str = "-1";
 
 pub(super) fn no_label() -> String {
-    "its label is -1, which stands for no label in many data sets; leave such records out, or name all labels, -1 among them, \
-     with --labels"
+    "its label is -1, which stands for \"no label\" in many data sets; omit such records, or list all labels, \
+     including -1, with --labels"
         .into()
 }
 
@@ -51,7 +51,7 @@ pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
             if labels.len() > MOST_LABELS {
                 return refused(
                     &source.path,
-                    format!("there are more than {MOST_LABELS}; label is the class of a text"),
+                    format!("there are more than {MOST_LABELS}; a label must be the class of a text"),
                 );
             }
         }
@@ -62,23 +62,23 @@ pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
     trimmed.sort_unstable();
     if let Some(two) = trimmed.windows(2).find(|two| two[0] == two[1]) {
         let alike: Vec<&String> = labels.iter().filter(|label| label.trim() == two[0]).collect();
-        return refused(&path, format!("{alike:?} differ only by white space around them; write them alike"));
+        return refused(&path, format!("{alike:?} differ only in surrounding white space; write them identically"));
     }
     match &labels[..] {
         [only] if !report.broken.is_empty() => refused(
             &path,
             format!(
-                "all records that have one have {only:?}; at least two labels are needed to tell apart ({})",
+                "all records with a label have {only:?}; at least two labels are required ({})",
                 report.why_nothing()
             ),
         ),
         [] => Err(FinetuneError::NoSamples { path, reason: report.why_nothing() }.into()),
-        [only] => refused(&path, format!("all records have {only:?}; at least two labels are needed to tell apart")),
+        [only] => refused(&path, format!("all records have {only:?}; at least two labels are required")),
         _ => Ok(labels),
     }
 }
 
 /// Returns why a record has no label.
 pub(super) fn not_labelled(format: RecordFormat) -> String {
-    format!("it is {format}, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are")
+    format!("it contains {format}, but text and label are required; map them with --columns text=COLUMN,label=COLUMN")
 }

@@ -93,7 +93,7 @@ impl ParquetRows {
         if !read.iter().any(|field| known.is_key(field.name())) {
             let hint = Columns::hint(&names);
             return Err(wrong(format!(
-                "its columns ({}) are of no known form: {RECORD_FORMATS}; {hint}",
+                "its columns ({}) match no known format: {RECORD_FORMATS}; {hint}",
                 list(&names)
             )));
         }
@@ -136,7 +136,7 @@ impl ParquetRows {
                 Ok(Some(row)) => {
                     self.row += 1;
                     if row.get_column_iter().map(|(_, field)| text_bytes(field)).sum::<usize>() > MOST_BYTES {
-                        let problem = format!("row {} has more than {} MiB; cut it", self.row, MOST_BYTES >> 20);
+                        let problem = format!("row {} has more than {} MiB; shorten it", self.row, MOST_BYTES >> 20);
                         return Err(FinetuneError::Parquet { path: self.path.clone(), problem }.into());
                     }
                     let mut bytes = 0;
@@ -197,9 +197,11 @@ fn check_ends(file: &mut File, bytes: u64) -> std::io::Result<Result<(), String>
         [ENCRYPTED, _] | [_, ENCRYPTED] => Err("it is encrypted; write it without encryption".into()),
         [MAGIC, _] => Err("its end is missing; fetch or write it again".into()),
         _ if bytes == 0 => Err("it is empty; fetch or write it again".into()),
-        _ => Err("it does not begin with PAR1; fetch it again, with `git lfs pull` if it is of a Git repository, or name it \
-                  by what it is"
-            .into()),
+        _ => {
+            Err("it does not begin with PAR1; fetch it again, with `git lfs pull` if it is from a Git repository, or \
+                  correct its extension"
+                .into())
+        }
     })
 }
 
@@ -208,8 +210,8 @@ fn check_type(field: &Type, path: &str) -> Result<(), String> {
     let info = field.get_basic_info();
     let refused = |what: &str| {
         Err(format!(
-            "column {path} is {what}; read are texts, numbers, truth values, and lists, structs and maps of these: write it \
-             as one of them, or leave it out"
+            "column {path} is {what}; supported are strings, numbers, Booleans, and lists, structs and maps of these: \
+             write it as one of them, or omit it"
         ))
     };
     if let Type::PrimitiveType { physical_type, .. } = field {
@@ -260,14 +262,14 @@ fn check_groups(metadata: &ParquetMetaData, columns: &SchemaDescriptor) -> Resul
                 continue;
             }
             if let Some(other) = column.file_path() {
-                return Err(format!("its rows are in other files, as {other}; give those"));
+                return Err(format!("its rows are in other files, such as {other}; give those"));
             }
             if matches!(column.compression(), Compression::BROTLI(_) | Compression::LZO) {
                 let codec = column.compression().to_string();
                 let codec = codec.split('(').next().unwrap_or_default();
                 return Err(format!(
-                    "column {path} is compressed with {codec}; read are SNAPPY, GZIP, ZSTD, LZ4 and none: write it with one \
-                     of these"
+                    "column {path} is compressed with {codec}; supported are SNAPPY, GZIP, ZSTD, LZ4 and none: write \
+                     it with one of these"
                 ));
             }
             // A row has a value in each column, which may be null.

@@ -54,7 +54,7 @@ impl RecordContent {
 pub(super) fn check_size(bytes: usize, line: u64) -> std::io::Result<()> {
     match bytes > MOST_BYTES {
         true => {
-            let reason = format!("the record of line {line} has more than {} MiB; cut it", MOST_BYTES >> 20);
+            let reason = format!("the record in line {line} has more than {} MiB; shorten it", MOST_BYTES >> 20);
             Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, reason))
         }
         false => Ok(()),
@@ -67,7 +67,7 @@ pub(super) fn utf8(bytes: &[u8]) -> Result<&str, String> {
         let byte = bytes.get(e.valid_up_to()).copied().unwrap_or_default();
         // The character of this byte in the usual encoding of Windows, except for a few.
         let latin = match byte {
-            0xA0.. => format!(", as of Windows-1252 or Latin-1, where it is {:?}", char::from(byte)),
+            0xA0.. => format!(", which is {:?} in Windows-1252 and Latin-1", char::from(byte)),
             _ => String::new(),
         };
         format!("it is not UTF-8 text (byte 0x{byte:02X}{latin}); save the file as UTF-8")
@@ -90,7 +90,7 @@ pub(crate) fn json(text: &str) -> Result<Value, String> {
 fn not_json(text: &str) -> Option<String> {
     let start = text.trim_start_matches(['[', '{', ' ', '\t', '\n', '\r']);
     if start.len() < text.len() && start.starts_with('\'') {
-        return Some("its texts are in single quotes, as Python prints them; write it with json.dumps".into());
+        return Some("its strings are in single quotes, as Python prints them; write it with json.dumps".into());
     }
     // Collects words outside of strings.
     let (mut in_text, mut escaped, mut outside) = (false, false, String::with_capacity(text.len().min(1 << 16)));
@@ -111,5 +111,5 @@ fn not_json(text: &str) -> Option<String> {
         "False" => "false",
         _ => "null",
     };
-    Some(format!("{word} is no JSON; write {instead}"))
+    Some(format!("{word} is not valid; write {instead}"))
 }

@@ -46,7 +46,7 @@ impl<'a> RecordFields<'a> {
             Some(value) => match value.as_str() {
                 Some("") => Ok(None),
                 Some(text) => Ok(Some(text.into())),
-                None => Err(format!("{} is {}, not a text", self.name(name), kind(&value))),
+                None => Err(format!("{} is {}, not a string", self.name(name), kind(&value))),
             },
         }
     }
@@ -56,7 +56,7 @@ impl<'a> RecordFields<'a> {
         let value = self.get(name).unwrap_or_default();
         match value.as_str() {
             Some(text) => Ok(text.into()),
-            None => Err(format!("{} is {}, not a text", self.name(name), kind(&value))),
+            None => Err(format!("{} is {}, not a string", self.name(name), kind(&value))),
         }
     }
 
@@ -67,7 +67,7 @@ impl<'a> RecordFields<'a> {
             match (self.text(name)?, &found) {
                 (Some(text), None) => found = Some(text),
                 (Some(text), Some(other)) if text != *other => {
-                    return Err(format!("it has {name} beside another system text; leave one of them"));
+                    return Err(format!("it has {name} and another system text; keep one of them"));
                 }
                 _ => {}
             }
@@ -101,7 +101,7 @@ impl<'a> RecordFields<'a> {
             tools.try_iter().into_iter().flatten().map(tool).collect()
         };
         match (read("tools")?, read("functions")?) {
-            (Some(_), Some(_)) => Err("it has tools and functions; leave one of them".into()),
+            (Some(_), Some(_)) => Err("it has tools and functions; keep one of them".into()),
             (Some(tools), None) => Ok(if are_bare { described(tools) } else { tools }),
             (None, Some(functions)) => Ok(described(functions)),
             (None, None) => Ok(().into()),
@@ -153,7 +153,7 @@ impl<'a> RecordFields<'a> {
     /// Refuses values under these names that were not read, because they change what is to be learned.
     pub(super) fn refuse(&self, names: &[&str], why: &str) -> Result<(), String> {
         match self.left().into_iter().find(|key| names.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
-            Some(key) => Err(format!("it has {key}: {why}; --columns ignore={key} leaves it out")),
+            Some(key) => Err(format!("it has {key}: {why}; skip it with --columns ignore={key}")),
             None => Ok(()),
         }
     }
@@ -161,7 +161,7 @@ impl<'a> RecordFields<'a> {
     /// Refuses pictures.
     pub(super) fn refuse_pictures(&self) -> Result<(), String> {
         match self.left().into_iter().find(|key| PICTURES.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
-            Some(key) => Err(format!("{}, by --columns ignore={key}", picture(&key))),
+            Some(key) => Err(format!("{} with --columns ignore={key}", picture(&key))),
             None => Ok(()),
         }
     }

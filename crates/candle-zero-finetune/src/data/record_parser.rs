@@ -101,7 +101,7 @@ impl RecordParser<'_> {
             match format {
                 RecordFormat::Text | RecordFormat::Label if !self.has_labels => {}
                 RecordFormat::Text | RecordFormat::Label => {
-                    fields.refuse(&SECOND_TEXTS, "pairs of texts are not read; join them in one column")?;
+                    fields.refuse(&SECOND_TEXTS, "pairs of texts are not supported; join them in one column")?;
                 }
                 RecordFormat::Preference => {
                     fields.refuse(&PLACELESS, PLACELESS_WHY)?;
@@ -116,12 +116,13 @@ impl RecordParser<'_> {
                     fields.refuse(&PLACELESS, PLACELESS_WHY)?;
                     fields.refuse(
                         &PREFERENCES,
-                        "it looks like a preference for or against a single answer (KTO), which is not supported, and \
-                         without it bad answers are learned as good ones; leave out the bad ones and the column, or make \
-                         pairs of chosen and rejected",
+                        "it looks like a rating of a single answer (KTO), which is not supported, and without it bad \
+                         answers are learned like good ones; omit the bad ones and the column, or make pairs of chosen \
+                         and rejected",
                     )?;
                     if let Some(rank) = fields.rank() {
-                        remarks.push(format!("have a {rank}, which is not read: good and bad ones are learned alike"));
+                        remarks
+                            .push(format!("have a {rank}, which is ignored: good and bad answers are learned alike"));
                     }
                 }
             }
@@ -178,7 +179,7 @@ impl RecordParser<'_> {
         let keys = fields.keys();
         if self.has_labels {
             return format!(
-                "its keys ({}) have no text and label; --columns text=COLUMN,label=COLUMN says which they are",
+                "its keys ({}) do not include text and label; map them with --columns text=COLUMN,label=COLUMN",
                 names(&keys)
             );
         }
@@ -188,19 +189,19 @@ impl RecordParser<'_> {
         };
         if let [only] = &keys.iter().filter(is_list).collect::<Vec<_>>()[..] {
             return format!(
-                "its keys ({}) are of no known form, and {only} is a list of objects; where these are the records, write \
-                 them one a line, as jq -c '.{only}[]' does",
+                "its keys ({}) match no known format, and {only} is a list of objects; if these are the records, write \
+                 them one per line, as jq -c '.{only}[]' does",
                 names(&keys)
             );
         }
-        format!("its keys ({}) are of no known form: {RECORD_FORMATS}; {}", names(&keys), Columns::hint(&keys))
+        format!("its keys ({}) match no known format: {RECORD_FORMATS}; {}", names(&keys), Columns::hint(&keys))
     }
 
     /// Adds a remark that texts do not go through the chat template.
     fn say_as_they_stand(&self, example: &TrainingExample, remarks: &mut Vec<String>) {
         if self.has_template && matches!(example, TrainingExample::Completion { .. }) {
             remarks.push(
-                "are learned word by word, without the model's chat template; for an instruct model give messages, or \
+                "are learned verbatim, without the model's chat template; for an instruct model give messages, or \
                  --columns instruction=prompt,output=completion"
                     .into(),
             );
@@ -210,7 +211,7 @@ impl RecordParser<'_> {
     /// Returns the instruction under `name` and its other fields.
     fn asked(&self, fields: &RecordFields<'_>, name: &str) -> Result<Instruction, RecordProblem> {
         let input = match (fields.text("input")?, fields.text("context")?) {
-            (Some(_), Some(_)) => return Err("it has input and context; leave one of them".into()),
+            (Some(_), Some(_)) => return Err("it has input and context; keep one of them".into()),
             (input, context) => input.or(context),
         };
         Ok(Instruction {
@@ -260,15 +261,18 @@ impl RecordParser<'_> {
         if let Some(name) = fields.any(&["instruction", "question"]) {
             let asked = self.asked(fields, name)?;
             let text = |answer: &Value| {
-                answer.as_str().map(str::to_string).ok_or_else(|| format!("an answer is {}", kind(answer)))
+                answer
+                    .as_str()
+                    .map(str::to_string)
+                    .ok_or_else(|| format!("an answer is {}, not a string", kind(answer)))
             };
             return pair(answers.map(|answer| asked.clone().answered(text(&answer)?)));
         }
         let [Some(chosen), Some(rejected)] = answers.each_ref().map(|answer| answer.as_str()) else {
-            return Err(format!("its chosen is {} and its rejected {}", kind(&answers[0]), kind(&answers[1])));
+            return Err(format!("its chosen is {} and its rejected is {}", kind(&answers[0]), kind(&answers[1])));
         };
         let at =
-            common_beginning(chosen, rejected).ok_or("it has two texts that begin alike in nothing, and no prompt")?;
+            common_beginning(chosen, rejected).ok_or("it has two texts without a common beginning, and no prompt")?;
         let completion =
             |text: &str| TrainingExample::Completion { prompt: text[..at].into(), completion: text[at..].into() };
         pair([chosen, rejected].map(|text| Ok(completion(text))))
@@ -281,24 +285,24 @@ const MESSAGES: [&str; 3] = ["messages", "conversations", "conversation"];
 /// The keys that are not allowed in some formats.
 const PLACELESS: [&str; 8] =
     ["system", "system_prompt", "system_message", "history", "context", "tools", "functions", "chat_template_kwargs"];
-const PLACELESS_WHY: &str = "this form has no place for it; write messages, or name columns of an instruction as in --columns \
-                             instruction=prompt,output=completion";
+const PLACELESS_WHY: &str = "this format has no place for it; write messages, or map an instruction's columns as in \
+                             --columns instruction=prompt,output=completion";
 
 /// Returns the name of a label: a text, an integer or a truth value.
 fn label_name(label: &Value) -> Result<String, RecordProblem> {
     let whole = || f64::try_from(label.clone()).ok().filter(|number| number.fract() == 0.0 && number.abs() < 1e15);
     match label.kind() {
         ValueKind::String if label.as_str().is_some_and(|text| text.trim().is_empty()) => {
-            Err("its label is empty; give it one, or leave the record out".into())
+            Err("its label is empty; add one, or omit the record".into())
         }
         ValueKind::String | ValueKind::Bool => Ok(python_str(label)),
         ValueKind::Number if label.is_integer() => Ok(python_str(label)),
         // This is how pandas writes integers of a column with missing values.
         ValueKind::Number => match whole() {
             Some(number) => Ok((number as i64).to_string()),
-            None => Err(format!("its label is {label}, and a label is a name or a whole number")),
+            None => Err(format!("its label is {label}, but must be a name or a whole number")),
         },
-        _ => Err(format!("its label is {}, and a label is a name or a whole number", kind(label))),
+        _ => Err(format!("its label is {}, but must be a name or a whole number", kind(label))),
     }
 }
 
@@ -348,7 +352,7 @@ fn completion_of(
             let from = prompt.list.len();
             chat(prompt.then(answer_of(completion)?), Some(from), fields)
         }
-        _ => Err(format!("its prompt is {} and its completion {}", kind(prompt), kind(completion))),
+        _ => Err(format!("its prompt is {} and its completion is {}", kind(prompt), kind(completion))),
     }
 }
 
@@ -365,7 +369,8 @@ fn openai_preference(fields: &RecordFields<'_>, answers: [&Value; 2]) -> Result<
 
 /// Returns the earlier turns of an instruction, as pairs of question and answer.
 fn history(fields: &RecordFields<'_>) -> Result<Vec<[String; 2]>, RecordProblem> {
-    let wrong = || "its history is not a list of pairs of texts, as [[\"question\", \"answer\"], ...]".to_string();
+    let wrong =
+        || "its history is not a list of pairs of strings, such as [[\"question\", \"answer\"], ...]".to_string();
     let Some(found) = fields.get("history") else { return Ok(vec![]) };
     let found = match found.as_str() {
         Some("") => return Ok(vec![]),
@@ -434,7 +439,7 @@ impl Instruction {
             return Ok(TrainingExample::Chat { conversation, learned });
         }
         if !history.is_empty() || !tools.is_none() {
-            return Err("its history or tools need a chat template, and the model has none".into());
+            return Err("its history or tools need a chat template, but the model has none".into());
         }
         let about = match (&system, &input) {
             (Some(system), _) => system.as_str(),

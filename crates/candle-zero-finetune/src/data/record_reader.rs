@@ -114,15 +114,15 @@ fn unreadable(path: &Path, problem: impl Into<String>) -> Error {
 
 /// Returns the kind of a file with this beginning, if it is not UTF-8 text.
 fn foreign(head: &[u8]) -> Option<&'static str> {
-    const UTF_16: &str = "it is text in UTF-16 or UTF-32; save it as UTF-8, as with iconv -f UTF-16 -t UTF-8";
+    const UTF_16: &str = "it is text in UTF-16 or UTF-32; save it as UTF-8, for example with iconv -f UTF-16 -t UTF-8";
     match head {
         [0xFF, 0xFE, ..] | [0xFE, 0xFF, ..] => Some(UTF_16),
         [0x1F, 0x8B, ..] => Some("it is compressed with gzip; unpack it with gunzip"),
         [0x28, 0xB5, 0x2F, 0xFD, ..] => Some("it is compressed with Zstandard; unpack it with unzstd"),
         [b'P', b'K', 3, 4, ..] => {
-            Some("it is a ZIP archive, as of Excel; unpack it, or save the table as CSV in UTF-8")
+            Some("it is a ZIP archive, such as an Excel file; unpack it, or save the table as CSV in UTF-8")
         }
-        [b'P', b'A', b'R', b'1', ..] => Some("it is a Parquet file; name it .parquet"),
+        [b'P', b'A', b'R', b'1', ..] => Some("it is a Parquet file; give it the extension .parquet"),
         _ if is_wide(head) => Some(UTF_16),
         _ => None,
     }
@@ -381,7 +381,10 @@ mod tests {
             let good = "a,b\n".repeat(4);
             format!("prompt,completion\n{good}{bad}\n{good}")
         };
-        holds(&refused("x.csv", rows("a,\"b")), "a quote that opens in line 6 is not closed by the end of the file");
+        holds(
+            &refused("x.csv", rows("a,\"b")),
+            "a quote that opens in line 6 is not closed before the end of the file",
+        );
         holds(
             &refused("x.csv", rows("a,\"b\nc,d\ne,\"f\"")),
             "a quote that opens in line 6 closes in line 8 before other text",
@@ -390,7 +393,7 @@ mod tests {
         holds(&refused("x.csv", "prompt,prompt\na,b\n"), "two columns are named");
         let one = records("x.csv", &rows("a,\"b\" c"));
         assert_eq!(one.len(), 9);
-        holds(&one[4].1, "broken: text follows the quote that ends a field");
+        holds(&one[4].1, "broken: text follows the closing quote of a field");
         // In a field that does not begin with a quote, a quote is an ordinary character.
         assert_eq!(records("x.csv", &rows("5\" long,b"))[4], at(6, "{'prompt': '5\" long', 'completion': 'b'}"));
         assert_eq!(records("x.csv", &rows("\n\na,\"b\r\nc\""))[4], at(8, "{'prompt': 'a', 'completion': 'b\\r\\nc'}"));
@@ -400,8 +403,8 @@ mod tests {
     fn rows_with_another_number_of_fields_are_named_by_their_line() {
         let rows = records("x.csv", "prompt,completion\n\n\nadd,1 2,3\nx\n\"a\nb\",c,\n");
         assert_eq!(rows.iter().map(|(line, _)| *line).collect::<Vec<_>>(), [4, 5, 6]);
-        holds(&rows[0].1, "broken: it has 3 columns, and the first line names 2 (prompt, completion)");
-        holds(&rows[1].1, "broken: it has 1 column, and the first line names 2");
+        holds(&rows[0].1, "broken: it has 3 columns, but the first line names 2 (prompt, completion)");
+        holds(&rows[1].1, "broken: it has 1 column, but the first line names 2");
     }
 
     #[test]
@@ -433,7 +436,7 @@ mod tests {
         let record = RecordReader::open(&path, &Columns::default()).unwrap().next().unwrap().unwrap();
         holds(
             &record.raw.value().unwrap_err(),
-            "(byte 0xE9, as of Windows-1252 or Latin-1, where it is 'é'); save the file as UTF-8",
+            "(byte 0xE9, which is 'é' in Windows-1252 and Latin-1); save the file as UTF-8",
         );
     }
 
@@ -458,11 +461,11 @@ mod tests {
         let said = |text: &str| RecordContent::Json(text.into()).value().unwrap_err();
         holds(
             &said("{\"instruction\":\"a\",\"input\":NaN}"),
-            "it is not JSON: NaN is no JSON; write null (expected value at column 28)",
+            "it is not JSON: NaN is not valid; write null (expected value at column 28)",
         );
-        holds(&said("{\"a\": -Infinity}"), "Infinity is no JSON; write null");
-        holds(&said("{'role': 'user'}"), "its texts are in single quotes, as Python prints them");
-        holds(&said("{\"a\": True}"), "True is no JSON; write true");
+        holds(&said("{\"a\": -Infinity}"), "Infinity is not valid; write null");
+        holds(&said("{'role': 'user'}"), "its strings are in single quotes, as Python prints them");
+        holds(&said("{\"a\": True}"), "True is not valid; write true");
         holds(&said("{\"a\": \"NaN\", \"b\" 1}"), "it is not JSON (expected `:` at column 18)");
     }
 

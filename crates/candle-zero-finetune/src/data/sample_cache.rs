@@ -149,7 +149,7 @@ impl SampleCache {
     pub(super) fn open(path: &Path, fingerprint: u64) -> Result<Result<Self, &'static str>> {
         let io = |source| Error::Io { action: "read", path: path.into(), source };
         let file = match files::open(path) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Err("there is none")),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Err("there is no file")),
             file => file.map_err(io)?,
         };
         // Earlier versions may have made the file readable to others.
@@ -166,7 +166,7 @@ impl SampleCache {
 
     fn check(map: Mmap, fingerprint: u64) -> Result<Self, &'static str> {
         if &map[..8] != MAGIC {
-            return Err("it is of another format");
+            return Err("it has a different format");
         }
         let header: Vec<u64> = map[8..HEADER].chunks_exact(8).map(long).collect();
         let [found, samples, tokens, index, report, end, digest] = header[..] else { return Err("it is truncated") };
@@ -184,7 +184,7 @@ impl SampleCache {
             return Err("it is damaged");
         }
         if found != fingerprint {
-            return Err("it is of other data, another tokenizer, template or options");
+            return Err("it was made with other data, or another tokenizer, template or options");
         }
         let cache = Self { map, samples: samples as usize, tokens, index: index as usize, report: report as usize };
         match (0..cache.samples).into_par_iter().all(|i| cache.is_whole(i)) {
@@ -418,9 +418,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.samples");
         let why = |fingerprint| SampleCache::open(&path, fingerprint).unwrap().unwrap_err();
-        assert_eq!(why(7), "there is none");
+        assert_eq!(why(7), "there is no file");
         write(&path, &[Sample { ids: vec![1, 2, 3], targets: vec![false, true, true] }]);
-        assert!(why(8).starts_with("it is of other data"));
+        assert!(why(8).starts_with("it was made with other data"));
         let whole = std::fs::read(&path).unwrap();
         for bytes in 0..whole.len() {
             std::fs::write(&path, &whole[..bytes]).unwrap();
@@ -432,13 +432,13 @@ mod tests {
             other[byte] ^= 0x10;
             std::fs::write(&path, other).unwrap();
             let said = why(7);
-            assert!(!said.starts_with("it is of other data") && said != "there is none", "{byte}: {said}");
+            assert!(!said.starts_with("it was made with other data") && said != "there is no file", "{byte}: {said}");
         }
         let mut longer = whole.clone();
         longer.push(0);
         std::fs::write(&path, longer).unwrap();
         assert_eq!(why(7), "it is truncated");
         std::fs::write(&path, [0; 100]).unwrap();
-        assert_eq!(why(7), "it is of another format");
+        assert_eq!(why(7), "it has a different format");
     }
 }

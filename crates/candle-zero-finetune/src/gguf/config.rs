@@ -18,7 +18,7 @@ impl GgufFile {
             return Err(self.refuse("general.architecture", architecture, format!("one of {}", KNOWN.join(", "))));
         }
         if keys.number("expert_count")?.is_some_and(|experts| experts > 0.0) {
-            return Err(keys.refuse("expert_count", "0: mixtures of experts are not known here"));
+            return Err(keys.refuse("expert_count", "0: mixtures of experts are not supported"));
         }
         let hidden = keys.need_size("embedding_length")?;
         let blocks = keys.need_size("block_count")?;
@@ -166,7 +166,7 @@ impl<'a> ArchitectureKeys<'a> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
-            Some(_) => Err(self.refuse(key, "a text")),
+            Some(_) => Err(self.refuse(key, "a string")),
         }
     }
 
@@ -176,7 +176,7 @@ impl<'a> ArchitectureKeys<'a> {
         if infos.contains_key("rope_factors_long.weight") || infos.contains_key("rope_factors_short.weight") {
             return Err(super::weights::bad(
                 &self.gguf.path,
-                "it has rope_factors_long.weight: rotary positions of the type longrope are not known here",
+                "it has rope_factors_long.weight: rotary positions of type longrope are not supported",
             ));
         }
         match self.text("rope.scaling.type")? {
@@ -220,7 +220,7 @@ impl<'a> ArchitectureKeys<'a> {
             })),
             false => Err(super::weights::bad(
                 &self.gguf.path,
-                "its rope_freqs.weight is not that of Llama 3.1 and later: other rotary positions are not known here",
+                "its rope_freqs.weight is not that of Llama 3.1 and later: other rotary positions are not supported",
             )),
         }
     }

@@ -71,7 +71,7 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
         sources.push(TensorOrigin::Values(factors));
     }
     for (name, shape) in merged.shapes() {
-        let unknown = || wrong(format!("llama.cpp has no name for the tensor {name} of a {kind}"));
+        let unknown = || wrong(format!("llama.cpp has no name for tensor {name} of a {kind} model"));
         let (new_name, change) = model.tensor(name).ok_or_else(unknown)?;
         let mut new_shape = shape.clone();
         if change == LayoutChange::Transposed {
@@ -165,15 +165,15 @@ impl<'a> GgufArchitecture<'a> {
             "gpt2" => "gpt2",
             other => {
                 return Err(format!(
-                    "a model of type {other:?} cannot be written as GGUF; llama, mistral, qwen2, qwen3 and gpt2 can. \
-                     Write a Hugging Face folder and convert it with llama.cpp"
+                    "its type is {other:?}, but must be llama, mistral, qwen2, qwen3 or gpt2; write a Hugging Face \
+                     folder and convert it with llama.cpp"
                 ));
             }
         };
         let model = Self { architecture, config };
         let first = config.blocks.first().map(|block| block.rotary);
         if config.learned_positions.is_none() && config.blocks.iter().any(|block| Some(block.rotary) != first) {
-            return Err("its blocks turn positions in different ways, which GGUF has no keys for".into());
+            return Err("its blocks rotate positions in different ways, for which GGUF has no keys".into());
         }
         Ok(model)
     }

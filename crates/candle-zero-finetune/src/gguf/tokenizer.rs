@@ -101,7 +101,7 @@ impl GgufFile {
     /// A file without a tokenizer, or with one that is not supported.
     pub fn tokenizer_files(&self) -> Result<TokenizerFiles> {
         let kind = self.text("tokenizer.ggml.model")?.ok_or_else(|| {
-            bad(&self.path, "it has no tokenizer (tokenizer.ggml.model); put the model's tokenizer.json beside it")
+            bad(&self.path, "it has no tokenizer (tokenizer.ggml.model); put the model's tokenizer.json next to it")
         })?;
         let vocabulary = GgufVocabulary::of(self)?;
         let (tokenizer, adds_bos) = match kind {
@@ -109,7 +109,7 @@ impl GgufFile {
             "llama" => vocabulary.sentence_piece()?,
             other => {
                 let allowed =
-                    "gpt2 or llama: the others are not read here; put the model's tokenizer.json beside the file";
+                    "gpt2 or llama: others are not supported; put the model's tokenizer.json next to the file";
                 return Err(self.refuse("tokenizer.ggml.model", format!("{other:?}"), allowed));
             }
         };
@@ -166,7 +166,7 @@ impl GgufFile {
         match self.content.metadata.get(key) {
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
-            Some(_) => Err(self.refuse(key, "no text", "a text")),
+            Some(_) => Err(self.refuse(key, "not a string", "a string")),
         }
     }
 
@@ -175,7 +175,7 @@ impl GgufFile {
             None => Ok(None),
             Some(value) => match whole(value) {
                 Some(number) => Ok(u64::try_from(number).ok()),
-                None => Err(self.refuse(key, "no whole number", "a whole number")),
+                None => Err(self.refuse(key, "not a whole number", "a whole number")),
             },
         }
     }
@@ -184,7 +184,7 @@ impl GgufFile {
         match self.content.metadata.get(key) {
             None => Ok(None),
             Some(Value::Array(values)) => Ok(Some(values)),
-            Some(_) => Err(self.refuse(key, "no list", "a list")),
+            Some(_) => Err(self.refuse(key, "not a list", "a list")),
         }
     }
 }
@@ -230,17 +230,21 @@ struct GgufVocabulary<'a> {
 impl<'a> GgufVocabulary<'a> {
     fn of(gguf: &'a GgufFile) -> Result<Self> {
         const TOKENS: &str = "tokenizer.ggml.tokens";
-        let texts = gguf.array(TOKENS)?.ok_or_else(|| gguf.refuse(TOKENS, "absent", "a list of texts"))?;
+        let texts = gguf.array(TOKENS)?.ok_or_else(|| gguf.refuse(TOKENS, "absent", "a list of strings"))?;
         if texts.is_empty() || texts.len() > MOST_TOKENS {
-            return Err(gguf.refuse(TOKENS, format!("a list of {}", texts.len()), format!("1 to {MOST_TOKENS} texts")));
+            return Err(gguf.refuse(
+                TOKENS,
+                format!("a list of length {}", texts.len()),
+                format!("1 to {MOST_TOKENS} strings"),
+            ));
         }
         let kinds = gguf.array("tokenizer.ggml.token_type")?;
         if let Some(kinds) = kinds.filter(|kinds| kinds.len() != texts.len()) {
-            let found = format!("a list of {}", kinds.len());
+            let found = format!("a list of length {}", kinds.len());
             return Err(gguf.refuse(
                 "tokenizer.ggml.token_type",
                 found,
-                format!("{} numbers, one a token", texts.len()),
+                format!("{} numbers, one per token", texts.len()),
             ));
         }
         let token = |(id, text): (usize, &'a Value)| match text {
@@ -248,7 +252,7 @@ impl<'a> GgufVocabulary<'a> {
                 let kind = kinds.and_then(|kinds| whole(&kinds[id])).unwrap_or(NORMAL);
                 Ok((text.as_str(), kind))
             }
-            _ => Err(gguf.refuse(TOKENS, format!("no text at {id}"), "texts")),
+            _ => Err(gguf.refuse(TOKENS, format!("not a string at {id}"), "strings")),
         };
         Ok(Self { gguf, tokens: texts.iter().enumerate().map(token).collect::<Result<_>>()? })
     }
@@ -280,7 +284,7 @@ impl<'a> GgufVocabulary<'a> {
     /// Returns the byte-level BPE tokenizer, and whether texts begin with BOS if the file does not specify this.
     fn byte_level(&self) -> Result<(Json, bool)> {
         const PRE: &str = "tokenizer.ggml.pre";
-        let allowed = || format!("one of {KNOWN}; for another put the model's tokenizer.json beside the file");
+        let allowed = || format!("one of {KNOWN}; for another, put the model's tokenizer.json next to the file");
         let name = self.gguf.text(PRE)?.ok_or_else(|| self.gguf.refuse(PRE, "absent", allowed()))?;
         let cut = PreTokenizerPattern::of(name).ok_or_else(|| self.gguf.refuse(PRE, format!("{name:?}"), allowed()))?;
         const MERGES: &str = "tokenizer.ggml.merges";
@@ -291,7 +295,7 @@ impl<'a> GgufVocabulary<'a> {
                 Some((a, b)) if vocab.contains_key(a) && vocab.contains_key(b) => Ok(json!([a, b])),
                 _ => Err(self.gguf.refuse(MERGES, format!("{text:?} at {at}"), "two tokens with a space between them")),
             },
-            _ => Err(self.gguf.refuse(MERGES, format!("no text at {at}"), "texts")),
+            _ => Err(self.gguf.refuse(MERGES, format!("not a string at {at}"), "strings")),
         };
         let merges = merges.iter().enumerate().map(merge).collect::<Result<Vec<_>>>()?;
         let is_llama3 = matches!(name, "llama3" | "llama-v3" | "llama-bpe");
@@ -314,12 +318,12 @@ impl<'a> GgufVocabulary<'a> {
         const SCORES: &str = "tokenizer.ggml.scores";
         let scores = self.gguf.array(SCORES)?.ok_or_else(|| self.gguf.refuse(SCORES, "absent", "a list of numbers"))?;
         if scores.len() != self.tokens.len() {
-            let allowed = format!("{} numbers, one a token", self.tokens.len());
-            return Err(self.gguf.refuse(SCORES, format!("a list of {}", scores.len()), allowed));
+            let allowed = format!("{} numbers, one per token", self.tokens.len());
+            return Err(self.gguf.refuse(SCORES, format!("a list of length {}", scores.len()), allowed));
         }
         let score = |id: usize| match &scores[id] {
             Value::F32(score) if !score.is_nan() => Ok(*score),
-            _ => Err(self.gguf.refuse(SCORES, format!("no number at {id}"), "numbers")),
+            _ => Err(self.gguf.refuse(SCORES, format!("not a number at {id}"), "numbers")),
         };
         let unknown = self.tokens.iter().find(|(_, kind)| *kind == UNKNOWN).map(|(text, _)| *text);
         let adds_space =

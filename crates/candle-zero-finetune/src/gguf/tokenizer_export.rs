@@ -51,7 +51,7 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
         ids.insert(id, (content, if token["special"] == true { CONTROL } else { USER_DEFINED }));
     }
     if let Some((last, _)) = ids.last_key_value().filter(|(last, _)| **last >= rows) {
-        return Err(wrong(format!("it has token {last}, and the model's embedding has {rows} rows")));
+        return Err(wrong(format!("it has token {last}, but the model's embedding has only {rows} rows")));
     }
     let token = |id: usize| ids.get(&id).map_or_else(|| (format!("[PAD{id}]"), UNUSED), |(t, k)| ((*t).to_owned(), *k));
     let (tokens, kinds): (Vec<String>, Vec<i32>) = (0..rows).map(token).unzip();
@@ -59,9 +59,9 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
         Json::String(merge) => Ok(merge.clone()),
         Json::Array(pair) => match (&pair[..], pair.iter().all(Json::is_string)) {
             ([a, b], true) => Ok(format!("{} {}", a.as_str().unwrap_or_default(), b.as_str().unwrap_or_default())),
-            _ => Err(wrong(format!("the merge {merge} is no pair"))),
+            _ => Err(wrong(format!("the merge {merge} is not a pair"))),
         },
-        other => Err(wrong(format!("the merge {other} is no pair"))),
+        other => Err(wrong(format!("the merge {other} is not a pair"))),
     });
     let merges = merges.collect::<Result<Vec<String>>>()?;
     let mut keys = vec![
@@ -127,8 +127,8 @@ fn cut(pre_tokenizer: &Json) -> std::result::Result<&'static str, String> {
         [split] if !splits && split["type"] == "Split" && split["pattern"]["Regex"] == LLAMA3 => Ok("llama-bpe"),
         [split] if !splits && split["type"] == "Split" && split["pattern"]["Regex"] == QWEN2 => Ok("qwen2"),
         _ => Err(format!(
-            "it cuts texts by {pre_tokenizer}, which is none of the ways known here: gpt-2, smollm, llama-bpe, qwen2; \
-             write a Hugging Face folder and convert it with llama.cpp"
+            "it splits text with {pre_tokenizer}, which is not one of the supported ways: gpt-2, smollm, llama-bpe, \
+             qwen2; write a Hugging Face folder and convert it with llama.cpp"
         )),
     }
 }
@@ -170,7 +170,7 @@ mod tests {
         assert_eq!(cut(&after(json!({"type": "Digits", "individual_digits": true}), true)), Ok("smollm"));
         assert_eq!(cut(&after(split(LLAMA3), false)), Ok("llama-bpe"));
         assert_eq!(cut(&after(split(QWEN2), false)), Ok("qwen2"));
-        assert!(cut(&after(split("x"), false)).unwrap_err().contains("none of the ways"));
+        assert!(cut(&after(split("x"), false)).unwrap_err().contains("not one of the supported ways"));
         assert!(cut(&json!({"type": "Metaspace"})).unwrap_err().contains("not byte-level"));
         assert!(cut(&Json::Null).unwrap_err().contains("not byte-level"));
     }

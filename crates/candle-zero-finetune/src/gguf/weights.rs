@@ -135,7 +135,10 @@ impl GgufFile {
         let row = info.shape.dims().last().copied().unwrap_or(1);
         if !row.is_multiple_of(dtype.block_size()) {
             let block = dtype.block_size();
-            return Err(bad(&self.path, format!("tensor {name} has rows of {row} elements in blocks of {block}")));
+            return Err(bad(
+                &self.path,
+                format!("tensor {name} has rows of {row} elements, not a multiple of the {block} of a block"),
+            ));
         }
         let size = (info.shape.elem_count() / dtype.block_size()).checked_mul(dtype.type_size());
         let start = usize::try_from(self.content.tensor_data_offset.saturating_add(info.offset)).ok();
@@ -144,7 +147,7 @@ impl GgufFile {
             Some(_) => Ok(()),
             None => {
                 let reason =
-                    format!("tensor {name} ends behind the {} bytes of the file: it was cut short", self.map.len());
+                    format!("tensor {name} ends beyond the {} bytes of the file: it is truncated", self.map.len());
                 Err(bad(&self.path, reason))
             }
         }

@@ -140,7 +140,7 @@ impl<'a> HubClient<'a> {
         let mut answer = request.call().map_err(|e| self.unreachable(LISTING, e.to_string()))?;
         self.check_status(LISTING, answer.status().as_u16(), answer.headers())?;
         let info: Result<RepoInfo, _> = answer.body_mut().with_config().limit(MOST_OF_LISTING).read_json();
-        let info = info.map_err(|e| self.odd(LISTING, format!("it is no list of files: {e}")))?;
+        let info = info.map_err(|e| self.odd(LISTING, format!("it is not a list of files: {e}")))?;
         let is_commit = (7..=64).contains(&info.sha.len()) && info.sha.bytes().all(|byte| byte.is_ascii_hexdigit());
         match is_commit {
             true => Ok(info),
@@ -168,7 +168,7 @@ impl<'a> HubClient<'a> {
                 None => return self.described(file, headers, "x-linked-size"),
             }
         }
-        Err(self.odd(file, format!("{MOST_STEPS} redirections lead nowhere")).into())
+        Err(self.odd(file, format!("it redirects {MOST_STEPS} times without an end")).into())
     }
 
     fn described(&self, file: &str, headers: &HeaderMap, size: &str) -> Result<RemoteFile, RequestFailure> {
@@ -177,10 +177,10 @@ impl<'a> HubClient<'a> {
         let etag = etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"');
         // The ETag becomes a file name.
         if !is_part(etag) || etag.len() > 128 {
-            return Err(self.odd(file, "it has no ETag that names a content".into()).into());
+            return Err(self.odd(file, "it has no ETag that identifies the content".into()).into());
         }
         let size = ["x-linked-size", size].into_iter().find_map(|name| text_of(headers, name)?.parse().ok());
-        let size = size.ok_or_else(|| self.odd(file, "it says no size".into()))?;
+        let size = size.ok_or_else(|| self.odd(file, "it states no size".into()))?;
         let is_digest = linked.is_some() && etag.len() == 64 && etag.bytes().all(|byte| byte.is_ascii_hexdigit());
         Ok(RemoteFile { etag: etag.to_ascii_lowercase(), size, is_digest })
     }
@@ -203,7 +203,7 @@ impl<'a> HubClient<'a> {
                 let begun = range.strip_prefix("bytes ").and_then(|range| range.split('-').next()?.parse().ok());
                 if begun != Some(from) {
                     return Err(self
-                        .odd(file, format!("bytes from {from} on were asked for, and {range:?} comes"))
+                        .odd(file, format!("bytes from {from} on were requested, but {range:?} was sent"))
                         .into());
                 }
                 from
@@ -286,7 +286,7 @@ fn tls(settings: &HubSettings) -> Result<TlsConfig> {
     });
     let roots: Vec<_> = roots.collect();
     if roots.is_empty() {
-        let (found, allowed) = (path.display().to_string(), "a file with certificates in PEM's form");
+        let (found, allowed) = (path.display().to_string(), "a file with certificates in PEM format");
         return Err(HubError::Setting { name: "SSL_CERT_FILE", found, allowed }.into());
     }
     Ok(TlsConfig::builder().root_certs(RootCerts::from(roots)).build())

@@ -18,14 +18,14 @@ pub enum HubError {
     },
     /// No folder for the cache is known.
     #[error(
-        "there is no folder for what comes from the Hugging Face Hub: HF_HOME, HF_HUB_CACHE, XDG_CACHE_HOME and HOME are not \
-         set; set HF_HOME to a folder"
+        "there is no folder for downloads from the Hugging Face Hub: HF_HOME, HF_HUB_CACHE, XDG_CACHE_HOME and HOME \
+         are not set; set HF_HOME to a folder"
     )]
     NoCache,
     /// A repository that does not exist or is not public.
     #[error(
-        "there is no repository {repository} at {endpoint} that {} may see, and no file or folder of that name here; check \
-         its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)",
+        "there is no repository {repository} at {endpoint} that {} may read, and no local file or folder of that name; \
+         check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)",
         if *has_token { "this token" } else { "everybody" }
     )]
     NoRepository {
@@ -37,7 +37,7 @@ pub enum HubError {
         has_token: bool,
     },
     /// A branch, tag or commit that does not exist in the repository.
-    #[error("{name} has no branch, tag or commit {revision:?}; give another one, or {name} alone for the branch main")]
+    #[error("{name} has no branch, tag or commit {revision:?}; give another one, or just {name} for the branch main")]
     NoRevision {
         /// The repository, without the revision.
         name: String,
@@ -46,8 +46,8 @@ pub enum HubError {
     },
     /// A repository whose conditions must be accepted first.
     #[error(
-        "{file} of {repository} is given to those alone who have accepted the model's conditions: do that at \
-         {endpoint}/{name}, and give a token of that account (HF_TOKEN)"
+        "{file} of {repository} requires accepting the model's conditions: do that at {endpoint}/{name}, and give a \
+         token of that account (HF_TOKEN)"
     )]
     Gated {
         /// The repository.
@@ -63,7 +63,7 @@ pub enum HubError {
     #[error(
         "{endpoint} refuses {file} of {repository} (HTTP {status}){}; {}",
         if said.is_empty() { String::new() } else { format!(": {said}") },
-        if *has_token { "give a token that may read it (HF_TOKEN), for this one is not taken" }
+        if *has_token { "give a token that may read it (HF_TOKEN); this one is not accepted" }
         else { "give a token of an account that may read it (HF_TOKEN)" }
     )]
     Refused {
@@ -92,8 +92,8 @@ pub enum HubError {
     },
     /// A server that cannot be reached.
     #[error(
-        "cannot reach {endpoint} for {file} of {repository}: {reason}; check the network, HTTPS_PROXY and HF_ENDPOINT, or set \
-         HF_HUB_OFFLINE=1 to take what was fetched before, or give a folder"
+        "cannot reach {endpoint} for {file} of {repository}: {reason}; check the network, HTTPS_PROXY and HF_ENDPOINT, \
+         or set HF_HUB_OFFLINE=1 to use files fetched before, or give a folder"
     )]
     Unreachable {
         /// The repository.
@@ -106,9 +106,9 @@ pub enum HubError {
         reason: String,
     },
     /// A server that answers with an error status.
-    #[error("{endpoint} answers HTTP {status} to the request for {file} of {repository}{}; {}",
+    #[error("{endpoint} answered HTTP {status} to the request for {file} of {repository}{}; {}",
         if said.is_empty() { String::new() } else { format!(" ({said})") },
-        if *status == 429 { "too many requests came from here: wait some minutes, or give a token (HF_TOKEN)" }
+        if *status == 429 { "too many requests came from here: wait a few minutes, or give a token (HF_TOKEN)" }
         else { "try again later" }
     )]
     Status {
@@ -125,7 +125,8 @@ pub enum HubError {
     },
     /// An answer that does not come from a Hub.
     #[error(
-        "what {endpoint} answers for {file} of {repository} is not what a Hugging Face Hub answers: {problem}; check HF_ENDPOINT"
+        "the answer of {endpoint} for {file} of {repository} is not that of a Hugging Face Hub: {problem}; check \
+         HF_ENDPOINT"
     )]
     Answer {
         /// The repository.
@@ -139,8 +140,8 @@ pub enum HubError {
     },
     /// A file that was not downloaded completely.
     #[error(
-        "of {file} of {repository} {done} of {size} have come ({reason}, several times); they are kept: start it again to go on \
-         from there"
+        "received only {done} of {size} of {file} of {repository} ({reason}, several times); they are kept: start it \
+         again to resume from there"
     )]
     Interrupted {
         /// The repository.
@@ -156,8 +157,8 @@ pub enum HubError {
     },
     /// A file whose content does not match its checksum.
     #[error(
-        "{file} of {repository} came with another content than its checksum says, twice; something on the way changes it: \
-         check HF_ENDPOINT and proxies"
+        "{file} of {repository} did not match its checksum, twice; something changes it in transit: check HF_ENDPOINT \
+         and proxies"
     )]
     Damaged {
         /// The repository.
@@ -180,8 +181,8 @@ pub enum HubError {
     },
     /// Too little disk space for the files to fetch.
     #[error(
-        "{file} of {repository} needs {needed} in {}, where {free} are free; free space there, or set HF_HOME to a folder on \
-         another disk", folder.display()
+        "{file} of {repository} needs {needed} in {}, where {free} is free; free up space there, or set HF_HOME to a \
+         folder on another disk", folder.display()
     )]
     NoSpace {
         /// The repository.

@@ -71,7 +71,7 @@ impl Repository {
                 for shard in &shards {
                     // The name becomes part of an address.
                     if !is_part(shard) || !names.contains(shard.as_str()) {
-                        return Err(fetch.lacks(shard, format!("{INDEX_OF_FOLDER} names it; take another revision")));
+                        return Err(fetch.lacks(shard, format!("{INDEX_OF_FOLDER} names it; use another revision")));
                     }
                 }
                 fetch.complete(shards.iter().map(String::as_str).collect())?;
@@ -106,7 +106,7 @@ impl SnapshotFetch<'_, '_> {
         if !names.contains(CONFIG) {
             let has: Vec<&str> = names.iter().copied().collect();
             let has = if has.is_empty() { "no file".into() } else { list(&has) };
-            return Err(self.lacks(CONFIG, format!("it has {has}; take the repository of a model for transformers")));
+            return Err(self.lacks(CONFIG, format!("it has {has}; use the repository of a model for transformers")));
         }
         if parts == FileSelection::All && !names.contains(FILE_OF_FOLDER) && !names.contains(INDEX_OF_FOLDER) {
             let is_weights = |name: &&&str| {
@@ -117,7 +117,7 @@ impl SnapshotFetch<'_, '_> {
             return Err(self.lacks(
                 &format!("{FILE_OF_FOLDER} or {INDEX_OF_FOLDER}"),
                 format!(
-                    "it has {has}; take one with safetensors files, or convert it, as with \
+                    "it has {has}; use one with safetensors files, or convert it, for example with \
                      AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)"
                 ),
             ));
@@ -194,7 +194,7 @@ impl SnapshotFetch<'_, '_> {
                 FolderLockOutcome::Busy(owner) if !is_said => {
                     is_said = true;
                     let who = owner.map_or("another process".into(), |owner| format!("process {owner}"));
-                    notice::say(&format!("{who} fetches {}: this one waits for it", self.repository));
+                    notice::say(&format!("{who} is fetching {}: waiting for it", self.repository));
                 }
                 FolderLockOutcome::Busy(_) => {}
             }

@@ -41,7 +41,8 @@ impl HubSettings {
         };
         let token = token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty());
         if token.as_ref().is_some_and(|token| !token.bytes().all(|byte| byte.is_ascii_graphic())) {
-            let (found, allowed) = ("a text with blanks or other signs".into(), "a token, as hf_ and letters");
+            let (found, allowed) =
+                ("a text with spaces or other special characters".into(), "a token, such as hf_ and letters");
             return Err(HubError::Setting { name: "HF_TOKEN", found, allowed }.into());
         }
         let endpoint = get("HF_ENDPOINT").map_or("https://huggingface.co".into(), |e| e.to_string_lossy().into_owned());
@@ -50,7 +51,7 @@ impl HubSettings {
         if host
             .is_none_or(|host| host.is_empty() || host.contains(|c: char| !c.is_ascii_graphic() || "?#@".contains(c)))
         {
-            let allowed = "the address of a Hub, as https://huggingface.co";
+            let allowed = "the address of a Hub, such as https://huggingface.co";
             return Err(HubError::Setting { name: "HF_ENDPOINT", found: endpoint, allowed }.into());
         }
         // As in huggingface_hub, all other values mean no.
@@ -77,7 +78,7 @@ mod tests {
         assert_eq!(cache(&[("XDG_CACHE_HOME", "/x")]), PathBuf::from("/x/huggingface/hub"));
         assert_eq!(cache(&[("HF_HOME", "/hf"), ("XDG_CACHE_HOME", "/x")]), PathBuf::from("/hf/hub"));
         assert_eq!(cache(&[("HF_HOME", "/hf"), ("HF_HUB_CACHE", "/models")]), PathBuf::from("/models"));
-        insta::assert_snapshot!(of(&[], None).unwrap_err(), @"there is no folder for what comes from the Hugging Face Hub: HF_HOME, HF_HUB_CACHE, XDG_CACHE_HOME and HOME are not set; set HF_HOME to a folder");
+        insta::assert_snapshot!(of(&[], None).unwrap_err(), @"there is no folder for downloads from the Hugging Face Hub: HF_HOME, HF_HUB_CACHE, XDG_CACHE_HOME and HOME are not set; set HF_HOME to a folder");
     }
 
     #[test]
@@ -96,7 +97,7 @@ mod tests {
         let other = folder.path().join("other");
         assert_eq!(token(&[("HF_TOKEN_PATH", other.to_str().unwrap())]).unwrap(), "hf_other");
         let error = of(&[("HF_HOME", home), ("HF_TOKEN", "hf_a\nb: c")], None).unwrap_err();
-        insta::assert_snapshot!(error, @"HF_TOKEN is a text with blanks or other signs, but must be a token, as hf_ and letters");
+        insta::assert_snapshot!(error, @"HF_TOKEN is a text with spaces or other special characters, but must be a token, such as hf_ and letters");
     }
 
     #[test]
@@ -112,6 +113,6 @@ mod tests {
             assert!(with(&[("HF_ENDPOINT", wrong)]).is_err(), "{wrong}");
         }
         let error = with(&[("HF_ENDPOINT", "huggingface.co")]).unwrap_err();
-        insta::assert_snapshot!(error, @"HF_ENDPOINT is huggingface.co, but must be the address of a Hub, as https://huggingface.co");
+        insta::assert_snapshot!(error, @"HF_ENDPOINT is huggingface.co, but must be the address of a Hub, such as https://huggingface.co");
     }
 }

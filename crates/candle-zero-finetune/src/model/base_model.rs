@@ -220,7 +220,7 @@ impl SimpleBackend for InitialValuesBackend {
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
-        candle_core::bail!("{name} is asked for without a shape; use vb.get with its shape")
+        candle_core::bail!("{name} is requested without a shape; use vb.get with its shape")
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

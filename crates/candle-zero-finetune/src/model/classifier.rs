@@ -69,7 +69,7 @@ impl Classifier {
         let ids = [before, &ids, after].concat();
         let tokens = ids.len();
         if tokens == 0 {
-            return Err(unusable("the tokenizer makes no token of it"));
+            return Err(unusable("the tokenizer produces no tokens for it"));
         }
         let ids = Tensor::from_vec(ids, (1, tokens), &Device::Cpu)?;
         let logits = self.model.forward(&ids, None, &[tokens])?.squeeze(0)?.to_dtype(DType::F64)?;

@@ -94,7 +94,7 @@ impl EncoderBase {
             Ok(data_labels) => (data_labels, config.labels.clone()),
             Err(why) => {
                 let std = config.initializer_range;
-                notes.push(format!("the classifier begins at random (standard deviation {std}): {why}"));
+                notes.push(format!("the classifier is initialized randomly (standard deviation {std}): {why}"));
                 (labels.to_vec(), labels.to_vec())
             }
         };
@@ -103,7 +103,7 @@ impl EncoderBase {
         let keeps_classifier = notes.is_empty();
         let has_pooler = files.find("bert.pooler.dense.weight").is_some();
         if !has_pooler {
-            notes.push("the pooler begins at random too: the model has none".into());
+            notes.push("the pooler is initialized randomly: the model has none".into());
         }
         let is_random =
             |name: &str| !keeps_classifier && name.starts_with(CLASSIFIER) || !has_pooler && name.starts_with(POOLER);
@@ -170,12 +170,15 @@ fn known_labels(files: &WeightFiles, config: &BertConfig, labels: &[String]) -> 
         return Err("the model has none".into());
     };
     if weight != [names.len(), config.hidden_size] || bias != [names.len()] {
-        return Err(format!("that of the model has shape {weight:?}, and its config.json describes {}", names.len()));
+        return Err(format!(
+            "the model's has shape {weight:?}, but the number of labels in its config.json is {}",
+            names.len()
+        ));
     }
     let numbers: Vec<String> = (0..names.len()).map(|number| number.to_string()).collect();
     match [names, &numbers].into_iter().find(|known| labels.iter().all(|label| known.contains(label))) {
         Some(known) => Ok(known.clone()),
-        None => Err(format!("that of the model knows {}, and the data has {}", list(names), list(labels))),
+        None => Err(format!("the model's knows {}, but the data has {}", list(names), list(labels))),
     }
 }
 
@@ -203,7 +206,7 @@ fn left_out(files: &WeightFiles, used: BTreeSet<&str>) -> Result<Option<String>>
     if !unknown.is_empty() {
         return Err(ParamError::ExtraTensors { path: files.path().to_owned(), names: list(&unknown) }.into());
     }
-    Ok((!extra.is_empty()).then(|| format!("left out, as they are of heads for other tasks: {}", list(&extra))))
+    Ok((!extra.is_empty()).then(|| format!("not used, because they belong to heads for other tasks: {}", list(&extra))))
 }
 
 /// The files' weights, without those that are initialized randomly.

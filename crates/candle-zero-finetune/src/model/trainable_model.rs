@@ -32,7 +32,7 @@ impl TrainableModel {
     pub fn encoder(&self) -> Result<&Bert> {
         match self {
             Self::Encoder(model) => Ok(model),
-            Self::Decoder(_) => bail!("the model is a language model, which tells no labels"),
+            Self::Decoder(_) => bail!("the model is a language model, which predicts no labels"),
         }
     }
 }

@@ -106,11 +106,11 @@ impl Adapter {
             let name = key.strip_prefix(PREFIX).filter(|name| is_adapter(name)).ok_or_else(|| {
                 unusable(
                     &path,
-                    format!("{key} is no tensor of a LoRA adapter, whose keys are {PREFIX}NAME.lora_A.weight"),
+                    format!("{key} is not a tensor of a LoRA adapter, whose keys are {PREFIX}NAME.lora_A.weight"),
                 )
             })?;
             let values = values_of(&view).ok_or_else(|| {
-                unusable(&path, format!("{key} has dtype {:?}; f32, bf16 and f16 are read", view.dtype()))
+                unusable(&path, format!("{key} has dtype {:?}; f32, bf16 and f16 are supported", view.dtype()))
             })?;
             check_finite(&path, key, 0, &values)?;
             tensors.insert(bare(name).to_owned(), AdapterTensor { shape: view.shape().to_vec(), values });
@@ -118,7 +118,7 @@ impl Adapter {
         if config.is_pattern {
             let modules: BTreeSet<&str> = tensors.keys().filter_map(|name| adapted_module(name)).collect();
             config.lora.targets = LoraTargets::Names(modules.into_iter().map(str::to_owned).collect());
-            config.lora.validate().map_err(|_| unusable(&path, "it has no tensors of an adapter".into()))?;
+            config.lora.validate().map_err(|_| unusable(&path, "it has no adapter tensors".into()))?;
         }
         Ok(Self { config: config.lora, base: config.base, path: folder.to_owned(), tensors })
     }
@@ -152,7 +152,7 @@ impl Adapter {
             match shapes.get(name.as_str()) {
                 None => return wrong(name, "the model has no such projection".into()),
                 Some(shape) if **shape != tensor.shape => {
-                    return wrong(name, format!("it has shape {:?}, and the model needs {shape:?}", tensor.shape));
+                    return wrong(name, format!("it has shape {:?}, but the model needs {shape:?}", tensor.shape));
                 }
                 Some(_) => (),
             }
@@ -287,10 +287,10 @@ mod tests {
         let text = |parameters: &[(String, Vec<usize>)]| adapter().check_fits(parameters).unwrap_err().to_string();
         let mut other = parameters();
         other[0].1 = vec![2, 8];
-        insta::assert_snapshot!(text(&other), @"the adapter  (trained on llama) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [2, 6], and the model needs [2, 8]; take the model that it was trained on");
-        insta::assert_snapshot!(text(&other[1..]), @"the adapter  (trained on llama) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: the model has no such projection; take the model that it was trained on");
+        insta::assert_snapshot!(text(&other), @"the adapter  (trained on llama) does not fit this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [2, 6], but the model needs [2, 8]; use the model that it was trained on");
+        insta::assert_snapshot!(text(&other[1..]), @"the adapter  (trained on llama) does not fit this model: layers.0.self_attn.q_proj.lora_A.weight: the model has no such projection; use the model that it was trained on");
         let mut more = parameters();
         more.push(("model.layers.1.self_attn.q_proj.lora_A.weight".into(), vec![2, 6]));
-        insta::assert_snapshot!(text(&more), @"the adapter  (trained on llama) is not whole: by its adapter_config.json and this model it should have model.layers.1.self_attn.q_proj.lora_A.weight too; copy it again from where it is from, or take the model that it was trained on");
+        insta::assert_snapshot!(text(&more), @"the adapter  (trained on llama) is incomplete: according to its adapter_config.json and this model, it should also have model.layers.1.self_attn.q_proj.lora_A.weight; copy it again from its source, or use the model that it was trained on");
     }
 }

@@ -76,12 +76,12 @@ impl PeftConfig {
     /// Parses a file's text, or returns the problem with it.
     pub fn read(text: &str) -> Result<Self, String> {
         let config: Map<String, Value> =
-            serde_json::from_str(text).map_err(|e| format!("it is no JSON object: {e}"))?;
+            serde_json::from_str(text).map_err(|e| format!("it is not a JSON object: {e}"))?;
         let get = |key: &str| config.get(key).filter(|value| !value.is_null());
         match get("peft_type").and_then(Value::as_str) {
             Some("LORA") => (),
-            Some(other) => return Err(format!("peft_type is {other}; LORA is read")),
-            None => return Err("it has no peft_type; LORA is read".into()),
+            Some(other) => return Err(format!("peft_type is {other}; only LORA is supported")),
+            None => return Err("it has no peft_type; only LORA is supported".into()),
         }
         let is_off = |value: &Value| match value {
             Value::Null => true,
@@ -98,8 +98,8 @@ impl PeftConfig {
             }
             if !KNOWN.contains(&key.as_str()) {
                 return Err(format!(
-                    "{key} is {value}, and this key is not known: it may change what the adapter computes; remove it from the \
-                     file if it does not"
+                    "{key} is {value}, but this key is unknown: it may change what the adapter computes; remove it \
+                     from the file if it does not"
                 ));
             }
         }
@@ -109,7 +109,7 @@ impl PeftConfig {
         }
         let number = |key: &str, default: Option<f64>| match get(key).map(Value::as_f64) {
             Some(Some(number)) => Ok(number),
-            Some(None) => Err(format!("{key} is {}, which is no number", config[key])),
+            Some(None) => Err(format!("{key} is {}, which is not a number", config[key])),
             None => default.ok_or_else(|| format!("it has no {key}")),
         };
         let flag = |key: &str| match get(key) {
@@ -181,10 +181,10 @@ fn check_start(found: Option<&Value>) -> Result<(), String> {
     };
     match found {
         Some(found) if !is_plain => Err(format!(
-            "init_lora_weights is {}: such an adapter began by changing the base's weights, so it belongs to weights that \
-             are not the base's. Supported are true, false, {}: save it from PEFT as a plain adapter, with \
-             model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter \
-             as it was before training",
+            "init_lora_weights is {}: training such an adapter began by changing the base's weights, so it belongs to \
+             other weights than the base's. Supported are true, false, {}: save it from PEFT as a plain adapter, with \
+             model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the \
+             adapter before training",
             shortened(found),
             PLAIN_STARTS.map(|name| format!("\"{name}\"")).join(", ")
         )),
@@ -271,16 +271,16 @@ mod tests {
             }
             PeftConfig::read(&config.to_string()).unwrap_err()
         };
-        insta::assert_snapshot!(PeftConfig::read("[1]").unwrap_err(), @"it is no JSON object: invalid type: sequence, expected a map at line 1 column 0");
-        insta::assert_snapshot!(PeftConfig::read("{}").unwrap_err(), @"it has no peft_type; LORA is read");
-        insta::assert_snapshot!(text(json!({"peft_type": "IA3"})), @"peft_type is IA3; LORA is read");
+        insta::assert_snapshot!(PeftConfig::read("[1]").unwrap_err(), @"it is not a JSON object: invalid type: sequence, expected a map at line 1 column 0");
+        insta::assert_snapshot!(PeftConfig::read("{}").unwrap_err(), @"it has no peft_type; only LORA is supported");
+        insta::assert_snapshot!(text(json!({"peft_type": "IA3"})), @"peft_type is IA3; only LORA is supported");
         insta::assert_snapshot!(text(json!({"r": -1})), @"r is -1; it must be a whole number");
         insta::assert_snapshot!(text(json!({"r": 0})), @"LoRA settings: r is 0, but must be 1 to 1048576");
         insta::assert_snapshot!(text(json!({"lora_alpha": null})), @"it has no lora_alpha");
         insta::assert_snapshot!(text(json!({"bias": "all"})), @r#"bias is "all"; only "none" is supported"#);
         insta::assert_snapshot!(text(json!({"modules_to_save": ["lm_head"]})), @r#"modules_to_save is ["lm_head"], which is not supported; train the adapter without it"#);
-        insta::assert_snapshot!(text(json!({"init_lora_weights": "pissa_niter_16"})), @r#"init_lora_weights is "pissa_niter_16": such an adapter began by changing the base's weights, so it belongs to weights that are not the base's. Supported are true, false, "gaussian", "eva", "orthogonal", "mica": save it from PEFT as a plain adapter, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter as it was before training"#);
-        insta::assert_snapshot!(text(json!({"use_new_thing": 2})), @"use_new_thing is 2, and this key is not known: it may change what the adapter computes; remove it from the file if it does not");
+        insta::assert_snapshot!(text(json!({"init_lora_weights": "pissa_niter_16"})), @r#"init_lora_weights is "pissa_niter_16": training such an adapter began by changing the base's weights, so it belongs to other weights than the base's. Supported are true, false, "gaussian", "eva", "orthogonal", "mica": save it from PEFT as a plain adapter, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter before training"#);
+        insta::assert_snapshot!(text(json!({"use_new_thing": 2})), @"use_new_thing is 2, but this key is unknown: it may change what the adapter computes; remove it from the file if it does not");
         insta::assert_snapshot!(text(json!({"layers_to_transform": 0})), @"layers_to_transform is 0, which is not supported; train the adapter without it");
         insta::assert_snapshot!(text(json!({"lora_alpha": 1e308})), @"LoRA settings: alpha is 1e308, but must be a positive finite number, in f32 too");
         insta::assert_snapshot!(text(json!({"lora_alpha": 1e-300})), @"LoRA settings: alpha is 1e-300, but must be a positive finite number, in f32 too");

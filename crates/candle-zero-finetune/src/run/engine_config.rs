@@ -85,7 +85,9 @@ fn rate(map: &mut Map<String, Value>, options: &Options, hidden_size: usize) -> 
 fn conflict(flag: &'static str, given: impl std::fmt::Display, key: &str, found: &Value) -> candle_zero::Error {
     misused(
         flag,
-        format!("is {given}, and the DeepSpeed configuration says {key}: {found}; give one of them, or \"auto\" there"),
+        format!(
+            "is {given}, but the DeepSpeed configuration says {key}: {found}; give only one of them, or \"auto\" there"
+        ),
     )
 }
 

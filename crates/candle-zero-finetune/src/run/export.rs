@@ -59,7 +59,7 @@ pub(crate) fn write(
 /// Returns this rank's value, or an error on all ranks if any rank failed. Collective.
 fn agree<T>(engine: &Engine<TrainableModel>, to: &Path, own: Result<T>) -> Result<Result<T>> {
     let failed = engine.gather_f64(&[f64::from(u8::from(own.is_err()))])?;
-    let others = std::io::Error::other("rank 0 could not write, and says why");
+    let others = std::io::Error::other("rank 0 could not write, and reports why");
     Ok(match own {
         Ok(_) if failed.iter().any(|rank| rank[0] != 0.0) => {
             Err(Error::Io { action: "write", path: to.to_owned(), source: others })
@@ -158,7 +158,8 @@ pub(crate) fn finish(
     if let Some(saving) = card.prepared.options.saving.as_ref().filter(|_| is_saved) {
         let saved = saving.dir.display();
         let problem = format!(
-            "{problem}; nothing is lost: the last step is saved in {saved}, correct this and run the same command with --resume"
+            "{problem}; nothing is lost: the last step is saved in {saved}; correct this and run the same command with \
+             --resume"
         );
         return Err(OutputError::Refused { path: to, problem }.into());
     }
@@ -167,8 +168,11 @@ pub(crate) fn finish(
             return Err(OutputError::Elsewhere { path: to, problem, saved }.into());
         }
     }
-    Err(OutputError::Refused { path: to, problem: format!("{problem}; nor could the result be saved elsewhere") }
-        .into())
+    Err(OutputError::Refused {
+        path: to,
+        problem: format!("{problem}; the result could not be saved elsewhere either"),
+    }
+    .into())
 }
 
 /// Returns unused folder names: next to the requested folder, in the current folder, in the user's cache, and in the

@@ -420,7 +420,7 @@ impl FineTune {
     ///
     /// Without validation data.
     pub fn validate(&mut self) -> Result<Validation> {
-        let batches = self.validation.as_ref().expect("a run that is validated has data for it");
+        let batches = self.validation.as_ref().expect("a run with validation has data for it");
         let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
         let mut sums = vec![];
         for step in 0..batches.steps_per_epoch() {
@@ -442,7 +442,7 @@ impl FineTune {
     pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<GeneratedText> {
         let PreparedRun { start, tokenizer, template, .. } = &self.prepared;
         let StartModel::Decoder { base, config } = start else {
-            return Err(misused("--prompt", "is for language models: an encoder that classifies answers nothing"));
+            return Err(misused("--prompt", "is for language models: a classifier generates no answers"));
         };
         let generator = Generator::new(base, tokenizer, template.as_ref())?;
         let ids = match template {
@@ -479,7 +479,7 @@ impl FineTune {
             .inspect_err(|error| self.abort(error))?;
         self.best_is_lost = failed.is_some();
         if let (Some(error), 0) = (failed, self.comm.rank()) {
-            notice::say(&format!("warning: the best model so far is not saved: {error}; training continues"));
+            notice::say(&format!("warning: the best model so far was not saved: {error}; training continues"));
         }
         Ok(())
     }

@@ -168,12 +168,12 @@ impl MemoryDemand<'_> {
     /// Adds the reason to the choice. `first` did not fit.
     fn explained(&self, mut choice: MemoryFit, first: Option<MemoryFit>) -> MemoryFit {
         let (bytes, memory) = (binary(choice.bytes), binary(self.memory));
-        choice.why = format!("{}: at most {bytes} of {memory} a rank", choice.words(Some(self.folder)));
+        choice.why = format!("{}: at most {bytes} of {memory} per rank", choice.words(Some(self.folder)));
         if let Some(first) = first {
             choice.why += &format!("; {} would need {}", first.words(None), binary(first.bytes));
         }
         if self.shapes.is_quantized() {
-            choice.why += ". Packed weights stay packed at stage 3 alone";
+            choice.why += ". Packed weights stay packed only at stage 3";
         }
         choice
     }
@@ -189,7 +189,7 @@ impl MemoryFit {
         };
         let place = folder.filter(|_| !what.is_empty()).map(|folder| format!(" under {}", folder.display()));
         let rows = if self.micro_batch == 1 { "1 row".into() } else { format!("{} rows", self.micro_batch) };
-        let again = if self.recompute { ", blocks running again in backward" } else { "" };
+        let again = if self.recompute { ", blocks recomputed in backward" } else { "" };
         format!("stage {}{what}{}, micro batches of {rows}{again}", self.stage, place.unwrap_or_default())
     }
 }
@@ -291,18 +291,18 @@ mod tests {
             Ok(choice) => choice.why,
             Err(error) => error.to_string(),
         };
-        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 64.0), @"stage 0, micro batches of 8 rows: at most 11.1 GiB of 64.0 GiB a rank");
-        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 8.0), @"stage 0, micro batches of 2 rows: at most 4.6 GiB of 8.0 GiB a rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
-        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 2.0), @"stage 3 with parameters and optimizer states in files under /scratch, micro batches of 4 rows, blocks running again in backward: at most 1.6 GiB of 2.0 GiB a rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
-        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 2, 4.0), @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB a rank; stage 0, micro batches of 4 rows would need 6.8 GiB");
-        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 2, 64.0), @"stage 0, micro batches of 4 rows: at most 24.6 GiB of 64.0 GiB a rank");
-        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 2, 16.0), @"stage 2, micro batches of 4 rows, blocks running again in backward: at most 12.7 GiB of 16.0 GiB a rank; stage 0, micro batches of 4 rows would need 24.6 GiB");
-        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 1, 8.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 4 rows, blocks running again in backward: at most 6.1 GiB of 8.0 GiB a rank; stage 0, micro batches of 8 rows would need 28.8 GiB");
-        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Qlora, 1, 4.0), @"stage 3, micro batches of 1 row: at most 2.4 GiB of 4.0 GiB a rank; stage 3, micro batches of 8 rows would need 9.9 GiB. Packed weights stay packed at stage 3 alone");
-        insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 2, 16.0), @"stage 3, micro batches of 1 row: at most 11.5 GiB of 16.0 GiB a rank; stage 0, micro batches of 4 rows would need 27.5 GiB");
-        insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 2, 6.0), @"stage 3, micro batches of 2 rows, blocks running again in backward: at most 4.1 GiB of 6.0 GiB a rank; stage 3, micro batches of 4 rows would need 17.4 GiB. Packed weights stay packed at stage 3 alone");
-        insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 1, 6.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row, blocks running again in backward: at most 4.8 GiB of 6.0 GiB a rank; stage 3, micro batches of 8 rows would need 33.5 GiB. Packed weights stay packed at stage 3 alone");
-        insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 1, 1.0), @"this run needs 2.1 GiB a rank even with all states in files, and 1.0 GiB are available to each of 1; take a shorter context or a smaller model, or give the job more memory");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 64.0), @"stage 0, micro batches of 8 rows: at most 11.1 GiB of 64.0 GiB per rank");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 8.0), @"stage 0, micro batches of 2 rows: at most 4.6 GiB of 8.0 GiB per rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 2.0), @"stage 3 with parameters and optimizer states in files under /scratch, micro batches of 4 rows, blocks recomputed in backward: at most 1.6 GiB of 2.0 GiB per rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 2, 4.0), @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB per rank; stage 0, micro batches of 4 rows would need 6.8 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 2, 64.0), @"stage 0, micro batches of 4 rows: at most 24.6 GiB of 64.0 GiB per rank");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 2, 16.0), @"stage 2, micro batches of 4 rows, blocks recomputed in backward: at most 12.7 GiB of 16.0 GiB per rank; stage 0, micro batches of 4 rows would need 24.6 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 1, 8.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 4 rows, blocks recomputed in backward: at most 6.1 GiB of 8.0 GiB per rank; stage 0, micro batches of 8 rows would need 28.8 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Qlora, 1, 4.0), @"stage 3, micro batches of 1 row: at most 2.4 GiB of 4.0 GiB per rank; stage 3, micro batches of 8 rows would need 9.9 GiB. Packed weights stay packed only at stage 3");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 2, 16.0), @"stage 3, micro batches of 1 row: at most 11.5 GiB of 16.0 GiB per rank; stage 0, micro batches of 4 rows would need 27.5 GiB");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 2, 6.0), @"stage 3, micro batches of 2 rows, blocks recomputed in backward: at most 4.1 GiB of 6.0 GiB per rank; stage 3, micro batches of 4 rows would need 17.4 GiB. Packed weights stay packed only at stage 3");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 1, 6.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row, blocks recomputed in backward: at most 4.8 GiB of 6.0 GiB per rank; stage 3, micro batches of 8 rows would need 33.5 GiB. Packed weights stay packed only at stage 3");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 1, 1.0), @"this run needs 2.1 GiB per rank even with all states in files, but only 1.0 GiB is available to each (ranks: 1); use a shorter context or a smaller model, or give the job more memory");
     }
 
     #[test]

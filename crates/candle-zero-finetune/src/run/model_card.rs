@@ -75,7 +75,7 @@ fn method(prepared: &PreparedRun) -> String {
             format!("Low-rank adapters (LoRA, r {}, alpha {}) were trained", lora.r, lora.alpha)
         }
         TuningMethod::Qlora(lora) => format!(
-            "Low-rank adapters (LoRA, r {}, alpha {}) were trained beside weights in NF4 (QLoRA)",
+            "Low-rank adapters (LoRA, r {}, alpha {}) were trained on top of weights in NF4 (QLoRA)",
             lora.r, lora.alpha
         ),
     };

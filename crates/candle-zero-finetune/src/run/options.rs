@@ -276,10 +276,10 @@ impl Options {
 
     /// Returns an error for options that do not make a valid run.
     pub(crate) fn check(&self) -> Result<()> {
-        let at_least_one = "a whole number from 1 on";
+        let at_least_one = "a whole number of at least 1";
         let positive = |x: f64| x > 0.0 && x.is_finite();
         if self.data.is_empty() {
-            return Err(refused("--data", "nothing", "one file or several"));
+            return Err(refused("--data", "empty", "one file or more"));
         }
         match self.length {
             TrainingLength::Epochs(epochs) if !(positive(epochs) && epochs <= 1e6) => {
@@ -304,23 +304,23 @@ impl Options {
                 return Err(refused(flag, 0, at_least_one));
             }
             if value.is_some() && self.validation.is_none() {
-                return Err(misused(flag, "is of use with validation alone: give --val FILE or --val 5%"));
+                return Err(misused(flag, "requires validation: give --val FILE or --val 5%"));
             }
         }
         if let Some(ctx) = self.ctx.filter(|ctx| *ctx < 2) {
-            return Err(refused("--ctx", ctx, "2 or more: a token, and one to predict"));
+            return Err(refused("--ctx", ctx, "at least 2: a token, and one to predict"));
         }
         if let Some(ctx) = self.ctx.filter(|ctx| *ctx > MOST_CTX) {
             return Err(refused("--ctx", ctx, format!("at most {MOST_CTX}")));
         }
         match self.warmup {
             WarmupLength::Part(part) if !(0.0..=1.0).contains(&part) => {
-                return Err(refused("--warmup", part, "a number of steps, or a part of them as 3%"));
+                return Err(refused("--warmup", part, "a number of steps, or a part of them such as 3%"));
             }
             _ => (),
         }
         if self.adapter.is_some() && self.method == TuningMethod::Full {
-            return Err(misused("--adapter", "is of use with adapters alone: leave out --full"));
+            return Err(misused("--adapter", "requires adapters: leave out --full"));
         }
         if let Some(ValidationData::Part(part)) = self.validation
             && !(part > 0.0 && part < 1.0)
@@ -334,10 +334,10 @@ impl Options {
         }
         if let Objective::Prefer { beta } = self.objective {
             if !positive(beta) {
-                return Err(refused("--dpo", format!("beta={beta}"), "beta above 0, as beta=0.1"));
+                return Err(refused("--dpo", format!("beta={beta}"), "beta above 0, such as beta=0.1"));
             }
             if self.method == TuningMethod::Full {
-                let why = "needs adapters, for the model without them is the reference: leave out --full";
+                let why = "requires adapters, because the model without them is the reference: leave out --full";
                 return Err(misused("--dpo", why));
             }
         }
@@ -380,9 +380,9 @@ impl FromStr for WarmupLength {
         let warmup = percentage(text).map(Self::Part).or_else(steps);
         warmup.ok_or_else(|| match fraction(text) {
             Some(percent) => {
-                refused("--warmup", text, format!("a number of steps, or a part of all steps as {percent}"))
+                refused("--warmup", text, format!("a number of steps, or a part of all steps such as {percent}"))
             }
-            None => refused("--warmup", text, "a number of steps, or a part of them as 3%"),
+            None => refused("--warmup", text, "a number of steps, or a part of them such as 3%"),
         })
     }
 }
@@ -399,12 +399,12 @@ impl ValidationData {
             return Ok(Self::Part(part));
         }
         if let Some(part) = arguments.iter().find(|argument| percentage(argument.as_ref()).is_some()) {
-            let why = format!("has {} beside files: give a part of the training data or files", part.as_ref());
+            let why = format!("has {} besides files: give either a part of the training data or files", part.as_ref());
             return Err(misused("--val", why));
         }
         let fraction_of = |text: &str| fraction(text).filter(|_| !Path::new(text).exists());
         if let Some((text, percent)) = arguments.iter().find_map(|text| Some((text, fraction_of(text.as_ref())?))) {
-            let allowed = format!("files, or a part of the training data as {percent}");
+            let allowed = format!("files, or a part of the training data such as {percent}");
             return Err(refused("--val", text.as_ref(), allowed));
         }
         Ok(Self::Files(arguments.iter().map(|file| Source::parse(file.as_ref())).collect::<Result<_>>()?))
@@ -432,32 +432,32 @@ mod tests {
 
     #[test]
     fn a_fraction_is_refused_with_its_percentage() {
-        insta::assert_snapshot!(ValidationData::parse(&["0.05"]).unwrap_err(), @"--val is 0.05, but must be files, or a part of the training data as 5%");
-        insta::assert_snapshot!(ValidationData::parse(&["a.jsonl", ".07"]).unwrap_err(), @"--val is .07, but must be files, or a part of the training data as 7%");
-        insta::assert_snapshot!("0.03".parse::<WarmupLength>().unwrap_err(), @"--warmup is 0.03, but must be a number of steps, or a part of all steps as 3%");
-        insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them as 3%");
+        insta::assert_snapshot!(ValidationData::parse(&["0.05"]).unwrap_err(), @"--val is 0.05, but must be files, or a part of the training data such as 5%");
+        insta::assert_snapshot!(ValidationData::parse(&["a.jsonl", ".07"]).unwrap_err(), @"--val is .07, but must be files, or a part of the training data such as 7%");
+        insta::assert_snapshot!("0.03".parse::<WarmupLength>().unwrap_err(), @"--warmup is 0.03, but must be a number of steps, or a part of all steps such as 3%");
+        insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them such as 3%");
     }
 
     #[test]
     fn values_that_make_no_run_are_refused_by_flag() {
         let text = |options: Options| options.check().unwrap_err().to_string();
         with_data().check().unwrap();
-        insta::assert_snapshot!(text(Options::new("m", "o")), @"--data is nothing, but must be one file or several");
-        insta::assert_snapshot!(text(Options { length: TrainingLength::Steps(0), ..with_data() }), @"--steps is 0, but must be a whole number from 1 on");
+        insta::assert_snapshot!(text(Options::new("m", "o")), @"--data is empty, but must be one file or more");
+        insta::assert_snapshot!(text(Options { length: TrainingLength::Steps(0), ..with_data() }), @"--steps is 0, but must be a whole number of at least 1");
         insta::assert_snapshot!(text(Options { length: TrainingLength::Epochs(-1.0), ..with_data() }), @"--epochs is -1, but must be above 0 and at most 1000000");
         insta::assert_snapshot!(text(Options { lr: Some(f64::NAN), ..with_data() }), @"--lr is NaN, but must be a positive finite number");
-        insta::assert_snapshot!(text(Options { batch: Some(0), ..with_data() }), @"--batch is 0, but must be a whole number from 1 on");
-        insta::assert_snapshot!(text(Options { ctx: Some(1), ..with_data() }), @"--ctx is 1, but must be 2 or more: a token, and one to predict");
-        insta::assert_snapshot!(text(Options { patience: Some(3), ..with_data() }), @"--patience is of use with validation alone: give --val FILE or --val 5%");
-        insta::assert_snapshot!(text(Options { warmup: WarmupLength::Part(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a part of them as 3%");
+        insta::assert_snapshot!(text(Options { batch: Some(0), ..with_data() }), @"--batch is 0, but must be a whole number of at least 1");
+        insta::assert_snapshot!(text(Options { ctx: Some(1), ..with_data() }), @"--ctx is 1, but must be at least 2: a token, and one to predict");
+        insta::assert_snapshot!(text(Options { patience: Some(3), ..with_data() }), @"--patience requires validation: give --val FILE or --val 5%");
+        insta::assert_snapshot!(text(Options { warmup: WarmupLength::Part(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a part of them such as 3%");
         insta::assert_snapshot!(text(Options { validation: Some(ValidationData::Part(1.0)), ..with_data() }), @"--val is 100%, but must be a file, or more than 0% and less than 100%");
-        insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: TuningMethod::Full, ..with_data() }), @"--adapter is of use with adapters alone: leave out --full");
+        insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: TuningMethod::Full, ..with_data() }), @"--adapter requires adapters: leave out --full");
         let dpo = Objective::Prefer { beta: 0.1 };
-        insta::assert_snapshot!(text(Options { objective: dpo, method: TuningMethod::Full, ..with_data() }), @"--dpo needs adapters, for the model without them is the reference: leave out --full");
+        insta::assert_snapshot!(text(Options { objective: dpo, method: TuningMethod::Full, ..with_data() }), @"--dpo requires adapters, because the model without them is the reference: leave out --full");
         insta::assert_snapshot!(text(Options { objective: Objective::Classify, ..with_data() }), @"--task classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter");
         let dpo = Objective::Prefer { beta: 0.0 };
-        insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, as beta=0.1");
-        insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them as 3%");
-        insta::assert_snapshot!(ValidationData::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% beside files: give a part of the training data or files");
+        insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, such as beta=0.1");
+        insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them such as 3%");
+        insta::assert_snapshot!(ValidationData::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% besides files: give either a part of the training data or files");
     }
 }

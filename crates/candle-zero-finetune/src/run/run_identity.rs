@@ -63,8 +63,8 @@ impl SavedRun {
         }
         let Some(saved) = &self.identity else {
             return Ok(Some(format!(
-                "{} was saved by an earlier version, without the settings of its run: whether they are those of this run \
-                 could not be checked",
+                "{} was saved by an earlier version, without the settings of its run: they could not be compared with \
+                 those of this run",
                 self.path.display()
             )));
         };
@@ -72,7 +72,7 @@ impl SavedRun {
         match (differences.is_empty(), anyway) {
             (true, _) => Ok(None),
             (false, true) => Ok(Some(format!(
-                "{} was saved by a run with other settings, and this run continues from it as asked: {}",
+                "{} was saved by a run with other settings, and this run continues from it as requested: {}",
                 self.path.display(),
                 differences.join("; ")
             ))),
@@ -158,8 +158,8 @@ mod tests {
         let now = identity(json!({"r": 4, "alpha": 800.0, "lr": 2e-3, "delayed_update_after": 3, "targets": "q_proj"}));
         let saved = saved(&before, 4);
         assert_eq!(saved.check(&before, 6, false).unwrap(), None);
-        insta::assert_snapshot!(saved.check(&now, 6, false).unwrap_err(), @"checkpoint saves/step4 was saved by a run with other settings: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002 (saved -> now); continued so, the result would be neither run's; give the saved settings, or another folder for --save to start anew, or continue all the same with --resume_anyway");
-        insta::assert_snapshot!(saved.check(&now, 6, true).unwrap().unwrap(), @"saves/step4 was saved by a run with other settings, and this run continues from it as asked: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002");
+        insta::assert_snapshot!(saved.check(&now, 6, false).unwrap_err(), @"checkpoint saves/step4 was saved by a run with other settings: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002 (saved -> now); continuing would mix the two runs; give the saved settings, or another folder for --save to start over, or continue anyway with --resume_anyway");
+        insta::assert_snapshot!(saved.check(&now, 6, true).unwrap().unwrap(), @"saves/step4 was saved by a run with other settings, and this run continues from it as requested: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002");
     }
 
     #[test]
@@ -167,13 +167,13 @@ mod tests {
         let identity = identity(json!({"lr": 1.0}));
         let saved = saved(&identity, 4);
         assert_eq!(saved.check(&identity, 4, false).unwrap(), None);
-        insta::assert_snapshot!(saved.check(&identity, 3, true).unwrap_err(), @"checkpoint saves/step4 has 4 steps made, and this run is to have 3 in all: a result of fewer steps cannot be made from it; give at least as many steps, or another folder for --save to start anew");
+        insta::assert_snapshot!(saved.check(&identity, 3, true).unwrap_err(), @"checkpoint saves/step4 is at step 4, but this run ends at step 3: a result of fewer steps cannot be made from it; give at least as many steps, or another folder for --save to start over");
     }
 
     #[test]
     fn a_checkpoint_without_settings_may_be_continued_and_that_is_said() {
         let saved = SavedRun::of("saves/step4".into(), 4, &json!({"finetune": {}}));
-        insta::assert_snapshot!(saved.check(&identity(json!({})), 6, false).unwrap().unwrap(), @"saves/step4 was saved by an earlier version, without the settings of its run: whether they are those of this run could not be checked");
+        insta::assert_snapshot!(saved.check(&identity(json!({})), 6, false).unwrap().unwrap(), @"saves/step4 was saved by an earlier version, without the settings of its run: they could not be compared with those of this run");
     }
 
     /// The weights of one parameter.
