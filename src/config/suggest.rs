@@ -39,7 +39,7 @@ const RATES_OF_OTHER_SCHEDULES: [(&str, &str); 2] = [
     ),
     (
         "warmup_min_lr",
-        "begins at a share of `optimizer.params.lr`; give that share as `scheduler.params.warmup_min_ratio` instead",
+        "starts at a share of `optimizer.params.lr`; set that share as `scheduler.params.warmup_min_ratio` instead",
     ),
 ];
 
@@ -47,7 +47,7 @@ const RATES_OF_OTHER_SCHEDULES: [(&str, &str); 2] = [
 pub(crate) fn advice(section: &ConfigSection, name: &str) -> (ConfigRule, String) {
     let place = if section.path.is_empty() { "at the top level".into() } else { format!("of `{}`", section.path) };
     if name.len() > LONGEST {
-        return (ConfigRule::UnknownKey, format!("no key {place}, and none is alike; remove it"));
+        return (ConfigRule::UnknownKey, format!("no key {place}, and no name is similar; remove it"));
     }
     let of_others = RATES_OF_OTHER_SCHEDULES.iter().find(|(other, _)| *other == name);
     if let (Some((_, instead)), true) = (of_others, section.key("cos_min_ratio").is_some()) {
@@ -72,9 +72,9 @@ pub(crate) fn advice(section: &ConfigSection, name: &str) -> (ConfigRule, String
     let text = match nearest {
         Some((section, near, _)) => format!("no key {place}; did you mean `{}`?", section.join(near)),
         None if section.path.is_empty() => {
-            format!("no key {place}, and none is alike; remove it, or start its name with `_` if it is a comment")
+            format!("no key {place}, and no name is similar; remove it, or start its name with `_` if it is a comment")
         }
-        None => format!("no key {place}, and none is alike; remove it"),
+        None => format!("no key {place}, and no name is similar; remove it"),
     };
     (ConfigRule::UnknownKey, text)
 }
@@ -128,7 +128,7 @@ mod tests {
     fn a_very_long_name_is_not_compared() {
         let name = "train_batch_size".repeat(10_000);
         let began = std::time::Instant::now();
-        assert!(advice(section(""), &name).1.contains("none is alike"));
+        assert!(advice(section(""), &name).1.contains("no name is similar"));
         assert!(began.elapsed() < std::time::Duration::from_secs(1));
     }
 
@@ -186,6 +186,6 @@ mod tests {
     fn a_stranger_is_not_forced_on_any_key() {
         let (rule, text) = advice(section(""), "cuda_visible_devices");
         assert_eq!(rule, ConfigRule::UnknownKey);
-        assert!(text.contains("none is alike"), "{text}");
+        assert!(text.contains("no name is similar"), "{text}");
     }
 }

@@ -463,7 +463,7 @@ fn a_file_is_read_as_hjson() {
     let config = Config::load(&path, 1).unwrap();
     assert_eq!(
         notes(&config),
-        "csv_monitor.output_path: \"out,\" ends with a comma: a string without quotes is its whole line"
+        "csv_monitor.output_path: \"out,\" ends with a comma: an unquoted string is the rest of its line"
     );
     std::fs::write(&path, "train_batch_size: 8\noptimizer: {\n  type: AdamW\n  params: {\n    lr: 1e-3\n  }\n}\n")
         .unwrap();
@@ -517,7 +517,7 @@ fn compression_between_hosts_only_is_true_or_false_and_noted_where_nothing_is_co
         assert_eq!(load(config.to_deepspeed_json()).zero, config.zero);
     }
     let idle = of(json!({"stage": 3, key: true}), json!({"communication_data_type": "fp32"}));
-    insta::assert_snapshot!(notes(&idle), @"zero_optimization.compress_between_hosts_only: accepted and has no effect here: it is for zero_quantized_gradients, zero_quantized_weights at stage 3 and a communication_data_type of 16 bits, and none of these is on");
+    insta::assert_snapshot!(notes(&idle), @"zero_optimization.compress_between_hosts_only: accepted and has no effect here: it applies to zero_quantized_gradients, zero_quantized_weights at stage 3 and a 16-bit communication_data_type, and none of these is set");
     for value in [json!(2), json!("between"), json!([])] {
         let refused = with(json!({"zero_optimization": {"stage": 3, key: value}}));
         let said = Config::load(refused, 1).unwrap_err().to_string();
@@ -550,7 +550,7 @@ fn classes_whose_gradients_may_travel_in_low_precision_are_those_that_are_known(
         notes(&load(with(json!({"torch_autocast": {"enabled": true, "lower_precision_safe_modules": classes}}))))
     };
     let all = ["torch.nn.Linear", "torch.nn.modules.conv.Conv2d", "candle_zero::nn::Conv1D"];
-    insta::assert_snapshot!(of(&all), @"torch_autocast.lower_precision_safe_modules: accepted and has no effect here: all gradients travel in communication_data_type, f32 by default: set that to bf16 for all of them");
+    insta::assert_snapshot!(of(&all), @"torch_autocast.lower_precision_safe_modules: accepted and has no effect here: all gradients are communicated in communication_data_type, f32 by default: set it to bf16 for all of them");
     assert_eq!(of(&[]), of(&all));
     // Where nothing is rounded nobody asks which classes are.
     let off = json!({"torch_autocast": {"enabled": false, "lower_precision_safe_modules": ["x.Y"]}});
@@ -572,13 +572,13 @@ fn modules_kept_in_f32_are_a_list_of_names_in_a_16_bit_model() {
     }
     let f32 = load(with(json!({"data_types": {"keep_in_fp32_modules": ["ln_f"]}})));
     assert!(f32.keep_in_fp32_modules.is_empty());
-    insta::assert_snapshot!(notes(&f32), @"data_types.keep_in_fp32_modules: accepted and has no effect here: the whole model is f32");
+    insta::assert_snapshot!(notes(&f32), @"data_types.keep_in_fp32_modules: accepted and has no effect here: the complete model is f32");
 }
 
 #[test]
 fn a_vocabulary_that_is_no_multiple_of_8_is_noted() {
     let said = |size: u32| notes(&load(with(json!({ "vocabulary_size": size }))));
-    insta::assert_snapshot!(said(50257), @"vocabulary_size: 50257 is no multiple of 8: matrix units of GPUs like one, such as 50264");
+    insta::assert_snapshot!(said(50257), @"vocabulary_size: 50257 is not a multiple of 8: the matrix units of GPUs work best with one, such as 50264");
     assert_eq!(said(50264), "");
 }
 
@@ -799,7 +799,7 @@ fn an_auto_batch_key_follows_from_the_others_and_is_noted() {
     .unwrap();
     assert_eq!((config.batch.train_batch_size, config.batch.gradient_accumulation_steps), (6, 1));
     insta::assert_snapshot!(notes(&config), @r#"
-    train_batch_size: "auto": worked out as 6 from the other batch keys
+    train_batch_size: "auto": derived as 6 from the other batch keys
     gradient_accumulation_steps: "auto": taken as 1
     "#);
 }
@@ -860,7 +860,7 @@ fn an_auto_of_the_run_has_the_runs_value() {
 fn a_removed_feature_that_is_off_is_noted() {
     for name in ["amp", "elasticity", "eigenvalue", "curriculum_learning", "progressive_layer_drop"] {
         let config = load(with(json!({name: {"enabled": false, "x": 1}})));
-        assert_eq!(notes(&config), format!("{name}: is off; nothing like it is offered here"));
+        assert_eq!(notes(&config), format!("{name}: is off, and this library does not support it"));
         assert_eq!(refused(json!({name: {"enabled": true}})), [name]);
     }
 }

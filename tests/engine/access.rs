@@ -198,7 +198,7 @@ fn what_cannot_be_read_or_set_is_refused_by_name_and_changes_nothing() {
             let value = Tensor::zeros((3, 5), DType::F32, &Device::Cpu)?;
             insta::allow_duplicates! {
                 insta::assert_snapshot!(engine.safe_get_full_fp32_param("layer.1.qkv.weigth").unwrap_err(), @"the model has no parameter layer.1.qkv.weigth: the nearest are layer.1.qkv.weight, layer.0.qkv.weight, layer.1.norm.weight");
-                insta::assert_snapshot!(engine.safe_get_full_grad("x").unwrap_err(), @"the model has no parameter x: none is alike");
+                insta::assert_snapshot!(engine.safe_get_full_grad("x").unwrap_err(), @"the model has no parameter x: no name is similar");
                 insta::assert_snapshot!(engine.safe_get_full_optimizer_state("embed.weight", "exp_avrg").unwrap_err(), @"parameter embed.weight has no optimizer state exp_avrg: there are exp_avg, exp_avg_sq");
                 insta::assert_snapshot!(engine.safe_set_full_fp32_param("embed.weight", &value).unwrap_err(), @"a value of shape [3, 5] is given for parameter embed.weight, whose shape is [37, 12]; give one of that shape");
             }
