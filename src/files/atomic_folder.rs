@@ -171,7 +171,7 @@ pub fn free_folder(out: &Path) -> Result<std::result::Result<PathBuf, &'static s
     // If it is a link, its target is replaced, not the link.
     let out = match out.symlink_metadata() {
         Ok(_) => match out.canonicalize() {
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Err("it is a link to nothing")),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Err("it is a broken link")),
             found => found?,
         },
         Err(_) => std::path::absolute(out)?,

@@ -402,7 +402,7 @@ mod tests {
         insta::assert_snapshot!(of(OutputKind::Folder, "file/x"), @"cannot write to file/x: Not a directory (os error 20); give another place");
         insta::assert_snapshot!(of(OutputKind::Lines, "folder"), @"cannot write to folder: it is a folder; give the name of a file; give another place");
         insta::assert_snapshot!(of(OutputKind::Lines, "pipe"), @"cannot write to pipe: it is a pipe, and a file is needed; give another place");
-        insta::assert_snapshot!(of(OutputKind::File, "dangling"), @"cannot write to dangling: it is a link to nothing, or leads over one; give another place");
+        insta::assert_snapshot!(of(OutputKind::File, "dangling"), @"cannot write to dangling: it is a broken link, or leads through one; give another place");
         assert_eq!(of(OutputKind::Folder, "a/b/c"), "nothing");
         assert!(of(OutputKind::File, "a/b").starts_with("cannot write to a/b: there is no folder"));
         let null = |kind| wrong(dir.path(), &RunPaths::default().writes("--out", "/dev/null", kind));

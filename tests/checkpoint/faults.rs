@@ -156,7 +156,7 @@ fn a_damaged_file_is_named_and_nothing_is_touched() {
         std::fs::write(manifest(dir), &text[..text.len() / 2]).unwrap();
     });
     damaged(whole.path(), "manifest gone", &["manifest.json"], |dir| std::fs::remove_file(manifest(dir)).unwrap());
-    damaged(whole.path(), "latest names nothing", &["three", "there are: one, two"], |dir| {
+    damaged(whole.path(), "latest names nothing", &["three", "available: one, two"], |dir| {
         std::fs::write(dir.join("latest"), "three").unwrap();
     });
     for tag in ["../two", "/etc", "", "two/../one", "\u{0}"] {

@@ -188,7 +188,7 @@ fn what_cannot_be_written_is_found_before_the_first_step() {
     rustix::fs::mknodat(rustix::fs::CWD, world.at("pipe"), rustix::fs::FileType::Fifo, mode, 0).unwrap();
     let run =
         |words: &[&str]| world.refusal(world.finetune(&llama(), &[&["--steps", "2", "--lora", "r=2"], words].concat()));
-    insta::assert_snapshot!(run(&["--out", "dangling"]), @"zerorun: cannot write to dangling: it is a link to nothing, or leads over one; give another place");
+    insta::assert_snapshot!(run(&["--out", "dangling"]), @"zerorun: cannot write to dangling: it is a broken link, or leads through one; give another place");
     insta::assert_snapshot!(run(&["--out", "data/d.jsonl/o"]), @"zerorun: cannot write to data/d.jsonl/o: Not a directory (os error 20); give another place");
     insta::assert_snapshot!(run(&["--out", "pipe"]), @"zerorun: cannot write to pipe: files are written into a folder that is absent or empty, and it is a file; give another place");
     insta::assert_snapshot!(run(&["--out", "o", "--metrics", "pipe"]), @"zerorun: cannot write to pipe: it is a pipe, and a file is needed; give another place");

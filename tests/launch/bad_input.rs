@@ -359,12 +359,12 @@ fn outputs_that_cannot_be_written() {
     "#);
     folder.write("file", "mine");
     insta::assert_snapshot!(mistake("--save file"), @r#"
-    error: the checkpoint file cannot be used: it is a file, and checkpoints are saved into a folder; give another path
+    error: the checkpoint file cannot be used: it is a file, but checkpoints are saved to a folder; give another path
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("--save /proc/x"), @r#"
-    error: the checkpoint /proc/x cannot be used: it cannot be written: No such file or directory (os error 2); correct that, or save elsewhere; checkpoints that were saved before are whole
+    error: the checkpoint /proc/x cannot be used: it cannot be written: No such file or directory (os error 2); correct that, or save elsewhere; earlier checkpoints are complete
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
