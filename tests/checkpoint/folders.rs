@@ -189,17 +189,17 @@ fn pipes_sockets_and_devices_in_place_of_its_files_are_errors_in_words() {
         };
         pipe(&path);
         let found = text();
-        assert!(found.contains("it is a pipe, and a file is needed"), "{name}: {found}");
+        assert!(found.contains("it is a pipe, but a file is needed"), "{name}: {found}");
         std::fs::remove_file(&path).unwrap();
         let listener = std::os::unix::net::UnixListener::bind(&path);
         if listener.is_ok() {
             let found = text();
-            assert!(found.contains("it is a socket, and a file is needed"), "{name}: {found}");
+            assert!(found.contains("it is a socket, but a file is needed"), "{name}: {found}");
             std::fs::remove_file(&path).unwrap();
         }
         std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
         let found = text();
-        assert!(found.contains("it is a device, and a file is needed"), "{name}: {found}");
+        assert!(found.contains("it is a device, but a file is needed"), "{name}: {found}");
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, bytes).unwrap();
     }

@@ -266,7 +266,7 @@ fn a_tag_that_only_one_host_committed_is_passed_over() {
         assert_eq!(load(&dirs, None), [Ok(1), Ok(1), Ok(1), Ok(1)]);
         for text in load(&dirs, Some("two")) {
             let text = text.unwrap_err();
-            assert!(text.contains("it is incomplete over all hosts"), "{text}");
+            assert!(text.contains("it is incomplete across all hosts"), "{text}");
         }
         // The next save uses this name.
         let (ranks, _) = on(&[2, 2], 3, |engine, host| {

@@ -35,7 +35,7 @@ fn a_pipe_in_place_of_a_file() {
     let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
     rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
     let message = Config::load(path, 1).unwrap_err().to_string();
-    insta::assert_snapshot!(message.replace(&format!("{}/", folder.path().display()), ""), @"cannot read the configuration ds.json: it is a pipe, and a file is needed; give the path of a DeepSpeed JSON file, or JSON text that starts with `{`");
+    insta::assert_snapshot!(message.replace(&format!("{}/", folder.path().display()), ""), @"cannot read the configuration ds.json: it is a pipe, but a file is needed; give the path of a DeepSpeed JSON file, or JSON text that starts with `{`");
 }
 
 #[test]

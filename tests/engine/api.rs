@@ -67,7 +67,7 @@ fn a_loss_has_one_element_of_any_rank() {
     let mut engine = Engine::initialize(|vb| linear(4, 3, vb), config(1, 1, json!({}), json!({}))).unwrap();
     let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
     let many = engine.forward(|model| model.forward(&x)).unwrap();
-    insta::assert_snapshot!(engine.backward(&many).unwrap_err(), @"backward needs a loss of one element, and got a tensor of shape [2, 3]; reduce it first (mean_all)");
+    insta::assert_snapshot!(engine.backward(&many).unwrap_err(), @"backward needs a loss of one element but got a tensor of shape [2, 3]; reduce it first (mean_all)");
     engine.backward(&many.sum_all().unwrap().reshape((1, 1)).unwrap()).unwrap();
     engine.step().unwrap();
 }

@@ -613,7 +613,7 @@ fn a_loss_of_an_older_forward_is_refused_by_that_name() {
         forward(&mut engine);
         let error = engine.backward(&first).unwrap_err();
         insta::allow_duplicates! {
-            insta::assert_snapshot!(error, @"the loss comes from an older forward, before the last update of the weights; run forward again, call backward on what it returns, and detach what is carried from one step into the next");
+            insta::assert_snapshot!(error, @"the loss comes from an older forward, before the last update of the weights; run forward again, call backward on its output, and detach everything that is kept from one step to the next");
         }
     }
 }
@@ -649,8 +649,11 @@ fn a_loss_that_reaches_no_parameter_is_refused_on_every_rank() {
             engine.step()
         });
         let texts: Vec<String> = results.unwrap().into_iter().map(|r| r.unwrap_err().to_string()).collect();
-        assert!(texts[1].contains("the loss reaches no parameter"), "{texts:?}");
-        assert!(texts[0].contains("rank 1") && texts[0].contains("the loss reaches no parameter"), "{texts:?}");
+        assert!(texts[1].contains("the loss does not depend on a trained parameter"), "{texts:?}");
+        assert!(
+            texts[0].contains("rank 1") && texts[0].contains("the loss does not depend on a trained parameter"),
+            "{texts:?}"
+        );
     }
 }
 

@@ -54,11 +54,11 @@ fn shards_that_are_missing_cut_short_or_elsewhere_are_named() {
     let shard = dir.join("model-00002-of-00004.safetensors");
     let whole = std::fs::read(&shard).unwrap();
     std::fs::remove_file(&shard).unwrap();
-    insta::assert_snapshot!(refused(dir), @"DIR/model.safetensors.index.json names DIR/model-00002-of-00004.safetensors, which has 13 of its tensors and cannot be read: No such file or directory (os error 2); all files of an index are needed");
+    insta::assert_snapshot!(refused(dir), @"DIR/model.safetensors.index.json names DIR/model-00002-of-00004.safetensors, which has 13 of its tensors but cannot be read: No such file or directory (os error 2); all files of an index are needed");
     std::fs::write(&shard, &whole[..whole.len() - 5000]).unwrap();
-    insta::assert_snapshot!(refused(dir), @"DIR/model-00002-of-00004.safetensors is not a safetensors file that can be read: it has 104312 bytes of the 109312 that its header describes: it was cut short");
+    insta::assert_snapshot!(refused(dir), @"DIR/model-00002-of-00004.safetensors is not a readable safetensors file: it has 104312 bytes of the 109312 that its header describes: it was cut short");
     std::fs::write(&shard, &whole[..100]).unwrap();
-    insta::assert_snapshot!(refused(dir), @"DIR/model-00002-of-00004.safetensors is not a safetensors file that can be read: invalid header length");
+    insta::assert_snapshot!(refused(dir), @"DIR/model-00002-of-00004.safetensors is not a readable safetensors file: invalid header length");
     std::fs::write(&shard, &whole).unwrap();
     let good = std::fs::read(&index).unwrap();
     for place in ["../model-00001-of-00004.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ""] {
@@ -66,12 +66,12 @@ fn shards_that_are_missing_cut_short_or_elsewhere_are_named() {
         let text = refused(dir);
         assert!(text.contains("lm_head.weight is in") && text.contains(&format!("{place:?}")), "{text}");
     }
-    insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json says that tensor lm_head.weight is in ""; an index names files beside it, without a folder"#);
+    insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json says that tensor lm_head.weight is in ""; an index names files in its own folder, without a path"#);
     std::fs::write(&index, &good).unwrap();
     edit(&index, |index| index["weight_map"]["lm_head.weight"] = "model-00001-of-00004.safetensors".into());
-    insta::assert_snapshot!(refused(dir), @"DIR/model.safetensors.index.json says that tensor lm_head.weight is in model-00001-of-00004.safetensors, which has no such tensor; one of the two is of another model");
+    insta::assert_snapshot!(refused(dir), @"DIR/model.safetensors.index.json says that tensor lm_head.weight is in model-00001-of-00004.safetensors, which has no such tensor; one of the two belongs to another model");
     std::fs::write(&index, "{}").unwrap();
-    insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json is not a safetensors file that can be read: it has no object "weight_map", which an index of several files has"#);
+    insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json is not a readable safetensors file: it has no object "weight_map", which an index of several files needs"#);
     std::fs::write(&index, &good).unwrap();
     BaseModel::open(dir).unwrap();
 }
@@ -80,10 +80,10 @@ fn shards_that_are_missing_cut_short_or_elsewhere_are_named() {
 fn weights_that_are_not_those_of_the_description_are_named() {
     insta::assert_snapshot!(with("llama", "intermediate_size", json!(120)), @"tensor model.layers.0.mlp.gate_proj.weight in DIR/model.safetensors has shape [128, 48], and DIR/config.json describes one of [120, 48]; take both files from one model");
     insta::assert_snapshot!(with("llama", "vocab_size", json!(500)), @"tensor model.embed_tokens.weight in DIR/model.safetensors has shape [512, 48], and DIR/config.json describes one of [500, 48]; take both files from one model");
-    insta::assert_snapshot!(with("llama", "num_hidden_layers", json!(4)), @"DIR/model.safetensors has no tensor model.layers.3.input_layernorm.weight of shape [48], which the model needs; the file must hold exactly the model's parameters, and it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
+    insta::assert_snapshot!(with("llama", "num_hidden_layers", json!(4)), @"DIR/model.safetensors has no tensor model.layers.3.input_layernorm.weight of shape [48], which the model needs; the file must hold exactly the model's parameters, but it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
     insta::assert_snapshot!(with("llama", "num_hidden_layers", json!(2)), @"DIR/model.safetensors holds tensors that the model does not have: model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, model.layers.2.mlp.gate_proj.weight, model.layers.2.mlp.up_proj.weight, model.layers.2.post_attention_layernorm.weight, model.layers.2.self_attn.k_proj.weight, model.layers.2.self_attn.o_proj.weight, model.layers.2.self_attn.q_proj.weight and 1 more; is it the file of another model or size?");
-    insta::assert_snapshot!(with("llama", "attention_bias", json!(true)), @"DIR/model.safetensors has no tensor model.layers.0.self_attn.q_proj.bias of shape [48], which the model needs; the file must hold exactly the model's parameters, and it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
-    insta::assert_snapshot!(with("llama", "tie_word_embeddings", json!(false)), @"DIR/model.safetensors has no tensor lm_head.weight of shape [512, 48], which the model needs; the file must hold exactly the model's parameters, and it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
+    insta::assert_snapshot!(with("llama", "attention_bias", json!(true)), @"DIR/model.safetensors has no tensor model.layers.0.self_attn.q_proj.bias of shape [48], which the model needs; the file must hold exactly the model's parameters, but it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
+    insta::assert_snapshot!(with("llama", "tie_word_embeddings", json!(false)), @"DIR/model.safetensors has no tensor lm_head.weight of shape [512, 48], which the model needs; the file must hold exactly the model's parameters, but it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
     insta::assert_snapshot!(with("qwen2", "model_type", json!("qwen3")), @"tensor model.layers.0.self_attn.q_proj.weight in DIR/model.safetensors has shape [56, 56], and DIR/config.json describes one of [512, 56]; take both files from one model");
     // A tensor of integers.
     let folder = copy("llama");

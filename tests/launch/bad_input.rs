@@ -269,7 +269,7 @@ fn models_that_there_are_not() {
         "{warning}"
     );
     insta::assert_snapshot!(error, @r#"
-    error: parameter wte.weight begins with 70368744161280 elements on this rank, for which the system gives no memory; take a smaller model, or more ranks at stage 3
+    error: parameter wte.weight starts with 70368744161280 elements on this rank, for which the system has no memory; use a smaller model, or more ranks at stage 3
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -305,22 +305,22 @@ fn weights_that_do_not_fit() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("ok.json"), @r#"
-    error: ok.json is not a safetensors file that can be read: it has no object "weight_map", which an index of several files has
+    error: ok.json is not a readable safetensors file: it has no object "weight_map", which an index of several files needs
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("empty.safetensors"), @r#"
-    error: empty.safetensors is not a safetensors file that can be read: header too small
+    error: empty.safetensors is not a readable safetensors file: header too small
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("short.safetensors"), @r#"
-    error: short.safetensors is not a safetensors file that can be read: it has 5000 bytes of the 31400 that its header describes: it was cut short
+    error: short.safetensors is not a readable safetensors file: it has 5000 bytes of the 31400 that its header describes: it was cut short
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("ok.safetensors --n_layer 2"), @r#"
-    error: ok.safetensors has no tensor h.1.ln_1.weight of shape [16], which the model needs; the file must hold exactly the model's parameters, and it has h.0.attn.c_attn.bias, h.0.attn.c_attn.weight, h.0.attn.c_proj.bias and 13 more
+    error: ok.safetensors has no tensor h.1.ln_1.weight of shape [16], which the model needs; the file must hold exactly the model's parameters, but it has h.0.attn.c_attn.bias, h.0.attn.c_attn.weight, h.0.attn.c_proj.bias and 13 more
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -343,12 +343,12 @@ fn outputs_that_cannot_be_written() {
     let folder = Folder::new();
     let mistake = |flags: &str| folder.mistake(&format!("--ds_config ok.json {flags}"));
     insta::assert_snapshot!(mistake("--export no/such/model.safetensors"), @r#"
-    error: cannot write to no/such/model.safetensors: there is no folder no/such; create it first; give another place
+    error: cannot write to no/such/model.safetensors: there is no folder no/such; create it first; give another path
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("--export ."), @r#"
-    error: cannot write to .: it is a folder; give the name of a file; give another place
+    error: cannot write to .: it is a folder; give the name of a file; give another path
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

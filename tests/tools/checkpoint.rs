@@ -177,7 +177,7 @@ fn a_latest_that_cannot_be_read_is_damage_to_both_tools_and_small_files_have_no_
     std::os::unix::fs::symlink("/dev/zero", &latest).unwrap();
     for output in both() {
         assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
-        assert!(stderr(&output).contains("it is a device, and a file is needed"), "{}", stderr(&output));
+        assert!(stderr(&output).contains("it is a device, but a file is needed"), "{}", stderr(&output));
     }
     std::fs::remove_file(&latest).unwrap();
     for output in both() {
