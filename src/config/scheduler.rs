@@ -216,7 +216,7 @@ fn cycled_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer:
         let grown = ((1.0 - cycle.cycle_max_mom) / per_step).ceil();
         let step = cycle.cycle_first_step_size + cycle.cycle_second_step_size + 1.0 + grown;
         let text = format!(
-            "beta1 grows after the cycle, and training will stop with an error when it reaches 1, around optimizer \
+            "beta1 grows after the cycle, and training will stop with an error when it reaches 1, at about optimizer \
              step {step:.0}"
         );
         walk.note(&of("decay_mom_rate"), text);

@@ -158,7 +158,7 @@ mod tests {
             ("{\n{}", "line 1 is not JSON"),
             ("{\"step\": 0, \"loss\": 1.0}", "line 1 has no forward_ms, backward_ms, step_ms"),
             ("{\"step\": 0, \"forward_ms\": -1, \"backward_ms\": 1, \"step_ms\": 1}", "not negative"),
-            ("{\"step\": 0, \"forward_ms\": 0, \"backward_ms\": 0, \"step_ms\": 0}", "takes time"),
+            ("{\"step\": 0, \"forward_ms\": 0, \"backward_ms\": 0, \"step_ms\": 0}", "takes any time"),
         ] {
             let problem = MeasuredStep::of_lines(text).unwrap_err();
             assert!(problem.contains(words), "{text}: {problem}");

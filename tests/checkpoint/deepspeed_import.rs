@@ -241,11 +241,11 @@ fn a_file_too_many_is_named() {
         let copy = Copy::of(&folder);
         let name = "zero_pp_rank_2_mp_rank_00_optim_states.pt";
         std::fs::copy(copy.file(OPTIM_1), copy.file(name)).unwrap();
-        assert!(copy.problem(name).contains("of 2 ranks"));
+        assert!(copy.problem(name).contains("for 2 ranks"));
     }
     let copy = Copy::of(&tiny()[0]);
     std::fs::copy(copy.file(OPTIM_1), copy.file(&format!("bf16_{OPTIM_1}"))).unwrap();
-    assert!(copy.problem("bf16_").contains("both of rank 1"));
+    assert!(copy.problem("bf16_").contains("both for rank 1"));
 }
 
 #[test]

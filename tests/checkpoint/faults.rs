@@ -193,7 +193,7 @@ fn a_manifest_that_lies_is_refused() {
     });
     lie(&["it lacks"], &|m| m["parameters"][0]["name"] = json!("another"));
     for name in ["../one/rank_00000_of_00002.safetensors", "/etc/passwd", ""] {
-        lie(&["the file of rank 0 is called"], &|m| m["files"][0]["name"] = json!(name));
+        lie(&["the file of rank 0 is named"], &|m| m["files"][0]["name"] = json!(name));
     }
     lie(&["header of 7 bytes"], &|m| m["files"][0]["header_bytes"] = json!(7));
     lie(&["has a header of"], &|m| m["files"][0]["header_bytes"] = json!(u64::MAX));
@@ -218,8 +218,8 @@ fn a_manifest_that_lies_is_refused() {
     lie(&["states"], &|m| m["states"] = json!([]));
     lie(&["unknown field"], &|m| m["more"] = json!(1));
     lie(&["format"], &|m| m["format"] = json!("another"));
-    lie(&["version 3", "knows versions 1 to 2"], &|m| m["version"] = json!(3));
-    lie(&["version 0", "knows versions 1 to 2"], &|m| m["version"] = json!(0));
+    lie(&["version 3", "reads versions 1 to 2"], &|m| m["version"] = json!(3));
+    lie(&["version 0", "reads versions 1 to 2"], &|m| m["version"] = json!(0));
     lie(&["its learning rates"], &|m| m["set_lr"] = json!([-1.0]));
     lie(&["header is damaged"], &|m| m["files"][1]["header_checksum"] = json!("0"));
 }

@@ -439,7 +439,7 @@ fn the_old_name_of_bf16_loses_to_the_new_one() {
     ] {
         let config = Config::load(text, 1).unwrap();
         assert_eq!(config.precision, Precision::F32);
-        assert!(notes(&config).starts_with("bfloat16: an old name: not looked at"), "{}", notes(&config));
+        assert!(notes(&config).starts_with("bfloat16: an old name: ignored"), "{}", notes(&config));
     }
     let config = Config::load(r#"{"train_batch_size": 8, "bfloat16": {"enabled": true}}"#, 1).unwrap();
     assert_eq!(config.precision, Precision::Bf16 { check_grad_overflow: true });
@@ -541,7 +541,7 @@ fn autocast_is_the_format_of_an_f32_models_products() {
     assert_eq!(of(json!({"enabled": true, "dtype": "float32"}), json!({})), (None, String::new()));
     let (dtype, said) = of(json!({"enabled": true}), json!({"bf16": {"enabled": true}}));
     assert_eq!(dtype, None);
-    assert!(said.contains("products are in that format"), "{said}");
+    assert!(said.contains("products use that format"), "{said}");
 }
 
 #[test]

@@ -212,7 +212,7 @@ fn what_cannot_be_read_or_set_is_refused_by_name_and_changes_nothing() {
             let (ids, targets) = batch(0);
             let loss = engine.forward(|model| model.loss(&ids, &targets))?;
             insta::allow_duplicates! {
-                insta::assert_snapshot!(engine.safe_set_full_fp32_param("embed.weight", &zeros).unwrap_err(), @"safe_set_full_fp32_param was called between forward and backward; the order of a micro step is forward, backward, step");
+                insta::assert_snapshot!(engine.safe_set_full_fp32_param("embed.weight", &zeros).unwrap_err(), @"safe_set_full_fp32_param was called between forward and backward; the order of calls in a micro step is forward, backward, step");
             }
             engine.backward(&loss)?;
             engine.step()
@@ -336,7 +336,7 @@ fn a_part_that_cannot_be_set_is_refused_on_every_rank_and_changes_nothing() {
             let error = engine.safe_set_local_grad(NAMES[1], &right).unwrap_err();
             assert!(matches!(error, Error::Engine(EngineError::GradientAbsent { .. })), "{error}");
             let error = engine.safe_set_local_optimizer_state(NAMES[1], &right, "momentum").unwrap_err();
-            assert!(error.to_string().contains("there are exp_avg, exp_avg_sq"), "{error}");
+            assert!(error.to_string().contains("it has exp_avg, exp_avg_sq"), "{error}");
             assert_eq!(bits(&engine.safe_get_full_fp32_param(NAMES[1])?), before);
             pass(&mut engine, 0)?;
             engine.step()

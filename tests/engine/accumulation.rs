@@ -185,7 +185,7 @@ fn no_sync_is_refused_where_gradients_are_sharded_inside_of_itself_and_around_a_
         engine.no_sync(|engine| {
             pass(engine, 0)?;
             insta::allow_duplicates! {
-                insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called inside no_sync; the order of a micro step is forward, backward, step");
+                insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called inside no_sync; the order of calls in a micro step is forward, backward, step");
             }
             Ok(())
         })?;

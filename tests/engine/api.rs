@@ -41,18 +41,18 @@ fn linear_loss(model: &Linear) -> Result<Tensor> {
 fn calls_out_of_order_are_refused_and_change_nothing() {
     let mut engine = Engine::initialize(|vb| linear(4, 3, vb), config(2, 1, json!({}), json!({}))).unwrap();
     let loss = engine.eval(linear_loss).unwrap();
-    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called before forward; the order of a micro step is forward, backward, step");
-    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called before forward; the order of calls in a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of calls in a micro step is forward, backward, step");
     engine.forward(linear_loss).unwrap();
-    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of calls in a micro step is forward, backward, step");
     // A second forward is allowed: only its loss counts.
     let loss = engine.forward(linear_loss).unwrap();
     engine.backward(&loss).unwrap();
-    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called twice on one loss; the order of a micro step is forward, backward, step");
-    insta::assert_snapshot!(engine.forward(linear_loss).unwrap_err(), @"forward was called after backward without a step; the order of a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called twice on one loss; the order of calls in a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.forward(linear_loss).unwrap_err(), @"forward was called after backward without a step; the order of calls in a micro step is forward, backward, step");
     engine.step().unwrap();
-    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of a micro step is forward, backward, step");
-    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called before forward; the order of a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of calls in a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called before forward; the order of calls in a micro step is forward, backward, step");
     assert_eq!((engine.global_steps(), engine.micro_steps(), engine.skipped_steps()), (1, 1, 0));
     // The refused calls have left no trace: an engine without them is in the same state.
     let mut other = Engine::initialize(|vb| linear(4, 3, vb), config(2, 1, json!({}), json!({}))).unwrap();

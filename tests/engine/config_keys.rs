@@ -98,7 +98,7 @@ fn a_changed_order_of_units_is_said_where_the_file_asks() {
     for asks in [true, false] {
         let zero = json!({"log_trace_cache_warnings": asks, "stage3_param_persistence_threshold": 0});
         let text = stderr(&process("four_steps_in_two_orders", &config(3, 1, zero, json!({}))));
-        let said: Vec<&str> = text.lines().filter(|line| line.contains("in another order")).collect();
+        let said: Vec<&str> = text.lines().filter(|line| line.contains("in a different order")).collect();
         assert_eq!(said.len(), usize::from(asks), "{text}");
         assert!(said.iter().all(|line| line.contains("step 3: ")), "{text}");
     }

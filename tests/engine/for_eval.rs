@@ -85,7 +85,7 @@ fn another_model_is_refused_by_the_name_that_it_takes() {
         error.to_string()
     };
     assert!(refused("b", "a").contains("a.b.weight"));
-    assert!(refused("", "c").contains("takes c,"));
+    assert!(refused("", "c").contains("uses c,"));
     let misshapen = |vb: VarBuilder<'_>| Ok(Watched(unit(vb.pp("a"), |vb| linear(4, 5, vb))?, Cell::default()));
     assert!(matches!(engine.build_for_eval(misshapen), Err(Error::Param(ParamError::Twice { .. }))));
     // The engine continues with its previous instance.

@@ -271,7 +271,7 @@ fn weights_are_unchanged_and_the_report_is_there_when_a_gradient_is_wrong() {
     let text = engine.step().unwrap_err().to_string();
     let causes = [
         "LayerNorm",
-        "freezing the parameters",
+        "freezing its parameters",
         "conv1d",
         "CANDLE_GRAD_DO_NOT_DETACH",
         "zerorun verify",
@@ -470,7 +470,7 @@ fn a_loss_that_is_drawn_anew_each_time_is_not_judged() {
         let report = engine.gradient_report().unwrap();
         assert!(steps <= 8 && report.wrong().count() == 0, "{report}");
         match of_each {
-            true => assert!(report.to_string().contains("not the same when it is computed twice"), "{report}"),
+            true => assert!(report.to_string().contains("differs when it is computed twice"), "{report}"),
             false => assert_eq!(report.rows[0].verdict, GradientVerdict::CannotTell, "{report}"),
         }
     }

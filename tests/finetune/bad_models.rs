@@ -93,7 +93,7 @@ fn weights_that_are_not_those_of_the_description_are_named() {
     bytes[place..place + 5].copy_from_slice(b"\"I32\"");
     std::fs::write(&file, bytes).unwrap();
     let text = refused(folder.path());
-    assert!(text.contains("is of type I32; F32, F16 and BF16 can be read"), "{text}");
+    assert!(text.contains("is of type I32; only F32, F16 and BF16 can be read"), "{text}");
 }
 
 #[test]

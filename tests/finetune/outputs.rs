@@ -313,7 +313,7 @@ fn a_result_whose_place_is_taken_meanwhile_is_saved_elsewhere() {
         let Error::Output(OutputError::Elsewhere { saved, .. }) = &error else { panic!("{error}") };
         assert!(
             error.to_string().contains("it has files that were not written by this run")
-                || error.to_string().contains("absent or empty"),
+                || error.to_string().contains("new or empty folder"),
             "{error}"
         );
         let [alone, rescued] =

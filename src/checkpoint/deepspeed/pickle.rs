@@ -395,7 +395,7 @@ mod tests {
             "data.pkl, byte 0: pickle protocol 5; torch.save writes protocol 2 unless pickle_protocol is given"
         );
         assert!(problem(b"\x80\x02i").contains("byte 2: opcode 0x69"));
-        assert!(problem(b"\x80\x02(.").contains("none is there"));
+        assert!(problem(b"\x80\x02(.").contains("but missing"));
         assert!(problem(b"X\xff\xff\xff\xff").contains("4294967295 more bytes are needed"));
         assert!(problem(b"h\x07").contains("value 7"));
     }
