@@ -69,7 +69,7 @@ impl MetricsWriter {
     /// [`Error::Io`]; [`MonitorError::MetricsBusy`] if another process writes the file.
     pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
         let path = path.as_ref();
-        let wrong = |source| Error::Io { action: "go on with", path: path.into(), source };
+        let wrong = |source| Error::Io { action: "resume", path: path.into(), source };
         let mut before = match files::open(path) {
             Ok(file) => file,
             Err(e) if e.kind() == ErrorKind::NotFound => return Self::create(path),

@@ -277,7 +277,7 @@ fn a_disk_that_fills_up_during_a_save_is_an_error_and_the_checkpoint_before_it_l
 }
 
 #[test]
-#[ignore = "what the test above starts in a process of its own"]
+#[ignore = "started by the test above in a separate process"]
 fn small_disk_program() {
     let Some(dir) = std::env::var_os("TEST_FOLDER").map(PathBuf::from) else { return };
     for background in [false, true] {

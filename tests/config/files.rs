@@ -1,4 +1,4 @@
-//! Whole configurations: the bundled ones, what is noted, what is translated, and the way back to JSON.
+//! Complete configurations: the bundled ones, notes, translations, and the conversion back to JSON.
 
 use candle_core::DType;
 use candle_zero::config::{
@@ -20,7 +20,7 @@ fn load(value: Value) -> Config {
     Config::load(value, 1).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// A configuration that is complete but for what `more` says.
+/// A configuration that is complete except for the keys in `more`.
 fn with(more: Value) -> Value {
     let mut value = json!({"train_batch_size": 8});
     value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -31,7 +31,7 @@ fn notes(config: &Config) -> String {
     config.notes.iter().map(|note| format!("{}: {}", note.path, note.message)).collect::<Vec<_>>().join("\n")
 }
 
-/// Paths of the problems of a configuration.
+/// The paths of the problems of a configuration.
 fn refused(more: Value) -> Vec<String> {
     match Config::load(with(more.clone()), 2) {
         Err(Error::Config(ConfigError::Problems { problems, .. })) => {
@@ -253,7 +253,7 @@ fn sgd_and_every_schedule_resolve() {
         schedule("OneCycle", json!({"cycle_min_lr": [1e-4], "cycle_max_lr": 1})),
         SchedulerConfig::OneCycle(OneCycleConfig::new(1e-4, 1.0))
     );
-    // The way down is like the way up.
+    // The fall is like the rise.
     assert_eq!(
         schedule(
             "OneCycle",
@@ -320,7 +320,7 @@ fn quantized_weights_need_stage_3_and_the_keys_are_printed_again() {
     assert_eq!((config.zero.quantized_nontrainable_weights, notes(&config).as_str()), (true, ""));
 }
 
-/// Both sections with `nvme` and values of their own, and what they resolve to.
+/// Both sections with `nvme` and non-default values, and the values to which they resolve.
 fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
     let optimizer = OffloadOptimizer {
         to: OffloadTo::Nvme { path: "/fast/states".into() },
@@ -418,7 +418,7 @@ fn a_file_that_switches_recomputation_on_is_told_so() {
         let noted = notes(&config);
         assert!(noted.starts_with(&format!("activation_checkpointing.{key}: taken as `every_unit`")), "{noted}");
         assert_eq!(config.cpu_checkpointing, key == "cpu_checkpointing");
-        // What the key of this engine says, decides, and needs no note.
+        // The key of this engine takes precedence and needs no note.
         for every_unit in [true, false] {
             let mut section = section.clone();
             section["every_unit"] = json!(every_unit);
@@ -458,7 +458,7 @@ fn a_file_is_read_as_hjson() {
         let config = Config::load(&path, 1).unwrap();
         assert_eq!((config.batch.train_batch_size, config.zero.stage), (8, ZeroStage::Two), "{text}");
     }
-    // A comma belongs to a string without quotes: this is not the folder that was meant.
+    // A comma belongs to an unquoted string: this is not the intended folder.
     std::fs::write(&path, "{train_batch_size: 8\ncsv_monitor: {\n  output_path: out,\n}}").unwrap();
     let config = Config::load(&path, 1).unwrap();
     assert_eq!(
@@ -552,7 +552,7 @@ fn classes_whose_gradients_may_travel_in_low_precision_are_those_that_are_known(
     let all = ["torch.nn.Linear", "torch.nn.modules.conv.Conv2d", "candle_zero::nn::Conv1D"];
     insta::assert_snapshot!(of(&all), @"torch_autocast.lower_precision_safe_modules: accepted and has no effect here: all gradients are communicated in communication_data_type, f32 by default: set it to bf16 for all of them");
     assert_eq!(of(&[]), of(&all));
-    // Where nothing is rounded nobody asks which classes are.
+    // If nothing is rounded, the classes do not matter.
     let off = json!({"torch_autocast": {"enabled": false, "lower_precision_safe_modules": ["x.Y"]}});
     assert_eq!(load(with(off)).autocast, None);
 }
@@ -770,7 +770,7 @@ fn rules_between_keys_hold() {
     for (more, path) in cases {
         assert_eq!(refused(more), [path]);
     }
-    // The same without what is forbidden.
+    // The same without the forbidden values.
     for more in [
         zero(3, json!({"allgather_bucket_size": 77})),
         zero(3, json!({"offload_optimizer": {"ratio": 0.5}})),
@@ -842,12 +842,12 @@ fn an_auto_of_the_run_has_the_runs_value() {
             warmup_type: WarmupType::Log,
         })
     );
-    // A train batch that is given decides; values of the run are checked as those of a file.
+    // A given train batch takes precedence; values of the run are checked like those of a file.
     let config = Config::load_for(with(text.clone()), 2, &run).unwrap();
     assert_eq!((config.batch.train_micro_batch_size_per_gpu, config.batch.gradient_accumulation_steps), (4, 1));
     let wrong = RunValues { lr: -1.0, train_micro_batch_size_per_gpu: 0, hidden_size: Some(0), ..run };
     let Err(Error::Config(ConfigError::Problems { problems, .. })) = Config::load_for(text, 2, &wrong) else {
-        panic!("it is taken")
+        panic!("it is used")
     };
     let paths: Vec<&str> = problems.iter().map(|problem| problem.path.as_str()).collect();
     assert_eq!(
@@ -873,7 +873,7 @@ fn a_resolved_configuration_is_taken_as_it_is_for_the_same_world_only() {
     insta::assert_snapshot!(Config::load(config, 4).unwrap_err(), @"the Config was resolved for 2 ranks, but the run has 4; load it again from its file or text: the batch keys depend on the number of ranks");
 }
 
-/// Honoured keys with values that all go together.
+/// Honoured keys with compatible values.
 fn any_config() -> impl Strategy<Value = Value> {
     let device = || prop::option::of(prop::sample::select(vec!["none", "cpu", "nvme"]));
     let offload = (device(), device(), 4..9_u32, 1..9_u32, 0.0..=1.0, any::<[bool; 2]>()).prop_map(
@@ -1005,7 +1005,7 @@ fn no_value_makes_loading_panic(scheduler: &Value) {
         for value in values.as_array().unwrap() {
             let mut config = whole.clone();
             *config.pointer_mut(&path).unwrap() = value.clone();
-            // A refused value is an error; what is accepted can be printed and loaded again.
+            // A refused value is an error; an accepted configuration can be printed and loaded again.
             if let Ok(config) = Config::load(config, 2)
                 && !config.notes.is_empty()
             {

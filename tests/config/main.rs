@@ -1,4 +1,4 @@
-//! Configurations: what is accepted, what is said about them, and what is refused with which message.
+//! Configurations: accepted ones, notes about them, and the messages about refused ones.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

@@ -1,4 +1,4 @@
-//! The messages about wrong configurations.
+//! The messages about invalid configurations.
 
 use candle_zero::config::Config;
 use serde_json::json;
@@ -7,7 +7,7 @@ fn refusal(text: &str, world_size: usize) -> String {
     Config::load(text, world_size).unwrap_err().to_string()
 }
 
-/// The message for a file, with its folder left out.
+/// Returns the message for a file, without its folder.
 fn of_file(text: &str) -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("ds.json");
@@ -111,7 +111,7 @@ fn fp16_and_bf16() {
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"fp16\": {\"enabled\": true}, \"bf16\": {\"enabled\": true}}", 1), @"the configuration text: line 1, column 61: `bf16.enabled`: bf16 (bfloat16) and fp16 are both enabled but exclude each other: disable one of them");
 }
 
-/// The refusal of one offload section at stage 3.
+/// Returns the error about one offload section at stage 3.
 fn of_offload(section: &str, keys: &str, optimizer: &str) -> String {
     let text = format!(
         "{{\"train_batch_size\": 8, \"optimizer\": {optimizer}, \"zero_allow_untested_optimizer\": true,\n \

@@ -189,7 +189,7 @@ fn no_sync_is_refused_where_gradients_are_sharded_inside_of_itself_and_around_a_
             }
             Ok(())
         })?;
-        // The refused call has ended nothing: the step outside is made.
+        // The refused call has ended nothing: the outer step is made.
         engine.step()?;
         assert!(engine.was_step_applied());
         Ok(())
@@ -429,7 +429,7 @@ fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_
             Ok((engine.lr(), state(&mut engine)?))
         });
         assert_eq!(resumed, whole, "scheduled {scheduled}");
-        assert_eq!(whole[0].0 == rates, !scheduled, "a schedule goes on by its own law");
+        assert_eq!(whole[0].0 == rates, !scheduled, "a schedule continues by its own rule");
         // Through another number of ranks, and from there to a third.
         let through = tempfile::tempdir().unwrap();
         for (world, from, to) in [(3, &folder, Some(&through)), (1, &through, None)] {

@@ -24,7 +24,7 @@ fn case() -> Value {
 }
 
 #[test]
-#[ignore = "what the_level_of_messages_is_that_of_the_file starts in a process of its own"]
+#[ignore = "started by the_level_of_messages_is_that_of_the_file in a separate process"]
 fn one_step() {
     let mut engine = Engine::builder().initialize(|vb| Tiny::new(Shape::default(), vb), case()).unwrap();
     let (ids, targets) = batch(0);
@@ -44,7 +44,7 @@ fn the_level_of_messages_is_that_of_the_file() {
 }
 
 #[test]
-#[ignore = "what a_groups_own_rate_that_the_schedule_replaces_is_said starts in a process of its own"]
+#[ignore = "started by a_groups_own_rate_that_the_schedule_replaces_is_said in a separate process"]
 fn group_with_a_rate() {
     let group = ParameterGroup::new().names(["head.*"]).lr(5e-5);
     let builder = Engine::builder().parameter_groups(vec![group]);
@@ -83,7 +83,7 @@ impl Ordered {
 }
 
 #[test]
-#[ignore = "what a_changed_order_of_units_is_said_where_the_file_asks starts in a process of its own"]
+#[ignore = "started by a_changed_order_of_units_is_said_where_the_file_asks in a separate process"]
 fn four_steps_in_two_orders() {
     let mut engine = Engine::builder().initialize(Ordered::new, case()).unwrap();
     for order in [[0, 1], [0, 1], [1, 0], [1, 0]] {
