@@ -53,12 +53,12 @@ fn a_string_without_quotes_that_took_in_what_follows() {
 
 #[test]
 fn names_and_numbers_that_no_terminal_should_see() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"\\u001b[31mred\": 1}", 1), @r"the configuration text: line 1, column 25: `\u{1b}[31mred`: no key at the top level, and no name is similar; remove it, or start its name with `_` if it is a comment");
-    insta::assert_snapshot!(refusal(&format!("{{\"train_batch_size\": 8, \"{}\": 1}}", "k".repeat(100_000)), 1), @"the configuration text: line 1, column 25: `kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk...`: no key at the top level, and no name is similar; remove it");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"\\u001b[31mred\": 1}", 1), @r"the configuration text: line 1, column 25: `\u{1b}[31mred`: not a key at the top level, and no name is similar; remove it, or start its name with `_` if it is a comment");
+    insta::assert_snapshot!(refusal(&format!("{{\"train_batch_size\": 8, \"{}\": 1}}", "k".repeat(100_000)), 1), @"the configuration text: line 1, column 25: `kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk...`: not a key at the top level, and no name is similar; remove it");
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"\\u001b[2J\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "\u{1b}[2J" is unknown: use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, Adam8bit, AdamW8bit, Lion8bit."#);
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 9223372036854775808}", 1), @"the configuration text: line 1, column 22: `train_batch_size`: expected at most 9223372036854775807, found 9223372036854775808");
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"steps_per_print\": 18446744073709551615}", 1), @"the configuration text: line 1, column 44: `steps_per_print`: expected at most 9223372036854775807, found 18446744073709551615");
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdamW\", \"params\": {\"learning_rate\": 1}}}", 1), @"the configuration text: line 1, column 67: `optimizer.params.learning_rate`: no key of `optimizer.params`; did you mean `optimizer.params.lr`?");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdamW\", \"params\": {\"learning_rate\": 1}}}", 1), @"the configuration text: line 1, column 67: `optimizer.params.learning_rate`: not a key of `optimizer.params`; did you mean `optimizer.params.lr`?");
 }
 
 #[test]
@@ -85,8 +85,8 @@ fn stage_7() {
 
 #[test]
 fn an_unknown_key_and_a_misplaced_one() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"gradient_cliping\": 1}", 1), @"the configuration text: line 1, column 25: `gradient_cliping`: no key at the top level; did you mean `gradient_clipping`?");
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8,\n  \"offload_optimizer\": {}}", 1), @"the configuration text: line 2, column 3: `offload_optimizer`: no key at the top level: it belongs at `zero_optimization.offload_optimizer`; move it there");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"gradient_cliping\": 1}", 1), @"the configuration text: line 1, column 25: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8,\n  \"offload_optimizer\": {}}", 1), @"the configuration text: line 2, column 3: `offload_optimizer`: not a key at the top level: it belongs at `zero_optimization.offload_optimizer`; move it there");
 }
 
 #[test]
@@ -162,7 +162,7 @@ fn all_problems_of_a_file_in_its_order() {
                 \"reduce_bucket_size\": 0\n  }\n}";
     insta::assert_snapshot!(of_file(text), @r#"
     ds.json has 4 problems:
-      line 2, column 29: `bf16.loss_scale`: no key of `bf16`: it belongs at `fp16.loss_scale`; move it there
+      line 2, column 29: `bf16.loss_scale`: not a key of `bf16`: it belongs at `fp16.loss_scale`; move it there
       line 3, column 3: `amp`: not supported, and DeepSpeed 0.19.8 refuses the whole file because of it: remove it, or set its `enabled` to false
       line 5, column 27: `zero_optimization.reduce_bucket_size`: expected 1 or more, found 0
       `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro_batch of a rank) is required

@@ -300,8 +300,8 @@ fn a_configuration_refused_on_one_rank_stops_the_others_with_its_words() {
         Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb), config).map(drop)
     });
     let texts = errors(results.unwrap());
-    insta::assert_snapshot!(texts[1], @"the configuration value: `gradient_cliping`: no key at the top level; did you mean `gradient_clipping`?");
-    insta::assert_snapshot!(without_collective(&texts[0]), @"rank 1 stopped (the configuration value: `gradient_cliping`: no key at the top level; did you mean `gradient_clipping`?)");
+    insta::assert_snapshot!(texts[1], @"the configuration value: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?");
+    insta::assert_snapshot!(without_collective(&texts[0]), @"rank 1 stopped (the configuration value: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?)");
 }
 
 // ---- weight files ----------------------------------------------------------------------------------------------

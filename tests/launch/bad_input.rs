@@ -152,7 +152,7 @@ fn configurations_that_break_rules() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake(json!({"gradient_cliping": 1.0})), @r#"
-    error: bad.json: line 2, column 3: `gradient_cliping`: no key at the top level; did you mean `gradient_clipping`?
+    error: bad.json: line 2, column 3: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

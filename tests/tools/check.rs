@@ -47,7 +47,7 @@ fn every_problem_has_a_picture_and_then_comes_what_was_said() {
     3 |   "train_batch_size": 33,
       |   ^^^^^^^^^^^^^^^^^^
 
-    error: `gradient_acumulation_steps`: no key at the top level; did you mean `gradient_accumulation_steps`?
+    error: `gradient_acumulation_steps`: not a key at the top level; did you mean `gradient_accumulation_steps`?
      --> ds.json:5:3
       |
     5 |   "gradient_acumulation_steps": 2,
