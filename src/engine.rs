@@ -251,7 +251,7 @@ impl<M> Engine<M> {
     pub fn step(&mut self) -> Result<()> {
         self.check_order("step", &[MicroStepPhase::Backwarded, MicroStepPhase::Held])?;
         if self.accumulation.in_no_sync {
-            return Err(EngineError::OutOfOrder { call: "step", when: "inside of no_sync" }.into());
+            return Err(EngineError::OutOfOrder { call: "step", when: "inside no_sync" }.into());
         }
         let watch = self.watch(MicroStepCall::Step);
         let updates = self.is_gradient_accumulation_boundary();
@@ -395,7 +395,7 @@ impl<M> Engine<M> {
         };
         let number = self.global_steps + 1;
         let more =
-            if skipped == FIRST { "; further ones are told rarely, engine.skipped_steps() counts all" } else { "" };
+            if skipped == FIRST { "; further ones are reported rarely, engine.skipped_steps() counts all" } else { "" };
         warn(&format!(
             "step {number} is skipped, a gradient is not finite (skipped so far: {skipped}); {consequence}{more}"
         ));
@@ -503,7 +503,7 @@ impl<M> Drop for Engine<M> {
             if self.upload.is_some()
                 && let Err(error) = self.wait_for_upload()
             {
-                warn(&format!("a checkpoint is on disk and was not sent: {error}"));
+                warn(&format!("a checkpoint is on disk but was not uploaded: {error}"));
             }
         }
         if !std::thread::panicking() {

@@ -97,7 +97,8 @@ pub(crate) fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()>
         true => Ok(()),
         false => {
             let text = format!(
-                "there is a file of that name that is no {what}, and it is not replaced; give another name, or remove it"
+                "a file of that name exists that is not a {what}, so it is not replaced; give another name, or remove \
+                 it"
             );
             Err(Error::new(ErrorKind::AlreadyExists, text))
         }
@@ -141,7 +142,7 @@ pub(crate) fn only_a_file(found: &Metadata) -> Result<()> {
         () if kind.is_socket() => "a socket",
         () => "a device",
     };
-    Err(Error::new(ErrorKind::InvalidInput, format!("it is {what}, and a file is needed")))
+    Err(Error::new(ErrorKind::InvalidInput, format!("it is {what}, but a file is needed")))
 }
 
 #[cfg(test)]
@@ -157,9 +158,9 @@ mod tests {
         rustix::fs::mknodat(rustix::fs::CWD, &pipe, kind, mode, 0).unwrap();
         let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
         let text = |path: &Path| read(path, 10).unwrap_err().to_string();
-        assert_eq!(text(&pipe), "it is a pipe, and a file is needed");
-        assert_eq!(text(&socket), "it is a socket, and a file is needed");
-        assert_eq!(text(Path::new("/dev/zero")), "it is a device, and a file is needed");
+        assert_eq!(text(&pipe), "it is a pipe, but a file is needed");
+        assert_eq!(text(&socket), "it is a socket, but a file is needed");
+        assert_eq!(text(Path::new("/dev/zero")), "it is a device, but a file is needed");
         assert_eq!(text(dir.path()), "Is a directory (os error 21)");
         std::fs::write(&file, [0; 10]).unwrap();
         assert_eq!(read(&file, 10).unwrap(), [0; 10]);

@@ -53,7 +53,7 @@ pub(super) fn file_of(buffers: &[SavedBuffer], dir: &Path) -> Result<Option<Vec<
         Some((name.clone(), TensorView::new(dtype_for_file(*dtype)?, shape.clone(), bytes).ok()?))
     });
     let views = views.collect::<Option<Vec<_>>>();
-    let views = views.ok_or_else(|| wrong("a buffer has a type that no file has".into()))?;
+    let views = views.ok_or_else(|| wrong("a buffer has a type that files cannot store".into()))?;
     serialize(views, None).map(Some).map_err(|e| wrong(e.to_string()))
 }
 
@@ -82,7 +82,7 @@ pub(super) fn read(folder: &Path, entry: &BufferFile) -> Result<Vec<SavedBuffer>
         _ => wrong(format!("{e}; make it readable, or load another tag")),
     })?;
     if self::entry(&bytes) != *entry {
-        return Err(wrong("it is damaged, or another file; load another tag".into()));
+        return Err(wrong("it is damaged, or a different file; load another tag".into()));
     }
     let file = SafeTensors::deserialize(&bytes).map_err(|e| wrong(format!("{e}; load another tag")))?;
     let saved = |(name, view): (String, TensorView<'_>)| {
@@ -90,7 +90,8 @@ pub(super) fn read(folder: &Path, entry: &BufferFile) -> Result<Vec<SavedBuffer>
         Some(SavedBuffer { name, shape: view.shape().to_vec(), dtype, bytes: view.data().to_vec() })
     };
     let all: Option<Vec<SavedBuffer>> = file.tensors().into_iter().map(saved).collect();
-    let mut all = all.ok_or_else(|| wrong("it has a tensor of a type that is no buffer's; load another tag".into()))?;
+    let mut all =
+        all.ok_or_else(|| wrong("it has a tensor of a type that buffers cannot have; load another tag".into()))?;
     all.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(all)
 }
@@ -128,14 +129,15 @@ pub(super) fn wanted(
         if found.shape != dims {
             let found = &found.shape;
             return Err(wrong(format!(
-                "buffer {name} has shape {found:?} in it, and {dims:?} in the model; build the model that was saved"
+                "buffer {name} has shape {found:?} in the file but {dims:?} in the model; build the model that was \
+                 saved"
             )));
         }
         let bytes = converted(&found.bytes, found.dtype, dtype).ok_or_else(|| {
             let found = found.dtype;
             wrong(format!(
-                "buffer {name} is {found:?} in it, and {dtype:?} in the model, which cannot hold its values; build the \
-                 model that was saved"
+                "buffer {name} is {found:?} in the file but {dtype:?} in the model, which cannot hold its values; \
+                 build the model that was saved"
             ))
         })?;
         wanted.push((number, bytes));

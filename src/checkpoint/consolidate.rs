@@ -65,7 +65,7 @@ impl ConsolidateSettings {
     pub fn check(&self, checkpoint: &Checkpoint) -> Result<()> {
         match (self.n_head, self.describe(checkpoint).config) {
             (Some(n_head), Err(why)) => {
-                let problem = format!("n_head {n_head} is given for its config.json, and there can be none: {why}");
+                let problem = format!("n_head {n_head} is given for its config.json, which cannot be written: {why}");
                 Err(CheckpointError::Unusable { path: checkpoint.path().to_owned(), problem }.into())
             }
             _ => Ok(()),
@@ -259,7 +259,7 @@ impl ConsolidateWriter<'_> {
             let bytes = self.settings.dtype.encode(&values).map_err(|value| CheckpointError::Unusable {
                 path: self.checkpoint.path().to_owned(),
                 problem: format!(
-                    "{} has the value {value}, which {} cannot hold; take f32",
+                    "{} has the value {value}, which {} cannot represent; use f32",
                     parameter.name,
                     self.settings.dtype.names().0.to_lowercase()
                 ),

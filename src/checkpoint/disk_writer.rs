@@ -59,7 +59,7 @@ impl DiskWriter {
 
     /// Waits until a buffer is free and returns it.
     pub fn spare(&self) -> IoResult<AlignedBuffer> {
-        self.spares.recv().unwrap_or_else(|_| unreachable!("the thread ends after an error only"))
+        self.spares.recv().unwrap_or_else(|_| unreachable!("the thread only ends after an error"))
     }
 
     /// Starts writing the first `len` bytes of `buffer`: full blocks, or the last ones of the file.

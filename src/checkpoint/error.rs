@@ -16,8 +16,8 @@ pub enum CheckpointError {
     },
     /// Another job saves into the same folder.
     #[error(
-        "cannot save checkpoints into {}: a job that is running saves there already{}; give each job a folder of its \
-         own, or stop the other one",
+        "cannot save checkpoints to {}: a running job already saves there{}; give each job its own folder, or stop the \
+         other one",
         path.display(),
         owner.map_or(String::new(), |pid| format!(" (process {pid})"))
     )]

@@ -45,7 +45,7 @@ pub fn split_tag(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<Strin
         (Some(parent), Some(own)) if folder::is_tag(&dir) => match tag.filter(|tag| *tag != own) {
             None => Ok((parent.to_owned(), Some(own))),
             Some(tag) => {
-                let problem = format!("it is itself the folder of a tag, so {tag:?} is not in it; leave the tag out");
+                let problem = format!("it is itself the folder of a tag, so {tag:?} is not in it; omit the tag");
                 Err(CheckpointError::Unusable { path: dir, problem }.into())
             }
         },
@@ -91,7 +91,7 @@ impl CheckpointListing {
         let problem = match self.latest? {
             Some(tag) => return Ok(tag),
             None if names.is_empty() => "there is no checkpoint in it; correct the folder".to_string(),
-            None => format!("it has no file `latest`; give a tag with --tag; there are: {}", list(&names)),
+            None => format!("it has no file `latest`; give a tag with --tag; available: {}", list(&names)),
         };
         Err(CheckpointError::Unusable { path: self.dir, problem }.into())
     }

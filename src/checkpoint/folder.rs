@@ -70,8 +70,8 @@ pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
         return Ok(());
     }
     let problem = format!(
-        "the tag {tag:?} is not the name of a folder in it; give a name without slashes, leading dots and space around \
-         it, of at most {MAX_TAG} bytes, such as global_step100"
+        "the tag {tag:?} is not the name of a folder in it; give a name without slashes, leading dots and surrounding \
+         spaces, of at most {MAX_TAG} bytes, such as global_step100"
     );
     Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
 }
@@ -81,7 +81,7 @@ pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
 pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
     let (path, from) = (dir.join(tag), saving(dir, tag));
     if path.symlink_metadata().is_ok() && !is_tag(&path) {
-        let problem = "it is there and is no checkpoint, so it is not replaced; give another tag or folder".into();
+        let problem = "it exists but is not a checkpoint, so it is not replaced; give another tag or folder".into();
         return Err(CheckpointError::Unusable { path, problem }.into());
     }
     check_latest(dir)?;
@@ -90,7 +90,7 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
     while from.exists() {
         if start.elapsed() > DYING {
             let problem =
-                format!("another save of {tag} is under way there; let it end, or give another tag or folder");
+                format!("another save of {tag} is in progress there; wait for it, or give another tag or folder");
             return Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into());
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -161,7 +161,8 @@ pub(super) fn check_latest(dir: &Path) -> Result<()> {
         return Ok(());
     }
     let problem =
-        "it names no checkpoint of this library, so it is not replaced; save into another folder, or remove it".into();
+        "it does not name a checkpoint of this library, so it is not replaced; save to another folder, or remove it"
+            .into();
     Err(CheckpointError::Unusable { path, problem }.into())
 }
 
@@ -207,8 +208,8 @@ fn stays(path: &Path) {
     static SAID: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
     if lock(&SAID).insert(path.to_owned()) {
         warn(&format!(
-            "warning: {} is left where it is: another save may be writing it, which this file system, without locks, does not \
-             tell; if none is under way, remove it",
+            "warning: {} is kept: another save may be writing it, which cannot be determined on this file system \
+             without locks; if none is in progress, remove it",
             path.display()
         ));
     }
@@ -277,7 +278,7 @@ pub(super) fn not_written(path: &Path, source: &std::io::Error) -> Error {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free space there, or save elsewhere",
         _ => "correct that, or save elsewhere",
     };
-    let problem = format!("it cannot be written: {source}; {fix}; checkpoints that were saved before are whole");
+    let problem = format!("it cannot be written: {source}; {fix}; earlier checkpoints are complete");
     CheckpointError::Unusable { path: path.to_owned(), problem }.into()
 }
 
@@ -292,7 +293,7 @@ pub(super) struct PreparedCheckpoint {
 pub(super) fn prepare(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> Result<PreparedCheckpoint> {
     if let Err(problem) = Manifest::check_length(manifest).and_then(|()| Manifest::parse(manifest)) {
         let problem =
-            format!("it could not be loaded again: {problem}; give a client_state that is small and plain JSON");
+            format!("it could not be loaded again: {problem}; use a client_state that is small and plain JSON");
         return Err(CheckpointError::Unusable { path: saving(dir, tag), problem }.into());
     }
     let write = || {
@@ -416,12 +417,12 @@ pub(super) fn latest(dir: &Path) -> Result<Option<String>> {
             return Ok(Some(tag));
         }
         Err(e) if e.kind() == ErrorKind::NotFound => match path.symlink_metadata() {
-            Ok(_) => "it is a link to nothing".to_string(),
+            Ok(_) => "it is a broken link".to_string(),
             Err(_) => return Ok(almost_latest(dir)),
         },
         Err(e) => e.to_string(),
     };
-    let problem = format!("{why}; give the tag to load, or replace this file by one that names it{}", there(dir));
+    let problem = format!("{why}; give the tag to load, or replace this file with one that names it{}", there(dir));
     Err(CheckpointError::Unusable { path, problem }.into())
 }
 
@@ -435,7 +436,7 @@ fn almost_latest(dir: &Path) -> Option<String> {
 /// Returns the list of checkpoints in a folder, to append to a message.
 fn there(dir: &Path) -> String {
     let there = tags(dir);
-    if there.is_empty() { String::new() } else { format!("; there are: {}", list(&there)) }
+    if there.is_empty() { String::new() } else { format!("; available: {}", list(&there)) }
 }
 
 /// Returns an error if `dir`, which has no `latest`, contains checkpoints: it is unknown which one is meant.
@@ -447,7 +448,7 @@ pub(super) fn without_latest(dir: &Path) -> Result<()> {
         return Ok(());
     }
     let problem = format!(
-        "it has no file `latest`, which names the checkpoint to load; give its tag, or write that into such a file{}",
+        "it has no file `latest`, which names the checkpoint to load; give the tag, or write it to that file{}",
         there(dir)
     );
     Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
@@ -463,8 +464,8 @@ pub(super) fn existing(dir: &Path, tag: &str) -> Result<PathBuf> {
     }
     let there = tags(dir);
     let problem = match there.is_empty() {
-        true => "there is no such checkpoint, and no other in that folder; correct the folder".to_string(),
-        false => format!("there is no such checkpoint; there are: {}", list(&there)),
+        true => "there is no such checkpoint and no other in that folder; correct the folder".to_string(),
+        false => format!("there is no such checkpoint; available: {}", list(&there)),
     };
     Err(CheckpointError::Unusable { path, problem }.into())
 }

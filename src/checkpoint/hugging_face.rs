@@ -33,14 +33,16 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
             prefix: "",
             config: llama_config(model, &shapes).map(|config| llama_json(&config, dtype)),
         },
-        (Some(other), _) => unknown(&format!("its client state says that it is a {other:?}; gpt2 and llama are known")),
+        (Some(other), _) => {
+            unknown(&format!("its client state says that it is a {other:?}; only gpt2 and llama are supported"))
+        }
         (None, None) => unknown(
             "its parameters are not those of a GPT-2, and its client state has no `model` with the architecture and sizes \
              of a known one",
         ),
     };
     if manifest.parameters.iter().any(|parameter| !parameter.has(WEIGHTS)) {
-        description.config = Err("its frozen parameters were left out of it".to_owned());
+        description.config = Err("its frozen parameters were not saved".to_owned());
     }
     description
 }
@@ -95,15 +97,17 @@ fn gpt_config(model: &Value, sizes: Gpt2Sizes, n_head: Option<usize>) -> Result<
     let Gpt2Sizes { n_layer, n_embd, ctx, vocab } = sizes;
     for (key, found) in [("n_layer", n_layer), ("n_embd", n_embd), ("ctx", ctx), ("vocab", vocab)] {
         if model[key].as_u64().is_some_and(|said| said != found as u64) {
-            return Err(format!("its client state says {key} {}, and its parameters {found}", model[key]));
+            return Err(format!("its client state says {key} {}, but its parameters say {found}", model[key]));
         }
     }
     let said = model["n_head"].as_u64().and_then(|n| usize::try_from(n).ok());
     let n_head = match (said, n_head) {
         (Some(said), Some(given)) if said != given => {
-            return Err(format!("its client state says n_head {said}, and {given} is given; leave n_head out"));
+            return Err(format!("its client state says n_head {said}, but {given} is given; omit n_head"));
         }
-        (said, given) => said.or(given).ok_or("the shapes do not tell the number of heads; give it with --n_head")?,
+        (said, given) => {
+            said.or(given).ok_or("the shapes do not determine the number of heads; set it with --n_head")?
+        }
     };
     let eps = model["eps"].as_f64().unwrap_or(1e-5);
     let dropout = model["dropout"].as_f64().unwrap_or(0.0) as f32;
@@ -149,7 +153,7 @@ fn llama_config(model: &Value, shapes: &ShapesByName) -> Result<LlamaConfig, Str
         serde_json::from_value(sizes).map_err(|e| format!("its client state does not describe a Llama: {e}"))?;
     // The number of heads must not overflow when it is doubled.
     if config.num_attention_heads > shapes.values().flat_map(|shape| shape.iter()).copied().max().unwrap_or(0) {
-        return Err("its client state describes a Llama of more heads than any parameter has rows".to_owned());
+        return Err("its client state describes a Llama with more heads than any parameter has rows".to_owned());
     }
     config.validate().map_err(|e| e.to_string())?;
     // Checked before anything of the claimed size is built.

@@ -57,8 +57,7 @@ pub fn new_checkpoint_path(dir: &Path, tag: &str) -> Result<PathBuf> {
     folder::check_tag(dir, tag)?;
     let path = dir.join(tag);
     if path.exists() {
-        let problem =
-            "there is a checkpoint of that name already; give another folder, or another name with --as".into();
+        let problem = "a checkpoint of that name already exists; give another folder, or another name with --as".into();
         return Err(CheckpointError::Unusable { path, problem }.into());
     }
     Ok(path)
@@ -67,7 +66,7 @@ pub fn new_checkpoint_path(dir: &Path, tag: &str) -> Result<PathBuf> {
 /// Returns the file of the checkpoint's buffers; `None` if it has none.
 fn buffers(from: &DeepSpeedCheckpoint, dir: &Path) -> Result<Option<Vec<u8>>> {
     for problem in from.unread_buffers() {
-        warn(&format!("warning: a buffer is left out: {problem}"));
+        warn(&format!("warning: a buffer is skipped: {problem}"));
     }
     let saved = from.buffers().iter().enumerate().map(|(index, buffer)| {
         let bytes = from.read_buffer(index)?;

@@ -47,7 +47,7 @@ impl LockedFolders {
     /// [`CheckpointError::Busy`] if another job saves there; [`CheckpointError::Unusable`] if it cannot be written.
     pub fn lock(&mut self, dir: &Path) -> Result<()> {
         if dir.exists() && !dir.is_dir() {
-            let problem = "it is a file, and checkpoints are saved into a folder; give another path".into();
+            let problem = "it is a file, but checkpoints are saved to a folder; give another path".into();
             return Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into());
         }
         folder::check_latest(dir)?;
@@ -64,7 +64,7 @@ impl LockedFolders {
         };
         if !lock.holds() {
             say(&format!(
-                "{} is on a file system without locks: nothing keeps another job from saving there too",
+                "{} is on a file system without locks: nothing prevents another job from saving there too",
                 dir.display()
             ));
         }

@@ -16,7 +16,7 @@ use crate::error::{CheckpointError, Error, Result};
 use crate::notice::say;
 use crate::optim::GroupedOptimizer;
 use crate::precision::Flat;
-use crate::util::{list, lock};
+use crate::util::{counted, list, lock};
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::state_access::{ParamStateKind, WEIGHTS};
 use candle_core::DType;
@@ -330,8 +330,9 @@ fn wanted(
         let (saved, own) = (manifest.set_lr.as_ref().map(Vec::len), trainer.lr().len());
         if let Some(saved) = saved.filter(|saved| *saved != own) {
             return Err(wrong(format!(
-                "it has learning rates that set_lr gave to {saved} parameter groups, and this engine has {own}; train with \
-                 the parameter groups that were saved, or load with load_optimizer_states false"
+                "it has learning rates that set_lr set for {}, but this engine has {own}; train with the parameter \
+                 groups that were saved, or load with load_optimizer_states false",
+                counted(saved, "parameter group")
             )));
         }
     }
@@ -344,21 +345,22 @@ fn wanted(
             if found.shape != own.shape.dims() {
                 let (name, found, shape) = (&own.name, &found.shape, own.shape.dims());
                 return Err(wrong(format!(
-                    "{name} has shape {found:?} in it, and {shape:?} in the model; build the model that was saved"
+                    "{name} has shape {found:?} in the checkpoint but {shape:?} in the model; build the model that was \
+                     saved"
                 )));
             }
             let saved_states = found.states.as_deref();
             let was_frozen = kind != ParamStateKind::Weights && saved_states.is_some_and(|saved| saved == [WEIGHTS]);
             match saved_states {
                 Some([]) if !own.is_trained() => continue,
-                Some([]) => return Err(wrong(trained_since(&own.name, "was left out of it"))),
+                Some([]) => return Err(wrong(trained_since(&own.name, "was not saved"))),
                 Some(_) if was_frozen => return Err(wrong(trained_since(&own.name, "was frozen"))),
                 _ => {}
             }
             let state = manifest.states.iter().position(|s| s == name && found.has(s)).ok_or_else(|| {
                 let of = if found.states.is_some() { format!(" of {}", own.name) } else { String::new() };
                 wrong(format!(
-                    "it has the states {}{of}, and this optimizer needs {name}; train with the optimizer that was \
+                    "it has the states {}{of}, but this optimizer needs {name}; train with the optimizer that was \
                      saved ({}) and its parameter groups, or load with load_optimizer_states false",
                     list(found.states.as_ref().unwrap_or(&manifest.states)),
                     manifest.optimizer.as_deref().unwrap_or("none")
@@ -393,8 +395,8 @@ fn set_all(core: &RankCore, checkpoint: &Checkpoint, wanted: &[NeededElements]) 
 /// Returns the problem with a parameter that was not trained when it was saved.
 fn trained_since(name: &str, what: &str) -> String {
     format!(
-        "{name} {what} when it was saved, and is trained here; freeze it (EngineBuilder::trainable, set_trainable), load, \
-         and thaw it then"
+        "{name} {what} in the checkpoint but is trained here; freeze it (EngineBuilder::trainable, set_trainable), \
+         load, and then unfreeze it"
     )
 }
 
@@ -404,8 +406,8 @@ fn go_on_rounding(core: &RankCore, checkpoint: &Checkpoint) {
     core.go_on_rounding(seed);
     if core.rounding_seed().is_none() && core.comm().rank() == 0 {
         say(&format!(
-            "checkpoint {}: its states were rounded by chance, and are rounded to nearest from now on; to go on as it did, \
-             call EngineBuilder::stochastic_rounding(true)",
+            "checkpoint {}: its states were rounded stochastically and are rounded to nearest from now on; to continue \
+             as before, call EngineBuilder::stochastic_rounding(true)",
             checkpoint.manifest.tag
         ));
     }

@@ -160,16 +160,16 @@ fn choose<'a>(
             Ok((checksum, homes)) => return Ok(ChosenTag { tag, checksum, homes, notes }),
             Err(problem) => problem,
         };
-        notes.push(format!("checkpoint {tag} is not whole and is passed over: {problem}"));
+        notes.push(format!("checkpoint {tag} is incomplete and is skipped: {problem}"));
         first_problem.get_or_insert((*tag, problem));
     }
     let (tag, problem) = first_problem.unwrap_or_else(|| unreachable!("there is a tag"));
-    let before = if are_all_told { "" } else { ", or, to begin anew, remove what is there" };
+    let before = if are_all_told { "" } else { ", or remove the existing checkpoints to start from scratch" };
     Err((
         tag,
         format!(
-            "it is not whole over all hosts: {problem}; start ranks on the hosts that have its files, or copy the folders \
-             of this tag of all hosts together into one, or give another tag{before}"
+            "it is incomplete across all hosts: {problem}; start ranks on the hosts that have its files, or merge the \
+             folders of this tag from all hosts into one, or give another tag{before}"
         ),
     ))
 }

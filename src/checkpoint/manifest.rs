@@ -144,8 +144,8 @@ impl FileEntry {
         match &self.host {
             None => "the file is missing; load another tag".into(),
             Some(host) => format!(
-                "the file is missing here: host {host} wrote it, into a folder of its own; copy it from there into this \
-                 folder, or load another tag"
+                "the file is missing here: host {host} wrote it to its own folder; copy it from there to this folder, \
+                 or load another tag"
             ),
         }
     }
@@ -213,7 +213,7 @@ impl Manifest {
     /// Returns an error for a text that is too long to be read again.
     pub(super) fn check_length(text: &str) -> std::result::Result<(), String> {
         let bytes = text.len() as u64;
-        let problem = || format!("it has {bytes} bytes, and {MAX_MANIFEST} are read");
+        let problem = || format!("it has {bytes} bytes, but only {MAX_MANIFEST} are read");
         if bytes <= MAX_MANIFEST { Ok(()) } else { Err(problem()) }
     }
 
@@ -225,17 +225,17 @@ impl Manifest {
     /// Parses and checks a manifest. The error describes the problem.
     pub(super) fn parse(text: &str) -> std::result::Result<Self, String> {
         let damaged = |what: &str| format!("it is damaged: {what}; load another tag");
-        let at = text.rfind(",\n  \"checksum\": ").ok_or_else(|| damaged("its last line is no checksum"))?;
+        let at = text.rfind(",\n  \"checksum\": ").ok_or_else(|| damaged("its last line is not a checksum"))?;
         let (body, end) = text.split_at(at);
         let whole: std::result::Result<Value, _> = serde_json::from_str(&format!("{body}\n}}"));
         let version = whole.as_ref().ok().and_then(|v| v["version"].as_u64());
         if end != ending(body) {
-            return Err(damaged("its checksum is that of another text"));
+            return Err(damaged("its checksum does not match"));
         }
         if let Some(version) = version.filter(|v| !(u64::from(OLDEST)..=u64::from(VERSION)).contains(v)) {
             return Err(format!(
-                "its format has version {version}, and this program knows versions {OLDEST} to {VERSION}; load it with the \
-                 release that wrote it"
+                "its format has version {version}, but this program reads versions {OLDEST} to {VERSION}; load it with \
+                 the release that wrote it"
             ));
         }
         let manifest: Self = whole.and_then(serde_json::from_value).map_err(|e| damaged(&e.to_string()))?;
@@ -248,7 +248,7 @@ impl Manifest {
         let say = |ok: bool, what: String| if ok { Ok(()) } else { Err(what) };
         say(self.format == FORMAT, format!("its format is {:?}, not {FORMAT:?}", self.format))?;
         let states_are_named = self.states.first().is_some_and(|s| s == WEIGHTS);
-        say(states_are_named, format!("its states are {:?}, and the first must be {WEIGHTS:?}", self.states))?;
+        say(states_are_named, format!("its states are {:?}, but the first must be {WEIGHTS:?}", self.states))?;
         let ranks = self.files.len();
         say(
             self.world_size > 0 && ranks == self.world_size,
@@ -258,11 +258,14 @@ impl Manifest {
         let counters = [self.global_steps, self.skipped_steps, self.global_samples, self.optimizer_steps];
         let next = self.last_batch_iteration.checked_add(1).and_then(|n| u64::try_from(n).ok());
         let are_possible = counters.into_iter().chain([next.unwrap_or(u64::MAX)]).all(|n| n < 1 << 53);
-        say(are_possible && self.skipped_steps <= self.global_steps, "its counters of steps and samples".into())?;
+        say(
+            are_possible && self.skipped_steps <= self.global_steps,
+            "its counters of steps and samples are invalid".into(),
+        )?;
         let scale = self.scaler.as_ref().map_or(1.0, |scaler| scaler.scale);
         say(scale.is_finite() && scale > 0.0, format!("its loss scale is {scale}"))?;
         let rates = self.set_lr.iter().flatten();
-        say(rates.into_iter().all(|lr| (0.0..f64::INFINITY).contains(lr)), "its learning rates".into())?;
+        say(rates.into_iter().all(|lr| (0.0..f64::INFINITY).contains(lr)), "its learning rates are invalid".into())?;
         for p in &self.parameters {
             let own = p.states.as_ref().unwrap_or(&self.states);
             let are_known = (own.is_empty() || p.has(WEIGHTS)) && own.iter().all(|state| self.states.contains(state));
@@ -276,15 +279,15 @@ impl Manifest {
                 .and_then(|bytes| sum.checked_add(bytes))
                 .ok_or_else(|| format!("shape {:?} of {} is larger than any memory", p.shape, p.name))?;
         }
-        sum.checked_add(self.world_size as u64 * MAX_HEADER).ok_or("files that are larger than any disk")?;
+        sum.checked_add(self.world_size as u64 * MAX_HEADER).ok_or("its files are larger than any disk")?;
         if let Some(BufferFile { name, .. }) = &self.buffers {
             let is_of_the_folder = !name.is_empty() && !name.starts_with('.') && !name.contains('/');
-            say(is_of_the_folder, format!("the file of its buffers is called {name:?}"))?;
+            say(is_of_the_folder, format!("the file of its buffers is named {name:?}"))?;
         }
         let layout = self.layout();
         for (rank, file) in self.files.iter().enumerate() {
             let name = file_name(rank, self.world_size);
-            say(file.name == name, format!("the file of rank {rank} is called {:?}, not {name:?}", file.name))?;
+            say(file.name == name, format!("the file of rank {rank} is named {:?}, not {name:?}", file.name))?;
             let most = self.most_header_bytes(layout.bytes(rank)).min(MAX_HEADER);
             let header_is_possible =
                 (8..most).contains(&file.header_bytes) && file.header_bytes.is_multiple_of(PAGE as u64);
@@ -292,7 +295,7 @@ impl Manifest {
             let bytes = file.header_bytes.checked_add(layout.bytes(rank));
             say(
                 bytes == Some(file.bytes),
-                format!("{name} has {} bytes, and the shapes of its parameters make {bytes:?}", file.bytes),
+                format!("{name} has {} bytes, but the shapes of its parameters need {bytes:?}", file.bytes),
             )?;
         }
         Ok(())

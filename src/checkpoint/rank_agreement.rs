@@ -24,6 +24,6 @@ pub(super) fn same_on_all_ranks(
     let Some(rank) = first_to_differ(comm, word)? else { return Ok(()) };
     let word = without_backtrace(word);
     let problem =
-        format!("rank {rank} and rank 0 name different {what}; this rank names {word}; give all ranks the same");
+        format!("rank {rank} and rank 0 name different {what}; this rank names {word}; use the same on all ranks");
     Err(CollectiveFailure::InStep(Error::from(CheckpointError::Unusable { path: path.to_owned(), problem })))
 }

@@ -163,13 +163,13 @@ impl RankFileReader {
         let found = file.metadata().map_err(unreadable)?.len();
         if found != entry.bytes {
             let bytes = entry.bytes;
-            return Err(wrong(format!("it has {found} bytes, and {bytes} were written; load another tag")));
+            return Err(wrong(format!("it has {found} bytes, but {bytes} were written; load another tag")));
         }
         let header_bytes = usize::try_from(entry.header_bytes).map_err(|e| wrong(e.to_string()))?;
         let mut header = vec![0; header_bytes];
         file.read_exact_at(&mut header, 0).map_err(unreadable)?;
         if format!("{:016x}", XxHash3_64::oneshot(&header)) != entry.header_checksum {
-            return Err(wrong("its header is damaged, or it is another file; load another tag".into()));
+            return Err(wrong("its header is damaged, or it is a different file; load another tag".into()));
         }
         let data_len = entry.bytes - entry.header_bytes;
         let checksums = checksums_in(&header, data_len.div_ceil(BLOCK as u64))
@@ -202,8 +202,7 @@ impl RankFileReader {
             if XxHash3_64::oneshot(&self.block) != self.checksums[block] {
                 let to = from + len as u64;
                 return Err(wrong(format!(
-                    "bytes {from} to {to} are damaged: they have another checksum than when they were written; load another \
-                     tag"
+                    "bytes {from} to {to} are damaged: their checksum differs from that at writing; load another tag"
                 )));
             }
             self.index = Some(block);

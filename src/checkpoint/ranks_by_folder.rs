@@ -59,8 +59,8 @@ impl RanksByFolder {
         let firsts: Vec<usize> = all.iter().map(|rank| rank[0] as usize).collect();
         if let Some(rank) = (0..comm.size()).find(|rank| all[*rank][1] != all[firsts[*rank]][1]) {
             let problem = format!(
-                "ranks {rank} and {} are on one host and name different folders; this rank names {}; give all ranks of a \
-                 host the same",
+                "ranks {rank} and {} are on one host but name different folders; this rank names {}; use the same \
+                 folder on all ranks of a host",
                 firsts[rank],
                 dir.display()
             );

@@ -202,7 +202,7 @@ impl SaveJob {
         let written = match writing {
             WriteJob::Done(result) => result,
             WriteJob::Thread(thread) => thread.join().unwrap_or_else(|_| {
-                let problem = "the thread that wrote it panicked; its own words say why".into();
+                let problem = "the thread that wrote it panicked; its panic message says why".into();
                 Err(CheckpointError::Unusable { path: dir.clone(), problem }.into())
             }),
         };
@@ -334,7 +334,7 @@ fn begin(
         Err(CollectiveFailure::InStep(_)) if *validation != TagValidation::Fail => {
             let common = text_of_rank_0(comm, tag)?;
             if comm.rank() == 0 && *validation == TagValidation::Warn {
-                warn(&format!("warning: ranks save under different tags; all take rank 0's, {common}"));
+                warn(&format!("warning: ranks save under different tags; all use rank 0's, {common}"));
             }
             common
         }
@@ -361,7 +361,7 @@ fn publish(prepared: folder::PreparedCheckpoint, dir: &Path, tag: &str, options:
 pub fn keep_newest(dir: &Path, keep: usize, tag: &str) {
     if let Err(error) = folder::keep_newest(dir, keep.max(1), tag) {
         // The checkpoint is saved nevertheless.
-        warn(&format!("warning: {error}. They stay; checkpoint {tag} is saved"));
+        warn(&format!("warning: {error}; they remain, and checkpoint {tag} is saved"));
     }
 }
 

@@ -20,14 +20,14 @@ impl ConfigWalk<'_> {
             return self.autos.push(path);
         }
         let known = self.of_run(&path);
-        let (before, after) = if known.is_some() { ("taken as", "") } else { ("the default", " holds") };
+        let (before, after) = if known.is_some() { ("taken as", "") } else { ("the default", " applies") };
         let Some(value) = known.or_else(|| key.default_value()) else {
             let by_run = if path.ends_with(".total_num_steps") {
                 ", or load the configuration with RunValues::total_num_steps (zerorun check: --total_num_steps)"
             } else {
                 ""
             };
-            let message = format!("\"auto\" has no value here: give {}{by_run}", value_conversion::needed(key.kind));
+            let message = format!("\"auto\" has no value here; give {}{by_run}", value_conversion::needed(key.kind));
             return self.problem(ConfigRule::Auto, &path, entry.node.place, message);
         };
         let node = JsonNode { place: entry.node.place, ..JsonNode::from_value(&value) };

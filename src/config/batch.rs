@@ -57,7 +57,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>, world_size: usize) -> Option<Ba
                 if of_run[index] {
                     walk.note(key, format!("\"auto\": taken as {}", triple[index]));
                 } else if is_auto[index] {
-                    walk.note(key, format!("\"auto\": worked out as {} from the other batch keys", triple[index]));
+                    walk.note(key, format!("\"auto\": derived as {} from the other batch keys", triple[index]));
                 }
                 walk.set(key, triple[index].into());
             }
@@ -83,11 +83,11 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
             Some(Some(v)) => Some(v),
             Some(None) => {
                 let value = value.unwrap_or_default();
-                return Err((index, format!("{value} found, it has to be greater than 0")));
+                return Err((index, format!("expected a number greater than 0, found {value}")));
             }
         };
     }
-    let too_large = || (0, format!("{RULE}: the product is beyond 64 bits"));
+    let too_large = || (0, format!("{RULE}: the product exceeds 64 bits"));
     let product = |m: u64, g: u64| m.checked_mul(g).and_then(|p| p.checked_mul(world)).ok_or_else(too_large);
     let [t, m, g] = match positive {
         [Some(t), Some(m), Some(g)] => [t, m, g],
@@ -97,18 +97,20 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
         [None, Some(m), Some(g)] => [product(m, g)?, m, g],
         [None, Some(m), None] => [product(m, 1)?, m, 1],
         [None, None, _] => {
-            let need = "either train_batch_size or train_micro_batch_size_per_gpu (the micro_batch of a rank) has to \
-                        be given";
+            let need = "either train_batch_size or train_micro_batch_size_per_gpu (the micro_batch of a rank) is \
+                        required";
             return Err((0, need.into()));
         }
     };
-    let inferred = |index: usize| if positive[index].is_none() { " (worked out)" } else { "" };
+    let inferred = |index: usize| if positive[index].is_none() { " (derived)" } else { "" };
     let product = product(m, g)?;
     if t == product && m > MOST_AT_ONCE {
-        let found = format!("{t} samples a step on {} are {m} at once on a rank", counted(world, "rank"));
+        let found = format!("{t} samples per step on {} are {m} per rank and pass", counted(world, "rank"));
         return Err((
             0,
-            format!("{found}; at most {MOST_AT_ONCE} can be: give gradient_accumulation_steps, or a smaller batch"),
+            format!(
+                "{found}; at most {MOST_AT_ONCE} is possible: set gradient_accumulation_steps, or use a smaller batch"
+            ),
         ));
     }
     if t == product {

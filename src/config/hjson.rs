@@ -131,7 +131,7 @@ impl<'a> HjsonReader<'a> {
                     let mut last = ' ';
                     loop {
                         match self.bump() {
-                            None => return Err(self.expected(format!("`*/` for the comment that begins at {start}"))),
+                            None => return Err(self.expected(format!("`*/` for the comment that starts at {start}"))),
                             Some('/') if last == '*' => break,
                             Some(c) => last = c,
                         }
@@ -146,7 +146,7 @@ impl<'a> HjsonReader<'a> {
         let place = self.place;
         let value = match self.peek() {
             Some('{' | '[') if depth == MAX_DEPTH => {
-                return Err(self.expected(format!("at most {MAX_DEPTH} objects and lists in one another")));
+                return Err(self.expected(format!("at most {MAX_DEPTH} nested objects and lists")));
             }
             Some('{') => self.object(depth)?,
             Some('[') => self.list(depth)?,
@@ -177,7 +177,7 @@ impl<'a> HjsonReader<'a> {
                 }
                 (None, None) => return Ok(JsonValue::Object(entries)),
                 (Some(open), None) => {
-                    return Err(self.expected(format!("`}}` for the object that begins at {open}")));
+                    return Err(self.expected(format!("`}}` for the object that starts at {open}")));
                 }
                 _ => {}
             }
@@ -237,7 +237,7 @@ impl<'a> HjsonReader<'a> {
                 return Ok(JsonValue::List(items));
             }
             if self.peek().is_none() {
-                return Err(self.expected(format!("`]` for the list that begins at {open}")));
+                return Err(self.expected(format!("`]` for the list that starts at {open}")));
             }
             items.push(self.value(depth + 1, true)?);
             self.skip_blank()?;
@@ -305,14 +305,14 @@ impl<'a> HjsonReader<'a> {
             if !is_value && let Err((expected, found)) = broken_number(first) {
                 return Err(HjsonError::Syntax { place: self.place, expected: expected.into(), found });
             }
-            return Err(self.no_value("; without them it is its whole line, here with a bracket in it"));
+            return Err(self.no_value("; an unquoted string is the rest of its line, which contains a bracket here"));
         }
         Ok(())
     }
 
     fn no_value(&self, why: &str) -> HjsonError {
         let of = self.path.last().map(|key| format!(" of `{}`", shown(key))).unwrap_or_default();
-        self.expected(format!("a JSON value{of} (text goes in double quotes{why})"))
+        self.expected(format!("a JSON value{of} (text must be in double quotes{why})"))
     }
 
     /// Advances by that many bytes.
@@ -340,7 +340,7 @@ impl<'a> HjsonReader<'a> {
                     self.bump();
                     text.push(c);
                 }
-                _ => return Err(self.expected(format!("`{quote}` for the string that begins at {start}"))),
+                _ => return Err(self.expected(format!("`{quote}` for the string that starts at {start}"))),
             }
         }
     }
@@ -353,7 +353,7 @@ impl<'a> HjsonReader<'a> {
         self.skip(QUOTES.len());
         let Some(end) = self.rest.as_str().find(QUOTES) else {
             while self.bump().is_some() {}
-            return Err(self.expected(format!("`{QUOTES}` for the string that begins at {start}")));
+            return Err(self.expected(format!("`{QUOTES}` for the string that starts at {start}")));
         };
         let whole = self.rest.as_str()[..end].replace('\r', "");
         self.skip(end + QUOTES.len());
@@ -387,7 +387,7 @@ impl<'a> HjsonReader<'a> {
                 let high = self.hex4()?;
                 let code = if (0xd800..0xdc00).contains(&high) {
                     if !(self.take_if('\\') && self.take_if('u')) {
-                        return Err(self.expected("`\\u` with the second half of a surrogate pair"));
+                        return Err(self.expected("`\\u` and the second half of a surrogate pair"));
                     }
                     match self.hex4()? {
                         low @ 0xdc00..0xe000 => 0x1_0000 + ((high - 0xd800) << 10) + (low - 0xdc00),
@@ -396,7 +396,7 @@ impl<'a> HjsonReader<'a> {
                 } else {
                     high
                 };
-                return char::from_u32(code).ok_or_else(|| self.expected("an escape that is a Unicode character"));
+                return char::from_u32(code).ok_or_else(|| self.expected("an escape of a Unicode character"));
             }
             _ => return Err(self.expected("one of \" \\ / b f n r t u after a backslash")),
         };

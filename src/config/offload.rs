@@ -50,7 +50,7 @@ impl OffloadSection {
                     Some(path) => Some(OffloadTo::Nvme { path }),
                     None => {
                         let text =
-                            format!("{path:?} found: this user has no home folder; give a path that begins with /");
+                            format!("{path:?} found, but this user has no home folder; give a path that starts with /");
                         let place = walk.place(&key);
                         walk.problem(ConfigRule::Conflict, &key, place, text);
                         None
@@ -75,7 +75,7 @@ impl OffloadSection {
         let found = count(walk, &path);
         if to.nvme_path().is_some() && found < least {
             let place = walk.place(&path);
-            let text = format!("{found} found, allowed with device \"nvme\" is {least} or more{why}");
+            let text = format!("device \"nvme\" needs {least} or more, found {found}{why}");
             walk.problem(ConfigRule::Range, &path, place, text);
         }
         found
@@ -101,20 +101,20 @@ pub(super) fn optimizer(
 ) -> Option<OffloadOptimizer> {
     let to = OPTIMIZER.to(walk, stage)?;
     let (least, why) = match optimizer {
-        Some(OptimizerConfig::Adam(_)) => (4, ": Adam works on gradient, weights and two moments"),
+        Some(OptimizerConfig::Adam(_)) => (4, ": Adam needs gradient, weights and two moments"),
         Some(OptimizerConfig::Sgd(sgd)) if sgd.momentum != 0.0 => {
-            (3, ": SGD with momentum works on gradient, weights and momentum")
+            (3, ": SGD with momentum needs gradient, weights and momentum")
         }
-        Some(OptimizerConfig::Lion(_)) => (3, ": Lion works on gradient, weights and momentum"),
-        Some(OptimizerConfig::Adagrad(_)) => (3, ": Adagrad works on gradient, weights and the sum of squares"),
-        Some(OptimizerConfig::Lamb(_)) => (4, ": Lamb works on gradient, weights and two moments"),
-        Some(OptimizerConfig::Muon(_)) => (4, ": Muon's AdamW works on gradient, weights and two moments"),
+        Some(OptimizerConfig::Lion(_)) => (3, ": Lion needs gradient, weights and momentum"),
+        Some(OptimizerConfig::Adagrad(_)) => (3, ": Adagrad needs gradient, weights and the sum of squares"),
+        Some(OptimizerConfig::Lamb(_)) => (4, ": Lamb needs gradient, weights and two moments"),
+        Some(OptimizerConfig::Muon(_)) => (4, ": Muon's AdamW needs gradient, weights and two moments"),
         Some(OptimizerConfig::EightBit(EightBitConfig { kind: EightBit::Lion(_), .. })) => {
-            (3, ": Lion8bit works on gradient, weights and momentum")
+            (3, ": Lion8bit needs gradient, weights and momentum")
         }
-        Some(OptimizerConfig::EightBit(_)) => (4, ": Adam works on gradient, weights and two moments"),
+        Some(OptimizerConfig::EightBit(_)) => (4, ": Adam needs gradient, weights and two moments"),
         // SGD, or an optimizer that the file does not name.
-        _ => (2, ": a step works on gradient and weights"),
+        _ => (2, ": a step needs gradient and weights"),
     };
     Some(OffloadOptimizer {
         buffer_count: OPTIMIZER.count(walk, "buffer_count", &to, least, why),

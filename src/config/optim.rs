@@ -149,7 +149,12 @@ fn muon(walk: &mut ConfigWalk<'_>) -> MuonConfig {
     let momentum = walk.float(&of("momentum"));
     if momentum == 1.0 {
         let place = walk.place(&of("momentum"));
-        walk.problem(ConfigRule::Range, &of("momentum"), place, "1 found, a momentum has to be at least 0 and below 1");
+        walk.problem(
+            ConfigRule::Range,
+            &of("momentum"),
+            place,
+            "1 found, but a momentum must be at least 0 and below 1",
+        );
     }
     let rate = |key: &str, default: f64| {
         let given = |key: &str| walk.get(&of(key)).and_then(Value::as_f64);
@@ -210,7 +215,7 @@ pub(super) fn needs_type(walk: &mut ConfigWalk<'_>, owner: &str, names: &[&str])
     let path = format!("{owner}.type");
     if !walk.problems.iter().any(|problem| problem.path.starts_with(owner)) {
         let place = walk.place(owner);
-        walk.problem(ConfigRule::Type, &path, place, format!("has to be given: {}", names.join(", ")));
+        walk.problem(ConfigRule::Type, &path, place, format!("required: {}", names.join(", ")));
     }
 }
 
@@ -257,8 +262,8 @@ fn untested(walk: &mut ConfigWalk<'_>, name: Option<&str>, stage: ZeroStage) {
         );
         walk.problem(ConfigRule::Conflict, "optimizer.type", place, text);
     } else if untested.is_none() && walk.given.contains_key("zero_allow_untested_optimizer") {
-        let text = "accepted and has no effect on what this file says: only SGD, Lamb and an optimizer of one's own at \
-                    stage 1 to 3 need it";
+        let text = "accepted and has no effect on this configuration: only SGD, Lamb and custom optimizers at stages 1 \
+                    to 3 need it";
         walk.note("zero_allow_untested_optimizer", text);
     }
     // This key is noted whatever its value, because its default also promises something.

@@ -9,18 +9,18 @@ const HEAD: &str = "\
 
 Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --release --lib config::reference` regenerates it.
 
-A configuration is a DeepSpeed JSON file (0.19.8), read as Hjson: comments (`#`, `//`, `/* */`), keys and strings without
-quotes, ends of lines for commas and a file without its outer braces are allowed.
-An unknown key is an error wherever it stands, with its line, its column and the nearest known key. At the top level a key
-that starts with `_`, `//` or `comment` is a comment. Sections marked *strict* take `\"3\"` for 3 and `\"true\"` or 1 for
-true. `\"auto\"` is what the run knows (`RunValues`: micro batch 1, accumulation 1, lr 5e-5 and no warm-up unless the script gives
-others, and the steps of the schedule), a batch key that follows from the others, or else the default; its value is printed once.
+A configuration is a DeepSpeed JSON file (0.19.8), read as Hjson: comments (`#`, `//`, `/* */`), unquoted keys and
+strings, line ends instead of commas and a file without its outer braces are allowed.
+An unknown key is an error in any section, with its line, its column and the nearest known key. At the top level a key
+that starts with `_`, `//` or `comment` is a comment. Sections marked *strict* accept `\"3\"` for 3 and `\"true\"` or 1 for
+true. `\"auto\"` takes the value of the run (`RunValues`: micro batch 1, accumulation 1, lr 5e-5 and no warm-up unless the script
+sets others, and the steps of the schedule), a batch key derived from the others, or the default; the value is printed once.
 
 | status | meaning |
 | --- | --- |
-| honoured | does what it does in DeepSpeed |
-| noted | another value than the default is accepted, has no effect, and is noted once |
-| refused | another value than the default is an error, because its silent loss would change training |
+| honoured | has the same effect as in DeepSpeed |
+| noted | a value other than the default is accepted, has no effect, and is noted once |
+| refused | a value other than the default is an error, because ignoring it would change training |
 | removed | its presence is an error, as in DeepSpeed 0.19.8 |
 | removed unless off | the same, but `enabled` false is accepted and noted once |
 | translated | a deprecated key, taken as its successor, and noted once |
@@ -33,8 +33,8 @@ fn reference_markdown() -> String {
     // Writing to a String cannot fail.
     let _ = writeln!(
         text,
-        "\n{} keys are honoured, {} have no effect (each with its reason, or its section's), {} are refused, {} removed and {} \
-         translated.",
+        "\n{} keys are honoured, {} have no effect (for the stated reason or that of the section), {} are refused, {} \
+         removed and {} translated.",
         of("honoured"),
         of("noted"),
         of("refused"),
@@ -77,12 +77,12 @@ fn heading(text: &mut String, section: &ConfigSection) {
         facts.push("Strict.".to_string());
     }
     if !section.checked {
-        facts.push("Not looked into: it cannot change training.".to_string());
+        facts.push("Not checked: it cannot change training.".to_string());
     }
     if section.status != KeyStatus::Honoured {
-        let when = section.switch.map(|switch| format!(" when `{switch}` is true")).unwrap_or_default();
+        let when = section.switch.map(|switch| format!(" if `{switch}` is true")).unwrap_or_default();
         let (word, why) = status(section.status);
-        facts.push(format!("As a whole {word}{when}{}.", why.map(|why| format!(": {why}")).unwrap_or_default()));
+        facts.push(format!("The section is {word}{when}{}.", why.map(|why| format!(": {why}")).unwrap_or_default()));
     }
     if !facts.is_empty() {
         let _ = write!(text, "\n{}\n", facts.join(" "));

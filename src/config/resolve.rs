@@ -20,7 +20,7 @@ pub(super) struct ConfigRejection {
 /// Resolves a complete tree.
 pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Result<Config, ConfigRejection> {
     let JsonValue::Object(entries) = &root.value else {
-        let message = format!("an object `{{...}}` is needed, {} found", value_conversion::found(root));
+        let message = format!("expected an object `{{...}}`, found {}", value_conversion::found(root));
         let problem = ConfigProblem { rule: ConfigRule::Type, path: "(top)".into(), place: root.place, message };
         return Err(ConfigRejection { problems: vec![problem], notes: Vec::new() });
     };
@@ -158,7 +158,7 @@ fn precision(walk: &mut ConfigWalk<'_>) -> Precision {
         (false, true) => Precision::Bf16 { check_grad_overflow: walk.bool("bf16.check_grad_overflow") },
         (true, true) => {
             let place = walk.place("bf16.enabled");
-            let text = "bf16 (bfloat16) and fp16 are both enabled, and exclude one another: switch one of them off";
+            let text = "bf16 (bfloat16) and fp16 are both enabled but exclude each other: disable one of them";
             walk.problem(ConfigRule::Conflict, "bf16.enabled", place, text);
             Precision::F32
         }
@@ -211,7 +211,7 @@ fn fp16(walk: &mut ConfigWalk<'_>) -> Precision {
                 ConfigRule::Range,
                 &path,
                 place,
-                format!("{value} found, allowed with a dynamic loss scale is {allowed}"),
+                format!("expected {allowed} with a dynamic loss scale, found {value}"),
             );
         }
     }
@@ -232,7 +232,7 @@ fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
         return None;
     }
     if precision != Precision::F32 {
-        let text = "accepted and has no effect here: fp16 or bf16 is enabled, and products are in that format";
+        let text = "accepted and has no effect here: fp16 or bf16 is enabled, and products use that format";
         walk.note("torch_autocast.enabled", text);
         return None;
     }
@@ -245,13 +245,11 @@ fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
         "fp32" | "float32" | "float" => return None,
         "fp16" | "float16" | "half" => (
             ConfigRule::Unsupported,
-            "is not supported: its smallest number is 6e-8, so gradients of such products need a scaled loss, which a \
-             model of f32 does not have; use \"bfloat16\", or the fp16 section in place of this one",
+            "is not supported: its smallest number is 6e-8, so gradients of such products need loss scaling, which an \
+             f32 model does not have; use \"bfloat16\", or the fp16 section instead of this one",
         ),
-        "int8" => {
-            (ConfigRule::Unsupported, "is not supported: products of whole numbers have no gradient; use \"bfloat16\"")
-        }
-        _ => (ConfigRule::Range, "found, allowed is \"bfloat16\" or \"float32\""),
+        "int8" => (ConfigRule::Unsupported, "is not supported: integer products have no gradient; use \"bfloat16\""),
+        _ => (ConfigRule::Range, "is unknown: use \"bfloat16\" or \"float32\""),
     };
     let place = walk.place(key);
     let text = format!("\"{}\" {text}", shown(&name));
@@ -268,8 +266,8 @@ fn check_safe_modules(walk: &mut ConfigWalk<'_>) {
     let unknown: Vec<String> = classes.iter().filter(|path| !class_of(path)).map(|path| shown(path)).collect();
     if !unknown.is_empty() {
         let text = format!(
-            "not supported for \"{}\": known are classes named {}, and all gradients travel in \
-             communication_data_type; remove what is not known",
+            "not supported for \"{}\": the supported classes are named {}, and all gradients are communicated in \
+             communication_data_type; remove the other classes",
             unknown.join("\", \""),
             KNOWN.join(", ")
         );
@@ -287,13 +285,18 @@ fn check_gradients(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Preci
             ConfigRule::Conflict,
             sum,
             place,
-            "gradient_allreduce_op \"sum\" is not possible with stage 3: use mean",
+            "gradient_allreduce_op \"sum\" is not possible with stage 3; use mean",
         );
     }
     let factor = walk.float("gradient_predivide_factor");
     if factor == 0.0 {
         let place = walk.place("gradient_predivide_factor");
-        walk.problem(ConfigRule::Range, "gradient_predivide_factor", place, "0 found, it has to be greater than 0");
+        walk.problem(
+            ConfigRule::Range,
+            "gradient_predivide_factor",
+            place,
+            "expected a number greater than 0, found 0",
+        );
     }
     if stage >= ZeroStage::Two && walk.bool("zero_optimization.reduce_scatter") {
         let text = format!("is not possible with stage {stage} and reduce_scatter: set reduce_scatter to false, or");
@@ -330,7 +333,7 @@ fn check_zero(walk: &mut ConfigWalk<'_>, stage: ZeroStage) {
     // Checked only if the key itself is given: the deprecated `allgather_size` may be odd.
     if stage <= ZeroStage::Two && !size.is_multiple_of(2) && walk.given.contains_key(bucket) {
         let place = walk.place(bucket);
-        let text = format!("{size} found: at stage 0 to 2 it has to be even, as in DeepSpeed; use {}", size - 1);
+        let text = format!("{size} found: at stages 0 to 2 it must be even, as in DeepSpeed; use {}", size - 1);
         walk.problem(ConfigRule::Range, bucket, place, text);
     }
     let ratio = "zero_optimization.offload_optimizer.ratio";
@@ -350,8 +353,8 @@ fn check_zero(walk: &mut ConfigWalk<'_>, stage: ZeroStage) {
 fn check_compression(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig) {
     let key = "zero_optimization.compress_between_hosts_only";
     if walk.bool(key) && !zero.compresses(dtype(walk.str("communication_data_type"))) {
-        let text = "accepted and has no effect here: it is for zero_quantized_gradients, zero_quantized_weights at stage 3 and a \
-                    communication_data_type of 16 bits, and none of these is on";
+        let text = "accepted and has no effect here: it applies to zero_quantized_gradients, zero_quantized_weights at \
+                    stage 3 and a 16-bit communication_data_type, and none of these is set";
         walk.note(key, text);
     }
 }
@@ -361,7 +364,8 @@ fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usi
     let key = "zero_optimization.mics_shard_size";
     let found = walk.int(key).filter(|ranks| *ranks > 0)?;
     if zero.stage < ZeroStage::Three {
-        let text = format!("accepted and has no effect at stage {}, as in DeepSpeed: it divides stage 3", zero.stage);
+        let text =
+            format!("accepted and has no effect at stage {}, as in DeepSpeed: it applies to stage 3", zero.stage);
         walk.note(key, text);
         return None;
     }
@@ -371,15 +375,17 @@ fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usi
         let divisors: Vec<String> =
             (1..=world_size).filter(|n| world_size.is_multiple_of(*n)).map(|n| n.to_string()).collect();
         let allowed = divisors.join(", ");
-        let text = format!("{found} found: it has to divide the number of ranks, {world_size}; allowed are {allowed}");
+        let text = format!(
+            "{found} found: it must divide the number of ranks, {world_size}; the allowed values are {allowed}"
+        );
         walk.problem(ConfigRule::Range, key, place, text);
     }
     if zero.hpz_partition_size > 1 {
         let hpz = zero.hpz_partition_size;
         let text = format!(
-            "{found} found, and zero_hpz_partition_size {hpz}: parameters that are sharded among {found} ranks are gathered from \
-             these alone, and a second copy brings nothing nearer; leave zero_hpz_partition_size out where memory has room for \
-             all states of a group, or mics_shard_size where it has room for the parameters only"
+            "{found} found, and zero_hpz_partition_size {hpz}: parameters that are sharded among {found} ranks are \
+             only gathered from these, so a second copy would not be nearer; remove zero_hpz_partition_size if memory \
+             can hold all states of a group, or mics_shard_size if it can hold only the parameters"
         );
         walk.problem(ConfigRule::Conflict, key, place, text);
     }
@@ -394,13 +400,13 @@ fn kept_modules(walk: &mut ConfigWalk<'_>, precision: Precision) -> Vec<String> 
     }
     let names = walk.strings(key);
     if names.iter().any(|name| name.is_empty() || name.split('.').any(str::is_empty)) {
-        let text = "an empty name, or a dot at an end or beside another one, found; allowed are whole words of the names of \
-                    parameters, between dots, in which * stands for any characters (\"ln_f\", \"mlp.c_proj\", \"ln_*\")";
+        let text = "found an empty name, or a leading, trailing or double dot; allowed are complete dot-separated \
+                    parts of parameter names, in which * matches any characters (\"ln_f\", \"mlp.c_proj\", \"ln_*\")";
         let place = walk.place(key);
         walk.problem(ConfigRule::Range, key, place, text);
     }
     if precision == Precision::F32 && !names.is_empty() {
-        walk.note(key, "accepted and has no effect here: the whole model is f32");
+        walk.note(key, "accepted and has no effect here: the complete model is f32");
         return Vec::new();
     }
     names
@@ -421,9 +427,8 @@ fn check_data_types(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Prec
     }
     let key = "data_types.grad_accum_dtype";
     if let Some(other) = walk.str(key).filter(|name| *name != own && stage == ZeroStage::Zero) {
-        let text = format!(
-            "\"{other}\" differs from the model's \"{own}\": at stage 0 they have to be equal, as in DeepSpeed"
-        );
+        let text =
+            format!("\"{other}\" differs from the model's \"{own}\": at stage 0 they must be equal, as in DeepSpeed");
         let place = walk.place(key);
         walk.problem(ConfigRule::Conflict, key, place, text);
     }
@@ -434,7 +439,8 @@ fn check_vocabulary(walk: &mut ConfigWalk<'_>) {
     const TILE: i64 = 8;
     if let Some(size) = walk.int("vocabulary_size").filter(|size| size % TILE != 0) {
         let next = size.saturating_add(TILE - size % TILE);
-        let text = format!("{size} is no multiple of {TILE}: matrix units of GPUs like one, such as {next}");
+        let text =
+            format!("{size} is not a multiple of {TILE}: the matrix units of GPUs work best with one, such as {next}");
         walk.note("vocabulary_size", text);
     }
 }
@@ -464,7 +470,7 @@ fn check_data_efficiency(walk: &mut ConfigWalk<'_>) {
             ConfigRule::Unsupported,
             &path,
             place,
-            "is on and not supported: it would change training; switch it off",
+            "is on but not supported: it would change training; disable it",
         );
     }
 }
@@ -479,9 +485,9 @@ fn activation_checkpointing(walk: &mut ConfigWalk<'_>) -> bool {
     let key = asks.into_iter().find(|key| walk.bool(&path(key)));
     let key = key.or(walk.int(&path("number_checkpoints")).map(|_| "number_checkpoints"));
     if let Some(key) = key {
-        let text = "taken as `every_unit`: every unit recomputes its forward in backward, for about a third more time and, \
-                    but for rounding, the same results (in DeepSpeed only what a model gives to deepspeed.checkpointing does); \
-                    set `every_unit` of this section to true or false to choose";
+        let text = "taken as `every_unit`: every unit recomputes its forward pass during backward, which takes about a \
+                    third more time and gives the same results except for rounding (in DeepSpeed only calls of \
+                    deepspeed.checkpointing do); set `every_unit` of this section to true or false to choose";
         walk.note(&path(key), text);
     }
     key.is_some()

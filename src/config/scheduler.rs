@@ -73,7 +73,7 @@ fn given_rate(walk: &mut ConfigWalk<'_>, key: &str) -> Option<PerGroup> {
     };
     if let PerGroup::Each(rates) = &rate {
         let groups = rates.len();
-        walk.note(&of(key), format!("a list of {groups}: for an engine that is given {groups} parameter groups"));
+        walk.note(&of(key), format!("a list of {groups}: for an engine with {groups} parameter groups"));
     }
     Some(rate)
 }
@@ -88,7 +88,7 @@ fn required(walk: &mut ConfigWalk<'_>, key: &str, why: &str) {
     let path = of(key);
     if !walk.given.contains_key(&path) {
         let place = walk.place(SCHEDULER);
-        walk.problem(ConfigRule::Type, &path, place, format!("has to be given: {why}"));
+        walk.problem(ConfigRule::Type, &path, place, format!("required: {why}"));
     }
 }
 
@@ -130,7 +130,7 @@ fn warm_up(walk: &mut ConfigWalk<'_>, name: &str, optimizer: Option<&OptimizerCo
         });
     }
     let Some(total_num_steps) = walk.int(&of("total_num_steps")).and_then(|n| u64::try_from(n).ok()) else {
-        required(walk, "total_num_steps", &format!("{name} needs to know the steps of the whole schedule"));
+        required(walk, "total_num_steps", &format!("{name} needs the number of steps of the complete schedule"));
         return None;
     };
     if total_num_steps < warmup_num_steps {
@@ -190,7 +190,7 @@ fn one_cycle(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerConfig>) -> 
     };
     if cycle_first_step_size == 0.0 {
         let place = walk.place(&of("cycle_first_step_size"));
-        walk.problem(ConfigRule::Range, &of("cycle_first_step_size"), place, "0 found, allowed is a number above 0");
+        walk.problem(ConfigRule::Range, &of("cycle_first_step_size"), place, "expected a number above 0, found 0");
     }
     if cycle.cycle_momentum {
         cycled_momentum(walk, &cycle, optimizer);
@@ -207,7 +207,7 @@ fn cycled_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer:
     for (key, beta) in [("cycle_min_mom", cycle.cycle_min_mom), ("cycle_max_mom", cycle.cycle_max_mom)] {
         if beta == 1.0 {
             let place = walk.place(&of(key));
-            walk.problem(ConfigRule::Range, &of(key), place, "1 found, a momentum has to be at least 0 and below 1");
+            walk.problem(ConfigRule::Range, &of(key), place, "1 found, but a momentum must be at least 0 and below 1");
         }
     }
     let per_step = cycle.cycle_max_mom * cycle.decay_mom_rate / cycle.decay_step_size;
@@ -216,7 +216,7 @@ fn cycled_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer:
         let grown = ((1.0 - cycle.cycle_max_mom) / per_step).ceil();
         let step = cycle.cycle_first_step_size + cycle.cycle_second_step_size + 1.0 + grown;
         let text = format!(
-            "beta1 grows after the cycle, and training would stop with an error where it reaches 1, about optimizer \
+            "beta1 grows after the cycle, and training will stop with an error when it reaches 1, at about optimizer \
              step {step:.0}"
         );
         walk.note(&of("decay_mom_rate"), text);

@@ -75,7 +75,7 @@ fn typed(schema: &mut Value, section: &ConfigSection, choices: &[&ConfigSection]
     schema["properties"]["type"]["anyOf"] = known.into();
     schema["required"] = json!(["type"]);
     // The type decides which keys `params` may have.
-    schema["properties"]["params"] = json!({"type": "object", "description": "Its parameters."});
+    schema["properties"]["params"] = json!({"type": "object", "description": "The parameters of this type."});
     let branches = choices.iter().map(|choice| {
         let of_type = choice.types.iter().map(one).collect::<Vec<_>>();
         json!({
@@ -175,7 +175,7 @@ fn description(key: &ConfigKey) -> String {
     let meaning = key.meaning;
     match key.status {
         KeyStatus::Honoured | KeyStatus::OfSection | KeyStatus::OfRefused => meaning.to_string(),
-        KeyStatus::AsEveryUnit(why) => format!("{meaning} Only asks for every_unit here: {why}."),
+        KeyStatus::AsEveryUnit(why) => format!("{meaning} Only requests every_unit here: {why}."),
         KeyStatus::NoEffect(why) => format!("{meaning} Has no effect here: {why}."),
         KeyStatus::Refused(why) => format!("{meaning} Only the default is accepted: {why}."),
         KeyStatus::RefusedAbove1(why) => format!("{meaning} More than 1 is refused: {why}."),
@@ -236,7 +236,7 @@ mod tests {
 
     /// Checks that the schema has every key, and that each plain value has a type that the schema allows.
     fn walk(schema: &Value, object: &Value, entries: &JsonValue, path: &str) {
-        let JsonValue::Object(entries) = entries else { panic!("{path} is no object") };
+        let JsonValue::Object(entries) = entries else { panic!("{path} is not an object") };
         for entry in entries {
             let path = format!("{path}.{}", entry.key);
             let mut property = &object["properties"][&entry.key];

@@ -39,7 +39,7 @@ const RATES_OF_OTHER_SCHEDULES: [(&str, &str); 2] = [
     ),
     (
         "warmup_min_lr",
-        "begins at a share of `optimizer.params.lr`; give that share as `scheduler.params.warmup_min_ratio` instead",
+        "starts at a share of `optimizer.params.lr`; set that share as `scheduler.params.warmup_min_ratio` instead",
     ),
 ];
 
@@ -47,34 +47,36 @@ const RATES_OF_OTHER_SCHEDULES: [(&str, &str); 2] = [
 pub(crate) fn advice(section: &ConfigSection, name: &str) -> (ConfigRule, String) {
     let place = if section.path.is_empty() { "at the top level".into() } else { format!("of `{}`", section.path) };
     if name.len() > LONGEST {
-        return (ConfigRule::UnknownKey, format!("no key {place}, and none is alike; remove it"));
+        return (ConfigRule::UnknownKey, format!("not a key {place}, and no name is similar; remove it"));
     }
     let of_others = RATES_OF_OTHER_SCHEDULES.iter().find(|(other, _)| *other == name);
     if let (Some((_, instead)), true) = (of_others, section.key("cos_min_ratio").is_some()) {
-        return (ConfigRule::UnknownKey, format!("no key {place}: WarmupCosineLR {instead}"));
+        return (ConfigRule::UnknownKey, format!("not a key {place}: WarmupCosineLR {instead}"));
     }
     if let Some((_, own)) = OTHER_NAMES.iter().find(|(other, _)| other.eq_ignore_ascii_case(name)) {
         let home = if section.key(own).is_some() { Some(section) } else { sections().find(|s| s.key(own).is_some()) };
         if let Some(home) = home {
-            return (ConfigRule::UnknownKey, format!("no key {place}; did you mean `{}`?", home.join(own)));
+            return (ConfigRule::UnknownKey, format!("not a key {place}; did you mean `{}`?", home.join(own)));
         }
     }
     if section.path.rsplit('.').next() == Some(name) && section.key("enabled").is_some() {
-        return (ConfigRule::UnknownKey, format!("no key {place}; did you mean `{}`?", section.join("enabled")));
+        return (ConfigRule::UnknownKey, format!("not a key {place}; did you mean `{}`?", section.join("enabled")));
     }
     if let Some(home) = elsewhere(section, name).find(|(_, _, score)| *score == 1.0) {
         let home = home.0.join(home.1);
-        return (ConfigRule::MisplacedKey, format!("no key {place}: it belongs at `{home}`; move it there"));
+        return (ConfigRule::MisplacedKey, format!("not a key {place}: it belongs at `{home}`; move it there"));
     }
     let here = names(section).map(|own| (section, own, likeness(name, own))).filter(|found| found.2 >= ALIKE);
     let far = elsewhere(section, name).filter(|found| found.2 >= ALIKE_ELSEWHERE);
     let nearest = best(here).or_else(|| best(far));
     let text = match nearest {
-        Some((section, near, _)) => format!("no key {place}; did you mean `{}`?", section.join(near)),
+        Some((section, near, _)) => format!("not a key {place}; did you mean `{}`?", section.join(near)),
         None if section.path.is_empty() => {
-            format!("no key {place}, and none is alike; remove it, or start its name with `_` if it is a comment")
+            format!(
+                "not a key {place}, and no name is similar; remove it, or start its name with `_` if it is a comment"
+            )
         }
-        None => format!("no key {place}, and none is alike; remove it"),
+        None => format!("not a key {place}, and no name is similar; remove it"),
     };
     (ConfigRule::UnknownKey, text)
 }
@@ -128,7 +130,7 @@ mod tests {
     fn a_very_long_name_is_not_compared() {
         let name = "train_batch_size".repeat(10_000);
         let began = std::time::Instant::now();
-        assert!(advice(section(""), &name).1.contains("none is alike"));
+        assert!(advice(section(""), &name).1.contains("no name is similar"));
         assert!(began.elapsed() < std::time::Duration::from_secs(1));
     }
 
@@ -186,6 +188,6 @@ mod tests {
     fn a_stranger_is_not_forced_on_any_key() {
         let (rule, text) = advice(section(""), "cuda_visible_devices");
         assert_eq!(rule, ConfigRule::UnknownKey);
-        assert!(text.contains("none is alike"), "{text}");
+        assert!(text.contains("no name is similar"), "{text}");
     }
 }

@@ -20,7 +20,7 @@ pub(crate) fn convert(node: &JsonNode, key: &ConfigKey, strict: bool) -> Result<
 }
 
 fn of_kind(node: &JsonNode, kind: ConfigValueKind, strict: bool) -> Result<Value, ValueMismatch> {
-    let wrong = || Err((ConfigRule::Type, format!("{} is needed, {} found", needed(kind), found(node))));
+    let wrong = || Err((ConfigRule::Type, format!("expected {}, found {}", needed(kind), found(node))));
     match kind {
         ConfigValueKind::Bool => boolean(node, strict).map_or_else(wrong, |b| Ok(Value::Bool(b))),
         ConfigValueKind::Int(min, max) | ConfigValueKind::IntNoBool(min, max) => {
@@ -30,18 +30,18 @@ fn of_kind(node: &JsonNode, kind: ConfigValueKind, strict: bool) -> Result<Value
                     JsonValue::Long(digits) => {
                         let bound =
                             if digits.starts_with('-') { format!("{min} or more") } else { format!("at most {max}") };
-                        Err((ConfigRule::Range, format!("{} found, allowed is {bound}", shown(digits))))
+                        Err((ConfigRule::Range, format!("expected {bound}, found {}", shown(digits))))
                     }
                     _ => wrong(),
                 },
                 Some(i) if (min..=max).contains(&i) => Ok(Value::from(i)),
-                Some(i) => Err((ConfigRule::Range, format!("{i} found, allowed is {}", int_range(min, max)))),
+                Some(i) => Err((ConfigRule::Range, format!("expected {}, found {i}", int_range(min, max)))),
             }
         }
         ConfigValueKind::Float(min, max) => match float(node, strict) {
             None => wrong(),
             Some(x) if (min..=max).contains(&x) => Ok(Value::from(x)),
-            Some(x) => Err((ConfigRule::Range, format!("{x} found, allowed is {}", float_range(min, max)))),
+            Some(x) => Err((ConfigRule::Range, format!("expected {}, found {x}", float_range(min, max)))),
         },
         ConfigValueKind::PerGroup(min, max) => match &node.value {
             JsonValue::List(items) => {
@@ -50,7 +50,7 @@ fn of_kind(node: &JsonNode, kind: ConfigValueKind, strict: bool) -> Result<Value
                 match numbers.len() {
                     0 => Err((
                         ConfigRule::Range,
-                        "an empty list found: give a number, or one for each parameter group".into(),
+                        "found an empty list; give a number, or one for each parameter group".into(),
                     )),
                     1 => Ok(numbers.remove(0)),
                     _ => Ok(Value::from(numbers)),
@@ -70,7 +70,7 @@ fn of_kind(node: &JsonNode, kind: ConfigValueKind, strict: bool) -> Result<Value
                 .iter()
                 .find(same)
                 .map(|word| Value::from(*word))
-                .ok_or_else(|| (ConfigRule::Range, format!("{} found, allowed is {}", found(node), needed(kind))))
+                .ok_or_else(|| (ConfigRule::Range, format!("expected {}, found {}", needed(kind), found(node))))
         }
         ConfigValueKind::Strings | ConfigValueKind::StringsOrOne => match (&node.value, strings(node)) {
             (JsonValue::String(s), _) if kind == ConfigValueKind::StringsOrOne => Ok(Value::from(vec![s.as_str()])),
@@ -87,15 +87,17 @@ fn of_kind(node: &JsonNode, kind: ConfigValueKind, strict: bool) -> Result<Value
             let JsonValue::List(items) = &node.value else { return wrong() };
             match items.iter().map(|item| float(item, strict)).collect::<Option<Vec<_>>>().as_deref() {
                 Some(&[a, b]) if [a, b].iter().all(|beta| (0.0..1.0).contains(beta)) => Ok(Value::from(vec![a, b])),
-                Some(&[a, b]) => {
-                    Err((ConfigRule::Range, format!("[{a}, {b}] found, each has to be at least 0 and below 1")))
-                }
+                Some(&[a, b]) => Err((
+                    ConfigRule::Range,
+                    format!("expected two numbers of at least 0 and below 1, found [{a}, {b}]"),
+                )),
                 _ => wrong(),
             }
         }
         ConfigValueKind::AutoOr(inner) => match &node.value {
             JsonValue::String(s) if s == "auto" => Ok(Value::from("auto")),
-            _ => of_kind(node, *inner, strict).map_err(|(rule, text)| (rule, format!("{text}, or \"auto\""))),
+            _ => of_kind(node, *inner, strict)
+                .map_err(|(rule, text)| (rule, format!("{text}; \"auto\" is also allowed"))),
         },
         ConfigValueKind::Any => Ok(node.to_value()),
         // The walk enters objects itself.
@@ -181,13 +183,13 @@ pub(crate) fn needed(kind: ConfigValueKind) -> String {
         ConfigValueKind::Float(f64::MIN, f64::MAX) => "a number".into(),
         ConfigValueKind::Float(min, max) => format!("a number ({})", float_range(min, max)),
         ConfigValueKind::PerGroup(min, max) => {
-            format!("{} or a list of one for each parameter group", needed(ConfigValueKind::Float(min, max)))
+            format!("{} or a list with one per parameter group", needed(ConfigValueKind::Float(min, max)))
         }
         ConfigValueKind::Str => "a string".into(),
         ConfigValueKind::OneOf(words) => format!("one of {}", quoted(words)),
-        ConfigValueKind::OneOfAnyCase(words) => format!("one of {} (in any letter case)", quoted(words)),
+        ConfigValueKind::OneOfAnyCase(words) => format!("one of {} (case-insensitive)", quoted(words)),
         ConfigValueKind::Strings => "a list of strings".into(),
-        ConfigValueKind::StringsOrOne => "a list of strings, or one string,".into(),
+        ConfigValueKind::StringsOrOne => "a list of strings or one string".into(),
         ConfigValueKind::Betas => "a list of two numbers".into(),
         ConfigValueKind::AutoOr(inner) => format!("{} or \"auto\"", needed(*inner)),
         ConfigValueKind::Any => "anything".into(),

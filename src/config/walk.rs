@@ -44,7 +44,7 @@ impl<'a> ConfigWalk<'a> {
         let has_bf16 = section.path.is_empty() && entries.iter().any(|entry| entry.key == "bf16");
         for entry in entries {
             if has_bf16 && entry.key == OLD_BF16 {
-                self.note(OLD_BF16, "an old name: not looked at, because `bf16` is given too, as in DeepSpeed");
+                self.note(OLD_BF16, "an old name: ignored, because `bf16` is given too, as in DeepSpeed");
                 continue;
             }
             let path = section.join(&shown(&entry.key));
@@ -60,7 +60,7 @@ impl<'a> ConfigWalk<'a> {
             self.given.insert(section.join(key.name), entry.place);
             match key.status {
                 KeyStatus::RemovedUnlessOff(_) if is_off(&entry.node.value) => {
-                    self.note(&path, "is off; nothing like it is offered here");
+                    self.note(&path, "is off, and this library does not support it");
                 }
                 KeyStatus::Removed(why) | KeyStatus::RemovedUnlessOff(why) => {
                     self.problem(ConfigRule::Removed, &path, entry.place, why);
@@ -94,7 +94,7 @@ impl<'a> ConfigWalk<'a> {
             && text.ends_with(',')
         {
             let text = shown(text);
-            self.note(&path, format!("\"{text}\" ends with a comma: a string without quotes is its whole line"));
+            self.note(&path, format!("\"{text}\" ends with a comma: an unquoted string is the rest of its line"));
         }
         match value_conversion::convert(&entry.node, key, section.strict) {
             Ok(value) => {
@@ -148,14 +148,14 @@ impl<'a> ConfigWalk<'a> {
                     let says_off =
                         self.given.contains_key("comms_logger.enabled") && !self.bool("comms_logger.enabled");
                     if says_off {
-                        self.note(&path, "its presence switches it on, as in DeepSpeed; without the section it is off");
+                        self.note(&path, "its presence enables it, as in DeepSpeed; without the section it is off");
                     }
                     self.set("comms_logger.enabled", Value::Bool(true));
                 }
             }
             _ => {
                 let message = format!(
-                    "{} is needed, {} found",
+                    "expected {}, found {}",
                     value_conversion::needed(ConfigValueKind::Section),
                     value_conversion::found(&entry.node)
                 );

@@ -294,9 +294,9 @@ impl<M> Engine<M> {
         self.trainer.restore_rates(manifest.set_lr.as_deref());
         let Some(rates) = manifest.set_lr.as_ref().filter(|_| self.rank() == 0) else { return };
         let rates: Vec<String> = rates.iter().map(|lr| format!("{lr:e}")).collect();
-        let until = if self.trainer.is_scheduled() { "the schedule goes on" } else { "set_lr gives another" };
+        let until = if self.trainer.is_scheduled() { "the schedule continues" } else { "set_lr sets another" };
         say(&format!(
-            "checkpoint {}: the learning rate that set_lr gave, {}, stays in force until {until}",
+            "checkpoint {}: the learning rate that set_lr set, {}, stays in effect until {until}",
             manifest.tag,
             list(&rates)
         ));

@@ -49,8 +49,8 @@ impl RankConfig {
     ) -> Self {
         let mut keys = BTreeMap::new();
         flatten("", &config.to_deepspeed_json(), &mut keys);
-        keys.insert("the parts of the user's own".into(), format!("{custom:?}"));
-        keys.insert("the optimizer's groups and the schedule".into(), format!("{trainer:?} {groups:?}"));
+        keys.insert("the user's own components".into(), format!("{custom:?}"));
+        keys.insert("the optimizer's groups or schedule".into(), format!("{trainer:?} {groups:?}"));
         Self { keys, data: data.to_vec() }
     }
 
@@ -89,11 +89,11 @@ impl RankConfig {
         };
         let named = differ.into_iter().take(NAMED).map(|name| match (value(self, name), value(theirs, name)) {
             (Some(mine), Some(theirs)) => format!("{name} is {mine} on rank {rank} and {theirs} on rank {other}"),
-            _ => format!("{name} is not the same"),
+            _ => format!("{name} differs"),
         });
         let mut keys = named.collect::<Vec<_>>().join(", ");
         if keys.is_empty() {
-            keys = "what is given to same_on_all_ranks, or a setting without a key".into();
+            keys = "a value passed to same_on_all_ranks, or a setting without a key".into();
         }
         if more > 0 {
             keys += &format!(", and {more} more keys");
@@ -153,14 +153,14 @@ mod tests {
             config["gradient_clipping"] = json!(1.0 + rank as f64);
             (config, vec![])
         });
-        insta::assert_snapshot!(first, @"rank 0 reads another configuration than rank 1: gradient_clipping is 1.0 on rank 0 and 2.0 on rank 1, zero_optimization.overlap_comm is false on rank 0 and true on rank 1, zero_optimization.stage is 2 on rank 0 and 3 on rank 1; every rank must be given the same file or value, and the same schedule");
-        insta::assert_snapshot!(second, @"rank 1 reads another configuration than rank 0: gradient_clipping is 2.0 on rank 1 and 1.0 on rank 0, zero_optimization.overlap_comm is true on rank 1 and false on rank 0, zero_optimization.stage is 3 on rank 1 and 2 on rank 0; every rank must be given the same file or value, and the same schedule");
+        insta::assert_snapshot!(first, @"rank 0 has a different configuration than rank 1: gradient_clipping is 1.0 on rank 0 and 2.0 on rank 1, zero_optimization.overlap_comm is false on rank 0 and true on rank 1, zero_optimization.stage is 2 on rank 0 and 3 on rank 1; every rank must get the same file or value, and the same schedule");
+        insta::assert_snapshot!(second, @"rank 1 has a different configuration than rank 0: gradient_clipping is 2.0 on rank 1 and 1.0 on rank 0, zero_optimization.overlap_comm is true on rank 1 and false on rank 0, zero_optimization.stage is 3 on rank 1 and 2 on rank 0; every rank must get the same file or value, and the same schedule");
         let [first, _] = told(|rank| {
             let mut config = config(2);
             config["optimizer"]["params"]["lr"] = json!(1e-2 * (rank + 1) as f64);
             (config, vec![])
         });
-        insta::assert_snapshot!(first, @"rank 0 reads another configuration than rank 1: optimizer.params.lr is 0.01 on rank 0 and 0.02 on rank 1, the optimizer's groups and the schedule is not the same; every rank must be given the same file or value, and the same schedule");
+        insta::assert_snapshot!(first, @"rank 0 has a different configuration than rank 1: optimizer.params.lr is 0.01 on rank 0 and 0.02 on rank 1, the optimizer's groups or schedule differs; every rank must get the same file or value, and the same schedule");
     }
 
     #[test]
@@ -174,11 +174,11 @@ mod tests {
         let data = [write("a.txt", "to be ".repeat(100)), write("b.txt", "to bf ".repeat(100))];
         let content = |rank: usize| vec![(format!("/data/{rank}.txt"), data[rank].fingerprint())];
         let [first, second] = told(|rank| (config(2), content(rank)));
-        insta::assert_snapshot!(first, @"the content of /data/0.txt on rank 0 is not that of /data/1.txt on rank 1; every rank must read the same: copy the files to all hosts, or put them where all hosts see them");
-        insta::assert_snapshot!(second, @"the content of /data/1.txt on rank 1 is not that of /data/0.txt on rank 0; every rank must read the same: copy the files to all hosts, or put them where all hosts see them");
+        insta::assert_snapshot!(first, @"the content of /data/0.txt on rank 0 is not that of /data/1.txt on rank 1; every rank must read the same data: copy the files to all hosts, or put them where all hosts can read them");
+        insta::assert_snapshot!(second, @"the content of /data/1.txt on rank 1 is not that of /data/0.txt on rank 0; every rank must read the same data: copy the files to all hosts, or put them where all hosts can read them");
         let same = |rank: usize| vec![(format!("/data/{rank}.txt"), data[0].fingerprint())];
         assert_eq!(told(|rank| (config(2), same(rank))), ["nothing", "nothing"]);
         let [first, _] = told(|rank| (config(2), if rank == 0 { content(0) } else { vec![] }));
-        insta::assert_snapshot!(first, @"rank 0 reads another configuration than rank 1: what is given to same_on_all_ranks, or a setting without a key; every rank must be given the same file or value, and the same schedule");
+        insta::assert_snapshot!(first, @"rank 0 has a different configuration than rank 1: a value passed to same_on_all_ranks, or a setting without a key; every rank must get the same file or value, and the same schedule");
     }
 }

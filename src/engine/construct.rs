@@ -174,7 +174,7 @@ fn report_notes(config: &Config, own: CustomComponents) {
         ("scheduler", config.scheduler.is_some() && own.schedule),
     ];
     for (section, _) in sections.into_iter().filter(|(_, is_replaced)| *is_replaced) {
-        say(&format!("config: {section}: not used, the engine was given one of its user's own"));
+        say(&format!("config: {section}: not used because the engine has a custom one"));
     }
 }
 
@@ -247,7 +247,9 @@ fn build_model<M>(
 fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[String], rank: usize) -> Result<()> {
     let RegisteredModel { units, leaves, .. } = registered;
     for name in leaves.mark_named(units, config).into_iter().filter(|_| rank == 0) {
-        say(&format!("config: zero_optimization.leaf_module: no unit's name is or ends with {name}: it has no effect"));
+        say(&format!(
+            "config: zero_optimization.leaf_module: no unit has the name or suffix {name}, so it has no effect"
+        ));
     }
     for name in named {
         let own = match name.strip_prefix('*') {
@@ -287,9 +289,9 @@ fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
         return Ok(1);
     }
     let why = if config.zero.stage != ZeroStage::Three {
-        "parameters are gathered at stage 3 alone"
+        "parameters are only gathered at stage 3"
     } else if here.len() == comm.size() {
-        "all ranks are on one host, where nothing is nearer than the rest"
+        "all ranks are on one host, so no copy would be nearer"
     } else if lie_on_one_host(ranks, &here) {
         return Ok(ranks);
     } else {
@@ -307,7 +309,7 @@ fn note_compression(config: &Config, comm: &dyn Communicator) {
         (config.zero.compresses(config.communication_data_type), comm.ranks_here().len() == comm.size());
     if config.zero.compress_between_hosts_only && compresses && all_here && comm.rank() == 0 {
         say(
-            "config: zero_optimization.compress_between_hosts_only: all ranks are on one host, and nothing is compressed",
+            "config: zero_optimization.compress_between_hosts_only: all ranks are on one host, so nothing is compressed",
         );
     }
 }
@@ -341,12 +343,12 @@ fn trainer(
         return Err(ParamError::NothingTrained { count }.into());
     }
     for group in empty.iter().filter(|_| rank == 0) {
-        say(&format!("parameter group {group} (from 0) selects no parameter that is left: it is dropped"));
+        say(&format!("parameter group {group} (from 0) selects no remaining parameter and is dropped"));
     }
     for group in trainer.with_ignored_rates().iter().filter(|_| rank == 0) {
         say(&format!(
-            "parameter group {group} (from 0): its own learning rate has no effect, the schedule gives it {:e} in the \
-             first step; give the scheduler a list of rates, one for each group, or leave it out",
+            "parameter group {group} (from 0): its learning rate has no effect because the schedule sets {:e} in the \
+             first step; give the scheduler a list of rates, one per group, or remove the scheduler",
             trainer.lr()[*group]
         ));
     }

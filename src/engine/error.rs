@@ -4,10 +4,10 @@
 fn after(step: u64) -> &'static str {
     match step {
         0 => {
-            "no weight has changed yet: look for values that are not finite or very large in the weights that the model \
-             begins with, and in the data of this step"
+            "no weight has changed yet: look for non-finite or very large values in the initial weights and in the \
+             data of this step"
         }
-        _ => "lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step",
+        _ => "lower the learning rate, clip gradients (gradient_clipping), and check the data of this step",
     }
 }
 
@@ -16,7 +16,7 @@ fn after(step: u64) -> &'static str {
 #[non_exhaustive]
 pub enum EngineError {
     /// Engine methods were called out of order.
-    #[error("{call} was called {when}; the order of a micro step is forward, backward, step")]
+    #[error("{call} was called {when}; the order of calls in a micro step is forward, backward, step")]
     OutOfOrder {
         /// The method.
         call: &'static str,
@@ -27,8 +27,7 @@ pub enum EngineError {
     /// sizes cannot change there.
     #[error(
         "{call} was called in the middle of an accumulation: after backward {backwards} of {of}, before the step that \
-         updates the weights; these gradients would be lost; call it when \
-         is_between_accumulations() is true"
+         updates the weights; its gradients would be lost; call it when is_between_accumulations() is true"
     )]
     MidAccumulation {
         /// The method.
@@ -40,22 +39,20 @@ pub enum EngineError {
     },
     /// `no_sync` was called at a stage that shards gradients.
     #[error(
-        "no_sync is offered at stages 0 and 1, and this engine is at stage {stage}: there a gradient is reduced as soon \
-         as it is made, and no rank has room for whole ones; leave no_sync out, or choose stage 1"
+        "no_sync is possible at stages 0 and 1, but this engine is at stage {stage}, where a gradient is reduced as \
+         soon as it is computed, and no rank has memory for complete ones; remove no_sync, or use stage 1"
     )]
     NoSyncStage {
         /// The stage.
         stage: u8,
     },
     /// `no_sync` was called inside `no_sync`.
-    #[error(
-        "no_sync was called inside of no_sync; leave the inner one out: nothing is reduced until the outer one ends"
-    )]
+    #[error("no_sync was called inside no_sync; remove the inner call: nothing is reduced until the outer one ends")]
     NoSyncInside,
     /// A group of ranks spans several hosts.
     #[error(
-        "zero_optimization.{key} is {found}, and one host has the ranks {first} to {last}: groups of {found} ranks, counted \
-         from rank 0, must each lie on one host; give a number that divides the ranks of each host"
+        "zero_optimization.{key} is {found}, but one host has ranks {first} to {last}: each group of {found} ranks, \
+         counted from rank 0, must be on one host; give a number that divides the number of ranks on each host"
     )]
     GroupAcrossHosts {
         /// The key of `zero_optimization` that defines the groups.
@@ -69,7 +66,7 @@ pub enum EngineError {
     },
     /// A batch size that cannot be divided among the ranks.
     #[error(
-        "a train_batch_size of {train_batch_size} is not possible: it must be a multiple, above 0, of \
+        "a train_batch_size of {train_batch_size} is not possible: it must be a positive multiple of \
          train_micro_batch_size_per_gpu x ranks = {micro_batch} x {ranks}; give such a number"
     )]
     BatchSize {
@@ -96,8 +93,8 @@ pub enum EngineError {
     },
     /// An attempt to set a gradient that does not exist.
     #[error(
-        "parameter {name} has no gradient now: there is one from backward to the step that updates the weights, reduced \
-         and not frozen"
+        "parameter {name} has no gradient now: a parameter has one from backward until the step that updates the \
+         weights, if it is not frozen"
     )]
     GradientAbsent {
         /// The parameter's name.
@@ -105,8 +102,8 @@ pub enum EngineError {
     },
     /// An attempt to set a rank's part of a parameter at a stage where every rank has the full parameter.
     #[error(
-        "{call} sets a rank's part of a parameter, and at stage 0 every rank has all of it; call {full} on all ranks \
-         with the same value, or choose stage 1, 2 or 3"
+        "{call} sets a rank's part of a parameter, but at stage 0 every rank has the complete parameter; call {full} \
+         on all ranks with the same value, or use stage 1, 2 or 3"
     )]
     NotSharded {
         /// The method.
@@ -115,7 +112,7 @@ pub enum EngineError {
         full: &'static str,
     },
     /// A rank that does not exist.
-    #[error("{call} is to run on rank {rank}, and the ranks are 0 to {}; give one of them", ranks - 1)]
+    #[error("{call} was asked to run on rank {rank}, but the ranks are 0 to {}; give one of them", ranks - 1)]
     NoSuchRank {
         /// The method.
         call: &'static str,
@@ -125,7 +122,7 @@ pub enum EngineError {
         ranks: usize,
     },
     /// A collective call that failed on another rank.
-    #[error("{call} has changed nothing: {why}")]
+    #[error("{call} changed nothing: {why}")]
     Elsewhere {
         /// The method.
         call: &'static str,
@@ -133,7 +130,7 @@ pub enum EngineError {
         why: String,
     },
     /// Ranks passed different arguments to a call.
-    #[error("rank {rank} called {call} with other arguments than rank {other}; every rank must give the same")]
+    #[error("rank {rank} called {call} with different arguments than rank {other}; every rank must pass the same")]
     ArgumentsDiffer {
         /// The method.
         call: &'static str,
@@ -143,22 +140,22 @@ pub enum EngineError {
         other: usize,
     },
     /// `backward` on a tensor that is not a scalar.
-    #[error("backward needs a loss of one element, and got a tensor of shape {shape:?}; reduce it first (mean_all)")]
+    #[error("backward needs a loss of one element but got a tensor of shape {shape:?}; reduce it first (mean_all)")]
     LossShape {
         /// The tensor's shape.
         shape: Vec<usize>,
     },
     /// `backward` on a loss that depends on no trained parameter.
     #[error(
-        "the loss reaches no parameter that is trained: it was computed without them, detached (Tensor::detach, eval), or made by \
-         operations without a backward alone; make it from what engine.forward returns"
+        "the loss does not depend on a trained parameter: it was computed without one, detached (Tensor::detach, \
+         eval), or computed only by operations without a backward; compute it from the output of engine.forward"
     )]
     LossReachesNothing,
     /// `backward` on the loss of an older forward.
     #[error(
-        "the loss comes from an older forward, {}; run forward again, call backward on what it returns, and detach \
-         what is carried from one step into the next",
-        if *.is_old { "before the last update of the weights" } else { "which backward has run on already" }
+        "the loss comes from an older forward, {}; run forward again, call backward on its output, and detach \
+         everything that is kept from one step to the next",
+        if *.is_old { "before the last update of the weights" } else { "on which backward has already run" }
     )]
     OldLoss {
         /// Whether the weights have changed since that forward.
@@ -166,16 +163,17 @@ pub enum EngineError {
     },
     /// The gradient does not match the loss.
     #[error(
-        "{what}: moving the weights a little changes the loss by {by_difference:.4e}, and by the gradient that backward gave it \
-         would be {by_gradient:.4e}: the model would learn something else than the loss says; the usual causes: an operation \
-         without a backward cuts a part of the graph (candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope, sdpa): replace \
-         the operation by candle_zero::nn's or by layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow; freezing the \
-         parameters that it has does not mend it; an operation whose backward is wrong in Candle 0.11 (conv1d, max_pool2d and \
-         avg_pool2d whose size does not divide the image's, upsampling, scatter, scatter_add, matmul with a transposed left and a \
-         broadcast right operand): use candle_zero::nn's; a gradient inside of the loss (gradient penalty), of which Candle \
-         drops terms unless CANDLE_GRAD_DO_NOT_DETACH=1 is set; a detached part, or a term made of parameters outside of \
-         engine.forward; `zerorun verify SCRIPT` lists the parameters whose gradient is wrong; where a part is left out on \
-         purpose, set \"gradient_check\": false, or EngineBuilder::gradient_check(false)"
+        "{what}: a small change of the weights changes the loss by {by_difference:.4e}, but the gradient from backward \
+         predicts {by_gradient:.4e}: training would not minimize this loss; the usual causes: an operation without a \
+         backward cuts a part of the graph (candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope, sdpa): replace the \
+         operation with that of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, softmax(D::Minus1), \
+         rope_slow; freezing its parameters does not help; an operation whose backward is wrong in Candle 0.11 \
+         (conv1d, max_pool2d and avg_pool2d whose size does not divide the image's, upsampling, scatter, scatter_add, \
+         matmul with a transposed left and a broadcast right operand): use candle_zero::nn's; a gradient inside the \
+         loss (gradient penalty), some terms of which Candle drops unless CANDLE_GRAD_DO_NOT_DETACH=1 is set; a \
+         detached part, or a term computed from parameters outside engine.forward; `zerorun verify SCRIPT` lists the \
+         parameters whose gradient is wrong; if a part is excluded on purpose, set \"gradient_check\": false, or \
+         EngineBuilder::gradient_check(false)"
     )]
     WrongGradient {
         /// The parameters, as far as they are known.
@@ -186,7 +184,7 @@ pub enum EngineError {
         by_difference: f64,
     },
     /// The end of a run whose only purpose was to check gradients.
-    #[error("the run ends here: it was to check the gradients of the first step (zerorun verify)")]
+    #[error("the run ends here: it only had to check the gradients of the first step (zerorun verify)")]
     GradientsChecked,
     /// The loss is NaN or infinite.
     #[error("the loss is {loss} on rank {rank} in optimizer step {step} (micro step {micro_step}); {}", after(*step))]
@@ -214,7 +212,7 @@ pub enum EngineError {
     /// Gradients overflow although the dynamic loss scale is at its minimum.
     #[error(
         "a gradient is not finite at optimizer step {step}, and the loss scale cannot fall below {scale} \
-         (fp16.min_loss_scale): training diverges; lower the learning rate, look for NaN in data and loss, \
+         (fp16.min_loss_scale): training diverges; lower the learning rate, look for NaN in the data and the loss, \
          train in bf16, or lower fp16.min_loss_scale"
     )]
     LossScaleAtMinimum {
@@ -225,9 +223,8 @@ pub enum EngineError {
     },
     /// Every gradient overflows with a constant loss scale.
     #[error(
-        "gradients overflowed in {steps} optimizer steps in a row, and the loss scale stays {scale} \
-         (fp16.loss_scale): no weight will ever change; let the scale adapt (fp16.loss_scale 0), give a smaller one, \
-         or train in bf16"
+        "gradients overflowed in {steps} optimizer steps in a row, and the loss scale stays {scale} (fp16.loss_scale): \
+         no weight will ever change; let the scale adapt (fp16.loss_scale 0), set a smaller one, or train in bf16"
     )]
     StaticLossScaleTooLarge {
         /// The loss scale.
@@ -236,7 +233,7 @@ pub enum EngineError {
         steps: u32,
     },
     /// Signal handlers could not be installed.
-    #[error("cannot listen to the signals that ask a program to end: {source}")]
+    #[error("cannot listen for the signals that ask a program to stop: {source}")]
     Signals {
         /// The error of the operating system.
         #[source]
@@ -246,10 +243,10 @@ pub enum EngineError {
     #[error(
         "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \
          without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa \
-         do; replace the operation by candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), \
-         rope_slow; freezing these parameters leaves the graph cut, and others learn from a part of their gradient; or the \
-         model does not use them: where it need not, set zero_optimization.ignore_unused_parameters to true, or call \
-         EngineBuilder::ignore_unused_parameters"
+         do; replace the operation with a layer of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, \
+         softmax(D::Minus1), rope_slow; freezing these parameters leaves the graph cut, and others learn from an \
+         incomplete gradient; or the model does not use them: if that is intended, set \
+         zero_optimization.ignore_unused_parameters to true, or call EngineBuilder::ignore_unused_parameters"
     )]
     NoGradient {
         /// The number of parameters.
@@ -259,9 +256,9 @@ pub enum EngineError {
     },
     /// A recomputed unit produced a different output in backward.
     #[error(
-        "unit {unit} gave another output when backward ran it again: gradients would be those of another function; \
-         Candle's own randomness (candle_nn::Dropout, Tensor::rand) cannot be repeated, nor can draws on threads of \
-         the model's own: use candle_zero::nn::Dropout, or let the unit keep its activations (checkpointed(false), \
+        "unit {unit} gave a different output when backward ran it again: gradients would be those of a different \
+         function; Candle's random numbers (candle_nn::Dropout, Tensor::rand) cannot be repeated, nor can draws on the \
+         model's own threads: use candle_zero::nn::Dropout, or let the unit keep its activations (checkpointed(false), \
          no activation_checkpointing section)"
     )]
     RecomputationDiffers {
@@ -270,7 +267,8 @@ pub enum EngineError {
     },
     /// Ranks train different parameters.
     #[error(
-        "rank {rank} trains other parameters than rank {other}; every rank must call set_trainable with the same rule"
+        "rank {rank} trains different parameters than rank {other}; every rank must call set_trainable with the same \
+         rule"
     )]
     TrainableDiffers {
         /// This rank.
@@ -280,8 +278,8 @@ pub enum EngineError {
     },
     /// Ranks read different configurations, or have different custom components.
     #[error(
-        "rank {rank} reads another configuration than rank {other}: {keys}; every rank must be given the same file or value, \
-         and the same schedule"
+        "rank {rank} has a different configuration than rank {other}: {keys}; every rank must get the same file or \
+         value, and the same schedule"
     )]
     ConfigsDiffer {
         /// This rank.
@@ -293,8 +291,8 @@ pub enum EngineError {
     },
     /// Ranks have different data, or other content that must be the same.
     #[error(
-        "the content of {mine} on rank {rank} is not that of {theirs} on rank {other}; every rank must read the same: copy the \
-         files to all hosts, or put them where all hosts see them"
+        "the content of {mine} on rank {rank} is not that of {theirs} on rank {other}; every rank must read the same \
+         data: copy the files to all hosts, or put them where all hosts can read them"
     )]
     DataDiffer {
         /// This rank.
@@ -308,7 +306,7 @@ pub enum EngineError {
     },
     /// Ranks built different models.
     #[error(
-        "rank {rank} built a model that differs from rank {other}'s: {mine} against {theirs} (with a hash of names, \
+        "rank {rank} built a different model than rank {other}: {mine} instead of {theirs} (with a hash of names, \
          shapes and units); every rank must build the same model"
     )]
     ModelsDiffer {
@@ -324,9 +322,9 @@ pub enum EngineError {
     /// Ranks ran different units, or had gradients of different parameters.
     #[error(
         "ranks have diverged: rank {rank} is in {here}, rank {peer} in {there}; every rank must run the same units in \
-         the same order: run each unit on every rank, or mark the unit around those that ranks choose among as a leaf \
-         (Unit::leaf, EngineBuilder::leaf_units, zero_optimization.leaf_module); where ranks use different parameters \
-         of the same units, set zero_optimization.ignore_unused_parameters to true"
+         the same order: run each unit on every rank, or mark the unit around those among which ranks choose as a leaf \
+         (Unit::leaf, EngineBuilder::leaf_units, zero_optimization.leaf_module); if ranks use different parameters of \
+         the same units, set zero_optimization.ignore_unused_parameters to true"
     )]
     PartsDiverged {
         /// This rank.
@@ -340,8 +338,8 @@ pub enum EngineError {
     },
     /// Ranks start from different weights.
     #[error(
-        "rank {rank} begins with other weights than rank {other}: another seed, or another init_from file; every rank \
-         must be given the same (unlike DeepSpeed, rank 0's weights are not sent to the others)"
+        "rank {rank} starts with different weights than rank {other}: another seed, or another init_from file; every \
+         rank must use the same (unlike DeepSpeed, rank 0's weights are not sent to the others)"
     )]
     WeightsDiffer {
         /// This rank.
@@ -351,8 +349,8 @@ pub enum EngineError {
     },
     /// Ranks use different rounding for states that are kept in 16 bits.
     #[error(
-        "rank {rank} rounds otherwise than rank {other}: one of them to nearest and one by chance, or with another seed; \
-         every rank must be given the same EngineBuilder::stochastic_rounding and EngineBuilder::seed"
+        "rank {rank} rounds differently from rank {other}: one of them to nearest and one stochastically, or with \
+         another seed; every rank must use the same EngineBuilder::stochastic_rounding and EngineBuilder::seed"
     )]
     RoundingDiffers {
         /// This rank.
@@ -362,8 +360,8 @@ pub enum EngineError {
     },
     /// A parameter or buffer starts with different values on different ranks.
     #[error(
-        "{what} begins with other values on rank {rank} than on rank {other}{hint}; initial values may depend on the seed, \
-         the name and the shape, and not on the rank"
+        "{what} starts with different values on rank {rank} than on rank {other}{hint}; initial values may depend on \
+         the seed, the name and the shape, but not on the rank"
     )]
     InitialValuesDiffer {
         /// "parameter" or "buffer", and its name.
@@ -377,9 +375,9 @@ pub enum EngineError {
     },
     /// A GPU ran out of memory.
     #[error(
-        "the GPU of rank {rank} has no memory left; of this model it holds {held}, and activations, gradients under way or other \
-         programs have the rest; use a smaller train_micro_batch_size_per_gpu, units that recompute, or shard parameters \
-         (zero_optimization.stage 3)"
+        "the GPU of rank {rank} has no memory left; this model holds {held}, and activations, gradients in progress or \
+         other programs use the rest; use a smaller train_micro_batch_size_per_gpu, units that recompute, or shard \
+         parameters (zero_optimization.stage 3)"
     )]
     DeviceMemory {
         /// This rank.
@@ -389,7 +387,7 @@ pub enum EngineError {
     },
     /// A run in which every step was skipped.
     #[error(
-        "nothing was learned: {} skipped, because gradients were not finite; {}, or train in bf16",
+        "nothing was learned: {} skipped because gradients were not finite; {}, or train in bf16",
         if *steps == 1 { "the only step was".into() } else { format!("all {steps} steps were") },
         remedy_of_overflow(*adapts)
     )]
@@ -408,8 +406,9 @@ pub enum EngineError {
 fn remedy_of_overflow(adapts: bool) -> &'static str {
     match adapts {
         true => {
-            "the loss scale was still falling: take more steps, or begin with a smaller one (fp16.initial_scale_power)"
+            "the loss scale was still falling: train for more steps, or start with a smaller one \
+             (fp16.initial_scale_power)"
         }
-        false => "let the loss scale adapt itself (fp16.loss_scale 0) or give a smaller one",
+        false => "let the loss scale adapt (fp16.loss_scale 0), or set a smaller one",
     }
 }

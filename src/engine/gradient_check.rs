@@ -254,7 +254,7 @@ impl<M> Engine<M> {
         let mut probe = OutputProbe { groups: Vec::new(), rounding: self.rounding_of(output, &value) };
         for (up, down) in &moved {
             if up.dims() != output.dims() || down.dims() != output.dims() {
-                self.check.why_not = Some("the output has another shape when forward runs again".into());
+                self.check.why_not = Some("the output has a different shape when forward runs again".into());
                 continue;
             }
             probe.groups.push(OutputDifference::between(&value, &values(up)?, &values(down)?));
@@ -263,8 +263,8 @@ impl<M> Engine<M> {
             let differs = norm(&values(&unmoved)?.iter().zip(&value).map(|(a, b)| a - b).collect::<Vec<_>>());
             if differs > probe.rounding * (value.len() as f64).sqrt() * 4.0 {
                 self.check.why_not = Some(
-                    "the loss is not the same when it is computed twice: something in it is drawn at random, without a seed \
-                     of the engine's (candle_nn::Dropout, Tensor::rand; candle_zero::nn::Dropout repeats its draws)"
+                    "the loss differs when it is computed twice: it contains random draws without a seed of the engine \
+                     (candle_nn::Dropout, Tensor::rand; candle_zero::nn::Dropout repeats its draws)"
                         .into(),
                 );
             }
@@ -330,7 +330,7 @@ impl<M> Engine<M> {
         let compared = compared.collect();
         if unprobed {
             self.check.why_not.get_or_insert_with(|| {
-                "a part of the loss was computed in a forward that ran inside of another engine's".into()
+                "a part of the loss was computed in a forward that ran inside that of another engine".into()
             });
         }
         let factor = self.scaler.scale() / self.config.batch.gradient_accumulation_steps as f64;
@@ -424,8 +424,9 @@ impl<M> Engine<M> {
             match &report.not_judged {
                 Some(why) => say(&format!("the gradient of {steps} was not checked: {why}")),
                 None if !self.check.of_each && report.rows.iter().any(cannot_tell) => say(&format!(
-                    "the gradient of {steps} could not be checked: rounding, kinks of the loss (ReLU, max pooling) or draws without \
-                     a seed (candle_nn::Dropout) change it as much as a small move of the weights does"
+                    "the gradient of {steps} could not be checked: rounding, kinks of the loss (ReLU, max pooling) or \
+                     draws without a seed (candle_nn::Dropout) change the loss as much as a small change of the \
+                     weights does"
                 )),
                 None => {}
             }

@@ -284,7 +284,7 @@ impl<M> Engine<M> {
         let found = params.iter().position(|param| param.name == name);
         found.ok_or_else(|| {
             let near = nearest(name, params.iter().map(|param| param.name.as_str()));
-            let near = near.unwrap_or_else(|| "none is alike".into());
+            let near = near.unwrap_or_else(|| "no name is similar".into());
             ParamError::Unknown { name: name.into(), near }.into()
         })
     }

@@ -100,8 +100,8 @@ impl<M> Engine<M> {
         let new = changes - std::mem::replace(&mut self.reporter.order_changes, changes);
         if new > 0 && self.config.zero.log_trace_cache_warnings && self.rank() == 0 {
             warn(&format!(
-                "step {}: units were used in another order than before in {}: what comes next could not \
-                 be gathered ahead there",
+                "step {}: units were used in a different order than before in {}, so the next units could not be \
+                 gathered in advance",
                 self.global_steps,
                 counted(new, "micro step")
             ));
@@ -212,7 +212,7 @@ impl<M> Engine<M> {
         let (units, params) = (self.core.units().len() - 1, self.core.params().len());
         say(&format!(
             "configuration: {config}\nranks: {}\ndevice: {:?}\ndtype: {:?}\nparameters: {params}, in {units} units and \
-             outside of them\noptimizer: {:?}\nloss scale: {:?}\nmemory: {}",
+             outside them\noptimizer: {:?}\nloss scale: {:?}\nmemory: {}",
             self.world_size(),
             self.device,
             self.dtype(),

@@ -33,7 +33,7 @@ pub enum EstimateError {
         found: f64,
     },
     /// A metrics file has no steps that can be used.
-    #[error("{}: {problem}; give the metrics of a run, as train_gpt's --metrics writes them", path.display())]
+    #[error("{}: {problem}; give the metrics of a run, as written by train_gpt's --metrics", path.display())]
     Metrics {
         /// The file.
         path: PathBuf,

@@ -51,7 +51,7 @@ impl MeasuredStep {
                 Ok(line) => line,
                 // The file of a killed run may end in a partial line.
                 Err(_) if number == text.lines().count() => break,
-                Err(error) => return Err(format!("line {number} is no JSON: {error}")),
+                Err(error) => return Err(format!("line {number} is not JSON: {error}")),
             };
             ranks = line["world_size"].as_u64().and_then(|ranks| usize::try_from(ranks).ok()).or(ranks);
             if line["step"].is_u64() {
@@ -63,7 +63,7 @@ impl MeasuredStep {
         let steps = &steps[FIRST_STEPS.min(steps.len() / 2)..];
         let total = |step: &[f64; 3]| step.iter().sum::<f64>();
         let step_s = median(steps.iter().map(total).collect()).filter(|s| s.is_normal());
-        let step_s = step_s.ok_or("there is no step that takes time")?;
+        let step_s = step_s.ok_or("no step takes any time")?;
         let each = [0, 1, 2].map(|phase| median(steps.iter().map(|step| step[phase]).collect()).unwrap_or(0.0));
         // The medians of the phases do not exactly add up to the median of the step.
         let phases = Some(each).filter(|each| total(each) > 0.0).map(|each| each.map(|s| s * step_s / total(&each)));
@@ -155,10 +155,10 @@ mod tests {
         for (text, words) in [
             ("", "no step"),
             ("{\"summary\": true}", "no step"),
-            ("{\n{}", "line 1 is no JSON"),
+            ("{\n{}", "line 1 is not JSON"),
             ("{\"step\": 0, \"loss\": 1.0}", "line 1 has no forward_ms, backward_ms, step_ms"),
             ("{\"step\": 0, \"forward_ms\": -1, \"backward_ms\": 1, \"step_ms\": 1}", "not negative"),
-            ("{\"step\": 0, \"forward_ms\": 0, \"backward_ms\": 0, \"step_ms\": 0}", "takes time"),
+            ("{\"step\": 0, \"forward_ms\": 0, \"backward_ms\": 0, \"step_ms\": 0}", "takes any time"),
         ] {
             let problem = MeasuredStep::of_lines(text).unwrap_err();
             assert!(problem.contains(words), "{text}: {problem}");

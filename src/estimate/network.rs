@@ -69,11 +69,11 @@ pub(super) struct TransferTime {
 }
 
 /// The allowed form of each part.
-const BOTH: &str = "a comma stands between them";
+const BOTH: &str = "separate them with a comma";
 const BUSY: &str =
     "the third part is the share of a host's processors that is busy while its cable is: a number up to 100 and %";
-const RATE: &str = "the rate is a number above 0 and bit, kbit, Mbit or Gbit (bits of the cable, in each direction), or MB/s \
-                    or GB/s (bytes of data)";
+const RATE: &str = "the rate is a number above 0 and bit, kbit, Mbit or Gbit (bits of the cable, in each direction), \
+                    or MB/s or GB/s (bytes of data)";
 const LATENCY: &str = "the latency is a number and us, ms or s (one way)";
 
 impl Network {

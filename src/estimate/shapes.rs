@@ -112,9 +112,9 @@ impl Shapes {
         let registered = registry.finish()?;
         let units = registered.units.len() - 1;
         let how = match rule {
-            UnitRule::Numbered => "guessed from the first number in the names",
-            UnitRule::Prefixes(_) => "by the prefixes given",
-            UnitRule::None => "as asked for: the model is one",
+            UnitRule::Numbered => "derived from the first number in the names",
+            UnitRule::Prefixes(_) => "by the given prefixes",
+            UnitRule::None => "as requested: the whole model is one unit",
         };
         let assumed = vec![
             "every tensor of the file is a parameter, used in the natural order of the names".to_string(),

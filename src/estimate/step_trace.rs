@@ -295,7 +295,7 @@ mod tests {
     #[test]
     fn collectives_pass_while_the_other_thread_computes() {
         assert_eq!(seconds(&backward(true), 0.0, 0.0), (4.0, 0.0));
-        assert_eq!(seconds(&backward(true), 1.0, 0.0), (5.0, 2.0), "the last one has nothing beside it");
+        assert_eq!(seconds(&backward(true), 1.0, 0.0), (5.0, 2.0), "nothing overlaps the last one");
         assert_eq!(seconds(&backward(true), 3.0, 0.0), (8.0, 6.0), "one after the other");
         assert_eq!(seconds(&backward(false), 1.0, 0.0), (6.0, 2.0), "the sum");
         assert_eq!(seconds(&backward(false), 3.0, 0.0), (10.0, 6.0));

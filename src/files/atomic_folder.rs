@@ -90,7 +90,7 @@ impl AtomicFolder {
         let files = std::fs::read_dir(&self.new)?.collect::<Result<Vec<_>>>()?;
         let places: Vec<_> = files.iter().map(|file| (file.path(), self.out.join(file.file_name()))).collect();
         if let Some((_, taken)) = places.iter().find(|(_, to)| to.symlink_metadata().is_ok() && !is_own(to)) {
-            let text = format!("{} is there, and this run has not written it", taken.display());
+            let text = format!("{} exists and was not written by this run", taken.display());
             return Err(Error::new(ErrorKind::AlreadyExists, text));
         }
         for (from, to) in places {
@@ -171,7 +171,7 @@ pub fn free_folder(out: &Path) -> Result<std::result::Result<PathBuf, &'static s
     // If it is a link, its target is replaced, not the link.
     let out = match out.symlink_metadata() {
         Ok(_) => match out.canonicalize() {
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Err("it is a link to nothing")),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Err("it is a broken link")),
             found => found?,
         },
         Err(_) => std::path::absolute(out)?,
@@ -181,10 +181,10 @@ pub fn free_folder(out: &Path) -> Result<std::result::Result<PathBuf, &'static s
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(Ok(out)),
         Ok(mut entries) => Ok(match entries.find(|e| e.as_ref().map_or(true, |e| e.file_name() != super::LOCK)) {
             None => Ok(out),
-            Some(_) => Err("files are written into a folder that is absent or empty, and it has files"),
+            Some(_) => Err("files are written to a new or empty folder, but it has files"),
         }),
         Err(e) if e.kind() == ErrorKind::NotADirectory => {
-            Ok(Err("files are written into a folder that is absent or empty, and it is a file"))
+            Ok(Err("files are written to a new or empty folder, but it is a file"))
         }
         Err(e) => Err(e),
     }

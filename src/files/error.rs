@@ -7,7 +7,7 @@ use std::path::PathBuf;
 #[non_exhaustive]
 pub enum OutputError {
     /// The path cannot be written to, or has content that this run may not replace.
-    #[error("cannot write to {}: {problem}; give another place", path.display())]
+    #[error("cannot write to {}: {problem}; give another path", path.display())]
     Refused {
         /// The file or folder.
         path: PathBuf,
@@ -15,7 +15,7 @@ pub enum OutputError {
         problem: String,
     },
     /// An output path collides with an input path.
-    #[error("{output} {} {relation} {input} {}, which is read; give another place", path.display(), other.display())]
+    #[error("{output} {} {relation} {input} {}, which is an input; give another path", path.display(), other.display())]
     Input {
         /// The output, as the user names it.
         output: Box<str>,
@@ -29,7 +29,7 @@ pub enum OutputError {
         other: PathBuf,
     },
     /// Two output paths collide.
-    #[error("{output} {} {relation} {second} {}, and both are written; give each a place of its own",
+    #[error("{output} {} {relation} {second} {}, but both are outputs; give each its own path",
             path.display(), other.display())]
     Collision {
         /// The first output, as the user names it.
@@ -45,7 +45,7 @@ pub enum OutputError {
     },
     /// Another job writes to the same path.
     #[error(
-        "cannot write to {}: another job that is running writes there{}; let it end, or give another place",
+        "cannot write to {}: another running job writes there{}; wait for it, or give another path",
         path.display(),
         owner.map_or(String::new(), |pid| format!(" (process {pid})"))
     )]
@@ -57,7 +57,7 @@ pub enum OutputError {
     },
     /// The disk has too little space.
     #[error(
-        "{} has room for {available} bytes, and {needed} are written there; free some, or give another place",
+        "{} has room for {available} bytes, but {needed} are to be written there; free some, or give another path",
         path.display()
     )]
     NoSpace {

@@ -152,7 +152,7 @@ impl FileLock {
         if found.len() > 0 {
             return Err(Error::new(
                 ErrorKind::AlreadyExists,
-                "it has something in it, so it is no lock, and is not removed",
+                "it is not empty, so it is not a lock file and is not removed",
             ));
         }
         let holds = match flock(&file, operation) {

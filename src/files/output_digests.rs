@@ -61,9 +61,9 @@ impl OutputDigests {
             (false, None) => Ok(()),
             (_, Some(other)) => {
                 let name = other.file_name().unwrap_or_default();
-                Err(format!("its {} is not as this run has written it", name.display()))
+                Err(format!("its {} was changed after this run wrote it", name.display()))
             }
-            (true, None) => Err("it has files, which this run has not written".into()),
+            (true, None) => Err("it has files that were not written by this run".into()),
         }
     }
 
@@ -155,7 +155,7 @@ mod tests {
         std::fs::write(at("out/a.json"), "1").unwrap();
         assert_eq!(
             again().may_replace("result", &at("out")),
-            Err("its a.json is not as this run has written it".into())
+            Err("its a.json was changed after this run wrote it".into())
         );
         std::fs::remove_file(at("out/a.json")).unwrap();
         std::os::unix::fs::symlink(at("new/a.json"), at("out/a.json")).unwrap();
@@ -164,7 +164,7 @@ mod tests {
         std::fs::write(at("out/mine"), "x").unwrap();
         assert_eq!(
             again().may_replace("result", &at("out")),
-            Err("it has files, which this run has not written".into())
+            Err("it has files that were not written by this run".into())
         );
     }
 }

@@ -90,7 +90,7 @@ impl ResolvedPath {
 
 fn to_nothing(error: Error) -> Error {
     match error.kind() {
-        ErrorKind::NotFound => Error::new(ErrorKind::NotFound, "it is a link to nothing, or leads over one"),
+        ErrorKind::NotFound => Error::new(ErrorKind::NotFound, "it is a broken link, or leads through one"),
         _ => error,
     }
 }
@@ -147,8 +147,8 @@ mod tests {
         assert!(place("a/file").path().is_file());
         assert_eq!(place("a/b/../n").path(), at("a").canonicalize().unwrap().join("n"));
         let wrong = |name: &str| ResolvedPath::of(&at(name)).unwrap_err().to_string();
-        assert_eq!(wrong("dangling"), "it is a link to nothing, or leads over one");
-        assert_eq!(wrong("dangling/x"), "it is a link to nothing, or leads over one");
+        assert_eq!(wrong("dangling"), "it is a broken link, or leads through one");
+        assert_eq!(wrong("dangling/x"), "it is a broken link, or leads through one");
         assert_eq!(wrong("a/file/x"), "Not a directory (os error 20)");
     }
 }

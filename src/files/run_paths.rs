@@ -153,14 +153,14 @@ impl NamedResolvedPath<'_, OutputKind> {
         let kind = found.file_type();
         let what = match () {
             () if *kind_of == OutputKind::Folder && !kind.is_dir() => {
-                "files are written into a folder that is absent or empty, and it is a file"
+                "files are written to a new or empty folder, but it is a file"
             }
-            () if is_folder && !kind.is_dir() => "it is a file, and a folder is needed",
+            () if is_folder && !kind.is_dir() => "it is a file, but a folder is needed",
             () if is_folder || kind.is_file() => return Ok(()),
             () if kind.is_dir() => "it is a folder; give the name of a file",
-            () if kind.is_fifo() => "it is a pipe, and a file is needed",
-            () if kind.is_socket() => "it is a socket, and a file is needed",
-            () => "it is a device, and a file is needed",
+            () if kind.is_fifo() => "it is a pipe, but a file is needed",
+            () if kind.is_socket() => "it is a socket, but a file is needed",
+            () => "it is a device, but a file is needed",
         };
         Err(refused(path, what.into()))
     }
@@ -172,7 +172,7 @@ impl NamedResolvedPath<'_, OutputKind> {
             _ if self.named.kind == OutputKind::Folder && read.place.is_in(&self.place) => "contains",
             InputKind::File => return Ok(()),
             InputKind::Model if self.is_of_model(read) => "is a file of",
-            InputKind::Checkpoints if self.place.is_in(&read.place) && self.is_in_checkpoint(&read.place) => "lies in",
+            InputKind::Checkpoints if self.place.is_in(&read.place) && self.is_in_checkpoint(&read.place) => "is in",
             _ => return Ok(()),
         };
         Err(OutputError::Input {
@@ -213,8 +213,10 @@ impl NamedResolvedPath<'_, OutputKind> {
     fn check_other(&self, other: &NamedResolvedPath<'_, OutputKind>) -> Result<()> {
         let relation = match other.named.kind {
             _ if self.place.is(&other.place) => "is",
-            OutputKind::Folder if self.place.is_in(&other.place) => "lies in",
-            OutputKind::Checkpoints if self.is_named_as_checkpoints(&other.place) => "has a name of checkpoints of",
+            OutputKind::Folder if self.place.is_in(&other.place) => "is in",
+            OutputKind::Checkpoints if self.is_named_as_checkpoints(&other.place) => {
+                "has the name of a checkpoint file of"
+            }
             _ => return Ok(()),
         };
         Err(OutputError::Collision {
@@ -293,11 +295,11 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
             }
             // As in /proc, where users cannot create files.
             Ok(FileLockOutcome::Gone) if start.elapsed() > DYING => {
-                return Err(refused(path, format!("no file can be created in {}", folder_of(&file).display())));
+                return Err(refused(path, format!("cannot create a file in {}", folder_of(&file).display())));
             }
             Ok(_) => std::thread::sleep(Duration::from_millis(10)),
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
-            Err(e) => return Err(refused(path, format!("it cannot be locked by {}: {e}", file.display()))),
+            Err(e) => return Err(refused(path, format!("{} cannot lock it: {e}", file.display()))),
         }
     }
 }
@@ -352,12 +354,12 @@ mod tests {
                 .writes("--out", at(path), kind);
             wrong(dir.path(), &outputs)
         };
-        insta::assert_snapshot!(of(OutputKind::Folder, "link/../m"), @"--out link/../m is MODEL m, which is read; give another place");
-        insta::assert_snapshot!(of(OutputKind::Folder, "m/data"), @"--out m/data contains --data m/data/d.jsonl, which is read; give another place");
-        insta::assert_snapshot!(of(OutputKind::Lines, "hard"), @"--out hard is --data d.jsonl, which is read; give another place");
-        insta::assert_snapshot!(of(OutputKind::File, "weights"), @"--out weights is a file of MODEL m, which is read; give another place");
-        insta::assert_snapshot!(of(OutputKind::File, "link/model.safetensors.index.json"), @"--out link/model.safetensors.index.json is a file of MODEL m, which is read; give another place");
-        insta::assert_snapshot!(of(OutputKind::Folder, "ck/global_step3/x"), @"--out ck/global_step3/x lies in DIR ck, which is read; give another place");
+        insta::assert_snapshot!(of(OutputKind::Folder, "link/../m"), @"--out link/../m is MODEL m, which is an input; give another path");
+        insta::assert_snapshot!(of(OutputKind::Folder, "m/data"), @"--out m/data contains --data m/data/d.jsonl, which is an input; give another path");
+        insta::assert_snapshot!(of(OutputKind::Lines, "hard"), @"--out hard is --data d.jsonl, which is an input; give another path");
+        insta::assert_snapshot!(of(OutputKind::File, "weights"), @"--out weights is a file of MODEL m, which is an input; give another path");
+        insta::assert_snapshot!(of(OutputKind::File, "link/model.safetensors.index.json"), @"--out link/model.safetensors.index.json is a file of MODEL m, which is an input; give another path");
+        insta::assert_snapshot!(of(OutputKind::Folder, "ck/global_step3/x"), @"--out ck/global_step3/x is in DIR ck, which is an input; give another path");
         for (kind, path) in [
             (OutputKind::Folder, "link/new"),
             (OutputKind::Folder, "ck/new"),
@@ -381,10 +383,10 @@ mod tests {
                 .writes("--metrics", at(metrics), OutputKind::Lines);
             wrong(dir.path(), &outputs)
         };
-        insta::assert_snapshot!(of("d/new", "e/./new", "m"), @"--out d/new is --save e/./new, and both are written; give each a place of its own");
-        insta::assert_snapshot!(of("o", "o/ck", "m"), @"--save o/ck lies in --out o, and both are written; give each a place of its own");
-        insta::assert_snapshot!(of("d", "ck", "e/m"), @"--metrics e/m lies in --out d, and both are written; give each a place of its own");
-        insta::assert_snapshot!(of("o", "d", "e/latest"), @"--metrics e/latest has a name of checkpoints of --save d, and both are written; give each a place of its own");
+        insta::assert_snapshot!(of("d/new", "e/./new", "m"), @"--out d/new is --save e/./new, but both are outputs; give each its own path");
+        insta::assert_snapshot!(of("o", "o/ck", "m"), @"--save o/ck is in --out o, but both are outputs; give each its own path");
+        insta::assert_snapshot!(of("d", "ck", "e/m"), @"--metrics e/m is in --out d, but both are outputs; give each its own path");
+        insta::assert_snapshot!(of("o", "d", "e/latest"), @"--metrics e/latest has the name of a checkpoint file of --save d, but both are outputs; give each its own path");
         assert_eq!(of("d/out", "d", "d/m.jsonl"), "nothing");
     }
 
@@ -398,16 +400,16 @@ mod tests {
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
         rustix::fs::mknodat(rustix::fs::CWD, at("pipe"), rustix::fs::FileType::Fifo, mode, 0).unwrap();
         let of = |kind, path: &str| wrong(dir.path(), &RunPaths::default().writes("--out", at(path), kind));
-        insta::assert_snapshot!(of(OutputKind::Folder, "file"), @"cannot write to file: files are written into a folder that is absent or empty, and it is a file; give another place");
-        insta::assert_snapshot!(of(OutputKind::Folder, "file/x"), @"cannot write to file/x: Not a directory (os error 20); give another place");
-        insta::assert_snapshot!(of(OutputKind::Lines, "folder"), @"cannot write to folder: it is a folder; give the name of a file; give another place");
-        insta::assert_snapshot!(of(OutputKind::Lines, "pipe"), @"cannot write to pipe: it is a pipe, and a file is needed; give another place");
-        insta::assert_snapshot!(of(OutputKind::File, "dangling"), @"cannot write to dangling: it is a link to nothing, or leads over one; give another place");
+        insta::assert_snapshot!(of(OutputKind::Folder, "file"), @"cannot write to file: files are written to a new or empty folder, but it is a file; give another path");
+        insta::assert_snapshot!(of(OutputKind::Folder, "file/x"), @"cannot write to file/x: Not a directory (os error 20); give another path");
+        insta::assert_snapshot!(of(OutputKind::Lines, "folder"), @"cannot write to folder: it is a folder; give the name of a file; give another path");
+        insta::assert_snapshot!(of(OutputKind::Lines, "pipe"), @"cannot write to pipe: it is a pipe, but a file is needed; give another path");
+        insta::assert_snapshot!(of(OutputKind::File, "dangling"), @"cannot write to dangling: it is a broken link, or leads through one; give another path");
         assert_eq!(of(OutputKind::Folder, "a/b/c"), "nothing");
         assert!(of(OutputKind::File, "a/b").starts_with("cannot write to a/b: there is no folder"));
         let null = |kind| wrong(dir.path(), &RunPaths::default().writes("--out", "/dev/null", kind));
         assert_eq!(null(OutputKind::Lines), "nothing");
-        insta::assert_snapshot!(null(OutputKind::File), @"cannot write to /dev/null: it is a device, and a file is needed; give another place");
+        insta::assert_snapshot!(null(OutputKind::File), @"cannot write to /dev/null: it is a device, but a file is needed; give another path");
     }
 
     #[test]

@@ -14,7 +14,7 @@ pub const WRITING: &str = ".candle-zero-writing-";
 /// The marker file.
 const MARK: &str = ".candle-zero-unfinished";
 const TEXT: &str =
-    "candle-zero makes files here that are not complete yet; what a killed job left is removed by the next one\n";
+    "candle-zero creates incomplete files here; files left by a killed job are removed by the next one\n";
 /// The number of letters and digits that make a name unique.
 const UNIQUE: usize = 6;
 
@@ -47,7 +47,7 @@ impl ScratchFolder {
                 }
             }
         }
-        Err(Error::new(ErrorKind::ResourceBusy, "new folders are removed as soon as they are made"))
+        Err(Error::new(ErrorKind::ResourceBusy, "new folders are removed as soon as they are created"))
     }
 
     /// Locks and marks a newly created folder; returns `None` if it is gone.

@@ -65,7 +65,8 @@ fn only_values(file: &File, header: &str) -> std::io::Result<()> {
     if header.as_bytes().starts_with(&begin[..read]) || begin[..read].starts_with(b"step,") {
         return Ok(());
     }
-    let text = "it has something else than values of steps, and stays as it is; give another folder, or remove it";
+    let text = "it contains something other than values of steps, so it is not changed; give another folder, or remove \
+                it";
     Err(std::io::Error::new(std::io::ErrorKind::AlreadyExists, text))
 }
 

@@ -27,8 +27,8 @@ pub enum MonitorError {
     },
     /// Another job writes metrics to the same file.
     #[error(
-        "cannot write metrics to {}: a job that is running writes them there already{}; give each job a file of its \
-         own, or stop the other one",
+        "cannot write metrics to {}: a running job already writes them there{}; give each job its own file, or stop \
+         the other one",
         path.display(),
         owner.map_or(String::new(), |pid| format!(" (process {pid})"))
     )]

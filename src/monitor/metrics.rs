@@ -69,7 +69,7 @@ impl MetricsWriter {
     /// [`Error::Io`]; [`MonitorError::MetricsBusy`] if another process writes the file.
     pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
         let path = path.as_ref();
-        let wrong = |source| Error::Io { action: "go on with", path: path.into(), source };
+        let wrong = |source| Error::Io { action: "resume", path: path.into(), source };
         let mut before = match files::open(path) {
             Ok(file) => file,
             Err(e) if e.kind() == ErrorKind::NotFound => return Self::create(path),
@@ -173,7 +173,7 @@ fn only_metrics(file: &File) -> std::io::Result<()> {
     if lines.all(is_metrics) && is_cut {
         return Ok(());
     }
-    let text = "it has something else than metrics, and stays as it is; give another file, or remove it";
+    let text = "it contains something other than metrics, so it is not changed; give another file, or remove it";
     Err(std::io::Error::new(ErrorKind::AlreadyExists, text))
 }
 
@@ -259,7 +259,7 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             for open in [MetricsWriter::create(&path), MetricsWriter::resume(&path, 1), MetricsWriter::append(&path)] {
                 let error = open.unwrap_err().to_string();
-                assert!(error.contains("it has something else than metrics, and stays as it is"), "{error}");
+                assert!(error.contains("it contains something other than metrics, so it is not changed"), "{error}");
             }
             assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
         }
@@ -267,7 +267,7 @@ mod tests {
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
         rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
         let error = MetricsWriter::create(&pipe).unwrap_err().to_string();
-        assert!(error.ends_with("it is a pipe, and a file is needed"), "{error}");
+        assert!(error.ends_with("it is a pipe, but a file is needed"), "{error}");
     }
 
     #[test]
@@ -305,8 +305,8 @@ mod tests {
             let text = text.replace(&format!("process {}", other.id()), "process PID");
             assert_eq!(
                 text,
-                "cannot write metrics to DIR/m.jsonl: a job that is running writes them there already (process PID); \
-                 give each job a file of its own, or stop the other one"
+                "cannot write metrics to DIR/m.jsonl: a running job already writes them there (process PID); give each \
+                 job its own file, or stop the other one"
             );
         }
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "{\"step\":0}\n");

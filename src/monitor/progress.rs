@@ -251,7 +251,7 @@ mod tests {
         let at = |seconds| start + Duration::from_secs(seconds);
         // The run was resumed after step 100.
         assert!(rhythm.is_due(101, 200, at(10)));
-        assert_eq!(rhythm.left(101, 200, at(10)), None, "one step tells little");
+        assert_eq!(rhythm.left(101, 200, at(10)), None, "one step is not enough");
         assert_eq!(rhythm.left(120, 200, at(200)), Some(Duration::from_secs(800)));
         assert_eq!(rhythm.left(200, 200, at(200)), None);
         let words = [40, 200, 7500, 356_400].map(|seconds| in_words(Duration::from_secs(seconds)));

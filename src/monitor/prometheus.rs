@@ -134,7 +134,7 @@ fn answer(mut client: TcpStream, last: &Mutex<LastValues>) -> std::io::Result<()
     };
     let (status, body) = match asks_for("/metrics") || asks_for("/") {
         true => ("200 OK", text(&lock(last).clone())),
-        false => ("404 Not Found", "only GET /metrics is answered here\n".to_string()),
+        false => ("404 Not Found", "only GET /metrics is supported\n".to_string()),
     };
     let length = body.len();
     let head = "Content-Type: text/plain; version=0.0.4; charset=utf-8\r\nConnection: close\r\nContent-Length:";

@@ -8,13 +8,13 @@ use std::path::PathBuf;
 pub enum ParamError {
     /// The model's constructor requested no parameter.
     #[error(
-        "the model has no parameters: its constructor took nothing from the VarBuilder; take every weight with \
+        "the model has no parameters: its constructor took nothing from the VarBuilder; create every weight with \
          vb.get, vb.get_with_hints or candle_nn's layers"
     )]
     NoParameters,
     /// A name that safetensors files cannot contain.
     #[error(
-        "a parameter or buffer is called {name}, which safetensors files keep for their own header; give it another name"
+        "a parameter or buffer is named {name}, which safetensors files reserve for their header; give it another name"
     )]
     ReservedName {
         /// The name.
@@ -22,8 +22,8 @@ pub enum ParamError {
     },
     /// A rule that freezes all parameters.
     #[error(
-        "all {count} parameters are frozen, so there is nothing to train; let EngineBuilder::trainable, set_trainable or \
-         the parameter groups leave some"
+        "all {count} parameters are frozen, so there is nothing to train; leave some trainable with \
+         EngineBuilder::trainable, set_trainable or the parameter groups"
     )]
     NothingTrained {
         /// The number of the model's parameters.
@@ -31,8 +31,8 @@ pub enum ParamError {
     },
     /// A rule that quantizes a trained parameter.
     #[error(
-        "parameter {name} is quantized and trained, and only frozen ones can be quantized; freeze it \
-         (EngineBuilder::trainable, a frozen group), or let EngineBuilder::quantized leave it out"
+        "parameter {name} is quantized and trained, but only frozen ones can be quantized; freeze it \
+         (EngineBuilder::trainable, a frozen group), or exclude it in EngineBuilder::quantized"
     )]
     QuantizedTrained {
         /// The parameter.
@@ -40,17 +40,15 @@ pub enum ParamError {
     },
     /// A group that freezes no parameter.
     #[error(
-        "parameter group {index} (from 0) is frozen and selects no parameter that an earlier group left; correct its \
-         names, or leave it out"
+        "parameter group {index} (from 0) is frozen but selects no parameter that earlier groups left; correct its \
+         names, or remove it"
     )]
     NothingFrozen {
         /// The group's index.
         index: usize,
     },
     /// A name pattern that freezes no parameter.
-    #[error(
-        "{pattern} selects no parameter to freeze; the model has {names} (a * stands for any characters, as in h.*)"
-    )]
+    #[error("{pattern} selects no parameter to freeze; the model has {names} (* matches any characters, as in h.*)")]
     NothingOfPattern {
         /// The pattern.
         pattern: String,
@@ -58,7 +56,7 @@ pub enum ParamError {
         names: String,
     },
     /// Name patterns that freeze all parameters.
-    #[error("{patterns} freezes all {count} parameters, so there is nothing to train; leave some out")]
+    #[error("{patterns} freezes all {count} parameters, so there is nothing to train; leave some trainable")]
     AllOfPatterns {
         /// The patterns.
         patterns: String,
@@ -75,8 +73,8 @@ pub enum ParamError {
     },
     /// A module of `data_types.keep_in_fp32_modules` that the model does not have.
     #[error(
-        "data_types.keep_in_fp32_modules: the model has no module {name}: {near}; allowed are whole words of a \
-         parameter's name, between dots, in which * stands for any characters: correct the name, or leave it out"
+        "data_types.keep_in_fp32_modules: the model has no module {name}: {near}; allowed are complete dot-separated \
+         parts of a parameter's name, in which * matches any characters: correct the name, or remove it"
     )]
     NoSuchModule {
         /// The name in the list.
@@ -86,8 +84,8 @@ pub enum ParamError {
     },
     /// A weight that is not a finite number.
     #[error(
-        "tensor {name} in {} has the value {value} (element {element}): the file is damaged, or the training that wrote it \
-         has failed; take another copy of it, or an earlier checkpoint",
+        "tensor {name} in {} has the value {value} (element {element}): the file is damaged, or the training that \
+         wrote it diverged; use another copy, or an earlier checkpoint",
         path.display()
     )]
     NotFinite {
@@ -101,7 +99,7 @@ pub enum ParamError {
         value: f32,
     },
     /// An optimizer state that the parameter does not have.
-    #[error("parameter {name} has no optimizer state {key}: there are {has}")]
+    #[error("parameter {name} has no optimizer state {key}: it has {has}")]
     UnknownState {
         /// The parameter.
         name: String,
@@ -112,7 +110,8 @@ pub enum ParamError {
     },
     /// A value whose shape differs from the parameter's.
     #[error(
-        "a value of shape {found:?} is given for parameter {name}, whose shape is {expected:?}; give one of that shape"
+        "a value of shape {found:?} is given for parameter {name}, whose shape is {expected:?}; give a value of that \
+         shape"
     )]
     ValueShape {
         /// The parameter.
@@ -125,7 +124,7 @@ pub enum ParamError {
     /// A value whose shape differs from that of a rank's part of the parameter.
     #[error(
         "a value of shape {found:?} is given for rank {rank}'s part of parameter {name}, which is [{len}]; give one \
-         dimension, as long as what safe_get_local_fp32_param gives"
+         dimension of the length that safe_get_local_fp32_param returns"
     )]
     LocalShape {
         /// The parameter.
@@ -139,8 +138,8 @@ pub enum ParamError {
     },
     /// A unit to be marked that does not exist.
     #[error(
-        "EngineBuilder::leaf_units names {name}, but no unit of the model is named so; its units are {units} (a name is \
-         the prefix of the VarBuilder that the unit was built from)"
+        "EngineBuilder::leaf_units names {name}, but no unit of the model has that name; its units are {units} (a name \
+         is the prefix of the VarBuilder from which the unit was built)"
     )]
     NoSuchUnit {
         /// The name, or its ending after a `*`.
@@ -150,8 +149,7 @@ pub enum ParamError {
     },
     /// Two requests for one name with different shapes.
     #[error(
-        "{name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different \
-         prefixes (vb.pp)"
+        "{name} is requested twice, with shapes {first:?} and {second:?}; give the layers different prefixes (vb.pp)"
     )]
     Twice {
         /// The name.
@@ -163,8 +161,8 @@ pub enum ParamError {
     },
     /// A dtype other than the engine's.
     #[error(
-        "parameter {name} is asked for as {found}, but this engine trains in {expected} (the fp16 and bf16 sections \
-         decide); take it without a dtype of its own"
+        "parameter {name} is requested as {found}, but this engine trains in {expected} (set by the fp16 and bf16 \
+         sections); request it without a separate dtype"
     )]
     Dtype {
         /// The name.
@@ -176,8 +174,8 @@ pub enum ParamError {
     },
     /// A request without a shape.
     #[error(
-        "parameter {name} is asked for without a shape (get_unchecked), which works only after it has been \
-         registered; use vb.get with its shape"
+        "parameter {name} is requested without a shape (get_unchecked), which works only after it has been registered; \
+         use vb.get with its shape"
     )]
     WithoutShape {
         /// The name.
@@ -185,8 +183,8 @@ pub enum ParamError {
     },
     /// A request, by a second instance of the model, for something that the first one does not have.
     #[error(
-        "the model that is built for evaluation takes {name}, which the engine's model does not have; build it as the \
-         engine's own"
+        "the model that is built for evaluation uses {name}, which the engine's model does not have; build it like the \
+         engine's model"
     )]
     NotTheModel {
         /// A parameter or a unit.
@@ -194,9 +192,9 @@ pub enum ParamError {
     },
     /// The model's constructor computed with a parameter.
     #[error(
-        "the model computes with a parameter while it is built ({last} was the last that it took): the result would \
-         keep the first values for ever while the parameter is trained; compute it in forward (views as t() and \
-         reshape may be taken at once)"
+        "the model computes with a parameter while it is built ({last} was the last one it took): the result would \
+         keep the initial values forever while the parameter is trained; compute it in forward (views such as t() and \
+         reshape may be taken immediately)"
     )]
     UsedWhileBuilding {
         /// The parameter that was taken last.
@@ -204,7 +202,7 @@ pub enum ParamError {
     },
     /// A parameter was used while it was sharded.
     #[error(
-        "an operation used a parameter that is sharded and not gathered now: {names}; use parameters only inside the \
+        "an operation used a sharded parameter that is not currently gathered: {names}; use parameters only inside the \
          closure given to engine.forward or engine.eval, and a unit's parameters only inside that unit's forward \
          ({why})"
     )]
@@ -216,10 +214,10 @@ pub enum ParamError {
     },
     /// An operand without values: a parameter that is sharded, outside of its engine's calls, or an early copy of one.
     #[error(
-        "an operation used a parameter without values ({why}): either a sharded one outside of its engine's calls, which \
-         belongs into the closure given to that engine's own forward or eval (Engine::gathered and safe_get_full_fp32_param \
-         read one elsewhere); or a copy that the model's constructor made of one (copy(), force_contiguous), whose values \
-         come after it; copy in forward"
+        "an operation used a parameter without values ({why}): either a sharded one outside its engine's calls, which \
+         belongs in the closure passed to that engine's forward or eval (use Engine::gathered and \
+         safe_get_full_fp32_param elsewhere); or a copy that the model's constructor made (copy(), force_contiguous) \
+         before the values were set; copy in forward"
     )]
     AbsentElsewhere {
         /// The operation's message, without a backtrace.
@@ -227,17 +225,17 @@ pub enum ParamError {
     },
     /// A parameter that something other than the engine has written to.
     #[error(
-        "parameter {name} has been written to, and not by the engine (Var::set, slice_set, zero_set or another call that \
-         changes a tensor in place): the optimizer's own copy has other values, and the next update would overwrite what was \
-         written; set weights with Engine::gathered_mut or safe_set_full_fp32_param, load them with load_safetensors or load_checkpoint, or \
-         give the constructor's VarBuilder other values"
+        "parameter {name} was changed outside the engine (by Var::set, slice_set, zero_set or another call that \
+         changes a tensor in place): the optimizer's copy has other values, and the next update would overwrite the \
+         change; set weights with Engine::gathered_mut or safe_set_full_fp32_param, load them with load_safetensors or \
+         load_checkpoint, or change the values of the constructor's VarBuilder"
     )]
     Written {
         /// The parameter.
         name: String,
     },
     /// A file that is not a safetensors file.
-    #[error("{} is not a safetensors file that can be read: {why}", path.display())]
+    #[error("{} is not a readable safetensors file: {why}", path.display())]
     BadWeightFile {
         /// The file.
         path: PathBuf,
@@ -246,7 +244,7 @@ pub enum ParamError {
     },
     /// A file of an index that cannot be read.
     #[error(
-        "{} names {}, which has {tensors} of its tensors and cannot be read: {why}; all files of an index are needed",
+        "{} names {}, which has {tensors} of its tensors but cannot be read: {why}; all files of an index are needed",
         index.display(), path.display()
     )]
     NoShard {
@@ -260,7 +258,10 @@ pub enum ParamError {
         why: String,
     },
     /// An index that names the wrong file for a tensor.
-    #[error("{} says that tensor {name} is in {file}, which has no such tensor; one of the two is of another model", path.display())]
+    #[error(
+        "{} says that tensor {name} is in {file}, which has no such tensor; one of the two belongs to another model",
+        path.display()
+    )]
     NotInShard {
         /// The index.
         path: PathBuf,
@@ -271,7 +272,7 @@ pub enum ParamError {
     },
     /// An index that refers to a file outside its folder.
     #[error(
-        "{} says that tensor {name} is in {file:?}; an index names files beside it, without a folder",
+        "{} says that tensor {name} is in {file:?}; an index names files in its own folder, without a path",
         path.display()
     )]
     ShardOutside {
@@ -285,7 +286,7 @@ pub enum ParamError {
     /// A parameter whose tensor is missing.
     #[error(
         "{} has no tensor {name} of shape {shape:?}, which the model needs; the file must hold exactly the model's \
-         parameters, and it has {has}",
+         parameters, but it has {has}",
         path.display()
     )]
     MissingTensor {
@@ -300,7 +301,7 @@ pub enum ParamError {
     },
     /// A parameter that is larger than any memory.
     #[error(
-        "parameter {name} begins with {elements} elements on this rank, for which the system gives no memory; take a \
+        "parameter {name} starts with {elements} elements on this rank, for which the system has no memory; use a \
          smaller model, or more ranks at stage 3"
     )]
     NoMemory {
@@ -336,7 +337,7 @@ pub enum ParamError {
         expected: Vec<usize>,
     },
     /// A tensor whose type is not floating point.
-    #[error("tensor {name} in {} is of type {found}; F32, F16 and BF16 can be read", path.display())]
+    #[error("tensor {name} in {} is of type {found}; only F32, F16 and BF16 can be read", path.display())]
     TensorDtype {
         /// The file.
         path: PathBuf,
@@ -346,7 +347,7 @@ pub enum ParamError {
         found: String,
     },
     /// A buffer of an unsupported type.
-    #[error("buffer {name} is asked for as {found}; buffers are u8, u32, i16, i32, i64, bf16, f16, f32 or f64")]
+    #[error("buffer {name} is requested as {found}; buffers are u8, u32, i16, i32, i64, bf16, f16, f32 or f64")]
     BufferDtype {
         /// The name.
         name: String,
@@ -354,7 +355,7 @@ pub enum ParamError {
         found: String,
     },
     /// Two requests for one buffer with different types.
-    #[error("buffer {name} is asked for as {second} after it was asked for as {first}; ask for it as one type")]
+    #[error("buffer {name} is requested as {second} and earlier as {first}; use one type")]
     BufferTwice {
         /// The name.
         name: String,
@@ -365,8 +366,8 @@ pub enum ParamError {
     },
     /// A buffer whose memory no longer has the elements of its shape and type.
     #[error(
-        "buffer {name} of shape {shape:?} holds {found} where {expected} belong; a buffer keeps the shape and type with \
-         which it was asked for: change its values with Var::set"
+        "buffer {name} of shape {shape:?} holds {found} instead of {expected}; a buffer keeps the shape and type with \
+         which it was created: change its values with Var::set"
     )]
     BufferChanged {
         /// The name.
@@ -380,8 +381,8 @@ pub enum ParamError {
     },
     /// A tensor whose kind of number differs from the buffer's.
     #[error(
-        "tensor {name} in {} is of type {found}, and the model's buffer is {expected}; a buffer is read from a tensor of \
-         its own kind, integer or floating point, whose values it can hold",
+        "tensor {name} in {} is of type {found}, but the model's buffer is {expected}; a buffer is read from a tensor \
+         of the same kind, integer or floating point, whose values it can hold",
         path.display()
     )]
     BufferFileDtype {

@@ -47,7 +47,7 @@ pub(super) fn no_memory() {
 
 /// Ends the process with an error about `subject`.
 pub(super) fn end(subject: &str, problem: &str) -> ! {
-    let advice = if subject.is_empty() { "" } else { "; take the file again from where it is from, or another one" };
+    let advice = if subject.is_empty() { "" } else { "; copy the file again from its source, or use another one" };
     for text in ["error: ", subject, problem, advice, "\n"] {
         let mut rest = text.as_bytes();
         while !rest.is_empty() {
@@ -75,7 +75,7 @@ extern "C" fn overflowed(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mu
         // SAFETY: the system passes a complete `siginfo_t` with this signal.
         let at = unsafe { (*info).si_addr() } as usize;
         if at < work.top as usize && work.top as usize - at < MOST_STACK {
-            end_of_work(" nests too deeply");
+            end_of_work(" is nested too deeply");
         }
     }
     usual(signal);
@@ -85,7 +85,7 @@ extern "C" fn aborted(signal: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc
     if NO_MEMORY.try_with(Cell::get).unwrap_or(false) {
         match WORK.try_with(Cell::get).unwrap_or(NOTHING).top.is_null() {
             true => end("", LIMITS),
-            false => end_of_work(" needs more memory than there is"),
+            false => end_of_work(" needs more memory than is available"),
         }
     }
     usual(signal);

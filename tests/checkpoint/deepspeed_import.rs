@@ -241,11 +241,11 @@ fn a_file_too_many_is_named() {
         let copy = Copy::of(&folder);
         let name = "zero_pp_rank_2_mp_rank_00_optim_states.pt";
         std::fs::copy(copy.file(OPTIM_1), copy.file(name)).unwrap();
-        assert!(copy.problem(name).contains("of 2 ranks"));
+        assert!(copy.problem(name).contains("for 2 ranks"));
     }
     let copy = Copy::of(&tiny()[0]);
     std::fs::copy(copy.file(OPTIM_1), copy.file(&format!("bf16_{OPTIM_1}"))).unwrap();
-    assert!(copy.problem("bf16_").contains("both of rank 1"));
+    assert!(copy.problem("bf16_").contains("both for rank 1"));
 }
 
 #[test]
@@ -313,9 +313,9 @@ fn a_storage_that_is_too_short_is_named() {
 fn requests_beyond_the_end_are_errors() {
     let checkpoint = open(&tiny()[0]);
     let text = checkpoint.read(DeepSpeedState::Master, 99).unwrap_err().to_string();
-    assert!(text.contains("parameter 99 was asked for; it has 16"), "{text}");
+    assert!(text.contains("parameter 99 was requested, but it has 16"), "{text}");
     let text = checkpoint.read_range(DeepSpeedState::Master, 2, 30..34).unwrap_err().to_string();
-    assert!(text.contains("elements 30 to 34 of h.0.ln_1.weight were asked for; it has 33"), "{text}");
+    assert!(text.contains("elements 30 to 34 of h.0.ln_1.weight were requested, but it has 33"), "{text}");
 }
 
 /// Reads everything that can be read; must not panic.

@@ -156,7 +156,7 @@ fn a_damaged_file_is_named_and_nothing_is_touched() {
         std::fs::write(manifest(dir), &text[..text.len() / 2]).unwrap();
     });
     damaged(whole.path(), "manifest gone", &["manifest.json"], |dir| std::fs::remove_file(manifest(dir)).unwrap());
-    damaged(whole.path(), "latest names nothing", &["three", "there are: one, two"], |dir| {
+    damaged(whole.path(), "latest names nothing", &["three", "available: one, two"], |dir| {
         std::fs::write(dir.join("latest"), "three").unwrap();
     });
     for tag in ["../two", "/etc", "", "two/../one", "\u{0}"] {
@@ -193,7 +193,7 @@ fn a_manifest_that_lies_is_refused() {
     });
     lie(&["it lacks"], &|m| m["parameters"][0]["name"] = json!("another"));
     for name in ["../one/rank_00000_of_00002.safetensors", "/etc/passwd", ""] {
-        lie(&["the file of rank 0 is called"], &|m| m["files"][0]["name"] = json!(name));
+        lie(&["the file of rank 0 is named"], &|m| m["files"][0]["name"] = json!(name));
     }
     lie(&["header of 7 bytes"], &|m| m["files"][0]["header_bytes"] = json!(7));
     lie(&["has a header of"], &|m| m["files"][0]["header_bytes"] = json!(u64::MAX));
@@ -218,8 +218,8 @@ fn a_manifest_that_lies_is_refused() {
     lie(&["states"], &|m| m["states"] = json!([]));
     lie(&["unknown field"], &|m| m["more"] = json!(1));
     lie(&["format"], &|m| m["format"] = json!("another"));
-    lie(&["version 3", "knows versions 1 to 2"], &|m| m["version"] = json!(3));
-    lie(&["version 0", "knows versions 1 to 2"], &|m| m["version"] = json!(0));
+    lie(&["version 3", "reads versions 1 to 2"], &|m| m["version"] = json!(3));
+    lie(&["version 0", "reads versions 1 to 2"], &|m| m["version"] = json!(0));
     lie(&["its learning rates"], &|m| m["set_lr"] = json!([-1.0]));
     lie(&["header is damaged"], &|m| m["files"][1]["header_checksum"] = json!("0"));
 }
@@ -277,7 +277,7 @@ fn a_disk_that_fills_up_during_a_save_is_an_error_and_the_checkpoint_before_it_l
 }
 
 #[test]
-#[ignore = "what the test above starts in a process of its own"]
+#[ignore = "started by the test above in a separate process"]
 fn small_disk_program() {
     let Some(dir) = std::env::var_os("TEST_FOLDER").map(PathBuf::from) else { return };
     for background in [false, true] {

@@ -150,13 +150,13 @@ fn checkpoints_without_latest_are_an_error_that_lists_them_and_an_empty_folder_i
     });
     let latest = dir.path().join("latest");
     std::fs::remove_file(&latest).unwrap();
-    insta::assert_snapshot!(load_error(dir.path()), @"the checkpoint DIR cannot be used: it has no file `latest`, which names the checkpoint to load; give its tag, or write that into such a file; there are: global_step1, global_step2");
+    insta::assert_snapshot!(load_error(dir.path()), @"the checkpoint DIR cannot be used: it has no file `latest`, which names the checkpoint to load; give the tag, or write it to that file; available: global_step1, global_step2");
     std::os::unix::fs::symlink("gone", &latest).unwrap();
-    insta::assert_snapshot!(load_error(dir.path()), @"the checkpoint DIR/latest cannot be used: it is a link to nothing; give the tag to load, or replace this file by one that names it; there are: global_step1, global_step2");
+    insta::assert_snapshot!(load_error(dir.path()), @"the checkpoint DIR/latest cannot be used: it is a broken link; give the tag to load, or replace this file with one that names it; available: global_step1, global_step2");
     for steps in [1, 2] {
         std::fs::remove_dir_all(dir.path().join(format!("global_step{steps}"))).unwrap();
     }
-    insta::assert_snapshot!(load_error(dir.path()), @"the checkpoint DIR/latest cannot be used: it is a link to nothing; give the tag to load, or replace this file by one that names it");
+    insta::assert_snapshot!(load_error(dir.path()), @"the checkpoint DIR/latest cannot be used: it is a broken link; give the tag to load, or replace this file with one that names it");
 }
 
 // ---- entries that are not files -----------------------------------------------------------------------------------
@@ -189,17 +189,17 @@ fn pipes_sockets_and_devices_in_place_of_its_files_are_errors_in_words() {
         };
         pipe(&path);
         let found = text();
-        assert!(found.contains("it is a pipe, and a file is needed"), "{name}: {found}");
+        assert!(found.contains("it is a pipe, but a file is needed"), "{name}: {found}");
         std::fs::remove_file(&path).unwrap();
         let listener = std::os::unix::net::UnixListener::bind(&path);
         if listener.is_ok() {
             let found = text();
-            assert!(found.contains("it is a socket, and a file is needed"), "{name}: {found}");
+            assert!(found.contains("it is a socket, but a file is needed"), "{name}: {found}");
             std::fs::remove_file(&path).unwrap();
         }
         std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
         let found = text();
-        assert!(found.contains("it is a device, and a file is needed"), "{name}: {found}");
+        assert!(found.contains("it is a device, but a file is needed"), "{name}: {found}");
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, bytes).unwrap();
     }
@@ -251,7 +251,7 @@ fn the_second_job_that_saves_into_a_folder_is_told_and_one_that_only_loads_is_no
         let error = engine.save_checkpoint(dir.path(), Some("mine"), Value::Null).unwrap_err().to_string();
         let error = error.replace(dir.path().to_str().unwrap(), "DIR");
         let error = error.replace(&format!("process {}", other.0.id()), "process PID");
-        insta::assert_snapshot!(error, @"cannot save checkpoints into DIR: a job that is running saves there already (process PID); give each job a folder of its own, or stop the other one");
+        insta::assert_snapshot!(error, @"cannot save checkpoints to DIR: a running job already saves there (process PID); give each job its own folder, or stop the other one");
         Ok(())
     });
     other.end();
@@ -276,9 +276,9 @@ fn a_folder_that_cannot_be_saved_into_is_found_without_a_save() {
             let text = engine.check_save_dir(path).unwrap_err().to_string();
             text.replace(dir.path().to_str().unwrap(), "DIR")
         };
-        insta::assert_snapshot!(error(&dir.path().join("file")), @"the checkpoint DIR/file cannot be used: it is a file, and checkpoints are saved into a folder; give another path");
-        insta::assert_snapshot!(error(&dir.path().join("file/below")), @"the checkpoint DIR/file/below cannot be used: it cannot be written: File exists (os error 17); correct that, or save elsewhere; checkpoints that were saved before are whole");
-        insta::assert_snapshot!(error(Path::new("/proc/x")), @"the checkpoint /proc/x cannot be used: it cannot be written: No such file or directory (os error 2); correct that, or save elsewhere; checkpoints that were saved before are whole");
+        insta::assert_snapshot!(error(&dir.path().join("file")), @"the checkpoint DIR/file cannot be used: it is a file, but checkpoints are saved to a folder; give another path");
+        insta::assert_snapshot!(error(&dir.path().join("file/below")), @"the checkpoint DIR/file/below cannot be used: it cannot be written: File exists (os error 17); correct that, or save elsewhere; earlier checkpoints are complete");
+        insta::assert_snapshot!(error(Path::new("/proc/x")), @"the checkpoint /proc/x cannot be used: it cannot be written: No such file or directory (os error 2); correct that, or save elsewhere; earlier checkpoints are complete");
         // A refused call has no cost.
         train(engine, 1)?;
         engine.check_save_dir(dir.path().join("new/ck"))?;

@@ -266,7 +266,7 @@ fn a_tag_that_only_one_host_committed_is_passed_over() {
         assert_eq!(load(&dirs, None), [Ok(1), Ok(1), Ok(1), Ok(1)]);
         for text in load(&dirs, Some("two")) {
             let text = text.unwrap_err();
-            assert!(text.contains("it is not whole over all hosts"), "{text}");
+            assert!(text.contains("it is incomplete across all hosts"), "{text}");
         }
         // The next save uses this name.
         let (ranks, _) = on(&[2, 2], 3, |engine, host| {
@@ -293,7 +293,7 @@ fn a_host_whose_disk_lost_its_part_is_named() {
     };
     for text in lost(&|dirs| std::fs::remove_file(dirs[1].path().join("two").join(RANKS[3])).unwrap()) {
         let what =
-            format!("it is not whole over all hosts: no host has {}, written on host {host}; start ranks", RANKS[3]);
+            format!("it is incomplete across all hosts: no host has {}, written on host {host}; start ranks", RANKS[3]);
         assert!(text.contains(&what), "{text}");
     }
     for text in lost(&|dirs| std::fs::remove_dir_all(dirs[1].path()).unwrap()) {
@@ -356,7 +356,7 @@ fn ranks_of_a_host_that_name_several_folders_are_told() {
         Ok(engine.save_checkpoint(dir, None, Value::Null).unwrap_err().to_string())
     });
     for text in ranks {
-        assert!(text.unwrap().contains("ranks 1 and 0 are on one host and name different folders"));
+        assert!(text.unwrap().contains("ranks 1 and 0 are on one host but name different folders"));
     }
 }
 

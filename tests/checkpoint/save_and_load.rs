@@ -272,7 +272,7 @@ fn without_a_checkpoint_nothing_is_loaded_and_a_wrong_tag_is_an_error_that_names
             engine.save_checkpoint(dir.path(), Some("first"), Value::Null)?;
             let error = engine.load_checkpoint(dir.path(), Some("frist"), &options).unwrap_err();
             assert!(matches!(error, Error::Checkpoint(CheckpointError::Unusable { .. })));
-            assert!(error.to_string().contains("there are: first"), "{error}");
+            assert!(error.to_string().contains("available: first"), "{error}");
             for tag in ["../first", "a/b", "", ".", "..", "latest", ".hidden", "end ", &"x".repeat(201)] {
                 let error = engine.save_checkpoint(dir.path(), Some(tag), Value::Null).unwrap_err();
                 assert!(error.to_string().contains("is not the name of a folder"), "{error}");
@@ -412,7 +412,7 @@ fn what_is_no_checkpoint_is_never_replaced() {
         for tag in ["data", "best", "link"] {
             let error = engine.save_checkpoint(dir.path(), Some(tag), Value::Null).unwrap_err().to_string();
             assert!(
-                error.contains(tag) && error.contains("is no checkpoint") && error.contains("another tag"),
+                error.contains(tag) && error.contains("is not a checkpoint") && error.contains("another tag"),
                 "{error}"
             );
         }
@@ -473,7 +473,7 @@ fn two_engines_save_into_one_folder_and_neither_clears_what_the_other_writes() {
         first.save_checkpoint_with(dir.path(), Some("first"), json!(1), &options)?;
         alone(|second| {
             let error = second.save_checkpoint(dir.path(), Some("first"), json!(2)).unwrap_err().to_string();
-            assert!(error.contains("another save of first is under way"), "{error}");
+            assert!(error.contains("another save of first is in progress"), "{error}");
             second.save_checkpoint(dir.path(), Some("second"), json!(2))
         });
         first.wait_for_checkpoint()

@@ -13,14 +13,14 @@ fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
     value[key].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// A path under the name that messages have.
+/// A path under the name that messages use.
 fn canonical(path: &str) -> String {
     path.replace("bfloat16", "bf16")
 }
 
 /// The output of `zerorun check --json`.
 fn check(file: &Path, world_size: &str) -> Value {
-    // A run knows the steps of its schedule.
+    // A run knows the number of steps of its schedule.
     let more = ["--world_size", world_size, "--total_num_steps", "1000", "--json"];
     let output = zerorun().arg("check").arg(file).args(more).output().unwrap();
     let printed: Value = serde_json::from_str(&stdout(&output)).unwrap();
@@ -28,7 +28,7 @@ fn check(file: &Path, world_size: &str) -> Value {
     printed
 }
 
-/// The differences between the expected verdict and the printed one for one number of ranks.
+/// Returns the differences between the expected and the printed verdict for one number of ranks.
 fn differences(expected: &Value, batch: Option<&Value>, printed: &Value) -> Vec<String> {
     let mut wrong = Vec::new();
     let fits = expected["verdict"] != "error" && !batch.is_some_and(Value::is_string);
@@ -59,12 +59,12 @@ fn errors(expected: &Value, printed: &Value) -> Vec<String> {
     let wanted = if hjson.is_empty() { list(expected, "errors") } else { hjson };
     let missing = wanted.iter().filter(|error| {
         !ours.iter().any(|our| {
-            // Where a key of that name stands elsewhere, it is a key in the wrong place here.
+            // If a key of that name exists elsewhere, it is a misplaced key here.
             let rule =
                 our["rule"] == error["rule"] || (our["rule"] == "misplaced key" && error["rule"] == "unknown key");
             let message = our["message"].as_str().unwrap();
             let near = error["near"].as_str().is_none_or(|near| message.contains(near));
-            // Places of syntax errors are in the note, as "line 34 column 23: what".
+            // Positions of syntax errors are in the note, as "line 34 column 23: what".
             let place = format!("line {} column {}:", our["line"], our["column"]);
             let place = error["rule"] != "syntax" || error["note"].as_str().unwrap().starts_with(&place);
             our["path"] == error["path"] && rule && near && place
@@ -73,7 +73,7 @@ fn errors(expected: &Value, printed: &Value) -> Vec<String> {
     missing.map(|error| format!("{error} is not among {ours:?}")).collect()
 }
 
-/// The expected notes that are missing.
+/// Returns the expected messages that are missing.
 fn said(expected: &Value, printed: &Value) -> Vec<String> {
     let said: Vec<(&str, &str)> = list(printed, "said")
         .iter()
@@ -90,7 +90,7 @@ fn said(expected: &Value, printed: &Value) -> Vec<String> {
     });
     let auto = texts("auto")
         .filter(|path| !said.iter().any(|(p, message)| *p == canonical(path) && message.starts_with("\"auto\": ")));
-    ignored.chain(translated).chain(auto).map(|what| format!("{what} is not said")).collect()
+    ignored.chain(translated).chain(auto).map(|what| format!("{what} is not reported")).collect()
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn every_config_has_its_expected_verdict() {
             wrong.push(format!("{name}: {}", found.join("\n  ")));
         }
     }
-    println!("{agree} configs have their verdict");
+    println!("{agree} configs have the expected verdict");
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert_eq!(agree, list(&verdicts, "configs").len());
 }

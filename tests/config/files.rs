@@ -1,4 +1,4 @@
-//! Whole configurations: the bundled ones, what is noted, what is translated, and the way back to JSON.
+//! Complete configurations: the bundled ones, notes, translations, and the conversion back to JSON.
 
 use candle_core::DType;
 use candle_zero::config::{
@@ -20,7 +20,7 @@ fn load(value: Value) -> Config {
     Config::load(value, 1).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// A configuration that is complete but for what `more` says.
+/// A configuration that is complete except for the keys in `more`.
 fn with(more: Value) -> Value {
     let mut value = json!({"train_batch_size": 8});
     value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -31,7 +31,7 @@ fn notes(config: &Config) -> String {
     config.notes.iter().map(|note| format!("{}: {}", note.path, note.message)).collect::<Vec<_>>().join("\n")
 }
 
-/// Paths of the problems of a configuration.
+/// The paths of the problems of a configuration.
 fn refused(more: Value) -> Vec<String> {
     match Config::load(with(more.clone()), 2) {
         Err(Error::Config(ConfigError::Problems { problems, .. })) => {
@@ -254,7 +254,7 @@ fn sgd_and_every_schedule_resolve() {
         schedule("OneCycle", json!({"cycle_min_lr": [1e-4], "cycle_max_lr": 1})),
         SchedulerConfig::OneCycle(OneCycleConfig::new(1e-4, 1.0))
     );
-    // The way down is like the way up.
+    // The fall is like the rise.
     assert_eq!(
         schedule(
             "OneCycle",
@@ -321,7 +321,7 @@ fn quantized_weights_need_stage_3_and_the_keys_are_printed_again() {
     assert_eq!((config.zero.quantized_nontrainable_weights, notes(&config).as_str()), (true, ""));
 }
 
-/// Both sections with `nvme` and different values, and the result.
+/// Both sections with `nvme` and non-default values, and the values to which they resolve.
 fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
     let optimizer = OffloadOptimizer {
         to: OffloadTo::Nvme { path: "/fast/states".into() },
@@ -419,7 +419,7 @@ fn a_file_that_switches_recomputation_on_is_told_so() {
         let noted = notes(&config);
         assert!(noted.starts_with(&format!("activation_checkpointing.{key}: taken as `every_unit`")), "{noted}");
         assert_eq!(config.cpu_checkpointing, key == "cpu_checkpointing");
-        // The value of this engine's key takes precedence and needs no note.
+        // The key of this engine takes precedence and needs no note.
         for every_unit in [true, false] {
             let mut section = section.clone();
             section["every_unit"] = json!(every_unit);
@@ -440,7 +440,7 @@ fn the_old_name_of_bf16_loses_to_the_new_one() {
     ] {
         let config = Config::load(text, 1).unwrap();
         assert_eq!(config.precision, Precision::F32);
-        assert!(notes(&config).starts_with("bfloat16: an old name: not looked at"), "{}", notes(&config));
+        assert!(notes(&config).starts_with("bfloat16: an old name: ignored"), "{}", notes(&config));
     }
     let config = Config::load(r#"{"train_batch_size": 8, "bfloat16": {"enabled": true}}"#, 1).unwrap();
     assert_eq!(config.precision, Precision::Bf16 { check_grad_overflow: true });
@@ -459,12 +459,12 @@ fn a_file_is_read_as_hjson() {
         let config = Config::load(&path, 1).unwrap();
         assert_eq!((config.batch.train_batch_size, config.zero.stage), (8, ZeroStage::Two), "{text}");
     }
-    // A comma belongs to a string without quotes: this is not the folder that was meant.
+    // A comma belongs to an unquoted string: this is not the intended folder.
     std::fs::write(&path, "{train_batch_size: 8\ncsv_monitor: {\n  output_path: out,\n}}").unwrap();
     let config = Config::load(&path, 1).unwrap();
     assert_eq!(
         notes(&config),
-        "csv_monitor.output_path: \"out,\" ends with a comma: a string without quotes is its whole line"
+        "csv_monitor.output_path: \"out,\" ends with a comma: an unquoted string is the rest of its line"
     );
     std::fs::write(&path, "train_batch_size: 8\noptimizer: {\n  type: AdamW\n  params: {\n    lr: 1e-3\n  }\n}\n")
         .unwrap();
@@ -518,7 +518,7 @@ fn compression_between_hosts_only_is_true_or_false_and_noted_where_nothing_is_co
         assert_eq!(load(config.to_deepspeed_json()).zero, config.zero);
     }
     let idle = of(json!({"stage": 3, key: true}), json!({"communication_data_type": "fp32"}));
-    insta::assert_snapshot!(notes(&idle), @"zero_optimization.compress_between_hosts_only: accepted and has no effect here: it is for zero_quantized_gradients, zero_quantized_weights at stage 3 and a communication_data_type of 16 bits, and none of these is on");
+    insta::assert_snapshot!(notes(&idle), @"zero_optimization.compress_between_hosts_only: accepted and has no effect here: it applies to zero_quantized_gradients, zero_quantized_weights at stage 3 and a 16-bit communication_data_type, and none of these is set");
     for value in [json!(2), json!("between"), json!([])] {
         let refused = with(json!({"zero_optimization": {"stage": 3, key: value}}));
         let said = Config::load(refused, 1).unwrap_err().to_string();
@@ -542,7 +542,7 @@ fn autocast_is_the_format_of_an_f32_models_products() {
     assert_eq!(of(json!({"enabled": true, "dtype": "float32"}), json!({})), (None, String::new()));
     let (dtype, said) = of(json!({"enabled": true}), json!({"bf16": {"enabled": true}}));
     assert_eq!(dtype, None);
-    assert!(said.contains("products are in that format"), "{said}");
+    assert!(said.contains("products use that format"), "{said}");
 }
 
 #[test]
@@ -551,9 +551,9 @@ fn classes_whose_gradients_may_travel_in_low_precision_are_those_that_are_known(
         notes(&load(with(json!({"torch_autocast": {"enabled": true, "lower_precision_safe_modules": classes}}))))
     };
     let all = ["torch.nn.Linear", "torch.nn.modules.conv.Conv2d", "candle_zero::nn::Conv1D"];
-    insta::assert_snapshot!(of(&all), @"torch_autocast.lower_precision_safe_modules: accepted and has no effect here: all gradients travel in communication_data_type, f32 by default: set that to bf16 for all of them");
+    insta::assert_snapshot!(of(&all), @"torch_autocast.lower_precision_safe_modules: accepted and has no effect here: all gradients are communicated in communication_data_type, f32 by default: set it to bf16 for all of them");
     assert_eq!(of(&[]), of(&all));
-    // If nothing is rounded, the rounded classes do not matter.
+    // If nothing is rounded, the classes do not matter.
     let off = json!({"torch_autocast": {"enabled": false, "lower_precision_safe_modules": ["x.Y"]}});
     assert_eq!(load(with(off)).autocast, None);
 }
@@ -573,13 +573,13 @@ fn modules_kept_in_f32_are_a_list_of_names_in_a_16_bit_model() {
     }
     let f32 = load(with(json!({"data_types": {"keep_in_fp32_modules": ["ln_f"]}})));
     assert!(f32.keep_in_fp32_modules.is_empty());
-    insta::assert_snapshot!(notes(&f32), @"data_types.keep_in_fp32_modules: accepted and has no effect here: the whole model is f32");
+    insta::assert_snapshot!(notes(&f32), @"data_types.keep_in_fp32_modules: accepted and has no effect here: the complete model is f32");
 }
 
 #[test]
 fn a_vocabulary_that_is_no_multiple_of_8_is_noted() {
     let said = |size: u32| notes(&load(with(json!({ "vocabulary_size": size }))));
-    insta::assert_snapshot!(said(50257), @"vocabulary_size: 50257 is no multiple of 8: matrix units of GPUs like one, such as 50264");
+    insta::assert_snapshot!(said(50257), @"vocabulary_size: 50257 is not a multiple of 8: the matrix units of GPUs work best with one, such as 50264");
     assert_eq!(said(50264), "");
 }
 
@@ -771,7 +771,7 @@ fn rules_between_keys_hold() {
     for (more, path) in cases {
         assert_eq!(refused(more), [path]);
     }
-    // The same without what is forbidden.
+    // The same without the forbidden values.
     for more in [
         zero(3, json!({"allgather_bucket_size": 77})),
         zero(3, json!({"offload_optimizer": {"ratio": 0.5}})),
@@ -800,7 +800,7 @@ fn an_auto_batch_key_follows_from_the_others_and_is_noted() {
     .unwrap();
     assert_eq!((config.batch.train_batch_size, config.batch.gradient_accumulation_steps), (6, 1));
     insta::assert_snapshot!(notes(&config), @r#"
-    train_batch_size: "auto": worked out as 6 from the other batch keys
+    train_batch_size: "auto": derived as 6 from the other batch keys
     gradient_accumulation_steps: "auto": taken as 1
     "#);
 }
@@ -843,12 +843,12 @@ fn an_auto_of_the_run_has_the_runs_value() {
             warmup_type: WarmupType::Log,
         })
     );
-    // A train batch that is given decides; values of the run are checked as those of a file.
+    // A given train batch takes precedence; values of the run are checked like those of a file.
     let config = Config::load_for(with(text.clone()), 2, &run).unwrap();
     assert_eq!((config.batch.train_micro_batch_size_per_gpu, config.batch.gradient_accumulation_steps), (4, 1));
     let wrong = RunValues { lr: -1.0, train_micro_batch_size_per_gpu: 0, hidden_size: Some(0), ..run };
     let Err(Error::Config(ConfigError::Problems { problems, .. })) = Config::load_for(text, 2, &wrong) else {
-        panic!("it is taken")
+        panic!("it is used")
     };
     let paths: Vec<&str> = problems.iter().map(|problem| problem.path.as_str()).collect();
     assert_eq!(
@@ -861,7 +861,7 @@ fn an_auto_of_the_run_has_the_runs_value() {
 fn a_removed_feature_that_is_off_is_noted() {
     for name in ["amp", "elasticity", "eigenvalue", "curriculum_learning", "progressive_layer_drop"] {
         let config = load(with(json!({name: {"enabled": false, "x": 1}})));
-        assert_eq!(notes(&config), format!("{name}: is off; nothing like it is offered here"));
+        assert_eq!(notes(&config), format!("{name}: is off, and this library does not support it"));
         assert_eq!(refused(json!({name: {"enabled": true}})), [name]);
     }
 }
@@ -874,7 +874,7 @@ fn a_resolved_configuration_is_taken_as_it_is_for_the_same_world_only() {
     insta::assert_snapshot!(Config::load(config, 4).unwrap_err(), @"the Config was resolved for 2 ranks, but the run has 4; load it again from its file or text: the batch keys depend on the number of ranks");
 }
 
-/// Honoured keys with values that all go together.
+/// Honoured keys with compatible values.
 fn any_config() -> impl Strategy<Value = Value> {
     let device = || prop::option::of(prop::sample::select(vec!["none", "cpu", "nvme"]));
     let offload = (device(), device(), 4..9_u32, 1..9_u32, 0.0..=1.0, any::<[bool; 2]>()).prop_map(
@@ -1006,7 +1006,7 @@ fn no_value_makes_loading_panic(scheduler: &Value) {
         for value in values.as_array().unwrap() {
             let mut config = whole.clone();
             *config.pointer_mut(&path).unwrap() = value.clone();
-            // A refused value is an error; what is accepted can be printed and loaded again.
+            // A refused value is an error; an accepted configuration can be printed and loaded again.
             if let Ok(config) = Config::load(config, 2)
                 && !config.notes.is_empty()
             {

@@ -1,4 +1,4 @@
-//! Configurations: which are accepted, with which notes, and which are refused, with which message.
+//! Configurations: accepted ones, notes about them, and the messages about refused ones.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

@@ -1,13 +1,13 @@
-//! The output of `zerorun check` for wrong configurations: for each the place, what was found, what is allowed and how
+//! The output of `zerorun check` for invalid configurations: the position, the value found, the allowed values and how
 //! to fix it.
 //!
 //! One snapshot for each kind of mistake (snapshots/config__wrong_configs__*.snap); every configuration has exactly the
-//! number of problems that is given next to it, and exit code 2.
+//! number of problems that is given with it, and exit code 2.
 
 use crate::support::processes::{stderr, stdout, zerorun};
 use std::fmt::Write as _;
 
-/// The pictures of configurations that are wrong in one place each, or in as many as the number says.
+/// Returns the output for configurations that each have the given number of problems.
 fn pictures(world_size: usize, configs: &[(&str, usize)]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let mut all = String::new();

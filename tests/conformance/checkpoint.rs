@@ -1,4 +1,4 @@
-//! Recorded behaviour of DeepSpeed's checkpoints: tags, resuming, what is loaded at another number of ranks; and of its
+//! Recorded behaviour of DeepSpeed's checkpoints: tags, resuming, loading at another number of ranks; and of its
 //! coalesced reductions.
 
 use crate::support::recorded::is_left_out;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// The steps after which the recorded checkpoints were saved.
 const SAVED_AT: u64 = 3;
 
-/// The cases whose id begins so, and are not left out.
+/// Returns the cases whose id starts with `id` and that are not left out.
 fn cases(id: &str) -> Vec<Value> {
     let all: Vec<Value> = serde_json::from_str(include_str!("../fixtures/conformance_checkpoint.json")).unwrap();
     let cases: Vec<_> =
@@ -30,7 +30,7 @@ fn number(value: &Value) -> usize {
     value.as_u64().unwrap() as usize
 }
 
-/// The configuration of a case. 4 samples in a step, whatever the number of ranks.
+/// Returns the configuration of a case. A step has 4 samples for any number of ranks.
 fn configured(input: &Value, world: usize) -> Value {
     let precision = match input["precision"].as_str().unwrap_or("fp32") {
         "fp32" => json!({}),
@@ -54,7 +54,7 @@ fn on_ranks<T: Send>(world: usize, config: &Value, work: impl Fn(&mut Engine<Tin
     ranks.unwrap().into_iter().map(Result::unwrap).collect()
 }
 
-/// Trains so many steps; the bits of the losses.
+/// Trains this number of steps; returns the bits of the losses.
 fn steps(engine: &mut Engine<Tiny>, count: u64) -> Result<Vec<u32>> {
     let (rank, world) = (engine.rank(), engine.world_size());
     (0..count)
@@ -91,7 +91,7 @@ fn tags_and_latest_are_as_recorded() {
             engine.save_checkpoint_with(dir.path(), Some("foo"), json!({}), &unnamed)
         });
         let entries = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
-        // The content of a tag's folder differs between the libraries.
+        // The content of a tag's folder differs between libraries.
         let recorded = case["expect"]["files"].as_array().unwrap().iter().map(|f| f.as_str().unwrap());
         let recorded = recorded.filter(|f| !f.ends_with(".py")).map(|f| f.split('/').next().unwrap().to_string());
         let entries: BTreeSet<_> = entries.filter(|name| !name.starts_with('.')).collect();
@@ -151,7 +151,7 @@ fn resuming_gives_the_same_losses_and_counters() {
                 "skipped_steps": engine.skipped_steps(), "micro_steps": engine.micro_steps(),
             });
             for (name, value) in counters.as_object().unwrap() {
-                // Here they continue, because dropout masks depend on them; DeepSpeed starts from zero in every process.
+                // Here they continue, because they determine dropout masks; DeepSpeed restarts the count in every process.
                 let recorded = if name == "micro_steps" { &json!(SAVED_AT) } else { &expect[name] };
                 assert_eq!(value, recorded, "{name} of {}", case["id"]);
             }
@@ -202,7 +202,7 @@ fn the_same_tag_on_all_ranks_is_valid_and_no_folder_is_not() {
 
 // ---- collective ------------------------------------------------------------------------------------------------
 
-/// This rank's share of the mean over ranks of `value`, without padding.
+/// Returns this rank's shard of the mean over ranks of `value`, without padding.
 fn reduced_mean(comm: &Arc<dyn Communicator>, value: &[f32]) -> Result<Vec<f32>> {
     let (world, rank) = (comm.size(), comm.rank());
     let mut padded = value.to_vec();

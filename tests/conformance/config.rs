@@ -13,7 +13,7 @@ fn usize_at(value: &Value, key: &str) -> usize {
     usize::try_from(value[key].as_u64().unwrap()).unwrap()
 }
 
-/// The value at a dotted path of the printed configuration.
+/// Returns the value at a dotted path of the printed configuration.
 fn at<'a>(printed: &'a Value, path: &str) -> Option<&'a Value> {
     // One recorded name is not a path: the switch of the comms logger.
     let path = if path == "comms logger on" { "comms_logger.enabled" } else { path };
@@ -22,7 +22,7 @@ fn at<'a>(printed: &'a Value, path: &str) -> Option<&'a Value> {
 
 fn same(ours: &Value, theirs: &Value) -> bool {
     match (ours, theirs) {
-        // Recorded as the name of a Python type; ours is the form that a file has.
+        // Recorded as the name of a Python type; ours has the form of a configuration file.
         (Value::String(ours), Value::String(theirs)) if theirs.starts_with("float") || theirs == "bfloat16" => {
             ["fp32", "fp16", "bf16"].into_iter().zip(["float32", "float16", "bfloat16"]).any(|p| p == (ours, theirs))
         }
@@ -44,12 +44,12 @@ fn load(case: &Value) -> Result<Config> {
     Config::load(path, world_size)
 }
 
-/// Returns the error in our answer to a case, if any.
+/// Returns the difference between our answer and the recorded one; `None` if there is none.
 fn check(case: &Value) -> Option<String> {
     let expect = &case["expect"];
     if case["area"] == "config-default" {
         let path = case["input"]["key"].as_str().unwrap();
-        // Sections that are absent by default are looked at present and empty, as in the record.
+        // Sections that are absent by default are tested present and empty, as in the record.
         let config = if path.contains("offload_") {
             json!({"train_batch_size": 1, "zero_optimization": {"offload_param": {}, "offload_optimizer": {}}})
         } else {
@@ -99,7 +99,7 @@ fn every_recorded_case_is_answered_as_recorded() {
     let wrong: Vec<_> =
         held.iter().filter_map(|case| check(case).map(|what| format!("{} {what}", case["id"]))).collect();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    // Omitted features are refused by name, and not accepted silently.
+    // Cases that are left out are refused by name, not accepted silently.
     for case in out {
         if case["area"] == "config-default" {
             assert!(check(case).is_some(), "{} is the default here too", case["id"]);

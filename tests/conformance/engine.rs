@@ -1,5 +1,5 @@
 //! Recorded behaviour of DeepSpeed's engine besides its traces: reduction of gradients, counters, exact values at
-//! stage 3, which configurations train and with which optimizer.
+//! stage 3, and which configurations train with which optimizer.
 
 use crate::support::processes::{as_program, stdout};
 use crate::support::recorded::is_left_out;
@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
 
-/// The cases of an area that are not left out.
+/// Returns the cases of an area that are not left out.
 fn cases(area: &str) -> Vec<Value> {
     let all: Vec<Value> = serde_json::from_str(include_str!("../fixtures/conformance_training.json")).unwrap();
     all.into_iter().filter(|case| case["area"] == area && !is_left_out(case)).collect()
@@ -29,7 +29,7 @@ fn int(value: &Value) -> usize {
     value.as_u64().unwrap() as usize
 }
 
-/// Numbers of a list, lists in it flattened.
+/// Returns the numbers of a list; nested lists are flattened.
 fn floats(value: &Value) -> Vec<f32> {
     match value {
         Value::Array(values) => values.iter().flat_map(floats).collect(),
@@ -97,7 +97,7 @@ fn counters_and_schedule_count_skipped_steps_as_recorded() {
             let config = json!({
                 "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation,
                 "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
-                // Of all schedules this one has another rate at each of the first steps.
+                // Only this schedule has a different rate at each of the first steps.
                 "scheduler": {"type": "WarmupCosineLR", "params": {
                     "total_num_steps": 100, "warmup_num_steps": 10, "warmup_min_ratio": 0.1, "warmup_type": "linear"}},
                 "fp16": {"enabled": true}, "zero_optimization": {"stage": stage},
@@ -148,7 +148,7 @@ fn counters_and_schedule_count_skipped_steps_as_recorded() {
 
 const SHAPE: (usize, usize) = (3, 5);
 
-/// Elementwise products, each factor in its own unit.
+/// Elementwise products; each factor is a separate unit.
 struct Product(Vec<Unit<Factor>>);
 
 struct Factor(Tensor);
@@ -177,7 +177,7 @@ impl Product {
     }
 }
 
-/// Whole parameter `i`: every element of rank r's shard is (i + 1) (1 + r).
+/// The complete parameter `i`: every element of rank r's shard is (i + 1) (1 + r).
 fn initial(i: usize) -> Vec<f32> {
     let (numel, shard) = (SHAPE.0 * SHAPE.1, shard_len(SHAPE.0 * SHAPE.1, 2));
     (0..numel).map(|e| ((i + 1) * (1 + e / shard)) as f32).collect()
@@ -192,7 +192,7 @@ fn write_initial(path: &Path) {
 }
 
 /// The variants that DeepSpeed's own test names: persistence, fp16, contiguous, offload, prefetch, reduce_scatter.
-/// In addition to its offload to the host, ours to files in `folder` is tested.
+/// In addition to offload to the host, this tests our offload to files in `folder`.
 fn variants(folder: &Path) -> Vec<Value> {
     let nvme = || json!({"device": "nvme", "nvme_path": folder, "max_in_cpu": 0});
     let pipelined = json!({"device": "nvme", "nvme_path": folder, "pipeline_read": true, "pipeline_write": true});
@@ -306,7 +306,7 @@ fn the_optimizers_name_and_parameters_choose_the_kind_of_decay() {
                     Some(OptimizerConfig::Lamb(_)) if input["type"] == "Lamb" => continue,
                     other => panic!("{id}: {other:?}"),
                 };
-                // There is one implementation of Adam here; what it computes is what the record tells apart.
+                // There is one implementation of Adam here; the record distinguishes what it computes.
                 if let Some(decoupled) = case["expect"].get("decoupled_weight_decay") {
                     assert_eq!(adam.decoupled, *decoupled, "{id}");
                 }
@@ -396,7 +396,7 @@ fn no_sync_is_offered_or_refused_as_recorded() {
 }
 
 #[test]
-#[ignore = "what the next test starts in the recorded environment"]
+#[ignore = "started by the next test in the recorded environment"]
 fn as_a_process_of_its_own() {
     let param = |vb: VarBuilder<'_>| vb.get_with_hints(6, "param", Init::Const(0.5));
     let config = json!({"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}});

@@ -1,18 +1,18 @@
-//! DeepSpeed's flat layout of stages 1 and 2: arithmetic that the recorded cases describe, and the engine has no use
-//! for.
+//! DeepSpeed's flat layout of stages 1 and 2: arithmetic that the recorded cases describe and the engine does not
+//! use.
 //!
-//! All parameters lie one after the other in one flat buffer, padded at its end to a multiple of twice the world
+//! All parameters are stored consecutively in one flat buffer, padded at its end to a multiple of twice the world
 //! size; rank r owns the r-th equal part of it. A parameter may straddle parts. (This engine shards parameter by
 //! parameter at every stage, see `candle_zero::layout::shard_range`.)
 
 use std::ops::Range;
 
-/// The positions of the parameters of one group in DeepSpeed at stage 1 or 2.
+/// DeepSpeed's layout of the parameters of one group at stage 1 or 2.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FlatLayout {
     /// Indices of the parameters in flat order.
     pub order: Vec<usize>,
-    /// Elements of the flat buffer that each parameter takes, in flat order.
+    /// Elements of the flat buffer that each parameter occupies, in flat order.
     pub ranges: Vec<Range<usize>>,
     /// Elements of the padded flat buffer.
     pub padded_total: usize,

@@ -1,9 +1,9 @@
-//! The launcher's recorded cases: each is held by a test, or left out with a reason.
+//! The launcher's recorded cases: each is covered by a test, or left out with a reason.
 
 use crate::support::recorded::{is_left_out, of_launcher};
 use std::path::{Path, PathBuf};
 
-/// The sources of tests that may hold a case, as one text.
+/// Returns the sources of tests that may cover a case, as one text.
 fn sources() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let files =
@@ -18,13 +18,13 @@ fn every_case_is_held_by_a_test_or_left_out_and_at_most_a_tenth_is() {
     let (cases, sources) = (of_launcher(), sources());
     let held = |case: &serde_json::Value| {
         let [id, area] = ["id", "area"].map(|key| case[key].as_str().unwrap());
-        // A test takes all cases of an area, or some by their names.
+        // A test covers all cases of an area, or some by their names.
         sources.contains(&format!("of_area(\"{area}\")")) || sources.contains(&format!("\"{id}\""))
     };
     for case in &cases {
-        assert!(held(case), "no test holds {}, not even in part", case["id"]);
+        assert!(held(case), "no test covers {}, not even in part", case["id"]);
     }
-    // Command lines for other starters of ranks are none of zerorun's.
+    // zerorun does not produce command lines for other launchers.
     let of_zerorun: Vec<_> = cases.iter().filter(|case| case["area"] != "launcher-backend").collect();
     let left_out = of_zerorun.iter().filter(|case| is_left_out(case)).count();
     assert!(left_out * 10 <= of_zerorun.len(), "{left_out} of {} are left out", of_zerorun.len());

@@ -13,7 +13,7 @@ fn number(v: &Value) -> usize {
     v.as_u64().unwrap() as usize
 }
 
-/// Indices of items in groups that `closes` ends after an item.
+/// Returns the indices of items in groups; `closes` ends a group after an item.
 fn grouped(n: usize, mut closes: impl FnMut(usize) -> bool) -> Vec<Vec<usize>> {
     let mut groups = vec![vec![]];
     for i in 0..n {

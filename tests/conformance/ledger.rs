@@ -1,4 +1,4 @@
-//! The books on the recorded cases of DeepSpeed's behaviour: each is in a fixture, which a test of its area runs, or in
+//! The account of the recorded cases of DeepSpeed's behaviour: each is in a fixture, which a test of its area runs, or in
 //! the list of those that are left out (tests/fixtures/left_out.json), with the reason.
 
 use crate::support::recorded::{is_left_out, left_out};
@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// The areas of which nearly every case has to hold.
+/// The areas in which nearly every case must hold.
 const STRICT: [(&str, &[&str]); 8] = [
     ("config", &["batch", "config", "config-default", "config-engine", "config-file"]),
     ("schedules", &["lr-schedule"]),
@@ -19,14 +19,14 @@ const STRICT: [(&str, &[&str]); 8] = [
     ("data loading", &["data-loader"]),
 ];
 
-/// The most of them that may be left out, in percent.
+/// The largest share of them that may be left out, in percent.
 const MOST_LEFT_OUT: usize = 5;
 
 fn read(path: &Path) -> Vec<Value> {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// The cases of all fixtures by id; one that two areas' tests use is in two.
+/// The cases of all fixtures by id; a case that the tests of two areas use is in two.
 fn fixtures() -> BTreeMap<String, Value> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
@@ -73,7 +73,7 @@ fn every_recorded_case_is_held_or_left_out_with_a_reason() {
     }
     let ids: BTreeSet<_> = recorded.iter().map(|case| case["id"].as_str().unwrap()).collect();
     for id in left_out.keys().chain(fixtures.keys()) {
-        assert!(ids.contains(id.as_str()), "{id} is no recorded case");
+        assert!(ids.contains(id.as_str()), "{id} is not a recorded case");
     }
     let mut by_reason = BTreeMap::<_, Vec<_>>::new();
     left_out.iter().for_each(|(id, why)| by_reason.entry(why).or_default().push(id.as_str()));

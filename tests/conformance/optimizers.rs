@@ -19,12 +19,12 @@ fn floats(v: &Value) -> Vec<f32> {
     v.as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect()
 }
 
-/// The initial value of element `i` of tensor `k`, as the file's `data.initial` says.
+/// The initial value of element `i` of tensor `k`, as described by the file's `data.initial`.
 fn initial(k: i64, i: i64) -> f32 {
     (2 * ((2741 * (i + 1) + 877 * (k + 1) + 13 * i * i) % 2001) - 2001) as f32 / 16384.0
 }
 
-/// The gradient of element `i` of tensor `k` in step `s`, as the file's `data.gradient` says.
+/// The gradient of element `i` of tensor `k` in step `s`, as described by the file's `data.gradient`.
 fn gradient(s: i64, k: i64, i: i64) -> f32 {
     let numerator = 2 * ((1103 * (i + 1) + 389 * s * (i + 3) + 617 * (k + 1) * s + 71 * i * i) % 1001) - 1001;
     numerator as f32 / 4096.0 * 2.0f32.powi(-3 * (i % 4) as i32)
@@ -91,7 +91,7 @@ fn muon(hyper: &Value) -> OptimizerConfig {
     })
 }
 
-/// Weights and states under training.
+/// Weights and states in training.
 struct Run {
     optimizer: Box<dyn Optimizer>,
     shape: Vec<usize>,
@@ -114,7 +114,7 @@ impl Run {
         run
     }
 
-    /// The optimizer that trains a parameter of this shape.
+    /// Returns the optimizer for a parameter of this shape.
     fn optimizer(&self) -> &dyn Optimizer {
         match self.optimizer.takes("", &self.shape) {
             true => &*self.optimizer,
@@ -122,7 +122,7 @@ impl Run {
         }
     }
 
-    /// One step, with the buffers cut at `cuts`, the last part first.
+    /// Makes one step with the buffers split at `cuts`, the last part first.
     fn step(&mut self, grad: FlatRef<'_>, grad_scale: f32, cuts: &[usize], mut half: Option<&mut Flat>) {
         self.step += 1;
         let optimizer = match self.optimizer.takes("", &self.shape) {
@@ -165,7 +165,7 @@ impl Run {
     }
 }
 
-/// Largest difference over the tensor's largest value.
+/// Returns the largest difference divided by the tensor's largest value.
 fn distance(got: &[f32], want: &[f32]) -> f64 {
     let largest = want.iter().fold(0.0f64, |m, x| m.max(f64::from(x.abs())));
     got.iter().zip(want).fold(0.0f64, |m, (a, b)| m.max(f64::from((a - b).abs()))) / largest
@@ -195,7 +195,7 @@ fn recorded_weights_and_states_are_met() {
             "Muon" => muon(hyper),
             name => panic!("no optimizer for {name}"),
         };
-        // The arrays of some are those of another case, bit for bit.
+        // Some arrays equal those of another case, bit for bit.
         let arrays = match case["same_as"].as_str() {
             None => case,
             Some(same) => {
@@ -235,7 +235,7 @@ fn recorded_weights_and_states_are_met() {
                     assert!(off <= tolerance, "{}: off by {off:e}", context(state_name));
                 }
                 if let Some(ratio) = recorded["lamb_coeff"].as_f64() {
-                    // The ratio goes with the inverse root of the second moment.
+                    // The ratio is proportional to the inverse root of the second moment.
                     assert!((run.ratio / ratio - 1.0).abs() <= 1e-5, "{}: {}", context("trust ratio"), run.ratio);
                 }
             }
@@ -287,7 +287,7 @@ fn the_conformance_case_of_adam_holds() {
     let (mut run_cases, mut skipped) = (0, vec![]);
     for case in cases.as_array().unwrap().iter().filter(|c| c["area"] == "optimizer-math") {
         let (id, input) = (case["id"].as_str().unwrap(), &case["input"]);
-        // How often each sub-group steps is for the engine to show.
+        // The number of steps of each sub-group is tested with the engine.
         if id.starts_with("stepcount") {
             skipped.push(id);
             continue;

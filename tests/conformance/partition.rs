@@ -1,4 +1,4 @@
-//! Cutting a sequence of items into contiguous parts, as DeepSpeed's pipeline and loaders do, and nothing here does.
+//! Splitting a sequence of items into contiguous parts, as DeepSpeed's pipeline and loaders do, and nothing here does.
 
 /// Bounds of `parts` contiguous parts of `items` items, as even as possible; the first parts get one more.
 pub fn partition_uniform(items: usize, parts: usize) -> Vec<usize> {
@@ -7,7 +7,7 @@ pub fn partition_uniform(items: usize, parts: usize) -> Vec<usize> {
 }
 
 /// Bounds of `parts` contiguous parts whose sums differ as little as possible between the heaviest and the lightest;
-/// of equal cuts the later. With no more items than parts, one item each.
+/// for equal splits the later one. If there are no more items than parts, one item each.
 pub fn partition_balanced(weights: &[u64], parts: usize) -> Vec<usize> {
     let n = weights.len();
     if n <= parts {

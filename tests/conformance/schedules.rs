@@ -1,4 +1,4 @@
-//! Learning-rate schedules against the rates and betas that DeepSpeed recorded, from the configuration on.
+//! Learning-rate schedules, built from configurations, against the rates and betas that DeepSpeed recorded.
 
 use candle_zero::Config;
 use candle_zero::config::ConfigProblem;
@@ -6,7 +6,7 @@ use candle_zero::error::{ConfigError, Error, OptimError};
 use candle_zero::optim::{Momentum, Schedule};
 use serde_json::{Value, json};
 
-/// A recorded case as a configuration with the one parameter group `group`: of a list its entry, in a list of one.
+/// A recorded case as a configuration with the one parameter group `group`: a list is reduced to its entry.
 fn load(case: &Value, group: usize, base_lr: &Value) -> Result<Config, Vec<ConfigProblem>> {
     let mut params = case["params"].clone();
     let groups = case["group_lrs"].as_array().map_or(1, Vec::len);
@@ -34,7 +34,7 @@ fn schedule(case: &Value, group: usize, base_lr: &Value) -> Schedule {
     Schedule::new(config.scheduler.as_ref(), config.optimizer.as_ref()).unwrap()
 }
 
-/// Returns the error in a case's parameters for one parameter group. The configuration does not know how many there are.
+/// Returns the error of a case with one parameter group: the configuration does not know the number of groups.
 fn refused_keys(case: &Value) -> Vec<String> {
     match load(case, 0, &json!(0.1)) {
         Err(problems) => problems.into_iter().map(|problem| problem.path).collect(),
@@ -50,7 +50,7 @@ fn assert_close(got: f64, want: &Value, rtol: f64, context: &str) {
     assert!((got - want).abs() <= rtol * want.abs(), "{context}: {got} instead of {want}");
 }
 
-/// The momentum of a step: recorded betas, a recorded beta1, or that the schedule leaves them alone.
+/// The momentum of a step: recorded betas, a recorded beta1, or none if the schedule does not change them.
 fn check_momentum(case: &Value, expect: &Value, step: usize, schedule: &Schedule, rtol: f64, context: &str) {
     let found = schedule.momentum();
     match (found, &case["betas"], &expect["momentum_of_step_1_to_n"]) {
@@ -75,7 +75,7 @@ fn check_momentum(case: &Value, expect: &Value, step: usize, schedule: &Schedule
     );
 }
 
-/// Every group of a case has its own schedule, because the engine has one optimizer and one group.
+/// Every group of a case has a separate schedule, because the engine has one optimizer and one group.
 fn check(case: &Value, rates: &Value, expect: &Value, rtol: f64) {
     let groups = case["group_lrs"].as_array().unwrap();
     let skipped: Vec<u64> =
@@ -168,7 +168,7 @@ fn the_conformance_cases_hold() {
         } else if let Some(ok) = expect["ok"].as_bool() {
             // Outside the sections that pydantic reads, `true` is not a number here.
             let ok = ok && id != "lr-55";
-            // As one group, for which lists of two are wrong.
+            // With one group, for which lists of two are wrong.
             let case = json!({"type": input["type"], "params": input["params"]});
             assert_eq!(refused_keys(&case).is_empty(), ok, "{id}");
             verdicts += 1;

@@ -1,4 +1,4 @@
-//! Moments of eight and of 16 bits train the nano model as well as those in f32.
+//! Moments in 8 and 16 bits train the nano model as well as those in f32.
 
 use crate::support::synth;
 use crate::trajectories::write_weights;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 const STEPS: usize = 300;
 const BATCH: usize = 2;
 
-/// The mean loss of the last 20 of 300 steps.
+/// Returns the mean loss of the last 20 of 300 steps.
 fn last_loss(more: &Value) -> f64 {
     let folder = tempfile::tempdir().unwrap();
     let init = folder.path().join("init.safetensors");

@@ -1,6 +1,6 @@
 //! Recorded training of DeepSpeed 0.19.8 on small networks, case by case, with ranks as threads.
 //!
-//! What the cases do not say about themselves, and what gives every recorded loss of the first steps to 8 digits
+//! The cases do not contain the following, which reproduces every recorded loss of the first steps to 8 digits
 //! (`%` is the remainder, `i` counts elements in row-major order):
 //!
 //! | | |
@@ -10,7 +10,7 @@
 //! | inputs | `(0.61 i + 0.29 step + 0.13 rank + 0.07 micro) % 1 * 2 - 1`, `i` counted over the micro batch |
 //! | targets | `(0.43 i + 0.17 step + 0.11 rank + 0.05 micro) % 1 * 2 - 1` |
 //!
-//! `step` is the optimizer step and `micro` the micro step in it, both from 0. In f64, in this order: where a sum is a
+//! `step` is the optimizer step and `micro` the micro step in it, both from 0. In f64, in this order: if a sum is a
 //! whole number, its rounding decides between -1 and 1.
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -49,7 +49,7 @@ fn int(value: &Value) -> usize {
     value.as_u64().unwrap() as usize
 }
 
-/// A recorded number; infinity is recorded as a word.
+/// Returns a recorded number; infinity is recorded as a word.
 fn number(value: &Value) -> f64 {
     if value == "inf" { f64::INFINITY } else { value.as_f64().unwrap() }
 }
@@ -58,7 +58,7 @@ fn numbers(value: &Value) -> Vec<f64> {
     list(value).iter().map(number).collect()
 }
 
-/// The largest difference relative to the recorded value; equal infinities do not differ.
+/// Returns the largest difference relative to the recorded value; equal infinities do not differ.
 fn worst(got: &[f64], recorded: &[f64]) -> f64 {
     assert_eq!(got.len(), recorded.len());
     let relative = |(g, r): (&f64, &f64)| if g == r { 0.0 } else { (g - r).abs() / r.abs() };
@@ -88,7 +88,7 @@ impl Mlp {
     }
 }
 
-/// Names and shapes of the network's parameters.
+/// Returns the names and shapes of the network's parameters.
 fn parameters(layers: &Value) -> Vec<(String, Vec<usize>)> {
     let of = |(i, shape): (usize, &Value)| {
         let (inputs, outputs) = (int(&shape[0]), int(&shape[1]));
@@ -135,13 +135,13 @@ fn data(rows: usize, columns: usize, factors: [f64; 4], at: [usize; 3], dtype: D
     tensor.reshape((rows, columns)).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// The results of a run, per optimizer step unless stated otherwise.
+/// The results of a run; per optimizer step unless noted otherwise.
 #[derive(Debug, Clone, PartialEq, Default)]
 struct Trace {
     /// By rank: mean over the micro steps.
     losses: Vec<Vec<f64>>,
     norms: Vec<f64>,
-    /// In force for the step.
+    /// In effect for the step.
     lr: Vec<f64>,
     skipped: Vec<f64>,
     global: Vec<f64>,
@@ -154,7 +154,7 @@ struct Trace {
     held: [usize; 3],
 }
 
-/// Trains the network of `input` as it says; infinite losses as in `inject_inf` (step, micro step, rank).
+/// Trains the network of `input` as described there; losses are infinite as in `inject_inf` (step, micro step, rank).
 fn train(input: &Value) -> Trace {
     let (world, steps, layers) = (int(&input["world_size"]), int(&input["steps"]), &input["layers"]);
     let inject: Vec<[usize; 3]> = match input.get("inject_inf") {
@@ -203,12 +203,12 @@ fn train(input: &Value) -> Trace {
     });
     let mut ranks: Vec<Trace> = ranks.unwrap().into_iter().map(|r| r.unwrap()).collect();
     let losses = ranks.iter_mut().map(|trace| trace.losses.remove(0)).collect();
-    assert!(ranks.iter().all(|trace| *trace == ranks[0]), "ranks agree in all but their losses: {ranks:?}");
+    assert!(ranks.iter().all(|trace| *trace == ranks[0]), "ranks agree except in their losses: {ranks:?}");
     let weights = parameters(layers).iter().map(|(name, _)| read_f32(&end, name)).collect();
     Trace { losses, weights, ..ranks.remove(0) }
 }
 
-/// `input` with keys of its configuration's `zero_optimization` replaced.
+/// Returns `input` with keys of its configuration's `zero_optimization` replaced.
 fn with_zero(input: &Value, zero: Value) -> Value {
     let mut input = input.clone();
     for (key, value) in zero.as_object().unwrap() {
@@ -258,7 +258,7 @@ fn every_recorded_trace_is_followed() {
         let (id, input) = (case["id"].as_str().unwrap(), &case["input"]);
         let recorded = case["rtol"].as_f64().unwrap();
         let sixteen_bit = ["fp16", "bf16"].iter().any(|key| input["config"].get(key).is_some());
-        // The records have 8 digits, and f32 follows them more closely than their tolerance asks for.
+        // The records have 8 digits, and f32 follows them more closely than their tolerance requires.
         let rtol = if sixteen_bit { recorded } else { recorded.min(F32) };
         let trace = train(input);
         let [loss, norm, weight] = compare(id, &trace, &case["expect"], rtol, int(&input["steps"]));
@@ -280,14 +280,14 @@ fn ranks_hold_as_many_elements_as_recorded() {
             assert_eq!(json!(shards), *recorded, "{id}");
         }
         if let Some(recorded) = expect.get("partition_size") {
-            // DeepSpeed pads the whole at stages 1 and 2, this engine each parameter at every stage.
+            // DeepSpeed pads all parameters together at stages 1 and 2, this engine each parameter at every stage.
             let padded_one_by_one = if numels.iter().any(|n| n % world != 0) { numels.len() } else { 0 };
             let recorded = int(&recorded[0]);
             assert!((recorded..=recorded + padded_one_by_one).contains(&share), "{id}: {share} against {recorded}");
             assert_eq!(int(&expect["padding_on_rank_0"][0]), 0);
             assert!(numels.iter().all(|n| shard_range(*n, world, 0).len() == shard_len(*n, world)), "{id}");
         }
-        // The arithmetic above is what an engine allocates.
+        // An engine allocates what the arithmetic above gives.
         let stage = int(&input["config"]["zero_optimization"]["stage"]);
         let [parameters, master, moments] = train(input).held;
         if stage == 3 {
@@ -312,7 +312,7 @@ fn a_predivide_factor_equal_to_the_world_size_leaves_the_mean_at_stage_3() {
     let trace = train(&wrong["input"]);
     compare("stage 3", &trace, &right["expect"], F32, 3);
     assert!(worst(&trace.norms[..1], &[2.0 * number(&wrong["expect"]["grad_norm"][0])]) <= F32);
-    // That the record is nothing but a halved gradient: half the learning rate follows it.
+    // The record is exactly that of a halved gradient: half the learning rate reproduces it.
     let mut halved = wrong["input"].clone();
     halved["config"]["optimizer"]["params"]["lr"] = json!(0.05);
     let mut trace = train(&halved);
@@ -324,7 +324,7 @@ fn a_predivide_factor_equal_to_the_world_size_leaves_the_mean_at_stage_3() {
 #[test]
 fn a_growing_loss_scale_does_not_change_the_update() {
     // The quirk: DeepSpeed unscales with the scale that has just doubled, so the updates of steps 2 and 4 are halved.
-    // Until that shows in the losses, at step 3, its record is followed; then its record with a static scale, which has
+    // Until this affects the losses, at step 3, its record is followed; then its record with a static scale, which has
     // four steps, and f32.
     const RTOL: f64 = 0.01;
     let still = case("trace-fp16-static128-z1");
@@ -339,7 +339,7 @@ fn a_growing_loss_scale_does_not_change_the_update() {
         for (rank, losses) in list(&still["expect"]["loss_mean_per_rank"]).iter().enumerate() {
             let recorded = numbers(losses);
             assert!(worst(&trace.losses[rank][..4], &recorded) <= RTOL, "{id}: {:?}", trace.losses);
-            // The record of the growing scale is another one from step 3 on.
+            // The record of the growing scale differs from step 3 on.
             let wrong = numbers(&growing["expect"]["loss_mean_per_rank"][rank]);
             assert!(worst(&wrong[..3], &recorded[..3]) <= 1e-4);
         }
@@ -374,7 +374,7 @@ fn the_traces_of_all_stages_agree() {
             continue;
         }
         seen.push(at(0));
-        // As in DeepSpeed, stage 3 knows no sum, and stage 0 accumulates in the model's format.
+        // As in DeepSpeed, stage 3 does not support sums, and stage 0 accumulates in the model's format.
         let config = &case["input"]["config"];
         let last = if config["gradient_allreduce_op"] == "sum" { 2 } else { 3 };
         let first = if config.get("data_types").is_some() { 1 } else { 0 };

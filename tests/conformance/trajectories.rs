@@ -1,6 +1,6 @@
 //! Recorded training runs of DeepSpeed 0.19.8 are followed step by step.
 //!
-//! Start weights and tokens are made by rule (tests/support/synth.rs); tolerances are those of the recording's README.
+//! Initial weights and tokens are generated (tests/support/synth.rs); tolerances are those of the recording's README.
 
 use crate::support::{device, synth};
 use candle_core::Tensor;
@@ -11,7 +11,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 use std::path::Path;
 
-/// Relative tolerances of loss and gradient norm.
+/// The relative tolerances of loss and gradient norm.
 const F32: (f64, f64) = (2e-5, 2e-4);
 const BF16: (f64, f64) = (5e-3, 3e-2);
 const LR: f64 = 1e-9;
@@ -29,7 +29,7 @@ fn follow(name: &str, json: &str, (loss_tolerance, norm_tolerance): (f64, f64)) 
     let number = |key: &str| run[key].as_u64().unwrap() as usize;
     let (world, micro, gas) = (number("world"), number("micro"), number("gas"));
     let rows = run["rows"].as_array().unwrap();
-    // On a disk, as runs with offload need it.
+    // On a disk, as required by runs with offload.
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let init = folder.path().join("init.safetensors");
     write_weights(&init);

@@ -198,13 +198,13 @@ fn what_cannot_be_read_or_set_is_refused_by_name_and_changes_nothing() {
             let value = Tensor::zeros((3, 5), DType::F32, &Device::Cpu)?;
             insta::allow_duplicates! {
                 insta::assert_snapshot!(engine.safe_get_full_fp32_param("layer.1.qkv.weigth").unwrap_err(), @"the model has no parameter layer.1.qkv.weigth: the nearest are layer.1.qkv.weight, layer.0.qkv.weight, layer.1.norm.weight");
-                insta::assert_snapshot!(engine.safe_get_full_grad("x").unwrap_err(), @"the model has no parameter x: none is alike");
-                insta::assert_snapshot!(engine.safe_get_full_optimizer_state("embed.weight", "exp_avrg").unwrap_err(), @"parameter embed.weight has no optimizer state exp_avrg: there are exp_avg, exp_avg_sq");
-                insta::assert_snapshot!(engine.safe_set_full_fp32_param("embed.weight", &value).unwrap_err(), @"a value of shape [3, 5] is given for parameter embed.weight, whose shape is [37, 12]; give one of that shape");
+                insta::assert_snapshot!(engine.safe_get_full_grad("x").unwrap_err(), @"the model has no parameter x: no name is similar");
+                insta::assert_snapshot!(engine.safe_get_full_optimizer_state("embed.weight", "exp_avrg").unwrap_err(), @"parameter embed.weight has no optimizer state exp_avrg: it has exp_avg, exp_avg_sq");
+                insta::assert_snapshot!(engine.safe_set_full_fp32_param("embed.weight", &value).unwrap_err(), @"a value of shape [3, 5] is given for parameter embed.weight, whose shape is [37, 12]; give a value of that shape");
             }
             let zeros = Tensor::zeros((37, 12), DType::F32, &Device::Cpu)?;
             insta::allow_duplicates! {
-                insta::assert_snapshot!(engine.safe_set_full_grad("embed.weight", &zeros).unwrap_err(), @"parameter embed.weight has no gradient now: there is one from backward to the step that updates the weights, reduced and not frozen");
+                insta::assert_snapshot!(engine.safe_set_full_grad("embed.weight", &zeros).unwrap_err(), @"parameter embed.weight has no gradient now: a parameter has one from backward until the step that updates the weights, if it is not frozen");
             }
             let own = (zeros.ones_like()? * engine.rank() as f64)?;
             let error = engine.safe_set_full_fp32_param("embed.weight", &own).unwrap_err();
@@ -212,7 +212,7 @@ fn what_cannot_be_read_or_set_is_refused_by_name_and_changes_nothing() {
             let (ids, targets) = batch(0);
             let loss = engine.forward(|model| model.loss(&ids, &targets))?;
             insta::allow_duplicates! {
-                insta::assert_snapshot!(engine.safe_set_full_fp32_param("embed.weight", &zeros).unwrap_err(), @"safe_set_full_fp32_param was called between forward and backward; the order of a micro step is forward, backward, step");
+                insta::assert_snapshot!(engine.safe_set_full_fp32_param("embed.weight", &zeros).unwrap_err(), @"safe_set_full_fp32_param was called between forward and backward; the order of calls in a micro step is forward, backward, step");
             }
             engine.backward(&loss)?;
             engine.step()
@@ -230,7 +230,7 @@ fn a_frozen_parameter_has_values_and_neither_gradient_nor_states() {
         assert!(engine.safe_get_full_grad("embed.weight")?.is_none());
         let error = engine.safe_get_full_optimizer_state("embed.weight", "exp_avg").unwrap_err();
         insta::allow_duplicates! {
-            insta::assert_snapshot!(error, @"parameter embed.weight has no optimizer state exp_avg: there are none");
+            insta::assert_snapshot!(error, @"parameter embed.weight has no optimizer state exp_avg: it has none");
         }
         let halved = (engine.safe_get_full_fp32_param("embed.weight")? * 0.5)?;
         engine.safe_set_full_fp32_param("embed.weight", &halved)?;
@@ -312,7 +312,7 @@ fn a_part_that_cannot_be_set_is_refused_on_every_rank_and_changes_nothing() {
         let mut engine = tiny(comm, &config(0, 1, json!({}), json!({})))?;
         let value = Tensor::zeros(12, DType::F32, &Device::Cpu)?;
         insta::allow_duplicates! {
-            insta::assert_snapshot!(engine.safe_set_local_fp32_param(NAMES[1], &value).unwrap_err(), @"safe_set_local_fp32_param sets a rank's part of a parameter, and at stage 0 every rank has all of it; call safe_set_full_fp32_param on all ranks with the same value, or choose stage 1, 2 or 3");
+            insta::assert_snapshot!(engine.safe_set_local_fp32_param(NAMES[1], &value).unwrap_err(), @"safe_set_local_fp32_param sets a rank's part of a parameter, but at stage 0 every rank has the complete parameter; call safe_set_full_fp32_param on all ranks with the same value, or use stage 1, 2 or 3");
         }
         assert!(engine.safe_set_local_grad(NAMES[1], &value).is_err());
         assert!(engine.safe_set_local_optimizer_state(NAMES[1], &value, "exp_avg").is_err());
@@ -327,16 +327,16 @@ fn a_part_that_cannot_be_set_is_refused_on_every_rank_and_changes_nothing() {
             let error = engine.safe_set_local_fp32_param(NAMES[1], &value).unwrap_err();
             insta::allow_duplicates! {
                 if engine.rank() == 0 {
-                    insta::assert_snapshot!(error, @"safe_set_local_fp32_param has changed nothing: rank 1 failed; see its error for the cause");
+                    insta::assert_snapshot!(error, @"safe_set_local_fp32_param changed nothing: rank 1 failed; see its error for the cause");
                 } else {
-                    insta::assert_snapshot!(error, @"a value of shape [7] is given for rank 1's part of parameter layer.0.norm.bias, which is [6]; give one dimension, as long as what safe_get_local_fp32_param gives");
+                    insta::assert_snapshot!(error, @"a value of shape [7] is given for rank 1's part of parameter layer.0.norm.bias, which is [6]; give one dimension of the length that safe_get_local_fp32_param returns");
                 }
             }
             let right = Tensor::zeros(6, DType::F32, &Device::Cpu)?;
             let error = engine.safe_set_local_grad(NAMES[1], &right).unwrap_err();
             assert!(matches!(error, Error::Engine(EngineError::GradientAbsent { .. })), "{error}");
             let error = engine.safe_set_local_optimizer_state(NAMES[1], &right, "momentum").unwrap_err();
-            assert!(error.to_string().contains("there are exp_avg, exp_avg_sq"), "{error}");
+            assert!(error.to_string().contains("it has exp_avg, exp_avg_sq"), "{error}");
             assert_eq!(bits(&engine.safe_get_full_fp32_param(NAMES[1])?), before);
             pass(&mut engine, 0)?;
             engine.step()
@@ -419,13 +419,13 @@ fn a_modification_that_fails_changes_nothing_and_all_ranks_go_on() {
                 assert!(matches!(reshaped, Error::Param(ParamError::ValueShape { .. })), "{reshaped}");
             } else {
                 insta::allow_duplicates! {
-                    insta::assert_snapshot!(failed, @"gathered_mut has changed nothing: rank 1 failed; see its error for the cause");
+                    insta::assert_snapshot!(failed, @"gathered_mut changed nothing: rank 1 failed; see its error for the cause");
                 }
                 assert_eq!(reshaped.to_string(), failed);
             }
             let nobody = engine.gathered_mut(&[NAMES[1]], 2, |_| Ok(())).unwrap_err();
             insta::allow_duplicates! {
-                insta::assert_snapshot!(nobody, @"gathered_mut is to run on rank 2, and the ranks are 0 to 1; give one of them");
+                insta::assert_snapshot!(nobody, @"gathered_mut was asked to run on rank 2, but the ranks are 0 to 1; give one of them");
             }
             let differ = engine.gathered_mut(&[NAMES[1]], engine.rank(), |_| Ok(())).unwrap_err();
             assert!(matches!(differ, Error::Engine(EngineError::ArgumentsDiffer { .. })), "{differ}");

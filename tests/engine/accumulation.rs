@@ -170,7 +170,7 @@ fn no_sync_is_refused_where_gradients_are_sharded_inside_of_itself_and_around_a_
         on_ranks(2, |comm| {
             let mut engine = tiny(comm, &config(stage, 2, json!({}), json!({})))?;
             let error = engine.no_sync(|_| -> candle_zero::Result<()> { panic!("it runs") }).unwrap_err();
-            let text = format!("no_sync is offered at stages 0 and 1, and this engine is at stage {stage}: ");
+            let text = format!("no_sync is possible at stages 0 and 1, but this engine is at stage {stage}, ");
             assert!(error.to_string().starts_with(&text), "{error}");
             pass(&mut engine, 0)?;
             engine.step()
@@ -180,16 +180,16 @@ fn no_sync_is_refused_where_gradients_are_sharded_inside_of_itself_and_around_a_
         let mut engine = tiny(comm, &config(1, 1, json!({}), json!({})))?;
         let nested = engine.no_sync(|engine| engine.no_sync(|_| Ok(()))).unwrap_err();
         insta::allow_duplicates! {
-            insta::assert_snapshot!(nested, @"no_sync was called inside of no_sync; leave the inner one out: nothing is reduced until the outer one ends");
+            insta::assert_snapshot!(nested, @"no_sync was called inside no_sync; remove the inner call: nothing is reduced until the outer one ends");
         }
         engine.no_sync(|engine| {
             pass(engine, 0)?;
             insta::allow_duplicates! {
-                insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called inside of no_sync; the order of a micro step is forward, backward, step");
+                insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called inside no_sync; the order of calls in a micro step is forward, backward, step");
             }
             Ok(())
         })?;
-        // The refused call has ended nothing: the step outside is made.
+        // The refused call has ended nothing: the outer step is made.
         engine.step()?;
         assert!(engine.was_step_applied());
         Ok(())
@@ -284,12 +284,12 @@ fn the_batch_size_of_a_running_engine_changes_the_accumulation_at_its_boundary()
         let batch = engine.config().batch;
         assert_eq!((batch.train_batch_size, batch.gradient_accumulation_steps), (16, 4));
         insta::allow_duplicates! {
-            insta::assert_snapshot!(engine.set_train_batch_size(10).unwrap_err(), @"a train_batch_size of 10 is not possible: it must be a multiple, above 0, of train_micro_batch_size_per_gpu x ranks = 2 x 2; give such a number");
+            insta::assert_snapshot!(engine.set_train_batch_size(10).unwrap_err(), @"a train_batch_size of 10 is not possible: it must be a positive multiple of train_micro_batch_size_per_gpu x ranks = 2 x 2; give such a number");
         }
         assert!(engine.set_train_batch_size(0).is_err() && engine.set_train_micro_batch_size(0).is_err());
         pass(&mut engine, 0)?;
         insta::allow_duplicates! {
-            insta::assert_snapshot!(engine.set_train_batch_size(8).unwrap_err(), @"set_train_batch_size was called in the middle of an accumulation: after backward 1 of 4, before the step that updates the weights; these gradients would be lost; call it when is_between_accumulations() is true");
+            insta::assert_snapshot!(engine.set_train_batch_size(8).unwrap_err(), @"set_train_batch_size was called in the middle of an accumulation: after backward 1 of 4, before the step that updates the weights; its gradients would be lost; call it when is_between_accumulations() is true");
         }
         engine.step()?;
         (1..4).try_for_each(|micro| pass(&mut engine, micro).and_then(|()| engine.step()))?;
@@ -429,7 +429,7 @@ fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_
             Ok((engine.lr(), state(&mut engine)?))
         });
         assert_eq!(resumed, whole, "scheduled {scheduled}");
-        assert_eq!(whole[0].0 == rates, !scheduled, "a schedule goes on by its own law");
+        assert_eq!(whole[0].0 == rates, !scheduled, "a schedule continues by its own rule");
         // Through another number of ranks, and from there to a third.
         let through = tempfile::tempdir().unwrap();
         for (world, from, to) in [(3, &folder, Some(&through)), (1, &through, None)] {
@@ -487,7 +487,7 @@ fn rates_that_were_set_for_other_groups_are_an_error_and_nothing_changes() {
         train(&mut engine, 0, 1)?;
         let before = state(&mut engine)?;
         let error = engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).unwrap_err().to_string();
-        let told = "it has learning rates that set_lr gave to 1 parameter groups, and this engine has 2; train with the \
+        let told = "it has learning rates that set_lr set for 1 parameter group, but this engine has 2; train with the \
                     parameter groups that were saved, or load with load_optimizer_states false";
         assert!(error.ends_with(told), "{error}");
         assert_eq!((engine.lr(), state(&mut engine)?), (vec![0.3, 0.3], before));
@@ -507,7 +507,7 @@ fn a_save_in_the_middle_of_an_accumulation_is_refused_before_anything_is_written
             for _ in 0..2 {
                 let error = engine.save_checkpoint(folder.path(), None, Value::Null).unwrap_err();
                 insta::allow_duplicates! {
-                    insta::assert_snapshot!(error, @"save_checkpoint was called in the middle of an accumulation: after backward 1 of 3, before the step that updates the weights; these gradients would be lost; call it when is_between_accumulations() is true");
+                    insta::assert_snapshot!(error, @"save_checkpoint was called in the middle of an accumulation: after backward 1 of 3, before the step that updates the weights; its gradients would be lost; call it when is_between_accumulations() is true");
                 }
                 if !engine.is_between_accumulations() && engine.micro_steps() == 0 {
                     engine.step()?;

@@ -41,18 +41,18 @@ fn linear_loss(model: &Linear) -> Result<Tensor> {
 fn calls_out_of_order_are_refused_and_change_nothing() {
     let mut engine = Engine::initialize(|vb| linear(4, 3, vb), config(2, 1, json!({}), json!({}))).unwrap();
     let loss = engine.eval(linear_loss).unwrap();
-    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called before forward; the order of a micro step is forward, backward, step");
-    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called before forward; the order of calls in a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of calls in a micro step is forward, backward, step");
     engine.forward(linear_loss).unwrap();
-    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of calls in a micro step is forward, backward, step");
     // A second forward is allowed: only its loss counts.
     let loss = engine.forward(linear_loss).unwrap();
     engine.backward(&loss).unwrap();
-    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called twice on one loss; the order of a micro step is forward, backward, step");
-    insta::assert_snapshot!(engine.forward(linear_loss).unwrap_err(), @"forward was called after backward without a step; the order of a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called twice on one loss; the order of calls in a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.forward(linear_loss).unwrap_err(), @"forward was called after backward without a step; the order of calls in a micro step is forward, backward, step");
     engine.step().unwrap();
-    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of a micro step is forward, backward, step");
-    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called before forward; the order of a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of calls in a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called before forward; the order of calls in a micro step is forward, backward, step");
     assert_eq!((engine.global_steps(), engine.micro_steps(), engine.skipped_steps()), (1, 1, 0));
     // The refused calls have left no trace: an engine without them is in the same state.
     let mut other = Engine::initialize(|vb| linear(4, 3, vb), config(2, 1, json!({}), json!({}))).unwrap();
@@ -67,7 +67,7 @@ fn a_loss_has_one_element_of_any_rank() {
     let mut engine = Engine::initialize(|vb| linear(4, 3, vb), config(1, 1, json!({}), json!({}))).unwrap();
     let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
     let many = engine.forward(|model| model.forward(&x)).unwrap();
-    insta::assert_snapshot!(engine.backward(&many).unwrap_err(), @"backward needs a loss of one element, and got a tensor of shape [2, 3]; reduce it first (mean_all)");
+    insta::assert_snapshot!(engine.backward(&many).unwrap_err(), @"backward needs a loss of one element but got a tensor of shape [2, 3]; reduce it first (mean_all)");
     engine.backward(&many.sum_all().unwrap().reshape((1, 1)).unwrap()).unwrap();
     engine.step().unwrap();
 }

@@ -24,7 +24,7 @@ fn case() -> Value {
 }
 
 #[test]
-#[ignore = "what the_level_of_messages_is_that_of_the_file starts in a process of its own"]
+#[ignore = "started by the_level_of_messages_is_that_of_the_file in a separate process"]
 fn one_step() {
     let mut engine = Engine::builder().initialize(|vb| Tiny::new(Shape::default(), vb), case()).unwrap();
     let (ids, targets) = batch(0);
@@ -44,7 +44,7 @@ fn the_level_of_messages_is_that_of_the_file() {
 }
 
 #[test]
-#[ignore = "what a_groups_own_rate_that_the_schedule_replaces_is_said starts in a process of its own"]
+#[ignore = "started by a_groups_own_rate_that_the_schedule_replaces_is_said in a separate process"]
 fn group_with_a_rate() {
     let group = ParameterGroup::new().names(["head.*"]).lr(5e-5);
     let builder = Engine::builder().parameter_groups(vec![group]);
@@ -58,7 +58,8 @@ fn a_groups_own_rate_that_the_schedule_replaces_is_said() {
         [(constant(json!(1e-2)), true), (constant(json!([5e-5, 1e-2])), false), (Value::Null, false)]
     {
         let text = stderr(&process("group_with_a_rate", &config(1, 1, json!({}), json!({"scheduler": scheduler}))));
-        let said = "parameter group 0 (from 0): its own learning rate has no effect, the schedule gives it 1e-2 in the first step";
+        let said = "parameter group 0 (from 0): its learning rate has no effect because the schedule sets 1e-2 in the \
+                    first step";
         assert_eq!(text.contains(said), is_said, "{scheduler}: {text}");
     }
 }
@@ -82,7 +83,7 @@ impl Ordered {
 }
 
 #[test]
-#[ignore = "what a_changed_order_of_units_is_said_where_the_file_asks starts in a process of its own"]
+#[ignore = "started by a_changed_order_of_units_is_said_where_the_file_asks in a separate process"]
 fn four_steps_in_two_orders() {
     let mut engine = Engine::builder().initialize(Ordered::new, case()).unwrap();
     for order in [[0, 1], [0, 1], [1, 0], [1, 0]] {
@@ -97,7 +98,7 @@ fn a_changed_order_of_units_is_said_where_the_file_asks() {
     for asks in [true, false] {
         let zero = json!({"log_trace_cache_warnings": asks, "stage3_param_persistence_threshold": 0});
         let text = stderr(&process("four_steps_in_two_orders", &config(3, 1, zero, json!({}))));
-        let said: Vec<&str> = text.lines().filter(|line| line.contains("in another order")).collect();
+        let said: Vec<&str> = text.lines().filter(|line| line.contains("in a different order")).collect();
         assert_eq!(said.len(), usize::from(asks), "{text}");
         assert!(said.iter().all(|line| line.contains("step 3: ")), "{text}");
     }

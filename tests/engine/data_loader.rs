@@ -209,7 +209,7 @@ fn files_that_are_no_data_are_refused_by_name() {
         let path = dir.path().join(name);
         std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
         let text = message(TokenData::open(Some(&path)).unwrap_err(), dir.path());
-        assert!(text.contains("it is a device, and a file is needed"), "{text}");
+        assert!(text.contains("it is a device, but a file is needed"), "{text}");
         fs::remove_file(&path).unwrap();
     }
     let missing = TokenData::open(Some(&dir.path().join("missing.txt"))).unwrap_err();

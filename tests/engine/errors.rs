@@ -64,7 +64,7 @@ fn a_parameter_used_outside_of_its_unit_is_named_at_stage_3_and_fine_below() {
     for error in results.unwrap() {
         let error = error.unwrap_err();
         assert!(matches!(error, Error::Param(ParamError::Absent { .. })));
-        insta::allow_duplicates! { insta::assert_snapshot!(error, @"an operation used a parameter that is sharded and not gathered now: inner.weight, inner.bias; use parameters only inside the closure given to engine.forward or engine.eval, and a unit's parameters only inside that unit's forward (dtype mismatch in matmul, lhs: F32, rhs: F6E2M3)"); }
+        insta::allow_duplicates! { insta::assert_snapshot!(error, @"an operation used a sharded parameter that is not currently gathered: inner.weight, inner.bias; use parameters only inside the closure given to engine.forward or engine.eval, and a unit's parameters only inside that unit's forward (dtype mismatch in matmul, lhs: F32, rhs: F6E2M3)"); }
     }
 }
 
@@ -107,9 +107,9 @@ fn a_loss_of_one_rank_that_is_not_a_number_stops_all_ranks_in_f32_and_names_that
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[1], @"the loss is NaN on rank 1 in optimizer step 1 (micro step 1); lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
-            insta::assert_snapshot!(without_collective(&texts[0]), @"rank 1 stopped (the loss is NaN on rank 1 in optimizer step 1 (micro step 1); lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step)");
-            insta::assert_snapshot!(without_collective(&texts[2]), @"rank 1 stopped (the loss is NaN on rank 1 in optimizer step 1 (micro step 1); lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step)");
+            insta::assert_snapshot!(texts[1], @"the loss is NaN on rank 1 in optimizer step 1 (micro step 1); lower the learning rate, clip gradients (gradient_clipping), and check the data of this step");
+            insta::assert_snapshot!(without_collective(&texts[0]), @"rank 1 stopped (the loss is NaN on rank 1 in optimizer step 1 (micro step 1); lower the learning rate, clip gradients (gradient_clipping), and check the data of this step)");
+            insta::assert_snapshot!(without_collective(&texts[2]), @"rank 1 stopped (the loss is NaN on rank 1 in optimizer step 1 (micro step 1); lower the learning rate, clip gradients (gradient_clipping), and check the data of this step)");
         }
     }
 }
@@ -181,8 +181,8 @@ fn a_gradient_that_is_not_finite_with_a_finite_loss_stops_f32_and_names_the_para
         });
         let texts: Vec<String> = results.unwrap().into_iter().map(|r| r.unwrap()).collect();
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"the gradient of radius is not finite on rank 0 in optimizer step 0; the weights are unchanged; no weight has changed yet: look for values that are not finite or very large in the weights that the model begins with, and in the data of this step");
-            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged; no weight has changed yet: look for values that are not finite or very large in the weights that the model begins with, and in the data of this step");
+            insta::assert_snapshot!(texts[0], @"the gradient of radius is not finite on rank 0 in optimizer step 0; the weights are unchanged; no weight has changed yet: look for non-finite or very large values in the initial weights and in the data of this step");
+            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged; no weight has changed yet: look for non-finite or very large values in the initial weights and in the data of this step");
         }
     }
 }
@@ -201,8 +201,8 @@ fn a_gradient_that_is_not_finite_in_one_shard_names_its_rank_to_the_others() {
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"gradients are not finite on ranks [1] in optimizer step 0; the weights are unchanged; no weight has changed yet: look for values that are not finite or very large in the weights that the model begins with, and in the data of this step");
-            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged; no weight has changed yet: look for values that are not finite or very large in the weights that the model begins with, and in the data of this step");
+            insta::assert_snapshot!(texts[0], @"gradients are not finite on ranks [1] in optimizer step 0; the weights are unchanged; no weight has changed yet: look for non-finite or very large values in the initial weights and in the data of this step");
+            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged; no weight has changed yet: look for non-finite or very large values in the initial weights and in the data of this step");
         }
     }
 }
@@ -218,8 +218,8 @@ fn models_that_differ_between_ranks_are_refused_on_every_rank() {
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"rank 0 built a model that differs from rank 1's: 2 parameters of 15 elements, 8e013166 against 2 parameters of 20 elements, 6e925670 (with a hash of names, shapes and units); every rank must build the same model");
-            insta::assert_snapshot!(texts[1], @"rank 1 built a model that differs from rank 0's: 2 parameters of 20 elements, 6e925670 against 2 parameters of 15 elements, 8e013166 (with a hash of names, shapes and units); every rank must build the same model");
+            insta::assert_snapshot!(texts[0], @"rank 0 built a different model than rank 1: 2 parameters of 15 elements, 8e013166 instead of 2 parameters of 20 elements, 6e925670 (with a hash of names, shapes and units); every rank must build the same model");
+            insta::assert_snapshot!(texts[1], @"rank 1 built a different model than rank 0: 2 parameters of 20 elements, 6e925670 instead of 2 parameters of 15 elements, 8e013166 (with a hash of names, shapes and units); every rank must build the same model");
         }
     }
     // Equal sizes and different names; different units.
@@ -227,7 +227,7 @@ fn models_that_differ_between_ranks_are_refused_on_every_rank() {
         let name = ["left", "right"][comm.rank()];
         Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb.pp(name)), plain(2)).map(drop)
     });
-    insta::assert_snapshot!(errors(results.unwrap())[0], @"rank 0 built a model that differs from rank 1's: 2 parameters of 15 elements, bd869fe8 against 2 parameters of 15 elements, 6e06c99e (with a hash of names, shapes and units); every rank must build the same model");
+    insta::assert_snapshot!(errors(results.unwrap())[0], @"rank 0 built a different model than rank 1: 2 parameters of 15 elements, bd869fe8 instead of 2 parameters of 15 elements, 6e06c99e (with a hash of names, shapes and units); every rank must build the same model");
     let results = threads::run(2, |comm| {
         let rank = comm.rank();
         let build = |vb: VarBuilder<'_>| {
@@ -260,12 +260,12 @@ fn configurations_that_differ_between_ranks_are_refused_on_every_rank() {
         assert_eq!(first.replace("rank 0", "rank 1"), second);
         [first, third]
     });
-    insta::assert_snapshot!(told[0][0], @"rank 0 reads another configuration than rank 2: gradient_clipping is 0.5 on rank 0 and 0.25 on rank 2; every rank must be given the same file or value, and the same schedule");
+    insta::assert_snapshot!(told[0][0], @"rank 0 has a different configuration than rank 2: gradient_clipping is 0.5 on rank 0 and 0.25 on rank 2; every rank must get the same file or value, and the same schedule");
     let [clipping, accumulation, stage, dtype] = told.map(|[_, third]| third);
-    insta::assert_snapshot!(clipping, @"rank 2 reads another configuration than rank 0: gradient_clipping is 0.25 on rank 2 and 0.5 on rank 0; every rank must be given the same file or value, and the same schedule");
-    insta::assert_snapshot!(accumulation, @"rank 2 reads another configuration than rank 0: gradient_accumulation_steps is 2 on rank 2 and 1 on rank 0, train_batch_size is 12 on rank 2 and 6 on rank 0; every rank must be given the same file or value, and the same schedule");
-    insta::assert_snapshot!(stage, @"rank 2 reads another configuration than rank 0: zero_optimization.overlap_comm is true on rank 2 and false on rank 0, zero_optimization.stage is 3 on rank 2 and 2 on rank 0; every rank must be given the same file or value, and the same schedule");
-    insta::assert_snapshot!(dtype, @"rank 2 reads another configuration than rank 0: bf16.enabled is true on rank 2 and false on rank 0; every rank must be given the same file or value, and the same schedule");
+    insta::assert_snapshot!(clipping, @"rank 2 has a different configuration than rank 0: gradient_clipping is 0.25 on rank 2 and 0.5 on rank 0; every rank must get the same file or value, and the same schedule");
+    insta::assert_snapshot!(accumulation, @"rank 2 has a different configuration than rank 0: gradient_accumulation_steps is 2 on rank 2 and 1 on rank 0, train_batch_size is 12 on rank 2 and 6 on rank 0; every rank must get the same file or value, and the same schedule");
+    insta::assert_snapshot!(stage, @"rank 2 has a different configuration than rank 0: zero_optimization.overlap_comm is true on rank 2 and false on rank 0, zero_optimization.stage is 3 on rank 2 and 2 on rank 0; every rank must get the same file or value, and the same schedule");
+    insta::assert_snapshot!(dtype, @"rank 2 has a different configuration than rank 0: bf16.enabled is true on rank 2 and false on rank 0; every rank must get the same file or value, and the same schedule");
 }
 
 #[test]
@@ -284,8 +284,8 @@ fn weights_that_differ_between_ranks_are_refused_on_every_rank() {
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"rank 0 begins with other weights than rank 1: another seed, or another init_from file; every rank must be given the same (unlike DeepSpeed, rank 0's weights are not sent to the others)");
-            insta::assert_snapshot!(texts[1], @"rank 1 begins with other weights than rank 0: another seed, or another init_from file; every rank must be given the same (unlike DeepSpeed, rank 0's weights are not sent to the others)");
+            insta::assert_snapshot!(texts[0], @"rank 0 starts with different weights than rank 1: another seed, or another init_from file; every rank must use the same (unlike DeepSpeed, rank 0's weights are not sent to the others)");
+            insta::assert_snapshot!(texts[1], @"rank 1 starts with different weights than rank 0: another seed, or another init_from file; every rank must use the same (unlike DeepSpeed, rank 0's weights are not sent to the others)");
         }
     }
 }
@@ -300,8 +300,8 @@ fn a_configuration_refused_on_one_rank_stops_the_others_with_its_words() {
         Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb), config).map(drop)
     });
     let texts = errors(results.unwrap());
-    insta::assert_snapshot!(texts[1], @"the configuration value: `gradient_cliping`: no key at the top level; did you mean `gradient_clipping`?");
-    insta::assert_snapshot!(without_collective(&texts[0]), @"rank 1 stopped (the configuration value: `gradient_cliping`: no key at the top level; did you mean `gradient_clipping`?)");
+    insta::assert_snapshot!(texts[1], @"the configuration value: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?");
+    insta::assert_snapshot!(without_collective(&texts[0]), @"rank 1 stopped (the configuration value: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?)");
 }
 
 // ---- weight files ----------------------------------------------------------------------------------------------
@@ -347,11 +347,11 @@ fn refusal_of(file: &Path) -> String {
 fn a_weight_file_must_hold_exactly_the_models_parameters() {
     use Dtype::{BF16, F16, F32, F64, I64};
     let bias: (&str, Dtype, &[usize]) = ("bias", F32, &[3]);
-    insta::assert_snapshot!(refusal(&[bias]), @"model.safetensors has no tensor weight of shape [3, 4], which the model needs; the file must hold exactly the model's parameters, and it has bias");
+    insta::assert_snapshot!(refusal(&[bias]), @"model.safetensors has no tensor weight of shape [3, 4], which the model needs; the file must hold exactly the model's parameters, but it has bias");
     insta::assert_snapshot!(refusal(&[("weight", F32, &[3, 4]), bias, ("lm_head.weight", F32, &[2]), ("extra", F32, &[1])]), @"model.safetensors holds tensors that the model does not have: extra, lm_head.weight; is it the file of another model or size?");
     insta::assert_snapshot!(refusal(&[("weight", F32, &[4, 3]), bias]), @"tensor weight in model.safetensors has shape [4, 3], but the model's parameter has [3, 4]; check the model's sizes");
-    insta::assert_snapshot!(refusal(&[("weight", I64, &[3, 4]), bias]), @"tensor weight in model.safetensors is of type I64; F32, F16 and BF16 can be read");
-    insta::assert_snapshot!(refusal(&[("weight", F64, &[3, 4]), bias]), @"tensor weight in model.safetensors is of type F64; F32, F16 and BF16 can be read");
+    insta::assert_snapshot!(refusal(&[("weight", I64, &[3, 4]), bias]), @"tensor weight in model.safetensors is of type I64; only F32, F16 and BF16 can be read");
+    insta::assert_snapshot!(refusal(&[("weight", F64, &[3, 4]), bias]), @"tensor weight in model.safetensors is of type F64; only F32, F16 and BF16 can be read");
     // 16-bit files are read.
     let folder = tempfile::tempdir().unwrap();
     for dtype in [F16, BF16, F32] {
@@ -368,14 +368,14 @@ fn a_weight_file_must_be_there_and_be_safetensors() {
     let file = folder.path().join("model.safetensors");
     insta::assert_snapshot!(refusal_of(&file), @"cannot read model.safetensors: No such file or directory (os error 2)");
     std::fs::write(&file, b"PK\x03\x04 this is a pickle in a zip").unwrap();
-    insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a safetensors file that can be read: header too large");
+    insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a readable safetensors file: header too large");
     std::fs::write(&file, b"").unwrap();
-    insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a safetensors file that can be read: header too small");
+    insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a readable safetensors file: header too small");
     // A truncated file: the header describes data that does not exist.
     write(&file, &[("weight", Dtype::F32, &[3, 4]), ("bias", Dtype::F32, &[3])]);
     let bytes = std::fs::read(&file).unwrap();
     std::fs::write(&file, &bytes[..bytes.len() - 8]).unwrap();
-    insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a safetensors file that can be read: it has 180 bytes of the 188 that its header describes: it was cut short");
+    insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a readable safetensors file: it has 180 bytes of the 188 that its header describes: it was cut short");
 }
 
 #[test]
@@ -414,7 +414,7 @@ fn a_tensor_that_is_computed_while_the_model_is_built_is_refused_at_every_stage(
                 Ok((layer, derived))
             };
             let error = Engine::initialize(build, plain(stage)).map(drop).unwrap_err();
-            insta::allow_duplicates! { insta::assert_snapshot!(error, @"the model computes with a parameter while it is built (a.bias was the last that it took): the result would keep the first values for ever while the parameter is trained; compute it in forward (views as t() and reshape may be taken at once)"); }
+            insta::allow_duplicates! { insta::assert_snapshot!(error, @"the model computes with a parameter while it is built (a.bias was the last one it took): the result would keep the initial values forever while the parameter is trained; compute it in forward (views such as t() and reshape may be taken immediately)"); }
         }
     }
 }
@@ -500,7 +500,7 @@ fn a_name_that_files_cannot_have_is_refused_while_the_model_is_built() {
     for stage in [0, 3] {
         let error = Engine::initialize(with_parameter("__metadata__", &[3]), plain(stage)).map(drop).unwrap_err();
         insta::allow_duplicates! {
-            insta::assert_snapshot!(error, @"a parameter or buffer is called __metadata__, which safetensors files keep for their own header; give it another name");
+            insta::assert_snapshot!(error, @"a parameter or buffer is named __metadata__, which safetensors files reserve for their header; give it another name");
         }
     }
 }
@@ -539,7 +539,7 @@ fn a_copy_of_a_parameter_that_the_constructor_made_is_named_as_a_cause() {
     let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
     let error = engine.forward(|(layer, copy)| layer.forward(&x.matmul(copy)?)?.sqr()?.mean_all()).unwrap_err();
     assert!(matches!(error, Error::Param(ParamError::AbsentElsewhere { .. })), "{error}");
-    assert!(error.to_string().contains("a copy that the model's constructor made of one"), "{error}");
+    assert!(error.to_string().contains("a copy that the model's constructor made"), "{error}");
 }
 
 #[test]

@@ -21,7 +21,7 @@ fn it_sees_every_step_at_every_stage() {
                 let mut engine = engine().initialize(build, config(stage, 1, zero, json!({})))?;
                 let held = engine.memory_report();
                 engine.build_for_eval(build)?;
-                assert_eq!(engine.memory_report().to_string(), held.to_string(), "it has no weights of its own");
+                assert_eq!(engine.memory_report().to_string(), held.to_string(), "it has no separate weights");
                 for sample in 0..3 {
                     let (ids, targets) = batch(sample * world + comm.rank());
                     let seen = engine.eval(|model| model.loss(&ids, &targets))?;
@@ -85,7 +85,7 @@ fn another_model_is_refused_by_the_name_that_it_takes() {
         error.to_string()
     };
     assert!(refused("b", "a").contains("a.b.weight"));
-    assert!(refused("", "c").contains("takes c,"));
+    assert!(refused("", "c").contains("uses c,"));
     let misshapen = |vb: VarBuilder<'_>| Ok(Watched(unit(vb.pp("a"), |vb| linear(4, 5, vb))?, Cell::default()));
     assert!(matches!(engine.build_for_eval(misshapen), Err(Error::Param(ParamError::Twice { .. }))));
     // The engine continues with its previous instance.

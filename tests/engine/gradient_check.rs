@@ -271,7 +271,7 @@ fn weights_are_unchanged_and_the_report_is_there_when_a_gradient_is_wrong() {
     let text = engine.step().unwrap_err().to_string();
     let causes = [
         "LayerNorm",
-        "freezing the parameters",
+        "freezing its parameters",
         "conv1d",
         "CANDLE_GRAD_DO_NOT_DETACH",
         "zerorun verify",
@@ -470,7 +470,7 @@ fn a_loss_that_is_drawn_anew_each_time_is_not_judged() {
         let report = engine.gradient_report().unwrap();
         assert!(steps <= 8 && report.wrong().count() == 0, "{report}");
         match of_each {
-            true => assert!(report.to_string().contains("not the same when it is computed twice"), "{report}"),
+            true => assert!(report.to_string().contains("differs when it is computed twice"), "{report}"),
             false => assert_eq!(report.rows[0].verdict, GradientVerdict::CannotTell, "{report}"),
         }
     }
@@ -613,7 +613,7 @@ fn a_loss_of_an_older_forward_is_refused_by_that_name() {
         forward(&mut engine);
         let error = engine.backward(&first).unwrap_err();
         insta::allow_duplicates! {
-            insta::assert_snapshot!(error, @"the loss comes from an older forward, before the last update of the weights; run forward again, call backward on what it returns, and detach what is carried from one step into the next");
+            insta::assert_snapshot!(error, @"the loss comes from an older forward, before the last update of the weights; run forward again, call backward on its output, and detach everything that is kept from one step to the next");
         }
     }
 }
@@ -649,8 +649,11 @@ fn a_loss_that_reaches_no_parameter_is_refused_on_every_rank() {
             engine.step()
         });
         let texts: Vec<String> = results.unwrap().into_iter().map(|r| r.unwrap_err().to_string()).collect();
-        assert!(texts[1].contains("the loss reaches no parameter"), "{texts:?}");
-        assert!(texts[0].contains("rank 1") && texts[0].contains("the loss reaches no parameter"), "{texts:?}");
+        assert!(texts[1].contains("the loss does not depend on a trained parameter"), "{texts:?}");
+        assert!(
+            texts[0].contains("rank 1") && texts[0].contains("the loss does not depend on a trained parameter"),
+            "{texts:?}"
+        );
     }
 }
 

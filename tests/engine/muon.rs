@@ -186,7 +186,8 @@ fn a_checkpoint_has_of_each_parameter_what_there_is_and_goes_on_at_any_stage() {
     let groups = vec![ParameterGroup::new().names(["head.weight"]).use_muon(false)];
     let mut engine = start(Engine::builder().parameter_groups(groups), 0).unwrap();
     let error = engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).unwrap_err().to_string();
-    let expected = "it has the states fp32, momentum_buffer of head.weight, and this optimizer needs exp_avg; train with \
-                    the optimizer that was saved (Muon) and its parameter groups, or load with load_optimizer_states false";
+    let expected = "it has the states fp32, momentum_buffer of head.weight, but this optimizer needs exp_avg; train \
+                    with the optimizer that was saved (Muon) and its parameter groups, or load with \
+                    load_optimizer_states false";
     assert!(error.contains(expected), "{error}");
 }

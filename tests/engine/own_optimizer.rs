@@ -144,7 +144,7 @@ fn its_states_are_saved_and_loaded_at_any_stage() {
     });
     let error = other.unwrap().remove(0).unwrap_err().to_string();
     assert!(
-        error.contains("it has the states fp32, momentum_buffer, steps, and this optimizer needs exp_avg"),
+        error.contains("it has the states fp32, momentum_buffer, steps, but this optimizer needs exp_avg"),
         "{error}"
     );
     assert!(error.contains("(own)"), "{error}");

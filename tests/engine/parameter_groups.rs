@@ -157,7 +157,7 @@ fn lists_need_a_number_for_each_group() {
     // Only groups that have parameters count.
     let config = json!({"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
         "scheduler": warmup(json!({"warmup_max_lr": [1, 2]}))});
-    let groups = vec![ParameterGroup::new().names(["nobody"]), ParameterGroup::new().names(["b"]).lr(3.0)];
+    let groups = vec![ParameterGroup::new().names(["none"]), ParameterGroup::new().names(["b"]).lr(3.0)];
     let engine = start(Engine::builder().parameter_groups(groups.clone()), config).unwrap();
     assert_eq!(engine.lr(), [0.0, 0.0]);
     let config = json!({"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.5}}});

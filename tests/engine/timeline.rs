@@ -74,7 +74,7 @@ impl Trace {
                 around.pop();
             }
             let ends = around.last().map_or(f64::INFINITY, |around| around.1);
-            assert!(time.1 <= ends + 1e-4, "{event} ends after what lies around it, at {ends}");
+            assert!(time.1 <= ends + 1e-4, "{event} ends after the enclosing event, at {ends}");
             around.push(*time);
         }
     }
@@ -167,8 +167,8 @@ fn the_ranks_of_a_job_gather_and_reduce_while_units_compute() {
     // Without overlap, only the moment between the launch of a collective and the wait for it remains.
     let apart = run(false);
     let sum = |trace: &Trace| trace.overlap(0) + trace.overlap(1);
-    let (beside, after) = (sum(&trace), sum(&apart));
-    assert!(beside > 2.0 * after && beside > 1000.0, "{beside} us beside computing, {after} us without overlap_comm");
+    let (during, after) = (sum(&trace), sum(&apart));
+    assert!(during > 2.0 * after && during > 1000.0, "{during} us during computation, {after} us without overlap_comm");
     let left: Vec<String> = names(folder.path()).into_iter().filter(|name| name.starts_with('.')).collect();
     assert!(left.is_empty(), "{left:?}");
 }

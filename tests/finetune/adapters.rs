@@ -168,11 +168,11 @@ fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
     place.change("adapter/adapter_model.safetensors", |tensors| {
         at(tensors, "layers.1.self_attn.v_proj.lora_A.weight", 5, f32::NAN);
     });
-    insta::assert_snapshot!(place.refused_alike(), @"tensor base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight in DIR/adapter/adapter_model.safetensors has the value NaN (element 5): the file is damaged, or the training that wrote it has failed; take another copy of it, or an earlier checkpoint");
+    insta::assert_snapshot!(place.refused_alike(), @"tensor base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight in DIR/adapter/adapter_model.safetensors has the value NaN (element 5): the file is damaged, or the training that wrote it diverged; use another copy, or an earlier checkpoint");
 
     let place = Place::new("attn_r8");
     place.change("model/model.safetensors", |tensors| at(tensors, "layers.2.mlp.up_proj.weight", 100, f32::INFINITY));
-    insta::assert_snapshot!(place.refused_alike(), @"tensor model.layers.2.mlp.up_proj.weight in DIR/model/model.safetensors has the value inf (element 100): the file is damaged, or the training that wrote it has failed; take another copy of it, or an earlier checkpoint");
+    insta::assert_snapshot!(place.refused_alike(), @"tensor model.layers.2.mlp.up_proj.weight in DIR/model/model.safetensors has the value inf (element 100): the file is damaged, or the training that wrote it diverged; use another copy, or an earlier checkpoint");
 
     // A factor that is not a number in f32, and products that are too large.
     let place = Place::new("attn_r8");
@@ -190,7 +190,7 @@ fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
     // The line after the warning about a run of a single step.
     let is_told = |line: &&str| ["zerorun: warning: ", "step 0/"].iter().any(|start| line.starts_with(start));
     let loss = said[3].lines().find(|line| !is_told(line)).unwrap();
-    insta::assert_snapshot!(loss, @"zerorun: the loss is NaN on rank 0 in optimizer step 0 (micro step 0); no weight has changed yet: look for values that are not finite or very large in the weights that the model begins with, and in the data of this step");
+    insta::assert_snapshot!(loss, @"zerorun: the loss is NaN on rank 0 in optimizer step 0 (micro step 0); no weight has changed yet: look for non-finite or very large values in the initial weights and in the data of this step");
 }
 
 #[test]

@@ -54,11 +54,11 @@ fn shards_that_are_missing_cut_short_or_elsewhere_are_named() {
     let shard = dir.join("model-00002-of-00004.safetensors");
     let whole = std::fs::read(&shard).unwrap();
     std::fs::remove_file(&shard).unwrap();
-    insta::assert_snapshot!(refused(dir), @"DIR/model.safetensors.index.json names DIR/model-00002-of-00004.safetensors, which has 13 of its tensors and cannot be read: No such file or directory (os error 2); all files of an index are needed");
+    insta::assert_snapshot!(refused(dir), @"DIR/model.safetensors.index.json names DIR/model-00002-of-00004.safetensors, which has 13 of its tensors but cannot be read: No such file or directory (os error 2); all files of an index are needed");
     std::fs::write(&shard, &whole[..whole.len() - 5000]).unwrap();
-    insta::assert_snapshot!(refused(dir), @"DIR/model-00002-of-00004.safetensors is not a safetensors file that can be read: it has 104312 bytes of the 109312 that its header describes: it was cut short");
+    insta::assert_snapshot!(refused(dir), @"DIR/model-00002-of-00004.safetensors is not a readable safetensors file: it has 104312 bytes of the 109312 that its header describes: it was cut short");
     std::fs::write(&shard, &whole[..100]).unwrap();
-    insta::assert_snapshot!(refused(dir), @"DIR/model-00002-of-00004.safetensors is not a safetensors file that can be read: invalid header length");
+    insta::assert_snapshot!(refused(dir), @"DIR/model-00002-of-00004.safetensors is not a readable safetensors file: invalid header length");
     std::fs::write(&shard, &whole).unwrap();
     let good = std::fs::read(&index).unwrap();
     for place in ["../model-00001-of-00004.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ""] {
@@ -66,12 +66,12 @@ fn shards_that_are_missing_cut_short_or_elsewhere_are_named() {
         let text = refused(dir);
         assert!(text.contains("lm_head.weight is in") && text.contains(&format!("{place:?}")), "{text}");
     }
-    insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json says that tensor lm_head.weight is in ""; an index names files beside it, without a folder"#);
+    insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json says that tensor lm_head.weight is in ""; an index names files in its own folder, without a path"#);
     std::fs::write(&index, &good).unwrap();
     edit(&index, |index| index["weight_map"]["lm_head.weight"] = "model-00001-of-00004.safetensors".into());
-    insta::assert_snapshot!(refused(dir), @"DIR/model.safetensors.index.json says that tensor lm_head.weight is in model-00001-of-00004.safetensors, which has no such tensor; one of the two is of another model");
+    insta::assert_snapshot!(refused(dir), @"DIR/model.safetensors.index.json says that tensor lm_head.weight is in model-00001-of-00004.safetensors, which has no such tensor; one of the two belongs to another model");
     std::fs::write(&index, "{}").unwrap();
-    insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json is not a safetensors file that can be read: it has no object "weight_map", which an index of several files has"#);
+    insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json is not a readable safetensors file: it has no object "weight_map", which an index of several files needs"#);
     std::fs::write(&index, &good).unwrap();
     BaseModel::open(dir).unwrap();
 }
@@ -93,7 +93,7 @@ fn weights_that_are_not_those_of_the_description_are_named() {
     bytes[place..place + 5].copy_from_slice(b"\"I32\"");
     std::fs::write(&file, bytes).unwrap();
     let text = refused(folder.path());
-    assert!(text.contains("is of type I32; F32, F16 and BF16 can be read"), "{text}");
+    assert!(text.contains("is of type I32; only F32, F16 and BF16 can be read"), "{text}");
 }
 
 #[test]

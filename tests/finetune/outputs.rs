@@ -115,16 +115,16 @@ fn a_folder_with_the_name_of_a_result_that_this_run_has_not_written_stays_as_it_
     world.write("proj/adapter_config.json", "{}");
     world.write("proj/src/main.rs", "code");
     let run = |words: &[&str]| world.refusal(world.finetune("me", &[&RESUMED, words].concat()));
-    insta::assert_snapshot!(run(&["--out", "me"]), @"zerorun: --out me is MODEL me, which is read; give another place");
-    insta::assert_snapshot!(run(&["--out", "."]), @"zerorun: --out . contains MODEL me, which is read; give another place");
-    insta::assert_snapshot!(run(&["--out", "proj"]), @"zerorun: cannot write to proj: it has files, which this run has not written; give another place");
-    insta::assert_snapshot!(run(&["--out", "proj/src/../../data"]), @"zerorun: --out proj/src/../../data contains --data data/d.jsonl, which is read; give another place");
+    insta::assert_snapshot!(run(&["--out", "me"]), @"zerorun: --out me is MODEL me, which is an input; give another path");
+    insta::assert_snapshot!(run(&["--out", "."]), @"zerorun: --out . contains MODEL me, which is an input; give another path");
+    insta::assert_snapshot!(run(&["--out", "proj"]), @"zerorun: cannot write to proj: it has files that were not written by this run; give another path");
+    insta::assert_snapshot!(run(&["--out", "proj/src/../../data"]), @"zerorun: --out proj/src/../../data contains --data data/d.jsonl, which is an input; give another path");
     // It is also refused after a run with the same checkpoints that wrote elsewhere.
     assert!(world.finetune("me", &[&RESUMED[..], &["--out", "o"]].concat()).status().unwrap().success());
-    insta::assert_snapshot!(run(&["--out", "proj"]), @"zerorun: cannot write to proj: its adapter_config.json is not as this run has written it; give another place");
+    insta::assert_snapshot!(run(&["--out", "proj"]), @"zerorun: cannot write to proj: its adapter_config.json was changed after this run wrote it; give another path");
     // The same applies to the folder of the best model.
     std::fs::rename(world.at("proj"), world.at("n-best")).unwrap();
-    insta::assert_snapshot!(run(&["--out", "n", "--val", "20%"]), @"zerorun: cannot write to n-best: it has files, which this run has not written; give another place");
+    insta::assert_snapshot!(run(&["--out", "n", "--val", "20%"]), @"zerorun: cannot write to n-best: it has files that were not written by this run; give another path");
 }
 
 #[test]
@@ -142,13 +142,13 @@ fn a_run_that_is_resumed_exchanges_the_files_that_it_has_written_and_no_others()
     assert_eq!(std::fs::read(world.at("o/adapter_model.safetensors")).unwrap(), adapter);
     // It is not replaced without --resume, nor by a run that finds no checkpoint.
     let fresh = world.finetune(&llama(), &["--steps", "2", "--out", "o"]);
-    insta::assert_snapshot!(world.refusal(fresh), @"zerorun: cannot write to o: files are written into a folder that is absent or empty, and it has files; give another place");
+    insta::assert_snapshot!(world.refusal(fresh), @"zerorun: cannot write to o: files are written to a new or empty folder, but it has files; give another path");
     std::fs::create_dir(world.at("none")).unwrap();
     let other = world.finetune(&llama(), &["--steps", "2", "--out", "o", "--save", "none", "--resume", "--seed", "7"]);
-    insta::assert_snapshot!(world.refusal(other), @"zerorun: cannot write to o: it has files, which this run has not written; give another place");
+    insta::assert_snapshot!(world.refusal(other), @"zerorun: cannot write to o: it has files that were not written by this run; give another path");
     // Files that the user has changed belong to the user.
     world.write("o/adapter_config.json", "{\"mine\": true}");
-    insta::assert_snapshot!(world.refusal(run(&["--out", "o"])), @"zerorun: cannot write to o: its adapter_config.json is not as this run has written it; give another place");
+    insta::assert_snapshot!(world.refusal(run(&["--out", "o"])), @"zerorun: cannot write to o: its adapter_config.json was changed after this run wrote it; give another path");
 }
 
 #[test]
@@ -163,15 +163,19 @@ fn metrics_are_written_over_earlier_metrics_and_over_nothing_else() {
         let words = ["--steps", "1", "--lora", "r=2", "--out", "o", "--ds_config", "ds.json", "--metrics", metrics];
         world.finetune("m", &words)
     };
-    insta::assert_snapshot!(world.refusal(run("data/d.jsonl")), @"zerorun: --metrics data/d.jsonl is --data data/d.jsonl, which is read; give another place");
-    insta::assert_snapshot!(world.refusal(run("hard.jsonl")), @"zerorun: --metrics hard.jsonl is --data data/d.jsonl, which is read; give another place");
-    insta::assert_snapshot!(world.refusal(run("weights")), @"zerorun: --metrics weights is a file of MODEL m, which is read; give another place");
-    insta::assert_snapshot!(world.refusal(run("m/../ds.json")), @"zerorun: --metrics m/../ds.json is --ds_config ds.json, which is read; give another place");
-    insta::assert_snapshot!(world.refusal(run("o/m.jsonl")), @"zerorun: cannot write to o/m.jsonl: there is no folder o; create it first; give another place");
+    insta::assert_snapshot!(world.refusal(run("data/d.jsonl")), @"zerorun: --metrics data/d.jsonl is --data data/d.jsonl, which is an input; give another path");
+    insta::assert_snapshot!(world.refusal(run("hard.jsonl")), @"zerorun: --metrics hard.jsonl is --data data/d.jsonl, which is an input; give another path");
+    insta::assert_snapshot!(world.refusal(run("weights")), @"zerorun: --metrics weights is a file of MODEL m, which is an input; give another path");
+    insta::assert_snapshot!(world.refusal(run("m/../ds.json")), @"zerorun: --metrics m/../ds.json is --ds_config ds.json, which is an input; give another path");
+    insta::assert_snapshot!(world.refusal(run("o/m.jsonl")), @"zerorun: cannot write to o/m.jsonl: there is no folder o; create it first; give another path");
     let before = world.files();
     let output = run("notes.jsonl").output().unwrap();
     assert!(!output.status.success() && world.files() == before, "{}", stderr(&output));
-    assert!(stderr(&output).contains("it has something else than metrics, and stays as it is"), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains("it contains something other than metrics, so it is not changed"),
+        "{}",
+        stderr(&output)
+    );
     for _ in 0..2 {
         let output = run("m.jsonl").output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
@@ -188,15 +192,15 @@ fn what_cannot_be_written_is_found_before_the_first_step() {
     rustix::fs::mknodat(rustix::fs::CWD, world.at("pipe"), rustix::fs::FileType::Fifo, mode, 0).unwrap();
     let run =
         |words: &[&str]| world.refusal(world.finetune(&llama(), &[&["--steps", "2", "--lora", "r=2"], words].concat()));
-    insta::assert_snapshot!(run(&["--out", "dangling"]), @"zerorun: cannot write to dangling: it is a link to nothing, or leads over one; give another place");
-    insta::assert_snapshot!(run(&["--out", "data/d.jsonl/o"]), @"zerorun: cannot write to data/d.jsonl/o: Not a directory (os error 20); give another place");
-    insta::assert_snapshot!(run(&["--out", "pipe"]), @"zerorun: cannot write to pipe: files are written into a folder that is absent or empty, and it is a file; give another place");
-    insta::assert_snapshot!(run(&["--out", "o", "--metrics", "pipe"]), @"zerorun: cannot write to pipe: it is a pipe, and a file is needed; give another place");
-    insta::assert_snapshot!(run(&["--out", "o", "--save", "o/ck"]), @"zerorun: --save o/ck lies in --out o, and both are written; give each a place of its own");
-    insta::assert_snapshot!(run(&["--out", "o", "--save", "./o"]), @"zerorun: --out o is --save ./o, and both are written; give each a place of its own");
+    insta::assert_snapshot!(run(&["--out", "dangling"]), @"zerorun: cannot write to dangling: it is a broken link, or leads through one; give another path");
+    insta::assert_snapshot!(run(&["--out", "data/d.jsonl/o"]), @"zerorun: cannot write to data/d.jsonl/o: Not a directory (os error 20); give another path");
+    insta::assert_snapshot!(run(&["--out", "pipe"]), @"zerorun: cannot write to pipe: files are written to a new or empty folder, but it is a file; give another path");
+    insta::assert_snapshot!(run(&["--out", "o", "--metrics", "pipe"]), @"zerorun: cannot write to pipe: it is a pipe, but a file is needed; give another path");
+    insta::assert_snapshot!(run(&["--out", "o", "--save", "o/ck"]), @"zerorun: --save o/ck is in --out o, but both are outputs; give each its own path");
+    insta::assert_snapshot!(run(&["--out", "o", "--save", "./o"]), @"zerorun: --out o is --save ./o, but both are outputs; give each its own path");
     assert!(run(&["--out", "/proc/o"]).starts_with("zerorun: cannot "), "/proc");
     world.write("nvme.json", "{\"zero_optimization\": {\"stage\": 2, \"offload_optimizer\": {\"device\": \"nvme\", \"nvme_path\": \"o/n\"}}}");
-    insta::assert_snapshot!(run(&["--out", "o", "--ds_config", "nvme.json"]), @"zerorun: nvme_path o/n lies in --out o, and both are written; give each a place of its own");
+    insta::assert_snapshot!(run(&["--out", "o", "--ds_config", "nvme.json"]), @"zerorun: nvme_path o/n is in --out o, but both are outputs; give each its own path");
 }
 
 #[test]
@@ -219,7 +223,8 @@ fn a_second_job_with_the_same_output_is_refused_at_its_start() {
         assert_eq!(output.status.code(), Some(2), "{text}");
         let (place, number) = (if shared == "--out" { "./o" } else { "m" }, running.id());
         let known = format!(
-            "zerorun: cannot write to {place}: another job that is running writes there (process {number}); let it end, or give another place"
+            "zerorun: cannot write to {place}: another running job writes there (process {number}); wait for it, or \
+             give another path"
         );
         let unknown = known.replace(&format!(" (process {number})"), "");
         assert!(text == known || text == unknown, "{text}");
@@ -242,8 +247,7 @@ fn a_second_job_with_the_same_output_is_refused_at_its_start() {
 #[test]
 fn what_a_killed_job_left_beside_an_output_goes_and_what_is_named_alike_stays() {
     let world = World::new();
-    let mark =
-        "candle-zero makes files here that are not complete yet; what a killed job left is removed by the next one\n";
+    let mark = "candle-zero creates incomplete files here; files left by a killed job are removed by the next one\n";
     world.write(".candle-zero-writing-aaaaaa/.candle-zero-unfinished", mark);
     world.write(".candle-zero-writing-aaaaaa/new/adapter_model.safetensors", "half");
     world.write(".candle-zero-writing-bbbbbb/thesis", "mine");
@@ -308,8 +312,8 @@ fn a_result_whose_place_is_taken_meanwhile_is_saved_elsewhere() {
         let error = run(&out, true).unwrap_err();
         let Error::Output(OutputError::Elsewhere { saved, .. }) = &error else { panic!("{error}") };
         assert!(
-            error.to_string().contains("it has files, which this run has not written")
-                || error.to_string().contains("absent or empty"),
+            error.to_string().contains("it has files that were not written by this run")
+                || error.to_string().contains("new or empty folder"),
             "{error}"
         );
         let [alone, rescued] =
@@ -326,14 +330,14 @@ fn other_commands_write_over_no_input_either() {
     std::fs::rename(model.path(), world.at("m")).unwrap();
     assert!(world.finetune("m", &[&RESUMED[..], &["--out", "adapter"]].concat()).status().unwrap().success());
     let refusal = |words: &[&str]| world.refusal(world.command(words));
-    insta::assert_snapshot!(refusal(&["merge", "m", "adapter", "--out", "adapter"]), @"zerorun: --out adapter is ADAPTER adapter, which is read; give another place");
-    insta::assert_snapshot!(refusal(&["merge", "m", "adapter", "--out", "m/../m"]), @"zerorun: --out m/../m is MODEL m, which is read; give another place");
-    insta::assert_snapshot!(refusal(&["merge", "m", "--out", "m/model.gguf"]), @"zerorun: --out m/model.gguf is a file of MODEL m, which is read; give another place");
-    insta::assert_snapshot!(refusal(&["consolidate", "ck", "ck/global_step2/hf"]), @"zerorun: OUT ck/global_step2/hf lies in DIR ck, which is read; give another place");
-    insta::assert_snapshot!(refusal(&["data", "show", "m", "data/d.jsonl", "--cache", "data/d.jsonl"]), @"zerorun: cannot write to data/d.jsonl: it is a file, and a folder is needed; give another place");
+    insta::assert_snapshot!(refusal(&["merge", "m", "adapter", "--out", "adapter"]), @"zerorun: --out adapter is ADAPTER adapter, which is an input; give another path");
+    insta::assert_snapshot!(refusal(&["merge", "m", "adapter", "--out", "m/../m"]), @"zerorun: --out m/../m is MODEL m, which is an input; give another path");
+    insta::assert_snapshot!(refusal(&["merge", "m", "--out", "m/model.gguf"]), @"zerorun: --out m/model.gguf is a file of MODEL m, which is an input; give another path");
+    insta::assert_snapshot!(refusal(&["consolidate", "ck", "ck/global_step2/hf"]), @"zerorun: OUT ck/global_step2/hf is in DIR ck, which is an input; give another path");
+    insta::assert_snapshot!(refusal(&["data", "show", "m", "data/d.jsonl", "--cache", "data/d.jsonl"]), @"zerorun: cannot write to data/d.jsonl: it is a file, but a folder is needed; give another path");
     let deepspeed = path("../deepspeed/zero3_f32_tiny/checkpoint");
     assert!(Command::new("cp").arg("-r").arg(deepspeed).arg(world.at("deepspeed")).status().unwrap().success());
-    insta::assert_snapshot!(refusal(&["import", "deepspeed", "deepspeed", "--as", "mine"]), @"zerorun: OUT deepspeed is DIR deepspeed, which is read; give another place");
+    insta::assert_snapshot!(refusal(&["import", "deepspeed", "deepspeed", "--as", "mine"]), @"zerorun: OUT deepspeed is DIR deepspeed, which is an input; give another path");
     let merged = world.command(&["merge", "m", "adapter", "--out", "m/merged"]).output().unwrap();
     assert!(merged.status.success(), "{}", stderr(&merged));
 }

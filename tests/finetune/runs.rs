@@ -462,7 +462,7 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
     let used = folder.path().join("used");
     std::fs::create_dir(&used).unwrap();
     write(&used, "notes.txt", "mine");
-    insta::assert_snapshot!(refusal(&model, &["--data", &data, "--out", used.to_str().unwrap()]), @"zerorun: cannot write to DIR/used: files are written into a folder that is absent or empty, and it has files; give another place");
+    insta::assert_snapshot!(refusal(&model, &["--data", &data, "--out", used.to_str().unwrap()]), @"zerorun: cannot write to DIR/used: files are written to a new or empty folder, but it has files; give another path");
     let best = folder.path().join("out-best");
     std::fs::rename(&used, &best).unwrap();
     insta::assert_snapshot!(with(&["--val", "20%"]), @"zerorun: cannot write to DIR/out-best: files are written into a folder that is absent or empty, and it has files; give another place");

@@ -123,7 +123,7 @@ fn configurations_that_cannot_be_read() {
     exit status: 1
     "#);
     insta::assert_snapshot!(folder.mistake("--ds_config broken.json"), @r#"
-    error: broken.json: line 3, column 25: expected a JSON value of `type` (text goes in double quotes; without them it is its whole line, here with a bracket in it), found `AdamW`
+    error: broken.json: line 3, column 25: expected a JSON value of `type` (text must be in double quotes; an unquoted string is the rest of its line, which contains a bracket here), found `AdamW`
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -147,12 +147,12 @@ fn configurations_that_break_rules() {
         folder.mistake("--ds_config bad.json")
     };
     insta::assert_snapshot!(mistake(json!({"train_batch_size": "four"})), @r#"
-    error: bad.json: line 8, column 23: `train_batch_size`: a whole number is needed, the string "four" found
+    error: bad.json: line 8, column 23: `train_batch_size`: expected a whole number, found the string "four"
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake(json!({"gradient_cliping": 1.0})), @r#"
-    error: bad.json: line 2, column 3: `gradient_cliping`: no key at the top level; did you mean `gradient_clipping`?
+    error: bad.json: line 2, column 3: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -162,12 +162,12 @@ fn configurations_that_break_rules() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake(json!({"fp16": {"enabled": true}, "bf16": {"enabled": true}})), @r#"
-    error: bad.json: line 3, column 5: `bf16.enabled`: bf16 (bfloat16) and fp16 are both enabled, and exclude one another: switch one of them off
+    error: bad.json: line 3, column 5: `bf16.enabled`: bf16 (bfloat16) and fp16 are both enabled but exclude each other: disable one of them
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake(json!({"zero_optimization": {"stage": 7}})), @r#"
-    error: bad.json: line 10, column 14: `zero_optimization.stage`: 7 found, allowed is 0 to 3
+    error: bad.json: line 10, column 14: `zero_optimization.stage`: expected 0 to 3, found 7
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -257,7 +257,7 @@ fn models_that_there_are_not() {
     "#);
     folder.write("huge.json", config(json!({"train_batch_size": 1_000_000_000_000u64})).to_string());
     insta::assert_snapshot!(folder.mistake("--ds_config huge.json"), @r#"
-    error: huge.json: line 1, column 53: `train_batch_size`: 1000000000000 samples a step on 1 rank are 1000000000000 at once on a rank; at most 4294967296 can be: give gradient_accumulation_steps, or a smaller batch
+    error: huge.json: line 1, column 53: `train_batch_size`: 1000000000000 samples per step on 1 rank are 1000000000000 per rank and pass; at most 4294967296 is possible: set gradient_accumulation_steps, or use a smaller batch
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -269,7 +269,7 @@ fn models_that_there_are_not() {
         "{warning}"
     );
     insta::assert_snapshot!(error, @r#"
-    error: parameter wte.weight begins with 70368744161280 elements on this rank, for which the system gives no memory; take a smaller model, or more ranks at stage 3
+    error: parameter wte.weight starts with 70368744161280 elements on this rank, for which the system has no memory; use a smaller model, or more ranks at stage 3
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -305,22 +305,22 @@ fn weights_that_do_not_fit() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("ok.json"), @r#"
-    error: ok.json is not a safetensors file that can be read: it has no object "weight_map", which an index of several files has
+    error: ok.json is not a readable safetensors file: it has no object "weight_map", which an index of several files needs
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("empty.safetensors"), @r#"
-    error: empty.safetensors is not a safetensors file that can be read: header too small
+    error: empty.safetensors is not a readable safetensors file: header too small
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("short.safetensors"), @r#"
-    error: short.safetensors is not a safetensors file that can be read: it has 5000 bytes of the 31400 that its header describes: it was cut short
+    error: short.safetensors is not a readable safetensors file: it has 5000 bytes of the 31400 that its header describes: it was cut short
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("ok.safetensors --n_layer 2"), @r#"
-    error: ok.safetensors has no tensor h.1.ln_1.weight of shape [16], which the model needs; the file must hold exactly the model's parameters, and it has h.0.attn.c_attn.bias, h.0.attn.c_attn.weight, h.0.attn.c_proj.bias and 13 more
+    error: ok.safetensors has no tensor h.1.ln_1.weight of shape [16], which the model needs; the file must hold exactly the model's parameters, but it has h.0.attn.c_attn.bias, h.0.attn.c_attn.weight, h.0.attn.c_proj.bias and 13 more
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -343,12 +343,12 @@ fn outputs_that_cannot_be_written() {
     let folder = Folder::new();
     let mistake = |flags: &str| folder.mistake(&format!("--ds_config ok.json {flags}"));
     insta::assert_snapshot!(mistake("--export no/such/model.safetensors"), @r#"
-    error: cannot write to no/such/model.safetensors: there is no folder no/such; create it first; give another place
+    error: cannot write to no/such/model.safetensors: there is no folder no/such; create it first; give another path
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("--export ."), @r#"
-    error: cannot write to .: it is a folder; give the name of a file; give another place
+    error: cannot write to .: it is a folder; give the name of a file; give another path
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -359,12 +359,12 @@ fn outputs_that_cannot_be_written() {
     "#);
     folder.write("file", "mine");
     insta::assert_snapshot!(mistake("--save file"), @r#"
-    error: the checkpoint file cannot be used: it is a file, and checkpoints are saved into a folder; give another path
+    error: the checkpoint file cannot be used: it is a file, but checkpoints are saved to a folder; give another path
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("--save /proc/x"), @r#"
-    error: the checkpoint /proc/x cannot be used: it cannot be written: No such file or directory (os error 2); correct that, or save elsewhere; checkpoints that were saved before are whole
+    error: the checkpoint /proc/x cannot be used: it cannot be written: No such file or directory (os error 2); correct that, or save elsewhere; earlier checkpoints are complete
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -407,10 +407,10 @@ fn with_several_ranks_the_last_lines_tell_the_cause() {
     // Both ranks find the mistake at the same time, so the rank that reports it first is random.
     let any_rank = |told: String| told.replace("rank 1", "rank 0");
     insta::assert_snapshot!(any_rank(folder.mistake_of_two("--ds_config odd.json")), @r#"
-    [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2; choose a train_batch_size that is a multiple of 2
-    [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2; choose a train_batch_size that is a multiple of 2
+    [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (derived) * 1 (derived) * 2; choose a train_batch_size that is a multiple of 2
+    [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (derived) * 1 (derived) * 2; choose a train_batch_size that is a multiple of 2
     zerorun: rank 0 failed first: it ended with exit code 1 after T s
-    zerorun:   | error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2; choose a train_batch_size that is a multiple of 2
+    zerorun:   | error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (derived) * 1 (derived) * 2; choose a train_batch_size that is a multiple of 2
     zerorun:   rank 0: ended with exit code 1 by itself
     exit status: 1
     "#);

@@ -244,7 +244,7 @@ fn weights_compressed_between_hosts_alone_cross_as_int8_and_on_one_host_nothing_
     let everywhere = everywhere.to_str().unwrap();
     let (same, said) = alone(&key, "key.jsonl");
     assert_eq!(same, exact);
-    let note = "compress_between_hosts_only: all ranks are on one host, and nothing is compressed";
+    let note = "compress_between_hosts_only: all ranks are on one host, so nothing is compressed";
     assert_eq!(said.matches(note).count(), 1, "{said}");
     let keys = json!({"zero_hpz_partition_size": 2, "zero_quantized_weights": true, "zero_quantized_gradients": true});
     let with_copy = compressed(3, &keys, folder.path(), "copy");

@@ -41,19 +41,19 @@ const BROKEN: &str = "{
 #[test]
 fn every_problem_has_a_picture_and_then_comes_what_was_said() {
     insta::assert_snapshot!(refused(BROKEN), @r##"
-    error: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 33 != 4 * 8 (worked out) * 1; choose a train_batch_size that is a multiple of 4
+    error: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 33 != 4 * 8 (derived) * 1; choose a train_batch_size that is a multiple of 4
      --> ds.json:3:3
       |
     3 |   "train_batch_size": 33,
       |   ^^^^^^^^^^^^^^^^^^
 
-    error: `gradient_acumulation_steps`: no key at the top level; did you mean `gradient_accumulation_steps`?
+    error: `gradient_acumulation_steps`: not a key at the top level; did you mean `gradient_accumulation_steps`?
      --> ds.json:5:3
       |
     5 |   "gradient_acumulation_steps": 2,
       |   ^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 
-    error: `zero_optimization.stage`: 4 found, allowed is 0 to 3
+    error: `zero_optimization.stage`: expected 0 to 3, found 4
      --> ds.json:6:34
       |
     6 |   "zero_optimization": {"stage": 4, "cpu_offload_param": false},
@@ -74,7 +74,7 @@ fn the_same_as_one_json_object() {
     assert_eq!(
         all["errors"][2],
         json!({"path": "zero_optimization.stage", "line": 6, "column": 34, "rule": "range",
-               "message": "4 found, allowed is 0 to 3"})
+               "message": "expected 0 to 3, found 4"})
     );
     assert_eq!(all["errors"].as_array().unwrap().len(), 3);
     assert_eq!(all["said"][1], json!({"path": "_about", "message": "a comment: ignored"}));
@@ -83,7 +83,7 @@ fn the_same_as_one_json_object() {
 #[test]
 fn text_that_cannot_be_read_has_a_picture_too() {
     insta::assert_snapshot!(refused("{\"a\": [1,\r\n  2"), @r"
-    error: expected `]` for the list that begins at line 1, column 7, found the end of the text
+    error: expected `]` for the list that starts at line 1, column 7, found the end of the text
      --> ds.json:2:4
       |
     2 |   2
@@ -141,11 +141,11 @@ fn a_good_configuration_is_resolved_and_every_auto_has_its_value() {
     assert_eq!(output.status.code(), Some(0), "{}", stdout(&output));
     insta::assert_snapshot!(stdout(&output), @r#"
     ds.json: ok for 4 ranks: batch 4 = 1 x 1 x 4, stage 0, bf16, optimizer AdamW, scheduler WarmupDecayLR
-      gradient_clipping: "auto": the default 1.0 holds
-      train_batch_size: "auto": worked out as 4 from the other batch keys
+      gradient_clipping: "auto": the default 1.0 applies
+      train_batch_size: "auto": derived as 4 from the other batch keys
       train_micro_batch_size_per_gpu: "auto": taken as 1
       optimizer.params.lr: "auto": taken as 0.00005
-      optimizer.params.weight_decay: "auto": the default 0.0 holds
+      optimizer.params.weight_decay: "auto": the default 0.0 applies
       scheduler.params.total_num_steps: "auto": taken as 500
       scheduler.params.warmup_max_lr: "auto": taken as 0.00005
       scheduler.params.warmup_num_steps: "auto": taken as 1

@@ -144,7 +144,7 @@ fn damage_is_told_by_file_and_exit_code_1() {
     let output = inspect(dir.path(), &["--verify"]);
     assert_eq!(output.status.code(), Some(1));
     let text = stdout(&output);
-    assert!(text.contains("rank_00001_of_00002") && text.contains("are damaged: they have another checksum"), "{text}");
+    assert!(text.contains("rank_00001_of_00002") && text.contains("are damaged: their checksum differs"), "{text}");
 
     // Every damaged file is reported.
     std::fs::remove_file(file(0)).unwrap();
@@ -177,7 +177,7 @@ fn a_latest_that_cannot_be_read_is_damage_to_both_tools_and_small_files_have_no_
     std::os::unix::fs::symlink("/dev/zero", &latest).unwrap();
     for output in both() {
         assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
-        assert!(stderr(&output).contains("it is a device, and a file is needed"), "{}", stderr(&output));
+        assert!(stderr(&output).contains("it is a device, but a file is needed"), "{}", stderr(&output));
     }
     std::fs::remove_file(&latest).unwrap();
     for output in both() {
@@ -213,13 +213,13 @@ fn where_there_is_nothing_the_exit_code_is_2() {
     save(dir.path(), &["tag"]);
     let output = inspect(dir.path(), &["--tag", "tga"]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(stderr(&output).contains("there are: tag"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("available: tag"), "{}", stderr(&output));
     let output = inspect(&dir.path().join("tag"), &["--tag", "other"]);
     assert_eq!(output.status.code(), Some(2));
     std::fs::remove_file(dir.path().join("latest")).unwrap();
     let output = inspect(dir.path(), &["--json"]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(json_of(&output)["problem"].as_str().unwrap().contains("there are: tag"));
+    assert!(json_of(&output)["problem"].as_str().unwrap().contains("available: tag"));
 }
 
 fn consolidate(dir: &Path, out: &Path, more: &[&str]) -> Output {
@@ -323,8 +323,8 @@ fn a_gpt2_has_the_names_and_the_config_of_transformers() {
     let cases: [(Value, &[&str], std::result::Result<(), &str>); 4] = [
         (json!({"model": told}), &[], Ok(())),
         (Value::Null, &["--n_head", "3"], Ok(())),
-        (Value::Null, &[], Err("do not tell the number of heads; give it with --n_head")),
-        (json!({"model": other}), &[], Err("says n_layer 5, and its parameters 2")),
+        (Value::Null, &[], Err("do not determine the number of heads; set it with --n_head")),
+        (json!({"model": other}), &[], Err("says n_layer 5, but its parameters say 2")),
     ];
     for (client_state, more, expected) in cases {
         let dir = folder();
@@ -416,9 +416,9 @@ fn nothing_is_overwritten_and_nothing_is_left_of_what_fails() {
     let before = names_in(dir.path());
     let absent = dir.path().join("absent");
     let cases: [(&Path, &Path, &[&str], &str); 6] = [
-        (dir.path(), &out, &[], "and it has files"),
-        (dir.path(), &out.join("mine"), &[], "and it is a file"),
-        (dir.path(), &absent, &["--tag", "tga"], "there are: tag"),
+        (dir.path(), &out, &[], "but it has files"),
+        (dir.path(), &out.join("mine"), &[], "but it is a file"),
+        (dir.path(), &absent, &["--tag", "tga"], "available: tag"),
         (dir.path(), &absent, &["--max_shard_size", "0"], "give 1 or more"),
         (dir.path(), &absent, &["--dtype", "f64"], "invalid value 'f64'"),
         (&out, &absent, &[], "there is no checkpoint in it"),
@@ -433,7 +433,7 @@ fn nothing_is_overwritten_and_nothing_is_left_of_what_fails() {
     // The last bytes are optimizer state, in the only block, which also contains the parameters.
     let output = consolidate(dir.path(), &absent, &[]);
     assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
-    assert!(stderr(&output).contains("are damaged: they have another checksum"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("are damaged: their checksum differs"), "{}", stderr(&output));
     assert_eq!(names_in(dir.path()), before);
     assert_eq!(names_in(&out), ["mine".to_string()].into());
 }

@@ -394,7 +394,7 @@ fn frozen_parameters_may_be_left_out_of_a_checkpoint_and_stay_as_they_are_then()
             engine.load_checkpoint(&save, None, &LoadOptions::default())
         });
         let text = trains_the_base.unwrap_err().to_string();
-        assert!(text.contains("base.weight was left out of it when it was saved, and is trained here"), "{text}");
+        assert!(text.contains("base.weight was not saved in the checkpoint but is trained here"), "{text}");
     }
 }
 
@@ -411,7 +411,7 @@ fn what_was_frozen_when_it_was_saved_is_named_where_it_is_trained() {
         engine.load_checkpoint(folder.path(), None, &LoadOptions::default())
     });
     let text = loaded.unwrap_err().to_string();
-    assert!(text.contains("base.weight was frozen when it was saved, and is trained here; freeze it"), "{text}");
+    assert!(text.contains("base.weight was frozen in the checkpoint but is trained here; freeze it"), "{text}");
     one(|builder| {
         let mut engine = builder.trainable(HEAD_ONLY).initialize(pair, plain(3))?;
         engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?.unwrap();
@@ -480,7 +480,8 @@ fn ranks_with_different_rules_are_told() {
         assert_eq!(
             text.unwrap(),
             format!(
-                "rank {rank} trains other parameters than rank {}; every rank must call set_trainable with the same rule",
+                "rank {rank} trains different parameters than rank {}; every rank must call set_trainable with the \
+                 same rule",
                 1 - rank
             )
         );

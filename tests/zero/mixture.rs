@@ -282,7 +282,7 @@ fn leaves_are_marked_in_the_model_by_the_builder_or_in_the_file() {
     }
     let error = train_with(1, unmarked, &zero(json!({})), nobody, |b| b.leaf_units(["*.moe", "*.mot"])).unwrap_err();
     assert!(matches!(error, Error::Param(ParamError::NoSuchUnit { .. })), "{error}");
-    insta::assert_snapshot!(error, @"EngineBuilder::leaf_units names *.mot, but no unit of the model is named so; its units are layer.0.moe, layer.0.moe.expert.0, layer.0.moe.expert.1, layer.0.moe.expert.2, layer.0.moe.expert.3, layer.1.moe, layer.1.moe.expert.0, layer.1.moe.expert.1 and 3 more (a name is the prefix of the VarBuilder that the unit was built from)");
+    insta::assert_snapshot!(error, @"EngineBuilder::leaf_units names *.mot, but no unit of the model has that name; its units are layer.0.moe, layer.0.moe.expert.0, layer.0.moe.expert.1, layer.0.moe.expert.2, layer.0.moe.expert.3, layer.1.moe, layer.1.moe.expert.0, layer.1.moe.expert.1 and 3 more (a name is the prefix of the VarBuilder from which the unit was built)");
 }
 
 #[test]

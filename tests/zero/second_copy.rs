@@ -181,5 +181,5 @@ fn groups_that_do_not_fit_the_hosts_are_refused() {
         Ok(builder.initialize(|vb| Tiny::new(SHAPE, vb), stage_3(3, 1, &json!({}))).err().unwrap().to_string())
     });
     let text = refused.unwrap().remove(0).unwrap();
-    insta::assert_snapshot!(text, @"zero_optimization.zero_hpz_partition_size is 3, and one host has the ranks 0 to 1: groups of 3 ranks, counted from rank 0, must each lie on one host; give a number that divides the ranks of each host");
+    insta::assert_snapshot!(text, @"zero_optimization.zero_hpz_partition_size is 3, but one host has ranks 0 to 1: each group of 3 ranks, counted from rank 0, must be on one host; give a number that divides the number of ranks on each host");
 }

@@ -242,7 +242,7 @@ fn groups_that_do_not_fit_the_hosts_are_refused() {
         });
         refused.unwrap().remove(0).unwrap()
     };
-    insta::assert_snapshot!(refused(6, 3).unwrap(), @"zero_optimization.mics_shard_size is 3, and one host has the ranks 0 to 1: groups of 3 ranks, counted from rank 0, must each lie on one host; give a number that divides the ranks of each host");
+    insta::assert_snapshot!(refused(6, 3).unwrap(), @"zero_optimization.mics_shard_size is 3, but one host has ranks 0 to 1: each group of 3 ranks, counted from rank 0, must be on one host; give a number that divides the number of ranks on each host");
     // All ranks: plain stage 3.
     assert_eq!(refused(4, 4), None);
 }

@@ -218,7 +218,7 @@ fn ranks_that_round_in_different_ways_are_told() {
             assert!(is_told, "{error}");
             if rank == 0 {
                 insta::allow_duplicates! {
-                    insta::assert_snapshot!(error, @"rank 0 rounds otherwise than rank 1: one of them to nearest and one by chance, or with another seed; every rank must be given the same EngineBuilder::stochastic_rounding and EngineBuilder::seed");
+                    insta::assert_snapshot!(error, @"rank 0 rounds differently from rank 1: one of them to nearest and one stochastically, or with another seed; every rank must use the same EngineBuilder::stochastic_rounding and EngineBuilder::seed");
                 }
             }
         }

@@ -103,7 +103,8 @@ impl DeepSpeedCheckpoint {
         let model = ModelFile::open(&model_path)?;
         let world_size = first.world_size;
         if model.world_size != world_size {
-            let problem = format!("dp_world_size is {}, but the optimizer files are of {world_size}", model.world_size);
+            let problem =
+                format!("dp_world_size is {}, but the optimizer files are for {world_size}", model.world_size);
             return Err(damaged(&model_path, &problem));
         }
         files.check_world_size(world_size)?;
@@ -246,12 +247,13 @@ impl DeepSpeedCheckpoint {
     /// Reads the elements `range` of one parameter's `state`, as needed by a rank that owns a shard of it.
     pub fn read_range(&self, state: DeepSpeedState, parameter: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let (Some(about), Some(place)) = (self.parameters.get(parameter), self.places.get(parameter)) else {
-            let problem = format!("parameter {parameter} was asked for; it has {}", self.parameters.len());
+            let problem = format!("parameter {parameter} was requested, but it has {}", self.parameters.len());
             return Err(wrong(&self.folder, problem));
         };
         if range.start > range.end || range.end > about.elements() {
             let (Range { start, end }, DeepSpeedParameter { name, .. }) = (range, about);
-            let problem = format!("elements {start} to {end} of {name} were asked for; it has {}", about.elements());
+            let problem =
+                format!("elements {start} to {end} of {name} were requested, but it has {}", about.elements());
             return Err(wrong(&self.folder, problem));
         }
         if !self.has(state) {
@@ -277,7 +279,7 @@ impl DeepSpeedCheckpoint {
     pub fn read_buffer(&self, index: usize) -> Result<Vec<u8>> {
         let archive = &self.model.archive;
         let Some((_, tensor)) = self.model.buffers.get(index) else {
-            let problem = format!("buffer {index} was asked for; it has {}", self.buffers.len());
+            let problem = format!("buffer {index} was requested, but it has {}", self.buffers.len());
             return Err(wrong(archive.path(), problem));
         };
         Ok(tensor.kind.as_own(archive.read_bytes(tensor)?))
@@ -371,11 +373,11 @@ impl<'a> FlatTensor<'a> {
 /// Returns the error for a state that a group does not have.
 fn without(rank: &OptimFile, state: DeepSpeedState, group: usize) -> Error {
     let names: Vec<_> = rank.groups.get(group).into_iter().flat_map(|group| group.states.keys()).collect();
-    let found = if names.is_empty() { "nothing".into() } else { crate::util::list(&names) };
+    let found = if names.is_empty() { "none".into() } else { crate::util::list(&names) };
     let name = state.name();
     let problem = format!(
-        "it holds no {name} of group {group}, but {found}. Adam's moments can be read of checkpoints that were saved \
-         after a step"
+        "it has no {name} for group {group} (its states: {found}); Adam's moments can be read from checkpoints that \
+         were saved after a step"
     );
     wrong(rank.archive.path(), problem)
 }
@@ -387,7 +389,7 @@ fn total(parts: &[FlatTensor<'_>]) -> Option<usize> {
 
 fn lengths_differ(state: DeepSpeedState, of: &str, found: Option<usize>, needed: usize) -> String {
     let found = found.map_or("too many".into(), |n| n.to_string());
-    format!("{} of {of} has {found} elements, but param_shapes need {needed}", state.name())
+    format!("{} of {of} has {found} elements, but param_shapes needs {needed}", state.name())
 }
 
 /// Reads elements `range` of the concatenated `parts`.

@@ -141,15 +141,15 @@ fn beyond(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
     let parts = root.find("mp_world_size").map_or(Ok(1), |size| size.integer())?;
     if parts != 1 {
         return Ok(Some(format!(
-            "mp_world_size is {parts}: the model was split (tensor parallel); only models that each rank has whole can \
-             be read"
+            "mp_world_size is {parts}: the model was split (tensor parallelism); only models that are complete on each \
+             rank can be read"
         )));
     }
     let frozen = root.find("frozen_param_shapes").map_or(Ok(vec![]), |frozen| frozen.entries())?;
     let names: Vec<_> = frozen.iter().take(NAMES_SHOWN).map(|(_, value)| value.place()).collect();
     Ok((!names.is_empty()).then(|| {
         format!(
-            "{} frozen ({}); only models of which every parameter is trained can be read",
+            "{} frozen ({}); only models in which every parameter is trained can be read",
             if frozen.len() == 1 { "1 parameter is".into() } else { format!("{} parameters are", frozen.len()) },
             names.join(", ")
         )
@@ -160,10 +160,15 @@ fn beyond(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
 fn parameters(map: &PickleValue<'_>) -> Result<Vec<DeepSpeedParameter>, PickleProblem> {
     let parameter = |(name, value): (&str, PickleValue<'_>)| {
         if name.len() > NAME_LIMIT {
-            return Err(format!("{} has a name of {} bytes; {NAME_LIMIT} are allowed", value.place(), name.len()));
+            return Err(format!(
+                "{} has a name of {} bytes; at most {NAME_LIMIT} are allowed",
+                value.place(),
+                name.len()
+            ));
         }
         let shape = shape(&value)?;
-        let elements = elements(&shape).ok_or_else(|| format!("{} has no possible shape {shape:?}", value.place()))?;
+        let elements =
+            elements(&shape).ok_or_else(|| format!("{} has an impossible shape {shape:?}", value.place()))?;
         Ok(DeepSpeedParameter { name: name.to_owned(), shape, elements })
     };
     map.entries()?.into_iter().map(parameter).collect()
@@ -173,7 +178,7 @@ fn check_names(groups: &[Vec<DeepSpeedParameter>]) -> Result<(), PickleProblem> 
     let mut names = BTreeSet::new();
     match groups.iter().flatten().find(|parameter| !names.insert(&parameter.name)) {
         None => Ok(()),
-        Some(twice) => Err(format!("parameter {} stands in param_shapes twice", twice.name)),
+        Some(twice) => Err(format!("parameter {} is in param_shapes twice", twice.name)),
     }
 }
 
@@ -202,7 +207,11 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
     let names = names.items()?.iter().map(PickleValue::text).collect::<Result<BTreeSet<_>, _>>()?;
     for (name, value) in module.entries()?.into_iter().filter(|(name, _)| names.contains(name)) {
         if name.len() > NAME_LIMIT {
-            return Err(format!("{} has a name of {} bytes; {NAME_LIMIT} are allowed", value.place(), name.len()));
+            return Err(format!(
+                "{} has a name of {} bytes; at most {NAME_LIMIT} are allowed",
+                value.place(),
+                name.len()
+            ));
         }
         match StoredTensor::of(&value) {
             Ok(tensor) => {
@@ -217,9 +226,7 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
     // They are read into memory, where each has its own storage.
     let bytes = buffers.iter().fold(0u64, |sum, (_, tensor)| sum.saturating_add(tensor.bytes()));
     match bytes > archive.stored().saturating_mul(MOST_SHARED) {
-        true => {
-            Err(format!("the buffers of module have {bytes} bytes, and all that is stored has {}", archive.stored()))
-        }
+        true => Err(format!("the buffers of module have {bytes} bytes, but all stored data has {}", archive.stored())),
         false => Ok((buffers, unread)),
     }
 }

@@ -90,13 +90,13 @@ impl OptimFile {
                 ("partition_count", file.world_size.to_string()),
                 ("the number of groups", file.groups.len().to_string()),
                 ("the optimizer's step", file.step.map_or("missing".into(), |step| step.to_string())),
-                ("what its optimizer keeps", format!("{:?}", states(file))),
+                ("the states of its optimizer", format!("{:?}", states(file))),
             ]
         };
         let differs = facts(self).into_iter().zip(facts(first)).find(|(mine, theirs)| mine != theirs);
         let Some(((what, mine), (_, theirs))) = differs else { return Ok(()) };
         let problem = format!(
-            "{what} is {mine}, but {theirs} in {}; the files of one checkpoint belong together: copy it again",
+            "{what} is {mine}, but {theirs} in {}; the files are not from one checkpoint: copy it again",
             first.archive.path().display()
         );
         Err(wrong(self.archive.path(), problem))
@@ -117,7 +117,7 @@ fn find_states<'a>(
             Ok((masters, states))
         }
         3 => Ok((root.get("fp32_flat_groups")?, root.get("optimizer_state_dict")?.find("state"))),
-        other => Err(format!("{}.zero_stage is {other}; 1, 2 and 3 can be read", root.place())),
+        other => Err(format!("{}.zero_stage is {other}; only 1, 2 and 3 can be read", root.place())),
     }
 }
 
@@ -171,7 +171,7 @@ fn step(states: &PickleValue<'_>, groups: usize, archive: &TorchArchive) -> Resu
     }
     let Some(first) = steps.first().copied() else { return Ok(None) };
     if let Some(other) = steps.iter().find(|step| **step != first) {
-        return Err(wrong(format!("groups of parameters have made different numbers of steps, {first} and {other}")));
+        return Err(wrong(format!("parameter groups have taken different numbers of steps, {first} and {other}")));
     }
     if !(0.0..=9e15).contains(&first) || first.fract() != 0.0 {
         return Err(wrong(format!("{}.0.step is {first}, which is not a count", states.place())));
@@ -188,7 +188,9 @@ fn partition_count(root: &PickleValue<'_>) -> Result<usize, PickleProblem> {
     };
     match counts.as_slice() {
         [first, rest @ ..] if *first > 0 && rest.iter().all(|other| other == first) => Ok(*first),
-        [_, ..] => Err(format!("{} is {counts:?}; all groups must be cut for one number of ranks", count.place())),
+        [_, ..] => {
+            Err(format!("{} is {counts:?}; all groups must be split for the same number of ranks", count.place()))
+        }
         [] => Err(format!("{} is empty", count.place())),
     }
 }

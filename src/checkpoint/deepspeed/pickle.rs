@@ -59,7 +59,7 @@ impl Pickle {
             match machine.step() {
                 Ok(None) if machine.nodes.len() > NODES => {
                     return Err(format!(
-                        "data.pkl, byte {start}: more than {NODES} values; torch.save writes some ten for each tensor"
+                        "data.pkl, byte {start}: more than {NODES} values; torch.save writes about ten for each tensor"
                     ));
                 }
                 Ok(None) => {}
@@ -150,14 +150,18 @@ impl PickleMachine<'_> {
             }
             b'h' | b'j' => {
                 let index = self.memo_index(opcode == b'h')?;
-                let id =
-                    self.memo.get(&index).ok_or_else(|| format!("it asks for value {index}, which was never kept"))?;
+                let id = self
+                    .memo
+                    .get(&index)
+                    .ok_or_else(|| format!("it refers to value {index}, which was never stored"))?;
                 self.stack.push(*id);
             }
             b'0' => drop(self.pop()?),
             b'1' => drop(self.pop_to_mark()?),
             b'2' => self.stack.push(self.top()?),
-            other => return Err(format!("opcode 0x{other:02x} is not one that torch.save writes (protocol 2)")),
+            other => {
+                return Err(format!("opcode 0x{other:02x} is not one of those that torch.save writes (protocol 2)"));
+            }
         }
         Ok(None)
     }
@@ -167,7 +171,7 @@ impl PickleMachine<'_> {
     fn slice(&mut self, length: usize) -> Result<&[u8], PickleProblem> {
         let rest = self.bytes.get(self.position..).unwrap_or_default();
         let slice = rest.get(..length).ok_or_else(|| {
-            format!("it ends in the middle of a value ({length} more bytes are needed, {} are there)", rest.len())
+            format!("it ends in the middle of a value ({length} more bytes are needed, {} remain)", rest.len())
         })?;
         self.position += length;
         Ok(slice)
@@ -206,7 +210,7 @@ impl PickleMachine<'_> {
 
     fn top(&self) -> Result<PickleNodeId, PickleProblem> {
         let values = self.stack.get(self.floor()..).unwrap_or_default();
-        values.last().copied().ok_or_else(|| "a value is needed, and none is there".into())
+        values.last().copied().ok_or_else(|| "a value is needed but missing".into())
     }
 
     fn pop(&mut self) -> Result<PickleNodeId, PickleProblem> {
@@ -216,7 +220,7 @@ impl PickleMachine<'_> {
     }
 
     fn pop_to_mark(&mut self) -> Result<Vec<PickleNodeId>, PickleProblem> {
-        let mark = self.marks.pop().ok_or("a mark is needed, and none is there")?;
+        let mark = self.marks.pop().ok_or("a mark is needed but missing")?;
         // Values above a mark are never popped past it.
         Ok(self.stack.split_off(mark))
     }
@@ -274,7 +278,7 @@ impl PickleMachine<'_> {
             PickleNode::List(list) => list.extend_from_slice(items),
             // A list subclass: its items are not needed here.
             PickleNode::Object { .. } => {}
-            _ => return Err("items are appended to what is not a list".into()),
+            _ => return Err("items are appended to a value that is not a list".into()),
         }
         Ok(())
     }
@@ -284,7 +288,7 @@ impl PickleMachine<'_> {
         match &mut self.nodes[target] {
             PickleNode::Dict(entries) => entries.extend(new),
             PickleNode::Object { .. } => {}
-            _ => return Err("entries are set in what is not a dictionary".into()),
+            _ => return Err("entries are set in a value that is not a dictionary".into()),
         }
         Ok(())
     }
@@ -313,7 +317,7 @@ impl PickleMachine<'_> {
             PickleNode::Object { state, .. } => *state = Some(new),
             // The attributes of an ordered dictionary are not needed here.
             PickleNode::Dict(_) => {}
-            _ => return Err("attributes are set on what is not an object".into()),
+            _ => return Err("attributes are set on a value that is not an object".into()),
         }
         Ok(())
     }
@@ -391,7 +395,7 @@ mod tests {
             "data.pkl, byte 0: pickle protocol 5; torch.save writes protocol 2 unless pickle_protocol is given"
         );
         assert!(problem(b"\x80\x02i").contains("byte 2: opcode 0x69"));
-        assert!(problem(b"\x80\x02(.").contains("none is there"));
+        assert!(problem(b"\x80\x02(.").contains("but missing"));
         assert!(problem(b"X\xff\xff\xff\xff").contains("4294967295 more bytes are needed"));
         assert!(problem(b"h\x07").contains("value 7"));
     }

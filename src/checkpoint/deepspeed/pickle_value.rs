@@ -43,7 +43,7 @@ impl<'a> PickleValue<'a> {
     /// Returns the message for a value that is not `needed`.
     pub fn unlike(&self, needed: &str) -> PickleProblem {
         let place = if self.place.is_empty() { "the outermost value" } else { &self.place };
-        format!("{place} is {}, where {needed} is needed", self.kind())
+        format!("{place} is {}, but {needed} is needed", self.kind())
     }
 
     fn kind(&self) -> String {
@@ -62,7 +62,7 @@ impl<'a> PickleValue<'a> {
                 _ => "an object".into(),
             },
             PickleNode::Persistent(_) => "a storage".into(),
-            PickleNode::Opaque => "of a kind that is not read here".into(),
+            PickleNode::Opaque => "of an unsupported kind".into(),
         }
     }
 
@@ -205,8 +205,7 @@ impl<'a> PickleValue<'a> {
     /// express, become null.
     pub fn json(&self) -> Result<Json, PickleProblem> {
         let mut left = JSON_VALUES;
-        self.json_within(&mut left, JSON_DEPTH)
-            .ok_or_else(|| format!("{} is too large or too deep to be kept", self.place))
+        self.json_within(&mut left, JSON_DEPTH).ok_or_else(|| format!("{} is too large or too deep", self.place))
     }
 
     fn json_within(&self, left: &mut usize, depth: usize) -> Option<Json> {
@@ -271,8 +270,8 @@ mod tests {
     fn messages_name_the_place_and_both_kinds() {
         let pickle = Pickle::parse(b"\x80\x02}X\x01\x00\x00\x00aX\x01\x00\x00\x00bs.").unwrap();
         let root = PickleValue::root(&pickle);
-        assert_eq!(root.get("a").unwrap().integer().unwrap_err(), "a is a text, where a whole number is needed");
+        assert_eq!(root.get("a").unwrap().integer().unwrap_err(), "a is a string, but a whole number is needed");
         assert_eq!(root.get("c").unwrap_err(), "c is missing");
-        assert_eq!(root.items().unwrap_err(), "the outermost value is a dictionary of 1, where a list is needed");
+        assert_eq!(root.items().unwrap_err(), "the outermost value is a dictionary of 1, but a list is needed");
     }
 }

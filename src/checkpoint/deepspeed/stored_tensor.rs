@@ -38,7 +38,7 @@ impl StorageType {
             Some("torch.ByteStorage") => Ok(Self::U8),
             Some("torch.BoolStorage") => Ok(Self::Bool),
             other => Err(format!(
-                "{} is a tensor of {}; floats of 16 to 64 bits, integers of 8 to 64 bits and truth values can be read",
+                "{} is a tensor of {}; floats of 16 to 64 bits, integers of 8 to 64 bits and booleans can be read",
                 storage.place(),
                 other.unwrap_or("an unknown type")
             )),
@@ -91,7 +91,7 @@ impl StorageType {
             Self::F32 => each(bytes, out, f32::from_le_bytes),
             Self::F16 => each(bytes, out, |b| f16::from_le_bytes(b).to_f32()),
             Self::Bf16 => each(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
-            _ => unreachable!("weights and moments are of other types: Tensor::of_weights"),
+            _ => unreachable!("weights and moments have other types: Tensor::of_weights"),
         }
     }
 }
@@ -159,10 +159,11 @@ impl StoredTensor {
         let start = arguments.item(1)?.count()?;
         let shape = shape(&arguments.item(2)?)?;
         let strides = shape_of_counts(&arguments.item(3)?)?;
-        let length = elements(&shape).ok_or_else(|| format!("{} has no possible shape {shape:?}", value.place()))?;
+        let length = elements(&shape).ok_or_else(|| format!("{} has an impossible shape {shape:?}", value.place()))?;
         if length > 1 && !is_contiguous(&shape, &strides) {
             return Err(format!(
-                "{} is a view that jumps (shape {shape:?}, strides {strides:?}); only contiguous tensors can be read",
+                "{} is a non-contiguous view (shape {shape:?}, strides {strides:?}); only contiguous tensors can be \
+                 read",
                 value.place()
             ));
         }

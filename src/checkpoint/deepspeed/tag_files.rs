@@ -48,7 +48,10 @@ impl TagFiles {
             true => Ok(path),
             false => Err(wrong(
                 &path,
-                format!("this file is missing, which names the parameters at stage {stage}; copy it beside the others"),
+                format!(
+                    "this file, which names the parameters at stage {stage}, is missing; copy it into the folder of \
+                     the others"
+                ),
             )),
         }
     }
@@ -60,7 +63,7 @@ impl TagFiles {
             let ranks: Vec<_> = self.optim.keys().map(usize::to_string).collect();
             let found = crate::util::list(&ranks);
             let problem = format!(
-                "this file of rank {rank} is missing (the folder has those of rank {found}); copy the files of all \
+                "this file of rank {rank} is missing (the folder has that of rank {found}); copy the files of all \
                  ranks into one folder"
             );
             wrong(&self.folder.join(name), problem)
@@ -73,8 +76,8 @@ impl TagFiles {
             None => Ok(()),
             Some((rank, path)) => {
                 let problem = format!(
-                    "this is a file of rank {rank}, but the checkpoint is of {}; files of two \
-                     checkpoints lie in one folder: remove those that do not belong to it",
+                    "this is a file of rank {rank}, but the checkpoint is for {}; the folder has files of two \
+                     checkpoints: remove those that do not belong to it",
                     counted(world_size, "rank")
                 );
                 Err(wrong(path, problem))
@@ -96,18 +99,18 @@ fn optim_files(names: &[String]) -> Result<(&'static str, BTreeMap<usize, &Strin
         let (prefix, rank) = parse(name)?;
         prefixes[usize::from(!prefix.is_empty())] = true;
         if let Some(other) = files.insert(rank, name) {
-            return Err(format!("{other} and {name} are both of rank {rank}; keep the files of one run only"));
+            return Err(format!("{other} and {name} are both for rank {rank}; keep only the files of one run"));
         }
     }
     match prefixes {
         [true, true] => {
-            Err("some optimizer files begin with bf16_ and some do not; keep the files of one run only".into())
+            Err("some optimizer files begin with bf16_ and some do not; keep only the files of one run".into())
         }
         [false, true] => Ok(("bf16_", files)),
         [true, false] => Ok(("", files)),
         [false, false] => Err(
-            "it has no file that ends in _optim_states.pt; checkpoints of ZeRO stages 1, 2 and 3 can be read, saved \
-             with their optimizer states; of stage 0 they cannot"
+            "it has no file that ends in _optim_states.pt; only checkpoints of ZeRO stages 1, 2 and 3 that were saved \
+             with optimizer states can be read"
                 .into(),
         ),
     }
@@ -127,11 +130,11 @@ fn parse(name: &str) -> Result<(&'static str, usize), PickleProblem> {
     match numbers() {
         Some((rank, 0)) => Ok((prefix, rank)),
         Some(_) => {
-            Err(format!("{name} is of a model that was split (tensor or pipeline parallel), which cannot be read"))
+            Err(format!("{name} is for a model that was split (tensor or pipeline parallelism), which cannot be read"))
         }
         None => Err(format!(
-            "{name} is not a name that DeepSpeed gives at ZeRO stages 1 to 3 ([bf16_]zero_pp_rank_R_mp_rank_00\
-             {OPTIM_SUFFIX}); checkpoints of experts (MoE) cannot be read"
+            "{name} is not a name that DeepSpeed uses at ZeRO stages 1 to 3 \
+             ([bf16_]zero_pp_rank_R_mp_rank_00{OPTIM_SUFFIX}); checkpoints of experts (MoE) cannot be read"
         )),
     }
 }
@@ -143,7 +146,7 @@ pub(super) fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
         |source| Error::Io { action: "read", path, source }
     };
     if !std::fs::metadata(dir).map_err(io(dir))?.is_dir() {
-        let problem = "it is a file; give the folder that save_checkpoint was given".to_owned();
+        let problem = "it is a file; give the folder that was passed to save_checkpoint".to_owned();
         return Err(wrong(dir, problem));
     }
     let latest = dir.join("latest");
@@ -161,7 +164,7 @@ pub(super) fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
     };
     let mut components = Path::new(&tag).components();
     if !matches!((components.next(), components.next()), (Some(Component::Normal(_)), None)) {
-        return Err(wrong(named_by, format!("{tag:?} is not a tag: it must be the name of a folder beside `latest`")));
+        return Err(wrong(named_by, format!("{tag:?} is not a tag: it must be the name of a folder next to `latest`")));
     }
     let folder = dir.join(&tag);
     match folder.is_dir() {
@@ -183,8 +186,8 @@ fn tag_itself(dir: &Path, latest: &Path) -> Result<PathBuf> {
         None => Err(wrong(
             latest,
             format!(
-                "this file is missing, which names the tag; folders here: {}; give the tag, or the folder that \
-                 save_checkpoint was given",
+                "this file, which names the tag, is missing; folders here: {}; give the tag, or the folder that was \
+                 passed to save_checkpoint",
                 tags(dir)
             ),
         )),

@@ -295,7 +295,7 @@ fn what_cannot_be_read_is_told() {
             |m| m.push((text("frozen_param_shapes"), dict([("h.w", Int(0))]))),
             "1 parameter is frozen (frozen_param_shapes.h.w)",
         ),
-        (|m| m[1].1 = Int(4), "dp_world_size is 4, but the optimizer files are of 2"),
+        (|m| m[1].1 = Int(4), "dp_world_size is 4, but the optimizer files are for 2"),
         (|m| drop(m.remove(0)), "param_shapes is missing"),
     ];
     for stage in [2, 3] {
@@ -306,8 +306,8 @@ fn what_cannot_be_read_is_told() {
         }
         for (shapes, expected) in [
             (&larger, "but param_shapes need"),
-            (&negative, "param_shapes.0.w.0.0 is the number -1, where a count is needed"),
-            (&endless, "param_shapes.0.w has no possible shape"),
+            (&negative, "param_shapes.0.w.0.0 is the number -1, but a count is needed"),
+            (&endless, "param_shapes.0.w has an impossible shape"),
         ] {
             let text = problem(small(stage).open_with(|m| m[0].1 = shapes.clone()).1);
             assert!(text.contains(expected), "{text}");
@@ -336,7 +336,7 @@ fn before_the_first_step_there_are_masters_alone() {
     assert_eq!((checkpoint.optimizer_step(), checkpoint.has(DeepSpeedState::ExpAvg)), (None, false));
     assert_eq!(checkpoint.read(DeepSpeedState::Master, 1).unwrap(), values(DeepSpeedState::Master, 0, 1, &[5]));
     let text = checkpoint.read(DeepSpeedState::ExpAvg, 1).unwrap_err().to_string();
-    assert!(text.contains("holds no exp_avg of group 0, but nothing"), "{text}");
+    assert!(text.contains("has no exp_avg for group 0 (its states: none)"), "{text}");
 }
 
 // ---- buffers -----------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ fn buffers_of_every_type_are_read_and_imported_and_parameters_in_module_are_not(
             assert_eq!((&saved.shape, saved.dtype, &saved.bytes), (&shape, dtype, &bytes), "{name}");
         }
         let text = checkpoint.read_buffer(99).unwrap_err().to_string();
-        assert!(text.contains("buffer 99 was asked for; it has 11"), "{text}");
+        assert!(text.contains("buffer 99 was requested, but it has 11"), "{text}");
     }
 }
 
@@ -418,7 +418,7 @@ fn a_buffer_that_cannot_be_read_is_told_by_name_and_the_others_are_imported() {
     let checkpoint = checkpoint.unwrap();
     let [freqs, odd] = checkpoint.unread_buffers() else { panic!("{:?}", checkpoint.unread_buffers()) };
     assert!(freqs.starts_with("module.freqs_cis.0.1 is a tensor of torch.ComplexFloatStorage"), "{freqs}");
-    assert!(odd.starts_with("module.odd is the number 4, where a tensor is needed"), "{odd}");
+    assert!(odd.starts_with("module.odd is the number 4, but a tensor is needed"), "{odd}");
     import(&checkpoint, folder.path().join("out"), "taken", |_, _| {}).unwrap();
     let imported = Checkpoint::open(folder.path().join("out"), None).unwrap().unwrap();
     assert_eq!(imported.buffers().len(), all_types().len());
@@ -445,7 +445,7 @@ fn a_damaged_buffer_is_an_error_that_names_the_file() {
         model.push((text("buffer_names"), List(names.iter().map(|name| text(name)).collect())));
     });
     let problem = checkpoint.unwrap_err().to_string();
-    assert!(problem.contains("have 20200 bytes, and all that is stored has 200"), "{problem}");
+    assert!(problem.contains("have 20200 bytes, but all stored data has 200"), "{problem}");
     // Bytes that do not match their checksum.
     let (folder, checkpoint) = with_buffers(2, &[]);
     drop(checkpoint);

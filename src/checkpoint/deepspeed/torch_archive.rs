@@ -61,7 +61,7 @@ impl TorchArchive {
                 return Err(format!("{name} is compressed or encrypted, which torch.save never does"));
             }
             if start.checked_add(length).is_none_or(|end| end > file_length) {
-                return Err(format!("{name} of {length} bytes reaches beyond the end of the file"));
+                return Err(format!("{name} of {length} bytes extends beyond the end of the file"));
             }
             storages.insert(key.to_owned(), StorageSpan { start, length });
         }
@@ -189,7 +189,7 @@ fn check_byte_order(zip: &mut ZipArchive<BufReader<File>>, stem: &str) -> Result
 fn read_entry(zip: &mut ZipArchive<BufReader<File>>, name: &str, limit: u64) -> Result<Vec<u8>, PickleProblem> {
     let entry = zip.by_name(name).map_err(|e| format!("{name}: {e}"))?;
     if entry.size() > limit {
-        return Err(format!("{name} has {} bytes; up to {limit} are read", entry.size()));
+        return Err(format!("{name} has {} bytes; at most {limit} are read", entry.size()));
     }
     let mut bytes = vec![];
     // Asks for one byte more than the limit, so that the end, where the checksum is compared, is always reached.

@@ -41,7 +41,7 @@ pub(crate) fn check(url: &str) -> Result<()> {
 /// Runs a future on this thread, which must not belong to another runtime.
 pub(super) fn block_on<T>(url: &str, work: impl AsyncFnOnce() -> Result<T>) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|e| wrong(url, format!("no runtime for it can be made: {e}")))?;
+    let runtime = runtime.map_err(|e| wrong(url, format!("cannot create a runtime for it: {e}")))?;
     runtime.block_on(work())
 }
 
@@ -85,13 +85,14 @@ impl ObjectBucket {
     /// # Errors
     /// [`CheckpointError::Store`] for an invalid address or wrong settings.
     pub fn open(url: &str) -> Result<Self> {
-        let form = || wrong(url, "it is no address of one; give s3://BUCKET/PREFIX, or file:///FOLDER".into());
-        let settings = |e: StoreError| wrong(url, format!("{e}; correct the variables AWS_... of the environment"));
+        let form = || wrong(url, "it is not an address of one; give s3://BUCKET/PREFIX, or file:///FOLDER".into());
+        let settings = |e: StoreError| wrong(url, format!("{e}; correct the environment variables AWS_..."));
         if let Some(folder) = url.strip_prefix("file://") {
             if !folder.starts_with('/') {
                 return Err(form());
             }
-            std::fs::create_dir_all(folder).map_err(|e| wrong(url, format!("{e}; give a folder that can be made")))?;
+            std::fs::create_dir_all(folder)
+                .map_err(|e| wrong(url, format!("{e}; give a folder that can be created")))?;
             let store = LocalFileSystem::new_with_prefix(folder).map_err(settings)?;
             return Ok(Self::new(Arc::new(store.with_fsync(true)), Key::default(), url));
         }
@@ -131,11 +132,11 @@ impl ObjectBucket {
 
     fn refused(&self, action: &str, names: &[&str], why: &StoreError) -> Error {
         let fix = match why {
-            StoreError::NotFound { .. } => "see that the bucket is there, or correct the address",
+            StoreError::NotFound { .. } => "check that the bucket exists, or correct the address",
             StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. } => {
-                "see that AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY may do that"
+                "check that AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY have that permission"
             }
-            _ => "see that the store can be reached (AWS_ENDPOINT_URL, AWS_REGION)",
+            _ => "check that the store is reachable (AWS_ENDPOINT_URL, AWS_REGION)",
         };
         self.failed(action, names, &format!("{why}; {fix}"))
     }
@@ -166,7 +167,7 @@ impl ObjectBucket {
             let mut done = 0;
             while done < bytes {
                 if stop.load(Ordering::Relaxed) {
-                    return Err(self.failed("was told not to write", names, &"another rank failed"));
+                    return Err(self.failed("stopped writing", names, &"another rank failed"));
                 }
                 let now = &mut buffer[..(bytes - done).min(part) as usize];
                 file.read_exact(now).map_err(read)?;
@@ -197,7 +198,7 @@ impl ObjectBucket {
         };
         let bytes = found.meta.size;
         if bytes > most {
-            return Err(self.failed("cannot read", names, &format!("it has {bytes} bytes, and {most} are read")));
+            return Err(self.failed("cannot read", names, &format!("it has {bytes} bytes, but only {most} are read")));
         }
         Ok(Some(found.bytes().await.map_err(refused)?.to_vec()))
     }
@@ -211,7 +212,7 @@ impl ObjectBucket {
             if part.is_empty() {
                 return Err(self.failed("cannot read", names, &format!("it ends after {at} of {bytes} bytes")));
             }
-            file.write_all_at(&part, at).map_err(|e| self.failed("cannot keep", names, &e))?;
+            file.write_all_at(&part, at).map_err(|e| self.failed("cannot save", names, &e))?;
             at += part.len() as u64;
             tell(at);
         }

@@ -75,7 +75,7 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
         check_tag(Path::new(bucket.url()), tag)?;
         return match missing(bucket, tag).await? {
             Ok(_) => Ok(Some(tag.to_owned())),
-            Err(problem) => Err(wrong(bucket.url(), format!("{tag} is not whole: {problem}; give another tag"))),
+            Err(problem) => Err(wrong(bucket.url(), format!("{tag} is incomplete: {problem}; give another tag"))),
         };
     }
     let latest =
@@ -100,7 +100,7 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
         None => Err(wrong(
             bucket.url(),
             format!(
-                "no checkpoint in it is whole ({}); to begin anew, give another address or remove them",
+                "no checkpoint in it is complete ({}); to start from scratch, give another address or remove them",
                 list(&notes)
             ),
         )),
@@ -108,7 +108,7 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
             if !notes.is_empty() {
                 let (url, notes) = (bucket.url(), list(&notes));
                 warn(&format!(
-                    "warning: checkpoints in {url} are not whole and are passed over ({notes}); {tag} is loaded"
+                    "warning: checkpoints in {url} are incomplete and are skipped ({notes}); {tag} is loaded"
                 ));
             }
             Ok(Some(tag))
@@ -134,7 +134,7 @@ async fn missing(bucket: &ObjectBucket, tag: &str) -> Result<std::result::Result
 /// no other job writes there.
 pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: bool) -> Result<FolderLock> {
     let manifest = bucket.manifest(tag).await?;
-    let manifest = manifest.ok_or_else(|| bucket.failed("cannot read", &[tag, MANIFEST], &"it is gone"))?;
+    let manifest = manifest.ok_or_else(|| bucket.failed("cannot read", &[tag, MANIFEST], &"it no longer exists"))?;
     let folder = dir.join(tag);
     let io = |action| move |source| Error::Io { action, path: dir.to_owned(), source };
     private_folder(dir).map_err(io("create"))?;
@@ -143,7 +143,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
         FolderLockOutcome::Busy(_) => {
             return Err(wrong(
                 bucket.url(),
-                format!("another job fetches into {} or loads from there; let it end", dir.display()),
+                format!("another job downloads to {} or loads from there; wait for it", dir.display()),
             ));
         }
     };
@@ -156,7 +156,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
     let total: u64 = objects(&manifest).map(|(_, bytes)| bytes).sum();
     let (mut said, mut before) = (Instant::now(), 0);
     if speaks {
-        say(&format!("checkpoint {tag}: {total} bytes come from {} into {}", bucket.url(), dir.display()));
+        say(&format!("checkpoint {tag}: {total} bytes are downloaded from {} to {}", bucket.url(), dir.display()));
     }
     let ranks = manifest.files.iter().map(|file| (&file.name, rank_object(file), file.bytes));
     let buffers = manifest.buffers.iter().map(|file| (&file.name, buffers_object(file), file.bytes));
@@ -166,7 +166,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
             let tell = |done: u64| {
                 if speaks && said.elapsed() >= TELL {
                     said = Instant::now();
-                    say(&format!("checkpoint {tag}: {} of {total} bytes have come", before + done));
+                    say(&format!("checkpoint {tag}: {} of {total} bytes are downloaded", before + done));
                 }
             };
             bucket.get_file(&[tag, &object], file.as_file(), bytes, tell).await?;

@@ -160,7 +160,7 @@ fn a_copy_that_was_cut_in_the_middle_is_not_taken_for_a_checkpoint() {
     drop(first);
     assert_eq!(store.choose(None).unwrap().as_deref(), Some("one"));
     let problem = store.choose(Some("two")).unwrap_err().to_string();
-    insta::assert_snapshot!(problem, @"the object store s3://bucket/runs/one cannot be used: two is not whole: it has no manifest.json; give another tag");
+    insta::assert_snapshot!(problem, @"the object store s3://bucket/runs/one cannot be used: two is incomplete: it has no manifest.json; give another tag");
     // An upload that stops in the middle of a file creates no object.
     let (stop, file) = (AtomicBool::new(false), two.join("rank_00001_of_00002.safetensors"));
     let bytes = file.metadata().unwrap().len();
@@ -169,7 +169,7 @@ fn a_copy_that_was_cut_in_the_middle_is_not_taken_for_a_checkpoint() {
         store.bucket().put_file(&["two", "half"], (&file, bytes), &stop, tell).await
     };
     let problem = run(URL, send).unwrap_err().to_string();
-    insta::assert_snapshot!(problem, @"the object store s3://bucket/runs/one cannot be used: was told not to write runs/one/two/half: another rank failed");
+    insta::assert_snapshot!(problem, @"the object store s3://bucket/runs/one cannot be used: stopped writing runs/one/two/half: another rank failed");
     assert_eq!(store.objects("two").len(), 1);
     // The next upload continues with the existing objects.
     store.send(&two);
@@ -187,7 +187,7 @@ fn a_copy_that_was_cut_in_the_middle_is_not_taken_for_a_checkpoint() {
     assert!(problem.contains(&format!("it lacks {lost}")), "{problem}");
     store.put(&["one", MANIFEST], b"{}");
     let problem = store.choose(None).unwrap_err().to_string();
-    assert!(problem.contains("no checkpoint in it is whole (two: it lacks "), "{problem}");
+    assert!(problem.contains("no checkpoint in it is complete (two: it lacks "), "{problem}");
     assert_eq!(store.get(&[LATEST]), b"two");
 }
 
@@ -227,7 +227,7 @@ fn addresses_are_told_from_folders_and_what_is_none_is_refused() {
     }
     for url in ["s3://", "s3:///a", "file://a", "gs://bucket/a", "bucket"] {
         let problem = super::check(url).unwrap_err().to_string();
-        let text = "it is no address of one; give s3://BUCKET/PREFIX, or file:///FOLDER";
+        let text = "it is not an address of one; give s3://BUCKET/PREFIX, or file:///FOLDER";
         assert_eq!(problem, format!("the object store {url} cannot be used: {text}"));
     }
 }

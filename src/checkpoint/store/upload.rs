@@ -45,7 +45,7 @@ impl CheckpointUpload {
     /// Fails if the address is invalid or a thread cannot be created.
     pub fn start(sending: UploadRequest) -> Result<Option<Self>> {
         let (bucket, url) = (ObjectBucket::open(&sending.url)?, sending.url.clone());
-        Self::to(bucket, sending).map(Some).map_err(|e| wrong(&url, format!("no thread for it can be made: {e}")))
+        Self::to(bucket, sending).map(Some).map_err(|e| wrong(&url, format!("cannot start a thread for it: {e}")))
     }
 
     pub(super) fn to(bucket: ObjectBucket, sending: UploadRequest) -> std::io::Result<Self> {
@@ -72,7 +72,7 @@ impl CheckpointUpload {
         let sent = self.sent.recv().unwrap_or(Ok(()));
         agree(comm, sent, elsewhere())?;
         let joined = self.thread.take().map_or(Ok(Ok(())), JoinHandle::join);
-        let done = joined.unwrap_or_else(|_| Err(wrong(&self.url, "the thread that sends to it panicked".into())));
+        let done = joined.unwrap_or_else(|_| Err(wrong(&self.url, "the thread that uploads to it panicked".into())));
         agree(comm, done, elsewhere())
     }
 }
@@ -117,14 +117,14 @@ impl UploadWorker {
         }
         if *rank == 0 {
             let (tag, url, sum) = (&manifest.tag, self.bucket.url(), objects(&manifest).map(|o| o.1).sum::<u64>());
-            say(&format!("checkpoint {tag}: {sum} bytes go to {url}"));
+            say(&format!("checkpoint {tag}: {sum} bytes are uploaded to {url}"));
         }
         let mut said = Instant::now();
         for (name, object, bytes) in files.iter().filter(|(_, object, bytes)| there.get(object) != Some(bytes)) {
             let tell = |done: u64| {
                 if *rank == 0 && said.elapsed() >= TELL {
                     said = Instant::now();
-                    say(&format!("checkpoint {}: {done} of {bytes} bytes of {name} are sent", manifest.tag));
+                    say(&format!("checkpoint {}: {done} of {bytes} bytes of {name} are uploaded", manifest.tag));
                 }
             };
             self.bucket.put_file(&[&manifest.tag, object], (&folder.join(name), *bytes), &self.stop, tell).await?;
@@ -153,7 +153,7 @@ impl UploadWorker {
             self.bucket.remove(&[tag, object]).await;
         }
         let (url, seconds) = (self.bucket.url(), self.start.elapsed().as_secs_f64());
-        say(&format!("checkpoint {tag} is whole in {url}, after {seconds:.1} s"));
+        say(&format!("checkpoint {tag} is complete in {url}, after {seconds:.1} s"));
         Ok(())
     }
 }

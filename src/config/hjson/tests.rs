@@ -157,7 +157,7 @@ fn a_syntax_error_says_where_and_what_was_expected() {
 fn depth_and_size_have_limits() {
     let deep = |n: usize| "[".repeat(n) + &"]".repeat(n);
     assert!(read(deep(MAX_DEPTH).as_bytes()).is_ok());
-    insta::assert_snapshot!(refusal(&deep(MAX_DEPTH + 1)), @"line 1, column 65: expected at most 64 objects and lists in one another, found `[`");
+    insta::assert_snapshot!(refusal(&deep(MAX_DEPTH + 1)), @"line 1, column 65: expected at most 64 nested objects and lists, found `[`");
     let long = vec![b' '; MAX_BYTES + 1];
     assert!(matches!(read(&long), Err(HjsonError::Syntax { .. })));
 }

@@ -23,42 +23,42 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
 ];
 
 const OPTIMIZER: &[super::ConfigKey] = keys! {
-    "type": Str, "-", H, "Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, or bitsandbytes' Adam8bit, AdamW8bit or Lion8bit, in any letter case. Other names of DeepSpeed and PyTorch are refused.";
-    "params": Object, "{}", H, "Its parameters.";
-    "legacy_fusion": Bool, "false", none("it is a matter of CUDA kernels"), "Older fused wrapper.";
+    "type": Str, "-", H, "Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, or bitsandbytes' Adam8bit, AdamW8bit or Lion8bit, case-insensitive. Other names of DeepSpeed and PyTorch are refused.";
+    "params": Object, "{}", H, "The parameters of this type.";
+    "legacy_fusion": Bool, "false", none("it concerns CUDA kernels"), "Older fused wrapper.";
 };
 
-const PYTORCH: &str = "it is a matter of PyTorch's kernels";
+const PYTORCH: &str = "it concerns PyTorch's kernels";
 
 const ADAM: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
-    "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
+    "betas": Betas, "[0.9,0.999]", H, "Decay rates of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay.";
     "bias_correction": Bool, "true", H, "Divide the moments by 1 - beta^t.";
-    "adam_w_mode": Bool, "true", H, "Decoupled decay; false with Adam: added to the gradient. AdamW is always decoupled.";
-    "torch_adam": Bool, "false", H, "PyTorch's Adam: the same arithmetic; with decoupled decay the default weight_decay is 0.01.";
-    "amsgrad": Bool, "false", refuse("DeepSpeed's Adam refuses it too"), "The largest second moment.";
-    "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here; bf16.bf16_optimizer_states keeps them in bf16, and Adam8bit and its like in eight bits"), "Moments in f32.";
+    "adam_w_mode": Bool, "true", H, "Decoupled weight decay; false with Adam: added to the gradient. AdamW always decouples it.";
+    "torch_adam": Bool, "false", H, "PyTorch's Adam: the same arithmetic; with decoupled weight decay, the default weight_decay is 0.01.";
+    "amsgrad": Bool, "false", refuse("DeepSpeed's Adam refuses it too"), "Use the largest second moment so far.";
+    "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here; bf16.bf16_optimizer_states stores them in bf16, and Adam8bit and similar optimizers in eight bits"), "Moments in f32.";
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
-    "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
 };
 
 const SGD: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
-    "momentum": NOT_NEGATIVE, "0.0", H, "Momentum; 0 keeps no buffer.";
-    "dampening": FLOAT, "0.0", H, "The gradient enters the momentum times 1 - dampening.";
+    "momentum": NOT_NEGATIVE, "0.0", H, "Momentum; 0: no buffer.";
+    "dampening": FLOAT, "0.0", H, "The gradient enters the momentum with the factor 1 - dampening.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Added to the gradient.";
     "nesterov": Bool, "false", H, "Nesterov momentum; needs momentum > 0 and dampening 0.";
     "maximize": Bool, "false", refuse("the loss is always minimized"), "Maximize the loss.";
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
-    "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
-    "differentiable": Bool, "false", refuse("the step has no gradient"), "PyTorch: differentiate the step.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
+    "differentiable": Bool, "false", refuse("the step is not differentiable"), "PyTorch: make the step differentiable.";
 };
 
 const LION: &[super::ConfigKey] = keys! {
-    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate: every weight moves by it.";
-    "betas": Betas, "[0.9,0.999]", H, "Share of the momentum in the direction, and decay of the momentum, each at least 0 and below 1.";
+    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate: every weight changes by this much.";
+    "betas": Betas, "[0.9,0.999]", H, "Weight of the momentum in the direction, and decay rate of the momentum, each at least 0 and below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
 };
 
@@ -66,96 +66,96 @@ const ADAGRAD: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.01", H, "Learning rate.";
     "eps": NOT_NEGATIVE, "1e-10", H, "Added to the root of the sum of squares.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Added to the gradient.";
-    "lr_decay": NOT_NEGATIVE, "0.0", refuse("the scheduler section changes the learning rate"), "PyTorch: the learning rate falls with the steps.";
-    "initial_accumulator_value": NOT_NEGATIVE, "0.0", refuse("states start with zeros"), "PyTorch: where the sum of squares starts.";
-    "amsgrad": Bool, "false", refuse("there is none in Adagrad"), "The largest second moment.";
+    "lr_decay": NOT_NEGATIVE, "0.0", refuse("the scheduler section changes the learning rate"), "PyTorch: decay of the learning rate with the steps.";
+    "initial_accumulator_value": NOT_NEGATIVE, "0.0", refuse("states start at zero"), "PyTorch: initial value of the sum of squares.";
+    "amsgrad": Bool, "false", refuse("Adagrad has no such variant"), "Use the largest second moment so far.";
     "maximize": Bool, "false", refuse("the loss is always minimized"), "Maximize the loss.";
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
-    "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
-    "differentiable": Bool, "false", refuse("the step has no gradient"), "PyTorch: differentiate the step.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
+    "differentiable": Bool, "false", refuse("the step is not differentiable"), "PyTorch: make the step differentiable.";
 };
 
 const LAMB: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate, multiplied by each parameter's trust ratio.";
-    "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
+    "betas": Betas, "[0.9,0.999]", H, "Decay rates of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
-    "eps_inside_sqrt": Bool, "false", H, "Add eps to the second moment rather than to its root.";
-    "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay, part of the update whose norm enters the trust ratio.";
-    "bias_correction": Bool, "true", H, "Divide the moments by 1 - beta^t, outside of the trust ratio.";
-    "max_coeff": NOT_NEGATIVE, "10.0", H, "Largest trust ratio: norm of a parameter over norm of its update.";
+    "eps_inside_sqrt": Bool, "false", H, "Add eps to the second moment instead of its root.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay; it is part of the update whose norm enters the trust ratio.";
+    "bias_correction": Bool, "true", H, "Divide the moments by 1 - beta^t, outside the trust ratio.";
+    "max_coeff": NOT_NEGATIVE, "10.0", H, "Largest trust ratio (norm of a parameter divided by the norm of its update).";
     "min_coeff": NOT_NEGATIVE, "0.01", H, "Smallest trust ratio; at most max_coeff.";
-    "amsgrad": Bool, "false", refuse("DeepSpeed's Lamb refuses it too"), "The largest second moment.";
+    "amsgrad": Bool, "false", refuse("DeepSpeed's Lamb refuses it too"), "Use the largest second moment so far.";
 };
 
 const MUON: &[super::ConfigKey] = keys! {
-    "lr": NOT_NEGATIVE, "null", H, "Learning rate of both halves, where muon_lr or adam_lr does not say otherwise.";
-    "muon_lr": NOT_NEGATIVE, "null", H, "Learning rate of matrices; null: lr, without it 0.02. Embeddings and the output projection (embed or lm_head in the name) are not trained as matrices.";
-    "adam_lr": NOT_NEGATIVE, "null", H, "Learning rate of all other parameters, which AdamW trains; null: lr, without it 0.0003.";
-    "momentum": SHARE, "0.95", H, "Momentum of matrices, in a Nesterov blend; below 1.";
+    "lr": NOT_NEGATIVE, "null", H, "Learning rate of both halves unless muon_lr or adam_lr is set.";
+    "muon_lr": NOT_NEGATIVE, "null", H, "Learning rate of matrices; null: lr, or 0.02 without it. Embeddings and the output projection (embed or lm_head in the name) are not trained as matrices.";
+    "adam_lr": NOT_NEGATIVE, "null", H, "Learning rate of all other parameters, which AdamW trains; null: lr, or 0.0003 without it.";
+    "momentum": SHARE, "0.95", H, "Nesterov momentum of matrices; below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay of both halves.";
-    "ns_method": ConfigValueKind::OneOf(&["gram", "standard"]), "\"gram\"", H, "How matrices are orthogonalized: Newton-Schulz on the Gram matrix in f32, or standard, as it stands in bf16.";
-    "betas": Betas, "[0.9,0.95]", H, "AdamW: decays of the two moments, each at least 0 and below 1.";
+    "ns_method": ConfigValueKind::OneOf(&["gram", "standard"]), "\"gram\"", H, "How matrices are orthogonalized: gram is Newton-Schulz on the Gram matrix in f32, standard is Newton-Schulz on the matrix itself in bf16.";
+    "betas": Betas, "[0.9,0.95]", H, "AdamW: decay rates of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-10", H, "AdamW: added to the root of the second moment.";
-    "adam_w_mode": Bool, "true", H, "AdamW: decoupled decay; false: added to the gradient.";
+    "adam_w_mode": Bool, "true", H, "AdamW: decoupled weight decay; false: added to the gradient.";
     "torch_adam": Bool, "false", H, "PyTorch's Adam for AdamW: the same arithmetic.";
-    "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here; bf16.bf16_optimizer_states keeps them in bf16, and Adam8bit and its like in eight bits"), "Moments in f32.";
-    "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
-    "per_head_muon": Bool, "false", refuse("matrices are orthogonalized whole"), "Orthogonalize each attention head by itself.";
+    "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here; bf16.bf16_optimizer_states stores them in bf16, and Adam8bit and similar optimizers in eight bits"), "Moments in f32.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
+    "per_head_muon": Bool, "false", refuse("complete matrices are orthogonalized"), "Orthogonalize each attention head separately.";
 };
 
 const ADAM_8BIT: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
-    "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
+    "betas": Betas, "[0.9,0.999]", H, "Decay rates of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
-    "amsgrad": Bool, "false", refuse("bitsandbytes refuses it too"), "The largest second moment.";
-    "min_8bit_size": COUNT, "4096", H, "Parameters of fewer elements keep f32 moments.";
-    "block_wise": Bool, "true", refuse("moments of eight bits have a scale for each block of 256"), "A scale for each block of 256 elements.";
-    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of the last norms; 100: do not.";
-    "optim_bits": INT, "32", none("the name says it: 8"), "Bits of the moments.";
-    "args": Any, "null", none("these keys are all that there are"), "bitsandbytes: an object with the same settings.";
-    "is_paged": Bool, "false", none("offload_optimizer says where moments are"), "bitsandbytes: moments in paged memory.";
+    "amsgrad": Bool, "false", refuse("bitsandbytes refuses it too"), "Use the largest second moment so far.";
+    "min_8bit_size": COUNT, "4096", H, "Parameters with fewer elements have f32 moments.";
+    "block_wise": Bool, "true", refuse("eight-bit moments have a scale for each block of 256"), "A scale for each block of 256 elements.";
+    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of the last norms; 100: off.";
+    "optim_bits": INT, "32", none("the type implies 8 bits"), "Bits of the moments.";
+    "args": Any, "null", none("there are no other settings"), "bitsandbytes: an object with the same settings.";
+    "is_paged": Bool, "false", none("offload_optimizer determines the location of moments"), "bitsandbytes: moments in paged memory.";
 };
 
 const ADAMW_8BIT: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
-    "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
+    "betas": Betas, "[0.9,0.999]", H, "Decay rates of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
     "weight_decay": NOT_NEGATIVE, "0.01", H, "Decoupled weight decay.";
-    "amsgrad": Bool, "false", refuse("bitsandbytes refuses it too"), "The largest second moment.";
-    "min_8bit_size": COUNT, "4096", H, "Parameters of fewer elements keep f32 moments.";
-    "block_wise": Bool, "true", refuse("moments of eight bits have a scale for each block of 256"), "A scale for each block of 256 elements.";
-    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of the last norms; 100: do not.";
-    "optim_bits": INT, "32", none("the name says it: 8"), "Bits of the moments.";
-    "args": Any, "null", none("these keys are all that there are"), "bitsandbytes: an object with the same settings.";
-    "is_paged": Bool, "false", none("offload_optimizer says where moments are"), "bitsandbytes: moments in paged memory.";
+    "amsgrad": Bool, "false", refuse("bitsandbytes refuses it too"), "Use the largest second moment so far.";
+    "min_8bit_size": COUNT, "4096", H, "Parameters with fewer elements have f32 moments.";
+    "block_wise": Bool, "true", refuse("eight-bit moments have a scale for each block of 256"), "A scale for each block of 256 elements.";
+    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of the last norms; 100: off.";
+    "optim_bits": INT, "32", none("the type implies 8 bits"), "Bits of the moments.";
+    "args": Any, "null", none("there are no other settings"), "bitsandbytes: an object with the same settings.";
+    "is_paged": Bool, "false", none("offload_optimizer determines the location of moments"), "bitsandbytes: moments in paged memory.";
 };
 
 const LION_8BIT: &[super::ConfigKey] = keys! {
-    "lr": NOT_NEGATIVE, "0.0001", H, "Learning rate: every weight moves by it.";
-    "betas": Betas, "[0.9,0.99]", H, "Share of the momentum in the direction, and decay of the momentum, each at least 0 and below 1.";
+    "lr": NOT_NEGATIVE, "0.0001", H, "Learning rate: every weight changes by this much.";
+    "betas": Betas, "[0.9,0.99]", H, "Weight of the momentum in the direction, and decay rate of the momentum, each at least 0 and below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
-    "min_8bit_size": COUNT, "4096", H, "Parameters of fewer elements keep f32 moments.";
-    "block_wise": Bool, "true", refuse("moments of eight bits have a scale for each block of 256"), "A scale for each block of 256 elements.";
-    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of the last norms; 100: do not.";
-    "optim_bits": INT, "32", none("the name says it: 8"), "Bits of the moments.";
-    "args": Any, "null", none("these keys are all that there are"), "bitsandbytes: an object with the same settings.";
-    "is_paged": Bool, "false", none("offload_optimizer says where moments are"), "bitsandbytes: moments in paged memory.";
+    "min_8bit_size": COUNT, "4096", H, "Parameters with fewer elements have f32 moments.";
+    "block_wise": Bool, "true", refuse("eight-bit moments have a scale for each block of 256"), "A scale for each block of 256 elements.";
+    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of the last norms; 100: off.";
+    "optim_bits": INT, "32", none("the type implies 8 bits"), "Bits of the moments.";
+    "args": Any, "null", none("there are no other settings"), "bitsandbytes: an object with the same settings.";
+    "is_paged": Bool, "false", none("offload_optimizer determines the location of moments"), "bitsandbytes: moments in paged memory.";
 };
 
 const SCHEDULER: &[super::ConfigKey] = keys! {
-    "type": Str, "-", H, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, in exact letter case. PyTorch's schedules are refused.";
-    "params": Object, "{}", H, "Its parameters.";
+    "type": Str, "-", H, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, case-sensitive. PyTorch's schedules are refused.";
+    "params": Object, "{}", H, "The parameters of this type.";
 };
 
-const FROM_START: &str = "schedules start at the beginning";
+const FROM_START: &str = "schedules always start at step 0";
 
 const WARMUP_LR: &[super::ConfigKey] = keys! {
     "warmup_min_lr": RATE_PER_GROUP, "0.0", H, "Learning rate at the start.";
     "warmup_max_lr": RATE_PER_GROUP, "null", H, "Learning rate after the warm-up; null: the optimizer's.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
-    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is log, as in DeepSpeed, and noted.";
-    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
+    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is taken as log, as in DeepSpeed, and noted.";
+    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };
 
 const WARMUP_DECAY_LR: &[super::ConfigKey] = keys! {
@@ -163,39 +163,39 @@ const WARMUP_DECAY_LR: &[super::ConfigKey] = keys! {
     "warmup_min_lr": RATE_PER_GROUP, "0.0", H, "Learning rate at the start and at the end.";
     "warmup_max_lr": RATE_PER_GROUP, "0.001", H, "Learning rate after the warm-up.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
-    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is log, as in DeepSpeed, and noted.";
-    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
+    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is taken as log, as in DeepSpeed, and noted.";
+    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };
 
 const WARMUP_COSINE_LR: &[super::ConfigKey] = keys! {
-    "total_num_steps": POSITIVE, "-", H, "Required. Steps of the whole schedule.";
+    "total_num_steps": POSITIVE, "-", H, "Required. Number of steps of the complete schedule.";
     "warmup_min_ratio": NOT_NEGATIVE, "0.0", H, "Share of the optimizer's lr at the start.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
     "cos_min_ratio": NOT_NEGATIVE, "0.0001", H, "Share of the optimizer's lr at the end.";
-    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is log, as in DeepSpeed, and noted.";
-    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
+    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is taken as log, as in DeepSpeed, and noted.";
+    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };
 
 const ONE_CYCLE: &[super::ConfigKey] = keys! {
     "cycle_min_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at both ends of the cycle.";
-    "cycle_max_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at its top.";
+    "cycle_max_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at the peak of the cycle.";
     "decay_lr_rate": NOT_NEGATIVE, "0.0", H, "After the cycle, per decay_step_size: the learning rate is divided by 1 + this.";
-    "cycle_first_step_size": NOT_NEGATIVE, "2000.0", H, "Steps of the way up, above 0.";
-    "cycle_second_step_size": NOT_NEGATIVE, "null", H, "Steps of the way down; null: as many as up.";
-    "cycle_first_stair_count": COUNT, "0", H, "Stairs of the way up; 0: none.";
-    "cycle_second_stair_count": COUNT, "null", H, "Stairs of the way down; null: as many as up.";
-    "decay_step_size": NOT_NEGATIVE, "0.0", H, "Steps of the unit of the decay; 0: no decay.";
-    "cycle_momentum": Bool, "true", H, "beta1 goes down while the learning rate goes up, beta2 is 0.99. SGD keeps its momentum.";
-    "cycle_min_mom": SHARE, "0.8", H, "beta1 at the top of the cycle, and at the first step; below 1.";
+    "cycle_first_step_size": NOT_NEGATIVE, "2000.0", H, "Number of steps of the rise, above 0.";
+    "cycle_second_step_size": NOT_NEGATIVE, "null", H, "Number of steps of the fall; null: as many as of the rise.";
+    "cycle_first_stair_count": COUNT, "0", H, "Number of stairs of the rise; 0: none.";
+    "cycle_second_stair_count": COUNT, "null", H, "Number of stairs of the fall; null: as many as of the rise.";
+    "decay_step_size": NOT_NEGATIVE, "0.0", H, "Number of steps per unit of decay; 0: no decay.";
+    "cycle_momentum": Bool, "true", H, "beta1 falls while the learning rate rises; beta2 is 0.99. SGD keeps its momentum.";
+    "cycle_min_mom": SHARE, "0.8", H, "beta1 at the peak of the cycle and at the first step; below 1.";
     "cycle_max_mom": SHARE, "0.9", H, "beta1 at both ends of the cycle; below 1.";
-    "decay_mom_rate": FLOAT, "0.0", H, "After the cycle, per decay_step_size: beta1 is multiplied by 1 + this. Where it reaches 1, training stops with an error.";
-    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
+    "decay_mom_rate": FLOAT, "0.0", H, "After the cycle, per decay_step_size: beta1 is multiplied by 1 + this. If it reaches 1, training stops with an error.";
+    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };
 
 const LR_RANGE_TEST: &[super::ConfigKey] = keys! {
     "lr_range_test_min_lr": RATE_PER_GROUP, "0.001", H, "Learning rate at the start.";
-    "lr_range_test_step_size": POSITIVE, "2000", H, "Steps in which the learning rate grows by min_lr times step_rate.";
-    "lr_range_test_step_rate": NOT_NEGATIVE, "1.0", H, "How fast it grows.";
-    "lr_range_test_staircase": Bool, "false", H, "It grows in one jump after each lr_range_test_step_size steps.";
-    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
+    "lr_range_test_step_size": POSITIVE, "2000", H, "Number of steps in which the learning rate grows by min_lr times step_rate.";
+    "lr_range_test_step_rate": NOT_NEGATIVE, "1.0", H, "Growth rate of the learning rate.";
+    "lr_range_test_staircase": Bool, "false", H, "The learning rate grows in one jump after every lr_range_test_step_size steps.";
+    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };

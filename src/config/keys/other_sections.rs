@@ -2,7 +2,7 @@
 
 use super::shorthand::*;
 
-const OFF: &str = "is off; nothing like it is offered here";
+const OFF: &str = "is off, and this library does not support it";
 
 #[rustfmt::skip]
 pub(super) static SECTIONS: &[ConfigSection] = &[
@@ -16,18 +16,18 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("comms_logger", true, COMMS_LOGGER).switch("enabled"),
     ConfigSection::new("tensorboard", true, TENSORBOARD).switch("enabled"),
     ConfigSection::new("csv_monitor", true, CSV_MONITOR).switch("enabled"),
-    ConfigSection::new("wandb", true, WANDB).status(none("nothing is sent anywhere; `wandb sync` takes the event files of tensorboard")).switch("enabled").unchecked(),
-    ConfigSection::new("comet", true, COMET).status(none("nothing is sent anywhere; tensorboard and csv_monitor write the same values to files")).switch("enabled").unchecked(),
-    ConfigSection::new("autotuning", false, AUTOTUNING).status(none("a run takes settings as they are; `zerorun tune` goes by it"))
-        .when_off("accepted and has no effect here: a run takes settings as they are; `zerorun tune` goes by it").unchecked(),
-    ConfigSection::new("compile", true, COMPILE).status(none("Rust is compiled already"))
-        .when_off("accepted and has no effect here: Rust is compiled already").unchecked(),
+    ConfigSection::new("wandb", true, WANDB).status(none("nothing is sent; `wandb sync` accepts the event files of tensorboard")).switch("enabled").unchecked(),
+    ConfigSection::new("comet", true, COMET).status(none("nothing is sent; tensorboard and csv_monitor write the same values to files")).switch("enabled").unchecked(),
+    ConfigSection::new("autotuning", false, AUTOTUNING).status(none("a run does not search for settings; `zerorun tune` uses this section"))
+        .when_off("accepted and has no effect here: a run does not search for settings; `zerorun tune` uses this section").unchecked(),
+    ConfigSection::new("compile", true, COMPILE).status(none("Rust is already compiled"))
+        .when_off("accepted and has no effect here: Rust is already compiled").unchecked(),
     ConfigSection::new("pipeline", false, PIPELINE),
     ConfigSection::new("tensor_parallel", true, TENSOR_PARALLEL).when_off(OFF),
     ConfigSection::new("tensor_parallel.tensor_parallel", true, TP),
     ConfigSection::new("expert_parallel", false, EXPERT_PARALLEL)
-        .status(refuse("expert parallelism is not offered")).switch("enabled").when_off(OFF),
-    ConfigSection::new("hybrid_engine", true, HYBRID_ENGINE).status(none("the engine does not generate")).switch("enabled"),
+        .status(refuse("expert parallelism is not implemented")).switch("enabled").when_off(OFF),
+    ConfigSection::new("hybrid_engine", true, HYBRID_ENGINE).status(none("the engine does not generate text")).switch("enabled"),
     ConfigSection::new("weight_quantization", true, WEIGHT_QUANTIZATION).status(none("it concerns inference")).switch("enabled"),
     ConfigSection::new("data_efficiency", false, DATA_EFFICIENCY).when_off(OFF),
     ConfigSection::new("data_efficiency.data_sampling", false, DATA_SAMPLING),
@@ -37,24 +37,24 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("data_efficiency.data_routing.random_ltd", false, RANDOM_LTD),
 ];
 
-const ONE_WRITER: &str = "every rank writes one file, around the page cache where that is possible";
+const ONE_WRITER: &str = "every rank writes one file, bypassing the page cache if possible";
 
 const AIO: &[super::ConfigKey] = keys! {
-    "block_size": POSITIVE, "1048576", H, "Bytes per request, in whole pages of 4096; at most 16 MiB.";
-    "queue_depth": POSITIVE, "8", H, "Requests under way for each of intra_op_parallelism.";
-    "intra_op_parallelism": POSITIVE, "1", H, "Multiplies queue_depth; at most 64 requests are under way.";
+    "block_size": POSITIVE, "1048576", H, "Bytes per request, a multiple of the page size 4096; at most 16 MiB.";
+    "queue_depth": POSITIVE, "8", H, "Requests in flight per unit of intra_op_parallelism.";
+    "intra_op_parallelism": POSITIVE, "1", H, "Multiplies queue_depth; at most 64 requests are in flight.";
     "thread_count": POSITIVE, "-", none("DeepSpeed ignores it too; it reads intra_op_parallelism"), "Old key.";
-    "single_submit": Bool, "false", none("every request is a call of its own to the system"), "One request per submit call.";
-    "overlap_events": Bool, "true", none("threads take requests as they come, and never wait for one another"), "Submit and collect overlap.";
-    "use_gds": Bool, "false", none("the step of what is offloaded runs on the CPU, so files are read into host memory"), "GPUDirect storage.";
+    "single_submit": Bool, "false", none("every request is a separate system call"), "One request per submit call.";
+    "overlap_events": Bool, "true", none("threads take requests as they arrive and never wait for each other"), "Overlap submission and completion.";
+    "use_gds": Bool, "false", none("the step for offloaded states runs on the CPU, so files are read into host memory"), "GPUDirect storage.";
 };
 
 const CHECKPOINT: &[super::ConfigKey] = keys! {
-    "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "What happens when ranks save under different tags: all take rank 0's, silently or with a warning, or it is an error.";
+    "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "Action if ranks save under different tags: all use rank 0's tag, silently or with a warning, or it is an error.";
     "load_universal": Bool, "false", none("every checkpoint loads at any number of ranks"), "Load the universal layout.";
-    "use_node_local_storage": Bool, "false", H, "The ranks of each host save into a folder on that host's own disk, and what others need of it at loading goes between hosts.";
-    "upload_to": Str, "null", H, "Address of an object store, `s3://BUCKET/PREFIX` or `file:///FOLDER`, that gets each checkpoint once it is on disk, while training goes on. Needs feature s3. A key of this engine, not of DeepSpeed.";
-    "parallel_write": Object, "{}", S, "Division of the writing.";
+    "use_node_local_storage": Bool, "false", H, "The ranks of each host save to a folder on that host's local disk, and hosts exchange the data that they need on loading.";
+    "upload_to": Str, "null", H, "Address of an object store, `s3://BUCKET/PREFIX` or `file:///FOLDER`, to which each checkpoint is uploaded once it is on disk, while training continues. Needs feature s3. A key of this engine, not of DeepSpeed.";
+    "parallel_write": Object, "{}", S, "How writing is divided.";
     "checkpoint_serialization": Bool, "true", none("files are safetensors"), "PyTorch's zip format.";
     "writer": Object, "null", S, "Checkpoint writer.";
 };
@@ -66,21 +66,21 @@ const PARALLEL_WRITE: &[super::ConfigKey] = keys! {
 const WRITER: &[super::ConfigKey] = keys! {
     "type": OneOfAnyCase(&["mock", "python", "fast"]), "\"fast\"", none(ONE_WRITER), "Writer engine.";
     "decoupled": Bool, "false", H, "Training continues while a checkpoint is written: `Engine::save_checkpoint` saves in the background.";
-    "io_buffer_size": POSITIVE, "67108864", none("the size is fixed, two buffers of 33 MiB: files are written in large pieces either way"), "Bytes of the staging buffer.";
-    "io_buffer_double": Bool, "true", none("there are always two, so that one fills while the other is written"), "Two staging buffers.";
-    "show_statistics": Bool, "false", H, "Rank 0 prints for every checkpoint how many bytes all ranks wrote, and in what time.";
-    "data_parallel": OneOf(&["replica", "socket", "machine"]), "null", none("every rank writes its own share"), "Split the write over ranks.";
+    "io_buffer_size": POSITIVE, "67108864", none("the size is fixed at two buffers of 33 MiB: files are written in large pieces anyway"), "Bytes of the staging buffer.";
+    "io_buffer_double": Bool, "true", none("there are always two, so that one is filled while the other is written"), "Two staging buffers.";
+    "show_statistics": Bool, "false", H, "Rank 0 prints for every checkpoint how many bytes all ranks wrote and how long it took.";
+    "data_parallel": OneOf(&["replica", "socket", "machine"]), "null", none("every rank writes its own shard"), "Split writing over ranks.";
     "io_multiplier": POSITIVE, "1", none(ONE_WRITER), "Writers per unit.";
 };
 
 const FLOPS_PROFILER: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "false", H, "Count the operations of matrix products and attention in one step, by unit; also switches wall_clock_breakdown on.";
-    "recompute_fwd_factor": FLOAT, "0.0", none("recomputation is counted when it runs"), "Extra forward share from recomputation.";
-    "profile_step": COUNT, "1", H, "Optimizer steps before the one that is profiled.";
-    "module_depth": super::ConfigValueKind::Int(-1, i64::MAX), "-1", H, "Components of a unit's name that are distinguished; -1: all.";
-    "top_modules": COUNT, "1", H, "Rows of the ranking at each depth.";
+    "enabled": Bool, "false", H, "Count the operations of matrix products and attention in one step, per unit; also enables wall_clock_breakdown.";
+    "recompute_fwd_factor": FLOAT, "0.0", none("recomputation is counted when it runs"), "Extra share of forward operations due to recomputation.";
+    "profile_step": COUNT, "1", H, "Number of optimizer steps before the profiled one.";
+    "module_depth": super::ConfigValueKind::Int(-1, i64::MAX), "-1", H, "Number of components of a unit's name to distinguish; -1: all.";
+    "top_modules": COUNT, "1", H, "Number of rows in the ranking at each depth.";
     "detailed": Bool, "true", H, "A row for each module.";
-    "output_file": Str, "null", H, "File for the profile; null: it is printed.";
+    "output_file": Str, "null", H, "File for the profile; null: print it.";
 };
 
 const TIMERS: &[super::ConfigKey] = keys! {
@@ -88,28 +88,28 @@ const TIMERS: &[super::ConfigKey] = keys! {
 };
 
 const THROUGHPUT: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "true", H, "With steps_per_print, lines of samples per second: of the step, and on average from the third on.";
-    "synchronized": Bool, "true", none("the clock is read when the work is done"), "Synchronize the device before the clock is read.";
+    "enabled": Bool, "true", H, "With steps_per_print, print samples per second: of the step, and the average from the third step on.";
+    "synchronized": Bool, "true", none("the clock is read when the work is done"), "Synchronize the device before reading the clock.";
 };
 
 const COMMS_LOGGER: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "false", H, "Log collectives; true as soon as the section is there.";
+    "enabled": Bool, "false", H, "Log collectives; true if the section is present.";
     "prof_all": Bool, "true", H, "All operations.";
-    "prof_ops": Strings, "[]", H, "With prof_all false, only these operations.";
+    "prof_ops": Strings, "[]", H, "Only these operations, if prof_all is false.";
     "verbose": Bool, "false", H, "A line per operation.";
     "debug": Bool, "false", none("the caller is always the engine"), "Name the caller.";
 };
 
 const TENSORBOARD: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "Write event files, from rank 0.";
-    "output_path": Str, "\"\"", H, "Folder; empty: the current one.";
-    "job_name": Str, "\"DeepSpeedJobName\"", H, "Folder of the run in it.";
+    "output_path": Str, "\"\"", H, "Folder; empty: the current folder.";
+    "job_name": Str, "\"DeepSpeedJobName\"", H, "Subfolder for the run.";
 };
 
 const CSV_MONITOR: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "Write a CSV file per tag, from rank 0.";
-    "output_path": Str, "\"\"", H, "Folder; empty: the current one.";
-    "job_name": Str, "\"DeepSpeedJobName\"", H, "Folder of the run in it.";
+    "output_path": Str, "\"\"", H, "Folder; empty: the current folder.";
+    "job_name": Str, "\"DeepSpeedJobName\"", H, "Subfolder for the run.";
 };
 
 const WANDB: &[super::ConfigKey] = keys! {
@@ -127,39 +127,39 @@ const COMET: &[super::ConfigKey] = keys! {
     "api_key": Str, "null", S, "Key of the service.";
     "experiment_name": Str, "null", S, "Name of the run.";
     "experiment_key": Str, "null", S, "Key of the run.";
-    "online": Bool, "null", S, "Send at once.";
+    "online": Bool, "null", S, "Send immediately.";
     "mode": Str, "null", S, "Create or continue a run.";
 };
 
 const AUTOTUNING: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "false", S, "Has no effect: `zerorun tune` searches, a run does not.";
-    "fast": Bool, "false", H, "`zerorun tune`: stages, offload and micro batches only, no buckets.";
+    "enabled": Bool, "false", S, "Has no effect: only `zerorun tune` searches, a run does not.";
+    "fast": Bool, "false", H, "`zerorun tune`: search only stages, offload and micro batches, not buckets.";
     "results_dir": Str, "\"autotuning_results\"", H, "`zerorun tune`: folder of results.";
     "exps_dir": Str, "null", H, "`zerorun tune`: folder of the runs; null: `experiments` in the folder of results.";
     "overwrite": Bool, "true", none("finished runs are kept; remove the folder of results to start over"), "Overwrite results.";
     "start_profile_step": INT, "3", H, "`zerorun tune`: the first measured step, counted from 1.";
-    "end_profile_step": INT, "5", H, "`zerorun tune`: steps of each run.";
+    "end_profile_step": INT, "5", H, "`zerorun tune`: number of steps of each run.";
     "metric": OneOf(&["throughput", "latency", "flops"]), "\"throughput\"", H, "`zerorun tune`: the criterion; flops is taken as throughput.";
-    "metric_path": Str, "null", none("the measure comes from the script's --metrics"), "File of the metric.";
+    "metric_path": Str, "null", none("the metric comes from the script's --metrics"), "File of the metric.";
     "tuner_type": OneOf(&["gridsearch", "random", "model_based"]), "\"gridsearch\"", none("the search goes through all candidates in order"), "Order of the search.";
-    "tuner_early_stopping": INT, "null", H, "`zerorun tune`: runs without gain before the search ends; null or 0: it continues.";
-    "tuner_num_trials": INT, "50", H, "`zerorun tune`: runs at most; 0: 50.";
-    "arg_mappings": Any, "null", H, "`zerorun tune`: keys, by path, to flags of the script that are to have their values too.";
-    "model_info": Any, "null", none("the model is looked at itself"), "Facts of the model.";
-    "model_info_path": Str, "null", none("the model is looked at itself"), "File of facts.";
+    "tuner_early_stopping": INT, "null", H, "`zerorun tune`: number of runs without improvement before the search ends; null or 0: no early end.";
+    "tuner_num_trials": INT, "50", H, "`zerorun tune`: largest number of runs; 0: 50.";
+    "arg_mappings": Any, "null", H, "`zerorun tune`: map from key paths to flags of the script that also get their values.";
+    "model_info": Any, "null", none("the model itself is inspected"), "Facts about the model.";
+    "model_info_path": Str, "null", none("the model itself is inspected"), "File with facts about the model.";
     "mp_size": INT, "1", none("there is no model parallelism"), "Model-parallel ranks.";
-    "max_train_batch_size": INT, "null", H, "`zerorun tune`: most samples of a step; null or 0: no bound.";
-    "min_train_batch_size": INT, "1", H, "`zerorun tune`: least samples of a step.";
+    "max_train_batch_size": INT, "null", H, "`zerorun tune`: largest number of samples per step; null or 0: unlimited.";
+    "min_train_batch_size": INT, "1", H, "`zerorun tune`: smallest number of samples per step.";
     "max_train_micro_batch_size_per_gpu": INT, "1024", H, "`zerorun tune`: largest micro batch.";
-    "min_train_micro_batch_size_per_gpu": INT, "null", H, "`zerorun tune`: micro batch to start from; null or 0: the configuration's own.";
-    "num_tuning_micro_batch_sizes": INT, "3", H, "`zerorun tune`: micro batches tried, each twice the one before.";
+    "min_train_micro_batch_size_per_gpu": INT, "null", H, "`zerorun tune`: first micro batch; null or 0: the one of the configuration.";
+    "num_tuning_micro_batch_sizes": INT, "3", H, "`zerorun tune`: number of micro batches tried, each twice the previous one.";
 };
 
 const COMPILE: &[super::ConfigKey] = keys! {
     "deepcompile": Bool, "false", S, "DeepSpeed's compiler passes.";
-    "autoep_non_moe": Bool, "false", S, "Compile the parts that are no experts.";
+    "autoep_non_moe": Bool, "false", S, "Compile the parts that are not experts.";
     "free_activation": Bool, "false", S, "Free activations early.";
-    "free_activation_threshold": INT, "10485760", S, "Bytes from which on.";
+    "free_activation_threshold": INT, "10485760", S, "Smallest size in bytes.";
     "offload_activation": Bool, "false", S, "Move activations to the CPU.";
     "offload_activation_pin_memory": Bool, "true", S, "Page-locked memory.";
     "offload_opt_states": Bool, "false", S, "Move optimizer states.";
@@ -176,18 +176,18 @@ const COMPILE: &[super::ConfigKey] = keys! {
     "passes": Strings, "null", S, "z1, z3, autosp, autotp.";
 };
 
-const NO_PIPELINE: &str = "pipeline parallelism is not offered";
+const NO_PIPELINE: &str = "pipeline parallelism is not implemented";
 
 const PIPELINE: &[super::ConfigKey] = keys! {
     "stages": AutoOr(&POSITIVE), "\"auto\"", above1(NO_PIPELINE), "Pipeline stages.";
-    "partition": Str, "\"best\"", refuse(NO_PIPELINE), "How layers are spread.";
+    "partition": Str, "\"best\"", refuse(NO_PIPELINE), "Distribution of layers.";
     "seed_layers": Bool, "false", refuse(NO_PIPELINE), "A seed per layer.";
     "activation_checkpoint_interval": COUNT, "0", refuse(NO_PIPELINE), "Layers per checkpoint.";
     "pipe_partitioned": Bool, "true", refuse(NO_PIPELINE), "Split activations.";
     "grad_partitioned": Bool, "true", refuse(NO_PIPELINE), "Split gradients.";
 };
 
-const NO_TP: &str = "tensor parallelism is not offered: it would change how ranks share the batch";
+const NO_TP: &str = "tensor parallelism is not implemented: it would change how ranks share the batch";
 const ONLY_TP: &str = "there is no tensor parallelism";
 
 const TENSOR_PARALLEL: &[super::ConfigKey] = keys! {
@@ -206,7 +206,7 @@ const TENSOR_PARALLEL: &[super::ConfigKey] = keys! {
 
 const TP: &[super::ConfigKey] = keys! {
     "tp_size": COUNT, "1", above1(NO_TP), "Ranks that share one layer.";
-    "tp_grain_size": COUNT, "1", none(ONLY_TP), "Multiple of the split.";
+    "tp_grain_size": COUNT, "1", none(ONLY_TP), "Granularity of the split.";
     "mpu": Any, "null", none(ONLY_TP), "Python object.";
     "tp_group": Any, "null", none(ONLY_TP), "Python object.";
 };
@@ -222,14 +222,14 @@ const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
     "expert_pattern": Any, "null", S, "Names of experts.";
     "router_pattern": Any, "null", S, "Names of routers.";
     "use_grouped_mm": Bool, "true", S, "Grouped products.";
-    "disable_triton_grouped_mm": Bool, "false", S, "Not by Triton.";
+    "disable_triton_grouped_mm": Bool, "false", S, "Without Triton.";
     "route_norm": Any, "null", S, "Normalize routing weights.";
     "route_scale": FLOAT, "1.0", S, "Scale of routing weights.";
     "score_apply": Any, "\"auto\"", S, "Where scores enter.";
     "combine_impl": Any, "\"auto\"", S, "Kernel.";
     "row_weighting_impl": Any, "\"auto\"", S, "Kernel.";
     "gate_up_impl": Any, "\"separate\"", S, "Kernel.";
-    "comm_backend": OneOf(&["comm", "deepep"]), "\"comm\"", S, "Who exchanges tokens.";
+    "comm_backend": OneOf(&["comm", "deepep"]), "\"comm\"", S, "Library that exchanges tokens.";
     "comm_num_sm": INT, "12", S, "Processors for it.";
     "comm_qp_margin": INT, "4", S, "Queue margin.";
     "comm_max_tokens_per_rank": INT, "0", S, "Bound.";
@@ -245,14 +245,14 @@ const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
     "num_experts_attr": Any, "null", S, "Name of an attribute.";
     "top_k_attr": Any, "null", S, "Name of an attribute.";
     "has_shared_experts": Any, "null", S, "Shared experts.";
-    "shared_experts_pattern": Any, "null", S, "Names of them.";
+    "shared_experts_pattern": Any, "null", S, "Names of the shared experts.";
     "shared_experts_gate_pattern": Any, "null", S, "Names of their gates.";
     "expert_activation": Any, "null", S, "Activation.";
 };
 
 const HYBRID_ENGINE: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "false", S, "Generate inside training.";
-    "max_out_tokens": POSITIVE, "512", S, "Tokens at most.";
+    "enabled": Bool, "false", S, "Generate during training.";
+    "max_out_tokens": POSITIVE, "512", S, "Largest number of tokens.";
     "inference_tp_size": INT, "1", S, "Tensor parallelism of generation.";
     "release_inference_cache": Bool, "false", S, "Free the cache.";
     "pin_parameters": Bool, "true", S, "Page-locked memory.";
@@ -270,7 +270,7 @@ const WEIGHT_QUANTIZATION: &[super::ConfigKey] = keys! {
 };
 
 const DATA_EFFICIENCY: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "false", R, "Choose samples or tokens: it would change what is trained on.";
+    "enabled": Bool, "false", R, "Select samples or tokens: it would change the training data.";
     "seed": INT, "1234", R, "Seed of the sampling.";
     "data_sampling": Object, "{}", S, "Which samples.";
     "data_routing": Object, "{}", S, "Which tokens.";
@@ -278,7 +278,7 @@ const DATA_EFFICIENCY: &[super::ConfigKey] = keys! {
 
 const DATA_SAMPLING: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", R, "Choose samples.";
-    "num_epochs": INT, "1000", R, "Epochs at most.";
+    "num_epochs": INT, "1000", R, "Largest number of epochs.";
     "num_workers": INT, "0", R, "Loader processes.";
     "pin_memory": Bool, "false", R, "Page-locked memory.";
     "curriculum_learning": Object, "{}", S, "Easy samples first.";
@@ -294,7 +294,7 @@ const CURRICULUM_LEARNING: &[super::ConfigKey] = keys! {
 const DYNAMIC_BATCHING: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", R, "Batches by length.";
     "metrics_path": Str, "null", R, "File of lengths.";
-    "lr_scaling_method": OneOf(&["linear", "sqrt", "none"]), "\"linear\"", R, "How the learning rate follows.";
+    "lr_scaling_method": OneOf(&["linear", "sqrt", "none"]), "\"linear\"", R, "How the learning rate is adapted.";
     "min_batch_size": INT, "1", R, "Bound.";
     "max_batch_size": INT, "null", R, "Bound.";
     "sequence_picking_order": OneOf(&["dataloader", "random", "seqlen"]), "\"dataloader\"", R, "Order.";
@@ -316,7 +316,7 @@ const RANDOM_LTD: &[super::ConfigKey] = keys! {
     "model_mask_name": Any, "null", R, "Name of the mask.";
     "model_type": Any, "null", R, "Kind of model.";
     "hidden_state_order": Any, "null", R, "Order of dimensions.";
-    "random_ltd_schedule": Any, "null", R, "How many tokens when.";
+    "random_ltd_schedule": Any, "null", R, "Number of tokens over time.";
     "micro_batch_size": INT, "null", R, "Samples per forward.";
     "global_batch_size": INT, "null", R, "Samples per step.";
 };

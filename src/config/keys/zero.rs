@@ -11,102 +11,102 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("zero_optimization.zenflow", true, ZENFLOW),
 ];
 
-const GONE: &str = "DeepSpeed 0.19.8 refuses the whole file for it: remove it";
+const GONE: &str = "DeepSpeed 0.19.8 refuses the whole file because of it: remove it";
 
 const ZERO: &[super::ConfigKey] = keys! {
-    "stage": super::ConfigValueKind::Int(0, 3), "0", H, "0 nothing is sharded, 1 optimizer states, 2 and gradients, 3 and parameters.";
+    "stage": super::ConfigValueKind::Int(0, 3), "0", H, "0: nothing is sharded; 1: optimizer states; 2: also gradients; 3: also parameters.";
     "reduce_bucket_size": POSITIVE, "500000000", H, "Gradient elements reduced at a time.";
-    "allgather_bucket_size": COUNT, "500000000", H, "Weight elements gathered at a time; even at stage 1 and 2.";
-    "overlap_comm": Bool, "null", H, "Communicate while the model computes; null: true at stage 3 only.";
-    "contiguous_gradients": Bool, "true", none("buckets are always contiguous"), "Copy gradients to one buffer as they are made.";
-    "reduce_scatter": Bool, "true", H, "Reduce gradients to their owners; false: to all, who keep their part.";
-    "sub_group_size": COUNT, "1000000000", H, "Elements of a rank's share per optimizer sub-step.";
-    "stage3_prefetch_bucket_size" | "prefetch_bucket_size": COUNT, "50000000", H, "Elements gathered ahead; 0 switches it off.";
+    "allgather_bucket_size": COUNT, "500000000", H, "Weight elements gathered at a time; must be even at stages 1 and 2.";
+    "overlap_comm": Bool, "null", H, "Communicate while the model computes; null: only at stage 3.";
+    "contiguous_gradients": Bool, "true", none("buckets are always contiguous"), "Copy gradients to one buffer as they are produced.";
+    "reduce_scatter": Bool, "true", H, "Reduce gradients to their owners; false: to all ranks, each of which keeps its part.";
+    "sub_group_size": COUNT, "1000000000", H, "Elements of a rank's shard per optimizer sub-step.";
+    "stage3_prefetch_bucket_size" | "prefetch_bucket_size": COUNT, "50000000", H, "Elements gathered in advance; 0 disables prefetching.";
     "stage3_param_persistence_threshold" | "param_persistence_threshold": COUNT, "100000", H, "Parameters with fewer elements stay gathered.";
     "stage3_model_persistence_threshold" | "model_persistence_threshold": COUNT, "9223372036854775807", H, "Cap on the elements of all such parameters.";
-    "stage3_max_live_parameters" | "max_live_parameters": COUNT, "1000000000", H, "Gathered elements at once before prefetching stops.";
+    "stage3_max_live_parameters" | "max_live_parameters": COUNT, "1000000000", H, "Elements gathered at the same time before prefetching stops.";
     "stage3_max_reuse_distance" | "max_reuse_distance": COUNT, "1000000000", H, "A parameter used again within this many elements is not released.";
-    "stage3_allgather_sequential" | "allgather_sequential": Bool, "false", H, "Gather parameters one by one: a prefetch bucket of 1.";
-    "stage3_gather_16bit_weights_on_model_save" | "gather_16bit_weights_on_model_save": Bool, "false", none("Engine::save_16bit_model gathers whenever it is called"), "Whole 16-bit weights on save.";
+    "stage3_allgather_sequential" | "allgather_sequential": Bool, "false", H, "Gather parameters one at a time: a prefetch bucket of 1.";
+    "stage3_gather_16bit_weights_on_model_save" | "gather_16bit_weights_on_model_save": Bool, "false", none("Engine::save_16bit_model always gathers"), "Complete 16-bit weights on save.";
     "stage3_gather_fp16_weights_on_model_save" | "gather_fp16_weights_on_model_save": Bool, "-", moved("stage3_gather_16bit_weights_on_model_save"), "Old name.";
-    "stage3_module_granularity_threshold" | "module_granularity_threshold": INT, "0", none("the model says what a unit is"), "Treat fine modules as one.";
-    "stage3_use_all_reduce_for_fetch_params" | "use_all_reduce_for_fetch_params": Bool, "false", none("a gather moves half of what an all-reduce would; results are the same"), "Gather by all-reduce.";
-    "offload_param": Object, "null", H, "Where parameter shards live.";
-    "offload_optimizer": Object, "null", H, "Where optimizer states live.";
+    "stage3_module_granularity_threshold" | "module_granularity_threshold": INT, "0", none("the model defines its units"), "Treat fine-grained modules as one.";
+    "stage3_use_all_reduce_for_fetch_params" | "use_all_reduce_for_fetch_params": Bool, "false", none("a gather moves half the data of an all-reduce; results are the same"), "Gather by all-reduce.";
+    "offload_param": Object, "null", H, "Location of the parameter shards.";
+    "offload_optimizer": Object, "null", H, "Location of the optimizer states.";
     "cpu_offload": Bool, "-", moved("offload_optimizer.device"), "Old form of offload_optimizer.";
     "cpu_offload_param": Bool, "-", moved("offload_param.device"), "Old form of offload_param.";
     "cpu_offload_use_pin_memory": Bool, "-", none("DeepSpeed discards it too"), "Old key.";
-    "zenflow": Object, "null", refuse("asynchronous updates are not offered"), "Asynchronous optimizer updates.";
+    "zenflow": Object, "null", refuse("asynchronous updates are not implemented"), "Asynchronous optimizer updates.";
     "use_multi_rank_bucket_allreduce": Bool, "true", none("gradients are reduced to their owners; results are the same"), "One all-reduce per bucket.";
-    "allgather_partitions": Bool, "true", none("weights are always all-gathered; a broadcast from each owner would bring the same bits"), "All-gather updated weights, else broadcast them.";
-    "round_robin_gradients": Bool, "false", none("shares are equal parts already"), "Spread parameters over ranks by turn.";
-    "parameter_alignment": Bool, "false", none("shares are padded to equal parts only; results are the same"), "Pad each parameter to 16 bytes.";
-    "compute_grad_norm": Bool, "true", none("the norm comes with the search for infinite gradients, which every step needs; results are the same"), "False skips the norm; only with gradient_clipping 0 at stage 1 or 2.";
-    "ignore_unused_parameters": Bool, "false", H, "True: a parameter that no backward reaches has a gradient of zeros; gradients are then held until backward ends, at every stage. False: it is an error of the first optimizer step that names it (DeepSpeed's default is true).";
-    "load_from_fp32_weights": Bool, "true", H, "A load takes master weights as they were saved; false: rounded to the model's dtype.";
+    "allgather_partitions": Bool, "true", none("weights are always all-gathered; a broadcast from each owner would give the same bits"), "All-gather updated weights instead of broadcasting them.";
+    "round_robin_gradients": Bool, "false", none("shards are already equal parts"), "Spread parameters over ranks in round-robin order.";
+    "parameter_alignment": Bool, "false", none("shards are only padded to equal size; results are the same"), "Pad each parameter to 16 bytes.";
+    "compute_grad_norm": Bool, "true", none("the check for infinite gradients, which every step needs, also gives the norm; results are the same"), "False skips the norm; only with gradient_clipping 0 at stages 1 and 2.";
+    "ignore_unused_parameters": Bool, "false", H, "True: a parameter that no backward pass reaches has a gradient of zeros; gradients are then held until backward ends, at every stage. False: the first optimizer step fails with an error that names it (DeepSpeed's default is true).";
+    "load_from_fp32_weights": Bool, "true", H, "Load master weights as they were saved; false: rounded to the model's dtype.";
     "elastic_checkpoint": Bool, "false", none("every checkpoint loads at any number of ranks"), "Checkpoints that load at any world size.";
     "pipeline_loading_checkpoint": Bool, "false", none("each rank reads only what it owns; results are the same"), "Overlap the reading of checkpoint files.";
-    "zero_hpz_partition_size": COUNT, "1", H, "Stage 3 on several hosts: each group of so many ranks of one host keeps a second copy of the parameters that a forward has gathered, in parts, until weights change: backward and later micro batches gather from it inside of the host (ZeRO++ hpZ; same bits). It must divide the ranks of each host. On one host there is nothing nearer, and no copy is kept.";
-    "zero_quantized_weights": Bool, "false", H, "Gathers of stage 3 carry int8 with a scale per 128 elements (ZeRO++ qwZ); all ranks compute with what arrives, owners keep the exact weights.";
-    "zero_quantized_nontrainable_weights": Bool, "false", H, "Frozen matrices are held at rest and gathered in eight bits with a scale per 128 elements at stage 3; below it, where parameters stay whole, the model computes with the same values. EngineBuilder::quantized chooses NF4, or other parameters.";
-    "zero_quantized_gradients": Bool, "false", H, "Gradients travel as int4 with a scale per 128 elements (ZeRO++ qgZ), at every stage; they are summed in f32, and at stage 0 the sums travel exact.";
-    "compress_between_hosts_only": Bool, "false", H, "A key of this engine, not of DeepSpeed. True: zero_quantized_gradients, zero_quantized_weights and a communication_data_type of 16 bits apply between hosts alone. Inside of a host gradients travel and are summed as they are; what is coded is the sum of a host's ranks, once for each owner on another host, and weights where their gather crosses. The bits then depend on which ranks share a host; on one host they are those of a run that compresses nothing.";
-    "leaf_module": Object, "{}", S, "Units gathered as one with all units inside, for modules of which ranks run different parts.";
+    "zero_hpz_partition_size": COUNT, "1", H, "Stage 3 on several hosts: each group of this many ranks on one host keeps a second, sharded copy of the parameters that a forward pass has gathered until the weights change; backward and later micro batches gather from it within the host (ZeRO++ hpZ; same bits). It must divide the number of ranks on each host. On a single host no copy is kept, because it would not be nearer.";
+    "zero_quantized_weights": Bool, "false", H, "Gathers of stage 3 carry int8 with a scale per 128 elements (ZeRO++ qwZ); all ranks compute with the received values, owners keep the exact weights.";
+    "zero_quantized_nontrainable_weights": Bool, "false", H, "Frozen matrices are stored and gathered in eight bits with a scale per 128 elements at stage 3; at lower stages, where parameters are not sharded, the model computes with the same values. EngineBuilder::quantized selects NF4 or other parameters.";
+    "zero_quantized_gradients": Bool, "false", H, "Gradients are communicated as int4 with a scale per 128 elements (ZeRO++ qgZ) at every stage; they are summed in f32, and at stage 0 the sums are communicated exactly.";
+    "compress_between_hosts_only": Bool, "false", H, "A key of this engine, not of DeepSpeed. True: zero_quantized_gradients, zero_quantized_weights and a 16-bit communication_data_type apply only between hosts. Within a host, gradients are communicated and summed uncompressed; only the sum of a host's ranks, once for each owner on another host, and weights gathered from other hosts are compressed. The bits then depend on which ranks share a host; on one host they equal those of a run without compression.";
+    "leaf_module": Object, "{}", S, "Units gathered together with all units inside them, for modules of which ranks run different parts.";
     "enable_sanity_checks": Bool, "false", none("the calls of all ranks are always compared"), "Compare ranks at stage 3.";
-    "log_trace_cache_warnings": Bool, "false", H, "Rank 0 says after which step units had been used in another order than before (stage 3: nothing was gathered ahead then).";
-    "memory_efficient_linear": Bool, "true", none("it is a matter of PyTorch's modules"), "Replace the linear operator.";
-    "override_module_apply": Bool, "true", none("it is a matter of PyTorch's modules"), "Gather parameters inside apply.";
-    "save_muon_momentum_buffer_in_memory": Bool, "false", none("the momentum lies where offload_optimizer puts all optimizer states"), "Placement of Muon's momentum.";
+    "log_trace_cache_warnings": Bool, "false", H, "Rank 0 logs each step that used the units in a different order than before (stage 3: nothing was gathered in advance in that step).";
+    "memory_efficient_linear": Bool, "true", none("it concerns PyTorch's modules"), "Replace the linear operator.";
+    "override_module_apply": Bool, "true", none("it concerns PyTorch's modules"), "Gather parameters in apply.";
+    "save_muon_momentum_buffer_in_memory": Bool, "false", none("offload_optimizer determines the location of all optimizer states, including the momentum"), "Placement of Muon's momentum.";
     "legacy_stage1": Bool, "false", refuse("DeepSpeed refuses it too"), "Old stage 1.";
-    "mics_shard_size": INT, "-1", H, "Stage 3: everything is sharded among each group of so many neighbouring ranks, and every group has all of it: gathers stay inside of a group, and sums of gradients are brought to the other groups once (MiCS; DeepSpeed until 0.19.6; same bits in f32). It must divide the number of ranks, and on several hosts the ranks of each host, or be the number of all ranks. 0 or less: among all ranks.";
-    "mics_hierarchical_params_gather": Bool, "false", none("a group of mics_shard_size ranks lies on one host; results are the same"), "Gather inside of a host first (DeepSpeed until 0.19.6).";
-    "zeropp_loco_param": Any, "-", gone(GONE), "Error feedback of quantized gradients.";
+    "mics_shard_size": INT, "-1", H, "Stage 3: everything is sharded within each group of this many neighbouring ranks, and every group has a complete copy: gathers stay within a group, and sums of gradients are sent to the other groups once (MiCS; DeepSpeed until 0.19.6; same bits in f32). It must divide the number of ranks and, on several hosts, the number of ranks on each host, or be the number of all ranks. 0 or less: across all ranks.";
+    "mics_hierarchical_params_gather": Bool, "false", none("a group of mics_shard_size ranks is on one host; results are the same"), "Gather within a host first (DeepSpeed until 0.19.6).";
+    "zeropp_loco_param": Any, "-", gone(GONE), "Error feedback for quantized gradients.";
 };
 
 const DEVICE: super::ConfigValueKind = OneOf(&["none", "cpu", "nvme"]);
-const NOT_SPECULATIVE: &str = "no step is made before its gradients are checked; results are the same";
+const NOT_SPECULATIVE: &str = "no step is taken before its gradients are checked; results are the same";
 
 const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
-    "device": DEVICE, "\"none\"", H, "Where parameter shards live at stage 3: cpu is host memory, where they are without this section too unless a GPU computes the model; nvme a file of each rank.";
-    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home, `~/.cache/` also `$XDG_CACHE_HOME/` where that is set.";
-    "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements bound the reading ahead.";
-    "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs 1 or more of both.";
-    "max_in_cpu": COUNT, "1000000000", H, "With nvme: this many first elements of a rank's shards stay in memory.";
-    "pin_memory": Bool, "true", H, "Where a GPU computes the model: shards on the host pass to it through two page-locked windows of 4 MiB, beside its work; false: through ordinary memory, and the copies take longer.";
+    "device": DEVICE, "\"none\"", H, "Location of the parameter shards at stage 3: cpu is host memory, the default unless a GPU computes the model; nvme is one file per rank.";
+    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; required for nvme. A leading `~/` is the user's home folder, a leading `~/.cache/` is `$XDG_CACHE_HOME/` if that is set.";
+    "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements limit the read-ahead.";
+    "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs both to be 1 or more.";
+    "max_in_cpu": COUNT, "1000000000", H, "With nvme: the first elements of a rank's shards, up to this many, stay in memory.";
+    "pin_memory": Bool, "true", H, "If a GPU computes the model: shards on the host are copied to it through two page-locked windows of 4 MiB while it computes; false: through ordinary memory, which takes longer.";
 };
 
 const OFFLOAD_OPTIMIZER: &[super::ConfigKey] = keys! {
-    "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, where they are without this section too unless a GPU computes the model, and the step runs on the CPU; nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
-    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home, `~/.cache/` also `$XDG_CACHE_HOME/` where that is set.";
-    "buffer_count": COUNT, "4", H, "With nvme: all the buffers of a step have together at most the elements of this many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
-    "pin_memory": Bool, "true", H, "Where a GPU computes the model: gradients leave it while backward runs, and updated weights come back while the next are computed, through two page-locked windows of 4 MiB for each; false: through ordinary memory, and the copies take longer.";
-    "delayed_update": Bool, "-", H, "A key of this engine, not of DeepSpeed; false if absent. Where a GPU computes the model, from update `delayed_update_after` on: the update runs on the CPU while the GPU computes the next step, with weights that are one update old (ZeRO-Offload, section 5.2). Device cpu only.";
-    "delayed_update_after": COUNT, "-", H, "A key of this engine; 40 if absent. Updates before the first one that is delayed: weights change fast at the beginning.";
+    "device": DEVICE, "\"none\"", H, "Location of master weights, moments and gradient shards from stage 1 on: cpu is host memory, the default unless a GPU computes the model, and the step runs on the CPU; nvme is one file per kind and rank (DeepSpeed: only at stage 3).";
+    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; required for nvme. A leading `~/` is the user's home folder, a leading `~/.cache/` is `$XDG_CACHE_HOME/` if that is set.";
+    "buffer_count": COUNT, "4", H, "With nvme: the buffers of a step together hold at most this many times the elements of the largest sub-group, plus 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
+    "pin_memory": Bool, "true", H, "If a GPU computes the model: gradients are copied to the host during backward, and updated weights are copied back while the next ones are computed, each through two page-locked windows of 4 MiB; false: through ordinary memory, which takes longer.";
+    "delayed_update": Bool, "-", H, "A key of this engine, not of DeepSpeed; false if absent. If a GPU computes the model, from update `delayed_update_after` on: the update runs on the CPU while the GPU computes the next step with weights that are one update old (ZeRO-Offload, section 5.2). Only with device cpu.";
+    "delayed_update_after": COUNT, "-", H, "A key of this engine; 40 if absent. Number of updates before the first delayed one: weights change fast at the beginning.";
     "pipeline_read": Bool, "false", H, "With nvme: read the next window while the step computes.";
     "pipeline_write": Bool, "false", H, "With nvme: write the finished window while the step computes.";
-    "fast_init": Bool, "false", none("states begin as reserved file space: nothing is written at the start"), "Faster first creation of states.";
-    "ratio": SHARE, "1.0", H, "With nvme: share of the sub-groups that is offloaded, the first ones stay in memory (while the model is built, all master weights need space in the file); < 1 needs stage 3.";
+    "fast_init": Bool, "false", none("states start as reserved file space: nothing is written at the start"), "Faster initial creation of states.";
+    "ratio": SHARE, "1.0", H, "With nvme: share of the sub-groups that is offloaded; the first ones stay in memory (while the model is built, all master weights need space in the file); < 1 needs stage 3.";
     "super_offload": Bool, "false", none(NOT_SPECULATIVE), "Speculative step on the CPU.";
     "cpuadam_cores_perc": SHARE, "0.8", none(NOT_SPECULATIVE), "Share of the cores for super_offload.";
 };
 
-const CLASSES: &str = "a unit of Rust has no class path: name it by names or name_suffixes, or mark it with Unit::leaf";
+const CLASSES: &str = "a unit in Rust has no class path: use names or name_suffixes, or mark it with Unit::leaf";
 
 const LEAF_MODULE: &[super::ConfigKey] = keys! {
-    "classes": StringsOrOne, "[\"transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock\",\"transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock\",\"transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock\"]", none(CLASSES), "Class paths of modules gathered as one.";
-    "names": StringsOrOne, "[]", H, "Names of units: the prefix of the VarBuilder that each was built from. What names none is said once.";
-    "name_suffixes": StringsOrOne, "[]", H, "Endings of such names.";
+    "classes": StringsOrOne, "[\"transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock\",\"transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock\",\"transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock\"]", none(CLASSES), "Class paths of modules gathered as a whole.";
+    "names": StringsOrOne, "[]", H, "Names of units: the prefix of the VarBuilder from which each was built. A name without a unit is reported once.";
+    "name_suffixes": StringsOrOne, "[]", H, "Suffixes of such names.";
 };
 
 const ZENFLOW: &[super::ConfigKey] = keys! {
     "topk_ratio": SHARE, "0.1", R, "Share of gradients updated at once.";
-    "select_strategy": OneOf(&["auto", "step", "epoch"]), "\"auto\"", R, "When the share is chosen.";
+    "select_strategy": OneOf(&["auto", "step", "epoch"]), "\"auto\"", R, "When the share is selected.";
     "select_interval": AutoOr(&INT), "\"auto\"", R, "How often.";
     "update_interval": AutoOr(&POSITIVE), "\"auto\"", R, "How often the rest is updated.";
     "overlap_step": Bool, "false", R, "Step while the model computes.";
     "offload": Bool, "false", R, "Keep the share on the CPU.";
     "auto_ratio": SHARE, "0.99", R, "Threshold of auto.";
-    "full_warm_up_rounds": COUNT, "0", R, "Full steps at first.";
+    "full_warm_up_rounds": COUNT, "0", R, "Full steps at the start.";
     "pt_reserved_cores_perc": SHARE, "0.5", R, "Share of the cores kept for PyTorch.";
     "steps_per_epoch": INT, "null", R, "Internal.";
 };

@@ -126,8 +126,8 @@ const UNUSED: [(&str, &str); 6] = [
     ("overwrite", "finished experiments are always kept; remove the folder of results to start over"),
     ("metric_path", "the metric comes from the script's --metrics"),
     ("tuner_type", "the search goes through all candidates in order"),
-    ("model_info", "the model itself is examined"),
-    ("model_info_path", "the model itself is examined"),
+    ("model_info", "the model itself is inspected"),
+    ("model_info_path", "the model itself is inspected"),
     ("mp_size", "there is no model parallelism"),
 ];
 
