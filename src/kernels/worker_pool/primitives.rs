@@ -55,7 +55,7 @@ impl Lookout {
     pub(super) fn pause(&mut self) -> bool {
         self.looks += 1;
         std::hint::spin_loop();
-        if self.looks % LOOKS == 0 {
+        if self.looks.is_multiple_of(LOOKS) {
             if self.start.elapsed() > LOOKING {
                 return false;
             }
