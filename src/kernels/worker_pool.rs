@@ -14,60 +14,11 @@
 //! process has one pool, which runs one job at a time: a second caller, or a task that calls a kernel itself, works
 //! without helpers.
 
-use std::any::Any;
-use std::cell::UnsafeCell;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::{Duration, Instant};
+mod primitives;
+mod protocol;
 
-/// How long a helper looks for the next job before it sleeps. The gap between two kernels of a step is some tens of
-/// microseconds.
-const LOOKING: Duration = Duration::from_micros(200);
-
-/// The number of looks between two readings of the clock, which take some microseconds.
-const LOOKS: u32 = 64;
-
-/// One helper inside, in `state`.
-const INSIDE: u64 = 1;
-/// One helper that may enter, in `state`.
-const PLACE: u64 = 1 << 16;
-/// One job, in `state`.
-const JOB: u64 = 1 << 32;
-/// The maximum number of helpers that may enter.
-const MOST: usize = 1 << 12;
-
-fn inside(state: u64) -> u64 {
-    state % PLACE
-}
-
-fn places(state: u64) -> u64 {
-    state % JOB / PLACE
-}
-
-fn number(state: u64) -> u64 {
-    state / JOB
-}
-
-/// The caller's work, which helpers call. It is valid while the job is open or a helper is inside.
-type PoolJob = *const (dyn Fn() + Sync);
-
-struct WorkerPool {
-    state: AtomicU64,
-    job: UnsafeCell<Option<PoolJob>>,
-    /// The number of helpers. The caller of the job holds the lock.
-    caller: Mutex<usize>,
-    /// The number of helpers that sleep or are about to sleep.
-    asleep: AtomicUsize,
-    sleeping: Mutex<()>,
-    wake_up: Condvar,
-    /// The payload of a helper's panic.
-    panic: Mutex<Option<Box<dyn Any + Send>>>,
-}
-
-// SAFETY: `job` is written by the holder of `caller` while no helper may enter and none is inside, and read by those
-// inside.
-unsafe impl Sync for WorkerPool {}
+use primitives::{AtomicU64, AtomicUsize, CallerMutex, Condvar, JobCell, Mutex};
+use protocol::WorkerPool;
 
 static POOL: WorkerPool = WorkerPool::new();
 
@@ -76,164 +27,57 @@ static POOL: WorkerPool = WorkerPool::new();
 /// # Panics
 /// Panics if a call panicked.
 pub(super) fn run(helpers: usize, work: &(dyn Fn() + Sync)) {
-    POOL.run(helpers, work);
+    run_on(&POOL, helpers, work);
+}
+
+/// Does the same with the helpers of a pool.
+fn run_on(pool: &'static WorkerPool, helpers: usize, work: &(dyn Fn() + Sync)) {
+    let start = |number| {
+        let helper = std::thread::Builder::new().name(format!("kernels-{number}"));
+        helper.spawn(|| help(pool)).is_ok()
+    };
+    pool.run(helpers, start, work);
+}
+
+/// Runs a helper thread: waits for jobs and works on them.
+fn help(pool: &WorkerPool) {
+    let mut last = 0;
+    loop {
+        last = pool.help(last);
+    }
 }
 
 impl WorkerPool {
     const fn new() -> Self {
         Self {
             state: AtomicU64::new(0),
-            job: UnsafeCell::new(None),
-            caller: Mutex::new(0),
+            job: JobCell::new(None),
+            caller: CallerMutex::new(0),
             asleep: AtomicUsize::new(0),
             sleeping: Mutex::new(()),
             wake_up: Condvar::new(),
             panic: Mutex::new(None),
         }
     }
-
-    fn run(&'static self, helpers: usize, work: &(dyn Fn() + Sync)) {
-        let mut count = match self.caller.try_lock() {
-            Ok(count) => count,
-            Err(TryLockError::Poisoned(count)) => count.into_inner(),
-            Err(TryLockError::WouldBlock) => return work(),
-        };
-        let helpers = helpers.min(MOST);
-        while *count < helpers {
-            let helper = std::thread::Builder::new().name(format!("kernels-{}", *count + 1));
-            if helper.spawn(|| self.help()).is_err() {
-                break;
-            }
-            *count += 1;
-        }
-        // SAFETY: only the lifetime changes; `close` waits until no helper uses the job, also when this unwinds.
-        let job: PoolJob = unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), PoolJob>(work) };
-        // SAFETY: the lock is held, so no job is open and no helper is inside.
-        unsafe { *self.job.get() = Some(job) };
-        let state = self.state.load(Ordering::Relaxed);
-        // Helpers that see this state see the job. `SeqCst` is used here, below, and where helpers fall asleep: either
-        // this thread sees that a helper is about to sleep, or that helper sees the job.
-        self.state.store((number(state) + 1) % JOB * JOB + helpers as u64 * PLACE, Ordering::SeqCst);
-        if self.asleep.load(Ordering::SeqCst) > 0 {
-            drop(lock(&self.sleeping));
-            self.wake_up.notify_all();
-        }
-        let closing = CloseJobOnDrop(self);
-        work();
-        drop(closing);
-        let panic = lock(&self.panic).take();
-        drop(count);
-        if let Some(panic) = panic {
-            resume_unwind(panic);
-        }
-    }
-
-    /// Stops helpers from entering, and waits for those inside.
-    fn close(&self) {
-        // Meanwhile, only helpers that enter or leave change the state.
-        let mut state = self.state.fetch_and(!(JOB - PLACE), Ordering::Acquire);
-        let mut looks = 0u32;
-        // From here on, everything that helpers wrote before they left is visible.
-        while inside(state) > 0 {
-            looks += 1;
-            if looks < 10_000 {
-                std::hint::spin_loop()
-            } else {
-                std::thread::yield_now()
-            }
-            state = self.state.load(Ordering::Acquire);
-        }
-    }
-
-    /// Runs a helper thread: waits for jobs and works on them.
-    fn help(&self) {
-        let mut last = 0;
-        loop {
-            let state = self.next(last);
-            last = number(state);
-            if !self.enter(state) {
-                continue;
-            }
-            // SAFETY: the job was stored before helpers could enter, and stays until those inside have left.
-            let work = unsafe { *self.job.get() }.map(|job| unsafe { &*job });
-            if let Some(Err(panic)) = work.map(|work| catch_unwind(AssertUnwindSafe(work))) {
-                lock(&self.panic).get_or_insert(panic);
-            }
-            self.state.fetch_sub(INSIDE, Ordering::Release);
-        }
-    }
-
-    /// Waits for a job after the one that was entered last, and returns the state in which it is open.
-    fn next(&self, last: u64) -> u64 {
-        let open = |state: u64| places(state) > 0 && number(state) != last;
-        let start = Instant::now();
-        let mut looks = 0;
-        loop {
-            let state = self.state.load(Ordering::SeqCst);
-            if open(state) {
-                return state;
-            }
-            looks += 1;
-            std::hint::spin_loop();
-            if looks % LOOKS == 0 {
-                if start.elapsed() > LOOKING {
-                    break;
-                }
-                // Lets another thread run if there are more threads than cores.
-                std::thread::yield_now();
-            }
-        }
-        let mut sleeping = lock(&self.sleeping);
-        self.asleep.fetch_add(1, Ordering::SeqCst);
-        let state = loop {
-            let state = self.state.load(Ordering::SeqCst);
-            if open(state) {
-                break state;
-            }
-            sleeping = self.wake_up.wait(sleeping).unwrap_or_else(PoisonError::into_inner);
-        };
-        self.asleep.fetch_sub(1, Ordering::SeqCst);
-        state
-    }
-
-    /// Enters the job of this state, unless it is closed or full.
-    fn enter(&self, mut state: u64) -> bool {
-        let job = number(state);
-        while number(state) == job && places(state) > 0 {
-            match self.state.compare_exchange_weak(state, state - PLACE + INSIDE, Ordering::Acquire, Ordering::Relaxed)
-            {
-                Ok(_) => return true,
-                Err(now) => state = now,
-            }
-        }
-        false
-    }
-}
-
-/// Closes the job on drop, also when the caller panics: the work must not be used after its lifetime.
-struct CloseJobOnDrop<'a>(&'a WorkerPool);
-
-impl Drop for CloseJobOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.close();
-        if std::thread::panicking() {
-            // The caller's own panic continues. A helper's panic must not stay for the next job.
-            lock(&self.0.panic).take();
-        }
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::AtomicU32;
+    use std::cell::UnsafeCell;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-    fn pool() -> &'static WorkerPool {
-        Box::leak(Box::new(WorkerPool::new()))
+    struct Pool(&'static WorkerPool);
+
+    impl Pool {
+        fn run(&self, helpers: usize, work: &(dyn Fn() + Sync)) {
+            run_on(self.0, helpers, work);
+        }
+    }
+
+    fn pool() -> Pool {
+        Pool(Box::leak(Box::new(WorkerPool::new())))
     }
 
     struct Cells<'a>(&'a [UnsafeCell<u64>]);
@@ -261,7 +105,7 @@ mod tests {
     #[test]
     fn what_helpers_have_written_is_there_when_a_job_is_done() {
         let pool = pool();
-        for job in 0..20_000u64 {
+        for job in 0..if cfg!(miri) { 100 } else { 20_000u64 } {
             let next = AtomicUsize::new(0);
             // Plain memory: a helper that is still running, or whose writes are not visible, would leave a wrong sum.
             let cells: Vec<UnsafeCell<u64>> = (0..8).map(|_| UnsafeCell::new(0)).collect();
@@ -284,7 +128,7 @@ mod tests {
         let pool = pool();
         for _ in 0..5 {
             pool.run(2, &together(3));
-            while pool.asleep.load(Ordering::SeqCst) < 2 {
+            while pool.0.asleep.load(Ordering::SeqCst) < 2 {
                 std::thread::yield_now();
             }
         }

@@ -350,3 +350,24 @@ impl From<Vec<f32>> for Flat {
         Self::F32(v)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn room_that_is_filled_in_any_order_becomes_elements() {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let mut flat = Flat::zeros(dtype, 2);
+            let (size, whole) = (dtype.size_in_bytes(), Flat::zeros(dtype, 5));
+            let room = flat.room_bytes(5);
+            assert_eq!(room.len(), 5 * size);
+            let (first, second) = whole.as_bytes()[2 * size..].split_at(size);
+            room[3 * size..].write_copy_of_slice(second);
+            room[2 * size..3 * size].write_copy_of_slice(first);
+            // SAFETY: two elements were there, and three were written.
+            unsafe { flat.set_len(5) };
+            assert_eq!(flat.as_bytes(), whole.as_bytes());
+        }
+    }
+}

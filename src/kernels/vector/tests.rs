@@ -8,8 +8,8 @@ use half::{bf16, f16};
 
 /// Returns numbers of many magnitudes, including the special ones.
 fn numbers() -> Vec<f32> {
-    let some = (0..4096u32).map(|i| f32::from_bits(i.wrapping_mul(2_654_435_761)));
-    let near = (-300..300).map(|i| i as f32 * 0.37);
+    let some = (0..if cfg!(miri) { 64 } else { 4096u32 }).map(|i| f32::from_bits(i.wrapping_mul(2_654_435_761)));
+    let near = (-300..300).step_by(if cfg!(miri) { 60 } else { 1 }).map(|i| i as f32 * 0.37);
     some.chain(near).chain([0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MIN_POSITIVE / 2.0]).collect()
 }
 
@@ -39,7 +39,7 @@ unsafe fn check<V: SimdVector>(fused: bool) {
     let mut a = numbers();
     a.truncate(a.len() / MOST_LANES * MOST_LANES);
     let mut b = a.clone();
-    b.rotate_left(77);
+    b.rotate_left(77 % a.len());
     let check = |f: unsafe fn(V, V) -> V, want: &dyn Fn(f32, f32) -> f32| {
         // SAFETY: the caller guarantees that the processor has the instructions.
         let got = unsafe { each::<V>(&a, &b, f) };

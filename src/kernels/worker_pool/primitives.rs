@@ -1,0 +1,74 @@
+//! The parts of [`super::protocol`]: atomic words, locks, a cell, and how a thread spins. `tests/loom` has the same
+//! made of loom's.
+
+use std::cell::UnsafeCell;
+pub(super) use std::sync::atomic::{AtomicU64, AtomicUsize};
+pub(super) use std::sync::{Condvar, Mutex, Mutex as CallerMutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// How long a helper looks for the next job before it sleeps. The gap between two kernels of a step is some tens of
+/// microseconds.
+const LOOKING: Duration = Duration::from_micros(200);
+
+/// The number of looks between two readings of the clock, which take some microseconds.
+const LOOKS: u32 = 64;
+
+/// A value that threads read and write without a lock.
+pub(super) struct JobCell<T>(UnsafeCell<T>);
+
+impl<T: Copy> JobCell<T> {
+    pub(super) const fn new(value: T) -> Self {
+        Self(UnsafeCell::new(value))
+    }
+
+    /// # Safety
+    /// No thread sets the value meanwhile.
+    #[inline]
+    pub(super) unsafe fn get(&self) -> T {
+        // SAFETY: as the caller promises.
+        unsafe { *self.0.get() }
+    }
+
+    /// # Safety
+    /// No thread sets or gets the value meanwhile.
+    #[inline]
+    pub(super) unsafe fn set(&self, value: T) {
+        // SAFETY: as the caller promises.
+        unsafe { *self.0.get() = value }
+    }
+}
+
+/// A helper's looks for the next job.
+pub(super) struct Lookout {
+    start: Instant,
+    looks: u32,
+}
+
+impl Lookout {
+    #[inline]
+    pub(super) fn new() -> Self {
+        Self { start: Instant::now(), looks: 0 }
+    }
+
+    /// Pauses until the next look. Returns false if the thread is to sleep instead.
+    #[inline]
+    pub(super) fn pause(&mut self) -> bool {
+        self.looks += 1;
+        std::hint::spin_loop();
+        if self.looks.is_multiple_of(LOOKS) {
+            if self.start.elapsed() > LOOKING {
+                return false;
+            }
+            // Lets another thread run if there are more threads than cores.
+            std::thread::yield_now();
+        }
+        true
+    }
+}
+
+/// Pauses between looks for something that happens soon. `looks` counts them.
+#[inline]
+pub(super) fn pause(looks: &mut u32) {
+    *looks += 1;
+    if *looks < 10_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
+}

@@ -1,0 +1,197 @@
+//! The job that a caller shares with its helpers: who may read and write what, and in which order.
+//!
+//! # Orderings
+//!
+//! `state` is stored with Release (and stronger) after `job`, and loaded with Acquire before a helper reads `job`. A
+//! helper leaves with Release, and the caller looks with Acquire whether all have left: so it sees what they wrote, and
+//! may write `job` again. All changes of `state` between opening and that look are read-modify-write operations, which
+//! continue the release sequence of the helpers that left earlier. Between `state` and `asleep`, SeqCst keeps a helper
+//! from falling asleep just as a job opens; the lock `sleeping` does so between its last look and its wait.
+//!
+//! # Checked with loom
+//!
+//! `tests/loom` compiles this file with loom's atomic words, cells and locks in place of [`super::primitives`], and runs
+//! two jobs of two parts, in every order in which their accesses can take effect. One helper that looks on is
+//! interrupted at most six times, one that sleeps four times, two helpers once if they look on and twice if they sleep,
+//! and two callers three times. Loom finds no race on `job` or on what the parts write, no part that is run twice or
+//! not at all, no helper that works on a job that has returned or enters one twice, no panic that is lost or stays for
+//! the next job, and no sleep that nothing ends. The pool never ends its helpers, so there is no end to check.
+//!
+//! It finds the deliberate mistakes of its tests: a job that is opened, looked at, left, closed or waited for with
+//! Relaxed, one that stays open for helpers, SeqCst that orders nothing, and no wake-up. These were made in this file by
+//! hand, one by one, and each was found too: waking without the lock, falling asleep without a second look, `asleep`
+//! that is never counted, closing that does not wait, no closing when the caller panics, a helper's panic that is not
+//! caught or not cleared, entering without taking a place, entering another job than the one looked at, and looking for
+//! any job instead of a new one. Relaxed in `enter` alone is not found, as the look before it has Acquire too. The
+//! check does not cover the clock, a number of jobs that wraps, and the start of threads.
+
+use super::primitives::{AtomicU64, AtomicUsize, CallerMutex, Condvar, JobCell, Lookout, Mutex, MutexGuard, pause};
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::Ordering;
+use std::sync::{PoisonError, TryLockError};
+
+/// One helper inside, in `state`.
+const INSIDE: u64 = 1;
+/// One helper that may enter, in `state`.
+const PLACE: u64 = 1 << 16;
+/// One job, in `state`.
+const JOB: u64 = 1 << 32;
+/// The maximum number of helpers that may enter.
+const MOST: usize = 1 << 12;
+
+fn inside(state: u64) -> u64 {
+    state % PLACE
+}
+
+fn places(state: u64) -> u64 {
+    state % JOB / PLACE
+}
+
+fn number(state: u64) -> u64 {
+    state / JOB
+}
+
+/// The caller's work, which helpers call. It is valid while the job is open or a helper is inside.
+pub(super) type PoolJob = *const (dyn Fn() + Sync);
+
+/// A pool's state and what its threads do. Every word starts as zero, and `job` without a job.
+pub(super) struct WorkerPool {
+    pub(super) state: AtomicU64,
+    pub(super) job: JobCell<Option<PoolJob>>,
+    /// The number of helpers. The caller of the job holds the lock.
+    pub(super) caller: CallerMutex<usize>,
+    /// The number of helpers that sleep or are about to sleep.
+    pub(super) asleep: AtomicUsize,
+    pub(super) sleeping: Mutex<()>,
+    pub(super) wake_up: Condvar,
+    /// The payload of a helper's panic.
+    pub(super) panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+// SAFETY: `job` is written by the holder of `caller` while no helper may enter and none is inside, and read by those
+// inside.
+unsafe impl Sync for WorkerPool {}
+
+impl WorkerPool {
+    /// Calls `work` on this thread and concurrently on up to `helpers` helpers. Returns when all calls have returned.
+    /// While there are fewer helpers, `start` starts the helper of a number, from 1; it returns false if it cannot.
+    ///
+    /// # Panics
+    /// Panics if a call panicked.
+    pub(super) fn run(&self, helpers: usize, mut start: impl FnMut(usize) -> bool, work: &(dyn Fn() + Sync)) {
+        let mut count = match self.caller.try_lock() {
+            Ok(count) => count,
+            Err(TryLockError::Poisoned(count)) => count.into_inner(),
+            Err(TryLockError::WouldBlock) => return work(),
+        };
+        let helpers = helpers.min(MOST);
+        while *count < helpers && start(*count + 1) {
+            *count += 1;
+        }
+        // SAFETY: only the lifetime changes; `close` waits until no helper uses the job, also when this unwinds.
+        let job: PoolJob = unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), PoolJob>(work) };
+        // SAFETY: the lock is held, so no job is open and no helper is inside.
+        unsafe { self.job.set(Some(job)) };
+        let state = self.state.load(Ordering::Relaxed);
+        // Helpers that see this state see the job. `SeqCst` is used here, below, and where helpers fall asleep: either
+        // this thread sees that a helper is about to sleep, or that helper sees the job.
+        self.state.store((number(state) + 1) % JOB * JOB + helpers as u64 * PLACE, Ordering::SeqCst);
+        if self.asleep.load(Ordering::SeqCst) > 0 {
+            drop(lock(&self.sleeping));
+            self.wake_up.notify_all();
+        }
+        let closing = CloseJobOnDrop(self);
+        work();
+        drop(closing);
+        let panic = lock(&self.panic).take();
+        drop(count);
+        if let Some(panic) = panic {
+            resume_unwind(panic);
+        }
+    }
+
+    /// Stops helpers from entering, and waits for those inside.
+    fn close(&self) {
+        // Meanwhile, only helpers that enter or leave change the state.
+        let mut state = self.state.fetch_and(!(JOB - PLACE), Ordering::Acquire);
+        let mut looks = 0u32;
+        // From here on, everything that helpers wrote before they left is visible.
+        while inside(state) > 0 {
+            pause(&mut looks);
+            state = self.state.load(Ordering::Acquire);
+        }
+    }
+
+    /// Waits for a job after the number `last`, and works on it unless it closes first. Returns its number. A helper
+    /// calls this indefinitely.
+    #[inline]
+    pub(super) fn help(&self, last: u64) -> u64 {
+        let state = self.next(last);
+        if self.enter(state) {
+            // SAFETY: the job was stored before helpers could enter, and stays until those inside have left.
+            let work = unsafe { self.job.get() }.map(|job| unsafe { &*job });
+            if let Some(Err(panic)) = work.map(|work| catch_unwind(AssertUnwindSafe(work))) {
+                lock(&self.panic).get_or_insert(panic);
+            }
+            self.state.fetch_sub(INSIDE, Ordering::Release);
+        }
+        number(state)
+    }
+
+    /// Waits for a job after the one that was entered last, and returns the state in which it is open.
+    fn next(&self, last: u64) -> u64 {
+        let open = |state: u64| places(state) > 0 && number(state) != last;
+        let mut lookout = Lookout::new();
+        loop {
+            let state = self.state.load(Ordering::SeqCst);
+            if open(state) {
+                return state;
+            }
+            if !lookout.pause() {
+                break;
+            }
+        }
+        let mut sleeping = lock(&self.sleeping);
+        self.asleep.fetch_add(1, Ordering::SeqCst);
+        let state = loop {
+            let state = self.state.load(Ordering::SeqCst);
+            if open(state) {
+                break state;
+            }
+            sleeping = self.wake_up.wait(sleeping).unwrap_or_else(PoisonError::into_inner);
+        };
+        self.asleep.fetch_sub(1, Ordering::SeqCst);
+        state
+    }
+
+    /// Enters the job of this state, unless it is closed or full.
+    fn enter(&self, mut state: u64) -> bool {
+        let job = number(state);
+        while number(state) == job && places(state) > 0 {
+            match self.state.compare_exchange_weak(state, state - PLACE + INSIDE, Ordering::Acquire, Ordering::Relaxed)
+            {
+                Ok(_) => return true,
+                Err(now) => state = now,
+            }
+        }
+        false
+    }
+}
+
+/// Closes the job on drop, also when the caller panics: the work must not be used after its lifetime.
+struct CloseJobOnDrop<'a>(&'a WorkerPool);
+
+impl Drop for CloseJobOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.close();
+        if std::thread::panicking() {
+            // The caller's own panic continues. A helper's panic must not stay for the next job.
+            lock(&self.0.panic).take();
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
