@@ -7,6 +7,7 @@ mod error;
 #[allow(dead_code, reason = "parts of zerorun, of which the targets call some functions")]
 mod launch;
 pub mod mutator;
+pub mod planted;
 pub mod random;
 pub mod scratch;
 pub mod targets;

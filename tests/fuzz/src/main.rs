@@ -4,6 +4,7 @@
 //! candle-zero-fuzz [--target NAME]... [--seconds 10] [--seed 1] [--first 0] [--jobs 1]     all targets, or some
 //! candle-zero-fuzz --target NAME --input FILE                                              one input
 //! candle-zero-fuzz --seeds DIR                                                             writes the seeds to DIR/NAME/
+//! candle-zero-fuzz --planted                                                               checks that faults are found
 //! ```
 //!
 //! Case N of a target depends only on the seed and N. Each target runs for `--seconds`, and `--jobs` of them run at a time.
@@ -13,6 +14,7 @@
 
 use candle_zero::sandbox::BoundedAllocator;
 use candle_zero_fuzz::mutator;
+use candle_zero_fuzz::planted::PLANTED;
 use candle_zero_fuzz::scratch;
 use candle_zero_fuzz::targets::{TARGETS, Target};
 use std::collections::BTreeSet;
@@ -43,6 +45,9 @@ const MINIMIZING: Duration = Duration::from_secs(15);
 /// The maximum number of failures of a target that are written.
 const MOST_FAILURES: usize = 8;
 
+/// The maximum length of the messages that are printed about a failure.
+const LONGEST_TEXT: usize = 3000;
+
 /// The exit codes of a process that runs cases.
 const EXIT_PANIC: i32 = 101;
 const EXIT_MEMORY: i32 = 102;
@@ -63,20 +68,34 @@ struct Options {
     jobs: usize,
     input: Option<PathBuf>,
     seeds: Option<PathBuf>,
+    planted: bool,
 }
 
 impl Options {
     fn read() -> Result<Self, String> {
-        let mut options =
-            Self { targets: Vec::new(), seconds: 10.0, seed: 1, first: 0, step: 1, jobs: 1, input: None, seeds: None };
+        let mut options = Self {
+            targets: Vec::new(),
+            seconds: 10.0,
+            seed: 1,
+            first: 0,
+            step: 1,
+            jobs: 1,
+            input: None,
+            seeds: None,
+            planted: false,
+        };
         let mut words = std::env::args().skip(1);
         while let Some(word) = words.next() {
+            if word == "--planted" {
+                options.planted = true;
+                continue;
+            }
             let value = words.next().ok_or_else(|| format!("{word} needs a value"))?;
             let wrong = || format!("{word} {value} is not understood");
             match word.as_str() {
                 "--target" => {
                     let names: Vec<&str> = TARGETS.iter().map(|target| target.name).collect();
-                    let target = TARGETS.iter().find(|target| target.name == value);
+                    let target = TARGETS.iter().chain(&PLANTED).find(|target| target.name == value);
                     options.targets.push(
                         target.ok_or_else(|| {
                             format!("there is no target {value}; the targets are {}", names.join(", "))
@@ -116,6 +135,9 @@ fn main() -> ExitCode {
                 ExitCode::from(2)
             }
         };
+    }
+    if options.planted {
+        return find_planted();
     }
     match (std::env::var_os(WORKER).is_some(), &options.input) {
         (true, None) => run_cases(&options),
@@ -346,7 +368,7 @@ impl Worker {
         let Ok(mut file) = File::open(self.folder.path().join("stderr")) else { return String::new() };
         let length = file.metadata().map_or(0, |metadata| metadata.len());
         let mut bytes = Vec::new();
-        let _ = file.seek(SeekFrom::Start(length.saturating_sub(4096)));
+        let _ = file.seek(SeekFrom::Start(length.saturating_sub(1 << 16)));
         let _ = file.read_to_end(&mut bytes);
         String::from_utf8_lossy(&bytes).into_owned()
     }
@@ -360,9 +382,8 @@ impl Worker {
             }
             (Some(EXIT_MEMORY), _) => "memory above the limit".to_owned(),
             (Some(_), _) => {
-                let panic = text.lines().rfind(|line| line.contains("panicked at "));
-                let place = panic.and_then(|line| line.split_once("panicked at "));
-                place.map_or_else(|| status.to_string(), |(_, place)| format!("panic at {place}"))
+                let panic = text.rsplit_once("panicked at ").and_then(|(_, rest)| rest.lines().next());
+                panic.map_or_else(|| status.to_string(), |place| format!("panic at {place}"))
             }
             _ => status.to_string(),
         };
@@ -466,7 +487,8 @@ fn report(target: &Target, options: &Options, case: u64, failure: Failure) {
         None => data,
     };
     let written = fs::create_dir_all(&folder).and_then(|()| fs::write(&path, &data));
-    println!("\n{}: case {case} of seed {seed}: {}", target.name, failure.text.trim_end());
+    let text: String = failure.text.trim_end().chars().take(LONGEST_TEXT).collect();
+    println!("\n{}: case {case} of seed {seed}: {text}", target.name);
     if let Err(error) = written {
         println!("{}: {error}", path.display());
     }
@@ -479,6 +501,18 @@ fn report(target: &Target, options: &Options, case: u64, failure: Failure) {
         ),
         None => println!("only after other cases: {command} --target {} --seed {seed}", target.name),
     }
+}
+
+/// Runs targets with faults, and checks that each of them is found.
+fn find_planted() -> ExitCode {
+    let mut are_found = true;
+    for target in &PLANTED {
+        let failure = try_input(target, &[]);
+        let signature = failure.map_or_else(|| "nothing".to_owned(), |failure| failure.signature);
+        println!("{}: {signature}", target.name);
+        are_found &= target.words.iter().any(|word| signature.starts_with(word));
+    }
+    if are_found { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn run_targets(options: &Options) -> ExitCode {

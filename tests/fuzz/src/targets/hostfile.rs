@@ -49,7 +49,9 @@ fn hostfile(text: &str) -> bool {
     let path = Path::new("hostfile");
     let (filter, text) = text.split_once('\n').unwrap_or_default();
     let Ok(hosts) = parse(text, path) else { return false };
-    let lines: String = hosts.iter().map(|host| format!("{} slots={}\n", host.name, host.slots.len())).collect();
+    // A byte order mark is skipped at the beginning, and is part of a name elsewhere.
+    let lines = hosts.iter().map(|host| format!("{} slots={}\n", host.name, host.slots.len()));
+    let lines = "#\n".to_owned() + &lines.collect::<String>();
     assert_eq!(parse(&lines, path).expect("a written hostfile can be read"), hosts);
     let [include, exclude] = match filter.strip_prefix('!') {
         Some(filter) => ["", filter],

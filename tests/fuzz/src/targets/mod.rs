@@ -6,6 +6,7 @@ mod deepspeed_files;
 pub mod gguf;
 pub mod hjson;
 pub mod hostfile;
+pub mod model_files;
 pub mod parquet;
 pub mod pickle;
 pub mod safetensors;
@@ -25,12 +26,13 @@ pub struct Target {
 }
 
 /// All targets.
-pub const TARGETS: [Target; 10] = [
+pub const TARGETS: [Target; 11] = [
     Target { name: "chat", run: chat::run, seeds: chat::seeds, words: &chat::WORDS },
     Target { name: "checkpoint", run: checkpoint::run, seeds: checkpoint::seeds, words: &checkpoint::WORDS },
     Target { name: "gguf", run: gguf::run, seeds: gguf::seeds, words: &gguf::WORDS },
     Target { name: "hjson", run: hjson::run, seeds: hjson::seeds, words: &hjson::WORDS },
     Target { name: "hostfile", run: hostfile::run, seeds: hostfile::seeds, words: &hostfile::WORDS },
+    Target { name: "model_files", run: model_files::run, seeds: model_files::seeds, words: &model_files::WORDS },
     Target { name: "parquet", run: parquet::run, seeds: parquet::seeds, words: &[] },
     Target { name: "pickle", run: pickle::run, seeds: pickle::seeds, words: &pickle::WORDS },
     Target { name: "safetensors", run: safetensors::run, seeds: safetensors::seeds, words: &safetensors::WORDS },
