@@ -3,7 +3,9 @@
 
 use super::{join, split};
 use crate::scratch;
-use candle_zero::checkpoint::{Checkpoint, Manifest, examine, list_checkpoints, split_tag};
+use candle_zero::checkpoint::{
+    Checkpoint, ConsolidateSettings, ConsolidatedDtype, Manifest, consolidate, examine, list_checkpoints, split_tag,
+};
 use serde_json::{Value, json};
 use std::sync::OnceLock;
 use twox_hash::XxHash3_64;
@@ -133,6 +135,12 @@ fn read(manifest: &[u8], file: &[u8]) -> bool {
     }
     let is_intact = checkpoint.verify(|_| {}).is_ok();
     assert_eq!(is_intact, examined.problems.is_empty(), "{:?}", examined.problems);
+    if is_intact {
+        let out = scratch::folder().join("consolidated");
+        let _ = std::fs::remove_dir_all(&out);
+        let settings = ConsolidateSettings { dtype: ConsolidatedDtype::F16, max_shard_size: 64, n_head: None };
+        let _ = consolidate(&checkpoint, &out, &settings, &mut |_| {});
+    }
     is_intact
 }
 

@@ -1,16 +1,16 @@
 //! The small files of a model. The first byte selects the description of a decoder or an encoder, the description of an
-//! adapter, or a tokenizer.
+//! adapter, one of the files of a tokenizer, or a chat template.
 
 use super::{join, split};
 use crate::scratch;
 use candle_zero::models::{BertConfig, DecoderConfig};
-use candle_zero_finetune::{Adapter, Tokenizer};
+use candle_zero_finetune::{Adapter, Conversation, SpecialTokens, Template, Tokenizer};
 use std::fs;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
 /// Words of these files.
-pub(super) const WORDS: [&str; 48] = [
+pub(super) const WORDS: [&str; 62] = [
     "{",
     "}",
     "[",
@@ -59,6 +59,20 @@ pub(super) const WORDS: [&str; 48] = [
     "WordPiece",
     "Unigram",
     "vocab",
+    "{{ ",
+    " }}",
+    "{% for m in messages %}",
+    "{% endfor %}",
+    "{% if ",
+    "{% endif %}",
+    "{% set x = ",
+    " %}",
+    "messages",
+    "[::-1]",
+    "|tojson(indent=4)",
+    "|trim",
+    ".split('a')",
+    "range(9)",
 ];
 
 /// Reads a file.
@@ -68,11 +82,15 @@ pub(super) const WORDS: [&str; 48] = [
 /// read differently.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
-    match first % 4 {
+    match first % 8 {
         0 => decoder(rest),
         1 => encoder(rest),
         2 => adapter(rest),
-        _ => tokenizer(rest),
+        3 => tokenizer("tokenizer", "tokenizer.json", rest),
+        4 => tokenizer("word_piece", "vocab.txt", rest),
+        5 => tokenizer("gpt2", "merges.txt", rest),
+        6 => tokenizer("tokenizer_config", "tokenizer_config.json", rest),
+        _ => template(rest),
     }
 }
 
@@ -117,12 +135,30 @@ fn adapter(bytes: &[u8]) -> bool {
     true
 }
 
-fn tokenizer(bytes: &[u8]) -> bool {
-    scratch::write("tokenizer/tokenizer.json", bytes);
-    let Ok(tokenizer) = Tokenizer::open(scratch::folder().join("tokenizer")) else { return false };
+/// Reads a tokenizer whose folder has a file with this content, and constant other files.
+fn tokenizer(folder: &str, file: &str, bytes: &[u8]) -> bool {
+    static OTHERS: OnceLock<()> = OnceLock::new();
+    OTHERS.get_or_init(|| {
+        scratch::write("gpt2/config.json", br#"{"model_type": "gpt2"}"#);
+        scratch::write("gpt2/vocab.json", br#"{"<|endoftext|>": 0, "l": 1, "o": 2, "lo": 3, "H": 4, "e": 5}"#);
+        scratch::write("tokenizer_config/tokenizer.json", TOKENIZER.as_bytes());
+    });
+    scratch::write(format!("{folder}/{file}"), bytes);
+    let Ok(tokenizer) = Tokenizer::open(scratch::folder().join(folder)) else { return false };
     let Ok(encoded) = tokenizer.encode("Hello, é <|im_start|>\n 😀 12") else { return false };
     let _ = tokenizer.decode(&encoded.ids, true);
     true
+}
+
+fn template(bytes: &[u8]) -> bool {
+    let Ok(source) = std::str::from_utf8(bytes) else { return false };
+    let tokens = SpecialTokens::new([("bos_token", "<s>"), ("eos_token", "</s>")]);
+    let Ok(template) = Template::new(source, &tokens, vec!["</s>".into(), "<|im_end|>".into()]) else { return false };
+    let conversation =
+        Conversation::new([("user", "Hello, é?"), ("assistant", "Hi."), ("user", "2"), ("assistant", "4")]);
+    let rendered = template.render(&conversation, true);
+    let _ = template.render_with_targets(&conversation);
+    rendered.is_ok()
 }
 
 /// Returns the files of the models in tests/fixtures.
@@ -134,12 +170,18 @@ pub fn seeds() -> Vec<Vec<u8>> {
     let adapters = adapters
         .iter()
         .map(|name| join(2, &scratch::fixture_bytes(&format!("finetune/lora/{name}/initial/adapter_config.json"))));
+    let templates = ["gemma3", "llama3", "qwen3", "smollm2", "tiny"]
+        .map(|name| join(7, &scratch::fixture_bytes(&format!("finetune/chat/generation_templates/{name}.jinja"))));
     let others = [
+        join(4, b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhello\nh\n##e\n##llo\n,\n"),
+        join(5, b"#version: 0.2\nl o\n"),
+        join(6, &scratch::fixture_bytes("finetune/models/llama/tokenizer_config.json")),
+        join(6, br#"{"bos_token":{"content":"<|im_start|>"},"unk_token":"e","add_bos_token":true,"additional_special_tokens":["H"]}"#),
         join(1, &scratch::fixture_bytes("finetune/bert/model/config.json")),
         join(3, TOKENIZER.as_bytes()),
         join(3, &scratch::fixture_bytes("finetune/models/llama/tokenizer.json")),
     ];
-    configs.chain(adapters).chain(others).collect()
+    configs.chain(adapters).chain(others).chain(templates).collect()
 }
 
 /// A small tokenizer.
