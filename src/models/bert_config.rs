@@ -1,7 +1,7 @@
 //! The shape of a sequence classification encoder, from the `config.json` of a BERT.
 
 use super::DecoderConfig;
-use super::config_checks::{refused, require_parameters, require_sizes};
+use super::config_checks::{refused, require_blocks, require_parameters, require_sizes};
 use super::json_keys::JsonKeys;
 use crate::error::{Error, ModelError, Result};
 use crate::nn::Activation;
@@ -138,6 +138,7 @@ impl BertConfig {
             ("type_vocab_size", self.type_vocab_size),
             ("the number of labels", self.labels.len()),
         ])?;
+        require_blocks("num_hidden_layers", self.num_hidden_layers)?;
         let [vocab, d, inner, layers, ctx, types] = [
             self.vocab_size,
             self.hidden_size,
@@ -206,6 +207,7 @@ mod tests {
         insta::assert_snapshot!(with("hidden_act", json!("relu")), @r#"config.json: hidden_act is "relu", but must be gelu, gelu_new, gelu_pytorch_tanh or silu"#);
         insta::assert_snapshot!(with("hidden_size", json!(770)), @"config.json: hidden_size is 770, but must be a multiple of num_attention_heads (12)");
         insta::assert_snapshot!(with("hidden_size", json!(-1)), @"config.json: hidden_size is -1, but must be a whole number from 1 to 4294967295");
+        insta::assert_snapshot!(with("num_hidden_layers", json!(4_000_000_000u32)), @"config.json: num_hidden_layers is 4000000000, but must be at most 16384");
         insta::assert_snapshot!(with("id2label", json!({"1": "a"})), @r#"config.json: id2label is {"1":"a"}, but must be an object that maps the numbers 0, 1, 2, ... to names"#);
         insta::assert_snapshot!(with("initializer_range", json!(-1)), @"config.json: initializer_range is -1, but must be a finite number of at least 0, such as 0.02");
         insta::assert_snapshot!(with("pad_token_id", json!(-1)), @"config.json: pad_token_id is -1, but must be a token id");

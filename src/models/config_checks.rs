@@ -37,6 +37,17 @@ const MOST_PARAMETERS: u128 = 1 << 50;
 /// The largest number of positions; above it, f32 cannot tell positions apart.
 pub(super) const MOST_POSITIONS: usize = 1 << 24;
 
+/// The maximum number of blocks of a model.
+pub(super) const MOST_BLOCKS: usize = 1 << 14;
+
+/// Checks that a model has a sensible number of blocks: each of them takes memory, also without its parameters.
+pub(super) fn require_blocks(key: &'static str, blocks: usize) -> Result<()> {
+    if blocks > MOST_BLOCKS {
+        return Err(refused(key, blocks, &format!("at most {MOST_BLOCKS}")));
+    }
+    Ok(())
+}
+
 /// Checks that no size is 0 or exceeds the range of a token id or a dimension.
 pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
     let most = u32::MAX as usize;

@@ -1,6 +1,6 @@
 //! A decoder as one configuration, with the options in which Llama, Mistral, Qwen, Gemma, Phi and GPT-2 differ.
 
-use super::config_checks::{MOST_POSITIONS, refused, require_parameters, require_sizes};
+use super::config_checks::{MOST_POSITIONS, refused, require_blocks, require_parameters, require_sizes};
 use super::rotary_config::RotaryConfig;
 use crate::Result;
 use crate::nn::{Activation, LoraConfig};
@@ -109,9 +109,6 @@ pub enum NormKind {
     Layer,
 }
 
-/// The maximum number of blocks in a decoder.
-pub(super) const MOST_BLOCKS: usize = 1 << 14;
-
 impl DecoderConfig {
     /// Returns the configuration of a published GPT-2 with other sizes: width, heads and blocks. It has no dropout, and
     /// its parameter names have no prefix.
@@ -166,9 +163,7 @@ impl DecoderConfig {
             ("num_key_value_heads", self.num_key_value_heads),
             ("head_dim", self.head_dim),
         ])?;
-        if self.blocks.len() > MOST_BLOCKS {
-            return Err(refused("num_hidden_layers", self.blocks.len(), &format!("at most {MOST_BLOCKS}")));
-        }
+        require_blocks("num_hidden_layers", self.blocks.len())?;
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         if !heads.is_multiple_of(kv_heads) {
             let allowed =

@@ -1,6 +1,6 @@
 //! The sizes of a GPT-2.
 
-use super::config_checks::{find_preset, refused, require_parameters, require_sizes};
+use super::config_checks::{find_preset, refused, require_blocks, require_parameters, require_sizes};
 use super::{DecoderConfig, DecoderSizes};
 use crate::Result;
 use serde::{Deserialize, Serialize};
@@ -71,6 +71,7 @@ impl GptConfig {
             ("ctx", self.ctx),
             ("vocab", self.vocab),
         ])?;
+        require_blocks("n_layer", self.n_layer)?;
         require_parameters(self.elements())?;
         if !self.n_embd.is_multiple_of(self.n_head) {
             let allowed = format!("a multiple of n_head ({}), so that every head has the same width", self.n_head);

@@ -3,7 +3,7 @@
 //!
 //! For keys that a file omits, the defaults of the model's class in transformers apply.
 
-use super::decoder_config::MOST_BLOCKS;
+use super::config_checks::MOST_BLOCKS;
 use super::json_keys::{JsonKeys, shortened};
 use super::{BERT, BlockConfig, DecoderConfig, NormKind, ParameterNaming, RotaryConfig, RotaryScaling};
 use crate::error::{Error, ModelError, Result};

@@ -1,6 +1,6 @@
 //! The sizes of a Llama.
 
-use super::config_checks::{MOST_POSITIONS, find_preset, refused, require_parameters, require_sizes};
+use super::config_checks::{MOST_POSITIONS, find_preset, refused, require_blocks, require_parameters, require_sizes};
 use super::{BlockConfig, DecoderConfig, DecoderSizes, NormKind, ParameterNaming, RotaryConfig, RotaryScaling};
 use crate::Result;
 use crate::nn::Activation;
@@ -123,6 +123,7 @@ impl LlamaConfig {
                 format!("a divisor of num_attention_heads ({heads}), so that each serves the same number of them");
             return Err(refused("num_key_value_heads", kv_heads, &allowed));
         }
+        require_blocks("num_hidden_layers", self.num_hidden_layers)?;
         require_parameters(self.elements())?;
         for (key, value, example) in
             [("rope_theta", self.rope_theta, "10000"), ("rms_norm_eps", self.rms_norm_eps, "1e-5")]

@@ -425,7 +425,7 @@ fn mark_generation(state: &State<'_, '_>, text: &str) -> String {
 fn replace_markers(source: &str) -> (String, bool) {
     let (mut text, mut rest, mut any) = (String::with_capacity(source.len()), source, false);
     while let Some(at) = rest.find("{%") {
-        let Some(end) = rest[at..].find("%}").map(|end| at + end) else { break };
+        let Some(end) = rest[at + 2..].find("%}").map(|end| at + 2 + end) else { break };
         let inside = &rest[at + 2..end];
         let word = inside.trim_matches(|c: char| c.is_whitespace() || matches!(c, '-' | '+'));
         let in_its_place = match word {
@@ -456,5 +456,19 @@ fn reason(error: &minijinja::Error) -> String {
             let line = line.map(|line| format!(" (line {line} of the template)")).unwrap_or_default();
             format!("{kind}{detail}{line}")
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_that_ends_in_its_first_character_is_an_error_of_the_template() {
+        for source in ["{%}", "{%}%}", "a{%}{% generation %}b{% endgeneration %}", "{%"] {
+            let refused = Template::new(source, &SpecialTokens::default(), vec![]);
+            assert!(matches!(refused, Err(Error::Other(_))), "{source}: {refused:?}");
+        }
+        assert_eq!(replace_markers("{%}%}{%- generation %}"), ("{%}%}{%- filter __generation__ %}".into(), true));
     }
 }

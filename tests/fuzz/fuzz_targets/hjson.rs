@@ -1,0 +1,6 @@
+//! The entry of target `hjson` for libFuzzer.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    candle_zero_fuzz::targets::hjson::run(data);
+});

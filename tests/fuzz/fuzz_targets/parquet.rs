@@ -1,0 +1,6 @@
+//! The entry of target `parquet` for libFuzzer.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    candle_zero_fuzz::targets::parquet::run(data);
+});
