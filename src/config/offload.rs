@@ -58,7 +58,7 @@ impl OffloadSection {
                 }
             }
             found => {
-                let found = if found.is_some() { "\"\" found" } else { "has to be given" };
+                let found = if found.is_some() { "found \"\"" } else { "required" };
                 let text = format!(
                     "{found}: device \"nvme\" needs a folder on a fast local disk; give its path, or use device \"cpu\""
                 );

@@ -83,10 +83,10 @@ fn a_template_that_holds_itself_or_nests_without_end_is_no_abort() {
     let chat = "{% for m in messages %}{{ m.content }}{% endfor %}";
     let cycle = "{% set a = namespace() %}{% set b = namespace() %}{% set a.x = b %}{% set b.x = a %}";
     for (hostile, expected) in [
-        (format!("{{{{ {}1 }}}}", "not ".repeat(100_000)), "nests too deeply"),
-        (format!("{{{{ {}1 }}}}", "-".repeat(100_000)), "nests too deeply"),
-        (format!("{cycle}{{{{ a == b }}}}"), "nests too deeply"),
-        (format!("{cycle}{{{{ a ~ b }}}}"), "nests too deeply"),
+        (format!("{{{{ {}1 }}}}", "not ".repeat(100_000)), "is nested too deeply"),
+        (format!("{{{{ {}1 }}}}", "-".repeat(100_000)), "is nested too deeply"),
+        (format!("{cycle}{{{{ a == b }}}}"), "is nested too deeply"),
+        (format!("{cycle}{{{{ a ~ b }}}}"), "is nested too deeply"),
         (format!("{cycle}{{{{ a }}}}"), "a value with more than 256 nested lists or objects"),
         (format!("{cycle}{{{{ [a]|tojson }}}}"), "a value with more than 256 nested lists or objects"),
     ] {

@@ -465,10 +465,10 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
     insta::assert_snapshot!(refusal(&model, &["--data", &data, "--out", used.to_str().unwrap()]), @"zerorun: cannot write to DIR/used: files are written to a new or empty folder, but it has files; give another path");
     let best = folder.path().join("out-best");
     std::fs::rename(&used, &best).unwrap();
-    insta::assert_snapshot!(with(&["--val", "20%"]), @"zerorun: cannot write to DIR/out-best: files are written into a folder that is absent or empty, and it has files; give another place");
+    insta::assert_snapshot!(with(&["--val", "20%"]), @"zerorun: cannot write to DIR/out-best: files are written to a new or empty folder, but it has files; give another path");
     insta::assert_snapshot!(refusal(&folder.path().join("nothing"), &["--data", &data, "--out", &out]), @"zerorun: DIR/nothing is not a model: there is no such file or folder; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
     #[cfg(not(feature = "hub"))]
-    insta::assert_snapshot!(refusal(Path::new("org/name"), &["--data", &data, "--out", &out]), @"zerorun: org/name is not a model: there is no such file or folder, and only a zerorun that is built with --features hub fetches repositories of the Hugging Face Hub; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
+    insta::assert_snapshot!(refusal(Path::new("org/name"), &["--data", &data, "--out", &out]), @"zerorun: org/name is not a model: there is no such file or folder, and only a zerorun built with --features hub can download repositories of the Hugging Face Hub; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
     let without = copy("llama");
     std::fs::remove_file(without.path().join("tokenizer.json")).unwrap();
     let text = refusal(without.path(), &["--data", &data, "--out", &out]);

@@ -367,7 +367,7 @@ fn heads_that_cannot_be_are_refused_before_anything_is_written() {
     save(dir.path(), &["tiny"]);
     let out = dir.path().join("out");
     for (tag, n_head, words) in [
-        ("gpt", "2", "says n_head 3, and 2 is given"),
+        ("gpt", "2", "says n_head 3, but 2 is given"),
         ("untold", "5", "a multiple of n_head (5)"),
         ("untold", "0", "n_head is 0"),
         ("tiny", "2", "its parameters are not those of a GPT-2"),
@@ -446,7 +446,7 @@ fn a_value_that_f16_cannot_hold_is_told_by_its_parameter() {
     let out = dir.path().join("out");
     let output = consolidate(dir.path(), &out, &["--dtype", "f16"]);
     assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
-    assert!(stderr(&output).contains("scale has the value 1000000, which f16 cannot hold"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("scale has the value 1000000, which f16 cannot represent"), "{}", stderr(&output));
     assert!(!out.exists());
 }
 

@@ -156,7 +156,7 @@ fn the_mpi_library_is_named_or_said_to_be_missing() {
         assert!(row.iter().all(|line| line.chars().count() <= 100), "{row:?}");
         row.iter().map(|line| line.trim_start()).collect::<Vec<_>>().join(" ")
     };
-    insta::assert_snapshot!(line(&text), @"mpi          none (tried /no/such/libmpi.so, which CANDLE_ZERO_MPI_LIBRARY names (/no/such/libmpi.so: cannot open shared object file: No such file or directory))");
+    insta::assert_snapshot!(line(&text), @"mpi          none (tried /no/such/libmpi.so from CANDLE_ZERO_MPI_LIBRARY (/no/such/libmpi.so: cannot open shared object file: No such file or directory))");
     assert!(text.contains("no usable MPI library: ranks run only on this host"), "{text}");
     insta::assert_snapshot!(line(&told("libc.so.6")), @"mpi          none (libc.so.6 has no MPI_Init_thread: it is not an MPI library that this program can use; those of MPICH, Intel MPI and Open MPI 4 or later are)");
     match Mpi::Mpich.library() {

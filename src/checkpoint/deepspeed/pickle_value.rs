@@ -52,7 +52,7 @@ impl<'a> PickleValue<'a> {
             PickleNode::Bool(value) => format!("the truth value {value}"),
             PickleNode::Int(number) => format!("the number {number}"),
             PickleNode::Float(number) => format!("the number {number}"),
-            PickleNode::Text(_) => "a text".into(),
+            PickleNode::Text(_) => "a string".into(),
             PickleNode::Tuple(items) => format!("a tuple of {}", items.len()),
             PickleNode::List(items) => format!("a list of {}", items.len()),
             PickleNode::Dict(entries) => format!("a dictionary of {}", entries.len()),
@@ -195,7 +195,7 @@ impl<'a> PickleValue<'a> {
     pub fn text(&self) -> Result<&'a str, PickleProblem> {
         match self.node() {
             PickleNode::Text(text) => Ok(text),
-            _ => Err(self.unlike("a text")),
+            _ => Err(self.unlike("a string")),
         }
     }
 

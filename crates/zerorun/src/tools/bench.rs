@@ -435,7 +435,7 @@ mod tests {
         plain loop around the page cache           2.80 GB/s       10.00       100 %
         engine, no flag                            1.96 GB/s       14.29        70 %
         engine, pipeline_read, pipeline_write      3.08 GB/s        9.09       110 %
-        update only, in memory                                     2.50
+        update only, in memory                                      2.50
 
         the update repeated to take as long as the disk (4 times)
         engine, no flag                                            20.00
