@@ -18,8 +18,8 @@ mod consistency;
 mod construct;
 pub(crate) mod error;
 mod eval_model;
-mod gradient_check;
-mod gradient_check_state;
+mod finite_difference_check;
+mod finite_difference_state;
 mod gradient_report;
 mod metrics;
 mod param_access;
@@ -32,7 +32,7 @@ mod training_output;
 pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
 #[doc(hidden)]
-pub use gradient_check_state::CHECK_GRADIENTS;
+pub use finite_difference_state::CHECK_GRADIENTS;
 pub use gradient_report::{GradientReport, GradientRow, GradientVerdict};
 
 use crate::checkpoint::store::CheckpointUpload;
@@ -50,7 +50,7 @@ use crate::timeline::{self, TimelineRecorder};
 use crate::zero::rank_core::RankCore;
 use crate::zero::step::sharded_step::Vote;
 use candle_core::{DType, Device, Tensor};
-use gradient_check_state::GradientChecker;
+use finite_difference_state::FiniteDifferenceChecker;
 use reporter::EngineReporter;
 use std::sync::Arc;
 use step_clock::{MicroStepCall, StepClock};
@@ -90,7 +90,7 @@ pub struct Engine<M> {
     device: Device,
     phase: MicroStepPhase,
     losses: AccumulatedLoss,
-    check: GradientChecker,
+    check: FiniteDifferenceChecker,
     global_steps: u64,
     micro_steps: u64,
     /// The seed of the random numbers drawn in forward.

@@ -4,14 +4,14 @@
 //!
 //! Work that limits itself, such as the steps of a template, is limited where it runs and gives an ordinary error; the
 //! sandbox is for everything else. A separate thread measures the CPU time of the working thread. Memory is counted by
-//! [`BoundedAllocator`], if a program uses it as its allocator, as `zerorun` does. The process must end because a
+//! [`SandboxAllocator`], if a program uses it as its allocator, as `zerorun` does. The process must end because a
 //! thread cannot be stopped from outside, and code that expects no failed allocation and no stack overflow cannot
 //! continue after one.
 
-mod bounded_allocator;
+mod sandbox_allocator;
 mod signals;
 
-pub use bounded_allocator::BoundedAllocator;
+pub use sandbox_allocator::SandboxAllocator;
 
 use crate::util::lock;
 use rustix::process::Pid;
@@ -129,7 +129,7 @@ pub fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> 
     });
     DEPTH.set(1);
     signals::enter(&subject.0.name, &raw const here);
-    bounded_allocator::enter(MOST_MEMORY);
+    sandbox_allocator::enter(MOST_MEMORY);
     catch_unwind(AssertUnwindSafe(work)).map_err(text_of)
 }
 
@@ -140,7 +140,7 @@ struct SandboxGuard {
 
 impl Drop for SandboxGuard {
     fn drop(&mut self) {
-        bounded_allocator::leave();
+        sandbox_allocator::leave();
         signals::leave();
         DEPTH.set(0);
         *lock(&self.slot.work) = None;

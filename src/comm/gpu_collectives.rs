@@ -14,7 +14,7 @@ use super::{CollectiveKind, Communicator, Pending, WireFormat};
 use crate::cuda::DeviceFlat;
 use crate::cuda::nccl::{self, FailureWatch, NcclComm, NcclError, NcclLibrary, NcclSumMode, PendingNcclCollective};
 use crate::error::{CommError, Error, Result};
-use crate::memory::{Ledger, LedgerEntry, MemoryKind as Purpose, MemoryTier};
+use crate::memory::{MemoryKind as Purpose, MemoryLedger, MemoryLedgerEntry, MemoryTier};
 use crate::notice::say;
 use crate::timeline::{self, CarriedContext, TimelineLane};
 use crate::util::{fnv1a, lock};
@@ -40,7 +40,7 @@ pub(crate) struct GpuCollectives {
     /// The number of collectives so far.
     sequence: AtomicU64,
     /// The memory in which other ranks' elements wait to be summed.
-    room: Mutex<LedgerEntry>,
+    room: Mutex<MemoryLedgerEntry>,
 }
 
 /// The capabilities that a rank reports before NCCL is used.
@@ -95,7 +95,11 @@ impl GpuCollectives {
     ///
     /// # Errors
     /// A variable has an invalid value, NCCL failed, or a rank has failed.
-    pub fn join(comm: &Arc<dyn Communicator>, device: Option<&CudaDevice>, ledger: &Ledger) -> Result<Option<Self>> {
+    pub fn join(
+        comm: &Arc<dyn Communicator>,
+        device: Option<&CudaDevice>,
+        ledger: &MemoryLedger,
+    ) -> Result<Option<Self>> {
         if comm.size() == 1 {
             return Ok(None);
         }

@@ -6,7 +6,7 @@
 
 use super::config_comparison::CustomComponents;
 use super::consistency::check_same_on_all_ranks;
-use super::gradient_check_state::GradientChecker;
+use super::finite_difference_state::FiniteDifferenceChecker;
 use super::reporter::EngineReporter;
 use super::step_clock::StepClock;
 use super::{AccumulatedLoss, AccumulationProgress, Engine, EngineBuilder, MicroStepPhase};
@@ -15,7 +15,7 @@ use crate::comm::Communicator;
 use crate::config::{Config, LeafModule};
 use crate::error::{EngineError, Error, OptimError, ParamError, Result};
 use crate::layout::ZeroStage;
-use crate::memory::Ledger;
+use crate::memory::MemoryLedger;
 use crate::notice::{say, say_from};
 use crate::offload::{DiskAccess, OffloadStore};
 use crate::optim::{self, GroupedOptimizer, LrSchedule, Optimizer, ParameterGroup, ParameterGrouping, TrainableFilter};
@@ -27,8 +27,8 @@ use crate::zero::rank_core::{
     EngineLink, RankCore, RankCoreParts, RecomputeSettings, RegisteredModel, naming_what_is_held,
 };
 use crate::zero::reduce::gradient_reducer::ReducePlan;
-use crate::zero::share::param_registry::ParamRegistry;
 use crate::zero::share::share_plan::SharePlan;
+use crate::zero::share::var_builder_backend::VarBuilderBackend;
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use std::ops::Range;
@@ -70,7 +70,7 @@ impl<M> Engine<M> {
             checkpoint::store::check(url)?;
         }
         let reporter = EngineReporter::open(&config.monitoring, &*comm, monitors)?;
-        let (ledger, link) = (Ledger::default(), EngineLink::default());
+        let (ledger, link) = (MemoryLedger::default(), EngineLink::default());
         let weights = source.fingerprint();
         let grouping = grouping(&config, optimizer, parameter_groups, trainable, quantized)?;
         let offload = open_offload(&config, &*comm, disk_access, &ledger)?;
@@ -78,7 +78,7 @@ impl<M> Engine<M> {
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
-        let registry = ParamRegistry::new(
+        let registry = VarBuilderBackend::new(
             share_plan.clone(),
             device.clone(),
             offload.clone(),
@@ -122,7 +122,7 @@ impl<M> Engine<M> {
         core.refresh()?;
         report_delay(&core, &config);
         let mut engine = Self {
-            check: GradientChecker::of_first_step(config.gradient_check),
+            check: FiniteDifferenceChecker::of_first_step(config.gradient_check),
             model,
             for_eval: None,
             core,
@@ -219,7 +219,7 @@ fn open_offload(
     config: &Config,
     comm: &dyn Communicator,
     access: Option<DiskAccess>,
-    ledger: &Ledger,
+    ledger: &MemoryLedger,
 ) -> Result<Option<Arc<OffloadStore>>> {
     let offload = OffloadStore::open(config, comm.rank() == 0, access, ledger)?;
     if offload.is_some() {
@@ -233,7 +233,7 @@ fn open_offload(
 /// Builds the model. Its parameters are partitioned among the ranks as they are registered.
 fn build_model<M>(
     build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
-    registry: ParamRegistry,
+    registry: VarBuilderBackend,
     config: &Config,
     device: &Device,
 ) -> Result<(M, RegisteredModel)> {

@@ -22,7 +22,7 @@ use super::offload_folder::OffloadFolder;
 use super::window_pipeline::{STEP, StateStream, WindowPipeline, WindowPlan, WindowSettings};
 use crate::config::{AdamConfig, Aio, OptimizerConfig};
 use crate::error::Result;
-use crate::memory::{Ledger, MemoryKind};
+use crate::memory::{MemoryKind, MemoryLedger};
 use crate::optim::{Optimizer, StepContext, from_config};
 use crate::precision::FlatMut;
 use crate::util::pieces;
@@ -409,7 +409,7 @@ struct BenchFiles {
     elements: usize,
     /// The number of elements of a window of the step.
     window: usize,
-    ledger: Ledger,
+    ledger: MemoryLedger,
 }
 
 impl BenchFiles {
@@ -425,7 +425,7 @@ impl BenchFiles {
             return Err(folder.refused());
         }
         let too_large = |arena: &Arc<FileArena>| arena.error("reserve", std::io::ErrorKind::FileTooLarge.into());
-        let ledger = Ledger::default();
+        let ledger = MemoryLedger::default();
         let (mut arenas, mut streams, mut elements) = (Vec::new(), Vec::new(), 0);
         for (kind, name, dtype, reads, writes) in STREAMS {
             let arena = FileArena::create(folder, kind, name, &ledger)?;

@@ -382,14 +382,14 @@ impl<B> FileTransfer<B> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::memory::{Ledger, MemoryKind};
+    use crate::memory::{MemoryKind, MemoryLedger};
     use crate::offload::offload_folder::OffloadFolder;
     use crate::precision::Flat;
     use proptest::prelude::*;
 
     fn arena(path: &std::path::Path, pages: usize) -> Arc<FileArena> {
         let folder = OffloadFolder::open(path, false).unwrap();
-        let arena = FileArena::create(&folder, MemoryKind::Moments, "a test", &Ledger::default()).unwrap();
+        let arena = FileArena::create(&folder, MemoryKind::Moments, "a test", &MemoryLedger::default()).unwrap();
         arena.reserve(pages * ALIGN).unwrap();
         arena
     }

@@ -252,7 +252,7 @@ pub fn is_memory(path: &Path) -> bool {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::memory::{Ledger, MemoryKind};
+    use crate::memory::{MemoryKind, MemoryLedger};
     use crate::offload::file_arena::FileArena;
 
     #[test]
@@ -264,7 +264,7 @@ mod tests {
         // As if little memory were free.
         folder.memory = Some(TmpfsMemory { free: 1 << 20, now: || 1 << 20, is_full: false.into() });
         let arena =
-            FileArena::create(&Arc::new(folder), MemoryKind::Gradients, "gradients", &Ledger::default()).unwrap();
+            FileArena::create(&Arc::new(folder), MemoryKind::Gradients, "gradients", &MemoryLedger::default()).unwrap();
         arena.reserve(512 << 10).unwrap();
         let error = arena.reserve(1 << 20).unwrap_err();
         assert!(matches!(error, Error::Offload(OffloadError::Memory { needed: 0x18_0000, available: 0x10_0000, .. })));

@@ -8,7 +8,7 @@ use super::transfer::device_copy::{CopyKind, DeviceCopy};
 use super::transfer::pending_collective::{CollectiveOp, CollectiveTransport, PendingCollective};
 use crate::comm::WireFormat;
 use crate::error::Result;
-use crate::memory::Ledger;
+use crate::memory::MemoryLedger;
 use crate::offload::{FileIo, WindowSettings};
 use crate::param::{Param, ParamId};
 use crate::tensor::flat_buffer::{BufferDevice, FlatBuffer};
@@ -36,7 +36,7 @@ impl ShareMemory for RankCore {
         self.offload.as_ref().map(|offload| &*offload.io)
     }
 
-    fn ledger(&self) -> &Ledger {
+    fn ledger(&self) -> &MemoryLedger {
         &self.ledger
     }
 }

@@ -13,7 +13,7 @@ use crate::comm::WireFormat;
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::layout::{Placement, ShardMesh};
-use crate::memory::{LedgerEntry, MemoryKind, MemoryReport, MemoryTier, ModelBytes, StateBytes};
+use crate::memory::{MemoryKind, MemoryLedgerEntry, MemoryReport, MemoryTier, ModelBytes, StateBytes};
 use crate::offload::WindowSettings;
 use crate::param::{Param, ParamId};
 use crate::precision::{ElementBuffer, WeightPacking};
@@ -134,7 +134,7 @@ pub(crate) trait RankBackend: ShareMemory {
     }
 
     /// Enters a buffer in the ledger until the result is dropped.
-    fn hold(&self, kind: MemoryKind, buffer: &Self::Buffer) -> LedgerEntry {
+    fn hold(&self, kind: MemoryKind, buffer: &Self::Buffer) -> MemoryLedgerEntry {
         self.ledger().hold_in(MemoryTier::at::<Self::Buffer>(&buffer.place()), kind, buffer.capacity_in_bytes())
     }
 

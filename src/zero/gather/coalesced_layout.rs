@@ -11,7 +11,7 @@ use crate::optim::WeightFormat;
 use crate::param::{Param, ParamId};
 use crate::precision::ElementBuffer;
 use crate::zero::rank_backend::RankBackend;
-use crate::zero::share::packed_weights;
+use crate::zero::share::quantized_weights;
 use candle_core::DType;
 use std::collections::BTreeMap;
 
@@ -50,7 +50,7 @@ impl CoalescedLayout {
         let mut chunk = 0;
         let offset = |p: &ParamId| {
             let offset = chunk;
-            chunk += packed_weights::words(packing, all[*p].shard_len(mesh));
+            chunk += quantized_weights::words(packing, all[*p].shard_len(mesh));
             offset
         };
         let offsets = params.iter().map(offset).collect();
@@ -92,7 +92,7 @@ impl CoalescedLayout {
                 let param = &rank.params()[*p];
                 let at = (self.chunk, *offset);
                 // The words lie on the host.
-                let whole = packed_weights::whole(packing, param, &chunks, at, rank.dtype(), rank.mesh())?;
+                let whole = quantized_weights::whole(packing, param, &chunks, at, rank.dtype(), rank.mesh())?;
                 install(param, whole.moved_to(rank.model_place())?)?;
             }
             return Ok(());

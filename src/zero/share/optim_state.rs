@@ -13,7 +13,7 @@
 use super::share_memory::{BufferPlaceOf, FileExtentOf, ShareMemory};
 use super::state_storage::StateStorage;
 use crate::error::Result;
-use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
+use crate::memory::{MemoryKind, MemoryLedger, TrackedBuffer};
 use crate::offload::{FileIo, StagedState};
 use crate::optim::{DecodeMode, StateFormat, decode, encode, scales_of};
 use crate::precision::dynamic_map::{BLOCK, DynamicMap};
@@ -44,7 +44,7 @@ impl<R: ShareMemory> OptimState<R> {
     ///
     /// # Errors
     /// Fails if a GPU does not have enough memory.
-    pub fn in_memory(ledger: &Ledger, place: &BufferPlaceOf<R>, format: StateFormat, len: usize) -> Result<Self> {
+    pub fn in_memory(ledger: &MemoryLedger, place: &BufferPlaceOf<R>, format: StateFormat, len: usize) -> Result<Self> {
         let (dtype, numbers) = match format {
             StateFormat::F32 => (DType::F32, len),
             StateFormat::Bf16 => (DType::BF16, len),
@@ -58,7 +58,7 @@ impl<R: ShareMemory> OptimState<R> {
     ///
     /// # Errors
     /// Returns the errors of [`in_memory`](Self::in_memory).
-    pub fn in_file(ledger: &Ledger, format: StateFormat, extent: FileExtentOf<R>, len: usize) -> Result<Self> {
+    pub fn in_file(ledger: &MemoryLedger, format: StateFormat, extent: FileExtentOf<R>, len: usize) -> Result<Self> {
         Ok(Self { format, storage: StateStorage::File(extent), scales: Self::scales(ledger, format, len)? })
     }
 
@@ -72,7 +72,7 @@ impl<R: ShareMemory> OptimState<R> {
     }
 
     /// Creates scales of zero, with which every code stands for zero.
-    fn scales(ledger: &Ledger, format: StateFormat, len: usize) -> Result<Option<TrackedBuffer<R::Buffer>>> {
+    fn scales(ledger: &MemoryLedger, format: StateFormat, len: usize) -> Result<Option<TrackedBuffer<R::Buffer>>> {
         let zeros = || R::Buffer::zeros(&R::Buffer::host(), DType::F32, len.div_ceil(BLOCK));
         format.map().map(|_| Ok(TrackedBuffer::new(ledger, MemoryKind::Moments, zeros()?))).transpose()
     }

@@ -1,6 +1,6 @@
 //! The memory and the files in which a rank keeps its share.
 
-use crate::memory::Ledger;
+use crate::memory::MemoryLedger;
 use crate::offload::StateFiles;
 use crate::precision::ElementBuffer;
 
@@ -16,7 +16,7 @@ pub(crate) trait ShareMemory: Sized {
     /// Returns the place where the model computes: that of gathered parameters and of the buffers of collectives.
     fn model_place(&self) -> &BufferPlaceOf<Self>;
     fn files(&self) -> Option<&Self::Files>;
-    fn ledger(&self) -> &Ledger;
+    fn ledger(&self) -> &MemoryLedger;
 }
 
 /// The place of a rank's buffer: a kind of memory.

@@ -29,7 +29,7 @@ use std::ops::Range;
 
 /// The position of the owned part of one parameter in its sub-group.
 #[derive(Debug, Clone)]
-pub(crate) struct SubGroupSlot {
+pub(crate) struct SubGroupPosition {
     pub param: ParamId,
     /// The elements of the whole parameter that this rank owns.
     pub owned: Range<usize>,
@@ -42,7 +42,7 @@ pub(crate) struct SubGroupSlot {
     pub len: usize,
 }
 
-impl SubGroupSlot {
+impl SubGroupPosition {
     /// Returns the owned elements in the sub-group, without padding.
     pub fn range(&self) -> Range<usize> {
         self.at..self.at + self.owned.len()
@@ -77,7 +77,7 @@ pub(crate) enum GradientShare<R: ShareMemory> {
 /// One sub-group of this rank's share.
 pub(crate) struct SubGroup<R: ShareMemory> {
     pub class: ParamClass,
-    pub slots: Vec<SubGroupSlot>,
+    pub slots: Vec<SubGroupPosition>,
     /// The number of elements of each kind of state, including padding.
     pub len: usize,
     pub weights: Option<StateStorage<R>>,

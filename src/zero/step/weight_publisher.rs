@@ -2,7 +2,7 @@
 
 use crate::comm::WireFormat;
 use crate::error::Result;
-use crate::memory::{LedgerEntry, MemoryKind};
+use crate::memory::{MemoryKind, MemoryLedgerEntry};
 use crate::param::ParamId;
 use crate::precision::ElementBuffer;
 use crate::timeline;
@@ -19,7 +19,7 @@ pub(super) struct WeightPublisher<R: RankBackend> {
 struct PendingPublication<R: RankBackend> {
     layout: CoalescedLayout,
     pending: R::Pending,
-    held: LedgerEntry,
+    held: MemoryLedgerEntry,
 }
 
 impl<R: RankBackend> WeightPublisher<R> {

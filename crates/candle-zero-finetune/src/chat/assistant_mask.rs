@@ -59,12 +59,12 @@ pub(crate) struct TracedConversation {
     pub owners: Vec<Option<usize>>,
     /// Messages whose end is not learned.
     pub endless: Vec<usize>,
-    pub(super) trace: Option<MessageTrace>,
+    pub(super) trace: Option<MessageSpans>,
 }
 
 /// The positions of the messages' texts in the rendered text.
 #[derive(Debug)]
-pub(super) struct MessageTrace {
+pub(super) struct MessageSpans {
     points: Vec<MessageBoundary>,
     pub marked_texts: Vec<MarkedText>,
 }
@@ -217,7 +217,7 @@ pub(super) fn of_markers(
         Some(trace) => rendered.targets.iter().map(|block| trace.owner(conversation, block)).collect(),
         None => counted(template, conversation, rendered.targets.len()),
     };
-    let has_end = |trace: &MessageTrace, message: usize| {
+    let has_end = |trace: &MessageSpans, message: usize| {
         let own = rendered.targets.iter().zip(&owners).filter(|(_, owner)| **owner == Some(message));
         let end = own.map(|(block, _)| block.end).max();
         let last = trace.points.iter().filter(|point| point.message == message).map(|point| point.at).max();
@@ -247,16 +247,16 @@ fn traced(
     turns: &TurnMarkers,
     conversation: &Conversation,
     text: &str,
-) -> Result<MessageTrace, FinetuneError> {
+) -> Result<MessageSpans, FinetuneError> {
     let count = conversation.len();
     let Some(first) = (0..count).find(|i| conversation.is_assistant(*i)) else {
-        return Ok(MessageTrace { points: vec![], marked_texts: vec![] });
+        return Ok(MessageSpans { points: vec![], marked_texts: vec![] });
     };
     let uncertain = |message: usize, reason| FinetuneError::Spans { message: message + 1, reason };
     let marks = MarkCharacters::for_text(text)
         .ok_or(uncertain(first, "it contains private-use characters of planes 15 and 16"))?;
     let trace = |places: &[Option<MarkPlacement>]| trace(template, conversation, text, marks, places);
-    let has = |trace: &MessageTrace, i: usize| {
+    let has = |trace: &MessageSpans, i: usize| {
         !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i)
     };
     // The first placement that leaves the text unchanged and traces a part of each answer.
@@ -283,7 +283,7 @@ fn traced(
     trace(&places).ok_or(uncertain(first, "the template changes its content"))
 }
 
-impl MessageTrace {
+impl MessageSpans {
     /// Returns the answer that a marked range belongs to: the one whose content it contains, or the adjacent one.
     fn owner(&self, conversation: &Conversation, block: &Range<usize>) -> Option<usize> {
         let is_answer = |point: &&MessageBoundary| conversation.is_assistant(point.message);
@@ -419,7 +419,7 @@ fn trace(
     text: &str,
     marks: MarkCharacters,
     places: &[Option<MarkPlacement>],
-) -> Option<MessageTrace> {
+) -> Option<MessageSpans> {
     let mut marked_texts: Vec<MarkedText> = vec![];
     let mut marked = Vec::with_capacity(places.len());
     for (i, (message, place)) in conversation.messages.iter().zip(places).enumerate() {
@@ -464,7 +464,7 @@ fn trace(
             }
         }
     }
-    Some(MessageTrace { points, marked_texts })
+    Some(MessageSpans { points, marked_texts })
 }
 
 /// Returns a message with its texts changed by `mark`, which receives the key that each text belongs to.

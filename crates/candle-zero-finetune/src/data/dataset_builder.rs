@@ -1,6 +1,6 @@
 //! Builds the samples of one data file: parses and tokenizes records in parallel, and writes them into the cache.
 
-use super::data_options::{DataOptions, Task, Truncation};
+use super::data_options::{DataOptions, TrainingTask, Truncation};
 use super::data_report::{DataReport, RecordNote};
 use super::labels::{NO_LABEL, no_label, not_labelled};
 use super::raw_record::{RawRecord, RecordContent};
@@ -104,7 +104,7 @@ impl DatasetBuilder<'_> {
         io: &dyn Fn(std::io::Error) -> Error,
     ) -> Result<DataReport> {
         let mut records = RecordReader::open(&self.source.path, &self.options.columns)?;
-        let pairs = self.options.task == Task::Prefer;
+        let pairs = self.options.task == TrainingTask::Prefer;
         let (mut report, mut read) = (DataReport { pairs, ..DataReport::of(&self.source.path) }, 0);
         // The tokens of plain text that do not fill a sample yet, and the line in which they begin.
         let (mut pending, mut begun) = (vec![], 1);
@@ -176,7 +176,7 @@ impl DatasetBuilder<'_> {
 
     fn outcome(&self, record: RawRecord) -> RecordOutcome {
         let made = match record.raw {
-            RecordContent::Text(text) if self.options.task == Task::Generate => {
+            RecordContent::Text(text) if self.options.task == TrainingTask::Generate => {
                 self.tokenizer.encode(&text).map(|encoded| RecordOutcome::Tokens(encoded.ids)).map_err(words)
             }
             raw => raw.value().and_then(|(value, unread)| self.samples(&value, &unread)),
@@ -186,7 +186,7 @@ impl DatasetBuilder<'_> {
 
     /// Returns the samples of a record. The columns `unread` were not read from the file.
     fn samples(&self, record: &Value, unread: &[String]) -> Result<RecordOutcome, String> {
-        let has_labels = self.options.task == Task::Classify;
+        let has_labels = self.options.task == TrainingTask::Classify;
         let parser = RecordParser { columns: &self.options.columns, has_template: self.template.is_some(), has_labels };
         let parsed = parser.parse(record, unread)?;
         let format = parsed.format;
@@ -198,7 +198,7 @@ impl DatasetBuilder<'_> {
         }
         let ctx = self.options.ctx;
         let samples = match (self.options.task, parsed.example) {
-            (Task::Classify, TrainingExample::Label { text, label }) => {
+            (TrainingTask::Classify, TrainingExample::Label { text, label }) => {
                 let number = self.options.labels.iter().position(|known| *known == label);
                 let known = || candle_zero::util::list(&self.options.labels);
                 let number = number.ok_or_else(|| match label.as_str() {
@@ -207,7 +207,7 @@ impl DatasetBuilder<'_> {
                 })?;
                 self.labelled(&text, &mut notes)?.map(|sample| (sample, number as u32)).into_iter().collect()
             }
-            (Task::Prefer, TrainingExample::Preference(pair)) => {
+            (TrainingTask::Prefer, TrainingExample::Preference(pair)) => {
                 let [chosen, rejected] = &*pair;
                 let fitted =
                     [chosen, rejected].map(|example| Ok(self.fitted(self.answer(example, &mut notes)?, &mut notes)));
@@ -224,7 +224,7 @@ impl DatasetBuilder<'_> {
                     _ => vec![],
                 }
             }
-            (Task::Generate, TrainingExample::Text(text) | TrainingExample::Label { text, .. }) => {
+            (TrainingTask::Generate, TrainingExample::Text(text) | TrainingExample::Label { text, .. }) => {
                 if text.trim().is_empty() {
                     notes.push(RecordNote::EmptyAnswer);
                 }
@@ -238,18 +238,18 @@ impl DatasetBuilder<'_> {
                     self.fitted(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
                 }
             }
-            (Task::Generate, example @ (TrainingExample::Chat { .. } | TrainingExample::Completion { .. })) => {
+            (TrainingTask::Generate, example @ (TrainingExample::Chat { .. } | TrainingExample::Completion { .. })) => {
                 let sample = self.answer(&example, &mut notes)?;
                 self.fitted(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
             }
-            (Task::Classify, _) => return Err(not_labelled(format)),
-            (Task::Prefer, _) => {
+            (TrainingTask::Classify, _) => return Err(not_labelled(format)),
+            (TrainingTask::Prefer, _) => {
                 return Err(format!(
                     "it contains {format}, but chosen and rejected are required; map them with --columns \
                      chosen=COLUMN,rejected=COLUMN"
                 ));
             }
-            (Task::Generate, _) => {
+            (TrainingTask::Generate, _) => {
                 return Err(format!("it contains {format}, which are only for preference training (--dpo)"));
             }
         };

@@ -22,11 +22,11 @@ use std::sync::Arc;
 ///
 /// ```no_run
 /// use candle_zero::Engine;
-/// use candle_zero_finetune::{Columns, DataOptions, EncoderBase, Source, Task, labels_of};
+/// use candle_zero_finetune::{Columns, DataOptions, EncoderBase, Source, TrainingTask, labels_of};
 /// use candle_zero::models::Bert;
 ///
 /// let base = EncoderBase::open("bert-base-uncased", &labels_of(&[Source::parse("reviews.csv")?], &Columns::default())?)?;
-/// let data = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(Task::Classify, 128) };
+/// let data = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(TrainingTask::Classify, 128) };
 /// let config = r#"{"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 5e-5}}}"#;
 /// let builder = Engine::builder().initial_values(base.values());
 /// let engine = builder.initialize(|vb| Bert::new(base.config(), vb), config)?;

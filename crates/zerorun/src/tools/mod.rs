@@ -13,6 +13,7 @@ mod config_diagnostic;
 mod consolidate;
 mod data;
 mod deploy;
+mod environment_report;
 pub(crate) mod error;
 mod estimate;
 mod finetune;
@@ -23,7 +24,6 @@ mod import;
 mod inspect;
 mod merge;
 mod model_size_flags;
-mod report;
 mod resolve_model;
 mod sample_flags;
 mod schedule;
@@ -124,8 +124,8 @@ const ALL: [ZerorunTool; 18] = [
     ZerorunTool {
         name: "report",
         about: "Describe this machine and what it can train",
-        run: report::run,
-        command: report::command,
+        run: environment_report::run,
+        command: environment_report::command,
     },
     ZerorunTool {
         name: "schedule",

@@ -2,7 +2,7 @@
 
 use super::gradient_report::{DirectionSamples, GradientReport, GradientTolerance};
 use crate::param::ParamId;
-use crate::zero::check::gradient_check_state::DirectionalChange;
+use crate::zero::check::finite_difference_state::DirectionalChange;
 use std::cell::Cell;
 use std::path::PathBuf;
 
@@ -41,7 +41,7 @@ impl CurrentForward {
 
 /// The gradient check of an engine.
 #[derive(Debug, Default)]
-pub(super) struct GradientChecker {
+pub(super) struct FiniteDifferenceChecker {
     pub(super) phase: CheckPhase,
     /// Whether every parameter is checked separately.
     pub(super) of_each: bool,
@@ -93,7 +93,7 @@ impl PerturbedGroup {
     }
 }
 
-impl GradientChecker {
+impl FiniteDifferenceChecker {
     /// Returns the indices of the groups that need another check.
     pub(super) fn open(&self, limits: &GradientTolerance) -> Vec<usize> {
         let is_open = |group: &PerturbedGroup| group.looks.verdict(limits).is_none();

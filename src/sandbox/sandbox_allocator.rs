@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicIsize, Ordering};
 /// The system's allocator, with a bound on the memory for work on untrusted files: a chat template, a tokenizer, a
 /// Parquet file. When the bound is exceeded, the process ends with an error.
 #[derive(Debug, Clone, Copy)]
-pub struct BoundedAllocator;
+pub struct SandboxAllocator;
 
 /// The number of bytes that a thread counts locally.
 const GRAIN: isize = 256 << 10;
@@ -66,7 +66,7 @@ fn size(layout: Layout) -> isize {
 }
 
 // SAFETY: all calls go to the system's allocator; counting allocates nothing, and ends the process or returns.
-unsafe impl GlobalAlloc for BoundedAllocator {
+unsafe impl GlobalAlloc for SandboxAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(size(layout));
         // SAFETY: the caller keeps the promises of this function.

@@ -13,8 +13,8 @@
 //! checked again in the next steps, each time along another direction (`gradient_report.rs`).
 
 use super::Engine;
-use super::gradient_check_state::{
-    AROUND, CheckPhase, CurrentForward, DirectionalDerivative, FORWARDS, GradientChecker, PerturbedGroup,
+use super::finite_difference_state::{
+    AROUND, CheckPhase, CurrentForward, DirectionalDerivative, FORWARDS, FiniteDifferenceChecker, PerturbedGroup,
 };
 use super::gradient_report::{DirectionSample, GradientReport, GradientRow, GradientTolerance, GradientVerdict};
 use crate::config::Precision;
@@ -22,7 +22,7 @@ use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
 use crate::notice::say;
 use crate::param::{Param, ParamId};
-use crate::zero::check::gradient_check_state::{
+use crate::zero::check::finite_difference_state::{
     DirectionalChange, MeasuredGradients, OutputDifference, OutputProbe, Perturbation, collective_steps,
 };
 use candle_core::{DType, Tensor};
@@ -87,7 +87,8 @@ impl<M> Engine<M> {
     /// [`EngineError::OutOfOrder`] between forward and step.
     pub fn check_gradients(&mut self) -> Result<()> {
         self.between_steps("check_gradients")?;
-        self.check = GradientChecker { phase: CheckPhase::Armed, of_each: true, ..GradientChecker::default() };
+        self.check =
+            FiniteDifferenceChecker { phase: CheckPhase::Armed, of_each: true, ..FiniteDifferenceChecker::default() };
         self.arm();
         Ok(())
     }
