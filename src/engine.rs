@@ -33,7 +33,7 @@ pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
 #[doc(hidden)]
 pub use finite_difference_state::CHECK_GRADIENTS;
-pub use gradient_report::{GradientReport, GradientRow, GradientVerdict};
+pub use gradient_report::{GradientCheckVerdict, GradientReport, GradientRow};
 
 use crate::checkpoint::store::CheckpointUpload;
 use crate::checkpoint::{LastCheckpoint, LockedFolders, SaveJob};

@@ -16,7 +16,7 @@ use super::Engine;
 use super::finite_difference_state::{
     AROUND, CheckPhase, CurrentForward, DirectionalDerivative, FORWARDS, FiniteDifferenceChecker, PerturbedGroup,
 };
-use super::gradient_report::{DirectionSample, GradientReport, GradientRow, GradientTolerance, GradientVerdict};
+use super::gradient_report::{DirectionSample, GradientCheckVerdict, GradientReport, GradientRow, GradientTolerance};
 use crate::config::Precision;
 use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
@@ -420,7 +420,7 @@ impl<M> Engine<M> {
             // In 16 bits, a single check can show no more than a small difference.
             let cannot_tell = |row: &GradientRow| {
                 let difference = (row.by_difference - row.by_gradient).abs();
-                row.verdict == GradientVerdict::CannotTell && difference > 0.25 * row.expected
+                row.verdict == GradientCheckVerdict::CannotTell && difference > 0.25 * row.expected
             };
             match &report.not_judged {
                 Some(why) => say(&format!("the gradient of {steps} was not checked: {why}")),

@@ -28,8 +28,8 @@ use crate::zero::gather::unit_trace::UnitEvent;
 use crate::zero::rank_backend::{RankBackend, RankInfo};
 use crate::zero::reduce::gradient_reducer;
 use crate::zero::reduce::gradient_reducer::{ArrivedGradient, GradientReducer, ReducePlan};
-use crate::zero::share::share_memory::ShareMemory;
 use crate::zero::share::share_plan::SharePlan;
+use crate::zero::share::share_storage::ShareStorage;
 use crate::zero::share::state_storage::lie_on_gpu;
 use crate::zero::share::sub_group::{SubGroup, SubGroupPosition, SweepMode, places};
 use crate::zero::share::sub_group_builder;
@@ -330,7 +330,7 @@ impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for RehearsedArena {
     }
 }
 
-impl ShareMemory for Rehearsal<'_> {
+impl ShareStorage for Rehearsal<'_> {
     type Buffer = MetaBuffer;
     type Files = RehearsedFiles;
 

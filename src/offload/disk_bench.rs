@@ -145,13 +145,13 @@ pub struct StepBench {
     /// The update of the same number of elements, in memory.
     pub update: PassTiming,
     /// The pipeline with an update that takes as long as the disk.
-    pub balanced: OverlapBench,
+    pub balanced: DiskOverlapBench,
 }
 
 /// The maximum gain of overlapping: the step with a longer update, so that computing takes as long as the disk needs
 /// for a step without flags.
 #[derive(Debug, Clone, Serialize)]
-pub struct OverlapBench {
+pub struct DiskOverlapBench {
     /// The number of updates of each window.
     pub updates: usize,
     /// The step with neither flag.
@@ -365,7 +365,7 @@ impl DiskBenchRun<'_> {
         })
     }
 
-    fn balanced(&mut self, io: &FileIo, adam: &mut DiskBenchAdam, updates: usize) -> Result<OverlapBench> {
+    fn balanced(&mut self, io: &FileIo, adam: &mut DiskBenchAdam, updates: usize) -> Result<DiskOverlapBench> {
         let flags = [false, true];
         let mut rounds = flags.map(|_| Vec::new());
         for _ in 0..ROUNDS {
@@ -376,7 +376,7 @@ impl DiskBenchRun<'_> {
         }
         let [one_after_the_other, overlapped] = rounds.map(|r| PassTiming::new(self.files.bytes_of_step(), r));
         let speedup = one_after_the_other.seconds / overlapped.seconds;
-        Ok(OverlapBench { updates, one_after_the_other, overlapped, speedup })
+        Ok(DiskOverlapBench { updates, one_after_the_other, overlapped, speedup })
     }
 
     fn sweep(&mut self, access: DiskAccess, settings: &[Aio]) -> Result<Vec<RequestSweepRow>> {

@@ -2,7 +2,7 @@
 
 use super::rank_backend::{RankBackend, RankInfo};
 use super::rank_core::RankCore;
-use super::share::share_memory::ShareMemory;
+use super::share::share_storage::ShareStorage;
 use super::share::sub_group::SubGroup;
 use super::transfer::device_copy::{CopyKind, DeviceCopy};
 use super::transfer::pending_collective::{CollectiveOp, CollectiveTransport, PendingCollective};
@@ -20,7 +20,7 @@ use std::sync::MutexGuard;
 #[cfg(feature = "cuda")]
 use {crate::tensor::device_elements::with_each, candle_core::Storage};
 
-impl ShareMemory for RankCore {
+impl ShareStorage for RankCore {
     type Buffer = FlatBuffer;
     type Files = FileIo;
 

@@ -4,7 +4,7 @@ use super::shape::BLOCK;
 use super::strided::{HeadRows, HeadRowsMut};
 use crate::kernels::element::Element;
 use crate::kernels::simd::{prefetch_at, prefetch_to_write};
-use crate::kernels::vector::{MOST_LANES, PackElements, SimdVector, TransposeBlock};
+use crate::kernels::vector::{MOST_LANES, PackElementsToWords, SimdVector, TransposeBlock};
 use std::ops::Range;
 
 /// The prefetch distance in rows: rows are on separate pages, and the processor cannot predict which one is next.
@@ -23,7 +23,7 @@ const LINE: usize = 64;
 
 /// Returns the words of a row from word `w` on.
 #[inline(always)]
-unsafe fn along<W: PackElements<E>, E: Element>(row: &[E], w: usize) -> W::V {
+unsafe fn along<W: PackElementsToWords<E>, E: Element>(row: &[E], w: usize) -> W::V {
     let at = (w * W::DEPTH).min(row.len());
     // SAFETY: the caller is inside `with`; only the rest of the row is read.
     unsafe { W::along(row.as_ptr().add(at), row.len() - at) }
@@ -33,7 +33,7 @@ unsafe fn along<W: PackElements<E>, E: Element>(row: &[E], w: usize) -> W::V {
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn by_rows<W: PackElements<E>, E: Element>(
+pub(super) unsafe fn by_rows<W: PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
     words: usize,
@@ -63,7 +63,7 @@ pub(super) unsafe fn by_rows<W: PackElements<E>, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn by_columns<W: PackElements<E>, E: Element>(
+pub(super) unsafe fn by_columns<W: PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
     width: usize,
@@ -96,7 +96,7 @@ pub(super) unsafe fn by_columns<W: PackElements<E>, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn transposed<W: PackElements<E>, E: Element>(
+pub(super) unsafe fn transposed<W: PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
     words: usize,

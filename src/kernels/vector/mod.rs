@@ -22,7 +22,7 @@ pub(crate) use method::{SimdMethod, with_words_of};
 pub(crate) use neon::Neon;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use packed_words::Bf16PairWords;
-pub(crate) use packed_words::{F32Words, PackElements, PackedWords};
+pub(crate) use packed_words::{F32Words, PackElementsToWords, PackedWords};
 pub(crate) use portable::PortableVector;
 
 use super::element::Element;

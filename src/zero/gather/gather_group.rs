@@ -12,7 +12,7 @@ use crate::tensor::residency;
 use crate::timeline;
 use crate::util::lock;
 use crate::zero::rank_backend::RankBackend;
-use crate::zero::share::share_memory::{BufferPlaceOf, ShareMemory};
+use crate::zero::share::share_storage::{BufferPlaceOf, ShareStorage};
 use crate::zero::share::state_storage::StateStorage;
 use crate::zero::transfer::device_copy::CopyKind;
 use crate::zero::transfer::pending_collective::CollectiveOp;
@@ -41,7 +41,7 @@ pub(super) enum GatherProgress<R: RankBackend> {
 
 /// This rank's secondary shards (`zero_hpz_partition_size`): its part of a second copy that the ranks of a host keep,
 /// with one buffer for each layout of a group. `None` until a forward has gathered it.
-pub(super) type SecondaryShards<R> = Option<Vec<(<R as ShareMemory>::Buffer, MemoryLedgerEntry)>>;
+pub(super) type SecondaryShards<R> = Option<Vec<(<R as ShareStorage>::Buffer, MemoryLedgerEntry)>>;
 
 /// The treatment of a group after it has been gathered.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `var_builder_backend.rs`, `share_plan.rs` | the `VarBuilder` backend: registers parameters, shards them among ranks |
-//! | `share_memory.rs` | the memory and the files in which a rank keeps its share |
+//! | `share_storage.rs` | the memory and the files in which a rank keeps its share |
 //! | `state_storage.rs` | the storage of a state of a sub-group |
 //! | `sub_group.rs`, `sub_group_builder.rs` | the share, sub-group by sub-group, and its layout |
 //! | `optim_state.rs` | an optimizer state of a sub-group, in its format |
@@ -18,8 +18,8 @@ pub(crate) mod optim_state;
 mod param_access;
 pub(in crate::zero) mod quantized_weights;
 mod safetensors_export;
-pub(crate) mod share_memory;
 pub(crate) mod share_plan;
+pub(crate) mod share_storage;
 pub(crate) mod state_access;
 pub(crate) mod state_storage;
 pub(crate) mod sub_group;

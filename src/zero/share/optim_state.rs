@@ -10,7 +10,7 @@
 //! updated. On every rank, shares of parameters with codes begin at a block boundary, so that blocks do not depend on
 //! the number of ranks.
 
-use super::share_memory::{BufferPlaceOf, FileExtentOf, ShareMemory};
+use super::share_storage::{BufferPlaceOf, FileExtentOf, ShareStorage};
 use super::state_storage::StateStorage;
 use crate::error::Result;
 use crate::memory::{MemoryKind, MemoryLedger, TrackedBuffer};
@@ -25,7 +25,7 @@ use std::ops::Range;
 use std::slice::IterMut;
 
 /// One state of the parameters of a sub-group.
-pub(crate) struct OptimState<R: ShareMemory> {
+pub(crate) struct OptimState<R: ShareStorage> {
     pub format: StateFormat,
     /// The elements, or their codes: in memory two codes in each 16-bit number, in a file one 8-bit number per code.
     pub storage: StateStorage<R>,
@@ -39,7 +39,7 @@ pub(in crate::zero) enum OptimStateView<'a> {
     Codes { map: &'static DynamicMap, codes: &'a mut [u8], scales: &'a mut [f32] },
 }
 
-impl<R: ShareMemory> OptimState<R> {
+impl<R: ShareStorage> OptimState<R> {
     /// Creates zeros for `len` elements, in memory.
     ///
     /// # Errors
@@ -78,7 +78,7 @@ impl<R: ShareMemory> OptimState<R> {
     }
 }
 
-impl<R: ShareMemory<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
+impl<R: ShareStorage<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
     /// Returns elements `range` of the sub-group: from memory, or from the next of the `staged` states.
     pub(in crate::zero) fn part<'a>(
         &'a mut self,

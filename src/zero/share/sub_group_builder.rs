@@ -6,8 +6,8 @@
 
 use super::optim_state::OptimState;
 use super::quantized_weights;
-use super::share_memory::{BufferPlaceOf, FileExtentOf, ShareMemory};
 use super::share_plan::{ShardDevices, SharePlan};
+use super::share_storage::{BufferPlaceOf, FileExtentOf, ShareStorage};
 use super::state_storage::StateStorage;
 use super::sub_group::{GradientShare, SubGroup, SubGroupPosition};
 use crate::error::{Error, OffloadError, Result};
@@ -46,7 +46,7 @@ impl SubGroupStateKind {
 }
 
 /// Files under construction: those of this rank, or of a rehearsal that only counts.
-pub(crate) trait StateFileBuilder<R: ShareMemory> {
+pub(crate) trait StateFileBuilder<R: ShareStorage> {
     /// Begins an extent, still without elements, in the file of a state.
     fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtentOf<R>>;
     /// Reserves `count` more elements.
@@ -86,7 +86,7 @@ struct UnfinishedShare {
 }
 
 /// Lays out sub-groups while parameters are registered.
-pub(crate) struct SubGroupBuilder<R: ShareMemory = RankCore, C = ArenaBuilder> {
+pub(crate) struct SubGroupBuilder<R: ShareStorage = RankCore, C = ArenaBuilder> {
     plan: SharePlan,
     sharing: ShareLayout,
     files: C,
@@ -98,7 +98,7 @@ pub(crate) struct SubGroupBuilder<R: ShareMemory = RankCore, C = ArenaBuilder> {
     open: [Option<SubGroup<R>>; ParamClass::COUNT],
 }
 
-impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
+impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     pub fn with(plan: SharePlan, files: C, ledger: MemoryLedger, devices: ShardDevices<BufferPlaceOf<R>>) -> Self {
         let sharing = ShareLayout::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
         // In files, a parameter's share begins at an offset where a request may begin.

@@ -18,7 +18,7 @@ use crate::zero::gpu::host_step::{HostStep, WeightRange};
 use crate::zero::rank_backend::RankBackend;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::optim_state::OptimStateView;
-use crate::zero::share::share_memory::StagingBufferOf;
+use crate::zero::share::share_storage::StagingBufferOf;
 use crate::zero::share::sub_group::{GradientShare, SubGroup, SubGroupPosition, SweepMode};
 use std::ops::Range;
 

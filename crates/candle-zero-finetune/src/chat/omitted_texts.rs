@@ -15,7 +15,7 @@ pub(crate) struct OmittedTexts {
 
 /// The extent to which a text is written.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum TextCoverage {
+enum TextFoundInRendering {
     All,
     Some,
     None,
@@ -58,12 +58,12 @@ impl OmittedTexts {
             let function = field(&call, "function");
             Some(field(if function.is_undefined() { &call } else { &function }, "name").as_str()?.to_string())
         });
-        let mut parts: Vec<(String, String, TextCoverage)> = names
+        let mut parts: Vec<(String, String, TextFoundInRendering)> = names
             .map(|name| {
                 (
                     "tool_calls".to_string(),
                     name.clone(),
-                    if learned.contains(&name) { TextCoverage::All } else { TextCoverage::None },
+                    if learned.contains(&name) { TextFoundInRendering::All } else { TextFoundInRendering::None },
                 )
             })
             .collect();
@@ -73,7 +73,11 @@ impl OmittedTexts {
                 let Some(place) = marked_text.place() else { return true };
                 own.iter().any(|target| target.start < place.end.max(place.start + 1) && place.start < target.end)
             };
-            if is_certain && part != TextCoverage::None && !own.is_empty() && !marked_text.is_none_or(is_learned) {
+            if is_certain
+                && part != TextFoundInRendering::None
+                && !own.is_empty()
+                && !marked_text.is_none_or(is_learned)
+            {
                 self.say(format!("have {key} that is written but not learned"));
             }
             parts.push((key, text, part));
@@ -85,7 +89,7 @@ impl OmittedTexts {
             self.say("have an answer that no {% generation %} block encloses");
             return;
         }
-        if parts.iter().all(|(_, _, part)| *part == TextCoverage::None) {
+        if parts.iter().all(|(_, _, part)| *part == TextFoundInRendering::None) {
             let mut keys: Vec<String> = parts.into_iter().map(|(key, _, _)| key).collect();
             keys.dedup();
             self.lost.push((message, keys.join(" and ")));
@@ -93,12 +97,14 @@ impl OmittedTexts {
         }
         for (key, text, part) in parts {
             match part {
-                TextCoverage::All => {}
-                TextCoverage::Some if key == "content" && THOUGHTS.iter().any(|tag| text.contains(tag)) => {
+                TextFoundInRendering::All => {}
+                TextFoundInRendering::Some if key == "content" && THOUGHTS.iter().any(|tag| text.contains(tag)) => {
                     self.say("have thoughts, up to </think>, that the template does not write");
                 }
-                TextCoverage::Some => self.say(format!("have {key} that the template does not write completely")),
-                TextCoverage::None => self.say(format!("have {key} that the template does not write")),
+                TextFoundInRendering::Some => {
+                    self.say(format!("have {key} that the template does not write completely"))
+                }
+                TextFoundInRendering::None => self.say(format!("have {key} that the template does not write")),
             }
         }
     }
@@ -109,7 +115,7 @@ impl OmittedTexts {
         let role = field(&conversation.messages[message], "role");
         let role = role.as_str().unwrap_or_default();
         for (_, own, marked_text) in texts_of(conversation, traced, message) {
-            if part(&own, marked_text, traced, text) != TextCoverage::All {
+            if part(&own, marked_text, traced, text) != TextFoundInRendering::All {
                 self.say(format!("have a {role} message that the template does not write completely"));
             }
         }
@@ -140,14 +146,19 @@ fn texts_of<'a>(
 }
 
 /// Returns how much of a text appears at its place or, without one, in `within`.
-fn part(text: &str, marked_text: Option<&MarkedText>, traced: &TracedConversation, within: &str) -> TextCoverage {
+fn part(
+    text: &str,
+    marked_text: Option<&MarkedText>,
+    traced: &TracedConversation,
+    within: &str,
+) -> TextFoundInRendering {
     let text = text.trim();
     if let Some(place) = marked_text.and_then(MarkedText::place)
         && let Some(written) = traced.rendered.text.get(place)
     {
         let escaped = || serde_json::from_str::<String>(&format!("\"{written}\"")).ok();
         if written.trim() == text || escaped().is_some_and(|plain| plain.trim() == text) {
-            return TextCoverage::All;
+            return TextFoundInRendering::All;
         }
     }
     let mut pieces = vec![text];
@@ -161,8 +172,8 @@ fn part(text: &str, marked_text: Option<&MarkedText>, traced: &TracedConversatio
         within.contains(piece) || within.contains(json().trim_matches('"'))
     };
     match pieces.iter().filter(|piece| is_there(piece)).count() {
-        count if count == pieces.len() => TextCoverage::All,
-        0 if !marked_text.is_some_and(MarkedText::is_there) => TextCoverage::None,
-        _ => TextCoverage::Some,
+        count if count == pieces.len() => TextFoundInRendering::All,
+        0 if !marked_text.is_some_and(MarkedText::is_there) => TextFoundInRendering::None,
+        _ => TextFoundInRendering::Some,
     }
 }
