@@ -381,9 +381,9 @@ impl<M> Engine<M> {
     /// Reports on rank 0 that a step with loss scale `scale` was skipped: each of the first skipped steps, then
     /// increasingly rarely.
     fn report_overflow(&self, scale: f64) {
-        const FIRST: u64 = 10;
+        const REPORTED_SKIPS: u64 = 10;
         let skipped = self.skipped_steps;
-        if self.rank() != 0 || (skipped > FIRST && !skipped.is_power_of_two()) {
+        if self.rank() != 0 || (skipped > REPORTED_SKIPS && !skipped.is_power_of_two()) {
             return;
         }
         let now = self.scaler.scale();
@@ -394,8 +394,11 @@ impl<M> Engine<M> {
             LossScaler::Dynamic(_) => format!("the loss scale falls from {scale} to {now}"),
         };
         let number = self.global_steps + 1;
-        let more =
-            if skipped == FIRST { "; further ones are reported rarely, engine.skipped_steps() counts all" } else { "" };
+        let more = if skipped == REPORTED_SKIPS {
+            "; further ones are reported rarely, engine.skipped_steps() counts all"
+        } else {
+            ""
+        };
         warn(&format!(
             "step {number} is skipped, a gradient is not finite (skipped so far: {skipped}); {consequence}{more}"
         ));

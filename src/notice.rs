@@ -22,15 +22,15 @@ pub enum LogLevel {
 }
 
 /// The minimum level that is reported in this process.
-static LEAST: AtomicU8 = AtomicU8::new(LogLevel::Info as u8);
+static MIN_LEVEL: AtomicU8 = AtomicU8::new(LogLevel::Info as u8);
 
 /// Suppresses, in this process from now on, messages below `level`.
 pub(crate) fn say_from(level: LogLevel) {
-    LEAST.store(level as u8, Ordering::Relaxed);
+    MIN_LEVEL.store(level as u8, Ordering::Relaxed);
 }
 
 fn is_said(level: LogLevel) -> bool {
-    level as u8 >= LEAST.load(Ordering::Relaxed)
+    level as u8 >= MIN_LEVEL.load(Ordering::Relaxed)
 }
 
 /// Reports a fact: through `tracing` if a subscriber is set, otherwise on stderr.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// The time for which a killed process may still hold a folder.
-const DYING: Duration = Duration::from_secs(5);
+const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The checkpoint that a run saved or loaded last.
 pub(crate) struct LastCheckpoint {
@@ -58,7 +58,7 @@ impl LockedFolders {
             return Ok(());
         }
         let wrong = |e: std::io::Error| folder::not_written(&dir.join(LOCK), &e);
-        let lock = match FolderLock::share(&here, DYING).map_err(wrong)? {
+        let lock = match FolderLock::share(&here, LOCK_RELEASE_TIMEOUT).map_err(wrong)? {
             Ok(lock) => lock,
             Err(owner) => return Err(Error::from(CheckpointError::Busy { path: dir.to_owned(), owner })),
         };

@@ -25,12 +25,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// The variable that chooses how ranks sum data on their GPUs: `exact`, `fast` or `off`.
-const CHOICE: &str = "CANDLE_ZERO_NCCL";
+const NCCL_MODE: &str = "CANDLE_ZERO_NCCL";
 /// The variable that, if 1, keeps NCCL from accessing other threads' memory directly: CUDA's memory pools, which hold
 /// the tensors, are not accessible to other GPUs.
-const APART: &str = "NCCL_P2P_DIRECT_DISABLE";
+const P2P_DIRECT_DISABLE: &str = "NCCL_P2P_DIRECT_DISABLE";
 /// How long an error of NCCL waits until the name of the failed rank is known.
-const ECHO: Duration = Duration::from_secs(2);
+const FAILED_RANK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// This rank's GPU among those of all ranks.
 pub(crate) struct GpuCollectives {
@@ -99,7 +99,7 @@ impl GpuCollectives {
         if comm.size() == 1 {
             return Ok(None);
         }
-        let (rank, choice) = (comm.rank(), NcclMode::of(std::env::var(CHOICE).ok())?);
+        let (rank, choice) = (comm.rank(), NcclMode::of(std::env::var(NCCL_MODE).ok())?);
         let library = device.filter(|_| choice != NcclMode::Off).map(|_| NcclLibrary::find());
         let uuid = match device {
             Some(device) => device.cuda_stream().context().uuid().w()?.bytes.map(|byte| byte as u8),
@@ -113,7 +113,7 @@ impl GpuCollectives {
         let own = NcclCapability {
             usable: matches!(library, Some(Ok(_))),
             fast: choice == NcclMode::Fast,
-            apart: std::env::var(APART).as_deref() == Ok("1"),
+            apart: std::env::var(P2P_DIRECT_DISABLE).as_deref() == Ok("1"),
             host: fnv1a(&boot),
             process: fnv1a(process.as_bytes()),
             gpu: [half(0), half(8)],
@@ -264,7 +264,7 @@ fn error_of(error: NcclError, rank: usize, comm: &dyn Communicator) -> Error {
         NcclError::Device(error) => Error::Candle(candle_core::Error::Msg(error.to_string())),
         NcclError::Lost { .. } | NcclError::Silent { .. } | NcclError::Refused { .. } => {
             // NCCL notices failures of other ranks before their names arrive here.
-            let until = Instant::now() + ECHO;
+            let until = Instant::now() + FAILED_RANK_TIMEOUT;
             loop {
                 match comm.failure() {
                     Some(failure) => return failure.into(),

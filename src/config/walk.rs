@@ -171,8 +171,8 @@ impl<'a> ConfigWalk<'a> {
             self.note(&path, "a comment: ignored");
         } else if section.checked {
             // Comparing a name with every key is slow: a file with only unknown keys would take minutes.
-            const MOST_ADVISED: usize = 1000;
-            let (rule, message) = if self.problems.len() < MOST_ADVISED {
+            const MAX_SUGGESTIONS: usize = 1000;
+            let (rule, message) = if self.problems.len() < MAX_SUGGESTIONS {
                 suggest::advice(section, &entry.key)
             } else {
                 (ConfigRule::UnknownKey, "no such key here".to_string())

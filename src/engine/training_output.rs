@@ -63,7 +63,7 @@ impl<M> Engine<M> {
                 None => say(&text),
                 Some(path) => {
                     let write = || {
-                        only_earlier(path, FlopsProfile::BEGINS, "profile")?;
+                        only_earlier(path, FlopsProfile::REPORT_PREFIX, "profile")?;
                         let mut file = AtomicFile::beside(path)?;
                         file.file().write_all(format!("{text}\n").as_bytes())?;
                         file.finish()

@@ -100,14 +100,14 @@ impl DecoderConfig {
         vb: &VarBuilder<'_>,
     ) -> Result<Projection> {
         let layout = if self.naming == ParameterNaming::Gpt2 { WeightLayout::InOut } else { WeightLayout::OutIn };
-        let std = if is_residual { STD / (2.0 * self.blocks.len() as f64).sqrt() } else { STD };
+        let std = if is_residual { INITIAL_STD / (2.0 * self.blocks.len() as f64).sqrt() } else { INITIAL_STD };
         let options = ProjectionOptions { layout, bias, std, lora: self.lora.as_ref() };
         Projection::new(inputs, outputs, options, vb.pp(name))
     }
 }
 
 /// The standard deviation of initial weights.
-pub(super) const STD: f64 = 0.02;
+pub(super) const INITIAL_STD: f64 = 0.02;
 
 /// The parameter names within a block that differ between models.
 struct BlockNames {

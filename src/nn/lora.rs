@@ -26,7 +26,7 @@ use std::cell::Cell;
 use std::ops::Range;
 
 thread_local! {
-    static OFF: Cell<bool> = const { Cell::new(false) };
+    static ADAPTERS_OFF: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Calls `run` with all adapters of this thread's models off, and without recording anything for a backward. This is
@@ -35,16 +35,16 @@ pub fn without_adapters<T>(run: impl FnOnce() -> T) -> T {
     struct AdaptersGuard(bool);
     impl Drop for AdaptersGuard {
         fn drop(&mut self) {
-            OFF.set(self.0);
+            ADAPTERS_OFF.set(self.0);
         }
     }
-    let _reset = AdaptersGuard(OFF.replace(true));
+    let _reset = AdaptersGuard(ADAPTERS_OFF.replace(true));
     without_gradients(run)
 }
 
 /// Returns whether adapters are off.
 pub(super) fn are_off() -> bool {
-    OFF.get()
+    ADAPTERS_OFF.get()
 }
 
 /// The operands of one use of an adapter.

@@ -23,10 +23,10 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// The interval at which rank 0 checks whether the other ranks' files have arrived.
-const LOOK: Duration = Duration::from_millis(300);
+const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
 /// The interval at which rank 0 reports progress.
-const TELL: Duration = Duration::from_secs(10);
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// An upload in progress. Dropping it cancels the upload.
 pub(crate) struct CheckpointUpload {
@@ -122,7 +122,7 @@ impl UploadWorker {
         let mut said = Instant::now();
         for (name, object, bytes) in files.iter().filter(|(_, object, bytes)| there.get(object) != Some(bytes)) {
             let tell = |done: u64| {
-                if *rank == 0 && said.elapsed() >= TELL {
+                if *rank == 0 && said.elapsed() >= REPORT_INTERVAL {
                     said = Instant::now();
                     say(&format!("checkpoint {}: {done} of {bytes} bytes of {name} are uploaded", manifest.tag));
                 }
@@ -140,7 +140,7 @@ impl UploadWorker {
             if self.stop.load(Ordering::Relaxed) {
                 return Ok(());
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             there = self.bucket.sizes(tag).await?;
         }
         self.bucket.put(&[tag, MANIFEST], manifest.to_text().into_bytes()).await?;

@@ -4,7 +4,7 @@
 //! Each host receives the bytes of the others once, even if only ranks at the same position gather. [`super::traffic`]
 //! gives the cost.
 
-use super::inter_host::{AHEAD, InterHostExchange, Result, message_bytes};
+use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result, message_bytes};
 use super::link::{MessageTag, MpiTransfer};
 use super::topology::HostTopology;
 use crate::comm::shm::partition::{others, pieces};
@@ -44,11 +44,11 @@ pub(super) fn gather(inter_host: &mut InterHostExchange, whole: &mut [u8], exact
         bound(block.start)..bound(block.end)
     };
     let mut coming = VecDeque::new();
-    for block in &blocks[..blocks.len().min(AHEAD - 1)] {
+    for block in &blocks[..blocks.len().min(MESSAGES_IN_FLIGHT - 1)] {
         coming.push_back(swap(inter_host, whole, &hosts, &partners, |ranks| cut(slice(ranks, lane), block))?);
     }
     for (i, block) in blocks.iter().enumerate() {
-        if let Some(block) = blocks.get(i + AHEAD - 1) {
+        if let Some(block) = blocks.get(i + MESSAGES_IN_FLIGHT - 1) {
             coming.push_back(swap(inter_host, whole, &hosts, &partners, |ranks| cut(slice(ranks, lane), block))?);
         }
         let mut arriving = partners.iter().zip(coming.pop_front().unwrap_or_default());
@@ -94,11 +94,11 @@ pub(super) fn gather_across(inter_host: &mut InterHostExchange, whole: &mut [u8]
     let blocks: Vec<Range<usize>> = pieces(part, message_bytes(partners.len())).collect();
     let number = |ranks: &Range<usize>| ranks.start / ranks.len();
     let mut coming = VecDeque::new();
-    for block in &blocks[..blocks.len().min(AHEAD - 1)] {
+    for block in &blocks[..blocks.len().min(MESSAGES_IN_FLIGHT - 1)] {
         coming.push_back(swap(inter_host, whole, &hosts, &partners, |ranks| at(number(ranks), own, block))?);
     }
     for (i, block) in blocks.iter().enumerate() {
-        if let Some(block) = blocks.get(i + AHEAD - 1) {
+        if let Some(block) = blocks.get(i + MESSAGES_IN_FLIGHT - 1) {
             coming.push_back(swap(inter_host, whole, &hosts, &partners, |ranks| at(number(ranks), own, block))?);
         }
         let arriving = coming.pop_front().unwrap_or_default();

@@ -5,7 +5,7 @@
 //! them in rank order. Parts of the next pieces are in flight while this one is added up. [`super::traffic`] gives the
 //! cost.
 
-use super::inter_host::{AHEAD, InterHostExchange, Result, message_bytes};
+use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result, message_bytes};
 use super::link::{MessageTag, MpiTransfer};
 use crate::comm::shm::collectives::{piece_of, sum_exact};
 use crate::comm::shm::partition::{give_each, given, pieces};
@@ -31,7 +31,7 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
     inter_host.greet(&remote)?;
     let mut coming = VecDeque::new();
     let mut ahead = pieces(chunk, step);
-    for range in ahead.by_ref().take(AHEAD - 1) {
+    for range in ahead.by_ref().take(MESSAGES_IN_FLIGHT - 1) {
         coming.push_back(post(inter_host, &remote, wire, input, range, encoded)?);
     }
     for range in pieces(chunk, step) {

@@ -69,7 +69,7 @@ pub(super) struct MpiRank {
 }
 
 /// The rank that leaves when the process ends.
-static ENTERED: OnceLock<MpiRank> = OnceLock::new();
+static JOINED_RANK: OnceLock<MpiRank> = OnceLock::new();
 
 impl MpiRank {
     /// Initializes MPI, connects to the other ranks, and returns this rank and the memory of this host's ranks. Called
@@ -112,7 +112,7 @@ impl MpiRank {
         let start = || HostHeartbeat::start(link.clone(), &hosts, peer_status.clone(), region.clone());
         let heartbeat = Arc::new(Mutex::new(watches.then(start).transpose()?));
         let mpi = Self { link, hosts, peer_status, region: region.clone(), heartbeat };
-        if ENTERED.set(mpi.clone()).is_ok() {
+        if JOINED_RANK.set(mpi.clone()).is_ok() {
             // SAFETY: the function never unwinds, and only calls MPI.
             unsafe { atexit(leave) };
         }
@@ -166,7 +166,7 @@ impl MpiRank {
 
 /// Returns this process' MPI rank, once it has joined.
 pub(super) fn entered() -> Option<&'static MpiRank> {
-    ENTERED.get()
+    JOINED_RANK.get()
 }
 
 unsafe extern "C" {
@@ -176,7 +176,7 @@ unsafe extern "C" {
 
 /// Notifies the other ranks that this rank leaves, and ends MPI.
 extern "C" fn leave() {
-    if let Some(mpi) = ENTERED.get() {
+    if let Some(mpi) = JOINED_RANK.get() {
         mpi.region.finish(mpi.link.rank() - mpi.first());
         mpi.peer_status.leave(&mpi.hosts);
         mpi.wait_for_others();

@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 /// The number of bytes for a host's name, and for the text that distinguishes hosts.
-const TEXT: usize = 256;
+const MAX_NAME_BYTES: usize = 256;
 
 /// The ranks of each host, which are consecutive, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,14 +52,14 @@ impl HostIdentity {
 
     fn from_bytes(bytes: &[u8]) -> Self {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string();
-        Self { name: text(&bytes[..TEXT]), key: text(&bytes[TEXT..]) }
+        Self { name: text(&bytes[..MAX_NAME_BYTES]), key: text(&bytes[MAX_NAME_BYTES..]) }
     }
 }
 
-/// Returns a text as TEXT bytes, truncated or padded with zeros.
+/// Returns a text as MAX_NAME_BYTES bytes, truncated or padded with zeros.
 fn fixed(text: &str) -> Vec<u8> {
     let mut bytes = text.as_bytes().to_vec();
-    bytes.resize(TEXT, 0);
+    bytes.resize(MAX_NAME_BYTES, 0);
     bytes
 }
 

@@ -16,7 +16,7 @@
 //! a chain sends 64 c in any format. A format that is encoded only between hosts ([`WireFormat::BetweenHosts`]) is
 //! always sent as host sums: 16 c as bf16, 8.25 c as 8-bit and 4.25 c as 4-bit integers.
 
-use super::inter_host::MESSAGE_BYTES;
+use super::inter_host::MAX_MESSAGE_BYTES;
 use super::partial_sum::SlotLayout;
 use super::topology::HostTopology;
 use crate::comm::shm::region::SLOT_BYTES;
@@ -27,12 +27,12 @@ use std::ops::Range;
 /// Sums of fewer bytes, of all chunks together, are sent as raw parts, which arrive after a single message.
 const SHORT_BYTES: usize = 256 << 10;
 /// The number of bytes of a partial sum of one element.
-const PARTIAL: usize = size_of::<f32>();
+const PARTIAL_SUM_BYTES: usize = size_of::<f32>();
 /// The number of blocks of a sum per host that it passes, if it is long enough: hosts work on different blocks at a
 /// time.
-const BLOCKS_A_HOST: usize = 8;
+const BLOCKS_PER_HOST: usize = 8;
 /// The minimum number of bytes of a message for which a sum is split into more blocks.
-pub(super) const LEAST_MESSAGE: usize = 16 << 10;
+pub(super) const MIN_MESSAGE_BYTES: usize = 16 << 10;
 
 /// The algorithm by which parts are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,7 +89,7 @@ pub(super) fn direct_bytes(hosts: &[Range<usize>], wire: WireFormat, size: usize
 /// Returns the traffic if partial sums are sent.
 pub(super) fn chain_bytes(hosts: &[Range<usize>], size: usize, chunk: usize) -> PeakHostTraffic {
     let (world, last) = (hosts.last().map_or(0, |ranks| ranks.end), hosts.len() - 1);
-    let partials = PARTIAL * world * chunk;
+    let partials = PARTIAL_SUM_BYTES * world * chunk;
     let of = |(host, ranks): (usize, &Range<usize>)| PeakHostTraffic {
         into: if host > 0 { partials } else { 0 } + if host < last { ranks.len() * chunk * size } else { 0 },
         out: if host < last { partials } else { (world - ranks.len()) * chunk * size },
@@ -120,8 +120,8 @@ pub(super) fn gather_bytes(hosts: &[Range<usize>], part: usize) -> PeakHostTraff
 /// Returns the number of elements of every chunk in one block of a chain: a message from host to host has those of a
 /// lane's chunks.
 pub(super) fn block_elements(hosts: &HostTopology, wire: WireFormat, chunk: usize) -> usize {
-    let of_each = PARTIAL * hosts.world_size().div_ceil(hosts.lanes());
-    let bytes = (of_each * chunk / (BLOCKS_A_HOST * hosts.each().len())).clamp(LEAST_MESSAGE, MESSAGE_BYTES);
+    let of_each = PARTIAL_SUM_BYTES * hosts.world_size().div_ceil(hosts.lanes());
+    let bytes = (of_each * chunk / (BLOCKS_PER_HOST * hosts.each().len())).clamp(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES);
     let align = wire.alignment();
     (bytes / of_each / align * align).max(align)
 }
@@ -211,7 +211,10 @@ mod tests {
                 let elements = block_elements(&hosts, wire, chunk);
                 let lane = hosts.world_size().div_ceil(hosts.lanes());
                 assert!(elements > 0 && elements.is_multiple_of(wire.alignment()));
-                assert!(elements * lane * PARTIAL <= MESSAGE_BYTES, "{counts:?} {wire:?} {chunk}: {elements}");
+                assert!(
+                    elements * lane * PARTIAL_SUM_BYTES <= MAX_MESSAGE_BYTES,
+                    "{counts:?} {wire:?} {chunk}: {elements}"
+                );
             }
         }
     }

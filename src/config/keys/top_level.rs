@@ -12,8 +12,8 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("torch_autocast", false, TORCH_AUTOCAST),
 ];
 
-const GONE: &str = "DeepSpeed 0.19.8 refuses the whole file because of it, on or off: remove it";
-const GONE_ON: &str = "not supported, and DeepSpeed 0.19.8 refuses the whole file because of it: remove it, or set \
+const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses the whole file because of it, on or off: remove it";
+const REMOVED_UNLESS_OFF: &str = "not supported, and DeepSpeed 0.19.8 refuses the whole file because of it: remove it, or set \
                        its `enabled` to false";
 
 const ROOT: &[super::ConfigKey] = keys! {
@@ -70,17 +70,17 @@ const ROOT: &[super::ConfigKey] = keys! {
     "hybrid_engine": Object, "{}", S, "Generation during training.";
     "weight_quantization": Object, "null", S, "Quantized inference.";
     "data_efficiency": Object, "{}", S, "Curriculum learning and token dropping.";
-    "amp": Any, "-", gone_unless_off(GONE_ON), "Apex mixed precision. Use bf16 or fp16.";
-    "nebula": Any, "-", gone(GONE), "Azure checkpoint service.";
-    "compression_training": Any, "-", gone(GONE), "Pruning and quantization.";
-    "quantize_training": Any, "-", gone(GONE), "Mixture of quantization.";
-    "sparse_gradients": Any, "-", gone(GONE), "Sparse embedding gradients.";
-    "sparse_attention": Any, "-", gone(GONE), "Sparse attention kernels.";
-    "eigenvalue": Any, "-", gone_unless_off(GONE_ON), "Eigenvalues for quantization.";
-    "elasticity": Any, "-", gone_unless_off(GONE_ON), "Elastic batch sizes. Give the batch keys.";
-    "graph_harvesting": Any, "-", gone(GONE), "CUDA graphs.";
-    "curriculum_learning": Any, "-", gone_unless_off(GONE_ON), "Legacy curriculum learning.";
-    "progressive_layer_drop": Any, "-", gone_unless_off(GONE_ON), "Layer dropping.";
+    "amp": Any, "-", gone_unless_off(REMOVED_UNLESS_OFF), "Apex mixed precision. Use bf16 or fp16.";
+    "nebula": Any, "-", gone(REMOVED_KEY), "Azure checkpoint service.";
+    "compression_training": Any, "-", gone(REMOVED_KEY), "Pruning and quantization.";
+    "quantize_training": Any, "-", gone(REMOVED_KEY), "Mixture of quantization.";
+    "sparse_gradients": Any, "-", gone(REMOVED_KEY), "Sparse embedding gradients.";
+    "sparse_attention": Any, "-", gone(REMOVED_KEY), "Sparse attention kernels.";
+    "eigenvalue": Any, "-", gone_unless_off(REMOVED_UNLESS_OFF), "Eigenvalues for quantization.";
+    "elasticity": Any, "-", gone_unless_off(REMOVED_UNLESS_OFF), "Elastic batch sizes. Give the batch keys.";
+    "graph_harvesting": Any, "-", gone(REMOVED_KEY), "CUDA graphs.";
+    "curriculum_learning": Any, "-", gone_unless_off(REMOVED_UNLESS_OFF), "Legacy curriculum learning.";
+    "progressive_layer_drop": Any, "-", gone_unless_off(REMOVED_UNLESS_OFF), "Layer dropping.";
 };
 
 const ANY_I64: super::ConfigValueKind = super::ConfigValueKind::IntNoBool(i64::MIN, i64::MAX);

@@ -18,11 +18,11 @@ use std::time::{Duration, Instant};
 type Result<T> = std::result::Result<T, NcclError>;
 
 /// How long a wait polls without a pause. A short collective is complete by then.
-const BUSY: Duration = Duration::from_micros(200);
+const SPIN_TIME: Duration = Duration::from_micros(200);
 /// The longest pause between two polls.
-const PAUSE: Duration = Duration::from_micros(200);
+const MAX_POLL_SLEEP: Duration = Duration::from_micros(200);
 /// The longest wait for peers when a communicator is dropped.
-const LEAVE: Duration = Duration::from_secs(10);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The conditions that end a wait for a missing peer.
 pub(crate) struct FailureWatch {
@@ -183,7 +183,7 @@ impl NcclMember {
         let (since, mut pause) = (Instant::now(), Duration::from_micros(20));
         while !is_done()? {
             let waited = since.elapsed();
-            if waited < BUSY {
+            if waited < SPIN_TIME {
                 std::thread::yield_now();
                 continue;
             }
@@ -194,7 +194,7 @@ impl NcclMember {
                 return Err(NcclError::Silent { rank: self.rank, op, waited: limit });
             }
             std::thread::sleep(pause);
-            pause = (2 * pause).min(PAUSE);
+            pause = (2 * pause).min(MAX_POLL_SLEEP);
         }
         Ok(())
     }
@@ -203,7 +203,7 @@ impl NcclMember {
     fn leave(&self, comm: RawNcclComm) -> Result<()> {
         const OP: &str = "the shutdown";
         self.wire.context().bind_to_thread().w()?;
-        let limit = self.watch.timeout.min(LEAVE);
+        let limit = self.watch.timeout.min(SHUTDOWN_TIMEOUT);
         let last = self.wire.record_event(None).w()?;
         self.poll(OP, limit, || {
             let done = last.try_is_complete().w()?;

@@ -70,7 +70,7 @@ pub(crate) trait StateFileBuilder<R: ShareMemory> {
 
 /// The number of elements of initial values that are read together. This many elements form complete units of every
 /// packing, and fill complete pages of a file when packed.
-pub(super) const LOADED: usize = 1 << 24;
+pub(super) const LOAD_CHUNK: usize = 1 << 24;
 
 /// A share that is being filled.
 struct UnfinishedShare {
@@ -117,8 +117,8 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         read: &mut dyn FnMut(Range<usize>) -> Result<Vec<f32>>,
     ) -> Result<()> {
         let mut share = self.begin(param, cut, class)?;
-        for start in (0..len).step_by(LOADED) {
-            let values = read(start..len.min(start + LOADED))?;
+        for start in (0..len).step_by(LOAD_CHUNK) {
+            let values = read(start..len.min(start + LOAD_CHUNK))?;
             match self.packing(class) {
                 // The last values are followed by the padding of the shard.
                 Some(packing) => {

@@ -22,7 +22,7 @@ enum TextCoverage {
 }
 
 /// The tags around thoughts.
-const THOUGHTS: [&str; 4] = ["<think>", "</think>", "<thinking>", "</thinking>"];
+const THINKING_TAGS: [&str; 4] = ["<think>", "</think>", "<thinking>", "</thinking>"];
 
 impl OmittedTexts {
     /// Compares the texts of all messages with the rendered text.
@@ -94,7 +94,7 @@ impl OmittedTexts {
         for (key, text, part) in parts {
             match part {
                 TextCoverage::All => {}
-                TextCoverage::Some if key == "content" && THOUGHTS.iter().any(|tag| text.contains(tag)) => {
+                TextCoverage::Some if key == "content" && THINKING_TAGS.iter().any(|tag| text.contains(tag)) => {
                     self.say("have thoughts, up to </think>, that the template does not write");
                 }
                 TextCoverage::Some => self.say(format!("have {key} that the template does not write completely")),
@@ -151,7 +151,7 @@ fn part(text: &str, marked_text: Option<&MarkedText>, traced: &TracedConversatio
         }
     }
     let mut pieces = vec![text];
-    for tag in THOUGHTS {
+    for tag in THINKING_TAGS {
         pieces = pieces.into_iter().flat_map(|piece| piece.split(tag)).collect();
     }
     pieces.retain(|piece| !piece.trim().is_empty());

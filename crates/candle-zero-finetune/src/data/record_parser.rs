@@ -1,7 +1,7 @@
 //! Parses a record. Its keys determine its format.
 
 use super::chat_messages::{ChatMessages, RecordProblem};
-use super::columns::{Columns, PREFERENCES, PREFERRED, SECOND_TEXTS, names};
+use super::columns::{Columns, PREFERENCE_KEYS, PREFERRED_KEYS, SECOND_TEXT_KEYS, names};
 use super::record_fields::RecordFields;
 use crate::chat::conversation::{Conversation, kind};
 use crate::chat::jinja_compat::python_str;
@@ -101,10 +101,10 @@ impl RecordParser<'_> {
             match format {
                 RecordFormat::Text | RecordFormat::Label if !self.has_labels => {}
                 RecordFormat::Text | RecordFormat::Label => {
-                    fields.refuse(&SECOND_TEXTS, "pairs of texts are not supported; join them in one column")?;
+                    fields.refuse(&SECOND_TEXT_KEYS, "pairs of texts are not supported; join them in one column")?;
                 }
                 RecordFormat::Preference => {
-                    fields.refuse(&PLACELESS, PLACELESS_WHY)?;
+                    fields.refuse(&MISPLACED_KEYS, MISPLACED_KEY_REASON)?;
                     if let TrainingExample::Preference(pair) = &example {
                         self.say_as_they_stand(&pair[0], &mut remarks);
                     }
@@ -113,9 +113,9 @@ impl RecordParser<'_> {
                     }
                 }
                 _ => {
-                    fields.refuse(&PLACELESS, PLACELESS_WHY)?;
+                    fields.refuse(&MISPLACED_KEYS, MISPLACED_KEY_REASON)?;
                     fields.refuse(
-                        &PREFERENCES,
+                        &PREFERENCE_KEYS,
                         "it looks like a rating of a single answer (KTO), which is not supported, and without it bad \
                          answers are learned like good ones; omit the bad ones and the column, or make pairs of chosen \
                          and rejected",
@@ -139,10 +139,10 @@ impl RecordParser<'_> {
         if let (Some(chosen), Some(rejected)) = (fields.get("chosen"), fields.get("rejected")) {
             return Ok((RecordFormat::Preference, self.preference(fields, [chosen, rejected])?));
         }
-        if let [Some(chosen), Some(rejected)] = PREFERRED.map(|name| fields.get(name)) {
+        if let [Some(chosen), Some(rejected)] = PREFERRED_KEYS.map(|name| fields.get(name)) {
             return Ok((RecordFormat::Preference, openai_preference(fields, [&chosen, &rejected])?));
         }
-        if let Some(name) = fields.any(&MESSAGES) {
+        if let Some(name) = fields.any(&MESSAGES_KEYS) {
             let messages = ChatMessages::of(&fields.get(name).unwrap_or_default())?;
             let format = if messages.is_share_gpt { RecordFormat::ShareGpt } else { RecordFormat::Messages };
             return Ok((format, chat(messages, None, fields)?));
@@ -253,7 +253,7 @@ impl RecordParser<'_> {
             let same = same.min(chosen.list.len().min(rejected.list.len()) - 1);
             return pair(messages.map(|messages| chat(messages?, Some(same), fields)));
         }
-        if let Some(name) = fields.any(&MESSAGES) {
+        if let Some(name) = fields.any(&MESSAGES_KEYS) {
             let prompt = ChatMessages::of(&fields.get(name).unwrap_or_default())?;
             let from = prompt.list.len();
             return pair(answers.map(|answer| chat(prompt.clone().then(answer_of(&answer)?), Some(from), fields)));
@@ -280,12 +280,12 @@ impl RecordParser<'_> {
 }
 
 /// The keys that contain messages.
-const MESSAGES: [&str; 3] = ["messages", "conversations", "conversation"];
+const MESSAGES_KEYS: [&str; 3] = ["messages", "conversations", "conversation"];
 
 /// The keys that are not allowed in some formats.
-const PLACELESS: [&str; 8] =
+const MISPLACED_KEYS: [&str; 8] =
     ["system", "system_prompt", "system_message", "history", "context", "tools", "functions", "chat_template_kwargs"];
-const PLACELESS_WHY: &str = "this format has no place for it; write messages, or map an instruction's columns as in \
+const MISPLACED_KEY_REASON: &str = "this format has no place for it; write messages, or map an instruction's columns as in \
                              --columns instruction=prompt,output=completion";
 
 /// Returns the name of a label: a text, an integer or a truth value.

@@ -22,7 +22,7 @@ const USER_DEFINED: i64 = 4;
 const UNUSED: i64 = 5;
 
 /// The maximum number of tokens in a file.
-const MOST_TOKENS: usize = 1 << 22;
+const MAX_TOKENS: usize = 1 << 22;
 
 /// SentencePiece's symbol for a space.
 const SPACE: &str = "\u{2581}";
@@ -51,7 +51,7 @@ const DEEPSEEK_V3: [&str; 3] = [
 const DEEPSEEK_CODER: [&str; 5] = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"];
 
 /// The supported names.
-const KNOWN: &str = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, \
+const SUPPORTED_PRE_TOKENIZERS: &str = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, \
                      deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder";
 
 impl PreTokenizerPattern {
@@ -231,11 +231,11 @@ impl<'a> GgufVocabulary<'a> {
     fn of(gguf: &'a GgufFile) -> Result<Self> {
         const TOKENS: &str = "tokenizer.ggml.tokens";
         let texts = gguf.array(TOKENS)?.ok_or_else(|| gguf.refuse(TOKENS, "absent", "a list of strings"))?;
-        if texts.is_empty() || texts.len() > MOST_TOKENS {
+        if texts.is_empty() || texts.len() > MAX_TOKENS {
             return Err(gguf.refuse(
                 TOKENS,
                 format!("a list of length {}", texts.len()),
-                format!("1 to {MOST_TOKENS} strings"),
+                format!("1 to {MAX_TOKENS} strings"),
             ));
         }
         let kinds = gguf.array("tokenizer.ggml.token_type")?;
@@ -284,7 +284,9 @@ impl<'a> GgufVocabulary<'a> {
     /// Returns the byte-level BPE tokenizer, and whether texts begin with BOS if the file does not specify this.
     fn byte_level(&self) -> Result<(Json, bool)> {
         const PRE: &str = "tokenizer.ggml.pre";
-        let allowed = || format!("one of {KNOWN}; for another, put the model's tokenizer.json next to the file");
+        let allowed = || {
+            format!("one of {SUPPORTED_PRE_TOKENIZERS}; for another, put the model's tokenizer.json next to the file")
+        };
         let name = self.gguf.text(PRE)?.ok_or_else(|| self.gguf.refuse(PRE, "absent", allowed()))?;
         let cut = PreTokenizerPattern::of(name).ok_or_else(|| self.gguf.refuse(PRE, format!("{name:?}"), allowed()))?;
         const MERGES: &str = "tokenizer.ggml.merges";

@@ -10,7 +10,7 @@ use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-const MOST_BYTES: u64 = 1 << 28;
+const MAX_FILE_BYTES: u64 = 1 << 28;
 
 /// Token types, by llama.cpp's numbers.
 const NORMAL: i32 = 1;
@@ -145,7 +145,7 @@ fn special(kind: &str, settings: &Json, config: &Json, ids: &BTreeMap<usize, (&s
 }
 
 fn read_text(path: &Path) -> Result<String> {
-    files::read_text(path, MOST_BYTES).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })
+    files::read_text(path, MAX_FILE_BYTES).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })
 }
 
 fn read_json(path: &Path) -> Result<Json> {

@@ -34,15 +34,15 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How long the other ranks may take to exit on their own after a failure.
-const PATIENCE_BY_THEMSELVES: Duration = Duration::from_secs(2);
+const SELF_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long they may take after SIGTERM.
-const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(2);
+const SIGTERM_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the ranks may take after a signal to the launcher, unless `--grace` is given (time for a checkpoint; Slurm
 /// and Kubernetes allow the same).
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
 /// `timeout` and some schedulers send a signal both to the launcher and to its process group. Two signals within this
 /// time count as one.
-const SAME_SIGNAL: Duration = Duration::from_millis(250);
+const DUPLICATE_SIGNAL_WINDOW: Duration = Duration::from_millis(250);
 /// The delay after which the end of a child process is noticed if its event is lost.
 const TICK: Duration = Duration::from_millis(500);
 
@@ -464,7 +464,7 @@ impl RankProcesses {
         let (term, kill) = match self.cause {
             ShutdownCause::Running => return now + TICK,
             ShutdownCause::Failure { at, .. } | ShutdownCause::Elsewhere { at } => {
-                (at + PATIENCE_BY_THEMSELVES, at + PATIENCE_BY_THEMSELVES + PATIENCE_AFTER_TERM)
+                (at + SELF_EXIT_TIMEOUT, at + SELF_EXIT_TIMEOUT + SIGTERM_TIMEOUT)
             }
             ShutdownCause::Interrupted { at, .. } => (at + self.grace, at + self.grace),
         };
@@ -526,7 +526,7 @@ impl RankProcesses {
                 self.signal_all(signal);
             }
             (LauncherEvent::End(again), ShutdownCause::Interrupted { signal, at })
-                if again == signal && at.elapsed() < SAME_SIGNAL => {}
+                if again == signal && at.elapsed() < DUPLICATE_SIGNAL_WINDOW => {}
             // Requested for the second time, or during the shutdown after a failure.
             (LauncherEvent::End(_), _) => self.demand(StopRequest::Kill),
         }
