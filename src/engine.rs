@@ -281,7 +281,7 @@ impl<M> Engine<M> {
         // Gradients are unscaled with the scale that they were computed with, before the scale changes.
         let scale = self.scaler.scale();
         self.grad_norm = Some(if vote.has_overflow() { f64::INFINITY } else { vote.norm / scale });
-        let applies = self.judge(&vote)?;
+        let applies = self.decide_update(&vote)?;
         let weights_changed = if applies {
             self.update(gradient_multiplier(vote.norm, scale, self.config.gradient_clipping))?
         } else {
@@ -344,7 +344,7 @@ impl<M> Engine<M> {
     }
 
     /// Returns whether the weights are updated with these gradients, and updates the scaler.
-    fn judge(&mut self, vote: &Vote) -> Result<bool> {
+    fn decide_update(&mut self, vote: &Vote) -> Result<bool> {
         let overflow = vote.has_overflow();
         let applies = match self.config.precision {
             Precision::F32 if overflow => Err(self.non_finite_gradient(vote)),

@@ -25,7 +25,7 @@ pub enum LogLevel {
 static MIN_LEVEL: AtomicU8 = AtomicU8::new(LogLevel::Info as u8);
 
 /// Suppresses, in this process from now on, messages below `level`.
-pub(crate) fn say_from(level: LogLevel) {
+pub(crate) fn suppress_below(level: LogLevel) {
     MIN_LEVEL.store(level as u8, Ordering::Relaxed);
 }
 
@@ -34,7 +34,7 @@ fn is_said(level: LogLevel) -> bool {
 }
 
 /// Reports a fact: through `tracing` if a subscriber is set, otherwise on stderr.
-pub fn say(message: &str) {
+pub fn emit(message: &str) {
     if !is_said(LogLevel::Info) {
         return;
     }
@@ -45,7 +45,7 @@ pub fn say(message: &str) {
     }
 }
 
-/// Reports a problem that does not end the run, in the same way as [`say`].
+/// Reports a problem that does not end the run, in the same way as [`emit`].
 pub(crate) fn warn(message: &str) {
     if !is_said(LogLevel::Warning) {
         return;

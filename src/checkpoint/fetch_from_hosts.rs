@@ -18,7 +18,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::{CollectiveFailure, agree, gather, texts};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::open;
-use crate::notice::say;
+use crate::notice::emit;
 use rustix::fs::{FlockOperation, flock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -133,7 +133,7 @@ pub(super) fn fetch(
     let bytes: u64 = queues.iter().flatten().map(|part| parts.bytes(*part)).map(|range| range.end - range.start).sum();
     if comm.rank() == 0 {
         let tag = &located.manifest.tag;
-        say(&format!("checkpoint {tag}: {bytes} bytes are sent between hosts that need them"));
+        emit(&format!("checkpoint {tag}: {bytes} bytes are sent between hosts that need them"));
     }
     let made = if hosts.makes_folder() { new_folder(dir).map(Some) } else { Ok(None) };
     let made = agree(comm, made.map_err(|e| not_written(dir, &e)), failed_elsewhere(dir))?;

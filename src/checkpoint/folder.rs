@@ -195,7 +195,7 @@ fn is_locked(path: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> bool
                 read_text(path.join(OWNER_FILE), MAX_OWNER_BYTES).ok().and_then(|text| OwnerProcess::of_text(&text));
             let is_dead = owner.is_some_and(|owner| owner.is_dead());
             if !is_dead {
-                stays(path);
+                report_left_in_place(path);
             }
             !is_dead
         }
@@ -205,7 +205,7 @@ fn is_locked(path: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> bool
 }
 
 /// Reports, once for each path, that it is left where it is.
-fn stays(path: &Path) {
+fn report_left_in_place(path: &Path) {
     static REPORTED_FOLDERS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
     if lock(&REPORTED_FOLDERS).insert(path.to_owned()) {
         warn(&format!(
@@ -423,7 +423,8 @@ pub(super) fn latest(dir: &Path) -> Result<Option<String>> {
         },
         Err(e) => e.to_string(),
     };
-    let problem = format!("{why}; give the tag to load, or replace this file with one that names it{}", there(dir));
+    let problem =
+        format!("{why}; give the tag to load, or replace this file with one that names it{}", list_checkpoints(dir));
     Err(CheckpointError::Unusable { path, problem }.into())
 }
 
@@ -435,7 +436,7 @@ fn almost_latest(dir: &Path) -> Option<String> {
 }
 
 /// Returns the list of checkpoints in a folder, to append to a message.
-fn there(dir: &Path) -> String {
+fn list_checkpoints(dir: &Path) -> String {
     let there = tags(dir);
     if there.is_empty() { String::new() } else { format!("; available: {}", list(&there)) }
 }
@@ -450,7 +451,7 @@ pub(super) fn without_latest(dir: &Path) -> Result<()> {
     }
     let problem = format!(
         "it has no file `latest`, which names the checkpoint to load; give the tag, or write it to that file{}",
-        there(dir)
+        list_checkpoints(dir)
     );
     Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
 }

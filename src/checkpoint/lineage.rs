@@ -5,7 +5,7 @@ use super::folder;
 use super::manifest::Manifest;
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::{FolderLock, LOCK};
-use crate::notice::say;
+use crate::notice::emit;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -63,7 +63,7 @@ impl LockedFolders {
             Err(owner) => return Err(Error::from(CheckpointError::Busy { path: dir.to_owned(), owner })),
         };
         if !lock.holds() {
-            say(&format!(
+            emit(&format!(
                 "{} is on a file system without locks: nothing prevents another job from saving there too",
                 dir.display()
             ));

@@ -379,7 +379,7 @@ impl Communicator for CpuCommunicator {
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
-        self.launch(CollectiveKind::Control, (CollectiveKind::words(&bytes), bytes.len()), move |backend| {
+        self.launch(CollectiveKind::Control, (CollectiveKind::control_elements(&bytes), bytes.len()), move |backend| {
             backend.gather_bytes(&bytes)
         })
     }
@@ -403,7 +403,7 @@ impl Communicator for CpuCommunicator {
             let failure = PeerFailure { peer, fault, why: self.region.explained(peer, fault) };
             return Some(failure.error(first, self.rank - first, op(), self.timeout));
         }
-        let (peer, why) = self.region.elsewhere()?;
+        let (peer, why) = self.region.remote_death()?;
         Some(CommError::RankAborted { rank: self.rank, peer, why, op: op() })
     }
 

@@ -15,7 +15,7 @@ use crate::cuda::DeviceFlat;
 use crate::cuda::nccl::{self, FailureWatch, NcclComm, NcclError, NcclLibrary, NcclSumMode, PendingNcclCollective};
 use crate::error::{CommError, Error, Result};
 use crate::memory::{Ledger, LedgerEntry, MemoryKind as Purpose, MemoryTier};
-use crate::notice::say;
+use crate::notice::emit;
 use crate::timeline::{self, CarriedContext, TimelineLane};
 use crate::util::{fnv1a, lock};
 use candle_core::cuda_backend::WrapErr;
@@ -124,7 +124,7 @@ impl GpuCollectives {
         if let Some(why) = hindrance(&capabilities) {
             if let (0, Some(library)) = (rank, library) {
                 let found = library.err().map_or_else(|| why.to_string(), |error| error.to_string());
-                say(&format!("collectives between GPUs pass through the host, without NCCL: {found}"));
+                emit(&format!("collectives between GPUs pass through the host, without NCCL: {found}"));
             }
             return Ok(None);
         }
@@ -132,7 +132,7 @@ impl GpuCollectives {
         let library = library.map_err(|error| error_of(error, rank, &**comm))?;
         if rank == 0 {
             let way = if choice == NcclMode::Fast { "its own sums" } else { "sums in rank order" };
-            say(&format!("collectives between GPUs use NCCL {}, with {way}", library.name()));
+            emit(&format!("collectives between GPUs use NCCL {}, with {way}", library.name()));
         }
         let id = if rank == 0 { library.unique_id() } else { Ok([0; 128]) };
         let id = id.map_err(|error| error_of(error, rank, &**comm))?;
@@ -149,13 +149,13 @@ impl GpuCollectives {
             sequence: AtomicU64::new(0),
             room: Mutex::new(ledger.hold_in(MemoryTier::Device, Purpose::Buckets, 0)),
         };
-        gpus.meet(device)?;
+        gpus.connect_peers(device)?;
         Ok(Some(gpus))
     }
 
     /// Collective: runs one small collective of each kind. NCCL connects GPUs at their first exchange, which takes
     /// time, and memory that is no longer free in the middle of a step.
-    fn meet(&self, device: &CudaDevice) -> Result<()> {
+    fn connect_peers(&self, device: &CudaDevice) -> Result<()> {
         for kind in [CollectiveKind::AllReduce, CollectiveKind::ReduceScatter, CollectiveKind::AllGather] {
             let buffer = DeviceFlat::zeros(device, DType::F32, self.comm.size())?;
             self.launch(kind, WireFormat::Exact, buffer, 0)?.wait()?;

@@ -48,7 +48,7 @@ pub(super) fn optimizer(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<O
     let name = found.and_then(|found| {
         let name = names.into_iter().find(|name| name.eq_ignore_ascii_case(&found));
         if name.is_none() {
-            stranger(walk, "optimizer.type", &found, &names, &OTHER_OPTIMIZERS, true);
+            unknown_type(walk, "optimizer.type", &found, &names, &OTHER_OPTIMIZERS, true);
         }
         name
     });
@@ -220,7 +220,7 @@ pub(super) fn needs_type(walk: &mut ConfigWalk<'_>, owner: &str, names: &[&str])
 }
 
 /// Reports a type that is not offered.
-pub(super) fn stranger(
+pub(super) fn unknown_type(
     walk: &mut ConfigWalk<'_>,
     path: &str,
     found: &str,

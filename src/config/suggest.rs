@@ -62,12 +62,13 @@ pub(crate) fn advice(section: &ConfigSection, name: &str) -> (ConfigRule, String
     if section.path.rsplit('.').next() == Some(name) && section.key("enabled").is_some() {
         return (ConfigRule::UnknownKey, format!("not a key {place}; did you mean `{}`?", section.join("enabled")));
     }
-    if let Some(home) = elsewhere(section, name).find(|(_, _, score)| *score == 1.0) {
+    if let Some(home) = in_other_sections(section, name).find(|(_, _, score)| *score == 1.0) {
         let home = home.0.join(home.1);
         return (ConfigRule::MisplacedKey, format!("not a key {place}: it belongs at `{home}`; move it there"));
     }
-    let here = names(section).map(|own| (section, own, likeness(name, own))).filter(|found| found.2 >= MIN_SIMILARITY);
-    let far = elsewhere(section, name).filter(|found| found.2 >= MIN_SIMILARITY_ACROSS_SECTIONS);
+    let here =
+        names(section).map(|own| (section, own, similarity(name, own))).filter(|found| found.2 >= MIN_SIMILARITY);
+    let far = in_other_sections(section, name).filter(|found| found.2 >= MIN_SIMILARITY_ACROSS_SECTIONS);
     let nearest = best(here).or_else(|| best(far));
     let text = match nearest {
         Some((section, near, _)) => format!("not a key {place}; did you mean `{}`?", section.join(near)),
@@ -89,11 +90,14 @@ fn best<'a>(
 }
 
 /// Returns the keys of all other sections with their similarity. Sections that are not checked contribute none.
-fn elsewhere<'a>(here: &'a ConfigSection, name: &'a str) -> impl Iterator<Item = (&'a ConfigSection, &'a str, f64)> {
+fn in_other_sections<'a>(
+    here: &'a ConfigSection,
+    name: &'a str,
+) -> impl Iterator<Item = (&'a ConfigSection, &'a str, f64)> {
     sections()
         .filter(|section| section.path != here.path && section.checked)
         .flat_map(|section| names(section).map(move |own| (section, own)))
-        .map(move |(section, own)| (section, own, likeness(name, own)))
+        .map(move |(section, own)| (section, own, similarity(name, own)))
 }
 
 /// Returns the names of a section's keys, without those that should not be suggested.
@@ -110,7 +114,7 @@ const MIN_DISTINCTIVE_CHARS: usize = 5;
 
 /// Returns the larger of the similarity by edit distance and the share of common words (`monitor_config`,
 /// `csv_monitor`).
-fn likeness(a: &str, b: &str) -> f64 {
+fn similarity(a: &str, b: &str) -> f64 {
     let words = |s: &str| s.split(['_', '-']).map(str::to_ascii_lowercase).collect::<Vec<_>>();
     let (of_a, of_b) = (words(a), words(b));
     let common = of_a.iter().filter(|word| word.len() >= MIN_DISTINCTIVE_CHARS && of_b.contains(word)).count();

@@ -20,7 +20,7 @@ use super::gradient_report::{DirectionSample, GradientReport, GradientRow, Gradi
 use crate::config::Precision;
 use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
-use crate::notice::say;
+use crate::notice::emit;
 use crate::param::{Param, ParamId};
 use crate::zero::check::gradient_check_state::{
     DirectionalChange, MeasuredGradients, OutputDifference, OutputProbe, Perturbation, collective_steps,
@@ -53,7 +53,7 @@ struct RepeatedForward<'a, M> {
 
 impl<M> RepeatedForward<'_, M> {
     /// Runs the forward again with perturbed parameters and returns its output.
-    fn again(&mut self, engine: &Engine<M>, moves: &Perturbation<'_>) -> Result<Tensor> {
+    fn rerun_forward(&mut self, engine: &Engine<M>, moves: &Perturbation<'_>) -> Result<Tensor> {
         self.repetition += 1;
         let around = CurrentForward { forward: self.forward, repetition: self.repetition };
         let before = collective_steps();
@@ -179,7 +179,7 @@ impl<M> Engine<M> {
     fn try_moves(&mut self, repeat: &mut RepeatedForward<'_, M>) -> Result<Option<PerturbedOutputs>> {
         let mut tried = PerturbedOutputs::default();
         if self.check.of_each {
-            tried.unmoved = Some(repeat.again(self, &Perturbation::NONE)?);
+            tried.unmoved = Some(repeat.rerun_forward(self, &Perturbation::NONE)?);
         }
         let elements = tried.unmoved.as_ref().map_or(1, Tensor::elem_count);
         if self.check.groups.is_empty() {
@@ -211,7 +211,7 @@ impl<M> Engine<M> {
         let mut smaller: Option<(f64, Tensor, Tensor, Vec<f32>)> = None;
         loop {
             let moves = Perturbation { sign: 1.0, size, only: self.check.of_each.then_some(params) };
-            let (up, down) = (repeat.again(self, &moves)?, repeat.again(self, &moves.down())?);
+            let (up, down) = (repeat.rerun_forward(self, &moves)?, repeat.rerun_forward(self, &moves.down())?);
             let Some(unmoved) = unmoved.filter(|_| step.is_none()) else { return Ok((size, up, down)) };
             let value = values(unmoved)?;
             let OutputDifference { difference, bend } =
@@ -423,8 +423,8 @@ impl<M> Engine<M> {
                 row.verdict == GradientVerdict::CannotTell && difference > 0.25 * row.expected
             };
             match &report.not_judged {
-                Some(why) => say(&format!("the gradient of {steps} was not checked: {why}")),
-                None if !self.check.of_each && report.rows.iter().any(cannot_tell) => say(&format!(
+                Some(why) => emit(&format!("the gradient of {steps} was not checked: {why}")),
+                None if !self.check.of_each && report.rows.iter().any(cannot_tell) => emit(&format!(
                     "the gradient of {steps} could not be checked: rounding, kinks of the loss (ReLU, max pooling) or \
                      draws without a seed (candle_nn::Dropout) change the loss as much as a small change of the \
                      weights does"

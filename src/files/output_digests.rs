@@ -32,7 +32,7 @@ struct DigestsFile {
 
 impl OutputDigests {
     /// Creates an empty set that is stored in `checkpoints`, if there is such a folder.
-    pub fn nothing(checkpoints: Option<&Path>) -> Self {
+    pub fn empty(checkpoints: Option<&Path>) -> Self {
         Self { file: checkpoints.map(|folder| folder.join(FILE_NAME)), of: DigestsByPart::new() }
     }
 
@@ -140,7 +140,7 @@ mod tests {
             std::fs::write(at("new/a.json"), text).unwrap();
         };
         std::fs::create_dir(at("out")).unwrap();
-        let mut written = OutputDigests::nothing(Some(&at("ck")));
+        let mut written = OutputDigests::empty(Some(&at("ck")));
         new("1");
         written.begin("result", &at("new")).unwrap();
         std::fs::write(at("out/a.json"), "1").unwrap();

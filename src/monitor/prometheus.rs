@@ -2,7 +2,7 @@
 
 use super::{Monitor, MonitorEvent};
 use crate::error::{Error, MonitorError, Result};
-use crate::notice::say;
+use crate::notice::emit;
 use crate::util::lock;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -62,7 +62,7 @@ impl Prometheus {
         };
         let thread = std::thread::Builder::new().name("prometheus".into()).spawn(serve).map_err(failed)?;
         LISTENING_MONITORS.fetch_add(1, Ordering::Relaxed);
-        say(&format!("metrics for Prometheus: http://{address}/metrics"));
+        emit(&format!("metrics for Prometheus: http://{address}/metrics"));
         Ok(Self { address, last, stop, thread: Some(thread) })
     }
 

@@ -3,7 +3,7 @@
 use super::available_memory::available_memory;
 use crate::error::{Error, OffloadError, Result};
 use crate::files::{FolderLock, LOCK, folder_of};
-use crate::notice::say;
+use crate::notice::emit;
 use rustix::fs::{Mode, OFlags};
 use std::fs::{DirBuilder, File};
 use std::io::ErrorKind;
@@ -100,7 +100,7 @@ impl OffloadFolder {
             folder.remove_leftovers();
         }
         if is_first && folder.memory.is_some() {
-            say(&format!(
+            emit(&format!(
                 "warning: {} is on tmpfs: data offloaded to it stays in memory; set nvme_path to a folder on a disk",
                 path.display()
             ));
@@ -213,7 +213,7 @@ fn create(path: &Path) -> std::io::Result<()> {
         Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(()),
         Err(e) => Err(e),
         Ok(()) => {
-            say(&format!("offload: created the folder {} (nvme_path)", path.display()));
+            emit(&format!("offload: created the folder {} (nvme_path)", path.display()));
             Ok(())
         }
     }

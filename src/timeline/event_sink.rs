@@ -6,7 +6,7 @@ use super::now;
 use super::trace::{cannot_write, check_earlier, write_trace};
 use crate::error::Result;
 use crate::files::{folder_of, new_beside};
-use crate::notice::{say, warn};
+use crate::notice::{emit, warn};
 use crate::util::lock;
 use std::fmt::Write as _;
 use std::fs::File;
@@ -68,7 +68,7 @@ impl EventSink {
     }
 
     /// Returns a sink for the trace `file`.
-    pub fn whole(file: &Path) -> Result<Arc<Self>> {
+    pub fn for_trace(file: &Path) -> Result<Arc<Self>> {
         let file = std::path::absolute(file).map_err(|e| cannot_write(file, &e))?;
         Self::of(SinkDestination::Whole { file })
     }
@@ -128,7 +128,7 @@ impl EventSink {
         self.flush();
         if let (true, SinkDestination::Whole { file }) = (is_last, &self.destination) {
             match write_trace(&[&lock(&self.lines).file], self.zero, file) {
-                Ok(summary) if summary.dropped > 0 => say(&format!("timeline: {summary}")),
+                Ok(summary) if summary.dropped > 0 => emit(&format!("timeline: {summary}")),
                 Ok(_) => {}
                 Err(error) => warn(&error.to_string()),
             }

@@ -100,7 +100,7 @@ impl ModelFile {
     pub fn open(path: &Path) -> Result<Self> {
         let (archive, pickle) = TorchArchive::open(path)?;
         let root = PickleValue::root(&pickle);
-        match beyond(&root) {
+        match unsupported_part(&root) {
             Ok(None) => {}
             Ok(Some(what)) => return Err(wrong(path, what)),
             Err(problem) => return Err(damaged(path, &problem)),
@@ -137,7 +137,7 @@ impl ModelFile {
 }
 
 /// Returns the part of a valid checkpoint that cannot be read here, if there is one.
-fn beyond(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
+fn unsupported_part(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
     let parts = root.find("mp_world_size").map_or(Ok(1), |size| size.integer())?;
     if parts != 1 {
         return Ok(Some(format!(

@@ -16,7 +16,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::{CollectiveFailure, agree, text_of_rank_0};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::{FolderLock, FolderLockOutcome, new_beside, private_folder, write_whole};
-use crate::notice::{say, warn};
+use crate::notice::{emit, warn};
 use crate::util::{cache_home, list};
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
@@ -156,7 +156,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
     let total: u64 = objects(&manifest).map(|(_, bytes)| bytes).sum();
     let (mut said, mut before) = (Instant::now(), 0);
     if speaks {
-        say(&format!("checkpoint {tag}: {total} bytes are downloaded from {} to {}", bucket.url(), dir.display()));
+        emit(&format!("checkpoint {tag}: {total} bytes are downloaded from {} to {}", bucket.url(), dir.display()));
     }
     let ranks = manifest.files.iter().map(|file| (&file.name, rank_object(file), file.bytes));
     let buffers = manifest.buffers.iter().map(|file| (&file.name, buffers_object(file), file.bytes));
@@ -166,7 +166,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
             let tell = |done: u64| {
                 if speaks && said.elapsed() >= REPORT_INTERVAL {
                     said = Instant::now();
-                    say(&format!("checkpoint {tag}: {} of {total} bytes are downloaded", before + done));
+                    emit(&format!("checkpoint {tag}: {} of {total} bytes are downloaded", before + done));
                 }
             };
             bucket.get_file(&[tag, &object], file.as_file(), bytes, tell).await?;

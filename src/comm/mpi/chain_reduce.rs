@@ -48,18 +48,18 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
     let (world, rank, size) = (inter_host.size(), inter_host.rank(), input.dtype().size_in_bytes());
     let (hosts, chunk) = (inter_host.hosts.clone(), input.len() / world);
     let role = ChainRole::of(&hosts, rank);
-    inter_host.greet(&role.partners(&hosts))?;
+    inter_host.announce_collective(&role.partners(&hosts))?;
     let layout = SlotLayout { wire, size, world };
     let blocks: Vec<_> = pieces(chunk, block_elements(&hosts, wire, chunk)).collect();
     let hands_over =
-        hosts.each().last().is_some_and(|last| last.clone().any(|rank| !handed_by(&hosts, rank).is_empty()));
+        hosts.host_ranks().last().is_some_and(|last| last.clone().any(|rank| !handed_by(&hosts, rank).is_empty()));
     let hands_over = hands_over && role.last;
     let (coming, sums) = (VecDeque::new(), VecDeque::new());
     let mut chain = ChainReduce { inter_host, role, layout, input, chunk, at, coming, sums };
     for block in blocks.iter().take(MESSAGES_IN_FLIGHT) {
         chain.expect_partial(block)?;
     }
-    let behind = behind(hosts.each().len());
+    let behind = behind(hosts.host_ranks().len());
     for (i, block) in blocks.iter().enumerate() {
         chain.expect_sums(block)?;
         let mut partial = chain.take_partial(block)?;
@@ -138,7 +138,7 @@ impl ChainReduce<'_> {
     fn pass_on(&mut self, partial: &[f32]) -> Result<()> {
         if let Some(after) = self.role.after {
             self.inter_host.send(after, MessageTag::Data, bytemuck::cast_slice(partial).to_vec())?;
-            self.inter_host.hold(MESSAGES_IN_FLIGHT)?;
+            self.inter_host.limit_in_flight(MESSAGES_IN_FLIGHT)?;
         }
         Ok(())
     }
@@ -146,7 +146,7 @@ impl ChainReduce<'_> {
     /// Sends, on the last host, the sums of a block to their owners on other hosts, and writes those of this rank's
     /// chunk. Returns the remaining sums, which are for other ranks of this host, as bytes, in order.
     fn give_sums(&mut self, partial: &[f32], block: &Range<usize>) -> Result<Vec<Vec<u8>>> {
-        let (dtype, here) = (self.input.dtype(), self.inter_host.hosts.here());
+        let (dtype, here) = (self.input.dtype(), self.inter_host.hosts.local_ranks());
         let mut kept = Vec::new();
         let mut sent = 0;
         for (owner, sum) in self.role.owners.iter().zip(partial.chunks_exact(block.len())) {
@@ -163,14 +163,14 @@ impl ChainReduce<'_> {
                 sent += 1;
             }
         }
-        self.inter_host.hold(MESSAGES_IN_FLIGHT * sent)?;
+        self.inter_host.limit_in_flight(MESSAGES_IN_FLIGHT * sent)?;
         Ok(kept)
     }
 
     /// Shares, on the last host, the sums of a block with their owners on this host, and takes those of this rank.
     fn hand_over(&mut self, kept: &[Vec<u8>], block: &Range<usize>) -> Result<()> {
         let (size, rank, giver) = (self.layout.size, self.inter_host.rank(), self.role.giver);
-        let (hosts, here) = (self.inter_host.hosts.clone(), self.inter_host.hosts.here());
+        let (hosts, here) = (self.inter_host.hosts.clone(), self.inter_host.hosts.local_ranks());
         let place = handed_by(&hosts, giver).iter().position(|owner| *owner == rank);
         for inside in pieces(block.len(), SLOT_BYTES / (here.len() * size)) {
             let (bytes, range) = (inside.len() * size, inside.start * size..inside.end * size);

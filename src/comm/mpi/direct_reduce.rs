@@ -20,7 +20,7 @@ use std::ops::Range;
 /// chunk.
 pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
     let (world, rank, dtype) = (inter_host.size(), inter_host.rank(), input.dtype());
-    let here = inter_host.hosts.here();
+    let here = inter_host.hosts.local_ranks();
     let remote: Vec<usize> = inter_host.hosts.remote().collect();
     let (chunk, size) = (input.len() / world, dtype.size_in_bytes());
     let (local_wire, local_step) = piece_of(here.len(), wire, dtype);
@@ -28,7 +28,7 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
     let local_step = if here.len() == 1 { usize::MAX } else { local_step };
     let step = message_elements(wire, size, remote.len());
     let encoded = |len: usize| wire.encoded_len(len, size);
-    inter_host.greet(&remote)?;
+    inter_host.announce_collective(&remote)?;
     let mut coming = VecDeque::new();
     let mut ahead = pieces(chunk, step);
     for range in ahead.by_ref().take(MESSAGES_IN_FLIGHT - 1) {

@@ -59,7 +59,7 @@ impl HostHeartbeat {
         region: Arc<SharedMemoryRegion>,
     ) -> Result<Self, CommError> {
         let mut others = Vec::new();
-        for rank in hosts.elsewhere().map(|ranks| ranks.start) {
+        for rank in hosts.remote_ranks().map(|ranks| ranks.start) {
             let coming = Some(link.receive(rank, MessageTag::Beat, 1)?);
             others.push(WatchedHost { rank, coming, going: None, silent: Duration::ZERO });
         }
@@ -79,7 +79,7 @@ impl HostHeartbeat {
                     if silent > HEARTBEAT_TIMEOUT && !peer_status.has_left(other.rank) {
                         let seconds = HEARTBEAT_TIMEOUT.as_secs();
                         let why = format!("its host is gone: it sent nothing for {seconds} s");
-                        region.mark_elsewhere(other.rank, &why);
+                        region.mark_remote_death(other.rank, &why);
                         return Vec::new();
                     }
                 }

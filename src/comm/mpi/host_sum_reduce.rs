@@ -51,15 +51,15 @@ struct HostSumRole {
 impl HostSumRole {
     /// Returns the role of `rank`, which is on this host.
     fn of(hosts: &HostTopology, rank: usize) -> Self {
-        let here = hosts.here();
+        let here = hosts.local_ranks();
         let giver = |host: &Range<usize>, place: usize| host.start + place % host.len();
         let taken = |ranks: &Range<usize>| {
             let start = ranks.start;
             ranks.clone().filter(|owner| giver(&here, owner - start) == rank).collect::<Vec<_>>()
         };
         Self {
-            owners: hosts.each().iter().flat_map(taken).collect(),
-            givers: hosts.elsewhere().map(|host| giver(&host, rank - here.start)).collect(),
+            owners: hosts.host_ranks().iter().flat_map(taken).collect(),
+            givers: hosts.remote_ranks().map(|host| giver(&host, rank - here.start)).collect(),
         }
     }
 
@@ -75,8 +75,8 @@ impl HostSumRole {
 
 /// Returns the maximum number of chunks that a rank of any host adds up.
 fn most_chunks(hosts: &HostTopology) -> usize {
-    let of = |here: &Range<usize>| hosts.each().iter().map(|host| host.len().div_ceil(here.len())).sum();
-    hosts.each().iter().map(of).max().unwrap_or(1)
+    let of = |here: &Range<usize>| hosts.host_ranks().iter().map(|host| host.len().div_ceil(here.len())).sum();
+    hosts.host_ranks().iter().map(of).max().unwrap_or(1)
 }
 
 /// Returns the number of elements of every chunk in one block; a message has those of one chunk. The same on all ranks.
@@ -99,7 +99,7 @@ pub(super) fn reduce(
     let (world, rank, size) = (inter_host.size(), inter_host.rank(), input.dtype().size_in_bytes());
     let (hosts, chunk) = (inter_host.hosts.clone(), input.len() / world);
     let role = HostSumRole::of(&hosts, rank);
-    inter_host.greet(&role.partners(rank))?;
+    inter_host.announce_collective(&role.partners(rank))?;
     let blocks: Vec<_> = pieces(chunk, block_elements(&hosts, code, chunk)).collect();
     let (coming, kept) = (VecDeque::new(), VecDeque::new());
     let mut sums = HostSumReduce { inter_host, code, role, at, coming, kept };
@@ -160,7 +160,7 @@ impl HostSumReduce<'_> {
             self.inter_host.send(*owner, MessageTag::Data, codes)?;
             sent += 1;
         }
-        self.inter_host.hold(MESSAGES_IN_FLIGHT * sent)
+        self.inter_host.limit_in_flight(MESSAGES_IN_FLIGHT * sent)
     }
 
     /// Receives the other hosts' partial sums of the oldest block, and writes the sums of this rank's chunk.
@@ -284,7 +284,7 @@ mod tests {
             counts in prop::collection::vec(1usize..7, 1..6),
         ) {
             let all = all(&counts);
-            for ranks in all[0].0.each() {
+            for ranks in all[0].0.host_ranks() {
                 let mut owners: Vec<usize> = ranks.clone().flat_map(|rank| all[rank].1.owners.clone()).collect();
                 owners.sort_unstable();
                 prop_assert_eq!(owners, (0..all.len()).collect::<Vec<_>>());
@@ -307,11 +307,11 @@ mod tests {
             let all = all(&counts);
             for (rank, (hosts, role)) in all.iter().enumerate() {
                 prop_assert_eq!(role.givers.len(), counts.len() - 1);
-                for (giver, host) in role.givers.iter().zip(hosts.elsewhere()) {
+                for (giver, host) in role.givers.iter().zip(hosts.remote_ranks()) {
                     prop_assert!(host.contains(giver) && all[*giver].1.owners.contains(&rank));
                 }
                 for partner in role.partners(rank) {
-                    prop_assert!(!hosts.here().contains(&partner));
+                    prop_assert!(!hosts.local_ranks().contains(&partner));
                     prop_assert!(all[partner].1.partners(partner).contains(&rank));
                 }
             }

@@ -121,7 +121,7 @@ impl InterHostExchange {
     /// Ends a collective with this `result`, once everything that this rank sends in it has been sent: the process may
     /// end before the next one.
     pub(super) fn end<T>(&mut self, result: Result<T>) -> Result<T> {
-        result.and_then(|result| self.hold(0).map(|()| result)).map_err(|error| self.at_first(error))
+        result.and_then(|result| self.limit_in_flight(0).map(|()| result)).map_err(|error| self.at_first(error))
     }
 
     /// Returns the original failure if `error` is only its consequence: a rank of this host may have been notified of a
@@ -141,7 +141,7 @@ impl InterHostExchange {
     }
 
     /// Tells the ranks with which data will be exchanged which collective this is, and checks that theirs is the same.
-    pub(super) fn greet(&mut self, peers: &[usize]) -> Result<()> {
+    pub(super) fn announce_collective(&mut self, peers: &[usize]) -> Result<()> {
         let mine = self.current.expect("a collective has begun");
         let arriving = self.receive_each(peers, MessageTag::Header, 8 * (CollectiveFingerprint::WORDS + 1))?;
         let header: Vec<u8> = mine.words().into_iter().chain([self.call]).flat_map(u64::to_le_bytes).collect();
@@ -186,7 +186,7 @@ impl InterHostExchange {
     }
 
     /// Waits until at most the newest `messages` of the sent messages are in flight.
-    pub(super) fn hold(&mut self, messages: usize) -> Result<()> {
+    pub(super) fn limit_in_flight(&mut self, messages: usize) -> Result<()> {
         while self.sending.len() > messages
             && let Some((peer, sent)) = self.sending.pop_front()
         {

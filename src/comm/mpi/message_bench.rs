@@ -24,11 +24,11 @@ impl MpiRank {
     /// # Errors
     /// MPI failed, or a rank has given up.
     pub(in crate::comm) fn send_around(&self, bytes: usize) -> Result<()> {
-        let (lanes, lane) = (self.hosts.lanes(), self.link.rank() - self.hosts.here().start);
+        let (lanes, lane) = (self.hosts.lanes(), self.link.rank() - self.hosts.local_ranks().start);
         if lane >= lanes {
             return Ok(());
         }
-        let (each, number) = (self.hosts.each(), self.hosts.number());
+        let (each, number) = (self.hosts.host_ranks(), self.hosts.number());
         let to = each[(number + 1) % each.len()].start + lane;
         let from = each[(number + each.len() - 1) % each.len()].start + lane;
         let (mut coming, mut going) = (VecDeque::new(), VecDeque::new());
@@ -51,7 +51,7 @@ impl MpiRank {
     /// # Errors
     /// The errors of [`MpiRank::send_around`].
     pub(in crate::comm) fn one_way(&self) -> Result<Option<Duration>> {
-        let (rank, hosts) = (self.link.rank(), self.hosts.each());
+        let (rank, hosts) = (self.link.rank(), self.hosts.host_ranks());
         let (first, second) = (hosts[0].start, hosts[1].start);
         let mut times = Vec::new();
         for _ in 0..ROUND_TRIPS {

@@ -87,15 +87,15 @@ impl PeerStatus {
 
     /// Notifies the others that this rank gives up, because of `rank` of this host.
     pub(super) fn give_up(&self, hosts: &HostTopology, rank: usize, why: &str) {
-        self.tell(hosts, &StatusNotice::GivesUp(rank, why.to_string()));
+        self.send_notice(hosts, &StatusNotice::GivesUp(rank, why.to_string()));
     }
 
     /// Notifies the others that this rank leaves, unless it has given up.
     pub(super) fn leave(&self, hosts: &HostTopology) {
-        self.tell(hosts, &StatusNotice::Leaves);
+        self.send_notice(hosts, &StatusNotice::Leaves);
     }
 
-    fn tell(&self, hosts: &HostTopology, notice: &StatusNotice) {
+    fn send_notice(&self, hosts: &HostTopology, notice: &StatusNotice) {
         let mut state = lock(&self.state);
         if state.told.is_none() {
             // Best effort: a rank that is gone cannot receive it.
@@ -122,7 +122,7 @@ impl PeerStatus {
             }
         }
         // A rank that has reported why it gives up knows more than the launcher.
-        Ok(state.failure.clone().or_else(|| self.region.elsewhere()))
+        Ok(state.failure.clone().or_else(|| self.region.remote_death()))
     }
 
     /// Makes progress on all messages of this rank, of any kind, if any other rank is still awaited.

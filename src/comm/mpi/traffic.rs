@@ -70,7 +70,7 @@ pub(super) fn algorithm(hosts: &HostTopology, wire: WireFormat, size: usize, chu
     if let WireFormat::BetweenHosts(code) = wire {
         return ReduceAlgorithm::HostSums(code);
     }
-    let (each, world) = (hosts.each(), hosts.world_size());
+    let (each, world) = (hosts.host_ranks(), hosts.world_size());
     let fits = SlotLayout { wire, size, world }.elements_in(SLOT_BYTES) > 0;
     let long = world * chunk * size >= SHORT_BYTES;
     let fewer = chain_bytes(each, size, chunk).most() < direct_bytes(each, wire, size, chunk).most();
@@ -121,7 +121,8 @@ pub(super) fn gather_bytes(hosts: &[Range<usize>], part: usize) -> PeakHostTraff
 /// lane's chunks.
 pub(super) fn block_elements(hosts: &HostTopology, wire: WireFormat, chunk: usize) -> usize {
     let of_each = PARTIAL_SUM_BYTES * hosts.world_size().div_ceil(hosts.lanes());
-    let bytes = (of_each * chunk / (BLOCKS_PER_HOST * hosts.each().len())).clamp(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES);
+    let bytes =
+        (of_each * chunk / (BLOCKS_PER_HOST * hosts.host_ranks().len())).clamp(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES);
     let align = wire.alignment();
     (bytes / of_each / align * align).max(align)
 }
@@ -138,7 +139,10 @@ mod tests {
     fn bytes_are_those_of_the_table() {
         let bytes = |counts: &[usize], wire, size| {
             let hosts = HostTopology::with(counts, 0);
-            (direct_bytes(hosts.each(), wire, size, 1280).most(), chain_bytes(hosts.each(), size, 1280).most())
+            (
+                direct_bytes(hosts.host_ranks(), wire, size, 1280).most(),
+                chain_bytes(hosts.host_ranks(), size, 1280).most(),
+            )
         };
         assert_eq!(bytes(&[8, 8], WireFormat::Exact, 4), (256 * 1280, 64 * 1280));
         assert_eq!(bytes(&[8, 8], WireFormat::Exact, 2), (128 * 1280, 64 * 1280));
@@ -148,7 +152,7 @@ mod tests {
         // A host in the middle receives partial sums and its own sums.
         assert_eq!(bytes(&[8, 8, 8, 8], WireFormat::Exact, 4), (8 * 24 * 4 * 1280, (32 * 4 + 8 * 4) * 1280));
         assert_eq!(bytes(&[3, 1], WireFormat::Exact, 4), (12 * 1280, 16 * 1280));
-        let coded = |counts: &[usize], code| host_sum_bytes(HostTopology::with(counts, 0).each(), code, 1280);
+        let coded = |counts: &[usize], code| host_sum_bytes(HostTopology::with(counts, 0).host_ranks(), code, 1280);
         for (code, bytes) in
             [(InterHostFormat::Bf16, 8 * 2 * 1280), (InterHostFormat::Blocks(IntFormat::Int4), 8 * 680)]
         {
@@ -161,7 +165,7 @@ mod tests {
             );
         }
         // The host of one rank receives most, that of three ranks sends most.
-        let gather = |counts: &[usize]| gather_bytes(HostTopology::with(counts, 0).each(), 100);
+        let gather = |counts: &[usize]| gather_bytes(HostTopology::with(counts, 0).host_ranks(), 100);
         assert_eq!(gather(&[3, 1]), PeakHostTraffic { into: 300, out: 300 });
         assert_eq!(gather(&[2, 2, 2]), PeakHostTraffic { into: 400, out: 400 });
     }

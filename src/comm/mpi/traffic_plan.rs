@@ -50,7 +50,7 @@ impl UniformHosts {
         elements: usize,
     ) -> Vec<InterHostTransfer> {
         let (world, size) = (self.0.world_size(), dtype.size_in_bytes());
-        if self.0.each().len() < 2 {
+        if self.0.host_ranks().len() < 2 {
             return Vec::new();
         }
         match kind {
@@ -72,20 +72,20 @@ impl UniformHosts {
         let (wire, algorithm) = sum_of(hosts, wire, dtype, chunk);
         match algorithm {
             ReduceAlgorithm::Direct => {
-                let PeakHostTraffic { into, out } = direct_bytes(hosts.each(), wire, size, chunk);
-                let step = message_elements(wire, size, world - hosts.here().len());
+                let PeakHostTraffic { into, out } = direct_bytes(hosts.host_ranks(), wire, size, chunk);
+                let step = message_elements(wire, size, world - hosts.local_ranks().len());
                 let messages = chunk.div_ceil(step).max(1);
                 InterHostTransfer { into, out, messages, window: MESSAGES_IN_FLIGHT, hops: 1, behind: 0 }
             }
             ReduceAlgorithm::HostSums(code) => {
-                let PeakHostTraffic { into, out } = host_sum_bytes(hosts.each(), code, chunk);
+                let PeakHostTraffic { into, out } = host_sum_bytes(hosts.host_ranks(), code, chunk);
                 let messages = chunk.div_ceil(host_sum_reduce::block_elements(hosts, code, chunk)).max(1);
                 InterHostTransfer { into, out, messages, window: MESSAGES_IN_FLIGHT, hops: 1, behind: 0 }
             }
             ReduceAlgorithm::Chain => {
-                let PeakHostTraffic { into, out } = chain_bytes(hosts.each(), size, chunk);
+                let PeakHostTraffic { into, out } = chain_bytes(hosts.host_ranks(), size, chunk);
                 let block = block_elements(hosts, wire, chunk).min(chunk);
-                let (count, ranks) = (hosts.each().len(), hosts.here().len());
+                let (count, ranks) = (hosts.host_ranks().len(), hosts.local_ranks().len());
                 // The first block through the hosts in between, and the sums of the last block.
                 let behind = (count - 2) * size_of::<f32>() * world * block + (world - ranks) * block * size;
                 let messages = chunk.div_ceil(block.max(1)).max(1);
@@ -96,8 +96,8 @@ impl UniformHosts {
 
     /// Returns a gather of `part` bytes from each rank.
     fn gather(&self, part: usize) -> InterHostTransfer {
-        let PeakHostTraffic { into, out } = gather_bytes(self.0.each(), part);
-        let step = message_bytes(self.0.each().len() - 1);
+        let PeakHostTraffic { into, out } = gather_bytes(self.0.host_ranks(), part);
+        let step = message_bytes(self.0.host_ranks().len() - 1);
         // Each lane sends as many bytes as a rank has.
         let messages = part.div_ceil(step).max(1);
         InterHostTransfer { into, out, messages, window: MESSAGES_IN_FLIGHT, hops: 1, behind: 0 }

@@ -190,7 +190,7 @@ impl SharedMemoryRegion {
 
     /// Records, once, that `rank` of another host is gone, and why. Called by the launcher or, if there is none that
     /// watches other hosts, by this host's first rank. The text is written before the word.
-    pub fn mark_elsewhere(&self, rank: usize, why: &str) {
+    pub fn mark_remote_death(&self, rank: usize, why: &str) {
         let mut end = why.len().min(TEXT_BYTES);
         while !why.is_char_boundary(end) {
             end -= 1;
@@ -206,7 +206,7 @@ impl SharedMemoryRegion {
     }
 
     /// Returns the rank of another host that is recorded as gone, and why.
-    pub(in crate::comm) fn elsewhere(&self) -> Option<(usize, String)> {
+    pub(in crate::comm) fn remote_death(&self) -> Option<(usize, String)> {
         let rank = self.word(REMOTE_DEATH).load(Ordering::Acquire).checked_sub(1)? as usize;
         let mut text = vec![0; (self.word(REMOTE_DEATH_LEN).load(Ordering::Relaxed) as usize).min(TEXT_BYTES)];
         // SAFETY: inside the area, which was written before the word that was seen above.

@@ -2,7 +2,7 @@
 
 use crate::comm::{Bandwidth, CollectiveKind, size_text, trimmed_mean};
 use crate::config::CommsLogger;
-use crate::notice::say;
+use crate::notice::emit;
 use crate::util::lock;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -72,7 +72,7 @@ impl CommLog {
             let kind = CollectiveKind::of_op(op);
             if kind.is_none() && rank == 0 {
                 let known = CollectiveKind::ALL.map(CollectiveKind::name).join(", ");
-                say(&format!("config: comms_logger.prof_ops: there is no operation `{op}`, only {known}"));
+                emit(&format!("config: comms_logger.prof_ops: there is no operation `{op}`, only {known}"));
             }
             kind
         };
@@ -93,7 +93,7 @@ impl CommLog {
         if self.verbose {
             let Bandwidth { algorithm, bus } = self.bandwidth(kind, bytes, ms);
             let (rank, name, size) = (self.rank, kind.name(), size_text(bytes));
-            say(&format!(
+            emit(&format!(
                 "rank={rank} | comm op: {name} | time (ms): {ms:.2} | msg size: {size} | algbw (Gbps): {algorithm:.2} \
                  | busbw (Gbps): {bus:.2}"
             ));

@@ -60,7 +60,7 @@ const ZERO: &[super::ConfigKey] = keys! {
     "legacy_stage1": Bool, "false", refuse("DeepSpeed refuses it too"), "Old stage 1.";
     "mics_shard_size": INT, "-1", H, "Stage 3: everything is sharded within each group of this many neighbouring ranks, and every group has a complete copy: gathers stay within a group, and sums of gradients are sent to the other groups once (MiCS; DeepSpeed until 0.19.6; same bits in f32). It must divide the number of ranks and, on several hosts, the number of ranks on each host, or be the number of all ranks. 0 or less: across all ranks.";
     "mics_hierarchical_params_gather": Bool, "false", none("a group of mics_shard_size ranks is on one host; results are the same"), "Gather within a host first (DeepSpeed until 0.19.6).";
-    "zeropp_loco_param": Any, "-", gone(REMOVED_KEY), "Error feedback for quantized gradients.";
+    "zeropp_loco_param": Any, "-", removed(REMOVED_KEY), "Error feedback for quantized gradients.";
 };
 
 const DEVICE: super::ConfigValueKind = OneOf(&["none", "cpu", "nvme"]);

@@ -74,7 +74,7 @@ impl RankCore {
     /// Returns whether every rank has a whole parameter, and no copy of it with more precision exists.
     fn is_whole_in_f32(&self, param: usize) -> Result<bool> {
         #[cfg(feature = "cuda")]
-        if matches!(*self.landed()?, DelayedUpdate::Ready(_)) {
+        if matches!(*self.wait_for_update()?, DelayedUpdate::Ready(_)) {
             return Ok(false);
         }
         let (group, _) = self.place_of(param);

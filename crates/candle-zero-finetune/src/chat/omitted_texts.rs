@@ -31,13 +31,13 @@ impl OmittedTexts {
         for message in 0..conversation.len() {
             match conversation.is_assistant(message) {
                 true => found.answer(conversation, traced, message),
-                false => found.other(conversation, traced, message),
+                false => found.add_unlearned(conversation, traced, message),
             }
         }
         found
     }
 
-    fn say(&mut self, remark: impl Into<String>) {
+    fn add_remark(&mut self, remark: impl Into<String>) {
         let remark = remark.into();
         if !self.remarks.contains(&remark) {
             self.remarks.push(remark);
@@ -74,7 +74,7 @@ impl OmittedTexts {
                 own.iter().any(|target| target.start < place.end.max(place.start + 1) && place.start < target.end)
             };
             if is_certain && part != TextCoverage::None && !own.is_empty() && !marked_text.is_none_or(is_learned) {
-                self.say(format!("have {key} that is written but not learned"));
+                self.add_remark(format!("have {key} that is written but not learned"));
             }
             parts.push((key, text, part));
         }
@@ -82,7 +82,7 @@ impl OmittedTexts {
             return;
         }
         if own.is_empty() && is_certain {
-            self.say("have an answer that no {% generation %} block encloses");
+            self.add_remark("have an answer that no {% generation %} block encloses");
             return;
         }
         if parts.iter().all(|(_, _, part)| *part == TextCoverage::None) {
@@ -95,27 +95,29 @@ impl OmittedTexts {
             match part {
                 TextCoverage::All => {}
                 TextCoverage::Some if key == "content" && THINKING_TAGS.iter().any(|tag| text.contains(tag)) => {
-                    self.say("have thoughts, up to </think>, that the template does not write");
+                    self.add_remark("have thoughts, up to </think>, that the template does not write");
                 }
-                TextCoverage::Some => self.say(format!("have {key} that the template does not write completely")),
-                TextCoverage::None => self.say(format!("have {key} that the template does not write")),
+                TextCoverage::Some => {
+                    self.add_remark(format!("have {key} that the template does not write completely"))
+                }
+                TextCoverage::None => self.add_remark(format!("have {key} that the template does not write")),
             }
         }
     }
 
     /// Records the omissions of a message that is not learned.
-    fn other(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
+    fn add_unlearned(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
         let text = &traced.rendered.text;
         let role = field(&conversation.messages[message], "role");
         let role = role.as_str().unwrap_or_default();
         for (_, own, marked_text) in texts_of(conversation, traced, message) {
             if part(&own, marked_text, traced, text) != TextCoverage::All {
-                self.say(format!("have a {role} message that the template does not write completely"));
+                self.add_remark(format!("have a {role} message that the template does not write completely"));
             }
         }
         let content = field(&conversation.messages[message], "content");
         if content.kind() == ValueKind::Map && text.contains(&super::jinja_compat::python_str(&content)) {
-            self.say(format!("have a {role} message whose object is written as Python prints it, not as JSON"));
+            self.add_remark(format!("have a {role} message whose object is written as Python prints it, not as JSON"));
         }
     }
 }

@@ -79,7 +79,7 @@ impl DatasetBuilder<'_> {
         // The previous holder of the lock may have built it.
         match open()? {
             Ok(found) => return Ok(found),
-            Err(why) if path.exists() => notice::say(&format!("{}: {why}; it is rebuilt", path.display())),
+            Err(why) if path.exists() => notice::emit(&format!("{}: {why}; it is rebuilt", path.display())),
             Err(_) => (),
         }
         let mut writer = SampleCacheWriter::new(&path).map_err(io)?;
@@ -177,7 +177,7 @@ impl DatasetBuilder<'_> {
     fn outcome(&self, record: RawRecord) -> RecordOutcome {
         let made = match record.raw {
             RecordContent::Text(text) if self.options.task == Task::Generate => {
-                self.tokenizer.encode(&text).map(|encoded| RecordOutcome::Tokens(encoded.ids)).map_err(words)
+                self.tokenizer.encode(&text).map(|encoded| RecordOutcome::Tokens(encoded.ids)).map_err(error_text)
             }
             raw => raw.value().and_then(|(value, unread)| self.samples(&value, &unread)),
         };
@@ -290,7 +290,7 @@ impl DatasetBuilder<'_> {
             notes.push(RecordNote::EmptyAnswer);
         }
         notes.extend(unread_keys(template, conversation).into_iter().map(RecordNote::Ignored));
-        let traced = template.trace(conversation).map_err(|e| words(e.into()))?;
+        let traced = template.trace(conversation).map_err(|e| error_text(e.into()))?;
         let omitted = OmittedTexts::of(conversation, &traced);
         for (message, keys) in omitted.lost {
             if is_learned(message) {
@@ -330,7 +330,7 @@ impl DatasetBuilder<'_> {
                 _ => targets.push(target),
             }
         }
-        Ok(Sample::of_spans(self.tokenizer.encode(&traced.rendered.text).map_err(words)?, &targets))
+        Ok(Sample::of_spans(self.tokenizer.encode(&traced.rendered.text).map_err(error_text)?, &targets))
     }
 
     /// Returns a text between the tokens that the tokenizer adds, followed by the token that ends it. If the text
@@ -341,7 +341,7 @@ impl DatasetBuilder<'_> {
         is_target: impl Fn(usize) -> bool,
         notes: &mut Vec<RecordNote>,
     ) -> Result<Sample, String> {
-        let encoded = self.tokenizer.encode(text).map_err(words)?;
+        let encoded = self.tokenizer.encode(text).map_err(error_text)?;
         let (before, after) = self.tokenizer.around();
         let end = self.tokenizer.special_id("eos_token");
         let has_start = !before.is_empty() && encoded.ids.starts_with(before);
@@ -370,7 +370,7 @@ impl DatasetBuilder<'_> {
     /// Returns a text between the tokens that the tokenizer adds, with the text cut at the context length. It has no
     /// targets.
     fn labelled(&self, text: &str, notes: &mut Vec<RecordNote>) -> Result<Option<Sample>, String> {
-        let mut encoded = self.tokenizer.encode(text).map_err(words)?.ids;
+        let mut encoded = self.tokenizer.encode(text).map_err(error_text)?.ids;
         let (before, after) = self.tokenizer.around();
         let room = self.options.ctx.saturating_sub(before.len() + after.len());
         if encoded.len() > room {
@@ -446,7 +446,7 @@ impl DatasetBuilder<'_> {
 }
 
 /// Returns the text of an error.
-fn words(error: Error) -> String {
+fn error_text(error: Error) -> String {
     error.to_string()
 }
 

@@ -106,7 +106,7 @@ impl RecordParser<'_> {
                 RecordFormat::Preference => {
                     fields.refuse(&MISPLACED_KEYS, MISPLACED_KEY_REASON)?;
                     if let TrainingExample::Preference(pair) = &example {
-                        self.say_as_they_stand(&pair[0], &mut remarks);
+                        self.remark_without_template(&pair[0], &mut remarks);
                     }
                     if fields.prefers_rejected() {
                         remarks.push("have a better score for the rejected answer than for the chosen one".into());
@@ -152,13 +152,13 @@ impl RecordParser<'_> {
         {
             let (prompt, completion) = (fields.get("prompt"), fields.get(said));
             let example = completion_of(fields, &prompt.unwrap_or_default(), &completion.unwrap_or_default())?;
-            self.say_as_they_stand(&example, remarks);
+            self.remark_without_template(&example, remarks);
             return Ok((RecordFormat::Completion, example));
         }
         if fields.peek("instruction").is_some()
             && let Some(said) = fields.any(&["output", "response", "completion"])
         {
-            let asked = self.asked(fields, "instruction")?;
+            let asked = self.parse_instruction(fields, "instruction")?;
             return Ok((RecordFormat::Alpaca, asked.answered(fields.needed(said)?)?));
         }
         match (fields.peek("text"), fields.peek("label")) {
@@ -198,7 +198,7 @@ impl RecordParser<'_> {
     }
 
     /// Adds a remark that texts do not go through the chat template.
-    fn say_as_they_stand(&self, example: &TrainingExample, remarks: &mut Vec<String>) {
+    fn remark_without_template(&self, example: &TrainingExample, remarks: &mut Vec<String>) {
         if self.has_template && matches!(example, TrainingExample::Completion { .. }) {
             remarks.push(
                 "are learned verbatim, without the model's chat template; for an instruct model give messages, or \
@@ -209,7 +209,7 @@ impl RecordParser<'_> {
     }
 
     /// Returns the instruction under `name` and its other fields.
-    fn asked(&self, fields: &RecordFields<'_>, name: &str) -> Result<Instruction, RecordProblem> {
+    fn parse_instruction(&self, fields: &RecordFields<'_>, name: &str) -> Result<Instruction, RecordProblem> {
         let input = match (fields.text("input")?, fields.text("context")?) {
             (Some(_), Some(_)) => return Err("it has input and context; keep one of them".into()),
             (input, context) => input.or(context),
@@ -259,7 +259,7 @@ impl RecordParser<'_> {
             return pair(answers.map(|answer| chat(prompt.clone().then(answer_of(&answer)?), Some(from), fields)));
         }
         if let Some(name) = fields.any(&["instruction", "question"]) {
-            let asked = self.asked(fields, name)?;
+            let asked = self.parse_instruction(fields, name)?;
             let text = |answer: &Value| {
                 answer
                     .as_str()

@@ -198,7 +198,7 @@ impl<'a> ArchitectureKeys<'a> {
         use candle_zero::models::{RotaryConfig, RotaryScaling};
         use candle_zero::nn::frequencies::Llama3RopeScaling;
         const NAME: &str = "rope_freqs.weight";
-        let Some(given) = self.gguf.whole(NAME)? else { return Ok(Json::Null) };
+        let Some(given) = self.gguf.dequantized(NAME)? else { return Ok(Json::Null) };
         let theta = self.number("rope.freq_base")?.unwrap_or(1e4);
         let plain = RotaryConfig { theta, scaling: RotaryScaling::None }.frequencies(head)?;
         let factor = given.iter().fold(1f32, |most, factor| most.max(*factor));

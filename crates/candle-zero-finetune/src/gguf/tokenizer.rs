@@ -173,7 +173,7 @@ impl GgufFile {
     fn number(&self, key: &str) -> Result<Option<u64>> {
         match self.content.metadata.get(key) {
             None => Ok(None),
-            Some(value) => match whole(value) {
+            Some(value) => match integer(value) {
                 Some(number) => Ok(u64::try_from(number).ok()),
                 None => Err(self.refuse(key, "not a whole number", "a whole number")),
             },
@@ -204,13 +204,15 @@ fn written(value: &Value) -> Option<GgufValue> {
                 let number = |value: &Value| if let Value::F32(number) = value { Some(*number) } else { None };
                 GgufValue::F32s(values.iter().map(number).collect::<Option<_>>()?)
             }
-            _ => GgufValue::I32s(values.iter().map(|value| i32::try_from(whole(value)?).ok()).collect::<Option<_>>()?),
+            _ => {
+                GgufValue::I32s(values.iter().map(|value| i32::try_from(integer(value)?).ok()).collect::<Option<_>>()?)
+            }
         },
-        value => GgufValue::U32(u32::try_from(whole(value)?).ok()?),
+        value => GgufValue::U32(u32::try_from(integer(value)?).ok()?),
     })
 }
 
-fn whole(value: &Value) -> Option<i64> {
+fn integer(value: &Value) -> Option<i64> {
     match value {
         Value::I8(number) => Some((*number).into()),
         Value::I16(number) => Some((*number).into()),
@@ -249,7 +251,7 @@ impl<'a> GgufVocabulary<'a> {
         }
         let token = |(id, text): (usize, &'a Value)| match text {
             Value::String(text) => {
-                let kind = kinds.and_then(|kinds| whole(&kinds[id])).unwrap_or(NORMAL);
+                let kind = kinds.and_then(|kinds| integer(&kinds[id])).unwrap_or(NORMAL);
                 Ok((text.as_str(), kind))
             }
             _ => Err(gguf.refuse(TOKENS, format!("not a string at {id}"), "strings")),

@@ -110,7 +110,7 @@ impl GgufFile {
     }
 
     /// Returns all values of a tensor, if the file has one of that name.
-    pub fn whole(&self, name: &str) -> Result<Option<Vec<f32>>> {
+    pub fn dequantized(&self, name: &str) -> Result<Option<Vec<f32>>> {
         let Some(info) = self.content.tensor_infos.get(name) else { return Ok(None) };
         self.check(name, info)?;
         let mut values = Vec::new();

@@ -101,16 +101,16 @@ impl<'a> HubClient<'a> {
 
     /// Returns the commit of the revision and the names of its files.
     pub fn listing(&self) -> Result<RepoInfo> {
-        self.patiently(LISTING_NAME, || self.list())
+        self.with_retries(LISTING_NAME, || self.list())
     }
 
     /// Returns the properties of a file.
     pub fn remote(&self, commit: &str, file: &str) -> Result<RemoteFile> {
-        self.patiently(file, || self.look_up(commit, file))
+        self.with_retries(file, || self.look_up(commit, file))
     }
 
     /// Calls `run` again after temporary failures, up to [`MAX_ATTEMPTS`] times in total.
-    fn patiently<T>(&self, file: &str, mut run: impl FnMut() -> Result<T, RequestFailure>) -> Result<T> {
+    fn with_retries<T>(&self, file: &str, mut run: impl FnMut() -> Result<T, RequestFailure>) -> Result<T> {
         let mut tries = 0;
         loop {
             match run() {
@@ -140,11 +140,11 @@ impl<'a> HubClient<'a> {
         let mut answer = request.call().map_err(|e| self.unreachable(LISTING_NAME, e.to_string()))?;
         self.check_status(LISTING_NAME, answer.status().as_u16(), answer.headers())?;
         let info: Result<RepoInfo, _> = answer.body_mut().with_config().limit(MAX_LISTING_BYTES).read_json();
-        let info = info.map_err(|e| self.odd(LISTING_NAME, format!("it is not a list of files: {e}")))?;
+        let info = info.map_err(|e| self.unexpected_answer(LISTING_NAME, format!("it is not a list of files: {e}")))?;
         let is_commit = (7..=64).contains(&info.sha.len()) && info.sha.bytes().all(|byte| byte.is_ascii_hexdigit());
         match is_commit {
             true => Ok(info),
-            false => Err(self.odd(LISTING_NAME, "it names no commit".into()).into()),
+            false => Err(self.unexpected_answer(LISTING_NAME, "it names no commit".into()).into()),
         }
     }
 
@@ -168,7 +168,7 @@ impl<'a> HubClient<'a> {
                 None => return self.described(file, headers, "x-linked-size"),
             }
         }
-        Err(self.odd(file, format!("it redirects {MAX_REDIRECTS} times without an end")).into())
+        Err(self.unexpected_answer(file, format!("it redirects {MAX_REDIRECTS} times without an end")).into())
     }
 
     fn described(&self, file: &str, headers: &HeaderMap, size: &str) -> Result<RemoteFile, RequestFailure> {
@@ -177,10 +177,10 @@ impl<'a> HubClient<'a> {
         let etag = etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"');
         // The ETag becomes a file name.
         if !is_part(etag) || etag.len() > 128 {
-            return Err(self.odd(file, "it has no ETag that identifies the content".into()).into());
+            return Err(self.unexpected_answer(file, "it has no ETag that identifies the content".into()).into());
         }
         let size = ["x-linked-size", size].into_iter().find_map(|name| text_of(headers, name)?.parse().ok());
-        let size = size.ok_or_else(|| self.odd(file, "it states no size".into()))?;
+        let size = size.ok_or_else(|| self.unexpected_answer(file, "it states no size".into()))?;
         let is_digest = linked.is_some() && etag.len() == 64 && etag.bytes().all(|byte| byte.is_ascii_hexdigit());
         Ok(RemoteFile { etag: etag.to_ascii_lowercase(), size, is_digest })
     }
@@ -203,7 +203,7 @@ impl<'a> HubClient<'a> {
                 let begun = range.strip_prefix("bytes ").and_then(|range| range.split('-').next()?.parse().ok());
                 if begun != Some(from) {
                     return Err(self
-                        .odd(file, format!("bytes from {from} on were requested, but {range:?} was sent"))
+                        .unexpected_answer(file, format!("bytes from {from} on were requested, but {range:?} was sent"))
                         .into());
                 }
                 from
@@ -270,7 +270,7 @@ impl<'a> HubClient<'a> {
         HubError::Unreachable { repository, file, endpoint, reason }
     }
 
-    pub fn odd(&self, file: &str, problem: String) -> HubError {
+    pub fn unexpected_answer(&self, file: &str, problem: String) -> HubError {
         let (repository, file) = (self.repository.to_string(), file.to_owned());
         HubError::Answer { repository, file, endpoint: self.settings.endpoint.clone(), problem }
     }

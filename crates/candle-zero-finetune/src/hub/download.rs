@@ -39,7 +39,7 @@ impl FileDownload<'_> {
                 return Ok(());
             }
             fs::remove_file(&part).map_err(wrong)?;
-            self.say("its checksum is wrong: fetching it again");
+            self.report_problem("its checksum is wrong: fetching it again");
         }
         Err(HubError::Damaged { repository: self.repository.to_string(), file: self.file.into() }.into())
     }
@@ -67,7 +67,7 @@ impl FileDownload<'_> {
                 let (done, size) = (binary(done).into(), binary(remote.size).into());
                 return Err(HubError::Interrupted { repository, file, done, size, reason }.into());
             }
-            self.say(&format!("{reason}; resuming at byte {done} of {size}", size = remote.size));
+            self.report_problem(&format!("{reason}; resuming at byte {done} of {size}", size = remote.size));
             pause(tries);
         }
     }
@@ -93,15 +93,15 @@ impl FileDownload<'_> {
             done += read as u64;
             if done > remote.size {
                 let problem = format!("it should have {} bytes, but more were sent", remote.size);
-                return Err(self.client.odd(self.file, problem).into());
+                return Err(self.client.unexpected_answer(self.file, problem).into());
             }
             into.write_all(&buffer[..read]).map_err(wrong)?;
             (self.tell)(done);
         }
     }
 
-    fn say(&self, what: &str) {
-        notice::say(&format!("{} of {}: {what}", self.file, self.repository));
+    fn report_problem(&self, what: &str) {
+        notice::emit(&format!("{} of {}: {what}", self.file, self.repository));
     }
 
     fn not_written(&self, path: &Path, remote: &RemoteFile, source: std::io::Error) -> Error {

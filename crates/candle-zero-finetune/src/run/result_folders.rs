@@ -117,7 +117,7 @@ impl Options {
             Some(saving) if saving.resume && checkpoint::has_checkpoints(&saving.dir) => {
                 OutputDigests::of_run(&saving.dir)
             }
-            saving => OutputDigests::nothing(saving.as_ref().map(|saving| saving.dir.as_path())),
+            saving => OutputDigests::empty(saving.as_ref().map(|saving| saving.dir.as_path())),
         }
     }
 

@@ -63,7 +63,7 @@ impl PmiServer {
     }
 
     /// Creates the server for a start whose ranks are all on this host.
-    pub(crate) fn alone(space: String, ranks: usize) -> Arc<Self> {
+    pub(crate) fn for_one_host(space: String, ranks: usize) -> Arc<Self> {
         Arc::new_cyclic(|server: &Weak<Self>| {
             let server = server.clone();
             let back =

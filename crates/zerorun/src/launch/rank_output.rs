@@ -173,7 +173,7 @@ impl RankOutput {
     }
 
     /// Forwards `from` to `stream` line by line until it ends, on a separate thread.
-    pub(super) fn carry(
+    pub(super) fn forward_lines(
         &mut self,
         rank: usize,
         mut from: impl Read + Send + 'static,

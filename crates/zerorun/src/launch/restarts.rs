@@ -88,7 +88,8 @@ pub(crate) fn run_by(backend: CommBackend, mut job: LocalJob, policy: &RestartPo
     let (_, events) = signals::listen()?;
     let mut failed = Vec::new();
     loop {
-        job.multi_host = (backend == CommBackend::Mpi).then(|| MultiHostContext::whole(job.world, job.restart));
+        job.multi_host =
+            (backend == CommBackend::Mpi).then(|| MultiHostContext::mpi_on_one_host(job.world, job.restart));
         let failure = match ranks::run(&job, &events)? {
             RunEnd::Well => return Ok(0),
             RunEnd::Unwritten => return Ok(EXIT_OUTPUT_LOST),

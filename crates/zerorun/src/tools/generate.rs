@@ -233,7 +233,7 @@ impl AnswerGenerator<'_> {
         };
         let give = |piece: &str| {
             let mut out = std::io::stdout().lock();
-            let shown = if is_terminal { harmless(piece) } else { piece.to_owned() };
+            let shown = if is_terminal { strip_control_chars(piece) } else { piece.to_owned() };
             match out.write_all(shown.as_bytes()).and_then(|()| out.flush()) {
                 Ok(()) => ControlFlow::Continue(()),
                 Err(error) => {
@@ -283,7 +283,7 @@ impl GenerationSpeed<'_> {
 }
 
 /// Removes characters that would control a terminal from a text.
-fn harmless(text: &str) -> String {
+fn strip_control_chars(text: &str) -> String {
     text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "\u{fffd}")
 }
 
@@ -301,6 +301,6 @@ mod tests {
 
     #[test]
     fn what_a_terminal_gets_moves_no_cursor() {
-        assert_eq!(harmless("a\u{1b}[2J\tb\nc\u{7}"), "a\u{fffd}[2J\tb\nc\u{fffd}");
+        assert_eq!(strip_control_chars("a\u{1b}[2J\tb\nc\u{7}"), "a\u{fffd}[2J\tb\nc\u{fffd}");
     }
 }

@@ -74,7 +74,7 @@ impl InspectArguments {
             }
         };
         let mut progress = ByteProgress::default();
-        let mut tell = |done: u64, total: u64| progress.tell(done, total);
+        let mut tell = |done: u64, total: u64| progress.report(done, total);
         let examined = examine(&dir, &tag, if self.verify { Some(&mut tell) } else { None });
         progress.finish();
         let one = CheckpointReport { tag: &tag, examined: &examined, verified: self.verify };

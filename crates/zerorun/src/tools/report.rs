@@ -41,7 +41,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 
 impl ReportArguments {
     fn run(self) -> ExitCode {
-        let machine = match MachineReport::look(&self.dir) {
+        let machine = match MachineReport::inspect(&self.dir) {
             Ok(machine) => machine,
             Err(error) => return refused(&error, EXIT_SETUP),
         };
@@ -112,7 +112,7 @@ struct MachineDisk {
 }
 
 impl MachineReport {
-    fn look(folder: &Path) -> Result<Self, Error> {
+    fn inspect(folder: &Path) -> Result<Self, Error> {
         let level = kernels::checked_level()?;
         let variable = std::env::var(kernels::SIMD).ok().filter(|value| !value.is_empty());
         let wrong = |source| Error::Io { action: "write a file in", path: folder.to_owned(), source };

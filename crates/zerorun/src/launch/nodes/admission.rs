@@ -102,7 +102,7 @@ pub(super) fn name(hello: &HostHello) -> String {
 }
 
 /// Returns how far a host's clock is ahead of this one's, in seconds.
-pub(super) fn ahead(hello: &HostHello) -> i64 {
+pub(super) fn clock_ahead(hello: &HostHello) -> i64 {
     let seconds = |clock: u64| i64::try_from(clock).unwrap_or(i64::MAX);
     seconds(hello.clock).saturating_sub(seconds(clock_skew::seconds()))
 }
@@ -190,7 +190,7 @@ pub(super) mod tests {
     #[test]
     fn a_clock_may_say_anything() {
         for clock in [0, 1 << 40, u64::MAX] {
-            ahead(&HostHello { clock, ..hello("a") });
+            clock_ahead(&HostHello { clock, ..hello("a") });
         }
     }
 }

@@ -238,7 +238,7 @@ impl Coordinator {
         else {
             return;
         };
-        let ahead = admission::ahead(&hello);
+        let ahead = admission::clock_ahead(&hello);
         self.hosts.insert(node, JoinedHost { connection: number, peer, hello, ahead });
     }
 
@@ -270,7 +270,7 @@ impl Coordinator {
             let failed = signal.is_some() || attempt_hosts.values().any(|attempt_host| attempt_host.end.is_some());
             if back && !regroup && !failed && began.elapsed() >= SCALE_UP_DELAY {
                 regroup = true;
-                self.tell(&attempt_hosts, &LauncherMessage::Regroup { attempt });
+                self.send_to_running(&attempt_hosts, &LauncherMessage::Regroup { attempt });
             }
             let Some((node, heard)) = self.next() else { continue };
             let Some(attempt_host) = attempt_hosts.get_mut(&node) else { continue };
@@ -281,7 +281,7 @@ impl Coordinator {
                     let rank = attempt_host.first_rank;
                     attempt_host.end = Some(HostEnd::Lost(why.clone()));
                     order.push(node);
-                    self.tell(
+                    self.send_to_running(
                         &attempt_hosts,
                         &LauncherMessage::Failed { attempt, rank, why: format!("its host is gone: {why}") },
                     );
@@ -297,18 +297,18 @@ impl Coordinator {
                             .filter_map(|attempt_host| attempt_host.values.take())
                             .flatten()
                             .collect();
-                        self.tell(&attempt_hosts, &LauncherMessage::Values { attempt, values });
+                        self.send_to_running(&attempt_hosts, &LauncherMessage::Values { attempt, values });
                     }
                 }
                 LauncherMessage::Signal(number) if signal.is_none() => {
                     signal = Some(number);
-                    self.tell(&attempt_hosts, &LauncherMessage::Signal(number));
+                    self.send_to_running(&attempt_hosts, &LauncherMessage::Signal(number));
                 }
                 LauncherMessage::Ended { attempt: of, how } if of == attempt && attempt_host.end.is_none() => {
                     if let HostOutcome::Failed { rank, headline, .. } = &how {
                         let failed = LauncherMessage::Failed { attempt, rank: *rank, why: headline.clone() };
                         attempt_host.end = Some(HostEnd::Ended(how));
-                        self.tell(&attempt_hosts, &failed);
+                        self.send_to_running(&attempt_hosts, &failed);
                     } else {
                         attempt_host.end = Some(HostEnd::Ended(how));
                     }
@@ -322,7 +322,7 @@ impl Coordinator {
     }
 
     /// Sends a message to all hosts of an attempt whose ranks are running.
-    fn tell(&self, attempt_hosts: &BTreeMap<usize, AttemptHost>, message: &LauncherMessage) {
+    fn send_to_running(&self, attempt_hosts: &BTreeMap<usize, AttemptHost>, message: &LauncherMessage) {
         let running = self
             .hosts
             .iter()

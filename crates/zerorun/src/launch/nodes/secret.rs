@@ -142,7 +142,7 @@ impl std::fmt::Debug for MacKey {
 }
 
 impl MacKey {
-    fn over(&self, number: u64, bytes: &[u8]) -> Hmac<Sha256> {
+    fn hmac(&self, number: u64, bytes: &[u8]) -> Hmac<Sha256> {
         let mut mac = self.0.clone();
         mac.update(&number.to_le_bytes());
         mac.update(bytes);
@@ -151,12 +151,12 @@ impl MacKey {
 
     /// Returns the seal of message `number`, in hexadecimal digits.
     pub(super) fn seal(&self, number: u64, bytes: &[u8]) -> String {
-        hex(&self.over(number, bytes).finalize().into_bytes())
+        hex(&self.hmac(number, bytes).finalize().into_bytes())
     }
 
     /// Checks in constant time whether `seal` is the seal of message `number`.
     pub(super) fn is_sealed(&self, number: u64, bytes: &[u8], seal: &[u8]) -> bool {
-        of_hex::<32>(seal).is_some_and(|seal| self.over(number, bytes).verify_slice(&seal).is_ok())
+        of_hex::<32>(seal).is_some_and(|seal| self.hmac(number, bytes).verify_slice(&seal).is_ok())
     }
 }
 

@@ -118,7 +118,7 @@ pub(crate) fn run(
     let mut launchers = Vec::new();
     for node in 0..world.hosts().len() {
         let host = &world.hosts()[node];
-        let words = words(job, hosts, world, node, job_wide)?;
+        let words = launcher_command(job, hosts, world, node, job_wide)?;
         let local = is_here(&host.name) && !hosts.force_multi;
         // The GPUs are those of the slots, whatever the variable's value is here.
         let mut exports: Vec<_> = exports.iter().filter(|(name, _)| name != DEVICES).cloned().collect();
@@ -229,7 +229,7 @@ impl HostLauncher<'_> {
 }
 
 /// Returns the words that start a host's launcher.
-fn words(
+fn launcher_command(
     job: &LocalJob,
     hosts: &MultiHostOptions,
     world: &WorldInfo,
@@ -262,7 +262,7 @@ fn words(
     if let Some(port) = job.prometheus {
         option("prometheus", port.to_string());
     }
-    words.extend(job_wide.binding.iter().flat_map(|binding| binding.words()));
+    words.extend(job_wide.binding.iter().flat_map(|binding| binding.to_args()));
     words.extend([format!("--{SECRET_FROM_STDIN}"), "--".into()]);
     words.push(text(&job.program.clone().into())?);
     for word in &job.args {

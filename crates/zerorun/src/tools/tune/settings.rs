@@ -144,7 +144,7 @@ impl AutotuningSection<'_> {
     fn number(&self, key: &str) -> Result<Option<usize>> {
         match &self.0[key] {
             Value::Null => Ok(None),
-            value => match value.as_u64().or_else(|| whole(value)).and_then(|n| usize::try_from(n).ok()) {
+            value => match value.as_u64().or_else(|| integer(value)).and_then(|n| usize::try_from(n).ok()) {
                 Some(number) => Ok(Some(number)),
                 None => Err(self.wrong(key, value, "a whole number, 0 or more")),
             },
@@ -202,7 +202,7 @@ impl AutotuningSection<'_> {
 }
 
 /// Returns the integer that a float represents, if any.
-fn whole(value: &Value) -> Option<u64> {
+fn integer(value: &Value) -> Option<u64> {
     value.as_f64().filter(|n| n.fract() == 0.0 && (0.0..=u64::MAX as f64).contains(n)).map(|n| n as u64)
 }
 
