@@ -281,7 +281,7 @@ impl<M> Engine<M> {
         // Gradients are unscaled with the scale that they were computed with, before the scale changes.
         let scale = self.scaler.scale();
         self.grad_norm = Some(if vote.has_overflow() { f64::INFINITY } else { vote.norm / scale });
-        let applies = self.judge(&vote)?;
+        let applies = self.decide_update(&vote)?;
         let weights_changed = if applies {
             self.update(gradient_multiplier(vote.norm, scale, self.config.gradient_clipping))?
         } else {
@@ -344,7 +344,7 @@ impl<M> Engine<M> {
     }
 
     /// Returns whether the weights are updated with these gradients, and updates the scaler.
-    fn judge(&mut self, vote: &Vote) -> Result<bool> {
+    fn decide_update(&mut self, vote: &Vote) -> Result<bool> {
         let overflow = vote.has_overflow();
         let applies = match self.config.precision {
             Precision::F32 if overflow => Err(self.non_finite_gradient(vote)),
@@ -381,9 +381,9 @@ impl<M> Engine<M> {
     /// Reports on rank 0 that a step with loss scale `scale` was skipped: each of the first skipped steps, then
     /// increasingly rarely.
     fn report_overflow(&self, scale: f64) {
-        const FIRST: u64 = 10;
+        const REPORTED_SKIPS: u64 = 10;
         let skipped = self.skipped_steps;
-        if self.rank() != 0 || (skipped > FIRST && !skipped.is_power_of_two()) {
+        if self.rank() != 0 || (skipped > REPORTED_SKIPS && !skipped.is_power_of_two()) {
             return;
         }
         let now = self.scaler.scale();
@@ -394,8 +394,11 @@ impl<M> Engine<M> {
             LossScaler::Dynamic(_) => format!("the loss scale falls from {scale} to {now}"),
         };
         let number = self.global_steps + 1;
-        let more =
-            if skipped == FIRST { "; further ones are reported rarely, engine.skipped_steps() counts all" } else { "" };
+        let more = if skipped == REPORTED_SKIPS {
+            "; further ones are reported rarely, engine.skipped_steps() counts all"
+        } else {
+            ""
+        };
         warn(&format!(
             "step {number} is skipped, a gradient is not finite (skipped so far: {skipped}); {consequence}{more}"
         ));

@@ -16,7 +16,7 @@ use crate::config::{Config, LeafModule};
 use crate::error::{EngineError, Error, OptimError, ParamError, Result};
 use crate::layout::ZeroStage;
 use crate::memory::MemoryLedger;
-use crate::notice::{say, say_from};
+use crate::notice::{emit, suppress_below};
 use crate::offload::{DiskAccess, OffloadStore};
 use crate::optim::{self, GroupedOptimizer, LrSchedule, Optimizer, ParameterGroup, ParameterGrouping, TrainableFilter};
 use crate::param::WeightSource;
@@ -45,7 +45,7 @@ impl<M> Engine<M> {
         options: EngineBuilder,
     ) -> Result<Self> {
         if let Some(level) = config.monitoring.log_level {
-            say_from(level);
+            suppress_below(level);
         }
         let (buffer_rule, buffer_sync) = (options.buffer_rule, options.buffer_sync);
         let seed = options.seed.unwrap_or(config.seed);
@@ -162,19 +162,19 @@ impl<M> Engine<M> {
 fn report_delay(core: &RankCore, config: &Config) {
     let wanted = config.zero.offload_optimizer.as_ref().is_some_and(|offload| offload.delayed_update_after.is_some());
     if let (true, 0, Some(why)) = (wanted, core.comm().rank(), core.hindrance_to_delay()) {
-        say(&format!("offload_optimizer.delayed_update: no update is delayed: {why}"));
+        emit(&format!("offload_optimizer.delayed_update: no update is delayed: {why}"));
     }
 }
 
 /// Reports the configuration's notes, and the sections that are not used.
 fn report_notes(config: &Config, own: CustomComponents) {
-    config.notes.iter().for_each(|note| say(&format!("config: {}: {}", note.path, note.message)));
+    config.notes.iter().for_each(|note| emit(&format!("config: {}: {}", note.path, note.message)));
     let sections = [
         ("optimizer", config.optimizer.is_some() && own.optimizer),
         ("scheduler", config.scheduler.is_some() && own.schedule),
     ];
     for (section, _) in sections.into_iter().filter(|(_, is_replaced)| *is_replaced) {
-        say(&format!("config: {section}: not used because the engine has a custom one"));
+        emit(&format!("config: {section}: not used because the engine has a custom one"));
     }
 }
 
@@ -247,7 +247,7 @@ fn build_model<M>(
 fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[String], rank: usize) -> Result<()> {
     let RegisteredModel { units, leaves, .. } = registered;
     for name in leaves.mark_named(units, config).into_iter().filter(|_| rank == 0) {
-        say(&format!(
+        emit(&format!(
             "config: zero_optimization.leaf_module: no unit has the name or suffix {name}, so it has no effect"
         ));
     }
@@ -298,7 +298,7 @@ fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
         return Err(not_on_one_host("zero_hpz_partition_size", ranks, here));
     };
     if comm.rank() == 0 {
-        say(&format!("config: zero_optimization.zero_hpz_partition_size has no effect: {why}"));
+        emit(&format!("config: zero_optimization.zero_hpz_partition_size has no effect: {why}"));
     }
     Ok(1)
 }
@@ -308,7 +308,7 @@ fn note_compression(config: &Config, comm: &dyn Communicator) {
     let (compresses, all_here) =
         (config.zero.compresses(config.communication_data_type), comm.ranks_here().len() == comm.size());
     if config.zero.compress_between_hosts_only && compresses && all_here && comm.rank() == 0 {
-        say(
+        emit(
             "config: zero_optimization.compress_between_hosts_only: all ranks are on one host, so nothing is compressed",
         );
     }
@@ -319,7 +319,7 @@ fn choose_access(offload: &OffloadStore, comm: &dyn Communicator) -> Result<()> 
     offload.check_space(comm)?;
     let access = offload.choose_access(comm.size());
     if comm.rank() == 0 {
-        say(&format!("offload: files are read and written {access}"));
+        emit(&format!("offload: files are read and written {access}"));
     }
     Ok(())
 }
@@ -343,10 +343,10 @@ fn trainer(
         return Err(ParamError::NothingTrained { count }.into());
     }
     for group in empty.iter().filter(|_| rank == 0) {
-        say(&format!("parameter group {group} (from 0) selects no remaining parameter and is dropped"));
+        emit(&format!("parameter group {group} (from 0) selects no remaining parameter and is dropped"));
     }
     for group in trainer.with_ignored_rates().iter().filter(|_| rank == 0) {
-        say(&format!(
+        emit(&format!(
             "parameter group {group} (from 0): its learning rate has no effect because the schedule sets {:e} in the \
              first step; give the scheduler a list of rates, one per group, or remove the scheduler",
             trainer.lr()[*group]

@@ -13,7 +13,7 @@ pub const CHECK_GRADIENTS: &str = "CANDLE_ZERO_CHECK_GRADIENTS";
 
 thread_local! {
     /// The engine forward that this thread runs, and the number of its repetition.
-    pub(super) static AROUND: Cell<CurrentForward> = const { Cell::new(CurrentForward { forward: 0, repetition: 0 }) };
+    pub(super) static CURRENT_FORWARD: Cell<CurrentForward> = const { Cell::new(CurrentForward { forward: 0, repetition: 0 }) };
     pub(super) static FORWARDS: Cell<u64> = const { Cell::new(0) };
 }
 
@@ -31,10 +31,10 @@ impl CurrentForward {
         struct CurrentForwardGuard(CurrentForward);
         impl Drop for CurrentForwardGuard {
             fn drop(&mut self) {
-                AROUND.set(self.0);
+                CURRENT_FORWARD.set(self.0);
             }
         }
-        let _reset = CurrentForwardGuard(AROUND.replace(self));
+        let _reset = CurrentForwardGuard(CURRENT_FORWARD.replace(self));
         run()
     }
 }

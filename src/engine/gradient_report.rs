@@ -15,11 +15,11 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// The maximum number of directions; after these, the loss counts as one that cannot be judged.
-const LOOKS: u32 = 8;
+const MAX_DIRECTIONS: u32 = 8;
 /// A gap counts as a mistake if the probability of such a gap by chance, given the bends, is below this.
-const SELDOM: f64 = 1e-4;
+const MAX_FALSE_ALARM_PROBABILITY: f64 = 1e-4;
 /// A relative gap above this is not explained by a missing part of the gradient: it needs more directions.
-const LARGEST: f64 = 4.0;
+const MAX_EXPLAINED_GAP: f64 = 4.0;
 
 /// The tolerances of a comparison for a format.
 pub(super) struct GradientTolerance {
@@ -180,17 +180,18 @@ impl DirectionSamples {
             let tells = expected > 0.0 && allowed <= 0.25 * expected;
             return Some(if tells { GradientCheckVerdict::Right } else { GradientCheckVerdict::CannotTell });
         }
-        let is_large = (limits.large.powi(2)..LARGEST.powi(2)).contains(&(gap / expected.max(f64::MIN_POSITIVE)));
+        let is_large =
+            (limits.large.powi(2)..MAX_EXPLAINED_GAP.powi(2)).contains(&(gap / expected.max(f64::MIN_POSITIVE)));
         let looks = self.0.len() as u32;
         let seldom = match (is_large, looks) {
             (true, 1) => limits.seldom,
             // Each sample is another chance of a false alarm.
             (true, _) => limits.seldom / 3.0,
-            (false, _) => SELDOM,
+            (false, _) => MAX_FALSE_ALARM_PROBABILITY,
         };
         match looks {
             looks if by_chance(looks, bend / gap) < seldom => Some(GradientCheckVerdict::Wrong),
-            LOOKS.. => Some(GradientCheckVerdict::CannotTell),
+            MAX_DIRECTIONS.. => Some(GradientCheckVerdict::CannotTell),
             _ => None,
         }
     }

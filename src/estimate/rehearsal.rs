@@ -37,7 +37,7 @@ use crate::zero::share::sub_group_builder::{SubGroupBuilder, SubGroupStateKind};
 use crate::zero::step::sharded_step::{update, vote};
 use crate::zero::step::state_sweep;
 use crate::zero::step::state_sweep::ParamSlice;
-use crate::zero::transfer::device_copy::{CopyKind, UPDATED_TOGETHER, WINDOWS_BYTES, windows_tier};
+use crate::zero::transfer::device_copy::{CopyKind, UPDATE_CHUNK, WINDOWS_BYTES, windows_tier};
 use crate::zero::transfer::pending_collective::CollectiveOp;
 use candle_core::DType;
 use std::cell::RefCell;
@@ -511,7 +511,7 @@ impl state_sweep::StepBackend for Rehearsal<'_> {
         let is_away = lie_on_gpu(self, group.weights.as_ref()) && !MetaBuffer::is_device(&self.share_place);
         if is_away && mode.has_weights() && mode.changes() {
             // The largest piece and the piece before it, which is still being transferred.
-            let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATED_TOGETHER)).max().unwrap_or(0);
+            let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATE_CHUNK)).max().unwrap_or(0);
             let piece = || MetaBuffer::whole(MemoryTier::Host, group.class.weights.dtype(self.dtype()), len);
             let under_way = self.send(CopyKind::Updates, piece(), &self.tier, len)?;
             let _next = self.ledger.hold(MemoryKind::Buckets, piece().capacity_in_bytes());

@@ -4,8 +4,8 @@ use super::meta_buffer::MetaBuffer;
 use super::traffic::Traffic;
 use crate::config::Aio;
 use crate::error::Result;
-use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry, TrackedBuffer};
-use crate::offload::{ALIGN, DiskAccess, StateFiles, UNWRITTEN, block_size, threads};
+use crate::memory::{MemoryLedger, MemoryLedgerEntry, MemoryKind, TrackedBuffer};
+use crate::offload::{ALIGN, DiskAccess, MAX_UNWRITTEN_BYTES, StateFiles, block_size, threads};
 use crate::precision::ElementBuffer;
 use candle_core::DType;
 use std::cell::{Cell, RefCell};
@@ -118,7 +118,8 @@ impl StateFiles for RehearsedFiles {
         self.count_write(extent, range.len());
         let mut unwritten = self.unwritten.borrow_mut();
         let bytes = |memory: &TrackedBuffer<MetaBuffer>| memory.buffer().capacity_in_bytes();
-        while !unwritten.is_empty() && unwritten.iter().map(|u| bytes(&u.1)).sum::<usize>() + bytes(&memory) > UNWRITTEN
+        while !unwritten.is_empty()
+            && unwritten.iter().map(|u| bytes(&u.1)).sum::<usize>() + bytes(&memory) > MAX_UNWRITTEN_BYTES
         {
             unwritten.pop_front();
         }

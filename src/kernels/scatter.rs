@@ -47,7 +47,7 @@ impl ScatterIndices {
 
     /// Returns for each element of the source whether it stays after [`ScatterIndices::set`] into `results` elements,
     /// because no later element overwrites it.
-    pub fn stays(&self, results: usize) -> Vec<bool> {
+    pub fn survives(&self, results: usize) -> Vec<bool> {
         let mut taken = vec![false; results];
         let mut stays = vec![false; self.places.len()];
         for (number, place) in self.places.iter().enumerate().rev() {
@@ -57,7 +57,7 @@ impl ScatterIndices {
     }
 
     /// Returns the elements of `dy` at the targets of the source's elements, and 0 for elements that are not written.
-    pub fn taken(&self, dy: &[f32]) -> Vec<f32> {
+    pub fn gather(&self, dy: &[f32]) -> Vec<f32> {
         self.places.iter().map(|place| dy.get(*place).copied().unwrap_or(0.0)).collect()
     }
 }

@@ -112,9 +112,9 @@ fn apply(op: &'static str, init: &Tensor, source: &Tensor, targets: ScatterIndic
         inputs.result(op, E::storage(narrowed(y)), shape, move |grad, [to_init, to_source]| {
             with_grad::<E, _>(&grad, op, |dy| {
                 give(to_source, dtype, op, || {
-                    let mut gradient = targets.taken(dy);
+                    let mut gradient = targets.gather(dy);
                     if !adds {
-                        let stays = targets.stays(dy.len());
+                        let stays = targets.survives(dy.len());
                         gradient.iter_mut().zip(stays).filter(|(_, stays)| !stays).for_each(|(value, _)| *value = 0.0);
                     }
                     gradient

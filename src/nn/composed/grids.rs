@@ -125,7 +125,7 @@ pub(in crate::nn) fn scatter_add(init: &Tensor, source: &Tensor, targets: &Scatt
 
 /// See [`crate::nn::scatter()`].
 pub(in crate::nn) fn scatter(init: &Tensor, source: &Tensor, targets: &ScatterIndices) -> Result<Tensor> {
-    let stays = targets.stays(init.elem_count());
+    let stays = targets.survives(init.elem_count());
     let mut overwritten = vec![0u8; init.elem_count()];
     targets.places.iter().filter(|place| **place != NOWHERE).for_each(|place| overwritten[*place] = 1);
     let overwritten = Tensor::from_vec(overwritten, init.shape(), init.device())?;

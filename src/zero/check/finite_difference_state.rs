@@ -11,17 +11,17 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 thread_local! {
-    static TOGETHER: Cell<u64> = const { Cell::new(0) };
+    static PASSES_TOGETHER: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Returns the number of this thread's steps so far that all ranks take together while a model runs.
 pub(crate) fn collective_steps() -> u64 {
-    TOGETHER.get()
+    PASSES_TOGETHER.get()
 }
 
 /// Counts one more step.
 pub(in crate::zero) fn count_collective_step() {
-    TOGETHER.set(TOGETHER.get() + 1);
+    PASSES_TOGETHER.set(PASSES_TOGETHER.get() + 1);
 }
 
 /// The perturbation that a forward runs with.

@@ -72,7 +72,7 @@ impl RankCore {
         take: impl FnOnce(FlatRef<'_>),
     ) -> Result<()> {
         #[cfg(feature = "cuda")]
-        let delayed = self.landed()?;
+        let delayed = self.wait_for_update()?;
         let mut groups = lock(&self.groups);
         let (number, slot) = self.place_of(param);
         let group = &mut groups[number];
@@ -122,7 +122,7 @@ impl RankCore {
         mut values: impl FnMut(Range<usize>) -> Result<Flat>,
     ) -> Result<()> {
         #[cfg(feature = "cuda")]
-        drop(self.landed()?);
+        drop(self.wait_for_update()?);
         let (group, slot) = self.place_of(param);
         if state.storage(&mut lock(&self.groups)[group]).is_none() {
             // The state is in the parameter's tensor, so nothing has to be read for it.

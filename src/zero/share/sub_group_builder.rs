@@ -70,7 +70,7 @@ pub(crate) trait StateFileBuilder<R: ShareStorage> {
 
 /// The number of elements of initial values that are read together. This many elements form complete units of every
 /// packing, and fill complete pages of a file when packed.
-pub(super) const LOADED: usize = 1 << 24;
+pub(super) const LOAD_CHUNK: usize = 1 << 24;
 
 /// A share that is being filled.
 struct UnfinishedShare {
@@ -117,8 +117,8 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         read: &mut dyn FnMut(Range<usize>) -> Result<Vec<f32>>,
     ) -> Result<()> {
         let mut share = self.begin(param, cut, class)?;
-        for start in (0..len).step_by(LOADED) {
-            let values = read(start..len.min(start + LOADED))?;
+        for start in (0..len).step_by(LOAD_CHUNK) {
+            let values = read(start..len.min(start + LOAD_CHUNK))?;
             match self.packing(class) {
                 // The last values are followed by the padding of the shard.
                 Some(packing) => {
@@ -148,7 +148,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     /// Reserves room for the share of a parameter.
     fn begin(&mut self, param: ParamId, cut: ShardCut, class: ParamClass) -> Result<UnfinishedShare> {
         let shard_len = self.plan.mesh.shard_len(cut);
-        let shard_len = self.packing(class).map_or(shard_len, |packing| quantized_weights::words(packing, shard_len));
+        let shard_len = self.packing(class).map_or(shard_len, |packing| quantized_weights::word_count(packing, shard_len));
         let block = class.role().map_or(1, |role| self.plan.block(role));
         let SharePosition { share, room, begins, closes, spills } =
             self.sharing.push(shard_len, cut.numel, class.index(), block);

@@ -5,7 +5,7 @@
 
 use super::quantized_weights;
 use super::share_plan::SharePlan;
-use super::sub_group_builder::{LOADED, SubGroupBuilder};
+use super::sub_group_builder::{LOAD_CHUNK, SubGroupBuilder};
 use crate::config::StatePrecision;
 use crate::error::{Error, ParamError, Result};
 use crate::layout::{ShardCut, ShardMesh, ZeroStage};
@@ -242,7 +242,7 @@ impl VarBuilderBackendInner {
                     // No state needs full precision.
                     self.groups.push_share(id, cut, FlatRef::F32(&[]), class)?;
                     let mut whole = Flat::with_capacity(dtype, numel);
-                    for part in pieces(numel, LOADED) {
+                    for part in pieces(numel, LOAD_CHUNK) {
                         whole.extend_cast(FlatRef::F32(&self.source.values(name, &shape, init, part)?));
                     }
                     whole

@@ -124,7 +124,7 @@ impl RankCore {
 
     /// Waits for the update that has begun, if one has, before states are read or changed. They are then in their
     /// sub-groups. As long as the guard is held, it has the new weights that the model does not have yet.
-    pub(in crate::zero) fn landed(&self) -> Result<MutexGuard<'_, DelayedUpdate>> {
+    pub(in crate::zero) fn wait_for_update(&self) -> Result<MutexGuard<'_, DelayedUpdate>> {
         let delayed = self.join_update();
         match &*delayed {
             DelayedUpdate::Failed(why) => {
@@ -136,7 +136,7 @@ impl RankCore {
 
     /// Collective: gives the model the weights of the update that has begun, if one has.
     pub fn end_update(&self) -> Result<()> {
-        let mut delayed = self.landed()?;
+        let mut delayed = self.wait_for_update()?;
         let DelayedUpdate::Ready(ready) = &*delayed else { return Ok(()) };
         let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
         let mut groups = lock(&self.groups);

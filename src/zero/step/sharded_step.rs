@@ -150,7 +150,7 @@ impl RankCore {
     pub fn give_up_update(&self) {
         #[cfg(feature = "cuda")]
         if !std::thread::panicking()
-            && let Err(error) = self.landed()
+            && let Err(error) = self.wait_for_update()
         {
             crate::notice::warn(&format!("the last update was not completed: {error}"));
         }

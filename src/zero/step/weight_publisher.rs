@@ -49,7 +49,7 @@ impl<R: RankBackend> WeightPublisher<R> {
     }
 
     fn launch(&mut self, core: &R, batch: Vec<ParamId>) -> Result<()> {
-        CoalescedLayout::alike(batch, core.params()).try_for_each(|params| self.launch_alike(core, params))
+        CoalescedLayout::group_by_format(batch, core.params()).try_for_each(|params| self.launch_alike(core, params))
     }
 
     fn launch_alike(&mut self, core: &R, params: Vec<ParamId>) -> Result<()> {

@@ -27,7 +27,7 @@ use std::cmp::Reverse;
 use std::ops::Range;
 
 /// The number of parameters whose sums of squares share one control message.
-const SQUARES_AT_A_TIME: usize = 4096;
+const SQUARES_PER_MESSAGE: usize = 4096;
 
 /// A parameter whose direction is computed from the full parameter.
 #[derive(Clone, Copy)]
@@ -69,7 +69,7 @@ pub(super) fn trust_ratios<C: StepBackend>(
             }
         };
     sweep(core, groups, &which, SweepMode::Look, sum, |_| Ok(()))?;
-    for squares in squares.chunks_mut(SQUARES_AT_A_TIME) {
+    for squares in squares.chunks_mut(SQUARES_PER_MESSAGE) {
         let own = squares.iter().flat_map(|s| [s.weights, s.update]).collect();
         let ranks = core.mesh().by_piece(core.gather_f64(own)?);
         for (i, squares) in squares.iter_mut().enumerate() {

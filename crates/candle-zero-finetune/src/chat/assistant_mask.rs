@@ -14,13 +14,13 @@
 //! If the template has generation markers, they define the answers. The contents then show which message a marked range
 //! belongs to. Both methods also find the texts of a message that the rendered text omits ([`super::omitted_texts`]).
 
-use super::conversation::{Conversation, SAID, field};
+use super::conversation::{ASSISTANT_TEXT_KEYS, Conversation, field};
 use crate::error::FinetuneError;
 use minijinja::value::{Value, ValueKind};
 use std::ops::Range;
 
 /// The characters before and after text that generation markers enclose.
-pub(super) const GENERATION: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
+pub(super) const GENERATION_MARKERS: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
 
 /// Renders a conversation as text.
 pub(super) trait ChatRenderer {
@@ -175,7 +175,7 @@ const MARK_PLACEMENTS: [MarkPlacement; 4] =
     [MarkPlacement::Around, MarkPlacement::Inside, MarkPlacement::Middle, MarkPlacement::Filled];
 
 /// The keys of messages whose texts templates compare but do not write.
-const NOT_MARKED: [&str; 5] = ["role", "type", "id", "name", "tool_call_id"];
+const UNMARKED_KEYS: [&str; 5] = ["role", "type", "id", "name", "tool_call_id"];
 
 /// Returns the text of a conversation and its targets, found by tracing the contents of its messages.
 pub(super) fn find(
@@ -475,7 +475,9 @@ fn mark_message(
     mark: &mut dyn FnMut(&str, &str) -> String,
 ) -> Value {
     let keys = message.try_iter().into_iter().flatten();
-    let said = |key: &Value| key.as_str().is_some_and(|key| key == "content" || is_assistant && SAID.contains(&key));
+    let said = |key: &Value| {
+        key.as_str().is_some_and(|key| key == "content" || is_assistant && ASSISTANT_TEXT_KEYS.contains(&key))
+    };
     let fields = keys.map(|key| {
         let name = key.as_str().unwrap_or_default();
         let value = field(message, name);
@@ -495,7 +497,7 @@ fn mark_value(value: &Value, place: MarkPlacement, mark: &mut dyn FnMut(&str) ->
                 let name = key.as_str().unwrap_or_default();
                 let inner = value.get_item(&key).unwrap_or_default();
                 let is_called = name == "name" && matches!(place, MarkPlacement::Filled);
-                let kept = NOT_MARKED.contains(&name) && !is_called;
+                let kept = UNMARKED_KEYS.contains(&name) && !is_called;
                 let inner = if kept { inner } else { mark_value(&inner, place, mark) };
                 (key, inner)
             });
@@ -529,10 +531,10 @@ fn mark_text(content: &str, place: MarkPlacement, [open, close]: [char; 2]) -> (
 fn enclosed(marked: &str) -> Result<RenderedConversation, FinetuneError> {
     let (mut text, mut targets, mut begun) = (String::with_capacity(marked.len()), vec![], None);
     let mut rest = marked;
-    while let Some(at) = rest.find(GENERATION) {
+    while let Some(at) = rest.find(GENERATION_MARKERS) {
         text.push_str(&rest[..at]);
         let c = rest[at..].chars().next().unwrap_or_default();
-        match (c == GENERATION[0], begun.take()) {
+        match (c == GENERATION_MARKERS[0], begun.take()) {
             (true, None) => begun = Some(text.len()),
             (false, Some(start)) => targets.push(start..text.len()),
             _ => return Err(FinetuneError::GenerationMarkers),

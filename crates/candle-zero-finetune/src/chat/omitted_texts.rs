@@ -22,7 +22,7 @@ enum TextFoundInRendering {
 }
 
 /// The tags around thoughts.
-const THOUGHTS: [&str; 4] = ["<think>", "</think>", "<thinking>", "</thinking>"];
+const THINKING_TAGS: [&str; 4] = ["<think>", "</think>", "<thinking>", "</thinking>"];
 
 impl OmittedTexts {
     /// Compares the texts of all messages with the rendered text.
@@ -31,13 +31,13 @@ impl OmittedTexts {
         for message in 0..conversation.len() {
             match conversation.is_assistant(message) {
                 true => found.answer(conversation, traced, message),
-                false => found.other(conversation, traced, message),
+                false => found.add_unlearned(conversation, traced, message),
             }
         }
         found
     }
 
-    fn say(&mut self, remark: impl Into<String>) {
+    fn add_remark(&mut self, remark: impl Into<String>) {
         let remark = remark.into();
         if !self.remarks.contains(&remark) {
             self.remarks.push(remark);
@@ -73,12 +73,8 @@ impl OmittedTexts {
                 let Some(place) = marked_text.place() else { return true };
                 own.iter().any(|target| target.start < place.end.max(place.start + 1) && place.start < target.end)
             };
-            if is_certain
-                && part != TextFoundInRendering::None
-                && !own.is_empty()
-                && !marked_text.is_none_or(is_learned)
-            {
-                self.say(format!("have {key} that is written but not learned"));
+            if is_certain && part != TextFoundInRendering::None && !own.is_empty() && !marked_text.is_none_or(is_learned) {
+                self.add_remark(format!("have {key} that is written but not learned"));
             }
             parts.push((key, text, part));
         }
@@ -86,7 +82,7 @@ impl OmittedTexts {
             return;
         }
         if own.is_empty() && is_certain {
-            self.say("have an answer that no {% generation %} block encloses");
+            self.add_remark("have an answer that no {% generation %} block encloses");
             return;
         }
         if parts.iter().all(|(_, _, part)| *part == TextFoundInRendering::None) {
@@ -98,30 +94,30 @@ impl OmittedTexts {
         for (key, text, part) in parts {
             match part {
                 TextFoundInRendering::All => {}
-                TextFoundInRendering::Some if key == "content" && THOUGHTS.iter().any(|tag| text.contains(tag)) => {
-                    self.say("have thoughts, up to </think>, that the template does not write");
+                TextFoundInRendering::Some if key == "content" && THINKING_TAGS.iter().any(|tag| text.contains(tag)) => {
+                    self.add_remark("have thoughts, up to </think>, that the template does not write");
                 }
                 TextFoundInRendering::Some => {
-                    self.say(format!("have {key} that the template does not write completely"))
+                    self.add_remark(format!("have {key} that the template does not write completely"))
                 }
-                TextFoundInRendering::None => self.say(format!("have {key} that the template does not write")),
+                TextFoundInRendering::None => self.add_remark(format!("have {key} that the template does not write")),
             }
         }
     }
 
     /// Records the omissions of a message that is not learned.
-    fn other(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
+    fn add_unlearned(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
         let text = &traced.rendered.text;
         let role = field(&conversation.messages[message], "role");
         let role = role.as_str().unwrap_or_default();
         for (_, own, marked_text) in texts_of(conversation, traced, message) {
             if part(&own, marked_text, traced, text) != TextFoundInRendering::All {
-                self.say(format!("have a {role} message that the template does not write completely"));
+                self.add_remark(format!("have a {role} message that the template does not write completely"));
             }
         }
         let content = field(&conversation.messages[message], "content");
         if content.kind() == ValueKind::Map && text.contains(&super::jinja_compat::python_str(&content)) {
-            self.say(format!("have a {role} message whose object is written as Python prints it, not as JSON"));
+            self.add_remark(format!("have a {role} message whose object is written as Python prints it, not as JSON"));
         }
     }
 }
@@ -162,7 +158,7 @@ fn part(
         }
     }
     let mut pieces = vec![text];
-    for tag in THOUGHTS {
+    for tag in THINKING_TAGS {
         pieces = pieces.into_iter().flat_map(|piece| piece.split(tag)).collect();
     }
     pieces.retain(|piece| !piece.trim().is_empty());

@@ -198,10 +198,10 @@ fn describe(json: &mut Value, labels: &[String]) {
 
 /// Returns a note on tensors that are not among the parameters `used`. Those of heads are ignored.
 fn left_out(files: &WeightFiles, used: BTreeSet<&str>) -> Result<Option<String>> {
-    const OF_ENCODER: [&str; 4] = ["bert.", "embeddings.", "encoder.", "pooler."];
+    const ENCODER_PREFIXES: [&str; 4] = ["bert.", "embeddings.", "encoder.", "pooler."];
     let mut extra = files.unused(&used);
     extra.retain(|name| !name.ends_with("embeddings.position_ids") && !name.starts_with(CLASSIFIER));
-    let of_encoder = |name: &&str| OF_ENCODER.iter().any(|prefix| name.starts_with(prefix));
+    let of_encoder = |name: &&str| ENCODER_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
     let unknown: Vec<&str> = extra.iter().copied().filter(of_encoder).collect();
     if !unknown.is_empty() {
         return Err(ParamError::ExtraTensors { path: files.path().to_owned(), names: list(&unknown) }.into());

@@ -120,7 +120,7 @@ impl ShowDataArguments {
         );
         sources.iter().fold(outputs, |outputs, source| outputs.reads("FILE", &source.path, InputKind::File)).check()?;
         let mut progress = FileProgress::default();
-        let mut tell = |at| progress.tell(at);
+        let mut tell = |at| progress.report(at);
         let dataset = Dataset::prepare(&sources, &tokenizer, template.as_ref(), &options, &cache, &mut tell);
         progress.finish();
         let dataset = dataset?;
