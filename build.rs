@@ -9,7 +9,7 @@ use std::process::{Command, exit};
 
 const KERNELS: &str = "src/cuda/kernels";
 /// The capability that is used if no GPU is found. It is the first with bfloat16 in its tensor cores.
-const LEAST_CAPABILITY: &str = "80";
+const MIN_COMPUTE_CAPABILITY: &str = "80";
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -73,5 +73,5 @@ fn capability() -> String {
         Some(String::from_utf8(output.stdout).ok()?.lines().next()?.trim().to_owned())
     };
     let found = asked.or_else(of_gpu).map(|text| text.replace('.', ""));
-    found.filter(|text| !text.is_empty()).unwrap_or_else(|| LEAST_CAPABILITY.to_owned())
+    found.filter(|text| !text.is_empty()).unwrap_or_else(|| MIN_COMPUTE_CAPABILITY.to_owned())
 }

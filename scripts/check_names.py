@@ -17,7 +17,7 @@ from source_paths import MOD, code_of, end_of_item
 # Names that may be defined more than once, each with its reason.
 ALLOWED = {
     "CheckpointUpload": "one type, with object stores (feature `s3`) and without",
-    "Four": "one type, by what the processor has",
+    "F32x4": "one type, by what the processor has",
     "Result": "the usual alias of std's Result for the errors of a module",
 }
 

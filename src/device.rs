@@ -16,7 +16,7 @@ pub(crate) fn default() -> Result<Device> {
     let RankEnv { local_rank, local_world_size: ranks, .. } = RankEnv::from_env()?;
     let gpus = usize::try_from(CudaContext::device_count().w()?).unwrap_or(0);
     if local_rank == 0 && (1..ranks).contains(&gpus) {
-        crate::notice::say(&format!("{ranks} ranks share {}", crate::util::counted(gpus, "GPU")));
+        crate::notice::emit(&format!("{ranks} ranks share {}", crate::util::counted(gpus, "GPU")));
     }
     // Without any GPU, number 0 produces the driver's own error.
     Ok(Device::new_cuda(local_rank % gpus.max(1))?)

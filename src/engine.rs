@@ -18,8 +18,8 @@ mod consistency;
 mod construct;
 pub(crate) mod error;
 mod eval_model;
-mod gradient_check;
-mod gradient_check_state;
+mod finite_difference_check;
+mod finite_difference_state;
 mod gradient_report;
 mod metrics;
 mod param_access;
@@ -32,8 +32,8 @@ mod training_output;
 pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
 #[doc(hidden)]
-pub use gradient_check_state::CHECK_GRADIENTS;
-pub use gradient_report::{GradientReport, GradientRow, GradientVerdict};
+pub use finite_difference_state::CHECK_GRADIENTS;
+pub use gradient_report::{GradientCheckVerdict, GradientReport, GradientRow};
 
 use crate::checkpoint::store::CheckpointUpload;
 use crate::checkpoint::{LastCheckpoint, LockedFolders, SaveJob};
@@ -50,7 +50,7 @@ use crate::timeline::{self, TimelineRecorder};
 use crate::zero::rank_core::RankCore;
 use crate::zero::step::sharded_step::Vote;
 use candle_core::{DType, Device, Tensor};
-use gradient_check_state::GradientChecker;
+use finite_difference_state::FiniteDifferenceChecker;
 use reporter::EngineReporter;
 use std::sync::Arc;
 use step_clock::{MicroStepCall, StepClock};
@@ -90,7 +90,7 @@ pub struct Engine<M> {
     device: Device,
     phase: MicroStepPhase,
     losses: AccumulatedLoss,
-    check: GradientChecker,
+    check: FiniteDifferenceChecker,
     global_steps: u64,
     micro_steps: u64,
     /// The seed of the random numbers drawn in forward.
@@ -281,7 +281,7 @@ impl<M> Engine<M> {
         // Gradients are unscaled with the scale that they were computed with, before the scale changes.
         let scale = self.scaler.scale();
         self.grad_norm = Some(if vote.has_overflow() { f64::INFINITY } else { vote.norm / scale });
-        let applies = self.judge(&vote)?;
+        let applies = self.decide_update(&vote)?;
         let weights_changed = if applies {
             self.update(gradient_multiplier(vote.norm, scale, self.config.gradient_clipping))?
         } else {
@@ -344,7 +344,7 @@ impl<M> Engine<M> {
     }
 
     /// Returns whether the weights are updated with these gradients, and updates the scaler.
-    fn judge(&mut self, vote: &Vote) -> Result<bool> {
+    fn decide_update(&mut self, vote: &Vote) -> Result<bool> {
         let overflow = vote.has_overflow();
         let applies = match self.config.precision {
             Precision::F32 if overflow => Err(self.non_finite_gradient(vote)),
@@ -381,9 +381,9 @@ impl<M> Engine<M> {
     /// Reports on rank 0 that a step with loss scale `scale` was skipped: each of the first skipped steps, then
     /// increasingly rarely.
     fn report_overflow(&self, scale: f64) {
-        const FIRST: u64 = 10;
+        const REPORTED_SKIPS: u64 = 10;
         let skipped = self.skipped_steps;
-        if self.rank() != 0 || (skipped > FIRST && !skipped.is_power_of_two()) {
+        if self.rank() != 0 || (skipped > REPORTED_SKIPS && !skipped.is_power_of_two()) {
             return;
         }
         let now = self.scaler.scale();
@@ -394,8 +394,11 @@ impl<M> Engine<M> {
             LossScaler::Dynamic(_) => format!("the loss scale falls from {scale} to {now}"),
         };
         let number = self.global_steps + 1;
-        let more =
-            if skipped == FIRST { "; further ones are reported rarely, engine.skipped_steps() counts all" } else { "" };
+        let more = if skipped == REPORTED_SKIPS {
+            "; further ones are reported rarely, engine.skipped_steps() counts all"
+        } else {
+            ""
+        };
         warn(&format!(
             "step {number} is skipped, a gradient is not finite (skipped so far: {skipped}); {consequence}{more}"
         ));

@@ -118,7 +118,7 @@ pub use candle_core;
 /// The version of candle-nn that the signatures of this crate use.
 pub use candle_nn;
 pub use config::Config;
-pub use engine::{Engine, EngineBuilder, GradientReport, GradientRow, GradientVerdict};
+pub use engine::{Engine, EngineBuilder, GradientCheckVerdict, GradientReport, GradientRow};
 pub use error::{Error, Result};
 pub use profiler::StepTimings;
 /// The crate of the `Value` type in this library's API, re-exported for programs that do not depend on it themselves.

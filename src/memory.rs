@@ -93,7 +93,7 @@ pub struct HeldBytes {
 
 /// Counts allocations by kind and tier.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Ledger(Arc<Mutex<LedgerTotals>>);
+pub(crate) struct MemoryLedger(Arc<Mutex<LedgerTotals>>);
 
 #[derive(Debug, Default)]
 struct LedgerTotals {
@@ -104,25 +104,25 @@ struct LedgerTotals {
 
 /// One allocation in the ledger. It is dropped together with the memory that it stands for.
 #[derive(Debug)]
-pub(crate) struct LedgerEntry {
-    ledger: Ledger,
+pub(crate) struct MemoryLedgerEntry {
+    ledger: MemoryLedger,
     tier: MemoryTier,
     kind: MemoryKind,
     bytes: usize,
 }
 
-impl Ledger {
+impl MemoryLedger {
     /// Enters `bytes` of `kind` in the host's memory until the result is dropped.
     #[must_use]
-    pub fn hold(&self, kind: MemoryKind, bytes: usize) -> LedgerEntry {
+    pub fn hold(&self, kind: MemoryKind, bytes: usize) -> MemoryLedgerEntry {
         self.hold_in(MemoryTier::Host, kind, bytes)
     }
 
     /// Enters `bytes` of `kind` in `tier` until the result is dropped.
     #[must_use]
-    pub fn hold_in(&self, tier: MemoryTier, kind: MemoryKind, bytes: usize) -> LedgerEntry {
+    pub fn hold_in(&self, tier: MemoryTier, kind: MemoryKind, bytes: usize) -> MemoryLedgerEntry {
         self.change(tier, kind, 0, bytes);
-        LedgerEntry { ledger: self.clone(), tier, kind, bytes }
+        MemoryLedgerEntry { ledger: self.clone(), tier, kind, bytes }
     }
 
     /// Returns the held and peak bytes of `kind` in memory: device and host together, including page-locked memory.
@@ -174,7 +174,7 @@ impl MemoryTier {
     }
 }
 
-impl LedgerEntry {
+impl MemoryLedgerEntry {
     /// Returns the bytes of the allocation.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
@@ -187,7 +187,7 @@ impl LedgerEntry {
     }
 }
 
-impl Drop for LedgerEntry {
+impl Drop for MemoryLedgerEntry {
     fn drop(&mut self) {
         self.ledger.change(self.tier, self.kind, self.bytes, 0);
     }
@@ -255,7 +255,7 @@ pub(crate) struct ModelBytes {
 impl MemoryReport {
     /// Compares the ledger with the formula.
     pub(crate) fn new(
-        ledger: &Ledger,
+        ledger: &MemoryLedger,
         stage: ZeroStage,
         mesh: ShardMesh,
         (parameters, frozen): (usize, usize),
@@ -335,11 +335,11 @@ impl fmt::Display for MemoryReport {
 #[derive(Debug)]
 pub(crate) struct TrackedBuffer<B = Flat> {
     flat: B,
-    held: LedgerEntry,
+    held: MemoryLedgerEntry,
 }
 
 impl<B: ElementBuffer> TrackedBuffer<B> {
-    pub fn new(ledger: &Ledger, kind: MemoryKind, flat: B) -> Self {
+    pub fn new(ledger: &MemoryLedger, kind: MemoryKind, flat: B) -> Self {
         let held = ledger.hold_in(MemoryTier::at::<B>(&flat.place()), kind, flat.capacity_in_bytes());
         Self { flat, held }
     }
@@ -358,7 +358,7 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
     ///
     /// # Errors
     /// An allocation that fails.
-    pub fn moved_to(self, ledger: &Ledger, place: &B::Place) -> crate::error::Result<Self> {
+    pub fn moved_to(self, ledger: &MemoryLedger, place: &B::Place) -> crate::error::Result<Self> {
         if B::is_device(place) == B::is_device(&self.flat.place()) {
             return Ok(self);
         }

@@ -22,19 +22,19 @@ pub enum LogLevel {
 }
 
 /// The minimum level that is reported in this process.
-static LEAST: AtomicU8 = AtomicU8::new(LogLevel::Info as u8);
+static MIN_LEVEL: AtomicU8 = AtomicU8::new(LogLevel::Info as u8);
 
 /// Suppresses, in this process from now on, messages below `level`.
-pub(crate) fn say_from(level: LogLevel) {
-    LEAST.store(level as u8, Ordering::Relaxed);
+pub(crate) fn suppress_below(level: LogLevel) {
+    MIN_LEVEL.store(level as u8, Ordering::Relaxed);
 }
 
 fn is_said(level: LogLevel) -> bool {
-    level as u8 >= LEAST.load(Ordering::Relaxed)
+    level as u8 >= MIN_LEVEL.load(Ordering::Relaxed)
 }
 
 /// Reports a fact: through `tracing` if a subscriber is set, otherwise on stderr.
-pub fn say(message: &str) {
+pub fn emit(message: &str) {
     if !is_said(LogLevel::Info) {
         return;
     }
@@ -45,7 +45,7 @@ pub fn say(message: &str) {
     }
 }
 
-/// Reports a problem that does not end the run, in the same way as [`say`].
+/// Reports a problem that does not end the run, in the same way as [`emit`].
 pub(crate) fn warn(message: &str) {
     if !is_said(LogLevel::Warning) {
         return;

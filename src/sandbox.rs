@@ -4,14 +4,14 @@
 //!
 //! Work that limits itself, such as the steps of a template, is limited where it runs and gives an ordinary error; the
 //! sandbox is for everything else. A separate thread measures the CPU time of the working thread. Memory is counted by
-//! [`BoundedAllocator`], if a program uses it as its allocator, as `zerorun` does. The process must end because a
+//! [`SandboxAllocator`], if a program uses it as its allocator, as `zerorun` does. The process must end because a
 //! thread cannot be stopped from outside, and code that expects no failed allocation and no stack overflow cannot
 //! continue after one.
 
-mod bounded_allocator;
+mod sandbox_allocator;
 mod signals;
 
-pub use bounded_allocator::BoundedAllocator;
+pub use sandbox_allocator::SandboxAllocator;
 
 use crate::util::lock;
 use rustix::process::Pid;
@@ -23,13 +23,13 @@ use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
 /// The maximum memory of all sandboxed work at a time.
-const MOST_MEMORY: usize = 512 << 20;
+const MAX_MEMORY_BYTES: usize = 512 << 20;
 
 /// The interval at which running work is checked.
-const LOOK: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The maximum total CPU time of work on one subject, beyond the time that the sizes of its inputs explain.
-const MOST_TIME: Duration = Duration::from_secs(3);
+const MAX_CPU_TIME: Duration = Duration::from_secs(3);
 
 /// The subject of work, such as a file name, for the error that ends the process.
 #[derive(Debug, Clone)]
@@ -99,7 +99,7 @@ fn watch() {
             running.seen = Some([first, now]);
             let slow = now.saturating_sub(last.max(first + running.usual)).as_nanos() as u64;
             let all = running.subject.0.slow.fetch_add(slow, Ordering::Relaxed).saturating_add(slow);
-            if Duration::from_nanos(all) >= MOST_TIME {
+            if Duration::from_nanos(all) >= MAX_CPU_TIME {
                 signals::end(&running.subject.0.name, " takes too long");
             }
         }
@@ -108,20 +108,20 @@ fn watch() {
     loop {
         // The count visits every slot.
         let running = lock(&SLOTS).iter().filter(|slot| is_at_work(slot)).count();
-        std::thread::sleep(if running > 0 { LOOK } else { LOOK * 10 });
+        std::thread::sleep(if running > 0 { CHECK_INTERVAL } else { CHECK_INTERVAL * 10 });
     }
 }
 
 /// Runs `work` on `bytes` bytes of `subject`. A panic is returned as an error with its text.
 pub fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> T) -> Result<T, String> {
     /// The number of bytes that take a second on a slow machine.
-    const A_SECOND: u64 = 256 << 10;
+    const BYTES_PER_SECOND: u64 = 256 << 10;
     begin();
     if DEPTH.get() > 0 {
         // The enclosing work is already bounded.
         return catch_unwind(AssertUnwindSafe(work)).map_err(text_of);
     }
-    let usual = Duration::from_millis(50 + (bytes as u64).saturating_mul(1000) / A_SECOND);
+    let usual = Duration::from_millis(50 + (bytes as u64).saturating_mul(1000) / BYTES_PER_SECOND);
     let here = 0_u8;
     let _entered = SLOT.with(|slot| {
         *lock(&slot.work) = Some(RunningWork { subject: subject.clone(), usual, seen: None });
@@ -129,7 +129,7 @@ pub fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> 
     });
     DEPTH.set(1);
     signals::enter(&subject.0.name, &raw const here);
-    bounded_allocator::enter(MOST_MEMORY);
+    sandbox_allocator::enter(MAX_MEMORY_BYTES);
     catch_unwind(AssertUnwindSafe(work)).map_err(text_of)
 }
 
@@ -140,7 +140,7 @@ struct SandboxGuard {
 
 impl Drop for SandboxGuard {
     fn drop(&mut self) {
-        bounded_allocator::leave();
+        sandbox_allocator::leave();
         signals::leave();
         DEPTH.set(0);
         *lock(&self.slot.work) = None;
@@ -149,10 +149,10 @@ impl Drop for SandboxGuard {
 
 /// Returns the text of a panic.
 fn text_of(panic: Box<dyn Any + Send>) -> String {
-    const SHOWN: usize = 200;
+    const MAX_SHOWN_CHARS: usize = 200;
     let text = panic.downcast_ref::<String>().map(String::as_str);
     // A text that is not valid UTF-8 is included with all its bytes.
-    text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").chars().take(SHOWN).collect()
+    text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").chars().take(MAX_SHOWN_CHARS).collect()
 }
 
 /// Suppresses the output of panics within the sandbox, and starts the time measurement.
@@ -189,7 +189,7 @@ pub fn explain_limits() {
                 // "assertion `left != right` failed: mmap failed to allocate stack: ..." and the two values below.
                 let line = text.lines().next().unwrap_or_default();
                 let what = line.split_once(" failed: ").map_or(line, |(_, what)| what);
-                signals::end("", &format!("{} ({what})", signals::LIMITS))
+                signals::end("", &format!("{} ({what})", signals::PROCESS_LIMITS_PROBLEM))
             }
             false => usual(panic),
         }

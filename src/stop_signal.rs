@@ -13,8 +13,8 @@ pub const RESTART: &str = "ZERORUN_RESTART";
 /// Returns whether SIGTERM, SIGINT or SIGHUP (a closed terminal) has arrived. After the first call they have no other
 /// effect.
 pub(crate) fn asked_to_stop() -> io::Result<bool> {
-    static ASKED: Mutex<Option<Arc<AtomicBool>>> = Mutex::new(None);
-    let mut asked = lock(&ASKED);
+    static STOP_FLAG: Mutex<Option<Arc<AtomicBool>>> = Mutex::new(None);
+    let mut asked = lock(&STOP_FLAG);
     let flag = match &*asked {
         Some(flag) => flag,
         None => asked.insert(listen()?),

@@ -68,12 +68,12 @@ pub fn cache_home(xdg: Option<OsString>, home: Option<PathBuf>) -> Option<PathBu
 /// Returns a message with the names most similar to `name`; `None` if there are none.
 pub fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<String> {
     /// The minimum similarity, from 0 to 1, of a name that is suggested.
-    const ALIKE: f64 = 0.5;
-    const SUGGESTIONS: usize = 3;
+    const MIN_SIMILARITY: f64 = 0.5;
+    const MAX_SUGGESTIONS: usize = 3;
     let likeness = |other: &'a str| (strsim::normalized_damerau_levenshtein(name, other), other);
-    let mut alike: Vec<_> = all.map(likeness).filter(|(likeness, _)| *likeness >= ALIKE).collect();
+    let mut alike: Vec<_> = all.map(likeness).filter(|(likeness, _)| *likeness >= MIN_SIMILARITY).collect();
     alike.sort_by(|a, b| b.0.total_cmp(&a.0));
-    let alike: Vec<&str> = alike.into_iter().map(|(_, name)| name).take(SUGGESTIONS).collect();
+    let alike: Vec<&str> = alike.into_iter().map(|(_, name)| name).take(MAX_SUGGESTIONS).collect();
     match alike[..] {
         [] => None,
         [one] => Some(format!("the nearest is {one}")),
@@ -88,10 +88,10 @@ pub fn host_name() -> String {
 
 /// Formats names for a message: the first few, and how many more there are.
 pub fn list<S: AsRef<str>>(names: &[S]) -> String {
-    const SHOWN: usize = 8;
-    let mut text = names.iter().take(SHOWN).map(|n| n.as_ref()).collect::<Vec<_>>().join(", ");
-    if names.len() > SHOWN {
-        text += &format!(" and {} more", names.len() - SHOWN);
+    const MAX_LISTED_NAMES: usize = 8;
+    let mut text = names.iter().take(MAX_LISTED_NAMES).map(|n| n.as_ref()).collect::<Vec<_>>().join(", ");
+    if names.len() > MAX_LISTED_NAMES {
+        text += &format!(" and {} more", names.len() - MAX_LISTED_NAMES);
     }
     text
 }

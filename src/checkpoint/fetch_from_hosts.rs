@@ -9,7 +9,7 @@
 //! no rank needs. Everything is checked: a block is compared with its checksum before it is sent, and again when it is
 //! read here.
 
-use super::folder::{FETCHED, not_written};
+use super::folder::{FETCHED_PREFIX, not_written};
 use super::locate::{LocatedCheckpoint, files};
 use super::rank_agreement::failed_elsewhere;
 use super::rank_file::RankFileReader;
@@ -18,7 +18,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::{CollectiveFailure, agree, gather, texts};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::open;
-use crate::notice::say;
+use crate::notice::emit;
 use rustix::fs::{FlockOperation, flock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
 /// The bytes that a rank sends in a round; each rank receives those of all.
-const PIECE: u64 = 256 << 10;
+const ROUND_BYTES: u64 = 256 << 10;
 
 /// The folder with the data from other hosts. It is removed when the rank that created it drops this.
 pub(super) struct FetchedFiles {
@@ -133,7 +133,7 @@ pub(super) fn fetch(
     let bytes: u64 = queues.iter().flatten().map(|part| parts.bytes(*part)).map(|range| range.end - range.start).sum();
     if comm.rank() == 0 {
         let tag = &located.manifest.tag;
-        say(&format!("checkpoint {tag}: {bytes} bytes are sent between hosts that need them"));
+        emit(&format!("checkpoint {tag}: {bytes} bytes are sent between hosts that need them"));
     }
     let made = if hosts.makes_folder() { new_folder(dir).map(Some) } else { Ok(None) };
     let made = agree(comm, made.map_err(|e| not_written(dir, &e)), failed_elsewhere(dir))?;
@@ -151,7 +151,7 @@ pub(super) fn fetch(
             break;
         }
         // The first byte tells whether its rank has failed.
-        let mut message = vec![0u8; 1 + PIECE as usize];
+        let mut message = vec![0u8; 1 + ROUND_BYTES as usize];
         if let (Some((part, at)), None) = (&round[comm.rank()], &failed) {
             let (bytes, rest) = (&mut message[1..][..(at.end - at.start) as usize], at.start);
             failed = sender.read(*part, rest, bytes).err();
@@ -175,7 +175,7 @@ pub(super) fn fetch(
 /// Creates a folder in `dir` that no save clears away.
 fn new_folder(dir: &Path) -> std::io::Result<(TempDir, File)> {
     super::folder::create_all(dir)?;
-    let folder = tempfile::Builder::new().prefix(FETCHED).tempdir_in(dir)?;
+    let folder = tempfile::Builder::new().prefix(FETCHED_PREFIX).tempdir_in(dir)?;
     let lock = File::open(folder.path())?;
     _ = flock(&lock, FlockOperation::NonBlockingLockExclusive);
     Ok((folder, lock))
@@ -201,7 +201,7 @@ impl Iterator for PartStream<'_> {
     fn next(&mut self) -> Option<Self::Item> {
         loop {
             if let Some((part, rest)) = self.rest.as_mut().filter(|(_, rest)| !rest.is_empty()) {
-                let piece = rest.start..rest.end.min(rest.start + PIECE);
+                let piece = rest.start..rest.end.min(rest.start + ROUND_BYTES);
                 rest.start = piece.end;
                 return Some((*part, piece));
             }

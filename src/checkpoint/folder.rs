@@ -32,33 +32,33 @@ use std::time::{Duration, Instant};
 use tempfile::NamedTempFile;
 
 pub(super) const LATEST: &str = "latest";
-const SAVING: &str = ".candle-zero-saving-";
-const NEW_LATEST: &str = ".candle-zero-latest-";
+const SAVING_PREFIX: &str = ".candle-zero-saving-";
+const NEW_LATEST_PREFIX: &str = ".candle-zero-latest-";
 /// The prefix of files by which ranks find out which of them see the same folder.
-pub(super) const SEEN: &str = ".candle-zero-seen-";
+pub(super) const VISIBILITY_PREFIX: &str = ".candle-zero-seen-";
 /// The prefix of folders with data from other hosts during a load.
-pub(super) const FETCHED: &str = ".candle-zero-fetched-";
+pub(super) const FETCHED_PREFIX: &str = ".candle-zero-fetched-";
 /// The prefix of a checkpoint that is being replaced, on a file system that cannot exchange names.
-const REPLACED: &str = ".candle-zero-replaced-";
+const REPLACED_PREFIX: &str = ".candle-zero-replaced-";
 /// The file that names the process writing the folder, on a file system without locks.
-const OWNER: &str = ".candle-zero-owner";
+const OWNER_FILE: &str = ".candle-zero-owner";
 /// The maximum size of that file in bytes.
-const MAX_OWNER: u64 = 256;
-/// The suffix that older versions used instead of [`REPLACED`].
-const OLD_REPLACED: &str = ".replaced";
+const MAX_OWNER_BYTES: u64 = 256;
+/// The suffix that older versions used instead of [`REPLACED_PREFIX`].
+const OLD_REPLACED_SUFFIX: &str = ".replaced";
 
 /// The maximum size of `latest` in bytes, with room for what editors add.
-pub(super) const MAX_LATEST: u64 = 4096;
+pub(super) const MAX_LATEST_BYTES: u64 = 4096;
 
 /// The time for which a killed process may still hold what it was writing.
-const DYING: Duration = Duration::from_secs(5);
+const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The maximum length of a tag in bytes: file names have at most 255, and [`REPLACED`] comes before the tag.
-pub(super) const MAX_TAG: usize = 200;
+/// The maximum length of a tag in bytes: file names have at most 255, and [`REPLACED_PREFIX`] comes before the tag.
+pub(super) const MAX_TAG_BYTES: usize = 200;
 
 /// Returns the folder in which `tag` is written before it is complete.
 pub(super) fn saving(dir: &Path, tag: &str) -> PathBuf {
-    dir.join(format!("{SAVING}{tag}"))
+    dir.join(format!("{SAVING_PREFIX}{tag}"))
 }
 
 /// Returns an error for a tag that is not the name of a folder in `dir`.
@@ -66,12 +66,12 @@ pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
     let mut parts = Path::new(tag).components();
     let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
     let is_plain = !tag.contains(|c: char| c == '/' || c.is_control()) && !tag.starts_with('.') && tag.trim() == tag;
-    if is_name && is_plain && tag != LATEST && tag.len() <= MAX_TAG {
+    if is_name && is_plain && tag != LATEST && tag.len() <= MAX_TAG_BYTES {
         return Ok(());
     }
     let problem = format!(
         "the tag {tag:?} is not the name of a folder in it; give a name without slashes, leading dots and surrounding \
-         spaces, of at most {MAX_TAG} bytes, such as global_step100"
+         spaces, of at most {MAX_TAG_BYTES} bytes, such as global_step100"
     );
     Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
 }
@@ -88,7 +88,7 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
     let start = Instant::now();
     create_all(dir).and_then(|()| clear(dir)).map_err(|e| not_written(dir, &e))?;
     while from.exists() {
-        if start.elapsed() > DYING {
+        if start.elapsed() > LOCK_RELEASE_TIMEOUT {
             let problem =
                 format!("another save of {tag} is in progress there; wait for it, or give another tag or folder");
             return Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into());
@@ -109,7 +109,7 @@ fn ask(file: &File) -> rustix::io::Result<()> {
 /// Writes into `folder` that this process owns it, if locking it failed.
 fn mark(folder: &Path, locked: rustix::io::Result<()>) -> IoResult<()> {
     match (locked, OwnerProcess::this()) {
-        (Err(_), Some(owner)) => std::fs::write(folder.join(OWNER), owner.to_text()),
+        (Err(_), Some(owner)) => std::fs::write(folder.join(OWNER_FILE), owner.to_text()),
         _ => Ok(()),
     }
 }
@@ -134,11 +134,11 @@ fn clear_by(dir: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> IoResu
     for entry in std::fs::read_dir(dir)?.flatten() {
         let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
         let is_of = |prefix: &str| name.starts_with(prefix) && !is_locked(&path);
-        if is_of(SAVING) || is_of(FETCHED) {
+        if is_of(SAVING_PREFIX) || is_of(FETCHED_PREFIX) {
             std::fs::remove_dir_all(path)?;
-        } else if is_of(SEEN) {
+        } else if is_of(VISIBILITY_PREFIX) {
             std::fs::remove_file(path)?;
-        } else if is_of(NEW_LATEST) {
+        } else if is_of(NEW_LATEST_PREFIX) {
             match named_by(dir, &path).filter(|_| dir.join(LATEST).symlink_metadata().is_err()) {
                 Some(_) => std::fs::rename(path, dir.join(LATEST))?,
                 None => std::fs::remove_file(path)?,
@@ -168,15 +168,15 @@ pub(super) fn check_latest(dir: &Path) -> Result<()> {
 
 /// Returns the tag of a checkpoint that was moved to `name` while another took its place.
 fn replaced_tag<'a>(dir: &Path, name: &'a str) -> Option<&'a str> {
-    name.strip_prefix(REPLACED).or_else(|| {
-        let tag = name.strip_suffix(OLD_REPLACED)?;
+    name.strip_prefix(REPLACED_PREFIX).or_else(|| {
+        let tag = name.strip_suffix(OLD_REPLACED_SUFFIX)?;
         Manifest::read(&dir.join(name).join(MANIFEST)).is_ok_and(|m| m.tag == tag).then_some(tag)
     })
 }
 
 /// Returns the complete checkpoint of `dir` that the file at `path` names.
 fn named_by(dir: &Path, path: &Path) -> Option<String> {
-    let tag = read_text(path, MAX_LATEST).ok()?;
+    let tag = read_text(path, MAX_LATEST_BYTES).ok()?;
     let tag = tag.trim_end().to_owned();
     let is_one = check_tag(dir, &tag).is_ok() && dir.join(&tag).join(MANIFEST).is_file();
     is_one.then_some(tag)
@@ -191,10 +191,11 @@ fn is_locked(path: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> bool
         Ok(Err(Errno::WOULDBLOCK)) => true,
         // The file system has no locks.
         Ok(Err(_)) => {
-            let owner = read_text(path.join(OWNER), MAX_OWNER).ok().and_then(|text| OwnerProcess::of_text(&text));
+            let owner =
+                read_text(path.join(OWNER_FILE), MAX_OWNER_BYTES).ok().and_then(|text| OwnerProcess::of_text(&text));
             let is_dead = owner.is_some_and(|owner| owner.is_dead());
             if !is_dead {
-                stays(path);
+                report_left_in_place(path);
             }
             !is_dead
         }
@@ -204,9 +205,9 @@ fn is_locked(path: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> bool
 }
 
 /// Reports, once for each path, that it is left where it is.
-fn stays(path: &Path) {
-    static SAID: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
-    if lock(&SAID).insert(path.to_owned()) {
+fn report_left_in_place(path: &Path) {
+    static REPORTED_FOLDERS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+    if lock(&REPORTED_FOLDERS).insert(path.to_owned()) {
         warn(&format!(
             "warning: {} is kept: another save may be writing it, which cannot be determined on this file system \
              without locks; if none is in progress, remove it",
@@ -327,7 +328,7 @@ fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
         replace(dir, tag)?;
     }
     // Nothing is written into it from here on.
-    match std::fs::remove_file(to.join(OWNER)) {
+    match std::fs::remove_file(to.join(OWNER_FILE)) {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
         _ => {}
     }
@@ -341,7 +342,7 @@ fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
 
 /// Creates the file that will become `latest`, which no other process clears away.
 fn new_latest(dir: &Path, tag: &str) -> IoResult<NamedTempFile> {
-    let mut file = new_beside(dir, NEW_LATEST)?;
+    let mut file = new_beside(dir, NEW_LATEST_PREFIX)?;
     _ = flock(file.as_file(), FlockOperation::NonBlockingLockExclusive);
     file.write_all(tag.as_bytes())?;
     file.as_file().sync_all()?;
@@ -352,7 +353,7 @@ fn new_latest(dir: &Path, tag: &str) -> IoResult<NamedTempFile> {
 /// Replaces the checkpoint that has this name, on a file system that cannot exchange names. Between the two renames the
 /// old one is found under a separate name.
 fn replace(dir: &Path, tag: &str) -> IoResult<()> {
-    let (from, to, replaced) = (saving(dir, tag), dir.join(tag), dir.join(format!("{REPLACED}{tag}")));
+    let (from, to, replaced) = (saving(dir, tag), dir.join(tag), dir.join(format!("{REPLACED_PREFIX}{tag}")));
     let hold = File::open(&to)?;
     _ = flock(&hold, FlockOperation::NonBlockingLockExclusive);
     if replaced.exists() {
@@ -410,7 +411,7 @@ pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
 /// Returns the tag that `latest` names; `None` if there is no such file.
 pub(super) fn latest(dir: &Path) -> Result<Option<String>> {
     let path = dir.join(LATEST);
-    let why = match read_text(&path, MAX_LATEST) {
+    let why = match read_text(&path, MAX_LATEST_BYTES) {
         Ok(text) => {
             let tag = text.trim_end().to_string();
             check_tag(dir, &tag)?;
@@ -422,19 +423,20 @@ pub(super) fn latest(dir: &Path) -> Result<Option<String>> {
         },
         Err(e) => e.to_string(),
     };
-    let problem = format!("{why}; give the tag to load, or replace this file with one that names it{}", there(dir));
+    let problem =
+        format!("{why}; give the tag to load, or replace this file with one that names it{}", list_checkpoints(dir));
     Err(CheckpointError::Unusable { path, problem }.into())
 }
 
 /// Returns the tag of the first checkpoint of a run that died before it could write `latest`.
 fn almost_latest(dir: &Path) -> Option<String> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    let mut new = entries.filter(|e| e.file_name().to_string_lossy().starts_with(NEW_LATEST));
+    let mut new = entries.filter(|e| e.file_name().to_string_lossy().starts_with(NEW_LATEST_PREFIX));
     new.find_map(|e| named_by(dir, &e.path()))
 }
 
 /// Returns the list of checkpoints in a folder, to append to a message.
-fn there(dir: &Path) -> String {
+fn list_checkpoints(dir: &Path) -> String {
     let there = tags(dir);
     if there.is_empty() { String::new() } else { format!("; available: {}", list(&there)) }
 }
@@ -449,7 +451,7 @@ pub(super) fn without_latest(dir: &Path) -> Result<()> {
     }
     let problem = format!(
         "it has no file `latest`, which names the checkpoint to load; give the tag, or write it to that file{}",
-        there(dir)
+        list_checkpoints(dir)
     );
     Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
 }
@@ -459,7 +461,7 @@ pub(super) fn existing(dir: &Path, tag: &str) -> Result<PathBuf> {
     check_tag(dir, tag)?;
     let path = dir.join(tag);
     // The second is left by a job that died while it was replacing the checkpoint.
-    if let Some(found) = [path.clone(), dir.join(format!("{REPLACED}{tag}"))].into_iter().find(|p| p.is_dir()) {
+    if let Some(found) = [path.clone(), dir.join(format!("{REPLACED_PREFIX}{tag}"))].into_iter().find(|p| p.is_dir()) {
         return Ok(found);
     }
     let there = tags(dir);
@@ -484,7 +486,7 @@ pub(super) fn is_tag(dir: &Path) -> bool {
 pub(super) fn unfinished(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let names = entries.map(|e| e.file_name().to_string_lossy().into_owned());
-    let mut tags: Vec<String> = names.filter_map(|name| name.strip_prefix(SAVING).map(str::to_owned)).collect();
+    let mut tags: Vec<String> = names.filter_map(|name| name.strip_prefix(SAVING_PREFIX).map(str::to_owned)).collect();
     tags.sort();
     tags
 }
@@ -526,18 +528,25 @@ mod tests {
         assert_eq!(OwnerProcess::of_text(&this.to_text()), OwnerProcess::this());
         let put = |tag: &str, owner: Option<OwnerProcess>| {
             std::fs::create_dir(saving(dir, tag)).unwrap();
-            owner.iter().for_each(|owner| std::fs::write(saving(dir, tag).join(OWNER), owner.to_text()).unwrap());
+            owner.iter().for_each(|owner| std::fs::write(saving(dir, tag).join(OWNER_FILE), owner.to_text()).unwrap());
         };
         put("living", None);
         mark(&saving(dir, "living"), Err(Errno::NOLCK)).unwrap();
         put("dead", Some(OwnerProcess { pid: this.pid, started: "1".into(), system: this.system.clone() }));
         put("unknown", None);
         put("elsewhere", Some(OwnerProcess { pid: this.pid, started: "1".into(), system: "other/pid:[1]".into() }));
-        std::fs::write(dir.join(format!("{SEEN}x")), "").unwrap();
+        std::fs::write(dir.join(format!("{VISIBILITY_PREFIX}x")), "").unwrap();
         let left = || {
             let mut names: Vec<String> = std::fs::read_dir(dir)
                 .unwrap()
-                .map(|entry| entry.unwrap().file_name().to_string_lossy().replace(SAVING, "").replace(SEEN, ""))
+                .map(|entry| {
+                    entry
+                        .unwrap()
+                        .file_name()
+                        .to_string_lossy()
+                        .replace(SAVING_PREFIX, "")
+                        .replace(VISIBILITY_PREFIX, "")
+                })
                 .collect();
             names.sort();
             names
@@ -565,7 +574,7 @@ mod tests {
 
     #[test]
     fn what_a_job_that_died_while_it_replaced_a_checkpoint_left_loads_and_is_put_right() {
-        for old in [format!("{REPLACED}T"), "T.replaced".to_string()] {
+        for old in [format!("{REPLACED_PREFIX}T"), "T.replaced".to_string()] {
             let dir = tempfile::tempdir().unwrap();
             let dir = dir.path();
             // The job died between the two renames.

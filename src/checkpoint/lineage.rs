@@ -5,13 +5,13 @@ use super::folder;
 use super::manifest::Manifest;
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::{FolderLock, LOCK};
-use crate::notice::say;
+use crate::notice::emit;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// The time for which a killed process may still hold a folder.
-const DYING: Duration = Duration::from_secs(5);
+const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The checkpoint that a run saved or loaded last.
 pub(crate) struct LastCheckpoint {
@@ -58,12 +58,12 @@ impl LockedFolders {
             return Ok(());
         }
         let wrong = |e: std::io::Error| folder::not_written(&dir.join(LOCK), &e);
-        let lock = match FolderLock::share(&here, DYING).map_err(wrong)? {
+        let lock = match FolderLock::share(&here, LOCK_RELEASE_TIMEOUT).map_err(wrong)? {
             Ok(lock) => lock,
             Err(owner) => return Err(Error::from(CheckpointError::Busy { path: dir.to_owned(), owner })),
         };
         if !lock.holds() {
-            say(&format!(
+            emit(&format!(
                 "{} is on a file system without locks: nothing prevents another job from saving there too",
                 dir.display()
             ));

@@ -13,7 +13,7 @@ use super::rank_file_layout::RankFileOffsets;
 use crate::comm::Communicator;
 use crate::comm::agree::{CollectiveFailure, agree};
 use crate::error::{CheckpointError, Error, Result};
-use crate::notice::say;
+use crate::notice::emit;
 use crate::optim::GroupedOptimizer;
 use crate::precision::Flat;
 use crate::util::{counted, list, lock};
@@ -247,7 +247,7 @@ pub(crate) fn load(
     };
     let Some((checkpoint, wanted)) = opened else {
         if comm.rank() == 0 {
-            say(&format!("there is no checkpoint in {}: nothing is loaded", dir.display()));
+            emit(&format!("there is no checkpoint in {}: nothing is loaded", dir.display()));
         }
         return Ok(None);
     };
@@ -405,7 +405,7 @@ fn go_on_rounding(core: &RankCore, checkpoint: &Checkpoint) {
     let Some(seed) = checkpoint.manifest.rounding_seed else { return };
     core.go_on_rounding(seed);
     if core.rounding_seed().is_none() && core.comm().rank() == 0 {
-        say(&format!(
+        emit(&format!(
             "checkpoint {}: its states were rounded stochastically and are rounded to nearest from now on; to continue \
              as before, call EngineBuilder::stochastic_rounding(true)",
             checkpoint.manifest.tag

@@ -81,7 +81,7 @@ pub(super) fn locate(
         let none = if looks { folder::without_latest(dir) } else { Ok(()) };
         return agree(comm, none, failed_elsewhere(dir)).map(|()| None);
     }
-    let own: Vec<_> = if looks { tags.iter().map(|tag| look(dir, tag)).collect() } else { Vec::new() };
+    let own: Vec<_> = if looks { tags.iter().map(|tag| host_tag_files(dir, tag)).collect() } else { Vec::new() };
     let all = texts(comm, &serde_json::to_string(&own).unwrap_or_else(|e| unreachable!("strings and numbers: {e}")))?;
     let names = texts(comm, &host_name())?;
     let mut found: BTreeMap<&str, TagFilesByHost> = BTreeMap::new();
@@ -114,7 +114,7 @@ pub(super) fn locate(
 }
 
 /// Returns the parts of a tag that this host has.
-fn look(dir: &Path, tag: &str) -> std::result::Result<HostTagFiles, String> {
+fn host_tag_files(dir: &Path, tag: &str) -> std::result::Result<HostTagFiles, String> {
     let path = match folder::existing(dir, tag) {
         Ok(path) => path,
         Err(_) => return Err(format!("has no {}", dir.join(tag).display())),
@@ -156,7 +156,7 @@ fn choose<'a>(
     let mut notes = Vec::new();
     let mut first_problem = None;
     for (tag, everywhere) in tags {
-        let problem = match whole(everywhere, name) {
+        let problem = match find_complete(everywhere, name) {
             Ok((checksum, homes)) => return Ok(ChosenTag { tag, checksum, homes, notes }),
             Err(problem) => problem,
         };
@@ -176,7 +176,7 @@ fn choose<'a>(
 
 /// Returns the checksum of the manifest for which a tag is complete, and the hosts of each file; as an error, the
 /// missing files.
-fn whole(
+fn find_complete(
     everywhere: &TagFilesByHost,
     name: &dyn Fn(usize) -> String,
 ) -> std::result::Result<(String, Vec<Vec<usize>>), String> {

@@ -21,7 +21,7 @@ pub(super) const FORMAT: &str = "candle-zero checkpoint";
 pub(super) const VERSION: u32 = 2;
 
 /// The oldest format version that is read.
-const OLDEST: u32 = 1;
+const OLDEST_VERSION: u32 = 1;
 
 /// The content of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -173,11 +173,11 @@ impl Parameter {
 }
 
 /// The maximum size of a header in bytes. Headers are read into memory. That of a 60 TB file is smaller.
-const MAX_HEADER: u64 = 1 << 30;
+const MAX_HEADER_BYTES: u64 = 1 << 30;
 
 /// The maximum size of a manifest in bytes: about ten times that of a manifest with 100,000 parameters. Manifests are
 /// read into memory.
-pub(super) const MAX_MANIFEST: u64 = 256 << 20;
+pub(super) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 
 /// Returns the name of a checkpoint that was saved without a tag.
 pub(super) fn automatic_tag(global_steps: u64) -> String {
@@ -200,7 +200,7 @@ impl Manifest {
     /// Reads and checks the manifest at `path`.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: path.to_owned(), problem });
-        let text = match read_text(path, MAX_MANIFEST) {
+        let text = match read_text(path, MAX_MANIFEST_BYTES) {
             Ok(text) => text,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 return Err(wrong("there is no such file, so there is no checkpoint; give another tag".into()));
@@ -213,8 +213,8 @@ impl Manifest {
     /// Returns an error for a text that is too long to be read again.
     pub(super) fn check_length(text: &str) -> std::result::Result<(), String> {
         let bytes = text.len() as u64;
-        let problem = || format!("it has {bytes} bytes, but only {MAX_MANIFEST} are read");
-        if bytes <= MAX_MANIFEST { Ok(()) } else { Err(problem()) }
+        let problem = || format!("it has {bytes} bytes, but only {MAX_MANIFEST_BYTES} are read");
+        if bytes <= MAX_MANIFEST_BYTES { Ok(()) } else { Err(problem()) }
     }
 
     /// Returns whether the tag was chosen automatically, from the step.
@@ -232,9 +232,9 @@ impl Manifest {
         if end != ending(body) {
             return Err(damaged("its checksum does not match"));
         }
-        if let Some(version) = version.filter(|v| !(u64::from(OLDEST)..=u64::from(VERSION)).contains(v)) {
+        if let Some(version) = version.filter(|v| !(u64::from(OLDEST_VERSION)..=u64::from(VERSION)).contains(v)) {
             return Err(format!(
-                "its format has version {version}, but this program reads versions {OLDEST} to {VERSION}; load it with \
+                "its format has version {version}, but this program reads versions {OLDEST_VERSION} to {VERSION}; load it with \
                  the release that wrote it"
             ));
         }
@@ -279,7 +279,7 @@ impl Manifest {
                 .and_then(|bytes| sum.checked_add(bytes))
                 .ok_or_else(|| format!("shape {:?} of {} is larger than any memory", p.shape, p.name))?;
         }
-        sum.checked_add(self.world_size as u64 * MAX_HEADER).ok_or("its files are larger than any disk")?;
+        sum.checked_add(self.world_size as u64 * MAX_HEADER_BYTES).ok_or("its files are larger than any disk")?;
         if let Some(BufferFile { name, .. }) = &self.buffers {
             let is_of_the_folder = !name.is_empty() && !name.starts_with('.') && !name.contains('/');
             say(is_of_the_folder, format!("the file of its buffers is named {name:?}"))?;
@@ -288,7 +288,7 @@ impl Manifest {
         for (rank, file) in self.files.iter().enumerate() {
             let name = file_name(rank, self.world_size);
             say(file.name == name, format!("the file of rank {rank} is named {:?}, not {name:?}", file.name))?;
-            let most = self.most_header_bytes(layout.bytes(rank)).min(MAX_HEADER);
+            let most = self.most_header_bytes(layout.bytes(rank)).min(MAX_HEADER_BYTES);
             let header_is_possible =
                 (8..most).contains(&file.header_bytes) && file.header_bytes.is_multiple_of(PAGE as u64);
             say(header_is_possible, format!("{name} has a header of {} bytes", file.header_bytes))?;

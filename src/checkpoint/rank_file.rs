@@ -21,7 +21,7 @@ use twox_hash::XxHash3_64;
 
 /// The size of a write buffer in bytes: an incomplete block and several pieces. Requests are this large so that the
 /// caller rarely waits for the disk thread, which may share its core with a training step.
-const BUFFER: usize = BLOCK + 8 * PIECE * 4;
+const WRITE_BUFFER_BYTES: usize = BLOCK + 8 * PIECE * 4;
 
 /// A file under construction: one buffer is filled while the other is written.
 pub(super) struct RankFileWriter {
@@ -89,9 +89,9 @@ impl RankFileWriter {
         if let Err(error @ (Errno::NOSPC | Errno::DQUOT)) = reserved {
             return Err(error.into());
         }
-        let disk = DiskWriter::start(&path, BUFFER)?;
+        let disk = DiskWriter::start(&path, WRITE_BUFFER_BYTES)?;
         let at = header.bytes as u64;
-        Ok(Self { file, header, buffer: AlignedBuffer::new(BUFFER), filled: 0, at, disk })
+        Ok(Self { file, header, buffer: AlignedBuffer::new(WRITE_BUFFER_BYTES), filled: 0, at, disk })
     }
 
     /// Writes full blocks if there is no room for `elements` more, which must be at most [`PIECE`].
@@ -258,7 +258,7 @@ mod tests {
     fn a_file_of_several_buffers_holds_every_value_and_the_checksum_of_every_block() {
         let folder = tempfile::tempdir().unwrap();
         // Neither pieces, blocks nor pages end at parameter boundaries.
-        let numels = [BUFFER / 4 + 12_345, 3, BUFFER / 2 + 1];
+        let numels = [WRITE_BUFFER_BYTES / 4 + 12_345, 3, WRITE_BUFFER_BYTES / 2 + 1];
         let cuts = numels.map(ShardCut::anywhere).to_vec();
         let layout = RankFileLayout { world_size: 1, cuts, states: vec![vec![true; 3]] };
         let mut file = RankFileWriter::create(folder.path(), &layout, &["a", "b", "c"], &["fp32".into()], 0).unwrap();

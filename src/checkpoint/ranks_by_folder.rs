@@ -2,7 +2,7 @@
 //!
 //! Hosts that see the same folder despite that setting save into it together, whatever its path is on each of them.
 
-use super::folder::{SEEN, create_all, not_written};
+use super::folder::{VISIBILITY_PREFIX, create_all, not_written};
 use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
 use crate::comm::Communicator;
 use crate::comm::agree::{CollectiveFailure, agree, gather_u64, texts};
@@ -98,7 +98,7 @@ impl RanksByFolder {
 /// Creates a file in `dir` that no other save removes. It is removed when dropped.
 fn marker(dir: &Path) -> std::io::Result<NamedTempFile> {
     create_all(dir)?;
-    let marker = new_beside(dir, SEEN)?;
+    let marker = new_beside(dir, VISIBILITY_PREFIX)?;
     _ = flock(marker.as_file(), FlockOperation::NonBlockingLockExclusive);
     Ok(marker)
 }

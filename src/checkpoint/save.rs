@@ -24,7 +24,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::{CollectiveFailure, agree, gather_u64, text_of_rank_0, texts};
 use crate::config::{Config, TagValidation};
 use crate::error::{CheckpointError, Result};
-use crate::notice::{say, warn};
+use crate::notice::{emit, warn};
 use crate::optim::GroupedOptimizer;
 use crate::timeline;
 use crate::util::host_name;
@@ -222,7 +222,7 @@ impl SaveJob {
         if let (true, true, Ok(())) = (is_first, shows_statistics, &published) {
             let bytes: u64 = manifest.files.iter().map(|file| file.bytes).sum();
             let rate = bytes as f64 / seconds.max(1e-9) / 1e6;
-            say(&format!("checkpoint {}: {bytes} bytes written in {seconds:.3} s, {rate:.0} MB/s", manifest.tag));
+            emit(&format!("checkpoint {}: {bytes} bytes written in {seconds:.3} s, {rate:.0} MB/s", manifest.tag));
         }
         agree(comm, published, failed_elsewhere(&dir))?;
         let (folder, rank, piece) = (dir.join(&manifest.tag), comm.rank(), core.piece());

@@ -20,17 +20,17 @@ impl From<Error> for CollectiveFailure {
     }
 }
 
-const SEE_ITS_ERROR: &str = " failed; see its error for the cause";
+const FAILED_ON_THAT_RANK: &str = " failed; see its error for the cause";
 
 /// Returns the reason for a rank that succeeded while `rank` failed.
 pub(crate) fn rank_failed(rank: usize) -> String {
-    format!("rank {rank}{SEE_ITS_ERROR}")
+    format!("rank {rank}{FAILED_ON_THAT_RANK}")
 }
 
 /// Returns the rank that a message made by [`rank_failed`] names.
 #[doc(hidden)]
 pub fn rank_pointed_at(message: &str) -> Option<usize> {
-    let (before, _) = message.split_once(SEE_ITS_ERROR)?;
+    let (before, _) = message.split_once(FAILED_ON_THAT_RANK)?;
     before.rsplit_once("rank ")?.1.parse().ok()
 }
 

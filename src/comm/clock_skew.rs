@@ -1,7 +1,7 @@
 //! The difference between the clocks of hosts.
 
 /// The tolerated difference between a host's clock and the first host's, in seconds.
-const FAR: u64 = 30;
+const MAX_SKEW_SECS: u64 = 30;
 
 /// Returns the time of this host's clock, in seconds since 1970.
 #[doc(hidden)]
@@ -14,7 +14,7 @@ pub fn seconds() -> u64 {
 #[doc(hidden)]
 pub fn warning(host: &str, ahead: i64) -> Option<String> {
     let side = if ahead < 0 { "behind" } else { "ahead of" };
-    (ahead.unsigned_abs() > FAR).then(|| {
+    (ahead.unsigned_abs() > MAX_SKEW_SECS).then(|| {
         format!(
             "warning: the clock of host {host} is {} s {side} the first host's: the times of logs and checkpoints \
              cannot be compared; synchronize both clocks with a time server",

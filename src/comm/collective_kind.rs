@@ -23,7 +23,7 @@ impl CollectiveKind {
     pub const ALL: [Self; 5] = [Self::AllReduce, Self::ReduceScatter, Self::AllGather, Self::Control, Self::Barrier];
 
     /// Returns the number of elements of a control message: its 8-byte numbers.
-    pub(super) fn words(message: &[u8]) -> usize {
+    pub(super) fn control_elements(message: &[u8]) -> usize {
         message.len().div_ceil(8)
     }
 

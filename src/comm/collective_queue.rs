@@ -8,7 +8,8 @@
 //! A thread that runs jobs holds the worker and takes the first job, so jobs run in the order of issue whichever thread
 //! runs them. If a waiting thread left its job to the comm thread, it would wait for that thread to wake, run the job
 //! and wake it again, which takes longer than a short collective itself. For the same reason the comm thread is not
-//! woken for short collectives: they start when a thread waits for them, with the next long one, or after [`GRACE`].
+//! woken for short collectives: they start when a thread waits for them, with the next long one, or after
+//! [`MAX_QUEUE_DELAY`].
 
 use super::backend::CollectiveBackend;
 use super::engine_call;
@@ -33,9 +34,9 @@ use std::time::{Duration, Instant};
 /// The size up to which a collective is short: the comm thread is not woken for it.
 pub(crate) const SHORT_BYTES: usize = 16 << 10;
 /// The maximum time that a short collective stays in the queue while no thread waits for it.
-pub(crate) const GRACE: Duration = Duration::from_millis(5);
-/// The number of checks in vain, one per [`GRACE`], after which the comm thread sleeps until a job arrives.
-const LOOKS_IN_VAIN: u32 = 100;
+pub(crate) const MAX_QUEUE_DELAY: Duration = Duration::from_millis(5);
+/// The number of checks in vain, one per [`MAX_QUEUE_DELAY`], after which the comm thread sleeps until a job arrives.
+const IDLE_POLLS_BEFORE_SLEEP: u32 = 100;
 
 type CollectiveJob = Box<dyn FnOnce(&mut CollectiveWorker) + Send>;
 
@@ -98,14 +99,14 @@ impl CollectiveQueue {
         let mut in_vain = 0;
         loop {
             let mut jobs = self.jobs();
-            if in_vain >= LOOKS_IN_VAIN {
+            if in_vain >= IDLE_POLLS_BEFORE_SLEEP {
                 jobs.asleep = true;
                 let nothing = |jobs: &mut QueuedJobs| jobs.waiting.is_empty() && !jobs.urgent && !jobs.closed;
                 jobs = unpoisoned(self.changed.wait_while(jobs, nothing));
                 jobs.asleep = false;
             }
             let idle = |jobs: &mut QueuedJobs| !jobs.urgent && !jobs.closed;
-            let wait = self.changed.wait_timeout_while(jobs, GRACE, idle);
+            let wait = self.changed.wait_timeout_while(jobs, MAX_QUEUE_DELAY, idle);
             let (mut jobs, _) = unpoisoned(wait);
             if jobs.waiting.is_empty() {
                 if jobs.closed {
@@ -378,7 +379,7 @@ impl Communicator for CpuCommunicator {
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
-        self.launch(CollectiveKind::Control, (CollectiveKind::words(&bytes), bytes.len()), move |backend| {
+        self.launch(CollectiveKind::Control, (CollectiveKind::control_elements(&bytes), bytes.len()), move |backend| {
             backend.gather_bytes(&bytes)
         })
     }
@@ -402,7 +403,7 @@ impl Communicator for CpuCommunicator {
             let failure = PeerFailure { peer, fault, why: self.region.explained(peer, fault) };
             return Some(failure.error(first, self.rank - first, op(), self.timeout));
         }
-        let (peer, why) = self.region.elsewhere()?;
+        let (peer, why) = self.region.remote_death()?;
         Some(CommError::RankAborted { rank: self.rank, peer, why, op: op() })
     }
 
@@ -489,9 +490,9 @@ mod tests {
         // No other test has this many ranks, so the thread's name is unique.
         let region = Arc::new(SharedMemoryRegion::anonymous(38).unwrap());
         let rank = CpuCommunicator::new(region, 37, Duration::from_secs(10)).unwrap();
-        std::thread::sleep(GRACE * (LOOKS_IN_VAIN + 60));
+        std::thread::sleep(MAX_QUEUE_DELAY * (IDLE_POLLS_BEFORE_SLEEP + 60));
         let before = sleeps("comm-37");
-        std::thread::sleep(GRACE * 60);
+        std::thread::sleep(MAX_QUEUE_DELAY * 60);
         let slept = sleeps("comm-37") - before;
         assert!(slept < 5, "it woke {slept} times");
         let (sender, begun) = mpsc::channel();

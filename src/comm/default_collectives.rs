@@ -122,14 +122,14 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
 
     /// Sends the `bytes` of a call to all ranks, and checks that all ranks are in the same call.
     fn exchange(self, call: CollectiveFingerprint, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
-        const HEADER: usize = 8 * CollectiveFingerprint::WORDS;
+        const HEADER_BYTES: usize = 8 * CollectiveFingerprint::WORDS;
         let (size, rank) = (self.size, self.rank);
         let header = call.words().into_iter().flat_map(u64::to_le_bytes);
         let arriving = (self.gather)(header.chain(bytes).collect());
         Pending::from_fn(move || {
             let mut arrived = arriving.wait()?;
             for (peer, bytes) in arrived.iter_mut().enumerate() {
-                let data = bytes.split_off(HEADER.min(bytes.len()));
+                let data = bytes.split_off(HEADER_BYTES.min(bytes.len()));
                 let mut words = [0; CollectiveFingerprint::WORDS];
                 let header = bytes.as_chunks::<8>().0;
                 words.iter_mut().zip(header).for_each(|(word, bytes)| *word = u64::from_le_bytes(*bytes));

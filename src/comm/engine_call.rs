@@ -20,7 +20,7 @@ const CALLS: [&str; 12] = [
 ];
 
 thread_local! {
-    static PRESENT: Cell<usize> = const { Cell::new(0) };
+    static CURRENT_CALL: Cell<usize> = const { Cell::new(0) };
 }
 
 /// A guard that keeps the current call set until it is dropped. It belongs to its thread.
@@ -31,22 +31,22 @@ pub(crate) struct EngineCallGuard {
 
 /// Marks this thread as being in `call`, unless it already is in another call, which then takes precedence.
 pub(crate) fn during(call: &str) -> EngineCallGuard {
-    let before = PRESENT.get();
+    let before = CURRENT_CALL.get();
     if before == 0 {
-        PRESENT.set(CALLS.iter().position(|name| *name == call).unwrap_or(0));
+        CURRENT_CALL.set(CALLS.iter().position(|name| *name == call).unwrap_or(0));
     }
     EngineCallGuard { before, on_this_thread: PhantomData }
 }
 
 impl Drop for EngineCallGuard {
     fn drop(&mut self) {
-        PRESENT.set(self.before);
+        CURRENT_CALL.set(self.before);
     }
 }
 
 /// Returns the number of this thread's call.
 pub(super) fn present() -> u64 {
-    PRESENT.get() as u64
+    CURRENT_CALL.get() as u64
 }
 
 /// Returns the name of a call, if it has one.

@@ -11,7 +11,7 @@ use std::fmt;
 /// The number of bits of a dtype's number.
 const WIRE_SHIFT: u32 = 8;
 /// The wire formats, by number.
-const WIRES: [&str; 7] = [
+const WIRE_FORMATS: [&str; 7] = [
     "",
     " as int8",
     " as int4",
@@ -95,7 +95,7 @@ impl fmt::Display for CollectiveFingerprint {
         let kind = CollectiveKind::ALL.iter().find(|k| **k as u64 == self.kind).map_or("unknown", |k| k.name());
         let of = |names: &[&'static str], i: u64| names.get(i as usize).copied().unwrap_or("unknown");
         let dtype = of(&["bytes", "f32", "bf16", "f16", "f64"], self.dtype % (1 << WIRE_SHIFT));
-        let wire = of(&WIRES, self.dtype >> WIRE_SHIFT);
+        let wire = of(&WIRE_FORMATS, self.dtype >> WIRE_SHIFT);
         write!(f, "{kind} no. {} of {} {dtype}{wire} (content {:08x})", self.sequence, self.elements, self.tag as u32)
     }
 }
@@ -125,7 +125,7 @@ mod tests {
             .map(|wire| CollectiveFingerprint::new(1, CollectiveKind::AllReduce, wire, DType::F32, 9, 0).to_string())
             .collect();
         for (i, text) in texts.iter().enumerate() {
-            assert!(!texts[..i].contains(text) && text.contains(&format!("f32{} (", WIRES[i])), "{text}");
+            assert!(!texts[..i].contains(text) && text.contains(&format!("f32{} (", WIRE_FORMATS[i])), "{text}");
         }
     }
 }

@@ -14,8 +14,8 @@ use super::{CollectiveKind, Communicator, Pending, WireFormat};
 use crate::cuda::DeviceFlat;
 use crate::cuda::nccl::{self, FailureWatch, NcclComm, NcclError, NcclLibrary, NcclSumMode, PendingNcclCollective};
 use crate::error::{CommError, Error, Result};
-use crate::memory::{Ledger, LedgerEntry, MemoryKind as Purpose, MemoryTier};
-use crate::notice::say;
+use crate::memory::{MemoryLedger, MemoryLedgerEntry, MemoryKind as Purpose, MemoryTier};
+use crate::notice::emit;
 use crate::timeline::{self, CarriedContext, TimelineLane};
 use crate::util::{fnv1a, lock};
 use candle_core::cuda_backend::WrapErr;
@@ -25,12 +25,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// The variable that chooses how ranks sum data on their GPUs: `exact`, `fast` or `off`.
-const CHOICE: &str = "CANDLE_ZERO_NCCL";
+const NCCL_MODE: &str = "CANDLE_ZERO_NCCL";
 /// The variable that, if 1, keeps NCCL from accessing other threads' memory directly: CUDA's memory pools, which hold
 /// the tensors, are not accessible to other GPUs.
-const APART: &str = "NCCL_P2P_DIRECT_DISABLE";
+const P2P_DIRECT_DISABLE: &str = "NCCL_P2P_DIRECT_DISABLE";
 /// How long an error of NCCL waits until the name of the failed rank is known.
-const ECHO: Duration = Duration::from_secs(2);
+const FAILED_RANK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// This rank's GPU among those of all ranks.
 pub(crate) struct GpuCollectives {
@@ -40,7 +40,7 @@ pub(crate) struct GpuCollectives {
     /// The number of collectives so far.
     sequence: AtomicU64,
     /// The memory in which other ranks' elements wait to be summed.
-    room: Mutex<LedgerEntry>,
+    room: Mutex<MemoryLedgerEntry>,
 }
 
 /// The capabilities that a rank reports before NCCL is used.
@@ -95,11 +95,15 @@ impl GpuCollectives {
     ///
     /// # Errors
     /// A variable has an invalid value, NCCL failed, or a rank has failed.
-    pub fn join(comm: &Arc<dyn Communicator>, device: Option<&CudaDevice>, ledger: &Ledger) -> Result<Option<Self>> {
+    pub fn join(
+        comm: &Arc<dyn Communicator>,
+        device: Option<&CudaDevice>,
+        ledger: &MemoryLedger,
+    ) -> Result<Option<Self>> {
         if comm.size() == 1 {
             return Ok(None);
         }
-        let (rank, choice) = (comm.rank(), NcclMode::of(std::env::var(CHOICE).ok())?);
+        let (rank, choice) = (comm.rank(), NcclMode::of(std::env::var(NCCL_MODE).ok())?);
         let library = device.filter(|_| choice != NcclMode::Off).map(|_| NcclLibrary::find());
         let uuid = match device {
             Some(device) => device.cuda_stream().context().uuid().w()?.bytes.map(|byte| byte as u8),
@@ -113,7 +117,7 @@ impl GpuCollectives {
         let own = NcclCapability {
             usable: matches!(library, Some(Ok(_))),
             fast: choice == NcclMode::Fast,
-            apart: std::env::var(APART).as_deref() == Ok("1"),
+            apart: std::env::var(P2P_DIRECT_DISABLE).as_deref() == Ok("1"),
             host: fnv1a(&boot),
             process: fnv1a(process.as_bytes()),
             gpu: [half(0), half(8)],
@@ -124,7 +128,7 @@ impl GpuCollectives {
         if let Some(why) = hindrance(&capabilities) {
             if let (0, Some(library)) = (rank, library) {
                 let found = library.err().map_or_else(|| why.to_string(), |error| error.to_string());
-                say(&format!("collectives between GPUs pass through the host, without NCCL: {found}"));
+                emit(&format!("collectives between GPUs pass through the host, without NCCL: {found}"));
             }
             return Ok(None);
         }
@@ -132,7 +136,7 @@ impl GpuCollectives {
         let library = library.map_err(|error| error_of(error, rank, &**comm))?;
         if rank == 0 {
             let way = if choice == NcclMode::Fast { "its own sums" } else { "sums in rank order" };
-            say(&format!("collectives between GPUs use NCCL {}, with {way}", library.name()));
+            emit(&format!("collectives between GPUs use NCCL {}, with {way}", library.name()));
         }
         let id = if rank == 0 { library.unique_id() } else { Ok([0; 128]) };
         let id = id.map_err(|error| error_of(error, rank, &**comm))?;
@@ -149,13 +153,13 @@ impl GpuCollectives {
             sequence: AtomicU64::new(0),
             room: Mutex::new(ledger.hold_in(MemoryTier::Device, Purpose::Buckets, 0)),
         };
-        gpus.meet(device)?;
+        gpus.connect_peers(device)?;
         Ok(Some(gpus))
     }
 
     /// Collective: runs one small collective of each kind. NCCL connects GPUs at their first exchange, which takes
     /// time, and memory that is no longer free in the middle of a step.
-    fn meet(&self, device: &CudaDevice) -> Result<()> {
+    fn connect_peers(&self, device: &CudaDevice) -> Result<()> {
         for kind in [CollectiveKind::AllReduce, CollectiveKind::ReduceScatter, CollectiveKind::AllGather] {
             let buffer = DeviceFlat::zeros(device, DType::F32, self.comm.size())?;
             self.launch(kind, WireFormat::Exact, buffer, 0)?.wait()?;
@@ -264,7 +268,7 @@ fn error_of(error: NcclError, rank: usize, comm: &dyn Communicator) -> Error {
         NcclError::Device(error) => Error::Candle(candle_core::Error::Msg(error.to_string())),
         NcclError::Lost { .. } | NcclError::Silent { .. } | NcclError::Refused { .. } => {
             // NCCL notices failures of other ranks before their names arrive here.
-            let until = Instant::now() + ECHO;
+            let until = Instant::now() + FAILED_RANK_TIMEOUT;
             loop {
                 match comm.failure() {
                     Some(failure) => return failure.into(),

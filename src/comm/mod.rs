@@ -46,7 +46,7 @@ mod wire;
 
 pub use collective_kind::CollectiveKind;
 pub use collective_queue::CpuCommunicator;
-pub(crate) use collective_queue::{GRACE, SHORT_BYTES};
+pub(crate) use collective_queue::{MAX_QUEUE_DELAY, SHORT_BYTES};
 pub(crate) use fingerprint::content_of;
 pub use join::from_env;
 #[doc(hidden)]

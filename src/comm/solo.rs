@@ -48,7 +48,7 @@ impl Communicator for SoloCommunicator {
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
-        self.count(CollectiveKind::Control, CollectiveKind::words(&bytes), vec![bytes])
+        self.count(CollectiveKind::Control, CollectiveKind::control_elements(&bytes), vec![bytes])
     }
 
     fn barrier(&self) -> Pending<()> {

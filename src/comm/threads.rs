@@ -9,7 +9,7 @@ use std::time::Duration;
 /// The stack size of a rank's thread. Candle's `backward` recurses once per operation of the graph.
 const STACK_BYTES: usize = 256 << 20;
 /// The default limit of one wait for a peer.
-const TIMEOUT: Duration = Duration::from_secs(600);
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Returns the communicators of `world_size` ranks of this process, in rank order.
 pub fn communicators(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn Communicator>>> {
@@ -41,7 +41,7 @@ pub fn run<T: Send>(
     let communicators: Vec<Arc<dyn Communicator>> = if world_size == 1 {
         vec![Arc::new(super::SoloCommunicator::default())]
     } else {
-        communicators(world_size, TIMEOUT)?
+        communicators(world_size, DEFAULT_TIMEOUT)?
     };
     let rank = &rank;
     std::thread::scope(|scope| {

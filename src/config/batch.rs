@@ -10,7 +10,7 @@ use crate::util::counted;
 type BatchFault = (usize, String);
 
 /// The maximum number of samples in one forward of a rank.
-const MOST_AT_ONCE: u64 = 1 << 32;
+const MAX_MICRO_BATCH: u64 = 1 << 32;
 
 const RULE: &str = "train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size";
 
@@ -104,12 +104,12 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
     };
     let inferred = |index: usize| if positive[index].is_none() { " (derived)" } else { "" };
     let product = product(m, g)?;
-    if t == product && m > MOST_AT_ONCE {
+    if t == product && m > MAX_MICRO_BATCH {
         let found = format!("{t} samples per step on {} are {m} per rank and pass", counted(world, "rank"));
         return Err((
             0,
             format!(
-                "{found}; at most {MOST_AT_ONCE} is possible: set gradient_accumulation_steps, or use a smaller batch"
+                "{found}; at most {MAX_MICRO_BATCH} is possible: set gradient_accumulation_steps, or use a smaller batch"
             ),
         ));
     }

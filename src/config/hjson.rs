@@ -106,8 +106,8 @@ impl<'a> HjsonReader<'a> {
             None => "the end of the text".to_string(),
             Some('\n' | '\r') => "the end of the line".to_string(),
             Some(c) if is_word(c) => {
-                const LONGEST: usize = 40;
-                format!("`{}`", self.rest.clone().take_while(|c| is_word(*c)).take(LONGEST).collect::<String>())
+                const MAX_SHOWN_CHARS: usize = 40;
+                format!("`{}`", self.rest.clone().take_while(|c| is_word(*c)).take(MAX_SHOWN_CHARS).collect::<String>())
             }
             Some(c) if c.is_control() => format!("the control character 0x{:02x}", u32::from(c)),
             Some(c) => format!("`{c}`"),

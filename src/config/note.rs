@@ -12,16 +12,16 @@ pub struct ConfigNote {
 
 /// Formats text from a file for a message: without control characters, and no longer than a line.
 pub(crate) fn shown(text: &str) -> String {
-    const LONGEST: usize = 60;
+    const MAX_SHOWN_CHARS: usize = 60;
     let mut safe: String = text
         .chars()
-        .take(LONGEST)
+        .take(MAX_SHOWN_CHARS)
         .flat_map(|c| {
             let escape = c.is_control();
             c.escape_debug().filter(move |_| escape).chain((!escape).then_some(c))
         })
         .collect();
-    if text.chars().nth(LONGEST).is_some() {
+    if text.chars().nth(MAX_SHOWN_CHARS).is_some() {
         safe.push_str("...");
     }
     safe

@@ -48,7 +48,7 @@ pub(super) fn optimizer(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<O
     let name = found.and_then(|found| {
         let name = names.into_iter().find(|name| name.eq_ignore_ascii_case(&found));
         if name.is_none() {
-            stranger(walk, "optimizer.type", &found, &names, &OTHER_OPTIMIZERS, true);
+            unknown_type(walk, "optimizer.type", &found, &names, &OTHER_OPTIMIZERS, true);
         }
         name
     });
@@ -220,7 +220,7 @@ pub(super) fn needs_type(walk: &mut ConfigWalk<'_>, owner: &str, names: &[&str])
 }
 
 /// Reports a type that is not offered.
-pub(super) fn stranger(
+pub(super) fn unknown_type(
     walk: &mut ConfigWalk<'_>,
     path: &str,
     found: &str,
@@ -228,9 +228,9 @@ pub(super) fn stranger(
     others: &[&str],
     any_case: bool,
 ) {
-    const ALIKE: f64 = 0.6;
+    const MIN_SIMILARITY: f64 = 0.6;
     /// Longer names resemble no known name, and comparing very long ones takes seconds.
-    const LONGEST: usize = 100;
+    const MAX_COMPARED_CHARS: usize = 100;
     let same = |name: &&&str| if any_case { name.eq_ignore_ascii_case(found) } else { **name == found };
     let place = walk.place(path);
     let offered = names.join(", ");
@@ -243,9 +243,10 @@ pub(super) fn stranger(
             format!("\"{told}\" is not supported: use {offered}"),
         );
     }
-    let found: String = found.chars().take(LONGEST).collect();
+    let found: String = found.chars().take(MAX_COMPARED_CHARS).collect();
     let likeness = |name: &str| strsim::normalized_damerau_levenshtein(&name.to_lowercase(), &found.to_lowercase());
-    let near = names.iter().filter(|name| likeness(name) >= ALIKE).max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    let near =
+        names.iter().filter(|name| likeness(name) >= MIN_SIMILARITY).max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     let near = near.map(|near| format!(" Did you mean \"{near}\"?")).unwrap_or_default();
     walk.problem(ConfigRule::Range, path, place, format!("\"{told}\" is unknown: use {offered}.{near}"));
 }

@@ -191,14 +191,14 @@ fn states(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) -> 
 
 fn fp16(walk: &mut ConfigWalk<'_>) -> Precision {
     /// 2^127 is the largest power of two in f32, the dtype in which the loss is scaled.
-    const LARGEST_POWER: i64 = 127;
+    const MAX_LOSS_SCALE_POWER: i64 = 127;
     let loss_scale = walk.float("fp16.loss_scale");
     let dynamic = loss_scale == 0.0;
     let int = |key: &str| walk.int(&format!("fp16.{key}")).unwrap_or_default();
     let [power, window, hysteresis, min] =
         ["initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"].map(int);
     let rules = [
-        ("initial_scale_power", power, (0..=LARGEST_POWER).contains(&power), "0 to 127"),
+        ("initial_scale_power", power, (0..=MAX_LOSS_SCALE_POWER).contains(&power), "0 to 127"),
         ("loss_scale_window", window, window > 0, "1 or more"),
         ("hysteresis", hysteresis, (1..=i64::from(u32::MAX)).contains(&hysteresis), "1 to 4294967295"),
         ("min_loss_scale", min, min > 0, "1 or more"),
@@ -259,17 +259,17 @@ fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
 
 /// Checks `torch_autocast.lower_precision_safe_modules`. Only classes of linear and convolutional layers are accepted.
 fn check_safe_modules(walk: &mut ConfigWalk<'_>) {
-    const KNOWN: [&str; 5] = ["Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d"];
+    const LAYER_CLASSES: [&str; 5] = ["Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d"];
     let key = "torch_autocast.lower_precision_safe_modules";
     let classes = walk.strings(key);
-    let class_of = |path: &str| path.rsplit(['.', ':']).next().is_some_and(|class| KNOWN.contains(&class));
+    let class_of = |path: &str| path.rsplit(['.', ':']).next().is_some_and(|class| LAYER_CLASSES.contains(&class));
     let unknown: Vec<String> = classes.iter().filter(|path| !class_of(path)).map(|path| shown(path)).collect();
     if !unknown.is_empty() {
         let text = format!(
             "not supported for \"{}\": the supported classes are named {}, and all gradients are communicated in \
              communication_data_type; remove the other classes",
             unknown.join("\", \""),
-            KNOWN.join(", ")
+            LAYER_CLASSES.join(", ")
         );
         let place = walk.place(key);
         walk.problem(ConfigRule::Unsupported, key, place, text);

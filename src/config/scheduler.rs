@@ -1,7 +1,7 @@
 //! Reads `scheduler`. The table of its parameters depends on its type.
 
 use super::note::shown;
-use super::optim::{needs_type, parameters, stranger};
+use super::optim::{needs_type, parameters, unknown_type};
 use super::walk::ConfigWalk;
 use super::{ConfigRule, OneCycleConfig, OptimizerConfig, PerGroup, SchedulerConfig, WarmupType};
 use serde_json::Value;
@@ -38,7 +38,7 @@ pub(super) fn scheduler(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerC
     let name = found.and_then(|found| {
         let name = SCHEDULES.into_iter().find(|name| **name == found);
         if name.is_none() {
-            stranger(walk, "scheduler.type", &found, &SCHEDULES, &PYTORCH_SCHEDULES, false);
+            unknown_type(walk, "scheduler.type", &found, &SCHEDULES, &PYTORCH_SCHEDULES, false);
         }
         name
     });

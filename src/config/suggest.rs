@@ -4,12 +4,12 @@ use super::ConfigRule;
 use super::keys::{ConfigSection, ConfigValueKind, sections};
 
 /// The minimum similarity of two names, from 0 to 1, at which one is suggested for the other.
-const ALIKE: f64 = 0.5;
+const MIN_SIMILARITY: f64 = 0.5;
 /// The minimum for a key of another section. Among so many keys, accidental similarity is more probable.
-const ALIKE_ELSEWHERE: f64 = 0.8;
+const MIN_SIMILARITY_ACROSS_SECTIONS: f64 = 0.8;
 
 /// Names longer than this resemble no key and are not compared, because comparing very long names takes seconds.
-const LONGEST: usize = 100;
+const MAX_COMPARED_CHARS: usize = 100;
 
 /// Names in PyTorch, Transformers and Lightning for keys of DeepSpeed.
 const OTHER_NAMES: [(&str, &str); 16] = [
@@ -46,7 +46,7 @@ const RATES_OF_OTHER_SCHEDULES: [(&str, &str); 2] = [
 /// Returns the message about a key that its section does not have.
 pub(crate) fn advice(section: &ConfigSection, name: &str) -> (ConfigRule, String) {
     let place = if section.path.is_empty() { "at the top level".into() } else { format!("of `{}`", section.path) };
-    if name.len() > LONGEST {
+    if name.len() > MAX_COMPARED_CHARS {
         return (ConfigRule::UnknownKey, format!("not a key {place}, and no name is similar; remove it"));
     }
     let of_others = RATES_OF_OTHER_SCHEDULES.iter().find(|(other, _)| *other == name);
@@ -62,12 +62,13 @@ pub(crate) fn advice(section: &ConfigSection, name: &str) -> (ConfigRule, String
     if section.path.rsplit('.').next() == Some(name) && section.key("enabled").is_some() {
         return (ConfigRule::UnknownKey, format!("not a key {place}; did you mean `{}`?", section.join("enabled")));
     }
-    if let Some(home) = elsewhere(section, name).find(|(_, _, score)| *score == 1.0) {
+    if let Some(home) = in_other_sections(section, name).find(|(_, _, score)| *score == 1.0) {
         let home = home.0.join(home.1);
         return (ConfigRule::MisplacedKey, format!("not a key {place}: it belongs at `{home}`; move it there"));
     }
-    let here = names(section).map(|own| (section, own, likeness(name, own))).filter(|found| found.2 >= ALIKE);
-    let far = elsewhere(section, name).filter(|found| found.2 >= ALIKE_ELSEWHERE);
+    let here =
+        names(section).map(|own| (section, own, similarity(name, own))).filter(|found| found.2 >= MIN_SIMILARITY);
+    let far = in_other_sections(section, name).filter(|found| found.2 >= MIN_SIMILARITY_ACROSS_SECTIONS);
     let nearest = best(here).or_else(|| best(far));
     let text = match nearest {
         Some((section, near, _)) => format!("not a key {place}; did you mean `{}`?", section.join(near)),
@@ -89,11 +90,14 @@ fn best<'a>(
 }
 
 /// Returns the keys of all other sections with their similarity. Sections that are not checked contribute none.
-fn elsewhere<'a>(here: &'a ConfigSection, name: &'a str) -> impl Iterator<Item = (&'a ConfigSection, &'a str, f64)> {
+fn in_other_sections<'a>(
+    here: &'a ConfigSection,
+    name: &'a str,
+) -> impl Iterator<Item = (&'a ConfigSection, &'a str, f64)> {
     sections()
         .filter(|section| section.path != here.path && section.checked)
         .flat_map(|section| names(section).map(move |own| (section, own)))
-        .map(move |(section, own)| (section, own, likeness(name, own)))
+        .map(move |(section, own)| (section, own, similarity(name, own)))
 }
 
 /// Returns the names of a section's keys, without those that should not be suggested.
@@ -106,14 +110,14 @@ fn names(section: &ConfigSection) -> impl Iterator<Item = &'static str> {
 }
 
 /// Shorter words (`size`, `data`) are too common to count.
-const TELLING: usize = 5;
+const MIN_DISTINCTIVE_CHARS: usize = 5;
 
 /// Returns the larger of the similarity by edit distance and the share of common words (`monitor_config`,
 /// `csv_monitor`).
-fn likeness(a: &str, b: &str) -> f64 {
+fn similarity(a: &str, b: &str) -> f64 {
     let words = |s: &str| s.split(['_', '-']).map(str::to_ascii_lowercase).collect::<Vec<_>>();
     let (of_a, of_b) = (words(a), words(b));
-    let common = of_a.iter().filter(|word| word.len() >= TELLING && of_b.contains(word)).count();
+    let common = of_a.iter().filter(|word| word.len() >= MIN_DISTINCTIVE_CHARS && of_b.contains(word)).count();
     let words = 2.0 * common as f64 / (of_a.len() + of_b.len()) as f64;
     let letters = strsim::normalized_damerau_levenshtein(&a.to_ascii_lowercase(), &b.to_ascii_lowercase());
     // Common words are never enough to make two names equal.

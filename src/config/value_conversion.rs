@@ -118,15 +118,15 @@ fn strings(node: &JsonNode) -> Option<Vec<&str>> {
 }
 
 fn boolean(node: &JsonNode, strict: bool) -> Option<bool> {
-    const YES: [&str; 6] = ["1", "on", "t", "true", "y", "yes"];
-    const NO: [&str; 6] = ["0", "off", "f", "false", "n", "no"];
+    const TRUE_WORDS: [&str; 6] = ["1", "on", "t", "true", "y", "yes"];
+    const FALSE_WORDS: [&str; 6] = ["0", "off", "f", "false", "n", "no"];
     match &node.value {
         JsonValue::Bool(b) => Some(*b),
         JsonValue::Int(i @ (0 | 1)) => Some(*i == 1),
         JsonValue::Float(x) if strict && (*x == 0.0 || *x == 1.0) => Some(*x == 1.0),
         JsonValue::String(s) if strict => {
             let among = |words: [&str; 6]| words.iter().any(|word| word.eq_ignore_ascii_case(s));
-            if among(YES) { Some(true) } else { among(NO).then_some(false) }
+            if among(TRUE_WORDS) { Some(true) } else { among(FALSE_WORDS).then_some(false) }
         }
         _ => None,
     }
@@ -134,10 +134,10 @@ fn boolean(node: &JsonNode, strict: bool) -> Option<bool> {
 
 fn integer(node: &JsonNode, strict: bool, bool_is_one: bool) -> Option<i64> {
     // 2^63, the first float above the range of i64.
-    const END: f64 = 9_223_372_036_854_775_808.0;
+    const END_OF_I64: f64 = 9_223_372_036_854_775_808.0;
     match &node.value {
         JsonValue::Int(i) => Some(*i),
-        JsonValue::Float(x) if x.fract() == 0.0 && (-END..END).contains(x) => Some(*x as i64),
+        JsonValue::Float(x) if x.fract() == 0.0 && (-END_OF_I64..END_OF_I64).contains(x) => Some(*x as i64),
         JsonValue::Bool(b) if bool_is_one => Some(i64::from(*b)),
         JsonValue::String(s) if strict => s.trim().parse().ok(),
         _ => None,
@@ -203,15 +203,15 @@ fn quoted(words: &[&str]) -> String {
 
 /// Describes the value found, for a message.
 pub(crate) fn found(node: &JsonNode) -> String {
-    const LONGEST: usize = 40;
+    const MAX_SHOWN_CHARS: usize = 40;
     match &node.value {
         JsonValue::Null => "null".into(),
         JsonValue::Bool(b) => format!("{b}"),
         JsonValue::Int(i) => format!("the number {i}"),
         JsonValue::Long(digits) => format!("the number {}", shown(digits)),
         JsonValue::Float(x) => format!("the number {x}"),
-        JsonValue::String(s) if s.chars().nth(LONGEST).is_some() => {
-            format!("the string \"{}...\"", s.chars().take(LONGEST).collect::<String>().escape_debug())
+        JsonValue::String(s) if s.chars().nth(MAX_SHOWN_CHARS).is_some() => {
+            format!("the string \"{}...\"", s.chars().take(MAX_SHOWN_CHARS).collect::<String>().escape_debug())
         }
         JsonValue::String(s) => format!("the string \"{}\"", s.escape_debug()),
         JsonValue::List(items) => format!("a list of {}", items.len()),

@@ -73,7 +73,7 @@ impl<'a> ConfigWalk<'a> {
             self.moved(section, key, entry, to);
         }
         if self.problems.len() == problems_before {
-            self.whole(section);
+            self.note_section(section);
         }
     }
 
@@ -99,7 +99,7 @@ impl<'a> ConfigWalk<'a> {
         match value_conversion::convert(&entry.node, key, section.strict) {
             Ok(value) => {
                 if section.checked {
-                    self.judge(key, &path, &value, entry);
+                    self.check_status(key, &path, &value, entry);
                 }
                 self.set(&path, value);
             }
@@ -110,7 +110,7 @@ impl<'a> ConfigWalk<'a> {
     }
 
     /// Notes or refuses a value according to the status of its key.
-    fn judge(&mut self, key: &ConfigKey, path: &str, value: &Value, entry: &JsonEntry) {
+    fn check_status(&mut self, key: &ConfigKey, path: &str, value: &Value, entry: &JsonEntry) {
         if key.default_value().as_ref() == Some(value) {
             return;
         }
@@ -171,8 +171,8 @@ impl<'a> ConfigWalk<'a> {
             self.note(&path, "a comment: ignored");
         } else if section.checked {
             // Comparing a name with every key is slow: a file with only unknown keys would take minutes.
-            const MOST_ADVISED: usize = 1000;
-            let (rule, message) = if self.problems.len() < MOST_ADVISED {
+            const MAX_SUGGESTIONS: usize = 1000;
+            let (rule, message) = if self.problems.len() < MAX_SUGGESTIONS {
                 suggest::advice(section, &entry.key)
             } else {
                 (ConfigRule::UnknownKey, "no such key here".to_string())
@@ -206,7 +206,7 @@ impl<'a> ConfigWalk<'a> {
             ("stage3_gather_fp16_weights_on_model_save", value) => {
                 self.note(&path, format!("deprecated: taken as `{target}`"));
                 if let (Some(key), true) = (section.key(to), value == Value::Bool(true)) {
-                    self.judge(key, &target, &value, entry);
+                    self.check_status(key, &target, &value, entry);
                 }
                 self.set(&target, value);
             }
@@ -241,7 +241,7 @@ impl<'a> ConfigWalk<'a> {
     }
 
     /// Adds the single note or refusal of a section that is judged as a whole.
-    fn whole(&mut self, section: &ConfigSection) {
+    fn note_section(&mut self, section: &ConfigSection) {
         let values = self.get(section.path).and_then(Value::as_object).cloned().unwrap_or_default();
         let on = match section.switch {
             Some(switch) => values.get(switch) == Some(&Value::Bool(true)),

@@ -9,9 +9,9 @@ use candle_core::{CudaDevice, Result, bail};
 const KERNELS: KernelModule = module!("column_sums");
 
 /// The minimum number of rows of a chunk, which is the number that half a block adds in turns.
-const LEAST_ROWS: usize = 64;
+const MIN_ROWS: usize = 64;
 /// The maximum number of chunks.
-const MOST_CHUNKS: usize = 128;
+const MAX_CHUNKS: usize = 128;
 /// The columns and lanes of a block in column_sums.cuh.
 const BLOCK: (u32, u32) = (32, 8);
 
@@ -26,7 +26,7 @@ pub(super) struct RowChunking {
 
 impl RowChunking {
     pub fn of(rows: usize, width: usize) -> Self {
-        let per_chunk = rows.div_ceil(MOST_CHUNKS).max(LEAST_ROWS);
+        let per_chunk = rows.div_ceil(MAX_CHUNKS).max(MIN_ROWS);
         Self { rows, width, per_chunk, chunks: rows.div_ceil(per_chunk) }
     }
 

@@ -33,7 +33,7 @@ use std::thread::JoinHandle;
 /// The number of staging buffers of a queue.
 const STAGING_BUFFERS: usize = 2;
 /// The flags of events for which a thread sleeps while it waits.
-const SLEEPING: Option<CUevent_flags> = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
+const BLOCKING_SYNC: Option<CUevent_flags> = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
 
 /// A thread and a stream that execute one copy after the other.
 pub(crate) struct CopyQueue {
@@ -149,7 +149,7 @@ impl CopyQueue {
         request: CopyRequest,
         take: fn(CompletedCopy) -> Option<T>,
     ) -> Result<PendingCopy<T>> {
-        let after = device.cuda_stream().record_event(SLEEPING).w()?;
+        let after = device.cuda_stream().record_event(BLOCKING_SYNC).w()?;
         let (done, receiver) = channel();
         let job = CopyJob { request, after, carried: timeline::carry(), done };
         let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
@@ -218,7 +218,7 @@ impl CopyThread {
             // staging buffer until the event after this copy is waited for, or the stream, at the end of `carry`.
             unsafe { driver::memcpy_dtoh_async(bytes, address + piece.start as CUdeviceptr, stream.cu_stream()) }
                 .w()?;
-            *under_way = Some((stream.record_event(SLEEPING).w()?, piece));
+            *under_way = Some((stream.record_event(BLOCKING_SYNC).w()?, piece));
         }
         Ok(())
     }
@@ -239,7 +239,7 @@ impl CopyThread {
             // SAFETY: same as in `down`.
             unsafe { driver::memcpy_htod_async(address + piece.start as CUdeviceptr, bytes, stream.cu_stream()) }
                 .w()?;
-            *under_way = Some(stream.record_event(SLEEPING).w()?);
+            *under_way = Some(stream.record_event(BLOCKING_SYNC).w()?);
         }
         Ok(())
     }

@@ -21,9 +21,9 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Tensor};
 
 /// The minimum share of the copy's bandwidth for kernels that process arrays element by element.
-const STREAMING: f64 = 0.6;
+const MIN_STREAMING_SHARE: f64 = 0.6;
 /// The minimum share for kernels that sum rows or columns, look them up, or generate random numbers.
-const SUMMING: f64 = 0.4;
+const MIN_SUMMING_SHARE: f64 = 0.4;
 
 /// The number of elements of the largest arrays, far beyond any cache. `CANDLE_ZERO_TEST_ELEMENTS` sets a smaller
 /// number, and then no minimum is checked.
@@ -98,13 +98,15 @@ fn flat(bench: &mut KernelBench) {
     let (device, n) = (bench.device.clone(), bench.elements);
     let (mut wide, other) = (bench.zeros(DType::F32, n), bench.zeros(DType::F32, n));
     let [mut half, other_half] = bench.halves();
-    bench.row("copy, f32", 8 * n, STREAMING, || copy(&device, all_mut(&mut wide), &all(&other)).unwrap());
-    bench.row("cast, f32 to bf16", 6 * n, STREAMING, || copy(&device, all_mut(&mut half), &all(&other)).unwrap());
-    bench.row("scale, f32", 8 * n, STREAMING, || wide.scale(0.5).unwrap());
-    bench.row("add, bf16", 6 * n, STREAMING, || add(&device, all_mut(&mut half), &all(&other_half)).unwrap());
+    bench.row("copy, f32", 8 * n, MIN_STREAMING_SHARE, || copy(&device, all_mut(&mut wide), &all(&other)).unwrap());
+    bench.row("cast, f32 to bf16", 6 * n, MIN_STREAMING_SHARE, || {
+        copy(&device, all_mut(&mut half), &all(&other)).unwrap()
+    });
+    bench.row("scale, f32", 8 * n, MIN_STREAMING_SHARE, || wide.scale(0.5).unwrap());
+    bench.row("add, bf16", 6 * n, MIN_STREAMING_SHARE, || add(&device, all_mut(&mut half), &all(&other_half)).unwrap());
     for (name, array, bytes) in [("f32", all(&other), 4 * n), ("bf16", all(&other_half), 2 * n)] {
         let arrays = [array];
-        bench.row(&format!("sum of squares, {name}"), bytes, SUMMING, || {
+        bench.row(&format!("sum of squares, {name}"), bytes, MIN_SUMMING_SHARE, || {
             drop(square_sums::launch(&device, &arrays).unwrap());
         });
     }
@@ -116,7 +118,7 @@ fn optimizer(bench: &mut KernelBench, name: &str, rule: &ElementwiseUpdate, stat
     let mut wide: Vec<_> = (0..=states).map(|_| bench.zeros(DType::F32, n)).collect();
     let [grad, mut copy] = bench.halves();
     let len = n / arrays;
-    bench.row(name, n * (8 * (1 + states) + 2 + 2), STREAMING, || {
+    bench.row(name, n * (8 * (1 + states) + 2 + 2), MIN_STREAMING_SHARE, || {
         let mut steps = MultiTensorStep::new(&device);
         for range in (0..arrays).map(|i| i * len..(i + 1) * len) {
             let mut parts: Vec<_> = wide.iter_mut().map(|flat| flat.part_mut(range.clone()).unwrap()).collect();
@@ -151,15 +153,15 @@ fn norms(bench: &mut KernelBench) {
     let ways: [(&str, &Forward<'_>); 2] = [("layer norm", &layer_norm), ("RMS norm", &rms_norm)];
     for (name, forward) in ways {
         let (_, statistics) = forward();
-        bench.row(&format!("{name}, forward"), 4 * n, SUMMING, || drop(forward()));
-        bench.row(&format!("{name}, gradient of the input"), 6 * n, SUMMING, || {
+        bench.row(&format!("{name}, forward"), 4 * n, MIN_SUMMING_SHARE, || drop(forward()));
+        bench.row(&format!("{name}, gradient of the input"), 6 * n, MIN_SUMMING_SHARE, || {
             norm::input_gradient(&device, &statistics, [x, weight, dy], 0.0, all_mut(&mut dx), false).unwrap();
         });
-        bench.row(&format!("{name}, gradients of parameters"), 4 * n, SUMMING, || {
+        bench.row(&format!("{name}, gradients of parameters"), 4 * n, MIN_SUMMING_SHARE, || {
             drop(norm::parameter_gradients(&device, &statistics, [x, weight, dy]).unwrap());
         });
     }
-    bench.row("sums of columns", 2 * n, SUMMING, || {
+    bench.row("sums of columns", 2 * n, MIN_SUMMING_SHARE, || {
         drop(column_sums::PartialColumnSums::of_columns(&device, x, WIDTH).unwrap())
     });
 }
@@ -172,32 +174,32 @@ fn activations(bench: &mut KernelBench) {
     for (name, function) in
         [("GELU (tanh)", Activation::GeluTanh), ("GELU", Activation::Gelu), ("SiLU", Activation::Silu)]
     {
-        bench.row(&format!("{name}, forward"), 4 * n, STREAMING, || {
+        bench.row(&format!("{name}, forward"), 4 * n, MIN_STREAMING_SHARE, || {
             drop(activation::forward(&device, function, x).unwrap());
         });
-        bench.row(&format!("{name}, backward"), 6 * n, STREAMING, || {
+        bench.row(&format!("{name}, backward"), 6 * n, MIN_STREAMING_SHARE, || {
             activation::backward(&device, function, [x, other], all_mut(&mut out)).unwrap();
         });
     }
-    bench.row("SwiGLU, forward", 6 * n, STREAMING, || {
+    bench.row("SwiGLU, forward", 6 * n, MIN_STREAMING_SHARE, || {
         drop(activation::gated(&device, Activation::Silu, [x, other]).unwrap());
     });
-    bench.row("SwiGLU, backward", 10 * n, STREAMING, || {
+    bench.row("SwiGLU, backward", 10 * n, MIN_STREAMING_SHARE, || {
         drop(activation::gated_backward(&device, Activation::Silu, [x, other], x).unwrap());
     });
-    bench.row("bias and residual of a linear layer", 6 * n, STREAMING, || {
+    bench.row("bias and residual of a linear layer", 6 * n, MIN_STREAMING_SHARE, || {
         drop(linear_epilogue::follow(&device, all_mut(&mut out), WIDTH, Some(bias), None, Some(other)).unwrap());
     });
-    bench.row("bias and GELU of a linear layer", 6 * n, STREAMING, || {
+    bench.row("bias and GELU of a linear layer", 6 * n, MIN_STREAMING_SHARE, || {
         let function = Some(Activation::GeluTanh);
         drop(linear_epilogue::follow(&device, all_mut(&mut out), WIDTH, Some(bias), function, None).unwrap());
     });
-    bench.row("dropout", 4 * n, SUMMING, || drop(dropout::dropout(&device, x, 0.1, 7, 0).unwrap()));
+    bench.row("dropout", 4 * n, MIN_SUMMING_SHARE, || drop(dropout::dropout(&device, x, 0.1, 7, 0).unwrap()));
     let (half, time) = (64, n / WIDTH);
     let angles = vec![0.5; time * half];
     let angles = RotaryAngles::new(&device, half, [&angles, &angles]).unwrap();
     let positions = RotaryPositions::From { first: 0, time: time.min(2048) };
-    bench.row("rotary positions", 4 * n, STREAMING, || {
+    bench.row("rotary positions", 4 * n, MIN_STREAMING_SHARE, || {
         drop(rotate(&device, &angles, x, WIDTH, &positions, 1.0).unwrap());
     });
 }
@@ -211,11 +213,11 @@ fn tables(bench: &mut KernelBench) {
     let rows = n / width;
     // Each row once, in a permuted order. The number of rows is a power of two.
     let ids: Vec<u32> = (0..rows).map(|i| (i * 77 % rows) as u32).collect();
-    bench.row("embedding, forward", 4 * n, SUMMING, || {
+    bench.row("embedding, forward", 4 * n, MIN_SUMMING_SHARE, || {
         drop(embedding::look_up(&device, &ids, table, width, DType::BF16).unwrap());
     });
     let uses = EmbeddingRowUses::new(&ids, None);
-    bench.row("embedding, backward", 6 * n, SUMMING, || {
+    bench.row("embedding, backward", 6 * n, MIN_SUMMING_SHARE, || {
         embedding::add_rows(&device, &uses, dy, width, all_mut(&mut grad)).unwrap();
     });
 
@@ -223,10 +225,10 @@ fn tables(bench: &mut KernelBench) {
     let targets = DeviceTargets::new(&device, &vec![1; n / classes], classes).unwrap();
     let of = LogitRows { classes, targets: &targets, first: 0, rows: n / classes, cap: None };
     let mut losses: CudaSlice<f32> = device.alloc_zeros(of.rows).unwrap();
-    bench.row("cross entropy, losses", 2 * n, SUMMING, || {
+    bench.row("cross entropy, losses", 2 * n, MIN_SUMMING_SHARE, || {
         cross_entropy::losses(&device, &of, table, 1.0, &mut losses).unwrap();
     });
-    bench.row("cross entropy, gradients", 4 * n, SUMMING, || {
+    bench.row("cross entropy, gradients", 4 * n, MIN_SUMMING_SHARE, || {
         cross_entropy::gradients(&device, &of, Some(table), &LossGradientScale::One, all_mut(&mut grad), None).unwrap();
     });
 }

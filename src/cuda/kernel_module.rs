@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// The threads of a block in which each thread has separate elements.
 const THREADS: u32 = 256;
 /// The maximum number of blocks of such a launch, enough for several on every multiprocessor of a GPU.
-const MOST_BLOCKS: usize = 2048;
+const MAX_BLOCKS: usize = 2048;
 
 /// The kernels of one file.
 #[derive(Debug, Clone, Copy)]
@@ -75,7 +75,7 @@ impl KernelFunction {
 
 /// Returns a launch whose threads process `count` elements in turns.
 pub(crate) fn over(count: usize) -> LaunchConfig {
-    let blocks = count.div_ceil(THREADS as usize).clamp(1, MOST_BLOCKS);
+    let blocks = count.div_ceil(THREADS as usize).clamp(1, MAX_BLOCKS);
     LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 }
 }
 

@@ -67,7 +67,7 @@ const KERNELS: KernelModule = module!("nccl_sum");
 /// longer all-reduce.
 const SHORT_BYTES: usize = 32 << 10;
 /// The bytes of peers' elements that are in memory at a time, enough for one exchange to use a link well.
-const ROOM_BYTES: usize = 64 << 20;
+const PEER_BUFFER_BYTES: usize = 64 << 20;
 
 /// The method by which sums over ranks are formed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -116,7 +116,7 @@ impl NcclComm {
             (rank, size),
             id,
             watch,
-            NcclBufferLimits { short: SHORT_BYTES, room: ROOM_BYTES },
+            NcclBufferLimits { short: SHORT_BYTES, room: PEER_BUFFER_BYTES },
         )
     }
 

@@ -14,7 +14,7 @@ const THREADS: u32 = 256;
 const CHUNK: usize = 4096;
 /// The maximum number of steps of a launch, more than most models have parameters. The table of the steps has 56 KiB;
 /// for a copy of more than 64 KiB, the driver may make the host wait.
-const MOST_STEPS: usize = 1024;
+const MAX_STEPS: usize = 1024;
 
 /// The constants of one step of an optimizer that treats every element alike, in the order of its kernel.
 ///
@@ -134,7 +134,7 @@ impl<'a> MultiTensorStep<'a> {
     /// Returns the launch that a step belongs to.
     fn launch(&mut self, rule: &ElementwiseUpdate, grad: DType, half: DType) -> &mut MultiTensorLaunch {
         let fits = |launch: &MultiTensorLaunch| {
-            (launch.grad, launch.half) == (grad, half) && launch.rule.is(rule) && launch.table.len() < MOST_STEPS
+            (launch.grad, launch.half) == (grad, half) && launch.rule.is(rule) && launch.table.len() < MAX_STEPS
         };
         let at = self.launches.iter().position(fits).unwrap_or(self.launches.len());
         if at == self.launches.len() {

@@ -5,24 +5,25 @@ use memmap2::{Advice, Mmap};
 
 /// The size in bytes from which a file is mapped. The ranks of a machine share the pages of a mapped file, and the
 /// system can reclaim them when it needs memory. But a process may have only some ten thousand maps.
-pub(super) const MAP_FROM: u64 = 1 << 20;
+pub(super) const MIN_MAPPED_BYTES: u64 = 1 << 20;
 
 /// A sequence of bytes.
 #[derive(Debug, Default)]
 pub(super) struct ConcatenatedText {
     /// The segments, each with the offset of its first byte.
-    parts: Vec<(usize, TextSegment)>,
+    parts: Vec<(usize, TextFileBytes)>,
     len: usize,
 }
 
+/// The bytes of one file.
 #[derive(Debug)]
-enum TextSegment {
+enum TextFileBytes {
     Static(&'static [u8]),
     Read(Vec<u8>),
     Mapped(Mmap),
 }
 
-impl TextSegment {
+impl TextFileBytes {
     fn bytes(&self) -> &[u8] {
         match self {
             Self::Static(bytes) => bytes,
@@ -34,7 +35,7 @@ impl TextSegment {
 
 impl ConcatenatedText {
     pub fn of_static(text: &'static str) -> Self {
-        Self { parts: vec![(0, TextSegment::Static(text.as_bytes()))], len: text.len() }
+        Self { parts: vec![(0, TextFileBytes::Static(text.as_bytes()))], len: text.len() }
     }
 
     pub fn len(&self) -> usize {
@@ -44,8 +45,8 @@ impl ConcatenatedText {
     /// Appends a copy of `bytes`.
     pub fn append(&mut self, bytes: &[u8]) {
         match self.parts.last_mut() {
-            Some((_, TextSegment::Read(before))) => before.extend_from_slice(bytes),
-            _ => self.parts.push((self.len, TextSegment::Read(bytes.to_vec()))),
+            Some((_, TextFileBytes::Read(before))) => before.extend_from_slice(bytes),
+            _ => self.parts.push((self.len, TextFileBytes::Read(bytes.to_vec()))),
         }
         self.len += bytes.len();
     }
@@ -54,11 +55,11 @@ impl ConcatenatedText {
     pub fn append_map(&mut self, map: Mmap) {
         let start = self.len;
         self.len += map.len();
-        self.parts.push((start, TextSegment::Mapped(map)));
+        self.parts.push((start, TextFileBytes::Mapped(map)));
     }
 
     /// Returns the segments that contain bytes `start .. start + count`, with the range within each segment.
-    fn places(&self, start: usize, count: usize) -> impl Iterator<Item = (&TextSegment, usize, usize)> {
+    fn places(&self, start: usize, count: usize) -> impl Iterator<Item = (&TextFileBytes, usize, usize)> {
         let end = start + count;
         assert!(end <= self.len, "bytes {start} .. {end} of {}", self.len);
         let first = self.parts.partition_point(|(begin, _)| *begin <= start).saturating_sub(1);
@@ -74,7 +75,7 @@ impl ConcatenatedText {
     /// Tells the system that bytes `start .. start + count` will be needed soon.
     pub fn will_need(&self, start: usize, count: usize) {
         for (part, from, to) in self.places(start, count) {
-            if let TextSegment::Mapped(map) = part {
+            if let TextFileBytes::Mapped(map) = part {
                 // This is only a hint.
                 _ = map.advise_range(Advice::WillNeed, from, to - from);
             }

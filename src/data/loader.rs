@@ -15,7 +15,7 @@ use candle_core::{Device, Tensor};
 use std::sync::Arc;
 
 /// The maximum number of tokens in one micro batch.
-const MOST_TOKENS: usize = 1 << 31;
+const MAX_TOKENS: usize = 1 << 31;
 
 /// One micro batch of one rank.
 #[derive(Debug, Clone)]
@@ -103,8 +103,8 @@ impl Loader {
         assert!(shape.micro > 0 && shape.accumulation > 0, "a batch has at least one sample");
         assert!(shape.rank < shape.world, "rank {} of {}", shape.rank, shape.world);
         let tokens = shape.micro.saturating_mul(ctx);
-        if tokens > MOST_TOKENS {
-            return Err(DataError::BatchTooLarge { samples: shape.micro, ctx, most: MOST_TOKENS }.into());
+        if tokens > MAX_TOKENS {
+            return Err(DataError::BatchTooLarge { samples: shape.micro, ctx, most: MAX_TOKENS }.into());
         }
         let data = data.into();
         let sampler = Sampler::new(order, &data, ctx)?;

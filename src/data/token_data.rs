@@ -1,6 +1,6 @@
 //! Token sources: text as bytes, files of 16-bit tokens, or the embedded corpus.
 
-use super::concatenated_text::{ConcatenatedText, MAP_FROM};
+use super::concatenated_text::{ConcatenatedText, MIN_MAPPED_BYTES};
 use crate::error::{DataError, Error, Result};
 use crate::files;
 use memmap2::{Advice, Mmap};
@@ -11,15 +11,15 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// The vocabulary size of byte-level text.
-const BYTES: usize = 256;
+const BYTE_VOCABULARY: usize = 256;
 
 /// The maximum number of tokens that are compared with the vocabulary before the first one is used. Checking this many
 /// takes some hundredths of a second.
-const CHECKED_AT_ONCE: usize = 64 << 20;
+const MAX_CHECKED_AT_START: usize = 64 << 20;
 
 /// The number of tokens in each piece that goes into the fingerprint, and the number of pieces if there is much data.
-const SAMPLES: usize = 4 << 10;
-const PIECES: usize = 256;
+const FINGERPRINT_PIECE_TOKENS: usize = 4 << 10;
+const FINGERPRINT_PIECES: usize = 256;
 
 /// The default data: sources and documents of this project as they were on one day. They are frozen so that the losses
 /// of a first training run, and the tables made from them, change only with the training code and not with every edited
@@ -146,13 +146,18 @@ impl TokenData {
     /// Returns a number that changes with the number of tokens and with their content. It covers all of at most 1 Mi
     /// tokens, and evenly spread samples of more, so that long files are not read.
     pub fn fingerprint(&self) -> u64 {
-        let (len, piece) = (self.len(), SAMPLES.min(self.len()));
+        let (len, piece) = (self.len(), FINGERPRINT_PIECE_TOKENS.min(self.len()));
         let mut hash = twox_hash::XxHash3_64::with_seed(len as u64);
         let mut tokens = Vec::with_capacity(piece);
         // All tokens, or pieces at even distances from the first token to the last.
-        let pieces = if len <= PIECES * SAMPLES { len.div_ceil(piece.max(1)) } else { PIECES };
+        let pieces = if len <= FINGERPRINT_PIECES * FINGERPRINT_PIECE_TOKENS {
+            len.div_ceil(piece.max(1))
+        } else {
+            FINGERPRINT_PIECES
+        };
         for i in 0..pieces {
-            let start = if pieces < PIECES { i * piece } else { (len - piece) * i / (PIECES - 1) };
+            let start =
+                if pieces < FINGERPRINT_PIECES { i * piece } else { (len - piece) * i / (FINGERPRINT_PIECES - 1) };
             tokens.clear();
             self.extend(start, piece.min(len - start), &mut tokens);
             tokens.iter().for_each(|token| hash.write(&token.to_le_bytes()));
@@ -193,7 +198,7 @@ impl TokenData {
     /// a complete token file once.
     pub fn vocab_needed(&self) -> usize {
         match &self.tokens {
-            TokenStorage::Text(_) => BYTES,
+            TokenStorage::Text(_) => BYTE_VOCABULARY,
             TokenStorage::U16(map) => {
                 map.par_chunks_exact(2).map(token).max().map_or(0, |largest| largest as usize + 1)
             }
@@ -206,7 +211,7 @@ impl TokenData {
     /// [`DataError::TokenOutOfVocabulary`] with the first token that is not.
     pub(super) fn check_all(&self, vocab: usize) -> Result<()> {
         const PIECE: usize = 1 << 16;
-        if self.is_byte_level() && vocab >= BYTES || self.len() > CHECKED_AT_ONCE {
+        if self.is_byte_level() && vocab >= BYTE_VOCABULARY || self.len() > MAX_CHECKED_AT_START {
             return Ok(());
         }
         let pieces = self.len().div_ceil(PIECE);
@@ -273,7 +278,7 @@ impl AsRef<[u8]> for FileBytes {
 fn open(path: &Path) -> Result<FileBytes> {
     let wrong = |source| io("read", path, source);
     let mut file = files::open(path).map_err(wrong)?;
-    if file.metadata().map_err(wrong)?.len() >= MAP_FROM {
+    if file.metadata().map_err(wrong)?.len() >= MIN_MAPPED_BYTES {
         // SAFETY: the map is read-only and private to this value. Another process that changes the file changes the
         // bytes that we see, each of which is a token; shortening it while it is mapped is excluded by the contract of
         // `TokenData::open`.

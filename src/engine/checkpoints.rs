@@ -9,7 +9,7 @@ use crate::checkpoint::{
 use crate::comm::agree::{CollectiveFailure, agree};
 use crate::comm::engine_call::during;
 use crate::error::Result;
-use crate::notice::say;
+use crate::notice::emit;
 use crate::precision::Flat;
 use crate::timeline;
 use crate::util::list;
@@ -295,7 +295,7 @@ impl<M> Engine<M> {
         let Some(rates) = manifest.set_lr.as_ref().filter(|_| self.rank() == 0) else { return };
         let rates: Vec<String> = rates.iter().map(|lr| format!("{lr:e}")).collect();
         let until = if self.trainer.is_scheduled() { "the schedule continues" } else { "set_lr sets another" };
-        say(&format!(
+        emit(&format!(
             "checkpoint {}: the learning rate that set_lr set, {}, stays in effect until {until}",
             manifest.tag,
             list(&rates)

@@ -12,9 +12,9 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The maximum number of keys in an error.
-const NAMED: usize = 3;
+const MAX_LISTED_KEYS: usize = 3;
 /// The maximum number of characters of a value in an error.
-const SHOWN: usize = 48;
+const MAX_SHOWN_CHARS: usize = 48;
 
 /// The user's custom components that replace those of the configuration.
 #[derive(Debug, Clone, Copy)]
@@ -81,16 +81,17 @@ impl RankConfig {
                 return EngineError::DataDiffer { rank, other, mine, theirs }.into();
             }
         }
-        let more = differ.len().saturating_sub(NAMED);
+        let more = differ.len().saturating_sub(MAX_LISTED_KEYS);
         let value = |config: &Self, name: &String| match config.keys.get(name) {
-            Some(value) if value.chars().count() <= SHOWN => Some(value.clone()),
+            Some(value) if value.chars().count() <= MAX_SHOWN_CHARS => Some(value.clone()),
             Some(_) => None,
             None => Some("not there".into()),
         };
-        let named = differ.into_iter().take(NAMED).map(|name| match (value(self, name), value(theirs, name)) {
-            (Some(mine), Some(theirs)) => format!("{name} is {mine} on rank {rank} and {theirs} on rank {other}"),
-            _ => format!("{name} differs"),
-        });
+        let named =
+            differ.into_iter().take(MAX_LISTED_KEYS).map(|name| match (value(self, name), value(theirs, name)) {
+                (Some(mine), Some(theirs)) => format!("{name} is {mine} on rank {rank} and {theirs} on rank {other}"),
+                _ => format!("{name} differs"),
+            });
         let mut keys = named.collect::<Vec<_>>().join(", ");
         if keys.is_empty() {
             keys = "a value passed to same_on_all_ranks, or a setting without a key".into();

@@ -6,7 +6,7 @@
 
 use super::config_comparison::CustomComponents;
 use super::consistency::check_same_on_all_ranks;
-use super::gradient_check_state::GradientChecker;
+use super::finite_difference_state::FiniteDifferenceChecker;
 use super::reporter::EngineReporter;
 use super::step_clock::StepClock;
 use super::{AccumulatedLoss, AccumulationProgress, Engine, EngineBuilder, MicroStepPhase};
@@ -15,8 +15,8 @@ use crate::comm::Communicator;
 use crate::config::{Config, LeafModule};
 use crate::error::{EngineError, Error, OptimError, ParamError, Result};
 use crate::layout::ZeroStage;
-use crate::memory::Ledger;
-use crate::notice::{say, say_from};
+use crate::memory::MemoryLedger;
+use crate::notice::{emit, suppress_below};
 use crate::offload::{DiskAccess, OffloadStore};
 use crate::optim::{self, GroupedOptimizer, LrSchedule, Optimizer, ParameterGroup, ParameterGrouping, TrainableFilter};
 use crate::param::WeightSource;
@@ -27,8 +27,8 @@ use crate::zero::rank_core::{
     EngineLink, RankCore, RankCoreParts, RecomputeSettings, RegisteredModel, naming_what_is_held,
 };
 use crate::zero::reduce::gradient_reducer::ReducePlan;
-use crate::zero::share::param_registry::ParamRegistry;
 use crate::zero::share::share_plan::SharePlan;
+use crate::zero::share::var_builder_backend::VarBuilderBackend;
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use std::ops::Range;
@@ -45,7 +45,7 @@ impl<M> Engine<M> {
         options: EngineBuilder,
     ) -> Result<Self> {
         if let Some(level) = config.monitoring.log_level {
-            say_from(level);
+            suppress_below(level);
         }
         let (buffer_rule, buffer_sync) = (options.buffer_rule, options.buffer_sync);
         let seed = options.seed.unwrap_or(config.seed);
@@ -70,7 +70,7 @@ impl<M> Engine<M> {
             checkpoint::store::check(url)?;
         }
         let reporter = EngineReporter::open(&config.monitoring, &*comm, monitors)?;
-        let (ledger, link) = (Ledger::default(), EngineLink::default());
+        let (ledger, link) = (MemoryLedger::default(), EngineLink::default());
         let weights = source.fingerprint();
         let grouping = grouping(&config, optimizer, parameter_groups, trainable, quantized)?;
         let offload = open_offload(&config, &*comm, disk_access, &ledger)?;
@@ -78,7 +78,7 @@ impl<M> Engine<M> {
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
-        let registry = ParamRegistry::new(
+        let registry = VarBuilderBackend::new(
             share_plan.clone(),
             device.clone(),
             offload.clone(),
@@ -122,7 +122,7 @@ impl<M> Engine<M> {
         core.refresh()?;
         report_delay(&core, &config);
         let mut engine = Self {
-            check: GradientChecker::of_first_step(config.gradient_check),
+            check: FiniteDifferenceChecker::of_first_step(config.gradient_check),
             model,
             for_eval: None,
             core,
@@ -162,19 +162,19 @@ impl<M> Engine<M> {
 fn report_delay(core: &RankCore, config: &Config) {
     let wanted = config.zero.offload_optimizer.as_ref().is_some_and(|offload| offload.delayed_update_after.is_some());
     if let (true, 0, Some(why)) = (wanted, core.comm().rank(), core.hindrance_to_delay()) {
-        say(&format!("offload_optimizer.delayed_update: no update is delayed: {why}"));
+        emit(&format!("offload_optimizer.delayed_update: no update is delayed: {why}"));
     }
 }
 
 /// Reports the configuration's notes, and the sections that are not used.
 fn report_notes(config: &Config, own: CustomComponents) {
-    config.notes.iter().for_each(|note| say(&format!("config: {}: {}", note.path, note.message)));
+    config.notes.iter().for_each(|note| emit(&format!("config: {}: {}", note.path, note.message)));
     let sections = [
         ("optimizer", config.optimizer.is_some() && own.optimizer),
         ("scheduler", config.scheduler.is_some() && own.schedule),
     ];
     for (section, _) in sections.into_iter().filter(|(_, is_replaced)| *is_replaced) {
-        say(&format!("config: {section}: not used because the engine has a custom one"));
+        emit(&format!("config: {section}: not used because the engine has a custom one"));
     }
 }
 
@@ -219,7 +219,7 @@ fn open_offload(
     config: &Config,
     comm: &dyn Communicator,
     access: Option<DiskAccess>,
-    ledger: &Ledger,
+    ledger: &MemoryLedger,
 ) -> Result<Option<Arc<OffloadStore>>> {
     let offload = OffloadStore::open(config, comm.rank() == 0, access, ledger)?;
     if offload.is_some() {
@@ -233,7 +233,7 @@ fn open_offload(
 /// Builds the model. Its parameters are partitioned among the ranks as they are registered.
 fn build_model<M>(
     build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
-    registry: ParamRegistry,
+    registry: VarBuilderBackend,
     config: &Config,
     device: &Device,
 ) -> Result<(M, RegisteredModel)> {
@@ -247,7 +247,7 @@ fn build_model<M>(
 fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[String], rank: usize) -> Result<()> {
     let RegisteredModel { units, leaves, .. } = registered;
     for name in leaves.mark_named(units, config).into_iter().filter(|_| rank == 0) {
-        say(&format!(
+        emit(&format!(
             "config: zero_optimization.leaf_module: no unit has the name or suffix {name}, so it has no effect"
         ));
     }
@@ -298,7 +298,7 @@ fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
         return Err(not_on_one_host("zero_hpz_partition_size", ranks, here));
     };
     if comm.rank() == 0 {
-        say(&format!("config: zero_optimization.zero_hpz_partition_size has no effect: {why}"));
+        emit(&format!("config: zero_optimization.zero_hpz_partition_size has no effect: {why}"));
     }
     Ok(1)
 }
@@ -308,7 +308,7 @@ fn note_compression(config: &Config, comm: &dyn Communicator) {
     let (compresses, all_here) =
         (config.zero.compresses(config.communication_data_type), comm.ranks_here().len() == comm.size());
     if config.zero.compress_between_hosts_only && compresses && all_here && comm.rank() == 0 {
-        say(
+        emit(
             "config: zero_optimization.compress_between_hosts_only: all ranks are on one host, so nothing is compressed",
         );
     }
@@ -319,7 +319,7 @@ fn choose_access(offload: &OffloadStore, comm: &dyn Communicator) -> Result<()> 
     offload.check_space(comm)?;
     let access = offload.choose_access(comm.size());
     if comm.rank() == 0 {
-        say(&format!("offload: files are read and written {access}"));
+        emit(&format!("offload: files are read and written {access}"));
     }
     Ok(())
 }
@@ -343,10 +343,10 @@ fn trainer(
         return Err(ParamError::NothingTrained { count }.into());
     }
     for group in empty.iter().filter(|_| rank == 0) {
-        say(&format!("parameter group {group} (from 0) selects no remaining parameter and is dropped"));
+        emit(&format!("parameter group {group} (from 0) selects no remaining parameter and is dropped"));
     }
     for group in trainer.with_ignored_rates().iter().filter(|_| rank == 0) {
-        say(&format!(
+        emit(&format!(
             "parameter group {group} (from 0): its learning rate has no effect because the schedule sets {:e} in the \
              first step; give the scheduler a list of rates, one per group, or remove the scheduler",
             trainer.lr()[*group]

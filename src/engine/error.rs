@@ -1,7 +1,7 @@
 //! Errors of training.
 
 /// Returns advice about non-finite numbers in optimizer step `step`.
-fn after(step: u64) -> &'static str {
+fn nonfinite_advice(step: u64) -> &'static str {
     match step {
         0 => {
             "no weight has changed yet: look for non-finite or very large values in the initial weights and in the \
@@ -187,7 +187,7 @@ pub enum EngineError {
     #[error("the run ends here: it only had to check the gradients of the first step (zerorun verify)")]
     GradientsChecked,
     /// The loss is NaN or infinite.
-    #[error("the loss is {loss} on rank {rank} in optimizer step {step} (micro step {micro_step}); {}", after(*step))]
+    #[error("the loss is {loss} on rank {rank} in optimizer step {step} (micro step {micro_step}); {}", nonfinite_advice(*step))]
     NonFiniteLoss {
         /// The loss.
         loss: f64,
@@ -201,7 +201,7 @@ pub enum EngineError {
     /// A gradient is NaN or infinite in f32 training.
     #[error(
         "{where_} in optimizer step {step}; the weights are unchanged; {}",
-        after(*step)
+        nonfinite_advice(*step)
     )]
     NonFiniteGradient {
         /// The parameter and the rank, as far as this rank knows them.

@@ -15,11 +15,11 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// The maximum number of directions; after these, the loss counts as one that cannot be judged.
-const LOOKS: u32 = 8;
+const MAX_DIRECTIONS: u32 = 8;
 /// A gap counts as a mistake if the probability of such a gap by chance, given the bends, is below this.
-const SELDOM: f64 = 1e-4;
+const MAX_FALSE_ALARM_PROBABILITY: f64 = 1e-4;
 /// A relative gap above this is not explained by a missing part of the gradient: it needs more directions.
-const LARGEST: f64 = 4.0;
+const MAX_EXPLAINED_GAP: f64 = 4.0;
 
 /// The tolerances of a comparison for a format.
 pub(super) struct GradientTolerance {
@@ -56,7 +56,7 @@ impl GradientTolerance {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum GradientVerdict {
+pub enum GradientCheckVerdict {
     /// The gradient and the differences agree.
     Right,
     /// They differ by more than the format, the bend of the loss and chance explain.
@@ -85,7 +85,7 @@ pub struct GradientRow {
     /// The number of directions that were checked, each in a separate step.
     pub directions: u32,
     /// The verdict.
-    pub verdict: GradientVerdict,
+    pub verdict: GradientCheckVerdict,
 }
 
 /// The result of a gradient check: see [`Engine::check_gradients`](crate::Engine::check_gradients).
@@ -103,7 +103,7 @@ pub struct GradientReport {
 impl GradientReport {
     /// Returns the rows whose gradient is wrong.
     pub fn wrong(&self) -> impl Iterator<Item = &GradientRow> {
-        self.rows.iter().filter(|row| row.verdict == GradientVerdict::Wrong)
+        self.rows.iter().filter(|row| row.verdict == GradientCheckVerdict::Wrong)
     }
 }
 
@@ -116,9 +116,9 @@ impl fmt::Display for GradientReport {
         write!(f, "{:<width$}  {:>12}  {:>12}  verdict", "parameter", "gradient", "difference")?;
         for row in &self.rows {
             let verdict = match row.verdict {
-                GradientVerdict::Right => "right",
-                GradientVerdict::Wrong => "WRONG",
-                GradientVerdict::CannotTell => "cannot tell",
+                GradientCheckVerdict::Right => "right",
+                GradientCheckVerdict::Wrong => "WRONG",
+                GradientCheckVerdict::CannotTell => "cannot tell",
             };
             write!(f, "\n{:<width$}  {:>12.4e}  {:>12.4e}  {verdict}", row.name, row.by_gradient, row.by_difference)?;
         }
@@ -166,7 +166,7 @@ impl DirectionSamples {
     }
 
     /// Returns the verdict on all samples together, or `None` if another sample is needed.
-    pub fn verdict(&self, limits: &GradientTolerance) -> Option<GradientVerdict> {
+    pub fn verdict(&self, limits: &GradientTolerance) -> Option<GradientCheckVerdict> {
         // Relative to the size of each change, because samples of later steps belong to other gradients.
         let squares = |of: &dyn Fn(&DirectionSample) -> f64| {
             self.0.iter().map(|look| (of(look) / look.size().max(f64::MIN_POSITIVE)).powi(2)).sum::<f64>()
@@ -178,19 +178,20 @@ impl DirectionSamples {
         }
         if gap <= allowed || gap == 0.0 {
             let tells = expected > 0.0 && allowed <= 0.25 * expected;
-            return Some(if tells { GradientVerdict::Right } else { GradientVerdict::CannotTell });
+            return Some(if tells { GradientCheckVerdict::Right } else { GradientCheckVerdict::CannotTell });
         }
-        let is_large = (limits.large.powi(2)..LARGEST.powi(2)).contains(&(gap / expected.max(f64::MIN_POSITIVE)));
+        let is_large =
+            (limits.large.powi(2)..MAX_EXPLAINED_GAP.powi(2)).contains(&(gap / expected.max(f64::MIN_POSITIVE)));
         let looks = self.0.len() as u32;
         let seldom = match (is_large, looks) {
             (true, 1) => limits.seldom,
             // Each sample is another chance of a false alarm.
             (true, _) => limits.seldom / 3.0,
-            (false, _) => SELDOM,
+            (false, _) => MAX_FALSE_ALARM_PROBABILITY,
         };
         match looks {
-            looks if by_chance(looks, bend / gap) < seldom => Some(GradientVerdict::Wrong),
-            LOOKS.. => Some(GradientVerdict::CannotTell),
+            looks if by_chance(looks, bend / gap) < seldom => Some(GradientCheckVerdict::Wrong),
+            MAX_DIRECTIONS.. => Some(GradientCheckVerdict::CannotTell),
             _ => None,
         }
     }
@@ -208,7 +209,7 @@ impl DirectionSamples {
             expected: look.expected,
             noise: look.noise,
             directions: self.0.len() as u32,
-            verdict: self.verdict(limits).unwrap_or(GradientVerdict::CannotTell),
+            verdict: self.verdict(limits).unwrap_or(GradientCheckVerdict::CannotTell),
         }
     }
 }
@@ -242,7 +243,12 @@ mod tests {
 
     /// Returns the verdict on losses whose kinks make gaps and bends of `kinks` times the expected change, and whose
     /// gradient lacks `missing` of it, and the number of samples needed.
-    fn judged(numbers: &mut Normal, limits: &GradientTolerance, kinks: f64, missing: f64) -> (GradientVerdict, usize) {
+    fn judged(
+        numbers: &mut Normal,
+        limits: &GradientTolerance,
+        kinks: f64,
+        missing: f64,
+    ) -> (GradientCheckVerdict, usize) {
         let mut looks = DirectionSamples::default();
         loop {
             let by_gradient = numbers.next();
@@ -280,7 +286,7 @@ mod tests {
             for (at, kinks) in [0.003, 0.02, 0.1, 0.5].into_iter().enumerate() {
                 let mut numbers = Normal(11);
                 let all = (0..2000).map(|_| judged(&mut numbers, &limits, kinks, 0.0).0);
-                let wrong = all.filter(|verdict| *verdict == GradientVerdict::Wrong).count();
+                let wrong = all.filter(|verdict| *verdict == GradientCheckVerdict::Wrong).count();
                 assert!(wrong <= [5, 10, 60, 140][at], "{format:?} {kinks}: {wrong} of 2,000");
             }
         }
@@ -292,8 +298,10 @@ mod tests {
         for (kinks, missing, looks) in [(1e-4, 0.5, 1), (0.003, 0.3, 2), (0.01, 0.3, 3), (0.03, 0.3, 5)] {
             let mut numbers = Normal(13);
             let all: Vec<_> = (0..1000).map(|_| judged(&mut numbers, &limits, kinks, missing)).collect();
-            let found =
-                all.iter().filter(|(verdict, after)| *verdict == GradientVerdict::Wrong && *after <= looks).count();
+            let found = all
+                .iter()
+                .filter(|(verdict, after)| *verdict == GradientCheckVerdict::Wrong && *after <= looks)
+                .count();
             assert!(found > 750, "{kinks} {missing}: {found} of 1,000");
         }
     }

@@ -35,7 +35,7 @@ impl EngineReporter {
             let probe = tempfile::tempfile_in(folder);
             probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
             let wrong = |source| Error::Io { action: "write", path: file.into(), source };
-            only_earlier(file, FlopsProfile::BEGINS, "profile").map_err(wrong)?;
+            only_earlier(file, FlopsProfile::REPORT_PREFIX, "profile").map_err(wrong)?;
         }
         let monitors = if rank == 0 { Monitors::open(config, more)? } else { Monitors::default() };
         let comm_log = config.comms_logger.as_ref().map(|config| Arc::new(CommLog::new(config, rank, world_size)));

@@ -7,7 +7,7 @@ use crate::comm::CommSummary;
 use crate::config::Precision;
 use crate::files::{AtomicFile, only_earlier};
 use crate::monitor::{MonitorEvent, rss_bytes, rss_peak_bytes};
-use crate::notice::{say, warn};
+use crate::notice::{emit, warn};
 use crate::optim::Momentum;
 use crate::profiler::{FlopsProfile, peak_flops, spans};
 use crate::util::counted;
@@ -60,10 +60,10 @@ impl<M> Engine<M> {
             let profile = FlopsProfile::new(self.core.units(), &spans::take(), run, self.clock.last, peak);
             let text = profile.text(profiler);
             match &profiler.output_file {
-                None => say(&text),
+                None => emit(&text),
                 Some(path) => {
                     let write = || {
-                        only_earlier(path, FlopsProfile::BEGINS, "profile")?;
+                        only_earlier(path, FlopsProfile::REPORT_PREFIX, "profile")?;
                         let mut file = AtomicFile::beside(path)?;
                         file.file().write_all(format!("{text}\n").as_bytes())?;
                         file.finish()
@@ -81,7 +81,7 @@ impl<M> Engine<M> {
     /// Prints the final reports when the engine is dropped.
     pub(super) fn report_at_end(&self) {
         if let (0, Some(summary)) = (self.rank(), self.comm_summary()) {
-            say(&format!("collectives of rank 0\n{summary}"));
+            emit(&format!("collectives of rank 0\n{summary}"));
         }
     }
 
@@ -116,19 +116,19 @@ impl<M> Engine<M> {
         let every = self.config.steps_per_print;
         if every.is_none_or(|n| self.global_steps.is_multiple_of(n)) {
             if every.is_some() {
-                say(&self.progress_line());
+                emit(&self.progress_line());
             }
             if let (Some(speed), Some(_), true) = (speed, every, self.config.monitoring.throughput) {
                 let (micro, global) = (self.micro_steps + 1, self.global_steps);
                 let [now, most] = [rss_bytes(), rss_peak_bytes()].map(gigabytes);
-                say(&format!(
+                emit(&format!(
                     "micro_step={micro}/global_step={global}, RunningAvgSamplesPerSec={}, CurrSamplesPerSec={}, \
                      MemAllocated={now}GB, MaxMemAllocated={most}GB",
                     speed.average, speed.current
                 ));
             }
             if self.config.wall_clock_breakdown {
-                say(&self.time_line());
+                emit(&self.time_line());
             }
         }
         if !self.reporter.monitors.is_empty() {
@@ -199,7 +199,7 @@ impl<M> Engine<M> {
         let rows = report.rows.iter().filter(|row| row.bytes.held > 0);
         let rows: Vec<String> = rows.map(|row| format!("{} {}", row.kind.name(), mib(row.bytes.held))).collect();
         let [now, most] = [rss_bytes(), rss_peak_bytes()].map(|bytes| mib(bytes.unwrap_or_default() as usize));
-        say(&format!("memory (MiB) {edge} | {} | resident {now}, at most {most}", rows.join(" | ")));
+        emit(&format!("memory (MiB) {edge} | {} | resident {now}, at most {most}", rows.join(" | ")));
     }
 
     /// Prints the configuration and parameters for `dump_state`.
@@ -210,7 +210,7 @@ impl<M> Engine<M> {
         let config = &self.config.to_deepspeed_json();
         let config = serde_json::to_string_pretty(config).expect("a tree of values is JSON");
         let (units, params) = (self.core.units().len() - 1, self.core.params().len());
-        say(&format!(
+        emit(&format!(
             "configuration: {config}\nranks: {}\ndevice: {:?}\ndtype: {:?}\nparameters: {params}, in {units} units and \
              outside them\noptimizer: {:?}\nloss scale: {:?}\nmemory: {}",
             self.world_size(),

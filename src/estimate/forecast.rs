@@ -15,7 +15,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// The maximum number of ranks in [`Estimate::weak_scaling`].
-const MOST_RANKS: usize = 1024;
+const MAX_RANKS: usize = 1024;
 
 /// The collectives of one kind in a step, and the bytes they send between hosts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
@@ -112,7 +112,7 @@ impl Estimate {
     ) -> Result<Vec<ScalingRow>> {
         let doubled = std::iter::successors(Some(1usize), |hosts| hosts.checked_mul(2));
         let mut counts: Vec<usize> =
-            doubled.take_while(|hosts| *hosts == 1 || hosts.saturating_mul(each) <= MOST_RANKS).collect();
+            doubled.take_while(|hosts| *hosts == 1 || hosts.saturating_mul(each) <= MAX_RANKS).collect();
         counts.push(hosts);
         counts.sort_unstable();
         counts.dedup();

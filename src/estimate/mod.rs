@@ -62,7 +62,7 @@ use serde::Serialize;
 use step_trace::StepTrace;
 
 /// The maximum number of parameters, chosen so that their state can be counted in bytes.
-const MOST_PARAMETERS: usize = 1 << 57;
+const MAX_PARAMETERS: usize = 1 << 57;
 
 /// The estimated needs of each rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -95,8 +95,8 @@ impl Estimate {
     /// More parameters than can be counted in bytes; a module of `data_types.keep_in_fp32_modules` that does not exist.
     pub fn with(shapes: &Shapes, config: &Config, options: EstimateOptions) -> Result<Self> {
         let parameters = shapes.num_parameters();
-        if parameters > MOST_PARAMETERS {
-            let allowed = format!("at most {MOST_PARAMETERS}");
+        if parameters > MAX_PARAMETERS {
+            let allowed = format!("at most {MAX_PARAMETERS}");
             let found = parameters.to_string();
             return Err(ModelError::Config { key: "number of parameters", found, allowed }.into());
         }

@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 /// The data bytes and the total bytes of a full Ethernet frame that carries TCP. The limits of a link, and those of
 /// `tc`, count total bytes.
-const FRAME: [f64; 2] = [1448.0, 1514.0];
+const TCP_FRAME_BYTES: [f64; 2] = [1448.0, 1514.0];
 
 /// The network link of each host: its rate in each direction, its one-way latency, and its load on the host's
 /// processors.
@@ -69,12 +69,12 @@ pub(super) struct TransferTime {
 }
 
 /// The allowed form of each part.
-const BOTH: &str = "separate them with a comma";
-const BUSY: &str =
+const ALLOWED_FORM: &str = "separate them with a comma";
+const BUSY_FORM: &str =
     "the third part is the share of a host's processors that is busy while its cable is: a number up to 100 and %";
-const RATE: &str = "the rate is a number above 0 and bit, kbit, Mbit or Gbit (bits of the cable, in each direction), \
+const RATE_FORM: &str = "the rate is a number above 0 and bit, kbit, Mbit or Gbit (bits of the cable, in each direction), \
                     or MB/s or GB/s (bytes of data)";
-const LATENCY: &str = "the latency is a number and us, ms or s (one way)";
+const LATENCY_FORM: &str = "the latency is a number and us, ms or s (one way)";
 
 impl Network {
     /// The network that is assumed if none is given: 10 Gbit, with a latency of 50 us.
@@ -84,7 +84,7 @@ impl Network {
     /// Returns the bytes of data that the link carries per second, in each direction.
     pub fn bytes_per_s(&self) -> f64 {
         let bytes = self.rate * self.rate_unit.bytes as f64;
-        self.rate_unit.bits.map_or(bytes, |bits| bytes / bits as f64 * FRAME[0] / FRAME[1])
+        self.rate_unit.bits.map_or(bytes, |bits| bytes / bits as f64 * TCP_FRAME_BYTES[0] / TCP_FRAME_BYTES[1])
     }
 
     /// Returns the one-way latency between hosts in seconds.
@@ -118,26 +118,27 @@ impl FromStr for Network {
 
     fn from_str(text: &str) -> Result<Self, EstimateError> {
         let wrong = |allowed| EstimateError::Network { found: text.into(), allowed };
-        let (rate, others) = text.split_once(',').ok_or_else(|| wrong(BOTH))?;
+        let (rate, others) = text.split_once(',').ok_or_else(|| wrong(ALLOWED_FORM))?;
         let (latency, busy) = others.split_once(',').map_or((others, None), |(latency, busy)| (latency, Some(busy)));
         let share =
             |text: &str| text.ends_with('%').then(|| number(text, "%")).flatten().filter(|share| *share <= 100.0);
-        let busy_percent = busy.map_or(Ok(0.0), |busy| share(busy).ok_or_else(|| wrong(BUSY)))?;
+        let busy_percent = busy.map_or(Ok(0.0), |busy| share(busy).ok_or_else(|| wrong(BUSY_FORM)))?;
         let of_rate = |unit: &&RateUnit| match unit.bits {
             // tc ignores the case of these units as well.
             Some(_) => ends_with_ignoring_case(rate, unit.name),
             None => rate.ends_with(unit.name),
         };
-        let rate_unit = *RATES.iter().find(of_rate).ok_or_else(|| wrong(RATE))?;
-        let latency_unit = *LATENCIES.iter().find(|unit| latency.ends_with(unit.name)).ok_or_else(|| wrong(LATENCY))?;
-        let rate = number(rate, rate_unit.name).filter(|rate| *rate > 0.0).ok_or_else(|| wrong(RATE))?;
-        let latency = number(latency, latency_unit.name).ok_or_else(|| wrong(LATENCY))?;
+        let rate_unit = *RATES.iter().find(of_rate).ok_or_else(|| wrong(RATE_FORM))?;
+        let latency_unit =
+            *LATENCIES.iter().find(|unit| latency.ends_with(unit.name)).ok_or_else(|| wrong(LATENCY_FORM))?;
+        let rate = number(rate, rate_unit.name).filter(|rate| *rate > 0.0).ok_or_else(|| wrong(RATE_FORM))?;
+        let latency = number(latency, latency_unit.name).ok_or_else(|| wrong(LATENCY_FORM))?;
         let network = Self { rate, rate_unit, latency, latency_unit, busy_percent };
         // Rejects numbers that are too small or too large to compute with.
         match (network.bytes_per_s().is_normal(), network.latency_s().is_finite()) {
             (true, true) => Ok(network),
-            (false, _) => Err(wrong(RATE)),
-            (true, false) => Err(wrong(LATENCY)),
+            (false, _) => Err(wrong(RATE_FORM)),
+            (true, false) => Err(wrong(LATENCY_FORM)),
         }
     }
 }

@@ -15,13 +15,16 @@ pub const STAGES: [(&str, ZeroStage); 3] =
 
 /// The bytes per parameter of mixed precision training with Adam: 16-bit weights, 16-bit gradients, and f32 weights
 /// with two moments (the paper's K = 12).
-const BYTES: [f64; 3] = [2.0, 2.0, 12.0];
+const BYTES_PER_PARAMETER: [f64; 3] = [2.0, 2.0, 12.0];
 
 /// Returns the bytes of model state on each of `ranks` devices, for `parameters` parameters.
 pub fn model_state_bytes(parameters: f64, ranks: usize, stage: ZeroStage) -> f64 {
     let Placement { params, grads, optim } = stage.placement();
     let each = |sharding: Sharding, bytes: f64| if sharding.is_sharded() { bytes / ranks as f64 } else { bytes };
-    parameters * (each(params, BYTES[0]) + each(grads, BYTES[1]) + each(optim, BYTES[2]))
+    parameters
+        * (each(params, BYTES_PER_PARAMETER[0])
+            + each(grads, BYTES_PER_PARAMETER[1])
+            + each(optim, BYTES_PER_PARAMETER[2]))
 }
 
 /// Returns the gigabytes (1e9 bytes) of a table cell with three digits, truncated or rounded as in the paper.

@@ -2,7 +2,7 @@
 //! ranks.
 //!
 //! Layout, gathers, reductions, optimizer sweeps and publications are decided by [`crate::zero`], both for the engine
-//! and here. Every buffer is a [`MetaBuffer`] and recorded in a [`Ledger`], and the bytes that would be transferred are
+//! and here. Every buffer is a [`MetaBuffer`] and recorded in a [`MemoryLedger`], and the bytes that would be transferred are
 //! counted. Decisions that depend on the model's operations assume a typical model: units run in the order of
 //! registration, and gradients arrive in the reverse order.
 
@@ -14,7 +14,7 @@ use super::traffic::Traffic;
 use crate::comm::{CollectiveKind as CommKind, WireFormat};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
-use crate::memory::{Ledger, LedgerEntry, MemoryKind, MemoryReport, MemoryTier, TrackedBuffer};
+use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry, MemoryReport, MemoryTier, TrackedBuffer};
 use crate::offload::{DiskAccess, StateWindow, WindowSettings};
 use crate::optim;
 use crate::optim::{GroupStepSettings, ParamClass, ParameterGrouping, StepContext};
@@ -28,16 +28,16 @@ use crate::zero::gather::unit_trace::UnitEvent;
 use crate::zero::rank_backend::{RankBackend, RankInfo};
 use crate::zero::reduce::gradient_reducer;
 use crate::zero::reduce::gradient_reducer::{ArrivedGradient, GradientReducer, ReducePlan};
-use crate::zero::share::share_memory::ShareMemory;
 use crate::zero::share::share_plan::SharePlan;
+use crate::zero::share::share_storage::ShareStorage;
 use crate::zero::share::state_storage::lie_on_gpu;
-use crate::zero::share::sub_group::{SubGroup, SubGroupSlot, SweepMode, places};
+use crate::zero::share::sub_group::{SubGroup, SubGroupPosition, SweepMode, places};
 use crate::zero::share::sub_group_builder;
 use crate::zero::share::sub_group_builder::{SubGroupBuilder, SubGroupStateKind};
 use crate::zero::step::sharded_step::{update, vote};
 use crate::zero::step::state_sweep;
 use crate::zero::step::state_sweep::ParamSlice;
-use crate::zero::transfer::device_copy::{CopyKind, UPDATED_TOGETHER, WINDOWS_BYTES, windows_tier};
+use crate::zero::transfer::device_copy::{CopyKind, UPDATE_CHUNK, WINDOWS_BYTES, windows_tier};
 use crate::zero::transfer::pending_collective::CollectiveOp;
 use candle_core::DType;
 use std::cell::RefCell;
@@ -50,7 +50,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub(super) struct InFlightCollective {
     result: MetaBuffer,
     launched: Option<CollectiveId>,
-    _copy: Option<LedgerEntry>,
+    _copy: Option<MemoryLedgerEntry>,
 }
 
 /// A simulation of rank 0.
@@ -69,13 +69,13 @@ pub(super) struct Rehearsal<'a> {
     recompute: bool,
     /// The optimizer, and which of its two optimizers trains which parameter.
     grouping: Arc<ParameterGrouping>,
-    ledger: Ledger,
+    ledger: MemoryLedger,
     groups: Mutex<Vec<SubGroup<Self>>>,
     /// The sub-group and slot of each parameter.
     places: Vec<(usize, usize)>,
     files: RehearsedFiles,
     /// The transfer windows between the host and the GPU, by kind.
-    windows: RefCell<[Option<LedgerEntry>; 3]>,
+    windows: RefCell<[Option<MemoryLedgerEntry>; 3]>,
     traffic: Rc<RefCell<Traffic>>,
     /// The trace of the current step.
     step_trace: RefCell<StepTrace>,
@@ -83,7 +83,7 @@ pub(super) struct Rehearsal<'a> {
     /// The bytes of the model's buffers, which every training forward broadcasts from rank 0.
     buffers: usize,
     /// The buffers, and the parameters that stay whole throughout.
-    _whole: Vec<LedgerEntry>,
+    _whole: Vec<MemoryLedgerEntry>,
 }
 
 /// A configuration without optimizer states, used for parameters that have no optimizer.
@@ -106,7 +106,7 @@ impl<'a> Rehearsal<'a> {
         let plan = ReducePlan::new(config, placement, world_size, dtype);
         let optimizer = optim::from_config(config.optimizer.as_ref().unwrap_or(&PLAIN));
         let grouping = Arc::new(ParameterGrouping::new(Some(Arc::from(optimizer)), Vec::new())?);
-        let (ledger, traffic) = (Ledger::default(), Rc::<RefCell<Traffic>>::default());
+        let (ledger, traffic) = (MemoryLedger::default(), Rc::<RefCell<Traffic>>::default());
         let largest = params.iter().map(|p| p.numel).max().unwrap_or(0);
         let access = options.disk_access.unwrap_or(DiskAccess::Direct);
         let mut files = RehearsedFiles::new(&config.aio, largest, access, ledger.clone(), traffic.clone());
@@ -330,7 +330,7 @@ impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for RehearsedArena {
     }
 }
 
-impl ShareMemory for Rehearsal<'_> {
+impl ShareStorage for Rehearsal<'_> {
     type Buffer = MetaBuffer;
     type Files = RehearsedFiles;
 
@@ -346,14 +346,14 @@ impl ShareMemory for Rehearsal<'_> {
         Some(&self.files)
     }
 
-    fn ledger(&self) -> &Ledger {
+    fn ledger(&self) -> &MemoryLedger {
         &self.ledger
     }
 }
 
 impl RankBackend for Rehearsal<'_> {
     type Pending = InFlightCollective;
-    type PendingCopy = (MetaBuffer, [LedgerEntry; 2]);
+    type PendingCopy = (MetaBuffer, [MemoryLedgerEntry; 2]);
 
     fn info(&self) -> RankInfo<'_> {
         let Self { params, config: Config { world_size, zero, precision, .. }, tier, .. } = self;
@@ -437,7 +437,7 @@ impl RankBackend for Rehearsal<'_> {
         buffer: MetaBuffer,
         to: &MemoryTier,
         capacity: usize,
-    ) -> Result<(MetaBuffer, [LedgerEntry; 2])> {
+    ) -> Result<(MetaBuffer, [MemoryLedgerEntry; 2])> {
         let size = buffer.dtype().size_in_bytes();
         let room = if MetaBuffer::is_device(to) { capacity.max(buffer.len()) } else { buffer.len() };
         self.windows.borrow_mut()[kind as usize].get_or_insert_with(|| {
@@ -450,7 +450,7 @@ impl RankBackend for Rehearsal<'_> {
         Ok((there, held))
     }
 
-    fn arrived(&self, (buffer, _held): (MetaBuffer, [LedgerEntry; 2])) -> Result<MetaBuffer> {
+    fn arrived(&self, (buffer, _held): (MetaBuffer, [MemoryLedgerEntry; 2])) -> Result<MetaBuffer> {
         Ok(buffer)
     }
 
@@ -505,13 +505,13 @@ impl state_sweep::StepBackend for Rehearsal<'_> {
         range: &Range<usize>,
         mode: SweepMode,
         _: Option<&mut StateWindow<usize>>,
-        _: &mut impl FnMut(&SubGroupSlot, Range<usize>, ParamSlice<'_, '_>),
+        _: &mut impl FnMut(&SubGroupPosition, Range<usize>, ParamSlice<'_, '_>),
     ) -> Result<()> {
         self.compute(StepPhase::Update, range.len());
         let is_away = lie_on_gpu(self, group.weights.as_ref()) && !MetaBuffer::is_device(&self.share_place);
         if is_away && mode.has_weights() && mode.changes() {
             // The largest piece and the piece before it, which is still being transferred.
-            let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATED_TOGETHER)).max().unwrap_or(0);
+            let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATE_CHUNK)).max().unwrap_or(0);
             let piece = || MetaBuffer::whole(MemoryTier::Host, group.class.weights.dtype(self.dtype()), len);
             let under_way = self.send(CopyKind::Updates, piece(), &self.tier, len)?;
             let _next = self.ledger.hold(MemoryKind::Buckets, piece().capacity_in_bytes());

@@ -4,8 +4,8 @@ use super::meta_buffer::MetaBuffer;
 use super::traffic::Traffic;
 use crate::config::Aio;
 use crate::error::Result;
-use crate::memory::{Ledger, LedgerEntry, MemoryKind, TrackedBuffer};
-use crate::offload::{ALIGN, DiskAccess, StateFiles, UNWRITTEN, block_size, threads};
+use crate::memory::{MemoryLedger, MemoryLedgerEntry, MemoryKind, TrackedBuffer};
+use crate::offload::{ALIGN, DiskAccess, MAX_UNWRITTEN_BYTES, StateFiles, block_size, threads};
 use crate::precision::ElementBuffer;
 use candle_core::DType;
 use std::cell::{Cell, RefCell};
@@ -17,16 +17,16 @@ use std::rc::Rc;
 #[derive(Clone)]
 pub(super) struct RehearsedExtent {
     pub dtype: DType,
-    pub held: Rc<RefCell<LedgerEntry>>,
+    pub held: Rc<RefCell<MemoryLedgerEntry>>,
 }
 
 /// The files while sub-groups are laid out.
-pub(super) struct RehearsedArena(pub Ledger);
+pub(super) struct RehearsedArena(pub MemoryLedger);
 
 /// Files whose requests are counted.
 pub(super) struct RehearsedFiles {
     pub access: DiskAccess,
-    ledger: Ledger,
+    ledger: MemoryLedger,
     traffic: Rc<RefCell<Traffic>>,
     /// The bytes of the copies that direct access may need: each thread keeps a block for data that is not aligned.
     copies: usize,
@@ -38,7 +38,13 @@ pub(super) struct RehearsedFiles {
 
 impl RehearsedFiles {
     /// Creates the files. `largest` is the number of elements of the largest parameter.
-    pub fn new(aio: &Aio, largest: usize, access: DiskAccess, ledger: Ledger, traffic: Rc<RefCell<Traffic>>) -> Self {
+    pub fn new(
+        aio: &Aio,
+        largest: usize,
+        access: DiskAccess,
+        ledger: MemoryLedger,
+        traffic: Rc<RefCell<Traffic>>,
+    ) -> Self {
         let block = block_size(aio).min(largest * DType::F32.size_in_bytes()).next_multiple_of(ALIGN) + ALIGN - 1;
         let copies = threads(aio) * block;
         Self { access, ledger, traffic, copies, unwritten: RefCell::default(), stored: Cell::new(0) }
@@ -112,7 +118,8 @@ impl StateFiles for RehearsedFiles {
         self.count_write(extent, range.len());
         let mut unwritten = self.unwritten.borrow_mut();
         let bytes = |memory: &TrackedBuffer<MetaBuffer>| memory.buffer().capacity_in_bytes();
-        while !unwritten.is_empty() && unwritten.iter().map(|u| bytes(&u.1)).sum::<usize>() + bytes(&memory) > UNWRITTEN
+        while !unwritten.is_empty()
+            && unwritten.iter().map(|u| bytes(&u.1)).sum::<usize>() + bytes(&memory) > MAX_UNWRITTEN_BYTES
         {
             unwritten.pop_front();
         }

@@ -10,7 +10,7 @@ use crate::util::{list, matches};
 use crate::zero::gather::leaf_units::LeafUnits;
 use crate::zero::gather::unit::building;
 use crate::zero::rank_core::RegisteredModel;
-use crate::zero::share::param_registry::ParamRegistry;
+use crate::zero::share::var_builder_backend::VarBuilderBackend;
 use candle_core::{DType, Device, Shape};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
@@ -54,7 +54,7 @@ impl Shapes {
     /// # Errors
     /// The error of `build`; a model without parameters.
     pub fn of<M>(name: &str, build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>) -> Result<Self> {
-        let registry = ParamRegistry::of_shapes(DTYPE);
+        let registry = VarBuilderBackend::of_shapes(DTYPE);
         let vb = VarBuilder::from_backend(Box::new(registry.clone()), DTYPE, Device::Cpu);
         building(&registry, || build(vb)).map_err(|e| registry.explain(e))?;
         Ok(Self {
@@ -93,7 +93,7 @@ impl Shapes {
             files.tensors().map(|(name, tensor)| (name.to_owned(), tensor.shape().to_vec())).collect();
         // Numbers are compared by value: layer 10 comes after layer 2.
         tensors.sort_by_cached_key(|(name, _)| natural(name));
-        let registry = ParamRegistry::of_shapes(DTYPE);
+        let registry = VarBuilderBackend::of_shapes(DTYPE);
         let mut open: Option<String> = None;
         for (name, shape) in tensors {
             let unit = rule.unit(&name);

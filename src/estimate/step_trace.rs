@@ -5,7 +5,7 @@
 //! begins when a thread waits for it, when a long one is launched after it, or after a grace period.
 
 use super::network::TransferTime;
-use crate::comm::{CollectiveKind, GRACE, SHORT_BYTES, WireFormat};
+use crate::comm::{CollectiveKind, MAX_QUEUE_DELAY, SHORT_BYTES, WireFormat};
 use candle_core::DType;
 use std::collections::VecDeque;
 
@@ -193,7 +193,7 @@ impl SimulatedCommThread {
     /// Begins the first collective in the queue at second `now` at the latest, if there is one.
     fn begin(&mut self, now: f64) {
         if let Some((launched, TransferTime { seconds, processors })) = self.queue.pop_front() {
-            let start = self.free.max(now.min(launched + GRACE.as_secs_f64()));
+            let start = self.free.max(now.min(launched + MAX_QUEUE_DELAY.as_secs_f64()));
             self.free = start + seconds;
             self.busy += seconds;
             self.done.push(self.free);
@@ -326,7 +326,7 @@ mod tests {
             long.into_iter().for_each(|long| step_trace.wait(long));
             step_trace
         };
-        let grace = GRACE.as_secs_f64();
+        let grace = MAX_QUEUE_DELAY.as_secs_f64();
         assert_eq!(seconds(&step_trace(grace / 2.0, false), 0.0, 1.0).0, 1.0 + grace / 2.0);
         assert_eq!(seconds(&step_trace(3.0, false), 0.0, 1.0).0, 3.0);
         assert_eq!(seconds(&step_trace(0.5, false), 0.0, 1.0).0, 1.0 + grace);

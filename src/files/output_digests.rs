@@ -9,9 +9,9 @@ use std::io::{Read as _, Result, Write as _};
 use std::path::{Path, PathBuf};
 
 /// The name of the file in a run's folder of checkpoints.
-const NAME: &str = ".candle-zero-outputs.json";
+const FILE_NAME: &str = ".candle-zero-outputs.json";
 /// The maximum size of the file in bytes; no run writes as much.
-const MOST: u64 = 1 << 24;
+const MAX_FILE_BYTES: u64 = 1 << 24;
 
 /// Digests of the files in each of a run's folders, by the folder's part in the run and the file's name. While new
 /// files replace older ones, both digests are present.
@@ -32,14 +32,15 @@ struct DigestsFile {
 
 impl OutputDigests {
     /// Creates an empty set that is stored in `checkpoints`, if there is such a folder.
-    pub fn nothing(checkpoints: Option<&Path>) -> Self {
-        Self { file: checkpoints.map(|folder| folder.join(NAME)), of: DigestsByPart::new() }
+    pub fn empty(checkpoints: Option<&Path>) -> Self {
+        Self { file: checkpoints.map(|folder| folder.join(FILE_NAME)), of: DigestsByPart::new() }
     }
 
     /// Returns the digests of the run whose checkpoints are in that folder.
     pub fn of_run(checkpoints: &Path) -> Self {
-        let file = checkpoints.join(NAME);
-        let found = read_text(&file, MOST).ok().and_then(|text| serde_json::from_str::<DigestsFile>(&text).ok());
+        let file = checkpoints.join(FILE_NAME);
+        let found =
+            read_text(&file, MAX_FILE_BYTES).ok().and_then(|text| serde_json::from_str::<DigestsFile>(&text).ok());
         Self { file: Some(file), of: found.unwrap_or_default().written }
     }
 
@@ -103,7 +104,7 @@ impl OutputDigests {
         std::fs::create_dir_all(super::folder_of(path))?;
         let text = serde_json::to_string_pretty(&DigestsFile { written: self.of.clone() })?;
         // Usually the content is unchanged, and nothing is written.
-        if read(path, MOST).is_ok_and(|before| before == text.as_bytes()) {
+        if read(path, MAX_FILE_BYTES).is_ok_and(|before| before == text.as_bytes()) {
             return Ok(());
         }
         let mut file = AtomicFile::beside(path)?;
@@ -139,7 +140,7 @@ mod tests {
             std::fs::write(at("new/a.json"), text).unwrap();
         };
         std::fs::create_dir(at("out")).unwrap();
-        let mut written = OutputDigests::nothing(Some(&at("ck")));
+        let mut written = OutputDigests::empty(Some(&at("ck")));
         new("1");
         written.begin("result", &at("new")).unwrap();
         std::fs::write(at("out/a.json"), "1").unwrap();

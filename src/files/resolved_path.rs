@@ -46,7 +46,7 @@ impl ResolvedPath {
         }
         let ids = existing.ancestors().map(|folder| folder.metadata().map(|m| (m.dev(), m.ino())));
         let ids = ids.collect::<Result<Vec<_>>>()?;
-        let folds = !rest.is_empty() && folds(&existing);
+        let folds = !rest.is_empty() && ignores_case(&existing);
         Ok(Self { existing, rest, ids, folds })
     }
 
@@ -96,7 +96,7 @@ fn to_nothing(error: Error) -> Error {
 }
 
 /// Returns whether the file system of `folder` ignores case, judging by existing names.
-fn folds(folder: &Path) -> bool {
+fn ignores_case(folder: &Path) -> bool {
     let swapped = |name: &str| -> String {
         name.chars().map(|c| if c.is_lowercase() { c.to_ascii_uppercase() } else { c.to_ascii_lowercase() }).collect()
     };

@@ -200,10 +200,10 @@ impl NamedResolvedPath<'_, OutputKind> {
     /// Returns whether the output would be inside one of the checkpoints of a folder, rather than next to them.
     fn is_in_checkpoint(&self, folder: &ResolvedPath) -> bool {
         /// Marker files of this library's and DeepSpeed's checkpoints.
-        const OF_CHECKPOINTS: [&str; 2] = ["manifest.json", "mp_rank_00_model_states.pt"];
+        const CHECKPOINT_MARKERS: [&str; 2] = ["manifest.json", "mp_rank_00_model_states.pt"];
         let (path, folder) = (self.place.path(), folder.path());
         let is_checkpoint = |path: &Path| {
-            OF_CHECKPOINTS.iter().any(|name| path.join(name).exists())
+            CHECKPOINT_MARKERS.iter().any(|name| path.join(name).exists())
                 || path.join("zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
         };
         path.ancestors().skip(1).take_while(|above| above.starts_with(&folder)).any(is_checkpoint)
@@ -245,9 +245,10 @@ fn is_device(path: &Path) -> bool {
 
 /// Returns whether a model loader might open a file of that name.
 fn is_models_name(name: &OsStr) -> bool {
-    const ENDS: [&str; 9] = [".json", ".safetensors", ".gguf", ".jinja", ".txt", ".model", ".bin", ".pt", ".py"];
+    const MODEL_FILE_SUFFIXES: [&str; 9] =
+        [".json", ".safetensors", ".gguf", ".jinja", ".txt", ".model", ".bin", ".pt", ".py"];
     let name = name.to_string_lossy().to_lowercase();
-    ENDS.iter().any(|end| name.ends_with(end)) || name == "license"
+    MODEL_FILE_SUFFIXES.iter().any(|end| name.ends_with(end)) || name == "license"
 }
 
 /// Returns the ids of the files in a model's folder, including those that links lead to.
@@ -260,7 +261,7 @@ fn files_in(folder: &Path) -> HashSet<FileId> {
 /// Locks an output; returns `None` if it needs no lock or cannot have one.
 fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
     /// The time for which a killed process may still hold the lock.
-    const DYING: Duration = Duration::from_secs(2);
+    const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
     let NamedPath { path, kind, .. } = named;
     if *kind == OutputKind::Shared || is_device(path) {
         return Ok(None);
@@ -290,11 +291,11 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
     loop {
         match FileLock::attempt(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(FileLockOutcome::Held(lock)) => return Ok(Some(lock)),
-            Ok(FileLockOutcome::Busy(inode)) if start.elapsed() > DYING => {
+            Ok(FileLockOutcome::Busy(inode)) if start.elapsed() > LOCK_RELEASE_TIMEOUT => {
                 return Err(OutputError::Busy { path: path.clone(), owner: lock_owner(inode) }.into());
             }
             // As in /proc, where users cannot create files.
-            Ok(FileLockOutcome::Gone) if start.elapsed() > DYING => {
+            Ok(FileLockOutcome::Gone) if start.elapsed() > LOCK_RELEASE_TIMEOUT => {
                 return Err(refused(path, format!("cannot create a file in {}", folder_of(&file).display())));
             }
             Ok(_) => std::thread::sleep(Duration::from_millis(10)),
@@ -307,9 +308,9 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
 /// Returns the name of the lock next to a file or folder.
 fn lock_name(name: &OsStr) -> std::ffi::OsString {
     /// The maximum bytes of the name, with room for the prefix and suffix.
-    const MOST: usize = 200;
+    const MAX_NAME_BYTES: usize = 200;
     let mut lock = std::ffi::OsString::from(".");
-    match name.len() <= MOST {
+    match name.len() <= MAX_NAME_BYTES {
         true => lock.push(name),
         false => lock.push(format!("{:016x}", twox_hash::XxHash3_64::oneshot(name.as_encoded_bytes()))),
     }

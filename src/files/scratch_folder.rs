@@ -13,10 +13,10 @@ use std::path::{Path, PathBuf};
 pub const WRITING: &str = ".candle-zero-writing-";
 /// The marker file.
 const MARK: &str = ".candle-zero-unfinished";
-const TEXT: &str =
+const MARK_TEXT: &str =
     "candle-zero creates incomplete files here; files left by a killed job are removed by the next one\n";
 /// The number of letters and digits that make a name unique.
-const UNIQUE: usize = 6;
+const UNIQUE_CHARS: usize = 6;
 
 /// A folder for files that are not complete yet. It is removed with its content when this is dropped.
 #[derive(Debug)]
@@ -30,10 +30,10 @@ pub struct ScratchFolder {
 impl ScratchFolder {
     /// Creates a folder in `parent` with access only for this user, and removes the leftovers of dead jobs there.
     pub fn new(parent: &Path, prefix: &str) -> Result<Self> {
-        const ATTEMPTS: usize = 100;
+        const MAX_ATTEMPTS: usize = 100;
         sweep(parent, prefix);
         let only_mine = Permissions::from_mode(0o700);
-        for _ in 0..ATTEMPTS {
+        for _ in 0..MAX_ATTEMPTS {
             let made = tempfile::Builder::new().prefix(prefix).permissions(only_mine.clone()).tempdir_in(parent)?;
             let path = made.keep();
             match Self::mark(&path) {
@@ -61,7 +61,7 @@ impl ScratchFolder {
         if flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK) {
             return Ok(None);
         }
-        match File::create_new(path.join(MARK)).and_then(|mut mark| mark.write_all(TEXT.as_bytes())) {
+        match File::create_new(path.join(MARK)).and_then(|mut mark| mark.write_all(MARK_TEXT.as_bytes())) {
             Ok(()) => Ok(Some(folder)),
             Err(e) => gone(e),
         }
@@ -97,7 +97,7 @@ pub fn sweep(parent: &Path, prefix: &str) {
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let unique = name.to_str().and_then(|name| name.strip_prefix(prefix));
-        let is_named = unique.is_some_and(|u| u.len() == UNIQUE && u.bytes().all(|b| b.is_ascii_alphanumeric()));
+        let is_named = unique.is_some_and(|u| u.len() == UNIQUE_CHARS && u.bytes().all(|b| b.is_ascii_alphanumeric()));
         if !is_named || !entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == me) {
             continue;
         }
@@ -119,7 +119,7 @@ fn is_marked(folder: &Path) -> bool {
     let mark = folder.join(MARK);
     let is_file = mark.symlink_metadata().is_ok_and(|found| found.is_file());
     // A job that died, or a full disk, may have left an empty one.
-    is_file && super::read(&mark, TEXT.len() as u64).is_ok_and(|text| TEXT.as_bytes().starts_with(&text))
+    is_file && super::read(&mark, MARK_TEXT.len() as u64).is_ok_and(|text| MARK_TEXT.as_bytes().starts_with(&text))
 }
 
 /// Removes a folder and its content; the marker is removed last.

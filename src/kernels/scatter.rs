@@ -9,7 +9,7 @@ pub const NOWHERE: usize = usize::MAX;
 
 /// The targets of the elements of a source.
 #[derive(Debug, Clone)]
-pub struct ScatterTargets {
+pub struct ScatterIndices {
     /// For each element of the source, in order, its flat index in the result, or [`NOWHERE`] if it is not written.
     pub places: Vec<usize>,
 }
@@ -17,7 +17,7 @@ pub struct ScatterTargets {
 /// The number of elements of the result that one task owns.
 const ELEMENTS_PER_TASK: usize = 1 << 14;
 
-impl ScatterTargets {
+impl ScatterIndices {
     /// Calls `write` for each element of the source in order, with its index and the element of the result.
     fn each(&self, y: &mut [f32], write: impl Fn(usize, &mut f32) + Sync) {
         // Each task reads all targets, and uses those in its part of the result.
@@ -45,9 +45,9 @@ impl ScatterTargets {
         self.each(y, |number, value| *value += source[number]);
     }
 
-    /// Returns for each element of the source whether it stays after [`ScatterTargets::set`] into `results` elements,
+    /// Returns for each element of the source whether it stays after [`ScatterIndices::set`] into `results` elements,
     /// because no later element overwrites it.
-    pub fn stays(&self, results: usize) -> Vec<bool> {
+    pub fn survives(&self, results: usize) -> Vec<bool> {
         let mut taken = vec![false; results];
         let mut stays = vec![false; self.places.len()];
         for (number, place) in self.places.iter().enumerate().rev() {
@@ -57,7 +57,7 @@ impl ScatterTargets {
     }
 
     /// Returns the elements of `dy` at the targets of the source's elements, and 0 for elements that are not written.
-    pub fn taken(&self, dy: &[f32]) -> Vec<f32> {
+    pub fn gather(&self, dy: &[f32]) -> Vec<f32> {
         self.places.iter().map(|place| dy.get(*place).copied().unwrap_or(0.0)).collect()
     }
 }

@@ -17,9 +17,9 @@ pub struct ActivationPass {
 
 /// The approximate maximum number of bytes of logits that exist at a time, plus as many for the operands of their
 /// products.
-const LOGITS: usize = 2 * (26 << 20);
+const MAX_LOGITS_BYTES: usize = 2 * (26 << 20);
 /// The minimum number of rows of logits.
-const ROWS: usize = 64;
+const MIN_LOGITS_ROWS: usize = 64;
 
 impl DecoderConfig {
     /// Returns the maximum number of activation bytes during an [`ActivationPass`]: the values that the blocks keep for
@@ -36,7 +36,9 @@ impl DecoderConfig {
         // recomputed.
         let passing = of_tokens((2 * self.intermediate_size + 3 * width) * element);
         let output = if trains_base { self.vocab.saturating_mul(width).saturating_mul(4 + element) } else { 0 };
-        let logits = LOGITS.min(2 * of_tokens(self.vocab * element)).max(ROWS.min(tokens) * self.vocab * element);
+        let logits = MAX_LOGITS_BYTES
+            .min(2 * of_tokens(self.vocab * element))
+            .max(MIN_LOGITS_ROWS.min(tokens) * self.vocab * element);
         let loss = of_tokens(width * (4 + 3 * element)).saturating_add(logits).saturating_add(output);
         if !recompute {
             return whole.saturating_mul(blocks).saturating_add(passing.max(loss));

@@ -87,15 +87,15 @@ impl BertBlock {
         let options = AttentionOptions { bidirectional: true, ..AttentionOptions::default() };
         let (q, k, v) = (self.query.forward(x)?, self.key.forward(x)?, self.value.forward(x)?);
         let attended = attention(&q, &k, &v, self.heads, self.heads, &options, Some(sequences))?;
-        let x = &self.attention_norm.forward(&self.onto(x, &self.output, &attended)?)?;
+        let x = &self.attention_norm.forward(&self.add_projected(x, &self.output, &attended)?)?;
         let h = self
             .up
             .forward_then(x, LinearEpilogue { activation: Some(self.activation), ..LinearEpilogue::default() })?;
-        self.norm.forward(&self.onto(x, &self.down, &h)?)
+        self.norm.forward(&self.add_projected(x, &self.down, &h)?)
     }
 
     /// Returns x + dropout(projection(h)).
-    fn onto(&self, x: &Tensor, projection: &Linear, h: &Tensor) -> Result<Tensor> {
+    fn add_projected(&self, x: &Tensor, projection: &Linear, h: &Tensor) -> Result<Tensor> {
         match &self.drop {
             None => projection.forward_then(h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() }),
             Some(drop) => add(x, &drop.forward(&projection.forward(h)?)?),
@@ -144,7 +144,7 @@ impl Bert {
     pub fn states(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
         let (batch, time) = ids.dims2()?;
         let states = self.texts(ids, kinds, lengths)?;
-        let firsts = firsts(lengths);
+        let firsts = text_starts(lengths);
         // After a text, its last state is repeated.
         let places = firsts.iter().zip(lengths).flat_map(|(first, len)| (0..time).map(move |i| first + i.min(len - 1)));
         rows(&states, places)?.reshape((batch, time, ()))
@@ -188,7 +188,7 @@ impl Bert {
     /// # Errors
     /// The errors of [`Bert::states`].
     pub fn forward(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
-        let first = rows(&self.texts(ids, kinds, lengths)?, firsts(lengths).into_iter())?;
+        let first = rows(&self.texts(ids, kinds, lengths)?, text_starts(lengths).into_iter())?;
         let mut pooled = self.pooler.forward(&first)?.tanh()?;
         if let Some(drop) = &self.classifier_drop {
             pooled = drop.forward(&pooled)?;
@@ -216,7 +216,7 @@ impl Bert {
 }
 
 /// Returns the start of each text of these lengths, one after the other.
-fn firsts(lengths: &[usize]) -> Vec<usize> {
+fn text_starts(lengths: &[usize]) -> Vec<usize> {
     let next = |end: &mut usize, length: &usize| Some(std::mem::replace(end, *end + length));
     lengths.iter().scan(0, next).collect()
 }

@@ -32,18 +32,18 @@ pub(super) fn refused(key: &'static str, found: impl Display, allowed: &str) -> 
 
 /// The maximum number of parameters of a model. Their bytes, in any precision and with everything that training adds,
 /// can be counted in 64 bits.
-const MOST_PARAMETERS: u128 = 1 << 50;
+const MAX_PARAMETERS: u128 = 1 << 50;
 
 /// The largest number of positions; above it, f32 cannot tell positions apart.
-pub(super) const MOST_POSITIONS: usize = 1 << 24;
+pub(super) const MAX_POSITIONS: usize = 1 << 24;
 
 /// The maximum number of blocks of a model.
-pub(super) const MOST_BLOCKS: usize = 1 << 14;
+pub(super) const MAX_BLOCKS: usize = 1 << 14;
 
 /// Checks that a model has a sensible number of blocks: each of them takes memory, also without its parameters.
 pub(super) fn require_blocks(key: &'static str, blocks: usize) -> Result<()> {
-    if blocks > MOST_BLOCKS {
-        return Err(refused(key, blocks, &format!("at most {MOST_BLOCKS}")));
+    if blocks > MAX_BLOCKS {
+        return Err(refused(key, blocks, &format!("at most {MAX_BLOCKS}")));
     }
     Ok(())
 }
@@ -60,8 +60,8 @@ pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
 
 /// Checks that `parameters` can be counted.
 pub(super) fn require_parameters(parameters: u128) -> Result<()> {
-    if parameters > MOST_PARAMETERS {
-        let allowed = format!("at most {MOST_PARAMETERS} elements: use smaller sizes");
+    if parameters > MAX_PARAMETERS {
+        let allowed = format!("at most {MAX_PARAMETERS} elements: use smaller sizes");
         return Err(refused("the sum of all parameters", parameters, &allowed));
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! Decoders built from a configuration: from token ids to the states that the output projection takes.
 
-use super::decoder_block::{BlockContext, BlockNorm, DecoderBlock, STD};
+use super::decoder_block::{BlockContext, BlockNorm, DecoderBlock, INITIAL_STD};
 use super::{Architecture, BlockConfig, DecoderConfig, LanguageModel, ParameterNaming};
 use crate::nn::{Dropout, Embedding, KeyValueCache, Linear, Rotary, Sequences, add, normal, refuse, scaled};
 use crate::zero::Unit;
@@ -78,7 +78,8 @@ impl<C> DecoderLayers<C> {
         }
         let norm = BlockNorm::new(config, inner.pp(norm))?;
         let untied = !config.tie_word_embeddings;
-        let head = untied.then(|| Linear::with_init(d, vocab, false, normal(STD), vb.pp("lm_head"))).transpose()?;
+        let head =
+            untied.then(|| Linear::with_init(d, vocab, false, normal(INITIAL_STD), vb.pp("lm_head"))).transpose()?;
         let (embedding_scale, logit_soft_cap) = (config.embedding_scale, config.logit_soft_cap);
         let drop = config.dropout();
         let sizes = PhantomData;

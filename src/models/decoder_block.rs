@@ -56,13 +56,19 @@ impl DecoderBlock {
     /// Applies the block to `x` `[batch, time, hidden_size]`.
     pub(super) fn run(&self, x: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
         let attended = self.attention.forward(&self.before_attention.forward(x)?, around)?;
-        let x = &self.onto(x, &self.attention.output, &attended, self.after_attention.as_ref())?;
-        let h = self.mlp.inside(&self.before_mlp.forward(x)?)?;
-        self.onto(x, &self.mlp.down, &h, self.after_mlp.as_ref())
+        let x = &self.add_projected(x, &self.attention.output, &attended, self.after_attention.as_ref())?;
+        let h = self.mlp.down_input(&self.before_mlp.forward(x)?)?;
+        self.add_projected(x, &self.mlp.down, &h, self.after_mlp.as_ref())
     }
 
     /// Returns x + dropout(norm(projection(h))).
-    fn onto(&self, x: &Tensor, projection: &Projection, h: &Tensor, norm: Option<&BlockNorm>) -> Result<Tensor> {
+    fn add_projected(
+        &self,
+        x: &Tensor,
+        projection: &Projection,
+        h: &Tensor,
+        norm: Option<&BlockNorm>,
+    ) -> Result<Tensor> {
         if norm.is_none() && self.drop.is_none() {
             return projection.forward_then(h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() });
         }
@@ -100,14 +106,14 @@ impl DecoderConfig {
         vb: &VarBuilder<'_>,
     ) -> Result<Projection> {
         let layout = if self.naming == ParameterNaming::Gpt2 { WeightLayout::InOut } else { WeightLayout::OutIn };
-        let std = if is_residual { STD / (2.0 * self.blocks.len() as f64).sqrt() } else { STD };
+        let std = if is_residual { INITIAL_STD / (2.0 * self.blocks.len() as f64).sqrt() } else { INITIAL_STD };
         let options = ProjectionOptions { layout, bias, std, lora: self.lora.as_ref() };
         Projection::new(inputs, outputs, options, vb.pp(name))
     }
 }
 
 /// The standard deviation of initial weights.
-pub(super) const STD: f64 = 0.02;
+pub(super) const INITIAL_STD: f64 = 0.02;
 
 /// The parameter names within a block that differ between models.
 struct BlockNames {
@@ -254,7 +260,7 @@ impl BlockAttention {
                         None => fused_attention(&qkv, self.heads, &self.options, sequences),
                     };
                 }
-                self.apart(&qkv)?
+                self.split_qkv(&qkv)?
             }
         };
         self.attend([q, k, v], first, sequences, cache)
@@ -292,7 +298,7 @@ impl BlockAttention {
     }
 
     /// Splits queries, keys and values that are side by side in one tensor.
-    fn apart(&self, qkv: &Tensor) -> Result<[Tensor; 3]> {
+    fn split_qkv(&self, qkv: &Tensor) -> Result<[Tensor; 3]> {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         Ok([columns(qkv, 0..q)?, columns(qkv, q..q + kv)?, columns(qkv, q + kv..q + 2 * kv)?])
     }
@@ -330,7 +336,7 @@ impl Mlp {
     }
 
     /// Returns the input of the down projection.
-    fn inside(&self, x: &Tensor) -> Result<Tensor> {
+    fn down_input(&self, x: &Tensor) -> Result<Tensor> {
         match &self.input {
             MlpInput::Plain(up) => {
                 up.forward_then(x, LinearEpilogue { activation: Some(self.activation), ..LinearEpilogue::default() })

@@ -1,6 +1,6 @@
 //! A decoder as one configuration, with the options in which Llama, Mistral, Qwen, Gemma, Phi and GPT-2 differ.
 
-use super::config_checks::{MOST_POSITIONS, refused, require_blocks, require_parameters, require_sizes};
+use super::config_checks::{MAX_POSITIONS, refused, require_blocks, require_parameters, require_sizes};
 use super::rotary_config::RotaryConfig;
 use crate::Result;
 use crate::nn::{Activation, LoraConfig};
@@ -180,8 +180,8 @@ impl DecoderConfig {
                 ));
             }
             Some(_) => (),
-            None if self.ctx > MOST_POSITIONS => {
-                let allowed = format!("at most {MOST_POSITIONS}: positions are counted in f32");
+            None if self.ctx > MAX_POSITIONS => {
+                let allowed = format!("at most {MAX_POSITIONS}: positions are counted in f32");
                 return Err(refused("max_position_embeddings", self.ctx, &allowed));
             }
             None if !self.head_dim.is_multiple_of(2) => {

@@ -3,7 +3,7 @@
 //!
 //! For keys that a file omits, the defaults of the model's class in transformers apply.
 
-use super::config_checks::MOST_BLOCKS;
+use super::config_checks::MAX_BLOCKS;
 use super::json_keys::{JsonKeys, shortened};
 use super::{BERT, BlockConfig, DecoderConfig, NormKind, ParameterNaming, RotaryConfig, RotaryScaling};
 use crate::error::{Error, ModelError, Result};
@@ -14,7 +14,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// The maximum number of bytes in a `config.json`.
-const MOST_BYTES: u64 = 16 << 20;
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 impl DecoderConfig {
     /// Reads the configuration from the `config.json` of a Hugging Face model, as transformers 5 or 4 writes it. `ctx`
@@ -55,7 +55,7 @@ impl DecoderConfig {
 /// Reads and parses a file.
 fn parse(file: &Path) -> Result<Value> {
     let io = |source| Error::Io { action: "read", path: file.to_owned(), source };
-    let text = files::read_text(file, MOST_BYTES).map_err(io)?;
+    let text = files::read_text(file, MAX_CONFIG_BYTES).map_err(io)?;
     let bad = |e: serde_json::Error| ModelError::NoJson { file: file.to_owned(), why: e.to_string() }.into();
     // Some Windows editors write a byte order mark before the text.
     serde_json::from_str(text.strip_prefix('\u{FEFF}').unwrap_or(&text)).map_err(bad)
@@ -314,8 +314,8 @@ fn gpt2(keys: &JsonKeys<'_>) -> Result<DecoderConfig> {
 /// Reads the number of blocks, and checks it before memory is allocated for each of them.
 fn blocks(keys: &JsonKeys<'_>, key: &str, default: usize) -> Result<usize> {
     match keys.size(key)?.unwrap_or(default) {
-        blocks if blocks <= MOST_BLOCKS => Ok(blocks),
-        _ => Err(keys.refuse(key, format!("at most {MOST_BLOCKS}"))),
+        blocks if blocks <= MAX_BLOCKS => Ok(blocks),
+        _ => Err(keys.refuse(key, format!("at most {MAX_BLOCKS}"))),
     }
 }
 

@@ -101,9 +101,9 @@ impl<'a> JsonKeys<'a> {
 /// Formats a value for a message.
 #[doc(hidden)]
 pub fn shortened(value: &Value) -> String {
-    const MOST: usize = 60;
+    const MAX_SHOWN_CHARS: usize = 60;
     let text = value.to_string();
-    match text.char_indices().nth(MOST) {
+    match text.char_indices().nth(MAX_SHOWN_CHARS) {
         None => text,
         Some((end, _)) => format!("{}...", &text[..end]),
     }

@@ -1,6 +1,6 @@
 //! The sizes of a Llama.
 
-use super::config_checks::{MOST_POSITIONS, find_preset, refused, require_blocks, require_parameters, require_sizes};
+use super::config_checks::{MAX_POSITIONS, find_preset, refused, require_blocks, require_parameters, require_sizes};
 use super::{BlockConfig, DecoderConfig, DecoderSizes, NormKind, ParameterNaming, RotaryConfig, RotaryScaling};
 use crate::Result;
 use crate::nn::Activation;
@@ -107,8 +107,8 @@ impl LlamaConfig {
             ("ctx", self.ctx),
             ("vocab", self.vocab),
         ])?;
-        if self.ctx > MOST_POSITIONS {
-            return Err(refused("ctx", self.ctx, &format!("at most {MOST_POSITIONS}: positions are counted in f32")));
+        if self.ctx > MAX_POSITIONS {
+            return Err(refused("ctx", self.ctx, &format!("at most {MAX_POSITIONS}: positions are counted in f32")));
         }
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         if !self.hidden_size.is_multiple_of(2 * heads) {

@@ -92,12 +92,12 @@ mod tests {
 
     #[test]
     fn the_likeliest_are_those_of_the_rank_and_of_the_probability() {
-        const NO: f32 = f32::NEG_INFINITY;
+        const EXCLUDED: f32 = f32::NEG_INFINITY;
         let kept = |top_k, top_p, temperature| {
             // The probabilities are 0.5, 0.1, 0.3 and 0.1 at temperature 1.
             let mut logits = [0.5f32.ln(), 0.1f32.ln(), 0.3f32.ln(), 0.1f32.ln(), f32::NAN];
             keep_likeliest(&mut logits, top_k, top_p, temperature);
-            logits.map(|x| x > NO)
+            logits.map(|x| x > EXCLUDED)
         };
         assert_eq!(kept(1, 1.0, 1.0), [true, false, false, false, false]);
         assert_eq!(kept(3, 1.0, 1.0), [true, true, true, false, false]);
@@ -112,7 +112,7 @@ mod tests {
         keep_likeliest(&mut logits, 1, 0.1, 0.0);
         assert_eq!(logits, [1.0, 3.0]);
         keep_likeliest(&mut logits, 0, 1e-300, 1.0);
-        assert_eq!(logits, [NO, 3.0]);
+        assert_eq!(logits, [EXCLUDED, 3.0]);
         keep_likeliest(&mut [], 1, 0.5, 1.0);
     }
 

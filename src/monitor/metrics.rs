@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// The time that a killed process may still hold the file.
-const DYING: Duration = Duration::from_secs(2);
+const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A writer of one JSON object per line. Each line is passed to the system at once, so a run that dies leaves complete
 /// lines.
@@ -144,8 +144,8 @@ fn open_to_append(path: &Path) -> std::io::Result<File> {
 /// an object with a number named `step` or `epoch`. Metrics contain no strings except the tag of an event.
 fn only_metrics(file: &File) -> std::io::Result<()> {
     /// The number of bytes that are checked.
-    const MOST: usize = 1 << 16;
-    let mut begin = vec![0; MOST];
+    const CHECKED_BYTES: usize = 1 << 16;
+    let mut begin = vec![0; CHECKED_BYTES];
     let mut filled = 0;
     loop {
         match file.read_at(&mut begin[filled..], filled as u64)? {
@@ -167,7 +167,7 @@ fn only_metrics(file: &File) -> std::io::Result<()> {
     let is_cut = match (serde_json::from_slice::<Value>(rest), whole) {
         _ if rest.is_empty() => true,
         (Ok(_), _) => is_metrics(rest),
-        (Err(_), 0) => rest.starts_with(b"{\"step\":") && filled < MOST,
+        (Err(_), 0) => rest.starts_with(b"{\"step\":") && filled < CHECKED_BYTES,
         (Err(_), _) => rest.starts_with(b"{"),
     };
     if lines.all(is_metrics) && is_cut {
@@ -189,7 +189,7 @@ fn claim(file: &File, path: &Path) -> Result<bool> {
     while flock(file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK) {
         match lock_owner(found.ino()) {
             Some(owner) if owner == std::process::id() => break,
-            owner if start.elapsed() > DYING => {
+            owner if start.elapsed() > LOCK_RELEASE_TIMEOUT => {
                 return Err(MonitorError::MetricsBusy { path: path.into(), owner }.into());
             }
             _ => std::thread::sleep(Duration::from_millis(10)),
@@ -202,11 +202,11 @@ fn claim(file: &File, path: &Path) -> Result<bool> {
 /// unchanged.
 pub(super) fn end_last_line(file: &File) -> std::io::Result<()> {
     /// The number of bytes that are read at a time, starting from the end.
-    const PART: u64 = 4096;
+    const READ_CHUNK: u64 = 4096;
     let whole = file.metadata()?;
     let mut end = if whole.is_file() { whole.len() } else { 0 };
     while end > 0 {
-        let start = end.saturating_sub(PART);
+        let start = end.saturating_sub(READ_CHUNK);
         let mut part = vec![0; (end - start) as usize];
         file.read_exact_at(&mut part, start)?;
         if let Some(last) = part.iter().rposition(|byte| *byte == b'\n') {

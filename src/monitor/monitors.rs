@@ -3,7 +3,7 @@
 use super::{CsvMonitor, Monitor, MonitorEvent, Prometheus, TensorBoard};
 use crate::Result;
 use crate::config::Monitoring;
-use crate::notice::{say, warn};
+use crate::notice::{emit, warn};
 
 /// A function that creates a monitor, on the rank that writes.
 pub(crate) type MonitorOpener = Box<dyn FnOnce() -> Result<Box<dyn Monitor>> + Send>;
@@ -25,7 +25,7 @@ impl Monitors {
         match Prometheus::asked_for()? {
             // The port was given to the process, not to one of its engines.
             Some(port) if Prometheus::is_listening() && port != 0 => {
-                say("another engine of this process serves metrics for Prometheus, without those of this engine");
+                emit("another engine of this process serves metrics for Prometheus, without those of this engine");
             }
             Some(port) => all.push(Box::new(Prometheus::listen(port)?)),
             None => {}

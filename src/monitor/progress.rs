@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 
 /// The divisor of the elapsed time that determines the pause between two lines if no step count is given, within the
 /// bounds below.
-const PAUSE_PART: u32 = 20;
-const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+const PAUSE_DIVISOR: u32 = 20;
+const MIN_PAUSE: Duration = Duration::from_secs(1);
+const MAX_PAUSE: Duration = Duration::from_secs(60);
 /// The interval at which a bar is redrawn while nothing is reported.
 #[cfg(feature = "cli")]
-const TICK: Duration = Duration::from_millis(500);
+const REDRAW_INTERVAL: Duration = Duration::from_millis(500);
 /// The pause between two lines within the first step.
-const PAUSE_WITHIN: Duration = Duration::from_secs(10);
+const FIRST_STEP_PAUSE: Duration = Duration::from_secs(10);
 
 /// A display of a run's progress.
 #[derive(Debug)]
@@ -79,7 +79,7 @@ impl Progress {
             ProgressDisplay::Bar(bar) => {
                 bar.set_message(message());
                 bar.set_position(done);
-                bar.enable_steady_tick(TICK);
+                bar.enable_steady_tick(REDRAW_INTERVAL);
             }
             ProgressDisplay::Lines(_) => _ = writeln!(std::io::stderr(), "step {done}/{}: {}", self.total, message()),
         }
@@ -169,7 +169,7 @@ impl PrintInterval {
     }
 
     fn is_due(&mut self, done: u64, total: u64, now: Instant) -> bool {
-        let pause = (now.duration_since(self.start) / PAUSE_PART).clamp(SHORTEST_PAUSE, LONGEST_PAUSE);
+        let pause = (now.duration_since(self.start) / PAUSE_DIVISOR).clamp(MIN_PAUSE, MAX_PAUSE);
         let due = match (self.last_line, self.every) {
             (None, _) => {
                 self.before = done.saturating_sub(1);
@@ -188,7 +188,7 @@ impl PrintInterval {
     /// Returns whether a line is due within the first step.
     fn is_due_before_the_first(&mut self, now: Instant) -> bool {
         let since = now.duration_since(self.last_within.unwrap_or(self.start));
-        let due = self.last_line.is_none() && since >= PAUSE_WITHIN;
+        let due = self.last_line.is_none() && since >= FIRST_STEP_PAUSE;
         if due {
             self.last_within = Some(now);
         }

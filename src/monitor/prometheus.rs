@@ -2,7 +2,7 @@
 
 use super::{Monitor, MonitorEvent};
 use crate::error::{Error, MonitorError, Result};
-use crate::notice::say;
+use crate::notice::emit;
 use crate::util::lock;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 pub const PORT: &str = "CANDLE_ZERO_PROMETHEUS";
 
 /// The time limit for one client, and the size limit of a request.
-const PATIENCE: Duration = Duration::from_secs(1);
-const REQUEST_BYTES: usize = 8 << 10;
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
+const MAX_REQUEST_BYTES: usize = 8 << 10;
 
 /// A monitor that answers `GET /metrics` on 127.0.0.1, from its own thread. Training never waits for it.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ pub struct Prometheus {
 type LastValues = BTreeMap<String, (f64, u64)>;
 
 /// The number of monitors of this kind in this process.
-static LISTENING: AtomicUsize = AtomicUsize::new(0);
+static LISTENING_MONITORS: AtomicUsize = AtomicUsize::new(0);
 
 impl Prometheus {
     /// Listens on a port; 0 selects a free one. The address is printed.
@@ -56,13 +56,13 @@ impl Prometheus {
                     // A client that disconnects must not affect training.
                     Ok(client) => _ = answer(client, &values),
                     // The process may be out of file descriptors, so wait before trying again.
-                    Err(_) => std::thread::sleep(PATIENCE),
+                    Err(_) => std::thread::sleep(CLIENT_TIMEOUT),
                 }
             }
         };
         let thread = std::thread::Builder::new().name("prometheus".into()).spawn(serve).map_err(failed)?;
-        LISTENING.fetch_add(1, Ordering::Relaxed);
-        say(&format!("metrics for Prometheus: http://{address}/metrics"));
+        LISTENING_MONITORS.fetch_add(1, Ordering::Relaxed);
+        emit(&format!("metrics for Prometheus: http://{address}/metrics"));
         Ok(Self { address, last, stop, thread: Some(thread) })
     }
 
@@ -81,7 +81,7 @@ impl Prometheus {
 
     /// Returns whether this process already has such a monitor, for another engine.
     pub(crate) fn is_listening() -> bool {
-        LISTENING.load(Ordering::Relaxed) > 0
+        LISTENING_MONITORS.load(Ordering::Relaxed) > 0
     }
 
     /// Returns the address that it listens on.
@@ -102,10 +102,10 @@ impl Monitor for Prometheus {
 
 impl Drop for Prometheus {
     fn drop(&mut self) {
-        LISTENING.fetch_sub(1, Ordering::Relaxed);
+        LISTENING_MONITORS.fetch_sub(1, Ordering::Relaxed);
         self.stop.store(true, Ordering::Relaxed);
         // Wakes the thread. If that fails, the thread has ended, or ends with the process.
-        if TcpStream::connect_timeout(&self.address, PATIENCE).is_ok()
+        if TcpStream::connect_timeout(&self.address, CLIENT_TIMEOUT).is_ok()
             && let Some(thread) = self.thread.take()
         {
             _ = thread.join();
@@ -114,11 +114,11 @@ impl Drop for Prometheus {
 }
 
 fn answer(mut client: TcpStream, last: &Mutex<LastValues>) -> std::io::Result<()> {
-    let until = Instant::now() + PATIENCE;
-    client.set_write_timeout(Some(PATIENCE))?;
+    let until = Instant::now() + CLIENT_TIMEOUT;
+    client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let (mut request, mut part) = (Vec::new(), [0; 1024]);
     // Reads up to the end of the headers, so that a client that is still sending is not cut off.
-    while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < REQUEST_BYTES {
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < MAX_REQUEST_BYTES {
         let left = until.saturating_duration_since(Instant::now());
         client.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
         let read = client.read(&mut part)?;
@@ -209,9 +209,9 @@ mod tests {
         let silent = TcpStream::connect(prometheus.address()).unwrap();
         let start = Instant::now();
         prometheus.write(&[MonitorEvent::new("x", 1.0, 1)]).unwrap();
-        assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
+        assert!(start.elapsed() < CLIENT_TIMEOUT / 2, "{:?}", start.elapsed());
         let mut endless = TcpStream::connect(prometheus.address()).unwrap();
-        _ = endless.write_all(&[b'x'; 4 * REQUEST_BYTES]);
+        _ = endless.write_all(&[b'x'; 4 * MAX_REQUEST_BYTES]);
         assert!(get(prometheus.address(), "GET / HTTP/1.0\r\n\r\n").contains("candle_zero_value{tag=\"x\"} 1.0\n"));
         drop((silent, endless));
     }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 /// The number of optimizer steps that are not timed. The first steps allocate memory and record the order of units.
-const WARM_UP: u64 = 2;
+const WARM_UP_STEPS: u64 = 2;
 
 /// A timer of micro steps, from the beginning of forward to the end of the step.
 #[derive(Debug, Default)]
@@ -34,7 +34,7 @@ impl ThroughputTimer {
     pub fn boundary(&mut self, samples: usize) -> Option<SamplesPerSecond> {
         let took = std::mem::take(&mut self.step);
         self.steps += 1;
-        let timed = self.steps.checked_sub(WARM_UP).filter(|timed| *timed > 0)?;
+        let timed = self.steps.checked_sub(WARM_UP_STEPS).filter(|timed| *timed > 0)?;
         self.total += took;
         let per_second = |steps: u64, took: Duration| steps as f64 * samples as f64 / took.as_secs_f64();
         Some(SamplesPerSecond { current: per_second(1, took), average: per_second(timed, self.total) })

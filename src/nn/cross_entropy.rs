@@ -327,7 +327,7 @@ fn mean(losses: &[f32], divisor: f64) -> f32 {
 }
 
 /// The targets on the host.
-struct HostTargets {
+struct HostTargetIds {
     /// The class of each row, or [`IGNORED`].
     of_rows: Vec<u32>,
     /// The number of rows that count.
@@ -375,7 +375,7 @@ impl NonIgnoredRows {
     }
 }
 
-impl HostTargets {
+impl HostTargetIds {
     fn counting(&self) -> NonIgnoredRows {
         let counts = |(row, target): (usize, &u32)| (*target != IGNORED).then_some((row, *target));
         let (rows, targets) = self.of_rows.iter().enumerate().filter_map(counts).unzip();
@@ -408,7 +408,7 @@ impl HostTargets {
 /// The i64 target that does not count: PyTorch's `ignore_index`.
 const IGNORED_I64: i64 = -100;
 
-fn host_targets(targets: &Tensor, classes: usize) -> Result<HostTargets> {
+fn host_targets(targets: &Tensor, classes: usize) -> Result<HostTargetIds> {
     let given: Vec<i64> = match targets.dtype() {
         DType::I64 => targets.flatten_all()?.to_vec1()?,
         _ => host_ids(targets, NAME, "targets")?.into_iter().map(i64::from).collect(),
@@ -420,5 +420,5 @@ fn host_targets(targets: &Tensor, classes: usize) -> Result<HostTargets> {
     };
     let of_rows: Vec<u32> = given.into_iter().enumerate().map(of_row).collect::<Result<_>>()?;
     let count = of_rows.iter().filter(|target| **target != IGNORED).count();
-    Ok(HostTargets { of_rows, count })
+    Ok(HostTargetIds { of_rows, count })
 }

@@ -26,7 +26,7 @@ use std::cell::Cell;
 use std::ops::Range;
 
 thread_local! {
-    static OFF: Cell<bool> = const { Cell::new(false) };
+    static ADAPTERS_OFF: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Calls `run` with all adapters of this thread's models off, and without recording anything for a backward. This is
@@ -35,16 +35,16 @@ pub fn without_adapters<T>(run: impl FnOnce() -> T) -> T {
     struct AdaptersGuard(bool);
     impl Drop for AdaptersGuard {
         fn drop(&mut self) {
-            OFF.set(self.0);
+            ADAPTERS_OFF.set(self.0);
         }
     }
-    let _reset = AdaptersGuard(OFF.replace(true));
+    let _reset = AdaptersGuard(ADAPTERS_OFF.replace(true));
     without_gradients(run)
 }
 
 /// Returns whether adapters are off.
 pub(super) fn are_off() -> bool {
-    OFF.get()
+    ADAPTERS_OFF.get()
 }
 
 /// The operands of one use of an adapter.
@@ -167,7 +167,7 @@ impl AdaptedSizes {
     }
 
     /// Returns h `[rows, r]`, the thin product D(x) A^T.
-    fn thin<E: TensorElement>(&self, x: &[E], a: &[f32]) -> Vec<f32> {
+    fn project_down<E: TensorElement>(&self, x: &[E], a: &[f32]) -> Vec<f32> {
         let (inputs, rank) = (self.sizes.inputs, self.rank);
         let mut h = buffer::<f32>(self.sizes.rows * rank);
         self.dropped(x, |rows, x| {
@@ -178,7 +178,7 @@ impl AdaptedSizes {
     }
 
     /// Computes y = s h B^T.
-    fn spread<E: TensorElement>(&self, h: &[f32], b: &[f32], y: &mut [E]) {
+    fn project_up<E: TensorElement>(&self, h: &[f32], b: &[f32], y: &mut [E]) {
         let (LinearSizes { rows, outputs, .. }, rank) = (self.sizes, self.rank);
         let epilogue = Epilogue { scale: self.scale, ..Epilogue::default() };
         let b = Matrix::new(b, outputs, rank).t();
@@ -281,9 +281,9 @@ fn fused<E: TensorElement>(
     let operands = [Some(&x), residual.as_ref(), Some(&weight), bias.as_ref(), Some(&a), Some(&b), magnitude.as_ref()];
     let inputs = OpInputs::of(operands)?;
     let mut y = buffer::<E>(shape.elem_count());
-    let h = with_wide(&a, |a| with_elements::<E, _>(&x, NAME, |x| Ok(adapted.thin(x, a))))?;
+    let h = with_wide(&a, |a| with_elements::<E, _>(&x, NAME, |x| Ok(adapted.project_down(x, a))))?;
     with_wide(&b, |b| {
-        adapted.spread(&h, b, &mut y);
+        adapted.project_up(&h, b, &mut y);
         Ok(())
     })?;
     let dora = match &magnitude {

@@ -49,7 +49,7 @@ impl Default for LoraConfig {
 }
 
 /// The maximum rank; no layer has more inputs or outputs.
-const MOST_RANK: usize = 1 << 20;
+const MAX_RANK: usize = 1 << 20;
 
 impl LoraConfig {
     /// Returns the factor s of an adapter's part.
@@ -71,8 +71,8 @@ impl LoraConfig {
     /// # Errors
     /// A rank of 0, an alpha that is not positive and finite in f32, a probability outside of [0, 1), no targets.
     pub fn validate(&self) -> Result<()> {
-        if !(1..=MOST_RANK).contains(&self.r) {
-            return Err(refused("r", self.r, &format!("1 to {MOST_RANK}")));
+        if !(1..=MAX_RANK).contains(&self.r) {
+            return Err(refused("r", self.r, &format!("1 to {MAX_RANK}")));
         }
         // Products are in f32: an infinite factor would make all weights infinite, and a factor of 0 would disable the
         // adapter.

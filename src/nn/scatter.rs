@@ -3,7 +3,7 @@
 use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
 use crate::graph::OpInputs;
-use crate::kernels::scatter::{NOWHERE, ScatterTargets};
+use crate::kernels::scatter::{NOWHERE, ScatterIndices};
 use crate::tensor::element::{TensorElement, with_element};
 use candle_core::shape::Dim;
 use candle_core::{DType, Layout, Result, Tensor, bail};
@@ -50,7 +50,7 @@ pub fn scatter_add<D: Dim>(init: &Tensor, indexes: &Tensor, source: &Tensor, dim
 }
 
 /// Returns the target of each element of the source.
-fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim: D) -> Result<ScatterTargets> {
+fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim: D) -> Result<ScatterIndices> {
     let dim = dim.to_index(init.shape(), op)?;
     let (to, from) = (init.dims(), source.dims());
     let fits = to.len() == from.len() && (0..to.len()).all(|axis| axis == dim || from[axis] <= to[axis]);
@@ -96,10 +96,10 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
             at[axis] = 0;
         }
     }
-    Ok(ScatterTargets { places })
+    Ok(ScatterIndices { places })
 }
 
-fn apply(op: &'static str, init: &Tensor, source: &Tensor, targets: ScatterTargets, adds: bool) -> Result<Tensor> {
+fn apply(op: &'static str, init: &Tensor, source: &Tensor, targets: ScatterIndices, adds: bool) -> Result<Tensor> {
     let (init, source) = (init.contiguous()?, source.contiguous()?);
     let inputs = OpInputs::of([Some(&init), Some(&source)])?;
     let (shape, dtype) = (init.shape().clone(), init.dtype());
@@ -112,9 +112,9 @@ fn apply(op: &'static str, init: &Tensor, source: &Tensor, targets: ScatterTarge
         inputs.result(op, E::storage(narrowed(y)), shape, move |grad, [to_init, to_source]| {
             with_grad::<E, _>(&grad, op, |dy| {
                 give(to_source, dtype, op, || {
-                    let mut gradient = targets.taken(dy);
+                    let mut gradient = targets.gather(dy);
                     if !adds {
-                        let stays = targets.stays(dy.len());
+                        let stays = targets.survives(dy.len());
                         gradient.iter_mut().zip(stays).filter(|(_, stays)| !stays).for_each(|(value, _)| *value = 0.0);
                     }
                     gradient

@@ -22,7 +22,7 @@ use super::offload_folder::OffloadFolder;
 use super::window_pipeline::{STEP, StateStream, WindowPipeline, WindowPlan, WindowSettings};
 use crate::config::{AdamConfig, Aio, OptimizerConfig};
 use crate::error::Result;
-use crate::memory::{Ledger, MemoryKind};
+use crate::memory::{MemoryKind, MemoryLedger};
 use crate::optim::{Optimizer, StepContext, from_config};
 use crate::precision::FlatMut;
 use crate::util::pieces;
@@ -145,13 +145,13 @@ pub struct StepBench {
     /// The update of the same number of elements, in memory.
     pub update: PassTiming,
     /// The pipeline with an update that takes as long as the disk.
-    pub balanced: OverlapBench,
+    pub balanced: DiskOverlapBench,
 }
 
 /// The maximum gain of overlapping: the step with a longer update, so that computing takes as long as the disk needs
 /// for a step without flags.
 #[derive(Debug, Clone, Serialize)]
-pub struct OverlapBench {
+pub struct DiskOverlapBench {
     /// The number of updates of each window.
     pub updates: usize,
     /// The step with neither flag.
@@ -365,7 +365,7 @@ impl DiskBenchRun<'_> {
         })
     }
 
-    fn balanced(&mut self, io: &FileIo, adam: &mut DiskBenchAdam, updates: usize) -> Result<OverlapBench> {
+    fn balanced(&mut self, io: &FileIo, adam: &mut DiskBenchAdam, updates: usize) -> Result<DiskOverlapBench> {
         let flags = [false, true];
         let mut rounds = flags.map(|_| Vec::new());
         for _ in 0..ROUNDS {
@@ -376,7 +376,7 @@ impl DiskBenchRun<'_> {
         }
         let [one_after_the_other, overlapped] = rounds.map(|r| PassTiming::new(self.files.bytes_of_step(), r));
         let speedup = one_after_the_other.seconds / overlapped.seconds;
-        Ok(OverlapBench { updates, one_after_the_other, overlapped, speedup })
+        Ok(DiskOverlapBench { updates, one_after_the_other, overlapped, speedup })
     }
 
     fn sweep(&mut self, access: DiskAccess, settings: &[Aio]) -> Result<Vec<RequestSweepRow>> {
@@ -409,7 +409,7 @@ struct BenchFiles {
     elements: usize,
     /// The number of elements of a window of the step.
     window: usize,
-    ledger: Ledger,
+    ledger: MemoryLedger,
 }
 
 impl BenchFiles {
@@ -425,7 +425,7 @@ impl BenchFiles {
             return Err(folder.refused());
         }
         let too_large = |arena: &Arc<FileArena>| arena.error("reserve", std::io::ErrorKind::FileTooLarge.into());
-        let ledger = Ledger::default();
+        let ledger = MemoryLedger::default();
         let (mut arenas, mut streams, mut elements) = (Vec::new(), Vec::new(), 0);
         for (kind, name, dtype, reads, writes) in STREAMS {
             let arena = FileArena::create(folder, kind, name, &ledger)?;

@@ -8,7 +8,7 @@ use super::disk_access::DiskAccess;
 use super::offload_folder::OffloadFolder;
 use crate::error::{Error, OffloadError, Result};
 use crate::files;
-use crate::memory::{Ledger, LedgerEntry, MemoryKind, MemoryTier};
+use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry, MemoryTier};
 use crate::util::lock;
 use candle_core::DType;
 use memmap2::{MmapOptions, MmapRaw};
@@ -39,7 +39,7 @@ pub(crate) struct FileArena {
     /// The same file, opened for access that bypasses the page cache, if the file system allows that.
     direct: Option<File>,
     reserved: Mutex<ArenaReservation>,
-    ledger: Ledger,
+    ledger: MemoryLedger,
 }
 
 #[derive(Debug)]
@@ -47,7 +47,7 @@ struct ArenaReservation {
     /// The length of the file.
     bytes: u64,
     given_back: u64,
-    held: LedgerEntry,
+    held: MemoryLedgerEntry,
     /// The file as it was when it was last mapped.
     map: Option<Arc<MmapRaw>>,
 }
@@ -74,7 +74,7 @@ impl FileArena {
         folder: &Arc<OffloadFolder>,
         kind: MemoryKind,
         name: &'static str,
-        ledger: &Ledger,
+        ledger: &MemoryLedger,
     ) -> Result<Arc<Self>> {
         let cached = folder.unnamed_file()?;
         let direct = open_direct(&cached);
@@ -268,7 +268,7 @@ fn is_aligned(bytes: &[u8]) -> bool {
 
 /// The memory of one thread for blocks that do not have the alignment that direct access requires.
 #[derive(Default)]
-pub(crate) struct BounceBuffer(Option<(AlignedBuffer, LedgerEntry)>);
+pub(crate) struct BounceBuffer(Option<(AlignedBuffer, MemoryLedgerEntry)>);
 
 impl BounceBuffer {
     /// Returns whether no memory is allocated.
@@ -277,7 +277,7 @@ impl BounceBuffer {
     }
 
     /// Returns memory for `len` bytes, rounded up to the size that direct access requires.
-    fn of(&mut self, len: usize, ledger: &Ledger) -> &mut [u8] {
+    fn of(&mut self, len: usize, ledger: &MemoryLedger) -> &mut [u8] {
         let len = len.next_multiple_of(ALIGN);
         let memory = match self.0.take() {
             Some(memory) if memory.0.len() >= len => memory,

@@ -28,10 +28,10 @@ use std::time::{Duration, Instant};
 const MAX_THREADS: usize = 64;
 
 /// The maximum bytes of a request. Every thread may keep this much memory for a copy.
-const LARGEST_BLOCK: usize = 16 << 20;
+const MAX_BLOCK_BYTES: usize = 16 << 20;
 
 /// The maximum unwritten bytes of [`FileIo::write_and_drop`], unless a single transfer is larger.
-pub(crate) const UNWRITTEN: usize = 256 << 20;
+pub(crate) const MAX_UNWRITTEN_BYTES: usize = 256 << 20;
 
 /// The threads of one rank.
 pub(crate) struct FileIo {
@@ -41,7 +41,7 @@ pub(crate) struct FileIo {
 }
 
 /// The maximum time that a change of access waits for threads to free the memory that they keep.
-const SETTLING: Duration = Duration::from_secs(1);
+const ACCESS_CHANGE_TIMEOUT: Duration = Duration::from_secs(1);
 
 struct FileIoShared {
     queue: Mutex<IoRequestQueue>,
@@ -125,7 +125,7 @@ pub(crate) fn threads(aio: &Aio) -> usize {
 
 /// Returns the maximum bytes of a request.
 pub(crate) fn block_size(aio: &Aio) -> usize {
-    aio.block_size.clamp(ALIGN, LARGEST_BLOCK) / ALIGN * ALIGN
+    aio.block_size.clamp(ALIGN, MAX_BLOCK_BYTES) / ALIGN * ALIGN
 }
 
 impl FileIo {
@@ -156,7 +156,7 @@ impl FileIo {
         // Idle threads free the memory that they keep for another access, before they receive further requests.
         self.shared.wanted.notify_all();
         if !self.shared.chosen.is_direct() {
-            drop(self.shared.idle.wait_timeout_while(queue, SETTLING, |queue| queue.holding > 0));
+            drop(self.shared.idle.wait_timeout_while(queue, ACCESS_CHANGE_TIMEOUT, |queue| queue.holding > 0));
         }
     }
 
@@ -185,7 +185,7 @@ impl FileIo {
         let bytes = buffer.bytes().len().max(1);
         let mut queue = self.shared.lock();
         let start = Instant::now();
-        while queue.unwritten > 0 && queue.unwritten + bytes > UNWRITTEN {
+        while queue.unwritten > 0 && queue.unwritten + bytes > MAX_UNWRITTEN_BYTES {
             queue = unpoisoned(self.shared.written.wait(queue));
         }
         queue.unwritten += bytes;
@@ -382,14 +382,14 @@ impl<B> FileTransfer<B> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::memory::{Ledger, MemoryKind};
+    use crate::memory::{MemoryKind, MemoryLedger};
     use crate::offload::offload_folder::OffloadFolder;
     use crate::precision::Flat;
     use proptest::prelude::*;
 
     fn arena(path: &std::path::Path, pages: usize) -> Arc<FileArena> {
         let folder = OffloadFolder::open(path, false).unwrap();
-        let arena = FileArena::create(&folder, MemoryKind::Moments, "a test", &Ledger::default()).unwrap();
+        let arena = FileArena::create(&folder, MemoryKind::Moments, "a test", &MemoryLedger::default()).unwrap();
         arena.reserve(pages * ALIGN).unwrap();
         arena
     }

@@ -55,7 +55,7 @@ pub use available_memory::{available_memory, group_limit};
 pub(crate) use file_arena::FileExtent;
 #[doc(hidden)]
 pub use file_arena::open_direct;
-pub(crate) use file_io::{FileIo, FileTransfer, UNWRITTEN, block_size, threads};
+pub(crate) use file_io::{FileIo, FileTransfer, MAX_UNWRITTEN_BYTES, block_size, threads};
 #[doc(hidden)]
 pub use offload_folder::{free as free_space, is_memory};
 pub(crate) use offload_store::{OffloadStore, StateFileContent};

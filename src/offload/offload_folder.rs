@@ -3,7 +3,7 @@
 use super::available_memory::available_memory;
 use crate::error::{Error, OffloadError, Result};
 use crate::files::{FolderLock, LOCK, folder_of};
-use crate::notice::say;
+use crate::notice::emit;
 use rustix::fs::{Mode, OFlags};
 use std::fs::{DirBuilder, File};
 use std::io::ErrorKind;
@@ -15,13 +15,13 @@ use std::time::Duration;
 
 /// The prefix of file names on file systems that do not support files without a name. Files have a name only for a
 /// moment.
-const PREFIX: &str = ".candle-zero-offload-";
+const FILE_PREFIX: &str = ".candle-zero-offload-";
 
 /// The time for which a killed process may still hold the folder.
-const DYING: Duration = Duration::from_secs(2);
+const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The fraction of the free memory that files on tmpfs leave to everything else, as a divisor.
-const LEFT_OVER: u64 = 16;
+const TMPFS_RESERVE_DIVISOR: u64 = 16;
 
 /// A folder for files of offloaded state.
 #[derive(Debug)]
@@ -100,7 +100,7 @@ impl OffloadFolder {
             folder.remove_leftovers();
         }
         if is_first && folder.memory.is_some() {
-            say(&format!(
+            emit(&format!(
                 "warning: {} is on tmpfs: data offloaded to it stays in memory; set nvme_path to a folder on a disk",
                 path.display()
             ));
@@ -120,7 +120,7 @@ impl OffloadFolder {
     /// Removes files of a job that died at the moment when they had a name.
     fn remove_leftovers(&self) {
         let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
-        for entry in entries.filter(|e| e.file_name().to_string_lossy().starts_with(PREFIX)) {
+        for entry in entries.filter(|e| e.file_name().to_string_lossy().starts_with(FILE_PREFIX)) {
             // A file that cannot be removed occupies no space.
             let _ = std::fs::remove_file(entry.path());
         }
@@ -132,7 +132,7 @@ impl OffloadFolder {
         self.asked.fetch_add(bytes, Ordering::Relaxed);
         let Some(TmpfsMemory { free, now, is_full }) = &self.memory else { return true };
         // 0 if the system does not report it.
-        let fits = *free == 0 || bytes.saturating_add(free / LEFT_OVER) <= now();
+        let fits = *free == 0 || bytes.saturating_add(free / TMPFS_RESERVE_DIVISOR) <= now();
         is_full.fetch_or(!fits, Ordering::Relaxed);
         fits
     }
@@ -191,7 +191,7 @@ fn unnamed_file(folder: &Path) -> Result<File> {
     let why = match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
         Ok(file) => return Ok(file.into()),
         Err(rustix::io::Errno::ACCESS | rustix::io::Errno::ROFS) => "it is read-only for this user".into(),
-        Err(_) => match tempfile::Builder::new().prefix(PREFIX).tempfile_in(folder) {
+        Err(_) => match tempfile::Builder::new().prefix(FILE_PREFIX).tempfile_in(folder) {
             Ok(file) => return Ok(file.into_file()),
             // Its own text names a file that the user does not know.
             Err(error) => error.kind().to_string(),
@@ -213,7 +213,7 @@ fn create(path: &Path) -> std::io::Result<()> {
         Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(()),
         Err(e) => Err(e),
         Ok(()) => {
-            say(&format!("offload: created the folder {} (nvme_path)", path.display()));
+            emit(&format!("offload: created the folder {} (nvme_path)", path.display()));
             Ok(())
         }
     }
@@ -221,7 +221,7 @@ fn create(path: &Path) -> std::io::Result<()> {
 
 fn lock(path: &Path) -> Result<Arc<FolderLock>> {
     let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
-    let asked = FolderLock::share(path, DYING).map_err(|e| {
+    let asked = FolderLock::share(path, LOCK_RELEASE_TIMEOUT).map_err(|e| {
         wrong(format!("its file {LOCK} cannot be locked: {e}; another user may own it: use your own folder"))
     })?;
     match asked {
@@ -252,7 +252,7 @@ pub fn is_memory(path: &Path) -> bool {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::memory::{Ledger, MemoryKind};
+    use crate::memory::{MemoryKind, MemoryLedger};
     use crate::offload::file_arena::FileArena;
 
     #[test]
@@ -264,7 +264,7 @@ mod tests {
         // As if little memory were free.
         folder.memory = Some(TmpfsMemory { free: 1 << 20, now: || 1 << 20, is_full: false.into() });
         let arena =
-            FileArena::create(&Arc::new(folder), MemoryKind::Gradients, "gradients", &Ledger::default()).unwrap();
+            FileArena::create(&Arc::new(folder), MemoryKind::Gradients, "gradients", &MemoryLedger::default()).unwrap();
         arena.reserve(512 << 10).unwrap();
         let error = arena.reserve(1 << 20).unwrap_err();
         assert!(matches!(error, Error::Offload(OffloadError::Memory { needed: 0x18_0000, available: 0x10_0000, .. })));

@@ -11,7 +11,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
 use crate::config::{Config, OffloadOptimizer, OffloadParam, OffloadTo};
 use crate::error::Result;
-use crate::memory::{Ledger, MemoryKind};
+use crate::memory::{MemoryKind, MemoryLedger};
 use crate::optim::ParamClass;
 use crate::precision::Flat;
 use crate::util::lock;
@@ -33,7 +33,7 @@ pub(crate) struct OffloadStore {
     folders: Vec<Arc<OffloadFolder>>,
     /// The access that the user chose, instead of the fastest.
     access: Option<DiskAccess>,
-    ledger: Ledger,
+    ledger: MemoryLedger,
 }
 
 /// The content of a file: one kind of state, and for kinds whose sub-groups grow side by side, of one class of
@@ -52,7 +52,7 @@ impl OffloadStore {
         config: &Config,
         is_first_rank: bool,
         access: Option<DiskAccess>,
-        ledger: &Ledger,
+        ledger: &MemoryLedger,
     ) -> Result<Option<Arc<Self>>> {
         let mut folders: Vec<Arc<OffloadFolder>> = Vec::new();
         let mut folder = |path: &Path| -> Result<Arc<OffloadFolder>> {

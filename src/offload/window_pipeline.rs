@@ -15,7 +15,7 @@ use super::disk_access::DiskAccess;
 use super::state_files::StateFiles;
 use crate::config::OffloadOptimizer;
 use crate::error::Result;
-use crate::memory::{Ledger, LedgerEntry, MemoryKind};
+use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry};
 use crate::precision::FlatMut;
 use candle_core::DType;
 use std::collections::VecDeque;
@@ -127,7 +127,7 @@ fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: 
 /// Brings windows into memory and back, in order.
 pub(crate) struct WindowPipeline<'a, F: StateFiles> {
     files: &'a F,
-    ledger: &'a Ledger,
+    ledger: &'a MemoryLedger,
     plan: Vec<WindowPlan<F::Extent>>,
     /// The number of elements of the longest window.
     window: usize,
@@ -137,12 +137,17 @@ pub(crate) struct WindowPipeline<'a, F: StateFiles> {
     ahead: VecDeque<Vec<F::Transfer>>,
     behind: VecDeque<Vec<F::Transfer>>,
     free: Vec<F::Staging>,
-    held: Vec<LedgerEntry>,
+    held: Vec<MemoryLedgerEntry>,
     at: usize,
 }
 
 impl<'a, F: StateFiles> WindowPipeline<'a, F> {
-    pub fn new(files: &'a F, ledger: &'a Ledger, plan: Vec<WindowPlan<F::Extent>>, windows: WindowSettings) -> Self {
+    pub fn new(
+        files: &'a F,
+        ledger: &'a MemoryLedger,
+        plan: Vec<WindowPlan<F::Extent>>,
+        windows: WindowSettings,
+    ) -> Self {
         Self {
             files,
             ledger,
@@ -298,7 +303,7 @@ mod tests {
         ) {
             let path = tempfile::tempdir().unwrap();
             let folder = OffloadFolder::open(path.path(), true).unwrap();
-            let ledger = Ledger::default();
+            let ledger = MemoryLedger::default();
             let aio = Aio { block_size: block_pages * ALIGN, queue_depth: threads, intra_op_parallelism: 1 };
             let io = FileIo::start(&aio, access).unwrap();
             let arena = FileArena::create(&folder, MemoryKind::Moments, "a test", &ledger).unwrap();

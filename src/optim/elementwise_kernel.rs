@@ -19,7 +19,7 @@ const BLOCK: usize = 1024;
 const STRIP: usize = 64;
 
 /// The distance in elements at which weights and states are prefetched ahead of the update.
-const AHEAD: usize = 512;
+const PREFETCH_ELEMENTS: usize = 512;
 
 /// The number of f32 elements in a cache line.
 const LINE: usize = 16;
@@ -132,11 +132,11 @@ impl<K: ElementwiseKernel<N>, const N: usize> SimdLoop for ChunkPass<'_, '_, K, 
     }
 }
 
-/// Prefetches the data that the pass will need [`AHEAD`] elements from now. The CPU's own prefetching restarts at every
-/// page.
+/// Prefetches the data that the pass will need [`PREFETCH_ELEMENTS`] elements from now. The CPU's own prefetching
+/// restarts at every page.
 #[inline(always)]
 fn prefetch_strip<const N: usize>(param: &[f32], state: &[&mut [f32]; N], at: usize) {
-    for line in (AHEAD..AHEAD + STRIP).step_by(LINE) {
+    for line in (PREFETCH_ELEMENTS..PREFETCH_ELEMENTS + STRIP).step_by(LINE) {
         simd::prefetch(param, line);
         for s in state {
             simd::prefetch(&s[at..], line);

@@ -1,7 +1,7 @@
 //! An engine's optimizer with its parameter groups, each of which has a learning-rate schedule.
 
 use super::parameter_groups::{GroupOverrides, GroupSettings};
-use super::schedule::{GroupBaseRates, STEPS_LOOKED_AT};
+use super::schedule::{COMPARED_STEPS, GroupBaseRates};
 use super::{LrSchedule, Momentum, Optimizer, OptimizerRole, ParameterGrouping, Schedule, StepContext};
 use crate::config::SchedulerConfig;
 use crate::error::{OptimError, Result};
@@ -84,7 +84,7 @@ impl GroupedOptimizer {
                 && schedule.same_rates(&schedule_from(lr + 1.0)?)
                 && own
                     .as_ref()
-                    .is_none_or(|own| STEPS_LOOKED_AT.iter().all(|n| own.lr_of_group(*n, group) == own.lr(*n)));
+                    .is_none_or(|own| COMPARED_STEPS.iter().all(|n| own.lr_of_group(*n, group) == own.lr(*n)));
             Ok(OptimizerGroup { role, lr, numbers, schedule, ignores_own_rate, is_scheduled, set_lr: None })
         });
         let groups = groups.collect::<Result<_>>()?;

@@ -22,7 +22,7 @@ const STEPS: usize = 5;
 const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
 
 /// The step of the Gram iteration before which `X` is updated, so that rounding errors do not grow.
-const RESTART: usize = 2;
+const RESTART_STEP: usize = 2;
 
 /// The number added to the norm that a matrix is divided by.
 const EPS: f32 = 1e-7;
@@ -173,21 +173,21 @@ fn gram(x: &mut [f32], next: &mut [f32], shape: MatrixShape) {
     let [mut r, mut z, mut q, mut room] = [(); 4].map(|()| vec![0.0; n * n]);
     shape.gram(&mut r, x);
     for step in 0..STEPS {
-        if step == RESTART {
+        if step == RESTART_STEP {
             shape.advance(next, 0.0, &q, x);
             shape.gram(&mut r, next);
         }
         let square = Matrix::new(&r, n, n);
         add_product(&mut z, (b, &r), (c, square, square));
         let polynomial = Matrix::new(&z, n, n);
-        if step == 0 || step == RESTART {
+        if step == 0 || step == RESTART_STEP {
             q.copy_from_slice(&z);
             add_to_diagonal(&mut q, n, a);
         } else {
             add_product(&mut room, (a, &q), (1.0, polynomial, Matrix::new(&q, n, n)));
             std::mem::swap(&mut q, &mut room);
         }
-        if step + 1 < STEPS && step + 1 != RESTART {
+        if step + 1 < STEPS && step + 1 != RESTART_STEP {
             add_product(&mut room, (a, &r), (1.0, polynomial, Matrix::new(&r, n, n)));
             add_product(&mut r, (a, &room), (1.0, polynomial, Matrix::new(&room, n, n)));
         }

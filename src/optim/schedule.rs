@@ -71,7 +71,7 @@ impl<F: Fn(u64) -> f64 + Send + Sync> LrSchedule for F {
 }
 
 /// The numbers of applied steps at which schedules are compared.
-pub(crate) const STEPS_LOOKED_AT: [u64; 6] = [0, 1, 3, 30, 3000, 1_000_000];
+pub(crate) const COMPARED_STEPS: [u64; 6] = [0, 1, 3, 30, 3000, 1_000_000];
 
 /// A learning rate and a momentum that change with the applied optimizer steps.
 ///
@@ -278,7 +278,7 @@ impl Schedule {
     /// Returns whether `other` has the same rates, compared at a few steps.
     pub(crate) fn same_rates(&self, other: &Self) -> bool {
         let rate = |schedule: &Self, step| schedule.rule.lr_of_group(step, schedule.group);
-        STEPS_LOOKED_AT.iter().all(|step| rate(self, *step) == rate(other, *step))
+        COMPARED_STEPS.iter().all(|step| rate(self, *step) == rate(other, *step))
     }
 
     /// Returns the learning rate in force for the next optimizer step.

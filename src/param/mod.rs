@@ -1,6 +1,6 @@
 //! Parameters: registered by name while a model is built, initialized by name, and either whole or absent in memory.
 //!
-//! This relies on three mechanisms of Candle, each in a file: `zero/share/param_registry.rs` (a `VarBuilder` backend
+//! This relies on three mechanisms of Candle, each in a file: `zero/share/var_builder_backend.rs` (a `VarBuilder` backend
 //! sees every parameter), `gradient_capture.rs` (an operation whose backward takes a parameter's complete gradient) and
 //! `tensor/residency.rs` (a tensor's storage is taken out and put back while model and graph hold the tensor).
 
@@ -20,7 +20,7 @@ pub use weight_files::{FILE_OF_FOLDER, INDEX_OF_FOLDER, weight_map};
 pub use weight_source::{InitialValues, WeightSource};
 
 use crate::layout::{ShardCut, ShardMesh};
-use crate::memory::LedgerEntry;
+use crate::memory::MemoryLedgerEntry;
 use crate::optim::{OptimizerRole, ParamClass, WeightFormat};
 use crate::precision::WeightPacking;
 use crate::util::lock;
@@ -42,7 +42,7 @@ pub(crate) const ROOT: UnitId = 0;
 #[derive(Debug)]
 pub(crate) enum Residency {
     /// The complete parameter.
-    Whole(#[allow(dead_code, reason = "held for its Drop")] LedgerEntry),
+    Whole(#[allow(dead_code, reason = "held for its Drop")] MemoryLedgerEntry),
     /// No elements. Computing with the tensor is an error. This rank's share lies in a sub-group.
     Absent,
 }

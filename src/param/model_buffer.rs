@@ -6,7 +6,7 @@
 
 use super::UnitId;
 use crate::error::{ParamError, Result};
-use crate::memory::LedgerEntry;
+use crate::memory::MemoryLedgerEntry;
 use crate::tensor::bytes;
 use candle_core::{DType, Tensor};
 
@@ -39,7 +39,7 @@ pub(crate) struct ModelBuffer {
     pub units: Vec<UnitId>,
     /// The buffer's entry in the ledger.
     #[allow(dead_code, reason = "held for its Drop")]
-    pub held: LedgerEntry,
+    pub held: MemoryLedgerEntry,
 }
 
 /// Returns whether a tensor of that name is a buffer in PyTorch's and Hugging Face's models.

@@ -77,8 +77,8 @@ impl WeightFile {
     /// Returns a hash of the header and of a thousand positions of the data, not of all data, which may be larger than
     /// memory.
     pub fn fingerprint(&self) -> u64 {
-        const PLACES: usize = 1000;
-        let step = self.map.len().div_ceil(PLACES).max(1);
+        const MAX_SAMPLED_NAMES: usize = 1000;
+        let step = self.map.len().div_ceil(MAX_SAMPLED_NAMES).max(1);
         let data = self.map.chunks(step).flat_map(|c| &c[..c.len().min(8)]);
         let bytes: Vec<u8> = self.map[..self.data_start].iter().chain(data).copied().collect();
         fnv1a(&bytes)

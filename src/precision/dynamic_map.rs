@@ -6,22 +6,22 @@
 use std::sync::LazyLock;
 
 /// The upper ends of the map's decades.
-const SIZES: [f32; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
+const DECADE_ENDS: [f32; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
 
 /// The number of optimizer state elements that share a scale.
 pub(crate) const BLOCK: usize = 256;
 
 /// The number of leading mantissa bits of a magnitude that select where the search for its code starts.
-const MANTISSA: u32 = 7;
+const LOOKUP_MANTISSA_BITS: u32 = 7;
 
 /// The exponent of the smallest magnitude that is looked up. Smaller ones are nearer to zero than to any other value.
-const SMALLEST_EXPONENT: u32 = 127 - 24;
+const MIN_LOOKUP_EXPONENT: u32 = 127 - 24;
 
 /// The number of lookup entries for magnitudes up to 1.
-const PLACES: usize = 24 * (1 << MANTISSA) + 1;
+const LOOKUP_ENTRIES: usize = 24 * (1 << LOOKUP_MANTISSA_BITS) + 1;
 
 /// Below this limit, the inverse of a scale would not be finite.
-pub(super) const SMALLEST: f32 = 1e-38;
+pub(super) const MIN_SCALE: f32 = 1e-38;
 
 /// The 256 values, and lookup tables to find the nearest one.
 pub(crate) struct DynamicMap {
@@ -31,7 +31,7 @@ pub(crate) struct DynamicMap {
     bounds: [f32; 256],
     /// For each lookup entry, first of positive and then of negative numbers: the lowest code that a number of this
     /// entry may have. No entry has more than two codes.
-    first: Box<[[u8; PLACES]; 2]>,
+    first: Box<[[u8; LOOKUP_ENTRIES]; 2]>,
 }
 
 impl DynamicMap {
@@ -47,7 +47,7 @@ impl DynamicMap {
 
     fn new(signed: bool) -> Self {
         let mut values = vec![0.0, 1.0];
-        for (decade, size) in SIZES.into_iter().enumerate() {
+        for (decade, size) in DECADE_ENDS.into_iter().enumerate() {
             let count: usize = if signed { 1 << decade } else { 2 << decade };
             // The centers of equal parts of 0.1..1.
             let step = (1.0f32 - 0.1) / count as f32;
@@ -68,10 +68,13 @@ impl DynamicMap {
             None => f32::INFINITY,
         });
         let code = |x: f32| bounds.iter().take_while(|bound| x > **bound).count() as u8;
-        let mut first = Box::new([[0; PLACES]; 2]);
-        for place in 0..PLACES {
-            let magnitude =
-                |place: usize| f32::from_bits(((SMALLEST_EXPONENT << MANTISSA) + place as u32) << (23 - MANTISSA));
+        let mut first = Box::new([[0; LOOKUP_ENTRIES]; 2]);
+        for place in 0..LOOKUP_ENTRIES {
+            let magnitude = |place: usize| {
+                f32::from_bits(
+                    ((MIN_LOOKUP_EXPONENT << LOOKUP_MANTISSA_BITS) + place as u32) << (23 - LOOKUP_MANTISSA_BITS),
+                )
+            };
             first[0][place] = if place == 0 { code(0.0) } else { code(magnitude(place)) };
             first[1][place] = code(-magnitude(place + 1));
         }
@@ -88,9 +91,10 @@ impl DynamicMap {
     #[inline(always)]
     fn code(&self, x: f32) -> u8 {
         let bits = x.to_bits();
-        let magnitude = (bits & 0x7fff_ffff) >> (23 - MANTISSA);
-        let place = (magnitude.max(SMALLEST_EXPONENT << MANTISSA) - (SMALLEST_EXPONENT << MANTISSA)) as usize;
-        let first = self.first[(bits >> 31) as usize][place.min(PLACES - 1)];
+        let magnitude = (bits & 0x7fff_ffff) >> (23 - LOOKUP_MANTISSA_BITS);
+        let place = (magnitude.max(MIN_LOOKUP_EXPONENT << LOOKUP_MANTISSA_BITS)
+            - (MIN_LOOKUP_EXPONENT << LOOKUP_MANTISSA_BITS)) as usize;
+        let first = self.first[(bits >> 31) as usize][place.min(LOOKUP_ENTRIES - 1)];
         first + u8::from(x > self.bounds[usize::from(first)])
     }
 
@@ -98,7 +102,7 @@ impl DynamicMap {
     #[inline(always)]
     pub fn quantize(&self, values: &[f32], codes: &mut [u8]) -> f32 {
         let mut scale = largest(values);
-        if scale < SMALLEST {
+        if scale < MIN_SCALE {
             scale = 0.0;
         }
         // With a scale of zero, all elements become zeros.

@@ -4,13 +4,13 @@
 //! itself. On request, Linux maps 2 MiB at a time, and streaming through the buffer then also causes fewer TLB misses.
 
 /// The minimum size of buffers for which the system call pays off.
-const MIN_BYTES: usize = 4 << 20;
+const MIN_BUFFER_BYTES: usize = 4 << 20;
 
 /// Requests huge pages for the capacity of `v`. Only pages that have not been touched yet can become huge, so call this
 /// on memory that was just allocated.
 pub(crate) fn prefer_huge<T>(v: &mut Vec<T>) {
     let bytes = v.capacity() * size_of::<T>();
-    if bytes >= MIN_BYTES {
+    if bytes >= MIN_BUFFER_BYTES {
         advise(v.as_mut_ptr().cast(), bytes);
     }
 }
@@ -18,10 +18,10 @@ pub(crate) fn prefer_huge<T>(v: &mut Vec<T>) {
 #[cfg(target_os = "linux")]
 fn advise(start: *mut u8, bytes: usize) {
     /// The size of a huge page on x86-64 and, with 4 KiB pages, on ARM.
-    const HUGE: usize = 2 << 20;
+    const HUGE_PAGE_BYTES: usize = 2 << 20;
     // Only full huge pages inside the buffer, so that neighbors on the heap are not affected.
-    let skipped = start.align_offset(HUGE);
-    let len = bytes.saturating_sub(skipped) / HUGE * HUGE;
+    let skipped = start.align_offset(HUGE_PAGE_BYTES);
+    let len = bytes.saturating_sub(skipped) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     if len > 0 {
         let first = start.wrapping_add(skipped);
         // SAFETY: the range is inside one allocation that the caller owns, and this advice changes no contents. The

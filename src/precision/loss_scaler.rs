@@ -30,7 +30,7 @@ pub enum LossScaler {
 
 /// The number of consecutive overflows that end a run with a constant scale. The weights do not change meanwhile, so
 /// only other data could produce a gradient that does not overflow.
-const STATIC_OVERFLOWS: u32 = 20;
+const MAX_STATIC_OVERFLOWS: u32 = 20;
 
 /// The state of a dynamic loss scale.
 #[derive(Debug, Clone, PartialEq)]
@@ -121,7 +121,7 @@ impl LossScaler {
             Self::None => Ok(()),
             Self::Static { scale, overflows } => {
                 *overflows = if overflow { *overflows + 1 } else { 0 };
-                if *overflows < STATIC_OVERFLOWS {
+                if *overflows < MAX_STATIC_OVERFLOWS {
                     return Ok(());
                 }
                 Err(EngineError::StaticLossScaleTooLarge { scale: *scale, steps: *overflows }.into())

@@ -12,7 +12,7 @@
 //! can be packed independently of the others.
 
 use super::cast::{narrow, widen};
-use super::dynamic_map::{SIGNED as SCALES, SMALLEST, largest};
+use super::dynamic_map::{MIN_SCALE, SIGNED as SCALES, largest};
 use super::{FlatMut, FlatRef};
 use crate::kernels::simd::SimdLoop;
 
@@ -23,7 +23,7 @@ pub(super) const BLOCK: usize = 64;
 const CODES: usize = BLOCK / 2;
 
 /// The number of blocks whose scales are quantized together.
-const NESTED: usize = 256;
+const NESTED_BLOCKS: usize = 256;
 
 /// The bytes before the codes of nested scales: their offset and their scale.
 const NESTED_HEAD: usize = 2 * size_of::<f32>();
@@ -84,7 +84,7 @@ impl Nf4Scales {
     pub(super) fn unit(self) -> usize {
         match self {
             Self::Bf16 => BLOCK,
-            Self::DoubleQuantized => NESTED * BLOCK,
+            Self::DoubleQuantized => NESTED_BLOCKS * BLOCK,
         }
     }
 
@@ -92,7 +92,7 @@ impl Nf4Scales {
         let blocks = elements.div_ceil(BLOCK);
         match self {
             Self::Bf16 => blocks * (2 + CODES),
-            Self::DoubleQuantized => blocks * (1 + CODES) + blocks.div_ceil(NESTED) * NESTED_HEAD,
+            Self::DoubleQuantized => blocks * (1 + CODES) + blocks.div_ceil(NESTED_BLOCKS) * NESTED_HEAD,
         }
     }
 }
@@ -125,9 +125,9 @@ impl SimdLoop for PackNf4<'_> {
                     let blocks = (record.len() - NESTED_HEAD) / (1 + CODES);
                     let (head, rest) = record.split_at_mut(NESTED_HEAD);
                     let (nested, codes) = rest.split_at_mut(blocks);
-                    let mut largest_of = [0f32; NESTED];
+                    let mut largest_of = [0f32; NESTED_BLOCKS];
                     for (b, codes) in codes.chunks_exact_mut(CODES).enumerate() {
-                        let values = block(src, i * NESTED + b, &mut room);
+                        let values = block(src, i * NESTED_BLOCKS + b, &mut room);
                         largest_of[b] = largest(values);
                         pack_block(values, largest_of[b], codes);
                     }
@@ -171,7 +171,7 @@ impl SimdLoop for UnpackNf4<'_> {
                     let (mean, scale) = (float(&head[..4]), float(&head[4..]));
                     for (b, codes) in codes.as_chunks::<CODES>().0.iter().enumerate() {
                         let scale = SCALES.value(nested[b]) * scale + mean;
-                        unpack_block(codes, scale, &mut dst, i * NESTED + b);
+                        unpack_block(codes, scale, &mut dst, i * NESTED_BLOCKS + b);
                     }
                 }
             }
@@ -195,7 +195,7 @@ fn block<'a>(src: FlatRef<'a>, i: usize, room: &'a mut [f32; BLOCK]) -> &'a [f32
 
 #[inline(always)]
 fn pack_block(values: &[f32], largest: f32, codes: &mut [u8]) {
-    let inverse = 1.0 / largest.max(SMALLEST);
+    let inverse = 1.0 / largest.max(MIN_SCALE);
     let mut of = [0u8; BLOCK];
     // Missing elements are zeros.
     of[values.len()..].fill(7);

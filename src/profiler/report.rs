@@ -127,7 +127,7 @@ impl FlopsProfile {
     }
 
     /// The prefix of every report text.
-    pub(crate) const BEGINS: &'static [u8] = b"flops profile of step ";
+    pub(crate) const REPORT_PREFIX: &'static [u8] = b"flops profile of step ";
 
     /// Returns the profile as text, with the level of detail that the section sets.
     pub(crate) fn text(&self, config: &FlopsProfiler) -> String {

@@ -9,11 +9,11 @@ use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
 /// The problem that is reported if memory runs out within this process' limits.
-pub(super) const LIMITS: &str =
+pub(super) const PROCESS_LIMITS_PROBLEM: &str =
     "there is not enough memory within the limits of this process; raise them (ulimit -v, -d and -u)";
 
 /// The maximum size of a stack.
-const MOST_STACK: usize = 1 << 30;
+const MAX_STACK_BYTES: usize = 1 << 30;
 
 /// The work that runs on a thread.
 #[derive(Clone, Copy)]
@@ -24,11 +24,11 @@ struct ThreadWork {
     top: *const u8,
 }
 
-const NOTHING: ThreadWork = ThreadWork { subject: "", top: std::ptr::null() };
+const NO_WORK: ThreadWork = ThreadWork { subject: "", top: std::ptr::null() };
 
 thread_local! {
-    static WORK: Cell<ThreadWork> = const { Cell::new(NOTHING) };
-    static NO_MEMORY: Cell<bool> = const { Cell::new(false) };
+    static WORK: Cell<ThreadWork> = const { Cell::new(NO_WORK) };
+    static OUT_OF_MEMORY: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Records the start of work. `subject` must live until [`leave`].
@@ -37,12 +37,12 @@ pub(super) fn enter(subject: &str, top: *const u8) {
 }
 
 pub(super) fn leave() {
-    WORK.set(NOTHING);
+    WORK.set(NO_WORK);
 }
 
 /// Records that an allocation failed.
 pub(super) fn no_memory() {
-    _ = NO_MEMORY.try_with(|noted| noted.set(true));
+    _ = OUT_OF_MEMORY.try_with(|noted| noted.set(true));
 }
 
 /// Ends the process with an error about `subject`.
@@ -64,17 +64,17 @@ pub(super) fn end(subject: &str, problem: &str) -> ! {
 
 /// Ends the process with an error about the subject of this thread's work.
 pub(super) fn end_of_work(problem: &str) -> ! {
-    let work = WORK.try_with(Cell::get).unwrap_or(NOTHING);
+    let work = WORK.try_with(Cell::get).unwrap_or(NO_WORK);
     // SAFETY: `enter` was given a text that lives until `leave`.
     end(unsafe { &*work.subject }, problem)
 }
 
 extern "C" fn overflowed(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    let work = WORK.try_with(Cell::get).unwrap_or(NOTHING);
+    let work = WORK.try_with(Cell::get).unwrap_or(NO_WORK);
     if !work.top.is_null() && !info.is_null() {
         // SAFETY: the system passes a complete `siginfo_t` with this signal.
         let at = unsafe { (*info).si_addr() } as usize;
-        if at < work.top as usize && work.top as usize - at < MOST_STACK {
+        if at < work.top as usize && work.top as usize - at < MAX_STACK_BYTES {
             end_of_work(" is nested too deeply");
         }
     }
@@ -82,9 +82,9 @@ extern "C" fn overflowed(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mu
 }
 
 extern "C" fn aborted(signal: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    if NO_MEMORY.try_with(Cell::get).unwrap_or(false) {
-        match WORK.try_with(Cell::get).unwrap_or(NOTHING).top.is_null() {
-            true => end("", LIMITS),
+    if OUT_OF_MEMORY.try_with(Cell::get).unwrap_or(false) {
+        match WORK.try_with(Cell::get).unwrap_or(NO_WORK).top.is_null() {
+            true => end("", PROCESS_LIMITS_PROBLEM),
             false => end_of_work(" needs more memory than is available"),
         }
     }
@@ -92,11 +92,11 @@ extern "C" fn aborted(signal: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc
 }
 
 /// The signals that have a handler here, and their previous actions.
-static BEFORE: OnceLock<[(libc::c_int, libc::sigaction); 3]> = OnceLock::new();
+static PREVIOUS_ACTIONS: OnceLock<[(libc::c_int, libc::sigaction); 3]> = OnceLock::new();
 
 /// Restores the previous action of `signal`: the signal is raised again when the handler returns.
 fn usual(signal: libc::c_int) {
-    for (of, action) in BEFORE.get().into_iter().flatten() {
+    for (of, action) in PREVIOUS_ACTIONS.get().into_iter().flatten() {
         if *of == signal {
             // SAFETY: the action was returned by the system.
             unsafe { libc::sigaction(signal, action, std::ptr::null_mut()) };
@@ -107,7 +107,7 @@ fn usual(signal: libc::c_int) {
 /// Installs the handlers.
 pub(super) fn listen() {
     type Handler = extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void);
-    BEFORE.get_or_init(|| {
+    PREVIOUS_ACTIONS.get_or_init(|| {
         let handlers: [(libc::c_int, Handler); 3] =
             [(libc::SIGSEGV, overflowed), (libc::SIGBUS, overflowed), (libc::SIGABRT, aborted)];
         handlers.map(|(signal, handler)| {

@@ -18,7 +18,7 @@ pub(crate) fn gpu_of(tensor: &Tensor) -> Option<&CudaDevice> {
 }
 
 /// Returns whether kernels read and write elements of `dtype`.
-pub(crate) fn is_taken(dtype: DType) -> bool {
+pub(crate) fn is_supported(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
 }
 
@@ -79,7 +79,7 @@ fn array_of<'a>(cuda: &'a CudaStorage, layout: &Layout, op: &'static str) -> Res
     if let Some(refusal) = refusal(dtype, layout.shape(), op) {
         return Err(refusal);
     }
-    if is_taken(dtype) {
+    if is_supported(dtype) {
         return Err(Error::Msg(format!("{op}: the tensor of shape {:?} holds fewer elements", layout.shape())).bt());
     }
     Err(Error::UnsupportedDTypeForOp(dtype, op).bt())

@@ -47,11 +47,11 @@ pub(crate) enum FlatBuffer {
 }
 
 #[cfg(feature = "cuda")]
-const AWAY: &str = "work on the host takes buffers of the host";
+const NEEDS_HOST_BUFFERS: &str = "work on the host takes buffers of the host";
 #[cfg(feature = "cuda")]
-const HERE: &str = "work on a GPU takes buffers of the GPU";
+const NEEDS_GPU_BUFFERS: &str = "work on a GPU takes buffers of the GPU";
 #[cfg(feature = "cuda")]
-const APART: &str = "all buffers of an engine are in one place";
+const NEEDS_ONE_PLACE: &str = "all buffers of an engine are in one place";
 
 /// Evaluates one expression for a buffer in either memory.
 macro_rules! each {
@@ -93,7 +93,7 @@ impl FlatBuffer {
         match self {
             Self::Host(flat) => flat,
             #[cfg(feature = "cuda")]
-            Self::Device(_) => unreachable!("{AWAY}"),
+            Self::Device(_) => unreachable!("{NEEDS_HOST_BUFFERS}"),
         }
     }
 
@@ -101,7 +101,7 @@ impl FlatBuffer {
         match self {
             Self::Host(flat) => flat,
             #[cfg(feature = "cuda")]
-            Self::Device(_) => unreachable!("{AWAY}"),
+            Self::Device(_) => unreachable!("{NEEDS_HOST_BUFFERS}"),
         }
     }
 
@@ -113,7 +113,7 @@ impl FlatBuffer {
     pub fn on_device(&self) -> &DeviceFlat {
         match self {
             Self::Device(flat) => flat,
-            Self::Host(_) => unreachable!("{HERE}"),
+            Self::Host(_) => unreachable!("{NEEDS_GPU_BUFFERS}"),
         }
     }
 
@@ -125,7 +125,7 @@ impl FlatBuffer {
     pub fn on_device_mut(&mut self) -> &mut DeviceFlat {
         match self {
             Self::Device(flat) => flat,
-            Self::Host(_) => unreachable!("{HERE}"),
+            Self::Host(_) => unreachable!("{NEEDS_GPU_BUFFERS}"),
         }
     }
 
@@ -137,7 +137,7 @@ impl FlatBuffer {
         match self {
             Self::Host(flat) => flat,
             #[cfg(feature = "cuda")]
-            Self::Device(_) => unreachable!("{AWAY}"),
+            Self::Device(_) => unreachable!("{NEEDS_HOST_BUFFERS}"),
         }
     }
 
@@ -287,7 +287,7 @@ impl ElementBuffer for FlatBuffer {
         match (self, from) {
             (Self::Host(to), Self::Host(from)) => to.extend_cast(from.slice(range)),
             (Self::Device(to), Self::Device(from)) => to.extend_from(from, range)?,
-            _ => unreachable!("{APART}"),
+            _ => unreachable!("{NEEDS_ONE_PLACE}"),
         }
         Ok(())
     }
@@ -308,7 +308,7 @@ impl ElementBuffer for FlatBuffer {
                 sum.slice_mut(to..to + from.len()).add_scaled(other.slice(from), factor);
             }
             (Self::Device(sum), Self::Device(other)) => sum.add_scaled(to, &other.part(from)?, factor)?,
-            _ => unreachable!("{APART}"),
+            _ => unreachable!("{NEEDS_ONE_PLACE}"),
         }
         Ok(())
     }

@@ -85,13 +85,13 @@ pub(crate) enum TimelineLane {
 }
 
 /// The number of lanes of one engine. If a rank has several engines at a time, each has its own lanes.
-const LANES: usize = 100;
+const LANES_PER_ENGINE: usize = 100;
 const FIRST_FILE: usize = 10;
 
 impl TimelineLane {
     /// Returns the lane's number within its rank, from 1 (viewers use 0 for the idle thread).
     pub(super) fn number(self, engine: usize) -> usize {
-        engine * LANES
+        engine * LANES_PER_ENGINE
             + match self {
                 Self::Training => 1,
                 Self::Collectives => 2,
@@ -114,7 +114,7 @@ impl TimelineLane {
 
     /// Returns the name of the lane with this number.
     pub(super) fn name_of(number: usize) -> String {
-        let (engine, lane) = (number / LANES, number % LANES);
+        let (engine, lane) = (number / LANES_PER_ENGINE, number % LANES_PER_ENGINE);
         let name = match lane {
             1 => "training".to_string(),
             2 => "collectives".to_string(),

@@ -1,12 +1,12 @@
 //! The collection of a process' events: in memory, and periodically in a file of lines.
 
 use super::event::TimelineEvent;
-use super::job_timeline::PART;
+use super::job_timeline::PART_PREFIX;
 use super::now;
 use super::trace::{cannot_write, check_earlier, write_trace};
 use crate::error::Result;
 use crate::files::{folder_of, new_beside};
-use crate::notice::{say, warn};
+use crate::notice::{emit, warn};
 use crate::util::lock;
 use std::fmt::Write as _;
 use std::fs::File;
@@ -16,11 +16,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// The writing period, which is the maximum time whose events a killed process loses.
-const PERIOD: Duration = Duration::from_millis(250);
+const WRITE_INTERVAL: Duration = Duration::from_millis(250);
 /// The number of events in memory; the thread that records one more writes them.
-const IN_MEMORY: usize = 1 << 14;
+const MAX_BUFFERED_EVENTS: usize = 1 << 14;
 /// The maximum number of events of a process: no viewer opens a trace of more than some hundred MB.
-const MOST: usize = 1 << 20;
+const MAX_EVENTS: usize = 1 << 20;
 
 /// All sinks of this process. They are kept so that consecutive engines fill the same file.
 static SINKS: Mutex<Vec<Arc<EventSink>>> = Mutex::new(Vec::new());
@@ -68,7 +68,7 @@ impl EventSink {
     }
 
     /// Returns a sink for the trace `file`.
-    pub fn whole(file: &Path) -> Result<Arc<Self>> {
+    pub fn for_trace(file: &Path) -> Result<Arc<Self>> {
         let file = std::path::absolute(file).map_err(|e| cannot_write(file, &e))?;
         Self::of(SinkDestination::Whole { file })
     }
@@ -80,7 +80,7 @@ impl EventSink {
         }
         let file = match &destination {
             SinkDestination::Part { folder } => {
-                let kept = new_beside(folder, PART).and_then(|part| Ok(part.keep()?.0));
+                let kept = new_beside(folder, PART_PREFIX).and_then(|part| Ok(part.keep()?.0));
                 kept.map_err(|e| cannot_write(folder, &e))?
             }
             SinkDestination::Whole { file } if file.is_dir() => {
@@ -92,7 +92,7 @@ impl EventSink {
                 tempfile::tempfile_in(folder_of(file)).map_err(|e| cannot_write(file, &e))?
             }
         };
-        let sink = Arc::new(Self::into_file(destination, file, MOST));
+        let sink = Arc::new(Self::into_file(destination, file, MAX_EVENTS));
         sinks.push(sink.clone());
         Ok(sink)
     }
@@ -128,7 +128,7 @@ impl EventSink {
         self.flush();
         if let (true, SinkDestination::Whole { file }) = (is_last, &self.destination) {
             match write_trace(&[&lock(&self.lines).file], self.zero, file) {
-                Ok(summary) if summary.dropped > 0 => say(&format!("timeline: {summary}")),
+                Ok(summary) if summary.dropped > 0 => emit(&format!("timeline: {summary}")),
                 Ok(_) => {}
                 Err(error) => warn(&error.to_string()),
             }
@@ -137,7 +137,7 @@ impl EventSink {
 
     fn write_now_and_then(&self) {
         loop {
-            std::thread::park_timeout(PERIOD);
+            std::thread::park_timeout(WRITE_INTERVAL);
             self.flush();
             let mut memory = lock(&self.memory);
             if memory.engines.is_empty() {
@@ -156,7 +156,7 @@ impl EventSink {
         }
         memory.room -= 1;
         memory.events.push(event);
-        if memory.events.len() >= IN_MEMORY {
+        if memory.events.len() >= MAX_BUFFERED_EVENTS {
             drop(memory);
             self.flush();
         }
@@ -212,11 +212,11 @@ mod tests {
 
     #[test]
     fn memory_that_is_full_is_written_down() {
-        let sink = sink(tempfile::tempfile().unwrap(), MOST);
-        (0..IN_MEMORY as u64 - 1).for_each(|i| sink.record(event(i)));
+        let sink = sink(tempfile::tempfile().unwrap(), MAX_EVENTS);
+        (0..MAX_BUFFERED_EVENTS as u64 - 1).for_each(|i| sink.record(event(i)));
         assert_eq!(text(&sink), "");
         sink.record(event(0));
-        assert_eq!(text(&sink).lines().count(), IN_MEMORY);
+        assert_eq!(text(&sink).lines().count(), MAX_BUFFERED_EVENTS);
         assert!(lock(&sink.memory).events.is_empty());
     }
 
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn a_full_disk_ends_the_recording() {
-        let sink = sink(File::options().write(true).open("/dev/full").unwrap(), MOST);
+        let sink = sink(File::options().write(true).open("/dev/full").unwrap(), MAX_EVENTS);
         sink.record(event(1));
         sink.flush();
         sink.record(event(2));
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn engines_of_a_rank_have_numbers_of_their_own() {
-        let sink = Arc::new(sink(tempfile::tempfile().unwrap(), MOST));
+        let sink = Arc::new(sink(tempfile::tempfile().unwrap(), MAX_EVENTS));
         assert_eq!([0, 1, 0, 0].map(|rank| sink.join(rank)), [0, 0, 1, 2]);
         sink.leave(0, 1);
         assert_eq!(sink.join(0), 1);

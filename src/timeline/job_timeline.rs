@@ -9,7 +9,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 /// The prefix of the names of part files.
-pub(super) const PART: &str = "part-";
+pub(super) const PART_PREFIX: &str = "part-";
 
 /// A job that is recorded. Its part files are deleted when it is dropped.
 pub struct JobTimeline {
@@ -72,7 +72,8 @@ impl JobTimeline {
         let wrong = |e: std::io::Error| cannot_write(&self.file, &e);
         let entries = std::fs::read_dir(self.folder()).map_err(wrong)?;
         let entries = entries.collect::<std::io::Result<Vec<_>>>().map_err(wrong)?;
-        let is_part = |entry: &&std::fs::DirEntry| entry.file_name().as_encoded_bytes().starts_with(PART.as_bytes());
+        let is_part =
+            |entry: &&std::fs::DirEntry| entry.file_name().as_encoded_bytes().starts_with(PART_PREFIX.as_bytes());
         let parts = entries.iter().filter(is_part).map(|entry| File::open(entry.path()));
         let parts: Vec<File> = parts.collect::<std::io::Result<_>>().map_err(wrong)?;
         write_trace(&parts.iter().collect::<Vec<_>>(), self.zero, &self.file)

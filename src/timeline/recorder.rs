@@ -38,8 +38,8 @@ impl TimelineRecorder {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let sink = match (variable(PARTS), file.or_else(|| variable(FILE))) {
             (Some(folder), _) => EventSink::part(&folder)?,
-            (None, Some(file)) if ranks_are_processes => EventSink::whole(&of_rank(&file, rank))?,
-            (None, Some(file)) => EventSink::whole(&file)?,
+            (None, Some(file)) if ranks_are_processes => EventSink::for_trace(&of_rank(&file, rank))?,
+            (None, Some(file)) => EventSink::for_trace(&file)?,
             (None, None) => return Ok(None),
         };
         let engine = sink.join(rank);

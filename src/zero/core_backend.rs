@@ -2,13 +2,13 @@
 
 use super::rank_backend::{RankBackend, RankInfo};
 use super::rank_core::RankCore;
-use super::share::share_memory::ShareMemory;
+use super::share::share_storage::ShareStorage;
 use super::share::sub_group::SubGroup;
 use super::transfer::device_copy::{CopyKind, DeviceCopy};
 use super::transfer::pending_collective::{CollectiveOp, CollectiveTransport, PendingCollective};
 use crate::comm::WireFormat;
 use crate::error::Result;
-use crate::memory::Ledger;
+use crate::memory::MemoryLedger;
 use crate::offload::{FileIo, WindowSettings};
 use crate::param::{Param, ParamId};
 use crate::tensor::flat_buffer::{BufferDevice, FlatBuffer};
@@ -20,7 +20,7 @@ use std::sync::MutexGuard;
 #[cfg(feature = "cuda")]
 use {crate::tensor::device_elements::with_each, candle_core::Storage};
 
-impl ShareMemory for RankCore {
+impl ShareStorage for RankCore {
     type Buffer = FlatBuffer;
     type Files = FileIo;
 
@@ -36,7 +36,7 @@ impl ShareMemory for RankCore {
         self.offload.as_ref().map(|offload| &*offload.io)
     }
 
-    fn ledger(&self) -> &Ledger {
+    fn ledger(&self) -> &MemoryLedger {
         &self.ledger
     }
 }

@@ -5,7 +5,7 @@
 //! values of gradients and states is defined next to the decisions, as the traits `GradientBackend` and `StepBackend`:
 //! in `reduce/gradient_reducer.rs` and `step/state_sweep.rs`.
 
-use super::share::share_memory::{BufferPlaceOf, ShareMemory};
+use super::share::share_storage::{BufferPlaceOf, ShareStorage};
 use super::share::sub_group::SubGroup;
 use super::transfer::device_copy::CopyKind;
 use super::transfer::pending_collective::CollectiveOp;
@@ -13,7 +13,7 @@ use crate::comm::WireFormat;
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::layout::{Placement, ShardMesh};
-use crate::memory::{LedgerEntry, MemoryKind, MemoryReport, MemoryTier, ModelBytes, StateBytes};
+use crate::memory::{MemoryKind, MemoryLedgerEntry, MemoryReport, MemoryTier, ModelBytes, StateBytes};
 use crate::offload::WindowSettings;
 use crate::param::{Param, ParamId};
 use crate::precision::{ElementBuffer, WeightPacking};
@@ -36,7 +36,7 @@ pub(crate) struct RankInfo<'a> {
 }
 
 /// A rank that trains, or a rehearsal of one.
-pub(crate) trait RankBackend: ShareMemory {
+pub(crate) trait RankBackend: ShareStorage {
     /// A pending collective.
     type Pending;
     /// A pending copy of a buffer between the host and the GPU on which the model computes.
@@ -134,7 +134,7 @@ pub(crate) trait RankBackend: ShareMemory {
     }
 
     /// Enters a buffer in the ledger until the result is dropped.
-    fn hold(&self, kind: MemoryKind, buffer: &Self::Buffer) -> LedgerEntry {
+    fn hold(&self, kind: MemoryKind, buffer: &Self::Buffer) -> MemoryLedgerEntry {
         self.ledger().hold_in(MemoryTier::at::<Self::Buffer>(&buffer.place()), kind, buffer.capacity_in_bytes())
     }
 

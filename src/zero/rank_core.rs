@@ -4,8 +4,8 @@
 //! after, so that a model outside of an engine is a plain Candle model. Modules above this one use the core's methods.
 //! Its fields are visible only inside `zero/`.
 
+use super::check::finite_difference_state::FiniteDifferenceCheck;
 use super::check::forward_outputs::ForwardOutputs;
-use super::check::gradient_check_state::GradientCheck;
 use super::check::weight_samples::WeightSamples;
 use super::gather::leaf_units::{LeafPosition, LeafUnits};
 use super::gather::param_gatherer::ParamGatherer;
@@ -26,7 +26,7 @@ use crate::cuda::memory_pool;
 use crate::error::{EngineError, Error, ParamError, Result};
 use crate::graph::Grad;
 use crate::layout::Placement;
-use crate::memory::{Ledger, MemoryReport, MemoryTier};
+use crate::memory::{MemoryLedger, MemoryReport, MemoryTier};
 use crate::offload::{OffloadReport, OffloadStore};
 use crate::param::gradient_capture::GradientSink;
 use crate::param::{BufferSync, ModelBuffer, Param, ParamId, ROOT, UnitId};
@@ -70,7 +70,7 @@ pub(crate) struct RankCore {
     /// The GPUs of all ranks, if NCCL joins them.
     #[cfg(feature = "cuda")]
     pub(super) gpus: OnceLock<GpuCollectives>,
-    pub(super) ledger: Ledger,
+    pub(super) ledger: MemoryLedger,
     /// The files of offloaded state.
     pub(super) offload: Option<Arc<OffloadStore>>,
     pub(super) params: Vec<Param>,
@@ -99,7 +99,7 @@ pub(crate) struct RankCore {
     /// Whether the engine's forward is running.
     pub(super) in_forward: AtomicBool,
     /// The state of a check of gradients.
-    pub(super) check: GradientCheck,
+    pub(super) check: FiniteDifferenceCheck,
     /// The outputs of forwards.
     pub(super) outputs: ForwardOutputs,
     /// The thread that runs the engine's backward: gradients count only in that thread.
@@ -138,7 +138,7 @@ pub(crate) struct RankCoreParts {
     pub rounding: Option<u64>,
     pub registered: RegisteredModel,
     pub buffer_sync: BufferSync,
-    pub ledger: Ledger,
+    pub ledger: MemoryLedger,
     pub offload: Option<Arc<OffloadStore>>,
 }
 
@@ -210,7 +210,7 @@ impl GradientSink for EngineLink {
 }
 
 /// Returns the error, or, if a GPU has run out of memory, an error that lists the parts of the model that occupy it.
-pub(crate) fn naming_what_is_held(error: Error, ledger: &Ledger, rank: usize) -> Error {
+pub(crate) fn naming_what_is_held(error: Error, ledger: &MemoryLedger, rank: usize) -> Error {
     match error {
         Error::Candle(error) if residency::is_out_of_memory(&error) => {
             let held = ledger.held_in(MemoryTier::Device);
@@ -268,7 +268,7 @@ impl RankCore {
             update: AtomicU64::new(0),
             evaluating: AtomicBool::new(false),
             in_forward: AtomicBool::new(false),
-            check: GradientCheck::default(),
+            check: FiniteDifferenceCheck::default(),
             outputs: ForwardOutputs::default(),
             backward_on: Mutex::new(None),
             failure: Mutex::new(None),

@@ -8,7 +8,7 @@ use candle_zero::comm::{Communicator, threads};
 use candle_zero::error::{EngineError, Error};
 use candle_zero::nn::{Pooling, max_pool2d_with};
 use candle_zero::zero::unit;
-use candle_zero::{Engine, GradientReport, GradientVerdict};
+use candle_zero::{Engine, GradientCheckVerdict, GradientReport};
 use serde_json::{Value, json};
 use std::cell::Cell;
 use std::sync::Arc;
@@ -339,11 +339,11 @@ fn every_parameter_is_checked_where_that_is_asked_for_and_the_wrong_ones_are_nam
         let report = engine.gradient_report().unwrap();
         let verdict = |name: &str| report.rows.iter().find(|row| row.name == name).unwrap().verdict;
         for name in ["before.weight", "before.bias"] {
-            assert_eq!(verdict(name), GradientVerdict::Wrong, "{report}");
+            assert_eq!(verdict(name), GradientCheckVerdict::Wrong, "{report}");
             assert!(text.contains(name), "{text}");
         }
         for name in ["second.weight", "after.weight", "after.bias"] {
-            assert_eq!(verdict(name), GradientVerdict::Right, "{report}");
+            assert_eq!(verdict(name), GradientCheckVerdict::Right, "{report}");
         }
     }
 }
@@ -471,7 +471,7 @@ fn a_loss_that_is_drawn_anew_each_time_is_not_judged() {
         assert!(steps <= 8 && report.wrong().count() == 0, "{report}");
         match of_each {
             true => assert!(report.to_string().contains("differs when it is computed twice"), "{report}"),
-            false => assert_eq!(report.rows[0].verdict, GradientVerdict::CannotTell, "{report}"),
+            false => assert_eq!(report.rows[0].verdict, GradientCheckVerdict::CannotTell, "{report}"),
         }
     }
 }
@@ -563,7 +563,7 @@ fn what_a_lookup_of_padding_leaves_out_on_purpose_is_no_mistake() {
         engine.backward(&loss.unwrap()).unwrap();
         engine.step().unwrap();
         let report = engine.gradient_report().unwrap();
-        assert_eq!(report.rows[0].verdict, GradientVerdict::Right, "{report}");
+        assert_eq!(report.rows[0].verdict, GradientCheckVerdict::Right, "{report}");
     }
 }
 

@@ -8,8 +8,8 @@ use candle_zero::data::BatchShape;
 use candle_zero::models::Bert;
 use candle_zero::{Engine, Result};
 use candle_zero_finetune::{
-    BaseModel, Batches, Columns, DataOptions, Dataset, EncoderBase, LabelledTexts, RowBatch, Scores, SequencePacking,
-    Source, Task, Tokenizer, Truncation, labels_of,
+    BaseModel, Batches, ClassificationBatch, Columns, DataOptions, Dataset, EncoderBase, RowBatch, Scores,
+    SequencePacking, Source, Tokenizer, TrainingTask, Truncation, labels_of,
 };
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -134,7 +134,7 @@ fn texts_have_the_ids_of_the_tokenizer_itself_also_where_they_are_cut() {
     let source = file(&folder, "x.jsonl", &lines);
     let mut own = tokenizers::Tokenizer::from_file(folder.path().join("tokenizer.json")).unwrap();
     for ctx in [8, 12, 64] {
-        let options = DataOptions { labels: labels(&["x", "y"]), ..DataOptions::new(Task::Classify, ctx) };
+        let options = DataOptions { labels: labels(&["x", "y"]), ..DataOptions::new(TrainingTask::Classify, ctx) };
         let dataset = prepare(&folder, std::slice::from_ref(&source), &options).unwrap();
         let mut longer = 0;
         for (i, text) in texts.iter().enumerate() {
@@ -186,7 +186,7 @@ fn data_without_labels_to_learn_is_refused() {
     let many: String = (0..10_002).map(|i| format!("x,{i}\n")).collect();
     insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; a label must be the class of a text");
     // A validation file with a label that training does not have.
-    let options = DataOptions { labels: labels(&["no", "yes"]), ..DataOptions::new(Task::Classify, 16) };
+    let options = DataOptions { labels: labels(&["no", "yes"]), ..DataOptions::new(TrainingTask::Classify, 16) };
     let source = file(&folder, "val.csv", "text,label\nx,no\ny,maybe\nz,yes\n");
     let dataset = prepare(&folder, std::slice::from_ref(&source), &options).unwrap();
     let notes = dataset.reports().flat_map(|(_, report)| report.notes()).collect::<Vec<_>>().join("\n");
@@ -378,7 +378,7 @@ fn train(world: usize, stage: u8, more: usize, filler: u32) -> (Vec<u32>, Vec<u8
                 let part = 2 * (micro * world + rank)..2 * (micro * world + rank) + 2;
                 let part: Vec<(&[u32], u32)> = part.map(|i| (texts[i].as_slice(), i as u32 % 3)).collect();
                 let longest = part.iter().map(|(ids, _)| ids.len()).max().unwrap();
-                let texts = LabelledTexts::of(&rows(&part, longest + more, filler), &Device::Cpu)?;
+                let texts = ClassificationBatch::of(&rows(&part, longest + more, filler), &Device::Cpu)?;
                 let loss = engine.forward(|model| texts.loss(model, 2.0))?;
                 engine.backward(&loss)?;
                 engine.step()?;
@@ -416,7 +416,7 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
     let base =
         EncoderBase::open(folder.path(), &labels_of(std::slice::from_ref(&source), &Columns::default()).unwrap())
             .unwrap();
-    let options = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(Task::Classify, 16) };
+    let options = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(TrainingTask::Classify, 16) };
     let dataset = Arc::new(prepare(&folder, &[source], &options).unwrap());
     let weights = candle_core::safetensors::load(path("bert/model/model.safetensors"), &Device::Cpu).unwrap();
     let vb = candle_nn::VarBuilder::from_tensors(weights, candle_core::DType::F32, &Device::Cpu);
@@ -428,7 +428,7 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
             let shape = BatchShape { micro, accumulation: 1, world, rank };
             let batches = Batches::validation(dataset.clone(), SequencePacking::Padded, shape, 3);
             for step in 0..batches.steps_per_epoch() {
-                let texts = LabelledTexts::of(&batches.batch(step, 0), &Device::Cpu).unwrap();
+                let texts = ClassificationBatch::of(&batches.batch(step, 0), &Device::Cpu).unwrap();
                 sum += texts.judge(&texts.logits(&model).unwrap(), &mut scores).unwrap();
                 // A row without a text has a loss of 0 and no gradient.
                 let loss = texts.loss(&model, 2.0).unwrap().to_scalar::<f32>().unwrap();
@@ -502,13 +502,14 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
         let weights = candle_core::safetensors::load(out.join("model.safetensors"), &Device::Cpu).unwrap();
         let vb = candle_nn::VarBuilder::from_tensors(weights, candle_core::DType::F32, &Device::Cpu);
         let model = Bert::new(base.config(), vb).unwrap();
-        let options = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(Task::Classify, 32) };
+        let options =
+            DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(TrainingTask::Classify, 32) };
         let dataset = Arc::new(prepare(&folder, &[Source::parse(&data).unwrap()], &options).unwrap());
         let shape = BatchShape { micro: 50, accumulation: 1, world: 1, rank: 0 };
         let batches = Batches::validation(dataset, SequencePacking::Padded, shape, 3);
         let mut scores = Scores::new(2);
         for step in 0..batches.steps_per_epoch() {
-            let texts = LabelledTexts::of(&batches.batch(step, 0), &Device::Cpu).unwrap();
+            let texts = ClassificationBatch::of(&batches.batch(step, 0), &Device::Cpu).unwrap();
             texts.judge(&texts.logits(&model).unwrap(), &mut scores).unwrap();
         }
         assert_eq!(scores.texts(), 600);

@@ -5,8 +5,8 @@ use candle_zero::Error;
 use candle_zero::data::BatchShape;
 use candle_zero_finetune::error::FinetuneError;
 use candle_zero_finetune::{
-    Batches, Conversation, DataOptions, Dataset, NO_TARGET, RecordFormat, Sample, SequencePacking, Source, Task,
-    Template, Tokenizer, Truncation, show,
+    Batches, Conversation, DataOptions, Dataset, NO_TARGET, RecordFormat, Sample, SequencePacking, Source, Template,
+    Tokenizer, TrainingTask, Truncation, show,
 };
 use proptest::prelude::*;
 use std::path::PathBuf;
@@ -43,12 +43,12 @@ impl Desk {
         Dataset::prepare(sources, &self.tokenizer, template, options, &self.cache(), &mut |_| {})
     }
 
-    pub(crate) fn prepare(&self, sources: &[Source], task: Task) -> Dataset {
+    pub(crate) fn prepare(&self, sources: &[Source], task: TrainingTask) -> Dataset {
         self.try_prepare(sources, &DataOptions::new(task, 64)).unwrap()
     }
 
     /// Returns the samples of a file of one format.
-    fn samples(&self, name: &str, text: &str, form: RecordFormat, task: Task) -> Vec<Sample> {
+    fn samples(&self, name: &str, text: &str, form: RecordFormat, task: TrainingTask) -> Vec<Sample> {
         let dataset = self.prepare(&[self.file(name, text)], task);
         let (_, report) = dataset.reports().next().unwrap();
         assert_eq!(report.forms.keys().collect::<Vec<_>>(), [&form], "{report}: {:?}", report.notes());
@@ -100,7 +100,7 @@ fn one_conversation_in_each_form_gives_the_same_sample() {
         ),
     ];
     for (name, text, form) in files {
-        let samples = desk.samples(name, &text, form, Task::Generate);
+        let samples = desk.samples(name, &text, form, TrainingTask::Generate);
         let shown: Vec<String> = samples.iter().map(|sample| desk.shown(sample)).collect();
         let expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello<|im_end|>]\n";
         assert_eq!(shown, [expected], "{name}");
@@ -115,17 +115,20 @@ fn completions_texts_and_labels_end_as_their_task_needs() {
         samples.iter().map(|sample| desk.shown(sample)).collect::<Vec<_>>()
     };
     let completion =
-        shown("a.jsonl", r#"{"prompt": "2+2=", "completion": "4"}"#, RecordFormat::Completion, Task::Generate);
+        shown("a.jsonl", r#"{"prompt": "2+2=", "completion": "4"}"#, RecordFormat::Completion, TrainingTask::Generate);
     assert_eq!(completion, ["2+2=[4<|im_end|>]"]);
-    assert_eq!(shown("b.jsonl", r#"{"text": "Once"}"#, RecordFormat::Text, Task::Generate), ["[Once<|im_end|>]"]);
+    assert_eq!(
+        shown("b.jsonl", r#"{"text": "Once"}"#, RecordFormat::Text, TrainingTask::Generate),
+        ["[Once<|im_end|>]"]
+    );
     let labels = "{\"text\": \"good\", \"label\": 10}\n{\"text\": \"bad\", \"label\": 9}\n";
-    assert_eq!(shown("c.jsonl", labels, RecordFormat::Label, Task::Classify), ["good", "bad"]);
-    let dataset = desk.prepare(&[desk.file("c.jsonl", labels)], Task::Classify);
+    assert_eq!(shown("c.jsonl", labels, RecordFormat::Label, TrainingTask::Classify), ["good", "bad"]);
+    let dataset = desk.prepare(&[desk.file("c.jsonl", labels)], TrainingTask::Classify);
     assert_eq!(dataset.labels(), ["9", "10"]);
     assert_eq!([dataset.sample(0).label, dataset.sample(1).label], [1, 0]);
     let pair = r#"{"prompt": "a?", "chosen": " yes", "rejected": " no"}"#;
     assert_eq!(
-        shown("d.jsonl", pair, RecordFormat::Preference, Task::Prefer),
+        shown("d.jsonl", pair, RecordFormat::Preference, TrainingTask::Prefer),
         ["a?[ yes<|im_end|>]", "a?[ no<|im_end|>]"]
     );
     // Both answers contain a prompt of messages. Earlier answers are not learned.
@@ -133,7 +136,7 @@ fn completions_texts_and_labels_end_as_their_task_needs() {
     let (ask, said) = (turn("user", "q"), turn("assistant", "same"));
     let chat = |end| format!("[{ask}, {said}, {ask}, {}]", turn("assistant", end));
     let pair = format!("{{\"prompt\": \"q\", \"chosen\": {}, \"rejected\": {}}}", chat("x"), chat("y"));
-    let found = shown("e.jsonl", &pair, RecordFormat::Preference, Task::Prefer);
+    let found = shown("e.jsonl", &pair, RecordFormat::Preference, TrainingTask::Prefer);
     assert!(found[0].ends_with("assistant\n[x<|im_end|>]\n") && found[0].contains("same<|im_end|>\n"), "{found:?}");
     assert!(found[1].ends_with("assistant\n[y<|im_end|>]\n"), "{found:?}");
 }
@@ -157,7 +160,7 @@ const BAD: &str = r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "
 fn lines_that_are_not_as_they_should_be_are_counted_and_named() {
     let desk = Desk::new();
     let source = desk.file("bad.jsonl", BAD);
-    let options = DataOptions::new(Task::Generate, 24);
+    let options = DataOptions::new(TrainingTask::Generate, 24);
     let dataset = desk.try_prepare(std::slice::from_ref(&source), &options).unwrap();
     let (_, report) = dataset.reports().next().unwrap();
     let notes = [report.to_string()].into_iter().chain(report.notes()).collect::<Vec<_>>().join("\n");
@@ -178,16 +181,16 @@ fn wrong_data_is_refused_with_what_to_do() {
         let error = desk.try_prepare(&[desk.file(name, text)], options).unwrap_err().to_string();
         said.push(error.replace(desk.folder.path().to_str().unwrap(), "DIR"));
     };
-    let generate = options(Task::Generate);
+    let generate = options(TrainingTask::Generate);
     refuse("a.jsonl", BAD, &DataOptions { strict: true, ..generate.clone() });
     refuse("b.jsonl", "", &generate);
     refuse("c.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}\n", &generate);
     refuse("d.jsonl", "{\"question\": 1, \"answer\": 2}\n{\"question\": 1}\n", &generate);
     refuse("e.arrow", "", &generate);
-    refuse("f.jsonl", "{\"text\": \"x\"}\n", &options(Task::Classify));
-    refuse("g.jsonl", "{\"text\": \"x\", \"label\": 1}\n", &options(Task::Prefer));
-    refuse("h.txt", "words\n", &options(Task::Prefer));
-    refuse("i.jsonl", "{\"chosen\": [], \"rejected\": []}\n", &options(Task::Prefer));
+    refuse("f.jsonl", "{\"text\": \"x\"}\n", &options(TrainingTask::Classify));
+    refuse("g.jsonl", "{\"text\": \"x\", \"label\": 1}\n", &options(TrainingTask::Prefer));
+    refuse("h.txt", "words\n", &options(TrainingTask::Prefer));
+    refuse("i.jsonl", "{\"chosen\": [], \"rejected\": []}\n", &options(TrainingTask::Prefer));
     refuse("j.json", "[{\"text\": ", &generate);
     refuse("k.csv", "a,b\n1\n", &generate);
     let missing = Source { path: desk.folder.path().join("none.jsonl"), weight: 1.0 };
@@ -203,7 +206,7 @@ fn overlong_samples_are_cut_or_left_out_as_asked() {
     let desk = Desk::new();
     let source = desk.file("x.jsonl", BAD.lines().nth(3).unwrap());
     let text = desk.file("y.jsonl", &format!("{{\"text\": \"{}\"}}", "word ".repeat(40)));
-    let options = DataOptions::new(Task::Generate, 24);
+    let options = DataOptions::new(TrainingTask::Generate, 24);
     let cut = desk.try_prepare(&[source.clone(), text.clone()], &options).unwrap();
     let pieces: Vec<usize> = (0..cut.len()).map(|i| cut.length(i)).collect();
     assert!(pieces.len() > 3 && pieces.iter().all(|length| *length <= 24), "{pieces:?}");
@@ -215,7 +218,7 @@ fn overlong_samples_are_cut_or_left_out_as_asked() {
 fn plain_text_fills_its_samples_and_loses_nothing() {
     let desk = Desk::new();
     let text = "A line of some words, and then the next.\n".repeat(5000);
-    let dataset = desk.prepare(&[desk.file("x.txt", &text)], Task::Generate);
+    let dataset = desk.prepare(&[desk.file("x.txt", &text)], TrainingTask::Generate);
     let samples: Vec<Sample> = (0..dataset.len()).map(|i| dataset.sample(i).to_sample()).collect();
     assert!(samples.iter().filter(|sample| sample.ids.len() < 64).count() <= 1);
     let tokens: usize = samples.iter().map(|sample| sample.ids.len()).sum();
@@ -227,7 +230,7 @@ fn a_cache_is_taken_when_nothing_changed_and_made_again_when_something_did() {
     let desk = Desk::new();
     let line = r#"{"text": "some words"}"#;
     let from_cache = |source: &Source, ctx| {
-        let options = DataOptions::new(Task::Generate, ctx);
+        let options = DataOptions::new(TrainingTask::Generate, ctx);
         desk.try_prepare(std::slice::from_ref(source), &options).unwrap().reports().next().unwrap().1.from_cache
     };
     let source = desk.file("x.jsonl", line);
@@ -252,7 +255,7 @@ fn weights_count_samples_and_a_split_parts_them() {
     let desk = Desk::new();
     let lines = |n: usize| (0..n).map(|i| format!("{{\"text\": \"number {i}\"}}\n")).collect::<String>();
     let (a, b) = (desk.file("a.jsonl", &lines(10)), desk.file("b.jsonl", &lines(8)));
-    let dataset = desk.prepare(&[Source { weight: 2.5, ..a }, Source { weight: 0.5, ..b }], Task::Generate);
+    let dataset = desk.prepare(&[Source { weight: 2.5, ..a }, Source { weight: 0.5, ..b }], TrainingTask::Generate);
     assert_eq!(dataset.len(), 25 + 4);
     let mut seen = std::collections::BTreeMap::new();
     for i in 0..dataset.len() {
@@ -275,7 +278,9 @@ fn weights_count_samples_and_a_split_parts_them() {
 /// Creates samples of these lengths.
 fn dataset(desk: &Desk, lengths: &[usize]) -> Arc<Dataset> {
     let turn = |n: &usize| format!("{{\"prompt\": \"{}\", \"completion\": \"zz\"}}\n", "q ".repeat(*n));
-    Arc::new(desk.prepare(&[desk.file("x.jsonl", &lengths.iter().map(turn).collect::<String>())], Task::Generate))
+    Arc::new(
+        desk.prepare(&[desk.file("x.jsonl", &lengths.iter().map(turn).collect::<String>())], TrainingTask::Generate),
+    )
 }
 
 proptest! {
@@ -439,8 +444,10 @@ fn validation_has_each_row_once_on_ranks_with_equally_many_batches() {
 #[test]
 fn shown_samples_have_their_targets_marked_and_colours_where_asked() {
     let desk = Desk::new();
-    let data = desk
-        .prepare(&[desk.file("x.jsonl", "{\"prompt\": \"a\\u001b[31mb\", \"completion\": \" yes\"}")], Task::Generate);
+    let data = desk.prepare(
+        &[desk.file("x.jsonl", "{\"prompt\": \"a\\u001b[31mb\", \"completion\": \" yes\"}")],
+        TrainingTask::Generate,
+    );
     let plain = show(&data, &desk.tokenizer, 3, false).unwrap();
     assert!(plain.ends_with("tokens, 4 targets\na␛[31mb⟦ yes<|im_end|>⟧\n\n"), "{plain}");
     let coloured = show(&data, &desk.tokenizer, 1, true).unwrap();
@@ -483,7 +490,7 @@ fn speed_of_tokenizing_and_packing() {
             .join(" ")
     };
     let source = Source { path, weight: 1.0 };
-    let options = DataOptions::new(Task::Generate, 4096);
+    let options = DataOptions::new(TrainingTask::Generate, 4096);
     for _ in 0..2 {
         let start = std::time::Instant::now();
         let data = Arc::new(desk.try_prepare(std::slice::from_ref(&source), &options).unwrap());

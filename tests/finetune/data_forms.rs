@@ -3,7 +3,7 @@
 
 use super::data::Desk;
 use crate::support::processes::repository;
-use candle_zero_finetune::{Columns, DataOptions, Dataset, Source, Task, Template, Tokenizer, labels_of, show};
+use candle_zero_finetune::{Columns, DataOptions, Dataset, Source, Template, Tokenizer, TrainingTask, labels_of, show};
 use proptest::prelude::*;
 
 /// Messages between marks, without tools.
@@ -67,7 +67,7 @@ fn made_with(desk: &Desk, template: Option<&Template>, name: &str, text: &str, o
     }
 }
 
-fn made(source: &str, text: &str, task: Task, columns: &str) -> String {
+fn made(source: &str, text: &str, task: TrainingTask, columns: &str) -> String {
     let desk = Desk::new();
     let columns = if columns.is_empty() { Columns::default() } else { columns.parse().unwrap() };
     let options = DataOptions { columns, ..DataOptions::new(task, 1024) };
@@ -89,7 +89,7 @@ fn turn(role: &str, content: &str) -> String {
 #[test]
 fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
     let chat = format!("\"messages\": [{}, {}]", turn("user", "a?"), turn("assistant", "b"));
-    let generate = |text: &str| made(CHATML, text, Task::Generate, "");
+    let generate = |text: &str| made(CHATML, text, TrainingTask::Generate, "");
     // Unpaired preferences.
     for label in ["true", "false", "0", "\"false\""] {
         holds(
@@ -99,7 +99,7 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
     }
     holds(&generate(r#"{"prompt": "a", "completion": "b", "label": false}"#), &["refused", "it has label", "KTO"]);
     holds(
-        &made(CHATML, &format!("{{{chat}, \"label\": true}}"), Task::Generate, "ignore=label"),
+        &made(CHATML, &format!("{{{chat}, \"label\": true}}"), TrainingTask::Generate, "ignore=label"),
         &["⟦b<|im_end|>⟧", "label (1 record)"],
     );
     // Pictures, in columns and in contents.
@@ -115,10 +115,13 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
         );
     }
     let pair = r#"{"system": "S", "prompt": "a?", "chosen": "good", "rejected": "bad"}"#;
-    holds(&made(CHATML, pair, Task::Prefer, ""), &["refused", "it has system: this format has no place for it"]);
+    holds(
+        &made(CHATML, pair, TrainingTask::Prefer, ""),
+        &["refused", "it has system: this format has no place for it"],
+    );
     let pair = pair.replace("prompt", "question");
     holds(
-        &made(CHATML, &pair, Task::Prefer, ""),
+        &made(CHATML, &pair, TrainingTask::Prefer, ""),
         &["system\nS<", "user\na?<", "⟦good<|im_end|>⟧", "⟦bad<|im_end|>⟧", "1 pair,"],
     );
     holds(&generate(r#"{"system": "S", "prompt": "a?", "completion": "b"}"#), &["refused", "it has system"]);
@@ -135,7 +138,7 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
     // A key that states how good a record is.
     holds(&generate(&format!("{{{chat}, \"score\": 0.1}}")), &["1 record (line 1) has a score, which is ignored"]);
     let scored = r#"{"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 2.0, "score_rejected": 8}"#;
-    holds(&made(CHATML, scored, Task::Prefer, ""), &["has a better score for the rejected answer"]);
+    holds(&made(CHATML, scored, TrainingTask::Prefer, ""), &["has a better score for the rejected answer"]);
     // Other keys are listed, including those of messages.
     let more = r#"{"id": 7, "source": "web", "messages": [{"role": "user", "content": "a", "ts": 1}, {"role": "assistant", "content": "b", "ts": 2}]}"#;
     holds(&generate(more), &["not read: id (1 record), messages[].ts (1 record), source (1 record)"]);
@@ -143,14 +146,14 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
     holds(&generate(null), &["⟦b<|im_end|>⟧", "!not read"]);
     let kwargs = format!("{{{chat}, \"chat_template_kwargs\": {{\"mood\": \"glad\"}}}}");
     holds(
-        &made(&format!("{{{{ mood }}}}{CHATML}"), &kwargs, Task::Generate, ""),
+        &made(&format!("{{{{ mood }}}}{CHATML}"), &kwargs, TrainingTask::Generate, ""),
         &["glad<|im_start|>user", "⟦b<|im_end|>⟧"],
     );
 }
 
 #[test]
 fn weights_of_messages_and_records_say_what_is_learned() {
-    let generate = |text: &str| made(CHATML, text, Task::Generate, "");
+    let generate = |text: &str| made(CHATML, text, TrainingTask::Generate, "");
     for (key, no, yes) in [
         ("weight", "0", "1"),
         ("train", "false", "true"),
@@ -163,7 +166,7 @@ fn weights_of_messages_and_records_say_what_is_learned() {
         )
         .replace('\n', " ");
         for source in [CHATML, BLOCKS] {
-            holds(&made(source, &text, Task::Generate, ""), &["⟦YES", "NO<|im_end|>\n", "!⟦NO", "!not read"]);
+            holds(&made(source, &text, TrainingTask::Generate, ""), &["⟦YES", "NO<|im_end|>\n", "!⟦NO", "!not read"]);
         }
         let turns = format!(
             r#"{{"conversations": [{{"from": "human", "value": "a?"}}, {{"from": "gpt", "value": "NO", "{key}": {no}}},
@@ -194,16 +197,16 @@ fn prompts_as_messages_are_never_learned_whatever_blocks_the_template_has() {
     let old = [turn("user", "U1"), turn("assistant", "OLD"), turn("user", "U2")].join(", ");
     let (new, bad) = (turn("assistant", "NEW"), turn("assistant", "BAD"));
     let texts = [
-        (Task::Generate, format!("{{\"prompt\": [{old}], \"completion\": [{new}]}}")),
-        (Task::Generate, format!("{{\"prompt\": [{old}], \"completion\": \"NEW\"}}")),
-        (Task::Prefer, format!("{{\"prompt\": [{old}], \"chosen\": [{new}], \"rejected\": [{bad}]}}")),
-        (Task::Prefer, format!("{{\"chosen\": [{old}, {new}], \"rejected\": [{old}, {bad}]}}")),
+        (TrainingTask::Generate, format!("{{\"prompt\": [{old}], \"completion\": [{new}]}}")),
+        (TrainingTask::Generate, format!("{{\"prompt\": [{old}], \"completion\": \"NEW\"}}")),
+        (TrainingTask::Prefer, format!("{{\"prompt\": [{old}], \"chosen\": [{new}], \"rejected\": [{bad}]}}")),
+        (TrainingTask::Prefer, format!("{{\"chosen\": [{old}, {new}], \"rejected\": [{old}, {bad}]}}")),
     ];
     for (task, text) in texts {
         for source in [CHATML, BLOCKS, LAST] {
             let made = made(source, &text, task, "");
             holds(&made, &["OLD<|im_end|>", "⟦NEW", "!⟦OLD", "!OLD⟦", "!refused"]);
-            assert_eq!(made.contains("⟦BAD"), task == Task::Prefer, "{made}");
+            assert_eq!(made.contains("⟦BAD"), task == TrainingTask::Prefer, "{made}");
         }
         holds(&made(PIECES, &text, task, ""), &["OLDE<|im_end|>\n", "⟦N⟧E⟦W⟧E⟦<|im_end|>⟧", "!⟦OLD", "!refused"]);
     }
@@ -236,7 +239,7 @@ fn calls_of_tools_are_learned_in_each_form_or_the_record_is_refused() {
         ),
     ];
     for text in files {
-        let with = made(TOOLS, &text, Task::Generate, "");
+        let with = made(TOOLS, &text, TrainingTask::Generate, "");
         holds(
             &with,
             &[
@@ -247,33 +250,33 @@ fn calls_of_tools_are_learned_in_each_form_or_the_record_is_refused() {
             ],
         );
         holds(
-            &made(THOUGHTLESS, &text, Task::Generate, ""),
+            &made(THOUGHTLESS, &text, TrainingTask::Generate, ""),
             &["⟦fly({\"up\": 100})<|im_end|>⟧", "has tools that the template does not write"],
         );
-        let without = made(CHATML, &text, Task::Generate, "");
+        let without = made(CHATML, &text, TrainingTask::Generate, "");
         holds(&without, &["refused", "the template does not write the tool_calls of message 2"]);
     }
     // A value that is not an object stays a text, with a note.
     let text = format!(
         r#"{{"messages": [{ask}, {{"role": "assistant", "content": "", "tool_calls": [{{"type": "function", "function": {{"name": "fly", "arguments": "up"}}}}]}}]}}"#
     );
-    holds(&made(TOOLS, &text, Task::Generate, ""), &["calls a tool with arguments that are not a JSON object"]);
+    holds(&made(TOOLS, &text, TrainingTask::Generate, ""), &["calls a tool with arguments that are not a JSON object"]);
     // An answer with a call that is not written.
     let text =
         format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": "Yes.", {calls}}}], "tools": {tools}}}"#);
     holds(
-        &made(CHATML, &text, Task::Generate, ""),
+        &made(CHATML, &text, TrainingTask::Generate, ""),
         &["⟦Yes.<|im_end|>⟧", "has tool_calls that the template does not write", "has tools that"],
     );
     // Results of tools.
     let talk = r#"{"conversations": [{"from": "human", "value": "hi"}, {"from": "function_call", "value": "{\"name\":\"f\",\"arguments\":{}}"}, {"from": "observation", "value": "RESULT"}, {"from": "gpt", "value": "one"}], "tools": "[]"}"#;
     holds(
-        &made(TOOLS, talk, Task::Generate, ""),
+        &made(TOOLS, talk, TrainingTask::Generate, ""),
         &["⟦<call>{\"name\": \"f\", \"arguments\": {}}</call><|im_end|>⟧", "tool\nRESULT<", "⟦one<|im_end|>⟧"],
     );
     let missing = r#"{"messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}"#;
     holds(
-        &made(CHATML, missing, Task::Generate, ""),
+        &made(CHATML, missing, TrainingTask::Generate, ""),
         &["refused", "message 1 has no content, which the template needs"],
     );
 }
@@ -292,7 +295,7 @@ fn forms_of_messages_are_read_alike() {
     ];
     for text in files {
         for source in [CHATML, TRIMS, TOOLS] {
-            holds(&made(source, text, Task::Generate, ""), &["user\na<|im_end|>", "assistant\n⟦b<|im_end|>⟧"]);
+            holds(&made(source, text, TrainingTask::Generate, ""), &["user\na<|im_end|>", "assistant\n⟦b<|im_end|>⟧"]);
         }
     }
 }
@@ -319,7 +322,7 @@ fn pairs_of_answers_are_read_in_each_form() {
         "{\"question\": \"q\", \"chosen\": \"good\", \"rejected\": \"bad\"}".into(),
     ];
     for text in files {
-        let made = made(CHATML, &text, Task::Prefer, "");
+        let made = made(CHATML, &text, TrainingTask::Prefer, "");
         holds(
             &made,
             &[
@@ -332,43 +335,46 @@ fn pairs_of_answers_are_read_in_each_form() {
     let transcripts =
         r#"{"chosen": "\n\nHuman: What?\n\nAssistant: good", "rejected": "\n\nHuman: What?\n\nAssistant: great"}"#;
     holds(
-        &made(CHATML, transcripts, Task::Prefer, ""),
+        &made(CHATML, transcripts, TrainingTask::Prefer, ""),
         &["Assistant:⟦ good<|im_end|>⟧", "Assistant:⟦ great<|im_end|>⟧"],
     );
     holds(
-        &made(CHATML, r#"{"chosen": "one two", "rejected": "one three"}"#, Task::Prefer, ""),
+        &made(CHATML, r#"{"chosen": "one two", "rejected": "one three"}"#, TrainingTask::Prefer, ""),
         &["one⟦ two<", "one⟦ three<"],
     );
     holds(
-        &made(CHATML, r#"{"chosen": "x", "rejected": "y"}"#, Task::Prefer, ""),
+        &made(CHATML, r#"{"chosen": "x", "rejected": "y"}"#, TrainingTask::Prefer, ""),
         &["refused", "without a common beginning"],
     );
     let same = r#"{"prompt": "a?", "chosen": "same", "rejected": "same"}"#;
-    holds(&made(CHATML, same, Task::Prefer, ""), &["has the same answer as chosen and rejected"]);
-    holds(&made(CHATML, r#"{"prompt": "a", "chosen": " ", "rejected": "x"}"#, Task::Prefer, ""), &["an empty answer"]);
+    holds(&made(CHATML, same, TrainingTask::Prefer, ""), &["has the same answer as chosen and rejected"]);
+    holds(
+        &made(CHATML, r#"{"prompt": "a", "chosen": " ", "rejected": "x"}"#, TrainingTask::Prefer, ""),
+        &["an empty answer"],
+    );
 }
 
 #[test]
 fn columns_are_read_by_the_names_that_the_user_gives() {
     let text = r#"{"question": "a", "answer": "b", "messages": [], "text": "other"}"#;
     holds(
-        &made(CHATML, text, Task::Generate, "prompt=question,completion=answer"),
+        &made(CHATML, text, TrainingTask::Generate, "prompt=question,completion=answer"),
         &["a⟦b<|im_end|>⟧", "without the model's chat template", "text (1 record)"],
     );
     holds(
-        &made(CHATML, text, Task::Generate, "instruction=question,output=answer"),
+        &made(CHATML, text, TrainingTask::Generate, "instruction=question,output=answer"),
         &["user\na<|im_end|>", "⟦b<|im_end|>⟧", "!without the model's"],
     );
     let text = r#"{"question": "a", "answer": "b"}"#;
     holds(
-        &made(CHATML, text, Task::Generate, ""),
+        &made(CHATML, text, TrainingTask::Generate, ""),
         &["refused", "(question, answer)", "--columns prompt=question,completion=answer"],
     );
     holds(
         &made(
             CHATML,
             r#"{"talk": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}"#,
-            Task::Generate,
+            TrainingTask::Generate,
             "messages=talk",
         ),
         &["⟦b<|im_end|>⟧"],
@@ -377,15 +383,18 @@ fn columns_are_read_by_the_names_that_the_user_gives() {
         &made(
             CHATML,
             r#"{"q": "a", "best": " b", "worst": " c"}"#,
-            Task::Prefer,
+            TrainingTask::Prefer,
             "prompt=q,chosen=best,rejected=worst",
         ),
         &["a⟦ b<", "a⟦ c<"],
     );
     let labels = "{\"sentence\": \"a\", \"class\": 1}\n{\"sentence\": \"b\", \"class\": 0}";
-    holds(&made(CHATML, labels, Task::Classify, "text=sentence,label=class"), &["label 1\na", "label 0\nb"]);
+    holds(&made(CHATML, labels, TrainingTask::Classify, "text=sentence,label=class"), &["label 1\na", "label 0\nb"]);
     let wrapped = r#"{"version": "0.1", "data": [{"instruction": "a", "output": "b"}]}"#;
-    holds(&made(CHATML, wrapped, Task::Generate, ""), &["refused", "data is a list of objects", "jq -c '.data[]'"]);
+    holds(
+        &made(CHATML, wrapped, TrainingTask::Generate, ""),
+        &["refused", "data is a list of objects", "jq -c '.data[]'"],
+    );
     for wrong in ["prompt", "prompt=", "promt=a", "prompt=a,prompt=b", "ignore=a,text=a"] {
         let said = wrong.parse::<Columns>().unwrap_err().to_string();
         assert!(said.starts_with("--columns is "), "{said}");
@@ -400,20 +409,20 @@ fn what_the_template_does_not_write_of_an_answer_is_said() {
         turn("assistant", "<think>\n2 and 2\n</think>\n\n4")
     );
     holds(
-        &made(THOUGHTLESS, &thought, Task::Generate, ""),
+        &made(THOUGHTLESS, &thought, TrainingTask::Generate, ""),
         &["⟦\n\n4<|im_end|>⟧", "has thoughts, up to </think>, that the template does not write"],
     );
-    holds(&made(CHATML, &thought, Task::Generate, ""), &["⟦<think>", "!thoughts"]);
+    holds(&made(CHATML, &thought, TrainingTask::Generate, ""), &["⟦<think>", "!thoughts"]);
     let reasoned = r#"{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}]}"#;
     holds(
-        &made(CHATML, reasoned, Task::Generate, ""),
+        &made(CHATML, reasoned, TrainingTask::Generate, ""),
         &["⟦4<|im_end|>⟧", "has reasoning_content that the template does not write"],
     );
     let silent = "{% for m in messages %}{% if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}";
     let text =
         format!("{{\"messages\": [{}, {}, {}]}}", turn("system", "S"), turn("user", "a"), turn("assistant", "b"));
     holds(
-        &made(silent, &text, Task::Generate, ""),
+        &made(silent, &text, TrainingTask::Generate, ""),
         &["⟦b<|im_end|>⟧", "has a system message that the template does not write completely"],
     );
     let object = format!(
@@ -422,11 +431,11 @@ fn what_the_template_does_not_write_of_an_answer_is_said() {
         turn("assistant", "b"),
         turn("assistant", "c")
     );
-    holds(&made(TOOLS, &object, Task::Generate, ""), &["object is written as Python prints it"]);
+    holds(&made(TOOLS, &object, TrainingTask::Generate, ""), &["object is written as Python prints it"]);
     let partial = "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}";
     let two = [turn("user", "a"), turn("assistant", "FIRST"), turn("user", "b"), turn("assistant", "LAST")].join(",");
     holds(
-        &made(partial, &format!("{{\"messages\": [{two}]}}"), Task::Generate, ""),
+        &made(partial, &format!("{{\"messages\": [{two}]}}"), TrainingTask::Generate, ""),
         &["⟦LAST<|im_end|>⟧", "no {% generation %} block encloses"],
     );
 }
@@ -440,14 +449,17 @@ fn the_end_of_an_answer_is_learned_or_missing_by_name() {
         ("{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content }}<|stop|>\n{% endfor %}", "<|stop|>"),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }} ###\n{% endfor %}", " ###"),
     ] {
-        let made = made(source, &text, Task::Generate, "");
+        let made = made(source, &text, TrainingTask::Generate, "");
         holds(&made, &[&format!("ONE{end}⟧"), &format!("TWO{end}⟧"), "!end is not learned"]);
     }
     let endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}";
-    holds(&made(endless, &text, Task::Generate, ""), &["ONE⟧", "TWO⟧", "has an answer whose end is not learned"]);
+    holds(
+        &made(endless, &text, TrainingTask::Generate, ""),
+        &["ONE⟧", "TWO⟧", "has an answer whose end is not learned"],
+    );
     let open = BLOCKS.replace("{% generation %}{{ '<|im_end|>' }}{% endgeneration %}", "{{ '<|im_end|>' }}");
-    holds(&made(&open, &text, Task::Generate, ""), &["⟦ONE⟧<|im_end|>", "end is not learned"]);
-    holds(&made(BLOCKS, &text, Task::Generate, ""), &["⟦ONE<|im_end|>⟧", "!end is not learned"]);
+    holds(&made(&open, &text, TrainingTask::Generate, ""), &["⟦ONE⟧<|im_end|>", "end is not learned"]);
+    holds(&made(BLOCKS, &text, TrainingTask::Generate, ""), &["⟦ONE<|im_end|>⟧", "!end is not learned"]);
 }
 
 #[test]
@@ -459,7 +471,7 @@ fn tokens_that_stand_around_a_text_do_not_come_twice() {
     let config = r#"{"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "add_bos_token": true}"#;
     std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
     let desk = Desk { tokenizer: Tokenizer::open(folder.path()).unwrap(), ..desk };
-    let options = DataOptions::new(Task::Generate, 64);
+    let options = DataOptions::new(TrainingTask::Generate, 64);
     let made = |text: &str| made_with(&desk, None, "x.jsonl", text, &options);
     let already = "has the tokenizer's own special token at an end already";
     holds(&made(r#"{"prompt": "a", "completion": "b"}"#), &["\n<|endoftext|>a⟦b<|im_end|>⟧", "!already"]);
@@ -476,7 +488,7 @@ fn a_template_for_tools_is_taken_where_there_are_tools() {
     let desk = Desk::new();
     let tools = r#", "tools": [{"type": "function", "function": {"name": "fly"}}]"#;
     let talk = |more: &str| format!("{{\"messages\": [{}, {}]{more}}}", turn("user", "a"), turn("assistant", "b"));
-    let options = DataOptions::new(Task::Generate, 256);
+    let options = DataOptions::new(TrainingTask::Generate, 256);
     for as_files in [false, true] {
         let folder = tempfile::tempdir().unwrap();
         std::fs::copy(model.join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
@@ -500,7 +512,7 @@ fn a_template_for_tools_is_taken_where_there_are_tools() {
 
 #[test]
 fn labels_that_are_none_and_pairs_of_texts_are_refused() {
-    let classify = |text: &str| made(CHATML, text, Task::Classify, "");
+    let classify = |text: &str| made(CHATML, text, TrainingTask::Classify, "");
     let unsure = "{\"text\": \"q\", \"label\": -1}\n{\"text\": \"a\", \"label\": 0}\n{\"text\": \"b\", \"label\": 1}";
     holds(
         &classify(unsure),
@@ -508,7 +520,7 @@ fn labels_that_are_none_and_pairs_of_texts_are_refused() {
     );
     let desk = Desk::new();
     let labels = ["-1", "0", "1"].map(String::from).into();
-    let options = DataOptions { labels, ..DataOptions::new(Task::Classify, 64) };
+    let options = DataOptions { labels, ..DataOptions::new(TrainingTask::Classify, 64) };
     holds(&made_with(&desk, None, "x.jsonl", unsure, &options), &["label -1\nq", "!could not"]);
     holds(
         &made_with(
@@ -534,7 +546,7 @@ fn labels_that_are_none_and_pairs_of_texts_are_refused() {
         &["refused", "it has text_pair: pairs of texts"],
     );
     holds(
-        &made(CHATML, "{\"text\": \"a\", \"label\": 1}", Task::Generate, ""),
+        &made(CHATML, "{\"text\": \"a\", \"label\": 1}", TrainingTask::Generate, ""),
         &["⟦a<|im_end|>⟧", "not read: label (1 record)"],
     );
     assert!(labels_of(&[], &Columns::default()).is_err());
@@ -542,7 +554,7 @@ fn labels_that_are_none_and_pairs_of_texts_are_refused() {
 
 #[test]
 fn empty_answers_and_texts_as_they_stand_are_said() {
-    let generate = |text: &str| made(CHATML, text, Task::Generate, "");
+    let generate = |text: &str| made(CHATML, text, TrainingTask::Generate, "");
     holds(
         &generate("{\"prompt\": \"c\", \"completion\": \"\"}"),
         &["an empty answer", "learned verbatim, without the model's chat template"],
@@ -552,7 +564,7 @@ fn empty_answers_and_texts_as_they_stand_are_said() {
         &["--columns instruction=prompt,output=completion", "!empty answer"],
     );
     let desk = Desk::new();
-    let options = DataOptions::new(Task::Generate, 64);
+    let options = DataOptions::new(TrainingTask::Generate, 64);
     holds(
         &made_with(&desk, None, "x.jsonl", "{\"prompt\": \"c\", \"completion\": \"d\"}", &options),
         &["c⟦d<|im_end|>⟧", "!without the model's"],
@@ -592,7 +604,7 @@ proptest! {
             messages.push(answer);
         }
         let record = if as_list { serde_json::json!(messages) } else { serde_json::json!({"messages": messages}) };
-        let made = made(source, &record.to_string(), Task::Generate, "");
+        let made = made(source, &record.to_string(), TrainingTask::Generate, "");
         prop_assume!(!made.contains("uncertain"));
         let mut learned = String::new();
         for part in made.split('⟦').skip(1) {

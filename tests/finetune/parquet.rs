@@ -3,7 +3,7 @@
 
 use crate::data::Desk;
 use crate::support::processes::repository;
-use candle_zero_finetune::{DataOptions, Dataset, RecordFormat, Sample, Source, Task, show};
+use candle_zero_finetune::{DataOptions, Dataset, RecordFormat, Sample, Source, TrainingTask, show};
 use std::path::PathBuf;
 
 fn fixture(name: &str) -> PathBuf {
@@ -15,12 +15,12 @@ fn source(path: PathBuf) -> Source {
 }
 
 /// Returns options that ignore a column of pictures, which cannot be read.
-fn without_pictures(task: Task) -> DataOptions {
+fn without_pictures(task: TrainingTask) -> DataOptions {
     DataOptions { columns: "ignore=image".parse().unwrap(), ..DataOptions::new(task, 64) }
 }
 
 /// Returns the samples of a file with their labels and numbers, and its format.
-fn samples(desk: &Desk, path: PathBuf, task: Task) -> (Vec<(Sample, u32)>, Vec<String>, RecordFormat) {
+fn samples(desk: &Desk, path: PathBuf, task: TrainingTask) -> (Vec<(Sample, u32)>, Vec<String>, RecordFormat) {
     let dataset = desk.try_prepare(&[source(path)], &without_pictures(task)).unwrap();
     let (_, report) = dataset.reports().next().unwrap();
     let [form] = report.forms.keys().collect::<Vec<_>>()[..] else { panic!("{report}") };
@@ -31,7 +31,7 @@ fn samples(desk: &Desk, path: PathBuf, task: Task) -> (Vec<(Sample, u32)>, Vec<S
 #[test]
 fn samples_are_those_of_the_same_rows_as_json_lines() {
     let desk = Desk::new();
-    let (generate, classify, prefer) = (Task::Generate, Task::Classify, Task::Prefer);
+    let (generate, classify, prefer) = (TrainingTask::Generate, TrainingTask::Classify, TrainingTask::Prefer);
     let files = [
         ("chats", &["snappy", "zstd", "gzip", "lz4", "plain", "text"][..], RecordFormat::Messages, generate),
         ("sharegpt", &[], RecordFormat::ShareGpt, generate),
@@ -63,7 +63,7 @@ fn a_row_is_named_by_its_number() {
     let desk = Desk::new();
     let file = source(fixture("label_with_gaps.parquet"));
     // A record with a text and no label counts as text to be continued.
-    let dataset = desk.prepare(std::slice::from_ref(&file), Task::Classify);
+    let dataset = desk.prepare(std::slice::from_ref(&file), TrainingTask::Classify);
     let (_, report) = dataset.reports().next().unwrap();
     insta::assert_snapshot!(report.notes().join("\n"), @"1 record (row 3) could not be used (row 3: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");
     let shown = show(&dataset, &desk.tokenizer, 3, false).unwrap().replace(fixture("").to_str().unwrap(), "");
@@ -73,7 +73,7 @@ fn a_row_is_named_by_its_number() {
     label_with_gaps.parquet, row 2: 5 tokens, 0 targets, label 1
     label_with_gaps.parquet, row 4: 5 tokens, 0 targets, label 1
     ");
-    let options = DataOptions { strict: true, ..DataOptions::new(Task::Classify, 64) };
+    let options = DataOptions { strict: true, ..DataOptions::new(TrainingTask::Classify, 64) };
     let error = desk.try_prepare(&[file], &options).unwrap_err().to_string();
     insta::assert_snapshot!(error.replace(fixture("").to_str().unwrap(), "DIR/"), @"row 3 of DIR/label_with_gaps.parquet cannot be used: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN; correct it, or leave out --strict to skip such rows");
 }
@@ -81,7 +81,7 @@ fn a_row_is_named_by_its_number() {
 #[test]
 fn pictures_are_refused_whether_they_can_be_read_or_not() {
     let desk = Desk::new();
-    let options = DataOptions::new(Task::Generate, 64);
+    let options = DataOptions::new(TrainingTask::Generate, 64);
     let refused = desk.try_prepare(&[source(fixture("completion.parquet"))], &options).unwrap_err().to_string();
     assert!(refused.contains("it has image") && refused.contains("--columns ignore=image"), "{refused}");
 }
@@ -90,7 +90,7 @@ fn pictures_are_refused_whether_they_can_be_read_or_not() {
 fn samples_are_kept_until_the_file_changes() {
     let desk = Desk::new();
     let path = desk.cache().with_file_name("x.parquet");
-    let options = without_pictures(Task::Generate);
+    let options = without_pictures(TrainingTask::Generate);
     let prepare = || -> Dataset { desk.try_prepare(&[source(path.clone())], &options).unwrap() };
     let from_cache = || prepare().reports().next().unwrap().1.from_cache;
     std::fs::copy(fixture("completion.parquet"), &path).unwrap();
@@ -110,7 +110,7 @@ fn what_cannot_be_read_is_refused_with_what_to_do() {
     let mut refuse = |name: &str, bytes: &[u8]| {
         let path = folder.join(name).with_extension("parquet");
         std::fs::write(&path, bytes).unwrap();
-        let options = DataOptions::new(Task::Generate, 64);
+        let options = DataOptions::new(TrainingTask::Generate, 64);
         let error = desk.try_prepare(&[source(path)], &options).unwrap_err().to_string();
         said.push(error.replace(folder.to_str().unwrap(), "DIR/"));
     };

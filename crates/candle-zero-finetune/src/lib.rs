@@ -14,7 +14,7 @@
 //! | low-rank adapters in PEFT's files | [`Adapter`] |
 //! | preference optimization | [`dpo_loss`] |
 //! | a model's folder or GGUF file: its description, and its weights by name | [`BaseModel`] |
-//! | the encoder that is trained to classify, its rows and scores | [`EncoderBase`], [`LabelledTexts`], [`Scores`] |
+//! | the encoder that is trained to classify, its rows and scores | [`EncoderBase`], [`ClassificationBatch`], [`Scores`] |
 //! | initial values of adapters and of the base's weights | [`AdaptedValues`] |
 //! | the stage, the offload and the micro batch that fit into memory | [`MemoryDemand`], [`MemoryFit`] |
 //! | the weights that QLoRA holds in 4 bits | [`is_quantized`] |
@@ -41,7 +41,7 @@ pub(crate) use chat::template_files::ADDITIONAL_TEMPLATES;
 pub use chat::tokenizer::{SpecialTokens, TextStream, Tokenizer};
 pub use data::batches::{Batches, NO_TARGET, RowBatch, SequencePacking};
 pub use data::columns::Columns;
-pub use data::data_options::{DataOptions, Task, Truncation};
+pub use data::data_options::{DataOptions, TrainingTask, Truncation};
 pub use data::data_report::{DataReport, RecordLines};
 pub use data::dataset::{DataProgress, Dataset};
 pub use data::labels::labels_of;
@@ -62,8 +62,8 @@ pub use model::trainable_model::TrainableModel;
 pub use peft::adapted_values::AdaptedValues;
 pub use peft::adapter::{Adapter, AdapterTensor};
 pub use peft::qlora::is_quantized;
+pub use run::classification_batch::ClassificationBatch;
 pub use run::fine_tune::FineTune;
-pub use run::labelled_texts::LabelledTexts;
 pub use run::memory_fit::{MemoryDemand, MemoryFit, memory_of_rank};
 pub use run::objective::Validation;
 pub use run::options::{

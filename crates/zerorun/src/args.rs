@@ -11,7 +11,7 @@ use crate::launch::hosts::host_filter::HostSelection;
 use crate::launch::mpirun::{MpirunFlavor, MpirunOptions};
 use crate::launch::nodes::NodeOptions;
 use crate::launch::nodes::listen_address::BIND_ADDR;
-use crate::launch::nodes::ssh::{MultiHostOptions, UNTIL_STDIN_ENDS};
+use crate::launch::nodes::ssh::{MultiHostOptions, SECRET_FROM_STDIN};
 use crate::launch::{JobHosts, LaunchOptions};
 use crate::tools;
 use clap::error::ErrorKind;
@@ -46,7 +46,7 @@ Without a manifest it gets candle-zero, candle-core, candle-nn and anyhow.";
 const HOSTS: &str = "Several hosts";
 
 /// The maximum number of hosts in a job.
-const MOST_NODES: usize = 4096;
+const MAX_NODES: usize = 4096;
 
 const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
 
@@ -145,7 +145,7 @@ struct ZerorunArguments {
 
     /// With --nnodes: read the secret from the first line of standard input, and end the job here when standard input
     /// ends
-    #[arg(long = UNTIL_STDIN_ENDS, hide = true)]
+    #[arg(long = SECRET_FROM_STDIN, hide = true)]
     until_stdin_ends: bool,
 
     /// Bind each rank to its own cores: the host's physical cores, divided evenly. A rank gets one thread per core
@@ -279,7 +279,7 @@ impl ZerorunArguments {
 fn hosts(text: &str) -> Option<(usize, usize)> {
     let (fewest, most) = text.split_once(':').unwrap_or((text, text));
     let number = |text: &str| text.trim().parse::<usize>().ok().filter(|number| *number > 0);
-    number(fewest).zip(number(most)).filter(|(fewest, most)| fewest <= most && *most <= MOST_NODES)
+    number(fewest).zip(number(most)).filter(|(fewest, most)| fewest <= most && *most <= MAX_NODES)
 }
 
 /// Parses a command line whose first word is the program's own name.

@@ -19,7 +19,7 @@ use crate::launch::nodes::DEFAULT_PORT;
 use std::str::FromStr;
 
 /// The variables of this host's number and of the number of hosts.
-const ROWS: [(&str, &[&str]); 8] = [
+const NODE_VARIABLES: [(&str, &[&str]); 8] = [
     ("PET_NODE_RANK", &[]),
     ("JOB_COMPLETION_INDEX", &[]),
     ("OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"]),
@@ -68,7 +68,7 @@ impl LauncherVariables<'_> {
     /// # Errors
     /// Fails if a value is not a number.
     pub(super) fn place(&self) -> Result<Option<NodeNumber>> {
-        for (rank, sizes) in ROWS {
+        for (rank, sizes) in NODE_VARIABLES {
             let Some(node) = self.number(rank, COUNT)? else { continue };
             let mut nodes = None;
             for size in sizes {

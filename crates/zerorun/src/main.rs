@@ -15,12 +15,12 @@ mod tools;
 use crate::error::{Error, LaunchError};
 use crate::launch::console;
 use candle_zero::kernels::checked_level;
-use candle_zero::sandbox::BoundedAllocator;
+use candle_zero::sandbox::SandboxAllocator;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
 #[global_allocator]
-static ALLOCATOR: BoundedAllocator = BoundedAllocator;
+static ALLOCATOR: SandboxAllocator = SandboxAllocator;
 
 /// The exit code for a script that does not compile, the same as cargo's.
 const EXIT_COMPILE: u8 = 101;

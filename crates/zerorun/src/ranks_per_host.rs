@@ -1,7 +1,7 @@
 //! Parses the number of ranks on a host: a number, or one of torchrun's words.
 
 /// The maximum number of ranks of a host.
-const MOST: u16 = 1024;
+const MAX_RANKS: u16 = 1024;
 /// The folder in which NVIDIA's driver lists its devices.
 const GPUS: &str = "/proc/driver/nvidia/gpus";
 /// The variable that selects the devices visible to programs.
@@ -24,11 +24,11 @@ pub(super) fn ranks(text: &str) -> Result<u16, String> {
             0 => cores(),
             gpus => gpus,
         },
-        text => text.parse().map_err(|_| format!("give a number from 1 to {MOST}, or `auto`, `cpu` or `gpu`"))?,
+        text => text.parse().map_err(|_| format!("give a number from 1 to {MAX_RANKS}, or `auto`, `cpu` or `gpu`"))?,
     };
     match u16::try_from(number) {
-        Ok(ranks) if (1..=MOST).contains(&ranks) => Ok(ranks),
-        _ => Err(format!("{number} is not in 1..={MOST}")),
+        Ok(ranks) if (1..=MAX_RANKS).contains(&ranks) => Ok(ranks),
+        _ => Err(format!("{number} is not in 1..={MAX_RANKS}")),
     }
 }
 

@@ -65,7 +65,7 @@ pub(super) struct ModelFile {
 }
 
 /// The keys that DeepSpeed itself writes; all others belong to the client state.
-const KEYS: &[&str] = &[
+const DEEPSPEED_KEYS: &[&str] = &[
     "module",
     "buffer_names",
     "optimizer",
@@ -89,18 +89,18 @@ const KEYS: &[&str] = &[
     "ds_version",
 ];
 /// The maximum length of a parameter's name.
-const NAME_LIMIT: usize = 1000;
+const MAX_NAME_BYTES: usize = 1000;
 /// The maximum number of names in a message.
-const NAMES_SHOWN: usize = 3;
+const MAX_SHOWN_NAMES: usize = 3;
 /// The maximum ratio of the buffers' bytes to the stored bytes, because buffers may share storage.
-const MOST_SHARED: u64 = 100;
+const MAX_BUFFER_SHARING: u64 = 100;
 
 impl ModelFile {
     /// Reads everything except the tensors.
     pub fn open(path: &Path) -> Result<Self> {
         let (archive, pickle) = TorchArchive::open(path)?;
         let root = PickleValue::root(&pickle);
-        match beyond(&root) {
+        match unsupported_part(&root) {
             Ok(None) => {}
             Ok(Some(what)) => return Err(wrong(path, what)),
             Err(problem) => return Err(damaged(path, &problem)),
@@ -137,7 +137,7 @@ impl ModelFile {
 }
 
 /// Returns the part of a valid checkpoint that cannot be read here, if there is one.
-fn beyond(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
+fn unsupported_part(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
     let parts = root.find("mp_world_size").map_or(Ok(1), |size| size.integer())?;
     if parts != 1 {
         return Ok(Some(format!(
@@ -146,7 +146,7 @@ fn beyond(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
         )));
     }
     let frozen = root.find("frozen_param_shapes").map_or(Ok(vec![]), |frozen| frozen.entries())?;
-    let names: Vec<_> = frozen.iter().take(NAMES_SHOWN).map(|(_, value)| value.place()).collect();
+    let names: Vec<_> = frozen.iter().take(MAX_SHOWN_NAMES).map(|(_, value)| value.place()).collect();
     Ok((!names.is_empty()).then(|| {
         format!(
             "{} frozen ({}); only models in which every parameter is trained can be read",
@@ -159,9 +159,9 @@ fn beyond(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
 /// Reads one ordered map from names to shapes.
 fn parameters(map: &PickleValue<'_>) -> Result<Vec<DeepSpeedParameter>, PickleProblem> {
     let parameter = |(name, value): (&str, PickleValue<'_>)| {
-        if name.len() > NAME_LIMIT {
+        if name.len() > MAX_NAME_BYTES {
             return Err(format!(
-                "{} has a name of {} bytes; at most {NAME_LIMIT} are allowed",
+                "{} has a name of {} bytes; at most {MAX_NAME_BYTES} are allowed",
                 value.place(),
                 name.len()
             ));
@@ -186,9 +186,9 @@ fn aliases(root: &PickleValue<'_>) -> Result<Vec<(String, String)>, PickleProble
     let Some(shared) = root.find("shared_params") else { return Ok(vec![]) };
     let alias = |(name, value): (&str, PickleValue<'_>)| {
         let target = value.text()?;
-        match name.len().max(target.len()) <= NAME_LIMIT {
+        match name.len().max(target.len()) <= MAX_NAME_BYTES {
             true => Ok((name.to_owned(), target.to_owned())),
-            false => Err(format!("shared_params has a name of more than {NAME_LIMIT} bytes")),
+            false => Err(format!("shared_params has a name of more than {MAX_NAME_BYTES} bytes")),
         }
     };
     shared.entries()?.into_iter().map(alias).collect()
@@ -206,9 +206,9 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
     };
     let names = names.items()?.iter().map(PickleValue::text).collect::<Result<BTreeSet<_>, _>>()?;
     for (name, value) in module.entries()?.into_iter().filter(|(name, _)| names.contains(name)) {
-        if name.len() > NAME_LIMIT {
+        if name.len() > MAX_NAME_BYTES {
             return Err(format!(
-                "{} has a name of {} bytes; at most {NAME_LIMIT} are allowed",
+                "{} has a name of {} bytes; at most {MAX_NAME_BYTES} are allowed",
                 value.place(),
                 name.len()
             ));
@@ -225,13 +225,13 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
     }
     // They are read into memory, where each has its own storage.
     let bytes = buffers.iter().fold(0u64, |sum, (_, tensor)| sum.saturating_add(tensor.bytes()));
-    match bytes > archive.stored().saturating_mul(MOST_SHARED) {
+    match bytes > archive.stored().saturating_mul(MAX_BUFFER_SHARING) {
         true => Err(format!("the buffers of module have {bytes} bytes, but all stored data has {}", archive.stored())),
         false => Ok((buffers, unread)),
     }
 }
 
 fn client_state(root: &PickleValue<'_>) -> Result<Map<String, Json>, PickleProblem> {
-    let own = root.entries()?.into_iter().filter(|(key, _)| !KEYS.contains(key));
+    let own = root.entries()?.into_iter().filter(|(key, _)| !DEEPSPEED_KEYS.contains(key));
     own.map(|(key, value)| Ok((key.to_owned(), value.json()?))).collect()
 }

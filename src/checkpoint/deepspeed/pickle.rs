@@ -14,7 +14,7 @@ pub(super) type PickleProblem = String;
 
 /// The maximum number of values in a pickle: one byte can create a value, which needs about forty times as much memory.
 /// Checkpoints with 100,000 tensors have fewer.
-const NODES: usize = 4 << 20;
+const MAX_NODES: usize = 4 << 20;
 
 /// One value.
 #[derive(Debug)]
@@ -57,9 +57,9 @@ impl Pickle {
         let root = loop {
             let start = machine.position;
             match machine.step() {
-                Ok(None) if machine.nodes.len() > NODES => {
+                Ok(None) if machine.nodes.len() > MAX_NODES => {
                     return Err(format!(
-                        "data.pkl, byte {start}: more than {NODES} values; torch.save writes about ten for each tensor"
+                        "data.pkl, byte {start}: more than {MAX_NODES} values; torch.save writes about ten for each tensor"
                     ));
                 }
                 Ok(None) => {}
@@ -383,7 +383,7 @@ mod tests {
 
     #[test]
     fn a_pickle_of_more_values_than_any_checkpoint_has_is_refused() {
-        let bytes = [&b"\x80\x02"[..], &vec![b'N'; NODES + 8]].concat();
+        let bytes = [&b"\x80\x02"[..], &vec![b'N'; MAX_NODES + 8]].concat();
         assert!(Pickle::parse(&bytes).unwrap_err().contains("more than 4194304 values"));
     }
 

@@ -5,12 +5,12 @@ use serde_json::Value as Json;
 
 /// The maximum number of values that one conversion to JSON may visit, and their maximum depth: values of a pickle can
 /// share parts, so that a few bytes can expand without limit.
-const JSON_VALUES: usize = 100_000;
-const JSON_DEPTH: usize = 60;
+const MAX_JSON_VALUES: usize = 100_000;
+const MAX_JSON_DEPTH: usize = 60;
 /// The number of bytes of text that count as one value.
-const JSON_TEXT: usize = 64;
+const TEXT_BYTES_PER_VALUE: usize = 64;
 /// The maximum length of a key in a message.
-const PLACE_LIMIT: usize = 200;
+const MAX_KEY_BYTES: usize = 200;
 
 /// A value and its path, such as `optimizer_state_dict.zero_stage`.
 #[derive(Debug, Clone)]
@@ -35,7 +35,7 @@ impl<'a> PickleValue<'a> {
 
     fn inner(&self, id: PickleNodeId, key: &str) -> Self {
         // A key can have any length, and many entries can share one.
-        let key = if key.len() > PLACE_LIMIT { "(a long name)" } else { key };
+        let key = if key.len() > MAX_KEY_BYTES { "(a long name)" } else { key };
         let place = if self.place.is_empty() { key.to_owned() } else { format!("{}.{key}", self.place) };
         Self { pickle: self.pickle, id, place }
     }
@@ -204,8 +204,8 @@ impl<'a> PickleValue<'a> {
     /// Returns the value in JSON. Tuples become lists; numbers that are not finite, and values that JSON cannot
     /// express, become null.
     pub fn json(&self) -> Result<Json, PickleProblem> {
-        let mut left = JSON_VALUES;
-        self.json_within(&mut left, JSON_DEPTH).ok_or_else(|| format!("{} is too large or too deep", self.place))
+        let mut left = MAX_JSON_VALUES;
+        self.json_within(&mut left, MAX_JSON_DEPTH).ok_or_else(|| format!("{} is too large or too deep", self.place))
     }
 
     fn json_within(&self, left: &mut usize, depth: usize) -> Option<Json> {
@@ -217,7 +217,7 @@ impl<'a> PickleValue<'a> {
             PickleNode::Int(number) => (*number).into(),
             PickleNode::Float(number) => (*number).into(),
             PickleNode::Text(text) => {
-                *left = left.checked_sub(text.len() / JSON_TEXT)?;
+                *left = left.checked_sub(text.len() / TEXT_BYTES_PER_VALUE)?;
                 text.as_str().into()
             }
             PickleNode::Global(name) => name.as_str().into(),
@@ -232,7 +232,7 @@ impl<'a> PickleValue<'a> {
                         PickleNode::Int(number) => number.to_string(),
                         _ => continue,
                     };
-                    *left = left.checked_sub(key.len() / JSON_TEXT)?;
+                    *left = left.checked_sub(key.len() / TEXT_BYTES_PER_VALUE)?;
                     object.insert(key, child(*value).json_within(left, depth)?);
                 }
                 object.into()

@@ -9,7 +9,7 @@ use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
 /// The maximum length of a tag that is read.
-const TAG_LIMIT: u64 = 1000;
+const MAX_TAG_BYTES: u64 = 1000;
 const OPTIM_SUFFIX: &str = "_optim_states.pt";
 const MODEL_SUFFIX: &str = "_model_states.pt";
 
@@ -155,7 +155,7 @@ pub(super) fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
         None => match files::open(&latest) {
             Ok(file) => {
                 let mut text = String::new();
-                file.take(TAG_LIMIT).read_to_string(&mut text).map_err(io(&latest))?;
+                file.take(MAX_TAG_BYTES).read_to_string(&mut text).map_err(io(&latest))?;
                 (text.trim_end().to_owned(), latest.as_path())
             }
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return tag_itself(dir, &latest),

@@ -12,11 +12,11 @@ use std::path::{Path, PathBuf};
 use zip::{CompressionMethod, ZipArchive};
 
 /// The maximum size of a pickle. That of a model has about 500 bytes per tensor.
-const PICKLE_LIMIT: u64 = 32 << 20;
+const MAX_PICKLE_BYTES: u64 = 32 << 20;
 /// The maximum size of the small entries next to it.
-const NOTE_LIMIT: u64 = 64;
+const MAX_NOTE_BYTES: u64 = 64;
 /// The maximum bytes of a storage in memory at once, not counting the elements asked for.
-const CHUNK: usize = 1 << 18;
+const READ_CHUNK: usize = 1 << 18;
 
 /// A file of `torch.save`. Only its list of entries stays in memory.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ impl TorchArchive {
             .map_err(|e| format!("it is not a complete zip archive, as torch.save writes ({e})"))?;
         let stem = stem(&zip)?;
         check_byte_order(&mut zip, &stem)?;
-        let pickle = read_entry(&mut zip, &format!("{stem}/data.pkl"), PICKLE_LIMIT)?;
+        let pickle = read_entry(&mut zip, &format!("{stem}/data.pkl"), MAX_PICKLE_BYTES)?;
         let mut storages = HashMap::new();
         let folder = format!("{stem}/data/");
         for index in 0..zip.len() {
@@ -114,8 +114,8 @@ impl TorchArchive {
         let mut file = files::open(&self.path).map_err(io)?;
         file.seek(SeekFrom::Start(span.start)).map_err(io)?;
         let size = tensor.kind.size();
-        let mut bytes = vec![0; CHUNK.min(out.len().saturating_mul(size))];
-        for out in out.chunks_mut(CHUNK / size) {
+        let mut bytes = vec![0; READ_CHUNK.min(out.len().saturating_mul(size))];
+        for out in out.chunks_mut(READ_CHUNK / size) {
             let bytes = &mut bytes[..out.len() * size];
             file.read_exact(bytes).map_err(io)?;
             tensor.kind.widen(bytes, out);
@@ -179,7 +179,7 @@ fn check_byte_order(zip: &mut ZipArchive<BufReader<File>>, stem: &str) -> Result
         // The file was written by PyTorch before 2.1, whose files are little-endian on all relevant machines.
         return Ok(());
     }
-    match read_entry(zip, &name, NOTE_LIMIT)?.as_slice() {
+    match read_entry(zip, &name, MAX_NOTE_BYTES)?.as_slice() {
         b"little" => Ok(()),
         _ => Err("its byte order is not little-endian, the only one that can be read".into()),
     }

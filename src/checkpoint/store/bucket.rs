@@ -1,6 +1,6 @@
 //! Objects under one address: an S3 bucket, or a folder.
 
-use crate::checkpoint::manifest::{BufferFile, FileEntry, MANIFEST, MAX_MANIFEST, Manifest};
+use crate::checkpoint::manifest::{BufferFile, FileEntry, MANIFEST, MAX_MANIFEST_BYTES, Manifest};
 use crate::error::{CheckpointError, Error, Result};
 use object_store::aws::AmazonS3Builder;
 use object_store::local::LocalFileSystem;
@@ -15,13 +15,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The minimum bytes of a part of an upload. S3-compatible stores require at least 5 MiB.
-const PART: u64 = 8 << 20;
+const MIN_PART_BYTES: u64 = 8 << 20;
 
 /// The maximum number of parts of an upload. S3 allows 10,000.
-const MOST_PARTS: u64 = 9_000;
+const MAX_PARTS: u64 = 9_000;
 
 /// The number of parts in flight at a time.
-const AT_ONCE: usize = 4;
+const PARTS_IN_FLIGHT: usize = 4;
 
 /// The objects under one address.
 pub(super) struct ObjectBucket {
@@ -156,7 +156,7 @@ impl ObjectBucket {
         stop: &AtomicBool,
         mut tell: impl FnMut(u64),
     ) -> Result<()> {
-        let part = PART.max(bytes.div_ceil(MOST_PARTS));
+        let part = MIN_PART_BYTES.max(bytes.div_ceil(MAX_PARTS));
         let upload = self.store.put_multipart(&self.key(names)).await;
         let upload = upload.map_err(|e| self.refused("cannot write", names, &e))?;
         let mut upload = WriteMultipart::new_with_chunk_size(upload, part as usize);
@@ -171,7 +171,7 @@ impl ObjectBucket {
                 }
                 let now = &mut buffer[..(bytes - done).min(part) as usize];
                 file.read_exact(now).map_err(read)?;
-                let ready = upload.wait_for_capacity(AT_ONCE).await;
+                let ready = upload.wait_for_capacity(PARTS_IN_FLIGHT).await;
                 ready.map_err(|e| self.refused("cannot write", names, &e))?;
                 upload.write(now);
                 done += now.len() as u64;
@@ -207,7 +207,7 @@ impl ObjectBucket {
     pub async fn get_file(&self, names: &[&str], file: &File, bytes: u64, mut tell: impl FnMut(u64)) -> Result<()> {
         let mut at = 0;
         while at < bytes {
-            let part = self.store.get_range(&self.key(names), at..bytes.min(at + 2 * PART)).await;
+            let part = self.store.get_range(&self.key(names), at..bytes.min(at + 2 * MIN_PART_BYTES)).await;
             let part = part.map_err(|e| self.refused("cannot read", names, &e))?;
             if part.is_empty() {
                 return Err(self.failed("cannot read", names, &format!("it ends after {at} of {bytes} bytes")));
@@ -237,7 +237,7 @@ impl ObjectBucket {
     /// Returns the manifest of a tag, if it exists.
     pub async fn manifest(&self, tag: &str) -> Result<Option<Manifest>> {
         let names = [tag, MANIFEST];
-        let Some(bytes) = self.get(&names, MAX_MANIFEST).await? else { return Ok(None) };
+        let Some(bytes) = self.get(&names, MAX_MANIFEST_BYTES).await? else { return Ok(None) };
         let parsed = Manifest::parse(&String::from_utf8_lossy(&bytes));
         parsed.map(Some).map_err(|problem| self.failed("cannot use", &names, &problem))
     }

@@ -7,7 +7,7 @@
 use super::DownloadedCheckpoint;
 use super::bucket::{ObjectBucket, buffers_object, objects, rank_object, run, wrong};
 use crate::checkpoint::buffers;
-use crate::checkpoint::folder::{FETCHED, LATEST, MAX_LATEST, check_tag};
+use crate::checkpoint::folder::{FETCHED_PREFIX, LATEST, MAX_LATEST_BYTES, check_tag};
 use crate::checkpoint::manifest::{MANIFEST, Manifest};
 use crate::checkpoint::rank_agreement::failed_elsewhere;
 use crate::checkpoint::rank_file::RankFileReader;
@@ -16,7 +16,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::{CollectiveFailure, agree, text_of_rank_0};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::{FolderLock, FolderLockOutcome, new_beside, private_folder, write_whole};
-use crate::notice::{say, warn};
+use crate::notice::{emit, warn};
 use crate::util::{cache_home, list};
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
@@ -24,10 +24,10 @@ use std::time::{Duration, Instant};
 use twox_hash::XxHash3_64;
 
 /// The time that another process of this host may take to fetch the same checkpoint.
-const PATIENCE: Duration = Duration::from_secs(3600);
+const PEER_FETCH_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// The interval at which rank 0 reports progress.
-const TELL: Duration = Duration::from_secs(10);
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Downloads checkpoint `tag`, or the newest complete one, from `url` into a folder of each host. The folder is locked
 /// for as long as the result exists. Returns `None` if there is no checkpoint. Collective.
@@ -79,7 +79,7 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
         };
     }
     let latest =
-        bucket.get(&[LATEST], MAX_LATEST).await?.map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned());
+        bucket.get(&[LATEST], MAX_LATEST_BYTES).await?.map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned());
     let mut notes = Vec::new();
     if let Some(latest) = latest.as_deref().filter(|tag| check_tag(Path::new(bucket.url()), tag).is_ok()) {
         match missing(bucket, latest).await? {
@@ -138,7 +138,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
     let folder = dir.join(tag);
     let io = |action| move |source| Error::Io { action, path: dir.to_owned(), source };
     private_folder(dir).map_err(io("create"))?;
-    let lock = match FolderLock::ask(dir, PATIENCE).map_err(io("lock"))? {
+    let lock = match FolderLock::ask(dir, PEER_FETCH_TIMEOUT).map_err(io("lock"))? {
         FolderLockOutcome::Held(lock) => lock,
         FolderLockOutcome::Busy(_) => {
             return Err(wrong(
@@ -156,17 +156,17 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
     let total: u64 = objects(&manifest).map(|(_, bytes)| bytes).sum();
     let (mut said, mut before) = (Instant::now(), 0);
     if speaks {
-        say(&format!("checkpoint {tag}: {total} bytes are downloaded from {} to {}", bucket.url(), dir.display()));
+        emit(&format!("checkpoint {tag}: {total} bytes are downloaded from {} to {}", bucket.url(), dir.display()));
     }
     let ranks = manifest.files.iter().map(|file| (&file.name, rank_object(file), file.bytes));
     let buffers = manifest.buffers.iter().map(|file| (&file.name, buffers_object(file), file.bytes));
     for (number, (name, object, bytes)) in ranks.chain(buffers).enumerate() {
         if is_right(&folder, &manifest, number).is_err() {
-            let file = new_beside(&folder, FETCHED).map_err(io("write"))?;
+            let file = new_beside(&folder, FETCHED_PREFIX).map_err(io("write"))?;
             let tell = |done: u64| {
-                if speaks && said.elapsed() >= TELL {
+                if speaks && said.elapsed() >= REPORT_INTERVAL {
                     said = Instant::now();
-                    say(&format!("checkpoint {tag}: {} of {total} bytes are downloaded", before + done));
+                    emit(&format!("checkpoint {tag}: {} of {total} bytes are downloaded", before + done));
                 }
             };
             bucket.get_file(&[tag, &object], file.as_file(), bytes, tell).await?;
@@ -178,7 +178,9 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
         }
         before += bytes;
     }
-    write_whole(&folder.join(MANIFEST), FETCHED, manifest.to_text().as_bytes()).map(|_| lock).map_err(io("write"))
+    write_whole(&folder.join(MANIFEST), FETCHED_PREFIX, manifest.to_text().as_bytes())
+        .map(|_| lock)
+        .map_err(io("write"))
 }
 
 /// Checks all checksums of a file in the folder: that of a rank, or with the next number, that of the buffers.

@@ -14,7 +14,7 @@ use crate::checkpoint::rank_agreement::failed_elsewhere;
 use crate::comm::Communicator;
 use crate::comm::agree::{CollectiveFailure, agree};
 use crate::error::Result;
-use crate::notice::say;
+use crate::notice::emit;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,10 +23,10 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// The interval at which rank 0 checks whether the other ranks' files have arrived.
-const LOOK: Duration = Duration::from_millis(300);
+const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
 /// The interval at which rank 0 reports progress.
-const TELL: Duration = Duration::from_secs(10);
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// An upload in progress. Dropping it cancels the upload.
 pub(crate) struct CheckpointUpload {
@@ -117,14 +117,14 @@ impl UploadWorker {
         }
         if *rank == 0 {
             let (tag, url, sum) = (&manifest.tag, self.bucket.url(), objects(&manifest).map(|o| o.1).sum::<u64>());
-            say(&format!("checkpoint {tag}: {sum} bytes are uploaded to {url}"));
+            emit(&format!("checkpoint {tag}: {sum} bytes are uploaded to {url}"));
         }
         let mut said = Instant::now();
         for (name, object, bytes) in files.iter().filter(|(_, object, bytes)| there.get(object) != Some(bytes)) {
             let tell = |done: u64| {
-                if *rank == 0 && said.elapsed() >= TELL {
+                if *rank == 0 && said.elapsed() >= REPORT_INTERVAL {
                     said = Instant::now();
-                    say(&format!("checkpoint {}: {done} of {bytes} bytes of {name} are uploaded", manifest.tag));
+                    emit(&format!("checkpoint {}: {done} of {bytes} bytes of {name} are uploaded", manifest.tag));
                 }
             };
             self.bucket.put_file(&[&manifest.tag, object], (&folder.join(name), *bytes), &self.stop, tell).await?;
@@ -140,7 +140,7 @@ impl UploadWorker {
             if self.stop.load(Ordering::Relaxed) {
                 return Ok(());
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             there = self.bucket.sizes(tag).await?;
         }
         self.bucket.put(&[tag, MANIFEST], manifest.to_text().into_bytes()).await?;
@@ -153,7 +153,7 @@ impl UploadWorker {
             self.bucket.remove(&[tag, object]).await;
         }
         let (url, seconds) = (self.bucket.url(), self.start.elapsed().as_secs_f64());
-        say(&format!("checkpoint {tag} is complete in {url}, after {seconds:.1} s"));
+        emit(&format!("checkpoint {tag} is complete in {url}, after {seconds:.1} s"));
         Ok(())
     }
 }

@@ -4,7 +4,7 @@
 //! Each host receives the bytes of the others once, even if only ranks at the same position gather. [`super::traffic`]
 //! gives the cost.
 
-use super::inter_host::{AHEAD, InterHostExchange, Result, message_bytes};
+use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result, message_bytes};
 use super::link::{MessageTag, MpiTransfer};
 use super::topology::HostTopology;
 use crate::comm::shm::partition::{others, pieces};
@@ -16,7 +16,7 @@ use std::ops::Range;
 /// the size of the elements that it encodes.
 pub(super) fn gather(inter_host: &mut InterHostExchange, whole: &mut [u8], exact: usize) -> Result<()> {
     let part = whole.len() / inter_host.size();
-    let (hosts, here) = (inter_host.hosts.clone(), inter_host.hosts.here());
+    let (hosts, here) = (inter_host.hosts.clone(), inter_host.hosts.local_ranks());
     let (lanes, lane) = (hosts.lanes(), inter_host.rank() - here.start);
     // Each byte of a host's result is sent by one lane of that host to the same lane of every other host.
     let slice = |ranks: &Range<usize>, lane: usize| {
@@ -24,10 +24,10 @@ pub(super) fn gather(inter_host: &mut InterHostExchange, whole: &mut [u8], exact
         bound(lane)..bound(lane + 1)
     };
     let partners: Vec<usize> = match lane < lanes {
-        true => hosts.elsewhere().map(|ranks| ranks.start + lane).collect(),
+        true => hosts.remote_ranks().map(|ranks| ranks.start + lane).collect(),
         false => Vec::new(),
     };
-    inter_host.greet(&partners)?;
+    inter_host.announce_collective(&partners)?;
     let own = inter_host.rank() * part..(inter_host.rank() + 1) * part;
     for range in pieces(part, SLOT_BYTES) {
         let mine = own.start + range.start..own.start + range.end;
@@ -37,22 +37,22 @@ pub(super) fn gather(inter_host: &mut InterHostExchange, whole: &mut [u8], exact
             whole[(here.start + r) * part + range.start..][..range.len()].copy_from_slice(from);
         }
     }
-    let longest = hosts.elsewhere().chain([here.clone()]).map(|ranks| ranks.len() * part).max().unwrap_or(0);
+    let longest = hosts.remote_ranks().chain([here.clone()]).map(|ranks| ranks.len() * part).max().unwrap_or(0);
     let blocks: Vec<Range<usize>> = pieces(longest.div_ceil(lanes), message_bytes(partners.len())).collect();
     let cut = |slice: Range<usize>, block: &Range<usize>| {
         let bound = |at: usize| (slice.start + at).min(slice.end);
         bound(block.start)..bound(block.end)
     };
     let mut coming = VecDeque::new();
-    for block in &blocks[..blocks.len().min(AHEAD - 1)] {
+    for block in &blocks[..blocks.len().min(MESSAGES_IN_FLIGHT - 1)] {
         coming.push_back(swap(inter_host, whole, &hosts, &partners, |ranks| cut(slice(ranks, lane), block))?);
     }
     for (i, block) in blocks.iter().enumerate() {
-        if let Some(block) = blocks.get(i + AHEAD - 1) {
+        if let Some(block) = blocks.get(i + MESSAGES_IN_FLIGHT - 1) {
             coming.push_back(swap(inter_host, whole, &hosts, &partners, |ranks| cut(slice(ranks, lane), block))?);
         }
         let mut arriving = partners.iter().zip(coming.pop_front().unwrap_or_default());
-        for ranks in hosts.elsewhere() {
+        for ranks in hosts.remote_ranks() {
             let mine = if lane < lanes { cut(slice(&ranks, lane), block) } else { 0..0 };
             if let Some((peer, transfer)) = arriving.next() {
                 whole[mine.clone()].copy_from_slice(&inter_host.finish(*peer, transfer)?);
@@ -82,7 +82,7 @@ pub(super) fn gather(inter_host: &mut InterHostExchange, whole: &mut [u8], exact
 /// part goes to every other host once: to the rank with the same local number, which shares it with those of the other
 /// groups.
 pub(super) fn gather_across(inter_host: &mut InterHostExchange, whole: &mut [u8], ranks: usize) -> Result<()> {
-    let (hosts, here) = (inter_host.hosts.clone(), inter_host.hosts.here());
+    let (hosts, here) = (inter_host.hosts.clone(), inter_host.hosts.local_ranks());
     let (groups, part) = (here.len() / ranks, whole.len() / (inter_host.size() / ranks));
     let lane = inter_host.rank() - here.start;
     let own = lane / ranks;
@@ -90,19 +90,19 @@ pub(super) fn gather_across(inter_host: &mut InterHostExchange, whole: &mut [u8]
         let start = (host * groups + group) * part;
         start + range.start..start + range.end
     };
-    let partners: Vec<usize> = hosts.elsewhere().map(|ranks| ranks.start + lane).collect();
+    let partners: Vec<usize> = hosts.remote_ranks().map(|ranks| ranks.start + lane).collect();
     let blocks: Vec<Range<usize>> = pieces(part, message_bytes(partners.len())).collect();
     let number = |ranks: &Range<usize>| ranks.start / ranks.len();
     let mut coming = VecDeque::new();
-    for block in &blocks[..blocks.len().min(AHEAD - 1)] {
+    for block in &blocks[..blocks.len().min(MESSAGES_IN_FLIGHT - 1)] {
         coming.push_back(swap(inter_host, whole, &hosts, &partners, |ranks| at(number(ranks), own, block))?);
     }
     for (i, block) in blocks.iter().enumerate() {
-        if let Some(block) = blocks.get(i + AHEAD - 1) {
+        if let Some(block) = blocks.get(i + MESSAGES_IN_FLIGHT - 1) {
             coming.push_back(swap(inter_host, whole, &hosts, &partners, |ranks| at(number(ranks), own, block))?);
         }
         let arriving = coming.pop_front().unwrap_or_default();
-        for ((peer, transfer), ranks) in partners.iter().zip(arriving).zip(hosts.elsewhere()) {
+        for ((peer, transfer), ranks) in partners.iter().zip(arriving).zip(hosts.remote_ranks()) {
             whole[at(number(&ranks), own, block)].copy_from_slice(&inter_host.finish(*peer, transfer)?);
             inter_host.count(block.len(), block.len());
         }
@@ -110,7 +110,7 @@ pub(super) fn gather_across(inter_host: &mut InterHostExchange, whole: &mut [u8]
     if groups == 1 {
         return Ok(());
     }
-    let all = 0..hosts.each().len();
+    let all = 0..hosts.host_ranks().len();
     for range in pieces(part, SLOT_BYTES / all.len()) {
         let len = range.len();
         inter_host.local.piece(all.len() * len, |slot| {
@@ -137,11 +137,11 @@ fn swap(
     range_of: impl Fn(&Range<usize>) -> Range<usize>,
 ) -> Result<Vec<MpiTransfer>> {
     let mut arriving = Vec::with_capacity(partners.len());
-    for (peer, ranks) in partners.iter().zip(hosts.elsewhere()) {
+    for (peer, ranks) in partners.iter().zip(hosts.remote_ranks()) {
         arriving.push(inter_host.receive(*peer, MessageTag::Data, range_of(&ranks).len())?);
     }
     for peer in partners {
-        inter_host.send(*peer, MessageTag::Data, whole[range_of(&hosts.here())].to_vec())?;
+        inter_host.send(*peer, MessageTag::Data, whole[range_of(&hosts.local_ranks())].to_vec())?;
     }
     Ok(arriving)
 }

@@ -15,16 +15,16 @@
 //!
 //! # Blocks in flight
 //!
-//! Partial sums are received [`AHEAD`] blocks ahead, the same number may be in flight to the next host, and an owner
-//! receives a block's sums when its host is [`behind`] blocks further. Hosts thus work on different blocks at the same
-//! time, and neither they nor their network links wait for one message to arrive. Everything is received in memory that
-//! was allocated before the sender could have produced it. A rank holds messages of at most
-//! [`MESSAGE_BYTES`](super::inter_host::MESSAGE_BYTES): AHEAD incoming ones, AHEAD and one outgoing, one in use, and
-//! its own sums, which are less than 2 AHEAD messages: 4.5 MiB, whatever the size of the sum. [`super::traffic`] gives
-//! the cost on the network.
+//! Partial sums are received [`MESSAGES_IN_FLIGHT`] blocks ahead, the same number may be in flight to the next host,
+//! and an owner receives a block's sums when its host is [`behind`] blocks further. Hosts thus work on different blocks
+//! at the same time, and neither they nor their network links wait for one message to arrive. Everything is received in
+//! memory that was allocated before the sender could have produced it. A rank holds messages of at most
+//! [`MAX_MESSAGE_BYTES`](super::inter_host::MAX_MESSAGE_BYTES): MESSAGES_IN_FLIGHT incoming ones, MESSAGES_IN_FLIGHT
+//! and one outgoing, one in use, and its own sums, which are less than 2 MESSAGES_IN_FLIGHT messages: 4.5 MiB, whatever
+//! the size of the sum. [`super::traffic`] gives the cost on the network.
 
 use super::chain_roles::{ChainRole, handed_by};
-use super::inter_host::{AHEAD, InterHostExchange, Result};
+use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result};
 use super::intra_host::IntraHostSum;
 use super::link::{MessageTag, MpiTransfer};
 use super::partial_sum::SlotLayout;
@@ -39,7 +39,7 @@ use std::ops::Range;
 /// Returns how many blocks after its own parts a rank receives its sums: the number that can be in flight among `hosts`
 /// hosts.
 fn behind(hosts: usize) -> usize {
-    2 * AHEAD * (hosts - 1)
+    2 * MESSAGES_IN_FLIGHT * (hosts - 1)
 }
 
 /// Sums this rank's chunk of all ranks' `input` (world size x n elements), sent in the format `wire`, and writes it
@@ -48,22 +48,22 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
     let (world, rank, size) = (inter_host.size(), inter_host.rank(), input.dtype().size_in_bytes());
     let (hosts, chunk) = (inter_host.hosts.clone(), input.len() / world);
     let role = ChainRole::of(&hosts, rank);
-    inter_host.greet(&role.partners(&hosts))?;
+    inter_host.announce_collective(&role.partners(&hosts))?;
     let layout = SlotLayout { wire, size, world };
     let blocks: Vec<_> = pieces(chunk, block_elements(&hosts, wire, chunk)).collect();
     let hands_over =
-        hosts.each().last().is_some_and(|last| last.clone().any(|rank| !handed_by(&hosts, rank).is_empty()));
+        hosts.host_ranks().last().is_some_and(|last| last.clone().any(|rank| !handed_by(&hosts, rank).is_empty()));
     let hands_over = hands_over && role.last;
     let (coming, sums) = (VecDeque::new(), VecDeque::new());
     let mut chain = ChainReduce { inter_host, role, layout, input, chunk, at, coming, sums };
-    for block in blocks.iter().take(AHEAD) {
+    for block in blocks.iter().take(MESSAGES_IN_FLIGHT) {
         chain.expect_partial(block)?;
     }
-    let behind = behind(hosts.each().len());
+    let behind = behind(hosts.host_ranks().len());
     for (i, block) in blocks.iter().enumerate() {
         chain.expect_sums(block)?;
         let mut partial = chain.take_partial(block)?;
-        if let Some(block) = blocks.get(i + AHEAD) {
+        if let Some(block) = blocks.get(i + MESSAGES_IN_FLIGHT) {
             chain.expect_partial(block)?;
         }
         let ChainReduce { inter_host, role, layout, input, chunk, .. } = &mut chain;
@@ -138,7 +138,7 @@ impl ChainReduce<'_> {
     fn pass_on(&mut self, partial: &[f32]) -> Result<()> {
         if let Some(after) = self.role.after {
             self.inter_host.send(after, MessageTag::Data, bytemuck::cast_slice(partial).to_vec())?;
-            self.inter_host.hold(AHEAD)?;
+            self.inter_host.limit_in_flight(MESSAGES_IN_FLIGHT)?;
         }
         Ok(())
     }
@@ -146,7 +146,7 @@ impl ChainReduce<'_> {
     /// Sends, on the last host, the sums of a block to their owners on other hosts, and writes those of this rank's
     /// chunk. Returns the remaining sums, which are for other ranks of this host, as bytes, in order.
     fn give_sums(&mut self, partial: &[f32], block: &Range<usize>) -> Result<Vec<Vec<u8>>> {
-        let (dtype, here) = (self.input.dtype(), self.inter_host.hosts.here());
+        let (dtype, here) = (self.input.dtype(), self.inter_host.hosts.local_ranks());
         let mut kept = Vec::new();
         let mut sent = 0;
         for (owner, sum) in self.role.owners.iter().zip(partial.chunks_exact(block.len())) {
@@ -163,14 +163,14 @@ impl ChainReduce<'_> {
                 sent += 1;
             }
         }
-        self.inter_host.hold(AHEAD * sent)?;
+        self.inter_host.limit_in_flight(MESSAGES_IN_FLIGHT * sent)?;
         Ok(kept)
     }
 
     /// Shares, on the last host, the sums of a block with their owners on this host, and takes those of this rank.
     fn hand_over(&mut self, kept: &[Vec<u8>], block: &Range<usize>) -> Result<()> {
         let (size, rank, giver) = (self.layout.size, self.inter_host.rank(), self.role.giver);
-        let (hosts, here) = (self.inter_host.hosts.clone(), self.inter_host.hosts.here());
+        let (hosts, here) = (self.inter_host.hosts.clone(), self.inter_host.hosts.local_ranks());
         let place = handed_by(&hosts, giver).iter().position(|owner| *owner == rank);
         for inside in pieces(block.len(), SLOT_BYTES / (here.len() * size)) {
             let (bytes, range) = (inside.len() * size, inside.start * size..inside.end * size);

@@ -24,8 +24,8 @@ pub(super) struct ChainRole {
 impl ChainRole {
     /// Returns the role of `rank`, which is on this host.
     pub(super) fn of(hosts: &HostTopology, rank: usize) -> Self {
-        let (each, number, lanes) = (hosts.each(), hosts.number(), hosts.lanes());
-        let (lane, last) = (rank - hosts.here().start, each.len() - 1);
+        let (each, number, lanes) = (hosts.host_ranks(), hosts.number(), hosts.lanes());
+        let (lane, last) = (rank - hosts.local_ranks().start, each.len() - 1);
         let on =
             |host: Option<usize>| host.filter(|_| lane < lanes).and_then(|host| Some(each.get(host)?.start + lane));
         Self {
@@ -40,7 +40,7 @@ impl ChainRole {
 
     /// Returns the ranks of other hosts with which this rank exchanges messages, in order. The relation is symmetric.
     pub(super) fn partners(&self, hosts: &HostTopology) -> Vec<usize> {
-        let here = hosts.here();
+        let here = hosts.local_ranks();
         let mut partners: Vec<usize> = self.before.into_iter().chain(self.after).collect();
         match self.last {
             true => partners.extend(self.owners.iter().filter(|owner| !here.contains(owner))),
@@ -54,7 +54,7 @@ impl ChainRole {
 
 /// Returns the ranks of the last host, other than `giver`, that receive their sums from rank `giver` of that host.
 pub(super) fn handed_by(hosts: &HostTopology, giver: usize) -> Vec<usize> {
-    let last = hosts.each()[hosts.each().len() - 1].clone();
+    let last = hosts.host_ranks()[hosts.host_ranks().len() - 1].clone();
     let lane = giver - last.start;
     let lanes = hosts.lanes();
     last.filter(|owner| lane < lanes && owner % lanes == lane && *owner != giver).collect()
@@ -80,7 +80,7 @@ mod tests {
     fn the_lanes_of_each_host_share_all_chunks() {
         for counts in COUNTS {
             let all = all(counts);
-            for ranks in all[0].0.each() {
+            for ranks in all[0].0.host_ranks() {
                 let mut owners: Vec<usize> = ranks.clone().flat_map(|rank| all[rank].1.owners.clone()).collect();
                 owners.sort_unstable();
                 assert_eq!(owners, (0..all.len()).collect::<Vec<_>>(), "{counts:?}");
@@ -96,7 +96,7 @@ mod tests {
                 for partner in role.partners(hosts) {
                     let (theirs, other) = &all[partner];
                     assert!(other.partners(theirs).contains(&rank), "{counts:?}: {rank} and {partner}");
-                    assert!(!hosts.here().contains(&partner));
+                    assert!(!hosts.local_ranks().contains(&partner));
                 }
                 let next = role.after.map(|after| all[after].1.before);
                 assert!(next.is_none_or(|before| before == Some(rank)), "{counts:?}");
@@ -108,7 +108,7 @@ mod tests {
     fn every_owner_has_one_giver_and_where_hosts_are_alike_it_hands_nothing_to_others_of_its_host() {
         for counts in COUNTS {
             let all = all(counts);
-            let last = all[0].0.each()[counts.len() - 1].clone();
+            let last = all[0].0.host_ranks()[counts.len() - 1].clone();
             for (rank, (hosts, role)) in all.iter().enumerate() {
                 assert!(last.contains(&role.giver) && all[role.giver].1.owners.contains(&rank), "{counts:?}");
                 if role.last {

@@ -5,7 +5,7 @@
 //! them in rank order. Parts of the next pieces are in flight while this one is added up. [`super::traffic`] gives the
 //! cost.
 
-use super::inter_host::{AHEAD, InterHostExchange, Result, message_bytes};
+use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result, message_bytes};
 use super::link::{MessageTag, MpiTransfer};
 use crate::comm::shm::collectives::{piece_of, sum_exact};
 use crate::comm::shm::partition::{give_each, given, pieces};
@@ -20,7 +20,7 @@ use std::ops::Range;
 /// chunk.
 pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
     let (world, rank, dtype) = (inter_host.size(), inter_host.rank(), input.dtype());
-    let here = inter_host.hosts.here();
+    let here = inter_host.hosts.local_ranks();
     let remote: Vec<usize> = inter_host.hosts.remote().collect();
     let (chunk, size) = (input.len() / world, dtype.size_in_bytes());
     let (local_wire, local_step) = piece_of(here.len(), wire, dtype);
@@ -28,10 +28,10 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
     let local_step = if here.len() == 1 { usize::MAX } else { local_step };
     let step = message_elements(wire, size, remote.len());
     let encoded = |len: usize| wire.encoded_len(len, size);
-    inter_host.greet(&remote)?;
+    inter_host.announce_collective(&remote)?;
     let mut coming = VecDeque::new();
     let mut ahead = pieces(chunk, step);
-    for range in ahead.by_ref().take(AHEAD - 1) {
+    for range in ahead.by_ref().take(MESSAGES_IN_FLIGHT - 1) {
         coming.push_back(post(inter_host, &remote, wire, input, range, encoded)?);
     }
     for range in pieces(chunk, step) {

@@ -19,16 +19,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The time between two beats.
-const BEAT: Duration = Duration::from_secs(1);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// The time between two checks.
-const TURN: Duration = Duration::from_millis(250);
+const POLL_INTERVAL: Duration = Duration::from_millis(250);
 /// The duration of silence after which a host is considered dead.
-const LIMIT: Duration = Duration::from_secs(8);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
 /// The maximum time for the last beats when a job ends normally.
-const PARTING: Duration = Duration::from_secs(2);
-/// The content of a beat that is followed by another one. The content of the final beat is `LAST`.
-const GOES_ON: u8 = 1;
-const LAST: u8 = 2;
+const FINAL_BEATS_TIMEOUT: Duration = Duration::from_secs(2);
+/// The content of a beat that is followed by another one. The content of the final beat is `BEAT_FINAL`.
+const BEAT_CONTINUES: u8 = 1;
+const BEAT_FINAL: u8 = 2;
 
 /// The thread that sends and receives beats.
 pub(super) struct HostHeartbeat {
@@ -59,7 +59,7 @@ impl HostHeartbeat {
         region: Arc<SharedMemoryRegion>,
     ) -> Result<Self, CommError> {
         let mut others = Vec::new();
-        for rank in hosts.elsewhere().map(|ranks| ranks.start) {
+        for rank in hosts.remote_ranks().map(|ranks| ranks.start) {
             let coming = Some(link.receive(rank, MessageTag::Beat, 1)?);
             others.push(WatchedHost { rank, coming, going: None, silent: Duration::ZERO });
         }
@@ -70,20 +70,20 @@ impl HostHeartbeat {
             while !stopped.load(Ordering::Relaxed) && !link.has_failed() {
                 let now = Instant::now();
                 // While a job is suspended it does not listen, so that time must not count as silence of the others.
-                let passed = now.duration_since(last_turn).min(BEAT);
+                let passed = now.duration_since(last_turn).min(HEARTBEAT_INTERVAL);
                 let beats = now >= next_beat;
-                (last_turn, next_beat) = (now, if beats { now + BEAT } else { next_beat });
+                (last_turn, next_beat) = (now, if beats { now + HEARTBEAT_INTERVAL } else { next_beat });
                 for other in &mut others {
                     // MPI's own errors also occur in the next collective, which reports them.
                     let Ok(silent) = other.exchange_beats(&link, passed, beats) else { return Vec::new() };
-                    if silent > LIMIT && !peer_status.has_left(other.rank) {
-                        let seconds = LIMIT.as_secs();
+                    if silent > HEARTBEAT_TIMEOUT && !peer_status.has_left(other.rank) {
+                        let seconds = HEARTBEAT_TIMEOUT.as_secs();
                         let why = format!("its host is gone: it sent nothing for {seconds} s");
-                        region.mark_elsewhere(other.rank, &why);
+                        region.mark_remote_death(other.rank, &why);
                         return Vec::new();
                     }
                 }
-                std::thread::park_timeout(TURN);
+                std::thread::park_timeout(POLL_INTERVAL);
             }
             others
         };
@@ -98,8 +98,9 @@ impl HostHeartbeat {
         self.thread.thread().unpark();
         // The thread's panic has already been printed.
         let Ok(others) = self.thread.join() else { return };
-        let end = Instant::now() + PARTING;
-        let sent: Vec<_> = others.iter().map(|other| link.send(other.rank, MessageTag::Beat, vec![LAST])).collect();
+        let end = Instant::now() + FINAL_BEATS_TIMEOUT;
+        let sent: Vec<_> =
+            others.iter().map(|other| link.send(other.rank, MessageTag::Beat, vec![BEAT_FINAL])).collect();
         others.into_iter().zip(sent).for_each(|(other, last)| {
             // The job has ended normally, whatever MPI reports now.
             _ = last.and_then(|last| other.finish(link, last, end));
@@ -118,7 +119,7 @@ impl WatchedHost {
             self.going.take().map(MpiTransfer::into_bytes);
         }
         if beats && self.going.is_none() {
-            self.going = Some(link.send(self.rank, MessageTag::Beat, vec![GOES_ON])?);
+            self.going = Some(link.send(self.rank, MessageTag::Beat, vec![BEAT_CONTINUES])?);
         }
         Ok(self.silent)
     }
@@ -129,7 +130,7 @@ impl WatchedHost {
         if !coming.is_done()? {
             return Ok(false);
         }
-        let is_last = self.coming.take().is_some_and(|beat| beat.into_bytes() == [LAST]);
+        let is_last = self.coming.take().is_some_and(|beat| beat.into_bytes() == [BEAT_FINAL]);
         self.coming = if is_last { None } else { Some(link.receive(self.rank, MessageTag::Beat, 1)?) };
         Ok(true)
     }

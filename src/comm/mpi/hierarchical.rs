@@ -95,7 +95,7 @@ impl HierarchicalCollectives {
         let mut whole = shard;
         whole.reserve_exact(chunk * (world - 1));
         // If nothing goes between hosts, an encoding that applies only between hosts is not used.
-        let wire = if self.0.hosts.each().len() == 1 { wire.inside() } else { wire };
+        let wire = if self.0.hosts.host_ranks().len() == 1 { wire.inside() } else { wire };
         let Some(code) = wire.code() else {
             whole.extend_zeros(chunk * (world - 1));
             let bytes = whole.as_bytes_mut();
@@ -124,7 +124,7 @@ impl HierarchicalCollectives {
     ) -> Result<Flat> {
         if self.groups_lie_on_one_host(ranks) {
             self.0.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
-            let here = self.0.rank() - self.0.hosts.here().start;
+            let here = self.0.rank() - self.0.hosts.local_ranks().start;
             return gather_of(&mut self.0.local, wire, RankGroup::neighbours(here, ranks), shard);
         }
         let len = shard.len();
@@ -147,7 +147,7 @@ impl HierarchicalCollectives {
         let (group, len) = (RankGroup::across(self.0.rank(), ranks, self.0.size()), sum.len());
         let bytes = sum.size_in_bytes();
         let hosts = self.0.hosts.clone();
-        if self.groups_lie_on_one_host(ranks) && hosts.each().iter().all(|host| host.len() == hosts.lanes()) {
+        if self.groups_lie_on_one_host(ranks) && hosts.host_ranks().iter().all(|host| host.len() == hosts.lanes()) {
             sum.extend_zeros(len * (group.len() - 1));
             let whole = sum.as_bytes_mut();
             whole.copy_within(..bytes, group.place(self.0.rank()) * bytes);
@@ -163,7 +163,7 @@ impl HierarchicalCollectives {
 
     fn groups_lie_on_one_host(&self, ranks: usize) -> bool {
         let on_one = |host: &Range<usize>| host.start.is_multiple_of(ranks) && host.len().is_multiple_of(ranks);
-        self.0.hosts.each().iter().all(on_one)
+        self.0.hosts.host_ranks().iter().all(on_one)
     }
 
     /// Runs a reduce-scatter and an all-gather in the memory of `input`. The sums are those of the reduce-scatter, bit

@@ -14,18 +14,19 @@
 //! # Blocks in flight
 //!
 //! A block is the same piece of every chunk. It is sent, encoded, once it has been added up on this host. The blocks of
-//! the other hosts are awaited when [`AHEAD`] further blocks have been added up: hosts and their network links do not
-//! wait for one message to arrive. The partial sums of a block that a rank computes take at most [`HELD`] bytes, and
-//! their encoded form half of that. A rank holds the partial sums of one block, the encoded form of AHEAD + 1 outgoing
-//! and 2 AHEAD incoming blocks, and AHEAD blocks of its own chunk's sums: less than 20 MiB, whatever the size of the
-//! sum. [`super::traffic`] gives the cost on the network.
+//! the other hosts are awaited when [`MESSAGES_IN_FLIGHT`] further blocks have been added up: hosts and their network
+//! links do not wait for one message to arrive. The partial sums of a block that a rank computes take at most
+//! [`MAX_PARTIAL_SUM_BYTES`] bytes, and their encoded form half of that. A rank holds the partial sums of one block,
+//! the encoded form of MESSAGES_IN_FLIGHT + 1 outgoing and 2 MESSAGES_IN_FLIGHT incoming blocks, and MESSAGES_IN_FLIGHT
+//! blocks of its own chunk's sums: less than 20 MiB, whatever the size of the sum. [`super::traffic`] gives the cost on
+//! the network.
 
-use super::inter_host::{AHEAD, InterHostExchange, Result, message_bytes};
+use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result, message_bytes};
 use super::intra_host::IntraHostSum;
 use super::link::{MessageTag, MpiTransfer};
 use super::partial_sum::{SlotLayout, Summand, add};
 use super::topology::HostTopology;
-use super::traffic::LEAST_MESSAGE;
+use super::traffic::MIN_MESSAGE_BYTES;
 use crate::comm::shm::partition::pieces;
 use crate::comm::wire::format::WireFormat;
 use crate::comm::wire::inter_host::InterHostFormat;
@@ -34,9 +35,9 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 /// The maximum number of bytes of a block's partial sums on a rank, unless these are one block of integers each.
-const HELD: usize = 2 << 20;
+const MAX_PARTIAL_SUM_BYTES: usize = 2 << 20;
 /// The number of blocks of a sum that is long enough: some are added up while others are in flight.
-const BLOCKS: usize = 8;
+const BLOCKS_PER_SUM: usize = 8;
 
 /// The role of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,15 +51,15 @@ struct HostSumRole {
 impl HostSumRole {
     /// Returns the role of `rank`, which is on this host.
     fn of(hosts: &HostTopology, rank: usize) -> Self {
-        let here = hosts.here();
+        let here = hosts.local_ranks();
         let giver = |host: &Range<usize>, place: usize| host.start + place % host.len();
         let taken = |ranks: &Range<usize>| {
             let start = ranks.start;
             ranks.clone().filter(|owner| giver(&here, owner - start) == rank).collect::<Vec<_>>()
         };
         Self {
-            owners: hosts.each().iter().flat_map(taken).collect(),
-            givers: hosts.elsewhere().map(|host| giver(&host, rank - here.start)).collect(),
+            owners: hosts.host_ranks().iter().flat_map(taken).collect(),
+            givers: hosts.remote_ranks().map(|host| giver(&host, rank - here.start)).collect(),
         }
     }
 
@@ -74,15 +75,15 @@ impl HostSumRole {
 
 /// Returns the maximum number of chunks that a rank of any host adds up.
 fn most_chunks(hosts: &HostTopology) -> usize {
-    let of = |here: &Range<usize>| hosts.each().iter().map(|host| host.len().div_ceil(here.len())).sum();
-    hosts.each().iter().map(of).max().unwrap_or(1)
+    let of = |here: &Range<usize>| hosts.host_ranks().iter().map(|host| host.len().div_ceil(here.len())).sum();
+    hosts.host_ranks().iter().map(of).max().unwrap_or(1)
 }
 
 /// Returns the number of elements of every chunk in one block; a message has those of one chunk. The same on all ranks.
 pub(super) fn block_elements(hosts: &HostTopology, code: InterHostFormat, chunk: usize) -> usize {
     let chunks = most_chunks(hosts);
-    let bytes = (code.encoded_len(chunk) / BLOCKS).max(LEAST_MESSAGE).min(message_bytes(chunks));
-    let held = HELD / (size_of::<f32>() * chunks);
+    let bytes = (code.encoded_len(chunk) / BLOCKS_PER_SUM).max(MIN_MESSAGE_BYTES).min(message_bytes(chunks));
+    let held = MAX_PARTIAL_SUM_BYTES / (size_of::<f32>() * chunks);
     let align = code.alignment();
     (code.elements_in(bytes).min(held) / align * align).max(align)
 }
@@ -98,15 +99,15 @@ pub(super) fn reduce(
     let (world, rank, size) = (inter_host.size(), inter_host.rank(), input.dtype().size_in_bytes());
     let (hosts, chunk) = (inter_host.hosts.clone(), input.len() / world);
     let role = HostSumRole::of(&hosts, rank);
-    inter_host.greet(&role.partners(rank))?;
+    inter_host.announce_collective(&role.partners(rank))?;
     let blocks: Vec<_> = pieces(chunk, block_elements(&hosts, code, chunk)).collect();
     let (coming, kept) = (VecDeque::new(), VecDeque::new());
     let mut sums = HostSumReduce { inter_host, code, role, at, coming, kept };
-    for block in blocks.iter().take(AHEAD) {
+    for block in blocks.iter().take(MESSAGES_IN_FLIGHT) {
         sums.expect(block)?;
     }
     for (i, block) in blocks.iter().enumerate() {
-        if let Some(block) = blocks.get(i + AHEAD) {
+        if let Some(block) = blocks.get(i + MESSAGES_IN_FLIGHT) {
             sums.expect(block)?;
         }
         let mut partial = vec![0f32; sums.role.owners.len() * block.len()];
@@ -114,7 +115,7 @@ pub(super) fn reduce(
         let here = IntraHostSum { layout, input, chunk, owners: &sums.role.owners, begins: true };
         here.add_parts(sums.inter_host, &mut partial, block)?;
         sums.give(&partial, block)?;
-        if sums.kept.len() == AHEAD {
+        if sums.kept.len() == MESSAGES_IN_FLIGHT {
             sums.take(input)?;
         }
     }
@@ -159,7 +160,7 @@ impl HostSumReduce<'_> {
             self.inter_host.send(*owner, MessageTag::Data, codes)?;
             sent += 1;
         }
-        self.inter_host.hold(AHEAD * sent)
+        self.inter_host.limit_in_flight(MESSAGES_IN_FLIGHT * sent)
     }
 
     /// Receives the other hosts' partial sums of the oldest block, and writes the sums of this rank's chunk.
@@ -200,7 +201,7 @@ fn sum_of(code: InterHostFormat, codes: &[Vec<u8>], own: &[f32], place: usize) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::mpi::inter_host::MESSAGE_BYTES;
+    use crate::comm::mpi::inter_host::MAX_MESSAGE_BYTES;
     use crate::comm::shm::quantized::sum_blocks;
     use crate::precision::IntFormat;
     use proptest::prelude::*;
@@ -283,7 +284,7 @@ mod tests {
             counts in prop::collection::vec(1usize..7, 1..6),
         ) {
             let all = all(&counts);
-            for ranks in all[0].0.each() {
+            for ranks in all[0].0.host_ranks() {
                 let mut owners: Vec<usize> = ranks.clone().flat_map(|rank| all[rank].1.owners.clone()).collect();
                 owners.sort_unstable();
                 prop_assert_eq!(owners, (0..all.len()).collect::<Vec<_>>());
@@ -306,11 +307,11 @@ mod tests {
             let all = all(&counts);
             for (rank, (hosts, role)) in all.iter().enumerate() {
                 prop_assert_eq!(role.givers.len(), counts.len() - 1);
-                for (giver, host) in role.givers.iter().zip(hosts.elsewhere()) {
+                for (giver, host) in role.givers.iter().zip(hosts.remote_ranks()) {
                     prop_assert!(host.contains(giver) && all[*giver].1.owners.contains(&rank));
                 }
                 for partner in role.partners(rank) {
-                    prop_assert!(!hosts.here().contains(&partner));
+                    prop_assert!(!hosts.local_ranks().contains(&partner));
                     prop_assert!(all[partner].1.partners(partner).contains(&rank));
                 }
             }
@@ -325,9 +326,9 @@ mod tests {
             for code in CODES {
                 let elements = block_elements(&hosts, code, chunk);
                 prop_assert!(elements > 0 && elements.is_multiple_of(code.alignment()));
-                prop_assert!(code.encoded_len(elements) <= MESSAGE_BYTES);
+                prop_assert!(code.encoded_len(elements) <= MAX_MESSAGE_BYTES);
                 let held = 4 * elements * most_chunks(&hosts);
-                prop_assert!(held <= HELD || elements == code.alignment(), "{} of {:?}", elements, code);
+                prop_assert!(held <= MAX_PARTIAL_SUM_BYTES || elements == code.alignment(), "{} of {:?}", elements, code);
             }
         }
     }

@@ -21,24 +21,24 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The maximum number of bytes of a message.
-pub(super) const MESSAGE_BYTES: usize = 1 << 18;
+pub(super) const MAX_MESSAGE_BYTES: usize = 1 << 18;
 /// The maximum number of bytes that a rank sends to all others at a time.
-const SENT_BYTES: usize = 16 << 20;
+const MAX_SENT_BYTES: usize = 16 << 20;
 /// The number of messages in flight to and from each other rank: the network is not idle while a received message is
 /// processed, nor while a library asks the other side for permission to send.
-pub(super) const AHEAD: usize = 4;
+pub(super) const MESSAGES_IN_FLIGHT: usize = 4;
 /// How long a thread sleeps between checks of an awaited message, once its spin limit is exceeded.
-const NAP: Duration = Duration::from_micros(50);
+const POLL_SLEEP: Duration = Duration::from_micros(50);
 /// How much later than its consequence on this host the failure of a rank of another host may be noticed.
-const ECHO: Duration = Duration::from_millis(100);
+const REMOTE_FAILURE_DELAY: Duration = Duration::from_millis(100);
 /// How often a wait checks for failed ranks, and after how many checks of the message it reads a clock.
-const WATCH: Duration = Duration::from_millis(20);
-const LOOKS: u32 = 200;
+const FAILURE_CHECK_INTERVAL: Duration = Duration::from_millis(20);
+const POLLS_PER_CLOCK_READ: u32 = 200;
 pub(super) type Result<T> = std::result::Result<T, CommError>;
 
 /// Returns the maximum number of bytes of a message if a rank sends one to each of `peers` ranks at a time.
 pub(super) fn message_bytes(peers: usize) -> usize {
-    MESSAGE_BYTES.min((SENT_BYTES / peers.max(1)).max(1 << 12))
+    MAX_MESSAGE_BYTES.min((MAX_SENT_BYTES / peers.max(1)).max(1 << 12))
 }
 
 /// One rank's side of collectives across hosts.
@@ -121,7 +121,7 @@ impl InterHostExchange {
     /// Ends a collective with this `result`, once everything that this rank sends in it has been sent: the process may
     /// end before the next one.
     pub(super) fn end<T>(&mut self, result: Result<T>) -> Result<T> {
-        result.and_then(|result| self.hold(0).map(|()| result)).map_err(|error| self.at_first(error))
+        result.and_then(|result| self.limit_in_flight(0).map(|()| result)).map_err(|error| self.at_first(error))
     }
 
     /// Returns the original failure if `error` is only its consequence: a rank of this host may have been notified of a
@@ -130,18 +130,18 @@ impl InterHostExchange {
         if !matches!(error, CommError::RankAborted { .. } | CommError::RankLeft { .. }) {
             return error;
         }
-        let until = Instant::now() + ECHO;
+        let until = Instant::now() + REMOTE_FAILURE_DELAY;
         loop {
             match self.peer_status.failure() {
                 Ok(Some((from, why))) => return self.aborted(from, &why),
-                Ok(None) if Instant::now() < until => std::thread::sleep(NAP),
+                Ok(None) if Instant::now() < until => std::thread::sleep(POLL_SLEEP),
                 _ => return error,
             }
         }
     }
 
     /// Tells the ranks with which data will be exchanged which collective this is, and checks that theirs is the same.
-    pub(super) fn greet(&mut self, peers: &[usize]) -> Result<()> {
+    pub(super) fn announce_collective(&mut self, peers: &[usize]) -> Result<()> {
         let mine = self.current.expect("a collective has begun");
         let arriving = self.receive_each(peers, MessageTag::Header, 8 * (CollectiveFingerprint::WORDS + 1))?;
         let header: Vec<u8> = mine.words().into_iter().chain([self.call]).flat_map(u64::to_le_bytes).collect();
@@ -186,7 +186,7 @@ impl InterHostExchange {
     }
 
     /// Waits until at most the newest `messages` of the sent messages are in flight.
-    pub(super) fn hold(&mut self, messages: usize) -> Result<()> {
+    pub(super) fn limit_in_flight(&mut self, messages: usize) -> Result<()> {
         while self.sending.len() > messages
             && let Some((peer, sent)) = self.sending.pop_front()
         {
@@ -204,12 +204,12 @@ impl InterHostExchange {
             match turns {
                 turn if turn < spins => std::hint::spin_loop(),
                 turn if turn < spins + yields => std::thread::yield_now(),
-                _ => std::thread::sleep(NAP),
+                _ => std::thread::sleep(POLL_SLEEP),
             }
-            if turns.is_multiple_of(LOOKS) {
+            if turns.is_multiple_of(POLLS_PER_CLOCK_READ) {
                 let now = Instant::now();
                 let passed = now.duration_since(*last.get_or_insert(now));
-                if passed >= WATCH {
+                if passed >= FAILURE_CHECK_INTERVAL {
                     // As in shared memory, a job that was stopped for an hour has not waited for an hour.
                     waited += passed.min(Duration::from_secs(1));
                     last = Some(now);

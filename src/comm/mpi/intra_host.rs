@@ -32,7 +32,7 @@ impl IntraHostSum<'_> {
         partial: &mut [f32],
         block: &Range<usize>,
     ) -> Result<()> {
-        let (layout, rank, here) = (self.layout, inter_host.rank(), inter_host.hosts.here());
+        let (layout, rank, here) = (self.layout, inter_host.rank(), inter_host.hosts.local_ranks());
         // A single rank has no one to share its parts with.
         let alone = here.len() == 1;
         let step = if alone { block.len().max(1) } else { layout.elements_in(SLOT_BYTES) };

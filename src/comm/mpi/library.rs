@@ -9,9 +9,9 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 
 /// The variable that names the file to load instead of the library that is found.
-const LIBRARY: &str = "CANDLE_ZERO_MPI_LIBRARY";
+const LIBRARY_VARIABLE: &str = "CANDLE_ZERO_MPI_LIBRARY";
 /// The size in bytes of a buffer for the longest text that any of the libraries writes.
-const TEXT: usize = 8192;
+const TEXT_BUFFER_BYTES: usize = 8192;
 
 type InitThreadFn = unsafe extern "C" fn(*mut c_int, *mut *mut *mut c_char, c_int, *mut c_int) -> c_int;
 type CommQueryFn = unsafe extern "C" fn(MpiHandle, *mut c_int) -> c_int;
@@ -60,9 +60,10 @@ impl MpiLibrary {
     /// # Errors
     /// No library is found (the error lists all places), it cannot be loaded, or it lacks a required function.
     pub(super) fn find() -> Result<Self, CommError> {
-        if let Some(path) = std::env::var_os(LIBRARY).filter(|path| !path.is_empty()) {
+        if let Some(path) = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
             let path = PathBuf::from(path);
-            let loaded = open(&path).map_err(|why| none(format!("{} from {LIBRARY} ({why})", path.display())))?;
+            let loaded =
+                open(&path).map_err(|why| none(format!("{} from {LIBRARY_VARIABLE} ({why})", path.display())))?;
             let standard = path.file_name().is_some_and(|name| name.to_string_lossy().contains("mpi_abi"));
             // SAFETY: nothing is read at the address.
             let open_mpi = unsafe { loaded.get::<*mut c_void>(c"ompi_mpi_comm_world") }.is_ok();
@@ -167,7 +168,7 @@ impl MpiLibrary {
         if code == 0 {
             return Ok(());
         }
-        let mut text = vec![0u8; TEXT];
+        let mut text = vec![0u8; TEXT_BUFFER_BYTES];
         let mut len = 0;
         // SAFETY: the buffer is larger than any library needs.
         let told = unsafe { (self.error_string)(code, text.as_mut_ptr().cast(), &mut len) } == 0;
@@ -177,7 +178,7 @@ impl MpiLibrary {
 
     /// Returns the file and the first line of the library's version text.
     pub(super) fn name(&self) -> String {
-        let mut text = vec![0u8; TEXT];
+        let mut text = vec![0u8; TEXT_BUFFER_BYTES];
         let mut len = 0;
         // SAFETY: the buffer is larger than any library needs; MPI allows the call at any time.
         let told = unsafe { (self.version)(text.as_mut_ptr().cast(), &mut len) } == 0;

@@ -39,11 +39,11 @@ impl MessageTag {
 }
 
 /// How long the other ranks may take to end after one has failed.
-const LAST_WORDS: Duration = Duration::from_secs(2);
-/// The additional delay per rank, for up to [`TURNS`] ranks, before a rank aborts a failed job: Open MPI's mpirun may
-/// hang if several ranks abort at once; once one rank aborts, the next is ended before its turn.
-const TURN: Duration = Duration::from_millis(500);
-const TURNS: usize = 8;
+const PEER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+/// The additional delay per rank, for up to [`MAX_DELAYED_RANKS`] ranks, before a rank aborts a failed job: Open MPI's
+/// mpirun may hang if several ranks abort at once; once one rank aborts, the next is ended before its turn.
+const ABORT_DELAY_PER_RANK: Duration = Duration::from_millis(500);
+const MAX_DELAYED_RANKS: usize = 8;
 
 /// This process among those that MPI connects.
 pub(super) struct MpiLink {
@@ -154,7 +154,7 @@ impl MpiLink {
         let failed = self.has_failed();
         if failed {
             // The others have been notified, and end on their own with their own error messages.
-            std::thread::sleep(LAST_WORDS + TURN * self.rank.min(TURNS) as u32);
+            std::thread::sleep(PEER_EXIT_TIMEOUT + ABORT_DELAY_PER_RANK * self.rank.min(MAX_DELAYED_RANKS) as u32);
         }
         // Do not wait forever for a thread that is in a call now: it may be the one that ends the process.
         let _calling = self.calling.try_lock();

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 /// The size of a message in bytes: large, as a program that only moves bytes would choose.
 const MESSAGE_BYTES: usize = 4 << 20;
 /// The number of messages in flight to and from a rank.
-const AHEAD: usize = 3;
+const MESSAGES_IN_FLIGHT: usize = 3;
 /// The number of round trips with messages of a few bytes.
-const ROUNDS: usize = 200;
+const ROUND_TRIPS: usize = 200;
 /// How often a wait checks for failed ranks.
-const WATCH: Duration = Duration::from_millis(20);
+const FAILURE_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 type Result<T> = std::result::Result<T, CommError>;
 
@@ -24,11 +24,11 @@ impl MpiRank {
     /// # Errors
     /// MPI failed, or a rank has given up.
     pub(in crate::comm) fn send_around(&self, bytes: usize) -> Result<()> {
-        let (lanes, lane) = (self.hosts.lanes(), self.link.rank() - self.hosts.here().start);
+        let (lanes, lane) = (self.hosts.lanes(), self.link.rank() - self.hosts.local_ranks().start);
         if lane >= lanes {
             return Ok(());
         }
-        let (each, number) = (self.hosts.each(), self.hosts.number());
+        let (each, number) = (self.hosts.host_ranks(), self.hosts.number());
         let to = each[(number + 1) % each.len()].start + lane;
         let from = each[(number + each.len() - 1) % each.len()].start + lane;
         let (mut coming, mut going) = (VecDeque::new(), VecDeque::new());
@@ -37,7 +37,7 @@ impl MpiRank {
             let len = MESSAGE_BYTES.min(share - start);
             coming.push_back(self.link.receive(from, MessageTag::Plain, len)?);
             going.push_back(self.link.send(to, MessageTag::Plain, vec![1; len])?);
-            if coming.len() > AHEAD {
+            if coming.len() > MESSAGES_IN_FLIGHT {
                 self.finish(coming.pop_front())?;
                 self.finish(going.pop_front())?;
             }
@@ -51,10 +51,10 @@ impl MpiRank {
     /// # Errors
     /// The errors of [`MpiRank::send_around`].
     pub(in crate::comm) fn one_way(&self) -> Result<Option<Duration>> {
-        let (rank, hosts) = (self.link.rank(), self.hosts.each());
+        let (rank, hosts) = (self.link.rank(), self.hosts.host_ranks());
         let (first, second) = (hosts[0].start, hosts[1].start);
         let mut times = Vec::new();
-        for _ in 0..ROUNDS {
+        for _ in 0..ROUND_TRIPS {
             let start = Instant::now();
             if rank == first {
                 self.finish(Some(self.link.send(second, MessageTag::Data, vec![1; 8])?))?;
@@ -66,7 +66,7 @@ impl MpiRank {
             times.push(start.elapsed() / 2);
         }
         times.sort_unstable();
-        Ok((rank == first).then_some(times[ROUNDS / 2]))
+        Ok((rank == first).then_some(times[ROUND_TRIPS / 2]))
     }
 
     fn finish(&self, transfer: Option<MpiTransfer>) -> Result<()> {
@@ -74,7 +74,7 @@ impl MpiRank {
         let mut looked = Instant::now();
         while !transfer.is_done()? {
             std::thread::yield_now();
-            if looked.elapsed() > WATCH {
+            if looked.elapsed() > FAILURE_CHECK_INTERVAL {
                 looked = Instant::now();
                 if let Some((rank, why)) = self.peer_status.failure()? {
                     return Err(CommError::other(format!("rank {rank} gave up: {why}")));

@@ -69,7 +69,7 @@ pub(super) struct MpiRank {
 }
 
 /// The rank that leaves when the process ends.
-static ENTERED: OnceLock<MpiRank> = OnceLock::new();
+static JOINED_RANK: OnceLock<MpiRank> = OnceLock::new();
 
 impl MpiRank {
     /// Initializes MPI, connects to the other ranks, and returns this rank and the memory of this host's ranks. Called
@@ -86,7 +86,7 @@ impl MpiRank {
         }
         // Launchers of several hosts compare them before they start ranks.
         let compared = env.shm_fd.is_some();
-        let hosts = HostTopology::meet(&link).and_then(|hosts| {
+        let hosts = HostTopology::exchange(&link).and_then(|hosts| {
             if !compared {
                 preflight::check(&link, &hosts)?;
             }
@@ -101,18 +101,18 @@ impl MpiRank {
         })?;
         let region = match env.shm_fd {
             // The memory that zerorun has made for the ranks that it starts on this host.
-            Some(fd) => Arc::new(SharedMemoryRegion::inherit(fd, hosts.here().len())?),
+            Some(fd) => Arc::new(SharedMemoryRegion::inherit(fd, hosts.local_ranks().len())?),
             None => topology::share_region(&link, &hosts, env.rank)?,
         };
         let link = Arc::new(link);
         let peer_status = Arc::new(PeerStatus::listen(link.clone(), &hosts, region.clone())?);
         let hosts = Arc::new(hosts);
         // Launchers of several hosts watch each other.
-        let watches = env.shm_fd.is_none() && link.rank() == hosts.here().start;
+        let watches = env.shm_fd.is_none() && link.rank() == hosts.local_ranks().start;
         let start = || HostHeartbeat::start(link.clone(), &hosts, peer_status.clone(), region.clone());
         let heartbeat = Arc::new(Mutex::new(watches.then(start).transpose()?));
         let mpi = Self { link, hosts, peer_status, region: region.clone(), heartbeat };
-        if ENTERED.set(mpi.clone()).is_ok() {
+        if JOINED_RANK.set(mpi.clone()).is_ok() {
             // SAFETY: the function never unwinds, and only calls MPI.
             unsafe { atexit(leave) };
         }
@@ -121,7 +121,7 @@ impl MpiRank {
 
     /// Returns the first rank of this host.
     pub(super) fn first(&self) -> usize {
-        self.hosts.here().start
+        self.hosts.local_ranks().start
     }
 
     /// Returns the number of all ranks.
@@ -166,7 +166,7 @@ impl MpiRank {
 
 /// Returns this process' MPI rank, once it has joined.
 pub(super) fn entered() -> Option<&'static MpiRank> {
-    ENTERED.get()
+    JOINED_RANK.get()
 }
 
 unsafe extern "C" {
@@ -176,7 +176,7 @@ unsafe extern "C" {
 
 /// Notifies the other ranks that this rank leaves, and ends MPI.
 extern "C" fn leave() {
-    if let Some(mpi) = ENTERED.get() {
+    if let Some(mpi) = JOINED_RANK.get() {
         mpi.region.finish(mpi.link.rank() - mpi.first());
         mpi.peer_status.leave(&mpi.hosts);
         mpi.wait_for_others();

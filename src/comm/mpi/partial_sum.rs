@@ -11,7 +11,7 @@ use crate::precision::cast::{accumulate, widen};
 use crate::precision::{BLOCK, FlatRef, IntFormat};
 
 /// The number of elements that are added up together: complete blocks of integers.
-const STRETCH: usize = 8 * BLOCK;
+const SUM_CHUNK: usize = 8 * BLOCK;
 
 /// One rank's part of a sum.
 #[derive(Debug, Clone, Copy)]
@@ -40,8 +40,8 @@ impl SimdLoop for AddSummands<'_> {
     fn run(self) {
         let Self { sum, begins, parts } = self;
         let mut room = [0f32; BLOCK];
-        for (stretch, sum) in sum.chunks_mut(STRETCH).enumerate() {
-            let (start, end) = (stretch * STRETCH, stretch * STRETCH + sum.len());
+        for (stretch, sum) in sum.chunks_mut(SUM_CHUNK).enumerate() {
+            let (start, end) = (stretch * SUM_CHUNK, stretch * SUM_CHUNK + sum.len());
             for (place, part) in parts.iter().enumerate() {
                 let first = begins && place == 0;
                 match part {

@@ -9,8 +9,8 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 /// The number of bytes of a notice: its kind, the rank that it is about, the length of its text, and the text.
-const BYTES: usize = 12 + TEXT;
-const TEXT: usize = 1024;
+const NOTICE_BYTES: usize = 12 + MAX_TEXT_BYTES;
+const MAX_TEXT_BYTES: usize = 1024;
 
 /// The status that a rank reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,13 +27,13 @@ impl StatusNotice {
             Self::GivesUp(rank, why) => (1u32, *rank as u32, why.as_str()),
             Self::Leaves => (2, 0, ""),
         };
-        let mut end = text.len().min(TEXT);
+        let mut end = text.len().min(MAX_TEXT_BYTES);
         while !text.is_char_boundary(end) {
             end -= 1;
         }
         let mut bytes = [kind, rank, end as u32].map(u32::to_le_bytes).concat();
         bytes.extend_from_slice(&text.as_bytes()[..end]);
-        bytes.resize(BYTES, 0);
+        bytes.resize(NOTICE_BYTES, 0);
         bytes
     }
 
@@ -41,7 +41,10 @@ impl StatusNotice {
         let word = |i: usize| u32::from_le_bytes(bytes[4 * i..4 * i + 4].try_into().expect("four bytes")) as usize;
         match word(0) {
             2 => Self::Leaves,
-            _ => Self::GivesUp(word(1), String::from_utf8_lossy(&bytes[12..12 + word(2).min(TEXT)]).into_owned()),
+            _ => Self::GivesUp(
+                word(1),
+                String::from_utf8_lossy(&bytes[12..12 + word(2).min(MAX_TEXT_BYTES)]).into_owned(),
+            ),
         }
     }
 }
@@ -77,22 +80,22 @@ impl PeerStatus {
     ) -> Result<Self, CommError> {
         let mut awaited = Vec::new();
         for peer in hosts.remote() {
-            awaited.push((peer, link.receive(peer, MessageTag::Status, BYTES)?));
+            awaited.push((peer, link.receive(peer, MessageTag::Status, NOTICE_BYTES)?));
         }
         Ok(Self { link, region, state: Mutex::new(PeerStatusRecord { awaited, ..PeerStatusRecord::default() }) })
     }
 
     /// Notifies the others that this rank gives up, because of `rank` of this host.
     pub(super) fn give_up(&self, hosts: &HostTopology, rank: usize, why: &str) {
-        self.tell(hosts, &StatusNotice::GivesUp(rank, why.to_string()));
+        self.send_notice(hosts, &StatusNotice::GivesUp(rank, why.to_string()));
     }
 
     /// Notifies the others that this rank leaves, unless it has given up.
     pub(super) fn leave(&self, hosts: &HostTopology) {
-        self.tell(hosts, &StatusNotice::Leaves);
+        self.send_notice(hosts, &StatusNotice::Leaves);
     }
 
-    fn tell(&self, hosts: &HostTopology, notice: &StatusNotice) {
+    fn send_notice(&self, hosts: &HostTopology, notice: &StatusNotice) {
         let mut state = lock(&self.state);
         if state.told.is_none() {
             // Best effort: a rank that is gone cannot receive it.
@@ -119,7 +122,7 @@ impl PeerStatus {
             }
         }
         // A rank that has reported why it gives up knows more than the launcher.
-        Ok(state.failure.clone().or_else(|| self.region.elsewhere()))
+        Ok(state.failure.clone().or_else(|| self.region.remote_death()))
     }
 
     /// Makes progress on all messages of this rank, of any kind, if any other rank is still awaited.
@@ -158,7 +161,10 @@ mod tests {
         for notice in [StatusNotice::GivesUp(7, "out of memory".into()), StatusNotice::Leaves] {
             assert_eq!(StatusNotice::from_bytes(&notice.to_bytes()), notice);
         }
-        let long = StatusNotice::GivesUp(7, "é".repeat(TEXT));
-        assert_eq!(StatusNotice::from_bytes(&long.to_bytes()), StatusNotice::GivesUp(7, "é".repeat(TEXT / 2)));
+        let long = StatusNotice::GivesUp(7, "é".repeat(MAX_TEXT_BYTES));
+        assert_eq!(
+            StatusNotice::from_bytes(&long.to_bytes()),
+            StatusNotice::GivesUp(7, "é".repeat(MAX_TEXT_BYTES / 2))
+        );
     }
 }

@@ -23,16 +23,16 @@ struct HostPreflight {
 /// # Errors
 /// MPI failed, or programs differ.
 pub(super) fn check(link: &MpiLink, hosts: &HostTopology) -> Result<(), CommError> {
-    if hosts.each().len() < 2 {
+    if hosts.host_ranks().len() < 2 {
         return Ok(());
     }
     // The clock is read before the program, which may take some time on one host.
     let clock = clock_skew::seconds();
-    let program = if link.rank() == hosts.here().start { own_program().unwrap_or(0) } else { 0 };
+    let program = if link.rank() == hosts.local_ranks().start { own_program().unwrap_or(0) } else { 0 };
     let all = link.gather(&[program, clock].map(u64::to_le_bytes).concat())?;
     let word = |bytes: &[u8], at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("eight bytes"));
     let facts: Vec<(&str, HostPreflight)> = hosts
-        .each()
+        .host_ranks()
         .iter()
         .map(|ranks| {
             let bytes = &all[ranks.start];

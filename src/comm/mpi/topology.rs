@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 /// The number of bytes for a host's name, and for the text that distinguishes hosts.
-const TEXT: usize = 256;
+const MAX_NAME_BYTES: usize = 256;
 
 /// The ranks of each host, which are consecutive, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,14 +52,14 @@ impl HostIdentity {
 
     fn from_bytes(bytes: &[u8]) -> Self {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string();
-        Self { name: text(&bytes[..TEXT]), key: text(&bytes[TEXT..]) }
+        Self { name: text(&bytes[..MAX_NAME_BYTES]), key: text(&bytes[MAX_NAME_BYTES..]) }
     }
 }
 
-/// Returns a text as TEXT bytes, truncated or padded with zeros.
+/// Returns a text as MAX_NAME_BYTES bytes, truncated or padded with zeros.
 fn fixed(text: &str) -> Vec<u8> {
     let mut bytes = text.as_bytes().to_vec();
-    bytes.resize(TEXT, 0);
+    bytes.resize(MAX_NAME_BYTES, 0);
     bytes
 }
 
@@ -68,7 +68,7 @@ impl HostTopology {
     ///
     /// # Errors
     /// Fails if MPI fails, or if the ranks of one host are not consecutive.
-    pub(super) fn meet(link: &MpiLink) -> Result<Self> {
+    pub(super) fn exchange(link: &MpiLink) -> Result<Self> {
         let all = link.gather(&HostIdentity::here().to_bytes())?;
         Self::of(&all.iter().map(|bytes| HostIdentity::from_bytes(bytes)).collect::<Vec<_>>(), link.rank())
     }
@@ -111,12 +111,12 @@ impl HostTopology {
     }
 
     /// Returns the ranks of this host.
-    pub(super) fn here(&self) -> Range<usize> {
+    pub(super) fn local_ranks(&self) -> Range<usize> {
         self.ranks[self.own].clone()
     }
 
     /// Returns the ranks of each host, in order.
-    pub(super) fn each(&self) -> &[Range<usize>] {
+    pub(super) fn host_ranks(&self) -> &[Range<usize>] {
         &self.ranks
     }
 
@@ -126,14 +126,14 @@ impl HostTopology {
     }
 
     /// Returns the ranks of each of the other hosts.
-    pub(super) fn elsewhere(&self) -> impl Iterator<Item = Range<usize>> {
+    pub(super) fn remote_ranks(&self) -> impl Iterator<Item = Range<usize>> {
         let own = self.own;
         self.ranks.iter().enumerate().filter(move |(host, _)| *host != own).map(|(_, ranks)| ranks.clone())
     }
 
     /// Returns the ranks of all other hosts, in order.
     pub(super) fn remote(&self) -> impl Iterator<Item = usize> {
-        self.elsewhere().flatten()
+        self.remote_ranks().flatten()
     }
 
     /// Returns the smallest number of ranks on any host: this many ranks of each host send and receive data that goes
@@ -155,7 +155,7 @@ impl HostTopology {
 /// # Errors
 /// Fails if MPI or the system fails.
 pub(super) fn share_region(link: &MpiLink, hosts: &HostTopology, rank: usize) -> Result<Arc<SharedMemoryRegion>> {
-    let here = hosts.here();
+    let here = hosts.local_ranks();
     let made = if rank == here.start { Some(SharedMemoryRegion::create(here.len())?) } else { None };
     let fd = made.as_ref().map_or(-1, |region| region.as_fd().as_raw_fd());
     let own = [std::process::id() as i32, fd].map(i32::to_le_bytes).concat();
@@ -191,8 +191,8 @@ mod tests {
     #[test]
     fn consecutive_ranks_with_one_key_are_a_host() {
         let hosts = of("aabccc", 2).unwrap();
-        assert_eq!((hosts.world_size(), hosts.here(), hosts.lanes()), (6, 2..3, 1));
-        assert_eq!(hosts.elsewhere().collect::<Vec<_>>(), [0..2, 3..6]);
+        assert_eq!((hosts.world_size(), hosts.local_ranks(), hosts.lanes()), (6, 2..3, 1));
+        assert_eq!(hosts.remote_ranks().collect::<Vec<_>>(), [0..2, 3..6]);
         assert_eq!(hosts.remote().collect::<Vec<_>>(), [0, 1, 3, 4, 5]);
         assert_eq!(hosts.name_of(4), "host-c");
     }

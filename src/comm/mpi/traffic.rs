@@ -16,7 +16,7 @@
 //! a chain sends 64 c in any format. A format that is encoded only between hosts ([`WireFormat::BetweenHosts`]) is
 //! always sent as host sums: 16 c as bf16, 8.25 c as 8-bit and 4.25 c as 4-bit integers.
 
-use super::inter_host::MESSAGE_BYTES;
+use super::inter_host::MAX_MESSAGE_BYTES;
 use super::partial_sum::SlotLayout;
 use super::topology::HostTopology;
 use crate::comm::shm::region::SLOT_BYTES;
@@ -27,12 +27,12 @@ use std::ops::Range;
 /// Sums of fewer bytes, of all chunks together, are sent as raw parts, which arrive after a single message.
 const SHORT_BYTES: usize = 256 << 10;
 /// The number of bytes of a partial sum of one element.
-const PARTIAL: usize = size_of::<f32>();
+const PARTIAL_SUM_BYTES: usize = size_of::<f32>();
 /// The number of blocks of a sum per host that it passes, if it is long enough: hosts work on different blocks at a
 /// time.
-const BLOCKS_A_HOST: usize = 8;
+const BLOCKS_PER_HOST: usize = 8;
 /// The minimum number of bytes of a message for which a sum is split into more blocks.
-pub(super) const LEAST_MESSAGE: usize = 16 << 10;
+pub(super) const MIN_MESSAGE_BYTES: usize = 16 << 10;
 
 /// The algorithm by which parts are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,7 +70,7 @@ pub(super) fn algorithm(hosts: &HostTopology, wire: WireFormat, size: usize, chu
     if let WireFormat::BetweenHosts(code) = wire {
         return ReduceAlgorithm::HostSums(code);
     }
-    let (each, world) = (hosts.each(), hosts.world_size());
+    let (each, world) = (hosts.host_ranks(), hosts.world_size());
     let fits = SlotLayout { wire, size, world }.elements_in(SLOT_BYTES) > 0;
     let long = world * chunk * size >= SHORT_BYTES;
     let fewer = chain_bytes(each, size, chunk).most() < direct_bytes(each, wire, size, chunk).most();
@@ -89,7 +89,7 @@ pub(super) fn direct_bytes(hosts: &[Range<usize>], wire: WireFormat, size: usize
 /// Returns the traffic if partial sums are sent.
 pub(super) fn chain_bytes(hosts: &[Range<usize>], size: usize, chunk: usize) -> PeakHostTraffic {
     let (world, last) = (hosts.last().map_or(0, |ranks| ranks.end), hosts.len() - 1);
-    let partials = PARTIAL * world * chunk;
+    let partials = PARTIAL_SUM_BYTES * world * chunk;
     let of = |(host, ranks): (usize, &Range<usize>)| PeakHostTraffic {
         into: if host > 0 { partials } else { 0 } + if host < last { ranks.len() * chunk * size } else { 0 },
         out: if host < last { partials } else { (world - ranks.len()) * chunk * size },
@@ -120,8 +120,9 @@ pub(super) fn gather_bytes(hosts: &[Range<usize>], part: usize) -> PeakHostTraff
 /// Returns the number of elements of every chunk in one block of a chain: a message from host to host has those of a
 /// lane's chunks.
 pub(super) fn block_elements(hosts: &HostTopology, wire: WireFormat, chunk: usize) -> usize {
-    let of_each = PARTIAL * hosts.world_size().div_ceil(hosts.lanes());
-    let bytes = (of_each * chunk / (BLOCKS_A_HOST * hosts.each().len())).clamp(LEAST_MESSAGE, MESSAGE_BYTES);
+    let of_each = PARTIAL_SUM_BYTES * hosts.world_size().div_ceil(hosts.lanes());
+    let bytes =
+        (of_each * chunk / (BLOCKS_PER_HOST * hosts.host_ranks().len())).clamp(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES);
     let align = wire.alignment();
     (bytes / of_each / align * align).max(align)
 }
@@ -138,7 +139,10 @@ mod tests {
     fn bytes_are_those_of_the_table() {
         let bytes = |counts: &[usize], wire, size| {
             let hosts = HostTopology::with(counts, 0);
-            (direct_bytes(hosts.each(), wire, size, 1280).most(), chain_bytes(hosts.each(), size, 1280).most())
+            (
+                direct_bytes(hosts.host_ranks(), wire, size, 1280).most(),
+                chain_bytes(hosts.host_ranks(), size, 1280).most(),
+            )
         };
         assert_eq!(bytes(&[8, 8], WireFormat::Exact, 4), (256 * 1280, 64 * 1280));
         assert_eq!(bytes(&[8, 8], WireFormat::Exact, 2), (128 * 1280, 64 * 1280));
@@ -148,7 +152,7 @@ mod tests {
         // A host in the middle receives partial sums and its own sums.
         assert_eq!(bytes(&[8, 8, 8, 8], WireFormat::Exact, 4), (8 * 24 * 4 * 1280, (32 * 4 + 8 * 4) * 1280));
         assert_eq!(bytes(&[3, 1], WireFormat::Exact, 4), (12 * 1280, 16 * 1280));
-        let coded = |counts: &[usize], code| host_sum_bytes(HostTopology::with(counts, 0).each(), code, 1280);
+        let coded = |counts: &[usize], code| host_sum_bytes(HostTopology::with(counts, 0).host_ranks(), code, 1280);
         for (code, bytes) in
             [(InterHostFormat::Bf16, 8 * 2 * 1280), (InterHostFormat::Blocks(IntFormat::Int4), 8 * 680)]
         {
@@ -161,7 +165,7 @@ mod tests {
             );
         }
         // The host of one rank receives most, that of three ranks sends most.
-        let gather = |counts: &[usize]| gather_bytes(HostTopology::with(counts, 0).each(), 100);
+        let gather = |counts: &[usize]| gather_bytes(HostTopology::with(counts, 0).host_ranks(), 100);
         assert_eq!(gather(&[3, 1]), PeakHostTraffic { into: 300, out: 300 });
         assert_eq!(gather(&[2, 2, 2]), PeakHostTraffic { into: 400, out: 400 });
     }
@@ -211,7 +215,10 @@ mod tests {
                 let elements = block_elements(&hosts, wire, chunk);
                 let lane = hosts.world_size().div_ceil(hosts.lanes());
                 assert!(elements > 0 && elements.is_multiple_of(wire.alignment()));
-                assert!(elements * lane * PARTIAL <= MESSAGE_BYTES, "{counts:?} {wire:?} {chunk}: {elements}");
+                assert!(
+                    elements * lane * PARTIAL_SUM_BYTES <= MAX_MESSAGE_BYTES,
+                    "{counts:?} {wire:?} {chunk}: {elements}"
+                );
             }
         }
     }

@@ -3,7 +3,7 @@
 use super::direct_reduce::message_elements;
 use super::hierarchical::sum_of;
 use super::host_sum_reduce;
-use super::inter_host::{AHEAD, message_bytes};
+use super::inter_host::{MESSAGES_IN_FLIGHT, message_bytes};
 use super::topology::HostTopology;
 use super::traffic::{
     PeakHostTraffic, ReduceAlgorithm, block_elements, chain_bytes, direct_bytes, gather_bytes, host_sum_bytes,
@@ -50,7 +50,7 @@ impl UniformHosts {
         elements: usize,
     ) -> Vec<InterHostTransfer> {
         let (world, size) = (self.0.world_size(), dtype.size_in_bytes());
-        if self.0.each().len() < 2 {
+        if self.0.host_ranks().len() < 2 {
             return Vec::new();
         }
         match kind {
@@ -72,42 +72,42 @@ impl UniformHosts {
         let (wire, algorithm) = sum_of(hosts, wire, dtype, chunk);
         match algorithm {
             ReduceAlgorithm::Direct => {
-                let PeakHostTraffic { into, out } = direct_bytes(hosts.each(), wire, size, chunk);
-                let step = message_elements(wire, size, world - hosts.here().len());
+                let PeakHostTraffic { into, out } = direct_bytes(hosts.host_ranks(), wire, size, chunk);
+                let step = message_elements(wire, size, world - hosts.local_ranks().len());
                 let messages = chunk.div_ceil(step).max(1);
-                InterHostTransfer { into, out, messages, window: AHEAD, hops: 1, behind: 0 }
+                InterHostTransfer { into, out, messages, window: MESSAGES_IN_FLIGHT, hops: 1, behind: 0 }
             }
             ReduceAlgorithm::HostSums(code) => {
-                let PeakHostTraffic { into, out } = host_sum_bytes(hosts.each(), code, chunk);
+                let PeakHostTraffic { into, out } = host_sum_bytes(hosts.host_ranks(), code, chunk);
                 let messages = chunk.div_ceil(host_sum_reduce::block_elements(hosts, code, chunk)).max(1);
-                InterHostTransfer { into, out, messages, window: AHEAD, hops: 1, behind: 0 }
+                InterHostTransfer { into, out, messages, window: MESSAGES_IN_FLIGHT, hops: 1, behind: 0 }
             }
             ReduceAlgorithm::Chain => {
-                let PeakHostTraffic { into, out } = chain_bytes(hosts.each(), size, chunk);
+                let PeakHostTraffic { into, out } = chain_bytes(hosts.host_ranks(), size, chunk);
                 let block = block_elements(hosts, wire, chunk).min(chunk);
-                let (count, ranks) = (hosts.each().len(), hosts.here().len());
+                let (count, ranks) = (hosts.host_ranks().len(), hosts.local_ranks().len());
                 // The first block through the hosts in between, and the sums of the last block.
                 let behind = (count - 2) * size_of::<f32>() * world * block + (world - ranks) * block * size;
                 let messages = chunk.div_ceil(block.max(1)).max(1);
-                InterHostTransfer { into, out, messages, window: AHEAD, hops: count, behind }
+                InterHostTransfer { into, out, messages, window: MESSAGES_IN_FLIGHT, hops: count, behind }
             }
         }
     }
 
     /// Returns a gather of `part` bytes from each rank.
     fn gather(&self, part: usize) -> InterHostTransfer {
-        let PeakHostTraffic { into, out } = gather_bytes(self.0.each(), part);
-        let step = message_bytes(self.0.each().len() - 1);
+        let PeakHostTraffic { into, out } = gather_bytes(self.0.host_ranks(), part);
+        let step = message_bytes(self.0.host_ranks().len() - 1);
         // Each lane sends as many bytes as a rank has.
         let messages = part.div_ceil(step).max(1);
-        InterHostTransfer { into, out, messages, window: AHEAD, hops: 1, behind: 0 }
+        InterHostTransfer { into, out, messages, window: MESSAGES_IN_FLIGHT, hops: 1, behind: 0 }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::mpi::inter_host::MESSAGE_BYTES;
+    use crate::comm::mpi::inter_host::MAX_MESSAGE_BYTES;
     use crate::comm::wire::inter_host::InterHostFormat;
     use crate::precision::IntFormat;
 
@@ -133,7 +133,7 @@ mod tests {
             let main = if chain < direct { 4 * world * chunk } else { direct };
             // Enough messages, and none without elements.
             let of_message = main.div_ceil(sum.messages * lanes);
-            assert!(of_message <= MESSAGE_BYTES && of_message > MESSAGE_BYTES / 8, "{sum:?}");
+            assert!(of_message <= MAX_MESSAGE_BYTES && of_message > MAX_MESSAGE_BYTES / 8, "{sum:?}");
             let [gather] = all.transfers(CollectiveKind::AllGather, wire, DType::F32, chunk)[..] else { panic!() };
             assert_eq!((gather.into, gather.out), ((world - each) * e, each * e * (hosts - 1)));
             let both = all.transfers(CollectiveKind::AllReduce, wire, DType::F32, chunk * world);
@@ -157,7 +157,7 @@ mod tests {
             };
             assert_eq!((sum.into, sum.out, sum.hops), ((hosts - 1) * each * e, (world - each) * e, 1));
             let of_message = e.div_ceil(sum.messages);
-            assert!(of_message <= MESSAGE_BYTES && of_message > (16 << 10) / 2, "{sum:?}");
+            assert!(of_message <= MAX_MESSAGE_BYTES && of_message > (16 << 10) / 2, "{sum:?}");
             let [gather] = all.transfers(CollectiveKind::AllGather, wire, DType::F32, chunk)[..] else { panic!() };
             assert_eq!((gather.into, gather.out), ((world - each) * e, each * e * (hosts - 1)));
             // The sums of an all-reduce are sent exact.

@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The time between two attempts to find rank 0.
-const NAP: Duration = Duration::from_millis(50);
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// How much later than rank 0 this rank gives up. Rank 0 gives up first, because it knows which ranks are missing.
-const LATER: Duration = Duration::from_secs(5);
+const EXTRA_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Returns the shared memory, and the connection to rank 0.
 ///
@@ -28,13 +28,13 @@ pub(super) fn join(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, UnixStream
         return Err(CommError::MeetingTaken { port: env.master_port }.into());
     }
     JoinRequest { rank, world }.send(&stream).map_err(|_| gone())?;
-    stream.set_read_timeout(Some(env.timeout + LATER)).map_err(system("wait on a socket for"))?;
+    stream.set_read_timeout(Some(env.timeout + EXTRA_TIMEOUT)).map_err(system("wait on a socket for"))?;
     match messages::receive_reply(&stream) {
         Ok(Some(JoinReply::Welcome(memory))) => Ok((Arc::new(SharedMemoryRegion::open(memory, world)?), stream)),
         Ok(Some(JoinReply::TurnedAway(why))) => Err(CommError::NotMet { why }.into()),
         Ok(None) => Err(gone().into()),
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-            Err(CommError::FirstSilent { rank, limit: env.timeout + LATER }.into())
+            Err(CommError::FirstSilent { rank, limit: env.timeout + EXTRA_TIMEOUT }.into())
         }
         Err(error) if error.kind() == ErrorKind::ConnectionReset => Err(gone().into()),
         Err(error) => Err(system("be given")(error).into()),
@@ -50,7 +50,7 @@ fn find(env: &RankEnv) -> Result<UnixStream> {
             Err(error) if error.kind() != ErrorKind::ConnectionRefused => {
                 return Err(system("reach rank 0 for")(error).into());
             }
-            Err(_) if began.elapsed() < env.timeout => std::thread::sleep(NAP),
+            Err(_) if began.elapsed() < env.timeout => std::thread::sleep(RETRY_INTERVAL),
             Err(_) => {
                 let (rank, port, world) = (env.rank, env.master_port, env.world_size);
                 return Err(CommError::FirstMissing { rank, world, port, limit: env.timeout }.into());

@@ -14,7 +14,7 @@ const VERSION: u64 = 1;
 /// The number of bytes of a [`JoinRequest`]: few enough to arrive completely or not at all.
 const JOIN_REQUEST_BYTES: usize = 32;
 /// The maximum number of bytes of a reason.
-const TEXT: usize = 4096;
+const MAX_REASON_BYTES: usize = 4096;
 
 /// The request that a rank sends to join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +53,7 @@ pub(super) fn welcome(to: &UnixStream, memory: BorrowedFd<'_>) -> io::Result<()>
 
 /// Tells a rank why it is not admitted.
 pub(super) fn turn_away(mut to: &UnixStream, why: &str) -> io::Result<()> {
-    let text = &why.as_bytes()[..why.floor_char_boundary(TEXT)];
+    let text = &why.as_bytes()[..why.floor_char_boundary(MAX_REASON_BYTES)];
     to.write_all(&[&(text.len() as u32).to_le_bytes(), text].concat())
 }
 
@@ -70,7 +70,7 @@ pub(super) enum JoinReply {
 pub(super) fn receive_reply(from: &UnixStream) -> io::Result<Option<JoinReply>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut bytes = vec![0; 4 + TEXT];
+    let mut bytes = vec![0; 4 + MAX_REASON_BYTES];
     let read = recvmsg(from, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
     if read < 4 {
         return Ok(None);

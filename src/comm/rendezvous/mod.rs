@@ -41,7 +41,7 @@ pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
         peer_watch::the_first(region.clone(), first)?;
         region
     };
-    if ENTERED.set((region.clone(), env.rank)).is_ok() {
+    if JOINED_REGION.set((region.clone(), env.rank)).is_ok() {
         // SAFETY: the function never unwinds, and only stores to memory that stays mapped.
         unsafe { atexit(leave) };
     }
@@ -49,7 +49,7 @@ pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
 }
 
 /// The memory that this process leaves when it ends.
-static ENTERED: OnceLock<(Arc<SharedMemoryRegion>, usize)> = OnceLock::new();
+static JOINED_REGION: OnceLock<(Arc<SharedMemoryRegion>, usize)> = OnceLock::new();
 
 unsafe extern "C" {
     /// The C library's `atexit`: the function is called when the process ends by `exit` or by returning from `main`.
@@ -58,7 +58,7 @@ unsafe extern "C" {
 
 /// Notifies the others that this rank leaves in good order, unless it has given up.
 extern "C" fn leave() {
-    if let Some((region, rank)) = ENTERED.get() {
+    if let Some((region, rank)) = JOINED_REGION.get() {
         region.finish(*rank);
     }
 }

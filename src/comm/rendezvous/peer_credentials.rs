@@ -6,8 +6,8 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
 /// Linux's `SOL_SOCKET` and `SO_PEERCRED`, and its `struct ucred`.
-const SOCKET: c_int = 1;
-const PEER: c_int = 17;
+const SOL_SOCKET: c_int = 1;
+const SO_PEERCRED: c_int = 17;
 
 /// The credentials of the process at the other end, according to the kernel.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -32,7 +32,8 @@ impl PeerCredentials {
         let mut peer = Self::default();
         let mut len = size_of::<Self>() as u32;
         // SAFETY: the socket is open, and any bytes are a valid value for the memory of `len` bytes.
-        let code = unsafe { getsockopt(stream.as_raw_fd(), SOCKET, PEER, (&raw mut peer).cast(), &raw mut len) };
+        let code =
+            unsafe { getsockopt(stream.as_raw_fd(), SOL_SOCKET, SO_PEERCRED, (&raw mut peer).cast(), &raw mut len) };
         if code == 0 { Ok(peer) } else { Err(io::Error::last_os_error()) }
     }
 

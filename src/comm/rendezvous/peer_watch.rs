@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 /// The cause of death recorded for a rank that has reported none.
-const WHY: &str = "its process ended without a message";
+const UNREPORTED_DEATH: &str = "its process ended without a message";
 
 /// Runs on rank 0: watches the others, and rejects processes that connect too late.
 ///
@@ -52,7 +52,7 @@ fn lost(region: &SharedMemoryRegion, rank: usize) {
     let told = matches!(region.state(rank), RankState::Finished | RankState::Aborted(_) | RankState::Dead(_));
     // All others notice the end of rank 0.
     if !told && region.claims_cause(rank) {
-        region.mark_dead(rank, WHY);
+        region.mark_dead(rank, UNREPORTED_DEATH);
     }
 }
 
@@ -72,6 +72,6 @@ mod tests {
         lost(&region, 2);
         assert_eq!(region.state(2), RankState::Running, "another rank writes it");
         lost(&region, 0);
-        assert_eq!(region.state(0), RankState::Dead(WHY.into()));
+        assert_eq!(region.state(0), RankState::Dead(UNREPORTED_DEATH.into()));
     }
 }

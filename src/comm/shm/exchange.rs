@@ -23,17 +23,17 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// The number of words of a piece's header: the fingerprint, and the engine call, which is only for messages.
-const HEADER: usize = CollectiveFingerprint::WORDS + 1;
+const HEADER_WORDS: usize = CollectiveFingerprint::WORDS + 1;
 /// The spin limits of the comm thread, which takes CPU time from the thread that computes.
-const BESIDE_WORK: SpinLimits = SpinLimits { spins: 500, yields: 20 };
+const COMM_THREAD_SPINS: SpinLimits = SpinLimits { spins: 500, yields: 20 };
 /// The spin limits of a thread that has nothing else to do.
-const IDLE: SpinLimits = SpinLimits { spins: 500, yields: 500 };
+const IDLE_SPINS: SpinLimits = SpinLimits { spins: 500, yields: 500 };
 /// The spin limits if ranks share cores, and the awaited rank may need this one.
-const CROWDED: SpinLimits = SpinLimits { spins: 20, yields: 20 };
+const SHARED_CORE_SPINS: SpinLimits = SpinLimits { spins: 20, yields: 20 };
 /// The length of heartbeat silence after which a rank counts as dead. A heartbeat beats four times a second.
-const HEARTBEAT_LIMIT: Duration = Duration::from_secs(8);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
 /// The maximum time counted for one turn of a wait, which consists of a nap and a check. See [`PeerWaitTimer`].
-const LONGEST_TURN: Duration = Duration::from_secs(1);
+const MAX_COUNTED_TURN: Duration = Duration::from_secs(1);
 
 /// The thread that runs a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,7 +82,7 @@ impl ShmExchange {
             exact_bytes: Cell::new(0),
             beside: None,
             roomy,
-            spin_limits: CROWDED,
+            spin_limits: SHARED_CORE_SPINS,
         }
     }
 
@@ -109,9 +109,9 @@ impl ShmExchange {
     /// thread that computes.
     pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThread) {
         self.spin_limits = match (self.roomy, runner) {
-            (false, _) => CROWDED,
-            (true, CollectiveThread::CommThread) => BESIDE_WORK,
-            (true, CollectiveThread::Waiter) => IDLE,
+            (false, _) => SHARED_CORE_SPINS,
+            (true, CollectiveThread::CommThread) => COMM_THREAD_SPINS,
+            (true, CollectiveThread::Waiter) => IDLE_SPINS,
         };
     }
 
@@ -148,7 +148,7 @@ impl ShmExchange {
     /// Lets `fill` write this rank's next piece (at most SLOT_BYTES) and publishes it. A call of
     /// [`ShmExchange::await_peers`] must follow.
     pub(in crate::comm) fn publish(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
-        let mut header = [self.call; HEADER];
+        let mut header = [self.call; HEADER_WORDS];
         header[..CollectiveFingerprint::WORDS].copy_from_slice(&self.fingerprint().words());
         self.pieces.publish(header, len, fill);
     }
@@ -202,7 +202,7 @@ impl ShmExchange {
                 beside();
             }
             clock.turn(Instant::now(), beat());
-            if clock.silence > HEARTBEAT_LIMIT {
+            if clock.silence > HEARTBEAT_TIMEOUT {
                 Some(RankFault::Silent)
             } else if clock.waited > self.timeout {
                 Some(RankFault::Late)
@@ -231,7 +231,7 @@ impl ShmExchange {
     }
 
     fn compare(&self, peer: usize, mine: &CollectiveFingerprint) -> Result<(), CommError> {
-        let [words @ .., call] = self.pieces.header::<HEADER>(peer);
+        let [words @ .., call] = self.pieces.header::<HEADER_WORDS>(peer);
         let theirs = CollectiveFingerprint::from_words(words);
         if theirs == *mine {
             return Ok(());
@@ -251,7 +251,7 @@ impl PeerFailure {
             RankFault::Died => CommError::RankDied { rank, peer, why, op },
             RankFault::GaveUp => CommError::RankAborted { rank, peer, why, op },
             RankFault::Left => CommError::RankLeft { rank, peer, op },
-            RankFault::Silent => CommError::HeartbeatLost { rank, peer, op, seconds: HEARTBEAT_LIMIT.as_secs() },
+            RankFault::Silent => CommError::HeartbeatLost { rank, peer, op, seconds: HEARTBEAT_TIMEOUT.as_secs() },
             RankFault::Late => CommError::Timeout { rank, peer, op, limit },
         }
     }
@@ -281,7 +281,7 @@ impl PeerWaitTimer {
     /// Counts a turn of the loop. A beat of 0 belongs to a rank without a heartbeat: a thread, or a rank that has not
     /// started yet.
     fn turn(&mut self, now: Instant, beat: u64) {
-        let passed = now.duration_since(self.last_turn).min(LONGEST_TURN);
+        let passed = now.duration_since(self.last_turn).min(MAX_COUNTED_TURN);
         self.last_turn = now;
         self.waited += passed;
         self.silence = if beat == self.beat && beat != 0 { self.silence + passed } else { Duration::ZERO };

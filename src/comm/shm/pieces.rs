@@ -129,7 +129,7 @@ impl PieceSlots {
             }
             trouble?;
             if let Some(fault) = overdue() {
-                self.region.blame(peer, fault);
+                self.region.record_first_failure(peer, fault);
                 return Err(PeerFailure { peer, fault, why: String::new() });
             }
             self.sleep_until_published(peer, seen);
@@ -200,7 +200,7 @@ impl PieceSlots {
                 RankState::Aborted(why) => return Err(PeerFailure { peer, fault: RankFault::GaveUp, why }),
                 // A rank that has left publishes nothing more.
                 RankState::Finished if !self.has_published(peer) => {
-                    self.region.blame(peer, RankFault::Left);
+                    self.region.record_first_failure(peer, RankFault::Left);
                     return Err(PeerFailure { peer, fault: RankFault::Left, why: String::new() });
                 }
                 RankState::Finished | RankState::Running | RankState::Absent => {}

@@ -66,7 +66,7 @@ impl SharedMemoryRegion {
     /// error with `why`.
     pub fn mark_dead(&self, rank: usize, why: &str) {
         self.write_text(rank, FailureText::Cause, why);
-        self.blame(rank, RankFault::Died);
+        self.record_first_failure(rank, RankFault::Died);
         self.leave(rank, DEAD);
     }
 
@@ -89,13 +89,13 @@ impl SharedMemoryRegion {
     pub(crate) fn abort(&self, rank: usize, why: &str) {
         self.write_text(rank, FailureText::LastWords, why);
         if matches!(self.state(rank), RankState::Absent | RankState::Running) {
-            self.blame(rank, RankFault::GaveUp);
+            self.record_first_failure(rank, RankFault::GaveUp);
         }
         self.leave(rank, ABORTED);
     }
 
     /// Records the first failure of the job; later ones change nothing.
-    pub(super) fn blame(&self, rank: usize, fault: RankFault) {
+    pub(super) fn record_first_failure(&self, rank: usize, fault: RankFault) {
         let value = (rank as u64 + 1) << 8 | fault as u64;
         let _ = self.first_failure_word().compare_exchange(0, value, Ordering::AcqRel, Ordering::Acquire);
     }

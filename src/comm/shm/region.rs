@@ -37,9 +37,9 @@ pub(in crate::comm) const TEXT_BYTES: usize = 1024;
 // Offsets inside page 0.
 const FIRST_FAILURE: usize = 24;
 const ALL_STARTED: usize = 32;
-const ELSEWHERE: usize = 40;
-const ELSEWHERE_LEN: usize = 48;
-const ELSEWHERE_TEXT: usize = 2048;
+const REMOTE_DEATH: usize = 40;
+const REMOTE_DEATH_LEN: usize = 48;
+const REMOTE_DEATH_TEXT: usize = 2048;
 
 // Offsets inside a control block. The futex word has its own cache line.
 const PUBLISHED: usize = 0;
@@ -190,28 +190,28 @@ impl SharedMemoryRegion {
 
     /// Records, once, that `rank` of another host is gone, and why. Called by the launcher or, if there is none that
     /// watches other hosts, by this host's first rank. The text is written before the word.
-    pub fn mark_elsewhere(&self, rank: usize, why: &str) {
+    pub fn mark_remote_death(&self, rank: usize, why: &str) {
         let mut end = why.len().min(TEXT_BYTES);
         while !why.is_char_boundary(end) {
             end -= 1;
         }
-        if self.word(ELSEWHERE).load(Ordering::Acquire) != 0 {
+        if self.word(REMOTE_DEATH).load(Ordering::Acquire) != 0 {
             return;
         }
         // SAFETY: the area is inside page 0 and TEXT_BYTES long; one process of the host writes it, once: before the
         // word that publishes it is stored with Release.
-        unsafe { std::ptr::copy_nonoverlapping(why.as_ptr(), self.map.as_mut_ptr().add(ELSEWHERE_TEXT), end) };
-        self.word(ELSEWHERE_LEN).store(end as u64, Ordering::Relaxed);
-        self.word(ELSEWHERE).store(rank as u64 + 1, Ordering::Release);
+        unsafe { std::ptr::copy_nonoverlapping(why.as_ptr(), self.map.as_mut_ptr().add(REMOTE_DEATH_TEXT), end) };
+        self.word(REMOTE_DEATH_LEN).store(end as u64, Ordering::Relaxed);
+        self.word(REMOTE_DEATH).store(rank as u64 + 1, Ordering::Release);
     }
 
     /// Returns the rank of another host that is recorded as gone, and why.
-    pub(in crate::comm) fn elsewhere(&self) -> Option<(usize, String)> {
-        let rank = self.word(ELSEWHERE).load(Ordering::Acquire).checked_sub(1)? as usize;
-        let mut text = vec![0; (self.word(ELSEWHERE_LEN).load(Ordering::Relaxed) as usize).min(TEXT_BYTES)];
+    pub(in crate::comm) fn remote_death(&self) -> Option<(usize, String)> {
+        let rank = self.word(REMOTE_DEATH).load(Ordering::Acquire).checked_sub(1)? as usize;
+        let mut text = vec![0; (self.word(REMOTE_DEATH_LEN).load(Ordering::Relaxed) as usize).min(TEXT_BYTES)];
         // SAFETY: inside the area, which was written before the word that was seen above.
         unsafe {
-            let from = self.map.as_mut_ptr().add(ELSEWHERE_TEXT);
+            let from = self.map.as_mut_ptr().add(REMOTE_DEATH_TEXT);
             std::ptr::copy_nonoverlapping(from, text.as_mut_ptr(), text.len());
         }
         Some((rank, String::from_utf8_lossy(&text).into_owned()))

@@ -2,7 +2,7 @@
 
 use crate::comm::{Bandwidth, CollectiveKind, size_text, trimmed_mean};
 use crate::config::CommsLogger;
-use crate::notice::say;
+use crate::notice::emit;
 use crate::util::lock;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -11,9 +11,9 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 /// The number of most recent calls of a kind and size whose times are kept for the averages.
-const KEPT: usize = 4096;
+const KEPT_CALLS: usize = 4096;
 /// The fraction of the fastest and of the slowest calls that averages leave out.
-const TRIMMED: f64 = 0.1;
+const TRIMMED_FRACTION: f64 = 0.1;
 
 /// The log of one rank's collectives, filled by its comm thread.
 #[derive(Debug)]
@@ -72,7 +72,7 @@ impl CommLog {
             let kind = CollectiveKind::of_op(op);
             if kind.is_none() && rank == 0 {
                 let known = CollectiveKind::ALL.map(CollectiveKind::name).join(", ");
-                say(&format!("config: comms_logger.prof_ops: there is no operation `{op}`, only {known}"));
+                emit(&format!("config: comms_logger.prof_ops: there is no operation `{op}`, only {known}"));
             }
             kind
         };
@@ -93,14 +93,14 @@ impl CommLog {
         if self.verbose {
             let Bandwidth { algorithm, bus } = self.bandwidth(kind, bytes, ms);
             let (rank, name, size) = (self.rank, kind.name(), size_text(bytes));
-            say(&format!(
+            emit(&format!(
                 "rank={rank} | comm op: {name} | time (ms): {ms:.2} | msg size: {size} | algbw (Gbps): {algorithm:.2} \
                  | busbw (Gbps): {bus:.2}"
             ));
         }
         let mut entries = lock(&self.entries);
         let entry = entries.entry((kind, bytes)).or_default();
-        match entry.times.get_mut(entry.calls as usize % KEPT) {
+        match entry.times.get_mut(entry.calls as usize % KEPT_CALLS) {
             Some(oldest) => *oldest = ms,
             None => entry.times.push(ms),
         }
@@ -112,7 +112,7 @@ impl CommLog {
     pub(crate) fn summary(&self) -> CommSummary {
         let row =
             |(&(kind, bytes), CommLogEntry { calls, total_ms, times }): (&(CollectiveKind, u64), &CommLogEntry)| {
-                let mean = |values: Vec<f64>| trimmed_mean(&values, TRIMMED);
+                let mean = |values: Vec<f64>| trimmed_mean(&values, TRIMMED_FRACTION);
                 let bandwidth = |of: fn(Bandwidth) -> f64| {
                     mean(times.iter().map(|ms| of(self.bandwidth(kind, bytes, *ms))).collect())
                 };
@@ -191,12 +191,12 @@ mod tests {
     #[test]
     fn the_newest_times_are_kept_and_all_calls_counted() {
         let log = log(None);
-        for call in 0..2 * KEPT {
-            log.add(CollectiveKind::AllReduce, 8, Duration::from_millis(if call < KEPT { 7 } else { 3 }));
+        for call in 0..2 * KEPT_CALLS {
+            log.add(CollectiveKind::AllReduce, 8, Duration::from_millis(if call < KEPT_CALLS { 7 } else { 3 }));
         }
         let CommSummary { rows, .. } = log.summary();
-        assert_eq!((rows[0].calls, rows[0].average_ms), (2 * KEPT as u64, 3.0));
-        assert!((rows[0].total_ms - 10.0 * KEPT as f64).abs() < 1e-6);
+        assert_eq!((rows[0].calls, rows[0].average_ms), (2 * KEPT_CALLS as u64, 3.0));
+        assert!((rows[0].total_ms - 10.0 * KEPT_CALLS as f64).abs() < 1e-6);
     }
 
     #[test]

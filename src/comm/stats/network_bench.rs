@@ -12,9 +12,9 @@ const ROUNDS: usize = 3;
 
 /// How long collectives are repeated while CPU usage is measured, which the system counts in ticks of a hundredth of a
 /// second.
-const WATCHED_S: f64 = 1.0;
+const CPU_MEASUREMENT_SECS: f64 = 1.0;
 /// The maximum number of these rounds.
-const MOST_ROUNDS: f64 = 200.0;
+const MAX_CPU_ROUNDS: f64 = 200.0;
 
 /// The results of the measurement, which all ranks know.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -101,7 +101,7 @@ fn busy(
 ) -> Result<Option<f64>> {
     // All ranks know the same times.
     let round = reduce_scatter.seconds + all_gather.seconds;
-    let rounds = (WATCHED_S / round.max(f64::MIN_POSITIVE)).clamp(1.0, MOST_ROUNDS).ceil();
+    let rounds = (CPU_MEASUREMENT_SECS / round.max(f64::MIN_POSITIVE)).clamp(1.0, MAX_CPU_ROUNDS).ceil();
     comm.barrier().wait()?;
     let before = processors();
     for _ in 0..rounds as usize {

@@ -179,7 +179,7 @@ const COMPILE: &[super::ConfigKey] = keys! {
 const NO_PIPELINE: &str = "pipeline parallelism is not implemented";
 
 const PIPELINE: &[super::ConfigKey] = keys! {
-    "stages": AutoOr(&POSITIVE), "\"auto\"", above1(NO_PIPELINE), "Pipeline stages.";
+    "stages": AutoOr(&POSITIVE), "\"auto\"", refused_above_one(NO_PIPELINE), "Pipeline stages.";
     "partition": Str, "\"best\"", refuse(NO_PIPELINE), "Distribution of layers.";
     "seed_layers": Bool, "false", refuse(NO_PIPELINE), "A seed per layer.";
     "activation_checkpoint_interval": COUNT, "0", refuse(NO_PIPELINE), "Layers per checkpoint.";
@@ -191,7 +191,7 @@ const NO_TP: &str = "tensor parallelism is not implemented: it would change how 
 const ONLY_TP: &str = "there is no tensor parallelism";
 
 const TENSOR_PARALLEL: &[super::ConfigKey] = keys! {
-    "autotp_size": COUNT, "0", above1(NO_TP), "Ranks that share one layer.";
+    "autotp_size": COUNT, "0", refused_above_one(NO_TP), "Ranks that share one layer.";
     "dtype": Any, "\"fp16\"", none(ONLY_TP), "Number format.";
     "tp_overlap_comm": Bool, "false", none(ONLY_TP), "Communicate while computing.";
     "vocab_parallel_lm_head": Any, "null", none(ONLY_TP), "Split the last layer.";
@@ -205,7 +205,7 @@ const TENSOR_PARALLEL: &[super::ConfigKey] = keys! {
 };
 
 const TP: &[super::ConfigKey] = keys! {
-    "tp_size": COUNT, "1", above1(NO_TP), "Ranks that share one layer.";
+    "tp_size": COUNT, "1", refused_above_one(NO_TP), "Ranks that share one layer.";
     "tp_grain_size": COUNT, "1", none(ONLY_TP), "Granularity of the split.";
     "mpu": Any, "null", none(ONLY_TP), "Python object.";
     "tp_group": Any, "null", none(ONLY_TP), "Python object.";

@@ -23,13 +23,13 @@ pub(super) const fn as_every_unit(why: &'static str) -> KeyStatus {
 pub(super) const fn refuse(why: &'static str) -> KeyStatus {
     KeyStatus::Refused(why)
 }
-pub(super) const fn above1(why: &'static str) -> KeyStatus {
+pub(super) const fn refused_above_one(why: &'static str) -> KeyStatus {
     KeyStatus::RefusedAbove1(why)
 }
-pub(super) const fn gone(why: &'static str) -> KeyStatus {
+pub(super) const fn removed(why: &'static str) -> KeyStatus {
     KeyStatus::Removed(why)
 }
-pub(super) const fn gone_unless_off(why: &'static str) -> KeyStatus {
+pub(super) const fn removed_unless_off(why: &'static str) -> KeyStatus {
     KeyStatus::RemovedUnlessOff(why)
 }
 pub(super) const fn moved(to: &'static str) -> KeyStatus {

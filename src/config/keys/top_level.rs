@@ -12,8 +12,8 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("torch_autocast", false, TORCH_AUTOCAST),
 ];
 
-const GONE: &str = "DeepSpeed 0.19.8 refuses the whole file because of it, on or off: remove it";
-const GONE_ON: &str = "not supported, and DeepSpeed 0.19.8 refuses the whole file because of it: remove it, or set \
+const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses the whole file because of it, on or off: remove it";
+const REMOVED_UNLESS_OFF: &str = "not supported, and DeepSpeed 0.19.8 refuses the whole file because of it: remove it, or set \
                        its `enabled` to false";
 
 const ROOT: &[super::ConfigKey] = keys! {
@@ -41,7 +41,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "allgather_size": POSITIVE, "-", moved("zero_optimization.allgather_bucket_size"), "All-gather bucket of the deprecated zero_optimization: true.";
     "managed_gradient_accumulation": Bool, "true", refuse("gradient_accumulation_steps determines where a step ends; Engine::set_train_batch_size changes it during a run"), "The engine decides the accumulation boundary.";
     "seq_parallel_communication_data_type": DTYPE, "\"fp32\"", none("there is no sequence parallelism"), "Format of sequence-parallel gradients.";
-    "sequence_parallel_size": POSITIVE, "null", above1("sequence parallelism is not implemented"), "Ranks that share one sequence.";
+    "sequence_parallel_size": POSITIVE, "null", refused_above_one("sequence parallelism is not implemented"), "Ranks that share one sequence.";
     "data_parallel_size": POSITIVE, "null", none("every rank is data-parallel, so it is the number of ranks"), "Data axis of the rank mesh.";
     "use_data_before_expert_parallelism": Bool, "false", none("there is no expert parallelism: the experts of a mixture are ordinary parameters, sharded over all ranks"), "Order of ranks for mixtures of experts.";
     "disable_allgather": Bool, "false", none("it has no effect in DeepSpeed 0.19.8 either"), "Historic switch.";
@@ -70,17 +70,17 @@ const ROOT: &[super::ConfigKey] = keys! {
     "hybrid_engine": Object, "{}", S, "Generation during training.";
     "weight_quantization": Object, "null", S, "Quantized inference.";
     "data_efficiency": Object, "{}", S, "Curriculum learning and token dropping.";
-    "amp": Any, "-", gone_unless_off(GONE_ON), "Apex mixed precision. Use bf16 or fp16.";
-    "nebula": Any, "-", gone(GONE), "Azure checkpoint service.";
-    "compression_training": Any, "-", gone(GONE), "Pruning and quantization.";
-    "quantize_training": Any, "-", gone(GONE), "Mixture of quantization.";
-    "sparse_gradients": Any, "-", gone(GONE), "Sparse embedding gradients.";
-    "sparse_attention": Any, "-", gone(GONE), "Sparse attention kernels.";
-    "eigenvalue": Any, "-", gone_unless_off(GONE_ON), "Eigenvalues for quantization.";
-    "elasticity": Any, "-", gone_unless_off(GONE_ON), "Elastic batch sizes. Give the batch keys.";
-    "graph_harvesting": Any, "-", gone(GONE), "CUDA graphs.";
-    "curriculum_learning": Any, "-", gone_unless_off(GONE_ON), "Legacy curriculum learning.";
-    "progressive_layer_drop": Any, "-", gone_unless_off(GONE_ON), "Layer dropping.";
+    "amp": Any, "-", removed_unless_off(REMOVED_UNLESS_OFF), "Apex mixed precision. Use bf16 or fp16.";
+    "nebula": Any, "-", removed(REMOVED_KEY), "Azure checkpoint service.";
+    "compression_training": Any, "-", removed(REMOVED_KEY), "Pruning and quantization.";
+    "quantize_training": Any, "-", removed(REMOVED_KEY), "Mixture of quantization.";
+    "sparse_gradients": Any, "-", removed(REMOVED_KEY), "Sparse embedding gradients.";
+    "sparse_attention": Any, "-", removed(REMOVED_KEY), "Sparse attention kernels.";
+    "eigenvalue": Any, "-", removed_unless_off(REMOVED_UNLESS_OFF), "Eigenvalues for quantization.";
+    "elasticity": Any, "-", removed_unless_off(REMOVED_UNLESS_OFF), "Elastic batch sizes. Give the batch keys.";
+    "graph_harvesting": Any, "-", removed(REMOVED_KEY), "CUDA graphs.";
+    "curriculum_learning": Any, "-", removed_unless_off(REMOVED_UNLESS_OFF), "Legacy curriculum learning.";
+    "progressive_layer_drop": Any, "-", removed_unless_off(REMOVED_UNLESS_OFF), "Layer dropping.";
 };
 
 const ANY_I64: super::ConfigValueKind = super::ConfigValueKind::IntNoBool(i64::MIN, i64::MAX);

@@ -11,7 +11,7 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("zero_optimization.zenflow", true, ZENFLOW),
 ];
 
-const GONE: &str = "DeepSpeed 0.19.8 refuses the whole file because of it: remove it";
+const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses the whole file because of it: remove it";
 
 const ZERO: &[super::ConfigKey] = keys! {
     "stage": super::ConfigValueKind::Int(0, 3), "0", H, "0: nothing is sharded; 1: optimizer states; 2: also gradients; 3: also parameters.";
@@ -60,7 +60,7 @@ const ZERO: &[super::ConfigKey] = keys! {
     "legacy_stage1": Bool, "false", refuse("DeepSpeed refuses it too"), "Old stage 1.";
     "mics_shard_size": INT, "-1", H, "Stage 3: everything is sharded within each group of this many neighbouring ranks, and every group has a complete copy: gathers stay within a group, and sums of gradients are sent to the other groups once (MiCS; DeepSpeed until 0.19.6; same bits in f32). It must divide the number of ranks and, on several hosts, the number of ranks on each host, or be the number of all ranks. 0 or less: across all ranks.";
     "mics_hierarchical_params_gather": Bool, "false", none("a group of mics_shard_size ranks is on one host; results are the same"), "Gather within a host first (DeepSpeed until 0.19.6).";
-    "zeropp_loco_param": Any, "-", gone(GONE), "Error feedback for quantized gradients.";
+    "zeropp_loco_param": Any, "-", removed(REMOVED_KEY), "Error feedback for quantized gradients.";
 };
 
 const DEVICE: super::ConfigValueKind = OneOf(&["none", "cpu", "nvme"]);

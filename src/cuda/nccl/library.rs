@@ -9,9 +9,9 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 
 /// The environment variable with the file to load instead of the system's library.
-const LIBRARY: &str = "CANDLE_ZERO_NCCL_LIBRARY";
+const LIBRARY_VARIABLE: &str = "CANDLE_ZERO_NCCL_LIBRARY";
 /// The name that the system's loader searches. All versions of NCCL 2 have used it.
-const NAME: &str = "libnccl.so.2";
+const LIBRARY_NAME: &str = "libnccl.so.2";
 
 /// ncclSuccess: the call is complete.
 pub(super) const SUCCESS: c_int = 0;
@@ -20,7 +20,7 @@ pub(super) const IN_PROGRESS: c_int = 7;
 /// ncclSum.
 pub(super) const SUM: c_int = 0;
 /// NCCL's value for an int that is not set.
-const UNSET: c_int = c_int::MIN;
+const UNSET_INT: c_int = c_int::MIN;
 
 /// A communicator of the library.
 pub(super) type RawNcclComm = *mut c_void;
@@ -45,7 +45,7 @@ pub(super) struct NcclConfig {
 impl NcclConfig {
     /// Calls return before they are complete, so a missing peer cannot block them.
     pub(super) const NOT_BLOCKING: Self =
-        Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21400, blocking: 0, unset: UNSET };
+        Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21400, blocking: 0, unset: UNSET_INT };
 }
 
 type AsyncErrorFn = unsafe extern "C" fn(RawNcclComm, *mut c_int) -> c_int;
@@ -84,8 +84,8 @@ impl NcclLibrary {
     /// # Errors
     /// Returns an error if no library is found, or if it cannot be loaded or lacks a required function.
     pub(crate) fn find() -> Result<Self, NcclError> {
-        let named = std::env::var_os(LIBRARY).filter(|path| !path.is_empty());
-        Self::open(&named.map_or_else(|| PathBuf::from(NAME), PathBuf::from))
+        let named = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty());
+        Self::open(&named.map_or_else(|| PathBuf::from(LIBRARY_NAME), PathBuf::from))
     }
 
     /// Loads the library from a file, or by a name that the system's loader knows.
@@ -182,7 +182,7 @@ fn version_text(version: c_int) -> String {
 }
 
 /// ncclUint8 of ncclDataType_t.
-pub(super) const BYTES: c_int = 1;
+pub(super) const UINT8: c_int = 1;
 
 /// Returns the ncclDataType_t of a dtype.
 pub(super) fn data_type(dtype: DType) -> c_int {

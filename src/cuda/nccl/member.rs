@@ -18,11 +18,11 @@ use std::time::{Duration, Instant};
 type Result<T> = std::result::Result<T, NcclError>;
 
 /// How long a wait polls without a pause. A short collective is complete by then.
-const BUSY: Duration = Duration::from_micros(200);
+const SPIN_TIME: Duration = Duration::from_micros(200);
 /// The longest pause between two polls.
-const PAUSE: Duration = Duration::from_micros(200);
+const MAX_POLL_SLEEP: Duration = Duration::from_micros(200);
 /// The longest wait for peers when a communicator is dropped.
-const LEAVE: Duration = Duration::from_secs(10);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The conditions that end a wait for a missing peer.
 pub(crate) struct FailureWatch {
@@ -102,7 +102,7 @@ impl NcclMember {
         }
         let mut launch = NcclLaunch { member: &member, state: lock(&member.state), comm };
         launch.state.comm = Some(OwnedNcclComm(comm));
-        let joined = launch.done("ncclCommInitRankConfig", "the rendezvous", code);
+        let joined = launch.check_call("ncclCommInitRankConfig", "the rendezvous", code);
         launch.end(joined)?;
         Ok(member)
     }
@@ -183,7 +183,7 @@ impl NcclMember {
         let (since, mut pause) = (Instant::now(), Duration::from_micros(20));
         while !is_done()? {
             let waited = since.elapsed();
-            if waited < BUSY {
+            if waited < SPIN_TIME {
                 std::thread::yield_now();
                 continue;
             }
@@ -194,7 +194,7 @@ impl NcclMember {
                 return Err(NcclError::Silent { rank: self.rank, op, waited: limit });
             }
             std::thread::sleep(pause);
-            pause = (2 * pause).min(PAUSE);
+            pause = (2 * pause).min(MAX_POLL_SLEEP);
         }
         Ok(())
     }
@@ -203,7 +203,7 @@ impl NcclMember {
     fn leave(&self, comm: RawNcclComm) -> Result<()> {
         const OP: &str = "the shutdown";
         self.wire.context().bind_to_thread().w()?;
-        let limit = self.watch.timeout.min(LEAVE);
+        let limit = self.watch.timeout.min(SHUTDOWN_TIMEOUT);
         let last = self.wire.record_event(None).w()?;
         self.poll(OP, limit, || {
             let done = last.try_is_complete().w()?;
@@ -271,7 +271,7 @@ impl NcclLaunch<'_> {
     pub unsafe fn reduce_scatter(&self, from: CUdeviceptr, to: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
         // SAFETY: as the caller promises; an existing communicator.
         let code = unsafe { (self.library().reduce_scatter)(from, to, count, kind, SUM, self.comm, self.stream()) };
-        self.done("ncclReduceScatter", "a reduce-scatter", code)
+        self.check_call("ncclReduceScatter", "a reduce-scatter", code)
     }
 
     /// Sums `count` elements of every rank in place, in any order.
@@ -281,7 +281,7 @@ impl NcclLaunch<'_> {
     pub unsafe fn all_reduce(&self, values: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
         // SAFETY: as the caller promises; an existing communicator.
         let code = unsafe { (self.library().all_reduce)(values, values, count, kind, SUM, self.comm, self.stream()) };
-        self.done("ncclAllReduce", "an all-reduce", code)
+        self.check_call("ncclAllReduce", "an all-reduce", code)
     }
 
     /// Gathers `count` elements of every rank. `from` may be this rank's part of `to`.
@@ -292,7 +292,7 @@ impl NcclLaunch<'_> {
     pub unsafe fn all_gather(&self, from: CUdeviceptr, to: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
         // SAFETY: as the caller promises; an existing communicator.
         let code = unsafe { (self.library().all_gather)(from, to, count, kind, self.comm, self.stream()) };
-        self.done("ncclAllGather", "an all-gather", code)
+        self.check_call("ncclAllGather", "an all-gather", code)
     }
 
     /// Copies bytes within this device.
@@ -336,7 +336,7 @@ impl NcclLaunch<'_> {
             (messages.try_for_each(|sent| sent), (library.group_end)())
         };
         messages?;
-        self.done("ncclGroupEnd", op, end)
+        self.check_call("ncclGroupEnd", op, end)
     }
 
     fn library(&self) -> &NcclLibrary {
@@ -348,7 +348,7 @@ impl NcclLaunch<'_> {
     }
 
     /// Checks the result of a call. The collective is on the stream when this returns.
-    fn done(&self, call: &'static str, op: &'static str, code: c_int) -> Result<()> {
+    fn check_call(&self, call: &'static str, op: &'static str, code: c_int) -> Result<()> {
         self.library().check(call, code)?;
         if code == IN_PROGRESS { self.until_ready(op) } else { Ok(()) }
     }

@@ -9,7 +9,7 @@
 //! The bytes and the bits are those of `comm/shm/quantized.rs`. Blocks are counted from the start of each rank's chunk,
 //! and a piece of a chunk has full blocks, so the size of the room does not affect the results.
 
-use super::library::BYTES;
+use super::library::UINT8;
 use super::member::NcclLaunch;
 use super::{NcclComm, Result};
 use crate::cuda::block_quantization::{BlockQuantizer, RankChunks};
@@ -52,7 +52,7 @@ impl NcclComm {
             // that the sums overwrite have been encoded, or are this rank's.
             unsafe {
                 coder.encode(parts, Some(rank), from + offset(start), outgoing)?;
-                launch.exchange(op, ints.encoded_len(parts.count), BYTES, |peer| {
+                launch.exchange(op, ints.encoded_len(parts.count), UINT8, |peer| {
                     let slot = if peer < rank { peer } else { peer - 1 };
                     let place = (slot * apart) as CUdeviceptr;
                     (outgoing + place, incoming + place)
@@ -92,7 +92,7 @@ impl NcclComm {
             // SAFETY: as the caller promises; the room has `apart` bytes, at least the codes of a piece, for each rank.
             unsafe {
                 coder.encode(RankChunks { number: 1, ..all }, None, whole + offset(rank * count + start), own)?;
-                launch.all_gather(own, codes, apart, BYTES)?;
+                launch.all_gather(own, codes, apart, UINT8)?;
                 coder.decode(all, codes, whole + offset(start))?;
             }
         }

@@ -174,7 +174,7 @@ fn a_launch_takes_so_many_arrays_and_the_next_one_the_others() {
     let config = SgdConfig { lr: 1e-2, momentum: 0.0, dampening: 0.0, weight_decay: 0.1, nesterov: false };
     let optimizer = from_config(&OptimizerConfig::Sgd(config));
     let ctx = StepContext::new(1e-2, 1);
-    let count = MOST_STEPS + 5;
+    let count = MAX_STEPS + 5;
     let mut arrays = Arrays::new(&device, 0, (count, 0), None);
     let gradient = Flat::from(numbers(count + 2, 3));
     let uploaded = DeviceFlat::of(&device, gradient.as_ref()).unwrap();
@@ -186,7 +186,7 @@ fn a_launch_takes_so_many_arrays_and_the_next_one_the_others() {
         unsafe { steps.add(&rule, param, &uploaded.part(i..i + 1).unwrap(), Vec::new(), None).unwrap() }
     }
     let lengths: Vec<_> = steps.launches.iter().map(|launch| launch.table.len()).collect();
-    assert_eq!(lengths, [MOST_STEPS, 5]);
+    assert_eq!(lengths, [MAX_STEPS, 5]);
     steps.run().unwrap();
     arrays.update(&*optimizer, &ctx, &gradient);
     arrays.check("two launches");

@@ -18,7 +18,7 @@ use super::strided::{HeadRows, HeadRowsMut, MultiHeadRows};
 use super::tile_product::ProductInit;
 use super::tiles::{ScoreTiles, gather, scatter, scores};
 use crate::kernels::element::Element;
-use crate::kernels::vector::{PackElements, SimdVector};
+use crate::kernels::vector::{PackElementsToWords, SimdVector};
 use std::iter::repeat_n;
 use std::ops::Range;
 
@@ -48,7 +48,7 @@ pub(super) fn part<T: ScoreTiles>(h: &AttentionShape) -> usize {
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
-pub(super) unsafe fn key_head<T: ScoreTiles + PackElements<E>, E: Element>(
+pub(super) unsafe fn key_head<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     at: SequenceHead,
     given: &BackwardInputs<'_, E>,
@@ -87,7 +87,7 @@ pub(super) unsafe fn key_head<T: ScoreTiles + PackElements<E>, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
-pub(super) unsafe fn query_head<T: ScoreTiles + PackElements<E>, E: Element>(
+pub(super) unsafe fn query_head<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     at: SequenceHead,
     given: &BackwardInputs<'_, E>,
@@ -172,7 +172,7 @@ fn keys_length<T: ScoreTiles>(h: &AttentionShape) -> usize {
 impl<'a> PackedKeyHead<'a> {
     /// # Safety
     /// The processor has the instructions of `T`.
-    unsafe fn pack<T: ScoreTiles + PackElements<E>, E: Element>(
+    unsafe fn pack<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
         h: &AttentionShape,
         at: SequenceHead,
         given: &BackwardInputs<'_, E>,
@@ -203,7 +203,7 @@ const BLOCKS: usize = 5;
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
-unsafe fn query_gradients<T: ScoreTiles + PackElements<E>, E: Element>(
+unsafe fn query_gradients<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     at: SequenceHead,
     given: &BackwardInputs<'_, E>,
@@ -263,7 +263,7 @@ unsafe fn query_gradients<T: ScoreTiles + PackElements<E>, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
-unsafe fn pack_block<'a, T: ScoreTiles + PackElements<E>, E: Element>(
+unsafe fn pack_block<'a, T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
     (words, width, padded): (usize, usize, usize),

@@ -9,13 +9,13 @@ use super::strided::{HeadRows, HeadRowsMut};
 use super::tile_product::ProductInit;
 use super::tiles::{ScoreTiles, gather, scores};
 use crate::kernels::element::Element;
-use crate::kernels::vector::PackElements;
+use crate::kernels::vector::PackElementsToWords;
 
 /// Computes the rows of `out` and of `lse` of one head of a sequence of `h.time` positions.
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
-pub(super) unsafe fn one_head<T: ScoreTiles + PackElements<E>, E: Element>(
+pub(super) unsafe fn one_head<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     [q, k, v]: [HeadRows<'_, E>; 3],
     mut out: HeadRowsMut<'_, E>,

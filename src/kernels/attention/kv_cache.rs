@@ -28,7 +28,7 @@ const POSITIONS: usize = 64;
 /// The columns of the values that are summed in registers.
 const COLUMNS: usize = 32;
 /// The number of multiplications that take less time than waking another thread.
-const SMALL: usize = 1 << 18;
+const MIN_PARALLEL_MULTIPLICATIONS: usize = 1 << 18;
 
 /// Returns the capacity that has room for `positions`.
 pub fn capacity_for(positions: usize) -> usize {
@@ -122,7 +122,11 @@ pub fn forward_cached<E: Element>(
     };
     let tasks = h.batch * h.kv_heads;
     let out = MultiHeadRowsMut::new(out, h.heads * h.head).by_head(h.batch, h.time, h.kv_heads, h.group() * h.head);
-    if multiplications <= SMALL { for_each_part_here(tasks, out, task) } else { for_each_part(tasks, out, task) }
+    if multiplications <= MIN_PARALLEL_MULTIPLICATIONS {
+        for_each_part_here(tasks, out, task)
+    } else {
+        for_each_part(tasks, out, task)
+    }
 }
 
 /// Computes the results of all queries of one key head, some at a time. `q` returns the queries of a head of the group.

@@ -35,7 +35,7 @@ use crate::kernels::element::Element;
 use crate::kernels::mac_count;
 use crate::kernels::parallel::{DisjointParts, ParallelChunks, for_each, for_each_part};
 use crate::kernels::simd::level;
-use crate::kernels::vector::{PackElements, SimdMethod, with_words_of};
+use crate::kernels::vector::{PackElementsToWords, SimdMethod, with_words_of};
 use backward::BackwardInputs;
 use rule::SequenceHead;
 use scratch::SCRATCH;
@@ -133,7 +133,7 @@ fn backward_on<E: Element>(
 }
 
 /// Computes backward with tiles whose instructions the processor has.
-fn backward_with<T: ScoreTiles + PackElements<E>, E: Element>(
+fn backward_with<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     given: &BackwardInputs<'_, E>,
     (spans, whole): (&[SequenceSpan], usize),

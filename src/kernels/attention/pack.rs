@@ -4,11 +4,11 @@ use super::shape::BLOCK;
 use super::strided::{HeadRows, HeadRowsMut};
 use crate::kernels::element::Element;
 use crate::kernels::simd::{prefetch_at, prefetch_to_write};
-use crate::kernels::vector::{MOST_LANES, PackElements, SimdVector, TransposeBlock};
+use crate::kernels::vector::{MAX_LANES, PackElementsToWords, SimdVector, TransposeBlock};
 use std::ops::Range;
 
 /// The prefetch distance in rows: rows are on separate pages, and the processor cannot predict which one is next.
-const AHEAD: usize = 8;
+const PREFETCH_ROWS: usize = 8;
 
 /// Prefetches row `t` if it is before `end`.
 #[inline(always)]
@@ -23,7 +23,7 @@ const LINE: usize = 64;
 
 /// Returns the words of a row from word `w` on.
 #[inline(always)]
-unsafe fn along<W: PackElements<E>, E: Element>(row: &[E], w: usize) -> W::V {
+unsafe fn along<W: PackElementsToWords<E>, E: Element>(row: &[E], w: usize) -> W::V {
     let at = (w * W::DEPTH).min(row.len());
     // SAFETY: the caller is inside `with`; only the rest of the row is read.
     unsafe { W::along(row.as_ptr().add(at), row.len() - at) }
@@ -33,7 +33,7 @@ unsafe fn along<W: PackElements<E>, E: Element>(row: &[E], w: usize) -> W::V {
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn by_rows<W: PackElements<E>, E: Element>(
+pub(super) unsafe fn by_rows<W: PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
     words: usize,
@@ -46,7 +46,7 @@ pub(super) unsafe fn by_rows<W: PackElements<E>, E: Element>(
             #[inline(always)]
             || {
                 for (t, dst) in rows.clone().zip(used.chunks_exact_mut(words)) {
-                    prefetch(src, t + AHEAD, rows.end);
+                    prefetch(src, t + PREFETCH_ROWS, rows.end);
                     let row = src.row(t);
                     for (i, dst) in dst.chunks_exact_mut(W::V::LANES).enumerate() {
                         along::<W, E>(row, i * W::V::LANES).store(dst.as_mut_ptr());
@@ -63,7 +63,7 @@ pub(super) unsafe fn by_rows<W: PackElements<E>, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn by_columns<W: PackElements<E>, E: Element>(
+pub(super) unsafe fn by_columns<W: PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
     width: usize,
@@ -77,7 +77,7 @@ pub(super) unsafe fn by_columns<W: PackElements<E>, E: Element>(
             #[inline(always)]
             || {
                 for (t, dst) in rows.clone().step_by(W::DEPTH).zip(used.chunks_exact_mut(width)) {
-                    (0..W::DEPTH).for_each(|next| prefetch(src, t + AHEAD + next, rows.end));
+                    (0..W::DEPTH).for_each(|next| prefetch(src, t + PREFETCH_ROWS + next, rows.end));
                     let row = src.row(t);
                     for (i, dst) in dst.chunks_exact_mut(W::V::LANES).enumerate() {
                         let column = (i * W::V::LANES).min(row.len());
@@ -96,14 +96,14 @@ pub(super) unsafe fn by_columns<W: PackElements<E>, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn transposed<W: PackElements<E>, E: Element>(
+pub(super) unsafe fn transposed<W: PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
     words: usize,
     padded: usize,
     dst: &mut [f32],
 ) {
-    assert!(padded <= BLOCK && padded.is_multiple_of(MOST_LANES) && words.is_multiple_of(MOST_LANES));
+    assert!(padded <= BLOCK && padded.is_multiple_of(MAX_LANES) && words.is_multiple_of(MAX_LANES));
     let dst = dst[..words * BLOCK].as_mut_ptr();
     // SAFETY: as the caller promises; full squares within the block.
     unsafe {
@@ -113,7 +113,7 @@ pub(super) unsafe fn transposed<W: PackElements<E>, E: Element>(
                 for t in (0..padded).step_by(W::V::LANES) {
                     (0..W::V::LANES).for_each(|i| prefetch(src, rows.start + t + W::V::LANES + i, rows.end));
                     for w in (0..words).step_by(W::V::LANES) {
-                        let mut square: TransposeBlock<W::V> = [W::V::zero(); MOST_LANES];
+                        let mut square: TransposeBlock<W::V> = [W::V::zero(); MAX_LANES];
                         for (i, x) in square.iter_mut().enumerate().take(W::V::LANES) {
                             if t + i < rows.len() {
                                 *x = along::<W, E>(src.row(rows.start + t + i), w);
@@ -146,7 +146,7 @@ pub(super) unsafe fn write<V: SimdVector, E: Element>(
             #[inline(always)]
             || {
                 for ((i, row), factor) in sums.chunks_exact(width).enumerate().zip(factors) {
-                    if let Some(later) = dst.row_if(start + i + AHEAD) {
+                    if let Some(later) = dst.row_if(start + i + PREFETCH_ROWS) {
                         later[columns.clone()]
                             .chunks(LINE / size_of::<E>())
                             .for_each(|x| prefetch_to_write(x.as_ptr()));
@@ -181,7 +181,7 @@ pub(super) unsafe fn dots<V: SimdVector, E: Element>(
                         let (a, b) = (V::widen(a.as_ptr(), a.len()), V::widen(b.as_ptr(), b.len()));
                         sums[i % 2] = a.mul_add(b, sums[i % 2]);
                     }
-                    let mut lanes = [0.0; MOST_LANES];
+                    let mut lanes = [0.0; MAX_LANES];
                     sums[0].add(sums[1]).store(lanes.as_mut_ptr());
                     let mut width = V::LANES / 2;
                     while width > 0 {

@@ -8,7 +8,7 @@ use crate::kernels::element::Element;
 use crate::kernels::vector::Neon;
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::vector::{Avx2, Avx512, Bf16PairWords};
-use crate::kernels::vector::{F32Words, PackElements, PackedWords, PortableVector, SimdVector};
+use crate::kernels::vector::{F32Words, PackElementsToWords, PackedWords, PortableVector, SimdVector};
 
 /// Vectors of words, and their products.
 ///
@@ -30,9 +30,9 @@ pub(super) trait GemmArithmetic: PackedWords {
 }
 
 /// An arithmetic with the words of elements.
-pub(super) trait ElementArithmetic<E: Element>: GemmArithmetic + PackElements<E> {}
+pub(super) trait ElementArithmetic<E: Element>: GemmArithmetic + PackElementsToWords<E> {}
 
-impl<E: Element, A: GemmArithmetic + PackElements<E>> ElementArithmetic<E> for A {}
+impl<E: Element, A: GemmArithmetic + PackElementsToWords<E>> ElementArithmetic<E> for A {}
 
 /// Implements the tile sizes for words of one f32, for one type of vectors.
 macro_rules! single {

@@ -16,7 +16,7 @@ use super::arithmetic::{ElementArithmetic, GemmArithmetic};
 use super::epilogue::EpilogueOutput;
 use super::matrix::Matrix;
 use super::microkernel::{self, AccumulatorInit, Microkernels, StridedWords};
-use super::pack::{GemmOperand, STEPS_AHEAD};
+use super::pack::{GemmOperand, PREFETCH_STEPS};
 use super::panels::ColumnPanels;
 use super::scratch::with_words;
 use super::tile_epilogue::{TilePosition, finish};
@@ -43,7 +43,7 @@ const PACK_ROWS: usize = 64;
 /// The number of steps of `a` of a packing task, if rows are not contiguous along the inner dimension.
 const PACK_STEPS: usize = 32;
 /// The number of multiplications that take less time than waking another thread.
-const SMALL: usize = 1 << 20;
+const MIN_PARALLEL_MULTIPLICATIONS: usize = 1 << 20;
 
 /// Computes `c = epilogue(a b)`. The processor must have the instructions of the words' arithmetic.
 pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Element>(
@@ -77,7 +77,7 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
     let span_steps = (blocks.most() * spans.most()).max(1);
     let most_rows = if layout == OperandLayout::InPlace { rows } else { (WORDS_OF_A / span_steps).max(MIN_ROWS) };
     let regions = EvenSplit::new(rows, most_rows, W::LANES.max(W::ROWS));
-    let threads = if rows * cols * inner <= SMALL { 1 } else { rayon::current_num_threads() };
+    let threads = if rows * cols * inner <= MIN_PARALLEL_MULTIPLICATIONS { 1 } else { rayon::current_num_threads() };
     let words_of_a = if layout == OperandLayout::InPlace { 0 } else { regions.most() * span_steps };
     let waiting = if spans.count > 1 { regions.most() * cols.next_multiple_of(W::LANES) } else { 0 };
     with_words(words_of_a, |packed_a| {
@@ -214,11 +214,11 @@ struct GemmPart<'a, E, C> {
 }
 
 /// The maximum number of sums of one call of a microkernel, over all arithmetics.
-const MOST_SUMS: usize = 8 * 48;
+const MAX_SUMS: usize = 8 * 48;
 
 /// The sums of one call of a microkernel, on the stack.
 #[repr(align(64))]
-struct AccumulatorTile([f32; MOST_SUMS]);
+struct AccumulatorTile([f32; MAX_SUMS]);
 
 impl<E: Element, C: Element> GemmPart<'_, E, C> {
     /// Returns the steps of this part.
@@ -294,7 +294,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     /// after the other. Otherwise, a few steps of all panels are packed in turn, so that neighbors in a row are read
     /// together.
     fn turn(&self) -> usize {
-        if self.b.inner_stride == 1 { usize::MAX } else { STEPS_AHEAD }
+        if self.b.inner_stride == 1 { usize::MAX } else { PREFETCH_STEPS }
     }
 
     /// Packs the panels of `b` from a column on. The words of each panel are contiguous.
@@ -344,7 +344,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         let sink = self.sink;
         let steps = self.steps();
         let single = self.blocks.count == 1;
-        let mut registers = AccumulatorTile([0.0; MOST_SUMS]);
+        let mut registers = AccumulatorTile([0.0; MAX_SUMS]);
         let mut row = rows.start;
         while row < rows.end {
             let n_rows = microkernel::rows::<W>(rows.end - row);
@@ -403,7 +403,8 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     ) {
         let width = panels.vectors() * W::LANES;
         // If columns are contiguous, a panel is read to its end, many steps at a time.
-        let (together, turn) = if self.b.inner_stride == 1 { (1, PIECE_STEPS) } else { (panels.count(), STEPS_AHEAD) };
+        let (together, turn) =
+            if self.b.inner_stride == 1 { (1, PIECE_STEPS) } else { (panels.count(), PREFETCH_STEPS) };
         let packs = rows.len() > unpacked::ROWS;
         with_words(if packs { turn * W::COLS } else { 0 }, |piece| {
             with_words(2 * rows.len() * width, |sums| {

@@ -3,15 +3,15 @@
 use super::arithmetic::ElementArithmetic;
 use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::simd::prefetch_at;
-use crate::kernels::vector::{MOST_LANES, SimdVector};
+use crate::kernels::vector::{MAX_LANES, SimdVector};
 
 /// The prefetch distance of packing, in steps, for columns that are packed in turns of this many steps. Without
 /// prefetching, the contiguous pieces are too short or too many for the processor to predict the reads.
-pub(super) const STEPS_AHEAD: usize = 32;
+pub(super) const PREFETCH_STEPS: usize = 32;
 /// The prefetch distance in adjacent elements, for rows of which a task packs few steps.
-const NEIGHBORS_AHEAD: usize = 96;
+const PREFETCH_NEIGHBORS: usize = 96;
 /// The prefetch distance in bytes, for elements that are adjacent along the inner dimension.
-const BYTES_AHEAD: usize = 256;
+const PREFETCH_BYTES: usize = 256;
 
 /// The bytes of a cache line.
 const LINE: usize = 64;
@@ -94,7 +94,7 @@ impl<E: Element> GemmOperand<E> {
     /// Prefetches the words of a later step for some vectors of adjacent columns.
     #[inline(always)]
     pub(super) fn prefetch_columns<W: ElementArithmetic<E>>(&self, outer: usize, vectors: usize, step: usize) {
-        let ahead = self.at(outer, (step + STEPS_AHEAD) * W::DEPTH);
+        let ahead = self.at(outer, (step + PREFETCH_STEPS) * W::DEPTH);
         for line in (0..vectors * W::LANES).step_by(LINE / size_of::<E>()) {
             self.prefetch::<W>(ahead.wrapping_add(line));
         }
@@ -158,11 +158,11 @@ impl<E: Element> GemmOperand<E> {
         // SAFETY: the elements that are read exist.
         unsafe {
             for s in (0..paired).step_by(two) {
-                let mut rows = [W::V::zero(); MOST_LANES];
+                let mut rows = [W::V::zero(); MAX_LANES];
                 for (i, row) in rows.iter_mut().enumerate().take(W::LANES) {
                     if outer + i < self.outer {
                         let from = self.at(outer + i, step + s);
-                        prefetch_at(from.wrapping_add(BYTES_AHEAD / size_of::<E>()));
+                        prefetch_at(from.wrapping_add(PREFETCH_BYTES / size_of::<E>()));
                         *row = W::V::load(from.cast());
                     }
                 }
@@ -175,10 +175,10 @@ impl<E: Element> GemmOperand<E> {
             }
             for s in (paired..steps).step_by(W::LANES) {
                 let inner = (step + s) * W::DEPTH;
-                let mut rows = [W::V::zero(); MOST_LANES];
+                let mut rows = [W::V::zero(); MAX_LANES];
                 for (i, row) in rows.iter_mut().enumerate().take(W::LANES) {
                     if outer + i < self.outer {
-                        prefetch_at(self.at(outer + i, inner).wrapping_add(BYTES_AHEAD / size_of::<E>()));
+                        prefetch_at(self.at(outer + i, inner).wrapping_add(PREFETCH_BYTES / size_of::<E>()));
                         *row = W::along(self.at(outer + i, inner), self.inner - inner);
                     }
                 }
@@ -217,7 +217,7 @@ impl<E: Element> GemmOperand<E> {
                     for s in 0..steps {
                         let inner = (step + s) * W::DEPTH;
                         let from = self.at(outer, inner);
-                        self.prefetch::<W>(from.wrapping_add(NEIGHBORS_AHEAD));
+                        self.prefetch::<W>(from.wrapping_add(PREFETCH_NEIGHBORS));
                         let words = W::across(from, self.inner_stride, self.inner - inner, self.outer - outer);
                         let to = to.add(s * W::ROWS);
                         if W::LANES > W::ROWS { words.store_halves(to, to.add(group)) } else { words.store(to) }

@@ -11,12 +11,12 @@ struct CacheLine {
 
 /// The maximum size in bytes of a buffer that is kept. A product that needs more takes so long that the allocation
 /// matters little.
-const MOST: usize = 16 << 20;
+const MAX_KEPT_BYTES: usize = 16 << 20;
 
 thread_local! {
     /// The unused buffers of this thread. They form a stack: nested uses return them in reverse order, so that the same
     /// use finds the same buffer the next time.
-    static FREE: RefCell<Vec<Vec<CacheLine>>> = const { RefCell::new(Vec::new()) };
+    static FREE_BUFFERS: RefCell<Vec<Vec<CacheLine>>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Calls `f` with memory for `words` 32-bit words, aligned to cache lines. The contents are left over from earlier
@@ -25,23 +25,23 @@ thread_local! {
 /// A thread that waits for others may run another product in the meantime. That product finds or allocates another
 /// buffer.
 pub(super) fn with_words<R>(words: usize, f: impl FnOnce(*mut f32) -> R) -> R {
-    let mut buffer = FREE.with_borrow_mut(Vec::pop).unwrap_or_default();
+    let mut buffer = FREE_BUFFERS.with_borrow_mut(Vec::pop).unwrap_or_default();
     let lines = words.div_ceil(16);
     if buffer.len() < lines {
         buffer.resize(lines, CacheLine { _words: [0.0; 16] });
     }
     let result = f(buffer.as_mut_ptr().cast());
-    if size_of_val(&buffer[..]) > MOST {
+    if size_of_val(&buffer[..]) > MAX_KEPT_BYTES {
         buffer = Vec::new();
     }
-    FREE.with_borrow_mut(|free| free.push(buffer));
+    FREE_BUFFERS.with_borrow_mut(|free| free.push(buffer));
     result
 }
 
 /// Returns the bytes of this thread's unused buffers.
 #[cfg(test)]
 pub(super) fn bytes_kept() -> usize {
-    FREE.with_borrow(|free| free.iter().map(|buffer| buffer.capacity() * size_of::<CacheLine>()).sum())
+    FREE_BUFFERS.with_borrow(|free| free.iter().map(|buffer| buffer.capacity() * size_of::<CacheLine>()).sum())
 }
 
 #[cfg(test)]
@@ -58,7 +58,7 @@ mod tests {
             });
             used.join().expect("no panic")
         };
-        assert_eq!((kept(1 << 10), kept(1 << 20), kept(MOST)), (1 << 10, 1 << 20, MOST));
-        assert_eq!(kept(MOST + 64), 0);
+        assert_eq!((kept(1 << 10), kept(1 << 20), kept(MAX_KEPT_BYTES)), (1 << 10, 1 << 20, MAX_KEPT_BYTES));
+        assert_eq!(kept(MAX_KEPT_BYTES + 64), 0);
     }
 }

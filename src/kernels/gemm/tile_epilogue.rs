@@ -134,7 +134,7 @@ unsafe fn round<V: SimdVector, C: Element>(x: V) -> V {
     if C::KIND == ElementDtype::F32 {
         return x;
     }
-    let mut rounded = [C::default(); crate::kernels::vector::MOST_LANES];
+    let mut rounded = [C::default(); crate::kernels::vector::MAX_LANES];
     // SAFETY: there is room for all lanes.
     unsafe {
         x.narrow(rounded.as_mut_ptr(), V::LANES);

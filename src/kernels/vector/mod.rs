@@ -22,17 +22,17 @@ pub(crate) use method::{SimdMethod, with_words_of};
 pub(crate) use neon::Neon;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use packed_words::Bf16PairWords;
-pub(crate) use packed_words::{F32Words, PackElements, PackedWords};
+pub(crate) use packed_words::{F32Words, PackElementsToWords, PackedWords};
 pub(crate) use portable::PortableVector;
 
 use super::element::Element;
 use super::math::{TANH_ABOVE, TANH_BELOW, TANH_BOUND};
 
 /// The number of lanes of the widest vectors, which is a multiple of the number of lanes of every other vector.
-pub(crate) const MOST_LANES: usize = 16;
+pub(crate) const MAX_LANES: usize = 16;
 
 /// The argument of [`SimdVector::transpose`], which uses the first [`SimdVector::LANES`] vectors.
-pub(crate) type TransposeBlock<V> = [V; MOST_LANES];
+pub(crate) type TransposeBlock<V> = [V; MAX_LANES];
 
 /// A vector of f32. A lane may also hold a word of other bits that is only moved.
 ///

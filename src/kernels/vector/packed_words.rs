@@ -30,7 +30,7 @@ pub(crate) trait PackedWords {
 ///
 /// # Safety
 /// Same as for [`PackedWords`].
-pub(crate) trait PackElements<E: Element>: PackedWords {
+pub(crate) trait PackElementsToWords<E: Element>: PackedWords {
     /// Returns a vector of consecutive words along the inner dimension, made of the `n` elements from `from` on, and
     /// zeros.
     ///
@@ -61,7 +61,7 @@ impl<V: SimdVector> PackedWords for F32Words<V> {
     }
 }
 
-impl<V: SimdVector, E: Element> PackElements<E> for F32Words<V> {
+impl<V: SimdVector, E: Element> PackElementsToWords<E> for F32Words<V> {
     #[inline(always)]
     unsafe fn along(from: *const E, n: usize) -> V {
         // SAFETY: as the caller promises.
@@ -98,7 +98,7 @@ impl PackedWords for Bf16PairWords {
 }
 
 #[cfg(target_arch = "x86_64")]
-impl<E: Element> PackElements<E> for Bf16PairWords {
+impl<E: Element> PackElementsToWords<E> for Bf16PairWords {
     #[inline(always)]
     unsafe fn along(from: *const E, n: usize) -> Self::V {
         debug_assert!(E::KIND == ElementDtype::BF16);

@@ -4,12 +4,12 @@ use super::{SimdVector, TransposeBlock, copy_in};
 use crate::kernels::element::Element;
 use crate::kernels::f32_access::{get, put};
 use crate::kernels::math::exp;
-use four::Four;
+use four::F32x4;
 
 /// Four f32.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
-pub(crate) struct PortableVector(Four);
+pub(crate) struct PortableVector(F32x4);
 
 const LANES: usize = 4;
 
@@ -31,44 +31,44 @@ impl PortableVector {
 mod four {
     use std::arch::x86_64::*;
 
-    pub(super) type Four = __m128;
+    pub(super) type F32x4 = __m128;
 
     #[inline(always)]
-    pub(super) fn of(numbers: [f32; 4]) -> Four {
+    pub(super) fn of(numbers: [f32; 4]) -> F32x4 {
         bytemuck::cast(numbers)
     }
 
     #[inline(always)]
-    pub(super) fn numbers(four: Four) -> [f32; 4] {
+    pub(super) fn numbers(four: F32x4) -> [f32; 4] {
         bytemuck::cast(four)
     }
 
     #[inline(always)]
-    pub(super) fn splat(x: f32) -> Four {
+    pub(super) fn splat(x: f32) -> F32x4 {
         // SAFETY: every x86-64 processor has the instruction.
         unsafe { _mm_set1_ps(x) }
     }
 
     #[inline(always)]
-    pub(super) fn add(a: Four, b: Four) -> Four {
+    pub(super) fn add(a: F32x4, b: F32x4) -> F32x4 {
         // SAFETY: every x86-64 processor has the instruction.
         unsafe { _mm_add_ps(a, b) }
     }
 
     #[inline(always)]
-    pub(super) fn sub(a: Four, b: Four) -> Four {
+    pub(super) fn sub(a: F32x4, b: F32x4) -> F32x4 {
         // SAFETY: every x86-64 processor has the instruction.
         unsafe { _mm_sub_ps(a, b) }
     }
 
     #[inline(always)]
-    pub(super) fn mul(a: Four, b: Four) -> Four {
+    pub(super) fn mul(a: F32x4, b: F32x4) -> F32x4 {
         // SAFETY: every x86-64 processor has the instruction.
         unsafe { _mm_mul_ps(a, b) }
     }
 
     #[inline(always)]
-    pub(super) fn div(a: Four, b: Four) -> Four {
+    pub(super) fn div(a: F32x4, b: F32x4) -> F32x4 {
         // SAFETY: every x86-64 processor has the instruction.
         unsafe { _mm_div_ps(a, b) }
     }
@@ -76,40 +76,40 @@ mod four {
 
 #[cfg(not(target_arch = "x86_64"))]
 mod four {
-    pub(super) type Four = [f32; 4];
+    pub(super) type F32x4 = [f32; 4];
 
     #[inline(always)]
-    pub(super) fn of(numbers: [f32; 4]) -> Four {
+    pub(super) fn of(numbers: [f32; 4]) -> F32x4 {
         numbers
     }
 
     #[inline(always)]
-    pub(super) fn numbers(four: Four) -> [f32; 4] {
+    pub(super) fn numbers(four: F32x4) -> [f32; 4] {
         four
     }
 
     #[inline(always)]
-    pub(super) fn splat(x: f32) -> Four {
+    pub(super) fn splat(x: f32) -> F32x4 {
         [x; 4]
     }
 
     #[inline(always)]
-    pub(super) fn add(a: Four, b: Four) -> Four {
+    pub(super) fn add(a: F32x4, b: F32x4) -> F32x4 {
         std::array::from_fn(|i| a[i] + b[i])
     }
 
     #[inline(always)]
-    pub(super) fn sub(a: Four, b: Four) -> Four {
+    pub(super) fn sub(a: F32x4, b: F32x4) -> F32x4 {
         std::array::from_fn(|i| a[i] - b[i])
     }
 
     #[inline(always)]
-    pub(super) fn mul(a: Four, b: Four) -> Four {
+    pub(super) fn mul(a: F32x4, b: F32x4) -> F32x4 {
         std::array::from_fn(|i| a[i] * b[i])
     }
 
     #[inline(always)]
-    pub(super) fn div(a: Four, b: Four) -> Four {
+    pub(super) fn div(a: F32x4, b: F32x4) -> F32x4 {
         std::array::from_fn(|i| a[i] / b[i])
     }
 }

@@ -37,7 +37,7 @@ unsafe fn each<V: SimdVector>(a: &[f32], b: &[f32], f: unsafe fn(V, V) -> V) -> 
 /// The processor has the vector's instructions.
 unsafe fn check<V: SimdVector>(fused: bool) {
     let mut a = numbers();
-    a.truncate(a.len() / MOST_LANES * MOST_LANES);
+    a.truncate(a.len() / MAX_LANES * MAX_LANES);
     let mut b = a.clone();
     b.rotate_left(77 % a.len());
     let check = |f: unsafe fn(V, V) -> V, want: &dyn Fn(f32, f32) -> f32| {
@@ -83,19 +83,19 @@ unsafe fn check<V: SimdVector>(fused: bool) {
         assert!(right || (x.abs() < 1e-30 && got.abs() <= 2.0 * x.abs()), "tanh {x}: {got} {want}");
     }
     for lane in 0..=V::LANES {
-        let (mut got, lanes) = ([0.0; MOST_LANES], std::array::from_fn::<f32, MOST_LANES, _>(|i| i as f32 + 1.0));
+        let (mut got, lanes) = ([0.0; MAX_LANES], std::array::from_fn::<f32, MAX_LANES, _>(|i| i as f32 + 1.0));
         // SAFETY: the caller guarantees that the processor has the instructions; there are as many numbers as in the
         // longest vector.
         unsafe { V::with(|| V::load(lanes.as_ptr()).keep_from_lane(lane, V::splat(-1.0)).store(got.as_mut_ptr())) };
         assert!((0..V::LANES).all(|i| got[i] == if i < lane { -1.0 } else { lanes[i] }), "{lane}: {got:?}");
     }
-    let mut square = [[0.0; MOST_LANES]; MOST_LANES];
-    let mut halves = [[0.0; MOST_LANES]; 2];
+    let mut square = [[0.0; MAX_LANES]; MAX_LANES];
+    let mut halves = [[0.0; MAX_LANES]; 2];
     // SAFETY: the caller guarantees that the processor has the instructions; the rows are as long as the longest
     // vector.
     unsafe {
         V::with(|| {
-            let row = |i| std::array::from_fn::<f32, MOST_LANES, _>(|j| (100 * i + j) as f32);
+            let row = |i| std::array::from_fn::<f32, MAX_LANES, _>(|j| (100 * i + j) as f32);
             let mut rows: TransposeBlock<V> = std::array::from_fn(|i| V::load(row(i).as_ptr()));
             rows[1].store_halves(halves[0].as_mut_ptr(), halves[1].as_mut_ptr());
             V::transpose(&mut rows);
@@ -115,8 +115,8 @@ unsafe fn check<V: SimdVector>(fused: bool) {
     }
     let [low, high] = [0, 16].map(|shift| move |word: f32| f32::from_bits(word.to_bits() >> shift << 16));
     for (part, want) in [low, high].into_iter().enumerate() {
-        let words: Vec<f32> = (0..MOST_LANES as u32).map(|i| f32::from_bits(0x3F81_4012 + 0x0102_0301 * i)).collect();
-        let mut got = [0.0; MOST_LANES];
+        let words: Vec<f32> = (0..MAX_LANES as u32).map(|i| f32::from_bits(0x3F81_4012 + 0x0102_0301 * i)).collect();
+        let mut got = [0.0; MAX_LANES];
         // SAFETY: the caller guarantees that the processor has the instructions; there are as many numbers as in the
         // longest vector.
         unsafe { V::with(|| V::load(words.as_ptr()).split_bf16()[part].store(got.as_mut_ptr())) };
@@ -153,9 +153,9 @@ unsafe fn check_elements<V: SimdVector, E: Element>(numbers: &[f32]) {
 /// The processor has the bf16 instructions.
 #[cfg(target_arch = "x86_64")]
 unsafe fn check_pairs() {
-    let numbers = |from: usize| std::array::from_fn::<f32, MOST_LANES, _>(|i| (from + i) as f32 * 0.3);
+    let numbers = |from: usize| std::array::from_fn::<f32, MAX_LANES, _>(|i| (from + i) as f32 * 0.3);
     let (a, b) = (numbers(1), numbers(100));
-    let mut got = [[bf16::ZERO; 2 * MOST_LANES]; 2];
+    let mut got = [[bf16::ZERO; 2 * MAX_LANES]; 2];
     // SAFETY: the caller guarantees that the processor has the instructions; words of two elements.
     unsafe {
         Avx512Bf16::with(|| {
@@ -164,10 +164,10 @@ unsafe fn check_pairs() {
             Avx512Bf16::row(a, b).store(got[1].as_mut_ptr().cast());
         });
     }
-    for i in 0..MOST_LANES {
+    for i in 0..MAX_LANES {
         let [a, b] = [a[i], b[i]].map(bf16::from_f32);
         assert_eq!((got[0][2 * i], got[0][2 * i + 1]), (a, b));
-        assert_eq!((got[1][i], got[1][MOST_LANES + i]), (a, b));
+        assert_eq!((got[1][i], got[1][MAX_LANES + i]), (a, b));
     }
 }
 

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 /// How long a helper looks for the next job before it sleeps. The gap between two kernels of a step is some tens of
 /// microseconds.
-const LOOKING: Duration = Duration::from_micros(200);
+const SPIN_TIME: Duration = Duration::from_micros(200);
 
 /// The number of looks between two readings of the clock, which take some microseconds.
-const LOOKS: u32 = 64;
+const POLLS_PER_CLOCK_READ: u32 = 64;
 
 /// A value that threads read and write without a lock.
 pub(super) struct JobCell<T>(UnsafeCell<T>);
@@ -55,8 +55,8 @@ impl Lookout {
     pub(super) fn pause(&mut self) -> bool {
         self.looks += 1;
         std::hint::spin_loop();
-        if self.looks.is_multiple_of(LOOKS) {
-            if self.start.elapsed() > LOOKING {
+        if self.looks.is_multiple_of(POLLS_PER_CLOCK_READ) {
+            if self.start.elapsed() > SPIN_TIME {
                 return false;
             }
             // Lets another thread run if there are more threads than cores.

@@ -32,24 +32,24 @@ use std::sync::atomic::Ordering;
 use std::sync::{PoisonError, TryLockError};
 
 /// One helper inside, in `state`.
-const INSIDE: u64 = 1;
+const ONE_INSIDE: u64 = 1;
 /// One helper that may enter, in `state`.
-const PLACE: u64 = 1 << 16;
+const ONE_PLACE: u64 = 1 << 16;
 /// One job, in `state`.
-const JOB: u64 = 1 << 32;
+const ONE_JOB: u64 = 1 << 32;
 /// The maximum number of helpers that may enter.
-const MOST: usize = 1 << 12;
+const MAX_HELPERS: usize = 1 << 12;
 
 fn inside(state: u64) -> u64 {
-    state % PLACE
+    state % ONE_PLACE
 }
 
 fn places(state: u64) -> u64 {
-    state % JOB / PLACE
+    state % ONE_JOB / ONE_PLACE
 }
 
 fn number(state: u64) -> u64 {
-    state / JOB
+    state / ONE_JOB
 }
 
 /// The caller's work, which helpers call. It is valid while the job is open or a helper is inside.
@@ -85,7 +85,7 @@ impl WorkerPool {
             Err(TryLockError::Poisoned(count)) => count.into_inner(),
             Err(TryLockError::WouldBlock) => return work(),
         };
-        let helpers = helpers.min(MOST);
+        let helpers = helpers.min(MAX_HELPERS);
         while *count < helpers && start(*count + 1) {
             *count += 1;
         }
@@ -96,7 +96,7 @@ impl WorkerPool {
         let state = self.state.load(Ordering::Relaxed);
         // Helpers that see this state see the job. `SeqCst` is used here, below, and where helpers fall asleep: either
         // this thread sees that a helper is about to sleep, or that helper sees the job.
-        self.state.store((number(state) + 1) % JOB * JOB + helpers as u64 * PLACE, Ordering::SeqCst);
+        self.state.store((number(state) + 1) % ONE_JOB * ONE_JOB + helpers as u64 * ONE_PLACE, Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) > 0 {
             drop(lock(&self.sleeping));
             self.wake_up.notify_all();
@@ -114,7 +114,7 @@ impl WorkerPool {
     /// Stops helpers from entering, and waits for those inside.
     fn close(&self) {
         // Meanwhile, only helpers that enter or leave change the state.
-        let mut state = self.state.fetch_and(!(JOB - PLACE), Ordering::Acquire);
+        let mut state = self.state.fetch_and(!(ONE_JOB - ONE_PLACE), Ordering::Acquire);
         let mut looks = 0u32;
         // From here on, everything that helpers wrote before they left is visible.
         while inside(state) > 0 {
@@ -134,7 +134,7 @@ impl WorkerPool {
             if let Some(Err(panic)) = work.map(|work| catch_unwind(AssertUnwindSafe(work))) {
                 lock(&self.panic).get_or_insert(panic);
             }
-            self.state.fetch_sub(INSIDE, Ordering::Release);
+            self.state.fetch_sub(ONE_INSIDE, Ordering::Release);
         }
         number(state)
     }
@@ -169,8 +169,12 @@ impl WorkerPool {
     fn enter(&self, mut state: u64) -> bool {
         let job = number(state);
         while number(state) == job && places(state) > 0 {
-            match self.state.compare_exchange_weak(state, state - PLACE + INSIDE, Ordering::Acquire, Ordering::Relaxed)
-            {
+            match self.state.compare_exchange_weak(
+                state,
+                state - ONE_PLACE + ONE_INSIDE,
+                Ordering::Acquire,
+                Ordering::Relaxed,
+            ) {
                 Ok(_) => return true,
                 Err(now) => state = now,
             }

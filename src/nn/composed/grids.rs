@@ -3,7 +3,7 @@
 
 use super::wide;
 use crate::kernels::pooling::{InterpolationGrid, InterpolationPair, PoolingWindows};
-use crate::kernels::scatter::{NOWHERE, ScatterTargets};
+use crate::kernels::scatter::{NOWHERE, ScatterIndices};
 use candle_core::{D, Device, Result, Tensor};
 use candle_nn::{Conv1dConfig, ConvTranspose1dConfig};
 
@@ -118,14 +118,14 @@ pub(in crate::nn) fn resampled(x: &Tensor, resampling: &InterpolationGrid) -> Re
 }
 
 /// See [`crate::nn::scatter_add`].
-pub(in crate::nn) fn scatter_add(init: &Tensor, source: &Tensor, targets: &ScatterTargets) -> Result<Tensor> {
+pub(in crate::nn) fn scatter_add(init: &Tensor, source: &Tensor, targets: &ScatterIndices) -> Result<Tensor> {
     let written = |number: &usize| targets.places[*number] != NOWHERE;
     added(init, source, targets, (0..targets.places.len()).filter(written).collect())
 }
 
 /// See [`crate::nn::scatter()`].
-pub(in crate::nn) fn scatter(init: &Tensor, source: &Tensor, targets: &ScatterTargets) -> Result<Tensor> {
-    let stays = targets.stays(init.elem_count());
+pub(in crate::nn) fn scatter(init: &Tensor, source: &Tensor, targets: &ScatterIndices) -> Result<Tensor> {
+    let stays = targets.survives(init.elem_count());
     let mut overwritten = vec![0u8; init.elem_count()];
     targets.places.iter().filter(|place| **place != NOWHERE).for_each(|place| overwritten[*place] = 1);
     let overwritten = Tensor::from_vec(overwritten, init.shape(), init.device())?;
@@ -134,7 +134,7 @@ pub(in crate::nn) fn scatter(init: &Tensor, source: &Tensor, targets: &ScatterTa
 }
 
 /// Returns `init` with these elements of the source added at their targets.
-fn added(init: &Tensor, source: &Tensor, targets: &ScatterTargets, numbers: Vec<usize>) -> Result<Tensor> {
+fn added(init: &Tensor, source: &Tensor, targets: &ScatterIndices, numbers: Vec<usize>) -> Result<Tensor> {
     if numbers.is_empty() {
         return Ok(init.clone());
     }

@@ -1,6 +1,6 @@
 //! Activations and gated activations.
 
-use super::taken;
+use super::supported_device;
 use crate::cuda::activation as kernel;
 use crate::graph::{Grad, OpInputs};
 use crate::kernels::gemm::Activation;
@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor};
 
 /// Computes f(x).
 pub(in crate::nn) fn apply(name: &'static str, function: Activation, x: &Tensor) -> Result<Option<Tensor>> {
-    let Some(device) = taken(&[x]) else { return Ok(None) };
+    let Some(device) = supported_device(&[x]) else { return Ok(None) };
     let x = x.contiguous()?;
     let inputs = OpInputs::of([Some(&x)])?;
     let (shape, dtype) = (x.shape().clone(), x.dtype());
@@ -30,7 +30,7 @@ pub(in crate::nn) fn gated(
     gate: &Tensor,
     up: &Tensor,
 ) -> Result<Option<Tensor>> {
-    let Some(device) = taken(&[gate, up]).filter(|_| gate.dtype() == up.dtype()) else { return Ok(None) };
+    let Some(device) = supported_device(&[gate, up]).filter(|_| gate.dtype() == up.dtype()) else { return Ok(None) };
     let (gate, up) = (gate.contiguous()?, up.contiguous()?);
     let inputs = OpInputs::of([Some(&gate), Some(&up)])?;
     let shape = gate.shape().clone();

@@ -1,13 +1,15 @@
 //! The sum of two tensors.
 
-use super::taken;
+use super::supported_device;
 use crate::graph::{Grad, OpInputs};
 use crate::tensor::device_elements::take;
 use candle_core::{Result, Tensor};
 
 /// Computes a + b for tensors of the same shape.
 pub(in crate::nn) fn add(a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
-    let Some(device) = taken(&[a, b]).filter(|_| a.dtype() == b.dtype() && a.elem_count() > 0) else { return Ok(None) };
+    let Some(device) = supported_device(&[a, b]).filter(|_| a.dtype() == b.dtype() && a.elem_count() > 0) else {
+        return Ok(None);
+    };
     let inputs = OpInputs::of([Some(a), Some(b)])?;
     let sum = take(&(a.detach() + b.detach())?)?;
     let sum = inputs.result("add", sum, a.shape().clone(), move |grad, [to_a, to_b]| {

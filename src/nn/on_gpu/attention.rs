@@ -1,6 +1,6 @@
 //! Tiled attention.
 
-use super::taken;
+use super::supported_device;
 use crate::cuda::attention as kernel;
 use crate::graph::{Grad, OpInputs, SavedResult};
 use crate::kernels::attention::AttentionShape;
@@ -17,7 +17,7 @@ pub(in crate::nn) fn attention<const N: usize>(
     sequences: Option<&Sequences>,
 ) -> Result<Option<Tensor>> {
     let one_format = parts.iter().all(|part| part.dtype() == parts[0].dtype());
-    let device = taken(&parts).filter(|device| one_format && kernel::takes(device, &heads));
+    let device = supported_device(&parts).filter(|device| one_format && kernel::takes(device, &heads));
     let Some(device) = device else { return Ok(None) };
     let rule = options.rule(heads.head, sequences)?;
     let parts: Vec<Tensor> = parts.iter().map(|part| part.contiguous()).collect::<Result<_>>()?;

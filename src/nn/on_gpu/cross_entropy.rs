@@ -8,7 +8,7 @@
 //! Products are computed by Candle with cuBLAS: each is rounded to the operands' dtype. The parts of the weight's
 //! gradient are summed in f32.
 
-use super::taken;
+use super::supported_device;
 use crate::cuda::cross_entropy::{self as kernel, DeviceTargets, LogitRows, LossGradientScale};
 use crate::cuda::embedding::{NO_ROW, look_up};
 use crate::cuda::{add, copy, written, zeros};
@@ -36,7 +36,7 @@ pub(in crate::nn) fn of_logits(
     divisor: f64,
 ) -> Result<Option<Tensor>> {
     const NAME: &str = "cross_entropy";
-    let Some(device) = taken(&[logits]) else { return Ok(None) };
+    let Some(device) = supported_device(&[logits]) else { return Ok(None) };
     let (logits, rows) = (logits.contiguous()?, targets.len());
     let classes = logits.dims().last().copied().unwrap_or(1);
     let inputs = OpInputs::of([Some(&logits)])?;
@@ -95,7 +95,9 @@ impl GpuLossHead {
         cap: Option<f32>,
         layout: WeightLayout,
     ) -> Result<Option<Self>> {
-        let Some(device) = taken(&[h, weight]).filter(|_| h.dtype() == weight.dtype()) else { return Ok(None) };
+        let Some(device) = supported_device(&[h, weight]).filter(|_| h.dtype() == weight.dtype()) else {
+            return Ok(None);
+        };
         let (rows_of, columns) = weight.dims2()?;
         let (classes, width) = if layout == WeightLayout::OutIn { (rows_of, columns) } else { (columns, rows_of) };
         let some = (rows.len() < all).then(|| {

@@ -1,6 +1,6 @@
 //! Dropout.
 
-use super::taken;
+use super::supported_device;
 use crate::cuda::dropout as kernel;
 use crate::graph::{Grad, OpInputs};
 use crate::tensor::device_elements::with_each;
@@ -10,7 +10,7 @@ const NAME: &str = "dropout";
 
 /// See [`crate::nn::dropout()`]; `offset` is the offset of the draw's first random number.
 pub(in crate::nn) fn dropout(x: &Tensor, p: f32, seed: u64, offset: u64) -> Result<Option<Tensor>> {
-    let Some(device) = taken(&[x]) else { return Ok(None) };
+    let Some(device) = supported_device(&[x]) else { return Ok(None) };
     let x = x.contiguous()?;
     let inputs = OpInputs::of([Some(&x)])?;
     let y = with_each([&x], NAME, |[x]| kernel::dropout(&device, x, p, seed, offset))?;

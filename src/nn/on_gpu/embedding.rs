@@ -1,6 +1,6 @@
 //! Looks up rows of a table by token id.
 
-use super::taken;
+use super::supported_device;
 use crate::cuda::embedding::{EmbeddingRowUses, add_rows, look_up};
 use crate::graph::OpInputs;
 use crate::tensor::device_elements::with_each;
@@ -17,7 +17,7 @@ pub(in crate::nn) fn embedding(
     padding: Option<u32>,
     shape: &[usize],
 ) -> Result<Option<Tensor>> {
-    let Some(device) = taken(&[table]) else { return Ok(None) };
+    let Some(device) = supported_device(&[table]) else { return Ok(None) };
     let (_, width) = table.dims2()?;
     let table = table.contiguous()?;
     let inputs = OpInputs::of([Some(&table)])?;

@@ -1,6 +1,6 @@
 //! Linear layers: products by Candle (cuBLAS), the epilogue in one pass, gradients accumulated in place.
 
-use super::taken;
+use super::supported_device;
 use crate::cuda::column_sums::PartialColumnSums;
 use crate::cuda::{activation, linear_epilogue};
 use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, can_remake};
@@ -23,7 +23,8 @@ pub(in crate::nn) fn linear_then(
     let all: Vec<&Tensor> = [x, weight].into_iter().chain(bias).chain(then.residual).collect();
     let is_one_dtype = all.iter().all(|t| t.dtype() == x.dtype());
     // cuBLAS does not multiply empty matrices.
-    let Some(device) = taken(&all).filter(|_| is_one_dtype && x.elem_count() > 0 && sizes.outputs > 0) else {
+    let Some(device) = supported_device(&all).filter(|_| is_one_dtype && x.elem_count() > 0 && sizes.outputs > 0)
+    else {
         return Ok(None);
     };
     let shape = sizes.result_shape(x.shape());

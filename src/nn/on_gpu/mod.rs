@@ -14,12 +14,12 @@ pub(super) mod linear;
 pub(super) mod norm;
 pub(super) mod rotary;
 
-use crate::tensor::device_elements::{gpu_of, is_taken};
+use crate::tensor::device_elements::{gpu_of, is_supported};
 use candle_core::{CudaDevice, Tensor};
 
 /// Returns the GPU of the first of these tensors, if kernels support all of them.
-fn taken(tensors: &[&Tensor]) -> Option<CudaDevice> {
+fn supported_device(tensors: &[&Tensor]) -> Option<CudaDevice> {
     let device = gpu_of(tensors.first()?)?;
     let is_there = |tensor: &&Tensor| gpu_of(tensor).is_some_and(|gpu| gpu.id() == device.id());
-    tensors.iter().all(|tensor| is_taken(tensor.dtype()) && is_there(tensor)).then(|| device.clone())
+    tensors.iter().all(|tensor| is_supported(tensor.dtype()) && is_there(tensor)).then(|| device.clone())
 }

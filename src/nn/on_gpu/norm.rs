@@ -1,6 +1,6 @@
 //! Layer normalization and root-mean-square normalization.
 
-use super::taken;
+use super::supported_device;
 use crate::cuda::norm::{self as kernel, NormStatistics};
 use crate::graph::{Grad, InputGradSink, OpInputs, can_remake};
 use crate::nn::RmsNormOptions;
@@ -13,7 +13,7 @@ const RMS_NORM: &str = "rms_norm";
 
 /// See [`crate::nn::layer_norm()`]. Shapes and dtypes have been checked.
 pub(in crate::nn) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Option<Tensor>> {
-    let Some(device) = taken(&[x, weight, bias]) else { return Ok(None) };
+    let Some(device) = supported_device(&[x, weight, bias]) else { return Ok(None) };
     let (x, weight, bias) = (x.contiguous()?, weight.contiguous()?, bias.contiguous()?);
     let inputs = OpInputs::of([Some(&x), Some(&weight), Some(&bias)])?;
     let (shape, of_bias) = (x.shape().clone(), bias.dtype());
@@ -33,7 +33,7 @@ pub(in crate::nn) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps:
 
 /// See [`crate::nn::rms_norm_with()`]. Shapes and dtypes have been checked.
 pub(in crate::nn) fn rms_norm(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Result<Option<Tensor>> {
-    let Some(device) = taken(&[x, weight]) else { return Ok(None) };
+    let Some(device) = supported_device(&[x, weight]) else { return Ok(None) };
     let one = if options.plus_one { 1.0 } else { 0.0 };
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let inputs = OpInputs::of([Some(&x), Some(&weight)])?;

@@ -1,6 +1,6 @@
 //! Rotary positions.
 
-use super::taken;
+use super::supported_device;
 use crate::cuda::rotary::{RotaryAngles, RotaryPositions, rotate};
 use crate::graph::{Grad, OpInputs};
 use crate::kernels::rope;
@@ -42,7 +42,7 @@ pub(in crate::nn) fn rotary(
     host: &rope::RotaryTable,
     rows: &RowPositions,
 ) -> Result<Option<Tensor>> {
-    let Some(device) = taken(&[x]) else { return Ok(None) };
+    let Some(device) = supported_device(&[x]) else { return Ok(None) };
     let (_, time, width) = x.dims3()?;
     let x = x.contiguous()?;
     let inputs = OpInputs::of([Some(&x)])?;

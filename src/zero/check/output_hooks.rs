@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// The largest number of elements of an output whose copy costs nothing noticeable.
-const SMALL: usize = 1 << 12;
+const MAX_COPIED_ELEMENTS: usize = 1 << 12;
 
 impl RankCore {
     /// Returns the output of the engine's last forward, if it has a gradient.
@@ -57,7 +57,7 @@ impl RankCore {
             outputs.last = Some(about);
             return Ok(output);
         }
-        if output.elem_count() > SMALL && !self.check.is_armed() {
+        if output.elem_count() > MAX_COPIED_ELEMENTS && !self.check.is_armed() {
             outputs.unmarked.push(output.id());
             outputs.any_unmarked = true;
             return Ok(output);

@@ -14,7 +14,7 @@ use std::ops::Range;
 /// The number of elements that one task works on.
 const CHUNK: usize = 1 << 15;
 /// The number of signs in one random number. Chunks begin with a new one.
-const SIGNS: usize = 64;
+const SIGNS_PER_NUMBER: usize = 64;
 
 /// The direction of one parameter.
 #[derive(Debug, Clone, Copy)]
@@ -66,8 +66,8 @@ impl PerturbationDirection {
             parallel::ParallelChunks::new(values, CHUNK),
             |number, part: &mut [T]| {
                 let first = number * CHUNK;
-                for (block, values) in part.chunks_mut(SIGNS).enumerate() {
-                    let from = first + block * SIGNS;
+                for (block, values) in part.chunks_mut(SIGNS_PER_NUMBER).enumerate() {
+                    let from = first + block * SIGNS_PER_NUMBER;
                     let signs = self.signs_from(from);
                     for (i, value) in values.iter_mut().enumerate() {
                         *value = moved(*value, sign * self.move_by(signs, from + i));
@@ -106,7 +106,7 @@ impl PerturbationDirection {
         let mut along = DirectionalGradient::default();
         let mut signs = 0;
         for i in 0..range.len() {
-            if i % SIGNS == 0 {
+            if i % SIGNS_PER_NUMBER == 0 {
                 signs = self.signs_from(range.start + i);
             }
             let by = self.move_by(signs, range.start + i);
@@ -123,7 +123,7 @@ impl PerturbationDirection {
 
     /// Returns the signs of the elements from `i` on. `i` is a multiple of their number.
     fn signs_from(&self, i: usize) -> u64 {
-        mix(self.seed.wrapping_add(((i / SIGNS) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
+        mix(self.seed.wrapping_add(((i / SIGNS_PER_NUMBER) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
     }
 
     /// Returns the upward move of element `i`, by the signs of its block.
@@ -131,7 +131,7 @@ impl PerturbationDirection {
         if (self.still.0..self.still.1).contains(&i) {
             return 0.0;
         }
-        if signs >> (i % SIGNS) & 1 == 0 { self.step } else { -self.step }
+        if signs >> (i % SIGNS_PER_NUMBER) & 1 == 0 { self.step } else { -self.step }
     }
 }
 
@@ -190,7 +190,9 @@ mod tests {
     fn as_many_elements_go_up_as_down_and_neighbours_have_nothing_to_do_with_each_other() {
         let direction = direction(&Flat::F32(vec![1.0; 1 << 16]));
         let signs: Vec<f64> = (0..1 << 16)
-            .map(|i| f64::from(direction.move_by(direction.signs_from(i / SIGNS * SIGNS), i).signum()))
+            .map(|i| {
+                f64::from(direction.move_by(direction.signs_from(i / SIGNS_PER_NUMBER * SIGNS_PER_NUMBER), i).signum())
+            })
             .collect();
         let mean: f64 = signs.iter().sum::<f64>() / signs.len() as f64;
         assert!(mean.abs() < 0.02, "{mean}");

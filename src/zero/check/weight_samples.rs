@@ -7,11 +7,11 @@ use crate::tensor::residency::with_view;
 use candle_core::Device;
 
 /// The number of elements that are remembered per parameter.
-const SAMPLES: usize = 16;
+const SAMPLES_PER_PARAMETER: usize = 16;
 
 /// Elements of each parameter, as the engine has left them. `None` for parameters that have not been in memory since.
 #[derive(Default)]
-pub(crate) struct WeightSamples(Vec<Option<[u32; SAMPLES]>>);
+pub(crate) struct WeightSamples(Vec<Option<[u32; SAMPLES_PER_PARAMETER]>>);
 
 impl WeightSamples {
     /// Forgets all elements.
@@ -40,7 +40,7 @@ impl WeightSamples {
 }
 
 /// Returns elements at even distances, including the first and the last.
-fn samples(values: FlatRef<'_>) -> [u32; SAMPLES] {
+fn samples(values: FlatRef<'_>) -> [u32; SAMPLES_PER_PARAMETER] {
     let last = values.len() - 1;
-    std::array::from_fn(|i| values.get(last * i / (SAMPLES - 1)).to_bits())
+    std::array::from_fn(|i| values.get(last * i / (SAMPLES_PER_PARAMETER - 1)).to_bits())
 }

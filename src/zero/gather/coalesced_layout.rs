@@ -11,7 +11,7 @@ use crate::optim::WeightFormat;
 use crate::param::{Param, ParamId};
 use crate::precision::ElementBuffer;
 use crate::zero::rank_backend::RankBackend;
-use crate::zero::share::packed_weights;
+use crate::zero::share::quantized_weights;
 use candle_core::DType;
 use std::collections::BTreeMap;
 
@@ -31,11 +31,11 @@ impl CoalescedLayout {
     pub fn split(params: &[ParamId], all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Vec<Self> {
         let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
         let alone = large.into_iter().map(|p| vec![p]);
-        alone.chain(Self::alike(small, all)).map(|params| Self::of_weights(params, all, mesh, wire)).collect()
+        alone.chain(Self::group_by_format(small, all)).map(|params| Self::of_weights(params, all, mesh, wire)).collect()
     }
 
     /// Groups parameters whose weights have the same format, and can share a collective.
-    pub fn alike(params: Vec<ParamId>, all: &[Param]) -> impl Iterator<Item = Vec<ParamId>> + use<> {
+    pub fn group_by_format(params: Vec<ParamId>, all: &[Param]) -> impl Iterator<Item = Vec<ParamId>> + use<> {
         let mut alike: BTreeMap<WeightFormat, Vec<ParamId>> = BTreeMap::new();
         params.into_iter().for_each(|p| alike.entry(all[p].weights).or_default().push(p));
         alike.into_values()
@@ -50,7 +50,7 @@ impl CoalescedLayout {
         let mut chunk = 0;
         let offset = |p: &ParamId| {
             let offset = chunk;
-            chunk += packed_weights::words(packing, all[*p].shard_len(mesh));
+            chunk += quantized_weights::word_count(packing, all[*p].shard_len(mesh));
             offset
         };
         let offsets = params.iter().map(offset).collect();
@@ -92,7 +92,7 @@ impl CoalescedLayout {
                 let param = &rank.params()[*p];
                 let at = (self.chunk, *offset);
                 // The words lie on the host.
-                let whole = packed_weights::whole(packing, param, &chunks, at, rank.dtype(), rank.mesh())?;
+                let whole = quantized_weights::assemble(packing, param, &chunks, at, rank.dtype(), rank.mesh())?;
                 install(param, whole.moved_to(rank.model_place())?)?;
             }
             return Ok(());

@@ -4,7 +4,7 @@ use super::coalesced_layout::CoalescedLayout;
 use crate::comm::WireFormat;
 use crate::error::Result;
 use crate::layout::ShardMesh;
-use crate::memory::{LedgerEntry, MemoryKind};
+use crate::memory::{MemoryKind, MemoryLedgerEntry};
 use crate::offload::StateFiles;
 use crate::param::{Param, ParamId, Residency};
 use crate::precision::ElementBuffer;
@@ -12,7 +12,7 @@ use crate::tensor::residency;
 use crate::timeline;
 use crate::util::lock;
 use crate::zero::rank_backend::RankBackend;
-use crate::zero::share::share_memory::{BufferPlaceOf, ShareMemory};
+use crate::zero::share::share_storage::{BufferPlaceOf, ShareStorage};
 use crate::zero::share::state_storage::StateStorage;
 use crate::zero::transfer::device_copy::CopyKind;
 use crate::zero::transfer::pending_collective::CollectiveOp;
@@ -26,7 +26,7 @@ pub(super) struct GatherGroup {
 }
 
 /// The pending all-gathers of a group, one for each of its layouts.
-pub(super) type PendingGather<R> = Vec<(GatherProgress<R>, LedgerEntry)>;
+pub(super) type PendingGather<R> = Vec<(GatherProgress<R>, MemoryLedgerEntry)>;
 
 /// The progress of an all-gather.
 pub(super) enum GatherProgress<R: RankBackend> {
@@ -41,7 +41,7 @@ pub(super) enum GatherProgress<R: RankBackend> {
 
 /// This rank's secondary shards (`zero_hpz_partition_size`): its part of a second copy that the ranks of a host keep,
 /// with one buffer for each layout of a group. `None` until a forward has gathered it.
-pub(super) type SecondaryShards<R> = Option<Vec<(<R as ShareMemory>::Buffer, LedgerEntry)>>;
+pub(super) type SecondaryShards<R> = Option<Vec<(<R as ShareStorage>::Buffer, MemoryLedgerEntry)>>;
 
 /// The treatment of a group after it has been gathered.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -71,9 +71,9 @@ impl GatherGroup {
     pub fn launch_within<R: RankBackend>(
         &self,
         core: &R,
-        second: &[(R::Buffer, LedgerEntry)],
+        second: &[(R::Buffer, MemoryLedgerEntry)],
     ) -> Result<PendingGather<R>> {
-        let launch = |(layout, (part, _)): (&CoalescedLayout, &(R::Buffer, LedgerEntry))| {
+        let launch = |(layout, (part, _)): (&CoalescedLayout, &(R::Buffer, MemoryLedgerEntry))| {
             let _about = timeline::about(|| core.names(&layout.params));
             let _span = timeline::span(timeline::EventCategory::Gather, "launch").of(|| core.names(&layout.params));
             let room = layout.chunk * core.mesh().shards();
@@ -136,7 +136,7 @@ impl GatherGroup {
         core: &R,
         layout: &CoalescedLayout,
         chunk: R::Buffer,
-    ) -> Result<(GatherProgress<R>, LedgerEntry)> {
+    ) -> Result<(GatherProgress<R>, MemoryLedgerEntry)> {
         let room = layout.chunk * core.mesh().shards();
         let moving = core.send(CopyKind::Shards, chunk, core.model_place(), room)?;
         Ok((GatherProgress::Moving(moving), core.ledger().hold(MemoryKind::Gathered, 0)))
@@ -156,7 +156,7 @@ impl GatherGroup {
         after: AfterGather,
     ) -> Result<SecondaryShards<R>> {
         // All copies to the GPU and all all-gathers begin before the first is waited for.
-        let read = |(layout, (way, held)): (&CoalescedLayout, (GatherProgress<R>, LedgerEntry))| {
+        let read = |(layout, (way, held)): (&CoalescedLayout, (GatherProgress<R>, MemoryLedgerEntry))| {
             let _about = timeline::about(|| core.names(&layout.params));
             match (way, core.files()) {
                 (GatherProgress::Reading(reading), Some(files)) => {
@@ -170,7 +170,7 @@ impl GatherGroup {
             }
         };
         let read = self.layouts.iter().zip(gathering).map(read).collect::<Result<Vec<_>>>()?;
-        let gather = |(layout, (way, held)): (&CoalescedLayout, (GatherProgress<R>, LedgerEntry))| {
+        let gather = |(layout, (way, held)): (&CoalescedLayout, (GatherProgress<R>, MemoryLedgerEntry))| {
             let _about = timeline::about(|| core.names(&layout.params));
             match way {
                 GatherProgress::Moving(moving) => {
@@ -212,7 +212,7 @@ fn goes_to_gpu<R: RankBackend>(core: &R, layout: &CoalescedLayout, place: &Buffe
 }
 
 /// Returns this rank's part of a layout's chunks, as its group divides them.
-fn part_of_group<R: RankBackend>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, LedgerEntry)> {
+fn part_of_group<R: RankBackend>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, MemoryLedgerEntry)> {
     let ranks = core.second_group();
     let (len, place) = (chunks.len() / ranks, core.rank() % ranks);
     let mut part = R::Buffer::with_capacity(&chunks.place(), chunks.dtype(), len)?;

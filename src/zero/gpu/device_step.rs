@@ -8,7 +8,7 @@ use crate::tensor::device_elements::change;
 use crate::tensor::flat_buffer::BufferDevice;
 use crate::timeline;
 use crate::zero::rank_core::RankCore;
-use crate::zero::share::share_memory::ShareMemory;
+use crate::zero::share::share_storage::ShareStorage;
 use crate::zero::share::state_storage::StateStorage;
 use crate::zero::share::sub_group::{GradientShare, SubGroup};
 use crate::zero::step::hyperparameters::Hyperparameters;

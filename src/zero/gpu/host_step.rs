@@ -17,7 +17,7 @@ use crate::zero::rank_backend::RankBackend;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::state_storage::{StateStorage, lie_on_gpu};
 use crate::zero::share::sub_group::SweepMode;
-use crate::zero::transfer::device_copy::{CopyKind, DeviceCopy, UPDATED_TOGETHER};
+use crate::zero::transfer::device_copy::{CopyKind, DeviceCopy, UPDATE_CHUNK};
 use candle_core::CudaDevice;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -67,7 +67,7 @@ impl<'a> HostStep<'a> {
     /// Returns the number of elements that are visited together. If they are only read, all of them are visited
     /// together.
     pub fn piece(&self) -> usize {
-        if self.mode.changes() { UPDATED_TOGETHER } else { usize::MAX }
+        if self.mode.changes() { UPDATE_CHUNK } else { usize::MAX }
     }
 
     /// Calls `visit` with weights on the host, and begins to copy them back if the sweep changes them.

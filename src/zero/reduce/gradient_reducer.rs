@@ -28,13 +28,13 @@ use crate::comm::{InterHostFormat, WireFormat};
 use crate::config::{Config, GradientOp};
 use crate::error::Result;
 use crate::layout::Placement;
-use crate::memory::{LedgerEntry, MemoryKind, MemoryTier, TrackedBuffer};
+use crate::memory::{MemoryKind, MemoryLedgerEntry, MemoryTier, TrackedBuffer};
 use crate::param::{Param, ParamId};
 use crate::precision::{ElementBuffer, IntFormat};
 use crate::timeline;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
 use crate::zero::rank_backend::RankBackend;
-use crate::zero::share::sub_group::{GradientShare, SubGroupSlot};
+use crate::zero::share::sub_group::{GradientShare, SubGroupPosition};
 use crate::zero::transfer::device_copy::CopyKind;
 use crate::zero::transfer::pending_collective::CollectiveOp;
 use candle_core::DType;
@@ -151,14 +151,14 @@ pub(super) fn is_expected(param: &Param) -> bool {
 pub(crate) struct ArrivedGradient<G> {
     pub(super) param: ParamId,
     pub grad: G,
-    pub held: LedgerEntry,
+    pub held: MemoryLedgerEntry,
 }
 
 /// A pending bucket.
 struct PendingReduction<C: GradientBackend> {
     layout: CoalescedLayout,
     pending: C::Pending,
-    held: LedgerEntry,
+    held: MemoryLedgerEntry,
 }
 
 impl<C: GradientBackend> GradientReducer<C> {
@@ -301,7 +301,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         for (param, offset) in params.iter().zip(offsets) {
             let (group, slot) = core.place(*param);
             let group = &mut groups[group];
-            let SubGroupSlot { owned, len, .. } = group.slots[slot].clone();
+            let SubGroupPosition { owned, len, .. } = group.slots[slot].clone();
             let known = group.take_grads(slot, core)?;
             let fits = sum.dtype() == accumulate && chunks[0].1 == 0 && sum.len() >= len;
             if known.is_none() && params.len() == 1 && fits {

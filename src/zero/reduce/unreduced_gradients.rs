@@ -2,7 +2,7 @@
 //! that reduces.
 
 use crate::graph::Grad;
-use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
+use crate::memory::{MemoryKind, MemoryLedger, TrackedBuffer};
 use crate::param::ParamId;
 use crate::precision::Flat;
 use candle_core::DType;
@@ -26,7 +26,7 @@ impl UnreducedGradients {
         param: ParamId,
         grad: Grad,
         dtype: DType,
-        ledger: &Ledger,
+        ledger: &MemoryLedger,
     ) -> candle_core::Result<Option<Grad>> {
         let Some(mut sum) = self.sums.remove(&param) else {
             if !self.holds {

@@ -6,7 +6,7 @@
 
 use super::gradient_reducer::is_expected;
 use crate::error::{EngineError, Result};
-use crate::notice::say;
+use crate::notice::emit;
 use crate::param::Param;
 use crate::util::{counted, list, lock};
 use crate::zero::gather::leaf_units::LeafPosition;
@@ -32,7 +32,7 @@ impl RankCore {
             (_, false) => Err(EngineError::NoGradient { count, names: list }.into()),
             (_, true) => {
                 if self.comm.rank() == 0 {
-                    say(&format!(
+                    emit(&format!(
                         "{} received no gradient in the first step, which counts as zeros: {list}",
                         counted(count, "parameter")
                     ));

@@ -10,10 +10,10 @@
 //! updated. On every rank, shares of parameters with codes begin at a block boundary, so that blocks do not depend on
 //! the number of ranks.
 
-use super::share_memory::{BufferPlaceOf, FileExtentOf, ShareMemory};
+use super::share_storage::{BufferPlaceOf, FileExtentOf, ShareStorage};
 use super::state_storage::StateStorage;
 use crate::error::Result;
-use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
+use crate::memory::{MemoryKind, MemoryLedger, TrackedBuffer};
 use crate::offload::{FileIo, StagedState};
 use crate::optim::{DecodeMode, StateFormat, decode, encode, scales_of};
 use crate::precision::dynamic_map::{BLOCK, DynamicMap};
@@ -25,7 +25,7 @@ use std::ops::Range;
 use std::slice::IterMut;
 
 /// One state of the parameters of a sub-group.
-pub(crate) struct OptimState<R: ShareMemory> {
+pub(crate) struct OptimState<R: ShareStorage> {
     pub format: StateFormat,
     /// The elements, or their codes: in memory two codes in each 16-bit number, in a file one 8-bit number per code.
     pub storage: StateStorage<R>,
@@ -39,12 +39,12 @@ pub(in crate::zero) enum OptimStateView<'a> {
     Codes { map: &'static DynamicMap, codes: &'a mut [u8], scales: &'a mut [f32] },
 }
 
-impl<R: ShareMemory> OptimState<R> {
+impl<R: ShareStorage> OptimState<R> {
     /// Creates zeros for `len` elements, in memory.
     ///
     /// # Errors
     /// Fails if a GPU does not have enough memory.
-    pub fn in_memory(ledger: &Ledger, place: &BufferPlaceOf<R>, format: StateFormat, len: usize) -> Result<Self> {
+    pub fn in_memory(ledger: &MemoryLedger, place: &BufferPlaceOf<R>, format: StateFormat, len: usize) -> Result<Self> {
         let (dtype, numbers) = match format {
             StateFormat::F32 => (DType::F32, len),
             StateFormat::Bf16 => (DType::BF16, len),
@@ -58,7 +58,7 @@ impl<R: ShareMemory> OptimState<R> {
     ///
     /// # Errors
     /// Returns the errors of [`in_memory`](Self::in_memory).
-    pub fn in_file(ledger: &Ledger, format: StateFormat, extent: FileExtentOf<R>, len: usize) -> Result<Self> {
+    pub fn in_file(ledger: &MemoryLedger, format: StateFormat, extent: FileExtentOf<R>, len: usize) -> Result<Self> {
         Ok(Self { format, storage: StateStorage::File(extent), scales: Self::scales(ledger, format, len)? })
     }
 
@@ -72,13 +72,13 @@ impl<R: ShareMemory> OptimState<R> {
     }
 
     /// Creates scales of zero, with which every code stands for zero.
-    fn scales(ledger: &Ledger, format: StateFormat, len: usize) -> Result<Option<TrackedBuffer<R::Buffer>>> {
+    fn scales(ledger: &MemoryLedger, format: StateFormat, len: usize) -> Result<Option<TrackedBuffer<R::Buffer>>> {
         let zeros = || R::Buffer::zeros(&R::Buffer::host(), DType::F32, len.div_ceil(BLOCK));
         format.map().map(|_| Ok(TrackedBuffer::new(ledger, MemoryKind::Moments, zeros()?))).transpose()
     }
 }
 
-impl<R: ShareMemory<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
+impl<R: ShareStorage<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
     /// Returns elements `range` of the sub-group: from memory, or from the next of the `staged` states.
     pub(in crate::zero) fn part<'a>(
         &'a mut self,

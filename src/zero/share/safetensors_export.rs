@@ -74,7 +74,7 @@ impl RankCore {
     /// Returns whether every rank has a whole parameter, and no copy of it with more precision exists.
     fn is_whole_in_f32(&self, param: usize) -> Result<bool> {
         #[cfg(feature = "cuda")]
-        if matches!(*self.landed()?, DelayedUpdate::Ready(_)) {
+        if matches!(*self.wait_for_update()?, DelayedUpdate::Ready(_)) {
             return Ok(false);
         }
         let (group, _) = self.place_of(param);
@@ -166,7 +166,7 @@ fn header(params: &[Param], buffers: &[ModelBuffer], dtype: DType) -> Vec<u8> {
 /// Refuses an existing file at `path`, unless it is empty or a safetensors file with tensors of these names and shapes.
 fn check_earlier(path: &Path, tensors: &serde_json::Map<String, Value>) -> std::io::Result<()> {
     /// The maximum length of a header.
-    const MOST: u64 = 1 << 27;
+    const MAX_HEADER_BYTES: u64 = 1 << 27;
     let mut file = match path.symlink_metadata() {
         Ok(_) => files::open(path)?,
         Err(_) => return Ok(()),
@@ -178,7 +178,7 @@ fn check_earlier(path: &Path, tensors: &serde_json::Map<String, Value>) -> std::
     let mut found = Vec::new();
     let read = file.read_exact(&mut length).and_then(|()| {
         let length = u64::from_le_bytes(length);
-        if length <= MOST { file.take(length).read_to_end(&mut found).map(drop) } else { Ok(()) }
+        if length <= MAX_HEADER_BYTES { file.take(length).read_to_end(&mut found).map(drop) } else { Ok(()) }
     });
     let found: Option<serde_json::Map<String, Value>> = read.ok().and_then(|()| serde_json::from_slice(&found).ok());
     let is_earlier = found.is_some_and(|mut found| {

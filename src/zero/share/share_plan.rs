@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 /// The places where a rank keeps the parts of its share that are not in files.
 #[derive(Debug, Clone)]
-pub(crate) struct ShareDevices<P> {
+pub(crate) struct ShardDevices<P> {
     /// The place of master weights, optimizer states and gradients.
     pub states: P,
     /// The place of shards of weights in the model's dtype.
@@ -85,17 +85,17 @@ impl SharePlan {
     }
 
     /// Returns the places of the share of a model on `device`.
-    pub fn devices(&self, device: &Device) -> ShareDevices<BufferDevice> {
+    pub fn devices(&self, device: &Device) -> ShardDevices<BufferDevice> {
         self.devices_of(BufferDevice::of(device), BufferDevice::Host)
     }
 
     /// Returns the places of the share of a model in the memory `model`. States lie there too if kernels of a GPU can
     /// update them there. Weights or states lie on the `host` if they are offloaded.
-    pub fn devices_of<P>(&self, model: P, host: P) -> ShareDevices<P>
+    pub fn devices_of<P>(&self, model: P, host: P) -> ShardDevices<P>
     where
         P: Clone,
     {
-        ShareDevices {
+        ShardDevices {
             states: if self.stays_on_device() { model.clone() } else { host.clone() },
             weights: if self.offloads_weights { host } else { model },
         }

@@ -1,8 +1,8 @@
 //! Reads and writes this rank's share of the model's state by parameter, in any storage.
 
-use super::packed_weights;
+use super::quantized_weights;
 use super::state_storage::StateStorage;
-use super::sub_group::{SubGroup, SubGroupSlot};
+use super::sub_group::{SubGroup, SubGroupPosition};
 use crate::error::Result;
 use crate::offload::{FileIo, OffloadStore, STEP};
 use crate::optim::GroupedOptimizer;
@@ -72,7 +72,7 @@ impl RankCore {
         take: impl FnOnce(FlatRef<'_>),
     ) -> Result<()> {
         #[cfg(feature = "cuda")]
-        let delayed = self.landed()?;
+        let delayed = self.wait_for_update()?;
         let mut groups = lock(&self.groups);
         let (number, slot) = self.place_of(param);
         let group = &mut groups[number];
@@ -82,7 +82,7 @@ impl RankCore {
             let from = (range.start - slot.owned.start) / packing.unit() * packing.unit();
             let to = range.end - slot.owned.start;
             let mut values = Flat::zeros(self.dtype, to - from);
-            packed_weights::unpack(packing, words.as_ref(), from, values.as_mut());
+            quantized_weights::unpack(packing, words.as_ref(), from, values.as_mut());
             take(values.slice(values.len() - range.len()..values.len()));
             return Ok(());
         }
@@ -122,7 +122,7 @@ impl RankCore {
         mut values: impl FnMut(Range<usize>) -> Result<Flat>,
     ) -> Result<()> {
         #[cfg(feature = "cuda")]
-        drop(self.landed()?);
+        drop(self.wait_for_update()?);
         let (group, slot) = self.place_of(param);
         if state.storage(&mut lock(&self.groups)[group]).is_none() {
             // The state is in the parameter's tensor, so nothing has to be read for it.
@@ -171,7 +171,7 @@ impl RankCore {
         let (slot, Some(storage)) = (&slots[slot], weights) else { return Ok(()) };
         assert_eq!(slot.owned, range, "packed weights are set completely");
         let mut old = Flat::zeros(DType::F32, range.len());
-        packed_weights::unpack(packing, self.words(storage, slot)?.as_ref(), 0, old.as_mut());
+        quantized_weights::unpack(packing, self.words(storage, slot)?.as_ref(), 0, old.as_mut());
         // Values are compared in the model's dtype: a checkpoint of a lower stage has the values that the model
         // computes with.
         let seen = |values: &Flat| {
@@ -196,7 +196,7 @@ impl RankCore {
     }
 
     /// Returns the words of a packed share.
-    fn words(&self, storage: &StateStorage<RankCore>, slot: &SubGroupSlot) -> Result<Flat> {
+    fn words(&self, storage: &StateStorage<RankCore>, slot: &SubGroupPosition) -> Result<Flat> {
         match storage {
             StateStorage::Memory(share) => share.buffer().read(slot.padded(), |words| words.to_flat()),
             StateStorage::File(extent) => {
@@ -234,7 +234,7 @@ impl RankCore {
                 if *whole != new {
                     let mut wide = Flat::with_capacity(DType::F32, param.numel);
                     wide.extend_cast(new.as_ref());
-                    *whole = packed_weights::rounded(packing, wide.as_ref(), self.dtype);
+                    *whole = quantized_weights::rounded(packing, wide.as_ref(), self.dtype);
                 }
             })?);
         }

@@ -1,6 +1,6 @@
 //! The storage of a sub-group's state: memory or a file.
 
-use super::share_memory::{FileExtentOf, ShareMemory};
+use super::share_storage::{FileExtentOf, ShareStorage};
 use crate::memory::TrackedBuffer;
 use crate::offload::StagedState;
 use crate::precision::{ElementBuffer, FlatMut};
@@ -8,14 +8,14 @@ use crate::tensor::flat_buffer::FlatBuffer;
 use std::ops::Range;
 
 /// The storage of one kind of state of a sub-group.
-pub(crate) enum StateStorage<R: ShareMemory> {
+pub(crate) enum StateStorage<R: ShareStorage> {
     /// The complete state is in memory.
     Memory(TrackedBuffer<R::Buffer>),
     /// The state is in a file. Only the part that the step works on is in memory.
     File(FileExtentOf<R>),
 }
 
-impl<R: ShareMemory> StateStorage<R> {
+impl<R: ShareStorage> StateStorage<R> {
     /// Returns the extent in a file.
     pub fn file(&self) -> Option<&FileExtentOf<R>> {
         match self {
@@ -25,7 +25,7 @@ impl<R: ShareMemory> StateStorage<R> {
     }
 }
 
-impl<R: ShareMemory<Buffer = FlatBuffer>> StateStorage<R> {
+impl<R: ShareStorage<Buffer = FlatBuffer>> StateStorage<R> {
     /// Returns elements `range` of the sub-group, on the host: from memory, or from the next of the `staged` states.
     pub fn part<'a>(
         &'a mut self,
@@ -40,7 +40,7 @@ impl<R: ShareMemory<Buffer = FlatBuffer>> StateStorage<R> {
 }
 
 /// Returns whether weights are on a GPU: in their `storage`, or, if they are not sharded, in the parameters' tensors.
-pub(crate) fn lie_on_gpu<R: ShareMemory>(rank: &R, storage: Option<&StateStorage<R>>) -> bool {
+pub(crate) fn lie_on_gpu<R: ShareStorage>(rank: &R, storage: Option<&StateStorage<R>>) -> bool {
     match storage {
         Some(StateStorage::Memory(weights)) => R::Buffer::is_device(&weights.buffer().place()),
         Some(StateStorage::File(_)) => false,

@@ -16,7 +16,7 @@
 //! others. Gradients have a buffer per parameter: the one that a large gradient was reduced in.
 
 use super::optim_state::OptimState;
-use super::share_memory::{FileExtentOf, ShareMemory};
+use super::share_storage::{FileExtentOf, ShareStorage};
 use super::state_storage::StateStorage;
 use crate::error::Result;
 use crate::memory::{MemoryKind, TrackedBuffer};
@@ -29,7 +29,7 @@ use std::ops::Range;
 
 /// The position of the owned part of one parameter in its sub-group.
 #[derive(Debug, Clone)]
-pub(crate) struct SubGroupSlot {
+pub(crate) struct SubGroupPosition {
     pub param: ParamId,
     /// The elements of the whole parameter that this rank owns.
     pub owned: Range<usize>,
@@ -42,7 +42,7 @@ pub(crate) struct SubGroupSlot {
     pub len: usize,
 }
 
-impl SubGroupSlot {
+impl SubGroupPosition {
     /// Returns the owned elements in the sub-group, without padding.
     pub fn range(&self) -> Range<usize> {
         self.at..self.at + self.owned.len()
@@ -60,7 +60,7 @@ impl SubGroupSlot {
 }
 
 /// This rank's gradient of one parameter.
-pub(crate) enum GradientShare<R: ShareMemory> {
+pub(crate) enum GradientShare<R: ShareStorage> {
     /// None has arrived since the last step.
     Absent,
     /// The gradient is in memory.
@@ -75,9 +75,9 @@ pub(crate) enum GradientShare<R: ShareMemory> {
 }
 
 /// One sub-group of this rank's share.
-pub(crate) struct SubGroup<R: ShareMemory> {
+pub(crate) struct SubGroup<R: ShareStorage> {
     pub class: ParamClass,
-    pub slots: Vec<SubGroupSlot>,
+    pub slots: Vec<SubGroupPosition>,
     /// The number of elements of each kind of state, including padding.
     pub len: usize,
     pub weights: Option<StateStorage<R>>,
@@ -117,7 +117,7 @@ impl SweepMode {
     }
 }
 
-impl<R: ShareMemory> SubGroup<R> {
+impl<R: ShareStorage> SubGroup<R> {
     /// Returns the packing of the weights and their storage, if they are packed.
     pub fn packed(&self) -> Option<(WeightPacking, &StateStorage<R>)> {
         self.class.weights.packing().zip(self.weights.as_ref())
@@ -195,7 +195,7 @@ impl<R: ShareMemory> SubGroup<R> {
 }
 
 /// Returns the sub-group and slot of each of `count` parameters.
-pub(crate) fn places<R: ShareMemory>(groups: &[SubGroup<R>], count: usize) -> Vec<(usize, usize)> {
+pub(crate) fn places<R: ShareStorage>(groups: &[SubGroup<R>], count: usize) -> Vec<(usize, usize)> {
     let mut places = vec![(0, 0); count];
     for (g, group) in groups.iter().enumerate() {
         for (s, slot) in group.slots.iter().enumerate() {

@@ -5,14 +5,14 @@
 //! optimizer states get their storage.
 
 use super::optim_state::OptimState;
-use super::packed_weights;
-use super::share_memory::{BufferPlaceOf, FileExtentOf, ShareMemory};
-use super::share_plan::{ShareDevices, SharePlan};
+use super::quantized_weights;
+use super::share_plan::{ShardDevices, SharePlan};
+use super::share_storage::{BufferPlaceOf, FileExtentOf, ShareStorage};
 use super::state_storage::StateStorage;
-use super::sub_group::{GradientShare, SubGroup, SubGroupSlot};
+use super::sub_group::{GradientShare, SubGroup, SubGroupPosition};
 use crate::error::{Error, OffloadError, Result};
 use crate::layout::{ShardCut, ShareLayout, SharePosition, groups_in_memory};
-use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
+use crate::memory::{MemoryKind, MemoryLedger, TrackedBuffer};
 use crate::offload::{FileExtent, FileTransfer, OffloadStore, StateFileContent};
 use crate::optim::ParamClass;
 use crate::param::ParamId;
@@ -46,7 +46,7 @@ impl SubGroupStateKind {
 }
 
 /// Files under construction: those of this rank, or of a rehearsal that only counts.
-pub(crate) trait StateFileBuilder<R: ShareMemory> {
+pub(crate) trait StateFileBuilder<R: ShareStorage> {
     /// Begins an extent, still without elements, in the file of a state.
     fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtentOf<R>>;
     /// Reserves `count` more elements.
@@ -70,7 +70,7 @@ pub(crate) trait StateFileBuilder<R: ShareMemory> {
 
 /// The number of elements of initial values that are read together. This many elements form complete units of every
 /// packing, and fill complete pages of a file when packed.
-pub(super) const LOADED: usize = 1 << 24;
+pub(super) const LOAD_CHUNK: usize = 1 << 24;
 
 /// A share that is being filled.
 struct UnfinishedShare {
@@ -86,20 +86,20 @@ struct UnfinishedShare {
 }
 
 /// Lays out sub-groups while parameters are registered.
-pub(crate) struct SubGroupBuilder<R: ShareMemory = RankCore, C = ArenaBuilder> {
+pub(crate) struct SubGroupBuilder<R: ShareStorage = RankCore, C = ArenaBuilder> {
     plan: SharePlan,
     sharing: ShareLayout,
     files: C,
-    ledger: Ledger,
+    ledger: MemoryLedger,
     /// The places of complete sub-groups that are not in files. Until they are complete, they are on the host.
-    devices: ShareDevices<BufferPlaceOf<R>>,
+    devices: ShardDevices<BufferPlaceOf<R>>,
     done: Vec<SubGroup<R>>,
     /// The open sub-group of each class.
     open: [Option<SubGroup<R>>; ParamClass::COUNT],
 }
 
-impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
-    pub fn with(plan: SharePlan, files: C, ledger: Ledger, devices: ShareDevices<BufferPlaceOf<R>>) -> Self {
+impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
+    pub fn with(plan: SharePlan, files: C, ledger: MemoryLedger, devices: ShardDevices<BufferPlaceOf<R>>) -> Self {
         let sharing = ShareLayout::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
         // In files, a parameter's share begins at an offset where a request may begin.
         let sharing = if plan.has_files() { sharing.in_files(plan.step(), plan.weights_in_memory) } else { sharing };
@@ -117,14 +117,14 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         read: &mut dyn FnMut(Range<usize>) -> Result<Vec<f32>>,
     ) -> Result<()> {
         let mut share = self.begin(param, cut, class)?;
-        for start in (0..len).step_by(LOADED) {
-            let values = read(start..len.min(start + LOADED))?;
+        for start in (0..len).step_by(LOAD_CHUNK) {
+            let values = read(start..len.min(start + LOAD_CHUNK))?;
             match self.packing(class) {
                 // The last values are followed by the padding of the shard.
                 Some(packing) => {
                     let is_last = start + values.len() == len;
                     let shard_len = if is_last { self.plan.mesh.shard_len(cut) - start } else { values.len() };
-                    let packed = packed_weights::pack(packing, FlatRef::F32(&values), shard_len);
+                    let packed = quantized_weights::pack(packing, FlatRef::F32(&values), shard_len);
                     self.fill(&mut share, packed.as_ref())?;
                 }
                 None => self.fill(&mut share, FlatRef::F32(&values))?,
@@ -148,7 +148,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     /// Reserves room for the share of a parameter.
     fn begin(&mut self, param: ParamId, cut: ShardCut, class: ParamClass) -> Result<UnfinishedShare> {
         let shard_len = self.plan.mesh.shard_len(cut);
-        let shard_len = self.packing(class).map_or(shard_len, |packing| packed_weights::words(packing, shard_len));
+        let shard_len = self.packing(class).map_or(shard_len, |packing| quantized_weights::word_count(packing, shard_len));
         let block = class.role().map_or(1, |role| self.plan.block(role));
         let SharePosition { share, room, begins, closes, spills } =
             self.sharing.push(shard_len, cut.numel, class.index(), block);
@@ -173,7 +173,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         let owned = if sharded { mesh.shard(cut, mesh.shard_of(rank)) } else { 0..cut.numel };
         let piece = mesh.piece(cut, mesh.piece_of(rank));
         let piece = piece.start - owned.start..piece.end - owned.start;
-        group.slots.push(SubGroupSlot { param, owned, piece, at, len: share });
+        group.slots.push(SubGroupPosition { param, owned, piece, at, len: share });
         group.grads.push(GradientShare::Absent);
         group.len += room;
         self.open[class.index()] = Some(group);
@@ -300,8 +300,8 @@ impl SubGroupBuilder {
     pub fn new(
         plan: SharePlan,
         offload: Option<Arc<OffloadStore>>,
-        ledger: Ledger,
-        devices: ShareDevices<BufferDevice>,
+        ledger: MemoryLedger,
+        devices: ShardDevices<BufferDevice>,
     ) -> Self {
         Self::with(plan, ArenaBuilder { offload, writing: VecDeque::new(), too_small: false }, ledger, devices)
     }

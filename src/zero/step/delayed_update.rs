@@ -25,7 +25,7 @@ use crate::util::{lock, pieces};
 use crate::zero::gpu::host_step::{HostStep, WeightRange};
 use crate::zero::rank_core::{DelayedUpdate, RankCore};
 use crate::zero::share::state_storage::StateStorage;
-use crate::zero::share::sub_group::{GradientShare, SubGroup, SubGroupSlot, SweepMode};
+use crate::zero::share::sub_group::{GradientShare, SubGroup, SubGroupPosition, SweepMode};
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
@@ -64,13 +64,14 @@ impl RankCore {
         let (core, carried) = (self.clone(), timeline::carry());
         let update = move || {
             let _here = carried.enter(TimelineLane::DelayedUpdate);
-            let update =
-                |slot: &SubGroupSlot, _: Range<usize>, ParamSlice { param, grad, state, half }: ParamSlice<'_, '_>| {
-                    let role = ParameterGrouping::role(core.params[slot.param].group);
-                    if let Some(optimizer) = core.share_plan.grouping.optimizer(role) {
-                        optimizer.update(&contexts[slot.param], param, grad, state, half);
-                    }
-                };
+            let update = |slot: &SubGroupPosition,
+                          _: Range<usize>,
+                          ParamSlice { param, grad, state, half }: ParamSlice<'_, '_>| {
+                let role = ParameterGrouping::role(core.params[slot.param].group);
+                if let Some(optimizer) = core.share_plan.grouping.optimizer(role) {
+                    optimizer.update(&contexts[slot.param], param, grad, state, half);
+                }
+            };
             let all: Vec<usize> = (0..shadows.len()).collect();
             sweep(&*core, &mut shadows, &all, SweepMode::Update, update, |_| Ok(()))?;
             shadows.iter_mut().for_each(|shadow| shadow.grads.clear());
@@ -123,7 +124,7 @@ impl RankCore {
 
     /// Waits for the update that has begun, if one has, before states are read or changed. They are then in their
     /// sub-groups. As long as the guard is held, it has the new weights that the model does not have yet.
-    pub(in crate::zero) fn landed(&self) -> Result<MutexGuard<'_, DelayedUpdate>> {
+    pub(in crate::zero) fn wait_for_update(&self) -> Result<MutexGuard<'_, DelayedUpdate>> {
         let delayed = self.join_update();
         match &*delayed {
             DelayedUpdate::Failed(why) => {
@@ -135,7 +136,7 @@ impl RankCore {
 
     /// Collective: gives the model the weights of the update that has begun, if one has.
     pub fn end_update(&self) -> Result<()> {
-        let mut delayed = self.landed()?;
+        let mut delayed = self.wait_for_update()?;
         let DelayedUpdate::Ready(ready) = &*delayed else { return Ok(()) };
         let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
         let mut groups = lock(&self.groups);

@@ -22,7 +22,7 @@ use crate::zero::rank_backend::RankBackend;
 #[cfg(feature = "cuda")]
 use crate::zero::rank_core::DelayedUpdate;
 use crate::zero::rank_core::RankCore;
-use crate::zero::share::sub_group::{GradientShare, SubGroupSlot, SweepMode};
+use crate::zero::share::sub_group::{GradientShare, SubGroupPosition, SweepMode};
 use candle_core::DType;
 use std::ops::Range;
 use std::sync::Arc;
@@ -77,7 +77,7 @@ pub(crate) fn vote<R: RankBackend>(core: &R, loss: f64, loss_is_finite: bool, ac
 /// Updates this rank's share, sub-group by sub-group, and publishes it if parameters are replicated.
 pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters<'_>) -> Result<()> {
     let mut publisher = WeightPublisher::new(core.zero().allgather_bucket_size);
-    let mut publish = |slot: &SubGroupSlot| publisher.push(core, slot.param);
+    let mut publish = |slot: &SubGroupPosition| publisher.push(core, slot.param);
     let mut groups = core.groups();
     let ratios = trust_ratios(core, &mut groups, hyperparameters)?;
     let mut by_elements = Vec::new();
@@ -90,11 +90,12 @@ pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters
             false => by_elements.push(g),
         }
     }
-    let update = |slot: &SubGroupSlot, _: Range<usize>, ParamSlice { param, grad, state, half }: ParamSlice<'_, '_>| {
-        let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
-        let ratio = ratios.get(slot.param).copied().unwrap_or(1.0);
-        optimizer.update(&StepContext { lr: ctx.lr * ratio, ..ctx }, param, grad, state, half);
-    };
+    let update =
+        |slot: &SubGroupPosition, _: Range<usize>, ParamSlice { param, grad, state, half }: ParamSlice<'_, '_>| {
+            let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
+            let ratio = ratios.get(slot.param).copied().unwrap_or(1.0);
+            optimizer.update(&StepContext { lr: ctx.lr * ratio, ..ctx }, param, grad, state, half);
+        };
     sweep(core, &mut groups, &by_elements, SweepMode::Update, update, &mut publish)?;
     update_whole(core, &mut groups, hyperparameters, &mut publish)?;
     drop(groups);
@@ -149,7 +150,7 @@ impl RankCore {
     pub fn give_up_update(&self) {
         #[cfg(feature = "cuda")]
         if !std::thread::panicking()
-            && let Err(error) = self.landed()
+            && let Err(error) = self.wait_for_update()
         {
             crate::notice::warn(&format!("the last update was not completed: {error}"));
         }

@@ -7,7 +7,7 @@ use super::hyperparameters::Hyperparameters;
 pub(crate) use super::stored_states::ParamSlice;
 use super::stored_states::{StateRounding, StoredStates, room};
 use crate::error::Result;
-use crate::memory::{LedgerEntry, MemoryKind};
+use crate::memory::{MemoryKind, MemoryLedgerEntry};
 use crate::offload::{ALIGN, STEP, StateWindow, WindowPipeline, WindowPlan};
 use crate::precision::{FlatMut, FlatRef};
 use crate::tensor::residency;
@@ -18,8 +18,8 @@ use crate::zero::gpu::host_step::{HostStep, WeightRange};
 use crate::zero::rank_backend::RankBackend;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::optim_state::OptimStateView;
-use crate::zero::share::share_memory::StagingBufferOf;
-use crate::zero::share::sub_group::{GradientShare, SubGroup, SubGroupSlot, SweepMode};
+use crate::zero::share::share_storage::StagingBufferOf;
+use crate::zero::share::sub_group::{GradientShare, SubGroup, SubGroupPosition, SweepMode};
 use std::ops::Range;
 
 /// The executor of a [`StateSweep`]: the engine's core, or a rehearsal that only counts.
@@ -36,7 +36,7 @@ pub(crate) trait StepBackend: RankBackend {
         range: &Range<usize>,
         mode: SweepMode,
         window: Option<&mut StateWindow<StagingBufferOf<Self>>>,
-        work: &mut impl FnMut(&SubGroupSlot, Range<usize>, ParamSlice<'_, '_>),
+        work: &mut impl FnMut(&SubGroupPosition, Range<usize>, ParamSlice<'_, '_>),
     ) -> Result<()>;
 }
 
@@ -51,7 +51,7 @@ pub(super) struct SweepSpan {
 impl SweepSpan {
     /// Creates a span of an entire slot, up to where a request to a file may end.
     pub fn of_slot<R: RankBackend>(groups: &[SubGroup<R>], group: usize, slot: usize, mode: SweepMode) -> Self {
-        let SubGroupSlot { at, len, .. } = groups[group].slots[slot];
+        let SubGroupPosition { at, len, .. } = groups[group].slots[slot];
         let is_in_files = !groups[group].streams(mode).is_empty();
         let len = if is_in_files { len.next_multiple_of(STEP) } else { len };
         Self { group, range: at..at + len, mode }
@@ -64,7 +64,7 @@ pub(super) struct StateSweep<'a, C: StepBackend> {
     window_len: usize,
     pipeline: Option<WindowPipeline<'a, C::Files>>,
     /// The f32 copies of states in other formats, while a step works on them.
-    _room: LedgerEntry,
+    _room: MemoryLedgerEntry,
 }
 
 impl<'a, C: StepBackend> StateSweep<'a, C> {
@@ -97,8 +97,8 @@ impl<'a, C: StepBackend> StateSweep<'a, C> {
         &mut self,
         groups: &mut [SubGroup<C>],
         span: &SweepSpan,
-        work: &mut impl FnMut(&SubGroupSlot, Range<usize>, ParamSlice<'_, '_>),
-        mut complete: impl FnMut(&SubGroupSlot) -> Result<()>,
+        work: &mut impl FnMut(&SubGroupPosition, Range<usize>, ParamSlice<'_, '_>),
+        mut complete: impl FnMut(&SubGroupPosition) -> Result<()>,
     ) -> Result<()> {
         let SweepSpan { group, range: all, mode } = span;
         let group = &mut groups[*group];
@@ -141,8 +141,8 @@ pub(in crate::zero) fn sweep<C: StepBackend>(
     groups: &mut [SubGroup<C>],
     which: &[usize],
     mode: SweepMode,
-    mut work: impl FnMut(&SubGroupSlot, Range<usize>, ParamSlice<'_, '_>),
-    mut complete: impl FnMut(&SubGroupSlot) -> Result<()>,
+    mut work: impl FnMut(&SubGroupPosition, Range<usize>, ParamSlice<'_, '_>),
+    mut complete: impl FnMut(&SubGroupPosition) -> Result<()>,
 ) -> Result<()> {
     let spans: Vec<SweepSpan> = which.iter().map(|g| SweepSpan { group: *g, range: 0..groups[*g].len, mode }).collect();
     let mut sweep = StateSweep::new(core, groups, &spans);
@@ -164,7 +164,7 @@ impl StepBackend for RankCore {
         range: &Range<usize>,
         mode: SweepMode,
         mut window: Option<&mut StateWindow>,
-        work: &mut impl FnMut(&SubGroupSlot, Range<usize>, ParamSlice<'_, '_>),
+        work: &mut impl FnMut(&SubGroupPosition, Range<usize>, ParamSlice<'_, '_>),
     ) -> Result<()> {
         let SubGroup { slots, weights, master, grads, moments, .. } = group;
         #[cfg(feature = "cuda")]

@@ -2,7 +2,7 @@
 
 use crate::comm::WireFormat;
 use crate::error::Result;
-use crate::memory::{LedgerEntry, MemoryKind};
+use crate::memory::{MemoryKind, MemoryLedgerEntry};
 use crate::param::ParamId;
 use crate::precision::ElementBuffer;
 use crate::timeline;
@@ -19,7 +19,7 @@ pub(super) struct WeightPublisher<R: RankBackend> {
 struct PendingPublication<R: RankBackend> {
     layout: CoalescedLayout,
     pending: R::Pending,
-    held: LedgerEntry,
+    held: MemoryLedgerEntry,
 }
 
 impl<R: RankBackend> WeightPublisher<R> {
@@ -49,7 +49,7 @@ impl<R: RankBackend> WeightPublisher<R> {
     }
 
     fn launch(&mut self, core: &R, batch: Vec<ParamId>) -> Result<()> {
-        CoalescedLayout::alike(batch, core.params()).try_for_each(|params| self.launch_alike(core, params))
+        CoalescedLayout::group_by_format(batch, core.params()).try_for_each(|params| self.launch_alike(core, params))
     }
 
     fn launch_alike(&mut self, core: &R, params: Vec<ParamId>) -> Result<()> {

@@ -16,18 +16,18 @@ use super::hyperparameters::{Hyperparameters, needs};
 use super::state_sweep::{ParamSlice, StateSweep, StepBackend, SweepSpan, as_f32, sweep};
 use crate::comm::WireFormat;
 use crate::error::Result;
-use crate::memory::{LedgerEntry, MemoryKind};
+use crate::memory::{MemoryKind, MemoryLedgerEntry};
 use crate::optim::{GroupStepSettings, OptimizerNeeds, SquareSums, WholeParameterOptimizer};
 use crate::precision::ElementBuffer;
 use crate::zero::rank_backend::RankBackend;
-use crate::zero::share::sub_group::{SubGroup, SubGroupSlot, SweepMode};
+use crate::zero::share::sub_group::{SubGroup, SubGroupPosition, SweepMode};
 use crate::zero::transfer::pending_collective::CollectiveOp;
 use candle_core::DType;
 use std::cmp::Reverse;
 use std::ops::Range;
 
 /// The number of parameters whose sums of squares share one control message.
-const SQUARES_AT_A_TIME: usize = 4096;
+const SQUARES_PER_MESSAGE: usize = 4096;
 
 /// A parameter whose direction is computed from the full parameter.
 #[derive(Clone, Copy)]
@@ -39,7 +39,7 @@ struct SlotIndex {
 /// An update direction in progress, and its entry in the ledger.
 struct UpdateDirection<B> {
     values: B,
-    _held: LedgerEntry,
+    _held: MemoryLedgerEntry,
 }
 
 /// Collective: returns the factor of the learning rate for each parameter, or nothing if no optimizer needs norms. As
@@ -57,7 +57,7 @@ pub(super) fn trust_ratios<C: StepBackend>(
     }
     let mut squares = vec![SquareSums::default(); core.params().len()];
     let sum =
-        |slot: &SubGroupSlot, in_slot: Range<usize>, ParamSlice { param, grad, state, .. }: ParamSlice<'_, '_>| {
+        |slot: &SubGroupPosition, in_slot: Range<usize>, ParamSlice { param, grad, state, .. }: ParamSlice<'_, '_>| {
             let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
             let OptimizerNeeds::Norms(layerwise) = optimizer.needs() else { unreachable!("the others are left out") };
             let (start, end) = (slot.piece.start.max(in_slot.start), slot.piece.end.min(in_slot.end));
@@ -69,7 +69,7 @@ pub(super) fn trust_ratios<C: StepBackend>(
             }
         };
     sweep(core, groups, &which, SweepMode::Look, sum, |_| Ok(()))?;
-    for squares in squares.chunks_mut(SQUARES_AT_A_TIME) {
+    for squares in squares.chunks_mut(SQUARES_PER_MESSAGE) {
         let own = squares.iter().flat_map(|s| [s.weights, s.update]).collect();
         let ranks = core.mesh().by_piece(core.gather_f64(own)?);
         for (i, squares) in squares.iter_mut().enumerate() {
@@ -90,14 +90,14 @@ pub(super) fn update_whole<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],
     hyperparameters: &Hyperparameters<'_>,
-    mut complete: impl FnMut(&SubGroupSlot) -> Result<()>,
+    mut complete: impl FnMut(&SubGroupPosition) -> Result<()>,
 ) -> Result<()> {
     let shape = |param: usize| core.params()[param].shape.dims();
     let mut items: Vec<(SlotIndex, &dyn WholeParameterOptimizer, u128)> = Vec::new();
     for (group, sub_group) in groups.iter().enumerate() {
         let Some(OptimizerNeeds::Whole(wholewise)) = needs(sub_group, hyperparameters) else { continue };
         let slots = sub_group.slots.iter().enumerate();
-        items.extend(slots.map(|(slot, SubGroupSlot { param, .. })| {
+        items.extend(slots.map(|(slot, SubGroupPosition { param, .. })| {
             (SlotIndex { group, slot }, wholewise, wholewise.cost(shape(*param)))
         }));
     }
@@ -131,7 +131,7 @@ pub(super) fn update_whole<C: StepBackend>(
             let own = if owner == rank { finished.take() } else { None };
             let direction = own_direction(core, slot_of(groups, *item).param, own)?;
             let mut apply =
-                |slot: &SubGroupSlot, in_slot: Range<usize>, ParamSlice { param, half, .. }: ParamSlice<'_, '_>| {
+                |slot: &SubGroupPosition, in_slot: Range<usize>, ParamSlice { param, half, .. }: ParamSlice<'_, '_>| {
                     let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
                     if let Some(direction) = direction.values.values() {
                         optimizer.update(&ctx, param, direction.slice(in_slot), &mut [], half);
@@ -144,7 +144,7 @@ pub(super) fn update_whole<C: StepBackend>(
     sweep.finish()
 }
 
-fn slot_of<R: RankBackend>(groups: &[SubGroup<R>], SlotIndex { group, slot }: SlotIndex) -> &SubGroupSlot {
+fn slot_of<R: RankBackend>(groups: &[SubGroup<R>], SlotIndex { group, slot }: SlotIndex) -> &SubGroupPosition {
     &groups[group].slots[slot]
 }
 
@@ -158,7 +158,7 @@ fn rough_direction<C: StepBackend>(
     hyperparameters: &Hyperparameters<'_>,
 ) -> Result<UpdateDirection<C::Buffer>> {
     let mesh = core.mesh();
-    let SubGroupSlot { param, owned, .. } = slot_of(groups, item).clone();
+    let SubGroupPosition { param, owned, .. } = slot_of(groups, item).clone();
     let (numel, shard_len) = (core.params()[param].numel, core.params()[param].shard_len(mesh));
     // Room for all shards, padding included: the others arrive in the same buffer.
     let room = shard_len * mesh.shards();
@@ -166,7 +166,7 @@ fn rough_direction<C: StepBackend>(
     let _held = core.hold(MemoryKind::Buckets, &values);
     values.extend_zeros(owned.len())?;
     let mut momentum =
-        |slot: &SubGroupSlot, in_slot: Range<usize>, ParamSlice { grad, state, .. }: ParamSlice<'_, '_>| {
+        |slot: &SubGroupPosition, in_slot: Range<usize>, ParamSlice { grad, state, .. }: ParamSlice<'_, '_>| {
             let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
             let OptimizerNeeds::Whole(wholewise) = optimizer.needs() else { unreachable!("the others are left out") };
             if let Some(values) = values.values_mut() {

@@ -16,7 +16,7 @@ use crate::tensor::flat_buffer::FlatBuffer;
 #[cfg(feature = "cuda")]
 use crate::{
     cuda::{CopyQueue, DeviceFlat, PendingCopy},
-    memory::{Ledger, LedgerEntry},
+    memory::{MemoryLedger, MemoryLedgerEntry},
     precision::{ElementBuffer, Flat},
     tensor::flat_buffer::BufferDevice,
     timeline::TimelineLane,
@@ -52,7 +52,7 @@ impl CopyKind {
 pub(crate) const WINDOWS_BYTES: usize = 8 << 20;
 
 /// The number of elements of weights that are updated together while earlier ones are being copied: a few windows.
-pub(crate) const UPDATED_TOGETHER: usize = 4 << 20;
+pub(crate) const UPDATE_CHUNK: usize = 4 << 20;
 
 /// Returns the tier of these windows, which `offload_optimizer.pin_memory` and `offload_param.pin_memory` select.
 pub(crate) fn windows_tier(zero: &ZeroConfig, kind: CopyKind) -> MemoryTier {
@@ -69,9 +69,9 @@ pub(crate) fn windows_tier(zero: &ZeroConfig, kind: CopyKind) -> MemoryTier {
 pub(crate) enum DeviceCopy {
     There(FlatBuffer),
     #[cfg(feature = "cuda")]
-    ToHost(PendingCopy<Flat>, [LedgerEntry; 2]),
+    ToHost(PendingCopy<Flat>, [MemoryLedgerEntry; 2]),
     #[cfg(feature = "cuda")]
-    ToDevice(PendingCopy<DeviceFlat>, [LedgerEntry; 2]),
+    ToDevice(PendingCopy<DeviceFlat>, [MemoryLedgerEntry; 2]),
 }
 
 impl DeviceCopy {
@@ -95,18 +95,18 @@ impl DeviceCopy {
 #[cfg(feature = "cuda")]
 pub(crate) struct DeviceCopyQueues {
     device: CudaDevice,
-    ledger: Ledger,
+    ledger: MemoryLedger,
     zero: ZeroConfig,
     queues: Mutex<[Option<TrackedCopyQueue>; 3]>,
 }
 
 /// A queue, and the ledger entry of its windows.
 #[cfg(feature = "cuda")]
-type TrackedCopyQueue = (Arc<CopyQueue>, LedgerEntry);
+type TrackedCopyQueue = (Arc<CopyQueue>, MemoryLedgerEntry);
 
 #[cfg(feature = "cuda")]
 impl DeviceCopyQueues {
-    pub fn new(device: &CudaDevice, zero: &ZeroConfig, ledger: &Ledger) -> Self {
+    pub fn new(device: &CudaDevice, zero: &ZeroConfig, ledger: &MemoryLedger) -> Self {
         Self { device: device.clone(), ledger: ledger.clone(), zero: zero.clone(), queues: Mutex::default() }
     }
 

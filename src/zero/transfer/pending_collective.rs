@@ -17,7 +17,7 @@ use crate::{
         gpu_collectives::{GpuCollectives, PendingGpuCollective},
     },
     cuda::DeviceFlat,
-    memory::{Ledger, LedgerEntry, MemoryKind},
+    memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry},
 };
 
 /// The means by which a rank's buffers are exchanged.
@@ -26,7 +26,7 @@ pub(crate) struct CollectiveTransport<'a> {
     #[cfg(feature = "cuda")]
     pub gpus: Option<&'a GpuCollectives>,
     #[cfg(feature = "cuda")]
-    pub ledger: &'a Ledger,
+    pub ledger: &'a MemoryLedger,
 }
 
 /// A collective on elements.
@@ -91,7 +91,7 @@ pub(crate) enum PendingCollective {
     Copied {
         copy: Pending<Flat>,
         buffer: DeviceFlat,
-        _held: LedgerEntry,
+        _held: MemoryLedgerEntry,
     },
 }
 

@@ -12,7 +12,7 @@
 //! 1 GiB of memory are failures: the input is written to `artifacts/`, as small as it could be made in some seconds, and the
 //! exit code is 1. An input that ends the process with an error message is not a failure: the library's sandbox does that.
 
-use candle_zero::sandbox::BoundedAllocator;
+use candle_zero::sandbox::SandboxAllocator;
 use candle_zero_fuzz::mutator;
 use candle_zero_fuzz::planted::PLANTED;
 use candle_zero_fuzz::scratch;
@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 
 /// The allocator of zerorun, which bounds the memory of the library's sandbox.
 #[global_allocator]
-static ALLOCATOR: BoundedAllocator = BoundedAllocator;
+static ALLOCATOR: SandboxAllocator = SandboxAllocator;
 
 /// The maximum CPU time of a case.
 const MOST_TIME: Duration = Duration::from_secs(10);

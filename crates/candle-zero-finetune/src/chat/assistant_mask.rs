@@ -14,13 +14,13 @@
 //! If the template has generation markers, they define the answers. The contents then show which message a marked range
 //! belongs to. Both methods also find the texts of a message that the rendered text omits ([`super::omitted_texts`]).
 
-use super::conversation::{Conversation, SAID, field};
+use super::conversation::{ASSISTANT_TEXT_KEYS, Conversation, field};
 use crate::error::FinetuneError;
 use minijinja::value::{Value, ValueKind};
 use std::ops::Range;
 
 /// The characters before and after text that generation markers enclose.
-pub(super) const GENERATION: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
+pub(super) const GENERATION_MARKERS: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
 
 /// Renders a conversation as text.
 pub(super) trait ChatRenderer {
@@ -59,12 +59,12 @@ pub(crate) struct TracedConversation {
     pub owners: Vec<Option<usize>>,
     /// Messages whose end is not learned.
     pub endless: Vec<usize>,
-    pub(super) trace: Option<MessageTrace>,
+    pub(super) trace: Option<MessageSpans>,
 }
 
 /// The positions of the messages' texts in the rendered text.
 #[derive(Debug)]
-pub(super) struct MessageTrace {
+pub(super) struct MessageSpans {
     points: Vec<MessageBoundary>,
     pub marked_texts: Vec<MarkedText>,
 }
@@ -175,7 +175,7 @@ const MARK_PLACEMENTS: [MarkPlacement; 4] =
     [MarkPlacement::Around, MarkPlacement::Inside, MarkPlacement::Middle, MarkPlacement::Filled];
 
 /// The keys of messages whose texts templates compare but do not write.
-const NOT_MARKED: [&str; 5] = ["role", "type", "id", "name", "tool_call_id"];
+const UNMARKED_KEYS: [&str; 5] = ["role", "type", "id", "name", "tool_call_id"];
 
 /// Returns the text of a conversation and its targets, found by tracing the contents of its messages.
 pub(super) fn find(
@@ -217,7 +217,7 @@ pub(super) fn of_markers(
         Some(trace) => rendered.targets.iter().map(|block| trace.owner(conversation, block)).collect(),
         None => counted(template, conversation, rendered.targets.len()),
     };
-    let has_end = |trace: &MessageTrace, message: usize| {
+    let has_end = |trace: &MessageSpans, message: usize| {
         let own = rendered.targets.iter().zip(&owners).filter(|(_, owner)| **owner == Some(message));
         let end = own.map(|(block, _)| block.end).max();
         let last = trace.points.iter().filter(|point| point.message == message).map(|point| point.at).max();
@@ -247,16 +247,16 @@ fn traced(
     turns: &TurnMarkers,
     conversation: &Conversation,
     text: &str,
-) -> Result<MessageTrace, FinetuneError> {
+) -> Result<MessageSpans, FinetuneError> {
     let count = conversation.len();
     let Some(first) = (0..count).find(|i| conversation.is_assistant(*i)) else {
-        return Ok(MessageTrace { points: vec![], marked_texts: vec![] });
+        return Ok(MessageSpans { points: vec![], marked_texts: vec![] });
     };
     let uncertain = |message: usize, reason| FinetuneError::Spans { message: message + 1, reason };
     let marks = MarkCharacters::for_text(text)
         .ok_or(uncertain(first, "it contains private-use characters of planes 15 and 16"))?;
     let trace = |places: &[Option<MarkPlacement>]| trace(template, conversation, text, marks, places);
-    let has = |trace: &MessageTrace, i: usize| {
+    let has = |trace: &MessageSpans, i: usize| {
         !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i)
     };
     // The first placement that leaves the text unchanged and traces a part of each answer.
@@ -283,7 +283,7 @@ fn traced(
     trace(&places).ok_or(uncertain(first, "the template changes its content"))
 }
 
-impl MessageTrace {
+impl MessageSpans {
     /// Returns the answer that a marked range belongs to: the one whose content it contains, or the adjacent one.
     fn owner(&self, conversation: &Conversation, block: &Range<usize>) -> Option<usize> {
         let is_answer = |point: &&MessageBoundary| conversation.is_assistant(point.message);
@@ -419,7 +419,7 @@ fn trace(
     text: &str,
     marks: MarkCharacters,
     places: &[Option<MarkPlacement>],
-) -> Option<MessageTrace> {
+) -> Option<MessageSpans> {
     let mut marked_texts: Vec<MarkedText> = vec![];
     let mut marked = Vec::with_capacity(places.len());
     for (i, (message, place)) in conversation.messages.iter().zip(places).enumerate() {
@@ -464,7 +464,7 @@ fn trace(
             }
         }
     }
-    Some(MessageTrace { points, marked_texts })
+    Some(MessageSpans { points, marked_texts })
 }
 
 /// Returns a message with its texts changed by `mark`, which receives the key that each text belongs to.
@@ -475,7 +475,9 @@ fn mark_message(
     mark: &mut dyn FnMut(&str, &str) -> String,
 ) -> Value {
     let keys = message.try_iter().into_iter().flatten();
-    let said = |key: &Value| key.as_str().is_some_and(|key| key == "content" || is_assistant && SAID.contains(&key));
+    let said = |key: &Value| {
+        key.as_str().is_some_and(|key| key == "content" || is_assistant && ASSISTANT_TEXT_KEYS.contains(&key))
+    };
     let fields = keys.map(|key| {
         let name = key.as_str().unwrap_or_default();
         let value = field(message, name);
@@ -495,7 +497,7 @@ fn mark_value(value: &Value, place: MarkPlacement, mark: &mut dyn FnMut(&str) ->
                 let name = key.as_str().unwrap_or_default();
                 let inner = value.get_item(&key).unwrap_or_default();
                 let is_called = name == "name" && matches!(place, MarkPlacement::Filled);
-                let kept = NOT_MARKED.contains(&name) && !is_called;
+                let kept = UNMARKED_KEYS.contains(&name) && !is_called;
                 let inner = if kept { inner } else { mark_value(&inner, place, mark) };
                 (key, inner)
             });
@@ -529,10 +531,10 @@ fn mark_text(content: &str, place: MarkPlacement, [open, close]: [char; 2]) -> (
 fn enclosed(marked: &str) -> Result<RenderedConversation, FinetuneError> {
     let (mut text, mut targets, mut begun) = (String::with_capacity(marked.len()), vec![], None);
     let mut rest = marked;
-    while let Some(at) = rest.find(GENERATION) {
+    while let Some(at) = rest.find(GENERATION_MARKERS) {
         text.push_str(&rest[..at]);
         let c = rest[at..].chars().next().unwrap_or_default();
-        match (c == GENERATION[0], begun.take()) {
+        match (c == GENERATION_MARKERS[0], begun.take()) {
             (true, None) => begun = Some(text.len()),
             (false, Some(start)) => targets.push(start..text.len()),
             _ => return Err(FinetuneError::GenerationMarkers),

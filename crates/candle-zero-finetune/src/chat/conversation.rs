@@ -85,12 +85,13 @@ impl Conversation {
     /// Returns whether message `i` is an empty answer of the assistant.
     pub(crate) fn is_empty_answer(&self, i: usize) -> bool {
         let says = |key: &str| says_something(&field(&self.messages[i], key));
-        self.is_assistant(i) && !SAID.iter().any(|key| says(key))
+        self.is_assistant(i) && !ASSISTANT_TEXT_KEYS.iter().any(|key| says(key))
     }
 }
 
 /// The keys whose values the assistant says.
-pub(crate) const SAID: [&str; 5] = ["content", "reasoning_content", "reasoning", "thinking", "tool_calls"];
+pub(crate) const ASSISTANT_TEXT_KEYS: [&str; 5] =
+    ["content", "reasoning_content", "reasoning", "thinking", "tool_calls"];
 
 /// Returns whether a value contains a text that is not blank, or anything other than text.
 fn says_something(value: &Value) -> bool {

@@ -41,12 +41,12 @@ pub struct EncodedText {
 }
 
 /// The maximum number of pieces that a thread caches, and their maximum length.
-const MOST_PIECES: usize = 1 << 16;
-const LONGEST: usize = 96;
+const MAX_PIECES: usize = 1 << 16;
+const MAX_PIECE_BYTES: usize = 96;
 
 /// The regular expressions of pre-tokenizers that cut before a space and a letter, and after the end of a line: those
 /// of cl100k, Llama 3, Qwen 2 and 3, o200k, and GPT-2 if it is written in full.
-pub(crate) const KNOWN: [&str; 5] = [
+pub(crate) const CACHEABLE_PATTERNS: [&str; 5] = [
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -139,7 +139,7 @@ impl SafeSplitter {
         text: &str,
         encode: impl Fn(&str) -> Result<EncodedText, E>,
     ) -> Result<EncodedText, E> {
-        let mut known = REMEMBERED.take();
+        let mut known = PIECE_CACHE.take();
         if known.key != self.key {
             known = PieceCache { key: self.key, ..PieceCache::default() };
         }
@@ -153,7 +153,7 @@ impl SafeSplitter {
             known.encode(&text[start..end], start, cuts_runs, &mut encoded, &encode)?;
             start = end;
         }
-        REMEMBERED.set(known);
+        PIECE_CACHE.set(known);
         Ok(encoded)
     }
 
@@ -309,7 +309,7 @@ impl PreTokenizerState {
                 if pattern["String"] == " " && self.space != ' ' {
                     return true;
                 }
-                let known = pattern["Regex"].as_str().is_some_and(|regex| KNOWN.contains(&regex));
+                let known = pattern["Regex"].as_str().is_some_and(|regex| CACHEABLE_PATTERNS.contains(&regex));
                 let is_known = known && pre_tokenizer["behavior"] == "Isolated" && self.reads_spaces();
                 self.is_cut = true;
                 is_known
@@ -329,7 +329,7 @@ impl PreTokenizerState {
 }
 
 thread_local! {
-    static REMEMBERED: RefCell<PieceCache> = RefCell::default();
+    static PIECE_CACHE: RefCell<PieceCache> = RefCell::default();
 }
 
 /// The pieces that a thread has encoded, with their tokens.
@@ -385,10 +385,10 @@ impl PieceCache {
 
     /// Caches the tokens of a piece, from number `first` on.
     fn remember(&mut self, piece: &str, start: usize, encoded: &EncodedText, first: usize) {
-        if piece.len() > LONGEST {
+        if piece.len() > MAX_PIECE_BYTES {
             return;
         }
-        if self.places.len() == MOST_PIECES {
+        if self.places.len() == MAX_PIECES {
             self.places.clear();
             self.tokens.clear();
         }

@@ -5,20 +5,23 @@ use minijinja::{Error, ErrorKind, Output, State};
 use std::fmt::Write as _;
 
 /// The maximum depth of nested lists. A list that contains itself has no end.
-const DEEPEST: usize = 256;
+const MAX_DEPTH: usize = 256;
 
 /// The maximum length in bytes of a value as text. A value whose parts contain the same part again and again has no
 /// bound.
-const LONGEST: usize = 16 << 20;
+const MAX_TEXT_BYTES: usize = 16 << 20;
 
 /// Returns an error for values without an end.
 fn check(depth: usize, text: &str) -> Result<(), Error> {
-    if depth > DEEPEST {
-        let reason = format!("a value with more than {DEEPEST} nested lists or objects");
+    if depth > MAX_DEPTH {
+        let reason = format!("a value with more than {MAX_DEPTH} nested lists or objects");
         return Err(Error::new(ErrorKind::InvalidOperation, reason));
     }
-    if text.len() > LONGEST {
-        return Err(Error::new(ErrorKind::OutOfFuel, format!("a value with more than {} MiB of text", LONGEST >> 20)));
+    if text.len() > MAX_TEXT_BYTES {
+        return Err(Error::new(
+            ErrorKind::OutOfFuel,
+            format!("a value with more than {} MiB of text", MAX_TEXT_BYTES >> 20),
+        ));
     }
     Ok(())
 }

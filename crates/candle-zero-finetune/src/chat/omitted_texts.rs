@@ -15,14 +15,14 @@ pub(crate) struct OmittedTexts {
 
 /// The extent to which a text is written.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum TextCoverage {
+enum TextFoundInRendering {
     All,
     Some,
     None,
 }
 
 /// The tags around thoughts.
-const THOUGHTS: [&str; 4] = ["<think>", "</think>", "<thinking>", "</thinking>"];
+const THINKING_TAGS: [&str; 4] = ["<think>", "</think>", "<thinking>", "</thinking>"];
 
 impl OmittedTexts {
     /// Compares the texts of all messages with the rendered text.
@@ -31,13 +31,13 @@ impl OmittedTexts {
         for message in 0..conversation.len() {
             match conversation.is_assistant(message) {
                 true => found.answer(conversation, traced, message),
-                false => found.other(conversation, traced, message),
+                false => found.add_unlearned(conversation, traced, message),
             }
         }
         found
     }
 
-    fn say(&mut self, remark: impl Into<String>) {
+    fn add_remark(&mut self, remark: impl Into<String>) {
         let remark = remark.into();
         if !self.remarks.contains(&remark) {
             self.remarks.push(remark);
@@ -58,12 +58,12 @@ impl OmittedTexts {
             let function = field(&call, "function");
             Some(field(if function.is_undefined() { &call } else { &function }, "name").as_str()?.to_string())
         });
-        let mut parts: Vec<(String, String, TextCoverage)> = names
+        let mut parts: Vec<(String, String, TextFoundInRendering)> = names
             .map(|name| {
                 (
                     "tool_calls".to_string(),
                     name.clone(),
-                    if learned.contains(&name) { TextCoverage::All } else { TextCoverage::None },
+                    if learned.contains(&name) { TextFoundInRendering::All } else { TextFoundInRendering::None },
                 )
             })
             .collect();
@@ -73,8 +73,8 @@ impl OmittedTexts {
                 let Some(place) = marked_text.place() else { return true };
                 own.iter().any(|target| target.start < place.end.max(place.start + 1) && place.start < target.end)
             };
-            if is_certain && part != TextCoverage::None && !own.is_empty() && !marked_text.is_none_or(is_learned) {
-                self.say(format!("have {key} that is written but not learned"));
+            if is_certain && part != TextFoundInRendering::None && !own.is_empty() && !marked_text.is_none_or(is_learned) {
+                self.add_remark(format!("have {key} that is written but not learned"));
             }
             parts.push((key, text, part));
         }
@@ -82,10 +82,10 @@ impl OmittedTexts {
             return;
         }
         if own.is_empty() && is_certain {
-            self.say("have an answer that no {% generation %} block encloses");
+            self.add_remark("have an answer that no {% generation %} block encloses");
             return;
         }
-        if parts.iter().all(|(_, _, part)| *part == TextCoverage::None) {
+        if parts.iter().all(|(_, _, part)| *part == TextFoundInRendering::None) {
             let mut keys: Vec<String> = parts.into_iter().map(|(key, _, _)| key).collect();
             keys.dedup();
             self.lost.push((message, keys.join(" and ")));
@@ -93,29 +93,31 @@ impl OmittedTexts {
         }
         for (key, text, part) in parts {
             match part {
-                TextCoverage::All => {}
-                TextCoverage::Some if key == "content" && THOUGHTS.iter().any(|tag| text.contains(tag)) => {
-                    self.say("have thoughts, up to </think>, that the template does not write");
+                TextFoundInRendering::All => {}
+                TextFoundInRendering::Some if key == "content" && THINKING_TAGS.iter().any(|tag| text.contains(tag)) => {
+                    self.add_remark("have thoughts, up to </think>, that the template does not write");
                 }
-                TextCoverage::Some => self.say(format!("have {key} that the template does not write completely")),
-                TextCoverage::None => self.say(format!("have {key} that the template does not write")),
+                TextFoundInRendering::Some => {
+                    self.add_remark(format!("have {key} that the template does not write completely"))
+                }
+                TextFoundInRendering::None => self.add_remark(format!("have {key} that the template does not write")),
             }
         }
     }
 
     /// Records the omissions of a message that is not learned.
-    fn other(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
+    fn add_unlearned(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
         let text = &traced.rendered.text;
         let role = field(&conversation.messages[message], "role");
         let role = role.as_str().unwrap_or_default();
         for (_, own, marked_text) in texts_of(conversation, traced, message) {
-            if part(&own, marked_text, traced, text) != TextCoverage::All {
-                self.say(format!("have a {role} message that the template does not write completely"));
+            if part(&own, marked_text, traced, text) != TextFoundInRendering::All {
+                self.add_remark(format!("have a {role} message that the template does not write completely"));
             }
         }
         let content = field(&conversation.messages[message], "content");
         if content.kind() == ValueKind::Map && text.contains(&super::jinja_compat::python_str(&content)) {
-            self.say(format!("have a {role} message whose object is written as Python prints it, not as JSON"));
+            self.add_remark(format!("have a {role} message whose object is written as Python prints it, not as JSON"));
         }
     }
 }
@@ -140,18 +142,23 @@ fn texts_of<'a>(
 }
 
 /// Returns how much of a text appears at its place or, without one, in `within`.
-fn part(text: &str, marked_text: Option<&MarkedText>, traced: &TracedConversation, within: &str) -> TextCoverage {
+fn part(
+    text: &str,
+    marked_text: Option<&MarkedText>,
+    traced: &TracedConversation,
+    within: &str,
+) -> TextFoundInRendering {
     let text = text.trim();
     if let Some(place) = marked_text.and_then(MarkedText::place)
         && let Some(written) = traced.rendered.text.get(place)
     {
         let escaped = || serde_json::from_str::<String>(&format!("\"{written}\"")).ok();
         if written.trim() == text || escaped().is_some_and(|plain| plain.trim() == text) {
-            return TextCoverage::All;
+            return TextFoundInRendering::All;
         }
     }
     let mut pieces = vec![text];
-    for tag in THOUGHTS {
+    for tag in THINKING_TAGS {
         pieces = pieces.into_iter().flat_map(|piece| piece.split(tag)).collect();
     }
     pieces.retain(|piece| !piece.trim().is_empty());
@@ -161,8 +168,8 @@ fn part(text: &str, marked_text: Option<&MarkedText>, traced: &TracedConversatio
         within.contains(piece) || within.contains(json().trim_matches('"'))
     };
     match pieces.iter().filter(|piece| is_there(piece)).count() {
-        count if count == pieces.len() => TextCoverage::All,
-        0 if !marked_text.is_some_and(MarkedText::is_there) => TextCoverage::None,
-        _ => TextCoverage::Some,
+        count if count == pieces.len() => TextFoundInRendering::All,
+        0 if !marked_text.is_some_and(MarkedText::is_there) => TextFoundInRendering::None,
+        _ => TextFoundInRendering::Some,
     }
 }

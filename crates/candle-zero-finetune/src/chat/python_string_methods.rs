@@ -6,7 +6,7 @@ use minijinja::{Error, ErrorKind, State};
 use minijinja_contrib::pycompat;
 
 /// The maximum number of digits of a width or a precision in a format.
-const MOST_DIGITS: usize = 5;
+const MAX_DIGITS: usize = 5;
 
 /// Returns whether Python's `str.isspace` holds for a character: white space of Unicode, and the separators U+001C to
 /// U+001F.
@@ -183,8 +183,8 @@ fn lines(state: &State<'_, '_>, text: &str, keepends: bool) -> Result<Value, Err
 /// Returns an error for a format with a width or precision that no text needs.
 pub(super) fn check_format(format: &str) -> Result<(), Error> {
     let runs = format.split(|c: char| !c.is_ascii_digit()).map(str::len);
-    match runs.max().unwrap_or(0) > MOST_DIGITS {
-        true => Err(invalid(format!("a number with more than {MOST_DIGITS} digits in a format"))),
+    match runs.max().unwrap_or(0) > MAX_DIGITS {
+        true => Err(invalid(format!("a number with more than {MAX_DIGITS} digits in a format"))),
         false => Ok(()),
     }
 }

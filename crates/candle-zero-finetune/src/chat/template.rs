@@ -1,6 +1,8 @@
 //! Chat templates, rendered as transformers renders them.
 
-use super::assistant_mask::{self, ChatRenderer, GENERATION, RenderedConversation, TracedConversation, TurnMarkers};
+use super::assistant_mask::{
+    self, ChatRenderer, GENERATION_MARKERS, RenderedConversation, TracedConversation, TurnMarkers,
+};
 use super::conversation::{Conversation, field};
 use super::jinja_compat::{tojson, write_value};
 use super::python_string_methods::{trim, unknown_method};
@@ -23,31 +25,31 @@ use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The maximum size of a template file in bytes.
-const MOST_BYTES: u64 = 1 << 20;
+const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 
 /// The fuel of a rendering: it pays for steps, and for texts and lists at 64 bytes per unit. The second limit is for
 /// long conversations.
-const FUEL: [u64; 2] = [2_000_000, 64_000_000];
+const FUEL_LIMITS: [u64; 2] = [2_000_000, 64_000_000];
 
 /// The maximum length of a conversation for which the first limit suffices, in messages and in bytes.
-const USUAL: (usize, usize) = (256, 256 << 10);
+const SHORT_CONVERSATION: (usize, usize) = (256, 256 << 10);
 
 /// The number of endless renderings after which no further one is started.
-const ENDLESS: usize = 3;
+const MAX_ENDLESS_RENDERINGS: usize = 3;
 
 /// The name of the template in its environment.
-const NAME: &str = "chat_template";
+const TEMPLATE_NAME: &str = "chat_template";
 
 /// The name of a template for conversations with tools.
 const TOOL_USE: &str = "tool_use";
 
 /// The variable that requests marks around the text of generation markers.
-const MARKED: &str = "__generation_marked__";
+const MARK_VARIABLE: &str = "__generation_marked__";
 
 /// A chat template.
 #[derive(Debug, Clone)]
 pub struct Template {
-    /// The environments, one for each fuel of [`FUEL`].
+    /// The environments, one for each fuel of [`FUEL_LIMITS`].
     environments: [Environment<'static>; 2],
     /// The name of the template in errors: the chat template of a file.
     name: Arc<str>,
@@ -84,11 +86,11 @@ impl Template {
         let syntax = |e: minijinja::Error| FinetuneError::TemplateSyntax { reason: reason(&e) };
         let mut environment = environment().map_err(syntax)?;
         let subject = SandboxSubject::new(&*name);
-        let add = || environment.add_template_owned(NAME, with_filters);
+        let add = || environment.add_template_owned(TEMPLATE_NAME, with_filters);
         within(&subject, source.len(), add)
             .map_err(|reason| FinetuneError::TemplateSyntax { reason })?
             .map_err(syntax)?;
-        let environments = FUEL.map(|fuel| {
+        let environments = FUEL_LIMITS.map(|fuel| {
             let mut environment = environment.clone();
             environment.set_fuel(Some(fuel));
             environment
@@ -144,7 +146,7 @@ impl Template {
         {
             return Self::inside(&file, tokenizer);
         }
-        let read = |path: std::path::PathBuf| match files::read_text(&path, MOST_BYTES) {
+        let read = |path: std::path::PathBuf| match files::read_text(&path, MAX_TEMPLATE_BYTES) {
             Ok(source) => Ok(Some(source)),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
             Err(source) => Err(Error::Io { action: "read", path, source }),
@@ -311,7 +313,7 @@ impl ChatRenderer for Template {
         add_generation_prompt: bool,
         marked: bool,
     ) -> Result<String, FinetuneError> {
-        if let (ENDLESS.., line) = *lock(&self.endless) {
+        if let (MAX_ENDLESS_RENDERINGS.., line) = *lock(&self.endless) {
             return Err(self.without_end(line));
         }
         let refused = |e: minijinja::Error| match is_out_of_fuel(&e) {
@@ -324,14 +326,14 @@ impl ChatRenderer for Template {
         };
         let given = conversation.variables.iter().map(|(_, value)| bytes_of(value)).sum::<usize>();
         let bytes = messages.iter().map(bytes_of).sum::<usize>() + bytes_of(&conversation.tools) + given;
-        let is_usual = messages.len() <= USUAL.0 && bytes <= USUAL.1;
+        let is_usual = messages.len() <= SHORT_CONVERSATION.0 && bytes <= SHORT_CONVERSATION.1;
         let environment = &self.environments[usize::from(!is_usual)];
-        let template = environment.get_template(NAME).map_err(refused)?;
+        let template = environment.get_template(TEMPLATE_NAME).map_err(refused)?;
         let given = [
             ("messages", messages.iter().cloned().collect()),
             ("tools", conversation.tools.clone()),
             ("add_generation_prompt", Value::from(add_generation_prompt)),
-            (MARKED, Value::from(marked)),
+            (MARK_VARIABLE, Value::from(marked)),
         ];
         let none = [("documents", Value::from(()))];
         let variables = self.variables.iter().chain(&conversation.variables);
@@ -382,10 +384,10 @@ fn configured(folder: &Path) -> Result<ConfiguredTemplates> {
     };
     let found = ConfiguredTemplates { default: text(found).or_else(|| named("default")), tool_use: named(TOOL_USE) };
     let sources = [&found.default, &found.tool_use];
-    let is_large = sources.into_iter().flatten().any(|source| source.len() as u64 > MOST_BYTES);
+    let is_large = sources.into_iter().flatten().any(|source| source.len() as u64 > MAX_TEMPLATE_BYTES);
     match is_large {
         true => {
-            let reason = format!("its chat template is larger than {MOST_BYTES} bytes");
+            let reason = format!("its chat template is larger than {MAX_TEMPLATE_BYTES} bytes");
             Err(FinetuneError::TokenizerFile { path, reason }.into())
         }
         false => Ok(found),
@@ -414,8 +416,8 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
 
 /// Marks the text of a generation marker if marks are requested.
 fn mark_generation(state: &State<'_, '_>, text: &str) -> String {
-    match state.lookup(MARKED).is_some_and(|marked| marked.is_true()) {
-        true => format!("{}{text}{}", GENERATION[0], GENERATION[1]),
+    match state.lookup(MARK_VARIABLE).is_some_and(|marked| marked.is_true()) {
+        true => format!("{}{text}{}", GENERATION_MARKERS[0], GENERATION_MARKERS[1]),
         false => text.into(),
     }
 }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// The maximum size of a template file in bytes.
-const MOST_BYTES: u64 = 16 << 20;
+const MAX_TEMPLATE_BYTES: u64 = 16 << 20;
 
 /// The subfolder of a model's folder for additional templates. Each file is named after its template.
 pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
@@ -20,7 +20,7 @@ pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
 pub(crate) fn named_templates(folder: &Path) -> Result<BTreeMap<String, String>> {
     let read = |path: &Path| {
         let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
-        files::read_text(path, MOST_BYTES).map_err(wrong)
+        files::read_text(path, MAX_TEMPLATE_BYTES).map_err(wrong)
     };
     let (usual, mut named) = (folder.join("chat_template.jinja"), BTreeMap::new());
     if usual.is_file() {

@@ -12,7 +12,7 @@ use tokenizers::{AddedToken, NormalizedString, Normalizer as _, PostProcessorWra
 
 /// The maximum length in bytes of a text that cannot be cut anywhere. A tokenizer needs about a hundred bytes of memory
 /// for each byte of text.
-const MOST_TEXT: usize = 6 << 20;
+const MAX_TEXT_BYTES: usize = 6 << 20;
 
 /// The tokenizer of a model's folder.
 ///
@@ -133,8 +133,8 @@ impl Tokenizer {
     /// Encodes the text as one piece.
     fn encode_whole(&self, text: &str) -> Result<EncodedText> {
         let wrong = |reason: String| FinetuneError::Encode { bytes: text.len(), reason };
-        if text.len() > MOST_TEXT {
-            let reason = format!("a text that cannot be split has at most {MOST_TEXT} bytes; shorten the record");
+        if text.len() > MAX_TEXT_BYTES {
+            let reason = format!("a text that cannot be split has at most {MAX_TEXT_BYTES} bytes; shorten the record");
             return Err(wrong(reason).into());
         }
         let encoded = within(&self.subject, text.len(), || self.inner.encode(text, false)).map_err(wrong)?;

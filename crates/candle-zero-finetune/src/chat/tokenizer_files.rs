@@ -16,7 +16,7 @@ use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
 /// The maximum size of a tokenizer file in bytes. Those of the largest vocabularies have 35 MiB.
-const MOST_BYTES: u64 = 128 << 20;
+const MAX_TOKENIZER_BYTES: u64 = 128 << 20;
 
 /// The content of a tokenizer's files.
 #[derive(Debug, Clone)]
@@ -95,8 +95,8 @@ impl TokenizerFiles {
         let merges = String::from_utf8_lossy(&merges);
         let merges: Vec<&str> =
             merges.lines().filter(|line| !line.starts_with("#version") && !line.trim().is_empty()).collect();
-        const END: &str = "<|endoftext|>";
-        let added = vocab.get(END).map(|id| added(id.clone(), END));
+        const END_OF_TEXT: &str = "<|endoftext|>";
+        let added = vocab.get(END_OF_TEXT).map(|id| added(id.clone(), END_OF_TEXT));
         let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true});
         let tokenizer = json!({
             "version": "1.0",
@@ -105,7 +105,7 @@ impl TokenizerFiles {
             "model": {"type": "BPE", "vocab": vocab, "merges": merges},
         });
         for name in ["bos_token", "eos_token", "unk_token"] {
-            config.entry(name).or_insert(END.into());
+            config.entry(name).or_insert(END_OF_TEXT.into());
         }
         Ok(Self { path, tokenizer: tokenizer.to_string().into_bytes(), config, special })
     }
@@ -203,7 +203,7 @@ fn word_piece(lines: &str, config: &Map<String, Value>) -> Value {
 
 /// Returns a file's bytes, or `None` if the file does not exist.
 fn read(path: &Path) -> Result<Option<Vec<u8>>> {
-    match files::read(path, MOST_BYTES) {
+    match files::read(path, MAX_TOKENIZER_BYTES) {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
         read => read.map(Some).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source }),
     }

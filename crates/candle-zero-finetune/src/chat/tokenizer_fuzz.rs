@@ -84,7 +84,7 @@ impl Random {
                 json!({"type": "ByteLevel", "add_prefix_space": self.chance(15), "trim_offsets": true, "use_regex": self.chance(70)})
             }
             3..6 => {
-                let regex = self.one(&super::encode_cache::KNOWN);
+                let regex = self.one(&super::encode_cache::CACHEABLE_PATTERNS);
                 let behavior = if self.chance(85) { "Isolated" } else { self.one(&behaviors) };
                 json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": behavior, "invert": self.chance(5)})
             }
@@ -104,7 +104,7 @@ impl Random {
                          "behavior": self.one(&behaviors), "invert": self.chance(20)}),
             // The form of the best known tokenizers.
             14 | 15 => json!({"type": "Sequence", "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": self.one(&super::encode_cache::KNOWN)}, "behavior": "Isolated", "invert": false},
+                {"type": "Split", "pattern": {"Regex": self.one(&super::encode_cache::CACHEABLE_PATTERNS)}, "behavior": "Isolated", "invert": false},
                 {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
             ]}),
             _ => {
@@ -238,7 +238,7 @@ impl Random {
         let byte_level =
             |regex| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": regex});
         let sequence = |all: [Value; 2]| json!({"type": "Sequence", "pretokenizers": all});
-        let regex = self.one(&super::encode_cache::KNOWN);
+        let regex = self.one(&super::encode_cache::CACHEABLE_PATTERNS);
         let split = json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
         let digits = json!({"type": "Digits", "individual_digits": self.chance(50)});
         match self.below(7) {

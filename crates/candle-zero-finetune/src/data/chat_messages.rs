@@ -1,6 +1,6 @@
 //! Converts the messages of a record, in any of the known formats, to the form that chat templates take.
 
-use super::columns::{PICTURES, WEIGHTS};
+use super::columns::{IMAGE_KEYS, WEIGHT_KEYS};
 use super::raw_record::json;
 use crate::chat::conversation::{field, kind};
 use minijinja::value::{Value, ValueKind};
@@ -106,9 +106,9 @@ impl ChatMessages {
             let is_empty = value.is_undefined() || value.is_none() || value.len() == Some(0);
             match name.as_str() {
                 "role" | "from" => {}
-                name if WEIGHTS.contains(&name) => {}
-                name if PICTURES.contains(&name) && !is_empty => return Err(picture(name)),
-                name if REFUSED.contains(&name) && value.is_true() => {
+                name if WEIGHT_KEYS.contains(&name) => {}
+                name if IMAGE_KEYS.contains(&name) && !is_empty => return Err(picture(name)),
+                name if UNSUPPORTED_MASK_KEYS.contains(&name) && value.is_true() => {
                     return Err(format!(
                         "it has {name}, which is not supported; set weight to 0 in messages that must not be learned"
                     ));
@@ -153,7 +153,7 @@ impl ChatMessages {
         }
         let known = ["system", "input", "output", "need_eos_token", "sep"];
         let mut keys = turn.try_iter().into_iter().flatten().map(|key| key.to_string());
-        match keys.find(|key| !known.contains(&key.as_str()) && !WEIGHTS.contains(&key.as_str())) {
+        match keys.find(|key| !known.contains(&key.as_str()) && !WEIGHT_KEYS.contains(&key.as_str())) {
             Some(other) => {
                 Err(format!("it has {other} besides input and output; write messages with role and content"))
             }
@@ -163,7 +163,8 @@ impl ChatMessages {
 }
 
 /// Other keys that exclude text from learning.
-const REFUSED: [&str; 7] = ["train_detail", "training_detail", "mask", "masked", "no_loss", "ignore_loss", "loss_mask"];
+const UNSUPPORTED_MASK_KEYS: [&str; 7] =
+    ["train_detail", "training_detail", "mask", "masked", "no_loss", "ignore_loss", "loss_mask"];
 
 /// Returns the error for pictures, which names their key.
 pub(super) fn picture(name: &str) -> RecordProblem {
@@ -176,7 +177,7 @@ pub(super) fn picture(name: &str) -> RecordProblem {
 /// Returns whether a message is learned, if the message itself specifies this.
 fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordProblem> {
     let mut learned = None;
-    for name in WEIGHTS {
+    for name in WEIGHT_KEYS {
         let value = field(message, name);
         let Some(said) = weight(name, &value)? else { continue };
         // Only answers can have a weight. The weight of a question has no meaning.

@@ -6,7 +6,7 @@ use candle_zero::util::list;
 use std::str::FromStr;
 
 /// The names that define a record's format.
-pub(super) const KEYS: [&str; 21] = [
+pub(super) const FORMAT_KEYS: [&str; 21] = [
     "messages",
     "conversations",
     "conversation",
@@ -31,13 +31,13 @@ pub(super) const KEYS: [&str; 21] = [
 ];
 
 /// Other keys that define what is learned from a record or change it.
-pub(super) const PREFERRED: [&str; 2] = ["preferred_output", "non_preferred_output"];
-pub(super) const VARIABLES: [&str; 2] = ["chat_template_kwargs", "documents"];
-pub(super) const WEIGHTS: [&str; 6] = ["weight", "loss_weight", "sample_weight", "train", "training", "trainable"];
-pub(super) const PREFERENCES: [&str; 4] = ["label", "labels", "kto_tag", "desirable"];
-pub(super) const SECOND_TEXTS: [&str; 9] =
+pub(super) const PREFERRED_KEYS: [&str; 2] = ["preferred_output", "non_preferred_output"];
+pub(super) const VARIABLE_KEYS: [&str; 2] = ["chat_template_kwargs", "documents"];
+pub(super) const WEIGHT_KEYS: [&str; 6] = ["weight", "loss_weight", "sample_weight", "train", "training", "trainable"];
+pub(super) const PREFERENCE_KEYS: [&str; 4] = ["label", "labels", "kto_tag", "desirable"];
+pub(super) const SECOND_TEXT_KEYS: [&str; 9] =
     ["text_pair", "text_b", "text2", "sentence1", "sentence2", "premise", "hypothesis", "context", "question"];
-pub(super) const PICTURES: [&str; 14] = [
+pub(super) const IMAGE_KEYS: [&str; 14] = [
     "image",
     "images",
     "image_path",
@@ -54,17 +54,18 @@ pub(super) const PICTURES: [&str; 14] = [
     "audios",
 ];
 /// Scores of two answers: of the chosen one and of the rejected one.
-pub(crate) const SCORES: [[&str; 2]; 4] = [
+pub(crate) const SCORE_KEYS: [[&str; 2]; 4] = [
     ["score_chosen", "score_rejected"],
     ["chosen_score", "rejected_score"],
     ["chosen_rating", "rejected_rating"],
     ["rating_chosen", "rating_rejected"],
 ];
 /// The keys that state how good a record is.
-pub(super) const RANKS: [&str; 8] = ["score", "scores", "rank", "ranking", "rating", "reward", "rewards", "quality"];
+pub(super) const QUALITY_KEYS: [&str; 8] =
+    ["score", "scores", "rank", "ranking", "rating", "reward", "rewards", "quality"];
 
 /// The roles that a user's column can have, besides `ignore`.
-const ROLES: [&str; 15] = [
+const COLUMN_ROLES: [&str; 15] = [
     "messages",
     "prompt",
     "completion",
@@ -115,8 +116,8 @@ impl FromStr for Columns {
                 columns.ignored.push(name.into());
                 continue;
             }
-            let Some(role) = ROLES.into_iter().find(|known| *known == role) else {
-                return refused(part, format!("NAME=COLUMN, where NAME is one of {}, ignore", ROLES.join(", ")));
+            let Some(role) = COLUMN_ROLES.into_iter().find(|known| *known == role) else {
+                return refused(part, format!("NAME=COLUMN, where NAME is one of {}, ignore", COLUMN_ROLES.join(", ")));
             };
             if let Some((_, first)) = columns.named.iter().find(|(other, _)| *other == role) {
                 return refused(text, format!("one column for each name; {role} is both {first} and {name}"));
@@ -172,13 +173,20 @@ impl Columns {
 
     /// Returns whether a column of this name defines a format.
     pub(super) fn is_key(&self, name: &str) -> bool {
-        self.named.iter().any(|(_, named)| named == name) || KEYS.contains(&name) && !self.is_ignored(name)
+        self.named.iter().any(|(_, named)| named == name) || FORMAT_KEYS.contains(&name) && !self.is_ignored(name)
     }
 
     /// Returns whether a column of this name is examined.
     pub(super) fn is_known(&self, name: &str) -> bool {
-        let others: [&[&str]; 7] =
-            [&PREFERRED, &VARIABLES, &WEIGHTS, &PREFERENCES, &SECOND_TEXTS, &PICTURES, SCORES.as_flattened()];
+        let others: [&[&str]; 7] = [
+            &PREFERRED_KEYS,
+            &VARIABLE_KEYS,
+            &WEIGHT_KEYS,
+            &PREFERENCE_KEYS,
+            &SECOND_TEXT_KEYS,
+            &IMAGE_KEYS,
+            SCORE_KEYS.as_flattened(),
+        ];
         self.is_key(name) || others.iter().any(|names| names.contains(&name)) && !self.is_ignored(name)
     }
 

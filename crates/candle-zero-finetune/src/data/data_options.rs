@@ -5,7 +5,7 @@ use super::columns::Columns;
 /// The task that is learned from data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub enum Task {
+pub enum TrainingTask {
     /// To generate the assistant's messages, a completion, or the continuation of a text.
     #[default]
     Generate,
@@ -30,7 +30,7 @@ pub enum Truncation {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataOptions {
     /// The task to learn.
-    pub task: Task,
+    pub task: TrainingTask,
     /// The maximum number of tokens of a sample.
     pub ctx: usize,
     /// The handling of longer samples.
@@ -48,7 +48,7 @@ impl DataOptions {
     pub const USUAL_CTX: usize = 1024;
 
     /// Returns options for samples of at most `ctx` tokens for `task`.
-    pub fn new(task: Task, ctx: usize) -> Self {
+    pub fn new(task: TrainingTask, ctx: usize) -> Self {
         Self { task, ctx, overlong: Truncation::Truncate, strict: false, labels: vec![], columns: Columns::default() }
     }
 }

@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::Path;
 
 /// The number of lines that are listed for each kind of remark.
-const NAMED: usize = 5;
+const MAX_LISTED_LINES: usize = 5;
 
 /// The outcome of reading the records of a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -91,7 +91,7 @@ pub(super) enum RecordNote {
 }
 
 /// The maximum number of different keys and of remarks that are counted.
-const KINDS: usize = 64;
+const MAX_KINDS: usize = 64;
 
 impl DataReport {
     /// Returns an empty report for the file at `path`.
@@ -102,13 +102,13 @@ impl DataReport {
     pub(super) fn note(&mut self, line: u64, note: RecordNote) {
         let (lines, reason) = match note {
             RecordNote::Ignored(key) => {
-                if self.ignored.len() < KINDS || self.ignored.contains_key(&key) {
+                if self.ignored.len() < MAX_KINDS || self.ignored.contains_key(&key) {
                     *self.ignored.entry(key).or_default() += 1;
                 }
                 return;
             }
             RecordNote::Remark(remark) => {
-                if self.remarks.len() >= KINDS && !self.remarks.contains_key(&remark) {
+                if self.remarks.len() >= MAX_KINDS && !self.remarks.contains_key(&remark) {
                     return;
                 }
                 (self.remarks.entry(remark).or_default(), None)
@@ -125,7 +125,7 @@ impl DataReport {
         };
         lines.count += 1;
         // The two answers of a preference come from one line.
-        if lines.first.len() < NAMED && lines.first.last() != Some(&line) {
+        if lines.first.len() < MAX_LISTED_LINES && lines.first.last() != Some(&line) {
             lines.first.push(line);
         }
         lines.reason = lines.reason.take().or(reason);

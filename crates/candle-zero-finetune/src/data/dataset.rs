@@ -1,6 +1,6 @@
 //! The samples of data files, which are tokenized once and mapped afterwards.
 
-use super::data_options::{DataOptions, Task};
+use super::data_options::{DataOptions, TrainingTask};
 use super::data_report::DataReport;
 use super::dataset_builder::DatasetBuilder;
 use super::labels::labels_of;
@@ -71,10 +71,10 @@ impl Dataset {
         assert!(options.ctx > 1, "a sample has a token and one to predict");
         private_cache(folder).map_err(|source| Error::Io { action: "create", path: folder.into(), source })?;
         let mut options = options.clone();
-        if let (Task::Classify, true) = (options.task, options.labels.is_empty()) {
+        if let (TrainingTask::Classify, true) = (options.task, options.labels.is_empty()) {
             options.labels = labels_of(sources, &options.columns)?;
         }
-        let group = if options.task == Task::Prefer { 2 } else { 1 };
+        let group = if options.task == TrainingTask::Prefer { 2 } else { 1 };
         let mut parts = vec![];
         for (file, source) in sources.iter().enumerate() {
             let builder = DatasetBuilder { source, tokenizer, template, options: &options };
@@ -106,7 +106,7 @@ impl Dataset {
         self.len() == 0
     }
 
-    /// Returns the number of consecutive samples that belong together: 2 for [`Task::Prefer`], otherwise 1.
+    /// Returns the number of consecutive samples that belong together: 2 for [`TrainingTask::Prefer`], otherwise 1.
     pub fn group(&self) -> usize {
         self.group
     }

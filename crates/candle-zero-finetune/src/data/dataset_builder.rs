@@ -1,6 +1,6 @@
 //! Builds the samples of one data file: parses and tokenizes records in parallel, and writes them into the cache.
 
-use super::data_options::{DataOptions, Task, Truncation};
+use super::data_options::{DataOptions, TrainingTask, Truncation};
 use super::data_report::{DataReport, RecordNote};
 use super::labels::{NO_LABEL, no_label, not_labelled};
 use super::raw_record::{RawRecord, RecordContent};
@@ -9,7 +9,7 @@ use super::record_reader::RecordReader;
 use super::sample::Sample;
 use super::sample_cache::{SampleCache, SampleCacheWriter};
 use super::source::Source;
-use crate::chat::conversation::{Conversation, SAID, field};
+use crate::chat::conversation::{ASSISTANT_TEXT_KEYS, Conversation, field};
 use crate::chat::omitted_texts::OmittedTexts;
 use crate::chat::template::Template;
 use crate::chat::tokenizer::Tokenizer;
@@ -25,13 +25,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// The number of bytes of records that are processed at once. A single larger record is processed separately.
-const BATCH: usize = 2 << 20;
+const BATCH_BYTES: usize = 2 << 20;
 
 /// The maximum number of bytes of a file that its fingerprint reads.
-const HASHED: u64 = 64 << 20;
+const MAX_FINGERPRINTED_BYTES: u64 = 64 << 20;
 
 /// The version, which changes when the same data yields different samples.
-const VERSION: u64 = 2;
+const SAMPLES_VERSION: u64 = 2;
 
 /// Builds the samples of one file.
 pub(super) struct DatasetBuilder<'a> {
@@ -79,7 +79,7 @@ impl DatasetBuilder<'_> {
         // The previous holder of the lock may have built it.
         match open()? {
             Ok(found) => return Ok(found),
-            Err(why) if path.exists() => notice::say(&format!("{}: {why}; it is rebuilt", path.display())),
+            Err(why) if path.exists() => notice::emit(&format!("{}: {why}; it is rebuilt", path.display())),
             Err(_) => (),
         }
         let mut writer = SampleCacheWriter::new(&path).map_err(io)?;
@@ -104,14 +104,14 @@ impl DatasetBuilder<'_> {
         io: &dyn Fn(std::io::Error) -> Error,
     ) -> Result<DataReport> {
         let mut records = RecordReader::open(&self.source.path, &self.options.columns)?;
-        let pairs = self.options.task == Task::Prefer;
+        let pairs = self.options.task == TrainingTask::Prefer;
         let (mut report, mut read) = (DataReport { pairs, ..DataReport::of(&self.source.path) }, 0);
         // The tokens of plain text that do not fill a sample yet, and the line in which they begin.
         let (mut pending, mut begun) = (vec![], 1);
         loop {
             let mut batch = vec![];
             let mut bytes = 0;
-            while bytes < BATCH {
+            while bytes < BATCH_BYTES {
                 let Some(record) = records.next()? else { break };
                 bytes += record.bytes();
                 batch.push(record);
@@ -176,8 +176,8 @@ impl DatasetBuilder<'_> {
 
     fn outcome(&self, record: RawRecord) -> RecordOutcome {
         let made = match record.raw {
-            RecordContent::Text(text) if self.options.task == Task::Generate => {
-                self.tokenizer.encode(&text).map(|encoded| RecordOutcome::Tokens(encoded.ids)).map_err(words)
+            RecordContent::Text(text) if self.options.task == TrainingTask::Generate => {
+                self.tokenizer.encode(&text).map(|encoded| RecordOutcome::Tokens(encoded.ids)).map_err(error_text)
             }
             raw => raw.value().and_then(|(value, unread)| self.samples(&value, &unread)),
         };
@@ -186,7 +186,7 @@ impl DatasetBuilder<'_> {
 
     /// Returns the samples of a record. The columns `unread` were not read from the file.
     fn samples(&self, record: &Value, unread: &[String]) -> Result<RecordOutcome, String> {
-        let has_labels = self.options.task == Task::Classify;
+        let has_labels = self.options.task == TrainingTask::Classify;
         let parser = RecordParser { columns: &self.options.columns, has_template: self.template.is_some(), has_labels };
         let parsed = parser.parse(record, unread)?;
         let format = parsed.format;
@@ -198,7 +198,7 @@ impl DatasetBuilder<'_> {
         }
         let ctx = self.options.ctx;
         let samples = match (self.options.task, parsed.example) {
-            (Task::Classify, TrainingExample::Label { text, label }) => {
+            (TrainingTask::Classify, TrainingExample::Label { text, label }) => {
                 let number = self.options.labels.iter().position(|known| *known == label);
                 let known = || candle_zero::util::list(&self.options.labels);
                 let number = number.ok_or_else(|| match label.as_str() {
@@ -207,7 +207,7 @@ impl DatasetBuilder<'_> {
                 })?;
                 self.labelled(&text, &mut notes)?.map(|sample| (sample, number as u32)).into_iter().collect()
             }
-            (Task::Prefer, TrainingExample::Preference(pair)) => {
+            (TrainingTask::Prefer, TrainingExample::Preference(pair)) => {
                 let [chosen, rejected] = &*pair;
                 let fitted =
                     [chosen, rejected].map(|example| Ok(self.fitted(self.answer(example, &mut notes)?, &mut notes)));
@@ -224,7 +224,7 @@ impl DatasetBuilder<'_> {
                     _ => vec![],
                 }
             }
-            (Task::Generate, TrainingExample::Text(text) | TrainingExample::Label { text, .. }) => {
+            (TrainingTask::Generate, TrainingExample::Text(text) | TrainingExample::Label { text, .. }) => {
                 if text.trim().is_empty() {
                     notes.push(RecordNote::EmptyAnswer);
                 }
@@ -238,18 +238,18 @@ impl DatasetBuilder<'_> {
                     self.fitted(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
                 }
             }
-            (Task::Generate, example @ (TrainingExample::Chat { .. } | TrainingExample::Completion { .. })) => {
+            (TrainingTask::Generate, example @ (TrainingExample::Chat { .. } | TrainingExample::Completion { .. })) => {
                 let sample = self.answer(&example, &mut notes)?;
                 self.fitted(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
             }
-            (Task::Classify, _) => return Err(not_labelled(format)),
-            (Task::Prefer, _) => {
+            (TrainingTask::Classify, _) => return Err(not_labelled(format)),
+            (TrainingTask::Prefer, _) => {
                 return Err(format!(
                     "it contains {format}, but chosen and rejected are required; map them with --columns \
                      chosen=COLUMN,rejected=COLUMN"
                 ));
             }
-            (Task::Generate, _) => {
+            (TrainingTask::Generate, _) => {
                 return Err(format!("it contains {format}, which are only for preference training (--dpo)"));
             }
         };
@@ -290,7 +290,7 @@ impl DatasetBuilder<'_> {
             notes.push(RecordNote::EmptyAnswer);
         }
         notes.extend(unread_keys(template, conversation).into_iter().map(RecordNote::Ignored));
-        let traced = template.trace(conversation).map_err(|e| words(e.into()))?;
+        let traced = template.trace(conversation).map_err(|e| error_text(e.into()))?;
         let omitted = OmittedTexts::of(conversation, &traced);
         for (message, keys) in omitted.lost {
             if is_learned(message) {
@@ -330,7 +330,7 @@ impl DatasetBuilder<'_> {
                 _ => targets.push(target),
             }
         }
-        Ok(Sample::of_spans(self.tokenizer.encode(&traced.rendered.text).map_err(words)?, &targets))
+        Ok(Sample::of_spans(self.tokenizer.encode(&traced.rendered.text).map_err(error_text)?, &targets))
     }
 
     /// Returns a text between the tokens that the tokenizer adds, followed by the token that ends it. If the text
@@ -341,7 +341,7 @@ impl DatasetBuilder<'_> {
         is_target: impl Fn(usize) -> bool,
         notes: &mut Vec<RecordNote>,
     ) -> Result<Sample, String> {
-        let encoded = self.tokenizer.encode(text).map_err(words)?;
+        let encoded = self.tokenizer.encode(text).map_err(error_text)?;
         let (before, after) = self.tokenizer.around();
         let end = self.tokenizer.special_id("eos_token");
         let has_start = !before.is_empty() && encoded.ids.starts_with(before);
@@ -370,7 +370,7 @@ impl DatasetBuilder<'_> {
     /// Returns a text between the tokens that the tokenizer adds, with the text cut at the context length. It has no
     /// targets.
     fn labelled(&self, text: &str, notes: &mut Vec<RecordNote>) -> Result<Option<Sample>, String> {
-        let mut encoded = self.tokenizer.encode(text).map_err(words)?.ids;
+        let mut encoded = self.tokenizer.encode(text).map_err(error_text)?.ids;
         let (before, after) = self.tokenizer.around();
         let room = self.options.ctx.saturating_sub(before.len() + after.len());
         if encoded.len() > room {
@@ -419,17 +419,22 @@ impl DatasetBuilder<'_> {
         let mut file = files::open(path).map_err(io)?;
         let found = file.metadata().map_err(io)?;
         let bytes = found.len();
-        let mut hash = twox_hash::XxHash3_64::with_seed(VERSION);
-        let times = if bytes > HASHED { format!("{} {}", found.mtime(), found.mtime_nsec()) } else { String::new() };
+        let mut hash = twox_hash::XxHash3_64::with_seed(SAMPLES_VERSION);
+        let times = if bytes > MAX_FINGERPRINTED_BYTES {
+            format!("{} {}", found.mtime(), found.mtime_nsec())
+        } else {
+            String::new()
+        };
         let template = self.template.map(Template::fingerprint);
         hash.write(
             format!("{bytes} {times} {:x} {template:?} {:?}", self.tokenizer.fingerprint(), self.options).as_bytes(),
         );
         // A larger file is identified by its time and its two ends.
         let mut piece = vec![0; 1 << 20];
-        for start in [0, bytes.saturating_sub(HASHED / 2)] {
+        for start in [0, bytes.saturating_sub(MAX_FINGERPRINTED_BYTES / 2)] {
             file.seek(SeekFrom::Start(start)).map_err(io)?;
-            let mut left = if bytes > HASHED { HASHED / 2 } else { HASHED };
+            let mut left =
+                if bytes > MAX_FINGERPRINTED_BYTES { MAX_FINGERPRINTED_BYTES / 2 } else { MAX_FINGERPRINTED_BYTES };
             while left > 0 {
                 let read = file.read(&mut piece).map_err(io)?;
                 hash.write(&piece[..read]);
@@ -441,13 +446,14 @@ impl DatasetBuilder<'_> {
 }
 
 /// Returns the text of an error.
-fn words(error: Error) -> String {
+fn error_text(error: Error) -> String {
     error.to_string()
 }
 
 /// Returns the keys of messages that do not occur in the template, formatted for notes.
 fn unread_keys(template: &Template, conversation: &Conversation) -> Vec<String> {
-    let is_read = |key: &str| ["role", "content"].contains(&key) || SAID.contains(&key) || template.mentions(key);
+    let is_read =
+        |key: &str| ["role", "content"].contains(&key) || ASSISTANT_TEXT_KEYS.contains(&key) || template.mentions(key);
     let mut found: Vec<String> = vec![];
     for message in &conversation.messages {
         for key in message.try_iter().into_iter().flatten() {

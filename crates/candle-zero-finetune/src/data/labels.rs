@@ -10,7 +10,7 @@ use crate::error::Result;
 use std::path::Path;
 
 /// The maximum number of labels. A column with more values contains something else.
-const MOST_LABELS: usize = 10_000;
+const MAX_LABELS: usize = 10_000;
 
 /// The label that means "no label" in many data sets.
 pub(super) const NO_LABEL: &str = "-1";
@@ -48,10 +48,10 @@ pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
                 Ok((format, _)) => report.note(line, RecordNote::Broken(not_labelled(format))),
                 Err(reason) => report.note(line, RecordNote::Broken(reason)),
             }
-            if labels.len() > MOST_LABELS {
+            if labels.len() > MAX_LABELS {
                 return refused(
                     &source.path,
-                    format!("there are more than {MOST_LABELS}; a label must be the class of a text"),
+                    format!("there are more than {MAX_LABELS}; a label must be the class of a text"),
                 );
             }
         }

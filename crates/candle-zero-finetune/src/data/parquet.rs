@@ -5,12 +5,12 @@
 //! ```
 //!
 //! Row groups are read one after another, and only the columns that define a record are read. Memory holds the footer
-//! and, for each of these columns, a page of the dictionary, a page of values, and the values of [`AHEAD`] rows with
-//! the pages that contain them. So memory is bounded by what a writer puts into a page (usually a megabyte) and into a
-//! row, not by the file or a row group.
+//! and, for each of these columns, a page of the dictionary, a page of values, and the values of [`DECODED_ROWS`] rows
+//! with the pages that contain them. So memory is bounded by what a writer puts into a page (usually a megabyte) and
+//! into a row, not by the file or a row group.
 
 use super::columns::Columns;
-use super::raw_record::{MOST_BYTES, RawRecord, RecordContent};
+use super::raw_record::{MAX_RECORD_BYTES, RawRecord, RecordContent};
 use super::record_parser::RECORD_FORMATS;
 use crate::error::FinetuneError;
 use crate::error::{Error, Result};
@@ -32,11 +32,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The number of rows whose values of a column are decoded at once.
-const AHEAD: usize = 64;
+const DECODED_ROWS: usize = 64;
 
 /// The first and the last bytes of a file, and those of a file with an encrypted footer.
 const MAGIC: &[u8; 4] = b"PAR1";
-const ENCRYPTED: &[u8; 4] = b"PARE";
+const ENCRYPTED_MAGIC: &[u8; 4] = b"PARE";
 
 /// The rows of a file.
 pub(super) struct ParquetRows {
@@ -128,15 +128,16 @@ impl ParquetRows {
                 Ok(None) => {
                     let open = || {
                         let group = self.reader.get_row_group(self.groups)?;
-                        TreeBuilder::new().with_batch_size(AHEAD).as_iter(self.columns.clone(), &*group)
+                        TreeBuilder::new().with_batch_size(DECODED_ROWS).as_iter(self.columns.clone(), &*group)
                     };
                     self.group = Some(caught(&self.subject, open).map_err(|reason| self.damaged(&reason))?);
                     self.groups += 1;
                 }
                 Ok(Some(row)) => {
                     self.row += 1;
-                    if row.get_column_iter().map(|(_, field)| text_bytes(field)).sum::<usize>() > MOST_BYTES {
-                        let problem = format!("row {} has more than {} MiB; shorten it", self.row, MOST_BYTES >> 20);
+                    if row.get_column_iter().map(|(_, field)| text_bytes(field)).sum::<usize>() > MAX_RECORD_BYTES {
+                        let problem =
+                            format!("row {} has more than {} MiB; shorten it", self.row, MAX_RECORD_BYTES >> 20);
                         return Err(FinetuneError::Parquet { path: self.path.clone(), problem }.into());
                     }
                     let mut bytes = 0;
@@ -171,7 +172,7 @@ impl ParquetRows {
 /// Returns the result of `read`, or why it failed. For damaged bytes the crate mostly returns errors, but slices and
 /// asserts in its decoders also panic. A reader that panicked is not used again.
 fn caught<T>(subject: &SandboxSubject, read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
-    const SHOWN: usize = 200;
+    const MAX_SHOWN_CHARS: usize = 200;
     // The usual number of bytes of a page.
     let result = within(subject, 1 << 20, read);
     let reason = match result {
@@ -181,7 +182,7 @@ fn caught<T>(subject: &SandboxSubject, read: impl FnOnce() -> Result<T, ParquetE
         Err(panic) => panic,
     };
     // The error contains all bytes of a text that is not UTF-8.
-    Err(reason.chars().take(SHOWN).collect())
+    Err(reason.chars().take(MAX_SHOWN_CHARS).collect())
 }
 
 /// Checks from its two ends that a file of this size is a complete file of this format.
@@ -194,7 +195,7 @@ fn check_ends(file: &mut File, bytes: u64) -> std::io::Result<Result<(), String>
     }
     Ok(match ends.each_ref() {
         [MAGIC, MAGIC] => Ok(()),
-        [ENCRYPTED, _] | [_, ENCRYPTED] => Err("it is encrypted; write it without encryption".into()),
+        [ENCRYPTED_MAGIC, _] | [_, ENCRYPTED_MAGIC] => Err("it is encrypted; write it without encryption".into()),
         [MAGIC, _] => Err("its end is missing; fetch or write it again".into()),
         _ if bytes == 0 => Err("it is empty; fetch or write it again".into()),
         _ => {
@@ -350,7 +351,7 @@ fn finite(number: f64) -> Value {
 mod tests {
     use super::*;
     use crate::chat::conversation::field;
-    use crate::data::columns::KEYS;
+    use crate::data::columns::FORMAT_KEYS;
     use proptest::prelude::*;
 
     fn fixture(name: &str) -> PathBuf {
@@ -386,7 +387,7 @@ mod tests {
             assert_eq!(found.len(), lines.lines().count(), "{name}");
             for ((found, bytes), line) in found.into_iter().zip(lines.lines()) {
                 let expected: Value = serde_json::from_str(line).unwrap();
-                for key in KEYS {
+                for key in FORMAT_KEYS {
                     // A null in a column means that there is no value.
                     let expected = Some(field(&expected, key)).filter(|value| !value.is_undefined());
                     let found = Some(field(&found, key)).filter(|value| !value.is_undefined());

@@ -4,7 +4,7 @@ use minijinja::value::Value;
 use std::sync::Arc;
 
 /// The maximum size of a record in bytes.
-pub(crate) const MOST_BYTES: usize = 64 << 20;
+pub(crate) const MAX_RECORD_BYTES: usize = 64 << 20;
 
 /// The content of a record that is not yet parsed.
 #[derive(Debug)]
@@ -52,9 +52,9 @@ impl RecordContent {
 
 /// Returns an error if a record is too large.
 pub(super) fn check_size(bytes: usize, line: u64) -> std::io::Result<()> {
-    match bytes > MOST_BYTES {
+    match bytes > MAX_RECORD_BYTES {
         true => {
-            let reason = format!("the record in line {line} has more than {} MiB; shorten it", MOST_BYTES >> 20);
+            let reason = format!("the record in line {line} has more than {} MiB; shorten it", MAX_RECORD_BYTES >> 20);
             Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, reason))
         }
         false => Ok(()),

@@ -1,7 +1,7 @@
 //! The keys of a record, marked as they are read.
 
 use super::chat_messages::{picture, weight};
-use super::columns::{Columns, PICTURES, RANKS, SCORES, VARIABLES, WEIGHTS};
+use super::columns::{Columns, IMAGE_KEYS, QUALITY_KEYS, SCORE_KEYS, VARIABLE_KEYS, WEIGHT_KEYS};
 use super::raw_record::json;
 use crate::chat::conversation::{field, kind};
 use minijinja::value::{Value, ValueKind};
@@ -111,20 +111,20 @@ impl<'a> RecordFields<'a> {
     /// Returns the variables that the record sets for the chat template.
     pub(super) fn variables(&self) -> Result<Vec<(String, Value)>, String> {
         let mut variables = vec![];
-        if let Some(given) = self.get(VARIABLES[0]) {
+        if let Some(given) = self.get(VARIABLE_KEYS[0]) {
             let given = match given.as_str() {
-                Some(text) => json(text).map_err(|reason| format!("its {}: {reason}", VARIABLES[0]))?,
+                Some(text) => json(text).map_err(|reason| format!("its {}: {reason}", VARIABLE_KEYS[0]))?,
                 None => given,
             };
             if given.kind() != ValueKind::Map {
-                return Err(format!("its {} is {}, not an object", VARIABLES[0], kind(&given)));
+                return Err(format!("its {} is {}, not an object", VARIABLE_KEYS[0], kind(&given)));
             }
             for key in given.try_iter().into_iter().flatten() {
                 variables.push((key.to_string(), given.get_item(&key).unwrap_or_default()));
             }
         }
-        if let Some(documents) = self.get(VARIABLES[1]).filter(|value| value.kind() == ValueKind::Seq) {
-            variables.push((VARIABLES[1].into(), documents));
+        if let Some(documents) = self.get(VARIABLE_KEYS[1]).filter(|value| value.kind() == ValueKind::Seq) {
+            variables.push((VARIABLE_KEYS[1].into(), documents));
         }
         Ok(variables)
     }
@@ -132,7 +132,7 @@ impl<'a> RecordFields<'a> {
     /// Returns whether the record is to be learned at all, according to its weight.
     pub(super) fn is_learned(&self) -> Result<bool, String> {
         let mut is_learned = true;
-        for name in WEIGHTS {
+        for name in WEIGHT_KEYS {
             let value = self.get(name).unwrap_or_default();
             is_learned &= weight(self.name(name), &value)? != Some(false);
         }
@@ -145,7 +145,7 @@ impl<'a> RecordFields<'a> {
             let value = self.peek(name)?;
             value.as_str().map_or_else(|| f64::try_from(value.clone()).ok(), |text| text.trim().parse().ok())
         };
-        SCORES.iter().any(|[chosen, rejected]| {
+        SCORE_KEYS.iter().any(|[chosen, rejected]| {
             matches!((number(chosen), number(rejected)), (Some(chosen), Some(rejected)) if chosen < rejected)
         })
     }
@@ -160,7 +160,7 @@ impl<'a> RecordFields<'a> {
 
     /// Refuses pictures.
     pub(super) fn refuse_pictures(&self) -> Result<(), String> {
-        match self.left().into_iter().find(|key| PICTURES.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
+        match self.left().into_iter().find(|key| IMAGE_KEYS.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
             Some(key) => Err(format!("{} with --columns ignore={key}", picture(&key))),
             None => Ok(()),
         }
@@ -168,7 +168,7 @@ impl<'a> RecordFields<'a> {
 
     /// Returns a key that states how good the record is, which is not read.
     pub(super) fn rank(&self) -> Option<&'static str> {
-        RANKS.into_iter().find(|name| self.peek(name).is_some())
+        QUALITY_KEYS.into_iter().find(|name| self.peek(name).is_some())
     }
 
     /// Returns the keys with values that were not read.

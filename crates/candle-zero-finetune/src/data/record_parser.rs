@@ -1,7 +1,7 @@
 //! Parses a record. Its keys determine its format.
 
 use super::chat_messages::{ChatMessages, RecordProblem};
-use super::columns::{Columns, PREFERENCES, PREFERRED, SECOND_TEXTS, names};
+use super::columns::{Columns, PREFERENCE_KEYS, PREFERRED_KEYS, SECOND_TEXT_KEYS, names};
 use super::record_fields::RecordFields;
 use crate::chat::conversation::{Conversation, kind};
 use crate::chat::jinja_compat::python_str;
@@ -101,21 +101,21 @@ impl RecordParser<'_> {
             match format {
                 RecordFormat::Text | RecordFormat::Label if !self.has_labels => {}
                 RecordFormat::Text | RecordFormat::Label => {
-                    fields.refuse(&SECOND_TEXTS, "pairs of texts are not supported; join them in one column")?;
+                    fields.refuse(&SECOND_TEXT_KEYS, "pairs of texts are not supported; join them in one column")?;
                 }
                 RecordFormat::Preference => {
-                    fields.refuse(&PLACELESS, PLACELESS_WHY)?;
+                    fields.refuse(&MISPLACED_KEYS, MISPLACED_KEY_REASON)?;
                     if let TrainingExample::Preference(pair) = &example {
-                        self.say_as_they_stand(&pair[0], &mut remarks);
+                        self.remark_without_template(&pair[0], &mut remarks);
                     }
                     if fields.prefers_rejected() {
                         remarks.push("have a better score for the rejected answer than for the chosen one".into());
                     }
                 }
                 _ => {
-                    fields.refuse(&PLACELESS, PLACELESS_WHY)?;
+                    fields.refuse(&MISPLACED_KEYS, MISPLACED_KEY_REASON)?;
                     fields.refuse(
-                        &PREFERENCES,
+                        &PREFERENCE_KEYS,
                         "it looks like a rating of a single answer (KTO), which is not supported, and without it bad \
                          answers are learned like good ones; omit the bad ones and the column, or make pairs of chosen \
                          and rejected",
@@ -139,10 +139,10 @@ impl RecordParser<'_> {
         if let (Some(chosen), Some(rejected)) = (fields.get("chosen"), fields.get("rejected")) {
             return Ok((RecordFormat::Preference, self.preference(fields, [chosen, rejected])?));
         }
-        if let [Some(chosen), Some(rejected)] = PREFERRED.map(|name| fields.get(name)) {
+        if let [Some(chosen), Some(rejected)] = PREFERRED_KEYS.map(|name| fields.get(name)) {
             return Ok((RecordFormat::Preference, openai_preference(fields, [&chosen, &rejected])?));
         }
-        if let Some(name) = fields.any(&MESSAGES) {
+        if let Some(name) = fields.any(&MESSAGES_KEYS) {
             let messages = ChatMessages::of(&fields.get(name).unwrap_or_default())?;
             let format = if messages.is_share_gpt { RecordFormat::ShareGpt } else { RecordFormat::Messages };
             return Ok((format, chat(messages, None, fields)?));
@@ -152,13 +152,13 @@ impl RecordParser<'_> {
         {
             let (prompt, completion) = (fields.get("prompt"), fields.get(said));
             let example = completion_of(fields, &prompt.unwrap_or_default(), &completion.unwrap_or_default())?;
-            self.say_as_they_stand(&example, remarks);
+            self.remark_without_template(&example, remarks);
             return Ok((RecordFormat::Completion, example));
         }
         if fields.peek("instruction").is_some()
             && let Some(said) = fields.any(&["output", "response", "completion"])
         {
-            let asked = self.asked(fields, "instruction")?;
+            let asked = self.parse_instruction(fields, "instruction")?;
             return Ok((RecordFormat::Alpaca, asked.answered(fields.needed(said)?)?));
         }
         match (fields.peek("text"), fields.peek("label")) {
@@ -198,7 +198,7 @@ impl RecordParser<'_> {
     }
 
     /// Adds a remark that texts do not go through the chat template.
-    fn say_as_they_stand(&self, example: &TrainingExample, remarks: &mut Vec<String>) {
+    fn remark_without_template(&self, example: &TrainingExample, remarks: &mut Vec<String>) {
         if self.has_template && matches!(example, TrainingExample::Completion { .. }) {
             remarks.push(
                 "are learned verbatim, without the model's chat template; for an instruct model give messages, or \
@@ -209,7 +209,7 @@ impl RecordParser<'_> {
     }
 
     /// Returns the instruction under `name` and its other fields.
-    fn asked(&self, fields: &RecordFields<'_>, name: &str) -> Result<Instruction, RecordProblem> {
+    fn parse_instruction(&self, fields: &RecordFields<'_>, name: &str) -> Result<Instruction, RecordProblem> {
         let input = match (fields.text("input")?, fields.text("context")?) {
             (Some(_), Some(_)) => return Err("it has input and context; keep one of them".into()),
             (input, context) => input.or(context),
@@ -253,13 +253,13 @@ impl RecordParser<'_> {
             let same = same.min(chosen.list.len().min(rejected.list.len()) - 1);
             return pair(messages.map(|messages| chat(messages?, Some(same), fields)));
         }
-        if let Some(name) = fields.any(&MESSAGES) {
+        if let Some(name) = fields.any(&MESSAGES_KEYS) {
             let prompt = ChatMessages::of(&fields.get(name).unwrap_or_default())?;
             let from = prompt.list.len();
             return pair(answers.map(|answer| chat(prompt.clone().then(answer_of(&answer)?), Some(from), fields)));
         }
         if let Some(name) = fields.any(&["instruction", "question"]) {
-            let asked = self.asked(fields, name)?;
+            let asked = self.parse_instruction(fields, name)?;
             let text = |answer: &Value| {
                 answer
                     .as_str()
@@ -280,12 +280,12 @@ impl RecordParser<'_> {
 }
 
 /// The keys that contain messages.
-const MESSAGES: [&str; 3] = ["messages", "conversations", "conversation"];
+const MESSAGES_KEYS: [&str; 3] = ["messages", "conversations", "conversation"];
 
 /// The keys that are not allowed in some formats.
-const PLACELESS: [&str; 8] =
+const MISPLACED_KEYS: [&str; 8] =
     ["system", "system_prompt", "system_message", "history", "context", "tools", "functions", "chat_template_kwargs"];
-const PLACELESS_WHY: &str = "this format has no place for it; write messages, or map an instruction's columns as in \
+const MISPLACED_KEY_REASON: &str = "this format has no place for it; write messages, or map an instruction's columns as in \
                              --columns instruction=prompt,output=completion";
 
 /// Returns the name of a label: a text, an integer or a truth value.

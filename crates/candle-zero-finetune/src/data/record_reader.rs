@@ -3,7 +3,7 @@
 use super::columns::Columns;
 use super::csv_table::CsvTable;
 use super::parquet::ParquetRows;
-use super::raw_record::{MOST_BYTES, RawRecord, RecordContent, check_size, utf8};
+use super::raw_record::{MAX_RECORD_BYTES, RawRecord, RecordContent, check_size, utf8};
 use crate::error::FinetuneError;
 use crate::error::{Error, Result};
 use candle_zero::files;
@@ -12,10 +12,10 @@ use std::io::{BufRead, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
 /// The number of bytes that are read at once.
-const BUFFER: usize = 1 << 20;
+const READ_CHUNK: usize = 1 << 20;
 
 /// The minimum size in bytes of a record of plain text, which extends to the end of its line.
-const PIECE: usize = 64 << 10;
+const MIN_TEXT_RECORD_BYTES: usize = 64 << 10;
 
 /// The records of a file.
 pub(super) struct RecordReader {
@@ -79,7 +79,7 @@ impl RecordReader {
             FileFormat::Text(lines) => {
                 let line = lines.line + 1;
                 let mut piece = vec![];
-                while piece.len() < PIECE {
+                while piece.len() < MIN_TEXT_RECORD_BYTES {
                     let Some(next) = lines.next().map_err(wrong)? else { break };
                     piece.extend(next);
                 }
@@ -169,7 +169,7 @@ impl LineReader {
     /// Opens a file and skips a byte order mark.
     fn open(path: &Path) -> Result<Self> {
         let file = files::open(path).map_err(|source| io(path, source))?;
-        let mut reader = BufReader::with_capacity(BUFFER, file);
+        let mut reader = BufReader::with_capacity(READ_CHUNK, file);
         let head = reader.fill_buf().map_err(|source| io(path, source))?;
         if let Some(problem) = foreign(head) {
             return Err(unreadable(path, problem));
@@ -188,7 +188,7 @@ impl LineReader {
     /// Returns the next line, including its end.
     fn next(&mut self) -> std::io::Result<Option<Vec<u8>>> {
         let mut bytes = vec![];
-        (&mut self.reader).take(MOST_BYTES as u64 + 1).read_until(b'\n', &mut bytes)?;
+        (&mut self.reader).take(MAX_RECORD_BYTES as u64 + 1).read_until(b'\n', &mut bytes)?;
         self.line += 1;
         check_size(bytes.len(), self.line)?;
         Ok((!bytes.is_empty()).then_some(bytes))

@@ -27,9 +27,9 @@ use twox_hash::XxHash3_64;
 
 /// The first bytes of a file of this format.
 const MAGIC: &[u8; 8] = b"czsamp03";
-const HEADER: usize = 64;
+const HEADER_BYTES: usize = 64;
 /// The size of an index entry in bytes.
-const ENTRY: usize = 32;
+const INDEX_ENTRY_BYTES: usize = 32;
 
 /// Returns the default folder for sample files: `candle-zero/samples` in `$XDG_CACHE_HOME` or `~/.cache`.
 ///
@@ -154,7 +154,7 @@ impl SampleCache {
         };
         // Earlier versions may have made the file readable to others.
         files::tighten(path);
-        if file.metadata().map_err(io)?.len() < HEADER as u64 {
+        if file.metadata().map_err(io)?.len() < HEADER_BYTES as u64 {
             return Ok(Err("it is truncated"));
         }
         // SAFETY: the map is read-only and private to this value. Sample files get their names only when they are
@@ -168,17 +168,17 @@ impl SampleCache {
         if &map[..8] != MAGIC {
             return Err("it has a different format");
         }
-        let header: Vec<u64> = map[8..HEADER].chunks_exact(8).map(long).collect();
+        let header: Vec<u64> = map[8..HEADER_BYTES].chunks_exact(8).map(long).collect();
         let [found, samples, tokens, index, report, end, digest] = header[..] else { return Err("it is truncated") };
         if end != map.len() as u64 {
             return Err("it is truncated");
         }
-        let whole = HEADER as u64 <= index && index <= report && report <= end;
-        if !whole || samples.checked_mul(ENTRY as u64) != Some(report - index) {
+        let whole = HEADER_BYTES as u64 <= index && index <= report && report <= end;
+        if !whole || samples.checked_mul(INDEX_ENTRY_BYTES as u64) != Some(report - index) {
             return Err("it is damaged");
         }
         let mut hash = XxHash3_64::new();
-        hash.write(&map[..HEADER - 8]);
+        hash.write(&map[..HEADER_BYTES - 8]);
         hash.write(&map[index as usize..]);
         if digest != hash.finish() {
             return Err("it is damaged");
@@ -199,7 +199,7 @@ impl SampleCache {
         let start = usize::try_from(long(entry)).ok().and_then(|start| start.checked_mul(4));
         let bytes = word(&entry[8..]) as usize * 4 + (word(&entry[8..]) as usize).div_ceil(32) * 4;
         let end = start.and_then(|start| start.checked_add(bytes)).filter(|end| *end <= self.index);
-        let place = start.zip(end).filter(|(start, _)| *start >= HEADER);
+        let place = start.zip(end).filter(|(start, _)| *start >= HEADER_BYTES);
         place.is_some_and(|(start, end)| XxHash3_64::oneshot(&self.map[start..end]) == long(&entry[24..]))
     }
 
@@ -240,7 +240,7 @@ impl SampleCache {
 
     fn entry(&self, i: usize) -> &[u8] {
         assert!(i < self.samples, "sample {i} of {}", self.samples);
-        &self.map[self.index + i * ENTRY..][..ENTRY]
+        &self.map[self.index + i * INDEX_ENTRY_BYTES..][..INDEX_ENTRY_BYTES]
     }
 
     /// Returns sample `i`.
@@ -279,9 +279,9 @@ impl SampleCacheWriter {
         let scratch = ScratchFolder::new(folder, WRITING)?;
         let file = File::options().write(true).create_new(true).mode(0o600).open(scratch.path().join("new"))?;
         let mut data = BufWriter::with_capacity(1 << 20, file);
-        data.write_all(&[0; HEADER])?;
+        data.write_all(&[0; HEADER_BYTES])?;
         let index = BufWriter::new(tempfile::tempfile_in(folder)?);
-        Ok(Self { data, scratch, index, at: HEADER as u64, samples: 0, tokens: 0, bytes: vec![] })
+        Ok(Self { data, scratch, index, at: HEADER_BYTES as u64, samples: 0, tokens: 0, bytes: vec![] })
     }
 
     pub(super) fn samples(&self) -> u64 {
@@ -298,7 +298,7 @@ impl SampleCacheWriter {
             self.bytes.extend(bits.to_le_bytes());
         }
         self.data.write_all(&self.bytes)?;
-        let mut entry = [0; ENTRY];
+        let mut entry = [0; INDEX_ENTRY_BYTES];
         entry[..8].copy_from_slice(&(self.at / 4).to_le_bytes());
         entry[8..12].copy_from_slice(&count.to_le_bytes());
         entry[12..16].copy_from_slice(&label.to_le_bytes());

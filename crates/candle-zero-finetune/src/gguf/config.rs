@@ -7,15 +7,19 @@ use candle_core::quantized::gguf_file::Value;
 use serde_json::{Value as Json, json};
 
 /// The architectures with known conventions. Files of Mistral models use the name llama.
-const KNOWN: [&str; 6] = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"];
+const SUPPORTED_ARCHITECTURES: [&str; 6] = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"];
 
 impl GgufFile {
     /// Returns the equivalent of `config.json`.
     pub fn config_json(&self) -> Result<Json> {
         let keys = ArchitectureKeys { gguf: self, architecture: self.architecture()? };
         let architecture = keys.architecture;
-        if !KNOWN.contains(&architecture) {
-            return Err(self.refuse("general.architecture", architecture, format!("one of {}", KNOWN.join(", "))));
+        if !SUPPORTED_ARCHITECTURES.contains(&architecture) {
+            return Err(self.refuse(
+                "general.architecture",
+                architecture,
+                format!("one of {}", SUPPORTED_ARCHITECTURES.join(", ")),
+            ));
         }
         if keys.number("expert_count")?.is_some_and(|experts| experts > 0.0) {
             return Err(keys.refuse("expert_count", "0: mixtures of experts are not supported"));
@@ -194,7 +198,7 @@ impl<'a> ArchitectureKeys<'a> {
         use candle_zero::models::{RotaryConfig, RotaryScaling};
         use candle_zero::nn::frequencies::Llama3RopeScaling;
         const NAME: &str = "rope_freqs.weight";
-        let Some(given) = self.gguf.whole(NAME)? else { return Ok(Json::Null) };
+        let Some(given) = self.gguf.dequantized(NAME)? else { return Ok(Json::Null) };
         let theta = self.number("rope.freq_base")?.unwrap_or(1e4);
         let plain = RotaryConfig { theta, scaling: RotaryScaling::None }.frequencies(head)?;
         let factor = given.iter().fold(1f32, |most, factor| most.max(*factor));

@@ -22,7 +22,7 @@ const USER_DEFINED: i64 = 4;
 const UNUSED: i64 = 5;
 
 /// The maximum number of tokens in a file.
-const MOST_TOKENS: usize = 1 << 22;
+const MAX_TOKENS: usize = 1 << 22;
 
 /// SentencePiece's symbol for a space.
 const SPACE: &str = "\u{2581}";
@@ -51,7 +51,7 @@ const DEEPSEEK_V3: [&str; 3] = [
 const DEEPSEEK_CODER: [&str; 5] = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"];
 
 /// The supported names.
-const KNOWN: &str = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, \
+const SUPPORTED_PRE_TOKENIZERS: &str = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, \
                      deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder";
 
 impl PreTokenizerPattern {
@@ -173,7 +173,7 @@ impl GgufFile {
     fn number(&self, key: &str) -> Result<Option<u64>> {
         match self.content.metadata.get(key) {
             None => Ok(None),
-            Some(value) => match whole(value) {
+            Some(value) => match integer(value) {
                 Some(number) => Ok(u64::try_from(number).ok()),
                 None => Err(self.refuse(key, "not a whole number", "a whole number")),
             },
@@ -204,13 +204,15 @@ fn written(value: &Value) -> Option<GgufValue> {
                 let number = |value: &Value| if let Value::F32(number) = value { Some(*number) } else { None };
                 GgufValue::F32s(values.iter().map(number).collect::<Option<_>>()?)
             }
-            _ => GgufValue::I32s(values.iter().map(|value| i32::try_from(whole(value)?).ok()).collect::<Option<_>>()?),
+            _ => {
+                GgufValue::I32s(values.iter().map(|value| i32::try_from(integer(value)?).ok()).collect::<Option<_>>()?)
+            }
         },
-        value => GgufValue::U32(u32::try_from(whole(value)?).ok()?),
+        value => GgufValue::U32(u32::try_from(integer(value)?).ok()?),
     })
 }
 
-fn whole(value: &Value) -> Option<i64> {
+fn integer(value: &Value) -> Option<i64> {
     match value {
         Value::I8(number) => Some((*number).into()),
         Value::I16(number) => Some((*number).into()),
@@ -231,11 +233,11 @@ impl<'a> GgufVocabulary<'a> {
     fn of(gguf: &'a GgufFile) -> Result<Self> {
         const TOKENS: &str = "tokenizer.ggml.tokens";
         let texts = gguf.array(TOKENS)?.ok_or_else(|| gguf.refuse(TOKENS, "absent", "a list of strings"))?;
-        if texts.is_empty() || texts.len() > MOST_TOKENS {
+        if texts.is_empty() || texts.len() > MAX_TOKENS {
             return Err(gguf.refuse(
                 TOKENS,
                 format!("a list of length {}", texts.len()),
-                format!("1 to {MOST_TOKENS} strings"),
+                format!("1 to {MAX_TOKENS} strings"),
             ));
         }
         let kinds = gguf.array("tokenizer.ggml.token_type")?;
@@ -249,7 +251,7 @@ impl<'a> GgufVocabulary<'a> {
         }
         let token = |(id, text): (usize, &'a Value)| match text {
             Value::String(text) => {
-                let kind = kinds.and_then(|kinds| whole(&kinds[id])).unwrap_or(NORMAL);
+                let kind = kinds.and_then(|kinds| integer(&kinds[id])).unwrap_or(NORMAL);
                 Ok((text.as_str(), kind))
             }
             _ => Err(gguf.refuse(TOKENS, format!("not a string at {id}"), "strings")),
@@ -284,7 +286,9 @@ impl<'a> GgufVocabulary<'a> {
     /// Returns the byte-level BPE tokenizer, and whether texts begin with BOS if the file does not specify this.
     fn byte_level(&self) -> Result<(Json, bool)> {
         const PRE: &str = "tokenizer.ggml.pre";
-        let allowed = || format!("one of {KNOWN}; for another, put the model's tokenizer.json next to the file");
+        let allowed = || {
+            format!("one of {SUPPORTED_PRE_TOKENIZERS}; for another, put the model's tokenizer.json next to the file")
+        };
         let name = self.gguf.text(PRE)?.ok_or_else(|| self.gguf.refuse(PRE, "absent", allowed()))?;
         let cut = PreTokenizerPattern::of(name).ok_or_else(|| self.gguf.refuse(PRE, format!("{name:?}"), allowed()))?;
         const MERGES: &str = "tokenizer.ggml.merges";

@@ -10,7 +10,7 @@ use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-const MOST_BYTES: u64 = 1 << 28;
+const MAX_FILE_BYTES: u64 = 1 << 28;
 
 /// Token types, by llama.cpp's numbers.
 const NORMAL: i32 = 1;
@@ -33,7 +33,7 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
     if model["type"] != "BPE" {
         return Err(wrong(format!("its model is {}; only byte-level BPE can be written as GGUF", model["type"])));
     }
-    let pre = match cut(&tokenizer["pre_tokenizer"]).map_err(wrong)? {
+    let pre = match pre_tokenizer_name(&tokenizer["pre_tokenizer"]).map_err(wrong)? {
         // The same pattern without normalization.
         "qwen2" if tokenizer["normalizer"]["type"] != "NFC" => "deepseek-r1-qwen",
         pre => pre,
@@ -112,7 +112,7 @@ fn template_keys(named: BTreeMap<String, String>) -> Vec<(String, GgufValue)> {
 }
 
 /// Returns llama.cpp's name of the pre-tokenizer, or why there is none.
-fn cut(pre_tokenizer: &Json) -> std::result::Result<&'static str, String> {
+fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str, String> {
     let steps: Vec<&Json> = match pre_tokenizer["type"].as_str() {
         Some("Sequence") => pre_tokenizer["pretokenizers"].as_array().into_iter().flatten().collect(),
         _ => vec![pre_tokenizer],
@@ -145,7 +145,7 @@ fn special(kind: &str, settings: &Json, config: &Json, ids: &BTreeMap<usize, (&s
 }
 
 fn read_text(path: &Path) -> Result<String> {
-    files::read_text(path, MOST_BYTES).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })
+    files::read_text(path, MAX_FILE_BYTES).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })
 }
 
 fn read_json(path: &Path) -> Result<Json> {
@@ -166,12 +166,15 @@ mod tests {
         let bytes = |splits: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "use_regex": splits});
         let after = |step: Json, splits| json!({"type": "Sequence", "pretokenizers": [step, bytes(splits)]});
         let split = |pattern: &str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"});
-        assert_eq!(cut(&bytes(true)), Ok("gpt-2"));
-        assert_eq!(cut(&after(json!({"type": "Digits", "individual_digits": true}), true)), Ok("smollm"));
-        assert_eq!(cut(&after(split(LLAMA3), false)), Ok("llama-bpe"));
-        assert_eq!(cut(&after(split(QWEN2), false)), Ok("qwen2"));
-        assert!(cut(&after(split("x"), false)).unwrap_err().contains("not one of the supported ways"));
-        assert!(cut(&json!({"type": "Metaspace"})).unwrap_err().contains("not byte-level"));
-        assert!(cut(&Json::Null).unwrap_err().contains("not byte-level"));
+        assert_eq!(pre_tokenizer_name(&bytes(true)), Ok("gpt-2"));
+        assert_eq!(
+            pre_tokenizer_name(&after(json!({"type": "Digits", "individual_digits": true}), true)),
+            Ok("smollm")
+        );
+        assert_eq!(pre_tokenizer_name(&after(split(LLAMA3), false)), Ok("llama-bpe"));
+        assert_eq!(pre_tokenizer_name(&after(split(QWEN2), false)), Ok("qwen2"));
+        assert!(pre_tokenizer_name(&after(split("x"), false)).unwrap_err().contains("not one of the supported ways"));
+        assert!(pre_tokenizer_name(&json!({"type": "Metaspace"})).unwrap_err().contains("not byte-level"));
+        assert!(pre_tokenizer_name(&Json::Null).unwrap_err().contains("not byte-level"));
     }
 }

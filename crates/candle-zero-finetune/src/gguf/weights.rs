@@ -39,7 +39,7 @@ struct TensorSource {
 }
 
 /// The supported formats.
-const FORMATS: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
+const SUPPORTED_FORMATS: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
 
 impl GgufFile {
     /// Opens and maps a file, and reads its metadata.
@@ -57,7 +57,7 @@ impl GgufFile {
     /// Returns the file after checking that it contains exactly the weights of the model that `config` describes.
     pub fn described_by(mut self, config: &DecoderConfig) -> Result<Self> {
         let architecture = self.architecture()?.to_owned();
-        let mut used: BTreeSet<&str> = NEEDLESS.into_iter().collect();
+        let mut used: BTreeSet<&str> = REDUNDANT_TENSORS.into_iter().collect();
         let parameters = config.parameters()?;
         for (parameter, shape) in &parameters {
             let name = name_in_file(&architecture, parameter);
@@ -110,7 +110,7 @@ impl GgufFile {
     }
 
     /// Returns all values of a tensor, if the file has one of that name.
-    pub fn whole(&self, name: &str) -> Result<Option<Vec<f32>>> {
+    pub fn dequantized(&self, name: &str) -> Result<Option<Vec<f32>>> {
         let Some(info) = self.content.tensor_infos.get(name) else { return Ok(None) };
         self.check(name, info)?;
         let mut values = Vec::new();
@@ -130,7 +130,7 @@ impl GgufFile {
         let dtype = info.ggml_dtype;
         if ![F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K].contains(&dtype) {
             let (path, name, found) = (self.path.clone(), name.to_owned(), format!("{dtype:?}"));
-            return Err(FinetuneError::GgufDtype { path, name, found, allowed: FORMATS }.into());
+            return Err(FinetuneError::GgufDtype { path, name, found, allowed: SUPPORTED_FORMATS }.into());
         }
         let row = info.shape.dims().last().copied().unwrap_or(1);
         if !row.is_multiple_of(dtype.block_size()) {
@@ -228,8 +228,8 @@ impl InitialValues for GgufFile {
     }
 
     fn fingerprint(&self) -> u64 {
-        const PLACES: usize = 1000;
-        let step = self.map.len().div_ceil(PLACES).max(1);
+        const MAX_SAMPLED_NAMES: usize = 1000;
+        let step = self.map.len().div_ceil(MAX_SAMPLED_NAMES).max(1);
         let header = self.map.len().min(self.content.tensor_data_offset as usize);
         let data = self.map.chunks(step).flat_map(|c| &c[..c.len().min(8)]);
         fnv1a(&self.map[..header].iter().chain(data).copied().collect::<Vec<u8>>())
@@ -278,7 +278,7 @@ fn mixed_row(row: usize, head: usize) -> usize {
 }
 
 /// Tensors that are redundant with the metadata or the embedding.
-const NEEDLESS: [&str; 1] = ["rope_freqs.weight"];
+const REDUNDANT_TENSORS: [&str; 1] = ["rope_freqs.weight"];
 
 /// Returns the name in a GGUF file of a parameter, given its Hugging Face name.
 fn name_in_file(architecture: &str, parameter: &str) -> Option<String> {

@@ -61,21 +61,21 @@ impl<E: Into<Error>> From<E> for RequestFailure {
 }
 
 /// The maximum time for which the server may be silent.
-const PATIENCE: Duration = Duration::from_secs(60);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The maximum number of consecutive attempts that receive no bytes.
-pub(super) const TRIES: u32 = 4;
+pub(super) const MAX_ATTEMPTS: u32 = 4;
 /// The pause after the first attempt. It doubles after each further one.
-const PAUSE: Duration = Duration::from_millis(500);
+const INITIAL_BACKOFF: Duration = Duration::from_millis(500);
 /// The maximum size of a listing in bytes. Each file takes a few hundred bytes.
-const MOST_OF_LISTING: u64 = 1 << 26;
+const MAX_LISTING_BYTES: u64 = 1 << 26;
 /// The maximum size of a certificate file in bytes.
-const MOST_OF_CERTIFICATES: u64 = 1 << 24;
+const MAX_CERTIFICATE_BYTES: u64 = 1 << 24;
 /// The maximum number of redirects to the description of a file.
-const MOST_STEPS: usize = 8;
+const MAX_REDIRECTS: usize = 8;
 /// The number of characters of a server's message that are shown.
-const SHOWN: usize = 200;
+const MAX_SHOWN_CHARS: usize = 200;
 /// The name of the listing in messages.
-const LISTING: &str = "the list of files";
+const LISTING_NAME: &str = "the list of files";
 
 impl<'a> HubClient<'a> {
     pub fn new(repository: &'a Repository, settings: &'a HubSettings) -> Result<Self> {
@@ -83,7 +83,7 @@ impl<'a> HubClient<'a> {
             .with_endpoint(settings.endpoint.clone())
             .with_token(settings.token.clone())
             .with_user_agent(env!("CARGO_PKG_NAME"), env!("CARGO_PKG_VERSION"));
-        let api = api.build().map_err(|e| Self::unreachable_at(repository, settings, LISTING, e.to_string()))?;
+        let api = api.build().map_err(|e| Self::unreachable_at(repository, settings, LISTING_NAME, e.to_string()))?;
         let tls = tls(settings)?;
         let config = || {
             Agent::config_builder()
@@ -91,9 +91,9 @@ impl<'a> HubClient<'a> {
                 .http_status_as_error(false)
                 .redirect_auth_headers(RedirectAuthHeaders::SameHost)
                 .user_agent(concat!(env!("CARGO_PKG_NAME"), "/", env!("CARGO_PKG_VERSION")))
-                .timeout_connect(Some(PATIENCE))
-                .timeout_recv_response(Some(PATIENCE))
-                .timeout_per_read(Some(PATIENCE))
+                .timeout_connect(Some(IDLE_TIMEOUT))
+                .timeout_recv_response(Some(IDLE_TIMEOUT))
+                .timeout_per_read(Some(IDLE_TIMEOUT))
         };
         let staying = config().max_redirects(0).max_redirects_will_error(false).build().into();
         Ok(Self { repository, settings, api, agent: config().build().into(), staying, tls })
@@ -101,22 +101,22 @@ impl<'a> HubClient<'a> {
 
     /// Returns the commit of the revision and the names of its files.
     pub fn listing(&self) -> Result<RepoInfo> {
-        self.patiently(LISTING, || self.list())
+        self.with_retries(LISTING_NAME, || self.list())
     }
 
     /// Returns the properties of a file.
     pub fn remote(&self, commit: &str, file: &str) -> Result<RemoteFile> {
-        self.patiently(file, || self.look_up(commit, file))
+        self.with_retries(file, || self.look_up(commit, file))
     }
 
-    /// Calls `run` again after temporary failures, up to [`TRIES`] times in total.
-    fn patiently<T>(&self, file: &str, mut run: impl FnMut() -> Result<T, RequestFailure>) -> Result<T> {
+    /// Calls `run` again after temporary failures, up to [`MAX_ATTEMPTS`] times in total.
+    fn with_retries<T>(&self, file: &str, mut run: impl FnMut() -> Result<T, RequestFailure>) -> Result<T> {
         let mut tries = 0;
         loop {
             match run() {
                 Ok(found) => return Ok(found),
                 Err(RequestFailure::Final(error)) => return Err(error),
-                Err(RequestFailure::Passing(..)) if tries + 1 < TRIES => {
+                Err(RequestFailure::Passing(..)) if tries + 1 < MAX_ATTEMPTS => {
                     tries += 1;
                     pause(tries);
                 }
@@ -134,23 +134,23 @@ impl<'a> HubClient<'a> {
             .config()
             .http_status_as_error(false)
             .tls_config(self.tls.clone())
-            .timeout_global(Some(PATIENCE))
+            .timeout_global(Some(IDLE_TIMEOUT))
             .build();
         // If the first request is not answered, a second one is unlikely to be.
-        let mut answer = request.call().map_err(|e| self.unreachable(LISTING, e.to_string()))?;
-        self.check_status(LISTING, answer.status().as_u16(), answer.headers())?;
-        let info: Result<RepoInfo, _> = answer.body_mut().with_config().limit(MOST_OF_LISTING).read_json();
-        let info = info.map_err(|e| self.odd(LISTING, format!("it is not a list of files: {e}")))?;
+        let mut answer = request.call().map_err(|e| self.unreachable(LISTING_NAME, e.to_string()))?;
+        self.check_status(LISTING_NAME, answer.status().as_u16(), answer.headers())?;
+        let info: Result<RepoInfo, _> = answer.body_mut().with_config().limit(MAX_LISTING_BYTES).read_json();
+        let info = info.map_err(|e| self.unexpected_answer(LISTING_NAME, format!("it is not a list of files: {e}")))?;
         let is_commit = (7..=64).contains(&info.sha.len()) && info.sha.bytes().all(|byte| byte.is_ascii_hexdigit());
         match is_commit {
             true => Ok(info),
-            false => Err(self.odd(LISTING, "it names no commit".into()).into()),
+            false => Err(self.unexpected_answer(LISTING_NAME, "it names no commit".into()).into()),
         }
     }
 
     fn look_up(&self, commit: &str, file: &str) -> Result<RemoteFile, RequestFailure> {
         let mut address = self.address(commit, file);
-        for _ in 0..MOST_STEPS {
+        for _ in 0..MAX_REDIRECTS {
             let request = self.staying.head(&address).header(ACCEPT_ENCODING, "identity");
             let answer = match self.authorization() {
                 Some(token) => request.header(AUTHORIZATION, token),
@@ -168,7 +168,7 @@ impl<'a> HubClient<'a> {
                 None => return self.described(file, headers, "x-linked-size"),
             }
         }
-        Err(self.odd(file, format!("it redirects {MOST_STEPS} times without an end")).into())
+        Err(self.unexpected_answer(file, format!("it redirects {MAX_REDIRECTS} times without an end")).into())
     }
 
     fn described(&self, file: &str, headers: &HeaderMap, size: &str) -> Result<RemoteFile, RequestFailure> {
@@ -177,10 +177,10 @@ impl<'a> HubClient<'a> {
         let etag = etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"');
         // The ETag becomes a file name.
         if !is_part(etag) || etag.len() > 128 {
-            return Err(self.odd(file, "it has no ETag that identifies the content".into()).into());
+            return Err(self.unexpected_answer(file, "it has no ETag that identifies the content".into()).into());
         }
         let size = ["x-linked-size", size].into_iter().find_map(|name| text_of(headers, name)?.parse().ok());
-        let size = size.ok_or_else(|| self.odd(file, "it states no size".into()))?;
+        let size = size.ok_or_else(|| self.unexpected_answer(file, "it states no size".into()))?;
         let is_digest = linked.is_some() && etag.len() == 64 && etag.bytes().all(|byte| byte.is_ascii_hexdigit());
         Ok(RemoteFile { etag: etag.to_ascii_lowercase(), size, is_digest })
     }
@@ -203,7 +203,7 @@ impl<'a> HubClient<'a> {
                 let begun = range.strip_prefix("bytes ").and_then(|range| range.split('-').next()?.parse().ok());
                 if begun != Some(from) {
                     return Err(self
-                        .odd(file, format!("bytes from {from} on were requested, but {range:?} was sent"))
+                        .unexpected_answer(file, format!("bytes from {from} on were requested, but {range:?} was sent"))
                         .into());
                 }
                 from
@@ -239,14 +239,15 @@ impl<'a> HubClient<'a> {
         let (endpoint, file) = (self.settings.endpoint.clone(), file.to_owned());
         let has_token = self.settings.token.is_some();
         let said = text_of(headers, "x-error-message").unwrap_or_default();
-        let said: String = said.trim_end_matches('.').chars().filter(|c| !c.is_control()).take(SHOWN).collect();
+        let said: String =
+            said.trim_end_matches('.').chars().filter(|c| !c.is_control()).take(MAX_SHOWN_CHARS).collect();
         Err(match (status, text_of(headers, "x-error-code").unwrap_or_default()) {
             (200 | 206, _) => return Ok(()),
             (_, "RepoNotFound") => HubError::NoRepository { repository, endpoint, has_token }.into(),
             (_, "RevisionNotFound") => HubError::NoRevision { name, revision }.into(),
             (_, "GatedRepo") => HubError::Gated { repository, name, file, endpoint }.into(),
             (401 | 403, _) => HubError::Refused { repository, file, endpoint, status, said, has_token }.into(),
-            (404, _) if file == LISTING => HubError::NoRepository { repository, endpoint, has_token }.into(),
+            (404, _) if file == LISTING_NAME => HubError::NoRepository { repository, endpoint, has_token }.into(),
             (408 | 416 | 500..=504, _) => {
                 RequestFailure::Passing(format!("{endpoint} answered HTTP {status}"), Some(status))
             }
@@ -269,7 +270,7 @@ impl<'a> HubClient<'a> {
         HubError::Unreachable { repository, file, endpoint, reason }
     }
 
-    pub fn odd(&self, file: &str, problem: String) -> HubError {
+    pub fn unexpected_answer(&self, file: &str, problem: String) -> HubError {
         let (repository, file) = (self.repository.to_string(), file.to_owned());
         HubError::Answer { repository, file, endpoint: self.settings.endpoint.clone(), problem }
     }
@@ -278,7 +279,7 @@ impl<'a> HubClient<'a> {
 /// Returns the certificates to trust.
 fn tls(settings: &HubSettings) -> Result<TlsConfig> {
     let Some(path) = &settings.certificates else { return Ok(TlsConfig::default()) };
-    let bytes = files::read(path, MOST_OF_CERTIFICATES);
+    let bytes = files::read(path, MAX_CERTIFICATE_BYTES);
     let bytes = bytes.map_err(|source| Error::Io { action: "read", path: path.clone(), source })?;
     let roots = parse_pem(&bytes).filter_map(|item| match item {
         Ok(PemItem::Certificate(certificate)) => Some(certificate),
@@ -294,7 +295,7 @@ fn tls(settings: &HubSettings) -> Result<TlsConfig> {
 
 /// Waits before the next attempt.
 pub(super) fn pause(tries: u32) {
-    std::thread::sleep(PAUSE * 2u32.pow(tries.saturating_sub(1)));
+    std::thread::sleep(INITIAL_BACKOFF * 2u32.pow(tries.saturating_sub(1)));
 }
 
 fn text_of<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {

@@ -1,7 +1,7 @@
 //! Downloads one file. Its bytes are written to a file next to the final path, and an interrupted download resumes at
 //! their end.
 
-use super::client::{FileStream, HubClient, RemoteFile, RequestFailure, TRIES, pause};
+use super::client::{FileStream, HubClient, MAX_ATTEMPTS, RemoteFile, RequestFailure, pause};
 use super::error::HubError;
 use super::repository::Repository;
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
 /// The number of bytes that are read at once.
-const AT_ONCE: usize = 1 << 16;
+const READ_CHUNK: usize = 1 << 16;
 
 /// A file of a commit that is downloaded. `tell` receives the number of bytes received so far.
 pub(super) struct FileDownload<'a> {
@@ -39,7 +39,7 @@ impl FileDownload<'_> {
                 return Ok(());
             }
             fs::remove_file(&part).map_err(wrong)?;
-            self.say("its checksum is wrong: fetching it again");
+            self.report_problem("its checksum is wrong: fetching it again");
         }
         Err(HubError::Damaged { repository: self.repository.to_string(), file: self.file.into() }.into())
     }
@@ -62,12 +62,12 @@ impl FileDownload<'_> {
             };
             let done = into.metadata().map_err(|source| self.not_written(part, remote, source))?.len();
             tries = if done > before { 1 } else { tries + 1 };
-            if tries == TRIES {
+            if tries == MAX_ATTEMPTS {
                 let (repository, file) = (self.repository.to_string(), self.file.to_owned());
                 let (done, size) = (binary(done).into(), binary(remote.size).into());
                 return Err(HubError::Interrupted { repository, file, done, size, reason }.into());
             }
-            self.say(&format!("{reason}; resuming at byte {done} of {size}", size = remote.size));
+            self.report_problem(&format!("{reason}; resuming at byte {done} of {size}", size = remote.size));
             pause(tries);
         }
     }
@@ -80,7 +80,7 @@ impl FileDownload<'_> {
         let there = if there > remote.size { 0 } else { there };
         let FileStream { from, mut reader } = self.client.bytes(self.commit, self.file, there)?;
         into.set_len(from).and_then(|()| into.seek(SeekFrom::Start(from))).map_err(wrong)?;
-        let (mut done, mut buffer) = (from, vec![0; AT_ONCE]);
+        let (mut done, mut buffer) = (from, vec![0; READ_CHUNK]);
         (self.tell)(done);
         loop {
             let read = match reader.read(&mut buffer) {
@@ -93,15 +93,15 @@ impl FileDownload<'_> {
             done += read as u64;
             if done > remote.size {
                 let problem = format!("it should have {} bytes, but more were sent", remote.size);
-                return Err(self.client.odd(self.file, problem).into());
+                return Err(self.client.unexpected_answer(self.file, problem).into());
             }
             into.write_all(&buffer[..read]).map_err(wrong)?;
             (self.tell)(done);
         }
     }
 
-    fn say(&self, what: &str) {
-        notice::say(&format!("{} of {}: {what}", self.file, self.repository));
+    fn report_problem(&self, what: &str) {
+        notice::emit(&format!("{} of {}: {what}", self.file, self.repository));
     }
 
     fn not_written(&self, path: &Path, remote: &RemoteFile, source: std::io::Error) -> Error {
@@ -131,7 +131,7 @@ fn not_written(repository: &Repository, file: &str, path: &Path, remote: &Remote
 
 /// Returns the SHA-256 of a file.
 fn digest(path: &Path) -> std::io::Result<String> {
-    let (mut file, mut buffer) = (File::open(path)?, vec![0; AT_ONCE]);
+    let (mut file, mut buffer) = (File::open(path)?, vec![0; READ_CHUNK]);
     let mut context = Context::new(&SHA256);
     loop {
         match file.read(&mut buffer)? {

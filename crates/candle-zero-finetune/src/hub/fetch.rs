@@ -164,7 +164,7 @@ impl SnapshotFetch<'_, '_> {
         if count > 0 {
             let (commit, folder) = (&self.commit[..self.commit.len().min(12)], folder.display());
             let bytes = binary(needed);
-            notice::say(&format!(
+            notice::emit(&format!(
                 "{repository} at commit {commit}: {bytes} of {} to fetch into {folder}",
                 counted(count, "file")
             ));
@@ -194,7 +194,7 @@ impl SnapshotFetch<'_, '_> {
                 FolderLockOutcome::Busy(owner) if !is_said => {
                     is_said = true;
                     let who = owner.map_or("another process".into(), |owner| format!("process {owner}"));
-                    notice::say(&format!("{who} is fetching {}: waiting for it", self.repository));
+                    notice::emit(&format!("{who} is fetching {}: waiting for it", self.repository));
                 }
                 FolderLockOutcome::Busy(_) => {}
             }

@@ -20,9 +20,9 @@ pub enum FileSelection {
 }
 
 /// The default revision.
-const MAIN: &str = "main";
+const DEFAULT_REVISION: &str = "main";
 /// The maximum length of a name and of a revision.
-const LONGEST: usize = 96;
+const MAX_NAME_BYTES: usize = 96;
 
 impl Repository {
     /// Returns the repository that a text names, or `None` if the text can only be a path.
@@ -35,10 +35,10 @@ impl Repository {
     /// assert!(Repository::parse("./models/llama").is_none());
     /// ```
     pub fn parse(text: &str) -> Option<Self> {
-        let (name, revision) = text.split_once('@').unwrap_or((text, MAIN));
+        let (name, revision) = text.split_once('@').unwrap_or((text, DEFAULT_REVISION));
         let (organization, model) = name.split_once('/')?;
-        let is_name = [organization, model].into_iter().all(is_part) && name.len() <= LONGEST;
-        let is_revision = revision.split('/').all(is_part) && revision.len() <= LONGEST;
+        let is_name = [organization, model].into_iter().all(is_part) && name.len() <= MAX_NAME_BYTES;
+        let is_revision = revision.split('/').all(is_part) && revision.len() <= MAX_NAME_BYTES;
         (is_name && is_revision).then(|| Self { name: name.into(), revision: revision.into() })
     }
 
@@ -56,7 +56,7 @@ impl Repository {
 impl fmt::Display for Repository {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name)?;
-        if self.revision == MAIN { Ok(()) } else { write!(f, "@{}", self.revision) }
+        if self.revision == DEFAULT_REVISION { Ok(()) } else { write!(f, "@{}", self.revision) }
     }
 }
 

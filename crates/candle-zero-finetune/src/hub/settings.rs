@@ -20,7 +20,7 @@ pub(super) struct HubSettings {
 }
 
 /// The maximum size of a token file in bytes.
-const MOST_OF_TOKEN: u64 = 1 << 16;
+const MAX_TOKEN_BYTES: u64 = 1 << 16;
 
 impl HubSettings {
     pub fn from_env() -> Result<Self> {
@@ -37,7 +37,7 @@ impl HubSettings {
         let token = match get("HF_TOKEN") {
             Some(token) => Some(token.to_string_lossy().into_owned()),
             // The file is optional. If it cannot be read, the request that lacks the token reports it.
-            None => token_file.and_then(|path| candle_zero::files::read_text(path, MOST_OF_TOKEN).ok()),
+            None => token_file.and_then(|path| candle_zero::files::read_text(path, MAX_TOKEN_BYTES).ok()),
         };
         let token = token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty());
         if token.as_ref().is_some_and(|token| !token.bytes().all(|byte| byte.is_ascii_graphic())) {

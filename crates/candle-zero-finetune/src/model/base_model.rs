@@ -89,7 +89,7 @@ impl BaseModel {
         for (name, shape) in &parameters {
             check_weight(&files, name, shape, &description)?;
         }
-        let used: BTreeSet<&str> = parameters.iter().map(|(name, _)| name.as_str()).chain([HEAD]).collect();
+        let used: BTreeSet<&str> = parameters.iter().map(|(name, _)| name.as_str()).chain([LM_HEAD]).collect();
         let extra: Vec<&str> = files.unused(&used).into_iter().filter(|name| !is_of_images(&json, name)).collect();
         if !extra.is_empty() {
             let (path, names) = (files.path().to_owned(), list(&extra));
@@ -193,13 +193,13 @@ pub(super) fn check_rows(rows: usize, ids: usize) -> Result<()> {
 }
 
 /// The output projection, which files may contain even if the model uses its embedding instead.
-const HEAD: &str = "lm_head.weight";
+const LM_HEAD: &str = "lm_head.weight";
 
 /// Returns whether a tensor belongs to the vision part of a model around the language model.
 fn is_of_images(json: &Value, name: &str) -> bool {
-    const PARTS: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
+    const VISION_PREFIXES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
     let name = name.strip_prefix("model.").unwrap_or(name);
-    json.get("text_config").is_some() && PARTS.iter().any(|part| name.starts_with(part))
+    json.get("text_config").is_some() && VISION_PREFIXES.iter().any(|part| name.starts_with(part))
 }
 
 /// Returns a builder for models without an engine. Each tensor is read when the model requests it.

@@ -22,11 +22,11 @@ use std::sync::Arc;
 ///
 /// ```no_run
 /// use candle_zero::Engine;
-/// use candle_zero_finetune::{Columns, DataOptions, EncoderBase, Source, Task, labels_of};
+/// use candle_zero_finetune::{Columns, DataOptions, EncoderBase, Source, TrainingTask, labels_of};
 /// use candle_zero::models::Bert;
 ///
 /// let base = EncoderBase::open("bert-base-uncased", &labels_of(&[Source::parse("reviews.csv")?], &Columns::default())?)?;
-/// let data = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(Task::Classify, 128) };
+/// let data = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(TrainingTask::Classify, 128) };
 /// let config = r#"{"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 5e-5}}}"#;
 /// let builder = Engine::builder().initial_values(base.values());
 /// let engine = builder.initialize(|vb| Bert::new(base.config(), vb), config)?;
@@ -198,10 +198,10 @@ fn describe(json: &mut Value, labels: &[String]) {
 
 /// Returns a note on tensors that are not among the parameters `used`. Those of heads are ignored.
 fn left_out(files: &WeightFiles, used: BTreeSet<&str>) -> Result<Option<String>> {
-    const OF_ENCODER: [&str; 4] = ["bert.", "embeddings.", "encoder.", "pooler."];
+    const ENCODER_PREFIXES: [&str; 4] = ["bert.", "embeddings.", "encoder.", "pooler."];
     let mut extra = files.unused(&used);
     extra.retain(|name| !name.ends_with("embeddings.position_ids") && !name.starts_with(CLASSIFIER));
-    let of_encoder = |name: &&str| OF_ENCODER.iter().any(|prefix| name.starts_with(prefix));
+    let of_encoder = |name: &&str| ENCODER_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
     let unknown: Vec<&str> = extra.iter().copied().filter(of_encoder).collect();
     if !unknown.is_empty() {
         return Err(ParamError::ExtraTensors { path: files.path().to_owned(), names: list(&unknown) }.into());

@@ -150,8 +150,9 @@ impl BaseModel {
 
 /// Returns the layout of the weight of a projection of this name. GPT-2 uses Conv1D's layout.
 pub(crate) fn layout_of(name: &str) -> WeightLayout {
-    const CONV1D: [&str; 4] = [".attn.c_attn.weight", ".attn.c_proj.weight", ".mlp.c_fc.weight", ".mlp.c_proj.weight"];
-    if CONV1D.iter().any(|end| name.ends_with(end)) { WeightLayout::InOut } else { WeightLayout::OutIn }
+    const CONV1D_SUFFIXES: [&str; 4] =
+        [".attn.c_attn.weight", ".attn.c_proj.weight", ".mlp.c_fc.weight", ".mlp.c_proj.weight"];
+    if CONV1D_SUFFIXES.iter().any(|end| name.ends_with(end)) { WeightLayout::InOut } else { WeightLayout::OutIn }
 }
 
 /// One tensor of a [`MergedModel`].
@@ -179,9 +180,9 @@ impl MergedTensor<'_> {
     /// Splits the lines into pieces that fit into caches. Each piece, except the last one, is a multiple of `unit`
     /// lines.
     pub fn pieces(&self, unit: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        const ELEMENTS: usize = 1 << 20;
+        const CHUNK_ELEMENTS: usize = 1 << 20;
         let (lines, width) = self.lines();
-        let step = (ELEMENTS / width.max(1)).max(1).next_multiple_of(unit.max(1));
+        let step = (CHUNK_ELEMENTS / width.max(1)).max(1).next_multiple_of(unit.max(1));
         (0..lines).step_by(step).map(move |first| first..lines.min(first + step))
     }
 
@@ -241,7 +242,7 @@ impl MergedModel<'_> {
     /// # Errors
     /// See [`write_hugging_face`](Self::write_hugging_face).
     pub(crate) fn write_into(&self, folder: &Path, dtype: Option<ConsolidatedDtype>) -> Result<()> {
-        const MOST_BYTES: u64 = 5_000_000_000;
+        const MAX_SHARD_BYTES: u64 = 5_000_000_000;
         let dtype = dtype.unwrap_or_else(|| self.base.dtype());
         let shapes = self.shapes();
         let entries: Vec<TensorEntry> = shapes
@@ -256,7 +257,7 @@ impl MergedModel<'_> {
         let bytes = entries.iter().map(|entry| entry.bytes).sum();
         files::check_free_space(folder, bytes)?;
         let mut count = self.counter(bytes);
-        write_model_files(folder, &entries, MOST_BYTES, |at, take| {
+        write_model_files(folder, &entries, MAX_SHARD_BYTES, |at, take| {
             let (name, shape) = &shapes[at];
             let tensor = self.tensor(name, shape)?;
             for lines in tensor.pieces(1) {

@@ -51,10 +51,10 @@ pub(crate) fn write_beside(from: &Path, mut config: Value, to: &Path, dtype: Con
 
 /// Copies the existing files with these names, and the additional chat templates, from one folder to another.
 pub(crate) fn copy_files(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
-    const MOST: u64 = 1 << 28;
+    const MAX_FILE_BYTES: u64 = 1 << 28;
     let read = |path: &Path| {
         let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
-        files::read(path, MOST).map_err(wrong)
+        files::read(path, MAX_FILE_BYTES).map_err(wrong)
     };
     let copy = |path: &Path, to: &Path, name: &str| {
         let bytes = read(path)?;

@@ -107,10 +107,10 @@ impl AdaptedValues {
 
     /// Returns the norms of a weight's rows for these outputs.
     fn lengths(&self, name: &str, shape: &[usize], outputs: Range<usize>) -> Result<Vec<f32>> {
-        const ELEMENTS: usize = 1 << 20;
+        const CHUNK_ELEMENTS: usize = 1 << 20;
         let [lines, width] = *shape else { return Ok(Vec::new()) };
         let read = |lines: Range<usize>| self.weights(name, shape, lines.start * width..lines.end * width);
-        let step = (ELEMENTS / width.max(1)).max(1);
+        let step = (CHUNK_ELEMENTS / width.max(1)).max(1);
         let square = |x: &f32| f64::from(*x) * f64::from(*x);
         let mut sums = vec![0f64; outputs.len()];
         match layout_of(name) {

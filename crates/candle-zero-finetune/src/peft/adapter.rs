@@ -20,9 +20,9 @@ const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
 /// The maximum size of an adapter's configuration in bytes.
-const MOST_CONFIG: u64 = 1 << 20;
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The maximum size of an adapter's tensor file in bytes.
-const MOST_TENSORS: u64 = 1 << 36;
+const MAX_TENSOR_FILE_BYTES: u64 = 1 << 36;
 
 /// A tensor of an adapter.
 #[derive(Debug, Clone, PartialEq)]
@@ -96,10 +96,10 @@ impl Adapter {
             move |source| Error::Io { action: "read", path, source }
         };
         let path = folder.join(CONFIG);
-        let text = files::read_text(&path, MOST_CONFIG).map_err(io(&path))?;
+        let text = files::read_text(&path, MAX_CONFIG_BYTES).map_err(io(&path))?;
         let mut config = PeftConfig::read(&text).map_err(|reason| unusable(&path, reason))?;
         let path = folder.join(TENSORS);
-        let bytes = files::read(&path, MOST_TENSORS).map_err(io(&path))?;
+        let bytes = files::read(&path, MAX_TENSOR_FILE_BYTES).map_err(io(&path))?;
         let file = SafeTensors::deserialize(&bytes).map_err(|e| unusable(&path, e.to_string()))?;
         let mut tensors = BTreeMap::new();
         for (key, view) in file.iter() {

@@ -17,7 +17,7 @@ pub(super) struct PeftConfig {
 }
 
 /// Unsupported settings, which change what an adapter computes or which weights it has.
-const UNSUPPORTED: [&str; 17] = [
+const UNSUPPORTED_SETTINGS: [&str; 17] = [
     "rank_pattern",
     "alpha_pattern",
     "layers_to_transform",
@@ -39,7 +39,7 @@ const UNSUPPORTED: [&str; 17] = [
 
 /// Settings that are checked individually, and those that do not change a finished adapter: who wrote it, how it was
 /// initialized, and parts of settings that are refused.
-const KNOWN: [&str; 25] = [
+const HANDLED_SETTINGS: [&str; 25] = [
     "auto_mapping",
     "base_model_name_or_path",
     "bias",
@@ -70,7 +70,7 @@ const KNOWN: [&str; 25] = [
 /// The values of `init_lora_weights` that leave the base's weights unchanged. With other values, PEFT subtracts the
 /// initial adapter from the base's weights (PiSSA, OLoRA, CorDA, LoRA-GA) or quantizes them (LoftQ). Such an adapter
 /// belongs to base weights that are not saved anywhere.
-const PLAIN_STARTS: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
+const UNCHANGED_BASE_INITS: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
 
 impl PeftConfig {
     /// Parses a file's text, or returns the problem with it.
@@ -93,10 +93,10 @@ impl PeftConfig {
         };
         for (key, value) in config.iter().filter(|(_, value)| !is_off(value)) {
             let value = shortened(value);
-            if UNSUPPORTED.contains(&key.as_str()) {
+            if UNSUPPORTED_SETTINGS.contains(&key.as_str()) {
                 return Err(format!("{key} is {value}, which is not supported; train the adapter without it"));
             }
-            if !KNOWN.contains(&key.as_str()) {
+            if !HANDLED_SETTINGS.contains(&key.as_str()) {
                 return Err(format!(
                     "{key} is {value}, but this key is unknown: it may change what the adapter computes; remove it \
                      from the file if it does not"
@@ -176,7 +176,7 @@ impl PeftConfig {
 fn check_start(found: Option<&Value>) -> Result<(), String> {
     let is_plain = match found {
         None | Some(Value::Bool(_)) => true,
-        Some(Value::String(name)) => PLAIN_STARTS.contains(&name.to_lowercase().as_str()),
+        Some(Value::String(name)) => UNCHANGED_BASE_INITS.contains(&name.to_lowercase().as_str()),
         Some(_) => false,
     };
     match found {
@@ -186,7 +186,7 @@ fn check_start(found: Option<&Value>) -> Result<(), String> {
              model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the \
              adapter before training",
             shortened(found),
-            PLAIN_STARTS.map(|name| format!("\"{name}\"")).join(", ")
+            UNCHANGED_BASE_INITS.map(|name| format!("\"{name}\"")).join(", ")
         )),
         _ => Ok(()),
     }

@@ -12,10 +12,10 @@ use crate::data::batches::{Batches, RowOrder, SequencePacking};
 use crate::data::dataset::Dataset;
 
 /// The minimum number of steps in an epoch, if there are enough samples. A run with fewer steps learns little.
-pub(super) const STEPS: usize = 30;
+pub(super) const MIN_STEPS_PER_EPOCH: usize = 30;
 
 /// The maximum number of rows in a step.
-const ROWS: usize = 8;
+const MAX_ROWS_PER_STEP: usize = 8;
 
 /// The rows of a step, and whether samples are packed into them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,11 +40,11 @@ impl BatchSizing {
     ) -> Self {
         let groups = data.len() / data.group();
         let full = Batches::count_rows(data, packing, order);
-        let rows = (full / STEPS).clamp(1, ROWS);
+        let rows = (full / MIN_STEPS_PER_EPOCH).clamp(1, MAX_ROWS_PER_STEP);
         // The largest power of two that is not greater.
         let rows = (1usize << rows.ilog2()).next_multiple_of(unit);
         let rows = remembered.filter(|rows| rows.is_multiple_of(unit)).unwrap_or(rows);
-        let wanted = groups.min(rows.saturating_mul(STEPS));
+        let wanted = groups.min(rows.saturating_mul(MIN_STEPS_PER_EPOCH));
         let SequencePacking::Packed { ctx } = packing else { return Self { rows, packing } };
         if full >= wanted {
             return Self { rows, packing };
@@ -65,6 +65,6 @@ impl BatchSizing {
 
 /// Returns the default number of epochs: three, or up to fifteen with few samples, until 1,200 samples were seen.
 pub(super) fn epochs_for(samples: usize) -> f64 {
-    const SEEN: usize = 1200;
-    SEEN.div_ceil(samples.max(1)).clamp(3, 15) as f64
+    const MIN_SAMPLES_SEEN: usize = 1200;
+    MIN_SAMPLES_SEEN.div_ceil(samples.max(1)).clamp(3, 15) as f64
 }

@@ -30,19 +30,19 @@ pub(super) fn filled_in(options: &Options, world: usize, rows: usize, hidden_siz
 }
 
 /// Returns a value in the file, unless it is null or `"auto"`.
-fn said(value: Option<&Value>) -> Option<&Value> {
+fn explicit_value(value: Option<&Value>) -> Option<&Value> {
     value.filter(|value| !value.is_null() && value.as_str() != Some("auto"))
 }
 
-const BATCH: [&str; 3] = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
+const BATCH_KEYS: [&str; 3] = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
 /// Sets the batch. Returns whether a step has `rows` rows because nothing else sets its size.
 fn batch(map: &mut Map<String, Value>, options: &Options, world: usize, rows: usize) -> Result<bool> {
-    if BATCH.iter().any(|key| said(map.get(*key)).is_some()) {
-        if let (Some(batch), Some(found)) = (options.batch, said(map.get(BATCH[0])))
+    if BATCH_KEYS.iter().any(|key| explicit_value(map.get(*key)).is_some()) {
+        if let (Some(batch), Some(found)) = (options.batch, explicit_value(map.get(BATCH_KEYS[0])))
             && found.as_u64() != Some(batch as u64)
         {
-            return Err(conflict("--batch", batch, BATCH[0], found));
+            return Err(conflict("--batch", batch, BATCH_KEYS[0], found));
         }
         return Ok(false);
     }
@@ -61,9 +61,9 @@ fn batch(map: &mut Map<String, Value>, options: &Options, world: usize, rows: us
         return Err(misused("--batch", why));
     }
     // These keys may be "auto".
-    BATCH.iter().for_each(|key| _ = map.remove(*key));
-    map.insert(BATCH[0].into(), json!(options.batch.unwrap_or(rows)));
-    map.insert(BATCH[1].into(), json!(options.micro_batch));
+    BATCH_KEYS.iter().for_each(|key| _ = map.remove(*key));
+    map.insert(BATCH_KEYS[0].into(), json!(options.batch.unwrap_or(rows)));
+    map.insert(BATCH_KEYS[1].into(), json!(options.micro_batch));
     Ok(options.batch.is_none())
 }
 
@@ -74,7 +74,7 @@ fn rate(map: &mut Map<String, Value>, options: &Options, hidden_size: usize) -> 
         map.insert("optimizer".into(), json!({ "type": "AdamW", "params": params }));
         return Ok(());
     };
-    match (options.lr, said(optimizer.pointer("/params/lr"))) {
+    match (options.lr, explicit_value(optimizer.pointer("/params/lr"))) {
         (Some(lr), Some(found)) if found.as_f64() != Some(lr) => {
             Err(conflict("--lr", lr, "optimizer.params.lr", found))
         }

@@ -163,8 +163,8 @@ pub(crate) fn finish(
         );
         return Err(OutputError::Refused { path: to, problem }.into());
     }
-    for saved in elsewhere(&to) {
-        if write(engine, card, part, &saved, &mut OutputDigests::nothing(None))?.is_none() {
+    for saved in fallback_folders(&to) {
+        if write(engine, card, part, &saved, &mut OutputDigests::empty(None))?.is_none() {
             return Err(OutputError::Elsewhere { path: to, problem, saved }.into());
         }
     }
@@ -177,7 +177,7 @@ pub(crate) fn finish(
 
 /// Returns unused folder names: next to the requested folder, in the current folder, in the user's cache, and in the
 /// temporary folder. The number is the same on every rank.
-fn elsewhere(to: &Path) -> [PathBuf; 4] {
+fn fallback_folders(to: &Path) -> [PathBuf; 4] {
     let name = to.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let beside = folder_of(to).to_owned();
     let cache = own_cache().unwrap_or_else(|_| std::env::temp_dir());

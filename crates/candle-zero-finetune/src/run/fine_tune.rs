@@ -176,7 +176,7 @@ impl FineTune {
         let (Some(saved), Some(identity)) = (saved, &self.identity) else { return Ok(()) };
         let said = saved.check(identity, self.total, self.prepared.options.resume_anyway);
         if let Some(said) = said.inspect_err(|error| self.abort(error))? {
-            notice::say(&said);
+            notice::emit(&said);
         }
         Ok(())
     }
@@ -186,7 +186,7 @@ impl FineTune {
     fn check_result(&mut self) -> Result<()> {
         if self.resumed.is_none() {
             let saving = self.prepared.options.saving.as_ref();
-            self.written = OutputDigests::nothing(saving.map(|saving| saving.dir.as_path()));
+            self.written = OutputDigests::empty(saving.map(|saving| saving.dir.as_path()));
         }
         // Only the host that writes is checked.
         match self.comm.rank() {
@@ -326,7 +326,7 @@ impl FineTune {
         match saved {
             Err(error @ Error::Checkpoint(_)) => {
                 if self.comm.rank() == 0 {
-                    notice::say(&format!("warning: {error}; training continues"));
+                    notice::emit(&format!("warning: {error}; training continues"));
                 }
                 self.failed_save = Some(error);
                 Ok(())
@@ -479,7 +479,7 @@ impl FineTune {
             .inspect_err(|error| self.abort(error))?;
         self.best_is_lost = failed.is_some();
         if let (Some(error), 0) = (failed, self.comm.rank()) {
-            notice::say(&format!("warning: the best model so far was not saved: {error}; training continues"));
+            notice::emit(&format!("warning: the best model so far was not saved: {error}; training continues"));
         }
         Ok(())
     }
@@ -525,7 +525,7 @@ impl FineTune {
             .inspect_err(|error| self.abort(error))?;
         if let Some(error) = self.failed_save.take() {
             if self.comm.rank() == 0 {
-                notice::say(&format!("the result is in {}", self.prepared.options.out.display()));
+                notice::emit(&format!("the result is in {}", self.prepared.options.out.display()));
             }
             return Err(error);
         }

@@ -56,10 +56,10 @@ pub struct MemoryFit {
 
 /// The share of the memory that a choice may fill. The rest is for the program, data in transfer, and the allocator's
 /// overhead.
-const SHARE: f64 = 0.8;
+const USABLE_MEMORY: f64 = 0.8;
 
 /// The number of elements that are prefetched if memory is scarce. They are the first ones of the next unit.
-const AHEAD: usize = 10_000_000;
+const PREFETCHED_ELEMENTS: usize = 10_000_000;
 
 const MICRO_BATCH: &str = "train_micro_batch_size_per_gpu";
 
@@ -69,7 +69,7 @@ impl MemoryDemand<'_> {
     /// # Errors
     /// Nothing fits, in which case the message contains the minimum memory; a configuration that cannot be used.
     pub fn choose(&self) -> Result<MemoryFit> {
-        let most = (self.memory as f64 * SHARE) as u64;
+        let most = (self.memory as f64 * USABLE_MEMORY) as u64;
         let sizes = self.micro_batches()?;
         let (mut first, mut least): (Option<MemoryFit>, Option<MemoryFit>) = (None, None);
         for candidate in self.candidates() {
@@ -85,7 +85,7 @@ impl MemoryDemand<'_> {
             }
         }
         let least = least.map_or(0, |least| least.bytes);
-        let (needed, had) = (binary((least as f64 / SHARE).ceil() as u64), binary(self.memory));
+        let (needed, had) = (binary((least as f64 / USABLE_MEMORY).ceil() as u64), binary(self.memory));
         Err(FinetuneError::NothingFits { ranks: self.ranks, needed, had }.into())
     }
 
@@ -224,9 +224,9 @@ impl StatePlacement {
             return section;
         }
         section["stage3_max_reuse_distance"] = json!(0);
-        section["stage3_prefetch_bucket_size"] = json!(AHEAD);
+        section["stage3_prefetch_bucket_size"] = json!(PREFETCHED_ELEMENTS);
         if matches!(self, Self::OptimizerInFiles | Self::AllInFiles) {
-            section["sub_group_size"] = json!(AHEAD);
+            section["sub_group_size"] = json!(PREFETCHED_ELEMENTS);
             section["offload_optimizer"] =
                 json!({"device": "nvme", "nvme_path": folder, "pipeline_read": true, "pipeline_write": true});
         }

@@ -1,6 +1,6 @@
 //! The objectives of a run: their losses, and the sums from which a validation is computed.
 
-use super::labelled_texts::LabelledTexts;
+use super::classification_batch::ClassificationBatch;
 use super::options::Objective;
 use super::scores::Scores;
 use crate::data::batches::{NO_TARGET, RowBatch};
@@ -74,7 +74,7 @@ impl Objective {
         device: &Device,
     ) -> Result<(Tensor, Option<Rewards>)> {
         if self == Self::Classify {
-            return Ok((LabelledTexts::of(rows, device)?.loss(model.encoder()?, divisor)?, None));
+            return Ok((ClassificationBatch::of(rows, device)?.loss(model.encoder()?, divisor)?, None));
         }
         let (batch, model) = (BatchTensors::new(rows, device)?, model.decoder()?);
         match (self, reference) {
@@ -94,7 +94,7 @@ impl Objective {
     pub(super) fn sums(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
         let sums = match self {
             Self::Classify => {
-                let (model, texts) = (model.encoder()?, LabelledTexts::of(rows, device)?);
+                let (model, texts) = (model.encoder()?, ClassificationBatch::of(rows, device)?);
                 let mut scores = Scores::new(model.config().labels.len());
                 let loss = texts.judge(&texts.logits(model)?, &mut scores)?;
                 [vec![loss, scores.texts() as f64], scores.to_numbers()].concat()

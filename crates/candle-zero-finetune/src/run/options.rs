@@ -295,8 +295,8 @@ impl Options {
             if value == Some(0) {
                 return Err(refused(flag, 0, at_least_one));
             }
-            if let Some(rows) = value.filter(|rows| *rows > MOST_ROWS) {
-                return Err(refused(flag, rows, format!("at most {MOST_ROWS}")));
+            if let Some(rows) = value.filter(|rows| *rows > MAX_ROWS) {
+                return Err(refused(flag, rows, format!("at most {MAX_ROWS}")));
             }
         }
         for (flag, value) in [("--eval_every", self.eval_every), ("--patience", self.patience)] {
@@ -310,8 +310,8 @@ impl Options {
         if let Some(ctx) = self.ctx.filter(|ctx| *ctx < 2) {
             return Err(refused("--ctx", ctx, "at least 2: a token, and one to predict"));
         }
-        if let Some(ctx) = self.ctx.filter(|ctx| *ctx > MOST_CTX) {
-            return Err(refused("--ctx", ctx, format!("at most {MOST_CTX}")));
+        if let Some(ctx) = self.ctx.filter(|ctx| *ctx > MAX_CTX) {
+            return Err(refused("--ctx", ctx, format!("at most {MAX_CTX}")));
         }
         match self.warmup {
             WarmupLength::Part(part) if !(0.0..=1.0).contains(&part) => {
@@ -346,8 +346,8 @@ impl Options {
 }
 
 /// The limits on rows in a step and on tokens in a row, beyond those of any real run.
-const MOST_ROWS: usize = 1 << 24;
-const MOST_CTX: usize = 1 << 27;
+const MAX_ROWS: usize = 1 << 24;
+const MAX_CTX: usize = 1 << 27;
 
 /// Returns the error for an option's value.
 pub(crate) fn refused(flag: &'static str, found: impl fmt::Display, allowed: impl Into<String>) -> candle_zero::Error {

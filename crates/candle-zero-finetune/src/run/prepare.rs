@@ -5,7 +5,7 @@ use super::run_identity::SavedRun;
 use crate::chat::template::Template;
 use crate::chat::tokenizer::Tokenizer;
 use crate::data::batches::SequencePacking;
-use crate::data::data_options::{DataOptions, Task};
+use crate::data::data_options::{DataOptions, TrainingTask};
 use crate::data::dataset::{DataProgress, Dataset};
 use crate::data::labels::labels_of;
 use crate::data::sample_cache::default_cache;
@@ -153,9 +153,9 @@ impl PreparedRun {
         let cache = options.cache.clone().map_or_else(default_cache, Ok)?;
         let mut prepare = |sources: &[Source]| {
             let task = match options.objective {
-                Objective::Generate => Task::Generate,
-                Objective::Prefer { .. } => Task::Prefer,
-                Objective::Classify => Task::Classify,
+                Objective::Generate => TrainingTask::Generate,
+                Objective::Prefer { .. } => TrainingTask::Prefer,
+                Objective::Classify => TrainingTask::Classify,
             };
             let (overlong, strict, labels) = (options.overlong, options.strict, labels.clone());
             let columns = options.columns.clone();

@@ -117,7 +117,7 @@ impl Options {
             Some(saving) if saving.resume && checkpoint::has_checkpoints(&saving.dir) => {
                 OutputDigests::of_run(&saving.dir)
             }
-            saving => OutputDigests::nothing(saving.as_ref().map(|saving| saving.dir.as_path())),
+            saving => OutputDigests::empty(saving.as_ref().map(|saving| saving.dir.as_path())),
         }
     }
 
@@ -186,10 +186,10 @@ impl PreparedRun {
     /// [`OutputError::NoSpace`], [`OutputError::Refused`].
     pub(super) fn check_room(&self) -> Result<()> {
         /// Room for descriptions and headers, and for the file system's entries.
-        const MORE: u64 = 1 << 16;
+        const OVERHEAD_BYTES: u64 = 1 << 16;
         let (last, while_written) = self.bytes()?;
         let folders = self.options.parts().count() as u64;
-        let needed = last.saturating_add(MORE).saturating_mul(folders).saturating_add(while_written);
+        let needed = last.saturating_add(OVERHEAD_BYTES).saturating_mul(folders).saturating_add(while_written);
         let out = &self.options.out;
         let at = std::path::absolute(out).map_err(|source| Error::Io { action: "find", path: out.clone(), source })?;
         let is_inside = at.is_dir() && must_stay(&at);

@@ -118,17 +118,17 @@ impl RunIdentity {
 /// Returns a number that changes with any weight. All weights are read, piece by piece on all cores. It depends only on
 /// names and values, not on files, shards or their precision.
 pub(crate) fn fingerprint(values: &dyn InitialValues, parameters: &[(String, Vec<usize>)]) -> Result<u64> {
-    const ELEMENTS: usize = 1 << 20;
+    const CHUNK_ELEMENTS: usize = 1 << 20;
     let pieces: Vec<(&str, &[usize], usize)> = parameters
         .iter()
         .filter(|(name, _)| values.has(name))
         .flat_map(|(name, shape)| {
             let numel: usize = shape.iter().product();
-            (0..numel).step_by(ELEMENTS).map(move |first| (name.as_str(), shape.as_slice(), first))
+            (0..numel).step_by(CHUNK_ELEMENTS).map(move |first| (name.as_str(), shape.as_slice(), first))
         })
         .collect();
     let of_piece = |(name, shape, first): &(&str, &[usize], usize)| -> Result<u64> {
-        let end = shape.iter().product::<usize>().min(first + ELEMENTS);
+        let end = shape.iter().product::<usize>().min(first + CHUNK_ELEMENTS);
         let mut hash = XxHash3_64::new();
         hash.write(format!("{name} {shape:?} {first} ").as_bytes());
         hash.write(bytemuck::cast_slice(&values.values(name, shape, *first..end)?));

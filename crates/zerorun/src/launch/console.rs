@@ -22,16 +22,16 @@ pub(super) enum ConsoleStream {
 }
 
 /// The number of bytes written at a time.
-const AT_ONCE: usize = 4096;
+const WRITE_CHUNK: usize = 4096;
 /// The interval at which a waiting writer checks whether the launcher should end.
 const TICK: Duration = Duration::from_millis(100);
 /// How long a stream may accept nothing, once the launcher should end, before all further output is discarded.
-const PATIENCE: Duration = Duration::from_secs(1);
+const STALLED_STREAM_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Whether signals that ask the launcher to end are handled.
 static LISTENING: AtomicBool = AtomicBool::new(false);
 /// Whether such a signal has arrived.
-static ASKED_TO_END: AtomicBool = AtomicBool::new(false);
+static END_REQUESTED: AtomicBool = AtomicBool::new(false);
 
 /// Records that signals no longer end the process by default.
 pub(super) fn signals_are_heard() {
@@ -40,7 +40,7 @@ pub(super) fn signals_are_heard() {
 
 /// Discards output that is not read from now on.
 pub(super) fn asked_to_end() {
-    ASKED_TO_END.store(true, Ordering::SeqCst);
+    END_REQUESTED.store(true, Ordering::SeqCst);
 }
 
 /// Writes all `bytes`, however long the terminal or pipe takes. After [`asked_to_end`], gives up after about a second
@@ -84,15 +84,15 @@ impl ConsoleWriter {
             Self::Direct => write_now(stream, bytes),
             Self::GivenUp => Ok(()),
             Self::Thread { chunks, written } => {
-                for chunk in bytes.chunks(AT_ONCE) {
+                for chunk in bytes.chunks(WRITE_CHUNK) {
                     // The thread ends with the sender.
                     let _ = chunks.send(chunk.to_vec());
                     let mut waited = Duration::ZERO;
                     loop {
                         match written.recv_timeout(TICK) {
                             Ok(result) => break result?,
-                            Err(RecvTimeoutError::Timeout) if !ASKED_TO_END.load(Ordering::SeqCst) => {}
-                            Err(RecvTimeoutError::Timeout) if waited < PATIENCE => waited += TICK,
+                            Err(RecvTimeoutError::Timeout) if !END_REQUESTED.load(Ordering::SeqCst) => {}
+                            Err(RecvTimeoutError::Timeout) if waited < STALLED_STREAM_TIMEOUT => waited += TICK,
                             // The thread cannot have ended first.
                             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                                 *self = Self::GivenUp;
@@ -132,12 +132,12 @@ pub(crate) fn eprint(line: &str) {
 }
 
 /// Whether some output of [`print()`] was lost.
-static LOST: AtomicBool = AtomicBool::new(false);
+static OUTPUT_LOST: AtomicBool = AtomicBool::new(false);
 
 /// Returns whether standard output accepted everything that this process printed, unless the reader closed it. If not,
 /// the process ends with an error.
 pub(crate) fn all_is_written() -> bool {
-    !LOST.load(Ordering::SeqCst)
+    !OUTPUT_LOST.load(Ordering::SeqCst)
 }
 
 /// Prints the text as a line. Returns whether standard output accepted it, and reports a failure unless the reader
@@ -150,7 +150,7 @@ pub(crate) fn print(text: impl Display) -> bool {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => false,
         Err(error) => {
             // Reported once: later output fails in the same way.
-            if !LOST.swap(true, Ordering::SeqCst) {
+            if !OUTPUT_LOST.swap(true, Ordering::SeqCst) {
                 eprint(&cannot_write(ConsoleStream::Out, &error));
             }
             false

@@ -47,7 +47,7 @@ impl CoreBinding {
     }
 
     /// Returns the command line options of this binding.
-    pub(crate) fn words(&self) -> Vec<String> {
+    pub(crate) fn to_args(&self) -> Vec<String> {
         let list = self.list.iter().flat_map(|list| ["--bind_core_list".to_string(), ranges(list.cores())]);
         std::iter::once("--bind_cores_to_rank".to_string()).chain(list).collect()
     }
@@ -113,9 +113,9 @@ mod tests {
 
     #[test]
     fn another_launcher_is_told_the_same() {
-        assert_eq!(CoreBinding { list: None }.words(), ["--bind_cores_to_rank"]);
+        assert_eq!(CoreBinding { list: None }.to_args(), ["--bind_cores_to_rank"]);
         let list = Some(CoreList::parse("0,1,2,5").unwrap());
-        assert_eq!(CoreBinding { list }.words(), ["--bind_cores_to_rank", "--bind_core_list", "0-2,5"]);
+        assert_eq!(CoreBinding { list }.to_args(), ["--bind_cores_to_rank", "--bind_core_list", "0-2,5"]);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 /// The prefixes of variables that launchers and ranks on other hosts get in addition to DeepSpeed's.
-const OURS: [&str; 5] = ["CANDLE_ZERO_", "RUST_", "RAYON_", "MPIR_CVAR_", "LD_LIBRARY_PATH"];
+const ADDITIONAL_PREFIXES: [&str; 5] = ["CANDLE_ZERO_", "RUST_", "RAYON_", "MPIR_CVAR_", "LD_LIBRARY_PATH"];
 
 /// Returns the variables for other hosts. The secret is not among them: they appear in command lines, which every user
 /// of a host can read.
@@ -29,7 +29,9 @@ pub(crate) fn exports() -> Result<Vec<(String, String)>> {
         }
     }
     let text = |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
-    let ours = std::env::vars_os().filter_map(text).filter(|(name, _)| OURS.iter().any(|ours| name.starts_with(ours)));
+    let ours = std::env::vars_os()
+        .filter_map(text)
+        .filter(|(name, _)| ADDITIONAL_PREFIXES.iter().any(|ours| name.starts_with(ours)));
     let mut all: Vec<(String, String)> = ours.collect();
     all.extend(exports.iter().map(|(name, value)| (name.to_string(), value.to_string())));
     all.retain(|(name, _)| name != SECRET && name != SECRET_FILE);

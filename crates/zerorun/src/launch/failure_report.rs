@@ -74,7 +74,7 @@ pub(super) struct CulpritRank {
 
 impl CulpritRank {
     /// Describes its end as a clause about "it".
-    fn deed(&self) -> String {
+    fn describe_end(&self) -> String {
         let EndedRank { ended, request, .. } = self.end;
         let end = match request {
             StopRequest::Nothing => ended.to_string(),
@@ -98,7 +98,7 @@ impl CulpritRank {
 pub(super) fn headline(first: &CulpritRank, after: Duration, ranks: usize) -> String {
     let which = if ranks > 1 { "failed first" } else { "failed" };
     let after = after.as_secs_f64();
-    format!("zerorun: rank {} {which}: {} after {after:.1} s", first.end.rank, first.deed())
+    format!("zerorun: rank {} {which}: {} after {after:.1} s", first.end.rank, first.describe_end())
 }
 
 /// Returns the message about a run that `first` ended, with the headline first. `words` is the rank's own error output.

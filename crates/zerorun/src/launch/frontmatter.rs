@@ -89,8 +89,8 @@ fn with_comments(lines: &[&str], hidden: impl Fn(usize) -> bool) -> String {
 }
 
 fn shortened(line: &str) -> String {
-    const LIMIT: usize = 40;
-    match line.char_indices().nth(LIMIT) {
+    const MAX_SHOWN_CHARS: usize = 40;
+    match line.char_indices().nth(MAX_SHOWN_CHARS) {
         Some((end, _)) => format!("{}...", &line[..end]),
         None => line.to_string(),
     }

@@ -1,8 +1,8 @@
 //! `--launcher openmpi` and `--launcher mpich`: `mpirun` starts the ranks on the hosts of a file, in place of launchers
 //! of this library.
 //!
-//! This process becomes `mpirun` ([`words`] returns its arguments), whose exit code is the job's. This supports hosts
-//! that have only Open MPI: `zerorun` itself connects ranks by MPICH's protocol.
+//! This process becomes `mpirun` ([`mpirun_args`] returns its arguments), whose exit code is the job's. This supports
+//! hosts that have only Open MPI: `zerorun` itself connects ranks by MPICH's protocol.
 
 use super::exported_variables::exports;
 use super::hosts::error::HostsError;
@@ -90,13 +90,18 @@ pub(crate) fn become_mpirun(
         variables.push((name.into(), value.into()));
     }
     let program = [OsString::from(&job.program)];
-    let words = words(mpirun, world, folder, &variables);
+    let words = mpirun_args(mpirun, world, folder, &variables);
     let why = Command::new(MPIRUN).args(words).args(program).args(&job.args).exec();
     Err(HostsError::NoMpirun { launcher: mpirun.kind.name(), why: why.to_string() }.into())
 }
 
 /// Returns the arguments, up to the program.
-fn words(mpirun: &MpirunOptions, world: &WorldInfo, folder: PathBuf, variables: &[(String, String)]) -> Vec<OsString> {
+fn mpirun_args(
+    mpirun: &MpirunOptions,
+    world: &WorldInfo,
+    folder: PathBuf,
+    variables: &[(String, String)],
+) -> Vec<OsString> {
     let hosts = world.hosts().iter().map(|host| format!("{}:{}", host.name, host.slots.len()));
     let hosts = hosts.collect::<Vec<_>>().join(",");
     let mut words: Vec<OsString> = vec!["-n".into(), world.size().to_string().into()];
@@ -150,7 +155,7 @@ mod tests {
         let args = args.split_whitespace().map(String::from).collect();
         let variables =
             [("NCCL_DEBUG".to_string(), "INFO".to_string()), ("UCX_TLS".to_string(), "tcp self".to_string())];
-        let words = words(&MpirunOptions { kind, args }, &world, "/data/my runs".into(), &variables);
+        let words = mpirun_args(&MpirunOptions { kind, args }, &world, "/data/my runs".into(), &variables);
         words.iter().map(|word| word.to_str().unwrap()).collect::<Vec<_>>().join("|")
     }
 

@@ -19,8 +19,8 @@ use std::sync::{Arc, Mutex, Weak};
 pub(crate) type PmiValues = Vec<(String, String)>;
 
 /// The maximum bytes of a name and of a value, to which the library keeps.
-const NAME_BYTES: usize = 64;
-const VALUE_BYTES: usize = 4096;
+const MAX_NAME_BYTES: usize = 64;
+const MAX_VALUE_BYTES: usize = 4096;
 
 /// The PMI server of the ranks of this host.
 pub(crate) struct PmiServer {
@@ -63,7 +63,7 @@ impl PmiServer {
     }
 
     /// Creates the server for a start whose ranks are all on this host.
-    pub(crate) fn alone(space: String, ranks: usize) -> Arc<Self> {
+    pub(crate) fn for_one_host(space: String, ranks: usize) -> Arc<Self> {
         Arc::new_cyclic(|server: &Weak<Self>| {
             let server = server.clone();
             let back =
@@ -111,7 +111,9 @@ impl PmiServer {
         let word = |key: &str| words.split_whitespace().find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
         Ok(Some(match word("cmd").unwrap_or_default() {
             "init" => "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n".into(),
-            "get_maxes" => format!("cmd=maxes kvsname_max=256 keylen_max={NAME_BYTES} vallen_max={VALUE_BYTES}\n"),
+            "get_maxes" => {
+                format!("cmd=maxes kvsname_max=256 keylen_max={MAX_NAME_BYTES} vallen_max={MAX_VALUE_BYTES}\n")
+            }
             "get_appnum" => "cmd=appnum appnum=0\n".into(),
             "get_my_kvsname" => format!("cmd=my_kvsname kvsname={}\n", self.space),
             "get_universe_size" => format!("cmd=universe_size size={}\n", self.world),

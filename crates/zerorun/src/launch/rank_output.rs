@@ -16,13 +16,13 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// A longer line is split, so that a program that never ends its line cannot fill the memory.
-const LINE_LIMIT: usize = 1 << 20;
-const READ_SIZE: usize = 64 << 10;
+const MAX_LINE_BYTES: usize = 1 << 20;
+const READ_CHUNK: usize = 64 << 10;
 /// How long to wait for the last output after the last rank has ended. Only a process that left its rank's process
 /// group can keep a pipe open longer.
-const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// The interval at which signals are checked during that time.
-const DRAIN_TICK: Duration = Duration::from_millis(100);
+const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A piece of a rank's output.
 #[derive(Debug, PartialEq, Eq)]
@@ -60,7 +60,7 @@ impl LineSplitter {
             rest = &rest[at + 1..];
         }
         self.pending.extend_from_slice(rest);
-        if self.pending.len() > LINE_LIMIT {
+        if self.pending.len() > MAX_LINE_BYTES {
             return self.end_line(&mut sink);
         }
         if self.returned && !rest.is_empty() {
@@ -173,7 +173,7 @@ impl RankOutput {
     }
 
     /// Forwards `from` to `stream` line by line until it ends, on a separate thread.
-    pub(super) fn carry(
+    pub(super) fn forward_lines(
         &mut self,
         rank: usize,
         mut from: impl Read + Send + 'static,
@@ -195,7 +195,7 @@ impl RankOutput {
                 screen.show(stream, &prefix, &piece)
             };
             let mut splitter = LineSplitter::default();
-            let mut buffer = vec![0; READ_SIZE];
+            let mut buffer = vec![0; READ_CHUNK];
             loop {
                 let read = match from.read(&mut buffer) {
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -231,14 +231,14 @@ impl RankOutput {
         let mut asked = None;
         let mut last_news = Instant::now();
         while self.running > 0 {
-            match self.ended.recv_timeout(DRAIN_TICK) {
+            match self.ended.recv_timeout(DRAIN_POLL_INTERVAL) {
                 Ok(()) => {
                     self.running -= 1;
                     last_news = Instant::now();
                 }
                 // A reader with pending text waits for a slow terminal or pipe, so keep waiting.
                 Err(RecvTimeoutError::Timeout) if self.busy.load(Ordering::SeqCst) > 0 => last_news = Instant::now(),
-                Err(RecvTimeoutError::Timeout) if last_news.elapsed() < DRAIN_PATIENCE => {}
+                Err(RecvTimeoutError::Timeout) if last_news.elapsed() < DRAIN_TIMEOUT => {}
                 Err(_) => break,
             }
             for event in events.try_iter() {
@@ -302,9 +302,9 @@ mod tests {
 
     #[test]
     fn an_endless_line_is_broken() {
-        let long = "x".repeat(LINE_LIMIT);
+        let long = "x".repeat(MAX_LINE_BYTES);
         let seen = pieces(&[&long, "yz", "end\n"]);
-        assert_eq!(seen.iter().map(|piece| piece.len() - 2).collect::<Vec<_>>(), [LINE_LIMIT + 2, 3]);
+        assert_eq!(seen.iter().map(|piece| piece.len() - 2).collect::<Vec<_>>(), [MAX_LINE_BYTES + 2, 3]);
     }
 
     proptest! {

@@ -34,15 +34,15 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How long the other ranks may take to exit on their own after a failure.
-const PATIENCE_BY_THEMSELVES: Duration = Duration::from_secs(2);
+const SELF_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long they may take after SIGTERM.
-const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(2);
+const SIGTERM_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the ranks may take after a signal to the launcher, unless `--grace` is given (time for a checkpoint; Slurm
 /// and Kubernetes allow the same).
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
 /// `timeout` and some schedulers send a signal both to the launcher and to its process group. Two signals within this
 /// time count as one.
-const SAME_SIGNAL: Duration = Duration::from_millis(250);
+const DUPLICATE_SIGNAL_WINDOW: Duration = Duration::from_millis(250);
 /// The delay after which the end of a child process is noticed if its event is lost.
 const TICK: Duration = Duration::from_millis(500);
 
@@ -105,7 +105,7 @@ pub(crate) struct MultiHostContext {
 impl MultiHostContext {
     /// Creates the context of a job on one host whose ranks still communicate by MPI. `start` is the number of restarts
     /// so far.
-    pub(crate) fn whole(ranks: usize, start: u32) -> Self {
+    pub(crate) fn mpi_on_one_host(ranks: usize, start: u32) -> Self {
         let now =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         let space = format!("candle_zero_{:x}_{now:x}_{start}", std::process::id());
@@ -115,7 +115,7 @@ impl MultiHostContext {
             hosts: 1,
             host: None,
             master_addr: Ipv4Addr::LOCALHOST.to_string(),
-            pmi: pmi::PmiServer::alone(space, ranks),
+            pmi: pmi::PmiServer::for_one_host(space, ranks),
             remote_failure: Arc::default(),
             tell: Arc::new(|_| {}),
         }
@@ -406,10 +406,10 @@ impl RankProcesses {
         let pid = Pid::from_child(&child);
         self.all.push(RankProcess { child, pid, request: StopRequest::Nothing, end: None });
         if let Some(out) = out {
-            output.carry(rank, out, ConsoleStream::Out)?;
+            output.forward_lines(rank, out, ConsoleStream::Out)?;
         }
         if let Some(err) = err {
-            output.carry(rank, err, ConsoleStream::Err)?;
+            output.forward_lines(rank, err, ConsoleStream::Err)?;
         }
         Ok(())
     }
@@ -426,7 +426,7 @@ impl RankProcesses {
             if self.all.iter().all(|rank| rank.end.is_some()) {
                 return;
             }
-            let next = self.press();
+            let next = self.send_due_signals();
             match events.recv_timeout(next.saturating_duration_since(Instant::now()).min(TICK)) {
                 // Many ranks often end at once.
                 Ok(event) => [event].into_iter().chain(events.try_iter()).for_each(|event| self.handle(event)),
@@ -459,27 +459,27 @@ impl RankProcesses {
     }
 
     /// Sends due signals to ranks that should have ended, and returns the time of the next one.
-    fn press(&mut self) -> Instant {
+    fn send_due_signals(&mut self) -> Instant {
         let now = Instant::now();
         let (term, kill) = match self.cause {
             ShutdownCause::Running => return now + TICK,
             ShutdownCause::Failure { at, .. } | ShutdownCause::Elsewhere { at } => {
-                (at + PATIENCE_BY_THEMSELVES, at + PATIENCE_BY_THEMSELVES + PATIENCE_AFTER_TERM)
+                (at + SELF_EXIT_TIMEOUT, at + SELF_EXIT_TIMEOUT + SIGTERM_TIMEOUT)
             }
             ShutdownCause::Interrupted { at, .. } => (at + self.grace, at + self.grace),
         };
         if now >= kill {
-            self.demand(StopRequest::Kill);
+            self.request_stop(StopRequest::Kill);
             now + TICK
         } else if now >= term {
-            self.demand(StopRequest::Terminate);
+            self.request_stop(StopRequest::Terminate);
             kill
         } else {
             term
         }
     }
 
-    fn demand(&mut self, request: StopRequest) {
+    fn request_stop(&mut self, request: StopRequest) {
         for rank in self.all.iter_mut().filter(|rank| rank.end.is_none() && rank.request != request) {
             rank.request = request;
             if request == StopRequest::Kill {
@@ -506,7 +506,7 @@ impl RankProcesses {
             (LauncherEvent::PeerMessage, _) => {
                 let remote_failure = self.multi_host.as_ref().and_then(|context| lock(&context.remote_failure).clone());
                 if let Some((rank, why)) = remote_failure {
-                    self.region.mark_elsewhere(rank, &why);
+                    self.region.mark_remote_death(rank, &why);
                     if matches!(self.cause, ShutdownCause::Running) {
                         self.cause = ShutdownCause::Elsewhere { at: Instant::now() };
                     }
@@ -526,9 +526,9 @@ impl RankProcesses {
                 self.signal_all(signal);
             }
             (LauncherEvent::End(again), ShutdownCause::Interrupted { signal, at })
-                if again == signal && at.elapsed() < SAME_SIGNAL => {}
+                if again == signal && at.elapsed() < DUPLICATE_SIGNAL_WINDOW => {}
             // Requested for the second time, or during the shutdown after a failure.
-            (LauncherEvent::End(_), _) => self.demand(StopRequest::Kill),
+            (LauncherEvent::End(_), _) => self.request_stop(StopRequest::Kill),
         }
     }
 
@@ -552,14 +552,14 @@ impl RankProcesses {
             Some(CulpritRank { end: *end, fault })
         });
         let mut culprit = culprit.unwrap_or(CulpritRank { end: first, fault: RankFault::Died });
-        let mut words = self.words(&culprit, tails);
+        let mut words = self.own_error_output(&culprit, tails);
         // Ranks that fail together end in any order. The one that the others blame knows the reason.
         let pointed_at = words.iter().find_map(|line| rank_pointed_at(line));
         let by_itself = |end: &&EndedRank| end.ended.is_failure() && end.request == StopRequest::Nothing;
         if let Some(end) = ended_ranks.iter().filter(by_itself).find(|end| Some(end.rank + self.first()) == pointed_at)
         {
             culprit = CulpritRank { end: *end, fault: RankFault::Died };
-            words = self.words(&culprit, tails);
+            words = self.own_error_output(&culprit, tails);
         }
         // From here on, numbers are ranks among all hosts.
         let first_here = self.first();
@@ -584,7 +584,7 @@ impl RankProcesses {
 
 impl RankProcesses {
     /// Returns the rank's own error output about its failure.
-    fn words(&self, culprit: &CulpritRank, tails: &[StderrTail]) -> Vec<String> {
+    fn own_error_output(&self, culprit: &CulpritRank, tails: &[StderrTail]) -> Vec<String> {
         let rank = culprit.end.rank;
         let by_itself = culprit.end.request == StopRequest::Nothing && culprit.end.ended != RankExitStatus::Signal(9);
         let reason = self.region.last_words(rank);

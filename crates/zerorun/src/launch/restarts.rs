@@ -11,15 +11,15 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 /// The pause after a long run; each further early failure doubles it.
-const FIRST_PAUSE: Duration = Duration::from_millis(200);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+const INITIAL_BACKOFF: Duration = Duration::from_millis(200);
+const MAX_BACKOFF: Duration = Duration::from_secs(30);
 /// A run that fails before this time failed early: the cause may persist.
-pub(super) const SOON: Duration = Duration::from_secs(60);
+pub(super) const EARLY_FAILURE: Duration = Duration::from_secs(60);
 /// A run that fails before this time never got going: this host may no longer support this many ranks.
-const AT_ONCE: Duration = Duration::from_secs(10);
+const FAILED_START: Duration = Duration::from_secs(10);
 
 /// The exit code of a successful job whose output could not be passed on.
-const EXIT_UNWRITTEN: u8 = 1;
+const EXIT_OUTPUT_LOST: u8 = 1;
 
 /// The rules by which a job is restarted.
 #[derive(Debug, Clone, Copy)]
@@ -55,7 +55,7 @@ impl RestartPolicy {
     fn next(&self, failed: &[FailedRun]) -> Option<NextStart> {
         let restart = u32::try_from(failed.len()).ok().filter(|restart| *restart <= self.max_restarts)?;
         let ranks = match failed {
-            [.., a, b] if a.ranks == b.ranks && a.after < AT_ONCE && b.after < AT_ONCE => {
+            [.., a, b] if a.ranks == b.ranks && a.after < FAILED_START && b.after < FAILED_START => {
                 b.ranks.saturating_sub(1).max(self.min_ranks)
             }
             [.., last] => last.ranks,
@@ -67,14 +67,14 @@ impl RestartPolicy {
 
 /// Returns the pause after the last of these runs.
 fn pause(failed: &[FailedRun]) -> Duration {
-    let soon = failed.iter().rev().take_while(|run| run.after < SOON).count();
+    let soon = failed.iter().rev().take_while(|run| run.after < EARLY_FAILURE).count();
     pause_after(soon)
 }
 
 /// Returns the pause after this number of consecutive early failures.
 pub(super) fn pause_after(soon: usize) -> Duration {
     let doublings = u32::try_from(soon.saturating_sub(1)).unwrap_or(u32::MAX);
-    FIRST_PAUSE.saturating_mul(2u32.saturating_pow(doublings)).min(LONGEST_PAUSE)
+    INITIAL_BACKOFF.saturating_mul(2u32.saturating_pow(doublings)).min(MAX_BACKOFF)
 }
 
 /// Runs the job, restarts it according to the policy, and returns the launcher's exit code. Must be called on the main
@@ -88,10 +88,11 @@ pub(crate) fn run_by(backend: CommBackend, mut job: LocalJob, policy: &RestartPo
     let (_, events) = signals::listen()?;
     let mut failed = Vec::new();
     loop {
-        job.multi_host = (backend == CommBackend::Mpi).then(|| MultiHostContext::whole(job.world, job.restart));
+        job.multi_host =
+            (backend == CommBackend::Mpi).then(|| MultiHostContext::mpi_on_one_host(job.world, job.restart));
         let failure = match ranks::run(&job, &events)? {
             RunEnd::Well => return Ok(0),
-            RunEnd::Unwritten => return Ok(EXIT_UNWRITTEN),
+            RunEnd::Unwritten => return Ok(EXIT_OUTPUT_LOST),
             RunEnd::Elsewhere => unreachable!("the ranks are on this host"),
             RunEnd::Interrupted(signal) => return Ok(stopped_by(signal)),
             RunEnd::Failed(failure) => failure,
@@ -112,7 +113,7 @@ fn announcement(failure: &RunFailure, next: &NextStart, ranks_before: usize, pol
     let NextStart { restart, ranks, pause } = next;
     let plural = if *ranks == 1 { "" } else { "s" };
     let fewer = if *ranks < ranks_before {
-        format!(" (two starts with {ranks_before} failed within {} s)", AT_ONCE.as_secs())
+        format!(" (two starts with {ranks_before} failed within {} s)", FAILED_START.as_secs())
     } else {
         String::new()
     };
@@ -210,7 +211,7 @@ mod tests {
         assert_eq!(pauses(&[(1, 0), (1, 59), (1, 0), (1, 60), (1, 0), (1, 0)]), [200, 400, 800, 200, 200, 400]);
         assert_eq!(pause(&failed(&[(1, 0); 8])), Duration::from_millis(25_600));
         for soon in [9, 40, 1000] {
-            assert_eq!(pause(&failed(&vec![(1, 0); soon])), LONGEST_PAUSE);
+            assert_eq!(pause(&failed(&vec![(1, 0); soon])), MAX_BACKOFF);
         }
     }
 
@@ -244,7 +245,7 @@ mod tests {
         assert!(start.elapsed() >= Duration::from_millis(50));
         sender.send(LauncherEvent::Child).unwrap();
         sender.send(LauncherEvent::End(Signal::TERM)).unwrap();
-        assert_eq!(rest(LONGEST_PAUSE, &events), Some(Signal::TERM));
-        assert!(start.elapsed() < LONGEST_PAUSE);
+        assert_eq!(rest(MAX_BACKOFF, &events), Some(Signal::TERM));
+        assert!(start.elapsed() < MAX_BACKOFF);
     }
 }

@@ -5,13 +5,13 @@ use candle_zero::error::begins_backtrace;
 use std::collections::VecDeque;
 
 /// The number of lines kept: enough to find the beginning of a message before its backtrace.
-const KEPT: usize = 200;
+const KEPT_LINES: usize = 200;
 /// The number of bytes kept per line.
-const LINE_BYTES: usize = 1000;
+const MAX_LINE_BYTES: usize = 1000;
 /// The number of lines of a message that are repeated.
-const SHOWN: usize = 12;
+const SHOWN_MESSAGE_LINES: usize = 12;
 /// The number of lines that are repeated if no message can be distinguished from other output.
-const SHOWN_OF_ANYTHING: usize = 3;
+const SHOWN_FALLBACK_LINES: usize = 3;
 
 /// The end of one rank's stderr.
 #[derive(Debug, Default)]
@@ -22,10 +22,10 @@ impl StderrTail {
         if line.iter().all(u8::is_ascii_whitespace) {
             return;
         }
-        if self.0.len() == KEPT {
+        if self.0.len() == KEPT_LINES {
             self.0.pop_front();
         }
-        self.0.push_back(String::from_utf8_lossy(&line[..line.len().min(LINE_BYTES)]).trim_end().to_string());
+        self.0.push_back(String::from_utf8_lossy(&line[..line.len().min(MAX_LINE_BYTES)]).trim_end().to_string());
     }
 
     /// Returns the last error or panic message; else `reason`, which the rank gave to the others; else the last few
@@ -34,13 +34,13 @@ impl StderrTail {
     pub(super) fn last_words(&self, reason: Option<&str>, ended_by_itself: bool) -> Vec<String> {
         if let Some(begin) = self.0.iter().rposition(|line| begins_message(line)) {
             let message = self.0.range(begin..).take_while(|line| !ends_message(line));
-            return message.take(SHOWN).cloned().collect();
+            return message.take(SHOWN_MESSAGE_LINES).cloned().collect();
         }
         if let Some(reason) = reason {
-            return reason.lines().take(SHOWN).map(str::to_string).collect();
+            return reason.lines().take(SHOWN_MESSAGE_LINES).map(str::to_string).collect();
         }
         let lines: Vec<&String> = self.0.iter().filter(|line| ended_by_itself && !is_progress(line)).collect();
-        lines[lines.len().saturating_sub(SHOWN_OF_ANYTHING)..].iter().map(|line| (*line).clone()).collect()
+        lines[lines.len().saturating_sub(SHOWN_FALLBACK_LINES)..].iter().map(|line| (*line).clone()).collect()
     }
 }
 
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn little_is_kept_however_much_is_written() {
         let mut tail = StderrTail::default();
-        (0..10 * KEPT).for_each(|_| tail.push(&[b'x'; 10 * LINE_BYTES]));
-        assert_eq!(tail.0.iter().map(String::len).sum::<usize>(), KEPT * LINE_BYTES);
+        (0..10 * KEPT_LINES).for_each(|_| tail.push(&[b'x'; 10 * MAX_LINE_BYTES]));
+        assert_eq!(tail.0.iter().map(String::len).sum::<usize>(), KEPT_LINES * MAX_LINE_BYTES);
     }
 }

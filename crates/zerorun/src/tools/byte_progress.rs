@@ -8,7 +8,7 @@ pub(super) struct ByteProgress(Option<(Progress, u64)>);
 
 impl ByteProgress {
     /// Reports that `done` of `total` bytes are done. Nothing is shown if the first report is also the last.
-    pub(super) fn tell(&mut self, done: u64, total: u64) {
+    pub(super) fn report(&mut self, done: u64, total: u64) {
         if total <= 1 << 20 {
             return;
         }

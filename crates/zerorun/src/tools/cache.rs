@@ -53,7 +53,7 @@ impl CacheArguments {
         let before = size(folder).map_err(at("read", folder))?;
         if self.clear {
             // Anything else in the folder stays.
-            for name in PARTS {
+            for name in CACHE_SUBFOLDERS {
                 remove(&folder.join(name))?;
             }
             return Ok(format!("{}: {} removed", folder.display(), binary(before)));
@@ -80,7 +80,7 @@ impl CacheArguments {
 }
 
 /// The subfolders that zerorun owns.
-const PARTS: [&str; 2] = ["packages", "target"];
+const CACHE_SUBFOLDERS: [&str; 2] = ["packages", "target"];
 
 fn at(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
     let path = path.to_owned();

@@ -33,7 +33,7 @@ struct ClassifyArguments {
 }
 
 /// The maximum length of a line of standard input, in bytes.
-const MOST_LINE: u64 = 64 << 20;
+const MAX_LINE_BYTES: u64 = 64 << 20;
 
 /// Returns the tool's command line.
 pub(super) fn command() -> clap::Command {
@@ -91,9 +91,9 @@ impl ClassifyArguments {
 fn read_line(input: &mut impl io::BufRead) -> Result<Option<String>> {
     let wrong = |source| Error::Io { action: "read", path: "standard input".into(), source };
     let mut line = String::new();
-    let bytes = input.take(MOST_LINE).read_line(&mut line).map_err(wrong)?;
-    if bytes as u64 == MOST_LINE {
-        let text = format!("a line has more than {} MiB", MOST_LINE >> 20);
+    let bytes = input.take(MAX_LINE_BYTES).read_line(&mut line).map_err(wrong)?;
+    if bytes as u64 == MAX_LINE_BYTES {
+        let text = format!("a line has more than {} MiB", MAX_LINE_BYTES >> 20);
         return Err(wrong(io::Error::new(io::ErrorKind::InvalidData, text)));
     }
     line.truncate(line.trim_end_matches(['\n', '\r']).len());

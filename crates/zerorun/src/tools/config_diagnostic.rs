@@ -7,7 +7,7 @@ use std::fmt::Write;
 use std::ops::Range;
 
 /// Further problems are only listed: a file of 4 MiB may have one every few bytes.
-const MOST: usize = 100;
+const MAX_DETAILED_PROBLEMS: usize = 100;
 
 /// One problem, from any kind of error.
 pub(super) struct ConfigDiagnostic {
@@ -33,11 +33,11 @@ pub(super) fn render_all(file: &str, text: &str, diagnostics: &[ConfigDiagnostic
     let renderer = if colours() { Renderer::styled() } else { Renderer::plain() };
     let lines = LineIndex::of(text);
     let mut all = String::new();
-    for diagnostic in diagnostics.iter().take(MOST) {
+    for diagnostic in diagnostics.iter().take(MAX_DETAILED_PROBLEMS) {
         // Writing to a String cannot fail.
         let _ = writeln!(all, "{}\n", render(&renderer, file, &lines, diagnostic));
     }
-    for ConfigDiagnostic { path, place, message, .. } in diagnostics.iter().skip(MOST) {
+    for ConfigDiagnostic { path, place, message, .. } in diagnostics.iter().skip(MAX_DETAILED_PROBLEMS) {
         let place = place.map(|place| format!("{place}: ")).unwrap_or_default();
         let _ = writeln!(all, "{place}`{path}`: {message}");
     }
@@ -161,8 +161,9 @@ mod tests {
             let message = "is unknown".to_string();
             ConfigDiagnostic::new(format!("k{n}"), "unknown key", place, message)
         };
-        let all = render_all("f.json", "{\"a\": 1}", &(0..MOST + 2).map(diagnostic).collect::<Vec<_>>());
-        assert_eq!(all.matches(" ^^^").count(), MOST, "{all}");
+        let all =
+            render_all("f.json", "{\"a\": 1}", &(0..MAX_DETAILED_PROBLEMS + 2).map(diagnostic).collect::<Vec<_>>());
+        assert_eq!(all.matches(" ^^^").count(), MAX_DETAILED_PROBLEMS, "{all}");
         assert!(all.ends_with("line 1, column 2: `k100`: is unknown\nline 1, column 2: `k101`: is unknown\n"), "{all}");
     }
 }

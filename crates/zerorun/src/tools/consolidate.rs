@@ -87,7 +87,7 @@ impl ConsolidateArguments {
             return refused(&error, EXIT_SETUP);
         }
         let (mut progress, total) = (ByteProgress::default(), settings.bytes(&checkpoint));
-        let done = consolidate(&checkpoint, &self.out, &settings, &mut |bytes| progress.tell(bytes, total));
+        let done = consolidate(&checkpoint, &self.out, &settings, &mut |bytes| progress.report(bytes, total));
         progress.finish();
         match done {
             Ok(done) if print(ConsolidateReport { out: &self.out, done: &done }) => ExitCode::SUCCESS,

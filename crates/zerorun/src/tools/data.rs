@@ -7,7 +7,9 @@ use crate::launch::console::{CommandLineError, EXIT_SETUP, colours, print, refus
 use candle_zero::files::{InputKind, OutputKind, RunPaths};
 use candle_zero::models::DecoderConfig;
 use candle_zero_finetune::hub::FileSelection;
-use candle_zero_finetune::{BaseModel, DataOptions, Dataset, Source, Task, Template, Tokenizer, default_cache, show};
+use candle_zero_finetune::{
+    BaseModel, DataOptions, Dataset, Source, Template, Tokenizer, TrainingTask, default_cache, show,
+};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -98,9 +100,9 @@ impl ShowDataArguments {
         let longest = || base.as_ref().map_or_else(described, |base| base.config().ctx);
         let usual = || longest().min(DataOptions::USUAL_CTX);
         let task = match self.task {
-            ShowTaskFlag::Generate => Task::Generate,
-            ShowTaskFlag::Prefer => Task::Prefer,
-            ShowTaskFlag::Classify => Task::Classify,
+            ShowTaskFlag::Generate => TrainingTask::Generate,
+            ShowTaskFlag::Prefer => TrainingTask::Prefer,
+            ShowTaskFlag::Classify => TrainingTask::Classify,
         };
         let options = DataOptions {
             overlong: self.samples.overlong(),
@@ -118,7 +120,7 @@ impl ShowDataArguments {
         );
         sources.iter().fold(outputs, |outputs, source| outputs.reads("FILE", &source.path, InputKind::File)).check()?;
         let mut progress = FileProgress::default();
-        let mut tell = |at| progress.tell(at);
+        let mut tell = |at| progress.report(at);
         let dataset = Dataset::prepare(&sources, &tokenizer, template.as_ref(), &options, &cache, &mut tell);
         progress.finish();
         let dataset = dataset?;

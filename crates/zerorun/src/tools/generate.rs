@@ -90,9 +90,9 @@ impl From<GenerateDtype> for DType {
 }
 
 /// The number of tokens of a line of standard input and its answer. Tables are built for it before the line is read.
-const LINE: usize = 1 << 15;
+const DEFAULT_CTX: usize = 1 << 15;
 /// The maximum size of a conversation.
-const MOST_BYTES: u64 = 1 << 28;
+const MAX_CONVERSATION_BYTES: u64 = 1 << 28;
 
 /// Returns the tool's command line.
 pub(super) fn command() -> clap::Command {
@@ -122,7 +122,7 @@ impl GenerateArguments {
         let generator = Generator::new(&base, &tokenizer, template.as_ref())?;
         let given = self.given(&generator)?;
         let longest = given.iter().map(|ids| ids.len().saturating_add(self.max_tokens)).max();
-        let ctx = base.config().ctx.min(longest.unwrap_or(LINE));
+        let ctx = base.config().ctx.min(longest.unwrap_or(DEFAULT_CTX));
         // Checked before the weights are read.
         given.iter().try_for_each(|ids| fits(ids, ctx))?;
         let model = open(&base, adapter, ctx, self.dtype.into())?;
@@ -180,7 +180,7 @@ impl GenerateArguments {
 
 /// Reads the conversation of a file.
 fn messages(path: &Path) -> Result<Conversation> {
-    let text = files::read_text(path, MOST_BYTES);
+    let text = files::read_text(path, MAX_CONVERSATION_BYTES);
     let text = text.map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;
     Conversation::from_json(&text).map_err(|error| match error.downcast_ref() {
         Some(FinetuneError::Conversation { reason }) => {
@@ -233,7 +233,7 @@ impl AnswerGenerator<'_> {
         };
         let give = |piece: &str| {
             let mut out = std::io::stdout().lock();
-            let shown = if is_terminal { harmless(piece) } else { piece.to_owned() };
+            let shown = if is_terminal { strip_control_chars(piece) } else { piece.to_owned() };
             match out.write_all(shown.as_bytes()).and_then(|()| out.flush()) {
                 Ok(()) => ControlFlow::Continue(()),
                 Err(error) => {
@@ -283,7 +283,7 @@ impl GenerationSpeed<'_> {
 }
 
 /// Removes characters that would control a terminal from a text.
-fn harmless(text: &str) -> String {
+fn strip_control_chars(text: &str) -> String {
     text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "\u{fffd}")
 }
 
@@ -301,6 +301,6 @@ mod tests {
 
     #[test]
     fn what_a_terminal_gets_moves_no_cursor() {
-        assert_eq!(harmless("a\u{1b}[2J\tb\nc\u{7}"), "a\u{fffd}[2J\tb\nc\u{fffd}");
+        assert_eq!(strip_control_chars("a\u{1b}[2J\tb\nc\u{7}"), "a\u{fffd}[2J\tb\nc\u{fffd}");
     }
 }

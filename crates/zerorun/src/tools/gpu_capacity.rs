@@ -4,7 +4,7 @@ use candle_zero::util::binary;
 use std::str::FromStr;
 
 /// The total memory of a GPU in MiB as nvidia-smi shows it. The driver uses a little of the nominal memory.
-const KNOWN: [(&str, u64); 17] = [
+const GPU_MEMORY_MIB: [(&str, u64); 17] = [
     ("t4", 15_360),
     ("v100-16", 16_384),
     ("v100-32", 32_768),
@@ -39,12 +39,12 @@ impl FromStr for GpuCapacity {
     /// Parses a name of the table, or a size such as `24GiB` or `80GB`.
     fn from_str(text: &str) -> Result<Self, String> {
         let plain: String = text.to_lowercase().chars().filter(|c| !matches!(c, ' ' | '_')).collect();
-        let known = KNOWN.iter().find(|(name, _)| *name == plain || *name == plain.trim_end_matches("-80"));
+        let known = GPU_MEMORY_MIB.iter().find(|(name, _)| *name == plain || *name == plain.trim_end_matches("-80"));
         let bytes = match known {
             Some((_, mebibytes)) => Some(mebibytes << 20),
             None => size(&plain),
         };
-        let known = || KNOWN.map(|(name, _)| name).join(", ");
+        let known = || GPU_MEMORY_MIB.map(|(name, _)| name).join(", ");
         let bytes = bytes.ok_or_else(|| format!("known GPUs are {}; or give its memory, such as 24GiB", known()))?;
         Ok(Self { name: text.to_owned(), bytes })
     }

@@ -65,7 +65,7 @@ impl ImportArguments {
             };
         let mut progress = ByteProgress::default();
         let done =
-            from.verify().and_then(|()| import(&from, &self.out, &name, |done, total| progress.tell(done, total)));
+            from.verify().and_then(|()| import(&from, &self.out, &name, |done, total| progress.report(done, total)));
         progress.finish();
         match done {
             Ok(path) if print(path.display()) => ExitCode::SUCCESS,

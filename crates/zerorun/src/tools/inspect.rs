@@ -74,7 +74,7 @@ impl InspectArguments {
             }
         };
         let mut progress = ByteProgress::default();
-        let mut tell = |done: u64, total: u64| progress.tell(done, total);
+        let mut tell = |done: u64, total: u64| progress.report(done, total);
         let examined = examine(&dir, &tag, if self.verify { Some(&mut tell) } else { None });
         progress.finish();
         let one = CheckpointReport { tag: &tag, examined: &examined, verified: self.verify };
@@ -88,11 +88,11 @@ impl InspectArguments {
 
 /// Describes a folder without checkpoints, if fine-tuning or Hugging Face's libraries wrote it.
 fn other_content(dir: &Path) -> Option<&'static str> {
-    const KNOWN: [(&str, &str); 2] = [
+    const KNOWN_FILES: [(&str, &str); 2] = [
         ("adapter_config.json", "the folder of an adapter, which zerorun merge and zerorun generate accept"),
         ("config.json", "the folder of a model, which zerorun finetune, generate and merge accept"),
     ];
-    KNOWN.iter().find(|(name, _)| dir.join(name).is_file()).map(|(_, what)| *what)
+    KNOWN_FILES.iter().find(|(name, _)| dir.join(name).is_file()).map(|(_, what)| *what)
 }
 
 /// Formats one line per tag.

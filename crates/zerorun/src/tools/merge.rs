@@ -109,7 +109,7 @@ impl MergeArguments {
         let base = BaseModel::open(model)?;
         let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
         let progress = RefCell::new(ByteProgress::default());
-        let tell = |done, total| progress.borrow_mut().tell(done, total);
+        let tell = |done, total| progress.borrow_mut().report(done, total);
         let merged = MergedModel::new(&base, adapter.as_ref())?.reporting(&tell);
         match format {
             MergeFormat::Hf => merged.write_hugging_face(&self.out, self.dtype.map(Into::into))?,

@@ -13,6 +13,7 @@ mod config_diagnostic;
 mod consolidate;
 mod data;
 mod deploy;
+mod environment_report;
 pub(crate) mod error;
 mod estimate;
 mod finetune;
@@ -23,7 +24,6 @@ mod import;
 mod inspect;
 mod merge;
 mod model_size_flags;
-mod report;
 mod resolve_model;
 mod sample_flags;
 mod schedule;
@@ -124,8 +124,8 @@ const ALL: [ZerorunTool; 18] = [
     ZerorunTool {
         name: "report",
         about: "Describe this machine and what it can train",
-        run: report::run,
-        command: report::command,
+        run: environment_report::run,
+        command: environment_report::command,
     },
     ZerorunTool {
         name: "schedule",
@@ -161,19 +161,20 @@ pub(crate) fn named(word: &OsStr) -> Option<&'static ZerorunTool> {
 /// Returns the name of the tool that a mistyped word resembles most, if any.
 pub(crate) fn nearest(word: &str) -> Option<&'static str> {
     /// The minimum likeness, from 0 to 1.
-    const ALIKE: f64 = 0.6;
+    const MIN_SIMILARITY: f64 = 0.6;
     let likeness = |tool: &ZerorunTool| strsim::normalized_damerau_levenshtein(&word.to_lowercase(), tool.name);
     let nearest = ALL.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
-    Some(nearest.name).filter(|_| likeness(nearest) >= ALIKE)
+    Some(nearest.name).filter(|_| likeness(nearest) >= MIN_SIMILARITY)
 }
 
 /// The commands that describe the whole command line, with the lines about them: `completions` and `man` above.
-pub(crate) const DESCRIBING: [(&str, &str); 2] =
+pub(crate) const COMMAND_LINE_DOCS: [(&str, &str); 2] =
     [("completions", "Print completions for a shell"), ("man", "Print the manual page of a command")];
 
 /// Returns the part of the help that lists the commands.
 pub(crate) fn help() -> String {
-    let mut lines: Vec<(&str, &str)> = ALL.iter().map(|tool| (tool.name, tool.about)).chain(DESCRIBING).collect();
+    let mut lines: Vec<(&str, &str)> =
+        ALL.iter().map(|tool| (tool.name, tool.about)).chain(COMMAND_LINE_DOCS).collect();
     lines.sort();
     let lines: String = lines.iter().map(|(name, about)| format!("  {name:13}{about}\n")).collect();
     format!("Commands (`zerorun COMMAND --help` describes one):\n{lines}")

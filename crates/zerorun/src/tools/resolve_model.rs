@@ -55,7 +55,7 @@ fn fetched(_: &Path, repository: Repository, parts: FileSelection) -> Result<Res
             file = at.file.to_owned();
             eprint(&format!("zerorun: {file}, {}", binary(at.of)));
         }
-        progress.tell(at.bytes, at.of);
+        progress.report(at.bytes, at.of);
     });
     progress.finish();
     let path = path?;

@@ -65,12 +65,12 @@ pub(super) struct FileProgress {
 
 impl FileProgress {
     /// Shows the progress of a file.
-    pub(super) fn tell(&mut self, at: DataProgress) {
+    pub(super) fn report(&mut self, at: DataProgress) {
         if at.file != self.file {
             self.finish();
             self.file = at.file;
         }
-        self.bytes.tell(at.bytes, at.of);
+        self.bytes.report(at.bytes, at.of);
     }
 
     /// Ends the progress line.

@@ -14,10 +14,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// The maximum number of steps to show.
-const MOST: u64 = 10_000_000;
+const MAX_STEPS: u64 = 10_000_000;
 /// The size of a plot, in characters.
-const ROWS: usize = 12;
-const COLUMNS: usize = 64;
+const PLOT_ROWS: usize = 12;
+const PLOT_COLUMNS: usize = 64;
 
 /// Show the learning rate and the momentum of each optimizer step of a configuration, without training: one JSON object
 /// per line, `{"step":1,"lr":0.001,"betas":[0.9,0.999]}`, or with SGD `"momentum":0.9`.
@@ -32,7 +32,7 @@ struct ScheduleArguments {
     ds_config: PathBuf,
 
     /// Number of optimizer steps to show
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MOST))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_STEPS))]
     steps: u64,
 
     /// Number of ranks for the batch keys of the configuration
@@ -135,7 +135,7 @@ impl ScheduleCurve {
     }
 
     fn push(&mut self, value: f64) {
-        let width = self.steps.min(COLUMNS as u64);
+        let width = self.steps.min(PLOT_COLUMNS as u64);
         let column = (self.pushed * width / self.steps) as usize;
         self.pushed += 1;
         match self.columns.get_mut(column) {
@@ -160,7 +160,7 @@ impl ScheduleCurve {
     /// Draws the plot, with the smallest value in the lowest row and the largest in the highest.
     fn plot(&self, title: &str) -> String {
         let (least, greatest) = self.bounds();
-        let rows = if least == greatest { 1 } else { ROWS };
+        let rows = if least == greatest { 1 } else { PLOT_ROWS };
         // If all values are equal this is NaN, and they are drawn in row 0.
         let row = |value: f64| ((value - least) / (greatest - least) * (rows - 1) as f64).round() as usize;
         let mut text = format!("{title}\n");
@@ -218,8 +218,8 @@ mod tests {
         ");
         // A column of several values shows all of them.
         let saw = curve((0..1000).map(|i| f64::from(i % 2)));
-        assert_eq!(saw.columns.len(), COLUMNS);
-        assert!(saw.plot("x").lines().filter(|line| line.contains(&"*".repeat(COLUMNS))).count() == ROWS);
+        assert_eq!(saw.columns.len(), PLOT_COLUMNS);
+        assert!(saw.plot("x").lines().filter(|line| line.contains(&"*".repeat(PLOT_COLUMNS))).count() == PLOT_ROWS);
     }
 
     #[test]

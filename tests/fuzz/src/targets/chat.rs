@@ -4,7 +4,7 @@
 use super::{join, split};
 use crate::scratch;
 use candle_zero_finetune::{
-    Conversation, DataOptions, Dataset, Source, SpecialTokens, Task, Template, Tokenizer, Truncation, show,
+    Conversation, DataOptions, Dataset, Source, SpecialTokens, TrainingTask, Template, Tokenizer, Truncation, show,
 };
 use serde_json::Value;
 use std::sync::OnceLock;
@@ -74,7 +74,7 @@ const EXTENSIONS: [&str; 5] = ["jsonl", "json", "csv", "tsv", "txt"];
 
 /// The use of data.
 pub(super) struct DataKind {
-    task: Task,
+    task: TrainingTask,
     /// The template's index; that after the last one means none.
     template: usize,
 }
@@ -82,7 +82,7 @@ pub(super) struct DataKind {
 impl DataKind {
     /// Returns the kind that a byte selects.
     pub fn of(byte: u8) -> Self {
-        let task = [Task::Generate, Task::Classify, Task::Prefer][usize::from(byte) % 3];
+        let task = [TrainingTask::Generate, TrainingTask::Classify, TrainingTask::Prefer][usize::from(byte) % 3];
         Self { task, template: usize::from(byte) / 3 % (shared().templates.len() + 1) }
     }
 
@@ -148,7 +148,7 @@ pub(super) fn prepare(name: &str, bytes: &[u8], kind: &DataKind) -> bool {
         assert!(sample.ids().all(|id| (id as usize) < tokenizer.vocab_size()));
         // The first token cannot be predicted.
         assert_eq!((1..sample.len()).filter(|at| sample.is_target(*at)).count(), sample.predicted());
-        assert!(kind.task == Task::Classify || sample.predicted() > 0, "a sample without a target");
+        assert!(kind.task == TrainingTask::Classify || sample.predicted() > 0, "a sample without a target");
     }
     let _ = (show(&dataset, tokenizer, 2, false), dataset.check_skipped(), dataset.tokens());
     for (_, report) in dataset.reports() {

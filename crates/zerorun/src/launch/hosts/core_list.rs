@@ -62,7 +62,7 @@ impl CoreList {
 
 /// Parses `4` as 4 to 4, and `2-4` as 2 to 4.
 fn bounds(part: &str) -> Option<(usize, usize)> {
-    let number = |text: &str| text.trim().parse().ok().filter(|core| *core < super::error::MOST_CORES);
+    let number = |text: &str| text.trim().parse().ok().filter(|core| *core < super::error::MAX_CORES);
     match part.split_once('-') {
         None => number(part).map(|core| (core, core)),
         Some((first, last)) => Some((number(first)?, number(last)?)),

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 /// The maximum number of slots of a host. A larger number is a typing error.
-pub(super) const MOST_SLOTS: usize = 1 << 16;
+pub(super) const MAX_SLOTS: usize = 1 << 16;
 /// The exclusive upper bound of core numbers. A larger number is a typing error: Linux has at most 8192 cores.
-pub(super) const MOST_CORES: usize = 1 << 16;
+pub(super) const MAX_CORES: usize = 1 << 16;
 
 /// An error about hosts, their slots, or the environment of their ranks.
 #[derive(Debug, thiserror::Error)]
@@ -58,7 +58,7 @@ pub enum HostsError {
     #[error(
         "{}:{line}: host `{host}` has slots={slots}; at most {} are allowed, usually one for each GPU",
         path.display(),
-        MOST_SLOTS
+        MAX_SLOTS
     )]
     TooManySlots {
         /// The hostfile.
@@ -164,7 +164,7 @@ pub enum HostsError {
     /// More ranks per host are requested than a host can have.
     #[error(
         "--num_gpus {slots} is above {}, the maximum number of slots of a host; give the number of ranks per host",
-        MOST_SLOTS
+        MAX_SLOTS
     )]
     TooManyRanks {
         /// The requested number.
@@ -458,7 +458,7 @@ pub enum HostsError {
     #[error(
         "`{part}` in the core list `{list}` is neither a core nor a range of cores; write numbers below {} or \
          FIRST-LAST, for example 0,2-4",
-        MOST_CORES
+        MAX_CORES
     )]
     BadCores {
         /// The list.
@@ -523,10 +523,10 @@ pub enum HostsError {
 
 /// Shortens external text to one line, for a message.
 pub(super) fn shown(text: &str) -> String {
-    const LIMIT: usize = 40;
+    const MAX_SHOWN_CHARS: usize = 40;
     let mut characters = text.chars();
     let mut shown = String::new();
-    for character in characters.by_ref().take(LIMIT) {
+    for character in characters.by_ref().take(MAX_SHOWN_CHARS) {
         if character.is_control() {
             shown.extend(character.escape_default());
         } else {

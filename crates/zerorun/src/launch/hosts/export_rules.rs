@@ -10,7 +10,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 /// The prefixes of variables that are passed on: DeepSpeed's list, with CUDA's.
-const PREFIXES: [&str; 5] = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"];
+const EXPORTED_PREFIXES: [&str; 5] = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"];
 
 /// The variable that marks a job in which those of [`NOT_IN_AISC`] stay on their host.
 const AISC: &str = "AISC_JOB_NAME";
@@ -79,7 +79,7 @@ impl ExportedVariables {
 }
 
 fn is_forwarded(name: &str) -> bool {
-    PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+    EXPORTED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
 /// Returns whether a shell allows a variable of this name.

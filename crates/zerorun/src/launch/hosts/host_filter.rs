@@ -62,7 +62,7 @@ impl HostSelection {
             return Err(HostsError::TooFewHosts { asked: count, found: hosts.len() });
         };
         match self.num_gpus {
-            Some(slots) if slots > super::error::MOST_SLOTS => Err(HostsError::TooManyRanks { slots }),
+            Some(slots) if slots > super::error::MAX_SLOTS => Err(HostsError::TooManyRanks { slots }),
             Some(slots) => Ok(kept.iter().map(|host| HostSlots::with_slots(&host.name, slots)).collect()),
             None => Ok(kept.to_vec()),
         }

@@ -27,7 +27,7 @@ pub(crate) fn parse(text: &str, path: &Path) -> Result<Vec<HostSlots>, HostsErro
             let first = lines[earlier];
             return Err(HostsError::DuplicateHost { path: path.into(), line, host: shown(name), first });
         }
-        let slots = count.parse().ok().filter(|slots| *slots <= super::error::MOST_SLOTS).ok_or_else(|| {
+        let slots = count.parse().ok().filter(|slots| *slots <= super::error::MAX_SLOTS).ok_or_else(|| {
             HostsError::TooManySlots { path: path.into(), line, host: shown(name), slots: shown(count) }
         })?;
         hosts.push(HostSlots::with_slots(name, slots));

@@ -10,7 +10,7 @@
 
 use super::handshake::{self, HandshakeError};
 use super::secret::{JobSecret, SECRET};
-use super::wire::{HostHello, LONGEST, LauncherConnection, LauncherMessage, ReadDeadline};
+use super::wire::{HostHello, LauncherConnection, LauncherMessage, MAX_MESSAGE_BYTES, ReadDeadline};
 use crate::launch::console::eprint;
 use candle_zero::util::lock;
 use rustix::process::{Resource, getrlimit};
@@ -21,16 +21,16 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How long a stranger may take to identify itself.
-const PATIENCE: Duration = Duration::from_secs(10);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause in accepting connections after a system error.
-const PAUSE: Duration = Duration::from_millis(200);
+const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 /// The maximum number of bytes from a stranger that has not proved that it belongs to the job.
-pub(super) const LONGEST_OF_A_STRANGER: usize = 1 << 20;
+pub(super) const MAX_UNPROVED_BYTES: usize = 1 << 20;
 /// The maximum number of strangers, and the fraction of this process's open file limit that they may use.
-const MOST: usize = 64;
-const PART: u64 = 4;
+const MAX_STRANGERS: usize = 64;
+const OPEN_FILES_DIVISOR: u64 = 4;
 /// The maximum number of messages about refused hosts, so that a program that keeps connecting does not fill the disk.
-const MOST_SAID: usize = 50;
+const MAX_REFUSAL_MESSAGES: usize = 50;
 
 /// A host that has sent its Hello.
 pub(super) struct JoiningHost {
@@ -54,7 +54,7 @@ pub(super) struct HostAcceptor {
 impl HostAcceptor {
     pub(super) fn new(secret: Option<JobSecret>) -> Self {
         let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-        let most = usize::try_from(files / PART).unwrap_or(MOST).clamp(1, MOST);
+        let most = usize::try_from(files / OPEN_FILES_DIVISOR).unwrap_or(MAX_STRANGERS).clamp(1, MAX_STRANGERS);
         Self { secret, most, strangers: Mutex::default(), numbers: AtomicU64::new(0), said: AtomicUsize::new(0) }
     }
 
@@ -74,7 +74,7 @@ impl HostAcceptor {
                 // For example, descriptors or threads have run out. A stranger is dropped, as it is not a host yet.
                 if taken.is_err() {
                     acceptor.evict_one();
-                    std::thread::sleep(PAUSE);
+                    std::thread::sleep(ACCEPT_RETRY_INTERVAL);
                 }
             }
         };
@@ -107,10 +107,10 @@ impl HostAcceptor {
     }
 
     fn hear(&self, stream: Arc<TcpStream>) -> Result<(LauncherConnection, HostHello), HandshakeError> {
-        let wait = ReadDeadline::Until(Instant::now() + PATIENCE);
+        let wait = ReadDeadline::Until(Instant::now() + HANDSHAKE_TIMEOUT);
         let mut session = LauncherConnection::over(stream).map_err(|error| HandshakeError::Lost(error.to_string()))?;
         handshake::receive(&mut session, self.secret.as_ref(), wait)?;
-        let longest = if self.secret.is_some() { LONGEST } else { LONGEST_OF_A_STRANGER };
+        let longest = if self.secret.is_some() { MAX_MESSAGE_BYTES } else { MAX_UNPROVED_BYTES };
         match session.next(longest, wait).map_err(HandshakeError::Lost)? {
             LauncherMessage::Hello(hello) => Ok((session, hello)),
             _ => Err(HandshakeError::NoLauncher),
@@ -137,9 +137,11 @@ impl HostAcceptor {
     /// Reports that a host is refused, up to a limited number of times.
     pub(super) fn report_refused(&self, host: &str, from: SocketAddr, why: &str) {
         match self.said.fetch_add(1, Ordering::Relaxed) {
-            said if said < MOST_SAID => eprint(&format!("zerorun: host {host} ({}) was refused: {why}", from.ip())),
-            MOST_SAID => eprint(&format!(
-                "zerorun: {MOST_SAID} connections were refused; no more are reported. If these are not your hosts, \
+            said if said < MAX_REFUSAL_MESSAGES => {
+                eprint(&format!("zerorun: host {host} ({}) was refused: {why}", from.ip()))
+            }
+            MAX_REFUSAL_MESSAGES => eprint(&format!(
+                "zerorun: {MAX_REFUSAL_MESSAGES} connections were refused; no more are reported. If these are not your hosts, \
                  check who can reach this port, and set {SECRET}"
             )),
             _ => {}

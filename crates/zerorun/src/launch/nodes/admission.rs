@@ -10,9 +10,9 @@ use super::wire::HostHello;
 use candle_zero::comm::clock_skew;
 
 /// The maximum number of ranks of a host.
-pub(super) const MOST_RANKS: usize = 1024;
+pub(super) const MAX_RANKS: usize = 1024;
 /// The maximum number of characters of a host's text in a message.
-const SHOWN: usize = 1000;
+const MAX_SHOWN_CHARS: usize = 1000;
 
 /// The reason why a host may not join.
 #[derive(Debug, PartialEq, Eq)]
@@ -48,10 +48,8 @@ pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostH
             nodes - 1
         ));
     }
-    if !(1..=MOST_RANKS).contains(&ranks) {
-        return AdmissionRefusal::plain(format!(
-            "--num_ranks is {ranks} there; give each host 1 to {MOST_RANKS} ranks"
-        ));
+    if !(1..=MAX_RANKS).contains(&ranks) {
+        return AdmissionRefusal::plain(format!("--num_ranks is {ranks} there; give each host 1 to {MAX_RANKS} ranks"));
     }
     if let Some(other) = holder.filter(|other| other.launcher != hello.launcher) {
         return AdmissionRefusal::plain(format!(
@@ -68,7 +66,7 @@ pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostH
 fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
     let [here, there] = [name(own), name(hello)];
     if own.words != hello.words {
-        let shown = |hello: &HostHello| printable(&hello.words.join(" "), SHOWN);
+        let shown = |hello: &HostHello| printable(&hello.words.join(" "), MAX_SHOWN_CHARS);
         return Some(AdmissionRefusal {
             told: format!(
                 "the script's arguments are `{}` on this host, with digest {}, but those on host {here} have digest \
@@ -88,7 +86,7 @@ fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
     names.find(|name| own.files.get(*name) != hello.files.get(*name)).map(|file| {
         let of = |hello: &HostHello| hello.files.get(file).map_or("missing".to_string(), |sum| printable(sum, 100));
         let (file, remedy) = (
-            printable(file, SHOWN),
+            printable(file, MAX_SHOWN_CHARS),
             "copy the same file to both; if it is the program, give one that is already built",
         );
         AdmissionRefusal {
@@ -104,7 +102,7 @@ pub(super) fn name(hello: &HostHello) -> String {
 }
 
 /// Returns how far a host's clock is ahead of this one's, in seconds.
-pub(super) fn ahead(hello: &HostHello) -> i64 {
+pub(super) fn clock_ahead(hello: &HostHello) -> i64 {
     let seconds = |clock: u64| i64::try_from(clock).unwrap_or(i64::MAX);
     seconds(hello.clock).saturating_sub(seconds(clock_skew::seconds()))
 }
@@ -119,7 +117,7 @@ pub(super) fn folders<'a>(own: &'a HostHello, other: &'a HostHello) -> impl Iter
              unless the job itself writes there",
             name(own),
             name(other),
-            printable(&difference, SHOWN)
+            printable(&difference, MAX_SHOWN_CHARS)
         ))
     })
 }
@@ -192,7 +190,7 @@ pub(super) mod tests {
     #[test]
     fn a_clock_may_say_anything() {
         for clock in [0, 1 << 40, u64::MAX] {
-            ahead(&HostHello { clock, ..hello("a") });
+            clock_ahead(&HostHello { clock, ..hello("a") });
         }
     }
 }

@@ -4,7 +4,8 @@ use super::handshake::HandshakeError;
 use super::join::join;
 use super::secret::JobSecret;
 use super::wire::{
-    HostHello, HostOutcome, LONGEST, LauncherConnection, LauncherMessage, LauncherPeer, PeerEvent, StartCommand,
+    HostHello, HostOutcome, LauncherConnection, LauncherMessage, LauncherPeer, MAX_MESSAGE_BYTES, PeerEvent,
+    StartCommand,
 };
 use crate::error::{HostsError, LaunchError, Result};
 use crate::launch::console::eprint;
@@ -21,9 +22,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// The time limit for an attempt to connect to the first host, and then for joining.
-const TRY: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The pause between two attempts to connect to the first host.
-const RETRY: Duration = Duration::from_millis(300);
+const RETRY_INTERVAL: Duration = Duration::from_millis(300);
 /// The interval at which messages are checked, in case an event is lost.
 const TICK: Duration = Duration::from_millis(500);
 /// The exit code if the first host is lost.
@@ -162,7 +163,8 @@ fn attend(
         Err(signal) => return Ok(stopped_by(signal)),
     };
     let hear = move |event| heard.hear(event, &sender);
-    let peer = LauncherPeer::over(session, LONGEST, hear).map_err(|source| unreachable(options, source.to_string()))?;
+    let peer = LauncherPeer::over(session, MAX_MESSAGE_BYTES, hear)
+        .map_err(|source| unreachable(options, source.to_string()))?;
     let peer = Arc::new(peer);
     let mut failed = None;
     loop {
@@ -207,7 +209,7 @@ fn connect(
         let why = match reach(options) {
             Ok(stream) => {
                 let hello = HostHello { clock: candle_zero::comm::clock_skew::seconds(), ..options.hello.clone() };
-                match join(stream, options.secret.as_ref(), &hello, TRY) {
+                match join(stream, options.secret.as_ref(), &hello, CONNECT_TIMEOUT) {
                     Ok(session) => return Ok(Ok(session)),
                     Err(HandshakeError::Refused { why, .. }) => return Err(HostsError::Refused { why }.into()),
                     Err(HandshakeError::NoLauncher) => {
@@ -222,7 +224,7 @@ fn connect(
         if since.elapsed() >= options.patience {
             return Err(unreachable(options, why));
         }
-        match events.recv_timeout(RETRY) {
+        match events.recv_timeout(RETRY_INTERVAL) {
             Ok(LauncherEvent::End(signal)) => return Ok(Err(signal)),
             Ok(LauncherEvent::Suspend) => signals::suspend_self(),
             _ => {}
@@ -238,7 +240,7 @@ fn reach(options: &JoinOptions) -> std::io::Result<TcpStream> {
         None => (options.master_addr.as_str(), options.master_port).to_socket_addrs()?.collect(),
     };
     for address in addresses {
-        match TcpStream::connect_timeout(&address, TRY) {
+        match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,
         }

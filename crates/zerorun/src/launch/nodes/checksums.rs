@@ -10,11 +10,11 @@ use std::path::Path;
 use twox_hash::XxHash3_64;
 
 /// The maximum number of bytes of a file that are checksummed.
-const MOST_OF_A_FILE: u64 = 256 << 20;
+const MAX_FILE_BYTES: u64 = 256 << 20;
 /// The maximum number of files of a folder that are compared, in the order of their paths.
-const MOST_FILES: usize = 1000;
+const MAX_FILES: usize = 1000;
 /// The maximum size of a file in a folder whose contents are compared, not only its size.
-const SMALL: u64 = 1 << 20;
+const MAX_COMPARED_BYTES: u64 = 1 << 20;
 
 /// Checksums by the names that the user gives to the files.
 pub(super) type FileChecksums = BTreeMap<String, String>;
@@ -49,7 +49,7 @@ fn named(args: &[OsString]) -> impl Iterator<Item = String> {
     })
 }
 
-/// Adds the files below a folder, without hidden files and links to folders, up to [`MOST_FILES`].
+/// Adds the files below a folder, without hidden files and links to folders, up to [`MAX_FILES`].
 fn list(folder: &Path, prefix: &str, to: &mut FileChecksums) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     let mut names: Vec<OsString> = entries.flatten().map(|entry| entry.file_name()).collect();
@@ -57,7 +57,7 @@ fn list(folder: &Path, prefix: &str, to: &mut FileChecksums) {
     for name in names.iter().filter(|name| !name.to_string_lossy().starts_with('.')) {
         let (path, name) = (folder.join(name), format!("{prefix}{}", name.to_string_lossy()));
         let Ok(kind) = fs::symlink_metadata(&path) else { continue };
-        if to.len() >= MOST_FILES {
+        if to.len() >= MAX_FILES {
             return;
         }
         if kind.is_dir() {
@@ -65,7 +65,8 @@ fn list(folder: &Path, prefix: &str, to: &mut FileChecksums) {
         } else if let Ok(found) = fs::metadata(&path)
             && found.is_file()
         {
-            let sum = if found.len() <= SMALL { checksum(&path) } else { Ok(format!("{} bytes", found.len())) };
+            let sum =
+                if found.len() <= MAX_COMPARED_BYTES { checksum(&path) } else { Ok(format!("{} bytes", found.len())) };
             to.insert(name, sum.unwrap_or_else(|error| format!("unreadable ({error})")));
         }
     }
@@ -76,7 +77,7 @@ fn checksum(path: &Path) -> std::io::Result<String> {
     let file = File::open(path)?;
     let bytes = file.metadata()?.len();
     let (mut hash, mut from, mut buffer) =
-        (XxHash3_64::new(), BufReader::new(file).take(MOST_OF_A_FILE), vec![0; 1 << 20]);
+        (XxHash3_64::new(), BufReader::new(file).take(MAX_FILE_BYTES), vec![0; 1 << 20]);
     loop {
         match from.read(&mut buffer)? {
             0 => return Ok(format!("{bytes} bytes with checksum {:x}", hash.finish())),
@@ -123,7 +124,7 @@ mod tests {
         write(0, "a.txt", "");
         let told = difference(&sums(0), &sums(1)).unwrap();
         assert!(told.starts_with("a.txt is 0 bytes with checksum ") && told.ends_with(" and missing"), "{told}");
-        (0..MOST_FILES).for_each(|i| write(0, &format!("many/{i:04}"), ""));
-        assert_eq!(sums(0).len(), MOST_FILES);
+        (0..MAX_FILES).for_each(|i| write(0, &format!("many/{i:04}"), ""));
+        assert_eq!(sums(0).len(), MAX_FILES);
     }
 }

@@ -9,7 +9,7 @@
 //!
 //! Everything happens on one thread, which handles the messages of all hosts one by one.
 
-use super::acceptor::{HostAcceptor, JoiningHost, LONGEST_OF_A_STRANGER};
+use super::acceptor::{HostAcceptor, JoiningHost, MAX_UNPROVED_BYTES};
 use super::admission::{self, refusal};
 use super::secret::JobSecret;
 use super::wire::{HostHello, HostOutcome, LauncherMessage, LauncherPeer, PeerEvent, StartCommand};
@@ -23,13 +23,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 /// How long a new attempt waits for hosts of the previous one, if it may continue without them.
-const RETURN: Duration = Duration::from_secs(3);
+const REJOIN_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long an attempt runs before it is restarted to include a host that is back.
-const SETTLED: Duration = Duration::from_secs(10);
+const SCALE_UP_DELAY: Duration = Duration::from_secs(10);
 /// The interval at which deadlines are checked.
 const TICK: Duration = Duration::from_millis(200);
 /// The maximum number of bytes in a message for each rank of its host: the values of its MPI library, and more.
-const LONGEST_OF_A_RANK: usize = 64 << 10;
+const MAX_MESSAGE_BYTES_PER_RANK: usize = 64 << 10;
 /// The exit code if a host is lost or hosts are missing.
 const EXIT_LOST: u8 = 1;
 
@@ -151,7 +151,7 @@ impl Coordinator {
                 }
                 AttemptOutcome::Failed(failure) if restart < self.policy.max_restarts => {
                     restart += 1;
-                    soon = if began.elapsed() < restarts::SOON { soon + 1 } else { 1 };
+                    soon = if began.elapsed() < restarts::EARLY_FAILURE { soon + 1 } else { 1 };
                     note = Some(format!("{}; restart {restart} of {}", failure.text, self.policy.max_restarts));
                     pause = restarts::pause_after(soon);
                     continue;
@@ -173,7 +173,7 @@ impl Coordinator {
         let since = Instant::now();
         loop {
             let (here, ElasticPolicy { nodes, min_nodes, patience, .. }) = (self.hosts.len(), self.policy);
-            let all = here == nodes || (again && here >= min_nodes && since.elapsed() >= RETURN);
+            let all = here == nodes || (again && here >= min_nodes && since.elapsed() >= REJOIN_TIMEOUT);
             if all && since.elapsed() >= pause {
                 return Ok(());
             }
@@ -234,11 +234,11 @@ impl Coordinator {
         let sender = self.sender.clone();
         let hear = move |heard| _ = sender.send(CoordinatorEvent::FromHost(number, heard));
         // A connection that is already closed does not count as a host.
-        let Ok(peer) = LauncherPeer::over(session, LONGEST_OF_A_STRANGER + hello.ranks * LONGEST_OF_A_RANK, hear)
+        let Ok(peer) = LauncherPeer::over(session, MAX_UNPROVED_BYTES + hello.ranks * MAX_MESSAGE_BYTES_PER_RANK, hear)
         else {
             return;
         };
-        let ahead = admission::ahead(&hello);
+        let ahead = admission::clock_ahead(&hello);
         self.hosts.insert(node, JoinedHost { connection: number, peer, hello, ahead });
     }
 
@@ -268,9 +268,9 @@ impl Coordinator {
             }
             let back = self.hosts.keys().any(|node| !attempt_hosts.contains_key(node));
             let failed = signal.is_some() || attempt_hosts.values().any(|attempt_host| attempt_host.end.is_some());
-            if back && !regroup && !failed && began.elapsed() >= SETTLED {
+            if back && !regroup && !failed && began.elapsed() >= SCALE_UP_DELAY {
                 regroup = true;
-                self.tell(&attempt_hosts, &LauncherMessage::Regroup { attempt });
+                self.send_to_running(&attempt_hosts, &LauncherMessage::Regroup { attempt });
             }
             let Some((node, heard)) = self.next() else { continue };
             let Some(attempt_host) = attempt_hosts.get_mut(&node) else { continue };
@@ -281,7 +281,7 @@ impl Coordinator {
                     let rank = attempt_host.first_rank;
                     attempt_host.end = Some(HostEnd::Lost(why.clone()));
                     order.push(node);
-                    self.tell(
+                    self.send_to_running(
                         &attempt_hosts,
                         &LauncherMessage::Failed { attempt, rank, why: format!("its host is gone: {why}") },
                     );
@@ -297,18 +297,18 @@ impl Coordinator {
                             .filter_map(|attempt_host| attempt_host.values.take())
                             .flatten()
                             .collect();
-                        self.tell(&attempt_hosts, &LauncherMessage::Values { attempt, values });
+                        self.send_to_running(&attempt_hosts, &LauncherMessage::Values { attempt, values });
                     }
                 }
                 LauncherMessage::Signal(number) if signal.is_none() => {
                     signal = Some(number);
-                    self.tell(&attempt_hosts, &LauncherMessage::Signal(number));
+                    self.send_to_running(&attempt_hosts, &LauncherMessage::Signal(number));
                 }
                 LauncherMessage::Ended { attempt: of, how } if of == attempt && attempt_host.end.is_none() => {
                     if let HostOutcome::Failed { rank, headline, .. } = &how {
                         let failed = LauncherMessage::Failed { attempt, rank: *rank, why: headline.clone() };
                         attempt_host.end = Some(HostEnd::Ended(how));
-                        self.tell(&attempt_hosts, &failed);
+                        self.send_to_running(&attempt_hosts, &failed);
                     } else {
                         attempt_host.end = Some(HostEnd::Ended(how));
                     }
@@ -322,7 +322,7 @@ impl Coordinator {
     }
 
     /// Sends a message to all hosts of an attempt whose ranks are running.
-    fn tell(&self, attempt_hosts: &BTreeMap<usize, AttemptHost>, message: &LauncherMessage) {
+    fn send_to_running(&self, attempt_hosts: &BTreeMap<usize, AttemptHost>, message: &LauncherMessage) {
         let running = self
             .hosts
             .iter()
@@ -413,7 +413,7 @@ mod tests {
     use super::super::admission::tests::hello;
     use super::super::handshake::HandshakeError;
     use super::super::join::join;
-    use super::super::wire::{LONGEST, LauncherConnection};
+    use super::super::wire::{LauncherConnection, MAX_MESSAGE_BYTES};
     use std::net::SocketAddr;
 
     /// Starts the first host of a job of two, without a secret.
@@ -469,7 +469,7 @@ mod tests {
                 BTreeMap::from([("data".into(), BTreeMap::from([("a.txt".into(), format!("{node} bytes"))]))]);
             let hello = HostHello { node, clock, folders, launcher: node as u64 + 1, ..hello(host) };
             let session = joined(address, &hello).unwrap();
-            (LauncherPeer::over(session, LONGEST, move |heard| _ = sender.send(heard)).unwrap(), heard)
+            (LauncherPeer::over(session, MAX_MESSAGE_BYTES, move |heard| _ = sender.send(heard)).unwrap(), heard)
         };
         // The other host's clock is two minutes behind, and its data differ.
         let members = [member(0, "a", now), member(1, "b", now - 120)];

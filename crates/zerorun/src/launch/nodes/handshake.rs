@@ -10,14 +10,14 @@
 //! A proof is a seal under a key that is derived from the secret and both numbers. The first host proves nothing to a
 //! host that has not proved itself. All later messages are sealed.
 
-use super::secret::{JobSecret, KeyPurpose, NONCE, hex, nonce, of_hex};
+use super::secret::{JobSecret, KeyPurpose, NONCE_BYTES, hex, nonce, of_hex};
 use super::wire::{LauncherConnection, ReadDeadline, is_another_program};
 use serde::{Deserialize, Serialize};
 
 /// The maximum bytes of a line.
-const LONGEST: usize = 4096;
+const MAX_LINE_BYTES: usize = 4096;
 /// The text that a proof seals. The host's version and name are not secret, and changing them gains nothing.
-const PROOF: &[u8] = b"";
+const SEALED_PROOF_TEXT: &[u8] = b"";
 
 /// This version of `zerorun`.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -63,7 +63,7 @@ pub(super) fn receive(
         nonce: hex(&own),
         has_secret: secret.is_some(),
     });
-    let answer = session.next(LONGEST, wait).map_err(HandshakeError::of)?;
+    let answer = session.next(MAX_LINE_BYTES, wait).map_err(HandshakeError::of)?;
     let HandshakeMessage::Answer { version, host, nonce, has_secret, proof } = answer else {
         return Err(HandshakeError::NoLauncher);
     };
@@ -97,13 +97,13 @@ pub(super) fn receive(
         session.send(&HandshakeMessage::Welcome { proof: None });
         return Ok(printable(&host, 64));
     };
-    let Some(theirs) = of_hex::<NONCE>(nonce.as_bytes()) else { return Err(HandshakeError::NoLauncher) };
+    let Some(theirs) = of_hex::<NONCE_BYTES>(nonce.as_bytes()) else { return Err(HandshakeError::NoLauncher) };
     let key = |purpose| secret.key(purpose, &own, &theirs);
-    if !key(KeyPurpose::ProofOfHost).is_sealed(0, PROOF, proof.unwrap_or_default().as_bytes()) {
+    if !key(KeyPurpose::ProofOfHost).is_sealed(0, SEALED_PROOF_TEXT, proof.unwrap_or_default().as_bytes()) {
         let why = format!("its secret differs from the first host's; give {} the same value", super::secret::SECRET);
         return Err(refuse(session, why));
     }
-    session.send(&HandshakeMessage::Welcome { proof: Some(key(KeyPurpose::ProofOfFirst).seal(0, PROOF)) });
+    session.send(&HandshakeMessage::Welcome { proof: Some(key(KeyPurpose::ProofOfFirst).seal(0, SEALED_PROOF_TEXT)) });
     session.seal(key(KeyPurpose::ToFirst), key(KeyPurpose::FromFirst));
     Ok(printable(&host, 64))
 }
@@ -115,11 +115,11 @@ pub(super) fn introduce(
     host: &str,
     wait: ReadDeadline,
 ) -> Result<(), HandshakeError> {
-    let challenge = session.next(LONGEST, wait).map_err(HandshakeError::of)?;
+    let challenge = session.next(MAX_LINE_BYTES, wait).map_err(HandshakeError::of)?;
     let HandshakeMessage::Challenge { nonce: theirs, has_secret, .. } = challenge else {
         return Err(HandshakeError::NoLauncher);
     };
-    let Some(theirs) = of_hex::<NONCE>(theirs.as_bytes()) else { return Err(HandshakeError::NoLauncher) };
+    let Some(theirs) = of_hex::<NONCE_BYTES>(theirs.as_bytes()) else { return Err(HandshakeError::NoLauncher) };
     let own = nonce().map_err(|error| HandshakeError::Lost(error.to_string()))?;
     let key = |secret: &JobSecret, purpose| secret.key(purpose, &theirs, &own);
     let prover = secret.filter(|_| has_secret);
@@ -128,15 +128,15 @@ pub(super) fn introduce(
         host: host.into(),
         nonce: hex(&own),
         has_secret: secret.is_some(),
-        proof: prover.map(|secret| key(secret, KeyPurpose::ProofOfHost).seal(0, PROOF)),
+        proof: prover.map(|secret| key(secret, KeyPurpose::ProofOfHost).seal(0, SEALED_PROOF_TEXT)),
     });
-    let proof = match session.next(LONGEST, wait).map_err(HandshakeError::of)? {
+    let proof = match session.next(MAX_LINE_BYTES, wait).map_err(HandshakeError::of)? {
         HandshakeMessage::Welcome { proof } => proof.unwrap_or_default(),
         HandshakeMessage::Refused(why) => return Err(HandshakeError::refused(host, printable(&why, 1000))),
         _ => return Err(HandshakeError::NoLauncher),
     };
     match secret {
-        Some(secret) if key(secret, KeyPurpose::ProofOfFirst).is_sealed(0, PROOF, proof.as_bytes()) => {
+        Some(secret) if key(secret, KeyPurpose::ProofOfFirst).is_sealed(0, SEALED_PROOF_TEXT, proof.as_bytes()) => {
             session.seal(key(secret, KeyPurpose::FromFirst), key(secret, KeyPurpose::ToFirst));
             Ok(())
         }
@@ -172,7 +172,7 @@ pub(super) fn printable(text: &str, most: usize) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::wire::ends::{pair, session, soon};
-    use super::super::wire::{LONGEST as LONGEST_MESSAGE, LauncherMessage};
+    use super::super::wire::{LauncherMessage, MAX_MESSAGE_BYTES};
     use super::*;
     use std::io::{BufRead, BufReader, Write};
 
@@ -196,17 +196,17 @@ mod tests {
         ((received, met), [here, there])
     }
 
-    const OURS: &str = "correct horse battery staple";
+    const OUR_SECRET: &str = "correct horse battery staple";
 
     #[test]
     fn both_sides_go_on_where_they_have_one_secret_or_none_and_what_follows_is_sealed() {
-        for both in [OURS, ""] {
+        for both in [OUR_SECRET, ""] {
             let ((received, met), [mut here, mut there]) = greet(both, both);
             assert_eq!((received, met), (Ok("b".into()), Ok(())), "{both}");
             there.send(&LauncherMessage::Signal(2));
             here.send(&LauncherMessage::Signal(15));
-            assert_eq!(here.next::<LauncherMessage>(LONGEST_MESSAGE, soon()), Ok(LauncherMessage::Signal(2)));
-            assert_eq!(there.next::<LauncherMessage>(LONGEST_MESSAGE, soon()), Ok(LauncherMessage::Signal(15)));
+            assert_eq!(here.next::<LauncherMessage>(MAX_MESSAGE_BYTES, soon()), Ok(LauncherMessage::Signal(2)));
+            assert_eq!(there.next::<LauncherMessage>(MAX_MESSAGE_BYTES, soon()), Ok(LauncherMessage::Signal(15)));
         }
     }
 
@@ -220,9 +220,9 @@ mod tests {
             assert_eq!(met, HandshakeError::Refused { host, why: why.clone() });
             why
         };
-        insta::assert_snapshot!(told(OURS, ""), @"the first host has a secret but the other has none; set CANDLE_ZERO_SECRET to the same value on every host");
-        insta::assert_snapshot!(told("", OURS), @"the other host has a secret but the first has none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
-        insta::assert_snapshot!(told(OURS, "correct horse battery stable"), @"its secret differs from the first host's; give CANDLE_ZERO_SECRET the same value");
+        insta::assert_snapshot!(told(OUR_SECRET, ""), @"the first host has a secret but the other has none; set CANDLE_ZERO_SECRET to the same value on every host");
+        insta::assert_snapshot!(told("", OUR_SECRET), @"the other host has a secret but the first has none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
+        insta::assert_snapshot!(told(OUR_SECRET, "correct horse battery stable"), @"its secret differs from the first host's; give CANDLE_ZERO_SECRET the same value");
     }
 
     /// Returns what a program in the first host's place learns about a host after sending these lines.
@@ -233,7 +233,7 @@ mod tests {
         }
         here.shutdown(std::net::Shutdown::Write).unwrap();
         let mut there = session(there);
-        let met = introduce(&mut there, secret(OURS).as_ref(), "b", soon());
+        let met = introduce(&mut there, secret(OUR_SECRET).as_ref(), "b", soon());
         drop(there);
         let mut heard = String::new();
         for line in BufReader::new(here).lines() {
@@ -245,7 +245,7 @@ mod tests {
     #[test]
     fn a_program_in_the_first_hosts_place_gets_no_proof_without_a_challenge_and_no_host_without_its_own() {
         let challenge = |has_secret: bool| {
-            let nonce = "00".repeat(NONCE);
+            let nonce = "00".repeat(NONCE_BYTES);
             format!("{{\"Challenge\":{{\"version\":\"{VERSION}\",\"nonce\":\"{nonce}\",\"has_secret\":{has_secret}}}}}")
         };
         let welcome = |proof: &str| format!("{{\"Welcome\":{{\"proof\":{proof}}}}}");
@@ -256,7 +256,7 @@ mod tests {
                 "{met:?}"
             );
             assert_eq!(heard.contains("\"proof\":null"), !has_secret, "{heard}");
-            assert!(!heard.contains(OURS), "{heard}");
+            assert!(!heard.contains(OUR_SECRET), "{heard}");
         }
         // Its own proof, sent back.
         let (heard, _) = heard_by_a_stranger(&[&challenge(true)]);
@@ -272,18 +272,18 @@ mod tests {
     fn an_answer_that_was_heard_on_another_connection_is_of_no_use() {
         let answer_to = |answer: Option<String>| {
             let [here, there] = pair();
-            let first = std::thread::spawn(move || receive(&mut session(here), secret(OURS).as_ref(), soon()));
+            let first = std::thread::spawn(move || receive(&mut session(here), secret(OUR_SECRET).as_ref(), soon()));
             let mut own = session(there.try_clone().unwrap());
             let Some(answer) = answer else {
                 // A host that listens to itself.
-                let _ = introduce(&mut own, secret(OURS).as_ref(), "b", soon());
+                let _ = introduce(&mut own, secret(OUR_SECRET).as_ref(), "b", soon());
                 return first.join().unwrap();
             };
             (&there).write_all(answer.as_bytes()).unwrap();
             first.join().unwrap()
         };
         assert_eq!(answer_to(None), Ok("b".into()));
-        let nonce = "00".repeat(NONCE);
+        let nonce = "00".repeat(NONCE_BYTES);
         let challenge =
             format!("{{\"Challenge\":{{\"version\":\"{VERSION}\",\"nonce\":\"{nonce}\",\"has_secret\":true}}}}");
         let (heard, _) = heard_by_a_stranger(&[&challenge]);

@@ -1,9 +1,9 @@
 //! Joins a host to the job: the handshake, then its Hello, which the first host accepts or refuses.
 
-use super::acceptor::LONGEST_OF_A_STRANGER;
+use super::acceptor::MAX_UNPROVED_BYTES;
 use super::handshake::{self, HandshakeError, printable};
 use super::secret::{JobSecret, SECRET};
-use super::wire::{HostHello, LONGEST, LauncherConnection, LauncherMessage, ReadDeadline};
+use super::wire::{HostHello, LauncherConnection, LauncherMessage, MAX_MESSAGE_BYTES, ReadDeadline};
 use std::collections::BTreeMap;
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -21,9 +21,10 @@ pub(super) fn join(
     let mut session =
         LauncherConnection::over(Arc::new(stream)).map_err(|error| HandshakeError::Lost(error.to_string()))?;
     handshake::introduce(&mut session, secret, &hello.host, wait)?;
-    let hello = fitting(hello, if secret.is_some() { LONGEST } else { LONGEST_OF_A_STRANGER }).map_err(refused)?;
+    let hello =
+        fitting(hello, if secret.is_some() { MAX_MESSAGE_BYTES } else { MAX_UNPROVED_BYTES }).map_err(refused)?;
     session.send(&LauncherMessage::Hello(hello));
-    match session.next(LONGEST_OF_A_STRANGER, wait).map_err(HandshakeError::Lost)? {
+    match session.next(MAX_UNPROVED_BYTES, wait).map_err(HandshakeError::Lost)? {
         LauncherMessage::Joined => Ok(session),
         LauncherMessage::Refused(why) => Err(refused(printable(&why, 4000))),
         _ => Err(HandshakeError::NoLauncher),
@@ -59,11 +60,11 @@ mod tests {
     fn folders_are_left_out_where_all_takes_more_than_a_stranger_may_say_and_arguments_are_not() {
         let files = |number: usize| (0..number).map(|at| (format!("{at}"), "0 bytes".to_string())).collect();
         let small = HostHello { folders: BTreeMap::from([("data".into(), files(10))]), ..hello("b") };
-        assert_eq!(fitting(&small, LONGEST_OF_A_STRANGER).unwrap(), small);
+        assert_eq!(fitting(&small, MAX_UNPROVED_BYTES).unwrap(), small);
         let large = HostHello { folders: BTreeMap::from([("data".into(), files(100_000))]), ..hello("b") };
-        assert_eq!(fitting(&large, LONGEST_OF_A_STRANGER).unwrap(), hello("b"));
-        assert_eq!(fitting(&large, LONGEST).unwrap(), large);
-        let told = fitting(&HostHello { files: files(100_000), ..hello("b") }, LONGEST_OF_A_STRANGER).unwrap_err();
+        assert_eq!(fitting(&large, MAX_UNPROVED_BYTES).unwrap(), hello("b"));
+        assert_eq!(fitting(&large, MAX_MESSAGE_BYTES).unwrap(), large);
+        let told = fitting(&HostHello { files: files(100_000), ..hello("b") }, MAX_UNPROVED_BYTES).unwrap_err();
         insta::assert_snapshot!(told, @"the program's arguments and the files that they name take more than 1048576 bytes to compare; name a folder instead of its files, or set CANDLE_ZERO_SECRET on every host, which allows more");
     }
 }

@@ -7,8 +7,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddr
 use std::time::{Duration, Instant};
 
 /// The interval at which an unknown name is looked up again, and the time after which this is reported.
-const AGAIN: Duration = Duration::from_millis(500);
-const SAY: Duration = Duration::from_secs(3);
+const RETRY_INTERVAL: Duration = Duration::from_millis(500);
+const REPORT_DELAY: Duration = Duration::from_secs(3);
 
 /// The option that gives the address to listen on, if other hosts reach this host by a different one.
 pub(crate) const BIND_ADDR: &str = "bind_addr";
@@ -95,11 +95,11 @@ fn resolve(name: &str, port: u16, patience: Duration) -> Result<Vec<SocketAddr>>
         if since.elapsed() >= patience {
             return Err(HostsError::UnknownAddress { address: name.into(), seconds: patience.as_secs(), why }.into());
         }
-        if since.elapsed() >= SAY && !said {
+        if since.elapsed() >= REPORT_DELAY && !said {
             said = true;
             eprint(&format!("zerorun: {name} cannot be resolved yet ({why}); trying again"));
         }
-        std::thread::sleep(AGAIN);
+        std::thread::sleep(RETRY_INTERVAL);
     }
 }
 

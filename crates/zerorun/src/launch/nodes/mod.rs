@@ -36,7 +36,7 @@ use wire::HostHello;
 /// The default port of DeepSpeed and torchrun.
 pub(crate) const DEFAULT_PORT: u16 = 29500;
 /// How long to wait for the hosts, unless `--timeout` is given.
-const PATIENCE: Duration = Duration::from_secs(600);
+const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The options of this host in a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,7 +61,7 @@ pub(crate) struct NodeOptions {
 /// Fails if the secret cannot be used, the port is in use, the address belongs to another host, or the first host
 /// cannot be reached or refuses this one.
 pub(super) fn run(job: LocalJob, node: &NodeOptions, max_restarts: u32) -> Result<u8> {
-    let patience = job.timeout.unwrap_or(PATIENCE);
+    let patience = job.timeout.unwrap_or(DEFAULT_JOIN_TIMEOUT);
     let port = job.master_port.unwrap_or(DEFAULT_PORT);
     let secret = match node.until_stdin_ends {
         true => Some(JobSecret::of_line(std::io::stdin().lock())?),

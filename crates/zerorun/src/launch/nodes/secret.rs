@@ -16,13 +16,13 @@ pub(crate) const SECRET: &str = "CANDLE_ZERO_SECRET";
 pub(crate) const SECRET_FILE: &str = "CANDLE_ZERO_SECRET_FILE";
 
 /// The minimum and the maximum length of a secret in bytes.
-const SHORTEST: usize = 16;
-const LONGEST: usize = 4096;
+const MIN_SECRET_BYTES: usize = 16;
+const MAX_SECRET_BYTES: usize = 4096;
 /// The length of a nonce in bytes.
-pub(super) const NONCE: usize = 32;
+pub(super) const NONCE_BYTES: usize = 32;
 
 /// A random number that is used only once.
-pub(super) type HandshakeNonce = [u8; NONCE];
+pub(super) type HandshakeNonce = [u8; NONCE_BYTES];
 
 /// The secret that the launchers of a job share.
 #[derive(Clone, PartialEq, Eq)]
@@ -50,7 +50,7 @@ impl JobSecret {
             },
             (None, Some(path)) => {
                 let (path, from) = (PathBuf::from(&path), format!("{SECRET_FILE}={}", path.to_string_lossy()));
-                match read_text(&path, LONGEST as u64 + 2) {
+                match read_text(&path, MAX_SECRET_BYTES as u64 + 2) {
                     Ok(text) => Self::of_text(&from, &text).map(Some),
                     Err(error) => Err(bad(&from, format!("the file cannot be read: {error}"))),
                 }
@@ -67,7 +67,7 @@ impl JobSecret {
         let text = text.trim();
         match text.len() {
             _ if text.contains(['\n', '\r', '\0']) => Err(bad(from, wanted("it has several lines"))),
-            SHORTEST..=LONGEST => Ok(Self(text.into())),
+            MIN_SECRET_BYTES..=MAX_SECRET_BYTES => Ok(Self(text.into())),
             bytes => Err(bad(from, wanted(&format!("it has {bytes} bytes")))),
         }
     }
@@ -78,7 +78,7 @@ impl JobSecret {
     /// Fails if the line cannot be read, or with [`HostsError::BadSecret`].
     pub(crate) fn of_line(from: impl BufRead) -> Result<Self> {
         let mut line = String::new();
-        let read = from.take(LONGEST as u64 + 2).read_line(&mut line);
+        let read = from.take(MAX_SECRET_BYTES as u64 + 2).read_line(&mut line);
         read.map_err(|source| LaunchError::Setup { what: "reading the secret from standard input", source })?;
         Self::of_text("standard input", &line)
     }
@@ -142,7 +142,7 @@ impl std::fmt::Debug for MacKey {
 }
 
 impl MacKey {
-    fn over(&self, number: u64, bytes: &[u8]) -> Hmac<Sha256> {
+    fn hmac(&self, number: u64, bytes: &[u8]) -> Hmac<Sha256> {
         let mut mac = self.0.clone();
         mac.update(&number.to_le_bytes());
         mac.update(bytes);
@@ -151,12 +151,12 @@ impl MacKey {
 
     /// Returns the seal of message `number`, in hexadecimal digits.
     pub(super) fn seal(&self, number: u64, bytes: &[u8]) -> String {
-        hex(&self.over(number, bytes).finalize().into_bytes())
+        hex(&self.hmac(number, bytes).finalize().into_bytes())
     }
 
     /// Checks in constant time whether `seal` is the seal of message `number`.
     pub(super) fn is_sealed(&self, number: u64, bytes: &[u8], seal: &[u8]) -> bool {
-        of_hex::<32>(seal).is_some_and(|seal| self.over(number, bytes).verify_slice(&seal).is_ok())
+        of_hex::<32>(seal).is_some_and(|seal| self.hmac(number, bytes).verify_slice(&seal).is_ok())
     }
 }
 
@@ -165,7 +165,7 @@ impl MacKey {
 /// # Errors
 /// Fails if the system provides no random numbers.
 pub(super) fn nonce() -> Result<HandshakeNonce> {
-    let mut nonce = [0; NONCE];
+    let mut nonce = [0; NONCE_BYTES];
     let drawn = getrandom::fill(&mut nonce).map_err(|error| std::io::Error::other(error.to_string()));
     drawn.map_err(|source| LaunchError::Setup { what: "generating random numbers", source })?;
     Ok(nonce)
@@ -205,7 +205,7 @@ fn keyed(key: &[u8]) -> Hmac<Sha256> {
 
 fn wanted(found: &str) -> String {
     format!(
-        "{found}; give one line of {SHORTEST} to {LONGEST} bytes that no one can guess, such as the output of `openssl \
+        "{found}; give one line of {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes that no one can guess, such as the output of `openssl \
          rand -hex 32`"
     )
 }
@@ -224,7 +224,7 @@ mod tests {
         let told = |text: &str| JobSecret::of_text("X", text).unwrap_err().to_string();
         insta::assert_snapshot!(told("hunter2"), @"X cannot be used as the secret of the hosts: it has 7 bytes; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
         insta::assert_snapshot!(told("hunter2hunter2\nhunter2"), @"X cannot be used as the secret of the hosts: it has several lines; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
-        assert!(told(&"x".repeat(LONGEST + 1)).contains("4097 bytes"));
+        assert!(told(&"x".repeat(MAX_SECRET_BYTES + 1)).contains("4097 bytes"));
         let secret = JobSecret::of_text("X", "  correct horse battery staple \n").unwrap();
         assert_eq!(secret.line(), "correct horse battery staple\n");
         assert_eq!(format!("{secret:?}"), "Secret(...)");
@@ -238,14 +238,14 @@ mod tests {
     #[test]
     fn a_seal_is_the_hmac_of_key_number_and_message() {
         let secret = JobSecret::of_text("X", "correct horse battery staple").unwrap();
-        let key = secret.key(KeyPurpose::ToFirst, &[1; NONCE], &[2; NONCE]);
+        let key = secret.key(KeyPurpose::ToFirst, &[1; NONCE_BYTES], &[2; NONCE_BYTES]);
         insta::assert_snapshot!(key.seal(3, b"hello"), @"0acd3d093015f0f40ab590a5efd14b367711268fd349aa08ccf58e935c3be686");
     }
 
     #[test]
     fn a_seal_holds_for_one_message_one_number_one_purpose_and_one_connection() {
         let secret = JobSecret::of_text("X", "correct horse battery staple").unwrap();
-        let key = |purpose, first: u8, host: u8| secret.key(purpose, &[first; NONCE], &[host; NONCE]);
+        let key = |purpose, first: u8, host: u8| secret.key(purpose, &[first; NONCE_BYTES], &[host; NONCE_BYTES]);
         let own = key(KeyPurpose::ToFirst, 1, 2);
         let seal = own.seal(3, b"hello");
         assert!(own.is_sealed(3, b"hello", seal.as_bytes()));
@@ -255,7 +255,7 @@ mod tests {
             assert!(!other.is_sealed(3, b"hello", seal.as_bytes()));
         }
         let other = JobSecret::of_text("X", "correct horse battery stable").unwrap();
-        let other = other.key(KeyPurpose::ToFirst, &[1; NONCE], &[2; NONCE]);
+        let other = other.key(KeyPurpose::ToFirst, &[1; NONCE_BYTES], &[2; NONCE_BYTES]);
         assert!(!other.is_sealed(3, b"hello", seal.as_bytes()));
         for wrong in ["", "00", &seal[1..], &format!("{seal}0"), &"zz".repeat(32), &"00".repeat(32)] {
             assert!(!own.is_sealed(3, b"hello", wrong.as_bytes()), "{wrong}");

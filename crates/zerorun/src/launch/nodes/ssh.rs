@@ -28,18 +28,18 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 /// The option that makes a launcher read the secret from its standard input and end with it.
-pub(crate) const UNTIL_STDIN_ENDS: &str = "until_stdin_ends";
+pub(crate) const SECRET_FROM_STDIN: &str = "until_stdin_ends";
 /// A program in place of ssh, called as `PROGRAM HOST COMMAND`.
 const REMOTE_SHELL: &str = "ZERORUN_RSH";
 /// The exit code of ssh if it cannot reach a host.
-const UNREACHABLE: u8 = 255;
+const EXIT_UNREACHABLE: u8 = 255;
 /// The interval at which ended launchers are detected.
 const TICK: Duration = Duration::from_millis(300);
 /// The time limit for the other launchers to end after that of the first host has, and for that one to end after
 /// another has failed.
-const LAST: Duration = Duration::from_secs(20);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 /// The pause before a host's launcher is started again.
-const AGAIN: Duration = Duration::from_secs(5);
+const RESTART_DELAY: Duration = Duration::from_secs(5);
 
 /// The hosts that the user asks for.
 #[derive(Debug, Clone)]
@@ -118,7 +118,7 @@ pub(crate) fn run(
     let mut launchers = Vec::new();
     for node in 0..world.hosts().len() {
         let host = &world.hosts()[node];
-        let words = words(job, hosts, world, node, job_wide)?;
+        let words = launcher_command(job, hosts, world, node, job_wide)?;
         let local = is_here(&host.name) && !hosts.force_multi;
         // The GPUs are those of the slots, whatever the variable's value is here.
         let mut exports: Vec<_> = exports.iter().filter(|(name, _)| name != DEVICES).cloned().collect();
@@ -163,9 +163,9 @@ fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent
             let lost = match code {
                 0 => None,
                 // ssh's own code for a host that it cannot reach.
-                UNREACHABLE => Some(format!("zerorun: host {host} cannot be reached, or its launcher was killed")),
+                EXIT_UNREACHABLE => Some(format!("zerorun: host {host} cannot be reached, or its launcher was killed")),
                 // After a failure of the job, the launcher of the first host ends too.
-                code if since >= LAST => Some(format!(
+                code if since >= SHUTDOWN_TIMEOUT => Some(format!(
                     "zerorun: the launcher on host {host} ended with exit code {code}, and the others wait for it; see \
                      its output above"
                 )),
@@ -177,7 +177,7 @@ fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent
                 wait_all(launchers);
                 return Ok(1);
             }
-            if again && code != 0 && since >= AGAIN {
+            if again && code != 0 && since >= RESTART_DELAY {
                 launchers[node].start()?;
             }
         }
@@ -185,7 +185,7 @@ fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent
 }
 
 fn wait_all(launchers: &mut [HostLauncher<'_>]) {
-    let until = Instant::now() + LAST;
+    let until = Instant::now() + SHUTDOWN_TIMEOUT;
     while launchers.iter_mut().any(HostLauncher::is_running) && Instant::now() < until {
         std::thread::sleep(TICK);
     }
@@ -214,7 +214,7 @@ impl HostLauncher<'_> {
     /// Returns its exit code, once it has ended.
     fn code(&mut self) -> u8 {
         let status = self.child.as_mut().and_then(|child| child.wait().ok());
-        status.map_or(UNREACHABLE, |status| crate::launch::failure_report::RankExitStatus::of(status).exit_code())
+        status.map_or(EXIT_UNREACHABLE, |status| crate::launch::failure_report::RankExitStatus::of(status).exit_code())
     }
 
     /// Asks it to end. On another host this is SIGTERM at first, whatever the signal; ssh stays for the output.
@@ -229,7 +229,7 @@ impl HostLauncher<'_> {
 }
 
 /// Returns the words that start a host's launcher.
-fn words(
+fn launcher_command(
     job: &LocalJob,
     hosts: &MultiHostOptions,
     world: &WorldInfo,
@@ -262,8 +262,8 @@ fn words(
     if let Some(port) = job.prometheus {
         option("prometheus", port.to_string());
     }
-    words.extend(job_wide.binding.iter().flat_map(|binding| binding.words()));
-    words.extend([format!("--{UNTIL_STDIN_ENDS}"), "--".into()]);
+    words.extend(job_wide.binding.iter().flat_map(|binding| binding.to_args()));
+    words.extend([format!("--{SECRET_FROM_STDIN}"), "--".into()]);
     words.push(text(&job.program.clone().into())?);
     for word in &job.args {
         words.push(text(word)?);

@@ -17,23 +17,23 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 /// The silence after which a launcher's host counts as lost.
-const SILENCE: Duration = Duration::from_secs(8);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval between heartbeats.
-const BEAT: Duration = Duration::from_secs(1);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// The maximum bytes of a message from a launcher of the job: the values of about ten thousand ranks.
-pub(super) const LONGEST: usize = 64 << 20;
+pub(super) const MAX_MESSAGE_BYTES: usize = 64 << 20;
 /// The number of bytes read at a time.
-const AT_ONCE: usize = 64 << 10;
+const READ_CHUNK: usize = 64 << 10;
 
 /// The error about a launcher that has ended.
 const CLOSED: &str = "it closed the connection";
 /// The error about a message with a wrong seal.
-const NO_SEAL: &str = "a message does not have the seal of its connection: something between the hosts changes their \
+const WRONG_SEAL: &str = "a message does not have the seal of its connection: something between the hosts changes their \
                        messages";
 /// The error about a message that is too late.
-const LATE: &str = "it did not answer in time";
+const ANSWER_TIMED_OUT: &str = "it did not answer in time";
 /// The error about messages of another program.
-const NO_MESSAGE: &str = "it sent something that is not a message of this version of zerorun: another program is on \
+const FOREIGN_MESSAGE: &str = "it sent something that is not a message of this version of zerorun: another program is on \
                           this port";
 
 /// A message. Messages about an attempt name it, so that late ones for an earlier attempt are recognized.
@@ -193,8 +193,8 @@ impl SealedReader {
     /// Returns the next message, of at most `longest` bytes, or the reason why there is none.
     fn next<T: for<'a> Deserialize<'a>>(&mut self, longest: usize, wait: ReadDeadline) -> Result<T, String> {
         let line = self.line(longest, wait)?;
-        let message = self.seal.message(&line).ok_or(NO_SEAL)?;
-        serde_json::from_slice(message).map_err(|_| NO_MESSAGE.into())
+        let message = self.seal.message(&line).ok_or(WRONG_SEAL)?;
+        serde_json::from_slice(message).map_err(|_| FOREIGN_MESSAGE.into())
     }
 
     /// Returns the next line of at most `longest` bytes, or the reason why there is none.
@@ -218,19 +218,21 @@ impl SealedReader {
             // Zero would mean no limit.
             let timeout = Some(patience.max(Duration::from_millis(1)));
             self.stream.set_read_timeout(timeout).map_err(|error| broken(&error))?;
-            let (before, most) = (self.held.len(), AT_ONCE.min(longest - self.held.len()));
+            let (before, most) = (self.held.len(), READ_CHUNK.min(longest - self.held.len()));
             self.held.resize(before + most, 0);
             let read = (&*self.stream).read(&mut self.held[before..]);
             self.held.truncate(before + *read.as_ref().unwrap_or(&0));
             match read {
                 Ok(0) => return Err(CLOSED.into()),
-                Ok(_) if matches!(wait, ReadDeadline::Until(end) if Instant::now() >= end) => return Err(LATE.into()),
+                Ok(_) if matches!(wait, ReadDeadline::Until(end) if Instant::now() >= end) => {
+                    return Err(ANSWER_TIMED_OUT.into());
+                }
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Err(CLOSED.into()),
                 Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
                     return Err(match wait {
-                        ReadDeadline::Until(_) => LATE.into(),
+                        ReadDeadline::Until(_) => ANSWER_TIMED_OUT.into(),
                         ReadDeadline::Silence(patience) => {
                             format!("it sent nothing for {} s", patience.as_secs())
                         }
@@ -274,7 +276,7 @@ impl LauncherConnection {
     /// Fails if the system does.
     pub(super) fn over(stream: Arc<TcpStream>) -> io::Result<Self> {
         stream.set_nodelay(true)?;
-        stream.set_write_timeout(Some(SILENCE))?;
+        stream.set_write_timeout(Some(HEARTBEAT_TIMEOUT))?;
         let incoming = SealedReader { stream: stream.clone(), held: Vec::new(), searched: 0, seal: MessageSeal::NONE };
         Ok(Self { incoming, outgoing: SealedWriter { stream, seal: MessageSeal::NONE } })
     }
@@ -298,7 +300,7 @@ impl LauncherConnection {
 
 /// Returns whether this error means that the other side is another program.
 pub(super) fn is_another_program(why: &str) -> bool {
-    why == NO_MESSAGE
+    why == FOREIGN_MESSAGE
 }
 
 /// A connection to a launcher that belongs to the job. Dropping it closes the connection.
@@ -316,7 +318,7 @@ impl LauncherPeer {
         let LauncherConnection { mut incoming, outgoing } = session;
         let listen = move || {
             loop {
-                match incoming.next(longest, ReadDeadline::Silence(SILENCE)) {
+                match incoming.next(longest, ReadDeadline::Silence(HEARTBEAT_TIMEOUT)) {
                     Ok(LauncherMessage::Beat) => {}
                     Ok(message) => hear(PeerEvent::Message(message)),
                     Err(why) => return hear(PeerEvent::Lost(why)),
@@ -344,7 +346,7 @@ impl Drop for LauncherPeer {
 
 fn beat(outgoing: &Weak<Mutex<SealedWriter>>) {
     while outgoing.upgrade().is_some_and(|outgoing| lock(&outgoing).write(&LauncherMessage::Beat).is_ok()) {
-        std::thread::sleep(BEAT);
+        std::thread::sleep(HEARTBEAT_INTERVAL);
     }
 }
 
@@ -383,8 +385,8 @@ mod tests {
     fn messages_arrive_in_order_and_an_end_is_noticed() {
         let (sender, heard) = channel();
         let [here, there] = pair();
-        let _here = LauncherPeer::over(session(here), LONGEST, move |news| drop(sender.send(news))).unwrap();
-        let there = LauncherPeer::over(session(there), LONGEST, |_| {}).unwrap();
+        let _here = LauncherPeer::over(session(here), MAX_MESSAGE_BYTES, move |news| drop(sender.send(news))).unwrap();
+        let there = LauncherPeer::over(session(there), MAX_MESSAGE_BYTES, |_| {}).unwrap();
         let values = LauncherMessage::Values { attempt: 1, values: vec![("a".into(), "line\nbreak".into())] };
         for message in [&values, &LauncherMessage::Signal(15)] {
             there.send(message);
@@ -398,7 +400,7 @@ mod tests {
     fn what_is_no_message_ends_the_connection() {
         let (sender, heard) = channel();
         let [here, mut there] = pair();
-        let _here = LauncherPeer::over(session(here), LONGEST, move |news| drop(sender.send(news))).unwrap();
+        let _here = LauncherPeer::over(session(here), MAX_MESSAGE_BYTES, move |news| drop(sender.send(news))).unwrap();
         there.write_all(b"GET / HTTP/1.1\r\n").unwrap();
         assert!(matches!(heard.recv().unwrap(), PeerEvent::Lost(why) if why.contains("another program")));
     }
@@ -413,7 +415,7 @@ mod tests {
         let drip = std::thread::spawn(move || while there.write_all(b" ").is_ok() {});
         let wait = ReadDeadline::Until(Instant::now() + Duration::from_millis(50));
         let mut here = session(here);
-        assert_eq!(here.next::<LauncherMessage>(1 << 30, wait).unwrap_err(), LATE);
+        assert_eq!(here.next::<LauncherMessage>(1 << 30, wait).unwrap_err(), ANSWER_TIMED_OUT);
         drop(here);
         drip.join().unwrap();
     }
@@ -435,7 +437,7 @@ mod tests {
         let heard = |bytes: &[u8], messages: usize| {
             let (mut here, mut raw) = sealed();
             raw.write_all(bytes).unwrap();
-            (0..messages).map(|_| here.next::<LauncherMessage>(LONGEST, soon())).collect::<Vec<_>>()
+            (0..messages).map(|_| here.next::<LauncherMessage>(MAX_MESSAGE_BYTES, soon())).collect::<Vec<_>>()
         };
         let all = heard(&lines.concat(), 3);
         assert!(all.iter().enumerate().all(|(at, said)| *said == Ok(LauncherMessage::Signal(at as i32))), "{all:?}");
@@ -443,9 +445,9 @@ mod tests {
         let changed = String::from_utf8(lines[0].clone()).unwrap().replace("Signal\":0", "Signal\":9").into_bytes();
         let mut other = MessageSeal { key: Some(keys()[1].clone()), number: 0 };
         let other = other.line(&serde_json::to_vec(&LauncherMessage::Signal(0)).unwrap());
-        assert_eq!(heard(&[&lines[0][..], &lines[0]].concat(), 2)[1], Err(NO_SEAL.into()));
+        assert_eq!(heard(&[&lines[0][..], &lines[0]].concat(), 2)[1], Err(WRONG_SEAL.into()));
         for wrong in [&lines[1], &changed, &other, &b"{\"Signal\":0}\n".to_vec()] {
-            assert_eq!(heard(wrong, 1), [Err(NO_SEAL.into())]);
+            assert_eq!(heard(wrong, 1), [Err(WRONG_SEAL.into())]);
         }
     }
 }

@@ -199,7 +199,7 @@ enum KeepCheckpoints {
 
 /// The default number of newest checkpoints that a run keeps if it trains an adapter: the last one, and one in case
 /// the last cannot be read. Each contains the optimizer state, so it is three times as large as the adapter.
-const KEPT: usize = 2;
+const DEFAULT_KEPT_CHECKPOINTS: usize = 2;
 
 impl FromStr for KeepCheckpoints {
     type Err = String;
@@ -289,7 +289,7 @@ impl FinetuneFlags {
                 keep: match self.keep {
                     Some(KeepCheckpoints::Newest(number)) => Some(number.get()),
                     Some(KeepCheckpoints::All) => None,
-                    None => (!full).then_some(KEPT),
+                    None => (!full).then_some(DEFAULT_KEPT_CHECKPOINTS),
                 },
                 resume: self.resume,
             }),

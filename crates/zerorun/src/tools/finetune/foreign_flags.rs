@@ -4,7 +4,7 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{Error, error::ErrorKind};
 
 /// The flags of other trainers, each with its replacement here.
-const ELSEWHERE: &[(&[&str], &str)] = &[
+const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
     (&["num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"], "--epochs E"),
     (&["max_steps", "max_train_steps", "num_steps", "iters"], "--steps N"),
     (&["learning_rate"], "--lr RATE"),
@@ -143,7 +143,7 @@ pub(super) fn explained(mut error: Error) -> Error {
 /// Returns the replacement for a flag of another trainer.
 fn written_here(flag: &str) -> Option<&'static str> {
     let name = flag.trim_start_matches('-').split('=').next().unwrap_or_default().replace('-', "_").to_lowercase();
-    ELSEWHERE.iter().find(|(names, _)| names.contains(&name.as_str())).map(|(_, here)| *here)
+    FLAG_REPLACEMENTS.iter().find(|(names, _)| names.contains(&name.as_str())).map(|(_, here)| *here)
 }
 
 #[cfg(test)]
@@ -184,7 +184,7 @@ mod tests {
             })
             .collect();
         let mut seen = BTreeSet::new();
-        for (names, here) in ELSEWHERE {
+        for (names, here) in FLAG_REPLACEMENTS {
             for name in *names {
                 assert!(seen.insert(*name), "{name} occurs twice");
                 assert!(!own.contains(*name), "--{name} is a flag of ours");

@@ -152,7 +152,7 @@ fn started_as_one_of(variable: impl Fn(&str) -> Option<String>) -> Option<usize>
 /// Checks everything that can be wrong before a rank is started, tokenizes the data, and reports the findings.
 fn prepare(options: Options, ranks: usize) -> Result<()> {
     let mut progress = FileProgress::default();
-    let prepared = PreparedRun::new(options, &mut |at| progress.tell(at));
+    let prepared = PreparedRun::new(options, &mut |at| progress.report(at));
     progress.finish();
     let prepared = prepared?;
     prepared.check_for(ranks)?;

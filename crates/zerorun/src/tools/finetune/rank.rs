@@ -149,10 +149,10 @@ fn introduce(run: &mut FineTune) {
 
 /// Returns a warning with a remedy if a run is too short to learn much.
 fn few_steps(steps: u64, rows: usize, batch: usize) -> Option<String> {
-    if steps >= ENOUGH {
+    if steps >= MIN_LEARNING_STEPS {
         return None;
     }
-    let epochs = (ENOUGH as usize * batch).div_ceil(rows);
+    let epochs = (MIN_LEARNING_STEPS as usize * batch).div_ceil(rows);
     let smaller = if batch > 1 { ", or a smaller --batch" } else { "" };
     Some(format!(
         "zerorun: warning: a model learns little in {}; the data fill {}, of which a step takes {batch}: give --epochs {epochs} or \
@@ -163,7 +163,7 @@ fn few_steps(steps: u64, rows: usize, batch: usize) -> Option<String> {
 }
 
 /// The number of steps after which a model begins to learn.
-const ENOUGH: u64 = 30;
+const MIN_LEARNING_STEPS: u64 = 30;
 
 /// Formats a number of epochs as `once`, `3 times` or `2.5 times`.
 fn times(epochs: f64) -> String {

@@ -148,11 +148,11 @@ struct TuneSearch {
 }
 
 /// The name of the file of `--out` in a search's record of what it has written.
-const BEST: &str = "best";
+const BEST_FILE_KEY: &str = "best";
 /// Candidates whose first run is slower than the fastest by more than this fraction are not repeated.
-const CLOSE: f64 = 0.15;
+const REPEAT_MARGIN: f64 = 0.15;
 /// The maximum number of candidates that are repeated.
-const MOST_REPEATED: usize = 4;
+const MAX_REPEATED: usize = 4;
 
 impl TuneSearch {
     fn new(typed: TuneArguments) -> Result<Self> {
@@ -188,7 +188,7 @@ impl TuneSearch {
         }
         let claims = outputs.writes("--out", &out, OutputKind::File).claim()?;
         let written = OutputDigests::of_run(&results);
-        if out.metadata().is_ok_and(|found| found.len() > 0) && !written.is_own(BEST, &out) {
+        if out.metadata().is_ok_and(|found| found.len() > 0) && !written.is_own(BEST_FILE_KEY, &out) {
             let problem = "a file that tune did not write exists there, and it is not replaced".into();
             return Err(OutputError::Refused { path: out, problem }.into());
         }
@@ -241,7 +241,7 @@ impl TuneSearch {
         let config = self.space.config(&best);
         let text = format!("{config:#}\n");
         let name = self.out.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let remembered = self.written.begin_file(BEST, &name, text.as_bytes());
+        let remembered = self.written.begin_file(BEST_FILE_KEY, &name, text.as_bytes());
         remembered.map_err(|source| Error::Io { action: "write to", path: self.out.clone(), source })?;
         write_whole(&self.out, &text)?;
         let mut text = format!("\nfastest: {best}");
@@ -267,13 +267,14 @@ impl TuneSearch {
     fn repeat_the_fastest(&mut self) -> Result<()> {
         self.sort();
         let Some(fastest) = self.rows.first().and_then(|row| row.outcome.throughput()) else { return Ok(()) };
-        let is_close = |row: &TrialRow| row.outcome.throughput().is_some_and(|speed| speed >= fastest * (1.0 - CLOSE));
+        let is_close =
+            |row: &TrialRow| row.outcome.throughput().is_some_and(|speed| speed >= fastest * (1.0 - REPEAT_MARGIN));
         let well = self.rows.iter().take_while(|row| row.outcome.throughput().is_some()).count();
         if well < 2 {
             return Ok(());
         }
         // A candidate far ahead may have been lucky, or all others disturbed, so it is compared with the next one.
-        let close = self.rows.iter().take_while(|row| is_close(row)).take(MOST_REPEATED).count().max(2);
+        let close = self.rows.iter().take_while(|row| is_close(row)).take(MAX_REPEATED).count().max(2);
         let mut runs: Vec<Vec<TrialOutcome>> = self.rows[..close].iter().map(|row| vec![row.outcome.clone()]).collect();
         for round in 1..=self.repeats {
             for (row, runs) in runs.iter_mut().enumerate() {

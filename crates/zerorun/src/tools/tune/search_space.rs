@@ -32,11 +32,11 @@ const OPTIMIZER: &str = "zero_optimization.offload_optimizer";
 const PARAM: &str = "zero_optimization.offload_param";
 
 /// Keys and their old forms. A key is refused if its old form is also present.
-const OLD_FORMS: [(&str, &str); 2] =
+const OLD_KEYS: [(&str, &str); 2] =
     [(OPTIMIZER, "zero_optimization.cpu_offload"), (PARAM, "zero_optimization.cpu_offload_param")];
 
 /// DeepSpeed's bucket sizes, in elements.
-const BUCKETS: [u64; 3] = [50_000_000, 500_000_000, 1_000_000_000];
+const BUCKET_SIZES: [u64; 3] = [50_000_000, 500_000_000, 1_000_000_000];
 
 impl SearchSpace {
     /// Creates the space. `config` is the `original` loaded for `run`; `stages` and `micro_batches` are as typed.
@@ -102,7 +102,7 @@ impl SearchSpace {
     pub(super) fn config(&self, candidate: &TuneCandidate) -> Value {
         let mut config = self.original.clone();
         for (path, value) in &candidate.0 {
-            if let Some((_, old)) = OLD_FORMS.iter().find(|(new, _)| new == path) {
+            if let Some((_, old)) = OLD_KEYS.iter().find(|(new, _)| new == path) {
                 set(&mut config, old, Value::Null);
             }
             set(&mut config, path, value.clone());
@@ -159,7 +159,7 @@ impl SearchSpace {
     /// Returns the values to try for the `key`-th key of the best candidate, or `None` after the last key.
     pub(super) fn variations(&self, best: &TuneCandidate, key: usize) -> Option<Vec<TuneCandidate>> {
         let switch = || vec![json!(true), json!(false)];
-        let buckets = || BUCKETS.iter().map(|elements| json!(elements)).collect();
+        let buckets = || BUCKET_SIZES.iter().map(|elements| json!(elements)).collect();
         let (key, values): (&str, Vec<Value>) = match key {
             0 => ("zero_optimization.reduce_bucket_size", buckets()),
             1 => ("zero_optimization.allgather_bucket_size", buckets()),

@@ -103,7 +103,7 @@ impl TuneSettings {
 }
 
 /// The keys that have an effect.
-const COUNT: [&str; 15] = [
+const EFFECTIVE_KEYS: [&str; 15] = [
     "enabled",
     "fast",
     "results_dir",
@@ -122,7 +122,7 @@ const COUNT: [&str; 15] = [
 ];
 
 /// The keys that have no effect, and the reasons.
-const UNUSED: [(&str, &str); 6] = [
+const INEFFECTIVE_KEYS: [(&str, &str); 6] = [
     ("overwrite", "finished experiments are always kept; remove the folder of results to start over"),
     ("metric_path", "the metric comes from the script's --metrics"),
     ("tuner_type", "the search goes through all candidates in order"),
@@ -132,7 +132,7 @@ const UNUSED: [(&str, &str); 6] = [
 ];
 
 /// The minimum likeness of two names, from 0 to 1, for one to be suggested for the other.
-const ALIKE: f64 = 0.5;
+const MIN_SIMILARITY: f64 = 0.5;
 
 struct AutotuningSection<'a>(&'a Value);
 
@@ -144,7 +144,7 @@ impl AutotuningSection<'_> {
     fn number(&self, key: &str) -> Result<Option<usize>> {
         match &self.0[key] {
             Value::Null => Ok(None),
-            value => match value.as_u64().or_else(|| whole(value)).and_then(|n| usize::try_from(n).ok()) {
+            value => match value.as_u64().or_else(|| integer(value)).and_then(|n| usize::try_from(n).ok()) {
                 Some(number) => Ok(Some(number)),
                 None => Err(self.wrong(key, value, "a whole number, 0 or more")),
             },
@@ -182,14 +182,15 @@ impl AutotuningSection<'_> {
     /// Returns the notes about keys that have no effect.
     fn unused(&self) -> Vec<String> {
         let is_set = |key: &str| !matches!(&self.0[key], Value::Null) && self.0[key] != "gridsearch";
-        let unused = UNUSED.iter().filter(|(key, _)| is_set(key));
-        let known = || COUNT.into_iter().chain(UNUSED.map(|(key, _)| key));
+        let unused = INEFFECTIVE_KEYS.iter().filter(|(key, _)| is_set(key));
+        let known = || EFFECTIVE_KEYS.into_iter().chain(INEFFECTIVE_KEYS.map(|(key, _)| key));
         let given = self.0.as_object().into_iter().flatten().map(|(key, _)| key);
         // A name with this prefix is a comment.
         let unknown = given.filter(|key| !key.starts_with('_') && known().all(|name| name != key.as_str()));
         let advice = |key: &String| {
             let alike = |name: &&'static str| strsim::normalized_damerau_levenshtein(name, key);
-            let nearest = known().max_by(|a, b| alike(a).total_cmp(&alike(b))).filter(|name| alike(name) >= ALIKE);
+            let nearest =
+                known().max_by(|a, b| alike(a).total_cmp(&alike(b))).filter(|name| alike(name) >= MIN_SIMILARITY);
             match nearest {
                 Some(name) => format!("{key}: not a key of the section; did you mean `{name}`?"),
                 None => format!("{key}: not a key of the section, and none is similar; remove it"),
@@ -201,7 +202,7 @@ impl AutotuningSection<'_> {
 }
 
 /// Returns the integer that a float represents, if any.
-fn whole(value: &Value) -> Option<u64> {
+fn integer(value: &Value) -> Option<u64> {
     value.as_f64().filter(|n| n.fract() == 0.0 && (0.0..=u64::MAX as f64).contains(n)).map(|n| n as u64)
 }
 

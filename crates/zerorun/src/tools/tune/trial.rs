@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 /// The interval at which the end of a run is checked.
 const TICK: Duration = Duration::from_millis(20);
 /// The time between a run's SIGTERM and its SIGKILL.
-const PATIENCE: Duration = Duration::from_secs(5);
+const SIGKILL_DELAY: Duration = Duration::from_secs(5);
 
 /// The settings with which candidates are run.
 #[derive(Debug)]
@@ -150,7 +150,8 @@ impl TrialRunner {
         let mut child = command.spawn().map_err(failed)?;
         let start = Instant::now();
         // The launcher ends its ranks; if it is killed, they end with it.
-        let mut signals = [(self.limit, Signal::TERM), (self.limit + PATIENCE, Signal::KILL)].into_iter().peekable();
+        let mut signals =
+            [(self.limit, Signal::TERM), (self.limit + SIGKILL_DELAY, Signal::KILL)].into_iter().peekable();
         let mut asked = false;
         loop {
             if let Some(status) = child.try_wait().map_err(failed)? {
@@ -168,7 +169,7 @@ impl TrialRunner {
 
 /// Returns a configuration for a short run, which neither logs nor writes to the user's monitoring files.
 fn quiet(config: &Value) -> Value {
-    const LOUD: [&str; 9] = [
+    const REPORTING_KEYS: [&str; 9] = [
         "tensorboard",
         "csv_monitor",
         "comms_logger",
@@ -181,7 +182,7 @@ fn quiet(config: &Value) -> Value {
     ];
     let mut config = config.clone();
     if let Some(map) = config.as_object_mut() {
-        LOUD.iter().for_each(|key| _ = map.remove(*key));
+        REPORTING_KEYS.iter().for_each(|key| _ = map.remove(*key));
     }
     config
 }
@@ -189,9 +190,9 @@ fn quiet(config: &Value) -> Value {
 /// Returns the outcome of a run that ended with an error.
 fn failed(status: ExitStatus, reason: String) -> TrialOutcome {
     // The launcher and shells report this code for a killed process, here usually killed by the kernel.
-    const KILLED: i32 = 128 + 9;
+    const EXIT_KILLED: i32 = 128 + 9;
     let said = reason.to_lowercase();
-    match status.code() == Some(KILLED) || said.contains("memory") || said.contains("alloc") {
+    match status.code() == Some(EXIT_KILLED) || said.contains("memory") || said.contains("alloc") {
         true => TrialOutcome::OutOfMemory { reason },
         false => TrialOutcome::Failed { reason },
     }
@@ -205,7 +206,7 @@ fn last_words(log: &Path) -> String {
 }
 
 fn reason_in(text: &str) -> String {
-    const LONGEST: usize = 300;
+    const MAX_SHOWN_CHARS: usize = 300;
     let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
     let repeated: Vec<&str> = lines().filter_map(|line| line.strip_prefix("zerorun:   | ")).collect();
     // The message of a panic follows in the line after its location.
@@ -218,7 +219,7 @@ fn reason_in(text: &str) -> String {
     let own = || lines().filter(|line| !line.starts_with("zerorun:"));
     let found = (!repeated.is_empty()).then_some(repeated.as_str());
     let found = found.or_else(|| own().rfind(is_error)).or_else(|| own().next_back()).or_else(|| lines().next_back());
-    found.unwrap_or("it printed nothing").chars().take(LONGEST).collect()
+    found.unwrap_or("it printed nothing").chars().take(MAX_SHOWN_CHARS).collect()
 }
 
 /// Returns the measurements of the metrics file from step `first` (counted from 1) on, for steps of `samples`.

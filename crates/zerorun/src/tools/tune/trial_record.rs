@@ -33,7 +33,7 @@ struct TrialRecordLine {
 }
 
 /// The beginning of every line.
-const BEGIN: &str = "{\"id\":\"";
+const LINE_PREFIX: &str = "{\"id\":\"";
 
 /// The file of finished experiments.
 pub(super) struct TrialRecord {
@@ -67,7 +67,7 @@ impl TrialRecord {
         let whole = text.rfind('\n').map_or(0, |end| end + 1);
         let (whole, rest) = text.split_at(whole);
         // A disk may lose the end of the last line. Its experiment is run again.
-        let is_ours = rest.starts_with(BEGIN) || (!whole.is_empty() && BEGIN.starts_with(rest));
+        let is_ours = rest.starts_with(LINE_PREFIX) || (!whole.is_empty() && LINE_PREFIX.starts_with(rest));
         let is_cut = rest.is_empty() || (is_ours && serde_json::from_str::<Value>(rest).is_err());
         for line in whole.lines().chain((!is_cut).then_some(rest)) {
             match serde_json::from_str(line) {

@@ -12,7 +12,7 @@ use twox_hash::XxHash3_64;
 /// The configuration in a row's folder.
 pub(super) const CONFIG: &str = "ds_config.json";
 /// The number of tokens per sample.
-const TOKENS: usize = 48;
+const TOKENS_PER_SAMPLE: usize = 48;
 
 /// Returns the file of a rank's log.
 pub(super) fn file(folder: &Path, rank: usize) -> PathBuf {
@@ -28,7 +28,7 @@ pub(super) fn run(folder: &Path, steps: u32) -> Result<()> {
     let batch = engine.config().batch;
     let shape = BatchShape::new(&batch, engine.world_size(), engine.rank());
     let order = SampleOrder::Shuffled { seed: engine.config().seed };
-    let loader = Loader::new(TokenData::embedded(), order, shape, TOKENS, sizes.vocab, engine.device())?;
+    let loader = Loader::new(TokenData::embedded(), order, shape, TOKENS_PER_SAMPLE, sizes.vocab, engine.device())?;
     let mut log = RankLog { names: engine.parameter_names(), ..RankLog::default() };
     let mut times = Vec::new();
     for step in 0..u64::from(steps) {

@@ -3,13 +3,13 @@
 //! For each parameter that the model requests, the backend creates the initial values (at stage 3 only this rank's
 //! share), lays the share into its sub-group, and hands the model a tensor. Stage 3 never holds a whole parameter here.
 
-use super::packed_weights;
+use super::quantized_weights;
 use super::share_plan::SharePlan;
-use super::sub_group_builder::{LOADED, SubGroupBuilder};
+use super::sub_group_builder::{LOAD_CHUNK, SubGroupBuilder};
 use crate::config::StatePrecision;
 use crate::error::{Error, ParamError, Result};
 use crate::layout::{ShardCut, ShardMesh, ZeroStage};
-use crate::memory::{Ledger, MemoryKind, MemoryTier};
+use crate::memory::{MemoryKind, MemoryLedger, MemoryTier};
 use crate::offload::OffloadStore;
 use crate::optim::{OptimizerRole, ParamClass, ParameterGrouping, WeightFormat};
 use crate::param::{
@@ -32,14 +32,14 @@ use std::sync::{Arc, Mutex};
 
 /// Collects the parameters of a model under construction.
 #[derive(Clone)]
-pub(crate) struct ParamRegistry(Arc<Mutex<ParamRegistryInner>>);
+pub(crate) struct VarBuilderBackend(Arc<Mutex<VarBuilderBackendInner>>);
 
-struct ParamRegistryInner {
+struct VarBuilderBackendInner {
     plan: SharePlan,
     device: Device,
     source: WeightSource,
     link: EngineLink,
-    ledger: Ledger,
+    ledger: MemoryLedger,
     params: Vec<Param>,
     inits: Vec<Init>,
     buffers: Vec<ModelBuffer>,
@@ -61,7 +61,7 @@ struct ParamRegistryInner {
     failure: Option<Error>,
 }
 
-impl ParamRegistry {
+impl VarBuilderBackend {
     /// Creates a registry. `offload` has the files of offloaded state.
     pub fn new(
         plan: SharePlan,
@@ -69,10 +69,10 @@ impl ParamRegistry {
         offload: Option<Arc<OffloadStore>>,
         source: WeightSource,
         link: EngineLink,
-        ledger: Ledger,
+        ledger: MemoryLedger,
     ) -> Self {
         let groups = SubGroupBuilder::new(plan.clone(), offload, ledger.clone(), plan.devices(&device));
-        Self(Arc::new(Mutex::new(ParamRegistryInner {
+        Self(Arc::new(Mutex::new(VarBuilderBackendInner {
             plan,
             device,
             source,
@@ -119,7 +119,7 @@ impl ParamRegistry {
             None,
             WeightSource::Random { seed: 0 },
             EngineLink::default(),
-            Ledger::default(),
+            MemoryLedger::default(),
         );
         lock(&registry.0).shapes_only = true;
         registry
@@ -130,7 +130,7 @@ impl ParamRegistry {
         lock(&self.0).buffer_rule = rule;
     }
 
-    /// Begins a unit: parameters registered until [`ParamRegistry::close_unit`] belong to it.
+    /// Begins a unit: parameters registered until [`VarBuilderBackend::close_unit`] belong to it.
     pub fn open_unit(&self, name: String) -> (UnitId, EngineLink) {
         let mut inner = lock(&self.0);
         let (id, around) = (inner.units.len(), inner.open_unit());
@@ -186,7 +186,7 @@ struct ParamSettings {
     weights: WeightFormat,
 }
 
-impl ParamRegistryInner {
+impl VarBuilderBackendInner {
     fn register(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
         /// The name of the metadata object in the header of safetensors files.
         const RESERVED: &str = "__metadata__";
@@ -242,7 +242,7 @@ impl ParamRegistryInner {
                     // No state needs full precision.
                     self.groups.push_share(id, cut, FlatRef::F32(&[]), class)?;
                     let mut whole = Flat::with_capacity(dtype, numel);
-                    for part in pieces(numel, LOADED) {
+                    for part in pieces(numel, LOAD_CHUNK) {
                         whole.extend_cast(FlatRef::F32(&self.source.values(name, &shape, init, part)?));
                     }
                     whole
@@ -253,7 +253,7 @@ impl ParamRegistryInner {
                     self.groups.push(id, cut, class, own.len(), &mut |part| Ok(own[part].to_vec()))?;
                     match packing {
                         // The same values that stage 3 computes with.
-                        Some(packing) => packed_weights::rounded(packing, FlatRef::F32(&values), dtype),
+                        Some(packing) => quantized_weights::rounded(packing, FlatRef::F32(&values), dtype),
                         None => Flat::from_f32(values, dtype),
                     }
                 }
@@ -386,7 +386,7 @@ impl ParamRegistryInner {
     }
 }
 
-impl UnitRegistrar for ParamRegistry {
+impl UnitRegistrar for VarBuilderBackend {
     fn open_unit(&self, name: String) -> candle_core::Result<(UnitId, EngineLink)> {
         Ok(self.open_unit(name))
     }
@@ -404,7 +404,7 @@ impl UnitRegistrar for ParamRegistry {
     }
 }
 
-impl SimpleBackend for ParamRegistry {
+impl SimpleBackend for VarBuilderBackend {
     fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
         let mut inner = lock(&self.0);
         inner.register(name, shape, init, dtype).map_err(|e| inner.fail(e))

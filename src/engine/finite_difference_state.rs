@@ -2,7 +2,7 @@
 
 use super::gradient_report::{DirectionSamples, GradientReport, GradientTolerance};
 use crate::param::ParamId;
-use crate::zero::check::gradient_check_state::DirectionalChange;
+use crate::zero::check::finite_difference_state::DirectionalChange;
 use std::cell::Cell;
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ pub const CHECK_GRADIENTS: &str = "CANDLE_ZERO_CHECK_GRADIENTS";
 
 thread_local! {
     /// The engine forward that this thread runs, and the number of its repetition.
-    pub(super) static AROUND: Cell<CurrentForward> = const { Cell::new(CurrentForward { forward: 0, repetition: 0 }) };
+    pub(super) static CURRENT_FORWARD: Cell<CurrentForward> = const { Cell::new(CurrentForward { forward: 0, repetition: 0 }) };
     pub(super) static FORWARDS: Cell<u64> = const { Cell::new(0) };
 }
 
@@ -31,17 +31,17 @@ impl CurrentForward {
         struct CurrentForwardGuard(CurrentForward);
         impl Drop for CurrentForwardGuard {
             fn drop(&mut self) {
-                AROUND.set(self.0);
+                CURRENT_FORWARD.set(self.0);
             }
         }
-        let _reset = CurrentForwardGuard(AROUND.replace(self));
+        let _reset = CurrentForwardGuard(CURRENT_FORWARD.replace(self));
         run()
     }
 }
 
 /// The gradient check of an engine.
 #[derive(Debug, Default)]
-pub(super) struct GradientChecker {
+pub(super) struct FiniteDifferenceChecker {
     pub(super) phase: CheckPhase,
     /// Whether every parameter is checked separately.
     pub(super) of_each: bool,
@@ -93,7 +93,7 @@ impl PerturbedGroup {
     }
 }
 
-impl GradientChecker {
+impl FiniteDifferenceChecker {
     /// Returns the indices of the groups that need another check.
     pub(super) fn open(&self, limits: &GradientTolerance) -> Vec<usize> {
         let is_open = |group: &PerturbedGroup| group.looks.verdict(limits).is_none();

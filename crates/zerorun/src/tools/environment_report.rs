@@ -41,7 +41,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 
 impl ReportArguments {
     fn run(self) -> ExitCode {
-        let machine = match MachineReport::look(&self.dir) {
+        let machine = match MachineReport::inspect(&self.dir) {
             Ok(machine) => machine,
             Err(error) => return refused(&error, EXIT_SETUP),
         };
@@ -54,11 +54,12 @@ impl ReportArguments {
 }
 
 /// The instruction sets used by kernels here or in the gemm crate, by their Linux names.
-const USED: [&str; 8] = ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"];
+const KERNEL_INSTRUCTION_SETS: [&str; 8] =
+    ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"];
 
 /// The bytes of model state per parameter: weights, gradient and two moments in f32; or with bf16 or fp16, weights and
 /// gradient in 2 bytes each, two moments, and master weights.
-const STATE_BYTES: u64 = 16;
+const STATE_BYTES_PER_PARAMETER: u64 = 16;
 
 #[derive(Debug, Serialize)]
 struct MachineReport {
@@ -111,7 +112,7 @@ struct MachineDisk {
 }
 
 impl MachineReport {
-    fn look(folder: &Path) -> Result<Self, Error> {
+    fn inspect(folder: &Path) -> Result<Self, Error> {
         let level = kernels::checked_level()?;
         let variable = std::env::var(kernels::SIMD).ok().filter(|value| !value.is_empty());
         let wrong = |source| Error::Io { action: "write a file in", path: folder.to_owned(), source };
@@ -131,7 +132,10 @@ impl MachineReport {
             kernel: format!("Linux {}", read("/proc/sys/kernel/osrelease").trim()),
             processor: field(&cpu, "model name").unwrap_or("unknown").to_owned(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
-            simd: USED.into_iter().filter(|used| flags.split(' ').any(|flag| flag == *used)).collect(),
+            simd: KERNEL_INSTRUCTION_SETS
+                .into_iter()
+                .filter(|used| flags.split(' ').any(|flag| flag == *used))
+                .collect(),
             simd_level: MachineSimd {
                 name: level.name(),
                 variable: variable.unwrap_or_else(|| kernels::AUTO.to_owned()),
@@ -175,12 +179,12 @@ impl MachineReport {
             _ => "products run in plain loops: slow, but with the same bits on every machine",
         };
         let limit = self.memory.limit.unwrap_or(u64::MAX);
-        let each = |bytes: u64| bytes as f64 / STATE_BYTES as f64 / 1e6;
+        let each = |bytes: u64| bytes as f64 / STATE_BYTES_PER_PARAMETER as f64 / 1e6;
         let mut verdicts = vec![
             products.to_owned(),
             format!("up to {} ranks; more would share cores, and each rank gets a share of the threads", self.cores),
             format!(
-                "the memory that is free now can hold the state of {:.0} million parameters ({STATE_BYTES} bytes \
+                "the memory that is free now can hold the state of {:.0} million parameters ({STATE_BYTES_PER_PARAMETER} bytes \
                  each), not counting activations",
                 each(self.memory.available.min(limit))
             ),

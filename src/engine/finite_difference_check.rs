@@ -13,30 +13,30 @@
 //! checked again in the next steps, each time along another direction (`gradient_report.rs`).
 
 use super::Engine;
-use super::gradient_check_state::{
-    AROUND, CheckPhase, CurrentForward, DirectionalDerivative, FORWARDS, GradientChecker, PerturbedGroup,
+use super::finite_difference_state::{
+    CURRENT_FORWARD, CheckPhase, CurrentForward, DirectionalDerivative, FORWARDS, FiniteDifferenceChecker, PerturbedGroup,
 };
-use super::gradient_report::{DirectionSample, GradientReport, GradientRow, GradientTolerance, GradientVerdict};
+use super::gradient_report::{DirectionSample, GradientCheckVerdict, GradientReport, GradientRow, GradientTolerance};
 use crate::config::Precision;
 use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
-use crate::notice::say;
+use crate::notice::emit;
 use crate::param::{Param, ParamId};
-use crate::zero::check::gradient_check_state::{
+use crate::zero::check::finite_difference_state::{
     DirectionalChange, MeasuredGradients, OutputDifference, OutputProbe, Perturbation, collective_steps,
 };
 use candle_core::{DType, Tensor};
 
 /// The maximum number of bytes for the changes of one output while every parameter is checked separately.
-const ROOM: usize = 1 << 30;
+const MAX_CHANGES_BYTES: usize = 1 << 30;
 /// The factor by which the perturbation of a parameter grows if it hardly changes the output.
-const LARGER: f64 = 8.0;
+const PERTURBATION_GROWTH: f64 = 8.0;
 /// The maximum perturbation of a parameter, relative to its size.
-const LARGEST: f64 = 0.3;
+const MAX_PERTURBATION: f64 = 0.3;
 /// A change is large enough if it exceeds the possible rounding error by this factor.
-const ENOUGH: f64 = 8000.0;
+const MIN_CHANGE_TO_ROUNDING: f64 = 8000.0;
 /// The number of steps after which a check is abandoned if gradients were never finite.
-const TRIES: u32 = 64;
+const MAX_NONFINITE_STEPS: u32 = 64;
 
 /// A forward that a check repeats.
 struct RepeatedForward<'a, M> {
@@ -53,7 +53,7 @@ struct RepeatedForward<'a, M> {
 
 impl<M> RepeatedForward<'_, M> {
     /// Runs the forward again with perturbed parameters and returns its output.
-    fn again(&mut self, engine: &Engine<M>, moves: &Perturbation<'_>) -> Result<Tensor> {
+    fn rerun_forward(&mut self, engine: &Engine<M>, moves: &Perturbation<'_>) -> Result<Tensor> {
         self.repetition += 1;
         let around = CurrentForward { forward: self.forward, repetition: self.repetition };
         let before = collective_steps();
@@ -87,7 +87,8 @@ impl<M> Engine<M> {
     /// [`EngineError::OutOfOrder`] between forward and step.
     pub fn check_gradients(&mut self) -> Result<()> {
         self.between_steps("check_gradients")?;
-        self.check = GradientChecker { phase: CheckPhase::Armed, of_each: true, ..GradientChecker::default() };
+        self.check =
+            FiniteDifferenceChecker { phase: CheckPhase::Armed, of_each: true, ..FiniteDifferenceChecker::default() };
         self.arm();
         Ok(())
     }
@@ -116,7 +117,7 @@ impl<M> Engine<M> {
     /// Returns the random stream position of a forward that runs inside another engine's forward; `None` if it does
     /// not.
     pub(super) fn stream_inside(&mut self) -> Option<u64> {
-        let around = AROUND.get();
+        let around = CURRENT_FORWARD.get();
         if around.forward == 0 {
             return None;
         }
@@ -134,7 +135,7 @@ impl<M> Engine<M> {
 
     /// Returns whether this thread repeats the forward of another engine.
     pub(super) fn is_repeating() -> bool {
-        AROUND.get().repetition > 0
+        CURRENT_FORWARD.get().repetition > 0
     }
 
     /// Runs `run` as the forward of this engine. During a check, perturbed forwards run first, so that side effects of
@@ -144,7 +145,7 @@ impl<M> Engine<M> {
         stream: u64,
         mut run: impl FnMut(&M) -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
-        let outer = AROUND.get();
+        let outer = CURRENT_FORWARD.get();
         let forward = FORWARDS.get() + 1;
         FORWARDS.set(forward);
         let is_probed = matches!(self.check.phase, CheckPhase::Armed) && outer.forward == 0 && self.trainer.can_train();
@@ -179,7 +180,7 @@ impl<M> Engine<M> {
     fn try_moves(&mut self, repeat: &mut RepeatedForward<'_, M>) -> Result<Option<PerturbedOutputs>> {
         let mut tried = PerturbedOutputs::default();
         if self.check.of_each {
-            tried.unmoved = Some(repeat.again(self, &Perturbation::NONE)?);
+            tried.unmoved = Some(repeat.rerun_forward(self, &Perturbation::NONE)?);
         }
         let elements = tried.unmoved.as_ref().map_or(1, Tensor::elem_count);
         if self.check.groups.is_empty() {
@@ -211,30 +212,31 @@ impl<M> Engine<M> {
         let mut smaller: Option<(f64, Tensor, Tensor, Vec<f32>)> = None;
         loop {
             let moves = Perturbation { sign: 1.0, size, only: self.check.of_each.then_some(params) };
-            let (up, down) = (repeat.again(self, &moves)?, repeat.again(self, &moves.down())?);
+            let (up, down) = (repeat.rerun_forward(self, &moves)?, repeat.rerun_forward(self, &moves.down())?);
             let Some(unmoved) = unmoved.filter(|_| step.is_none()) else { return Ok((size, up, down)) };
             let value = values(unmoved)?;
             let OutputDifference { difference, bend } =
                 OutputDifference::between(&value, &values(&up)?, &values(&down)?);
             let (change, rounding) = (norm(&difference), self.rounding_of(unmoved, &value));
             let is_straight = smaller.as_ref().is_none_or(|(.., before)| {
-                let factor = LARGER as f32;
+                let factor = PERTURBATION_GROWTH as f32;
                 let differs: Vec<f32> =
                     difference.iter().zip(before).map(|(now, before)| now / factor - before).collect();
-                norm(&differs) <= 0.5 * limits.allowed * change / LARGER + rounding
+                norm(&differs) <= 0.5 * limits.allowed * change / PERTURBATION_GROWTH + rounding
             });
-            let is_enough = change > rounding * ENOUGH || norm(&bend) > limits.bends * change + rounding * 4.0;
+            let is_enough =
+                change > rounding * MIN_CHANGE_TO_ROUNDING || norm(&bend) > limits.bends * change + rounding * 4.0;
             // If the forward calls collectives, all ranks must repeat it equally often.
             let any_rank = |own: bool| if repeat.is_together { self.any_rank(own) } else { Ok(own) };
             let (is_bent, is_last) = (any_rank(!is_straight)?, any_rank(is_enough)?);
             if let Some((size, up, down, _)) = smaller.take().filter(|_| is_bent) {
                 return Ok((size, up, down));
             }
-            if is_last || size * LARGER > LARGEST {
+            if is_last || size * PERTURBATION_GROWTH > MAX_PERTURBATION {
                 return Ok((size, up, down));
             }
             smaller = Some((size, up, down, difference));
-            size *= LARGER;
+            size *= PERTURBATION_GROWTH;
         }
     }
 
@@ -286,7 +288,7 @@ impl<M> Engine<M> {
     fn groups(&self, elements: usize) -> Vec<PerturbedGroup> {
         let params = self.core.params();
         let trained = || params.iter().enumerate().filter(|(_, param)| param.is_trained() && param.numel > 0);
-        let fits = |groups: usize| groups.saturating_mul(elements).saturating_mul(8) <= ROOM;
+        let fits = |groups: usize| groups.saturating_mul(elements).saturating_mul(8) <= MAX_CHANGES_BYTES;
         if self.check.of_each && fits(trained().count()) {
             return trained().map(|(id, param)| PerturbedGroup::new(param.name.clone(), vec![id])).collect();
         }
@@ -340,7 +342,7 @@ impl<M> Engine<M> {
     /// Collective: compares the measurements of all ranks. `overflow`: a gradient is not finite, and the step is
     /// skipped.
     pub(super) fn judge_gradients(&mut self, overflow: bool) -> Result<()> {
-        if overflow && matches!(self.check.phase, CheckPhase::Measured(..)) && self.check.tries < TRIES {
+        if overflow && matches!(self.check.phase, CheckPhase::Measured(..)) && self.check.tries < MAX_NONFINITE_STEPS {
             self.check.phase = CheckPhase::Armed;
             self.check.tries += 1;
             self.arm();
@@ -419,11 +421,11 @@ impl<M> Engine<M> {
             // In 16 bits, a single check can show no more than a small difference.
             let cannot_tell = |row: &GradientRow| {
                 let difference = (row.by_difference - row.by_gradient).abs();
-                row.verdict == GradientVerdict::CannotTell && difference > 0.25 * row.expected
+                row.verdict == GradientCheckVerdict::CannotTell && difference > 0.25 * row.expected
             };
             match &report.not_judged {
-                Some(why) => say(&format!("the gradient of {steps} was not checked: {why}")),
-                None if !self.check.of_each && report.rows.iter().any(cannot_tell) => say(&format!(
+                Some(why) => emit(&format!("the gradient of {steps} was not checked: {why}")),
+                None if !self.check.of_each && report.rows.iter().any(cannot_tell) => emit(&format!(
                     "the gradient of {steps} could not be checked: rounding, kinks of the loss (ReLU, max pooling) or \
                      draws without a seed (candle_nn::Dropout) change the loss as much as a small change of the \
                      weights does"

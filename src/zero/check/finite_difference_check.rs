@@ -10,11 +10,11 @@
 //! If every operation's backward is correct, each sum is the change of the loss along one direction. They need no
 //! collectives beyond those of two more forwards.
 
-use super::gradient_check_state::{GradientCheckState, MeasuredGradients, Perturbation};
+use super::finite_difference_state::{FiniteDifferenceState, MeasuredGradients, Perturbation};
 use super::perturbation::{DirectionalGradient, PerturbationDirection};
 use crate::error::Result;
 use crate::graph::{Grad, node_of};
-use crate::memory::{LedgerEntry, MemoryKind, MemoryTier};
+use crate::memory::{MemoryKind, MemoryLedgerEntry, MemoryTier};
 use crate::param::{ParamId, ROOT, UnitId};
 use crate::precision::Flat;
 use crate::tensor::residency;
@@ -29,7 +29,7 @@ impl RankCore {
     /// Arms the check: from now on outputs of forwards pass their gradients to it, along the direction that `seed`
     /// chooses.
     pub fn arm_check(&self, seed: u64) {
-        *lock(&self.check.state) = GradientCheckState { seed, ..GradientCheckState::default() };
+        *lock(&self.check.state) = FiniteDifferenceState { seed, ..FiniteDifferenceState::default() };
         self.check.armed.store(true, Ordering::Relaxed);
     }
 
@@ -82,7 +82,7 @@ impl RankCore {
     pub fn end_measuring(&self) -> MeasuredGradients {
         self.check.measures.store(false, Ordering::Relaxed);
         self.check.armed.store(false, Ordering::Relaxed);
-        let GradientCheckState { outputs, along, unprobed, .. } = std::mem::take(&mut *lock(&self.check.state));
+        let FiniteDifferenceState { outputs, along, unprobed, .. } = std::mem::take(&mut *lock(&self.check.state));
         MeasuredGradients { outputs, along, unprobed }
     }
 }
@@ -151,7 +151,7 @@ impl RankCore {
         let mut state = lock(&self.check.state);
         let (back, kept) = std::mem::take(&mut state.kept).into_iter().partition(|(param, ..)| which(*param));
         state.kept = kept;
-        let back: Vec<(ParamId, Flat, LedgerEntry)> = back;
+        let back: Vec<(ParamId, Flat, MemoryLedgerEntry)> = back;
         for (param, values, _held) in back {
             let param = &self.params[param];
             if param.is_whole() {

@@ -8,7 +8,7 @@ use crate::precision::{ElementBuffer, Flat, FlatMut, FlatRef, WeightPacking};
 use candle_core::DType;
 
 /// Returns the number of words of `elements` elements.
-pub(in crate::zero) fn words(packing: WeightPacking, elements: usize) -> usize {
+pub(in crate::zero) fn word_count(packing: WeightPacking, elements: usize) -> usize {
     packing.packed_len(elements).div_ceil(size_of::<f32>())
 }
 
@@ -18,7 +18,7 @@ pub(in crate::zero) fn pack(packing: WeightPacking, values: FlatRef<'_>, shard_l
     if values.is_empty() {
         return Flat::zeros(DType::F32, 0);
     }
-    let mut packed = Flat::zeros(DType::F32, words(packing, shard_len));
+    let mut packed = Flat::zeros(DType::F32, word_count(packing, shard_len));
     let bytes = packing.packed_len(values.len());
     packing.pack(values, &mut packed.as_bytes_mut()[..bytes]);
     packed
@@ -41,7 +41,7 @@ pub(in crate::zero) fn rounded(packing: WeightPacking, values: FlatRef<'_>, dtyp
 
 /// Assembles a whole parameter from the words of all shards. Each shard has `chunk` words, and the parameter's own
 /// begin at `offset` in it.
-pub(in crate::zero) fn whole<B: ElementBuffer>(
+pub(in crate::zero) fn assemble<B: ElementBuffer>(
     packing: WeightPacking,
     param: &Param,
     words_of_all: &B,
@@ -54,7 +54,7 @@ pub(in crate::zero) fn whole<B: ElementBuffer>(
         for number in 0..mesh.shards() {
             let start = number * chunk + offset;
             let shard = param.shard(mesh, number);
-            let own_words = words_of_all.slice(start..start + words(packing, shard.len()));
+            let own_words = words_of_all.slice(start..start + word_count(packing, shard.len()));
             unpack(packing, own_words, 0, values.reborrow().slice(shard));
         }
     }

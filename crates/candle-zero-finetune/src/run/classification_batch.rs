@@ -8,7 +8,7 @@ use candle_zero::nn::{LossOptions, cross_entropy_with};
 
 /// The texts of a micro batch with their labels.
 #[derive(Debug, Clone)]
-pub struct LabelledTexts {
+pub struct ClassificationBatch {
     /// The token ids, `[rows, time]`.
     ids: Tensor,
     lengths: Vec<usize>,
@@ -16,8 +16,8 @@ pub struct LabelledTexts {
     labels: Tensor,
 }
 
-impl LabelledTexts {
-    /// Builds the texts from rows of a [`Task::Classify`](crate::Task::Classify), each in its own row
+impl ClassificationBatch {
+    /// Builds the texts from rows of a [`TrainingTask::Classify`](crate::TrainingTask::Classify), each in its own row
     /// ([`SequencePacking::Padded`](crate::SequencePacking::Padded)).
     ///
     /// # Errors

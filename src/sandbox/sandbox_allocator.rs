@@ -8,50 +8,50 @@ use std::sync::atomic::{AtomicIsize, Ordering};
 /// The system's allocator, with a bound on the memory for work on untrusted files: a chat template, a tokenizer, a
 /// Parquet file. When the bound is exceeded, the process ends with an error.
 #[derive(Debug, Clone, Copy)]
-pub struct BoundedAllocator;
+pub struct SandboxAllocator;
 
 /// The number of bytes that a thread counts locally.
-const GRAIN: isize = 256 << 10;
+const LOCAL_COUNT_BYTES: isize = 256 << 10;
 
-/// The bytes held by all sandboxed work, in multiples of about [`GRAIN`].
-static HELD: AtomicIsize = AtomicIsize::new(0);
+/// The bytes held by all sandboxed work, in multiples of about [`LOCAL_COUNT_BYTES`].
+static HELD_BYTES: AtomicIsize = AtomicIsize::new(0);
 
 /// The allocations of this thread's work.
 #[derive(Clone, Copy)]
 struct ThreadAllocations {
     /// The maximum number of bytes of all sandboxed work; `None` outside such work.
     most: Option<usize>,
-    /// The bytes not yet counted in [`HELD`].
+    /// The bytes not yet counted in [`HELD_BYTES`].
     pending: isize,
-    /// This work's part of [`HELD`].
+    /// This work's part of [`HELD_BYTES`].
     held: isize,
 }
 
 thread_local! {
-    static ACCOUNT: Cell<ThreadAllocations> = const { Cell::new(ThreadAllocations { most: None, pending: 0, held: 0 }) };
+    static THREAD_ALLOCATIONS: Cell<ThreadAllocations> = const { Cell::new(ThreadAllocations { most: None, pending: 0, held: 0 }) };
 }
 
 pub(super) fn enter(most: usize) {
-    ACCOUNT.set(ThreadAllocations { most: Some(most), pending: 0, held: 0 });
+    THREAD_ALLOCATIONS.set(ThreadAllocations { most: Some(most), pending: 0, held: 0 });
 }
 
 pub(super) fn leave() {
-    let account = ACCOUNT.replace(ThreadAllocations { most: None, pending: 0, held: 0 });
-    HELD.fetch_sub(account.held, Ordering::Relaxed);
+    let account = THREAD_ALLOCATIONS.replace(ThreadAllocations { most: None, pending: 0, held: 0 });
+    HELD_BYTES.fetch_sub(account.held, Ordering::Relaxed);
 }
 
 /// Counts `bytes` more, or fewer if negative.
 fn count(bytes: isize) {
     // A thread that is ending has no account any more.
-    _ = ACCOUNT.try_with(|cell| {
+    _ = THREAD_ALLOCATIONS.try_with(|cell| {
         let mut account = cell.get();
         let Some(most) = account.most else { return };
         account.pending = account.pending.saturating_add(bytes);
-        if account.pending.abs() >= GRAIN {
+        if account.pending.abs() >= LOCAL_COUNT_BYTES {
             let pending = account.pending;
             account.held = account.held.saturating_add(pending);
             account.pending = 0;
-            let held = HELD.fetch_add(pending, Ordering::Relaxed).saturating_add(pending);
+            let held = HELD_BYTES.fetch_add(pending, Ordering::Relaxed).saturating_add(pending);
             if pending > 0 && held > most.cast_signed() {
                 signals::end_of_work(" needs too much memory");
             }
@@ -66,7 +66,7 @@ fn size(layout: Layout) -> isize {
 }
 
 // SAFETY: all calls go to the system's allocator; counting allocates nothing, and ends the process or returns.
-unsafe impl GlobalAlloc for BoundedAllocator {
+unsafe impl GlobalAlloc for SandboxAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(size(layout));
         // SAFETY: the caller keeps the promises of this function.

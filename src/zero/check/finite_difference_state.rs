@@ -2,7 +2,7 @@
 
 use super::perturbation::{DirectionalGradient, PerturbationDirection};
 use crate::graph::Grad;
-use crate::memory::LedgerEntry;
+use crate::memory::MemoryLedgerEntry;
 use crate::param::ParamId;
 use crate::precision::Flat;
 use crate::util::lock;
@@ -11,17 +11,17 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 thread_local! {
-    static TOGETHER: Cell<u64> = const { Cell::new(0) };
+    static PASSES_TOGETHER: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Returns the number of this thread's steps so far that all ranks take together while a model runs.
 pub(crate) fn collective_steps() -> u64 {
-    TOGETHER.get()
+    PASSES_TOGETHER.get()
 }
 
 /// Counts one more step.
 pub(in crate::zero) fn count_collective_step() {
-    TOGETHER.set(TOGETHER.get() + 1);
+    PASSES_TOGETHER.set(PASSES_TOGETHER.get() + 1);
 }
 
 /// The perturbation that a forward runs with.
@@ -47,19 +47,19 @@ impl Perturbation<'_> {
 
 /// The state of a check.
 #[derive(Default)]
-pub(crate) struct GradientCheck {
+pub(crate) struct FiniteDifferenceCheck {
     /// Whether forwards are observed: their changes are undone, and their outputs report their gradients.
     pub(super) armed: AtomicBool,
     /// Whether a forward runs with moved parameters.
     pub(super) shifts: AtomicBool,
     /// Whether the current backward is measured.
     pub(super) measures: AtomicBool,
-    pub(super) state: Mutex<GradientCheckState>,
+    pub(super) state: Mutex<FiniteDifferenceState>,
 }
 
 /// The data of a check in progress.
 #[derive(Default)]
-pub(super) struct GradientCheckState {
+pub(super) struct FiniteDifferenceState {
     /// The distance that parameters are moved, relative to the size of each.
     pub(super) relative: f64,
     pub(super) seed: u64,
@@ -70,7 +70,7 @@ pub(super) struct GradientCheckState {
     /// The direction of each parameter that has been moved.
     pub(super) directions: Vec<Option<PerturbationDirection>>,
     /// The parameters that are moved now, with their original values.
-    pub(super) kept: Vec<(ParamId, Flat, LedgerEntry)>,
+    pub(super) kept: Vec<(ParamId, Flat, MemoryLedgerEntry)>,
     /// The measured gradients of parameters, by parameter.
     pub(super) along: Vec<DirectionalGradient>,
     /// The measured changes of outputs, by group of parameters.
@@ -127,7 +127,7 @@ impl OutputDifference {
     }
 }
 
-impl GradientCheck {
+impl FiniteDifferenceCheck {
     pub(super) fn is_armed(&self) -> bool {
         self.armed.load(Ordering::Relaxed)
     }

@@ -1,11 +1,11 @@
 //! The memory and the files in which a rank keeps its share.
 
-use crate::memory::Ledger;
+use crate::memory::MemoryLedger;
 use crate::offload::StateFiles;
 use crate::precision::ElementBuffer;
 
 /// The memory and the files of a rank that trains, or of a rehearsal of one.
-pub(crate) trait ShareMemory: Sized {
+pub(crate) trait ShareStorage: Sized {
     /// A buffer in memory.
     type Buffer: ElementBuffer;
     /// The files of the states that are not in memory.
@@ -16,14 +16,14 @@ pub(crate) trait ShareMemory: Sized {
     /// Returns the place where the model computes: that of gathered parameters and of the buffers of collectives.
     fn model_place(&self) -> &BufferPlaceOf<Self>;
     fn files(&self) -> Option<&Self::Files>;
-    fn ledger(&self) -> &Ledger;
+    fn ledger(&self) -> &MemoryLedger;
 }
 
 /// The place of a rank's buffer: a kind of memory.
-pub(crate) type BufferPlaceOf<R> = <<R as ShareMemory>::Buffer as ElementBuffer>::Place;
+pub(crate) type BufferPlaceOf<R> = <<R as ShareStorage>::Buffer as ElementBuffer>::Place;
 
 /// An extent of a file.
-pub(crate) type FileExtentOf<R> = <<R as ShareMemory>::Files as StateFiles>::Extent;
+pub(crate) type FileExtentOf<R> = <<R as ShareStorage>::Files as StateFiles>::Extent;
 
 /// The memory of a window of the optimizer step.
-pub(crate) type StagingBufferOf<R> = <<R as ShareMemory>::Files as StateFiles>::Staging;
+pub(crate) type StagingBufferOf<R> = <<R as ShareStorage>::Files as StateFiles>::Staging;
