@@ -14,7 +14,7 @@ use super::{CollectiveKind, Communicator, Pending, WireFormat};
 use crate::cuda::DeviceFlat;
 use crate::cuda::nccl::{self, FailureWatch, NcclComm, NcclError, NcclLibrary, NcclSumMode, PendingNcclCollective};
 use crate::error::{CommError, Error, Result};
-use crate::memory::{MemoryLedger, MemoryLedgerEntry, MemoryKind as Purpose, MemoryTier};
+use crate::memory::{MemoryKind as Purpose, MemoryLedger, MemoryLedgerEntry, MemoryTier};
 use crate::notice::emit;
 use crate::timeline::{self, CarriedContext, TimelineLane};
 use crate::util::{fnv1a, lock};

@@ -14,7 +14,8 @@
 
 use super::Engine;
 use super::finite_difference_state::{
-    CURRENT_FORWARD, CheckPhase, CurrentForward, DirectionalDerivative, FORWARDS, FiniteDifferenceChecker, PerturbedGroup,
+    CURRENT_FORWARD, CheckPhase, CurrentForward, DirectionalDerivative, FORWARDS, FiniteDifferenceChecker,
+    PerturbedGroup,
 };
 use super::gradient_report::{DirectionSample, GradientCheckVerdict, GradientReport, GradientRow, GradientTolerance};
 use crate::config::Precision;

@@ -4,7 +4,7 @@ use super::meta_buffer::MetaBuffer;
 use super::traffic::Traffic;
 use crate::config::Aio;
 use crate::error::Result;
-use crate::memory::{MemoryLedger, MemoryLedgerEntry, MemoryKind, TrackedBuffer};
+use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry, TrackedBuffer};
 use crate::offload::{ALIGN, DiskAccess, MAX_UNWRITTEN_BYTES, StateFiles, block_size, threads};
 use crate::precision::ElementBuffer;
 use candle_core::DType;

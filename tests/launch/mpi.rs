@@ -364,7 +364,10 @@ fn ranks_of_one_host_are_joined_by_mpi_if_that_is_asked_for() {
     without.args(["-n", "2", "--backend", "mpi", "--"]).arg(std::env::current_exe().unwrap());
     without.args(as_program(module_path!(), "as_a_rank")).env(ROLE, "leaves");
     let told = stdout(&without.env("CANDLE_ZERO_MPI_LIBRARY", "/no/such/libmpi.so").output().unwrap());
-    assert!(told.contains("rank reports: ") && told.contains("/no/such/libmpi.so from CANDLE_ZERO_MPI_LIBRARY"), "{told}");
+    assert!(
+        told.contains("rank reports: ") && told.contains("/no/such/libmpi.so from CANDLE_ZERO_MPI_LIBRARY"),
+        "{told}"
+    );
     let Some(library) = Mpi::Mpich.library() else {
         return skipped_in_part(test, "no MPICH; scripts/fetch_mpi.sh fetches it");
     };

@@ -148,7 +148,8 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     /// Reserves room for the share of a parameter.
     fn begin(&mut self, param: ParamId, cut: ShardCut, class: ParamClass) -> Result<UnfinishedShare> {
         let shard_len = self.plan.mesh.shard_len(cut);
-        let shard_len = self.packing(class).map_or(shard_len, |packing| quantized_weights::word_count(packing, shard_len));
+        let shard_len =
+            self.packing(class).map_or(shard_len, |packing| quantized_weights::word_count(packing, shard_len));
         let block = class.role().map_or(1, |role| self.plan.block(role));
         let SharePosition { share, room, begins, closes, spills } =
             self.sharing.push(shard_len, cut.numel, class.index(), block);

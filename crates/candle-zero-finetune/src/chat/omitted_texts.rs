@@ -73,7 +73,11 @@ impl OmittedTexts {
                 let Some(place) = marked_text.place() else { return true };
                 own.iter().any(|target| target.start < place.end.max(place.start + 1) && place.start < target.end)
             };
-            if is_certain && part != TextFoundInRendering::None && !own.is_empty() && !marked_text.is_none_or(is_learned) {
+            if is_certain
+                && part != TextFoundInRendering::None
+                && !own.is_empty()
+                && !marked_text.is_none_or(is_learned)
+            {
                 self.add_remark(format!("have {key} that is written but not learned"));
             }
             parts.push((key, text, part));
@@ -94,7 +98,9 @@ impl OmittedTexts {
         for (key, text, part) in parts {
             match part {
                 TextFoundInRendering::All => {}
-                TextFoundInRendering::Some if key == "content" && THINKING_TAGS.iter().any(|tag| text.contains(tag)) => {
+                TextFoundInRendering::Some
+                    if key == "content" && THINKING_TAGS.iter().any(|tag| text.contains(tag)) =>
+                {
                     self.add_remark("have thoughts, up to </think>, that the template does not write");
                 }
                 TextFoundInRendering::Some => {
