@@ -5,7 +5,8 @@
 //! values. In 16 bits both moves are rounded to representable values, and the difference of the rounded values counts.
 
 use crate::kernels::parallel;
-use crate::precision::{Flat, FlatMut, FlatRef, sum_of_squares};
+use crate::kernels::simd::vectorized;
+use crate::precision::{FlatMut, FlatRef, sum_of_squares};
 use crate::util::{fnv1a, mix};
 use candle_core::{DType, Shape};
 use half::{bf16, f16};
@@ -66,13 +67,12 @@ impl PerturbationDirection {
             parallel::ParallelChunks::new(values, CHUNK),
             |number, part: &mut [T]| {
                 let first = number * CHUNK;
-                for (block, values) in part.chunks_mut(SIGNS_PER_NUMBER).enumerate() {
-                    let from = first + block * SIGNS_PER_NUMBER;
-                    let signs = self.signs_from(from);
-                    for (i, value) in values.iter_mut().enumerate() {
-                        *value = moved(*value, sign * self.move_by(signs, from + i));
+                vectorized!(for (block, values) in part.chunks_mut(SIGNS_PER_NUMBER).enumerate() {
+                    let moves = self.moves_from(first + block * SIGNS_PER_NUMBER);
+                    for (value, by) in values.iter_mut().zip(moves) {
+                        *value = moved(*value, sign * by);
                     }
-                }
+                });
             },
         );
     }
@@ -96,29 +96,51 @@ impl PerturbationDirection {
         gradient: FlatRef<'_>,
         values: Option<FlatRef<'_>>,
     ) -> DirectionalGradient {
-        let wide = |values: FlatRef<'_>| {
-            let mut wide = Flat::with_capacity(DType::F32, range.len());
-            wide.extend_cast(values.slice(range.clone()));
-            wide
-        };
         let dtype = values.map_or(DType::F32, |values| values.dtype());
-        let (gradient, values) = (wide(gradient), values.map(wide));
-        let mut along = DirectionalGradient::default();
-        let mut signs = 0;
-        for i in 0..range.len() {
-            if i % SIGNS_PER_NUMBER == 0 {
-                signs = self.signs_from(range.start + i);
+        let [mut wide_gradient, mut wide_values] = [Vec::new(), Vec::new()];
+        let start = range.start;
+        let gradient = widened(gradient.slice(range.clone()), &mut wide_gradient);
+        let values = values.map(|values| widened(values.slice(range), &mut wide_values));
+        match (values, dtype) {
+            (None, _) => self.sums(start, gradient, gradient, |_, by| f64::from(by)),
+            (Some(values), DType::BF16) => self.sums(start, gradient, values, |value, by| {
+                half_difference(value, by, |moved| bf16::from_f32(moved).to_f32())
+            }),
+            (Some(values), DType::F16) => self.sums(start, gradient, values, |value, by| {
+                half_difference(value, by, |moved| f16::from_f32(moved).to_f32())
+            }),
+            (Some(values), _) => {
+                self.sums(start, gradient, values, |value, by| half_difference(value, by, |moved| moved))
             }
-            let by = self.move_by(signs, range.start + i);
-            let by = match &values {
-                Some(values) => half_difference(values.as_ref().get(i), by, dtype),
-                None => f64::from(by),
-            };
-            let term = f64::from(gradient.as_ref().get(i)) * by;
-            along.product += term;
-            along.squares += term * term;
         }
-        along
+    }
+
+    /// Returns the sums over elements from `start` on. `half` returns half of the difference between the moved values.
+    fn sums(
+        &self,
+        start: usize,
+        gradient: &[f32],
+        values: &[f32],
+        half: impl Fn(f32, f32) -> f64,
+    ) -> DirectionalGradient {
+        // Each lane has its own sums, so that the loop is vectorized.
+        const LANES: usize = 8;
+        let [mut products, mut squares] = [[0.0; LANES]; 2];
+        vectorized!({
+            let blocks = gradient.chunks(SIGNS_PER_NUMBER).zip(values.chunks(SIGNS_PER_NUMBER));
+            for (block, (gradient, values)) in blocks.enumerate() {
+                let moves = self.moves_from(start + block * SIGNS_PER_NUMBER);
+                let lanes = moves.chunks(LANES).zip(gradient.chunks(LANES)).zip(values.chunks(LANES));
+                for ((moves, gradient), values) in lanes {
+                    for (lane, ((by, gradient), value)) in moves.iter().zip(gradient).zip(values).enumerate() {
+                        let term = f64::from(*gradient) * half(*value, *by);
+                        products[lane] += term;
+                        squares[lane] += term * term;
+                    }
+                }
+            }
+        });
+        DirectionalGradient { product: products.iter().sum(), squares: squares.iter().sum() }
     }
 
     /// Returns the signs of the elements from `i` on. `i` is a multiple of their number.
@@ -126,23 +148,37 @@ impl PerturbationDirection {
         mix(self.seed.wrapping_add(((i / SIGNS_PER_NUMBER) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
     }
 
-    /// Returns the upward move of element `i`, by the signs of its block.
-    fn move_by(&self, signs: u64, i: usize) -> f32 {
-        if (self.still.0..self.still.1).contains(&i) {
-            return 0.0;
+    /// Returns the upward moves of the elements from `i` on. `i` is a multiple of their number.
+    #[inline(always)]
+    fn moves_from(&self, i: usize) -> [f32; SIGNS_PER_NUMBER] {
+        let signs = self.signs_from(i);
+        let mut moves = [0.0; SIGNS_PER_NUMBER];
+        for (bit, by) in moves.iter_mut().enumerate() {
+            let is_down = (signs >> bit & 1) as u32;
+            *by = f32::from_bits(self.step.to_bits() ^ is_down << 31);
         }
-        if signs >> (i % SIGNS_PER_NUMBER) & 1 == 0 { self.step } else { -self.step }
+        let (still_start, still_end) = self.still;
+        if still_start < i + SIGNS_PER_NUMBER && i < still_end {
+            moves[still_start.saturating_sub(i)..(still_end - i).min(SIGNS_PER_NUMBER)].fill(0.0);
+        }
+        moves
     }
 }
 
 /// Returns half of the difference between a value moved up and moved down, each rounded to the parameter's dtype.
-fn half_difference(value: f32, by: f32, dtype: DType) -> f64 {
-    let held = |value: f32| match dtype {
-        DType::BF16 => bf16::from_f32(value).to_f32(),
-        DType::F16 => f16::from_f32(value).to_f32(),
-        _ => value,
-    };
-    (f64::from(held(value + by)) - f64::from(held(value - by))) / 2.0
+#[inline(always)]
+fn half_difference(value: f32, by: f32, rounded: impl Fn(f32) -> f32) -> f64 {
+    (f64::from(rounded(value + by)) - f64::from(rounded(value - by))) / 2.0
+}
+
+/// Returns the values in f32. `buffer` holds them if they have another dtype.
+fn widened<'a>(values: FlatRef<'a>, buffer: &'a mut Vec<f32>) -> &'a [f32] {
+    match values {
+        FlatRef::F32(values) => return values,
+        FlatRef::BF16(values) => buffer.extend(values.iter().map(|value| value.to_f32())),
+        FlatRef::F16(values) => buffer.extend(values.iter().map(|value| value.to_f32())),
+    }
+    buffer
 }
 
 /// Returns the size that values of such a shape usually have.
@@ -158,6 +194,7 @@ fn usual_size(shape: &Shape) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::precision::Flat;
 
     fn direction(values: &Flat) -> PerturbationDirection {
         PerturbationDirection::new(("weight", 0), &Shape::from(values.len()), values.as_ref(), 1.0 / 16.0)
@@ -189,16 +226,30 @@ mod tests {
     #[test]
     fn as_many_elements_go_up_as_down_and_neighbours_have_nothing_to_do_with_each_other() {
         let direction = direction(&Flat::F32(vec![1.0; 1 << 16]));
-        let signs: Vec<f64> = (0..1 << 16)
-            .map(|i| {
-                f64::from(direction.move_by(direction.signs_from(i / SIGNS_PER_NUMBER * SIGNS_PER_NUMBER), i).signum())
-            })
-            .collect();
+        let moves = (0..1 << 16).step_by(SIGNS_PER_NUMBER).flat_map(|i| direction.moves_from(i));
+        let signs: Vec<f64> = moves.map(|by| f64::from(by.signum())).collect();
         let mean: f64 = signs.iter().sum::<f64>() / signs.len() as f64;
         assert!(mean.abs() < 0.02, "{mean}");
         for distance in [1, 64, 256] {
             let pairs = signs.iter().zip(&signs[distance..]).map(|(a, b)| a * b).sum::<f64>() / signs.len() as f64;
             assert!(pairs.abs() < 0.02, "{distance}: {pairs}");
+        }
+    }
+
+    #[test]
+    fn elements_that_are_left_out_are_not_moved_and_do_not_count() {
+        let values = Flat::F32(vec![1.0; 300]);
+        let gradient = Flat::F32(vec![1.0; 300]);
+        for still in [0..0, 0..300, 0..1, 63..65, 64..128, 70..250, 299..300] {
+            let direction = direction(&values).without(still.clone());
+            let mut moved = values.clone();
+            direction.shift(moved.as_mut(), 1.0);
+            for i in 0..300 {
+                assert_eq!(moved.as_ref().get(i) == 1.0, still.contains(&i), "{still:?}: {i}");
+            }
+            let squares = direction.along(gradient.as_ref(), None).squares;
+            let expected = (300 - still.len()) as f64 * f64::from(direction.step).powi(2);
+            assert!((squares - expected).abs() <= 1e-9 * expected, "{still:?}: {squares} {expected}");
         }
     }
 
