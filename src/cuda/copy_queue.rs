@@ -343,7 +343,7 @@ mod tests {
     fn memory_that_the_system_does_not_lock_is_an_error_that_says_what_to_do() {
         let Ok(device) = CudaDevice::new(0) else { return };
         let refused = CopyQueue::new(&device, 1 << 60, true, TimelineLane::Gradients).err().unwrap().to_string();
-        assert!(refused.contains("memory of the host") && refused.contains("pin_memory"), "{refused}");
+        assert!(refused.contains("host memory") && refused.contains("pin_memory"), "{refused}");
         // Otherwise the error would claim that the GPU is out of memory.
         assert!(!refused.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{refused}");
     }

@@ -26,7 +26,7 @@ pub enum HubError {
     #[error(
         "there is no repository {repository} at {endpoint} that {} may read, and no local file or folder of that name; \
          check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)",
-        if *has_token { "this token" } else { "everybody" }
+        if *has_token { "this token" } else { "everyone" }
     )]
     NoRepository {
         /// The repository.
