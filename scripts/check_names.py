@@ -17,7 +17,7 @@ from source_paths import MOD, code_of, end_of_item
 # Names that may be defined more than once, each with its reason.
 ALLOWED = {
     "CheckpointUpload": "one type, with object stores (feature `s3`) and without",
-    "F32x4": "one type, by what the processor has",
+    "F32x4": "one type, with one definition per instruction set",
     "Result": "the usual alias of std's Result for the errors of a module",
 }
 
@@ -25,7 +25,7 @@ DEFINED = re.compile(r"(?<!\$)\b(?:struct|enum|trait|union|type)\s+([A-Za-z_]\w*
 
 
 def module_level(text):
-    """Returns the text without everything in braces that are not a module's."""
+    """Returns the text with the contents of all braces removed, except those of modules."""
     kept, at = list(text), 0
     while (brace := text.find("{", at)) >= 0:
         at = brace + 1

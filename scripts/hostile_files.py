@@ -4,7 +4,7 @@
     scripts/hostile_files.py ZERORUN [--count 250] [--seed 1] [--keep DIR]
 
 Four fifths of the files are chat templates and tokenizers. One fifth are bombs: data in all formats, headers and options. Each file is
-passed to one run of `zerorun data show`, `generate`, `finetune` or `merge`. No run may end by a signal, take more than 10 seconds, hold
+passed to one run of `zerorun data show`, `generate`, `finetune` or `merge`. No run may be killed by a signal, take more than 10 seconds, hold
 1 GiB of memory or more, or print a backtrace. A run that fails must print an error message.
 """
 
@@ -32,7 +32,7 @@ CHATS = [{"messages": [{"role": "user", "content": f"Question {i}?"}, {"role": "
 
 
 def expression(r):
-    """Returns an expression whose value is large or takes long to compute."""
+    """Returns an expression whose value is large or takes a long time to compute."""
     n = r.choice([10**5, 10**6, 10**9, 10**10, 2**31, 2**63 - 1, 2**64, 10**30])
     return r.choice([
         f"'x' * {n}", f"[1] * {n}", f"(1, 2) * {n}", f"'%{n}d'|format(1)", f"'%.{n}f'|format(1.5)", f"'{{:>{n}}}'.format('x')",

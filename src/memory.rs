@@ -50,7 +50,7 @@ pub enum MemoryKind {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum MemoryTier {
-    /// The memory of the GPU that computes the model.
+    /// The memory of the GPU that runs the model.
     Device,
     /// The host's memory.
     Host,
@@ -112,13 +112,13 @@ pub(crate) struct MemoryLedgerEntry {
 }
 
 impl MemoryLedger {
-    /// Enters `bytes` of `kind` in the host's memory until the result is dropped.
+    /// Records `bytes` of `kind`, held in the host's memory, until the result is dropped.
     #[must_use]
     pub fn hold(&self, kind: MemoryKind, bytes: usize) -> MemoryLedgerEntry {
         self.hold_in(MemoryTier::Host, kind, bytes)
     }
 
-    /// Enters `bytes` of `kind` in `tier` until the result is dropped.
+    /// Records `bytes` of `kind`, held in `tier`, until the result is dropped.
     #[must_use]
     pub fn hold_in(&self, tier: MemoryTier, kind: MemoryKind, bytes: usize) -> MemoryLedgerEntry {
         self.change(tier, kind, 0, bytes);

@@ -35,7 +35,7 @@ use std::time::{Duration, Instant};
 pub(crate) const SHORT_BYTES: usize = 16 << 10;
 /// The maximum time that a short collective stays in the queue while no thread waits for it.
 pub(crate) const MAX_QUEUE_DELAY: Duration = Duration::from_millis(5);
-/// The number of checks in vain, one per [`MAX_QUEUE_DELAY`], after which the comm thread sleeps until a job arrives.
+/// The number of unsuccessful checks, one per [`MAX_QUEUE_DELAY`], after which the comm thread sleeps until a job arrives.
 const IDLE_POLLS_BEFORE_SLEEP: u32 = 100;
 
 type CollectiveJob = Box<dyn FnOnce(&mut CollectiveWorker) + Send>;

@@ -8,9 +8,9 @@ use crate::precision::IntFormat;
 use candle_core::DType;
 use std::fmt;
 
-/// The number of bits of a dtype's number.
+/// The number of bits that encode the dtype.
 const WIRE_SHIFT: u32 = 8;
-/// The wire formats, by number.
+/// The wire formats, indexed by their codes.
 const WIRE_FORMATS: [&str; 7] = [
     "",
     " as int8",

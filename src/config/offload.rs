@@ -36,7 +36,7 @@ impl OffloadSection {
         };
         if stage < self.from {
             let needs = if self.from == ZeroStage::Three { "stage 3" } else { "stage 1, 2 or 3" };
-            let text = format!("accepted and has no effect at stage {stage}, as in DeepSpeed: it needs {needs}");
+            let text = format!("accepted, but has no effect at stage {stage}, as in DeepSpeed: it needs {needs}");
             walk.note(self.path, text);
             return None;
         }

@@ -149,12 +149,7 @@ fn muon(walk: &mut ConfigWalk<'_>) -> MuonConfig {
     let momentum = walk.float(&of("momentum"));
     if momentum == 1.0 {
         let place = walk.place(&of("momentum"));
-        walk.problem(
-            ConfigRule::Range,
-            &of("momentum"),
-            place,
-            "1 found, but a momentum must be at least 0 and below 1",
-        );
+        walk.problem(ConfigRule::Range, &of("momentum"), place, "1 found: it must be at least 0 and below 1");
     }
     let rate = |key: &str, default: f64| {
         let given = |key: &str| walk.get(&of(key)).and_then(Value::as_f64);
@@ -187,7 +182,7 @@ fn adam(walk: &mut ConfigWalk<'_>, always_decoupled: bool) -> AdamConfig {
         walk.note(&of("weight_decay"), format!("{TORCH_ADAMW_DECAY}, the default of PyTorch's AdamW (torch_adam)"));
     }
     if always_decoupled && !adam_w_mode {
-        walk.note(&of("adam_w_mode"), "accepted and has no effect: AdamW is always decoupled, as in DeepSpeed");
+        walk.note(&of("adam_w_mode"), "accepted, but has no effect: AdamW is always decoupled, as in DeepSpeed");
     }
     AdamConfig {
         lr: walk.float(&of("lr")),
@@ -263,13 +258,14 @@ fn untested(walk: &mut ConfigWalk<'_>, name: Option<&str>, stage: ZeroStage) {
         );
         walk.problem(ConfigRule::Conflict, "optimizer.type", place, text);
     } else if untested.is_none() && walk.given.contains_key("zero_allow_untested_optimizer") {
-        let text = "accepted and has no effect on this configuration: only SGD, Lamb and custom optimizers at stages 1 \
+        let text = "accepted, but has no effect on this configuration: only SGD, Lamb and custom optimizers at stages 1 \
                     to 3 need it";
         walk.note("zero_allow_untested_optimizer", text);
     }
-    // This key is noted whatever its value, because its default also promises something.
+    // This key is noted whatever its value, because even its default, true, asks for DeepSpeed's CPU
+    // optimizer.
     let key = "zero_force_ds_cpu_optimizer";
     if walk.given.contains_key(key) && walk.bool(key) {
-        walk.note(key, "accepted and has no effect here: there is one optimizer for memory and files");
+        walk.note(key, "accepted, but has no effect here: there is one optimizer for memory and files");
     }
 }

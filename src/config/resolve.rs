@@ -232,7 +232,7 @@ fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
         return None;
     }
     if precision != Precision::F32 {
-        let text = "accepted and has no effect here: fp16 or bf16 is enabled, and products use that format";
+        let text = "accepted, but has no effect here: fp16 or bf16 is enabled, and products use that format";
         walk.note("torch_autocast.enabled", text);
         return None;
     }
@@ -344,7 +344,7 @@ fn check_zero(walk: &mut ConfigWalk<'_>, stage: ZeroStage) {
     let weights = "zero_optimization.zero_quantized_weights";
     if walk.bool(weights) && stage < ZeroStage::Three {
         let text =
-            format!("accepted and has no effect at stage {stage}, as in DeepSpeed: only stage 3 gathers weights");
+            format!("accepted, but has no effect at stage {stage}, as in DeepSpeed: only stage 3 gathers weights");
         walk.note(weights, text);
     }
 }
@@ -353,7 +353,7 @@ fn check_zero(walk: &mut ConfigWalk<'_>, stage: ZeroStage) {
 fn check_compression(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig) {
     let key = "zero_optimization.compress_between_hosts_only";
     if walk.bool(key) && !zero.compresses(dtype(walk.str("communication_data_type"))) {
-        let text = "accepted and has no effect here: it applies to zero_quantized_gradients, zero_quantized_weights at \
+        let text = "accepted, but has no effect here: it applies to zero_quantized_gradients, zero_quantized_weights at \
                     stage 3 and a 16-bit communication_data_type, and none of these is set";
         walk.note(key, text);
     }
@@ -365,7 +365,7 @@ fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usi
     let found = walk.int(key).filter(|ranks| *ranks > 0)?;
     if zero.stage < ZeroStage::Three {
         let text =
-            format!("accepted and has no effect at stage {}, as in DeepSpeed: it applies to stage 3", zero.stage);
+            format!("accepted, but has no effect at stage {}, as in DeepSpeed: it applies to stage 3", zero.stage);
         walk.note(key, text);
         return None;
     }
@@ -384,7 +384,7 @@ fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usi
         let hpz = zero.hpz_partition_size;
         let text = format!(
             "{found} found, and zero_hpz_partition_size {hpz}: parameters that are sharded among {found} ranks are \
-             only gathered from these, so a second copy would not be nearer; remove zero_hpz_partition_size if memory \
+             only gathered from these, so a second copy would be no faster to reach; remove zero_hpz_partition_size if memory \
              can hold all states of a group, or mics_shard_size if it can hold only the parameters"
         );
         walk.problem(ConfigRule::Conflict, key, place, text);
@@ -406,7 +406,7 @@ fn kept_modules(walk: &mut ConfigWalk<'_>, precision: Precision) -> Vec<String> 
         walk.problem(ConfigRule::Range, key, place, text);
     }
     if precision == Precision::F32 && !names.is_empty() {
-        walk.note(key, "accepted and has no effect here: the complete model is f32");
+        walk.note(key, "accepted, but has no effect here: the complete model is f32");
         return Vec::new();
     }
     names
@@ -485,7 +485,7 @@ fn activation_checkpointing(walk: &mut ConfigWalk<'_>) -> bool {
     let key = asks.into_iter().find(|key| walk.bool(&path(key)));
     let key = key.or(walk.int(&path("number_checkpoints")).map(|_| "number_checkpoints"));
     if let Some(key) = key {
-        let text = "taken as `every_unit`: every unit recomputes its forward pass during backward, which takes about a \
+        let text = "treated as `every_unit`: every unit recomputes its forward pass during backward, which takes about a \
                     third more time and gives the same results except for rounding (in DeepSpeed only calls of \
                     deepspeed.checkpointing do); set `every_unit` of this section to true or false to choose";
         walk.note(&path(key), text);

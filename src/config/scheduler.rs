@@ -113,7 +113,7 @@ fn warm_up(walk: &mut ConfigWalk<'_>, name: &str, optimizer: Option<&OptimizerCo
         Some("log") | None => WarmupType::Log,
         Some(other) => {
             let other = shown(other);
-            let text = format!("\"{other}\" is unknown (log or linear): taken as \"log\", as in DeepSpeed");
+            let text = format!("\"{other}\" is unknown (log or linear): treated as \"log\", as in DeepSpeed");
             walk.note(&of("warmup_type"), text);
             walk.set(&of("warmup_type"), "log".into());
             WarmupType::Log
@@ -207,7 +207,7 @@ fn cycled_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer:
     for (key, beta) in [("cycle_min_mom", cycle.cycle_min_mom), ("cycle_max_mom", cycle.cycle_max_mom)] {
         if beta == 1.0 {
             let place = walk.place(&of(key));
-            walk.problem(ConfigRule::Range, &of(key), place, "1 found, but a momentum must be at least 0 and below 1");
+            walk.problem(ConfigRule::Range, &of(key), place, "1 found: it must be at least 0 and below 1");
         }
     }
     let per_step = cycle.cycle_max_mom * cycle.decay_mom_rate / cycle.decay_step_size;

@@ -80,7 +80,7 @@ impl<'a> ConfigWalk<'a> {
     fn key(&mut self, section: &'static ConfigSection, key: &'static ConfigKey, entry: &'a JsonEntry) {
         let path = section.join(key.name);
         if entry.key == OLD_BF16 {
-            self.note(OLD_BF16, "an old name: taken as `bf16`");
+            self.note(OLD_BF16, "an old name: treated as `bf16`");
         }
         if key.kind == ConfigValueKind::Section {
             return self.object(key, entry, path);
@@ -116,7 +116,7 @@ impl<'a> ConfigWalk<'a> {
         }
         let place = entry.node.place;
         match key.status {
-            KeyStatus::NoEffect(why) => self.note(path, format!("accepted and has no effect here: {why}")),
+            KeyStatus::NoEffect(why) => self.note(path, format!("accepted, but has no effect here: {why}")),
             KeyStatus::Refused(why) => self.problem(ConfigRule::Unsupported, path, place, unsupported(value, why)),
             KeyStatus::RefusedAbove1(why) if value.as_i64().is_some_and(|n| n > 1) => {
                 self.problem(ConfigRule::Unsupported, path, place, unsupported(value, why));
@@ -196,7 +196,7 @@ impl<'a> ConfigWalk<'a> {
         match (key.name, value) {
             ("cpu_offload" | "cpu_offload_param", Value::Bool(on)) => {
                 let device = if on { "cpu" } else { "none" };
-                self.note(&path, format!("deprecated: taken as `{}` = \"{device}\"", section.join(to)));
+                self.note(&path, format!("deprecated: treated as `{}` = \"{device}\"", section.join(to)));
                 if on {
                     let mut offload = defaults(keys::section(&target));
                     offload.insert("device".into(), device.into());
@@ -204,7 +204,7 @@ impl<'a> ConfigWalk<'a> {
                 }
             }
             ("stage3_gather_fp16_weights_on_model_save", value) => {
-                self.note(&path, format!("deprecated: taken as `{target}`"));
+                self.note(&path, format!("deprecated: treated as `{target}`"));
                 if let (Some(key), true) = (section.key(to), value == Value::Bool(true)) {
                     self.check_status(key, &target, &value, entry);
                 }
@@ -224,19 +224,19 @@ impl<'a> ConfigWalk<'a> {
         };
         if let Some(on) = bare {
             let stage = u8::from(on);
-            self.note("zero_optimization", format!("deprecated form: taken as {{\"stage\": {stage}}}"));
+            self.note("zero_optimization", format!("deprecated form: treated as {{\"stage\": {stage}}}"));
             self.set("zero_optimization.stage", stage.into());
         }
         let Some(entry) = find("allgather_size") else { return };
         let Some(key) = keys::section("").key("allgather_size") else { return };
         match (bare, value_conversion::convert(&entry.node, key, false)) {
             (Some(true), Ok(size)) => {
-                self.note("allgather_size", "deprecated: taken as `zero_optimization.allgather_bucket_size`");
+                self.note("allgather_size", "deprecated: treated as `zero_optimization.allgather_bucket_size`");
                 self.set("zero_optimization.allgather_bucket_size", size);
             }
             // A value that does not fit has already been reported.
             (_, Err(_)) => {}
-            _ => self.note("allgather_size", "accepted and has no effect: it belongs to `zero_optimization: true`"),
+            _ => self.note("allgather_size", "accepted, but has no effect: it belongs to `zero_optimization: true`"),
         }
     }
 
@@ -252,7 +252,7 @@ impl<'a> ConfigWalk<'a> {
         };
         match section.status {
             KeyStatus::NoEffect(why) if on => {
-                self.note(section.path, format!("accepted and has no effect here: {why}"))
+                self.note(section.path, format!("accepted, but has no effect here: {why}"))
             }
             KeyStatus::Refused(why) if on => {
                 let path = join(section.path, section.switch.unwrap_or_default());

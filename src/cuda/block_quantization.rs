@@ -21,7 +21,7 @@ pub(super) struct BlockQuantizer {
     sum: KernelFunction,
 }
 
-/// The elements of several ranks, equally many of each, and the codes that represent them.
+/// The elements of several ranks, the same number of each, and the codes that represent them.
 #[derive(Clone, Copy)]
 pub(super) struct RankChunks {
     pub number: usize,

@@ -9,7 +9,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
 const KERNELS: KernelModule = module!("cross_entropy");
 
-/// The threads of a block that sums losses. They are part of the order of that sum.
+/// The threads of a block that sums losses. Their number determines the order of that sum.
 const THREADS: u32 = 256;
 /// The number of classes per thread above which a row gets more threads.
 const CLASSES_PER_THREAD: usize = 8;
@@ -33,7 +33,7 @@ impl DeviceTargets {
     /// Copies targets, each a class below `classes` or `u32::MAX`, to the device.
     pub fn new(device: &CudaDevice, targets: &[u32], classes: usize) -> Result<Self> {
         if let Some(target) = targets.iter().find(|target| **target as usize >= classes && **target != u32::MAX) {
-            bail!("cross_entropy: target {target} of {classes} classes")
+            bail!("cross_entropy: target {target} is not below {classes}, the number of classes")
         }
         let words = if targets.is_empty() { device.alloc_zeros(1)? } else { device.clone_htod(targets)? };
         Ok(Self(words, targets.len()))
@@ -78,7 +78,7 @@ pub(crate) fn losses(
     }
     let range = of.first..of.first + of.rows;
     let (Some(targets), Some(losses)) = (of.targets.0.try_slice(range.clone()), losses.try_slice_mut(range)) else {
-        bail!("cross_entropy: room for fewer losses than rows")
+        bail!("cross_entropy: the buffer for losses is shorter than the number of rows")
     };
     let arguments = arguments![of.classes, logits, targets, of.cap(), sign, DeviceFlatMut::F32(losses)];
     // SAFETY: the kernel takes a block for each row of classes, a target and a loss for each.
@@ -107,7 +107,7 @@ pub(crate) fn gradients(
     of.check(d.len())?;
     let fits = |logits: &DeviceFlatRef<'_>| (logits.len(), logits.dtype()) == (d.len(), d.dtype());
     if !logits.is_none_or(fits) {
-        bail!("cross_entropy: a gradient of {} elements of {:?} for other logits", d.len(), d.dtype())
+        bail!("cross_entropy: the gradient has {} elements of {:?}, unlike the logits", d.len(), d.dtype())
     }
     if of.rows == 0 {
         return Ok(());
@@ -138,7 +138,7 @@ pub(crate) fn gradients(
 /// Computes the sum of the losses / divisor, as a number in memory.
 pub(crate) fn mean(device: &CudaDevice, losses: &CudaSlice<f32>, count: usize, divisor: f64) -> Result<CudaStorage> {
     if losses.len() < count {
-        bail!("cross_entropy: the sum of {count} losses of {}", losses.len())
+        bail!("cross_entropy: {count} losses are to be summed, but there are only {}", losses.len())
     }
     written(device, DType::F32, 1, |mean| {
         let launch = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };

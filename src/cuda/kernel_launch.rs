@@ -85,7 +85,7 @@ impl KernelFunction {
     /// Runs the kernel on its stream.
     ///
     /// # Safety
-    /// The kernel takes arguments of these types in this order, and stays within them at this launch's threads.
+    /// The kernel takes arguments of these types in this order, and stays within them with this launch's threads.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.

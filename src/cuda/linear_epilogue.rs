@@ -25,7 +25,7 @@ pub(crate) fn follow(
     };
     if width == 0 || !count.is_multiple_of(width) || !fits(bias, width) || !fits(residual, count) {
         bail!(
-            "linear: a bias or a residual of another size or dtype than {count} products of {dtype:?} in rows of {width}"
+            "linear: the size or dtype of a bias or residual differs from {count} products of {dtype:?} in rows of {width}"
         )
     }
     let number = match function {

@@ -63,7 +63,7 @@ pub(crate) fn rotate(
         bail!("rotary: {} elements in rows of {width} and heads of {}", x.len(), 2 * half)
     }
     if end > angles.positions {
-        bail!("rotary: positions up to {end}, but angles of {}", angles.positions)
+        bail!("rotary: positions up to {end}, but the table has angles for only {}", angles.positions)
     }
     written(device, x.dtype(), x.len(), |y| {
         if pairs == 0 {

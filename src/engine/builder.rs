@@ -189,8 +189,8 @@ impl EngineBuilder {
     }
 
     /// Sets whether the gradient of the first step is compared with the change of the loss when the weights are moved
-    /// slightly up and down, which costs two extra forwards once. If the graph is cut in part, a backward is wrong or a
-    /// second-order term is dropped, the step fails with
+    /// slightly up and down, which costs two extra forward passes once. If the graph is cut in part, a backward is wrong or
+    /// a second-order term is dropped, the step fails with
     /// [`EngineError::WrongGradient`](crate::error::EngineError::WrongGradient) before any weight changes. Default: the
     /// configuration's `gradient_check`, or true without it.
     #[must_use]

@@ -28,7 +28,7 @@ impl<M> Engine<M> {
         CallGuard { call, start, waited: self.core.comm().report().waited_s, profile, span, during }
     }
 
-    /// Ends the watch of a call that has succeeded.
+    /// Stops watching a call that has succeeded.
     pub(super) fn end_watch(
         &mut self,
         CallGuard { call, start, waited, profile, span: _span, during: _during }: CallGuard,

@@ -84,7 +84,11 @@ pub enum EngineError {
         lr: f64,
     },
     /// The number of learning rates differs from the number of param groups.
-    #[error("{found} learning rates were given for {groups} parameter groups; give one for each, in get_lr's order")]
+    #[error(
+        "found {} for {}; give one for each group, in get_lr's order",
+        crate::util::counted(*found, "learning rate"),
+        crate::util::counted(*groups, "parameter group")
+    )]
     LearningRates {
         /// The number of learning rates given.
         found: usize,
@@ -349,8 +353,8 @@ pub enum EngineError {
     },
     /// Ranks use different rounding for states that are kept in 16 bits.
     #[error(
-        "rank {rank} rounds differently from rank {other}: one of them to nearest and one stochastically, or with \
-         another seed; every rank must use the same EngineBuilder::stochastic_rounding and EngineBuilder::seed"
+        "rank {rank} rounds differently from rank {other}: one rounds to nearest and the other stochastically, or their \
+         seeds differ; every rank must use the same EngineBuilder::stochastic_rounding and EngineBuilder::seed"
     )]
     RoundingDiffers {
         /// This rank.

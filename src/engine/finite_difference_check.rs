@@ -80,7 +80,7 @@ impl<M> Engine<M> {
     /// eight. Then [`gradient_report`](Self::gradient_report) returns the result. As soon as a gradient is known to be
     /// wrong, the step ends with an error. Collective.
     ///
-    /// The first step of a run does the same with all parameters at once, for two extra forwards, unless
+    /// The first step of a run does the same with all parameters at once, for two extra forward passes, unless
     /// `gradient_check` in the configuration or [`EngineBuilder::gradient_check`](crate::EngineBuilder::gradient_check)
     /// disables it.
     ///

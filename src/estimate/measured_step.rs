@@ -56,7 +56,7 @@ impl MeasuredStep {
             ranks = line["world_size"].as_u64().and_then(|ranks| usize::try_from(ranks).ok()).or(ranks);
             if line["step"].is_u64() {
                 steps.push(phases(&line).ok_or_else(|| {
-                    format!("line {number} has no {}: numbers that are not negative", PHASES.join(", "))
+                    format!("line {number} lacks valid {}: numbers of at least 0", PHASES.join(", "))
                 })?);
             }
         }
@@ -85,7 +85,7 @@ impl MeasuredStep {
         self.ranks
     }
 
-    /// Returns a function that converts an amount of work in a phase to seconds, given that a step does `all`, and the
+    /// Returns a function that converts an amount of work in a phase to seconds, if a step does `all`. Also returns the
     /// seconds that belong to no work.
     pub(super) fn spread(&self, all: PhaseWork) -> (impl Fn(StepPhase, f64) -> f64 + use<>, f64) {
         let by_phase = self.phases.map(|[forward, backward, update]| PhaseWork { forward, backward, update });
@@ -156,8 +156,8 @@ mod tests {
             ("", "no step"),
             ("{\"summary\": true}", "no step"),
             ("{\n{}", "line 1 is not JSON"),
-            ("{\"step\": 0, \"loss\": 1.0}", "line 1 has no forward_ms, backward_ms, step_ms"),
-            ("{\"step\": 0, \"forward_ms\": -1, \"backward_ms\": 1, \"step_ms\": 1}", "not negative"),
+            ("{\"step\": 0, \"loss\": 1.0}", "line 1 lacks valid forward_ms, backward_ms, step_ms"),
+            ("{\"step\": 0, \"forward_ms\": -1, \"backward_ms\": 1, \"step_ms\": 1}", "numbers of at least 0"),
             ("{\"step\": 0, \"forward_ms\": 0, \"backward_ms\": 0, \"step_ms\": 0}", "takes any time"),
         ] {
             let problem = MeasuredStep::of_lines(text).unwrap_err();
@@ -185,7 +185,7 @@ mod tests {
         ];
         let expected = [0.015, 0.06, 0.01, 0.0];
         assert!(times.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{times:?}");
-        // Work that no step does: its time must still be part of the step.
+        // No work falls into this phase, but its measured time must still be part of the step.
         let (_, rest) = measured.spread(PhaseWork { update: 0.0, ..all });
         assert!((rest - 0.01).abs() < 1e-12);
         assert_eq!(MeasuredStep::seconds(4.0).unwrap().spread(PhaseWork::default()).1, 4.0);

@@ -9,7 +9,7 @@ pub struct EstimateOptions {
     pub gpu: bool,
     /// Whether the model's units recompute their forward even if the configuration does not enable it.
     pub recompute: bool,
-    /// The number of hosts, with equally many ranks each. 0 and 1 mean that all ranks are on one host.
+    /// The number of hosts, with the same number of ranks each. 0 and 1 mean that all ranks are on one host.
     pub hosts: usize,
     /// The access mode of files. By default it is the one that the engine would choose on this machine.
     pub disk_access: Option<DiskAccess>,

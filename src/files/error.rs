@@ -45,7 +45,7 @@ pub enum OutputError {
     },
     /// Another job writes to the same path.
     #[error(
-        "cannot write to {}: another running job writes there{}; wait for it, or give another path",
+        "cannot write to {}: another running job is writing there{}; wait for it, or give another path",
         path.display(),
         owner.map_or(String::new(), |pid| format!(" (process {pid})"))
     )]

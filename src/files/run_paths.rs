@@ -141,7 +141,7 @@ impl NamedResolvedPath<'_, OutputKind> {
         let Ok(found) = place.path().metadata() else {
             let parent = folder_of(path);
             if !is_folder && !parent.is_dir() {
-                return Err(refused(path, format!("there is no folder {}; create it first", parent.display())));
+                return Err(refused(path, format!("there is no folder {}", parent.display())));
             }
             let above = place.path();
             let above = above.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("/"));
@@ -157,7 +157,7 @@ impl NamedResolvedPath<'_, OutputKind> {
             }
             () if is_folder && !kind.is_dir() => "it is a file, but a folder is needed",
             () if is_folder || kind.is_file() => return Ok(()),
-            () if kind.is_dir() => "it is a folder; give the name of a file",
+            () if kind.is_dir() => "it is a folder, but a file is needed",
             () if kind.is_fifo() => "it is a pipe, but a file is needed",
             () if kind.is_socket() => "it is a socket, but a file is needed",
             () => "it is a device, but a file is needed",
@@ -403,7 +403,7 @@ mod tests {
         let of = |kind, path: &str| wrong(dir.path(), &RunPaths::default().writes("--out", at(path), kind));
         insta::assert_snapshot!(of(OutputKind::Folder, "file"), @"cannot write to file: files are written to a new or empty folder, but it is a file; give another path");
         insta::assert_snapshot!(of(OutputKind::Folder, "file/x"), @"cannot write to file/x: Not a directory (os error 20); give another path");
-        insta::assert_snapshot!(of(OutputKind::Lines, "folder"), @"cannot write to folder: it is a folder; give the name of a file; give another path");
+        insta::assert_snapshot!(of(OutputKind::Lines, "folder"), @"cannot write to folder: it is a folder, but a file is needed; give another path");
         insta::assert_snapshot!(of(OutputKind::Lines, "pipe"), @"cannot write to pipe: it is a pipe, but a file is needed; give another path");
         insta::assert_snapshot!(of(OutputKind::File, "dangling"), @"cannot write to dangling: it is a broken link, or leads through one; give another path");
         assert_eq!(of(OutputKind::Folder, "a/b/c"), "nothing");

@@ -115,8 +115,8 @@ pub fn checked_level() -> Result<InstructionSet, KernelError> {
 /// Panics if [`checked_level`] returns an error.
 #[inline]
 pub(crate) fn level() -> InstructionSet {
-    // A separate static, so that reading the level in a loop of a few elements is one load: copying the result is a
-    // call.
+    // A separate static, so that even a loop over a few elements can read the level with one load: copying the `Result`
+    // would be a function call.
     static LEVEL: OnceLock<InstructionSet> = OnceLock::new();
     *LEVEL.get_or_init(|| checked_level().unwrap_or_else(|error| panic!("{error}")))
 }

@@ -150,8 +150,8 @@ impl DecoderConfig {
     /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0 or beyond the limits, heads that do not divide what they should, a number that is not positive and
-    /// finite.
+    /// A size of 0 or beyond the limits, numbers of heads that do not divide the sizes that they must divide, a number that
+    /// is not positive and finite.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("vocab_size", self.vocab),

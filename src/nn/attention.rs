@@ -17,7 +17,7 @@ use candle_core::{Result, Tensor, bail};
 /// positions that are not seen.
 ///
 /// # Errors
-/// An input with another number of dimensions, or a width that 3 `n_head` does not divide.
+/// An input with a different number of dimensions, or a width that 3 `n_head` does not divide.
 pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
     fused_attention(qkv, n_head, &AttentionOptions::default(), None)
 }

@@ -12,8 +12,8 @@ pub struct AttentionOptions {
     pub scale: Option<f64>,
     /// The soft cap c of scores: they are mapped to c tanh(score / c) (Gemma 2).
     pub soft_cap: Option<f64>,
-    /// The window: the query at position q sees the keys k with q - window < k <= q, which are as many as the window,
-    /// its own included. Without a window it sees all keys up to its own.
+    /// The window: the query at position q sees the keys k with q - window < k <= q, that is, as many keys as the
+    /// window is long, including its own. Without a window it sees all keys up to its own.
     pub window: Option<usize>,
     /// Whether a query sees all positions of its sequence, including later ones. A window is not allowed then.
     pub bidirectional: bool,

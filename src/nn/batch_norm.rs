@@ -84,7 +84,7 @@ impl SyncBatchNorm {
     /// collective operation in an engine.
     ///
     /// # Errors
-    /// An input with another number of features; fewer than two elements per feature on all ranks together; a failed
+    /// An input with a different number of features; fewer than two elements per feature on all ranks together; a failed
     /// collective.
     pub fn forward_train(&self, x: &Tensor) -> Result<Tensor> {
         let sizes = self.sizes(x)?;
@@ -103,7 +103,7 @@ impl SyncBatchNorm {
     /// Normalizes by the running statistics, with gradients for x, weight and bias.
     ///
     /// # Errors
-    /// An input with another number of features.
+    /// An input with a different number of features.
     pub fn forward_eval(&self, x: &Tensor) -> Result<Tensor> {
         self.sizes(x)?;
         let dtype = x.dtype();

@@ -16,7 +16,7 @@ fn wide(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::BF16 | DType::F16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }
 }
 
-/// See [`crate::nn::linear()`]. Sums are computed as the device does it: in f32 for 16-bit operands on CUDA.
+/// See [`crate::nn::linear()`]. Sums are computed as on the device: in f32 for 16-bit operands on CUDA.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
     let mut dims = x.dims().to_vec();
     let inputs = dims.pop().unwrap_or(0);
@@ -144,7 +144,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 
 /// See [`crate::nn::gelu_tanh()`].
 pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
-    // Candle's `gelu` is not used, because its backward has constants of six digits.
+    // Candle's `gelu` is not used, because its backward uses constants with only six digits.
     let h = wide(x)?;
     let cube = (h.sqr()? * &h)?;
     let inner =
@@ -169,7 +169,7 @@ pub fn fused_attention(
     attention(&part(0)?, &part(1)?, &part(2)?, n_head, n_head, options, sequences)
 }
 
-/// See [`crate::nn::grouped_attention()`]. If there are more keys than queries, the queries are at the last of the
+/// See [`crate::nn::grouped_attention()`]. If there are more keys than queries, the queries occupy the last of the
 /// keys' positions.
 pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Tensor> {
     attention(q, k, v, n_head, n_kv_head, &AttentionOptions::default(), None)

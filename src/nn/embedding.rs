@@ -18,7 +18,7 @@ use std::borrow::Cow;
 /// times, its gradients are summed in f32, in the order of their positions, and rounded once.
 ///
 /// # Errors
-/// Ids of another dtype, or ids that are not below the number of rows. The message names the id, its position and the
+/// Ids of a different dtype, or ids that are not below the number of rows. The message names the id, its position and the
 /// number of rows.
 pub fn embedding(ids: &Tensor, table: &Tensor) -> Result<Tensor> {
     embedding_in(ids, table, table.dtype())

@@ -2,7 +2,7 @@
 //! dropout. With DoRA the columns of the product are also scaled by m / |W + s B A|.
 //!
 //! ```text
-//!   x [rows, in] --+------------- W -------------+--> sum in f32, rounded once (the adapter's part once before)
+//!   x [rows, in] --+------------- W -------------+--> sum in f32, rounded once (the adapter's part once before that)
 //!                  |                             |
 //!                  +-- D -- A --> h [rows, r] -- s B
 //! ```
@@ -111,7 +111,7 @@ impl LoraUse<'_> {
     }
 }
 
-/// Composes the result of this library's and Candle's operations, for other devices and for operands of several
+/// Composes the result from this library's and Candle's operations, for other devices and for operands of several
 /// formats.
 fn composed(
     x: &Tensor,

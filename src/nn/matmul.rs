@@ -158,8 +158,9 @@ impl MatmulOperandLayout {
         if self.transposed { Matrix::new(values, columns, rows).t() } else { Matrix::new(values, rows, columns) }
     }
 
-    /// Returns the operand's gradient. For each of its matrices, of `rows` and `columns`, it is the sum of the products
-    /// that `factors` returns for the positions in the result's batch where the matrix is used, over `inner`.
+    /// Returns the operand's gradient, whose matrices have `rows` and `columns`. Each is a sum over the positions in the
+    /// result's batch where the operand's matrix is used: the products of the two matrices that `factors` returns, whose
+    /// inner dimension is `inner`.
     fn gradient<'a, E: TensorElement>(
         self,
         stands: &[usize],

@@ -76,7 +76,7 @@ impl Pooling {
 /// several.
 ///
 /// # Errors
-/// An input with another number of dimensions, a kernel of 0 or larger than the image.
+/// An input with a different number of dimensions, a kernel of 0 or larger than the image.
 pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2) -> Result<Tensor> {
     max_pool2d_with(x, Pooling::new(kernel))
 }

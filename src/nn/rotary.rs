@@ -53,7 +53,7 @@ impl Rotary {
     /// Returns `x` `[batch, time, heads * head]` with the heads at position t rotated by t times each pair's frequency.
     ///
     /// # Errors
-    /// An input of another shape, or more positions than the tables have.
+    /// An input of a different shape, or more positions than the tables have.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.forward_from(x, 0)
     }

@@ -66,7 +66,7 @@ fn image(op: &'static str, x: &Tensor) -> Result<(usize, usize, usize, usize)> {
 
 fn are_sizes(op: &'static str, axis: &str, of: usize, to: usize) -> Result<()> {
     if of == 0 || to == 0 || u32::try_from(to).is_err() {
-        bail!("{op}: from a {axis} of {of} to one of {to}; both must be at least 1, and the latter below 2^32")
+        bail!("{op}: a {axis} of {of} cannot be resized to {to}; both must be at least 1, and the latter below 2^32")
     }
     Ok(())
 }

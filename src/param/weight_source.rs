@@ -23,7 +23,7 @@ pub trait InitialValues: Debug + Send + Sync {
     /// Returns elements `range`, in row-major order, of parameter `name` of `shape`, in f32.
     ///
     /// # Errors
-    /// A tensor of another shape, or one that cannot be read.
+    /// A tensor of a different shape, or one that cannot be read.
     fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>>;
 
     /// Returns a hash by which ranks check that they begin with the same values.

@@ -14,9 +14,9 @@ const CHUNK: usize = 256 * 1024;
 /// The packed format of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WeightPacking {
-    /// Eight bits per element, and a scale (f32) for 128 elements: 1.03 bytes per element.
+    /// Eight bits per element, and an f32 scale for every 128 elements: 1.03 bytes per element.
     Int8,
-    /// Four bits per element, and a scale for 64 elements.
+    /// Four bits per element, and a scale for every 64 elements.
     Nf4(Nf4Scales),
 }
 
@@ -41,7 +41,7 @@ impl WeightPacking {
     /// Writes the packed elements of `src` to `dst`, which has [`packed_len`](Self::packed_len) bytes.
     ///
     /// # Panics
-    /// Panics if `dst` has another length.
+    /// Panics if `dst` has a different length.
     pub fn pack(self, src: FlatRef<'_>, dst: &mut [u8]) {
         assert_eq!(dst.len(), self.packed_len(src.len()), "room for the packed elements");
         if src.len() <= CHUNK {
@@ -60,7 +60,7 @@ impl WeightPacking {
     /// # Panics
     /// Panics if the length of `src` is not the [packed length](Self::packed_len) of the elements of `dst`.
     pub fn unpack(self, src: &[u8], dst: FlatMut<'_>) {
-        assert_eq!(src.len(), self.packed_len(dst.len()), "packed elements of as many");
+        assert_eq!(src.len(), self.packed_len(dst.len()), "the packed length of dst's elements");
         let len = dst.len();
         if len <= CHUNK {
             return match self {

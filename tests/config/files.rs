@@ -311,7 +311,7 @@ fn quantized_weights_need_stage_3_and_the_keys_are_printed_again() {
         let config = load(with(json!({"zero_optimization": zero})));
         assert!(config.zero.quantized_weights && config.zero.quantized_gradients);
         let noted = notes(&config);
-        assert_eq!(noted.contains("zero_optimization.zero_quantized_weights: accepted and has no effect"), stage < 3);
+        assert_eq!(noted.contains("zero_optimization.zero_quantized_weights: accepted, but has no effect"), stage < 3);
         assert!(!noted.contains("zero_quantized_gradients"), "{noted}");
         let printed = config.to_deepspeed_json();
         assert_eq!(printed["zero_optimization"]["zero_quantized_gradients"], true);
@@ -396,12 +396,12 @@ fn offload_below_its_stage_is_noted_and_resolves_to_none() {
         notes(&config)
     };
     insta::assert_snapshot!(said(0), @"
-    zero_optimization.offload_optimizer: accepted and has no effect at stage 0, as in DeepSpeed: it needs stage 1, 2 or 3
-    zero_optimization.offload_param: accepted and has no effect at stage 0, as in DeepSpeed: it needs stage 3
+    zero_optimization.offload_optimizer: accepted, but has no effect at stage 0, as in DeepSpeed: it needs stage 1, 2 or 3
+    zero_optimization.offload_param: accepted, but has no effect at stage 0, as in DeepSpeed: it needs stage 3
     ");
-    insta::assert_snapshot!(said(2), @"zero_optimization.offload_param: accepted and has no effect at stage 2, as in DeepSpeed: it needs stage 3");
+    insta::assert_snapshot!(said(2), @"zero_optimization.offload_param: accepted, but has no effect at stage 2, as in DeepSpeed: it needs stage 3");
     let config = load(with(json!({"zero_optimization": {"stage": 1, "cpu_offload": true}})));
-    insta::assert_snapshot!(notes(&config), @r#"zero_optimization.cpu_offload: deprecated: taken as `zero_optimization.offload_optimizer.device` = "cpu""#);
+    insta::assert_snapshot!(notes(&config), @r#"zero_optimization.cpu_offload: deprecated: treated as `zero_optimization.offload_optimizer.device` = "cpu""#);
     assert_eq!(config.zero.offload_optimizer.map(|offload| offload.to), Some(OffloadTo::Cpu));
 }
 
@@ -417,7 +417,7 @@ fn a_file_that_switches_recomputation_on_is_told_so() {
         let config = load(with(json!({"activation_checkpointing": section})));
         assert!(config.activation_checkpointing, "{key}");
         let noted = notes(&config);
-        assert!(noted.starts_with(&format!("activation_checkpointing.{key}: taken as `every_unit`")), "{noted}");
+        assert!(noted.starts_with(&format!("activation_checkpointing.{key}: treated as `every_unit`")), "{noted}");
         assert_eq!(config.cpu_checkpointing, key == "cpu_checkpointing");
         // The key of this engine takes precedence and needs no note.
         for every_unit in [true, false] {
@@ -518,7 +518,7 @@ fn compression_between_hosts_only_is_true_or_false_and_noted_where_nothing_is_co
         assert_eq!(load(config.to_deepspeed_json()).zero, config.zero);
     }
     let idle = of(json!({"stage": 3, key: true}), json!({"communication_data_type": "fp32"}));
-    insta::assert_snapshot!(notes(&idle), @"zero_optimization.compress_between_hosts_only: accepted and has no effect here: it applies to zero_quantized_gradients, zero_quantized_weights at stage 3 and a 16-bit communication_data_type, and none of these is set");
+    insta::assert_snapshot!(notes(&idle), @"zero_optimization.compress_between_hosts_only: accepted, but has no effect here: it applies to zero_quantized_gradients, zero_quantized_weights at stage 3 and a 16-bit communication_data_type, and none of these is set");
     for value in [json!(2), json!("between"), json!([])] {
         let refused = with(json!({"zero_optimization": {"stage": 3, key: value}}));
         let said = Config::load(refused, 1).unwrap_err().to_string();
@@ -551,7 +551,7 @@ fn classes_whose_gradients_may_travel_in_low_precision_are_those_that_are_known(
         notes(&load(with(json!({"torch_autocast": {"enabled": true, "lower_precision_safe_modules": classes}}))))
     };
     let all = ["torch.nn.Linear", "torch.nn.modules.conv.Conv2d", "candle_zero::nn::Conv1D"];
-    insta::assert_snapshot!(of(&all), @"torch_autocast.lower_precision_safe_modules: accepted and has no effect here: all gradients are communicated in communication_data_type, f32 by default: set it to bf16 for all of them");
+    insta::assert_snapshot!(of(&all), @"torch_autocast.lower_precision_safe_modules: accepted, but has no effect here: all gradients are communicated in communication_data_type, f32 by default: set it to bf16 for all of them");
     assert_eq!(of(&[]), of(&all));
     // If nothing is rounded, the classes do not matter.
     let off = json!({"torch_autocast": {"enabled": false, "lower_precision_safe_modules": ["x.Y"]}});
@@ -573,7 +573,7 @@ fn modules_kept_in_f32_are_a_list_of_names_in_a_16_bit_model() {
     }
     let f32 = load(with(json!({"data_types": {"keep_in_fp32_modules": ["ln_f"]}})));
     assert!(f32.keep_in_fp32_modules.is_empty());
-    insta::assert_snapshot!(notes(&f32), @"data_types.keep_in_fp32_modules: accepted and has no effect here: the complete model is f32");
+    insta::assert_snapshot!(notes(&f32), @"data_types.keep_in_fp32_modules: accepted, but has no effect here: the complete model is f32");
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! The account of the recorded cases of DeepSpeed's behaviour: each is in a fixture, which a test of its area runs, or in
-//! the list of those that are left out (tests/fixtures/left_out.json), with the reason.
+//! Accounts for every recorded case of DeepSpeed's behaviour: it is in a fixture, which a test of its area runs, or in the
+//! list of those that are left out (tests/fixtures/left_out.json), with the reason.
 
 use crate::support::recorded::{is_left_out, left_out};
 use crate::support::skips::skipped;
@@ -19,14 +19,14 @@ const STRICT: [(&str, &[&str]); 8] = [
     ("data loading", &["data-loader"]),
 ];
 
-/// The largest share of them that may be left out, in percent.
+/// The largest share of an area's cases that may be left out, in percent.
 const MOST_LEFT_OUT: usize = 5;
 
 fn read(path: &Path) -> Vec<Value> {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// The cases of all fixtures by id; a case that the tests of two areas use is in two.
+/// The cases of all fixtures by id; a case that the tests of two areas use is in two fixtures.
 fn fixtures() -> BTreeMap<String, Value> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());

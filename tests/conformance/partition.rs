@@ -7,7 +7,7 @@ pub fn partition_uniform(items: usize, parts: usize) -> Vec<usize> {
 }
 
 /// Bounds of `parts` contiguous parts whose sums differ as little as possible between the heaviest and the lightest;
-/// for equal splits the later one. If there are no more items than parts, one item each.
+/// of equally good splits, the later one. If there are no more items than parts, one item each.
 pub fn partition_balanced(weights: &[u64], parts: usize) -> Vec<usize> {
     let n = weights.len();
     if n <= parts {

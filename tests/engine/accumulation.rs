@@ -189,7 +189,7 @@ fn no_sync_is_refused_where_gradients_are_sharded_inside_of_itself_and_around_a_
             }
             Ok(())
         })?;
-        // The refused call has ended nothing: the outer step is made.
+        // The refused call did not end anything: the outer step still works.
         engine.step()?;
         assert!(engine.was_step_applied());
         Ok(())
@@ -351,7 +351,7 @@ fn a_rate_that_was_set_holds_until_the_schedule_goes_on() {
         assert!(engine.lr()[0] > scheduled[0] && engine.lr()[0] <= 1e-2);
         insta::allow_duplicates! {
             insta::assert_snapshot!(engine.set_lr(-1.0).unwrap_err(), @"a learning rate of -1 is not possible; give a finite number of at least 0");
-            insta::assert_snapshot!(engine.set_lr_of_groups(&[0.1, 0.2]).unwrap_err(), @"2 learning rates were given for 1 parameter groups; give one for each, in get_lr's order");
+            insta::assert_snapshot!(engine.set_lr_of_groups(&[0.1, 0.2]).unwrap_err(), @"found 2 learning rates for 1 parameter group; give one for each group, in get_lr's order");
         }
         assert!(engine.set_lr(f64::NAN).is_err());
         Ok(())
@@ -430,7 +430,7 @@ fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_
         });
         assert_eq!(resumed, whole, "scheduled {scheduled}");
         assert_eq!(whole[0].0 == rates, !scheduled, "a schedule continues by its own rule");
-        // Through another number of ranks, and from there to a third.
+        // Resumes with a different number of ranks, and from there with a third.
         let through = tempfile::tempdir().unwrap();
         for (world, from, to) in [(3, &folder, Some(&through)), (1, &through, None)] {
             on_ranks(world, |comm| {

@@ -39,7 +39,7 @@ fn the_level_of_messages_is_that_of_the_file() {
         let more = json!({"steps_per_print": 1, "fp16": {"auto_cast": true}, "log_level": level});
         let text = stderr(&process("one_step", &config(1, 1, json!({}), more)));
         assert_eq!(text.contains("step=1, skipped=0"), is_said, "{level:?}: {text}");
-        assert_eq!(text.contains("fp16.auto_cast: accepted and has no effect"), is_said, "{level:?}: {text}");
+        assert_eq!(text.contains("fp16.auto_cast: accepted, but has no effect"), is_said, "{level:?}: {text}");
     }
 }
 

@@ -57,7 +57,7 @@ impl Trace {
                 other => panic!("{other}"),
             }
         }
-        assert!(events.is_sorted_by(|a, b| a.0.0 <= b.0.0), "in the order of time");
+        assert!(events.is_sorted_by(|a, b| a.0.0 <= b.0.0), "in chronological order");
         assert_eq!(sorted.len(), ranks.len() + lanes.len());
         let trace = Self { events, dropped: trace["otherData"]["dropped_events"].as_u64().unwrap() };
         trace.check_nesting();
@@ -190,7 +190,7 @@ fn a_rank_that_is_killed_leaves_what_it_did_and_what_the_others_did() {
     let parts = || names(folder.path()).into_iter().find(|name| name.starts_with(".candle-zero-timeline-"));
     let lengths = |parts: String| {
         let files = std::fs::read_dir(folder.path().join(parts)).unwrap();
-        // Except the marker of a folder that is removed after a kill.
+        // Except for the file that marks a folder as removable after a kill.
         let files = files.map(|file| file.unwrap()).filter(|file| file.file_name() != ".candle-zero-unfinished");
         files.map(|file| file.metadata().unwrap().len()).collect::<Vec<_>>()
     };
@@ -262,7 +262,7 @@ fn files_and_checkpoints_have_lanes_and_engines_that_follow_share_a_file() {
 fn the_environment_alone_is_enough() {
     let folder = folder();
     let (mut command, _) = two_ranks(folder.path(), true, "2");
-    // The program itself: the words of zerorun are left out.
+    // The program itself: zerorun's own arguments are left out.
     let words: Vec<_> = command.get_args().skip_while(|word| *word != example("train_gpt")).map(Into::into).collect();
     let words: Vec<std::ffi::OsString> = words;
     let path = folder.path().join("alone.json");

@@ -1,4 +1,4 @@
-//! Records of other people's files: what they mark as learned is learned, or the user is informed. Tests keys, formats
+//! Records from other people's files: what they mark as learned is learned, or the user is informed. Tests keys, formats
 //! and templates.
 
 use super::data::Desk;
@@ -473,7 +473,7 @@ fn tokens_that_stand_around_a_text_do_not_come_twice() {
     let desk = Desk { tokenizer: Tokenizer::open(folder.path()).unwrap(), ..desk };
     let options = DataOptions::new(TrainingTask::Generate, 64);
     let made = |text: &str| made_with(&desk, None, "x.jsonl", text, &options);
-    let already = "has the tokenizer's own special token at an end already";
+    let already = "has the tokenizer's special token at the beginning or end already";
     holds(&made(r#"{"prompt": "a", "completion": "b"}"#), &["\n<|endoftext|>a⟦b<|im_end|>⟧", "!already"]);
     holds(
         &made(r#"{"prompt": "<|endoftext|>a", "completion": "b<|im_end|>"}"#),

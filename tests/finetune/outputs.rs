@@ -167,7 +167,7 @@ fn metrics_are_written_over_earlier_metrics_and_over_nothing_else() {
     insta::assert_snapshot!(world.refusal(run("hard.jsonl")), @"zerorun: --metrics hard.jsonl is --data data/d.jsonl, which is an input; give another path");
     insta::assert_snapshot!(world.refusal(run("weights")), @"zerorun: --metrics weights is a file of MODEL m, which is an input; give another path");
     insta::assert_snapshot!(world.refusal(run("m/../ds.json")), @"zerorun: --metrics m/../ds.json is --ds_config ds.json, which is an input; give another path");
-    insta::assert_snapshot!(world.refusal(run("o/m.jsonl")), @"zerorun: cannot write to o/m.jsonl: there is no folder o; create it first; give another path");
+    insta::assert_snapshot!(world.refusal(run("o/m.jsonl")), @"zerorun: cannot write to o/m.jsonl: there is no folder o; give another path");
     let before = world.files();
     let output = run("notes.jsonl").output().unwrap();
     assert!(!output.status.success() && world.files() == before, "{}", stderr(&output));
@@ -223,7 +223,7 @@ fn a_second_job_with_the_same_output_is_refused_at_its_start() {
         assert_eq!(output.status.code(), Some(2), "{text}");
         let (place, number) = (if shared == "--out" { "./o" } else { "m" }, running.id());
         let known = format!(
-            "zerorun: cannot write to {place}: another running job writes there (process {number}); wait for it, or \
+            "zerorun: cannot write to {place}: another running job is writing there (process {number}); wait for it, or \
              give another path"
         );
         let unknown = known.replace(&format!(" (process {number})"), "");

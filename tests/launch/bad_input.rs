@@ -343,12 +343,12 @@ fn outputs_that_cannot_be_written() {
     let folder = Folder::new();
     let mistake = |flags: &str| folder.mistake(&format!("--ds_config ok.json {flags}"));
     insta::assert_snapshot!(mistake("--export no/such/model.safetensors"), @r#"
-    error: cannot write to no/such/model.safetensors: there is no folder no/such; create it first; give another path
+    error: cannot write to no/such/model.safetensors: there is no folder no/such; give another path
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("--export ."), @r#"
-    error: cannot write to .: it is a folder; give the name of a file; give another path
+    error: cannot write to .: it is a folder, but a file is needed; give another path
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

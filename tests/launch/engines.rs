@@ -21,7 +21,7 @@ fn config(nvme: Option<&Path>) -> Value {
     config
 }
 
-/// Makes a step of an engine with one linear layer and returns the loss.
+/// Runs one step of an engine with one linear layer and returns the loss.
 fn step(engine: &mut Engine<candle_nn::Linear>) -> candle_zero::Result<f32> {
     let x = Tensor::full((engine.rank() + 1) as f32, (2, 4), &Device::Cpu)?;
     let loss = engine.forward(|model| model.forward(&x)?.sqr()?.mean_all())?;

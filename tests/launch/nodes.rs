@@ -28,7 +28,7 @@ fn launcher(hosts: &Hosts, node: usize, options: &str) -> Command {
     command
 }
 
-/// A training of `nano` at stage 3 with `train_gpt`.
+/// A training run of `nano` at stage 3 with `train_gpt`.
 struct Training {
     program: PathBuf,
     folder: tempfile::TempDir,
@@ -184,7 +184,7 @@ fn the_start_command_of_the_jobset_runs_on_two_hosts() {
     assert_eq!(steps(&training.metrics("jobset")), expected);
 }
 
-/// Returns the number of steps that a training has reported so far.
+/// Returns the number of steps that a training run has reported so far.
 pub fn done(metrics: &Path) -> usize {
     std::fs::read_to_string(metrics).map_or(0, |text| text.lines().filter(|line| line.contains("\"loss\"")).count())
 }
@@ -336,7 +336,7 @@ fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     assert!(output.status.success(), "{}", stderr(&output));
     let of_two = steps(&training.metrics("small"));
     assert_eq!(steps(&metrics)[from..to], of_two[..], "from step {from} to {to}");
-    // The same training, as far as the sums of two and of four ranks are equal.
+    // The losses match those of one host only as closely as sums over two ranks match sums over four.
     let (here, one) = (steps(&metrics), training.on_one_host(10));
     for (at, (here, one)) in here.iter().zip(&one).enumerate() {
         let [here, one] = [here, one].map(|[loss, _]| loss.parse::<f64>().unwrap());
@@ -417,7 +417,7 @@ fn a_host_that_does_not_belong_to_the_job_is_told_why() {
     assert_eq!(first, "");
     // The refused host prints its own value, and only a digest of the first host's.
     let (here, first) = told("--nnodes 3 --node_rank 1", "--lr 3");
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: the script's arguments are `--lr 3` on this host, with digest 727752e9, but those on host NAME have digest 53495c78; give the same ones, which the output of host NAME shows");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: the script's arguments are `--lr 3` on this host, with digest 727752e9, but those on host NAME have digest 53495c78; give the arguments that the output of host NAME shows");
     insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: the script's arguments are `--ds_config=zero3.json --data corpus.txt` on host NAME and `--lr 3` on host NAME; give both the same");
 }
 
@@ -425,14 +425,14 @@ fn a_host_that_does_not_belong_to_the_job_is_told_why() {
 fn a_host_with_another_program_configuration_or_data_is_told_which() {
     let told = |change: fn(&Path)| refused("--nnodes 3 --node_rank 1", ARGS, change);
     let (here, first) = told(|folder| _ = program(folder, "train", "sleep 50"));
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: the program differs from that on host NAME: it is 19 bytes with checksum SUM; copy the same file to both; if it is the program, give one that is already built");
-    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: the program is 18 bytes with checksum SUM on host NAME and 19 bytes with checksum SUM on host NAME; copy the same file to both; if it is the program, give one that is already built");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: the program differs from that on host NAME: it is 19 bytes with checksum SUM; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: the program is 18 bytes with checksum SUM on host NAME and 19 bytes with checksum SUM on host NAME; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     let (here, first) = told(|folder| std::fs::write(folder.join("zero3.json"), "{ }").unwrap());
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: zero3.json differs from that on host NAME: it is 3 bytes with checksum SUM; copy the same file to both; if it is the program, give one that is already built");
-    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: zero3.json is 2 bytes with checksum SUM on host NAME and 3 bytes with checksum SUM on host NAME; copy the same file to both; if it is the program, give one that is already built");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: zero3.json differs from that on host NAME: it is 3 bytes with checksum SUM; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: zero3.json is 2 bytes with checksum SUM on host NAME and 3 bytes with checksum SUM on host NAME; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     let (here, first) = told(|folder| std::fs::remove_file(folder.join("corpus.txt")).unwrap());
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: corpus.txt differs from that on host NAME: it is missing; copy the same file to both; if it is the program, give one that is already built");
-    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: corpus.txt is 5 bytes with checksum SUM on host NAME and missing on host NAME; copy the same file to both; if it is the program, give one that is already built");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: corpus.txt differs from that on host NAME: it is missing; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: corpus.txt is 5 bytes with checksum SUM on host NAME and missing on host NAME; copy the same file to both hosts; if it is the program, build it once and pass the executable");
 }
 
 #[test]

@@ -21,7 +21,7 @@ fn slurm<T: Fn() + Copy>(test: T) -> Option<Slurm> {
     cluster(test).map(Slurm::start)
 }
 
-/// Returns `srun` of four tasks, which are ranks. The program and its arguments are appended.
+/// Returns an `srun` command for four tasks, each of which is a rank. The program and its arguments are appended.
 fn four_tasks(slurm: &Slurm, options: &str) -> Command {
     let mut srun = slurm.srun(&format!("--mpi=pmi2 -N 2 -n 4 {options}"));
     // MPICH's UCX addresses are lines of PMI 1 longer than 1024 bytes, which Slurm 22.05 sometimes reads only in part.

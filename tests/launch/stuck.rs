@@ -1,4 +1,4 @@
-//! A job that cannot continue by itself and is asked to end, because no one reads its output or its start takes long.
+//! A job that cannot continue by itself and is asked to end, because no one reads its output or its start takes a long time.
 
 use std::process::{Child, ExitStatus};
 use std::time::Duration;

@@ -202,12 +202,12 @@ fn every_rank_is_told_the_failure_that_came_first() {
     );
 }
 
-/// Returns the error that loom finds in a job of two ranks in which `plant` is wrong; `None` if it finds nothing.
+/// Returns the error that loom finds in a job of two ranks with the mistake `plant`; `None` if it finds nothing.
 fn found(plant: Plant, sleep: Sleep, rank: Rank) -> Option<String> {
     let check = || in_every_order(Some(3), move || SharedMemoryRegion::new(2, sleep, plant), rank);
     let panic = std::panic::catch_unwind(check).err()?;
     let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-    Some(text.unwrap_or("a panic without a text").to_string())
+    Some(text.unwrap_or("a panic without a message").to_string())
 }
 
 #[track_caller]

@@ -1,9 +1,9 @@
-//! Loom's parts in place of `src/kernels/worker_pool/primitives.rs`.
+//! Loom's replacements for `src/kernels/worker_pool/primitives.rs`.
 //!
 //! - Atomic words are loom's. A load may return any value that the C11 memory model allows it to return.
 //! - The cell of the job is loom's: loom reports two accesses of which one writes, unless one happens before the other.
 //! - A pause lets another thread run. There is no clock: [`Settings::sleep`] says whether a helper sleeps after its
-//!   first look or looks on.
+//!   first look or keeps looking.
 //! - The lock of the caller is a word, because loom's mutex cannot be used again after a panic.
 //!
 //! Loom treats SeqCst as acquire and release (and a little more), so a thread passes a SeqCst fence, which loom
@@ -31,7 +31,7 @@ pub enum PoolPlant {
     RelaxedClosing,
     /// The caller waits for helpers with relaxed loads.
     RelaxedWait,
-    /// Closing leaves the places for helpers.
+    /// Closing does not take away the free places for helpers.
     PlacesStay,
     /// No order between `state` and `asleep`.
     NoTotalOrder,
@@ -42,7 +42,7 @@ pub enum PoolPlant {
 /// How the pool of a test behaves.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
-    /// Whether helpers that find no job sleep. Otherwise they look on.
+    /// Whether helpers that find no job sleep. Otherwise they keep looking.
     pub sleep: bool,
     pub plant: PoolPlant,
 }
@@ -60,7 +60,7 @@ fn planted(plant: PoolPlant) -> bool {
     SETTINGS.get().plant == plant
 }
 
-/// Returns this ordering, or Relaxed if that is planted.
+/// Returns this ordering, or Relaxed if this deviation is switched on.
 fn unless(plant: PoolPlant, ordering: Ordering) -> Ordering {
     if planted(plant) { Ordering::Relaxed } else { ordering }
 }
@@ -232,7 +232,7 @@ impl<T> Drop for CallerGuard<'_, T> {
     }
 }
 
-/// A helper's looks for the next job.
+/// A helper's polling for the next job.
 pub struct Lookout;
 
 impl Lookout {

@@ -282,12 +282,12 @@ fn panics_of_all_threads_leave_none_behind() {
     });
 }
 
-/// Returns the error that loom finds in two jobs of one helper if `plant` is wrong; `None` if it finds nothing.
+/// Returns the error that loom finds in two jobs of one helper with the mistake `plant`; `None` if it finds nothing.
 fn found(plant: PoolPlant, sleep: bool) -> Option<String> {
     let check = || in_every_order(3, Settings { sleep, plant }, || run_jobs(1, &[2, 2]));
     let panic = catch_unwind(check).err()?;
     let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-    Some(text.unwrap_or("a panic without a text").to_string())
+    Some(text.unwrap_or("a panic without a message").to_string())
 }
 
 #[track_caller]

@@ -60,7 +60,7 @@ fn every_problem_has_a_picture_and_then_comes_what_was_said() {
       |                                  ^
 
     ds.json: 3 problems
-      zero_optimization.cpu_offload_param: deprecated: taken as `zero_optimization.offload_param.device` = "none"
+      zero_optimization.cpu_offload_param: deprecated: treated as `zero_optimization.offload_param.device` = "none"
       _about: a comment: ignored
     "##);
 }

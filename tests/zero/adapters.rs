@@ -1,4 +1,5 @@
-//! Low-rank adapters over a frozen base: the same bits at every stage and place, in whatever format the base is.
+//! Low-rank adapters over a frozen base: the same bits at every stage and wherever states are stored, whatever
+//! the format of the base.
 
 use crate::support::tiny::{VOCAB, WIDTH, batch, config};
 use candle_core::{DType, Device, Result, Tensor};
@@ -125,7 +126,7 @@ fn adapters_give_the_same_bits_at_every_stage_and_place() {
             for stage in 1..4 {
                 assert!(reference == run(stage, false, released()), "{lora}, stage {stage}, {more}");
             }
-            // In 16 bits the gradients of a block's input, which it uses twice, are rounded at another place.
+            // In 16 bits the gradients of a block's input, which it uses twice, are rounded at a different point.
             if more == json!({}) {
                 assert!(reference == run(3, true, released()), "{lora}, recomputed");
             }
@@ -162,7 +163,7 @@ fn training_changes_the_selected_adapters_and_nothing_else() {
     assert_eq!(adapters, want.collect::<Vec<_>>());
     let (_, other) = train(2, "r=2,targets=mlp.down", false, &config(0, 2, json!({}), json!({})), |b| b);
     for (name, values) in after.iter().filter(|(name, _)| !is_adapter(name)) {
-        assert!(other[name] == *values, "{name} is of the base");
+        assert!(other[name] == *values, "{name} belongs to the base");
     }
     assert!(adapters.iter().filter(|name| name.contains("lora_B")).all(|name| after[*name].iter().any(|b| *b != 0)));
 }

@@ -47,7 +47,7 @@ impl Branches {
         Tensor::stack(&losses, 0)?.sum_all()
     }
 
-    /// The same loss and gradients, zeros for what is not used: each unused parameter times zeros is added.
+    /// Returns the same loss, with gradients of zero for what is not used: each unused parameter times zeros is added.
     fn loss_with_zeros(&self, x: &Tensor, path: Way) -> Result<Tensor> {
         let mut zeros = vec![];
         let mut x = x.clone();
@@ -61,7 +61,7 @@ impl Branches {
         }
         let of_head = |(head, used): (&Linear, bool)| {
             let loss = head.forward(&x)?.sqr()?.mean_all()?;
-            // Candle itself leaves out products with a number that is zero.
+            // Candle itself skips multiplications by a constant of zero.
             loss.mul(&Tensor::new(if used { 1f32 } else { 0.0 }, x.device())?)
         };
         let losses: Vec<Tensor> = self.heads.iter().zip(path.heads).map(of_head).collect::<Result<_>>()?;
@@ -87,7 +87,7 @@ fn micro_step(engine: &mut Engine<Branches>, sample: usize, path: Way) -> candle
     Ok(loss.to_scalar::<f32>()?.to_bits())
 }
 
-/// Losses of each rank and the exported model of a run whose micro step `m` goes the way `path(m, rank)`.
+/// Losses of each rank and the exported model of a run whose micro step `m` takes the path `path(m, rank)`.
 fn run(
     world: usize,
     config: &Value,
@@ -307,5 +307,5 @@ fn what_counts_as_zeros_is_said_once_by_rank_0_with_its_names() {
     });
     let said: Vec<Vec<String>> = ranks.unwrap().into_iter().map(|said| said.unwrap()).collect();
     assert_eq!((said[0].len(), said[1].len()), (1, 0), "{said:?}");
-    insta::assert_snapshot!(said[0][0], @"2 parameters received no gradient in the first step, which counts as zeros: layer.2.weight, layer.2.bias");
+    insta::assert_snapshot!(said[0][0], @"2 parameters received no gradient in the first step (a missing gradient counts as zero): layer.2.weight, layer.2.bias");
 }

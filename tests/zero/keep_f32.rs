@@ -1,4 +1,5 @@
-//! Parameters that stay in f32 in a 16-bit model: the same bits at every stage and place, no master weights.
+//! Parameters that stay in f32 in a 16-bit model: the same bits at every stage and wherever states are stored,
+//! no master weights.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};

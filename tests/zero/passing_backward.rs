@@ -115,7 +115,7 @@ fn of_stage(stage: u8) -> Vec<Value> {
     zero.into_iter().map(|zero| config(stage, 1, zero, json!({}))).collect()
 }
 
-/// The results of a training on a rank: losses, norms, and the gradients of plain backwards in between.
+/// The results of a training run on a rank: losses, norms, and the gradients of plain backwards in between.
 type Seen = (Vec<u32>, Vec<u64>, Vec<Vec<u32>>);
 
 /// Trains; if `disturbed`, plain backwards pass through the model everywhere in a micro step.

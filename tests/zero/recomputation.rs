@@ -122,7 +122,7 @@ fn inputs_that_do_not_lie_row_by_row_are_recomputed_to_the_bit() {
     }
 }
 
-/// A module that uses its input this number of times, by Candle's operations or this library's.
+/// A module that uses its input this number of times, through Candle's operations or this library's.
 struct Several {
     w: Tensor,
     inside: usize,

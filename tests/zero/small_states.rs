@@ -1,5 +1,5 @@
-//! Moments of eight bits, and weights and moments of 16 bits without f32 copies: the same bits at every stage and place, after
-//! a resume and at another number of ranks, in as little memory as promised.
+//! 8-bit moments, and 16-bit weights and moments without f32 copies: the same bits at every stage, wherever states are
+//! stored, after a resume and with a different number of ranks, in as little memory as promised.
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_with};
 use candle_core::{DType, Device};
@@ -20,7 +20,7 @@ fn shape(units: bool) -> Shape {
     Shape { units, layers: 2, ..Shape::default() }
 }
 
-/// Moments of eight bits, also of parameters that fill no block.
+/// 8-bit moments, including those of parameters too small to fill a block.
 fn eight_bit(name: &str) -> Value {
     json!({"optimizer": {"type": name, "params": {"lr": 1e-2, "weight_decay": 0.1, "min_8bit_size": 20}}})
 }
@@ -124,7 +124,7 @@ fn go_on_with(
     load: Option<&Path>,
     save: &Path,
 ) -> Vec<Vec<u32>> {
-    // Each rank of two has its samples; other numbers of ranks only load and save.
+    // With two ranks, each has its own samples; other numbers of ranks only load and save.
     let results = threads::run(world, |comm| {
         let rank = comm.rank();
         let builder = Engine::builder().communicator(comm).device(Device::Cpu).stochastic_rounding(true).seed(seed);
@@ -209,7 +209,7 @@ fn ranks_that_round_in_different_ways_are_told() {
     let all_well = |results: Vec<candle_zero::Result<()>>| results.into_iter().for_each(|result| result.unwrap());
     all_well(run([true; 2], [3; 2], true));
     all_well(run([true; 2], [3; 2], false));
-    // To nearest there is no seed.
+    // Rounding to nearest uses no seed.
     all_well(run([false; 2], [3, 4], false));
     for (by_chance, seeds) in [([true, false], [3; 2]), ([true; 2], [3, 4])] {
         for (rank, result) in run(by_chance, seeds, false).into_iter().enumerate() {
@@ -218,7 +218,7 @@ fn ranks_that_round_in_different_ways_are_told() {
             assert!(is_told, "{error}");
             if rank == 0 {
                 insta::allow_duplicates! {
-                    insta::assert_snapshot!(error, @"rank 0 rounds differently from rank 1: one of them to nearest and one stochastically, or with another seed; every rank must use the same EngineBuilder::stochastic_rounding and EngineBuilder::seed");
+                    insta::assert_snapshot!(error, @"rank 0 rounds differently from rank 1: one rounds to nearest and the other stochastically, or their seeds differ; every rank must use the same EngineBuilder::stochastic_rounding and EngineBuilder::seed");
                 }
             }
         }

@@ -504,7 +504,7 @@ impl From<FinetuneError> for Error {
 
 impl FinetuneError {
     /// Returns the error for tensor `name` of shape `found` in the first file, for which the second file describes
-    /// another shape.
+    /// a different shape.
     pub(super) fn not_as_described(
         name: &str,
         [file, description]: [&Path; 2],

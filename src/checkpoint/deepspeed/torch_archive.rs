@@ -44,7 +44,7 @@ impl TorchArchive {
 
     fn read_entries(path: &Path, file: File, file_length: u64) -> Result<(Self, Pickle), PickleProblem> {
         let mut zip = ZipArchive::new(BufReader::new(file))
-            .map_err(|e| format!("it is not a complete zip archive, as torch.save writes ({e})"))?;
+            .map_err(|e| format!("it is not a complete zip archive of the kind that torch.save writes ({e})"))?;
         let stem = stem(&zip)?;
         check_byte_order(&mut zip, &stem)?;
         let pickle = read_entry(&mut zip, &format!("{stem}/data.pkl"), MAX_PICKLE_BYTES)?;
@@ -100,8 +100,8 @@ impl TorchArchive {
         };
         found().ok_or_else(|| {
             format!(
-                "{place}: elements {} to {} of the {length} from element {start} on are not in data/{storage}, which \
-                 has {} bytes",
+                "{place}: elements {} to {} of a tensor of {length} elements that starts at element {start} are not in \
+                 data/{storage}, which has {} bytes",
                 range.start, range.end, entry.length
             )
         })

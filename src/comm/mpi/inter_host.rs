@@ -1,7 +1,7 @@
 //! One rank's side of a collective across hosts: the ranks of its host, its messages to other hosts, and its waits.
 //!
 //! A message is a header, which names the collective that a rank is in, or data. All sends and receives are
-//! non-blocking; a wait for a message ends with an error if a rank has failed or left, or if the time limit is over.
+//! non-blocking; a wait for a message ends with an error if a rank has failed or left, or if the time limit has expired.
 //! Waits for this host's ranks make progress on messages too: those ranks may, through other hosts, depend on what this
 //! rank has sent.
 
@@ -29,7 +29,7 @@ const MAX_SENT_BYTES: usize = 16 << 20;
 pub(super) const MESSAGES_IN_FLIGHT: usize = 4;
 /// How long a thread sleeps between checks of an awaited message, once its spin limit is exceeded.
 const POLL_SLEEP: Duration = Duration::from_micros(50);
-/// How much later than its consequence on this host the failure of a rank of another host may be noticed.
+/// How long the failure of a rank on another host may go unnoticed after its consequence has been noticed on this host.
 const REMOTE_FAILURE_DELAY: Duration = Duration::from_millis(100);
 /// How often a wait checks for failed ranks, and after how many checks of the message it reads a clock.
 const FAILURE_CHECK_INTERVAL: Duration = Duration::from_millis(20);

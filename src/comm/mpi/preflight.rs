@@ -18,7 +18,7 @@ struct HostPreflight {
 }
 
 /// Collective, directly after another one: returns an error if a host runs a different program. Rank 0 warns about
-/// clocks that differ much from its own.
+/// clocks that differ greatly from its own.
 ///
 /// # Errors
 /// MPI failed, or programs differ.

@@ -5,7 +5,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::SocketAddr;
 use std::sync::Arc;
 
-/// Returns the address of the socket for this user's job with a port.
+/// Returns the address of the socket for this user's job on the given port.
 pub(super) fn address(port: u16) -> Result<SocketAddr> {
     let user = rustix::process::geteuid().as_raw();
     let name = format!("candle-zero ranks of user {user} at port {port}");

@@ -19,9 +19,9 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("wandb", true, WANDB).status(none("nothing is sent; `wandb sync` accepts the event files of tensorboard")).switch("enabled").unchecked(),
     ConfigSection::new("comet", true, COMET).status(none("nothing is sent; tensorboard and csv_monitor write the same values to files")).switch("enabled").unchecked(),
     ConfigSection::new("autotuning", false, AUTOTUNING).status(none("a run does not search for settings; `zerorun tune` uses this section"))
-        .when_off("accepted and has no effect here: a run does not search for settings; `zerorun tune` uses this section").unchecked(),
+        .when_off("accepted, but has no effect here: a run does not search for settings; `zerorun tune` uses this section").unchecked(),
     ConfigSection::new("compile", true, COMPILE).status(none("Rust is already compiled"))
-        .when_off("accepted and has no effect here: Rust is already compiled").unchecked(),
+        .when_off("accepted, but has no effect here: Rust is already compiled").unchecked(),
     ConfigSection::new("pipeline", false, PIPELINE),
     ConfigSection::new("tensor_parallel", true, TENSOR_PARALLEL).when_off(OFF),
     ConfigSection::new("tensor_parallel.tensor_parallel", true, TP),

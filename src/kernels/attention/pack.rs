@@ -161,7 +161,7 @@ pub(super) unsafe fn write<V: SimdVector, E: Element>(
     }
 }
 
-/// Computes the dot product of each of some rows of `a` with the same row of `b`.
+/// For each row in `rows`, computes the dot product of that row of `a` with the same row of `b`.
 ///
 /// # Safety
 /// The processor has the instructions.

@@ -99,7 +99,7 @@ pub(super) unsafe fn product<T: StripProducts>(
     }
     let mut column = 0;
     while column < columns {
-        // As many strips as with the widest ones, of nearly the same width.
+        // As few strips as the widest one allows, of nearly equal width.
         let left = (columns - column) / T::V::LANES;
         let vectors = left.div_ceil(left.div_ceil(T::STRIPS.len()));
         let (c, b) = (c[column..].as_mut_ptr(), b[column..].as_ptr());

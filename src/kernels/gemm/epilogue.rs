@@ -99,14 +99,14 @@ impl<'a, C: Element> EpilogueOutput<'a, C> {
     pub(super) fn new(result: MatrixMut<'a, C>, epilogue: Epilogue<'a, C>) -> Self {
         let (rows, cols) = (result.rows(), result.cols());
         let Epilogue { accumulate, scale, bias, residual, activation } = epilogue;
-        assert!(bias.is_none_or(|bias| bias.len() == cols), "bias has another length than a row of the result");
+        assert!(bias.is_none_or(|bias| bias.len() == cols), "the length of bias differs from a row of the result");
         if let Some(residual) = &residual {
-            assert_eq!((residual.rows(), residual.cols()), (rows, cols), "residual has another shape than the result");
+            assert_eq!((residual.rows(), residual.cols()), (rows, cols), "the shapes of residual and result differ");
             assert!(residual.is_row_major(), "residual is not row-major");
         }
         let (activation, before) = activation.map_or((None, None), |(activation, before)| (Some(activation), before));
         if let Some(before) = &before {
-            assert_eq!((before.rows(), before.cols()), (rows, cols), "values before the activation: another shape");
+            assert_eq!((before.rows(), before.cols()), (rows, cols), "values before the activation differ in shape");
         }
         Self {
             result: ParallelMatrix::new(result),

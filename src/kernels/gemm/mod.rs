@@ -53,7 +53,7 @@ fn gemm_by<E: Element, C: Element>(
     epilogue: Epilogue<'_, C>,
 ) {
     assert_eq!(a.cols(), b.rows(), "inner dimensions differ");
-    assert_eq!((c.rows(), c.cols()), (a.rows(), b.cols()), "result has another shape");
+    assert_eq!((c.rows(), c.cols()), (a.rows(), b.cols()), "the result has a different shape");
     let sink = EpilogueOutput::new(c, epilogue);
     if a.rows() == 0 || b.cols() == 0 {
         return;

@@ -1,5 +1,5 @@
 //! The parts of [`super::protocol`]: atomic words, locks, a cell, and how a thread spins. `tests/loom` has the same
-//! made of loom's.
+//! parts, built from loom's types.
 
 use std::cell::UnsafeCell;
 pub(super) use std::sync::atomic::{AtomicU64, AtomicUsize};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// microseconds.
 const SPIN_TIME: Duration = Duration::from_micros(200);
 
-/// The number of looks between two readings of the clock, which take some microseconds.
+/// The number of polls between two readings of the clock. That many polls take a few microseconds.
 const POLLS_PER_CLOCK_READ: u32 = 64;
 
 /// A value that threads read and write without a lock.
@@ -38,7 +38,7 @@ impl<T: Copy> JobCell<T> {
     }
 }
 
-/// A helper's looks for the next job.
+/// A helper's polling for the next job.
 pub(super) struct Lookout {
     start: Instant,
     looks: u32,

@@ -11,9 +11,9 @@
 //! # Checked with loom
 //!
 //! `tests/loom` compiles this file with loom's atomic words, cells and locks in place of [`super::primitives`], and runs
-//! two jobs of two parts, in every order in which their accesses can take effect. One helper that looks on is
-//! interrupted at most six times, one that sleeps four times, two helpers once if they look on and twice if they sleep,
-//! and two callers three times. Loom finds no race on `job` or on what the parts write, no part that is run twice or
+//! two jobs of two parts, in every order in which their accesses can take effect. One helper that keeps looking is
+//! interrupted at most six times, one that sleeps four times, two helpers once if they keep looking and twice if they
+//! sleep, and two callers three times. Loom finds no race on `job` or on what the parts write, no part that is run twice or
 //! not at all, no helper that works on a job that has returned or enters one twice, no panic that is lost or stays for
 //! the next job, and no sleep that nothing ends. The pool never ends its helpers, so there is no end to check.
 //!

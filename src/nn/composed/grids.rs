@@ -96,7 +96,7 @@ pub(in crate::nn) fn avg_pool2d(x: &Tensor, windows: PoolingWindows) -> Result<T
     as_image(&values.mean(D::Minus1)?, windows)?.to_dtype(x.dtype())
 }
 
-/// See [`crate::nn::upsample_bilinear2d`]; takes an image and any resampling of it.
+/// See [`crate::nn::upsample_bilinear2d`]; takes an image and any grid of linear interpolation.
 pub(in crate::nn) fn resampled(x: &Tensor, resampling: &InterpolationGrid) -> Result<Tensor> {
     let along = |x: &Tensor, pairs: &[InterpolationPair], axis: usize| {
         let at = |place: fn(&InterpolationPair) -> usize| {

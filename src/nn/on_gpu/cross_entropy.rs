@@ -23,7 +23,7 @@ use std::sync::Mutex;
 /// The bytes of the logits that exist at a time. Tests use several chunks of few rows.
 const CHUNK: usize = if cfg!(test) { 1 } else { 256 << 20 };
 
-/// Allocates room for losses, for at least one, because not every driver can allocate nothing.
+/// Allocates room for losses, for at least one, because some drivers refuse to allocate zero bytes.
 fn room(device: &CudaDevice, losses: usize) -> Result<CudaSlice<f32>> {
     device.alloc_zeros(losses.max(1))
 }
@@ -75,7 +75,7 @@ pub(in crate::nn) struct GpuLossHead {
 /// A selection of rows.
 struct SelectedRows {
     rows: Vec<u32>,
-    /// The index within the selection for each of all rows.
+    /// For every row of the tensor, its index within the selection.
     numbers: Vec<u32>,
 }
 

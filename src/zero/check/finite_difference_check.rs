@@ -8,7 +8,7 @@
 //! ```
 //!
 //! If every operation's backward is correct, each sum is the change of the loss along one direction. They need no
-//! collectives beyond those of two more forwards.
+//! collectives beyond those of two more forward passes.
 
 use super::finite_difference_state::{FiniteDifferenceState, MeasuredGradients, Perturbation};
 use super::perturbation::{DirectionalGradient, PerturbationDirection};

@@ -80,7 +80,7 @@ impl GradientBackend for RankCore {
 fn prepare(plan: &ReducePlan, padded: usize, ArrivedGradient { grad, .. }: ArrivedGradient<Grad>) -> Result<Flat> {
     match grad {
         Grad::Own(mut flat) if flat.dtype() == plan.dtype => {
-            // Exact: spare room of a large gradient would be wasted.
+            // Reserves exactly this much: spare capacity in a large gradient would be wasted.
             flat.reserve_exact(padded - flat.len());
             flat.extend_zeros(padded - flat.len());
             if plan.before != 1.0 {

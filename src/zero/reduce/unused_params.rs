@@ -33,7 +33,7 @@ impl RankCore {
             (_, true) => {
                 if self.comm.rank() == 0 {
                     emit(&format!(
-                        "{} received no gradient in the first step, which counts as zeros: {list}",
+                        "{} received no gradient in the first step (a missing gradient counts as zero): {list}",
                         counted(count, "parameter")
                     ));
                 }

@@ -1,4 +1,4 @@
-//! The entry of target `gguf` for libFuzzer.
+//! The libFuzzer entry point of the `gguf` target.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {

@@ -1,4 +1,4 @@
-//! The entry of target `model_files` for libFuzzer.
+//! The libFuzzer entry point of the `model_files` target.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {

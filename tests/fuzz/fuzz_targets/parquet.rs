@@ -1,4 +1,4 @@
-//! The entry of target `parquet` for libFuzzer.
+//! The libFuzzer entry point of the `parquet` target.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {

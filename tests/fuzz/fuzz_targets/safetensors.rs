@@ -1,4 +1,4 @@
-//! The entry of target `safetensors` for libFuzzer.
+//! The libFuzzer entry point of the `safetensors` target.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {

@@ -1,4 +1,4 @@
-//! The entry of target `torch_archive` for libFuzzer.
+//! The libFuzzer entry point of the `torch_archive` target.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {

@@ -334,7 +334,8 @@ impl DatasetBuilder<'_> {
     }
 
     /// Returns a text between the tokens that the tokenizer adds, followed by the token that ends it. If the text
-    /// already contains these, they are not added again. The end of a token decides whether it is a target.
+    /// already contains these, they are not added again. Whether a token is a target depends on the position at which it
+    /// ends.
     fn between_ends(
         &self,
         text: &str,
@@ -349,7 +350,7 @@ impl DatasetBuilder<'_> {
         let has_end = end_text.is_some_and(|end| text.trim_end().ends_with(end));
         if has_start || has_end {
             notes.push(RecordNote::Remark(
-                "have the tokenizer's own special token at an end already, so it is not added again".into(),
+                "have the tokenizer's special token at the beginning or end already, so it is not added again".into(),
             ));
         }
         let before = if has_start { &[] } else { before };
@@ -412,7 +413,8 @@ impl DatasetBuilder<'_> {
         Some(sample)
     }
 
-    /// Returns a number that changes with everything the samples are made from, and the bytes of the file.
+    /// Returns a number that changes whenever anything that the samples are made from changes, and the file's size in
+    /// bytes.
     fn fingerprint(&self) -> Result<(u64, u64)> {
         let path = &self.source.path;
         let io = |source| Error::Io { action: "read", path: path.clone(), source };

@@ -269,7 +269,7 @@ impl RecordParser<'_> {
             return pair(answers.map(|answer| asked.clone().answered(text(&answer)?)));
         }
         let [Some(chosen), Some(rejected)] = answers.each_ref().map(|answer| answer.as_str()) else {
-            return Err(format!("its chosen is {} and its rejected is {}", kind(&answers[0]), kind(&answers[1])));
+            return Err(format!("its `chosen` is {} and its `rejected` is {}", kind(&answers[0]), kind(&answers[1])));
         };
         let at =
             common_beginning(chosen, rejected).ok_or("it has two texts without a common beginning, and no prompt")?;
@@ -306,7 +306,7 @@ fn label_name(label: &Value) -> Result<String, RecordProblem> {
     }
 }
 
-/// Builds a conversation of messages with the record's system text and tools. The assistant's messages from number
+/// Builds a conversation from messages and the record's system text and tools. The assistant's messages from number
 /// `from` on are learned, unless their weight excludes them.
 fn chat(
     messages: ChatMessages,

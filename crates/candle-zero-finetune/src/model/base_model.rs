@@ -54,7 +54,7 @@ impl BaseModel {
     ///
     /// # Errors
     /// Missing files; a description of an unsupported model ([`DecoderConfig::read`]); files that are missing,
-    /// truncated, or outside of the folder; tensors that are missing, superfluous, or of another shape or type.
+    /// truncated, or outside of the folder; tensors that are missing, superfluous, or of a different shape or type.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let none = |reason: String| FinetuneError::NoModel { path: path.to_owned(), reason }.into();

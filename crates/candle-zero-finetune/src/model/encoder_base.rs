@@ -55,7 +55,7 @@ impl EncoderBase {
     ///
     /// # Errors
     /// A folder without a model, or with a model that is not a BERT ([`FinetuneError::NoEncoder`]); unsupported values
-    /// in the description; tensors of the encoder that are missing, superfluous, or of another shape or type.
+    /// in the description; tensors of the encoder that are missing, superfluous, or of a different shape or type.
     pub fn open(folder: impl AsRef<Path>, labels: &[String]) -> Result<Self> {
         Self::open_for(folder.as_ref(), Some(labels))
     }

@@ -139,7 +139,7 @@ impl Adapter {
     /// Checks that this is an adapter for a model with these parameters and shapes, including those of its adapters.
     ///
     /// # Errors
-    /// [`FinetuneError::AdapterDoesNotFit`] names a tensor that the model does not have or that has another shape;
+    /// [`FinetuneError::AdapterDoesNotFit`] names a tensor that the model does not have or that has a different shape;
     /// [`FinetuneError::IncompleteAdapter`] names missing tensors.
     pub fn check_fits(&self, parameters: &[(String, Vec<usize>)]) -> Result<()> {
         let wrong = |tensor: &str, problem: String| {

@@ -17,8 +17,8 @@ pub struct ClassificationBatch {
 }
 
 impl ClassificationBatch {
-    /// Builds the texts from rows of a [`TrainingTask::Classify`](crate::TrainingTask::Classify), each in its own row
-    /// ([`SequencePacking::Padded`](crate::SequencePacking::Padded)).
+    /// Builds the micro batch from rows of a [`TrainingTask::Classify`](crate::TrainingTask::Classify), each text in its
+    /// own row ([`SequencePacking::Padded`](crate::SequencePacking::Padded)).
     ///
     /// # Errors
     /// Errors of creating tensors on `device`.
@@ -55,7 +55,7 @@ impl ClassificationBatch {
     /// Counts the labels with the largest logits in `scores`, and returns the sum of the cross entropies.
     ///
     /// # Errors
-    /// Logits with another number of rows.
+    /// Logits with a different number of rows.
     pub fn judge(&self, logits: &Tensor, scores: &mut Scores) -> Result<f64> {
         let sum = LossOptions { divisor: Some(1.0), ..LossOptions::default() };
         let loss = cross_entropy_with(logits, &self.labels, sum)?.to_scalar::<f32>()?;

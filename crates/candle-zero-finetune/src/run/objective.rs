@@ -20,7 +20,7 @@ pub struct Validation {
     pub accuracy: Option<f64>,
     /// The mean F1 of the labels ([`Scores::macro_f1`]), if labels are predicted.
     pub f1: Option<f64>,
-    /// The rewards of the answers of preferences.
+    /// The rewards of the chosen and rejected answers.
     pub rewards: Option<Rewards>,
 }
 
@@ -63,7 +63,7 @@ impl Objective {
         Tensor::stack(&[chosen, rejected], 0)
     }
 
-    /// Returns the loss of a batch, a scalar of f32: the sum over targets or labels, divided by `divisor`. For
+    /// Returns the loss of a batch, an f32 scalar: the sum over targets or labels, divided by `divisor`. For
     /// preferences, returns the mean over the pairs relative to `reference`, and the rewards of the pairs.
     pub(super) fn loss(
         self,
@@ -131,7 +131,7 @@ impl Objective {
         Tensor::new(sums, &Device::Cpu)
     }
 
-    /// Returns the validation for sums over all batches and ranks.
+    /// Returns the result of a validation, given the sums over all batches and ranks.
     pub(super) fn validation(self, sums: &[f64]) -> Validation {
         let mean = |i: usize| sums.get(i).copied().unwrap_or(0.0) / sums.get(1).copied().unwrap_or(0.0).max(1.0);
         let none = Validation { loss: mean(0), accuracy: None, f1: None, rewards: None };

@@ -63,7 +63,7 @@ pub enum Objective {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum TrainingLength {
-    /// Three epochs, or up to fifteen with fewer than some hundred samples, because each must be seen more often to be
+    /// Three epochs, or up to fifteen with fewer than a few hundred samples, because each must be seen more often to be
     /// learned.
     Auto,
     /// This number of epochs.
@@ -152,8 +152,8 @@ pub struct CheckpointOptions {
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. To classify, it is the folder
-    /// of a BERT.
+    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. For classification, it is the
+    /// folder of a BERT.
     pub model: PathBuf,
     /// The model's name in the adapter's file. Default: its folder.
     pub base_name: Option<String>,
@@ -164,7 +164,7 @@ pub struct Options {
     /// The weights that are trained. Default: LoRA of rank 16 on all projections.
     pub method: TuningMethod,
     /// The folder of an adapter to continue training. Its settings replace those of the method. Default: a new adapter
-    /// without effect.
+    /// that initially has no effect.
     pub adapter: Option<PathBuf>,
     /// The objective. Default: to generate the assistant's messages.
     pub objective: Objective,
@@ -315,7 +315,7 @@ impl Options {
         }
         match self.warmup {
             WarmupLength::Part(part) if !(0.0..=1.0).contains(&part) => {
-                return Err(refused("--warmup", part, "a number of steps, or a part of them such as 3%"));
+                return Err(refused("--warmup", part, "a number of steps, or a percentage of all steps, such as 3%"));
             }
             _ => (),
         }
@@ -380,9 +380,9 @@ impl FromStr for WarmupLength {
         let warmup = percentage(text).map(Self::Part).or_else(steps);
         warmup.ok_or_else(|| match fraction(text) {
             Some(percent) => {
-                refused("--warmup", text, format!("a number of steps, or a part of all steps such as {percent}"))
+                refused("--warmup", text, format!("a number of steps, or a percentage of all steps, such as {percent}"))
             }
-            None => refused("--warmup", text, "a number of steps, or a part of them such as 3%"),
+            None => refused("--warmup", text, "a number of steps, or a percentage of all steps, such as 3%"),
         })
     }
 }
@@ -434,8 +434,8 @@ mod tests {
     fn a_fraction_is_refused_with_its_percentage() {
         insta::assert_snapshot!(ValidationData::parse(&["0.05"]).unwrap_err(), @"--val is 0.05, but must be files, or a part of the training data such as 5%");
         insta::assert_snapshot!(ValidationData::parse(&["a.jsonl", ".07"]).unwrap_err(), @"--val is .07, but must be files, or a part of the training data such as 7%");
-        insta::assert_snapshot!("0.03".parse::<WarmupLength>().unwrap_err(), @"--warmup is 0.03, but must be a number of steps, or a part of all steps such as 3%");
-        insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them such as 3%");
+        insta::assert_snapshot!("0.03".parse::<WarmupLength>().unwrap_err(), @"--warmup is 0.03, but must be a number of steps, or a percentage of all steps, such as 3%");
+        insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a percentage of all steps, such as 3%");
     }
 
     #[test]
@@ -449,7 +449,7 @@ mod tests {
         insta::assert_snapshot!(text(Options { batch: Some(0), ..with_data() }), @"--batch is 0, but must be a whole number of at least 1");
         insta::assert_snapshot!(text(Options { ctx: Some(1), ..with_data() }), @"--ctx is 1, but must be at least 2: a token, and one to predict");
         insta::assert_snapshot!(text(Options { patience: Some(3), ..with_data() }), @"--patience requires validation: give --val FILE or --val 5%");
-        insta::assert_snapshot!(text(Options { warmup: WarmupLength::Part(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a part of them such as 3%");
+        insta::assert_snapshot!(text(Options { warmup: WarmupLength::Part(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a percentage of all steps, such as 3%");
         insta::assert_snapshot!(text(Options { validation: Some(ValidationData::Part(1.0)), ..with_data() }), @"--val is 100%, but must be a file, or more than 0% and less than 100%");
         insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: TuningMethod::Full, ..with_data() }), @"--adapter requires adapters: leave out --full");
         let dpo = Objective::Prefer { beta: 0.1 };
@@ -457,7 +457,7 @@ mod tests {
         insta::assert_snapshot!(text(Options { objective: Objective::Classify, ..with_data() }), @"--task classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter");
         let dpo = Objective::Prefer { beta: 0.0 };
         insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, such as beta=0.1");
-        insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them such as 3%");
+        insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a percentage of all steps, such as 3%");
         insta::assert_snapshot!(ValidationData::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% besides files: give either a part of the training data or files");
     }
 }

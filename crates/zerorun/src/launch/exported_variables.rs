@@ -15,7 +15,7 @@ const ADDITIONAL_PREFIXES: [&str; 5] = ["CANDLE_ZERO_", "RUST_", "RAYON_", "MPIR
 /// of a host can read.
 ///
 /// # Errors
-/// Fails if a value is not UTF-8, or a file of variables cannot be read or is wrong.
+/// Fails if a value is not UTF-8, or a file of variables cannot be read or is invalid.
 pub(crate) fn exports() -> Result<Vec<(String, String)>> {
     let mut exports = ExportedVariables::of(std::env::vars_os())?;
     let home = std::env::var_os("HOME").map(PathBuf::from);

@@ -2,7 +2,7 @@
 //! of this library.
 //!
 //! This process becomes `mpirun` ([`mpirun_args`] returns its arguments), whose exit code is the job's. This supports
-//! hosts that have only Open MPI: `zerorun` itself connects ranks by MPICH's protocol.
+//! hosts that have only Open MPI: `zerorun` itself connects ranks using MPICH's protocol.
 
 use super::exported_variables::exports;
 use super::hosts::error::HostsError;

@@ -61,7 +61,7 @@ pub(crate) struct LocalJob {
     pub(crate) timeout: Option<Duration>,
     /// How long the ranks may take to end after a signal to the launcher.
     pub(crate) grace: Duration,
-    /// The message printed when a signal requests the end and the ranks are awaited.
+    /// The message printed when a signal asks the job to end and the launcher waits for the ranks.
     pub(crate) on_signal: Option<&'static str>,
     /// The script as typed, for the ranks' messages about their command line.
     pub(crate) script: Option<PathBuf>,

@@ -119,7 +119,7 @@ fn not_found(typed: &Path) -> Error {
         None => "give a Rust file (.rs) or an executable".to_string(),
     };
     let found = match is_bare(typed) {
-        true => "there is no such file here and no program of that name on the PATH",
+        true => "there is no such file here and no program with that name on the PATH",
         false => "there is no such file",
     };
     LaunchError::NotStartable { path: typed.to_path_buf(), found: found.to_string(), fix }.into()

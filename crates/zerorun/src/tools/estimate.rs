@@ -260,7 +260,7 @@ impl EstimateReport {
         assumed.push("peaks assume that units run, and parameters are used, in the order of the model".into());
         if self.estimate.file_bytes() > 0 {
             assumed
-                .push("files are accessed as this machine would choose now, around the page cache if possible".into());
+                .push("files are accessed as this machine would choose now, without the page cache if possible".into());
         }
         assumed.extend(self.hosts.iter().flat_map(HostsForecast::assumed));
         assumed

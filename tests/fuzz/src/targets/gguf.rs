@@ -36,7 +36,8 @@ pub(super) const WORDS: [&str; 26] = [
 /// Opens a model and reads all of it.
 ///
 /// # Panics
-/// If a weight has another number of elements than its shape, or the tokenizer gives an id outside of its vocabulary.
+/// If a weight has a different number of elements from its shape, or the tokenizer gives an id outside of its
+/// vocabulary.
 pub fn run(data: &[u8]) -> bool {
     let path = scratch::write("model.gguf", data);
     let mut is_read = false;

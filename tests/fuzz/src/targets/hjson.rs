@@ -62,13 +62,13 @@ pub(super) const WORDS: [&str; 48] = [
 ///
 /// # Panics
 /// If the values that were read, written as JSON, are read differently; or if the resolved configuration is not
-/// accepted again, or gives another one.
+/// accepted again, or gives a different one.
 pub fn run(data: &[u8]) -> bool {
     let path = scratch::write("config.json", data);
     if let Ok(value) = read_value(&path) {
         for text in [serde_json::to_string(&value), serde_json::to_string_pretty(&value)] {
             let path = scratch::write("again.json", text.expect("JSON can be written").as_bytes());
-            // JSON is Hjson, and 4 MiB of one may be more of the other.
+            // Hjson within the limit of 4 MiB may exceed it when it is rewritten as JSON.
             match read_value(&path) {
                 Ok(again) => assert_eq!(again, value),
                 Err(error) => assert!(data.len() > 1 << 16, "{error}"),

@@ -41,7 +41,7 @@ const DATA: usize = 4096;
 /// Opens a file and reads all of its tensors.
 ///
 /// # Panics
-/// If a tensor has another number of elements than its shape.
+/// If a tensor has a different number of elements from its shape.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     match first % 3 {

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
-/// The prefixes of variables that are passed on: DeepSpeed's list, with CUDA's.
+/// The prefixes of variables that are passed on: DeepSpeed's list for CUDA devices.
 const EXPORTED_PREFIXES: [&str; 5] = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"];
 
 /// The variable that marks a job in which those of [`NOT_IN_AISC`] stay on their host.

@@ -70,7 +70,7 @@ fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
         return Some(AdmissionRefusal {
             told: format!(
                 "the script's arguments are `{}` on this host, with digest {}, but those on host {here} have digest \
-                 {}; give the same ones, which the output of host {here} shows",
+                 {}; give the arguments that the output of host {here} shows",
                 shown(hello),
                 digest(&hello.words),
                 digest(&own.words)
@@ -87,7 +87,7 @@ fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
         let of = |hello: &HostHello| hello.files.get(file).map_or("missing".to_string(), |sum| printable(sum, 100));
         let (file, remedy) = (
             printable(file, MAX_SHOWN_CHARS),
-            "copy the same file to both; if it is the program, give one that is already built",
+            "copy the same file to both hosts; if it is the program, build it once and pass the executable",
         );
         AdmissionRefusal {
             told: format!("{file} differs from that on host {here}: it is {}; {remedy}", of(hello)),
@@ -153,14 +153,14 @@ pub(super) mod tests {
     fn hosts_that_differ_are_told_what_they_have_and_the_first_says_what_both_have() {
         assert_eq!(refusal(&hello("a"), None, &HostHello { node: 1, launcher: 2, ..hello("b") }), None);
         let words = objected(|b| b.words[1] = "zero2.json".into());
-        insta::assert_snapshot!(words.told, @"the script's arguments are `--ds_config zero2.json` on this host, with digest 351ba923, but those on host a have digest ed663171; give the same ones, which the output of host a shows");
+        insta::assert_snapshot!(words.told, @"the script's arguments are `--ds_config zero2.json` on this host, with digest 351ba923, but those on host a have digest ed663171; give the arguments that the output of host a shows");
         insta::assert_snapshot!(words.said, @"the script's arguments are `--ds_config zero3.json` on host a and `--ds_config zero2.json` on host b; give both the same");
         let file = objected(|b| b.files.values_mut().for_each(|sum| *sum = "413 bytes with checksum 12".into()));
-        insta::assert_snapshot!(file.told, @"zero3.json differs from that on host a: it is 413 bytes with checksum 12; copy the same file to both; if it is the program, give one that is already built");
-        insta::assert_snapshot!(file.said, @"zero3.json is 412 bytes with checksum 11 on host a and 413 bytes with checksum 12 on host b; copy the same file to both; if it is the program, give one that is already built");
+        insta::assert_snapshot!(file.told, @"zero3.json differs from that on host a: it is 413 bytes with checksum 12; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+        insta::assert_snapshot!(file.said, @"zero3.json is 412 bytes with checksum 11 on host a and 413 bytes with checksum 12 on host b; copy the same file to both hosts; if it is the program, build it once and pass the executable");
         let gone = objected(|b| b.files.clear());
-        insta::assert_snapshot!(gone.told, @"zero3.json differs from that on host a: it is missing; copy the same file to both; if it is the program, give one that is already built");
-        insta::assert_snapshot!(gone.said, @"zero3.json is 412 bytes with checksum 11 on host a and missing on host b; copy the same file to both; if it is the program, give one that is already built");
+        insta::assert_snapshot!(gone.told, @"zero3.json differs from that on host a: it is missing; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+        insta::assert_snapshot!(gone.said, @"zero3.json is 412 bytes with checksum 11 on host a and missing on host b; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     }
 
     #[test]

@@ -437,7 +437,7 @@ mod tests {
             other => panic!("{other:?}"),
         };
         let other = |node: usize, word: &str| HostHello { node, launcher: 2, words: vec![word.into()], ..hello("b") };
-        insta::assert_snapshot!(refused(other(1, "--help")), @"the script's arguments are `--help` on this host, with digest 8cff0500, but those on host a have digest ed663171; give the same ones, which the output of host a shows");
+        insta::assert_snapshot!(refused(other(1, "--help")), @"the script's arguments are `--help` on this host, with digest 8cff0500, but those on host a have digest ed663171; give the arguments that the output of host a shows");
         insta::assert_snapshot!(refused(other(0, "--help")), @"--node_rank 0 is already used by host a; give each host its own number from 0 to 1, and each job its own --master_port");
     }
 

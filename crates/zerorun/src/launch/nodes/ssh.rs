@@ -1,8 +1,8 @@
 //! `--hostfile`: starts the launcher on each host of the file, by ssh or, on this host, directly.
 //!
-//! Each launcher gets the same working directory, program and arguments, so these must be at the same path on all
-//! hosts, and DeepSpeed's selection of variables ([`exports`]). The secret is passed through the launcher's standard
-//! input, so that no process list shows it. If the user gives none, a new one is created.
+//! Each launcher gets the same working directory, program and arguments, and the variables that DeepSpeed's rules select
+//! ([`exports`]). The directory and the program must therefore be at the same path on all hosts. The secret is passed
+//! through the launcher's standard input, so that no process list shows it. If the user gives none, a new one is created.
 
 use super::listen_address::BIND_ADDR;
 use super::secret::JobSecret;
@@ -27,7 +27,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-/// The option that makes a launcher read the secret from its standard input and end with it.
+/// The option that makes a launcher read the secret from its standard input, and end when its standard input ends.
 pub(crate) const SECRET_FROM_STDIN: &str = "until_stdin_ends";
 /// A program in place of ssh, called as `PROGRAM HOST COMMAND`.
 const REMOTE_SHELL: &str = "ZERORUN_RSH";
@@ -65,7 +65,7 @@ impl MultiHostOptions {
     /// Returns the hosts and slots that are used.
     ///
     /// # Errors
-    /// Fails if the file cannot be read or is wrong, a filter names an unknown host or slot, or no slot is left.
+    /// Fails if the file cannot be read or is invalid, a filter names an unknown host or slot, or no slot is left.
     pub(crate) fn world(&self) -> Result<WorldInfo> {
         let text = std::fs::read_to_string(&self.file)
             .map_err(|source| HostsError::NoHostfile { path: self.file.clone(), why: source.to_string() })?;
@@ -217,7 +217,8 @@ impl HostLauncher<'_> {
         status.map_or(EXIT_UNREACHABLE, |status| crate::launch::failure_report::RankExitStatus::of(status).exit_code())
     }
 
-    /// Asks it to end. On another host this is SIGTERM at first, whatever the signal; ssh stays for the output.
+    /// Asks it to end. On another host the end of standard input first leads to SIGTERM, whatever the signal; ssh keeps
+    /// running to pass on the output.
     fn signal(&mut self, signal: Signal) {
         if let Some(child) = &mut self.child
             && (self.local || child.stdin.take().is_none())
@@ -296,7 +297,8 @@ fn command(
         command.args([host.name.clone(), remote_line(words, exports, &working_directory())]);
         command
     };
-    // Its end asks the launcher to end, even if the other host's processes would not notice that ssh has ended.
+    // The end of standard input asks the launcher to end, even if the other host's processes would not notice that ssh
+    // has ended.
     command.stdin(Stdio::piped());
     std::os::unix::process::CommandExt::process_group(&mut command, 0);
     die_with_parent(&mut command, Signal::TERM);

@@ -58,7 +58,7 @@ const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
     ),
     (&["lr_scheduler", "lr_scheduler_type", "lr_scheduler_kwargs"], "--scheduler cosine, linear or constant"),
     (&["warmup_steps"], "--warmup N"),
-    (&["warmup_ratio"], "--warmup 3% for a part of all steps"),
+    (&["warmup_ratio"], "--warmup 3% for a percentage of all steps"),
     (&["lora_r", "lora_rank", "rank", "r"], "--lora r=16"),
     (&["lora_alpha", "alpha"], "--lora r=16,alpha=32"),
     (&["lora_dropout", "dropout"], "--lora dropout=0.05"),
