@@ -4,7 +4,7 @@
 use super::{join, split};
 use crate::scratch;
 use candle_zero_finetune::{
-    Conversation, DataOptions, Dataset, Source, SpecialTokens, TrainingTask, Template, Tokenizer, Truncation, show,
+    Conversation, DataOptions, Dataset, Source, SpecialTokens, Template, Tokenizer, TrainingTask, Truncation, show,
 };
 use serde_json::Value;
 use std::sync::OnceLock;
