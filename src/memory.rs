@@ -50,7 +50,7 @@ pub enum MemoryKind {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum MemoryTier {
-    /// The memory of the GPU that computes the model.
+    /// The memory of the GPU that runs the model.
     Device,
     /// The host's memory.
     Host,

@@ -10,7 +10,7 @@ const HEAD: &str = "\
 Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --release --lib config::reference` regenerates it.
 
 A configuration is a DeepSpeed JSON file (0.19.8), read as Hjson: comments (`#`, `//`, `/* */`), unquoted keys and
-strings, line ends instead of commas and a file without its outer braces are allowed.
+strings, line breaks instead of commas and a file without its outer braces are allowed.
 An unknown key is an error in any section, with its line, its column and the nearest known key. At the top level a key
 that starts with `_`, `//` or `comment` is a comment. Sections marked *strict* accept `\"3\"` for 3 and `\"true\"` or 1 for
 true. `\"auto\"` takes the value of the run (`RunValues`: micro batch 1, accumulation 1, lr 5e-5 and no warm-up unless the script
@@ -23,7 +23,7 @@ sets others, and the steps of the schedule), a batch key derived from the others
 | refused | a value other than the default is an error, because ignoring it would change training |
 | removed | its presence is an error, as in DeepSpeed 0.19.8 |
 | removed unless off | the same, but `enabled` false is accepted and noted once |
-| translated | a deprecated key, taken as its successor, and noted once |
+| translated | a deprecated key, treated as its successor, and noted once |
 ";
 
 /// Returns the reference of all keys as Markdown, the contents of docs/config.md.
@@ -34,7 +34,7 @@ fn reference_markdown() -> String {
     let _ = writeln!(
         text,
         "\n{} keys are honoured, {} have no effect (for the stated reason or that of the section), {} are refused, {} \
-         removed and {} translated.",
+         are removed and {} are translated.",
         of("honoured"),
         of("noted"),
         of("refused"),
@@ -115,7 +115,7 @@ fn status(status: KeyStatus) -> (&'static str, Option<String>) {
         // The section's switch is refused, or another key of the section decides.
         KeyStatus::OfSection => ("noted", None),
         KeyStatus::OfRefused => ("refused", Some("with its section".into())),
-        KeyStatus::AsEveryUnit(why) => ("noted", Some(format!("taken as every_unit; {why}"))),
+        KeyStatus::AsEveryUnit(why) => ("noted", Some(format!("treated as every_unit; {why}"))),
         KeyStatus::NoEffect(why) => ("noted", Some(why.into())),
         KeyStatus::Refused(why) => ("refused", Some(why.into())),
         KeyStatus::RefusedAbove1(why) => ("refused", Some(format!("above 1: {why}"))),

@@ -384,8 +384,8 @@ fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usi
         let hpz = zero.hpz_partition_size;
         let text = format!(
             "{found} found, and zero_hpz_partition_size {hpz}: parameters that are sharded among {found} ranks are \
-             only gathered from these, so a second copy would not be nearer; remove zero_hpz_partition_size if memory \
-             can hold all states of a group, or mics_shard_size if it can hold only the parameters"
+             only gathered from these, so a second copy would be no faster to reach; remove zero_hpz_partition_size if \
+             memory can hold all states of a group, or mics_shard_size if it can hold only the parameters"
         );
         walk.problem(ConfigRule::Conflict, key, place, text);
     }

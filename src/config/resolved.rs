@@ -308,7 +308,7 @@ pub struct OffloadOptimizer {
     pub pipeline_write: bool,
     /// `ratio`: the fraction of the sub-groups that is offloaded; the first ones stay. Default 1.
     pub ratio: f64,
-    /// `delayed_update`, after `delayed_update_after` updates (default 40): if a GPU computes the model, an update runs
+    /// `delayed_update`, after `delayed_update_after` updates (default 40): if a GPU runs the model, an update runs
     /// on the host during the next step, which still uses the weights before the update. `None`, the default: no delay.
     pub delayed_update_after: Option<u64>,
     /// `pin_memory`: copy gradients and updated weights between a GPU and the host through page-locked memory. Default

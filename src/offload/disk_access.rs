@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 /// The way in which files of offloaded state are accessed.
 ///
-/// Measured on a virtual disk, GB/s (cold reads; writes with a sync at their end): around the page cache 2.5 to 3.6 and
+/// Measured on a virtual disk, GB/s (cold reads; writes with a sync at their end): without the page cache 2.5 to 3.6 and
 /// 4 to 6, through it 2.0 to 3.3 and 3.5, through a mapping 1 to 2 and 1.2 to 2. State that the page cache holds is
 /// read at 20 to 40 through it, and 7 to 15 through a mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum DiskAccess {
-    /// Around the page cache (`O_DIRECT`): fastest if the state is larger than the remaining memory.
+    /// Without the page cache (`O_DIRECT`): fastest if the state is larger than the remaining memory.
     Direct,
     /// Through the page cache, by system calls: fastest if the page cache can hold the state.
     Cached,
@@ -38,7 +38,7 @@ impl DiskAccess {
 impl fmt::Display for DiskAccess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Direct => "around the page cache",
+            Self::Direct => "without the page cache",
             Self::Cached => "through the page cache",
             Self::Mapped => "through a mapping",
         })

@@ -79,7 +79,7 @@ pub struct DiskBench {
     pub bytes: u64,
     /// The request settings of all passes except the sweep's.
     pub aio: IoRequestSettings,
-    /// Whether the file system allows access around the page cache.
+    /// Whether the file system allows access without the page cache.
     pub direct_is_possible: bool,
     /// The largest part of the files that was in the page cache at the beginning of a pass, by samples. `None` if the
     /// system does not report it.

@@ -18,7 +18,7 @@
 //! | --- | --- |
 //! | `offload_folder.rs` | the folder of `nvme_path`: checked, locked, measured |
 //! | `file_arena.rs` | one file: space is reserved first, then read and written in blocks |
-//! | `disk_access.rs` | access around the page cache, through it, or through a mapping |
+//! | `disk_access.rs` | access without the page cache, through it, or through a mapping |
 //! | `available_memory.rs` | the available memory, within the limits of control groups |
 //! | `file_io.rs` | threads that carry out requests; transfers that own their buffers |
 //! | `transfer_buffer.rs` | memory that a transfer owns |

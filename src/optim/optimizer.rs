@@ -156,7 +156,7 @@ pub trait Optimizer: Send + Sync {
     }
 
     /// Returns whether a kernel of this library can do [`update`](Self::update) on a GPU too, with states in f32 and
-    /// the same bits. If so, the GPU that computes the model also keeps the states. The default is false.
+    /// the same bits. If so, the GPU that runs the model also keeps the states. The default is false.
     #[doc(hidden)]
     fn has_kernel(&self) -> bool {
         false

@@ -35,7 +35,7 @@ pub(crate) struct SharePlan {
     pub buffer_dtype: Option<DType>,
     /// The number of elements of weights that stay in memory (`max_in_cpu`) if the others lie in files.
     pub weights_in_memory: Option<usize>,
-    /// Whether states are kept on the host (`offload_optimizer`), whatever device computes the model.
+    /// Whether states are kept on the host (`offload_optimizer`), whatever device runs the model.
     pub offloads_states: bool,
     /// Whether shards of weights are kept on the host (`offload_param`).
     pub offloads_weights: bool,
@@ -101,7 +101,7 @@ impl SharePlan {
         }
     }
 
-    /// Returns the kinds of copies between the host and a GPU that computes the model, whose parameters are trained or
+    /// Returns the kinds of copies between the host and a GPU that runs the model, whose parameters are trained or
     /// frozen.
     #[cfg(feature = "cuda")]
     pub fn copy_kinds(&self, trains: bool) -> impl Iterator<Item = CopyKind> + use<> {

@@ -159,7 +159,7 @@ impl RankCore {
     /// Returns why updates cannot be delayed (`offload_optimizer.delayed_update`), or `None` if they can.
     pub fn hindrance_to_delay(&self) -> Option<&'static str> {
         if matches!(self.model_place, BufferDevice::Host) {
-            Some("no GPU computes the model")
+            Some("no GPU runs the model")
         } else if self.share_plan.has_files() {
             Some("states are in files")
         } else if !self.share_plan.grouping.updates_by_elements() {

@@ -192,9 +192,10 @@ impl MachineReport {
         verdicts.push(match (self.disk.is_memory, self.disk.direct_access) {
             (true, _) => "the folder is in memory: offloading to it saves none".to_owned(),
             (false, direct) => format!(
-                "its disk has room for the offloaded state of {:.0} million more; it is accessed {}",
+                "the disk has room for the offloaded state of another {:.0} million parameters; files on it are \
+                 accessed {}",
                 each(self.disk.free),
-                if direct { "around the page cache" } else { "through the page cache, slower" }
+                if direct { "without the page cache" } else { "through the page cache, which is slower" }
             ),
         });
         verdicts.push(match (self.gpus.is_empty(), self.features.contains(&"cuda")) {

@@ -35,14 +35,14 @@ Examples:
 /// How long a step and the writes after it may take once a signal has requested the end. A second signal ends the ranks
 /// at once.
 const GRACE: Duration = Duration::from_secs(600);
-const ON_SIGNAL: &str = "zerorun: the current step is finished and kept first; a second signal (Ctrl-C) stops at once, \
-                         and the training since the last checkpoint is lost";
+const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved first; a second signal (Ctrl-C) stops at \
+                         once, and the training since the last checkpoint is lost";
 
 /// Fine-tune a model in Hugging Face format, or a GGUF file, on conversations, prompts with completions, or text.
 ///
 /// Data files are JSON lines, JSON, CSV or plain text. Records are messages, prompt and completion, instruction and
 /// output, ShareGPT conversations, or text; `zerorun data show` prints how they are read. The model learns the
-/// assistant's messages and the ends of its turns.
+/// assistant's messages, including the end of each turn.
 ///
 /// The result is an adapter in PEFT format, or with --full a model folder.
 ///
