@@ -103,7 +103,7 @@ struct Args {
     /// Number of newest checkpoints to keep in the folder [default: all]
     #[arg(long, value_name = "K", requires = "save")]
     keep: Option<NonZeroUsize>,
-    /// Resume from the newest checkpoint in the --save folder, or start if there is none
+    /// Resume from the newest checkpoint in the --save folder, or start from the beginning if there is none
     #[arg(long, requires = "save")]
     resume: bool,
     /// File for metrics, with one JSON line per optimizer step

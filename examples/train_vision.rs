@@ -74,7 +74,7 @@ struct Args {
     /// Folder for checkpoints; one is saved after each epoch
     #[arg(long, value_name = "DIR")]
     save: Option<PathBuf>,
-    /// Resume from the newest checkpoint in the --save folder, or start if there is none
+    /// Resume from the newest checkpoint in the --save folder, or start from the beginning if there is none
     #[arg(long, requires = "save")]
     resume: bool,
     /// File for the trained weights and running statistics

@@ -291,7 +291,7 @@ fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
     let why = if config.zero.stage != ZeroStage::Three {
         "parameters are only gathered at stage 3"
     } else if here.len() == comm.size() {
-        "all ranks are on one host, so no copy would be nearer"
+        "all ranks are on one host, so no copy would be faster to reach"
     } else if lie_on_one_host(ranks, &here) {
         return Ok(ranks);
     } else {

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum DiskAccess {
-    /// Around the page cache (`O_DIRECT`): fastest if the state is larger than the remaining memory.
+    /// Without the page cache (`O_DIRECT`): fastest if the state is larger than the remaining memory.
     Direct,
     /// Through the page cache, by system calls: fastest if the page cache can hold the state.
     Cached,

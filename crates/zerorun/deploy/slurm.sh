@@ -9,7 +9,7 @@
 #SBATCH --signal=TERM@60
 set -euo pipefail
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# The launchers authenticate each other with this secret: no other job of the cluster can take the place of one.
+# The launchers authenticate each other with this secret, so that no other job on the cluster can impersonate one of them.
 : "${CANDLE_ZERO_SECRET:=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
 export CANDLE_ZERO_SECRET
 # The host number comes from SLURM_NODEID.

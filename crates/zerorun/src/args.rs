@@ -111,11 +111,11 @@ struct ZerorunArguments {
     #[arg(long = "force_multi", alias = "force-multi", requires = "hostfile", help_heading = HOSTS)]
     force_multi: bool,
 
-    /// With --hostfile: launcher of the ranks, zerorun on each host by ssh or mpirun on this host
+    /// With --hostfile: launcher of the ranks, either zerorun on each host (by ssh) or mpirun on this host
     #[arg(long, value_enum, ignore_case = true, default_value = "ssh", requires = "hostfile", help_heading = HOSTS)]
     launcher: HostLauncherFlag,
 
-    /// With --launcher openmpi or mpich: arguments for mpirun, as one word separated by spaces
+    /// With --launcher openmpi or mpich: arguments for mpirun, separated by spaces, quoted as one argument
     #[arg(long = "launcher_args", alias = "launcher-args", value_name = "ARGS", allow_hyphen_values = true,
           requires = "hostfile", help_heading = HOSTS)]
     launcher_args: Option<String>,

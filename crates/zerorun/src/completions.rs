@@ -14,7 +14,7 @@ use std::process::ExitCode;
 #[derive(Debug, Parser)]
 #[command(name = "completions", bin_name = "zerorun completions", after_help = EXAMPLES)]
 struct CompletionsArguments {
-    /// Shell that reads them
+    /// Shell to print completions for
     #[arg(value_name = "SHELL")]
     shell: Shell,
 }

@@ -25,15 +25,15 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
 const OPTIMIZER: &[super::ConfigKey] = keys! {
     "type": Str, "-", H, "Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, or bitsandbytes' Adam8bit, AdamW8bit or Lion8bit, case-insensitive. Other names of DeepSpeed and PyTorch are refused.";
     "params": Object, "{}", H, "The parameters of this type.";
-    "legacy_fusion": Bool, "false", none("it concerns CUDA kernels"), "Older fused wrapper.";
+    "legacy_fusion": Bool, "false", none("it applies only to CUDA kernels"), "Older fused wrapper.";
 };
 
-const PYTORCH: &str = "it concerns PyTorch's kernels";
+const PYTORCH: &str = "it applies only to PyTorch's kernels";
 
 const ADAM: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
     "betas": Betas, "[0.9,0.999]", H, "Decay rates of the two moments, each at least 0 and below 1.";
-    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
+    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the square root of the second moment.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay.";
     "bias_correction": Bool, "true", H, "Divide the moments by 1 - beta^t.";
     "adam_w_mode": Bool, "true", H, "Decoupled weight decay; false with Adam: added to the gradient. AdamW always decouples it.";
@@ -78,7 +78,7 @@ const ADAGRAD: &[super::ConfigKey] = keys! {
 const LAMB: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate, multiplied by each parameter's trust ratio.";
     "betas": Betas, "[0.9,0.999]", H, "Decay rates of the two moments, each at least 0 and below 1.";
-    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
+    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the square root of the second moment.";
     "eps_inside_sqrt": Bool, "false", H, "Add eps to the second moment instead of its root.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay; it is part of the update whose norm enters the trust ratio.";
     "bias_correction": Bool, "true", H, "Divide the moments by 1 - beta^t, outside the trust ratio.";
@@ -95,7 +95,7 @@ const MUON: &[super::ConfigKey] = keys! {
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay of both halves.";
     "ns_method": ConfigValueKind::OneOf(&["gram", "standard"]), "\"gram\"", H, "How matrices are orthogonalized: gram is Newton-Schulz on the Gram matrix in f32, standard is Newton-Schulz on the matrix itself in bf16.";
     "betas": Betas, "[0.9,0.95]", H, "AdamW: decay rates of the two moments, each at least 0 and below 1.";
-    "eps": NOT_NEGATIVE, "1e-10", H, "AdamW: added to the root of the second moment.";
+    "eps": NOT_NEGATIVE, "1e-10", H, "AdamW: added to the square root of the second moment.";
     "adam_w_mode": Bool, "true", H, "AdamW: decoupled weight decay; false: added to the gradient.";
     "torch_adam": Bool, "false", H, "PyTorch's Adam for AdamW: the same arithmetic.";
     "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here; bf16.bf16_optimizer_states stores them in bf16, and Adam8bit and similar optimizers in eight bits"), "Moments in f32.";
@@ -106,7 +106,7 @@ const MUON: &[super::ConfigKey] = keys! {
 const ADAM_8BIT: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
     "betas": Betas, "[0.9,0.999]", H, "Decay rates of the two moments, each at least 0 and below 1.";
-    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
+    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the square root of the second moment.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
     "amsgrad": Bool, "false", refuse("bitsandbytes refuses it too"), "Use the largest second moment so far.";
     "min_8bit_size": COUNT, "4096", H, "Parameters with fewer elements have f32 moments.";
@@ -120,7 +120,7 @@ const ADAM_8BIT: &[super::ConfigKey] = keys! {
 const ADAMW_8BIT: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
     "betas": Betas, "[0.9,0.999]", H, "Decay rates of the two moments, each at least 0 and below 1.";
-    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
+    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the square root of the second moment.";
     "weight_decay": NOT_NEGATIVE, "0.01", H, "Decoupled weight decay.";
     "amsgrad": Bool, "false", refuse("bitsandbytes refuses it too"), "Use the largest second moment so far.";
     "min_8bit_size": COUNT, "4096", H, "Parameters with fewer elements have f32 moments.";
@@ -154,7 +154,7 @@ const WARMUP_LR: &[super::ConfigKey] = keys! {
     "warmup_min_lr": RATE_PER_GROUP, "0.0", H, "Learning rate at the start.";
     "warmup_max_lr": RATE_PER_GROUP, "null", H, "Learning rate after the warm-up; null: the optimizer's.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
-    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is taken as log, as in DeepSpeed, and noted.";
+    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is treated as log, as in DeepSpeed, and noted.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };
 
@@ -163,7 +163,7 @@ const WARMUP_DECAY_LR: &[super::ConfigKey] = keys! {
     "warmup_min_lr": RATE_PER_GROUP, "0.0", H, "Learning rate at the start and at the end.";
     "warmup_max_lr": RATE_PER_GROUP, "0.001", H, "Learning rate after the warm-up.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
-    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is taken as log, as in DeepSpeed, and noted.";
+    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is treated as log, as in DeepSpeed, and noted.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };
 
@@ -172,7 +172,7 @@ const WARMUP_COSINE_LR: &[super::ConfigKey] = keys! {
     "warmup_min_ratio": NOT_NEGATIVE, "0.0", H, "Share of the optimizer's lr at the start.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
     "cos_min_ratio": NOT_NEGATIVE, "0.0001", H, "Share of the optimizer's lr at the end.";
-    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is taken as log, as in DeepSpeed, and noted.";
+    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is treated as log, as in DeepSpeed, and noted.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };
 
@@ -182,8 +182,8 @@ const ONE_CYCLE: &[super::ConfigKey] = keys! {
     "decay_lr_rate": NOT_NEGATIVE, "0.0", H, "After the cycle, per decay_step_size: the learning rate is divided by 1 + this.";
     "cycle_first_step_size": NOT_NEGATIVE, "2000.0", H, "Number of steps of the rise, above 0.";
     "cycle_second_step_size": NOT_NEGATIVE, "null", H, "Number of steps of the fall; null: as many as of the rise.";
-    "cycle_first_stair_count": COUNT, "0", H, "Number of stairs of the rise; 0: none.";
-    "cycle_second_stair_count": COUNT, "null", H, "Number of stairs of the fall; null: as many as of the rise.";
+    "cycle_first_stair_count": COUNT, "0", H, "Number of stairs in the rising half of the cycle; 0: a smooth rise.";
+    "cycle_second_stair_count": COUNT, "null", H, "Number of stairs in the falling half; null: as many as in the rising half.";
     "decay_step_size": NOT_NEGATIVE, "0.0", H, "Number of steps per unit of decay; 0: no decay.";
     "cycle_momentum": Bool, "true", H, "beta1 falls while the learning rate rises; beta2 is 0.99. SGD keeps its momentum.";
     "cycle_min_mom": SHARE, "0.8", H, "beta1 at the peak of the cycle and at the first step; below 1.";

@@ -28,7 +28,7 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("expert_parallel", false, EXPERT_PARALLEL)
         .status(refuse("expert parallelism is not implemented")).switch("enabled").when_off(OFF),
     ConfigSection::new("hybrid_engine", true, HYBRID_ENGINE).status(none("the engine does not generate text")).switch("enabled"),
-    ConfigSection::new("weight_quantization", true, WEIGHT_QUANTIZATION).status(none("it concerns inference")).switch("enabled"),
+    ConfigSection::new("weight_quantization", true, WEIGHT_QUANTIZATION).status(none("it applies only to inference")).switch("enabled"),
     ConfigSection::new("data_efficiency", false, DATA_EFFICIENCY).when_off(OFF),
     ConfigSection::new("data_efficiency.data_sampling", false, DATA_SAMPLING),
     ConfigSection::new("data_efficiency.data_sampling.curriculum_learning", false, CURRICULUM_LEARNING),
@@ -132,19 +132,19 @@ const COMET: &[super::ConfigKey] = keys! {
 };
 
 const AUTOTUNING: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "false", S, "Has no effect: only `zerorun tune` searches, a run does not.";
-    "fast": Bool, "false", H, "`zerorun tune`: search only stages, offload and micro batches, not buckets.";
+    "enabled": Bool, "false", S, "Has no effect: only `zerorun tune` searches; a run does not.";
+    "fast": Bool, "false", H, "`zerorun tune`: search only stages, offload and micro batches, not bucket sizes, overlap_comm and reduce_scatter.";
     "results_dir": Str, "\"autotuning_results\"", H, "`zerorun tune`: folder of results.";
     "exps_dir": Str, "null", H, "`zerorun tune`: folder of the runs; null: `experiments` in the folder of results.";
     "overwrite": Bool, "true", none("finished runs are kept; remove the folder of results to start over"), "Overwrite results.";
     "start_profile_step": INT, "3", H, "`zerorun tune`: the first measured step, counted from 1.";
     "end_profile_step": INT, "5", H, "`zerorun tune`: number of steps of each run.";
-    "metric": OneOf(&["throughput", "latency", "flops"]), "\"throughput\"", H, "`zerorun tune`: the criterion; flops is taken as throughput.";
+    "metric": OneOf(&["throughput", "latency", "flops"]), "\"throughput\"", H, "`zerorun tune`: the criterion; flops is treated as throughput.";
     "metric_path": Str, "null", none("the metric comes from the script's --metrics"), "File of the metric.";
     "tuner_type": OneOf(&["gridsearch", "random", "model_based"]), "\"gridsearch\"", none("the search goes through all candidates in order"), "Order of the search.";
     "tuner_early_stopping": INT, "null", H, "`zerorun tune`: number of runs without improvement before the search ends; null or 0: no early end.";
     "tuner_num_trials": INT, "50", H, "`zerorun tune`: largest number of runs; 0: 50.";
-    "arg_mappings": Any, "null", H, "`zerorun tune`: map from key paths to flags of the script that also get their values.";
+    "arg_mappings": Any, "null", H, "`zerorun tune`: map from key paths to script flags that are set to the same values.";
     "model_info": Any, "null", none("the model itself is inspected"), "Facts about the model.";
     "model_info_path": Str, "null", none("the model itself is inspected"), "File with facts about the model.";
     "mp_size": INT, "1", none("there is no model parallelism"), "Model-parallel ranks.";
@@ -230,7 +230,7 @@ const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
     "row_weighting_impl": Any, "\"auto\"", S, "Kernel.";
     "gate_up_impl": Any, "\"separate\"", S, "Kernel.";
     "comm_backend": OneOf(&["comm", "deepep"]), "\"comm\"", S, "Library that exchanges tokens.";
-    "comm_num_sm": INT, "12", S, "Processors for it.";
+    "comm_num_sm": INT, "12", S, "Number of GPU multiprocessors used for communication.";
     "comm_qp_margin": INT, "4", S, "Queue margin.";
     "comm_max_tokens_per_rank": INT, "0", S, "Bound.";
     "num_expert_groups": Any, "null", S, "Groups of experts.";

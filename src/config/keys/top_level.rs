@@ -44,7 +44,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "sequence_parallel_size": POSITIVE, "null", refused_above_one("sequence parallelism is not implemented"), "Ranks that share one sequence.";
     "data_parallel_size": POSITIVE, "null", none("every rank is data-parallel, so it is the number of ranks"), "Data axis of the rank mesh.";
     "use_data_before_expert_parallelism": Bool, "false", none("there is no expert parallelism: the experts of a mixture are ordinary parameters, sharded over all ranks"), "Order of ranks for mixtures of experts.";
-    "disable_allgather": Bool, "false", none("it has no effect in DeepSpeed 0.19.8 either"), "Historic switch.";
+    "disable_allgather": Bool, "false", none("it has no effect in DeepSpeed 0.19.8 either"), "Legacy switch.";
     "dataloader_drop_last": Bool, "false", none("there is no short batch: data::Loader is endless and continues with the next pass; a custom loader decides for itself"), "Drop the incomplete last batch.";
     "vocabulary_size": POSITIVE, "null", H, "A size that is not a multiple of 8 is noted; it has no other effect.";
     "memory_breakdown": Bool, "false", H, "Print memory use before and after forward, backward and step, as often as steps_per_print says.";

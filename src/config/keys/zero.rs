@@ -46,16 +46,16 @@ const ZERO: &[super::ConfigKey] = keys! {
     "load_from_fp32_weights": Bool, "true", H, "Load master weights as they were saved; false: rounded to the model's dtype.";
     "elastic_checkpoint": Bool, "false", none("every checkpoint loads at any number of ranks"), "Checkpoints that load at any world size.";
     "pipeline_loading_checkpoint": Bool, "false", none("each rank reads only what it owns; results are the same"), "Overlap the reading of checkpoint files.";
-    "zero_hpz_partition_size": COUNT, "1", H, "Stage 3 on several hosts: each group of this many ranks on one host keeps a second, sharded copy of the parameters that a forward pass has gathered until the weights change; backward and later micro batches gather from it within the host (ZeRO++ hpZ; same bits). It must divide the number of ranks on each host. On a single host no copy is kept, because it would not be nearer.";
+    "zero_hpz_partition_size": COUNT, "1", H, "Stage 3 on several hosts: each group of this many ranks on one host keeps, until the weights change, a second, sharded copy of the parameters that a forward pass has gathered; backward and later micro batches gather from it within the host (ZeRO++ hpZ; same bits). It must divide the number of ranks on each host. On a single host no copy is kept, because it would be no faster to reach.";
     "zero_quantized_weights": Bool, "false", H, "Gathers of stage 3 carry int8 with a scale per 128 elements (ZeRO++ qwZ); all ranks compute with the received values, owners keep the exact weights.";
     "zero_quantized_nontrainable_weights": Bool, "false", H, "Frozen matrices are stored and gathered in eight bits with a scale per 128 elements at stage 3; at lower stages, where parameters are not sharded, the model computes with the same values. EngineBuilder::quantized selects NF4 or other parameters.";
     "zero_quantized_gradients": Bool, "false", H, "Gradients are communicated as int4 with a scale per 128 elements (ZeRO++ qgZ) at every stage; they are summed in f32, and at stage 0 the sums are communicated exactly.";
     "compress_between_hosts_only": Bool, "false", H, "A key of this engine, not of DeepSpeed. True: zero_quantized_gradients, zero_quantized_weights and a 16-bit communication_data_type apply only between hosts. Within a host, gradients are communicated and summed uncompressed; only the sum of a host's ranks, once for each owner on another host, and weights gathered from other hosts are compressed. The bits then depend on which ranks share a host; on one host they equal those of a run without compression.";
-    "leaf_module": Object, "{}", S, "Units gathered together with all units inside them, for modules of which ranks run different parts.";
+    "leaf_module": Object, "{}", S, "Units gathered together with all units inside them, for modules in which different ranks run different parts.";
     "enable_sanity_checks": Bool, "false", none("the calls of all ranks are always compared"), "Compare ranks at stage 3.";
     "log_trace_cache_warnings": Bool, "false", H, "Rank 0 logs each step that used the units in a different order than before (stage 3: nothing was gathered in advance in that step).";
-    "memory_efficient_linear": Bool, "true", none("it concerns PyTorch's modules"), "Replace the linear operator.";
-    "override_module_apply": Bool, "true", none("it concerns PyTorch's modules"), "Gather parameters in apply.";
+    "memory_efficient_linear": Bool, "true", none("it applies only to PyTorch's modules"), "Replace the linear operator.";
+    "override_module_apply": Bool, "true", none("it applies only to PyTorch's modules"), "Gather parameters in apply.";
     "save_muon_momentum_buffer_in_memory": Bool, "false", none("offload_optimizer determines the location of all optimizer states, including the momentum"), "Placement of Muon's momentum.";
     "legacy_stage1": Bool, "false", refuse("DeepSpeed refuses it too"), "Old stage 1.";
     "mics_shard_size": INT, "-1", H, "Stage 3: everything is sharded within each group of this many neighbouring ranks, and every group has a complete copy: gathers stay within a group, and sums of gradients are sent to the other groups once (MiCS; DeepSpeed until 0.19.6; same bits in f32). It must divide the number of ranks and, on several hosts, the number of ranks on each host, or be the number of all ranks. 0 or less: across all ranks.";
@@ -67,20 +67,20 @@ const DEVICE: super::ConfigValueKind = OneOf(&["none", "cpu", "nvme"]);
 const NOT_SPECULATIVE: &str = "no step is taken before its gradients are checked; results are the same";
 
 const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
-    "device": DEVICE, "\"none\"", H, "Location of the parameter shards at stage 3: cpu is host memory, the default unless a GPU computes the model; nvme is one file per rank.";
+    "device": DEVICE, "\"none\"", H, "Location of the parameter shards at stage 3: cpu is host memory, the default unless a GPU runs the model; nvme is one file per rank.";
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; required for nvme. A leading `~/` is the user's home folder, a leading `~/.cache/` is `$XDG_CACHE_HOME/` if that is set.";
     "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements limit the read-ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs both to be 1 or more.";
     "max_in_cpu": COUNT, "1000000000", H, "With nvme: the first elements of a rank's shards, up to this many, stay in memory.";
-    "pin_memory": Bool, "true", H, "If a GPU computes the model: shards on the host are copied to it through two page-locked windows of 4 MiB while it computes; false: through ordinary memory, which takes longer.";
+    "pin_memory": Bool, "true", H, "If a GPU runs the model: shards on the host are copied to it through two page-locked windows of 4 MiB while it computes; false: through ordinary memory, which takes longer.";
 };
 
 const OFFLOAD_OPTIMIZER: &[super::ConfigKey] = keys! {
-    "device": DEVICE, "\"none\"", H, "Location of master weights, moments and gradient shards from stage 1 on: cpu is host memory, the default unless a GPU computes the model, and the step runs on the CPU; nvme is one file per kind and rank (DeepSpeed: only at stage 3).";
+    "device": DEVICE, "\"none\"", H, "Location of master weights, moments and gradient shards from stage 1 on: cpu is host memory, the default unless a GPU runs the model, and the step runs on the CPU; nvme is one file per kind and rank (DeepSpeed: only at stage 3).";
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; required for nvme. A leading `~/` is the user's home folder, a leading `~/.cache/` is `$XDG_CACHE_HOME/` if that is set.";
     "buffer_count": COUNT, "4", H, "With nvme: the buffers of a step together hold at most this many times the elements of the largest sub-group, plus 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
-    "pin_memory": Bool, "true", H, "If a GPU computes the model: gradients are copied to the host during backward, and updated weights are copied back while the next ones are computed, each through two page-locked windows of 4 MiB; false: through ordinary memory, which takes longer.";
-    "delayed_update": Bool, "-", H, "A key of this engine, not of DeepSpeed; false if absent. If a GPU computes the model, from update `delayed_update_after` on: the update runs on the CPU while the GPU computes the next step with weights that are one update old (ZeRO-Offload, section 5.2). Only with device cpu.";
+    "pin_memory": Bool, "true", H, "If a GPU runs the model: gradients are copied to the host during backward, and updated weights are copied back while the next ones are computed, each through two page-locked windows of 4 MiB; false: through ordinary memory, which takes longer.";
+    "delayed_update": Bool, "-", H, "A key of this engine, not of DeepSpeed; false if absent. If a GPU runs the model, from update `delayed_update_after` on: the update runs on the CPU while the GPU computes the next step with weights that are one update old (ZeRO-Offload, section 5.2). Only with device cpu.";
     "delayed_update_after": COUNT, "-", H, "A key of this engine; 40 if absent. Number of updates before the first delayed one: weights change fast at the beginning.";
     "pipeline_read": Bool, "false", H, "With nvme: read the next window while the step computes.";
     "pipeline_write": Bool, "false", H, "With nvme: write the finished window while the step computes.";

@@ -44,7 +44,8 @@ struct NetworkBenchArguments {
     json: bool,
 }
 
-/// Measure files of offloaded state in a folder: sequential access, and the optimizer step compared with a plain loop
+/// Measure the speed of files of offloaded state in a folder: sequential access, and the optimizer step compared with a
+/// plain loop
 #[derive(Debug, Args)]
 struct DiskBenchArguments {
     /// Folder to test, as in `nvme_path`; all files in it are temporary
@@ -121,7 +122,7 @@ impl NetworkBenchArguments {
 fn network_table(network: &network_bench::NetworkMeasurement) -> String {
     let ranks: Vec<String> = network.hosts.iter().map(usize::to_string).collect();
     let mut text = format!(
-        "{} with {} ranks; {:.1} us one way; buffers of {:.1} MiB\n\n{:32}{:>16}{:>12}{:>16}{:>12}\n",
+        "{} with {} ranks; {:.1} us one way; buffers of {:.1} MiB\n\n{:32}{:>16}{:>12}{:>16}{:>20}\n",
         counted(ranks.len(), "host"),
         ranks.join(", "),
         network.one_way_s * 1e6,
@@ -130,7 +131,7 @@ fn network_table(network: &network_bench::NetworkMeasurement) -> String {
         "into a host",
         "seconds",
         "rate",
-        "vs. plain",
+        "of plain messages",
     );
     for (name, row) in [
         ("MPI's messages of 4 MiB", network.plain),
@@ -139,7 +140,7 @@ fn network_table(network: &network_bench::NetworkMeasurement) -> String {
     ] {
         let (mib, percent) = (row.into_a_host / f64::from(1 << 20), 100.0 * row.rate() / network.plain.rate());
         let (seconds, rate) = (row.seconds, row.rate() / 1e6);
-        let line = format!("{name:32}{mib:>12.1} MiB{seconds:>12.4}{rate:>11.1} MB/s{percent:>10.0} %");
+        let line = format!("{name:32}{mib:>12.1} MiB{seconds:>12.4}{rate:>11.1} MB/s{percent:>18.0} %");
         text.push_str(&line);
         text.push('\n');
     }
@@ -248,11 +249,11 @@ impl fmt::Display for DiskBenchTable<'_> {
             writeln!(f, "{:40}{:>12}{:>12}", row.access.to_string(), speed(&row.write), speed(&row.read))?;
         }
         writeln!(f, "\noptimizer step (Adam, bf16): {} elements, windows of {}", step.elements, step.window)?;
-        writeln!(f, "{:40}{:>12}{:>12}{:>12}", "", "read+write", "seconds", "vs. plain")?;
+        writeln!(f, "{:40}{:>12}{:>12}{:>16}", "", "read+write", "seconds", "of plain loop")?;
         let fastest = step.plain.iter().map(|plain| plain.timing.bytes_per_s).fold(f64::MIN_POSITIVE, f64::max);
         let mut row = |name: String, timing: &PassTiming| {
             let percent = timing.bytes_per_s / fastest * 100.0;
-            writeln!(f, "{name:40}{:>12}{:>12.2}{percent:>10.0} %", speed(timing), timing.seconds)
+            writeln!(f, "{name:40}{:>12}{:>12.2}{percent:>14.0} %", speed(timing), timing.seconds)
         };
         for plain in &step.plain {
             row(format!("plain loop {}", plain.access), &plain.timing)?;
@@ -431,10 +432,10 @@ mod tests {
         without the page cache                     3.11 GB/s   3.50 GB/s
 
         optimizer step (Adam, bf16): 1000000000 elements, windows of 4194304
-                                                  read+write     seconds   vs. plain
-        plain loop without the page cache          2.80 GB/s       10.00       100 %
-        engine, no flag                            1.96 GB/s       14.29        70 %
-        engine, pipeline_read, pipeline_write      3.08 GB/s        9.09       110 %
+                                                  read+write     seconds   of plain loop
+        plain loop without the page cache          2.80 GB/s       10.00           100 %
+        engine, no flag                            1.96 GB/s       14.29            70 %
+        engine, pipeline_read, pipeline_write      3.08 GB/s        9.09           110 %
         update only, in memory                                      2.50
 
         the update repeated to take as long as the disk (4 times)

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 /// List the scripts that zerorun has built and the size of its build folder, or remove what is no longer needed.
 ///
-/// Everything in the folder is rebuilt when a script is started.
+/// Whatever is removed is rebuilt the next time a script needs it.
 ///
 /// Exit code: 0 on success, 1 if something cannot be read or removed, 2 if there is no folder or the command line is
 /// wrong.

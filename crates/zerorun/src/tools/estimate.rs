@@ -21,7 +21,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Estimate what a model and a configuration need before anything runs: bytes of each rank by kind, bytes on the wire
-/// and to and from files in each step, and whether this machine has them. No weights are read or created.
+/// and to and from files in each step, and whether this machine has enough memory and disk space. No weights are read
+/// or created.
 ///
 /// Exit code: 0, or 2 if the model, the configuration or the command line is wrong.
 #[derive(Debug, Parser)]
@@ -71,19 +72,20 @@ struct EstimateArguments {
     #[arg(long = "total_num_steps", alias = "total-num-steps", value_name = "N", default_value = "1000")]
     total_num_steps: u64,
 
-    /// Compute the model on GPUs, one per rank. With a name (h100, a100-40, rtx4090 and others) or a memory size
-    /// (24GiB), also print whether the model state fits
+    /// Assume that the model runs on GPUs, one per rank. With a name (h100, a100-40, rtx4090 and others) or a memory
+    /// size (24GiB), also print whether the model state fits
     #[arg(long, value_name = "GPU", num_args = 0..=1)]
     gpu: Option<Option<GpuCapacity>>,
 
-    /// Let units recompute their forward, as with train_gpt's flag of this name
+    /// Let units recompute their forward, as train_gpt's flag of the same name does
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     recompute: bool,
 
     #[command(flatten)]
     forecast: ForecastArguments,
 
-    /// Also print the results of DeepSpeed's own estimators, for this many GPUs in one machine
+    /// Also print the results of DeepSpeed's own estimators, for as many GPUs in one machine as there
+    /// are ranks
     #[arg(long)]
     deepspeed: bool,
 

@@ -69,7 +69,7 @@ struct GenerateArguments {
     #[arg(long, value_name = "N", default_value = "0")]
     seed: u64,
 
-    /// Precision in which the model is stored and computed
+    /// Precision of the stored weights and of the computation
     #[arg(long, value_enum, default_value = "f32")]
     dtype: GenerateDtype,
 }

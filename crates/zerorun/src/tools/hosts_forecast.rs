@@ -29,7 +29,7 @@ pub(super) struct ForecastArguments {
     #[arg(long, value_name = "SECONDS", requires = "hosts", conflicts_with = "measured")]
     step: Option<f64>,
 
-    /// Metrics of such a run, from which the step time is read: the file of train_gpt's --metrics
+    /// Metrics of a run on one host, as in --step, from which the step time is read: the file of train_gpt's --metrics
     #[arg(long, value_name = "FILE.jsonl", requires = "hosts")]
     measured: Option<PathBuf>,
 }

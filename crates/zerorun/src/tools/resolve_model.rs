@@ -14,10 +14,10 @@ use std::path::{Path, PathBuf};
 
 /// The help text of the argument.
 pub(super) const HELP: &str = if cfg!(feature = "hub") {
-    "Folder in Hugging Face format, GGUF file, folder with one, or repository of the Hugging Face Hub as org/name or \
-     org/name@revision"
+    "Folder in Hugging Face format, GGUF file, folder that contains a GGUF file, or repository of the Hugging Face Hub \
+     as org/name or org/name@revision"
 } else {
-    "Folder in Hugging Face format, GGUF file, or folder with one"
+    "Folder in Hugging Face format, GGUF file, or folder that contains a GGUF file"
 };
 
 /// A model at a local path.

@@ -8,7 +8,8 @@ use std::path::PathBuf;
 /// The flags for turning data files into samples.
 #[derive(Debug, Args)]
 pub(super) struct SampleFlags {
-    /// Context length: tokens per row, and the maximum of a sample [default: 1024, or the model's context if shorter]
+    /// Context length: tokens per row, and the maximum length of a sample [default: 1024, or the model's context if
+    /// shorter]
     #[arg(long, value_name = "TOKENS", value_parser = value_parser!(u32).range(2..))]
     ctx: Option<u32>,
 
@@ -16,7 +17,7 @@ pub(super) struct SampleFlags {
     #[arg(long, value_enum, default_value_t)]
     overlong: OverlongFlag,
 
-    /// Stop at a record that cannot be used, instead of counting it
+    /// Stop at the first record that cannot be used, instead of skipping and counting it
     #[arg(long)]
     pub(super) strict: bool,
 
@@ -25,7 +26,7 @@ pub(super) struct SampleFlags {
     #[arg(long, value_name = "NAME=COLUMN,...")]
     pub(super) columns: Option<Columns>,
 
-    /// Labels of --task classify, in the order of their numbers [default: all labels in the files, sorted]
+    /// Labels for --task classify, in the order of their ids [default: all labels in the files, sorted]
     #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
     pub(super) labels: Vec<String>,
 

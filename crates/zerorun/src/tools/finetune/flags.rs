@@ -69,7 +69,7 @@ pub(super) struct FinetuneFlags {
     epochs: Option<f64>,
 
     /// Peak learning rate [default: for adapters 2e-4 at a width of 4096, proportionally more for narrower models, up
-    /// to 1e-3; 2e-5 with --full; a tenth of it with --dpo]
+    /// to 1e-3; 2e-5 with --full; with --dpo, a tenth of these values]
     #[arg(long, value_name = "RATE")]
     lr: Option<f64>,
 
@@ -130,7 +130,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long, value_name = "K|all", requires = "save")]
     keep: Option<KeepCheckpoints>,
 
-    /// Resume from the newest checkpoint in the folder of --save, or start if there is none
+    /// Resume from the newest checkpoint in the folder of --save, or start from the beginning if there is none
     #[arg(long, requires = "save")]
     resume: bool,
 
@@ -150,7 +150,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long, value_name = "TEXT")]
     pub(super) prompt: Vec<String>,
 
-    /// Maximum number of tokens of such an answer
+    /// Maximum number of tokens in an answer to --prompt
     #[arg(long = "max_tokens", alias = "max-tokens", value_name = "N", default_value = "64", requires = "prompt")]
     pub(super) max_tokens: usize,
 

@@ -42,7 +42,7 @@ const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved fi
 ///
 /// Data files are JSON lines, JSON, CSV or plain text. Records are messages, prompt and completion, instruction and
 /// output, ShareGPT conversations, or text; `zerorun data show` prints how they are read. The model learns the
-/// assistant's messages and the ends of its turns.
+/// assistant's messages, including the end of each turn.
 ///
 /// The result is an adapter in PEFT format, or with --full a model folder.
 ///

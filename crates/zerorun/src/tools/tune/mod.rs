@@ -35,8 +35,8 @@ use trial_outcome::{RepeatedTrials, TrialOutcome};
 use trial_record::{TrialRecord, TrialRow, write_whole};
 
 /// Find the fastest configuration of a training script on this machine. Runs the script for a few steps with different
-/// stages, micro batches and offload, then with different buckets, and writes the fastest configuration within the
-/// memory limit.
+/// stages, micro batches and offload, then with different bucket sizes, overlap_comm and reduce_scatter, and writes the
+/// fastest configuration within the memory limit.
 ///
 /// The script must accept --ds_config FILE, --steps N and --metrics FILE, as examples/train_gpt.rs does. Finished runs
 /// are kept: the same command resumes an interrupted search. These keys of the section autotuning have an effect: fast,
@@ -82,7 +82,7 @@ struct TuneArguments {
     #[arg(long = "nvme_path", alias = "nvme-path", value_name = "DIR")]
     nvme_path: Option<PathBuf>,
 
-    /// Try only stages, offload and micro batches, not buckets
+    /// Try only stages, offload and micro batches, not bucket sizes, overlap_comm and reduce_scatter
     #[arg(long)]
     fast: bool,
 
@@ -262,7 +262,7 @@ impl TuneSearch {
         self.rows.sort_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome));
     }
 
-    /// Runs the candidates close to the fastest again, in turns, so that a temporary disturbance of the machine affects
+    /// Runs the candidates close to the fastest again, alternately, so that a temporary disturbance of the machine affects
     /// them equally.
     fn repeat_the_fastest(&mut self) -> Result<()> {
         self.sort();
