@@ -317,7 +317,7 @@ fn what_cannot_be_fetched_is_refused_with_what_to_do() {
     insta::assert_snapshot!(plain("org/tiny@v2", &[]), @r#"zerorun: org/tiny has no branch, tag or commit "v2"; give another one, or just org/tiny for the branch main"#);
     insta::assert_snapshot!(plain(NAME, &[("HF_HUB_OFFLINE", "1")]), @"zerorun: HF_HUB_OFFLINE is set, and config.json of org/tiny is not in HOME/hub; unset it once to fetch the model, or give a folder");
     insta::assert_snapshot!(plain(NAME, &[("HF_ENDPOINT", "huggingface.co")]), @"zerorun: HF_ENDPOINT is huggingface.co, but must be the address of a Hub, such as https://huggingface.co");
-    insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "/dev/null")]), @"zerorun: cannot read /dev/null: it is a device, and a file is needed");
+    insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "/dev/null")]), @"zerorun: cannot read /dev/null: it is a device, but a file is needed");
     insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "Cargo.toml")]), @"zerorun: SSL_CERT_FILE is Cargo.toml, but must be a file with certificates in PEM format");
     insta::assert_snapshot!(plain(NAME, &[("HF_ENDPOINT", "http://127.0.0.1:9")]), @"zerorun: cannot reach http://127.0.0.1:9 for the list of files of org/tiny: io: Connection refused (os error 111); check the network, HTTPS_PROXY and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use files fetched before, or give a folder");
     insta::assert_snapshot!(refused("config.json", 403, "GatedRepo", "Access to model org/tiny is restricted."), @"zerorun: config.json of org/tiny requires accepting the model's conditions: do that at ENDPOINT/org/tiny, and give a token of that account (HF_TOKEN)");

@@ -105,7 +105,7 @@ impl SnapshotFetch<'_, '_> {
     fn check(&self, names: &BTreeSet<&str>, parts: FileSelection) -> Result<()> {
         if !names.contains(CONFIG) {
             let has: Vec<&str> = names.iter().copied().collect();
-            let has = if has.is_empty() { "no file".into() } else { list(&has) };
+            let has = if has.is_empty() { "no files".into() } else { list(&has) };
             return Err(self.lacks(CONFIG, format!("it has {has}; use the repository of a model for transformers")));
         }
         if parts == FileSelection::All && !names.contains(FILE_OF_FOLDER) && !names.contains(INDEX_OF_FOLDER) {
