@@ -6,7 +6,7 @@
 
 use crate::kernels::parallel;
 use crate::kernels::simd::vectorized;
-use crate::precision::{FlatMut, FlatRef, sum_of_squares};
+use crate::precision::{Flat, FlatMut, FlatRef, sum_of_squares};
 use crate::util::{fnv1a, mix};
 use candle_core::{DType, Shape};
 use half::{bf16, f16};
@@ -97,8 +97,8 @@ impl PerturbationDirection {
         values: Option<FlatRef<'_>>,
     ) -> DirectionalGradient {
         let dtype = values.map_or(DType::F32, |values| values.dtype());
-        let [mut wide_gradient, mut wide_values] = [Vec::new(), Vec::new()];
         let start = range.start;
+        let [mut wide_gradient, mut wide_values] = [Flat::zeros(DType::F32, 0), Flat::zeros(DType::F32, 0)];
         let gradient = widened(gradient.slice(range.clone()), &mut wide_gradient);
         let values = values.map(|values| widened(values.slice(range), &mut wide_values));
         match (values, dtype) {
@@ -171,14 +171,14 @@ fn half_difference(value: f32, by: f32, rounded: impl Fn(f32) -> f32) -> f64 {
     (f64::from(rounded(value + by)) - f64::from(rounded(value - by))) / 2.0
 }
 
-/// Returns the values in f32. `buffer` holds them if they have another dtype.
-fn widened<'a>(values: FlatRef<'a>, buffer: &'a mut Vec<f32>) -> &'a [f32] {
-    match values {
-        FlatRef::F32(values) => return values,
-        FlatRef::BF16(values) => buffer.extend(values.iter().map(|value| value.to_f32())),
-        FlatRef::F16(values) => buffer.extend(values.iter().map(|value| value.to_f32())),
+/// Returns the values in f32. `buffer`, which is empty, holds them if they have another dtype.
+fn widened<'a>(values: FlatRef<'a>, buffer: &'a mut Flat) -> &'a [f32] {
+    if let FlatRef::F32(values) = values {
+        return values;
     }
-    buffer
+    buffer.extend_cast(values);
+    let FlatRef::F32(wide) = buffer.as_ref() else { unreachable!("the buffer is in f32") };
+    wide
 }
 
 /// Returns the size that values of such a shape usually have.
@@ -194,7 +194,6 @@ fn usual_size(shape: &Shape) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::precision::Flat;
 
     fn direction(values: &Flat) -> PerturbationDirection {
         PerturbationDirection::new(("weight", 0), &Shape::from(values.len()), values.as_ref(), 1.0 / 16.0)
