@@ -88,7 +88,13 @@ fn piece(random: &mut Random, length: usize, longest: usize) -> std::ops::Range<
     start..start + random.below((length - start + 1).min(longest + 1))
 }
 
-fn change(data: &mut Vec<u8>, random: &mut Random, seeds: &[Vec<u8>], words: &[&str]) {
+/// Returns one of the words of all groups.
+fn word<'a>(random: &mut Random, words: &[&[&'a str]]) -> &'a str {
+    let number = random.below(words.iter().map(|group| group.len()).sum());
+    words.iter().copied().flatten().nth(number).copied().unwrap_or_default()
+}
+
+fn change(data: &mut Vec<u8>, random: &mut Random, seeds: &[Vec<u8>], words: &[&[&str]]) {
     let at = place(random, data.len());
     match random.below(if words.is_empty() { 11 } else { 15 }) {
         0 | 1 => {
@@ -125,13 +131,13 @@ fn change(data: &mut Vec<u8>, random: &mut Random, seeds: &[Vec<u8>], words: &[&
             drop(data.splice(at..at, moved));
         }
         11 | 12 => number(data, random, at),
-        13 => drop(data.splice(at..at, random.one(words).bytes())),
+        13 => drop(data.splice(at..at, word(random, words).bytes())),
         _ => {
             // A word in place of another one.
             let start = data[..at].iter().rposition(|byte| !byte.is_ascii_alphanumeric()).map_or(0, |at| at + 1);
             let rest = data[start..].iter().position(|byte| !byte.is_ascii_alphanumeric() && *byte != b'_');
             let end = rest.map_or(data.len(), |length| start + length);
-            drop(data.splice(start..end, random.one(words).bytes()));
+            drop(data.splice(start..end, word(random, words).bytes()));
         }
     }
 }

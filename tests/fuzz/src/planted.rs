@@ -5,23 +5,27 @@ use std::hint::black_box;
 
 /// The faults.
 pub const PLANTED: [Target; 8] = [
-    planted("panic", |_| panic!("a fault"), &["panic at src/planted.rs"]),
-    planted("caught panic", |_| std::panic::catch_unwind(|| panic!("a fault")).is_ok(), &["panic at src/planted.rs"]),
-    planted("overflow", |data| usize::MAX + black_box(1 + data.len()) == 0, &["panic at src/planted.rs"]),
-    planted("abort", |_| std::process::abort(), &["signal: 6"]),
-    planted("endless recursion", |data| depth(black_box(data.len())) == 0, &["signal: 6"]),
-    planted("large allocation", |_| black_box(vec![0_u8; 1 << 35]).is_empty(), &["signal: 6"]),
-    planted("much memory", |_| black_box(vec![1_u8; 1200 << 20]).is_empty(), &["memory"]),
+    planted("panic", |_| panic!("a fault"), &[&["panic at src/planted.rs"]]),
+    planted(
+        "caught panic",
+        |_| std::panic::catch_unwind(|| panic!("a fault")).is_ok(),
+        &[&["panic at src/planted.rs"]],
+    ),
+    planted("overflow", |data| usize::MAX + black_box(1 + data.len()) == 0, &[&["panic at src/planted.rs"]]),
+    planted("abort", |_| std::process::abort(), &[&["signal: 6"]]),
+    planted("endless recursion", |data| depth(black_box(data.len())) == 0, &[&["signal: 6"]]),
+    planted("large allocation", |_| black_box(vec![0_u8; 1 << 35]).is_empty(), &[&["signal: 6"]]),
+    planted("much memory", |_| black_box(vec![1_u8; 1200 << 20]).is_empty(), &[&["memory"]]),
     planted(
         "endless loop",
         |_| loop {
             black_box(())
         },
-        &["a case of more than"],
+        &[&["a case of more than"]],
     ),
 ];
 
-const fn planted(name: &'static str, run: fn(&[u8]) -> bool, words: &'static [&'static str]) -> Target {
+const fn planted(name: &'static str, run: fn(&[u8]) -> bool, words: &'static [&'static [&'static str]]) -> Target {
     Target { name, run, seeds: || vec![Vec::new()], words }
 }
 

@@ -10,21 +10,12 @@ use serde_json::Value;
 use std::sync::OnceLock;
 
 /// Tokens of JSON, and the keys of records.
-pub(super) const WORDS: [&str; 56] = [
-    "{",
-    "}",
-    "[",
-    "]",
-    "\"",
-    ",",
-    ":",
+pub(super) const WORDS: [&str; 47] = [
     "\n",
     "\\n",
     "\\u0000",
     "\\ud800",
     "\u{feff}",
-    "null",
-    "true",
     "{}",
     "[]",
     "\"\"",

@@ -14,16 +14,7 @@ const TAG: &str = "global_step3";
 const FILES: [&str; 2] = ["rank_00000_of_00002.safetensors", "rank_00001_of_00002.safetensors"];
 
 /// Words of manifests and headers.
-pub(super) const WORDS: [&str; 32] = [
-    "{",
-    "}",
-    "[",
-    "]",
-    "\"",
-    ",",
-    ":",
-    "null",
-    "true",
+pub(super) const WORDS: [&str; 23] = [
     "world_size",
     "stage",
     "global_steps",

@@ -7,16 +7,9 @@ use serde_json::Value;
 use std::path::Path;
 
 /// Tokens of Hjson, and keys and values of configurations.
-pub(super) const WORDS: [&str; 48] = [
-    "{",
-    "}",
-    "[",
-    "]",
-    ":",
-    ",",
+pub(super) const WORDS: [&str; 38] = [
     "\n",
     "'''",
-    "\"",
     "'",
     "#",
     "//",
@@ -27,9 +20,6 @@ pub(super) const WORDS: [&str; 48] = [
     "\u{feff}",
     "\r",
     "\t",
-    "true",
-    "false",
-    "null",
     "auto",
     "train_batch_size",
     "train_micro_batch_size_per_gpu",

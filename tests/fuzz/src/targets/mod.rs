@@ -21,23 +21,36 @@ pub struct Target {
     pub run: fn(&[u8]) -> bool,
     /// Returns the seeds: small inputs, most of which are accepted.
     pub seeds: fn() -> Vec<Vec<u8>>,
-    /// Words of a text format, for the mutator.
-    pub words: &'static [&'static str],
+    /// Words of a text format, for the mutator: groups that targets may share.
+    pub words: &'static [&'static [&'static str]],
 }
+
+/// The words of JSON.
+const JSON: [&str; 10] = ["{", "}", "[", "]", "\"", ",", ":", "null", "true", "false"];
 
 /// All targets.
 pub const TARGETS: [Target; 11] = [
-    Target { name: "chat", run: chat::run, seeds: chat::seeds, words: &chat::WORDS },
-    Target { name: "checkpoint", run: checkpoint::run, seeds: checkpoint::seeds, words: &checkpoint::WORDS },
-    Target { name: "gguf", run: gguf::run, seeds: gguf::seeds, words: &gguf::WORDS },
-    Target { name: "hjson", run: hjson::run, seeds: hjson::seeds, words: &hjson::WORDS },
-    Target { name: "hostfile", run: hostfile::run, seeds: hostfile::seeds, words: &hostfile::WORDS },
-    Target { name: "model_files", run: model_files::run, seeds: model_files::seeds, words: &model_files::WORDS },
+    Target { name: "chat", run: chat::run, seeds: chat::seeds, words: &[&JSON, &chat::WORDS] },
+    Target { name: "checkpoint", run: checkpoint::run, seeds: checkpoint::seeds, words: &[&JSON, &checkpoint::WORDS] },
+    Target { name: "gguf", run: gguf::run, seeds: gguf::seeds, words: &[&gguf::WORDS] },
+    Target { name: "hjson", run: hjson::run, seeds: hjson::seeds, words: &[&JSON, &hjson::WORDS] },
+    Target { name: "hostfile", run: hostfile::run, seeds: hostfile::seeds, words: &[&hostfile::WORDS] },
+    Target {
+        name: "model_files",
+        run: model_files::run,
+        seeds: model_files::seeds,
+        words: &[&JSON, &model_files::WORDS],
+    },
     Target { name: "parquet", run: parquet::run, seeds: parquet::seeds, words: &[] },
-    Target { name: "pickle", run: pickle::run, seeds: pickle::seeds, words: &pickle::WORDS },
-    Target { name: "safetensors", run: safetensors::run, seeds: safetensors::seeds, words: &safetensors::WORDS },
+    Target { name: "pickle", run: pickle::run, seeds: pickle::seeds, words: &[&pickle::WORDS] },
+    Target {
+        name: "safetensors",
+        run: safetensors::run,
+        seeds: safetensors::seeds,
+        words: &[&JSON, &safetensors::WORDS],
+    },
     Target { name: "torch_archive", run: torch_archive::run, seeds: torch_archive::seeds, words: &[] },
-    Target { name: "wire", run: wire::run, seeds: wire::seeds, words: &wire::WORDS },
+    Target { name: "wire", run: wire::run, seeds: wire::seeds, words: &[&JSON, &wire::WORDS] },
 ];
 
 /// Splits an input into its first byte, which selects what to do, and the rest.

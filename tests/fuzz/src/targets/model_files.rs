@@ -10,17 +10,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 /// Words of these files.
-pub(super) const WORDS: [&str; 62] = [
-    "{",
-    "}",
-    "[",
-    "]",
-    "\"",
-    ",",
-    ":",
-    "null",
-    "true",
-    "false",
+pub(super) const WORDS: [&str; 52] = [
     "llama",
     "mistral",
     "qwen2",

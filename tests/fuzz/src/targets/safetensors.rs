@@ -6,14 +6,7 @@ use candle_zero::candle_core::{DType, Shape};
 use candle_zero::param::WeightFiles;
 
 /// Words of headers.
-pub(super) const WORDS: [&str; 26] = [
-    "{",
-    "}",
-    "[",
-    "]",
-    "\"",
-    ",",
-    ":",
+pub(super) const WORDS: [&str; 19] = [
     "__metadata__",
     "dtype",
     "shape",

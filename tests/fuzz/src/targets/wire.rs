@@ -5,16 +5,8 @@ use super::{join, split};
 use crate::launch::nodes::{messages, session};
 
 /// Words of the messages.
-pub(super) const WORDS: [&str; 24] = [
+pub(super) const WORDS: [&str; 16] = [
     "\n",
-    "{",
-    "}",
-    "[",
-    "]",
-    "\"",
-    ",",
-    ":",
-    "null",
     "Hello",
     "Refused",
     "Joined",
