@@ -13,8 +13,9 @@ A configuration is a DeepSpeed JSON file (0.19.8), read as Hjson: comments (`#`,
 strings, line breaks instead of commas and a file without its outer braces are allowed.
 An unknown key is an error in any section, with its line, its column and the nearest known key. At the top level a key
 that starts with `_`, `//` or `comment` is a comment. Sections marked *strict* accept `\"3\"` for 3 and `\"true\"` or 1 for
-true. `\"auto\"` takes the value of the run (`RunValues`: micro batch 1, accumulation 1, lr 5e-5 and no warm-up unless the script
-sets others, and the steps of the schedule), a batch key derived from the others, or the default; the value is printed once.
+true. `\"auto\"` becomes a value of the run (`RunValues`: micro batch, accumulation, lr and warm-up, which are 1, 1, 5e-5 and
+none unless the script sets them, and the number of steps of the schedule), a batch size derived from the other batch keys,
+or the default; the value is printed once.
 
 | status | meaning |
 | --- | --- |
@@ -33,7 +34,7 @@ fn reference_markdown() -> String {
     // Writing to a String cannot fail.
     let _ = writeln!(
         text,
-        "\n{} keys are honoured, {} have no effect (for the stated reason or that of the section), {} are refused, {} \
+        "\n{} keys are honoured, {} have no effect (for the stated reason or their section's), {} are refused, {} \
          are removed and {} are translated.",
         of("honoured"),
         of("noted"),
@@ -77,7 +78,7 @@ fn heading(text: &mut String, section: &ConfigSection) {
         facts.push("Strict.".to_string());
     }
     if !section.checked {
-        facts.push("Not checked: it cannot change training.".to_string());
+        facts.push("The section's contents are not checked, because they cannot change training.".to_string());
     }
     if section.status != KeyStatus::Honoured {
         let when = section.switch.map(|switch| format!(" if `{switch}` is true")).unwrap_or_default();

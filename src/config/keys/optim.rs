@@ -39,7 +39,7 @@ const ADAM: &[super::ConfigKey] = keys! {
     "adam_w_mode": Bool, "true", H, "Decoupled weight decay; false with Adam: added to the gradient. AdamW always decouples it.";
     "torch_adam": Bool, "false", H, "PyTorch's Adam: the same arithmetic; with decoupled weight decay, the default weight_decay is 0.01.";
     "amsgrad": Bool, "false", refuse("DeepSpeed's Adam refuses it too"), "Use the largest second moment so far.";
-    "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here; bf16.bf16_optimizer_states stores them in bf16, and Adam8bit and similar optimizers in eight bits"), "Moments in f32.";
+    "fp32_optimizer_states": Bool, "true", refuse("moments are f32; bf16.bf16_optimizer_states stores them in bf16, and Adam8bit and similar optimizers in eight bits"), "Moments in f32.";
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
 };
@@ -57,14 +57,14 @@ const SGD: &[super::ConfigKey] = keys! {
 };
 
 const LION: &[super::ConfigKey] = keys! {
-    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate: every weight changes by this much.";
-    "betas": Betas, "[0.9,0.999]", H, "Weight of the momentum in the direction, and decay rate of the momentum, each at least 0 and below 1.";
+    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate: each step changes every weight by this much.";
+    "betas": Betas, "[0.9,0.999]", H, "Weight of the momentum in the update direction, and decay rate of the momentum, each at least 0 and below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
 };
 
 const ADAGRAD: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.01", H, "Learning rate.";
-    "eps": NOT_NEGATIVE, "1e-10", H, "Added to the root of the sum of squares.";
+    "eps": NOT_NEGATIVE, "1e-10", H, "Added to the square root of the sum of squares.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Added to the gradient.";
     "lr_decay": NOT_NEGATIVE, "0.0", refuse("the scheduler section changes the learning rate"), "PyTorch: decay of the learning rate with the steps.";
     "initial_accumulator_value": NOT_NEGATIVE, "0.0", refuse("states start at zero"), "PyTorch: initial value of the sum of squares.";
@@ -79,7 +79,7 @@ const LAMB: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate, multiplied by each parameter's trust ratio.";
     "betas": Betas, "[0.9,0.999]", H, "Decay rates of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the square root of the second moment.";
-    "eps_inside_sqrt": Bool, "false", H, "Add eps to the second moment instead of its root.";
+    "eps_inside_sqrt": Bool, "false", H, "Add eps to the second moment instead of its square root.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay; it is part of the update whose norm enters the trust ratio.";
     "bias_correction": Bool, "true", H, "Divide the moments by 1 - beta^t, outside the trust ratio.";
     "max_coeff": NOT_NEGATIVE, "10.0", H, "Largest trust ratio (norm of a parameter divided by the norm of its update).";
@@ -88,17 +88,17 @@ const LAMB: &[super::ConfigKey] = keys! {
 };
 
 const MUON: &[super::ConfigKey] = keys! {
-    "lr": NOT_NEGATIVE, "null", H, "Learning rate of both halves unless muon_lr or adam_lr is set.";
+    "lr": NOT_NEGATIVE, "null", H, "Learning rate of Muon and AdamW unless muon_lr or adam_lr is set.";
     "muon_lr": NOT_NEGATIVE, "null", H, "Learning rate of matrices; null: lr, or 0.02 without it. Embeddings and the output projection (embed or lm_head in the name) are not trained as matrices.";
     "adam_lr": NOT_NEGATIVE, "null", H, "Learning rate of all other parameters, which AdamW trains; null: lr, or 0.0003 without it.";
     "momentum": SHARE, "0.95", H, "Nesterov momentum of matrices; below 1.";
-    "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay of both halves.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay of Muon and AdamW.";
     "ns_method": ConfigValueKind::OneOf(&["gram", "standard"]), "\"gram\"", H, "How matrices are orthogonalized: gram is Newton-Schulz on the Gram matrix in f32, standard is Newton-Schulz on the matrix itself in bf16.";
     "betas": Betas, "[0.9,0.95]", H, "AdamW: decay rates of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-10", H, "AdamW: added to the square root of the second moment.";
     "adam_w_mode": Bool, "true", H, "AdamW: decoupled weight decay; false: added to the gradient.";
     "torch_adam": Bool, "false", H, "PyTorch's Adam for AdamW: the same arithmetic.";
-    "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here; bf16.bf16_optimizer_states stores them in bf16, and Adam8bit and similar optimizers in eight bits"), "Moments in f32.";
+    "fp32_optimizer_states": Bool, "true", refuse("moments are f32; bf16.bf16_optimizer_states stores them in bf16, and Adam8bit and similar optimizers in eight bits"), "Moments in f32.";
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
     "per_head_muon": Bool, "false", refuse("complete matrices are orthogonalized"), "Orthogonalize each attention head separately.";
 };
@@ -111,7 +111,7 @@ const ADAM_8BIT: &[super::ConfigKey] = keys! {
     "amsgrad": Bool, "false", refuse("bitsandbytes refuses it too"), "Use the largest second moment so far.";
     "min_8bit_size": COUNT, "4096", H, "Parameters with fewer elements have f32 moments.";
     "block_wise": Bool, "true", refuse("eight-bit moments have a scale for each block of 256"), "A scale for each block of 256 elements.";
-    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of the last norms; 100: off.";
+    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of recent gradient norms; 100: off.";
     "optim_bits": INT, "32", none("the type implies 8 bits"), "Bits of the moments.";
     "args": Any, "null", none("there are no other settings"), "bitsandbytes: an object with the same settings.";
     "is_paged": Bool, "false", none("offload_optimizer determines the location of moments"), "bitsandbytes: moments in paged memory.";
@@ -125,19 +125,19 @@ const ADAMW_8BIT: &[super::ConfigKey] = keys! {
     "amsgrad": Bool, "false", refuse("bitsandbytes refuses it too"), "Use the largest second moment so far.";
     "min_8bit_size": COUNT, "4096", H, "Parameters with fewer elements have f32 moments.";
     "block_wise": Bool, "true", refuse("eight-bit moments have a scale for each block of 256"), "A scale for each block of 256 elements.";
-    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of the last norms; 100: off.";
+    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of recent gradient norms; 100: off.";
     "optim_bits": INT, "32", none("the type implies 8 bits"), "Bits of the moments.";
     "args": Any, "null", none("there are no other settings"), "bitsandbytes: an object with the same settings.";
     "is_paged": Bool, "false", none("offload_optimizer determines the location of moments"), "bitsandbytes: moments in paged memory.";
 };
 
 const LION_8BIT: &[super::ConfigKey] = keys! {
-    "lr": NOT_NEGATIVE, "0.0001", H, "Learning rate: every weight changes by this much.";
-    "betas": Betas, "[0.9,0.99]", H, "Weight of the momentum in the direction, and decay rate of the momentum, each at least 0 and below 1.";
+    "lr": NOT_NEGATIVE, "0.0001", H, "Learning rate: each step changes every weight by this much.";
+    "betas": Betas, "[0.9,0.99]", H, "Weight of the momentum in the update direction, and decay rate of the momentum, each at least 0 and below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
     "min_8bit_size": COUNT, "4096", H, "Parameters with fewer elements have f32 moments.";
     "block_wise": Bool, "true", refuse("eight-bit moments have a scale for each block of 256"), "A scale for each block of 256 elements.";
-    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of the last norms; 100: off.";
+    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of recent gradient norms; 100: off.";
     "optim_bits": INT, "32", none("the type implies 8 bits"), "Bits of the moments.";
     "args": Any, "null", none("there are no other settings"), "bitsandbytes: an object with the same settings.";
     "is_paged": Bool, "false", none("offload_optimizer determines the location of moments"), "bitsandbytes: moments in paged memory.";
@@ -159,7 +159,7 @@ const WARMUP_LR: &[super::ConfigKey] = keys! {
 };
 
 const WARMUP_DECAY_LR: &[super::ConfigKey] = keys! {
-    "total_num_steps": POSITIVE, "-", H, "Required. The learning rate is 0 (warmup_min_lr) after this many steps.";
+    "total_num_steps": POSITIVE, "-", H, "Required. After this many steps, the learning rate has fallen to warmup_min_lr.";
     "warmup_min_lr": RATE_PER_GROUP, "0.0", H, "Learning rate at the start and at the end.";
     "warmup_max_lr": RATE_PER_GROUP, "0.001", H, "Learning rate after the warm-up.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
@@ -179,16 +179,16 @@ const WARMUP_COSINE_LR: &[super::ConfigKey] = keys! {
 const ONE_CYCLE: &[super::ConfigKey] = keys! {
     "cycle_min_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at both ends of the cycle.";
     "cycle_max_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at the peak of the cycle.";
-    "decay_lr_rate": NOT_NEGATIVE, "0.0", H, "After the cycle, per decay_step_size: the learning rate is divided by 1 + this.";
+    "decay_lr_rate": NOT_NEGATIVE, "0.0", H, "After the cycle, the learning rate is cycle_min_lr / (1 + decay_lr_rate x k), where k is the number of steps since then / decay_step_size.";
     "cycle_first_step_size": NOT_NEGATIVE, "2000.0", H, "Number of steps of the rise, above 0.";
-    "cycle_second_step_size": NOT_NEGATIVE, "null", H, "Number of steps of the fall; null: as many as of the rise.";
+    "cycle_second_step_size": NOT_NEGATIVE, "null", H, "Number of steps of the fall; null: the same number as for the rise.";
     "cycle_first_stair_count": COUNT, "0", H, "Number of stairs in the rising half of the cycle; 0: a smooth rise.";
     "cycle_second_stair_count": COUNT, "null", H, "Number of stairs in the falling half; null: as many as in the rising half.";
     "decay_step_size": NOT_NEGATIVE, "0.0", H, "Number of steps per unit of decay; 0: no decay.";
-    "cycle_momentum": Bool, "true", H, "beta1 falls while the learning rate rises; beta2 is 0.99. SGD keeps its momentum.";
+    "cycle_momentum": Bool, "true", H, "beta1 falls while the learning rate rises, and rises while it falls; beta2 is 0.99. SGD keeps its momentum.";
     "cycle_min_mom": SHARE, "0.8", H, "beta1 at the peak of the cycle and at the first step; below 1.";
     "cycle_max_mom": SHARE, "0.9", H, "beta1 at both ends of the cycle; below 1.";
-    "decay_mom_rate": FLOAT, "0.0", H, "After the cycle, per decay_step_size: beta1 is multiplied by 1 + this. If it reaches 1, training stops with an error.";
+    "decay_mom_rate": FLOAT, "0.0", H, "After the cycle, beta1 is cycle_max_mom x (1 + decay_mom_rate x k), with k as for decay_lr_rate. If it reaches 1, training stops with an error.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };
 

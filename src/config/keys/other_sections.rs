@@ -53,7 +53,7 @@ const CHECKPOINT: &[super::ConfigKey] = keys! {
     "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "Action if ranks save under different tags: all use rank 0's tag, silently or with a warning, or it is an error.";
     "load_universal": Bool, "false", none("every checkpoint loads at any number of ranks"), "Load the universal layout.";
     "use_node_local_storage": Bool, "false", H, "The ranks of each host save to a folder on that host's local disk, and hosts exchange the data that they need on loading.";
-    "upload_to": Str, "null", H, "Address of an object store, `s3://BUCKET/PREFIX` or `file:///FOLDER`, to which each checkpoint is uploaded once it is on disk, while training continues. Needs feature s3. A key of this engine, not of DeepSpeed.";
+    "upload_to": Str, "null", H, "Address of an object store, `s3://BUCKET/PREFIX` or `file:///FOLDER`, to which each checkpoint is uploaded once it is on disk, while training continues. Needs feature s3. Specific to candle-zero.";
     "parallel_write": Object, "{}", S, "How writing is divided.";
     "checkpoint_serialization": Bool, "true", none("files are safetensors"), "PyTorch's zip format.";
     "writer": Object, "null", S, "Checkpoint writer.";
@@ -79,7 +79,7 @@ const FLOPS_PROFILER: &[super::ConfigKey] = keys! {
     "profile_step": COUNT, "1", H, "Number of optimizer steps before the profiled one.";
     "module_depth": super::ConfigValueKind::Int(-1, i64::MAX), "-1", H, "Number of components of a unit's name to distinguish; -1: all.";
     "top_modules": COUNT, "1", H, "Number of rows in the ranking at each depth.";
-    "detailed": Bool, "true", H, "A row for each module.";
+    "detailed": Bool, "true", H, "Print a row for each module.";
     "output_file": Str, "null", H, "File for the profile; null: print it.";
 };
 
@@ -88,15 +88,15 @@ const TIMERS: &[super::ConfigKey] = keys! {
 };
 
 const THROUGHPUT: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "true", H, "With steps_per_print, print samples per second: of the step, and the average from the third step on.";
+    "enabled": Bool, "true", H, "With steps_per_print, print samples per second: those of the step, and the average from the third step on.";
     "synchronized": Bool, "true", none("the clock is read when the work is done"), "Synchronize the device before reading the clock.";
 };
 
 const COMMS_LOGGER: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "Log collectives; true if the section is present.";
-    "prof_all": Bool, "true", H, "All operations.";
-    "prof_ops": Strings, "[]", H, "Only these operations, if prof_all is false.";
-    "verbose": Bool, "false", H, "A line per operation.";
+    "prof_all": Bool, "true", H, "Log all operations.";
+    "prof_ops": Strings, "[]", H, "Log only these operations, if prof_all is false.";
+    "verbose": Bool, "false", H, "Log a line per operation.";
     "debug": Bool, "false", none("the caller is always the engine"), "Name the caller.";
 };
 
@@ -151,7 +151,7 @@ const AUTOTUNING: &[super::ConfigKey] = keys! {
     "max_train_batch_size": INT, "null", H, "`zerorun tune`: largest number of samples per step; null or 0: unlimited.";
     "min_train_batch_size": INT, "1", H, "`zerorun tune`: smallest number of samples per step.";
     "max_train_micro_batch_size_per_gpu": INT, "1024", H, "`zerorun tune`: largest micro batch.";
-    "min_train_micro_batch_size_per_gpu": INT, "null", H, "`zerorun tune`: first micro batch; null or 0: the one of the configuration.";
+    "min_train_micro_batch_size_per_gpu": INT, "null", H, "`zerorun tune`: first micro batch; null or 0: the configuration's.";
     "num_tuning_micro_batch_sizes": INT, "3", H, "`zerorun tune`: number of micro batches tried, each twice the previous one.";
 };
 
@@ -165,7 +165,7 @@ const COMPILE: &[super::ConfigKey] = keys! {
     "offload_opt_states": Bool, "false", S, "Move optimizer states.";
     "double_buffer": Bool, "true", S, "Two buffers.";
     "symmetric_memory": Bool, "false", S, "Symmetric memory.";
-    "debug_log": Bool, "false", S, "Log.";
+    "debug_log": Bool, "false", S, "Write a log.";
     "offload_parameters": Bool, "false", S, "Move parameters.";
     "sync_before_reduce": Bool, "false", S, "Synchronize.";
     "sync_after_reduce": Bool, "false", S, "Synchronize.";
@@ -173,7 +173,7 @@ const COMPILE: &[super::ConfigKey] = keys! {
     "sync_after_allgather": Bool, "false", S, "Synchronize.";
     "keep_int_input_tensors": Bool, "true", S, "Keep inputs.";
     "keep_all_input_tensors": Bool, "false", S, "Keep inputs.";
-    "passes": Strings, "null", S, "z1, z3, autosp, autotp.";
+    "passes": Strings, "null", S, "Passes to run: z1, z3, autosp, autotp.";
 };
 
 const NO_PIPELINE: &str = "pipeline parallelism is not implemented";
@@ -196,9 +196,9 @@ const TENSOR_PARALLEL: &[super::ConfigKey] = keys! {
     "tp_overlap_comm": Bool, "false", none(ONLY_TP), "Communicate while computing.";
     "vocab_parallel_lm_head": Any, "null", none(ONLY_TP), "Split the last layer.";
     "vocab_parallel_ce_backend": OneOf(&["torch", "liger"]), "\"torch\"", none(ONLY_TP), "Loss over a split vocabulary.";
-    "tensor_parallel" | "tp": Object, "{}", H, "Groups.";
-    "injection_policy_tuple": Any, "null", none(ONLY_TP), "Which layers.";
-    "partition_config": Any, "null", none(ONLY_TP), "Which layers.";
+    "tensor_parallel" | "tp": Object, "{}", H, "Groups of ranks.";
+    "injection_policy_tuple": Any, "null", none(ONLY_TP), "Which layers are split.";
+    "partition_config": Any, "null", none(ONLY_TP), "Which layers are split.";
     "preset_model": Any, "null", none(ONLY_TP), "Which layers.";
     "keep_module_on_host": Bool, "false", none(ONLY_TP), "Split on the CPU.";
     "replace_with_kernel_inject" | "kernel_inject": Bool, "false", none(ONLY_TP), "Inference kernels.";
@@ -222,22 +222,22 @@ const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
     "expert_pattern": Any, "null", S, "Names of experts.";
     "router_pattern": Any, "null", S, "Names of routers.";
     "use_grouped_mm": Bool, "true", S, "Grouped products.";
-    "disable_triton_grouped_mm": Bool, "false", S, "Without Triton.";
+    "disable_triton_grouped_mm": Bool, "false", S, "Do not use Triton.";
     "route_norm": Any, "null", S, "Normalize routing weights.";
     "route_scale": FLOAT, "1.0", S, "Scale of routing weights.";
-    "score_apply": Any, "\"auto\"", S, "Where scores enter.";
+    "score_apply": Any, "\"auto\"", S, "Where routing scores are applied.";
     "combine_impl": Any, "\"auto\"", S, "Kernel.";
     "row_weighting_impl": Any, "\"auto\"", S, "Kernel.";
     "gate_up_impl": Any, "\"separate\"", S, "Kernel.";
     "comm_backend": OneOf(&["comm", "deepep"]), "\"comm\"", S, "Library that exchanges tokens.";
     "comm_num_sm": INT, "12", S, "Number of GPU multiprocessors used for communication.";
     "comm_qp_margin": INT, "4", S, "Queue margin.";
-    "comm_max_tokens_per_rank": INT, "0", S, "Bound.";
+    "comm_max_tokens_per_rank": INT, "0", S, "Largest number of tokens per rank.";
     "num_expert_groups": Any, "null", S, "Groups of experts.";
     "num_limited_groups": Any, "null", S, "Groups used.";
     "score_func": Any, "\"auto\"", S, "Routing function.";
     "top_k": Any, "\"auto\"", S, "Experts per token.";
-    "load_balance_coeff": Any, "null", S, "Only null.";
+    "load_balance_coeff": Any, "null", S, "Must be null.";
     "routed_scaling_factor": Any, "\"auto\"", S, "Scale of expert outputs.";
     "expert_w1": Any, "null", S, "Name of a weight.";
     "expert_w2": Any, "null", S, "Name of a weight.";
@@ -264,13 +264,13 @@ const WEIGHT_QUANTIZATION: &[super::ConfigKey] = keys! {
     "enabled": Bool, "true", S, "Quantize.";
     "quantized_initialization": Any, "{}", S, "Quantize while loading.";
     "post_init_quant": Any, "{}", S, "Quantize afterwards.";
-    "num_bits": INT, "8", S, "Bits.";
-    "q_type": Str, "\"symmetric\"", S, "Kind.";
-    "q_groups": INT, "1", S, "Groups.";
+    "num_bits": INT, "8", S, "Number of bits.";
+    "q_type": Str, "\"symmetric\"", S, "Kind of quantization.";
+    "q_groups": INT, "1", S, "Number of groups.";
 };
 
 const DATA_EFFICIENCY: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "false", R, "Select samples or tokens: it would change the training data.";
+    "enabled": Bool, "false", R, "Select samples or tokens, which would change the training data.";
     "seed": INT, "1234", R, "Seed of the sampling.";
     "data_sampling": Object, "{}", S, "Which samples.";
     "data_routing": Object, "{}", S, "Which tokens.";
@@ -295,9 +295,9 @@ const DYNAMIC_BATCHING: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", R, "Batches by length.";
     "metrics_path": Str, "null", R, "File of lengths.";
     "lr_scaling_method": OneOf(&["linear", "sqrt", "none"]), "\"linear\"", R, "How the learning rate is adapted.";
-    "min_batch_size": INT, "1", R, "Bound.";
-    "max_batch_size": INT, "null", R, "Bound.";
-    "sequence_picking_order": OneOf(&["dataloader", "random", "seqlen"]), "\"dataloader\"", R, "Order.";
+    "min_batch_size": INT, "1", R, "Smallest batch.";
+    "max_batch_size": INT, "null", R, "Largest batch.";
+    "sequence_picking_order": OneOf(&["dataloader", "random", "seqlen"]), "\"dataloader\"", R, "Order in which sequences are taken.";
     "max_tokens": INT, "null", R, "Tokens per batch.";
     "verbose": Bool, "false", R, "Log.";
 };
@@ -310,9 +310,9 @@ const DATA_ROUTING: &[super::ConfigKey] = keys! {
 const RANDOM_LTD: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", R, "Drop tokens.";
     "layer_token_lr_schedule": Any, "null", R, "Learning rate by tokens.";
-    "total_layer_num": INT, "null", R, "Layers.";
-    "random_ltd_layer_num": INT, "null", R, "Layers that drop.";
-    "random_ltd_layer_id": Any, "null", R, "Which.";
+    "total_layer_num": INT, "null", R, "Number of layers.";
+    "random_ltd_layer_num": INT, "null", R, "Number of layers that drop tokens.";
+    "random_ltd_layer_id": Any, "null", R, "Which layers drop tokens.";
     "model_mask_name": Any, "null", R, "Name of the mask.";
     "model_type": Any, "null", R, "Kind of model.";
     "hidden_state_order": Any, "null", R, "Order of dimensions.";

@@ -28,13 +28,13 @@ const ROOT: &[super::ConfigKey] = keys! {
     "data_types": Object, "{}", H, "Number formats other than the model's.";
     "gradient_clipping": NOT_NEGATIVE, "1.0", H, "Largest global L2 norm of the gradients; 0 disables clipping.";
     "prescale_gradients": Bool, "false", H, "Divide gradients by the number of ranks before the reduction instead of after it.";
-    "gradient_predivide_factor": NOT_NEGATIVE, "1.0", H, "The part of the division that comes before the reduction.";
+    "gradient_predivide_factor": NOT_NEGATIVE, "1.0", H, "Divide gradients by this factor before the reduction, and by (number of ranks / factor) after it.";
     "gradient_allreduce_op": OneOfAnyCase(&["mean", "sum"]), "\"mean\"", H, "Average or sum over ranks.";
     "communication_data_type": DTYPE, "null", H, "Format to which gradients and their sums are rounded for communication; null: the model's. Sums are computed in f32.";
     "steps_per_print": POSITIVE, "null", H, "Log every N optimizer steps; null: never.";
     "wall_clock_breakdown": Bool, "false", H, "Log how long each phase of a step took.";
-    "gradient_check": Bool, "true", H, "The first step compares the gradient with the change of the loss when the weights move slightly, at the cost of two forward passes. A key of this engine, not of DeepSpeed.";
-    "seed": COUNT, "42", H, "Seed of the initial weights. A key of this engine, not of DeepSpeed.";
+    "gradient_check": Bool, "true", H, "The first step compares the gradient with the change of the loss when the weights move slightly, at the cost of two forward passes. Specific to candle-zero.";
+    "seed": COUNT, "42", H, "Seed of the initial weights. Specific to candle-zero.";
     "activation_checkpointing": Object, "{}", S, "Recompute activations in the backward pass.";
     "zero_allow_untested_optimizer": Bool, "false", H, "Allow SGD, Lamb and custom optimizers at stages 1 to 3. The others are always allowed.";
     "zero_force_ds_cpu_optimizer": Bool, "true", none("there is one optimizer for memory and files, and it runs on the CPU for offloaded states"), "Offload needs DeepSpeed's CPU optimizer.";
@@ -99,7 +99,7 @@ const FP16: &[super::ConfigKey] = keys! {
 
 const BF16: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "Train in bfloat16 with f32 master weights. Not with fp16.";
-    "check_grad_overflow": Bool, "true", H, "Skip a step with an infinite or undefined gradient.";
+    "check_grad_overflow": Bool, "true", H, "Skip a step with an infinite or NaN gradient.";
     "immediate_grad_update": Bool, "false", none("gradients are always accumulated as they are produced"), "Accumulate in hooks.";
     "bf16_master_weights_and_grads": Bool, "false", H, "No f32 master weights: the bf16 weights are updated in f32 and rounded (with EngineBuilder::stochastic_rounding, stochastically). Stages 1 to 3.";
     "bf16_optimizer_states": Bool, "false", H, "Store the moments in bfloat16 too; needs bf16_master_weights_and_grads.";
@@ -113,7 +113,7 @@ const DATA_TYPES: &[super::ConfigKey] = keys! {
 };
 
 const ACTIVATION_CHECKPOINTING: &[super::ConfigKey] = keys! {
-    "every_unit": Bool, "null", H, "Every unit recomputes its forward pass during backward and keeps only its inputs; false: only the units that the model marks. Null: true, with a note, if a key below requests it. A key of this engine, not of DeepSpeed.";
+    "every_unit": Bool, "null", H, "Every unit recomputes its forward pass during backward and keeps only its inputs; false: only the units that the model marks. Null: true, with a note, if a key below requests it. Specific to candle-zero.";
     "partition_activations": Bool, "false", as_every_unit("nothing is split: a unit keeps its complete inputs"), "Split the kept activations over model-parallel ranks.";
     "cpu_checkpointing": Bool, "false", H, "Move the inputs that a recomputing unit keeps from the GPU to the host, or to a file if anything is offloaded to nvme. True also requests every_unit.";
     "contiguous_memory_optimization": Bool, "false", as_every_unit("each input is kept in a separate buffer"), "One buffer for all kept activations.";
