@@ -199,7 +199,7 @@ mod tests {
         assert_eq!(ranks_after(&[(4, 1), (4, 1), (3, 1)]), 3, "the smaller number is tried twice too");
         assert_eq!(ranks_after(&[(4, 1), (4, 1), (3, 1), (3, 1)]), 2);
         assert_eq!(ranks_after(&[(4, 1), (4, 1), (3, 1000)]), 3, "ranks do not come back");
-        assert_eq!(ranks_after(&[(2, 1), (2, 1)]), 2, "never fewer than the least");
+        assert_eq!(ranks_after(&[(2, 1), (2, 1)]), 2, "never fewer than the minimum");
     }
 
     #[test]
