@@ -301,7 +301,7 @@ impl RankProcess {
         }
     }
 
-    /// Returns whether it has ended. It stays a zombie, so that its process id is not reused.
+    /// Returns whether the process has ended. It stays a zombie, so that its process id is not reused.
     fn has_ended(&self) -> bool {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         match waitid(WaitId::Pid(self.pid), options) {

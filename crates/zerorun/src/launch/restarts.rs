@@ -83,7 +83,7 @@ pub(crate) fn run(job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
     run_by(CommBackend::Shm, job, policy)
 }
 
-/// Does the same, with ranks that communicate by `backend`.
+/// Does the same, with ranks that communicate over `backend`.
 pub(crate) fn run_by(backend: CommBackend, mut job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
     let (_, events) = signals::listen()?;
     let mut failed = Vec::new();
