@@ -27,7 +27,7 @@ fn main() {
 }
 
 fn compile_all() -> Result<(), String> {
-    let out = PathBuf::from(std::env::var_os("OUT_DIR").ok_or("cargo sets no OUT_DIR")?);
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").ok_or("cargo did not set OUT_DIR")?);
     let (nvcc, capability) = (nvcc(), capability());
     let files = std::fs::read_dir(KERNELS).map_err(|error| format!("{KERNELS}: {error}"))?;
     for file in files {

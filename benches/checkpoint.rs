@@ -87,7 +87,7 @@ fn measure(rounds: usize, folder: &Path) -> Result<()> {
     println!("plain loop {plain:.3} s, {:.2} GB/s", rate(plain));
     println!("without the page cache {direct:.3} s, {:.2} GB/s", rate(direct));
     println!(
-        "save       {saved:.3} s, {:.2} GB/s, {:.0} % of the faster",
+        "save       {saved:.3} s, {:.2} GB/s, {:.0} % of the faster loop",
         rate(saved),
         plain.min(direct) / saved * 100.0
     );
@@ -110,8 +110,8 @@ fn seconds(work: impl FnOnce() -> Result<()>) -> Result<f64> {
 fn plain_loop(path: &Path, bytes: u64, flags: i32) {
     const BLOCK: usize = 1 << 20;
     let memory: Vec<u8> = (0..2 * BLOCK as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-    // A block that begins at a page boundary and consists of complete pages. The memory is twice as large to allow the
-    // alignment.
+    // A block that begins at a page boundary and consists of complete pages. The memory is twice as large as the block,
+    // to leave room for the alignment.
     let block = &memory[memory.as_ptr().align_offset(4096)..][..BLOCK];
     let mut file = OpenOptions::new().write(true).create(true).custom_flags(flags).open(path).unwrap();
     let mut left = bytes.next_multiple_of(4096);

@@ -2,13 +2,15 @@
 //!
 //!     cargo bench --bench collectives
 //!
-//! A time is measured from a common start until the slower rank is done. Bytes per second refer to the complete,
+//! Each time is measured from a common start until the slower rank is done. Bytes per second refer to the complete,
 //! unsharded buffer. The yardstick, `copy`, is a plain copy through shared memory: both ranks simultaneously read a
-//! buffer of that size, which the other rank has written, from the pages of a memfd into their own memory. All of it
-//! has been touched before. Copies and collectives alternate, so that both meet the machine in the same state.
+//! buffer of that size, which the other rank has written, from the pages of a memfd into their own memory. All of this
+//! memory has been touched before. Copies and collectives alternate, so that both run with the machine in the same
+//! state.
 //!
 //! The results of `(new)` are in memory that the system allocates in the same call, including page faults. Other
-//! results are in memory that was in use before: a reduction's in its input, a gather's in its input if that had room.
+//! results are in memory that was in use before: that of a reduction in its input, and that of a gather in its input if
+//! there is room.
 #![allow(clippy::unwrap_used)]
 
 use candle_core::DType;
@@ -47,7 +49,7 @@ fn main() -> ExitCode {
     if zerorun.status().unwrap().success() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Returns the seconds until all ranks have run `f`.
+/// Returns the time in seconds until all ranks have run `f`.
 fn time(comm: &dyn Communicator, f: impl FnOnce()) -> f64 {
     comm.barrier().wait().unwrap();
     let start = Instant::now();
@@ -56,7 +58,8 @@ fn time(comm: &dyn Communicator, f: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// Returns elements in memory that was written before. Memory that was only requested as zeros would not be mapped yet.
+/// Returns elements in memory that has already been written to. Memory that was only requested as zeros would not be
+/// mapped yet.
 fn touched(len: usize) -> Flat {
     Flat::from(vec![1f32; len])
 }

@@ -3,8 +3,8 @@
 //!
 //!     RAYON_NUM_THREADS=1 cargo bench --bench generation
 //!
-//! The counted bytes are those that a token must read: every weight once (of the embedding tables, only the one that is
-//! also the output projection), and the keys and values of all positions.
+//! The bytes counted are those that must be read for a token: every weight once (of the embedding tables, only the one
+//! that is also the output projection), and the keys and values of all positions.
 #![allow(clippy::unwrap_used)]
 
 mod keep_memory;

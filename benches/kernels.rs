@@ -4,8 +4,8 @@
 //!     RAYON_NUM_THREADS=2 cargo bench --bench kernels -- peak
 //!
 //! Items are floating point operations, bytes the minimum that must be moved. mini has 2048 tokens (8 samples of 256)
-//! of width 384; gpt2 has 512 tokens (one sample) of width 768. A backward starts from a gradient of ones and ends in
-//! lookups in small tables, which sum the gradients of their rows.
+//! of width 384; gpt2 has 512 tokens (one sample) of width 768. A backward pass starts from a gradient of ones and ends
+//! in lookups in small tables, which sum the gradients of their rows.
 #![allow(clippy::unwrap_used)]
 
 mod keep_memory;
@@ -76,7 +76,7 @@ fn numbers<T: WithDType>(dims: &[usize]) -> Tensor {
     Tensor::from_iter(values, &Device::Cpu).unwrap().reshape(dims).unwrap().to_dtype(T::DTYPE).unwrap()
 }
 
-/// Measures `run` on `inputs` without gradients, or with a backward to all of them.
+/// Measures `run` on `inputs` without gradients, or with a backward pass to all of them.
 fn measure<const N: usize>(
     bencher: Bencher<'_, '_>,
     with_backward: bool,
@@ -95,8 +95,8 @@ fn measure<const N: usize>(
     bencher.bench_local(once);
 }
 
-/// Returns a tensor of the same shape, made of some of the rows. It is not a variable itself, because Candle adds the
-/// gradient of a variable to zeros, one element at a time in bf16. Parameters of an engine avoid this.
+/// Returns a tensor of the same shape, made of some of its rows. It is not a variable itself, because Candle adds the
+/// gradient of a variable to zeros, one element at a time in bf16. An engine's parameters avoid this.
 fn wanting_gradient(tensor: &Tensor) -> Tensor {
     let (&width, leading) = tensor.dims().split_last().unwrap();
     let rows = leading.iter().product::<usize>();
@@ -110,7 +110,8 @@ fn wanting_gradient(tensor: &Tensor) -> Tensor {
     embedding(&ids.reshape(leading).unwrap(), &table).unwrap()
 }
 
-/// Defines benches for a kernel's forward and, if floating point operations are counted, for forward with backward.
+/// Defines benches for a kernel's forward pass and, if floating point operations are counted, for the forward and
+/// backward passes together.
 macro_rules! kernel {
     ($name:ident, $forward_and_backward:ident, $run:ident) => {
         #[divan::bench(types = [f32, bf16], args = [Mini, Gpt2], sample_size = 1, max_time = 0.25)]
@@ -141,7 +142,7 @@ kernel!(norm_rms, run_rms_norm);
 kernel!(activation_gelu, run_gelu);
 kernel!(embedding_rows, run_embedding);
 
-/// Returns the operations of a product with a weight. Backward has two more products.
+/// Returns the number of operations of a product with a weight. The backward pass has two more products.
 fn product(with_backward: bool, [rows, outputs, inputs]: [usize; 3]) -> ItemsCount {
     ItemsCount::new(2 * rows * outputs * inputs * if with_backward { 3 } else { 1 })
 }
@@ -226,7 +227,8 @@ fn frozen_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
 
 fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {
     let sizes = model.sizes();
-    // Half of each time x time product. Forward has two products, backward five (one of them recomputed).
+    // Half of each time x time product is needed. The forward pass has two products, the backward pass five (one of
+    // them recomputed).
     let product = sizes.tokens() * sizes.time * sizes.width;
     let products = if with_backward { 7 } else { 2 };
     let bencher = bencher.counter(ItemsCount::new(product * products));
@@ -255,7 +257,7 @@ fn run_head<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward:
     measure(bencher, with_backward, inputs, |[h, w]| linear_cross_entropy(h, w, WeightLayout::OutIn, &ids));
 }
 
-/// Returns the bytes of elements that are read once and written once.
+/// Returns the number of bytes moved if elements are read once and written once.
 fn moved<T: WithDType>(elements: usize) -> BytesCount {
     BytesCount::new(2 * elements * T::DTYPE.size_in_bytes())
 }
@@ -304,7 +306,7 @@ mod registers {
     use super::DType;
     use std::arch::asm;
 
-    /// Returns the operations of one round, and the loop.
+    /// Returns the number of operations in one round, and the loop.
     pub fn loop_of(dtype: DType) -> Option<(usize, fn(usize))> {
         let level = std::env::var("CANDLE_ZERO_SIMD").unwrap_or_default();
         let may_be_wide = matches!(level.as_str(), "" | "auto" | "avx512") && is_x86_feature_detected!("avx512f");
@@ -317,8 +319,8 @@ mod registers {
         }
     }
 
-    /// Defines a loop of an instruction on registers `$kind` with the numbers `$sums`. Its operands are registers `$a`
-    /// and `$b`.
+    /// Defines a loop of an instruction on the registers of kind `$kind` whose numbers are `$sums`. Its operands are
+    /// registers `$a` and `$b`.
     macro_rules! rounds_of {
         ($name:ident, $instruction:literal, $clear:literal, $kind:literal, $all:literal, $sums:literal, $a:literal, $b:literal) => {
             /// Runs the loop. The processor must have the instruction.
@@ -383,7 +385,7 @@ mod registers {
     use super::DType;
     use std::arch::asm;
 
-    /// Returns the operations of one round, and the loop.
+    /// Returns the number of operations in one round, and the loop.
     pub fn loop_of(dtype: DType) -> Option<(usize, fn(usize))> {
         let level = std::env::var("CANDLE_ZERO_SIMD").unwrap_or_default();
         (dtype == DType::F32 && level != "portable").then_some((24 * 4 * 2, multiply_add))

@@ -24,7 +24,7 @@ fn main() {
     divan::main();
 }
 
-/// Times `pass`, which moves `bytes` per element, on a pool of `threads`.
+/// Times `pass`, which moves `bytes` bytes per element, on a pool of `threads` threads.
 fn measure(bencher: Bencher<'_, '_>, threads: usize, bytes: usize, pass: impl FnMut() + Send + Sync) {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
     let bencher = bencher.counter(BytesCount::new(ELEMENTS * bytes)).counter(ItemsCount::new(ELEMENTS));
@@ -187,8 +187,8 @@ fn muon_step_f32(bencher: Bencher<'_, '_>, threads: usize) {
     });
 }
 
-/// Measures the step between the two: Newton-Schulz of one matrix. Items are the floating point operations of its
-/// products.
+/// Measures the step between the two: the Newton-Schulz iteration on one matrix. Items are the floating point
+/// operations of its products.
 #[divan::bench(args = [[768, 768], [768, 3072], [3072, 768], [1024, 4096]], consts = [false, true], sample_count = 5, sample_size = 1)]
 fn muon_newton_schulz<const STANDARD: bool>(bencher: Bencher<'_, '_>, shape: [usize; 2]) {
     let method = if STANDARD { NsMethod::Standard } else { NsMethod::Gram };

@@ -7,7 +7,7 @@ use std::process::Command;
 const KEEP_MEMORY: (&str, &str) =
     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 
-/// Restarts this program with a rank's settings of the C library and the variables of `more`, unless the settings are
+/// Restarts this program with a rank's settings for the C library and the variables in `more`, unless the settings are
 /// already present. The C library reads them before main.
 pub fn start_as_a_rank(more: &[(&str, &str)]) {
     let (name, value) = KEEP_MEMORY;

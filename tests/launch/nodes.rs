@@ -410,8 +410,8 @@ fn refused(options: &str, args: &str, change: impl Fn(&Path)) -> (String, String
 fn a_host_that_does_not_belong_to_the_job_is_told_why() {
     let told = |options: &str, args: &str| refused(options, args, |_| {});
     let (here, first) = told("--nnodes 2 --node_rank 1", ARGS);
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, if these are two jobs, give one another --master_port");
-    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, if these are two jobs, give one another --master_port");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, if these are two jobs, give one of them a different --master_port");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, if these are two jobs, give one of them a different --master_port");
     let (here, first) = told("--nnodes 3 --node_rank 0", ARGS);
     insta::assert_snapshot!(here, @"zerorun: port PORT, where the other hosts connect, cannot be used: Address already in use (os error 98); stop the other job, or give another --master_port");
     assert_eq!(first, "");

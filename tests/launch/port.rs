@@ -92,7 +92,7 @@ fn the_port_is_open_at_the_first_hosts_address_alone() {
     elsewhere.args(["--nnodes", "2", "--node_rank", "0", "--master_addr", "192.0.2.1", "./train"]);
     let output = elsewhere.current_dir(folder.path()).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    insta::assert_snapshot!(stderr(&output).trim_end(), @"zerorun: --master_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at another one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
+    insta::assert_snapshot!(stderr(&output).trim_end(), @"zerorun: --master_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at a different one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
 
     // Behind NAT, the port is open to everyone who can reach the host. Without a secret, a warning is printed.
     let options = "--nnodes 2 --node_rank 0 --bind_addr 0.0.0.0 --timeout 1s";

@@ -340,7 +340,7 @@ pub enum FinetuneError {
         skipped: u64,
         /// The number of all records.
         records: u64,
-        /// The problem of these records.
+        /// The problem with these records.
         why: String,
     },
     /// A data file without anything to learn.

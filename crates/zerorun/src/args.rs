@@ -143,8 +143,8 @@ struct ZerorunArguments {
     #[arg(long = "min_nodes", alias = "min-nodes", value_name = "M", help_heading = HOSTS)]
     min_nodes: Option<usize>,
 
-    /// With --nnodes: read the secret from the first line of standard input, and end the job here when standard input
-    /// ends
+    /// With --nnodes: read the secret from the first line of standard input, and end the job on this host when standard
+    /// input ends
     #[arg(long = SECRET_FROM_STDIN, hide = true)]
     until_stdin_ends: bool,
 
@@ -284,7 +284,7 @@ fn hosts(text: &str) -> Option<(usize, usize)> {
 
 /// Parses a command line whose first word is the program's own name.
 pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> std::result::Result<LaunchOptions, CommandLineError> {
-    // A value that is not UTF-8 is not a number: its replacement characters are refused by name.
+    // A value that is not UTF-8 cannot be a number: the error about its replacement characters names the variable.
     let lookup = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
     read_beside(words, &LauncherVariables(&lookup))
 }
@@ -429,7 +429,7 @@ fn duration(text: &str) -> std::result::Result<Duration, String> {
     let number: u64 = number.parse().map_err(|_| "give a whole number with ms, s, m or h, for example 90s or 10m")?;
     match number.checked_mul(milliseconds) {
         Some(0) => Err("give more than 0".to_string()),
-        // The ranks count in milliseconds and add to a clock, so stay far below its maximum.
+        // The ranks count in milliseconds and add to a clock, so the limit is far below the clock's maximum.
         Some(total) if total <= 1000 * 3_600_000 => Ok(Duration::from_millis(total)),
         _ => Err("give at most 1000h".to_string()),
     }

@@ -1,9 +1,9 @@
 //! Finds the bytes of a rendered chat template that are the assistant's.
 //!
-//! Neither of the usual ways is right. The conversation up to a message does not always render as a prefix of the full
-//! text (Qwen3 writes the thoughts of the last answer only), and the text of a marker (`<|im_end|>`) may appear in a
-//! user's message. So contents are traced: a second rendering has private characters in the contents. If the two texts
-//! are otherwise equal, these characters show where each content begins and ends. From there:
+//! Neither of the usual methods is correct. The conversation up to a message does not always render as a prefix of the
+//! full text (Qwen3 writes the thoughts of the last answer only), and the text of a marker (`<|im_end|>`) may appear in
+//! a user's message. Therefore, contents are traced: in a second rendering, they contain private-use characters of
+//! Unicode. If the two texts are otherwise equal, these characters show where each content begins and ends. From there:
 //!
 //! - An answer begins after the first header of an answer that follows the previous message. The template itself
 //!   defines the header: it is the text that `add_generation_prompt` adds, or the text between a question and its
@@ -46,8 +46,8 @@ fn text_of(template: &impl ChatRenderer, conversation: &Conversation, prompt: bo
 pub struct RenderedConversation {
     /// The text.
     pub text: String,
-    /// The byte ranges that the assistant is to learn: everything after the header of its turns, up to and including
-    /// the token that ends them. They are in order and do not overlap.
+    /// The byte ranges that the model is to learn: everything after the header of its turns, up to and including the
+    /// token that ends them. They are in order and do not overlap.
     pub targets: Vec<Range<usize>>,
 }
 
@@ -119,8 +119,8 @@ impl TurnMarkers {
     }
 }
 
-/// Returns the text that ends an answer both within a conversation and at its end, without trailing white space: a mark
-/// in brackets, or the complete common text.
+/// Returns the text that ends an answer both within a conversation and at its end, without trailing white space: a
+/// marker in brackets, or the complete common text.
 fn constant_end(within: &str, last: &str) -> Option<String> {
     let same = within.char_indices().zip(last.chars()).take_while(|((_, a), b)| a == b);
     let same = &within[..same.map(|((at, c), _)| at + c.len_utf8()).last()?];
@@ -157,7 +157,7 @@ fn first_of<'a>(text: &str, words: &'a [String]) -> Option<(usize, &'a str)> {
     found.min_by_key(|(at, word)| (*at, usize::MAX - word.len())).map(|(at, word)| (at, word.as_str()))
 }
 
-/// The place of private characters in a content.
+/// The place of private-use characters in a message's content.
 #[derive(Debug, Clone, Copy)]
 enum MarkPlacement {
     /// Around the complete content.
@@ -166,7 +166,7 @@ enum MarkPlacement {
     Inside,
     /// One in the middle, for templates that examine the ends.
     Middle,
-    /// Around contents that are not empty and around the names of called tools, for templates that check whether a
+    /// Around contents that are not empty and around the names of called tools, for templates that check whether the
     /// content is empty.
     Filled,
 }
@@ -174,7 +174,7 @@ enum MarkPlacement {
 const MARK_PLACEMENTS: [MarkPlacement; 4] =
     [MarkPlacement::Around, MarkPlacement::Inside, MarkPlacement::Middle, MarkPlacement::Filled];
 
-/// The keys of messages whose texts templates compare but do not write.
+/// The keys whose texts templates compare but do not write.
 const UNMARKED_KEYS: [&str; 5] = ["role", "type", "id", "name", "tool_call_id"];
 
 /// Returns the text of a conversation and its targets, found by tracing the contents of its messages.
@@ -289,7 +289,7 @@ impl MessageSpans {
         let is_answer = |point: &&MessageBoundary| conversation.is_assistant(point.message);
         let inside = |point: &&MessageBoundary| block.start <= point.at && point.at <= block.end;
         let within = self.points.iter().filter(is_answer).filter(inside).min_by_key(|point| {
-            // At a border of two answers, the one that fills more of the range.
+            // At the border between two answers, the one that fills more of the range.
             (point.at == block.start || point.at == block.end, point.message)
         });
         let before =
@@ -315,8 +315,8 @@ impl TurnMarkers {
         self.headers.iter().any(|header| text.contains(header.trim()))
     }
 
-    /// Returns the byte range of an answer in the text, from the points of all messages, and whether the range includes
-    /// the answer's end.
+    /// Returns the byte range of an answer in the text, from the boundaries in `points` of all messages, and whether
+    /// the range includes the answer's end.
     fn target(&self, text: &str, points: &[MessageBoundary], answer: usize) -> Option<(Range<usize>, bool)> {
         let own = || points.iter().filter(|point| point.message == answer).map(|point| point.at);
         let others = || points.iter().filter(|point| point.message != answer).map(|point| point.at);
@@ -333,10 +333,10 @@ impl TurnMarkers {
     }
 }
 
-/// Private characters that a text does not contain.
+/// Private-use characters that a text does not contain.
 #[derive(Debug, Clone, Copy)]
 struct MarkCharacters {
-    /// The first of the characters. A plane has 65,534.
+    /// The first of the characters. A plane has 65,534 of them.
     base: u32,
     /// The first byte of their UTF-8.
     lead: u8,
@@ -349,7 +349,7 @@ impl MarkCharacters {
         planes.into_iter().find(|plane| !text.as_bytes().contains(&plane.lead))
     }
 
-    /// Returns mark `n`. Marks beyond the plane's size are all its last character.
+    /// Returns mark `n`. All marks beyond the plane's size are its last character.
     fn char(self, n: usize) -> char {
         char::from_u32(self.base + n.min(0xFFFD) as u32).unwrap_or(char::MAX)
     }
@@ -401,7 +401,7 @@ impl MarkedText {
     }
 }
 
-/// Returns the texts of a message that a template may write, with the message's key that each belongs to.
+/// Returns the texts of a message that a template may write, each with the key of the message that contains it.
 pub(crate) fn texts(message: &Value, is_assistant: bool) -> Vec<(String, String)> {
     let mut all = vec![];
     mark_message(message, is_assistant, MarkPlacement::Around, &mut |key, text| {
@@ -507,7 +507,7 @@ fn mark_value(value: &Value, place: MarkPlacement, mark: &mut dyn FnMut(&str) ->
     }
 }
 
-/// Returns a content with marks in it, and its halves if the mark is in the middle.
+/// Returns a message's content with marks in it, and its two halves if the mark is in the middle.
 fn mark_text(content: &str, place: MarkPlacement, [open, close]: [char; 2]) -> (String, Option<(String, String)>) {
     let core = content.trim();
     match place {

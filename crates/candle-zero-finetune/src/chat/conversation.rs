@@ -89,7 +89,7 @@ impl Conversation {
     }
 }
 
-/// The keys whose values the assistant says.
+/// The keys whose values the assistant produces.
 pub(crate) const ASSISTANT_TEXT_KEYS: [&str; 5] =
     ["content", "reasoning_content", "reasoning", "thinking", "tool_calls"];
 

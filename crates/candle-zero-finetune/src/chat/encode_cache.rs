@@ -1,22 +1,21 @@
 //! Encodes text in cached pieces.
 //!
 //! A general tokenizer spends most of its time on the same words again and again. If a text can be cut so that no token
-//! crosses a cut, and the tokens of a piece do not depend on the other pieces, the tokens of a piece are looked up.
-//! Texts are cut:
+//! crosses a cut, and the tokens of a piece do not depend on the other pieces, the tokens of a known piece can be
+//! looked up. Texts are cut:
 //!
-//! - before a space between a printed ASCII character and an ASCII letter, and after the end of a line between the same
-//!   characters;
+//! - before a space between a printed ASCII character and an ASCII letter, and after the end of a line between
+//!   characters of the same kinds;
 //! - before and after special tokens in angle brackets, which are taken out of a text first.
 //!
 //! A cut is used only if the tokenizer's parts prove that it changes nothing:
 //!
-//! - No added token can be found across the cut: none contains the two characters of the cut in sequence, not even one
-//!   that ends with the space or begins with the end of the line, and none strips white space there or examines its
-//!   neighbours.
-//! - The normalizer treats both sides as it treats them separately.
+//! - No added token can be found across the cut: none contains the two characters around the cut in sequence, even as
+//!   its first or last two, and none strips white space there or examines its neighbours.
+//! - The normalizer treats both sides as it would treat them separately.
 //! - Either the pre-tokenizer also cuts there, by a known regular expression, so that the vocabulary cannot join the
-//!   two sides. Or it leaves both sides unchanged; then no token of the vocabulary contains the two characters in
-//!   sequence, complete words are not looked up, and no unknown character waits for its neighbour.
+//!   two sides, or it leaves both sides unchanged. In the latter case, no token of the vocabulary contains the two
+//!   characters in sequence, complete words are not looked up, and no unknown character waits for its neighbour.
 //!
 //! A piece that occurs for the first time is cut further at places where the pre-tokenizer is known to cut: at the end
 //! of a run of ASCII letters, digits or punctuation. There are few of these smaller pieces.
@@ -36,7 +35,7 @@ use tokenizers::models::bpe::BPE;
 pub struct EncodedText {
     /// The tokens.
     pub ids: Vec<u32>,
-    /// The start and end of each token in bytes of the original text, also if a normalizer changes it.
+    /// The start and end of each token in bytes of the original text, even if a normalizer changes it.
     pub offsets: Vec<(usize, usize)>,
 }
 
@@ -72,7 +71,7 @@ pub(super) struct SafeSplitter {
 struct SafeCuts {
     /// Before a space, between a printed ASCII character and an ASCII letter.
     before_spaces: bool,
-    /// After the end of a line, between the same characters.
+    /// After the end of a line, between characters of the same kinds.
     after_lines: bool,
 }
 
@@ -236,7 +235,7 @@ fn joined(model: &BPE, words: PreTokenizerState) -> Option<SafeCuts> {
     let vocabulary = model.get_vocab();
     let is_known = |c: char| vocabulary.contains_key(c.encode_utf8(&mut [0; 4]) as &str);
     let is_mapped = words.space == '\u{120}';
-    // The characters that represent the bytes, one by one.
+    // The characters that represent the individual bytes.
     let mut mapped = ('!'..='~').chain('\u{A1}'..='\u{AC}').chain('\u{AE}'..='\u{143}');
     let has_byte = |byte: u8| vocabulary.contains_key(&format!("<{byte:#04X}>"));
     let all_known = is_mapped && mapped.all(is_known) || model.byte_fallback && (0..=255).all(has_byte);
@@ -285,12 +284,12 @@ fn leaves_no_space(normalizer: &Value) -> bool {
 struct PreTokenizerState {
     /// The character that replaced a space.
     space: char,
-    /// Whether the text is already cut at every place where texts are cut here and where [`run_end`] cuts.
+    /// Whether the text is already cut at every place where this module cuts texts and where [`run_end`] cuts.
     is_cut: bool,
 }
 
 impl PreTokenizerState {
-    /// Applies `pre_tokenizer`. Returns false if it is not known to treat both sides of a cut as it treats them
+    /// Applies `pre_tokenizer`. Returns false if it is not known to treat both sides of a cut as it would treat them
     /// separately.
     fn apply(&mut self, pre_tokenizer: &Value) -> bool {
         match pre_tokenizer["type"].as_str() {
@@ -383,7 +382,7 @@ impl PieceCache {
         true
     }
 
-    /// Caches the tokens of a piece, from number `first` on.
+    /// Caches the tokens of a piece, which begin at index `first`.
     fn remember(&mut self, piece: &str, start: usize, encoded: &EncodedText, first: usize) {
         if piece.len() > MAX_PIECE_BYTES {
             return;

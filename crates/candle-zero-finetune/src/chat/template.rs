@@ -27,8 +27,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// The maximum size of a template file in bytes.
 const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 
-/// The fuel of a rendering: it pays for steps, and for texts and lists at 64 bytes per unit. The second limit is for
-/// long conversations.
+/// The limits on the fuel of a rendering. Fuel pays for steps, and for texts and lists at 64 bytes per unit. The second
+/// limit is for long conversations.
 const FUEL_LIMITS: [u64; 2] = [2_000_000, 64_000_000];
 
 /// The maximum length of a conversation for which the first limit suffices, in messages and in bytes.
@@ -291,7 +291,8 @@ impl Template {
         self.words.contains(word) || self.tool_use.as_ref().is_some_and(|other| other.mentions(word))
     }
 
-    /// Returns whether the message has a call whose arguments are texts that are written as JSON once more.
+    /// Returns whether the message has a call whose arguments are texts that the template encodes as JSON a second
+    /// time.
     pub(crate) fn keeps_text(&self, message: &Value) -> bool {
         self.tool_use.as_deref().unwrap_or(self).capabilities.keeps_text(message)
     }
@@ -451,7 +452,7 @@ fn replace_markers(source: &str) -> (String, bool) {
 /// Returns the renderer's message: its text, the line and the cause.
 fn reason(error: &minijinja::Error) -> String {
     match (error.kind(), error.detail(), error.line()) {
-        // A message of the template itself is complete.
+        // A message that the template itself raises is complete.
         (ErrorKind::InvalidOperation, Some(detail), _) if error.line().is_some() => detail.trim_end_matches('.').into(),
         (kind, detail, line) => {
             let detail = detail.map(|detail| format!(": {detail}")).unwrap_or_default();

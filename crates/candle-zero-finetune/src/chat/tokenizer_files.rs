@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `tokenizer.json` | this tokenizer, with `tokenizer_config.json` and `special_tokens_map.json` |
 //! | `vocab.txt` | BERT's WordPiece over its lines |
-//! | `vocab.json` and `merges.txt` of a GPT-2 | GPT-2's byte-level BPE |
+//! | `vocab.json` and `merges.txt` of a GPT-2 model | GPT-2's byte-level BPE |
 //! | a GGUF file | the tokenizer in its metadata |
 
 use crate::error::{Error, FinetuneError, Result};
@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
-/// The maximum size of a tokenizer file in bytes. Those of the largest vocabularies have 35 MiB.
+/// The maximum size of a tokenizer file in bytes. The largest vocabularies need 35 MiB.
 const MAX_TOKENIZER_BYTES: u64 = 128 << 20;
 
 /// The content of a tokenizer's files.

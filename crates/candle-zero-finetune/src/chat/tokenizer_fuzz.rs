@@ -25,8 +25,8 @@ impl Random {
         of[self.below(of.len())]
     }
 
-    /// Returns texts of few letters, so that pieces repeat, with everything that pre-tokenizers, normalizers and added
-    /// tokens react to.
+    /// Returns texts made of few different letters, so that pieces repeat, with everything that pre-tokenizers,
+    /// normalizers and added tokens react to.
     fn text(&mut self, parts: usize) -> String {
         const PARTS: [&[&str]; 9] = [
             &["a", "b", "ab", "the", "cat", "The", "THE", "e", "xY", "abc", "ing", "s", "K"],

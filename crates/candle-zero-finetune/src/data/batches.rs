@@ -40,7 +40,7 @@ pub struct RowBatch {
     pub targets: Vec<i64>,
     /// The start positions of the sequences in each row. Padding after the last sequence counts as a sequence.
     pub starts: Vec<Vec<usize>>,
-    /// The numbers of the labels of all sequences except padding. Rows without a label come last.
+    /// The label indices of all sequences except padding. Rows without a label come last.
     pub labels: Vec<u32>,
     /// The number of tokens without padding.
     pub tokens: usize,
@@ -213,7 +213,7 @@ impl Batches {
     }
 
     /// Returns the number of targets of all ranks and micro batches of a step, or of labels if those are predicted. The
-    /// sum of the losses is divided by it. Every rank computes it independently.
+    /// sum of the losses is divided by this number. Every rank computes it independently.
     pub fn targets_of_step(&self, step: u64) -> u64 {
         let first = step * self.rows_per_step() as u64;
         let rows = (first..first + self.rows_per_step() as u64).flat_map(|row| self.row(row));

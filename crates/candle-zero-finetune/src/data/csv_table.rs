@@ -157,7 +157,7 @@ fn separator(first_line: &[u8], usual: u8, columns: &Columns) -> u8 {
 struct QuoteTracker {
     separator: u8,
     state: QuoteState,
-    /// The current line, from 1, and the one in which its row begins.
+    /// The current line, counted from 1, and the line in which its row begins.
     line: u64,
     row: u64,
     has_begun: bool,

@@ -37,7 +37,7 @@ pub struct DataOptions {
     pub overlong: Truncation,
     /// Whether a record that cannot be used is an error, rather than counted.
     pub strict: bool,
-    /// The names of the labels, in the order of their numbers. If empty, all labels of the files are used, sorted.
+    /// The names of the labels, in the order of their indices. If empty, all labels of the files are used, sorted.
     pub labels: Vec<String>,
     /// The roles of columns with other names.
     pub columns: Columns,

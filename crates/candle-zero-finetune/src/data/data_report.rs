@@ -69,7 +69,7 @@ pub struct RecordLines {
     pub count: u64,
     /// The lines (or rows) of the first five records, counted from 1.
     pub first: Vec<u64>,
-    /// The problem of the first record, for kinds in which each record has a different problem.
+    /// The problem with the first record, for kinds in which each record has a different problem.
     pub reason: Option<String>,
 }
 

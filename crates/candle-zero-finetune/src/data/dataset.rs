@@ -19,7 +19,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DataProgress {
-    /// The number of the file, from 0.
+    /// The index of the file, from 0.
     pub file: usize,
     /// Bytes of records read so far.
     pub bytes: u64,
@@ -68,7 +68,7 @@ impl Dataset {
         folder: &Path,
         progress: &mut dyn FnMut(DataProgress),
     ) -> Result<Self> {
-        assert!(options.ctx > 1, "a sample has a token and one to predict");
+        assert!(options.ctx > 1, "ctx must be at least 2: a token, and one to predict");
         private_cache(folder).map_err(|source| Error::Io { action: "create", path: folder.into(), source })?;
         let mut options = options.clone();
         if let (TrainingTask::Classify, true) = (options.task, options.labels.is_empty()) {
@@ -111,7 +111,7 @@ impl Dataset {
         self.group
     }
 
-    /// Returns the names of the labels by number.
+    /// Returns the names of the labels, in the order of their indices.
     pub fn labels(&self) -> &[String] {
         &self.labels
     }

@@ -43,7 +43,7 @@ pub(super) struct DatasetBuilder<'a> {
 
 /// The outcome of a record.
 enum RecordOutcome {
-    /// Samples with the numbers of their labels, and remarks on them.
+    /// Samples with the indices of their labels, and remarks on them.
     Samples {
         format: RecordFormat,
         samples: Vec<(Sample, u32)>,
@@ -431,7 +431,7 @@ impl DatasetBuilder<'_> {
         hash.write(
             format!("{bytes} {times} {:x} {template:?} {:?}", self.tokenizer.fingerprint(), self.options).as_bytes(),
         );
-        // A larger file is identified by its time and its two ends.
+        // A larger file is identified by its modification time, its beginning and its end.
         let mut piece = vec![0; 1 << 20];
         for start in [0, bytes.saturating_sub(MAX_FINGERPRINTED_BYTES / 2)] {
             file.seek(SeekFrom::Start(start)).map_err(io)?;

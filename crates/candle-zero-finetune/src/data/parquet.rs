@@ -52,9 +52,9 @@ pub(super) struct ParquetRows {
     columns: SchemaDescPtr,
     /// The number of row groups begun.
     groups: usize,
-    /// The remaining rows of the last one.
+    /// The remaining rows of the last of these.
     group: Option<ReaderIter>,
-    /// The number of rows read, and the rows of the file.
+    /// The number of rows read, and the number of rows in the file.
     row: u64,
     of: u64,
     /// The size of the file in bytes.
@@ -65,7 +65,7 @@ impl ParquetRows {
     /// Opens a file.
     ///
     /// # Errors
-    /// [`FinetuneError::Parquet`] for a file that is not a Parquet file, is cut off, damaged, encrypted or in an
+    /// [`FinetuneError::Parquet`] for a file that is not a Parquet file, or is cut off, damaged, encrypted or in an
     /// unsupported form; [`Error::Io`].
     pub(super) fn open(path: &Path, known: &Columns) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.into(), source };
@@ -173,7 +173,7 @@ impl ParquetRows {
 /// asserts in its decoders also panic. A reader that panicked is not used again.
 fn caught<T>(subject: &SandboxSubject, read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     const MAX_SHOWN_CHARS: usize = 200;
-    // The usual number of bytes of a page.
+    // The usual size of a page in bytes.
     let result = within(subject, 1 << 20, read);
     let reason = match result {
         Ok(Ok(value)) => return Ok(value),

@@ -139,7 +139,7 @@ impl<'a> RecordFields<'a> {
         Ok(is_learned)
     }
 
-    /// Returns whether the scores of the two answers favor the rejected one.
+    /// Returns whether the scores of the two answers favour the rejected one.
     pub(super) fn prefers_rejected(&self) -> bool {
         let number = |name: &str| {
             let value = self.peek(name)?;

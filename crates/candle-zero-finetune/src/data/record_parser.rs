@@ -288,7 +288,7 @@ const MISPLACED_KEYS: [&str; 8] =
 const MISPLACED_KEY_REASON: &str = "this format has no place for it; write messages, or map an instruction's columns as in \
                              --columns instruction=prompt,output=completion";
 
-/// Returns the name of a label: a text, an integer or a truth value.
+/// Returns the name of a label: a text, an integer or a boolean.
 fn label_name(label: &Value) -> Result<String, RecordProblem> {
     let whole = || f64::try_from(label.clone()).ok().filter(|number| number.fract() == 0.0 && number.abs() < 1e15);
     match label.kind() {
@@ -306,7 +306,7 @@ fn label_name(label: &Value) -> Result<String, RecordProblem> {
     }
 }
 
-/// Builds a conversation from messages and the record's system text and tools. The assistant's messages from number
+/// Builds a conversation from messages and the record's system text and tools. The assistant's messages from index
 /// `from` on are learned, unless their weight excludes them.
 fn chat(
     messages: ChatMessages,
@@ -392,7 +392,7 @@ fn history(fields: &RecordFields<'_>) -> Result<Vec<[String; 2]>, RecordProblem>
 
 /// Returns the position at which two texts diverge: after the header of the last answer that they share or, without
 /// one, after the last white space, so that no word is cut. Returns `None` if they have nothing in common, or if one of
-/// them has nothing else.
+/// them consists only of what they share.
 fn common_beginning(chosen: &str, rejected: &str) -> Option<usize> {
     const HEADERS: [&str; 7] = [
         "\n\nAssistant:",

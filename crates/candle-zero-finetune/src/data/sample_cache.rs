@@ -1,11 +1,11 @@
 //! Samples in a mapped file.
 //!
-//! The file is little-endian, in words of four bytes: a header of 16 words; each sample's ids, then a bit for each id
-//! that is set if the id is a target, padded to complete words; an index of 8 words per sample (the offset of its ids
-//! in words as two words, their number, label, line as two words, a digest of ids and bits as two words); a report as
-//! JSON. The header contains a fingerprint of what the file was made from, the positions of the file's parts, and a
-//! digest of itself, the index and the report. A file that was not written to its end has no header. All digests are
-//! checked when a file is opened, so a damaged file is rebuilt.
+//! The file is little-endian, in words of four bytes: a header of 16 words; each sample's ids, then one bit per id, set
+//! if the id is a target, padded to complete words; an index of 8 words per sample (the offset of its ids in words as
+//! two words, their number, label, line as two words, a digest of ids and bits as two words); a report as JSON. The
+//! header contains a fingerprint of what the file was made from, the positions of the file's parts, and a digest of
+//! itself, the index and the report. A file that was not written to its end has no header. All digests are checked when
+//! a file is opened, so a damaged file is rebuilt.
 //!
 //! The process that builds a file locks a second file next to it. Others wait for the lock and then map the result. The
 //! kernel releases the lock of a process that exits meanwhile.
@@ -88,7 +88,7 @@ pub struct SampleRef<'a> {
     ids: &'a [u8],
     /// A target bit for each id, in words.
     bits: &'a [u8],
-    /// The number of the sample's label, if it has one.
+    /// The index of the sample's label, if it has one.
     pub label: u32,
     /// The line that the sample comes from, from 1.
     pub line: u64,
@@ -272,8 +272,8 @@ pub(super) struct SampleCacheWriter {
 }
 
 impl SampleCacheWriter {
-    /// Creates a writer in a folder next to `path`, which a later run removes if this one is killed. Only this user can
-    /// read the file.
+    /// Creates a writer in a new folder next to `path`. If this run is killed, a later one removes the folder. Only
+    /// this user can read the file.
     pub(super) fn new(path: &Path) -> std::io::Result<Self> {
         let folder = files::folder_of(path);
         let scratch = ScratchFolder::new(folder, WRITING)?;

@@ -99,7 +99,7 @@ impl GgufFile {
     }
 }
 
-/// Returns the class of transformers.
+/// Returns the name of the model's class in transformers.
 fn class(architecture: &str) -> &'static str {
     match architecture {
         "qwen2" => "Qwen2ForCausalLM",

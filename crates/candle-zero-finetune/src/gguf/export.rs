@@ -191,7 +191,7 @@ impl<'a> GgufArchitecture<'a> {
         }
         keys.push(("general.file_type".into(), GgufValue::U32(if format == GgufFormat::F16 { 1 } else { 7 })));
         keys.push(("general.quantization_version".into(), GgufValue::U32(2)));
-        // Beyond its window, a block attends to less than it would in llama.cpp.
+        // Beyond its window, a block attends to fewer positions than it would in llama.cpp, so the context ends there.
         let windows = self.config.blocks.iter().filter_map(|block| block.window);
         let ctx = windows.fold(self.config.ctx, usize::min);
         let mut put = |key: &str, value| keys.push((format!("{}.{key}", self.architecture), value));

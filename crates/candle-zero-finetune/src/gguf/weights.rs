@@ -47,7 +47,8 @@ impl GgufFile {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
         // SAFETY: the map is only read. If another process truncated the file meanwhile, an access would raise SIGBUS.
-        // Nothing here writes weights in place, and copying a model of any size to avoid that would cost more.
+        // Nothing in candle-zero writes weights in place, and copying a model of any size to avoid that would cost
+        // more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let content = Content::read(&mut AlignmentGuard { file: Cursor::new(&map[..]), of_alignment: None });
         let content = content.map_err(|e| bad(path, candle_zero::error::without_backtrace(&e.to_string())))?;
@@ -137,7 +138,7 @@ impl GgufFile {
             let block = dtype.block_size();
             return Err(bad(
                 &self.path,
-                format!("tensor {name} has rows of {row} elements, not a multiple of the {block} of a block"),
+                format!("tensor {name} has rows of {row} elements, which is not a multiple of the block size {block}"),
             ));
         }
         let size = (info.shape.elem_count() / dtype.block_size()).checked_mul(dtype.type_size());
@@ -280,7 +281,7 @@ fn mixed_row(row: usize, head: usize) -> usize {
 /// Tensors that are redundant with the metadata or the embedding.
 const REDUNDANT_TENSORS: [&str; 1] = ["rope_freqs.weight"];
 
-/// Returns the name in a GGUF file of a parameter, given its Hugging Face name.
+/// Returns a parameter's name in a GGUF file, given its Hugging Face name.
 fn name_in_file(architecture: &str, parameter: &str) -> Option<String> {
     let gemma = architecture.starts_with("gemma");
     let around = match parameter {

@@ -106,7 +106,7 @@ impl GgufTensor {
     }
 }
 
-/// Writes a file to `out`. `give` passes on the bytes of the tensor with a given number, piece by piece.
+/// Writes a file to `out`. `give` passes on the bytes of the tensor with a given index, piece by piece.
 ///
 /// # Errors
 /// Errors of `out` and `give`.

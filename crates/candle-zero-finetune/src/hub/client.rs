@@ -48,7 +48,7 @@ pub(super) struct FileStream {
 
 /// The reason for a failed request.
 pub(super) enum RequestFailure {
-    /// A temporary failure, with the status of the answer if there was one.
+    /// A temporary failure, with the status of the response if there was one.
     Passing(String, Option<u16>),
     /// A permanent failure.
     Final(Error),
@@ -168,7 +168,7 @@ impl<'a> HubClient<'a> {
                 None => return self.described(file, headers, "x-linked-size"),
             }
         }
-        Err(self.unexpected_answer(file, format!("it redirects {MAX_REDIRECTS} times without an end")).into())
+        Err(self.unexpected_answer(file, format!("it redirected {MAX_REDIRECTS} times in a row")).into())
     }
 
     fn described(&self, file: &str, headers: &HeaderMap, size: &str) -> Result<RemoteFile, RequestFailure> {

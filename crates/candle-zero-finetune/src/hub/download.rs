@@ -29,7 +29,7 @@ pub(super) struct FileDownload<'a> {
 impl FileDownload<'_> {
     /// Downloads the file to `path`, which must not exist yet.
     pub fn download_to(&mut self, remote: &RemoteFile, path: &Path) -> Result<()> {
-        // Two attempts: bytes of an earlier download may belong to another content.
+        // Two attempts: bytes of an earlier download may belong to different content.
         for _ in 0..2 {
             let part = part_of(path);
             self.fill(remote, &part)?;
@@ -76,7 +76,7 @@ impl FileDownload<'_> {
     fn add(&mut self, into: &mut File, part: &Path, there: u64, remote: &RemoteFile) -> Result<(), RequestFailure> {
         let (repository, file) = (self.repository, self.file);
         let wrong = |source| not_written(repository, file, part, remote, source);
-        // A file that is too large contains nothing of this content.
+        // A file that is too large is not the beginning of this content.
         let there = if there > remote.size { 0 } else { there };
         let FileStream { from, mut reader } = self.client.bytes(self.commit, self.file, there)?;
         into.set_len(from).and_then(|()| into.seek(SeekFrom::Start(from))).map_err(wrong)?;

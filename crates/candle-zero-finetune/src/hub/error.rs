@@ -31,7 +31,7 @@ pub enum HubError {
     NoRepository {
         /// The repository.
         repository: String,
-        /// The endpoint that was asked.
+        /// The endpoint to which the request was sent.
         endpoint: String,
         /// Whether a token was given.
         has_token: bool,
@@ -56,7 +56,7 @@ pub enum HubError {
         name: String,
         /// The file.
         file: String,
-        /// The endpoint that was asked.
+        /// The endpoint to which the request was sent.
         endpoint: String,
     },
     /// A token that is refused or missing.
@@ -71,9 +71,9 @@ pub enum HubError {
         repository: String,
         /// The file.
         file: String,
-        /// The endpoint that was asked.
+        /// The endpoint to which the request was sent.
         endpoint: String,
-        /// The status of the answer.
+        /// The status of the response.
         status: u16,
         /// The server's message.
         said: String,
@@ -87,7 +87,7 @@ pub enum HubError {
         repository: String,
         /// The file.
         file: String,
-        /// A description of what it contains, and what to do.
+        /// A description of what the repository contains, and what to do.
         reason: String,
     },
     /// A server that cannot be reached.
@@ -100,7 +100,7 @@ pub enum HubError {
         repository: String,
         /// The file.
         file: String,
-        /// The endpoint that was asked.
+        /// The endpoint to which the request was sent.
         endpoint: String,
         /// The reason.
         reason: String,
@@ -108,7 +108,7 @@ pub enum HubError {
     /// A server that answers with an error status.
     #[error("{endpoint} answered HTTP {status} to the request for {file} of {repository}{}; {}",
         if said.is_empty() { String::new() } else { format!(" ({said})") },
-        if *status == 429 { "too many requests came from here: wait a few minutes, or give a token (HF_TOKEN)" }
+        if *status == 429 { "too many requests came from this address: wait a few minutes, or give a token (HF_TOKEN)" }
         else { "try again later" }
     )]
     Status {
@@ -116,16 +116,16 @@ pub enum HubError {
         repository: String,
         /// The file.
         file: String,
-        /// The endpoint that was asked.
+        /// The endpoint to which the request was sent.
         endpoint: String,
-        /// The status of the answer.
+        /// The status of the response.
         status: u16,
         /// The server's message.
         said: String,
     },
-    /// An answer that does not come from a Hub.
+    /// A response that does not come from a Hub.
     #[error(
-        "the answer of {endpoint} for {file} of {repository} is not that of a Hugging Face Hub: {problem}; check \
+        "the response from {endpoint} for {file} of {repository} is not that of a Hugging Face Hub: {problem}; check \
          HF_ENDPOINT"
     )]
     Answer {
@@ -133,9 +133,9 @@ pub enum HubError {
         repository: String,
         /// The file.
         file: String,
-        /// The endpoint that was asked.
+        /// The endpoint to which the request was sent.
         endpoint: String,
-        /// The problem with the answer.
+        /// The problem with the response.
         problem: String,
     },
     /// A file that was not downloaded completely.

@@ -5,8 +5,8 @@
 //! ```
 //!
 //! hf-hub provides the addresses, the listing and the folders of the cache. Its downloads neither check lengths nor
-//! stop when no more bytes arrive, so files are fetched here: a file gets its final name only when it is complete, and
-//! an interrupted download resumes where it stopped.
+//! stop when no more bytes arrive, so this module fetches the files itself: a file gets its final name only when it is
+//! complete, and an interrupted download resumes where it stopped.
 //!
 //! `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_TOKEN_PATH`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` and `SSL_CERT_FILE` have the
 //! same meaning as in huggingface_hub. Without feature `hub`, names are only distinguished from paths.

@@ -55,12 +55,12 @@ impl Snapshot {
         self.cached.blob_path(etag)
     }
 
-    /// Links an existing content under the name of a file.
+    /// Links existing content under the name of a file.
     pub fn link(&self, file: &str, content: &Path) -> Result<()> {
         let path = self.folder.join(file);
         let wrong = |source| Error::Io { action: "create", path: path.clone(), source };
         fs::create_dir_all(path.parent().unwrap_or(&self.folder)).map_err(wrong)?;
-        // A link to a content that was removed.
+        // A link whose content was removed.
         if path.symlink_metadata().is_ok() {
             fs::remove_file(&path).map_err(wrong)?;
         }

@@ -50,7 +50,7 @@ impl BaseModel {
     /// `model.safetensors.index.json`, in f32, bf16 or f16), a GGUF file, or a folder with one. Reads only headers, and
     /// compares the weights' names, shapes and types with the description.
     ///
-    /// If the model has no separate output projection, one among the weights is ignored.
+    /// If the model has no separate output projection, an output projection among the weights is ignored.
     ///
     /// # Errors
     /// Missing files; a description of an unsupported model ([`DecoderConfig::read`]); files that are missing,
@@ -75,7 +75,7 @@ impl BaseModel {
             [file] => Self::of_gguf(file),
             several => {
                 let names: Vec<String> = several.iter().map(|file| file.display().to_string()).collect();
-                Err(none(format!("it has several GGUF files, give one of {}", list(&names))))
+                Err(none(format!("it has several GGUF files; give one of {}", list(&names))))
             }
         }
     }
@@ -114,8 +114,8 @@ impl BaseModel {
         &self.config
     }
 
-    /// Checks that `config.json` describes only the part of the model that is read here. Otherwise a model written from
-    /// that part would not match its description.
+    /// Checks that `config.json` describes only the part of the model that this library reads. Otherwise a model
+    /// written from that part would not match its description.
     ///
     /// # Errors
     /// [`FinetuneError::MoreThanText`].
@@ -165,7 +165,7 @@ impl BaseModel {
 /// Opens the weights in a Hugging Face folder.
 pub(super) fn weights_of(folder: &Path) -> Result<WeightFiles> {
     WeightFiles::open(folder).map_err(|error| match error {
-        // The folder itself was opened, so it does not contain the file.
+        // The error names the folder itself, so it contains neither of the files.
         candle_zero::Error::Io { path, .. } if path == folder => {
             let reason = "it has neither model.safetensors nor model.safetensors.index.json".into();
             FinetuneError::NoModel { path, reason }.into()

@@ -8,7 +8,7 @@ use candle_core::{D, DType, Device, Tensor};
 use candle_zero::models::Bert;
 use std::path::Path;
 
-/// A classifier that predicts the labels of texts. Each text is computed separately, so its result does not depend on
+/// A classifier that predicts the labels of texts. Each text is processed separately, so its result does not depend on
 /// other texts.
 ///
 /// ```no_run

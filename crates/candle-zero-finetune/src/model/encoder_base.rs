@@ -1,4 +1,4 @@
-//! The encoder from which training a classifier starts: a BERT's folder in Hugging Face's format.
+//! The encoder that training a classifier starts from: a BERT's folder in Hugging Face's format.
 
 use super::base_model::{CONFIG, check_rows, check_weight, weights_of};
 use super::output_dir::write_beside;
@@ -171,14 +171,14 @@ fn known_labels(files: &WeightFiles, config: &BertConfig, labels: &[String]) -> 
     };
     if weight != [names.len(), config.hidden_size] || bias != [names.len()] {
         return Err(format!(
-            "the model's has shape {weight:?}, but the number of labels in its config.json is {}",
+            "the model's classifier has shape {weight:?}, but the number of labels in its config.json is {}",
             names.len()
         ));
     }
     let numbers: Vec<String> = (0..names.len()).map(|number| number.to_string()).collect();
     match [names, &numbers].into_iter().find(|known| labels.iter().all(|label| known.contains(label))) {
         Some(known) => Ok(known.clone()),
-        None => Err(format!("the model's knows {}, but the data has {}", list(names), list(labels))),
+        None => Err(format!("the model's classifier knows {}, but the data has {}", list(names), list(labels))),
     }
 }
 

@@ -17,7 +17,7 @@ use std::ops::ControlFlow;
 pub struct Sampling {
     /// The maximum number of tokens of an answer, including the one that ends it.
     pub max_tokens: usize,
-    /// The temperature. 0 is greedy decoding. Above 0, tokens are sampled from the logits divided by it.
+    /// The temperature. 0 is greedy decoding. Above 0, tokens are sampled from the logits divided by the temperature.
     pub temperature: f64,
     /// Sample only from this number of most likely tokens. 0 means all.
     pub top_k: usize,

@@ -61,8 +61,8 @@ impl<'a> MergedModel<'a> {
         Ok(Self { base, values: base.values(), parameters, adapter, progress: None })
     }
 
-    /// Sets a callback that receives the number of written bytes of tensors and the total number, while the model is
-    /// written.
+    /// Sets a callback that receives the number of tensor bytes written so far and their total number, while the model
+    /// is written.
     #[must_use]
     pub fn reporting(self, progress: &'a dyn Fn(u64, u64)) -> Self {
         Self { progress: Some(progress), ..self }
@@ -82,7 +82,7 @@ impl<'a> MergedModel<'a> {
         self.adapter?.tensor(&format!("{module}.{end}"))
     }
 
-    /// Returns a counter of written bytes, of `total`.
+    /// Returns a counter of the bytes written, out of `total`.
     pub(crate) fn counter(&self, total: u64) -> impl FnMut(usize) + use<'a> {
         let (progress, mut done) = (self.progress, 0);
         move |bytes| {

@@ -47,7 +47,7 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    /// Creates an adapter of parameters with the names that they have in the model.
+    /// Creates an adapter from parameters named as in the model.
     pub fn new(
         config: LoraConfig,
         base: Option<String>,

@@ -7,8 +7,8 @@ use candle_zero::precision::{Nf4Scales, WeightPacking};
 pub(crate) const PACKING: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
 /// Returns whether QLoRA quantizes a parameter of a decoder, given its name and shape. It quantizes the weights of all
-/// linear layers in blocks. As in PEFT, embeddings, the output projection, norms and biases stay in the model's
-/// precision.
+/// linear layers in the model's blocks. As in PEFT, embeddings, the output projection, norms and biases stay in the
+/// model's precision.
 ///
 /// This is the rule for [`EngineBuilder::quantized`](candle_zero::EngineBuilder::quantized).
 pub fn is_quantized(name: &str, shape: &[usize]) -> bool {

@@ -1,5 +1,5 @@
-//! Chooses the number of rows in a step and how full rows are, if the options do not set them, so that an epoch has
-//! some tens of steps if the data has enough samples.
+//! Chooses the number of rows in a step and how full rows are, if the options do not set them, so that an epoch has at
+//! least a few dozen steps if the data has enough samples.
 //!
 //! ```text
 //!   many rows       8 rows a step
@@ -63,7 +63,7 @@ impl BatchSizing {
     }
 }
 
-/// Returns the default number of epochs: three, or up to fifteen with few samples, until 1,200 samples were seen.
+/// Returns the default number of epochs: three, or up to fifteen with few samples, until 1,200 samples have been seen.
 pub(super) fn epochs_for(samples: usize) -> f64 {
     const MIN_SAMPLES_SEEN: usize = 1200;
     MIN_SAMPLES_SEEN.div_ceil(samples.max(1)).clamp(3, 15) as f64

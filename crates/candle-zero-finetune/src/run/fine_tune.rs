@@ -449,7 +449,7 @@ impl FineTune {
             Some(_) => generator.of_conversation(&Conversation::new([("user", prompt)]))?,
             None => generator.of_text(prompt)?,
         };
-        // Beyond the context, each token would require recomputing all of them.
+        // Beyond the context, each further token would require recomputing all tokens.
         let max_tokens = sampling.max_tokens.min(config.ctx.saturating_sub(ids.len())).max(1);
         let engine = &mut self.engine;
         let extend = |session: &mut Session, ids: &[u32]| {
@@ -504,7 +504,7 @@ impl FineTune {
     ///
     /// # Errors
     /// A folder that is not writable or not empty; a run in which all steps were skipped; a checkpoint that could not
-    /// be uploaded to an object store, in which case the result is in its place.
+    /// be uploaded to an object store, in which case the result is in its folder nevertheless.
     pub fn finish(mut self) -> Result<()> {
         let saved = self.engine.wait_for_checkpoint();
         self.report_failed_save(saved)?;

@@ -84,7 +84,7 @@ impl Objective {
                 let dpo = dpo_loss([&chosen, &rejected], [&of_reference[0], &of_reference[1]], beta)?;
                 Ok((dpo.loss, Some(dpo.rewards)))
             }
-            (Self::Prefer { .. }, None) => candle_core::bail!("a preference has a reference"),
+            (Self::Prefer { .. }, None) => candle_core::bail!("preferences need log probabilities of the reference"),
             _ => Ok((model.loss_packed(&batch.ids, &batch.targets, Some(&batch.sequences), Some(divisor))?, None)),
         }
     }

@@ -198,13 +198,13 @@ pub struct Options {
     pub packing: bool,
     /// The handling of samples that are longer than a row. Default: they are cut.
     pub overlong: Truncation,
-    /// Whether a record that cannot be used is an error. Default: false, such records are counted.
+    /// Whether a record that cannot be used is an error. Default: false; such records are counted.
     pub strict: bool,
     /// Whether a run continues if more than a tenth of a file's records cannot be used.
     pub allow_skipped: bool,
     /// The roles of the columns of data files with other names.
     pub columns: Columns,
-    /// The labels to predict, in the order of their numbers. Default: all labels of the data, sorted.
+    /// The labels to predict, in the order of their indices. Default: all labels of the data, sorted.
     pub labels: Vec<String>,
     /// The validation data. Default: none.
     pub validation: Option<ValidationData>,
@@ -214,7 +214,7 @@ pub struct Options {
     pub patience: Option<u64>,
     /// The checkpoints. Default: none.
     pub saving: Option<CheckpointOptions>,
-    /// Whether the run continues from a checkpoint that was saved with other settings. Default: false, the checkpoint
+    /// Whether the run continues from a checkpoint that was saved with other settings. Default: false; the checkpoint
     /// is refused and the error lists the differences.
     pub resume_anyway: bool,
     /// The seed of adapters, order and dropout. Default: 42.

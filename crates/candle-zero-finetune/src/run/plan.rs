@@ -19,7 +19,7 @@ use candle_zero::nn::{LoraConfig, LoraTargets};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The plan of a run on a number of ranks.
+/// The plan of a run on a given number of ranks.
 pub(super) struct RunPlan {
     pub config: Config,
     pub rates: LearningRates,

@@ -1,5 +1,5 @@
 //! The identity of a run: everything that determines its result. It is stored in the run's checkpoints, so that a
-//! resumed run is either the same run or reports in what it differs.
+//! resumed run is either the same run or reports how it differs.
 //!
 //! It excludes everything that does not change the result by design: the number of ranks, stage and offload, the micro
 //! batch, where and how often checkpoints are saved, and how often the model is validated.

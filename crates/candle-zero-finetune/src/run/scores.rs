@@ -9,7 +9,7 @@ pub struct Scores {
     counts: Vec<[u64; 3]>,
 }
 
-/// The scores of one class. A share of nothing is 0.
+/// The scores of one class. A share of zero texts is 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClassScore {
     /// The share of texts predicted as this class that belong to it.

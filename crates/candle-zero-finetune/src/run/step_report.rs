@@ -7,7 +7,7 @@ use serde::Serialize;
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct StepReport {
-    /// The number of the step, from 0.
+    /// The index of the step, from 0.
     pub step: u64,
     /// The mean loss over the target tokens of the step, over its pairs, or over its labelled texts.
     pub loss: f64,
@@ -23,9 +23,9 @@ pub struct StepReport {
     pub tokens: u64,
     /// The number of tokens per second.
     pub tokens_per_s: f64,
-    /// The duration of forward on this rank in milliseconds.
+    /// The duration of the forward pass on this rank in milliseconds.
     pub forward_ms: f64,
-    /// The duration of backward on this rank in milliseconds.
+    /// The duration of the backward pass on this rank in milliseconds.
     pub backward_ms: f64,
     /// The duration of the optimizer step on this rank in milliseconds.
     pub step_ms: f64,

@@ -135,7 +135,7 @@ pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
             folder.display()
         )
     });
-    Err(failed(format!("{status}, see its message above{}", gone.unwrap_or_default())))
+    Err(failed(format!("{status}; see its message above{}", gone.unwrap_or_default())))
 }
 
 /// Returns whether nothing has been compiled for scripts yet.
@@ -156,7 +156,7 @@ fn command(build: &CargoBuild, cargo: &OsString) -> Command {
         command.arg("--features").arg(features);
     }
     // Cargo reads its settings from its current folder upwards. The package's own settings must apply wherever zerorun
-    // is started, because other settings would recompile everything. Relative variables keep their meaning.
+    // is started, because other settings would recompile everything. A relative CARGO_TARGET_DIR keeps its meaning.
     command.current_dir(&build.package_dir);
     if let Some(dir) = std::env::var_os("CARGO_TARGET_DIR")
         && let Ok(dir) = std::path::absolute(&dir)

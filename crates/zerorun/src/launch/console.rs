@@ -38,7 +38,7 @@ pub(super) fn signals_are_heard() {
     LISTENING.store(true, Ordering::SeqCst);
 }
 
-/// Discards output that is not read from now on.
+/// From now on, discards output that is not read.
 pub(super) fn asked_to_end() {
     END_REQUESTED.store(true, Ordering::SeqCst);
 }
@@ -85,7 +85,7 @@ impl ConsoleWriter {
             Self::GivenUp => Ok(()),
             Self::Thread { chunks, written } => {
                 for chunk in bytes.chunks(WRITE_CHUNK) {
-                    // The thread ends with the sender.
+                    // The thread ends when the sender is dropped.
                     let _ = chunks.send(chunk.to_vec());
                     let mut waited = Duration::ZERO;
                     loop {

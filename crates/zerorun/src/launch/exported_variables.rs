@@ -1,5 +1,5 @@
-//! The variables that are passed to other hosts, from this process and from files: by DeepSpeed's rules
-//! ([`export_rules`]) and some more.
+//! The variables that are passed to other hosts, from this process and from files: those that DeepSpeed's rules select
+//! ([`export_rules`]), and some others.
 
 use super::hosts::error::HostsError;
 use super::hosts::export_rules::{self, ExportedVariables};

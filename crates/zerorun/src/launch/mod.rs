@@ -6,8 +6,8 @@
 //! (`signals`), and stops everything when a rank fails (`failure_report`). `restarts` decides whether it starts again.
 //! Output of `zerorun` itself goes through `console`. `core_binding` gives each rank its own cores. `hosts` computes
 //! which ranks run on which host. `nodes` starts and connects the launchers of several hosts, or starts their ranks
-//! with `mpirun`; `pmi` connects the MPI libraries of the ranks. On the other side, `comm/rank_env.rs` reads the
-//! variables that the launcher has set.
+//! with `mpirun`; `pmi` connects the MPI libraries of the ranks. In the ranks, `comm/rank_env.rs` reads the variables
+//! that the launcher has set.
 
 pub(crate) mod cargo_build;
 pub(crate) mod comm_backend;
@@ -50,7 +50,7 @@ use std::time::Duration;
 pub(crate) enum JobHosts {
     /// On this host.
     Alone,
-    /// On the hosts of a file; this launcher starts one on each.
+    /// On the hosts of a file; this launcher starts a launcher on each.
     Hosts(nodes::ssh::MultiHostOptions),
     /// On several hosts, on each of which something else starts a launcher.
     Nodes(nodes::NodeOptions),
@@ -96,7 +96,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         JobHosts::Hosts(hosts) => Some((hosts, hosts.world()?)),
         JobHosts::Alone | JobHosts::Nodes(_) => None,
     };
-    // All ranks of a single host are here. On several hosts, each host's launcher checks its own cores.
+    // With several hosts in a hostfile, each host's launcher checks its own cores.
     let here = match (&options.job_hosts, &world) {
         (_, Some((hosts, world))) if hosts.mpirun.is_none() => hosts.only_here(world),
         (_, Some(_)) => None,

@@ -54,7 +54,7 @@ impl MpirunFlavor {
         }
     }
 
-    /// Checks the `mpirun` of the PATH.
+    /// Checks the `mpirun` on the PATH.
     fn check(self) -> Result<()> {
         let launcher = self.name();
         let refused = |why: String| Error::from(HostsError::NoMpirun { launcher, why });
@@ -128,13 +128,13 @@ fn mpirun_args(
     words
 }
 
-/// Returns the GPUs that programs see. `mpirun` passes the same to all hosts.
+/// Returns the GPUs that programs see. `mpirun` passes the same value to all hosts.
 fn devices(world: &WorldInfo, kind: MpirunFlavor) -> Result<Option<String>, HostsError> {
     let hosts = world.hosts();
     let Some(node) = (1..hosts.len()).find(|node| hosts[*node].slots != hosts[0].slots) else {
         return Ok(Some(world.devices(0)));
     };
-    // These are the GPUs of the first ranks, as all programs count them.
+    // The slots of every host begin at 0, so its ranks use the right GPUs without the variable.
     if hosts.iter().all(|host| host.slots.iter().copied().eq(0..host.slots.len())) {
         return Ok(None);
     }

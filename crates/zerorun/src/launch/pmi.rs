@@ -18,13 +18,13 @@ use std::sync::{Arc, Mutex, Weak};
 /// Names and values as ranks have put them.
 pub(crate) type PmiValues = Vec<(String, String)>;
 
-/// The maximum bytes of a name and of a value, to which the library keeps.
+/// The maximum number of bytes of a name and of a value, which the MPI library observes.
 const MAX_NAME_BYTES: usize = 64;
 const MAX_VALUE_BYTES: usize = 4096;
 
 /// The PMI server of the ranks of this host.
 pub(crate) struct PmiServer {
-    /// The name of the key-value space. Libraries name shared memory by it, so it is unique per start.
+    /// The name of the key-value space. Libraries name shared memory after it, so it is unique per start.
     space: String,
     /// The number of ranks of all hosts.
     world: usize,
@@ -80,7 +80,7 @@ impl PmiServer {
     /// Begins to serve a rank. Returns its socket, which a child inherits.
     ///
     /// # Errors
-    /// Fails if the system does.
+    /// Fails if a system call does.
     pub(crate) fn socket(self: &Arc<Self>) -> io::Result<OwnedFd> {
         let (ours, theirs) = UnixStream::pair()?;
         let theirs = OwnedFd::from(theirs);

@@ -136,7 +136,7 @@ pub(super) struct RankOutput {
     tails: Arc<Mutex<Vec<StderrTail>>>,
     /// Whether some output could not be written although its reader is still there.
     unwritten: Arc<AtomicBool>,
-    /// On several hosts, the name of this host; and the number of its first rank.
+    /// The name of this host, if there are several hosts, and the number of its first rank.
     place: (Option<String>, usize),
 }
 
@@ -152,7 +152,8 @@ pub(super) struct DrainedOutput {
 }
 
 impl RankOutput {
-    /// Creates the output of one host's ranks, with its name if there are others, and its first rank's number.
+    /// Creates the output of one host's ranks, with the host's name if there are other hosts, and the number of its
+    /// first rank.
     pub(super) fn new(place: (Option<String>, usize)) -> Self {
         let (ended_sender, ended) = channel();
         let screen = ConsoleScreen {

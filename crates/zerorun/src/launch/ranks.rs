@@ -84,12 +84,12 @@ pub(crate) struct LocalJob {
 /// One host of a job on several hosts.
 #[derive(Clone)]
 pub(crate) struct MultiHostContext {
-    /// The first rank here, among the ranks of all hosts.
+    /// The first rank on this host, among the ranks of all hosts.
     pub(crate) first: usize,
     /// The index of this host, and the number of hosts.
     pub(crate) place: usize,
     pub(crate) hosts: usize,
-    /// The name of this host, for the lines of its ranks, if there are others.
+    /// The name of this host, for the lines of its ranks, if there are other hosts.
     pub(crate) host: Option<String>,
     /// The address of the first host, for use by the program.
     pub(crate) master_addr: String,
@@ -301,7 +301,7 @@ impl RankProcess {
         }
     }
 
-    /// Returns whether it has ended. It stays a zombie, so that its process id is not reused.
+    /// Returns whether the process has ended. It stays a zombie, so that its process id is not reused.
     fn has_ended(&self) -> bool {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         match waitid(WaitId::Pid(self.pid), options) {
@@ -340,7 +340,7 @@ impl RankProcesses {
         command.env_remove(SECRET);
         match &job.timeline {
             Some(folder) => command.env(timeline::PARTS, folder),
-            // It may be set if this launcher is a rank's child.
+            // These may be set if this launcher is a rank's child.
             None => command.env_remove(timeline::PARTS).env_remove(timeline::FILE),
         };
         let number = rank + self.first();
@@ -561,7 +561,7 @@ impl RankProcesses {
             culprit = CulpritRank { end: *end, fault: RankFault::Died };
             words = self.own_error_output(&culprit, tails);
         }
-        // From here on, numbers are ranks among all hosts.
+        // From here on, ranks are numbered across all hosts.
         let first_here = self.first();
         let numbered = |end: EndedRank| EndedRank { rank: end.rank + first_here, ..end };
         let (culprit, ended_ranks) = (

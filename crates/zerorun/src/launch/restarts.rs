@@ -83,7 +83,7 @@ pub(crate) fn run(job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
     run_by(CommBackend::Shm, job, policy)
 }
 
-/// Does the same, with ranks that communicate by `backend`.
+/// Does the same, with ranks that communicate over `backend`.
 pub(crate) fn run_by(backend: CommBackend, mut job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
     let (_, events) = signals::listen()?;
     let mut failed = Vec::new();
@@ -199,7 +199,7 @@ mod tests {
         assert_eq!(ranks_after(&[(4, 1), (4, 1), (3, 1)]), 3, "the smaller number is tried twice too");
         assert_eq!(ranks_after(&[(4, 1), (4, 1), (3, 1), (3, 1)]), 2);
         assert_eq!(ranks_after(&[(4, 1), (4, 1), (3, 1000)]), 3, "ranks do not come back");
-        assert_eq!(ranks_after(&[(2, 1), (2, 1)]), 2, "never fewer than the least");
+        assert_eq!(ranks_after(&[(2, 1), (2, 1)]), 2, "never fewer than the minimum");
     }
 
     #[test]

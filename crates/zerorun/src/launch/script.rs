@@ -1,5 +1,5 @@
 //! Determines the kind of the named file: a program, a target of the cargo package around it, or a single file that
-//! becomes a package. A name without a slash that is not a file here is a program on the `PATH`.
+//! becomes a package. A name without a slash that is not a file in the current folder is a program on the `PATH`.
 
 use super::cargo_build::{CargoBuild, CargoTargetKind};
 use super::frontmatter::{self, ScriptParts};
@@ -89,7 +89,7 @@ pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
     Ok(ScriptTarget::Single(SingleFileScript { typed: typed.to_path_buf(), path, parts }))
 }
 
-/// Returns whether a shell would look a name up in `PATH`. A Rust file is never on it.
+/// Returns whether a shell would look a name up in `PATH`. A Rust file is never looked up there.
 fn is_bare(typed: &Path) -> bool {
     let bare = typed.components().count() == 1 && typed.file_name().is_some_and(|name| name == typed.as_os_str());
     bare && !is_rust(typed)

@@ -496,7 +496,7 @@ mod tests {
         assert_eq!(told(owner(1001, false), owner(7, false)).as_deref(), Some(theirs));
         assert_eq!(owner(1001, false).distrusted(1000, None).as_deref(), Some(theirs));
         assert_eq!(told(owner(1000, true), owner(1000, false)).as_deref(), Some("every user may change it"));
-        assert_eq!(told(owner(1000, true), owner(1000, true)), None, "a file system without rights");
+        assert_eq!(told(owner(1000, true), owner(1000, true)), None, "a file system without permissions");
     }
 
     #[test]

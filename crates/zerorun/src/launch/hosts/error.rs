@@ -86,7 +86,7 @@ pub enum HostsError {
         "--include and --exclude are both given; give only one: the first lists what to use, the second what not to use"
     )]
     IncludeAndExclude,
-    /// A filter and a number are given.
+    /// Both a filter and a number are given.
     #[error("{filter} and {count} are both given; give only one: a filter already selects hosts and slots")]
     FilterAndCount {
         /// The option of the filter.
@@ -216,7 +216,7 @@ pub enum HostsError {
     /// The first host's address belongs to another host.
     #[error(
         "--{option} {address} is {found}, which is not an address of this host, but the other hosts connect to this \
-         one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at another one \
+         one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at a different one \
          (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example \
          0.0.0.0"
     )]
@@ -236,7 +236,7 @@ pub enum HostsError {
     UnknownAddress {
         /// The name.
         address: String,
-        /// The number of seconds that it was looked up.
+        /// The number of seconds for which it was looked up.
         seconds: u64,
         /// The error of the operating system.
         why: String,
@@ -271,7 +271,7 @@ pub enum HostsError {
         address: String,
         /// `--master_port`.
         port: u16,
-        /// The number of seconds that it was tried.
+        /// The number of seconds for which connecting was tried.
         seconds: u64,
         /// The error of the operating system.
         why: String,
@@ -307,7 +307,7 @@ pub enum HostsError {
         /// The given value.
         text: String,
     },
-    /// A host's number is not below the number of hosts.
+    /// A host's index is not below the number of hosts.
     #[error("--node_rank {node} is not below --nnodes {nodes}; number the hosts from 0 to {}", nodes - 1)]
     NodeOutOfRange {
         /// `--node_rank`.
@@ -392,7 +392,7 @@ pub enum HostsError {
         slots: usize,
         /// A host with a different number.
         other: String,
-        /// The different number.
+        /// Its number of slots.
         other_slots: usize,
     },
     /// Slurm cannot select the slots.
@@ -411,7 +411,7 @@ pub enum HostsError {
     },
     /// A world info cannot be read.
     #[error(
-        "cannot read the world info: {problem}; it is the base64 of {{\"HOST\": [SLOT, ...], ...}}, give it as the \
+        "cannot read the world info: {problem}; it must be the base64 of {{\"HOST\": [SLOT, ...], ...}}, as the \
          launcher wrote it"
     )]
     WorldInfo {

@@ -15,7 +15,7 @@ use super::error::{HostsError, shown};
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use std::fmt;
 
-/// The variable that selects the GPUs visible to programs. Ranks count these.
+/// The variable that selects the GPUs visible to programs, which number them from 0.
 pub(crate) const DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 
 /// The hosts that get ranks, each with at least one slot.
@@ -302,9 +302,9 @@ mod tests {
     fn a_wrong_world_info_is_refused() {
         let refusal = |text: &str| WorldInfo::decode(text).unwrap_err().to_string();
         let json = |json: &str| refusal(&to_base64(json.as_bytes()));
-        insta::assert_snapshot!(refusal("e30+"), @r#"cannot read the world info: `e30+` is not URL-safe base64; it is the base64 of {"HOST": [SLOT, ...], ...}, give it as the launcher wrote it"#);
-        insta::assert_snapshot!(json(r#"{"a": [0], "a": [1]}"#), @r#"cannot read the world info: host `a` is given twice at line 1 column 20; it is the base64 of {"HOST": [SLOT, ...], ...}, give it as the launcher wrote it"#);
-        insta::assert_snapshot!(json(r#"{"a": [1, 0]}"#), @r#"cannot read the world info: the slots of host `a` are not ascending at line 1 column 13; it is the base64 of {"HOST": [SLOT, ...], ...}, give it as the launcher wrote it"#);
+        insta::assert_snapshot!(refusal("e30+"), @r#"cannot read the world info: `e30+` is not URL-safe base64; it must be the base64 of {"HOST": [SLOT, ...], ...}, as the launcher wrote it"#);
+        insta::assert_snapshot!(json(r#"{"a": [0], "a": [1]}"#), @r#"cannot read the world info: host `a` is given twice at line 1 column 20; it must be the base64 of {"HOST": [SLOT, ...], ...}, as the launcher wrote it"#);
+        insta::assert_snapshot!(json(r#"{"a": [1, 0]}"#), @r#"cannot read the world info: the slots of host `a` are not ascending at line 1 column 13; it must be the base64 of {"HOST": [SLOT, ...], ...}, as the launcher wrote it"#);
         for wrong in [r#"{"a": [-1]}"#, r#"{"a": 2}"#, "[]", "{}", "", r#"{"a": [0]} x"#, r#"{"a": [0]"#] {
             json(wrong);
         }

@@ -4,9 +4,9 @@
 //!   accept -> a thread per stranger: handshake, Hello -> the first host's own thread, which admits or refuses it
 //! ```
 //!
-//! A stranger is a connection that has not identified itself yet. Their number is limited: one more evicts the oldest
-//! from the address with the most strangers. This bounds their cost, and strangers from one address do not keep another
-//! address out.
+//! A stranger is a connection that has not identified itself yet. Their number is limited: a further one evicts the
+//! oldest from the address with the most strangers. This bounds their cost, and strangers from one address do not keep
+//! out those from another.
 
 use super::handshake::{self, HandshakeError};
 use super::secret::{JobSecret, SECRET};

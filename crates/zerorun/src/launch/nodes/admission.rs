@@ -37,7 +37,7 @@ pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostH
     if nodes != own.nodes {
         return AdmissionRefusal::plain(format!(
             "--nnodes is {nodes} on host {} and {} on the first host; give both the same, or, if these are two jobs, \
-             give one another --master_port",
+             give one of them a different --master_port",
             name(hello),
             own.nodes
         ));
@@ -62,7 +62,7 @@ pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostH
     difference(own, hello)
 }
 
-/// Returns a forbidden difference between a host and the first one.
+/// Returns a forbidden difference between a host and the first host.
 fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
     let [here, there] = [name(own), name(hello)];
     if own.words != hello.words {
@@ -170,7 +170,7 @@ pub(super) mod tests {
             assert_eq!(told, said);
             told
         };
-        insta::assert_snapshot!(told(|b| b.nodes = 3), @"--nnodes is 3 on host b and 2 on the first host; give both the same, or, if these are two jobs, give one another --master_port");
+        insta::assert_snapshot!(told(|b| b.nodes = 3), @"--nnodes is 3 on host b and 2 on the first host; give both the same, or, if these are two jobs, give one of them a different --master_port");
         insta::assert_snapshot!(told(|b| b.node = 2), @"--node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
         insta::assert_snapshot!(told(|b| b.ranks = 0), @"--num_ranks is 0 there; give each host 1 to 1024 ranks");
         insta::assert_snapshot!(told(|b| b.ranks = usize::MAX), @"--num_ranks is 18446744073709551615 there; give each host 1 to 1024 ranks");

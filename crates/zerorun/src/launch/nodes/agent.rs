@@ -54,12 +54,12 @@ struct AgentInbox {
     running: Mutex<Option<RunningAttempt>>,
 }
 
-/// The attempt whose ranks run here.
+/// The attempt whose ranks run on this host.
 struct RunningAttempt {
     attempt: u32,
     pmi: Arc<pmi::PmiServer>,
     remote_failure: Arc<Mutex<Option<(usize, String)>>>,
-    /// Whether the next signal comes from the first host, so that it need not be reported to it.
+    /// Whether the next signal comes from the first host, so that it need not be reported back.
     passed_on: Arc<AtomicBool>,
 }
 
@@ -71,7 +71,7 @@ impl RunningAttempt {
 }
 
 impl AgentInbox {
-    /// Receives a message of the first host.
+    /// Receives a message from the first host.
     fn hear(&self, heard: PeerEvent, events: &Sender<LauncherEvent>) {
         let running = lock(&self.running);
         let of = |attempt: u32| running.as_ref().filter(|running| running.attempt == attempt);

@@ -13,7 +13,7 @@ use twox_hash::XxHash3_64;
 const MAX_FILE_BYTES: u64 = 256 << 20;
 /// The maximum number of files of a folder that are compared, in the order of their paths.
 const MAX_FILES: usize = 1000;
-/// The maximum size of a file in a folder whose contents are compared, not only its size.
+/// The maximum size in bytes up to which the contents of a file in a folder are compared, not only its size.
 const MAX_COMPARED_BYTES: u64 = 1 << 20;
 
 /// Checksums by the names that the user gives to the files.

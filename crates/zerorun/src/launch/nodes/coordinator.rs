@@ -7,7 +7,7 @@
 //!          a host is back: the ranks are asked to end gracefully ------------+
 //! ```
 //!
-//! Everything happens on one thread, which handles the messages of all hosts one by one.
+//! Everything happens on one thread, which handles the messages from all hosts one by one.
 
 use super::acceptor::{HostAcceptor, JoiningHost, MAX_UNPROVED_BYTES};
 use super::admission::{self, refusal};
@@ -67,7 +67,7 @@ pub(super) fn serve(
     std::thread::Builder::new().name("first of hosts".into()).spawn(move || job.run())
 }
 
-/// An event: a new host, or a message of a known one, by the number of its connection.
+/// An event: a new host, or a message from a known one, by the number of its connection.
 enum CoordinatorEvent {
     HostArrived(Box<JoiningHost>),
     FromHost(u64, PeerEvent),
@@ -195,7 +195,7 @@ impl Coordinator {
         }
     }
 
-    /// Returns the next message of a host within a tick. Hosts are added and removed here.
+    /// Returns the next message from a host within a tick. This function also adds and removes hosts.
     fn next(&mut self) -> Option<(usize, PeerEvent)> {
         let (number, heard) = match self.heard.recv_timeout(TICK) {
             Ok(CoordinatorEvent::HostArrived(joining)) => {
@@ -226,7 +226,7 @@ impl Coordinator {
             return;
         }
         // A host that lost its connection may be back before the loss is noticed. It is ignored here, and retries until
-        // the loss is noticed. Replayed messages of a host therefore do not remove that host.
+        // the loss is noticed. Replayed messages from a host therefore do not remove that host.
         if self.hosts.contains_key(&node) {
             return;
         }

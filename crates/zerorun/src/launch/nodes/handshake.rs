@@ -14,9 +14,10 @@ use super::secret::{JobSecret, KeyPurpose, NONCE_BYTES, hex, nonce, of_hex};
 use super::wire::{LauncherConnection, ReadDeadline, is_another_program};
 use serde::{Deserialize, Serialize};
 
-/// The maximum bytes of a line.
+/// The maximum number of bytes in a line.
 const MAX_LINE_BYTES: usize = 4096;
-/// The text that a proof seals. The host's version and name are not secret, and changing them gains nothing.
+/// The text that a proof seals. The host's version and name are not secret, and an attacker gains nothing by changing
+/// them.
 const SEALED_PROOF_TEXT: &[u8] = b"";
 
 /// This version of `zerorun`.

@@ -31,8 +31,8 @@ pub(super) fn join(
     }
 }
 
-/// Returns a host's Hello in a line of at most `longest` bytes. If it is too long, the folders are left out, whose
-/// comparison gives only warnings.
+/// Returns a host's Hello in a line of at most `longest` bytes. If it is too long, the folders, whose comparison gives
+/// only warnings, are left out.
 fn fitting(hello: &HostHello, longest: usize) -> Result<HostHello, String> {
     // The seal, and JSON's own characters.
     let fits = |hello: &HostHello| serde_json::to_vec(hello).is_ok_and(|text| text.len() + 100 < longest);

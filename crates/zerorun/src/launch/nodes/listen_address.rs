@@ -162,8 +162,8 @@ mod tests {
     #[test]
     fn an_address_of_another_host_is_named_with_what_to_do() {
         let told = |name: &str, bind_addr| at(name, bind_addr).unwrap_err().to_string();
-        insta::assert_snapshot!(told("192.0.2.1", None), @"--master_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at another one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
-        insta::assert_snapshot!(told("127.0.0.1", Some("192.0.2.1")), @"--bind_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at another one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
+        insta::assert_snapshot!(told("192.0.2.1", None), @"--master_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at a different one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
+        insta::assert_snapshot!(told("127.0.0.1", Some("192.0.2.1")), @"--bind_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at a different one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
         assert!(
             told("far.invalid", None)
                 .starts_with("the name of the first host, far.invalid, could not be resolved within 0 s: ")

@@ -8,8 +8,8 @@
 //!
 //! `coordinator` runs only on the first host, `agent` on each host, and `wire` connects them. The first host listens at
 //! the addresses of `listen_address`. Its `acceptor` bounds the cost of strangers, a `handshake` with the `secret`
-//! tells them from hosts of the job, and `admission` decides which of these may take part. `ssh` starts the launcher of
-//! each host of a hostfile.
+//! distinguishes them from hosts of the job, and `admission` decides which of these may take part. `ssh` starts the
+//! launcher of each host of a hostfile.
 
 mod acceptor;
 mod admission;
@@ -45,13 +45,13 @@ pub(crate) struct NodeOptions {
     pub(crate) nodes: usize,
     /// The minimum number of hosts to continue with after a failure.
     pub(crate) min_nodes: usize,
-    /// This host's number.
+    /// This host's index.
     pub(crate) node: usize,
     /// The first host's address.
     pub(crate) master_addr: String,
     /// The local address at which the first host listens; `None`: `master_addr`.
     pub(crate) bind_addr: Option<String>,
-    /// Whether the first line of standard input is the secret, and its end asks this launcher to end.
+    /// Whether the first line of standard input is the secret, and the end of standard input asks this launcher to end.
     pub(crate) until_stdin_ends: bool,
 }
 
@@ -106,7 +106,7 @@ pub(super) fn run(job: LocalJob, node: &NodeOptions, max_restarts: u32) -> Resul
     };
     let code = agent::run(job, &joining);
     if let Some(first) = first.filter(|_| code.is_ok()) {
-        // It has sent the job's result to this host's agent. The other hosts should receive it too.
+        // The coordinator has sent the job's result to this host's agent. The other hosts should receive it too.
         let _ = first.join();
     }
     code

@@ -35,8 +35,8 @@ const REMOTE_SHELL: &str = "ZERORUN_RSH";
 const EXIT_UNREACHABLE: u8 = 255;
 /// The interval at which ended launchers are detected.
 const TICK: Duration = Duration::from_millis(300);
-/// The time limit for the other launchers to end after that of the first host has, and for that one to end after
-/// another has failed.
+/// The time limit for the other launchers to end after the first host's launcher has ended, and for the first host's to
+/// end after another has failed.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 /// The pause before a host's launcher is started again.
 const RESTART_DELAY: Duration = Duration::from_secs(5);
@@ -120,7 +120,7 @@ pub(crate) fn run(
         let host = &world.hosts()[node];
         let words = launcher_command(job, hosts, world, node, job_wide)?;
         let local = is_here(&host.name) && !hosts.force_multi;
-        // The GPUs are those of the slots, whatever the variable's value is here.
+        // The GPUs are those of the slots, whatever the variable's value is on this host.
         let mut exports: Vec<_> = exports.iter().filter(|(name, _)| name != DEVICES).cloned().collect();
         exports.push((DEVICES.into(), world.devices(node)));
         let command = command(host, local, &words, &exports, hosts.ssh_port);
@@ -132,7 +132,7 @@ pub(crate) fn run(
     let code = supervise(&mut launchers, &events, job_wide.max_restarts > 0)?;
     wait_all(&mut launchers);
     launchers.iter_mut().filter_map(|launcher| launcher.child.as_mut()).for_each(|child| {
-        // It may be on a host that cannot be reached.
+        // The launcher may be on a host that cannot be reached.
         let _ = child.kill();
         let _ = child.wait();
     });
@@ -197,7 +197,7 @@ impl HostLauncher<'_> {
             let program = self.command.get_program().to_string_lossy().into_owned();
             HostsError::NotReached { host: self.host.name.clone(), program, why: source.to_string() }
         })?;
-        // The pipe has room for it. If the launcher has already ended, its exit code gives the reason.
+        // The pipe has room for the secret. If the launcher has already ended, its exit code gives the reason.
         let _ = child.stdin.as_mut().map(|stdin| stdin.write_all(self.secret.as_bytes()));
         (self.child, self.ended) = (Some(child), None);
         Ok(())

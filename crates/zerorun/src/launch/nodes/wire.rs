@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval between heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// The maximum bytes of a message from a launcher of the job: the values of about ten thousand ranks.
+/// The maximum number of bytes in a message from a launcher of the job: the values of about ten thousand ranks.
 pub(super) const MAX_MESSAGE_BYTES: usize = 64 << 20;
 /// The number of bytes read at a time.
 const READ_CHUNK: usize = 64 << 10;
@@ -32,7 +32,7 @@ const WRONG_SEAL: &str = "a message does not have the seal of its connection: so
                        messages";
 /// The error about a message that is too late.
 const ANSWER_TIMED_OUT: &str = "it did not answer in time";
-/// The error about messages of another program.
+/// The error about messages from another program.
 const FOREIGN_MESSAGE: &str = "it sent something that is not a message of this version of zerorun: another program is on \
                           this port";
 
@@ -47,7 +47,8 @@ pub(super) enum LauncherMessage {
     Joined,
     /// Start the ranks.
     Start(StartCommand),
-    /// Values that ranks have put for their MPI libraries: to the first host those of one host, from it those of all.
+    /// Values that ranks have put for their MPI libraries: those of one host, on the way to the first host; those of
+    /// all hosts, on the way from it.
     Values { attempt: u32, values: PmiValues },
     /// This rank has failed, or is on a host that is lost or has failed.
     Failed { attempt: u32, rank: usize, why: String },
@@ -123,7 +124,7 @@ pub(super) enum HostOutcome {
         after: Duration,
         headline: String,
         code: u8,
-        /// The rank that its own error output blames.
+        /// The rank that the failed rank's error output blames.
         blames: Option<usize>,
     },
 }
@@ -273,7 +274,7 @@ impl LauncherConnection {
     /// Creates a connection over a stream.
     ///
     /// # Errors
-    /// Fails if the system does.
+    /// Fails if a system call does.
     pub(super) fn over(stream: Arc<TcpStream>) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(HEARTBEAT_TIMEOUT))?;
