@@ -159,7 +159,7 @@ impl SaveJob {
         request.manifest.buffers = buffers.as_deref().map(buffers::entry);
         let (hosts, lock);
         (request.manifest.tag, hosts, lock) = begin(core.comm(), &request, locked)?;
-        // Another thread may read GPU memory on another stream.
+        // A different thread may read GPU memory on a different stream.
         core.synchronize()?;
         let share = ShareToSave::new(core.clone(), &request, buffers, trainer);
         let writing = match request.options.in_background {
@@ -172,7 +172,7 @@ impl SaveJob {
                 }
             }) {
                 Ok(thread) => WriteJob::Thread(thread),
-                // Without a thread it is written now.
+                // If no thread can be started, the share is written now.
                 Err(_) => WriteJob::Done(share.write()),
             },
         };

@@ -251,7 +251,7 @@ pub trait Communicator: Send + Sync {
         Duration::from_secs(600)
     }
 
-    /// Returns calls and bytes so far; an empty report if a communicator does not count.
+    /// Returns calls and bytes so far; an empty report if a communicator does not count them.
     fn report(&self) -> CommReport {
         CommReport::default()
     }

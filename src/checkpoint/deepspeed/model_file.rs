@@ -92,7 +92,7 @@ const DEEPSPEED_KEYS: &[&str] = &[
 const MAX_NAME_BYTES: usize = 1000;
 /// The maximum number of names in a message.
 const MAX_SHOWN_NAMES: usize = 3;
-/// The maximum ratio of the buffers' bytes to the stored bytes, because buffers may share storage.
+/// The maximum ratio of the buffers' bytes to the stored bytes. It can exceed 1 because buffers may share storage.
 const MAX_BUFFER_SHARING: u64 = 100;
 
 impl ModelFile {
@@ -223,7 +223,7 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
             Err(problem) => unread.push(problem),
         }
     }
-    // They are read into memory, where each has its own storage.
+    // The buffers are read into memory, where each has its own storage.
     let bytes = buffers.iter().fold(0u64, |sum, (_, tensor)| sum.saturating_add(tensor.bytes()));
     match bytes > archive.stored().saturating_mul(MAX_BUFFER_SHARING) {
         true => Err(format!("the buffers of module have {bytes} bytes, but all stored data has {}", archive.stored())),

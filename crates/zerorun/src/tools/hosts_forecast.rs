@@ -25,7 +25,7 @@ pub(super) struct ForecastArguments {
     #[arg(long, value_name = "RATE,LATENCY[,BUSY]", requires = "hosts")]
     network: Option<Network>,
 
-    /// Seconds per step on one host with as many ranks as each host has here
+    /// Seconds per step on one host with as many ranks as each host has in the forecast
     #[arg(long, value_name = "SECONDS", requires = "hosts", conflicts_with = "measured")]
     step: Option<f64>,
 

@@ -1,4 +1,4 @@
-//! The section `autotuning`, as far as it has a counterpart here.
+//! The section `autotuning`, as far as `zerorun tune` supports it.
 
 use super::trial_outcome::TrialOutcome;
 use crate::error::{Error, Result, ToolError};
