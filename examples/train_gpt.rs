@@ -4,7 +4,7 @@
 //!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json --arch llama --steps 200
 //!
 //! Everything about batches, precision, optimizer and ZeRO stage comes from the DeepSpeed configuration; the flags
-//! here choose model, data and outputs. Without `--data` the model reads the corpus embedded in the library.
+//! of this program choose model, data and outputs. Without `--data` the model reads the corpus embedded in the library.
 
 use anyhow::Context;
 use candle_core::{DType, Device, Tensor};

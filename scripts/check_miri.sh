@@ -5,7 +5,7 @@
 #   scripts/check_miri.sh [--install] [FOLDER]
 #
 # Needs Rust's nightly toolchain with the components miri and rust-src; with --install, rustup installs them. The build is in
-# FOLDER (target/miri by default). The exit status is 77 if something is not available here; the last line names it.
+# FOLDER (target/miri by default). The exit status is 77 if something is not available; the last line names it.
 # tests/README.md lists what runs and what cannot.
 set -uo pipefail
 cd "$(dirname "$0")/.."

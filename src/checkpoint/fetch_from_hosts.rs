@@ -97,7 +97,7 @@ impl FileParts {
 /// Returns `None` if no host lacks anything. Collective.
 ///
 /// # Errors
-/// A file that cannot be read or written, on all ranks; a failed collective.
+/// Fails on all ranks if a file cannot be read or written, and if a collective fails.
 pub(super) fn fetch(
     comm: &dyn Communicator,
     dir: &Path,

@@ -327,7 +327,7 @@ fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
     } else {
         replace(dir, tag)?;
     }
-    // Nothing is written into it from here on.
+    // The folder is complete: nothing more is written into it.
     match std::fs::remove_file(to.join(OWNER_FILE)) {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
         _ => {}

@@ -230,7 +230,7 @@ struct NeededElements {
 /// that is complete over all of them. Collective.
 ///
 /// # Errors
-/// A checkpoint that is damaged or belongs to another model or optimizer, on all ranks; a failed collective.
+/// Fails on all ranks if the checkpoint is damaged or belongs to another model or optimizer, and if a collective fails.
 pub(crate) fn load(
     core: &RankCore,
     trainer: &GroupedOptimizer,

@@ -61,7 +61,8 @@ pub(super) fn files(manifest: &Manifest) -> impl Iterator<Item = (&str, u64)> {
 /// if no host has any. Collective.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] on all ranks if no complete one exists, with the hosts and files; a failed collective.
+/// [`CheckpointError::Unusable`] on all ranks, with the hosts and files, if no complete one exists. Also fails if a
+/// collective fails.
 pub(super) fn locate(
     comm: &dyn Communicator,
     dir: &Path,

@@ -136,7 +136,7 @@ impl ModelFile {
     }
 }
 
-/// Returns the part of a valid checkpoint that cannot be read here, if there is one.
+/// Returns the part of a valid checkpoint that this library cannot read, if there is one.
 fn unsupported_part(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
     let parts = root.find("mp_world_size").map_or(Ok(1), |size| size.integer())?;
     if parts != 1 {

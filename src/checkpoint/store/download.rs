@@ -33,8 +33,8 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 /// for as long as the result exists. Returns `None` if there is no checkpoint. Collective.
 ///
 /// # Errors
-/// [`CheckpointError::Store`] on all ranks: an invalid address, no complete checkpoint, or an object that cannot be
-/// read or is damaged. A failed collective.
+/// [`CheckpointError::Store`] on all ranks for an invalid address, if no checkpoint is complete, or if an object cannot
+/// be read or is damaged. Also fails if a collective fails.
 pub(crate) fn fetch(
     comm: &dyn Communicator,
     url: &str,

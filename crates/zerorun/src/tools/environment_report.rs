@@ -169,7 +169,7 @@ impl MachineReport {
     /// Returns the verdicts as plain sentences.
     fn verdicts(&self) -> Vec<String> {
         let products = match (self.simd_level.name, self.simd.contains(&"avx512_bf16")) {
-            ("avx512", true) => "products in f32 and bf16 run on kernels of this library; bf16 is the faster one",
+            ("avx512", true) => "products in f32 and bf16 run on kernels of this library; bf16 is faster",
             ("avx512", false) => {
                 "products run on kernels of this library; without avx512_bf16, bf16 is no faster than f32"
             }

@@ -77,7 +77,7 @@ struct EstimateArguments {
     #[arg(long, value_name = "GPU", num_args = 0..=1)]
     gpu: Option<Option<GpuCapacity>>,
 
-    /// Let units recompute their forward, as train_gpt's flag of the same name does
+    /// Let units recompute their forward pass, as train_gpt's flag of the same name does
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     recompute: bool,
 

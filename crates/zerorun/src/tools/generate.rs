@@ -65,7 +65,7 @@ struct GenerateArguments {
     #[arg(long = "top_p", alias = "top-p", value_name = "P", default_value = "1")]
     top_p: f64,
 
-    /// Seed of sampling; each prompt starts with it
+    /// Seed for sampling; each prompt starts with it
     #[arg(long, value_name = "N", default_value = "0")]
     seed: u64,
 

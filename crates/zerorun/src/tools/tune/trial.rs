@@ -77,7 +77,7 @@ impl TrialRunner {
     /// Returns a unique name for the run of `config`.
     pub(super) fn id(&self, config: &Value) -> String {
         let Self { program, args, ranks, first_measured, steps, mappings, .. } = self;
-        // A rebuilt script is a different one.
+        // A rebuilt script counts as a different script.
         let built = std::fs::metadata(program).ok().map(|m| (m.len(), m.modified().ok()));
         let all = format!("{program:?} {built:?} {args:?} {ranks} {first_measured} {steps} {mappings:?} {config}");
         format!("{:016x}", fnv1a(all.as_bytes()))
@@ -96,7 +96,7 @@ impl TrialRunner {
         let folder = std::fs::canonicalize(&folder).map_err(io("find", &folder))?;
         let [file, metrics, log] = ["ds_config.json", "metrics.jsonl", "log.txt"].map(|name| folder.join(name));
         write_whole(&file, &format!("{:#}\n", quiet(config)))?;
-        // Left by a run that was stopped.
+        // A run that was stopped may have left this file.
         _ = std::fs::remove_file(&metrics);
         let out = File::create(&log).map_err(io("create", &log))?;
         let err = out.try_clone().map_err(io("open", &log))?;
