@@ -4,7 +4,7 @@
 //!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json --arch llama --steps 200
 //!
 //! Everything about batches, precision, optimizer and ZeRO stage comes from the DeepSpeed configuration; the flags
-//! here choose model, data and outputs. Without `--data` the model reads the corpus embedded in the library.
+//! of this program choose model, data and outputs. Without `--data` the model reads the corpus embedded in the library.
 
 use anyhow::Context;
 use candle_core::{DType, Device, Tensor};
@@ -135,7 +135,7 @@ enum OrderFlag {
 /// One line of the metrics file, which describes one optimizer step.
 #[derive(Serialize)]
 struct StepMetrics {
-    /// The number of the step, from 0.
+    /// The index of the step, from 0.
     step: u64,
     /// The mean over ranks and micro batches.
     loss: f64,
@@ -189,11 +189,11 @@ fn main() -> ExitCode {
     }
 }
 
-/// The end of a run without errors.
+/// How a run without errors ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ended {
     Trained,
-    /// A signal requested it. The last step is saved.
+    /// A signal requested the end. The last step is saved.
     Stopped,
 }
 
@@ -502,7 +502,7 @@ fn gather<M>(engine: &Engine<M>, loss: f64) -> anyhow::Result<OverRanks> {
     Ok(OverRanks { loss, rss_peak_bytes: (memory > 0).then_some(memory) })
 }
 
-/// Continues `tokens` by `count` tokens, each sampled from a slightly sharpened distribution of the model. Each
+/// Extends `tokens` by `count` tokens, each sampled from a slightly sharpened distribution of the model. Each
 /// evaluation processes the tokens that the model has not seen yet.
 fn generate<A: Architecture>(
     engine: &mut Engine<LanguageModel<A>>,

@@ -424,9 +424,9 @@ impl Images {
         images
     }
 
-    /// Returns the images with these numbers, `[batch, 3, side, side]`, normalized, and their classes. With `augment`,
+    /// Returns the images with these indices, `[batch, 3, side, side]`, normalized, and their classes. With `augment`,
     /// each image is randomly mirrored and shifted by up to an eighth of its side, depending on the seed, the epoch and
-    /// its number.
+    /// its index.
     fn batch(
         &self,
         numbers: &[usize],

@@ -1,5 +1,5 @@
-/* A cable between two network namespaces, of a given rate and delay in each direction: what `tc qdisc netem` makes, on kernels
- * that lack it. Both ends are TUN devices called `cable`; packets cross in this program.
+/* A cable between two network namespaces, of a given rate and delay in each direction: a substitute for `tc qdisc netem` on
+ * kernels that lack it. Both ends are TUN devices called `cable`; packets cross in this program.
  *
  *   cc -O2 -pthread -o cable scripts/cable.c
  *   cable NAMESPACE_A NAMESPACE_B BITS_PER_SECOND MICROSECONDS
@@ -55,7 +55,7 @@ static int end_in(const char *namespace) {
     snprintf(path, sizeof path, "/run/netns/%s", namespace);
     int home = open(path, O_RDONLY);
     check(home < 0, path);
-    /* A device is of the namespace in which it is opened. */
+    /* A device belongs to the namespace in which it is opened. */
     check(setns(home, CLONE_NEWNET) != 0, path);
     int end = open("/dev/net/tun", O_RDWR);
     check(end < 0, "/dev/net/tun");
@@ -65,7 +65,7 @@ static int end_in(const char *namespace) {
     return end;
 }
 
-/* Takes packets in at the rate of the cable: the next one begins when this one has gone in. */
+/* Takes packets in at the rate of the cable: the next one enters when the current one is completely in. */
 static void *take_in(void *argument) {
     struct way *way = argument;
     uint64_t idle_from = now();
@@ -91,7 +91,7 @@ static void *take_in(void *argument) {
     return NULL;
 }
 
-/* Gives packets out when they are due. */
+/* Delivers packets when they are due. */
 static void *give_out(void *argument) {
     struct way *way = argument;
     for (;;) {
@@ -105,7 +105,7 @@ static void *give_out(void *argument) {
                                .tv_nsec = (long)(way->due[place] % 1000000000u)};
         while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &due, NULL) != 0) {
         }
-        /* An end that is down loses what comes, as a cable does. */
+        /* An end that is down loses the packets that arrive, as a real cable does. */
         if (write(way->to, way->data[place], (size_t)way->len[place]) < 0) {
         }
         pthread_mutex_lock(&way->lock);
@@ -138,7 +138,7 @@ int main(int argc, char **argv) {
         check(pthread_create(&threads[2 * i], NULL, take_in, &ways[i]) != 0, "pthread_create");
         check(pthread_create(&threads[2 * i + 1], NULL, give_out, &ways[i]) != 0, "pthread_create");
     }
-    /* A cable does not wait for processors that compute. */
+    /* A real cable does not wait for busy processors. */
     struct sched_param first = {.sched_priority = 1};
     for (int i = 0; i < 4; i++) {
         if (pthread_setschedparam(threads[i], SCHED_FIFO, &first) != 0) {
@@ -146,7 +146,7 @@ int main(int argc, char **argv) {
             break;
         }
     }
-    puts("the cable is there");
+    puts("the cable is up");
     fflush(stdout);
     pthread_join(threads[0], NULL);
     return 0;

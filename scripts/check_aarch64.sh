@@ -6,7 +6,7 @@
 #
 # Needs cargo, a gcc for aarch64 and qemu-user; with --install, root installs the last two with apt-get. If the toolchain has
 # no standard library for aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by default), which also holds the
-# build. The exit status is 77 if something is not available here; the last line names it.
+# build. The exit status is 77 if something is not available; the last line names it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CANDLE_ZERO_SIMD

@@ -1,6 +1,7 @@
-"""Compares the logits of consolidated models in transformers with ours: check_consolidated.py FOLDER
+"""Compares the logits of consolidated models in transformers with candle-zero's: check_consolidated.py FOLDER
 
-FOLDER contains a folder per model, with model/ written by `zerorun consolidate`, and logits.safetensors with ids and our logits.
+FOLDER contains a folder per model, with model/ written by `zerorun consolidate`, and logits.safetensors with ids and
+candle-zero's logits.
 """
 
 import pathlib

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Loads consolidated checkpoints of a GPT-2 and two Llamas with transformers; its logits must match ours within 1e-4.
+# Loads consolidated checkpoints of a GPT-2 and two Llamas with transformers; the logits must match candle-zero's within 1e-4.
 #
 #   scripts/check_consolidated.sh VENV
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the dependencies that users of the three packages compile: licences, sources, and versions that occur twice.
+"""Checks the dependencies that users of the three packages compile: licences, sources, and packages in two versions.
 
     scripts/check_dependencies.py
 

@@ -1,4 +1,4 @@
-"""Steps of scripts/check_finetune.sh: dialogues, answers, and comparisons with Python libraries that read our files.
+"""Steps of scripts/check_finetune.sh: dialogues, answers, and comparisons with Python libraries that read candle-zero's files.
 
   check_finetune.py data FOLDER                         write dialogues.jsonl, questions.txt and answers.txt to FOLDER
   check_finetune.py judge ANSWERS GIVEN                 count the given answers that are right
@@ -77,7 +77,7 @@ def logits(model, adapter, merged, ours):
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, adapter).eval()
     in_f32 = far(adapted, "adapter")
-    # In f32, logits as large as 46 deviate by 1e-4 from the exact ones, in torch as well as here. Agreement with f32 or f64 is enough.
+    # In f32, logits as large as 46 deviate by 1e-4 from the exact ones, in torch as in candle-zero. Agreement with f32 or f64 is enough.
     in_f64 = far(adapted.double(), "adapter")
     of_merged = far(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64), "adapter")
     own = AutoTokenizer.from_pretrained(merged)

@@ -9,8 +9,8 @@
 #   1. The model's logits, and LoRA's losses over 20 steps, match those of transformers and PEFT.
 #   2. After 300 steps on dialogues about sums and differences of numbers up to 20, and about sorting, the model answers at
 #      least 90 % of 100 held-out questions correctly.
-#   3. PEFT loads the adapter, and its logits match ours within 1e-4. transformers loads the merged folder. The adapter and the
-#      merged folder give the same answers here.
+#   3. PEFT loads the adapter, and its logits match candle-zero's within 1e-4. transformers loads the merged folder. In
+#      candle-zero, the adapter and the merged folder give the same answers.
 #   4. gguf's reader finds the fields that llama.cpp needs, and the merged weights, in both GGUF files.
 #
 # 300 steps of 4 x 256 tokens take half an hour on two idle cores. The answers are judged last.

@@ -4,7 +4,7 @@
     scripts/check_floors.py              checks every path in the sources of the three packages against the table of each
     scripts/check_floors.py --arrows     prints which room of candle-zero uses which
 
-The compiler keeps the floors between packages.
+The compiler enforces the floors between packages.
 
 Prints every arrow (see source_paths.py) that does not lead to a lower floor, and every cycle of files that the table does not
 allow. Exits with code 1 if there is one.

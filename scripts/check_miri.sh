@@ -4,8 +4,8 @@
 #
 #   scripts/check_miri.sh [--install] [FOLDER]
 #
-# Needs Rust's nightly toolchain with the components miri and rust-src; with --install, rustup installs them. The build lies in
-# FOLDER (target/miri by default). The exit status is 77 if something is not available here; the last line names it.
+# Needs Rust's nightly toolchain with the components miri and rust-src; with --install, rustup installs them. The build is in
+# FOLDER (target/miri by default). The exit status is 77 if something is not available; the last line names it.
 # tests/README.md lists what runs and what cannot.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -23,7 +23,7 @@ available() {
     cargo +nightly miri --version >/dev/null 2>&1 && [ -d "$(rustc +nightly --print sysroot)/lib/rustlib/src/rust/library" ]
 }
 
-command -v rustup >/dev/null || skip 'there is no rustup, which has the nightly toolchain with miri'
+command -v rustup >/dev/null || skip 'there is no rustup, which provides the nightly toolchain with miri'
 if ! available && [ -n "$install" ]; then
     rustup toolchain install nightly --profile minimal --component miri --component rust-src --no-self-update
 fi
@@ -35,7 +35,7 @@ for manifest in Cargo.toml tests/kernels/Cargo.toml; do
 done
 
 # Tests read the environment and the clock. Threads of rayon and of the kernels never end, which would count as a leak. rayon's
-# queues turn numbers into pointers, and satisfy Tree Borrows only. The other levels of SIMD contain assembly.
+# queues turn integers into pointers, and satisfy only Tree Borrows. The other levels of SIMD contain assembly.
 export MIRIFLAGS='-Zmiri-disable-isolation -Zmiri-ignore-leaks -Zmiri-permissive-provenance -Zmiri-tree-borrows'
 export RAYON_NUM_THREADS=2 CANDLE_ZERO_SIMD=portable
 
@@ -44,7 +44,7 @@ run() { # arguments of cargo, --, names of tests...
     cargo +nightly miri test --locked --lib "$@"
 }
 
-# The kernels without Candle, whose compilation is shorter; then what needs the library.
+# First the kernels without Candle, which compile faster, then the tests that need the library.
 run --manifest-path tests/kernels/Cargo.toml -- parallel:: worker_pool:: vector:: strided:: \
     gemm::tests::column_sums gemm::tests::half_operands gemm::tests::products_of_all \
     half_conversion::tests::slices attention::tests::results_and \

@@ -5,7 +5,7 @@
 
 A type is a struct, enum, trait, union or type alias of a module. Types of functions, macros and impls, associated types, and
 code that only tests compile do not count. Prints every name that is defined more than once, with its files, and every name
-in ALLOWED that is not; then exits with code 1.
+in ALLOWED that is not, and exits with code 1 if there are any.
 """
 import pathlib
 import re

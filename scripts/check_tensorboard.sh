@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Reads our event files with TensorBoard's own reader: every value must equal that in the metrics file of the same run. One run
-# ends normally. Another is killed while it trains, and everything that it wrote before must be readable too.
+# Reads candle-zero's event files with TensorBoard's reader: every value must equal that in the metrics file of the same run.
+# One run ends normally. Another is killed while it trains, and everything that it wrote before must be readable too.
 #
 #   scripts/check_tensorboard.sh VENV
 #

@@ -6,7 +6,7 @@
 #
 # FOLDER is target/mpi by default, where the tests look for the libraries. Needs Python 3 with venv and pip. With --install, root
 # installs iproute2 with apt-get if `ip` is missing: tests with several hosts use network namespaces as hosts. The exit status
-# is 77 if something is not available here; the last line names it.
+# is 77 if something is not available; the last line names it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 install=

@@ -61,7 +61,7 @@ int main(int argc, char **argv) {
         if (rank == 0) {
             printf("%s %.2f GB/s\n", all[i].name, BYTES / seconds / 1e9);
         }
-        /* Sums of sums of ones would not stay finite. */
+        /* Without this, sums of sums would not stay finite. */
         for (int j = 0; j < BYTES / 4; j++) {
             whole[j] = other[j] = 1.0f;
         }

@@ -4,8 +4,8 @@
     scripts/outputs_campaign.py ZERORUN [--seconds 60] [--seed 1]
 
 Each round creates a small world with a model, data, an adapter, checkpoints and files of other users. It then starts a command with
-randomly placed outputs: on an input, inside one, on a link to one, in a folder with foreign files, in a read-only folder or on a full
-disk, on a pipe, or where a second job writes at the same time. Afterwards, these conditions must hold:
+randomly placed outputs: on an input, inside one, on a link to one, in a folder with files of others, in a read-only folder or on a
+full disk, on a pipe, or where a second job writes at the same time. Afterwards, these conditions must hold:
 
   - every file that existed before still exists, unchanged, under the same name or link;
   - no incomplete files are left behind;

@@ -1,7 +1,7 @@
 //! The buffers of a checkpoint: one safetensors file, written by rank 0, with a checksum of the complete file in the
 //! manifest.
 //!
-//! Every rank has the same buffers. If the model chose otherwise (`BufferSync::None`), rank 0's are saved. Buffers
+//! Every rank has the same buffers, unless the model chose `BufferSync::None`; in that case rank 0's are saved. Buffers
 //! change in forward, so a background save writes the values from the time at which it began.
 
 use super::folder::not_written;

@@ -19,7 +19,7 @@ use crate::files::{AtomicFolder, check_free_space, free_folder};
 use crate::zero::share::state_access::WEIGHTS;
 use std::path::{Path, PathBuf};
 
-/// The number of elements that are in memory at a time.
+/// The maximum number of elements that are in memory at a time.
 const PIECE: usize = 4 << 20;
 
 /// The precision of consolidated parameters.
@@ -127,8 +127,8 @@ impl ConsolidatedDtype {
     }
 }
 
-/// Writes the parameters of `checkpoint`, and its buffers in their own types, into the folder `out`, which must not
-/// exist or be empty. `tell` is called with the number of bytes written so far.
+/// Writes the parameters of `checkpoint`, and its buffers in their own types, into the folder `out`, which must be
+/// absent or empty. `tell` is called with the number of bytes written so far.
 ///
 /// # Errors
 /// [`CheckpointError::Unusable`] for a folder that is not empty, settings that do not fit the checkpoint, a damaged
@@ -247,7 +247,7 @@ impl ConsolidateWriter<'_> {
         TensorEntry { name, dtype, shape: shape.clone(), bytes: tensor.bytes(self.settings.dtype) }
     }
 
-    /// Passes the bytes of a parameter to `take`, piece by piece; those of a buffer at once, in its own type.
+    /// Passes the bytes of a parameter to `take`, piece by piece; those of a buffer in a single call, in its own type.
     fn parameter(&self, param: usize, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let parameter = match tensor(self.checkpoint, param) {
             ConsolidatedTensor::Parameter(parameter) => parameter,

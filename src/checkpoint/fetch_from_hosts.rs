@@ -6,8 +6,8 @@
 //! ```
 //!
 //! The ranks of a host take turns sending. A fetched file has the length of the original, with holes for the parts that
-//! no rank needs. Everything is checked: a block is compared with its checksum before it is sent, and again when it is
-//! read here.
+//! no rank needs. Everything is checked: a block is compared with its checksum before it is sent, and again when the
+//! receiver reads it.
 
 use super::folder::{FETCHED_PREFIX, not_written};
 use super::locate::{LocatedCheckpoint, files};
@@ -27,10 +27,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
-/// The bytes that a rank sends in a round; each rank receives those of all.
+/// The bytes that a rank sends in a round; each rank receives those of all ranks.
 const ROUND_BYTES: u64 = 256 << 10;
 
-/// The folder with the data from other hosts. It is removed when the rank that created it drops this.
+/// The folder with the data from other hosts. It is removed when the rank that created it drops this value.
 pub(super) struct FetchedFiles {
     path: PathBuf,
     _made: Option<(TempDir, File)>,
@@ -46,15 +46,15 @@ impl FetchedFiles {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct FilePart {
     file: usize,
-    /// 0 is the header.
+    /// The index of the part in its file: 0 is the header, 1 the first block.
     number: usize,
 }
 
-/// The parts of all files, numbered consecutively.
+/// The parts of all files, indexed consecutively.
 struct FileParts {
     /// The length of each file and of its header.
     files: Vec<(u64, u64)>,
-    /// The number of the first part of each file, then the total number of parts.
+    /// The index of the first part of each file, then the total number of parts.
     starts: Vec<usize>,
 }
 
@@ -74,7 +74,7 @@ impl FileParts {
         self.starts[file + 1] - self.starts[file]
     }
 
-    /// Iterates over all parts with their numbers.
+    /// Iterates over all parts with their indices.
     fn iter(&self) -> impl Iterator<Item = (usize, FilePart)> + '_ {
         let of = |file: usize| (0..self.count(file)).map(move |number| FilePart { file, number });
         (0..self.files.len()).flat_map(of).enumerate()
@@ -97,7 +97,7 @@ impl FileParts {
 /// Returns `None` if no host lacks anything. Collective.
 ///
 /// # Errors
-/// A file that cannot be read or written, on all ranks; a failed collective.
+/// Fails on all ranks if a file cannot be read or written, and if a collective fails.
 pub(super) fn fetch(
     comm: &dyn Communicator,
     dir: &Path,
@@ -133,7 +133,7 @@ pub(super) fn fetch(
     let bytes: u64 = queues.iter().flatten().map(|part| parts.bytes(*part)).map(|range| range.end - range.start).sum();
     if comm.rank() == 0 {
         let tag = &located.manifest.tag;
-        emit(&format!("checkpoint {tag}: {bytes} bytes are sent between hosts that need them"));
+        emit(&format!("checkpoint {tag}: sending {bytes} bytes to hosts that lack them"));
     }
     let made = if hosts.makes_folder() { new_folder(dir).map(Some) } else { Ok(None) };
     let made = agree(comm, made.map_err(|e| not_written(dir, &e)), failed_elsewhere(dir))?;
@@ -150,7 +150,7 @@ pub(super) fn fetch(
         if round.iter().all(Option::is_none) {
             break;
         }
-        // The first byte tells whether its rank has failed.
+        // The first byte tells whether the sender has failed.
         let mut message = vec![0u8; 1 + ROUND_BYTES as usize];
         if let (Some((part, at)), None) = (&round[comm.rank()], &failed) {
             let (bytes, rest) = (&mut message[1..][..(at.end - at.start) as usize], at.start);
@@ -172,7 +172,7 @@ pub(super) fn fetch(
     Ok(Some(fetched))
 }
 
-/// Creates a folder in `dir` that no save clears away.
+/// Creates a folder in `dir` that no save removes.
 fn new_folder(dir: &Path) -> std::io::Result<(TempDir, File)> {
     super::folder::create_all(dir)?;
     let folder = tempfile::Builder::new().prefix(FETCHED_PREFIX).tempdir_in(dir)?;

@@ -3,13 +3,13 @@
 //! ```text
 //!   .candle-zero-saving-TAG/   files written and synced by all ranks, then the manifest
 //!   .candle-zero-latest-XXX    the tag, written and synced
-//!   TAG/                       the first folder under its final name: rename, sync of the parent
-//!   latest                     the second file under its final name: last
+//!   TAG/                       the folder above, renamed; then its parent is synced
+//!   latest                     the file above, renamed; the last action
 //! ```
 //!
 //! A folder under its final name is always complete. Files that a dead job was writing are removed by the next job that
-//! saves there, before its first step. A job that died before its first checkpoint became the latest has left the
-//! second file, which is used if there is no `latest`.
+//! saves there, before its first step. A job that died before its first checkpoint became the latest has left
+//! `.candle-zero-latest-XXX`, which is used if there is no `latest`.
 //!
 //! A writer holds a lock on what it writes. On a file system without locks, a file in the folder names the writing
 //! process. A folder stays unless its writer is known to be dead.
@@ -106,7 +106,7 @@ fn ask(file: &File) -> rustix::io::Result<()> {
     flock(file, FlockOperation::NonBlockingLockExclusive)
 }
 
-/// Writes into `folder` that this process owns it, if locking it failed.
+/// Records in `folder` that this process owns it, if locking it failed.
 fn mark(folder: &Path, locked: rustix::io::Result<()>) -> IoResult<()> {
     match (locked, OwnerProcess::this()) {
         (Err(_), Some(owner)) => std::fs::write(folder.join(OWNER_FILE), owner.to_text()),
@@ -199,12 +199,12 @@ fn is_locked(path: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> bool
             }
             !is_dead
         }
-        // It is gone, or this user may not open it.
+        // The path is gone, or this user may not open it.
         Err(_) => false,
     }
 }
 
-/// Reports, once for each path, that it is left where it is.
+/// Reports that a path is left where it is, once for each path.
 fn report_left_in_place(path: &Path) {
     static REPORTED_FOLDERS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
     if lock(&REPORTED_FOLDERS).insert(path.to_owned()) {
@@ -327,7 +327,7 @@ fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
     } else {
         replace(dir, tag)?;
     }
-    // Nothing is written into it from here on.
+    // The folder is complete: nothing more is written into it.
     match std::fs::remove_file(to.join(OWNER_FILE)) {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -340,7 +340,7 @@ fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
     Ok(())
 }
 
-/// Creates the file that will become `latest`, which no other process clears away.
+/// Creates the file that will become `latest`; no other process removes it.
 fn new_latest(dir: &Path, tag: &str) -> IoResult<NamedTempFile> {
     let mut file = new_beside(dir, NEW_LATEST_PREFIX)?;
     _ = flock(file.as_file(), FlockOperation::NonBlockingLockExclusive);
@@ -351,7 +351,7 @@ fn new_latest(dir: &Path, tag: &str) -> IoResult<NamedTempFile> {
 }
 
 /// Replaces the checkpoint that has this name, on a file system that cannot exchange names. Between the two renames the
-/// old one is found under a separate name.
+/// old checkpoint is found under a separate name.
 fn replace(dir: &Path, tag: &str) -> IoResult<()> {
     let (from, to, replaced) = (saving(dir, tag), dir.join(tag), dir.join(format!("{REPLACED_PREFIX}{tag}")));
     let hold = File::open(&to)?;
@@ -372,8 +372,8 @@ pub(super) fn give_up(dir: &Path, tag: &str) {
 }
 
 /// Removes all complete checkpoints that were saved without a tag, except the `keep` newest, `saved`, and the one that
-/// `latest` names. The newest are those that `saved` descends from, in order. Checkpoints of other runs, or of this one
-/// before it was resumed from an earlier one, go first, by their steps.
+/// `latest` names. The newest are those that `saved` descends from, in order. Checkpoints of other runs, or of this run
+/// before it was resumed from an earlier checkpoint, are removed first, beginning with the fewest steps.
 pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
     let latest = latest(dir)?;
     let read = |tag: String| Some((Manifest::read(&dir.join(&tag).join(MANIFEST)).ok()?, tag));
@@ -460,7 +460,7 @@ pub(super) fn without_latest(dir: &Path) -> Result<()> {
 pub(super) fn existing(dir: &Path, tag: &str) -> Result<PathBuf> {
     check_tag(dir, tag)?;
     let path = dir.join(tag);
-    // The second is left by a job that died while it was replacing the checkpoint.
+    // The second path is left by a job that died while it was replacing the checkpoint.
     if let Some(found) = [path.clone(), dir.join(format!("{REPLACED_PREFIX}{tag}"))].into_iter().find(|p| p.is_dir()) {
         return Ok(found);
     }
@@ -609,7 +609,7 @@ mod tests {
         assert_eq!(latest(dir).unwrap(), None);
         put(dir, &dir.join("T"), "T", 1);
         assert_eq!(latest(dir).unwrap().as_deref(), Some("T"));
-        // Also after another run has begun to save and died.
+        // `latest` also appears when another run begins to save and dies.
         drop(begin(dir, "other").unwrap());
         assert_eq!(std::fs::read_to_string(dir.join(LATEST)).unwrap(), "T");
         left("T");

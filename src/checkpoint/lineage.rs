@@ -73,7 +73,7 @@ impl LockedFolders {
     }
 }
 
-/// Checks that this rank can create files in the existing folder `dir`, with an unnamed file.
+/// Checks that this rank can create files in the existing folder `dir`, by creating an unnamed one.
 pub(super) fn try_to_write(dir: &Path) -> Result<()> {
     tempfile::tempfile_in(dir).map(drop).map_err(|e| folder::not_written(dir, &e))
 }

@@ -128,7 +128,7 @@ impl Checkpoint {
 
     /// Returns the predecessor of the next save.
     pub(crate) fn as_last(&self) -> Option<LastCheckpoint> {
-        // Its folder may have been renamed.
+        // The tag comes from the path, because the folder may have been renamed.
         let tag = self.path.file_name()?.to_str()?;
         LastCheckpoint::new(self.path.parent()?, tag, &self.manifest)
     }
@@ -158,7 +158,7 @@ impl Checkpoint {
     pub fn read(&self, state: usize, param: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let Manifest { parameters, states, .. } = &self.manifest;
         let has = |state: &String| range.end <= parameters[param].numel() && parameters[param].has(state);
-        assert!(states.get(state).is_some_and(has), "elements of the checkpoint");
+        assert!(states.get(state).is_some_and(has), "the checkpoint has no such state, parameter or element");
         let mut bytes = Vec::with_capacity(range.len() * 4);
         for piece in self.places.pieces(state, param, range) {
             lock(&self.files[&piece.rank]).read(piece.bytes, |part| bytes.extend_from_slice(part))?;
@@ -230,7 +230,7 @@ struct NeededElements {
 /// that is complete over all of them. Collective.
 ///
 /// # Errors
-/// A checkpoint that is damaged or belongs to another model or optimizer, on all ranks; a failed collective.
+/// Fails on all ranks if the checkpoint is damaged or belongs to another model or optimizer, and if a collective fails.
 pub(crate) fn load(
     core: &RankCore,
     trainer: &GroupedOptimizer,
@@ -377,7 +377,7 @@ fn wanted(
 
 fn set_all(core: &RankCore, checkpoint: &Checkpoint, wanted: &[NeededElements]) -> Result<()> {
     debug_assert_eq!(checkpoint.manifest.states[0], WEIGHTS);
-    // Parameters gathered by a forward without a backward are outdated.
+    // Parameters that were gathered by a forward without a backward will be outdated.
     core.release_all()?;
     for NeededElements { state, saved, kind, param, range } in wanted {
         let dtype = if *kind == ParamStateKind::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };

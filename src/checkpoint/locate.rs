@@ -6,9 +6,10 @@
 //!   one host     the manifest                                              -> all
 //! ```
 //!
-//! A save renames the tag on every host, and then every host's `latest` names it. A job that died in between has left a
-//! tag that `latest` names on some hosts and that others lack: it is passed over in favor of the tag that `latest`
-//! names there. A tag that every host names and that is not complete has been damaged since, which is an error.
+//! A save renames the tag's folder on every host, and then every host's `latest` names the tag. A job that died in
+//! between has left a tag that `latest` names on some hosts and that others lack: it is passed over in favour of the
+//! tag that `latest` names on those. A tag that every host names and that is not complete has been damaged since, which
+//! is an error.
 
 use super::folder;
 use super::manifest::{MANIFEST, Manifest};
@@ -60,7 +61,8 @@ pub(super) fn files(manifest: &Manifest) -> impl Iterator<Item = (&str, u64)> {
 /// if no host has any. Collective.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] on all ranks if no complete one exists, with the hosts and files; a failed collective.
+/// [`CheckpointError::Unusable`] on all ranks, with the hosts and files, if no complete one exists. Also fails if a
+/// collective fails.
 pub(super) fn locate(
     comm: &dyn Communicator,
     dir: &Path,
@@ -142,8 +144,8 @@ struct ChosenTag<'a> {
     notes: Vec<String>,
 }
 
-/// Returns the newest complete tag of `found`; as an error, the newest of all and its problem. `are_all_told`: every
-/// host has named a tag. `name` returns the name of a host.
+/// Returns the newest complete tag of `found`; as an error, the newest of all and its problem. `are_all_told` tells
+/// whether every host has named a tag. `name` returns the name of a host.
 fn choose<'a>(
     found: &BTreeMap<&'a str, TagFilesByHost>,
     are_all_told: bool,

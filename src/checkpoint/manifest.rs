@@ -270,7 +270,7 @@ impl Manifest {
             let own = p.states.as_ref().unwrap_or(&self.states);
             let are_known = (own.is_empty() || p.has(WEIGHTS)) && own.iter().all(|state| self.states.contains(state));
             let are_known = are_known && p.updates_before <= self.optimizer_steps && p.block < 1 << 20;
-            say(are_known, format!("{} has the states {own:?}, of {:?}", p.name, self.states))?;
+            say(are_known, format!("{} has the states {own:?}, but only {:?} are possible", p.name, self.states))?;
         }
         let mut sum = 0u64;
         for p in &self.parameters {

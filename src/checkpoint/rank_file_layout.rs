@@ -54,7 +54,7 @@ impl RankFileLayout {
         self.ends(rank).last().unwrap_or(0)
     }
 
-    /// Returns the end of every parameter's shard in the file of `rank`: of the first state, of the second, ...
+    /// Returns the end of every parameter's shard in the file of `rank`, for the first state, then for the second, ...
     fn ends(&self, rank: usize) -> impl Iterator<Item = u64> {
         let all = (0..self.states.len()).flat_map(|state| (0..self.cuts.len()).map(move |param| (state, param)));
         all.scan(0u64, move |at, (state, param)| {
@@ -68,7 +68,7 @@ impl RankFileLayout {
 #[derive(Debug)]
 pub(super) struct RankFileOffsets {
     layout: RankFileLayout,
-    /// For each rank, the first byte of every parameter's shard, of the first state, of the second, ...
+    /// For each rank, the first byte of every parameter's shard, for the first state, then for the second, ...
     starts: Vec<Vec<u64>>,
 }
 

@@ -26,8 +26,8 @@ impl RanksByFolder {
     /// Collective.
     ///
     /// # Errors
-    /// Ranks that must share a folder but name different ones; a folder that cannot be written, on all ranks; a failed
-    /// collective.
+    /// Fails on all ranks if ranks that must share a folder name different ones or a folder cannot be written, and if a
+    /// collective fails.
     pub fn of(comm: &dyn Communicator, dir: &Path, on_each_host: bool) -> Result<Self, CollectiveFailure> {
         if !on_each_host {
             same_on_all_ranks(comm, "folders", &dir.to_string_lossy(), dir)?;
@@ -52,7 +52,7 @@ impl RanksByFolder {
     /// Groups the ranks by host. All ranks of a host must name the same folder. Collective.
     ///
     /// # Errors
-    /// The ranks of a host name different folders (reported on all ranks); a failed collective.
+    /// Fails on all ranks if the ranks of a host name different folders, and if a collective fails.
     pub fn by_neighbours(comm: &dyn Communicator, dir: &Path) -> Result<Self, CollectiveFailure> {
         let own = [comm.ranks_here().start as u64, fnv1a(dir.to_string_lossy().as_bytes())];
         let all = gather_u64(comm, &own)?;

@@ -148,7 +148,7 @@ impl SaveJob {
     /// Begins a checkpoint: this rank's share is written, or a thread starts writing it. Collective.
     ///
     /// # Errors
-    /// A tag or folder that cannot be used, on all ranks; a failed collective.
+    /// Fails on all ranks if the tag or folder cannot be used, and if a collective fails.
     pub fn begin(
         core: Arc<RankCore>,
         trainer: &GroupedOptimizer,
@@ -159,7 +159,7 @@ impl SaveJob {
         request.manifest.buffers = buffers.as_deref().map(buffers::entry);
         let (hosts, lock);
         (request.manifest.tag, hosts, lock) = begin(core.comm(), &request, locked)?;
-        // Another thread may read GPU memory on another stream.
+        // A different thread may read GPU memory on a different stream.
         core.synchronize()?;
         let share = ShareToSave::new(core.clone(), &request, buffers, trainer);
         let writing = match request.options.in_background {
@@ -172,7 +172,7 @@ impl SaveJob {
                 }
             }) {
                 Ok(thread) => WriteJob::Thread(thread),
-                // Without a thread it is written now.
+                // If no thread can be started, the share is written now.
                 Err(_) => WriteJob::Done(share.write()),
             },
         };
@@ -188,7 +188,7 @@ impl SaveJob {
     /// Collective.
     ///
     /// # Errors
-    /// A file that a rank could not write, on all ranks; a failed collective.
+    /// Fails on all ranks if a rank could not write a file, and if a collective fails.
     pub fn end(self) -> Result<(Option<LastCheckpoint>, Option<UploadRequest>), CollectiveFailure> {
         let Self { core, request, writing, hosts, lock: _lock } = self;
         let SaveRequest { dir, manifest, options, shows_statistics, upload_to, .. } = request;
@@ -235,7 +235,7 @@ impl SaveJob {
 /// jobs in it are removed. Collective.
 ///
 /// # Errors
-/// Those of a save into it, on all ranks; a failed collective.
+/// Fails on all ranks if a save into `dir` would fail, and if a collective fails.
 pub(crate) fn check_dir(
     comm: &dyn Communicator,
     dir: &Path,

@@ -35,7 +35,7 @@ pub fn rank_pointed_at(message: &str) -> Option<usize> {
 }
 
 /// Collective: returns the value of `own` if all ranks have one. If this rank has one and another rank does not,
-/// `elsewhere` makes the error from the number of the first such rank.
+/// `elsewhere` makes the error, given the first such rank.
 ///
 /// # Errors
 /// [`CollectiveFailure::InStep`] on all ranks if one failed; [`CollectiveFailure::OutOfStep`] if the collective failed.

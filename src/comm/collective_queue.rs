@@ -1,4 +1,4 @@
-//! Collectives in two halves: launched into the queue of this rank, waited for where the result is needed.
+//! Collectives in two halves: they are launched into the queue of this rank, and waited for where the result is needed.
 //!
 //! ```text
 //!   launch ----> jobs, in issue order ----> comm thread: while the training thread computes
@@ -174,7 +174,7 @@ struct CollectiveWorker {
 struct AbortSignal {
     region: Arc<SharedMemoryRegion>,
     rank: usize,
-    /// This rank's number in the shared memory region.
+    /// This rank's index in the shared memory region.
     local_rank: usize,
     /// The connection to other hosts, if there are any.
     mpi: Option<MpiRank>,
@@ -270,7 +270,7 @@ impl CpuCommunicator {
         })
     }
 
-    /// Notifies the other ranks that this rank panics.
+    /// Notifies the other ranks that this rank has panicked.
     pub(super) fn abort_in_panic(&self) {
         self.abort_signal.abort("it panicked; see its own output");
     }

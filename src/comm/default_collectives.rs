@@ -86,7 +86,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         })
     }
 
-    /// Implements `Communicator::all_reduce_as`. Summands are sent exact; the receiver encodes those that would have
+    /// Implements `Communicator::all_reduce_as`. Summands are sent unchanged; the receiver encodes those that would have
     /// been sent encoded.
     pub fn all_reduce(self, wire: WireFormat, mut input: Flat, tag: u64) -> Pending<Flat> {
         let (world, len, dtype) = (self.size, input.len(), input.dtype());

@@ -44,7 +44,7 @@ impl Drop for EngineCallGuard {
     }
 }
 
-/// Returns the number of this thread's call.
+/// Returns the index of this thread's call.
 pub(super) fn present() -> u64 {
     CURRENT_CALL.get() as u64
 }

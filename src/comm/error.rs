@@ -1,4 +1,4 @@
-//! Errors of communication between ranks, and of the environment that defines a process' rank.
+//! Errors of communication between ranks, and of the environment that defines a process's rank.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ pub enum CommError {
         #[source]
         source: Arc<std::io::Error>,
     },
-    /// The inherited descriptor is not the one of the launcher.
+    /// The inherited descriptor is not that of the launcher's shared memory.
     #[error(
         "file descriptor {fd} (CANDLE_ZERO_SHM_FD) is not the shared memory of this job: found {found}; start the \
          program with zerorun, and unset CANDLE_ZERO_SHM_FD if it is left over from another job"
@@ -91,7 +91,7 @@ pub enum CommError {
         /// The reason that this rank gave.
         why: String,
     },
-    /// A peer left in good order while others still need it.
+    /// A peer left without an error while others still need it.
     #[error(
         "rank {peer} left the job while rank {rank} waited for it in {op}; every rank must make the same number of \
          steps and collective calls"
@@ -353,11 +353,11 @@ impl CommError {
     }
 }
 
-/// Errors of the environment variables that define a process' rank.
+/// Errors of the environment variables that define a process's rank.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RankEnvError {
-    /// Some of the variables that define a process' rank are set, others are missing.
+    /// Some of the variables that define a process's rank are set, others are missing.
     #[error("{set} is set but {missing} is not: a rank needs both; start the program with zerorun, or unset {set}")]
     Incomplete {
         /// A variable that is set.

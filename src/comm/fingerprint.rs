@@ -75,7 +75,7 @@ impl CollectiveFingerprint {
         Self { sequence: w[0], kind: w[1], dtype: w[2], elements: w[3], tag: w[4] }
     }
 
-    /// Describes the collective and the engine call with number `call`, to which it belongs.
+    /// Describes the collective and the engine call with index `call`, to which it belongs.
     pub(super) fn within(&self, call: u64) -> String {
         match engine_call::name(call) {
             Some(call) => format!("{call} ({self})"),

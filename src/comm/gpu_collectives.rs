@@ -29,7 +29,7 @@ const NCCL_MODE: &str = "CANDLE_ZERO_NCCL";
 /// The variable that, if 1, keeps NCCL from accessing other threads' memory directly: CUDA's memory pools, which hold
 /// the tensors, are not accessible to other GPUs.
 const P2P_DIRECT_DISABLE: &str = "NCCL_P2P_DIRECT_DISABLE";
-/// How long an error of NCCL waits until the name of the failed rank is known.
+/// How long an NCCL error is held back until it is known which rank failed.
 const FAILED_RANK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// This rank's GPU among those of all ranks.
@@ -168,7 +168,7 @@ impl GpuCollectives {
     }
 
     /// Begins an all-reduce, a reduce-scatter or an all-gather, whose result lies in the memory of `buffer`. All ranks
-    /// launch the same ones in the same order, which is checked when a rank waits for them. Elements are sent exact or
+    /// launch the same ones in the same order, which is checked when a rank waits for them. Elements are sent unchanged or
     /// as integers; a format that applies only between hosts is handled by the communicator instead.
     ///
     /// # Errors
@@ -267,7 +267,7 @@ fn error_of(error: NcclError, rank: usize, comm: &dyn Communicator) -> Error {
         // The text is kept because it reports a lack of memory.
         NcclError::Device(error) => Error::Candle(candle_core::Error::Msg(error.to_string())),
         NcclError::Lost { .. } | NcclError::Silent { .. } | NcclError::Refused { .. } => {
-            // NCCL notices failures of other ranks before their names arrive here.
+            // NCCL notices that a rank has failed before it is known here which one.
             let until = Instant::now() + FAILED_RANK_TIMEOUT;
             loop {
                 match comm.failure() {

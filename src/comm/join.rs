@@ -1,6 +1,6 @@
 //! Joining the job that the environment describes.
 //!
-//! A process enters the memory that the ranks share once, and stays until it ends: all its engines, concurrent or
+//! A process joins the ranks' shared memory once, and stays until it ends: all its engines, concurrent or
 //! successive, issue their collectives through one queue, in the order in which the program runs them.
 
 use super::mpi::MpiRank;
@@ -104,7 +104,7 @@ fn cpus_of(list: &str) -> usize {
     list.split(',').filter_map(count).sum()
 }
 
-/// A handle to the process' communicator.
+/// A handle to the process's communicator.
 struct JobCommunicator(Arc<CpuCommunicator>);
 
 impl Drop for JobCommunicator {

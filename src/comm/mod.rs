@@ -14,7 +14,7 @@
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces in which a buffer is
 //! sent. This makes stages 0 to 3 give the same bits.
 //!
-//! Elements are sent exact or as small integers with a scale per block, everywhere or only between hosts:
+//! Elements are sent unchanged or as small integers with a scale per block, everywhere or only between hosts:
 //! [`WireFormat`].
 
 #[doc(hidden)]
@@ -179,7 +179,7 @@ pub trait Communicator: Send + Sync {
 
     /// Does the same as [`all_reduce`](Self::all_reduce), with summands sent in the format `wire`. Each element is
     /// summed by one rank, as in [`reduce_scatter_as`](Self::reduce_scatter_as) with chunks of equal length, and the
-    /// sums are sent exact: both give the same bits.
+    /// sums are sent unchanged: both give the same bits.
     fn all_reduce_as(&self, wire: WireFormat, input: Flat, tag: u64) -> Pending<Flat> {
         by_default(self).all_reduce(wire, input, tag)
     }
@@ -224,7 +224,7 @@ pub trait Communicator: Send + Sync {
 
     /// Does the same as [`reduce_to_groups`](Self::reduce_to_groups), with summands sent in the format `wire`: each
     /// group's part of n elements is summed by one of the ranks that receive it, as in
-    /// [`reduce_scatter_as`](Self::reduce_scatter_as), and the sums are sent exact.
+    /// [`reduce_scatter_as`](Self::reduce_scatter_as), and the sums are sent unchanged.
     fn reduce_to_groups_as(&self, wire: WireFormat, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
         by_default(self).reduce_to_groups(wire, ranks, input, tag)
     }
@@ -251,7 +251,7 @@ pub trait Communicator: Send + Sync {
         Duration::from_secs(600)
     }
 
-    /// Returns calls and bytes so far; an empty report if a communicator does not count.
+    /// Returns calls and bytes so far; an empty report if a communicator does not count them.
     fn report(&self) -> CommReport {
         CommReport::default()
     }

@@ -17,8 +17,8 @@ impl<T> Pending<T> {
         Self(PendingState::Ready(value))
     }
 
-    /// Returns a result for which `wait` waits: the second half of a collective that has been launched. It runs in
-    /// [`wait`](Self::wait), on the thread that needs the result, or never.
+    /// Returns a result for which `wait` waits: the second half of a collective that has been launched. `wait` runs in
+    /// [`Pending::wait`](Self::wait), on the thread that needs the result, or never.
     ///
     /// ```
     /// use candle_zero::comm::Pending;

@@ -15,7 +15,7 @@
 //!
 //! `srun --mpi=pmi2` sets MPICH's rank and world; the local ranks then come from Slurm.
 //!
-//! PMIx provides a process' rank (within `PMIX_NAMESPACE`), not the number of ranks: the user sets it with
+//! PMIx provides a process's rank (within `PMIX_NAMESPACE`), not the number of ranks: the user sets it with
 //! `WORLD_SIZE`, as DeepSpeed's launcher does for MPICH, and MPI confirms it. PALS and jsrun do not provide the number
 //! of ranks on a host: [`RankEnv`] then has the number of all ranks.
 //!
@@ -45,7 +45,7 @@ pub const BOUND: &str = "CANDLE_ZERO_BOUND";
 #[doc(hidden)]
 pub const BACKEND: &str = "CANDLE_ZERO_BACKEND";
 
-/// The variable with a rank's number among the processes of its PMIx namespace.
+/// The variable with a rank's index among the processes of its PMIx namespace.
 const PMIX_RANK: &str = "PMIX_RANK";
 
 /// The variable with the socket to the launcher through which an MPI library meets the other ranks, in the protocol of
@@ -53,7 +53,7 @@ const PMIX_RANK: &str = "PMIX_RANK";
 #[doc(hidden)]
 pub const PMI_FD: &str = "PMI_FD";
 
-/// The variable with the script as it was typed after `zerorun`, with which a rank shows its command line.
+/// The variable with the script as it was typed after `zerorun`, which a rank uses to show its command line.
 #[doc(hidden)]
 pub const SCRIPT: &str = "ZERORUN_SCRIPT";
 
@@ -71,7 +71,7 @@ pub struct RankEnv {
     pub rank: usize,
     /// The number of ranks, at least 1.
     pub world_size: usize,
-    /// This rank's number among those of its host.
+    /// This rank's index among those of its host.
     pub local_rank: usize,
     /// The number of ranks on this host, or of all ranks if the launcher does not provide it.
     pub local_world_size: usize,
@@ -240,7 +240,7 @@ impl EnvironmentVariables<'_> {
     fn find(&self) -> Result<Option<RankNumbers>> {
         let local = self.pair("LOCAL_RANK", &["LOCAL_WORLD_SIZE", "LOCAL_SIZE"]);
         let only = match (self.number("RANK")?, self.number("WORLD_SIZE")?) {
-            // The single rank of a world of one needs no number.
+            // The single rank of a world of one needs no index.
             (None, Some(world)) if world.value == 1 && local.as_ref().is_ok_and(Option::is_none) => {
                 Some((RankVariable { name: "RANK", value: 0 }, world))
             }
@@ -305,8 +305,8 @@ impl EnvironmentVariables<'_> {
         Ok(None)
     }
 
-    /// Returns a rank's number on its host for a launcher that does not provide the number of ranks there, which is at
-    /// most `most`.
+    /// Returns a rank's index on its host for a launcher that does not provide the number of ranks there; `most` is its
+    /// maximum.
     fn local_among(&self, name: &'static str, most: RankVariable) -> Result<Option<(RankVariable, RankVariable)>> {
         Ok(self.number(name)?.map(|local_rank| (local_rank, most)))
     }
@@ -495,7 +495,7 @@ mod tests {
         assert_eq!(numbers(&read(&[&pmix[..], &local].concat()).unwrap()), [3, 4, 1, 4]);
         let deepspeed = [("PALS_LOCAL_RANKID", "1"), ("LOCAL_SIZE", "2")];
         assert_eq!(numbers(&read(&[&pmix[..], &deepspeed].concat()).unwrap()), [3, 4, 1, 2]);
-        // Launchers that set it in addition to their own variables.
+        // Launchers that set PMIX_RANK in addition to their own variables.
         let open_mpi = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("PMIX_RANK", "1")];
         assert_eq!(numbers(&read(&open_mpi).unwrap()), [1, 2, 1, 2]);
         let zerorun = [("RANK", "0"), ("WORLD_SIZE", "2"), ("CANDLE_ZERO_SHM_FD", "3"), ("PMIX_RANK", "1")];
@@ -544,7 +544,7 @@ mod tests {
     fn torchruns_variables_are_those_of_ranks_that_meet_by_themselves_on_one_host() {
         let env = read(&[("RANK", "1"), ("WORLD_SIZE", "2")]).unwrap();
         assert_eq!((numbers(&env), env.shm_fd, env.mpi), ([1, 2, 1, 2], None, false));
-        // A Slurm batch script that sets them itself, on two nodes.
+        // A Slurm batch script on two nodes that sets these variables itself.
         let torch = [("RANK", "3"), ("WORLD_SIZE", "4")];
         let slurm = [
             ("SLURM_PROCID", "3"),

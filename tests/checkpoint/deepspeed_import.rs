@@ -313,9 +313,9 @@ fn a_storage_that_is_too_short_is_named() {
 fn requests_beyond_the_end_are_errors() {
     let checkpoint = open(&tiny()[0]);
     let text = checkpoint.read(DeepSpeedState::Master, 99).unwrap_err().to_string();
-    assert!(text.contains("parameter 99 was requested, but it has 16"), "{text}");
+    assert!(text.contains("parameter 99 was requested, but there are only 16"), "{text}");
     let text = checkpoint.read_range(DeepSpeedState::Master, 2, 30..34).unwrap_err().to_string();
-    assert!(text.contains("elements 30 to 34 of h.0.ln_1.weight were requested, but it has 33"), "{text}");
+    assert!(text.contains("elements 30 to 34 of h.0.ln_1.weight were requested, but it has only 33"), "{text}");
 }
 
 /// Reads everything that can be read; must not panic.

@@ -1,6 +1,6 @@
 //! Reads the variables of another launcher that has started `zerorun`, once on each host.
 //!
-//! | started by | this host's number | the number of hosts |
+//! | started by | this host's index | the number of hosts |
 //! | --- | --- | --- |
 //! | torchrun's conventions (Kubeflow) | `PET_NODE_RANK` | `PET_NNODES` |
 //! | Kubernetes, an indexed Job | `JOB_COMPLETION_INDEX` | |
@@ -11,14 +11,14 @@
 //! | PALS | `PALS_RANKID` | |
 //! | PMIx | `PMIX_RANK` | |
 //!
-//! The first row whose variable for this host's number is set takes effect. If Slurm starts an `mpirun`, the numbers
+//! The first row whose variable for this host's index is set takes effect. If Slurm starts an `mpirun`, the values
 //! from `mpirun` are the right ones.
 
 use crate::error::{HostsError, RankEnvError, Result};
 use crate::launch::nodes::DEFAULT_PORT;
 use std::str::FromStr;
 
-/// The variables of this host's number and of the number of hosts.
+/// The variables for this host's index and for the number of hosts.
 const NODE_VARIABLES: [(&str, &[&str]); 8] = [
     ("PET_NODE_RANK", &[]),
     ("JOB_COMPLETION_INDEX", &[]),
@@ -33,13 +33,13 @@ const NODE_VARIABLES: [(&str, &[&str]); 8] = [
 const COUNT: &str = "a whole number";
 const PORT: &str = "a port number from 1 to 65535";
 
-/// The variables of this process, or others in tests.
+/// The variables of this process, or made-up ones in tests.
 pub(super) struct LauncherVariables<'a>(pub(super) &'a dyn Fn(&str) -> Option<String>);
 
-/// A host's number as given by its launcher.
+/// A host's index, as given by its launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NodeNumber {
-    /// This host's number.
+    /// This host's index.
     pub(super) node: usize,
     /// The number of hosts, and the variable that gives it.
     pub(super) nodes: Option<(usize, &'static str)>,
@@ -63,7 +63,7 @@ impl LauncherVariables<'_> {
         self.get(name).map(read).transpose()
     }
 
-    /// Returns this host's number if a launcher gives it.
+    /// Returns this host's index if a launcher gives it.
     ///
     /// # Errors
     /// Fails if a value is not a number.
@@ -125,10 +125,10 @@ impl LauncherVariables<'_> {
         super::ranks_per_host::ranks(text.trim()).map(Some).map_err(refused)
     }
 
-    /// Returns this host's number among `--nnodes`. If that is `auto`, the launcher gives the number of hosts.
+    /// Returns this host's index and the number of hosts, `--nnodes`. If that is `auto`, the launcher gives the number.
     ///
     /// # Errors
-    /// Fails if the number is unknown, or the launcher has started a different number of processes.
+    /// Fails if one of them is unknown, or if the launcher has started a different number of processes.
     pub(super) fn node(&self, given: Option<usize>, nodes: Option<usize>) -> Result<(usize, usize)> {
         let place = self.place()?;
         let said = place.and_then(|place| place.nodes);
@@ -150,7 +150,7 @@ impl LauncherVariables<'_> {
     /// Returns the address of the first host: from the command line, else torchrun's variables, else `MASTER_ADDR`.
     ///
     /// # Errors
-    /// Fails if the endpoint is invalid, or if nothing gives the address. The error names the number of hosts, `nodes`.
+    /// Fails if the endpoint is invalid, or if nothing gives the address. `nodes` is the number of hosts, for the error.
     pub(super) fn first_host(&self, given: Option<String>, port: Option<u16>, nodes: usize) -> Result<(String, u16)> {
         let (address, at) = self.endpoint()?.map_or((None, None), |(address, port)| (Some(address), port));
         let port = port.or(at).or(self.master_port()?).unwrap_or(DEFAULT_PORT);
@@ -186,7 +186,7 @@ mod tests {
             "SLURM_NODEID=1 SLURM_NNODES=2",
             "SLURM_NODEID=1 SLURM_NNODES=8 SLURM_STEP_NUM_NODES=2",
             "JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2 PMIX_RANK=0",
-            // The daemons of an mpirun are Slurm's tasks, on all hosts except the first.
+            // On all hosts except the first, mpirun's processes are started by its daemons, which are Slurm tasks.
             "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 SLURM_NODEID=0 SLURM_NNODES=1",
         ] {
             assert_eq!(node(variables, Some(2)).unwrap(), (1, 2), "{variables}");
@@ -211,7 +211,7 @@ mod tests {
         insta::assert_snapshot!(told("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4", Some(2)), @"--nnodes is 2 but OMPI_COMM_WORLD_SIZE is 4: start zerorun once on each host (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun --ntasks-per-node=1), and give --nnodes that number, or give this host's number as --node_rank");
         insta::assert_snapshot!(told("PALS_RANKID=2", Some(2)), @"--node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
         insta::assert_snapshot!(told("SLURM_NODEID=x", Some(2)), @"environment variable SLURM_NODEID is `x`; it must be a whole number");
-        insta::assert_snapshot!(told("JOB_COMPLETION_INDEX=0", None), @"--nnodes auto cannot determine the number of hosts: mpirun, srun or jsrun did not start zerorun here, or did not set it; give the number");
+        insta::assert_snapshot!(told("JOB_COMPLETION_INDEX=0", None), @"--nnodes auto cannot determine the number of hosts: zerorun was not started by mpirun, srun or jsrun, or they did not set it; give the number");
         insta::assert_snapshot!(told("", Some(2)), @"--nnodes 2 needs --node_rank; give each host its number from 0 to 1, and all hosts the first host's address");
     }
 

@@ -1,4 +1,4 @@
-//! The `zerorun` command: starts a training script on N ranks of one or several hosts, or runs a tool.
+//! The `zerorun` command: starts a training script as N ranks on one or several hosts, or runs a tool.
 //!
 //! The first word decides. If it names a tool, `tools` runs it. Otherwise `args` parses the command line,
 //! `launcher_variables` adds the variables of another launcher, and `launch` starts the script.

@@ -20,12 +20,12 @@ const EXAMPLES: &str = "Examples:
   zerorun man finetune | man -l -
   zerorun man > ~/.local/share/man/man1/zerorun.1";
 
-/// Returns the command's own command line.
+/// Returns the definition of the command's own command line.
 pub(crate) fn command() -> clap::Command {
     ManArguments::command()
 }
 
-/// Runs the command; `zerorun` is the command line of zerorun with all commands.
+/// Runs the command; `zerorun` is the definition of zerorun's command line, with all commands.
 pub(crate) fn run(words: Vec<OsString>, zerorun: clap::Command) -> Result<ExitCode, CommandLineError> {
     let ManArguments { tool } = ManArguments::try_parse_from(words).map_err(CommandLineError)?;
     let page = match tool {

@@ -1,6 +1,6 @@
 //! Parses the number of ranks on a host: a number, or one of torchrun's words.
 
-/// The maximum number of ranks of a host.
+/// The maximum number of ranks on a host.
 const MAX_RANKS: u16 = 1024;
 /// The folder in which NVIDIA's driver lists its devices.
 const GPUS: &str = "/proc/driver/nvidia/gpus";
@@ -11,7 +11,7 @@ const DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 /// if there are none, cores).
 ///
 /// # Errors
-/// Returns the problem with the text, or that there is no GPU.
+/// Returns a message if the text is invalid, or if it is `gpu` and there is no GPU.
 pub(super) fn ranks(text: &str) -> Result<u16, String> {
     let cores = || std::thread::available_parallelism().map_or(1, usize::from);
     let number = match text {
@@ -32,7 +32,7 @@ pub(super) fn ranks(text: &str) -> Result<u16, String> {
     }
 }
 
-/// Returns the number of GPUs that programs see.
+/// Returns the number of GPUs that are visible to programs.
 fn gpus() -> usize {
     let there = std::fs::read_dir(GPUS).map_or(0, |entries| entries.flatten().count());
     match std::env::var(DEVICES) {
@@ -41,7 +41,7 @@ fn gpus() -> usize {
     }
 }
 
-/// Counts the devices that a list names. Devices after a negative number do not count.
+/// Counts the devices in a list. Devices after a negative number do not count.
 fn visible(devices: &str) -> usize {
     devices.split(',').map(str::trim).take_while(|device| !device.is_empty() && !device.starts_with('-')).count()
 }

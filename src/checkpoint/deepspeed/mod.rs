@@ -1,7 +1,7 @@
 //! Reads checkpoints that DeepSpeed wrote at ZeRO stages 1, 2 and 3.
 //!
-//! They are Python pickles in zip archives, one per rank. A pickle is a program; this module reads it as data, runs
-//! nothing of it, and needs no Python. Only the requested parts are read from the archives, by their position, so that
+//! They are Python pickles in zip archives, one per rank. A pickle is a program; this module reads it as data, never
+//! runs it, and needs no Python. Only the requested parts are read from the archives, by their position, so that
 //! a checkpoint can be larger than memory.
 //!
 //! ```no_run
@@ -20,7 +20,7 @@
 //! tag_files   tag, names of files        torch_archive   zip entries
 //! model_file  parameters, counters       pickle, pickle_value, stored_tensor   opcodes as data
 //! optim_file  masters, states, scaler    partition       which rank holds which elements
-//! mod.rs      the checkpoint as one
+//! mod.rs      the complete checkpoint
 //! ```
 
 mod model_file;
@@ -61,7 +61,7 @@ pub enum DeepSpeedState {
 }
 
 impl DeepSpeedState {
-    /// Returns DeepSpeed's name of the state.
+    /// Returns DeepSpeed's name for the state.
     pub fn name(self) -> &'static str {
         match self {
             Self::Master => "master",
@@ -134,7 +134,7 @@ impl DeepSpeedCheckpoint {
         self.ranks[0].stage
     }
 
-    /// Returns the number of ranks of the run that wrote it.
+    /// Returns the number of ranks of the run that wrote the checkpoint.
     pub fn world_size(&self) -> usize {
         self.ranks.len()
     }
@@ -183,7 +183,7 @@ impl DeepSpeedCheckpoint {
         self.model.ds_version.as_deref()
     }
 
-    /// Returns the configuration of the run that wrote it.
+    /// Returns the configuration of the run that wrote the checkpoint.
     pub fn ds_config(&self) -> &Json {
         &self.model.ds_config
     }
@@ -200,7 +200,7 @@ impl DeepSpeedCheckpoint {
         self.model.global_steps
     }
 
-    /// Returns the number of samples of all ranks.
+    /// Returns the number of samples that all ranks together have trained on.
     pub fn global_samples(&self) -> u64 {
         self.model.global_samples
     }
@@ -247,13 +247,13 @@ impl DeepSpeedCheckpoint {
     /// Reads the elements `range` of one parameter's `state`, as needed by a rank that owns a shard of it.
     pub fn read_range(&self, state: DeepSpeedState, parameter: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let (Some(about), Some(place)) = (self.parameters.get(parameter), self.places.get(parameter)) else {
-            let problem = format!("parameter {parameter} was requested, but it has {}", self.parameters.len());
+            let problem = format!("parameter {parameter} was requested, but there are only {}", self.parameters.len());
             return Err(wrong(&self.folder, problem));
         };
         if range.start > range.end || range.end > about.elements() {
             let (Range { start, end }, DeepSpeedParameter { name, .. }) = (range, about);
             let problem =
-                format!("elements {start} to {end} of {name} were requested, but it has {}", about.elements());
+                format!("elements {start} to {end} of {name} were requested, but it has only {}", about.elements());
             return Err(wrong(&self.folder, problem));
         }
         if !self.has(state) {
@@ -279,7 +279,7 @@ impl DeepSpeedCheckpoint {
     pub fn read_buffer(&self, index: usize) -> Result<Vec<u8>> {
         let archive = &self.model.archive;
         let Some((_, tensor)) = self.model.buffers.get(index) else {
-            let problem = format!("buffer {index} was requested, but it has {}", self.buffers.len());
+            let problem = format!("buffer {index} was requested, but there are only {}", self.buffers.len());
             return Err(wrong(archive.path(), problem));
         };
         Ok(tensor.kind.as_own(archive.read_bytes(tensor)?))
@@ -405,7 +405,7 @@ fn copy(parts: &[FlatTensor<'_>], range: Range<usize>, mut out: &mut [f32]) -> R
     Ok(())
 }
 
-/// Returns the start of each parameter. Sums are checked here once for all later arithmetic.
+/// Returns the start of each parameter. Overflow is checked here, once for all later arithmetic.
 fn places(groups: &[Vec<DeepSpeedParameter>], stage: u8, world_size: usize) -> Result<Vec<ParameterLocation>, String> {
     let mut places = vec![];
     let mut start: usize = 0;

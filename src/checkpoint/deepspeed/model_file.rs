@@ -92,7 +92,7 @@ const DEEPSPEED_KEYS: &[&str] = &[
 const MAX_NAME_BYTES: usize = 1000;
 /// The maximum number of names in a message.
 const MAX_SHOWN_NAMES: usize = 3;
-/// The maximum ratio of the buffers' bytes to the stored bytes, because buffers may share storage.
+/// The maximum ratio of the buffers' bytes to the stored bytes. It can exceed 1 because buffers may share storage.
 const MAX_BUFFER_SHARING: u64 = 100;
 
 impl ModelFile {
@@ -136,7 +136,7 @@ impl ModelFile {
     }
 }
 
-/// Returns the part of a valid checkpoint that cannot be read here, if there is one.
+/// Returns the part of a valid checkpoint that this library cannot read, if there is one.
 fn unsupported_part(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
     let parts = root.find("mp_world_size").map_or(Ok(1), |size| size.integer())?;
     if parts != 1 {
@@ -223,7 +223,7 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
             Err(problem) => unread.push(problem),
         }
     }
-    // They are read into memory, where each has its own storage.
+    // The buffers are read into memory, where each has its own storage.
     let bytes = buffers.iter().fold(0u64, |sum, (_, tensor)| sum.saturating_add(tensor.bytes()));
     match bytes > archive.stored().saturating_mul(MAX_BUFFER_SHARING) {
         true => Err(format!("the buffers of module have {bytes} bytes, but all stored data has {}", archive.stored())),

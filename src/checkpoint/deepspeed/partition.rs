@@ -23,7 +23,7 @@ pub(super) struct TensorRange {
     pub range: Range<usize>,
 }
 
-/// Returns the position of elements `range` in the concatenation of tensors with these lengths.
+/// Returns the ranges in tensors of these lengths that form elements `range` of their concatenation.
 pub(super) fn cut(lengths: &[usize], range: Range<usize>) -> Vec<TensorRange> {
     let mut pieces = vec![];
     let mut start = 0;
@@ -67,7 +67,7 @@ mod tests {
 
     #[test]
     fn padding_belongs_to_no_range() {
-        // 5 elements on 4 ranks: 2, 2, 1 and a padding element, 2 padding elements.
+        // 5 elements on 4 ranks: 2 on the first, 2 on the second, 1 and padding on the third, only padding on the last.
         assert_eq!(ranks_of(5, 4, 0..5), [(0, 0..2), (1, 0..2), (2, 0..1)]);
         assert_eq!(ranks_of(5, 4, 3..4), [(1, 1..2)]);
         assert_eq!(ranks_of(0, 4, 0..0), []);

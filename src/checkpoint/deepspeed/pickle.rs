@@ -221,7 +221,7 @@ impl PickleMachine<'_> {
 
     fn pop_to_mark(&mut self) -> Result<Vec<PickleNodeId>, PickleProblem> {
         let mark = self.marks.pop().ok_or("a mark is needed but missing")?;
-        // Values above a mark are never popped past it.
+        // No value below a mark has been popped, so the stack is at least this high.
         Ok(self.stack.split_off(mark))
     }
 

@@ -105,7 +105,7 @@ pub(super) struct StoredTensor {
     pub storage: String,
     pub kind: StorageType,
     pub shape: Vec<usize>,
-    /// The number of elements before the tensor, and its own number.
+    /// The number of elements of the storage before the tensor; `length` is the number of the tensor's own elements.
     pub start: usize,
     pub length: usize,
 }
@@ -178,7 +178,7 @@ impl StoredTensor {
     }
 }
 
-/// Reads a shape: a tuple of counts, or torch.Size of one.
+/// Reads a shape: a tuple of counts, or a torch.Size made from one.
 pub(super) fn shape(value: &PickleValue<'_>) -> Result<Vec<usize>, PickleProblem> {
     match value.call() {
         Some(("torch.Size", arguments)) => shape_of_counts(&arguments.item(0)?),

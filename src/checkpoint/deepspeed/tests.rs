@@ -407,7 +407,7 @@ fn buffers_of_every_type_are_read_and_imported_and_parameters_in_module_are_not(
             assert_eq!((&saved.shape, saved.dtype, &saved.bytes), (&shape, dtype, &bytes), "{name}");
         }
         let text = checkpoint.read_buffer(99).unwrap_err().to_string();
-        assert!(text.contains("buffer 99 was requested, but it has 11"), "{text}");
+        assert!(text.contains("buffer 99 was requested, but there are only 11"), "{text}");
     }
 }
 

@@ -129,7 +129,7 @@ impl TorchArchive {
         let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
         let mut file = files::open(&self.path).map_err(io)?;
         file.seek(SeekFrom::Start(span.start)).map_err(io)?;
-        // The length is within that of the file.
+        // The length is at most that of the file.
         let mut bytes = vec![0; usize::try_from(span.length).unwrap_or(usize::MAX)];
         file.read_exact(&mut bytes).map_err(io)?;
         Ok(bytes)

@@ -85,7 +85,9 @@ impl ObjectBucket {
     /// # Errors
     /// [`CheckpointError::Store`] for an invalid address or wrong settings.
     pub fn open(url: &str) -> Result<Self> {
-        let form = || wrong(url, "it is not an address of one; give s3://BUCKET/PREFIX, or file:///FOLDER".into());
+        let form = || {
+            wrong(url, "it is not the address of an object store; give s3://BUCKET/PREFIX, or file:///FOLDER".into())
+        };
         let settings = |e: StoreError| wrong(url, format!("{e}; correct the environment variables AWS_..."));
         if let Some(folder) = url.strip_prefix("file://") {
             if !folder.starts_with('/') {
@@ -124,7 +126,7 @@ impl ObjectBucket {
         names.iter().fold(self.prefix.clone(), |key, name| key.join(*name))
     }
 
-    /// Returns the error of an action on an object.
+    /// Returns the error for a failed action on an object.
     pub fn failed(&self, action: &str, names: &[&str], why: &dyn std::fmt::Display) -> Error {
         let key = self.key(names);
         wrong(&self.url, format!("{action} {key}: {why}"))

@@ -33,8 +33,8 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 /// for as long as the result exists. Returns `None` if there is no checkpoint. Collective.
 ///
 /// # Errors
-/// [`CheckpointError::Store`] on all ranks: an invalid address, no complete checkpoint, or an object that cannot be
-/// read or is damaged. A failed collective.
+/// [`CheckpointError::Store`] on all ranks for an invalid address, if no checkpoint is complete, or if an object cannot
+/// be read or is damaged. Also fails if a collective fails.
 pub(crate) fn fetch(
     comm: &dyn Communicator,
     url: &str,
@@ -143,7 +143,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
         FolderLockOutcome::Busy(_) => {
             return Err(wrong(
                 bucket.url(),
-                format!("another job downloads to {} or loads from there; wait for it", dir.display()),
+                format!("another job is downloading to {} or loading from it; wait until it is done", dir.display()),
             ));
         }
     };
@@ -156,7 +156,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
     let total: u64 = objects(&manifest).map(|(_, bytes)| bytes).sum();
     let (mut said, mut before) = (Instant::now(), 0);
     if speaks {
-        emit(&format!("checkpoint {tag}: {total} bytes are downloaded from {} to {}", bucket.url(), dir.display()));
+        emit(&format!("checkpoint {tag}: downloading {total} bytes from {} to {}", bucket.url(), dir.display()));
     }
     let ranks = manifest.files.iter().map(|file| (&file.name, rank_object(file), file.bytes));
     let buffers = manifest.buffers.iter().map(|file| (&file.name, buffers_object(file), file.bytes));
@@ -166,7 +166,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
             let tell = |done: u64| {
                 if speaks && said.elapsed() >= REPORT_INTERVAL {
                     said = Instant::now();
-                    emit(&format!("checkpoint {tag}: {} of {total} bytes are downloaded", before + done));
+                    emit(&format!("checkpoint {tag}: {} of {total} bytes downloaded", before + done));
                 }
             };
             bucket.get_file(&[tag, &object], file.as_file(), bytes, tell).await?;
@@ -183,7 +183,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
         .map_err(io("write"))
 }
 
-/// Checks all checksums of a file in the folder: that of a rank, or with the next number, that of the buffers.
+/// Checks all checksums of a file in the folder. `number` is a rank, or the number of ranks for the file of buffers.
 fn is_right(folder: &Path, manifest: &Manifest, number: usize) -> Result<()> {
     match (&manifest.buffers, number < manifest.files.len()) {
         (Some(entry), false) => buffers::read(folder, entry).map(drop),

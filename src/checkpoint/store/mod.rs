@@ -8,7 +8,7 @@
 //!   PREFIX/TAG/manifest.json                               from rank 0, after all of the above
 //! ```
 //!
-//! The checksums are those of the files in the manifest, so that no file replaces another one. As long as a manifest
+//! The checksums are those of the files in the manifest, so that no file replaces a different one. As long as a manifest
 //! exists, its files exist, even while a checkpoint of the same name is being uploaded.
 
 #[cfg(feature = "s3")]

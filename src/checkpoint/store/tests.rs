@@ -227,7 +227,7 @@ fn addresses_are_told_from_folders_and_what_is_none_is_refused() {
     }
     for url in ["s3://", "s3:///a", "file://a", "gs://bucket/a", "bucket"] {
         let problem = super::check(url).unwrap_err().to_string();
-        let text = "it is not an address of one; give s3://BUCKET/PREFIX, or file:///FOLDER";
+        let text = "it is not the address of an object store; give s3://BUCKET/PREFIX, or file:///FOLDER";
         assert_eq!(problem, format!("the object store {url} cannot be used: {text}"));
     }
 }

@@ -117,14 +117,14 @@ impl UploadWorker {
         }
         if *rank == 0 {
             let (tag, url, sum) = (&manifest.tag, self.bucket.url(), objects(&manifest).map(|o| o.1).sum::<u64>());
-            emit(&format!("checkpoint {tag}: {sum} bytes are uploaded to {url}"));
+            emit(&format!("checkpoint {tag}: uploading {sum} bytes to {url}"));
         }
         let mut said = Instant::now();
         for (name, object, bytes) in files.iter().filter(|(_, object, bytes)| there.get(object) != Some(bytes)) {
             let tell = |done: u64| {
                 if *rank == 0 && said.elapsed() >= REPORT_INTERVAL {
                     said = Instant::now();
-                    emit(&format!("checkpoint {}: {done} of {bytes} bytes of {name} are uploaded", manifest.tag));
+                    emit(&format!("checkpoint {}: {done} of {bytes} bytes of {name} uploaded", manifest.tag));
                 }
             };
             self.bucket.put_file(&[&manifest.tag, object], (&folder.join(name), *bytes), &self.stop, tell).await?;

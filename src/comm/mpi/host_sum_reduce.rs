@@ -34,7 +34,7 @@ use crate::precision::{Flat, FlatRef};
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// The maximum number of bytes of a block's partial sums on a rank, unless these are one block of integers each.
+/// The maximum number of bytes of a block's partial sums on a rank, unless one block of integers each is larger.
 const MAX_PARTIAL_SUM_BYTES: usize = 2 << 20;
 /// The number of blocks of a sum that is long enough: some are added up while others are in flight.
 const BLOCKS_PER_SUM: usize = 8;
@@ -88,8 +88,8 @@ pub(super) fn block_elements(hosts: &HostTopology, code: InterHostFormat, chunk:
     (code.elements_in(bytes).min(held) / align * align).max(align)
 }
 
-/// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on: the
-/// position of the first chunk or of this rank's.
+/// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on, which is
+/// the position of the first chunk or of this rank's chunk.
 pub(super) fn reduce(
     inter_host: &mut InterHostExchange,
     code: InterHostFormat,
@@ -146,7 +146,7 @@ impl HostSumReduce<'_> {
         Ok(())
     }
 
-    /// Sends a block's partial sums to their owners on other hosts, and keeps that of this rank's chunk.
+    /// Sends a block's partial sums to their owners on other hosts, and keeps those of this rank's chunk.
     fn give(&mut self, partial: &[f32], block: &Range<usize>) -> Result<()> {
         let mut sent = 0;
         for (place, owner) in self.role.owners.iter().enumerate() {

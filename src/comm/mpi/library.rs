@@ -1,4 +1,4 @@
-//! The MPI library of this machine, found and loaded at run time: building needs nothing of it.
+//! The MPI library of this machine, found and loaded at run time; it is not needed for building.
 
 use super::abi::{AbiHandle, MpiAbi, MpiHandle};
 use crate::comm::rank_env::SHM_FD;
@@ -8,7 +8,7 @@ use std::error::Error as _;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 
-/// The variable that names the file to load instead of the library that is found.
+/// The variable that names the file to load; without it, a library is searched for.
 const LIBRARY_VARIABLE: &str = "CANDLE_ZERO_MPI_LIBRARY";
 /// The size in bytes of a buffer for the longest text that any of the libraries writes.
 const TEXT_BUFFER_BYTES: usize = 8192;
@@ -135,7 +135,7 @@ impl MpiLibrary {
         })
     }
 
-    /// Initializes MPI, with errors as return values, and returns this process' rank and the number of ranks.
+    /// Initializes MPI, with errors as return values, and returns this process's rank and the number of ranks.
     ///
     /// # Errors
     /// MPI failed, the library is not the launcher's, or it grants too low a thread level.
@@ -163,7 +163,7 @@ impl MpiLibrary {
         Ok((rank.max(0) as usize, size.max(1) as usize))
     }
 
-    /// Returns an error if the return code of a function is one.
+    /// Returns an error if `code`, returned by an MPI function, reports one.
     pub(super) fn check(&self, call: &'static str, code: c_int) -> Result<(), CommError> {
         if code == 0 {
             return Ok(());

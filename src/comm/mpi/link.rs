@@ -1,7 +1,7 @@
 //! Messages between this process and those of other hosts, over MPI.
 //!
 //! All messages are sent and received without blocking, and progress is made by polling, so that a wait can end with an
-//! error when a rank is gone. No call here waits for another process, except [`MpiLink::gather`] at the start.
+//! error when a rank is gone. No call in this module waits for another process, except [`MpiLink::gather`] at the start.
 
 use super::library::MpiLibrary;
 use crate::error::CommError;

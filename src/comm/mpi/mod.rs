@@ -10,8 +10,8 @@
 //!
 //! If no launcher of this library watches the hosts, the ranks do: see [`heartbeat`].
 //!
-//! The library is loaded only if an MPI launcher has started the ranks. Every error that MPI reports is an error value
-//! here; a rank that waits for another host also checks for ranks that have given up.
+//! The library is loaded only if an MPI launcher has started the ranks. Every error that MPI reports becomes an error
+//! value; a rank that waits for another host also checks for ranks that have given up.
 
 mod abi;
 mod all_gather;
@@ -76,7 +76,7 @@ impl MpiRank {
     /// once per process.
     ///
     /// # Errors
-    /// No library is found, it is not the launcher's, the ranks of hosts are mixed, or MPI or the system failed.
+    /// No library is found, it is not the launcher's, a host's ranks are not consecutive, or MPI or the system failed.
     pub(super) fn enter(env: &RankEnv) -> Result<(Self, Arc<SharedMemoryRegion>)> {
         let link = MpiLink::start()?;
         if (link.rank(), link.size()) != (env.rank, env.world_size) {
@@ -84,7 +84,7 @@ impl MpiRank {
             let (mpi_rank, mpi_world, library) = (link.rank(), link.size(), link.library());
             return Err(CommError::MpiForeign { rank, world, mpi_rank, mpi_world, library }.into());
         }
-        // Launchers of several hosts compare them before they start ranks.
+        // zerorun's launchers compare the hosts before they start ranks.
         let compared = env.shm_fd.is_some();
         let hosts = HostTopology::exchange(&link).and_then(|hosts| {
             if !compared {
@@ -100,14 +100,14 @@ impl MpiRank {
             }
         })?;
         let region = match env.shm_fd {
-            // The memory that zerorun has made for the ranks that it starts on this host.
+            // The memory that zerorun has created for the ranks that it starts on this host.
             Some(fd) => Arc::new(SharedMemoryRegion::inherit(fd, hosts.local_ranks().len())?),
             None => topology::share_region(&link, &hosts, env.rank)?,
         };
         let link = Arc::new(link);
         let peer_status = Arc::new(PeerStatus::listen(link.clone(), &hosts, region.clone())?);
         let hosts = Arc::new(hosts);
-        // Launchers of several hosts watch each other.
+        // zerorun's launchers watch each other.
         let watches = env.shm_fd.is_none() && link.rank() == hosts.local_ranks().start;
         let start = || HostHeartbeat::start(link.clone(), &hosts, peer_status.clone(), region.clone());
         let heartbeat = Arc::new(Mutex::new(watches.then(start).transpose()?));
@@ -155,7 +155,7 @@ impl MpiRank {
         self.link.fail();
         // The others are notified of the first failure, not of its consequence.
         match self.region.first_failure() {
-            // Only these faults have a text; a rank's report about the failure of another rank names that rank.
+            // Only these faults have a text, which may come from another rank of this host: the notice names that rank.
             Some((rank, fault @ (RankFault::Died | RankFault::GaveUp))) if self.first() + rank != self.link.rank() => {
                 self.peer_status.give_up(&self.hosts, self.first() + rank, &self.region.explained(rank, fault));
             }
@@ -164,7 +164,7 @@ impl MpiRank {
     }
 }
 
-/// Returns this process' MPI rank, once it has joined.
+/// Returns this process's MPI rank, once it has joined.
 pub(super) fn entered() -> Option<&'static MpiRank> {
     JOINED_RANK.get()
 }

@@ -1,4 +1,4 @@
-//! Status notices between ranks of different hosts: each rank sends one, that it leaves or gives up.
+//! Status notices between ranks of different hosts: each rank sends one, when it leaves or gives up.
 
 use super::link::{MessageTag, MpiLink, MpiTransfer};
 use super::topology::HostTopology;
@@ -15,9 +15,9 @@ const MAX_TEXT_BYTES: usize = 1024;
 /// The status that a rank reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum StatusNotice {
-    /// The rank gives up because of this rank of its host, which may be itself, for the reason that the latter gave.
+    /// The rank gives up because of the failure of this rank of its host, possibly itself; the text is the reason.
     GivesUp(usize, String),
-    /// The rank leaves in good order.
+    /// The rank leaves without an error.
     Leaves,
 }
 
@@ -85,7 +85,7 @@ impl PeerStatus {
         Ok(Self { link, region, state: Mutex::new(PeerStatusRecord { awaited, ..PeerStatusRecord::default() }) })
     }
 
-    /// Notifies the others that this rank gives up, because of `rank` of this host.
+    /// Notifies the others that this rank gives up, because `rank` of this host has failed.
     pub(super) fn give_up(&self, hosts: &HostTopology, rank: usize, why: &str) {
         self.send_notice(hosts, &StatusNotice::GivesUp(rank, why.to_string()));
     }

@@ -17,8 +17,8 @@ struct HostPreflight {
     clock: u64,
 }
 
-/// Collective, directly after another one: returns an error if a host runs a different program. Rank 0 warns about
-/// clocks that differ greatly from its own.
+/// Collective, called directly after another collective: returns an error if a host runs a different program. Rank 0
+/// warns about clocks that differ greatly from its own.
 ///
 /// # Errors
 /// MPI failed, or programs differ.

@@ -3,10 +3,10 @@
 //! Of W ranks on H hosts, L are on one host; a chunk has c elements of s bytes, which take e bytes when sent (c s, or
 //! the size of their integer encoding). The network links of all hosts carry both directions at the same time.
 //!
-//! | | into a host | out of it |
+//! | | into a host | out of a host |
 //! | --- | --- | --- |
 //! | sum, direct | L (W - L) e | L (W - L) e |
-//! | sum, chain | 4 W c, but for the first; L c s, but for the last | 4 W c; for the last (W - L) c s |
+//! | sum, chain | 4 W c, except on the first host, plus L c s, except on the last | 4 W c; on the last host (W - L) c s |
 //! | sum, encoded host sums | (H - 1) L e | (W - L) e |
 //! | gather | (W - L) e | L e for each other host |
 //!
@@ -164,7 +164,7 @@ mod tests {
                 "four owners receive, eight are sent to"
             );
         }
-        // The host of one rank receives most, that of three ranks sends most.
+        // The host with one rank receives most, the host with three ranks sends most.
         let gather = |counts: &[usize]| gather_bytes(HostTopology::with(counts, 0).host_ranks(), 100);
         assert_eq!(gather(&[3, 1]), PeakHostTraffic { into: 300, out: 300 });
         assert_eq!(gather(&[2, 2, 2]), PeakHostTraffic { into: 400, out: 400 });
@@ -195,11 +195,11 @@ mod tests {
         // A slot has no room for a block for every rank.
         assert_eq!(algorithm(&[600, 600], WireFormat::Exact, 4, 1 << 20), ReduceAlgorithm::Chain);
         assert_eq!(algorithm(&[600, 600], INT8, 4, 1 << 20), ReduceAlgorithm::Direct);
-        // However short, a sum whose bits depend on the algorithm uses that algorithm.
+        // A sum in a format whose bits depend on the algorithm always uses that algorithm, however short the sum is.
         for wire in [InterHostFormat::Bf16, InterHostFormat::Blocks(IntFormat::Int4)] {
             assert_eq!(algorithm(&[8, 8], WireFormat::BetweenHosts(wire), 4, 1), ReduceAlgorithm::HostSums(wire));
         }
-        // All ranks choose the same.
+        // All ranks choose the same algorithm.
         let counts = [3, 4, 2, 5];
         assert!((0..14).all(|rank| super::algorithm(&HostTopology::with(&counts, rank), WireFormat::Exact, 4, 9999)
             == ReduceAlgorithm::Chain));

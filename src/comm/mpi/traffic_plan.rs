@@ -160,7 +160,7 @@ mod tests {
             assert!(of_message <= MAX_MESSAGE_BYTES && of_message > (16 << 10) / 2, "{sum:?}");
             let [gather] = all.transfers(CollectiveKind::AllGather, wire, DType::F32, chunk)[..] else { panic!() };
             assert_eq!((gather.into, gather.out), ((world - each) * e, each * e * (hosts - 1)));
-            // The sums of an all-reduce are sent exact.
+            // The sums of an all-reduce are sent unchanged.
             let both = all.transfers(CollectiveKind::AllReduce, wire, DType::F32, chunk * world);
             assert_eq!(both, [sum, all.transfers(CollectiveKind::AllGather, WireFormat::Exact, DType::F32, chunk)[0]]);
         }

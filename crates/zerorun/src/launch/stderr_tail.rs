@@ -1,14 +1,14 @@
-//! The last lines of a rank's stderr. They explain its failure again at the very end of the output, after the messages
-//! of all other ranks.
+//! The last lines of a rank's stderr. They are repeated at the very end of the output, after the messages of all other
+//! ranks, to explain the rank's failure.
 
 use candle_zero::error::begins_backtrace;
 use std::collections::VecDeque;
 
 /// The number of lines kept: enough to find the beginning of a message before its backtrace.
 const KEPT_LINES: usize = 200;
-/// The number of bytes kept per line.
+/// The maximum number of bytes kept per line.
 const MAX_LINE_BYTES: usize = 1000;
-/// The number of lines of a message that are repeated.
+/// The maximum number of lines of a message that are repeated.
 const SHOWN_MESSAGE_LINES: usize = 12;
 /// The number of lines that are repeated if no message can be distinguished from other output.
 const SHOWN_FALLBACK_LINES: usize = 3;
@@ -30,7 +30,7 @@ impl StderrTail {
 
     /// Returns the last error or panic message; else `reason`, which the rank gave to the others; else the last few
     /// lines of a rank that `ended_by_itself`. A rank that was stopped had no time to print a reason, and its earlier
-    /// output is not one.
+    /// output does not contain one.
     pub(super) fn last_words(&self, reason: Option<&str>, ended_by_itself: bool) -> Vec<String> {
         if let Some(begin) = self.0.iter().rposition(|line| begins_message(line)) {
             let message = self.0.range(begin..).take_while(|line| !ends_message(line));
@@ -55,7 +55,7 @@ fn is_progress(line: &str) -> bool {
     number.is_some_and(|number| number.parse::<u64>().is_ok())
 }
 
-/// Returns whether a line begins a backtrace or the hint about one.
+/// Returns whether a line begins a backtrace or the hint about how to get one.
 fn ends_message(line: &str) -> bool {
     line.eq_ignore_ascii_case("stack backtrace:")
         || line.starts_with("note: run with `RUST_BACKTRACE=")

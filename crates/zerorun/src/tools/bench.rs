@@ -59,7 +59,7 @@ struct DiskBenchArguments {
     #[arg(long = "block_size", alias = "block-size", value_name = "SIZE", default_value = "1MiB", value_parser = block_size)]
     block_size: usize,
 
-    /// `aio.queue_depth`: requests in flight for each of intra_op_parallelism
+    /// `aio.queue_depth`: requests in flight per unit of intra_op_parallelism
     #[arg(long = "queue_depth", alias = "queue-depth", value_name = "N", default_value = "8",
           value_parser = clap::value_parser!(u16).range(1..=64))]
     queue_depth: u16,
@@ -78,7 +78,7 @@ struct DiskBenchArguments {
     json: bool,
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <BenchArguments as clap::CommandFactory>::command()
 }

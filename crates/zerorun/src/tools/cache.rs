@@ -29,7 +29,7 @@ struct CacheArguments {
     clear: bool,
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <CacheArguments as clap::CommandFactory>::command()
 }
@@ -144,7 +144,7 @@ fn remove(path: &Path) -> Result<(), Error> {
     }
 }
 
-/// Returns the bytes that a folder takes on the disk, or 0 if there is none. A file with several names counts once.
+/// Returns the bytes that a folder takes up on disk, or 0 if there is none. A file with several names counts once.
 fn size(folder: &Path) -> io::Result<u64> {
     use std::os::unix::fs::MetadataExt as _;
     let mut seen = std::collections::HashSet::new();
@@ -152,7 +152,7 @@ fn size(folder: &Path) -> io::Result<u64> {
     let mut bytes = 0;
     while let Some(path) = open.pop() {
         let found = match std::fs::symlink_metadata(&path) {
-            // Cargo may be running.
+            // Removed in the meantime, for example by cargo.
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             found => found?,
         };

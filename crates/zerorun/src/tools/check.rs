@@ -36,7 +36,7 @@ struct CheckArguments {
     json: bool,
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <CheckArguments as clap::CommandFactory>::command()
 }

@@ -35,7 +35,7 @@ struct ClassifyArguments {
 /// The maximum length of a line of standard input, in bytes.
 const MAX_LINE_BYTES: u64 = 64 << 20;
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <ClassifyArguments as clap::CommandFactory>::command()
 }

@@ -6,7 +6,8 @@ use candle_zero::config::TextPosition;
 use std::fmt::Write;
 use std::ops::Range;
 
-/// Further problems are only listed: a file of 4 MiB may have one every few bytes.
+/// The number of problems shown with their lines. Further ones are only listed: a file of 4 MiB may have one every few
+/// bytes.
 const MAX_DETAILED_PROBLEMS: usize = 100;
 
 /// One problem, from any kind of error.
@@ -52,7 +53,7 @@ fn render(renderer: &Renderer, file: &str, lines: &LineIndex<'_>, diagnostic: &C
     let title = Level::ERROR.primary_title(title);
     let Some(place) = diagnostic.place else { return renderer.render(&[annotate_snippets::Group::with_title(title)]) };
     let from = diagnostic.first.map_or(place.line, |first| first.line.min(place.line));
-    // Only these lines: otherwise each rendering would scan the complete text.
+    // Only these lines are passed on: otherwise each rendering would scan the complete text.
     let (start, source) = lines.between(from, place.line);
     let span = |place: TextPosition| {
         let at = lines.token(place);
@@ -91,7 +92,7 @@ impl<'a> LineIndex<'a> {
         (start, self.text[start..self.start(last + 1)].trim_end_matches(['\r', '\n']))
     }
 
-    /// Returns the byte range of the word, number, string or sign at a position; empty at the end of a line.
+    /// Returns the byte range of the word, number, string or symbol at a position; empty at the end of a line.
     fn token(&self, place: TextPosition) -> Range<usize> {
         let (line_start, line) = self.between(place.line, place.line);
         let at = line.char_indices().nth(place.column - 1).map_or(line.len(), |(at, _)| at);

@@ -48,7 +48,7 @@ enum ConsolidateDtype {
     F16,
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <ConsolidateArguments as clap::CommandFactory>::command()
 }

@@ -65,7 +65,7 @@ enum ShowTaskFlag {
     Classify,
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <DataArguments as clap::CommandFactory>::command()
 }

@@ -100,7 +100,7 @@ fn plain(text: &str) -> Result<String, String> {
     }
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <DeployArguments as clap::CommandFactory>::command()
 }

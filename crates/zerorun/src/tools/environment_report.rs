@@ -29,7 +29,7 @@ struct ReportArguments {
     json: bool,
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <ReportArguments as clap::CommandFactory>::command()
 }
@@ -53,7 +53,7 @@ impl ReportArguments {
     }
 }
 
-/// The instruction sets used by kernels here or in the gemm crate, by their Linux names.
+/// The instruction sets used by kernels of candle-zero or the gemm crate, by their Linux names.
 const KERNEL_INSTRUCTION_SETS: [&str; 8] =
     ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"];
 
@@ -169,7 +169,7 @@ impl MachineReport {
     /// Returns the verdicts as plain sentences.
     fn verdicts(&self) -> Vec<String> {
         let products = match (self.simd_level.name, self.simd.contains(&"avx512_bf16")) {
-            ("avx512", true) => "products in f32 and bf16 run on kernels of this library; bf16 is the faster one",
+            ("avx512", true) => "products in f32 and bf16 run on kernels of this library; bf16 is faster",
             ("avx512", false) => {
                 "products run on kernels of this library; without avx512_bf16, bf16 is no faster than f32"
             }
@@ -263,7 +263,7 @@ fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     })
 }
 
-/// Returns the NVIDIA GPUs, by their driver's names.
+/// Returns the names of the NVIDIA GPUs, as given by the driver.
 fn gpus() -> Vec<String> {
     let entries = std::fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten();
     let text = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("information")).ok();

@@ -77,7 +77,7 @@ struct EstimateArguments {
     #[arg(long, value_name = "GPU", num_args = 0..=1)]
     gpu: Option<Option<GpuCapacity>>,
 
-    /// Let units recompute their forward, as train_gpt's flag of the same name does
+    /// Let units recompute their forward pass, as train_gpt's flag of the same name does
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     recompute: bool,
 
@@ -115,7 +115,7 @@ impl From<FrozenPacking> for WeightPacking {
     }
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <EstimateArguments as clap::CommandFactory>::command()
 }
@@ -372,7 +372,7 @@ impl EstimateReport {
             ("page-locked", |row| row.pinned.peak),
             ("files", |row| row.file.peak),
         ];
-        // Without a GPU its columns are left out.
+        // Without a GPU, the columns about it are left out.
         let of_gpu = |name: &str| matches!(name, "GPU, at most" | "page-locked");
         let has_gpu = self.estimate.device_bytes() > 0;
         let tiers: Vec<_> = tiers.into_iter().filter(|(name, _)| has_gpu || !of_gpu(name)).collect();

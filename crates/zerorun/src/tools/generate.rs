@@ -65,7 +65,7 @@ struct GenerateArguments {
     #[arg(long = "top_p", alias = "top-p", value_name = "P", default_value = "1")]
     top_p: f64,
 
-    /// Seed of sampling; each prompt starts with it
+    /// Seed for sampling; each prompt starts with it
     #[arg(long, value_name = "N", default_value = "0")]
     seed: u64,
 
@@ -89,12 +89,13 @@ impl From<GenerateDtype> for DType {
     }
 }
 
-/// The number of tokens of a line of standard input and its answer. Tables are built for it before the line is read.
+/// The maximum number of tokens in a line of standard input together with its answer. Position tables of this length
+/// are built before the line is read.
 const DEFAULT_CTX: usize = 1 << 15;
 /// The maximum size of a conversation.
 const MAX_CONVERSATION_BYTES: u64 = 1 << 28;
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <GenerateArguments as clap::CommandFactory>::command()
 }
@@ -282,7 +283,7 @@ impl GenerationSpeed<'_> {
     }
 }
 
-/// Removes characters that would control a terminal from a text.
+/// Removes from a text all characters that would control a terminal.
 fn strip_control_chars(text: &str) -> String {
     text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "\u{fffd}")
 }

@@ -24,7 +24,7 @@ const GPU_MEMORY_MIB: [(&str, u64); 17] = [
     ("b200", 183_359),
 ];
 
-/// A GPU that a rank has for itself.
+/// A GPU that only one rank uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct GpuCapacity {
     /// The name or size as the user wrote it.
@@ -36,7 +36,7 @@ pub(super) struct GpuCapacity {
 impl FromStr for GpuCapacity {
     type Err = String;
 
-    /// Parses a name of the table, or a size such as `24GiB` or `80GB`.
+    /// Parses a name in the table, or a size such as `24GiB` or `80GB`.
     fn from_str(text: &str) -> Result<Self, String> {
         let plain: String = text.to_lowercase().chars().filter(|c| !matches!(c, ' ' | '_')).collect();
         let known = GPU_MEMORY_MIB.iter().find(|(name, _)| *name == plain || *name == plain.trim_end_matches("-80"));

@@ -25,7 +25,7 @@ pub(super) struct ForecastArguments {
     #[arg(long, value_name = "RATE,LATENCY[,BUSY]", requires = "hosts")]
     network: Option<Network>,
 
-    /// Seconds per step on one host with as many ranks as each host has here
+    /// Seconds per step on one host with as many ranks as each host has in the forecast
     #[arg(long, value_name = "SECONDS", requires = "hosts", conflicts_with = "measured")]
     step: Option<f64>,
 
@@ -110,7 +110,7 @@ impl HostsForecast {
         )];
         assumed.push(match network.busy() {
             0.0 => {
-                "messages take no time of a host's processors: zerorun bench network measures how much they take".into()
+                "messages take no processor time on the hosts: zerorun bench network measures how much they take".into()
             }
             busy => format!("computing has {:.1} % less of a host's processors while its link is busy", 100.0 * busy),
         });

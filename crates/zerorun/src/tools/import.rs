@@ -34,7 +34,7 @@ struct ImportArguments {
     name: Option<String>,
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <ImportArguments as clap::CommandFactory>::command()
 }
@@ -49,7 +49,7 @@ impl ImportArguments {
         let from = match DeepSpeedCheckpoint::open(&self.dir, self.tag.as_deref()) {
             Ok(from) => from,
             Err(error) => {
-                // A file that exists is damaged.
+                // If the file in the error exists, it is damaged; otherwise there is no checkpoint.
                 let is_there =
                     matches!(&error, Error::Checkpoint(CheckpointError::DeepSpeed { path, .. }) if path.is_file());
                 return refused(&error, if is_there { 1 } else { EXIT_SETUP });

@@ -36,7 +36,7 @@ struct InspectArguments {
     json: bool,
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <InspectArguments as clap::CommandFactory>::command()
 }

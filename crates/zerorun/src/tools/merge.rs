@@ -70,7 +70,7 @@ impl From<MergeDtype> for ConsolidatedDtype {
     }
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <MergeArguments as clap::CommandFactory>::command()
 }

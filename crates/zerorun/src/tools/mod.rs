@@ -42,7 +42,7 @@ pub(crate) struct ZerorunTool {
     about: &'static str,
     /// The function that runs the tool. Its argument is the command line from the tool's name on.
     pub(crate) run: fn(Vec<OsString>) -> Result<ExitCode, CommandLineError>,
-    /// The tool's command line, for shell completions and manual pages.
+    /// The function that returns the definition of the tool's command line, for shell completions and manual pages.
     command: fn() -> clap::Command,
 }
 
@@ -160,14 +160,14 @@ pub(crate) fn named(word: &OsStr) -> Option<&'static ZerorunTool> {
 
 /// Returns the name of the tool that a mistyped word resembles most, if any.
 pub(crate) fn nearest(word: &str) -> Option<&'static str> {
-    /// The minimum likeness, from 0 to 1.
+    /// The minimum similarity, from 0 to 1.
     const MIN_SIMILARITY: f64 = 0.6;
     let likeness = |tool: &ZerorunTool| strsim::normalized_damerau_levenshtein(&word.to_lowercase(), tool.name);
     let nearest = ALL.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
     Some(nearest.name).filter(|_| likeness(nearest) >= MIN_SIMILARITY)
 }
 
-/// The commands that describe the whole command line, with the lines about them: `completions` and `man` above.
+/// The commands that describe the complete command line, each with its line in the help.
 pub(crate) const COMMAND_LINE_DOCS: [(&str, &str); 2] =
     [("completions", "Print completions for a shell"), ("man", "Print the manual page of a command")];
 
@@ -180,7 +180,7 @@ pub(crate) fn help() -> String {
     format!("Commands (`zerorun COMMAND --help` describes one):\n{lines}")
 }
 
-/// Returns the command lines of all tools.
+/// Returns the definitions of all tools' command lines.
 pub(crate) fn commands() -> impl Iterator<Item = clap::Command> {
     ALL.iter().map(|tool| (tool.command)().name(tool.name).bin_name(format!("zerorun {}", tool.name)))
 }

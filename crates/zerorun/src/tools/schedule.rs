@@ -45,7 +45,7 @@ struct ScheduleArguments {
     plot: bool,
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <ScheduleArguments as clap::CommandFactory>::command()
 }

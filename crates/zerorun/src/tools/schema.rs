@@ -13,7 +13,7 @@ use std::process::ExitCode;
 #[command(name = "schema", bin_name = "zerorun schema")]
 struct SchemaArguments {}
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <SchemaArguments as clap::CommandFactory>::command()
 }

@@ -317,8 +317,8 @@ pub enum HostsError {
     },
     /// The number of hosts is unknown.
     #[error(
-        "--nnodes auto cannot determine the number of hosts: mpirun, srun or jsrun did not start zerorun here, or did \
-         not set it; give the number"
+        "--nnodes auto cannot determine the number of hosts: zerorun was not started by mpirun, srun or jsrun, or \
+         they did not set it; give the number"
     )]
     NodesUnknown,
     /// The number of processes that another launcher has started differs from the number of hosts.

@@ -78,7 +78,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long, value_name = "ROWS")]
     batch: Option<usize>,
 
-    /// Micro batch: rows per rank and forward
+    /// Micro batch: rows per rank and forward pass
     #[arg(long = "micro_batch", alias = "micro-batch", value_name = "ROWS", default_value = "1")]
     micro_batch: usize,
 
@@ -138,7 +138,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long = "resume_anyway", alias = "resume-anyway", requires = "resume")]
     resume_anyway: bool,
 
-    /// Seed of adapters, order and dropout
+    /// Seed for adapters, order and dropout
     #[arg(long, default_value_t = 42)]
     seed: u64,
 

@@ -1,9 +1,10 @@
-//! Maps flags of other trainers (Transformers' Trainer, TRL, axolotl, unsloth, LLaMA-Factory) to their names here.
+//! Maps flags of other trainers (Transformers' Trainer, TRL, axolotl, unsloth, LLaMA-Factory) to those of `zerorun
+//! finetune`.
 
 use clap::error::{ContextKind, ContextValue};
 use clap::{Error, error::ErrorKind};
 
-/// The flags of other trainers, each with its replacement here.
+/// The flags of other trainers, each with its replacement in `zerorun finetune`.
 const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
     (&["num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"], "--epochs E"),
     (&["max_steps", "max_train_steps", "num_steps", "iters"], "--steps N"),

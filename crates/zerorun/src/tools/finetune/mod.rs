@@ -68,7 +68,7 @@ struct FinetuneArguments {
     as_rank: Option<PathBuf>,
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <FinetuneArguments as clap::CommandFactory>::command()
 }

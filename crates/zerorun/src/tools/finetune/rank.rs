@@ -17,7 +17,7 @@ use std::time::Instant;
 pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
     match train(options, flags) {
         Ok(StopReason::Asked) => ExitCode::FAILURE,
-        // The same as in the launcher of several ranks, to which this output belongs.
+        // With several ranks, the launcher checks this in the same way.
         Ok(_) if !all_is_written() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => refused(&error, 1),
@@ -107,7 +107,7 @@ fn stop(run: FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
     Ok(())
 }
 
-/// Prints the model, the data and the settings of the training.
+/// Prints the model, the data and the settings of the training run.
 fn introduce(run: &mut FineTune) {
     let (rows, steps, at) = (run.rows_per_epoch(), run.total_steps(), run.steps());
     let (shorter, epochs, samples) = (run.shorter_rows(), run.epochs(), run.prepared().training().len());
@@ -175,7 +175,8 @@ fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {
     if run.resumed().is_some() { MetricsWriter::resume(path, run.steps()) } else { MetricsWriter::create(path) }
 }
 
-/// Writes a line of metrics. Training matters more than its log: if the log cannot be written, it ends with a message.
+/// Writes a line of metrics. Training matters more than its log: if a line cannot be written, the log ends with a
+/// message.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
         eprint(&format!("{error}: training continues, and the metrics end here"));
@@ -189,7 +190,8 @@ fn answer(run: &mut FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> 
     for prompt in &flags.prompt {
         let text = match run.answer(prompt, &sampling) {
             Ok(answer) => format!("{:?}", answer.text),
-            // Possible in 16 bits, for example; training checks its own loss. All ranks have the same logits.
+            // This can happen in 16 bits, for example, and does not end the run: training checks its own loss. All ranks
+            // have the same logits, and so the same error.
             Err(error) if matches!(error.downcast_ref(), Some(FinetuneError::LogitsNotFinite)) => error.to_string(),
             Err(error) => return Err(error),
         };

@@ -113,7 +113,7 @@ struct TuneArguments {
     command: Vec<OsString>,
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <TuneArguments as clap::CommandFactory>::command()
 }
@@ -138,9 +138,9 @@ struct TuneSearch {
     ranks: usize,
     limit: u64,
     out: PathBuf,
-    /// The digests of what earlier searches have written there.
+    /// The digests of the files that earlier searches have written to `out`.
     written: OutputDigests,
-    /// Locks that keep other jobs from writing there.
+    /// Locks that keep other jobs from writing to `out` and to the results.
     _claims: OutputLocks,
     /// The number of further runs of the configurations close to the fastest.
     repeats: u32,
@@ -304,7 +304,7 @@ impl TuneSearch {
         Ok(())
     }
 
-    /// Returns the candidates that differ from the fastest by no more than repeated runs of one of the two differ.
+    /// Returns the candidates that are slower than the fastest by no more than the spread of repeated runs of either.
     fn within_noise(&self) -> Option<String> {
         let (best, others) = self.rows.split_first()?;
         let speed = best.outcome.throughput()?;

@@ -1,4 +1,4 @@
-//! The section `autotuning`, as far as it has a counterpart here.
+//! The section `autotuning`, as far as `zerorun tune` supports it.
 
 use super::trial_outcome::TrialOutcome;
 use crate::error::{Error, Result, ToolError};
@@ -131,7 +131,7 @@ const INEFFECTIVE_KEYS: [(&str, &str); 6] = [
     ("mp_size", "there is no model parallelism"),
 ];
 
-/// The minimum likeness of two names, from 0 to 1, for one to be suggested for the other.
+/// The minimum similarity of two names, from 0 to 1, for one to be suggested for the other.
 const MIN_SIMILARITY: f64 = 0.5;
 
 struct AutotuningSection<'a>(&'a Value);

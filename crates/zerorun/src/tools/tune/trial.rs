@@ -31,7 +31,7 @@ pub(super) struct TrialRunner {
     /// The index at which the trial's arguments are inserted.
     pub(super) at: usize,
     pub(super) ranks: usize,
-    /// The folder that gets a subfolder for each experiment.
+    /// The folder in which each experiment gets a subfolder.
     pub(super) folder: PathBuf,
     pub(super) first_measured: u64,
     pub(super) steps: u64,
@@ -77,7 +77,7 @@ impl TrialRunner {
     /// Returns a unique name for the run of `config`.
     pub(super) fn id(&self, config: &Value) -> String {
         let Self { program, args, ranks, first_measured, steps, mappings, .. } = self;
-        // A rebuilt script is a different one.
+        // A rebuilt script counts as a different script.
         let built = std::fs::metadata(program).ok().map(|m| (m.len(), m.modified().ok()));
         let all = format!("{program:?} {built:?} {args:?} {ranks} {first_measured} {steps} {mappings:?} {config}");
         format!("{:016x}", fnv1a(all.as_bytes()))
@@ -96,7 +96,7 @@ impl TrialRunner {
         let folder = std::fs::canonicalize(&folder).map_err(io("find", &folder))?;
         let [file, metrics, log] = ["ds_config.json", "metrics.jsonl", "log.txt"].map(|name| folder.join(name));
         write_whole(&file, &format!("{:#}\n", quiet(config)))?;
-        // Left by a run that was stopped.
+        // A run that was stopped may have left this file.
         _ = std::fs::remove_file(&metrics);
         let out = File::create(&log).map_err(io("create", &log))?;
         let err = out.try_clone().map_err(io("open", &log))?;
@@ -105,7 +105,7 @@ impl TrialRunner {
         let mut command = Command::new(launcher);
         command.args(["--num_ranks", &self.ranks.to_string()]).arg(&self.program);
         command.args(self.arguments(&resolved.to_deepspeed_json(), &file, &metrics));
-        // The user sets these for other runs.
+        // If the user has set these, they are meant for other runs.
         [timeline::FILE, timeline::PARTS, PROMETHEUS_PORT].iter().for_each(|name| _ = command.env_remove(name));
         command.stdin(Stdio::null()).stdout(out).stderr(err);
         die_with_parent(&mut command, Signal::TERM);
@@ -189,7 +189,8 @@ fn quiet(config: &Value) -> Value {
 
 /// Returns the outcome of a run that ended with an error.
 fn failed(status: ExitStatus, reason: String) -> TrialOutcome {
-    // The launcher and shells report this code for a killed process, here usually killed by the kernel.
+    // The launcher and shells report this code for a process killed by SIGKILL, here usually by the kernel for lack of
+    // memory.
     const EXIT_KILLED: i32 = 128 + 9;
     let said = reason.to_lowercase();
     match status.code() == Some(EXIT_KILLED) || said.contains("memory") || said.contains("alloc") {
@@ -209,7 +210,7 @@ fn reason_in(text: &str) -> String {
     const MAX_SHOWN_CHARS: usize = 300;
     let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
     let repeated: Vec<&str> = lines().filter_map(|line| line.strip_prefix("zerorun:   | ")).collect();
-    // The message of a panic follows in the line after its location.
+    // The message of a panic is on the line after its location.
     let repeated = match repeated.as_slice() {
         [place, message, ..] if place.contains("panicked at ") => format!("{message} ({place})"),
         [first, ..] => (*first).to_string(),

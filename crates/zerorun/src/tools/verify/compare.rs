@@ -39,7 +39,7 @@ enum DifferingValue {
     Loss { micro_step: usize },
     /// The parameter with this name, after the step.
     Parameter(String),
-    /// The number of values: the trainings are not the same.
+    /// The number of values: the two jobs did not train in the same way.
     Amount,
 }
 

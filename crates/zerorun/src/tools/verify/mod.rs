@@ -67,7 +67,8 @@ struct VerifyArguments {
     rank_of: Option<PathBuf>,
 }
 
-/// The prefix of the folder for jobs and logs. Leftovers of a killed verification are removed by the next one there.
+/// The prefix of the folder for jobs and logs. The leftovers of a killed verification are removed by the
+/// next one in the same parent folder.
 const PREFIX: &str = "candle-zero-verify-";
 
 /// The reason why there is no verdict.
@@ -86,7 +87,7 @@ impl From<Error> for VerifyStop {
     }
 }
 
-/// Returns the tool's command line.
+/// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <VerifyArguments as clap::CommandFactory>::command()
 }
@@ -173,7 +174,8 @@ impl VerifyArguments {
         let (steps, ranks) = (self.steps.to_string(), usize::from(self.ranks));
         let mut args: Vec<OsString> = ["verify", "--steps", &steps, "--rank_of"].map(Into::into).into();
         args.push(folder.into());
-        // Counted as a restart of the first job, because the launcher reports on the number of ranks only once.
+        // Each further job counts as a restart of the first, so that the launcher does not repeat its report about
+        // the number of ranks.
         let restart = u32::try_from(number).unwrap_or(u32::MAX);
         let job = LocalJob {
             program,

@@ -94,7 +94,7 @@ pub(super) fn config(row: VerifyRow, precision: VerifyDtype, folder: &Path) -> V
     match precision {
         VerifyDtype::F32 => {}
         VerifyDtype::Bf16 => config["bf16"] = json!({"enabled": true}),
-        // A scale without overflow: stage 0 has its own overflow rule, as in DeepSpeed.
+        // A scale that causes no overflow: stage 0 has its own overflow rule, as in DeepSpeed.
         VerifyDtype::Fp16 => config["fp16"] = json!({"enabled": true, "initial_scale_power": 8}),
     }
     config
@@ -156,7 +156,7 @@ fn fingerprints(logs: &[RankLog]) -> [String; 2] {
     [hash(losses.collect()), hash(parameters.collect())]
 }
 
-/// Returns the bytes of the rank with the largest number.
+/// Returns the largest number of bytes of any rank.
 fn most(logs: &[RankLog], bytes: fn(&RankLog) -> usize) -> usize {
     logs.iter().map(bytes).max().unwrap_or(0)
 }
