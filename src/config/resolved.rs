@@ -448,7 +448,7 @@ pub struct LambConfig {
     pub weight_decay: f64,
     /// Whether to divide the moments by 1 - beta^t. Default true.
     pub bias_correction: bool,
-    /// Whether to add `eps` to the second moment rather than to its root. Default false.
+    /// Whether to add `eps` to the second moment rather than to its square root. Default false.
     pub eps_inside_sqrt: bool,
     /// The maximum trust ratio. Default 10.
     pub max_coeff: f64,

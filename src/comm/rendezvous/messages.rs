@@ -20,7 +20,7 @@ const MAX_REASON_BYTES: usize = 4096;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct JoinRequest {
     pub(super) rank: usize,
-    /// The number of ranks according to the sender's variables.
+    /// The number of ranks according to the sender's environment variables.
     pub(super) world: usize,
 }
 
@@ -29,7 +29,7 @@ impl JoinRequest {
         to.write_all(&[MAGIC, VERSION, self.rank as u64, self.world as u64].map(u64::to_le_bytes).concat())
     }
 
-    /// Reads a request from a connection that has data; returns `None` if the sender is not a rank of this version.
+    /// Reads a request from a connection that has data; returns `None` if the sender is not a rank that runs this version.
     pub(super) fn take(mut from: &UnixStream) -> Option<Self> {
         let mut bytes = [0; JOIN_REQUEST_BYTES];
         if from.read(&mut bytes).ok()? != JOIN_REQUEST_BYTES {

@@ -1,4 +1,4 @@
-//! The division of a buffer: the part that is sent in one exchange, and the part that each rank gives to each other.
+//! The division of a buffer: the part that is sent in one exchange, and the part that each rank gives to each other rank.
 
 use super::exchange::ShmExchange;
 use crate::error::CommError;
@@ -65,7 +65,7 @@ pub(in crate::comm) fn of_group(mut whole: Flat, group: RankGroup, len: usize) -
     whole
 }
 
-/// Sorts the chunks of `input`, one for each rank of a `world`, in rank order. Before, the chunks of ranks with the
+/// Sorts the chunks of `input`, one for each rank of a `world`, in rank order. Beforehand, the chunks of ranks with the
 /// same position in groups of `ranks` consecutive ranks are adjacent.
 pub(in crate::comm) fn by_rank(input: &mut Flat, ranks: usize, world: usize) {
     let (copies, bytes) = (world / ranks, input.size_in_bytes() / world);

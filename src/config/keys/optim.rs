@@ -57,14 +57,14 @@ const SGD: &[super::ConfigKey] = keys! {
 };
 
 const LION: &[super::ConfigKey] = keys! {
-    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate: every weight changes by this much.";
+    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate: every weight changes by this much per step.";
     "betas": Betas, "[0.9,0.999]", H, "Weight of the momentum in the direction, and decay rate of the momentum, each at least 0 and below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
 };
 
 const ADAGRAD: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.01", H, "Learning rate.";
-    "eps": NOT_NEGATIVE, "1e-10", H, "Added to the root of the sum of squares.";
+    "eps": NOT_NEGATIVE, "1e-10", H, "Added to the square root of the sum of squares.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Added to the gradient.";
     "lr_decay": NOT_NEGATIVE, "0.0", refuse("the scheduler section changes the learning rate"), "PyTorch: decay of the learning rate with the steps.";
     "initial_accumulator_value": NOT_NEGATIVE, "0.0", refuse("states start at zero"), "PyTorch: initial value of the sum of squares.";
@@ -79,7 +79,7 @@ const LAMB: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate, multiplied by each parameter's trust ratio.";
     "betas": Betas, "[0.9,0.999]", H, "Decay rates of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the square root of the second moment.";
-    "eps_inside_sqrt": Bool, "false", H, "Add eps to the second moment instead of its root.";
+    "eps_inside_sqrt": Bool, "false", H, "Add eps to the second moment instead of its square root.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay; it is part of the update whose norm enters the trust ratio.";
     "bias_correction": Bool, "true", H, "Divide the moments by 1 - beta^t, outside the trust ratio.";
     "max_coeff": NOT_NEGATIVE, "10.0", H, "Largest trust ratio (norm of a parameter divided by the norm of its update).";
@@ -89,8 +89,8 @@ const LAMB: &[super::ConfigKey] = keys! {
 
 const MUON: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "null", H, "Learning rate of both halves unless muon_lr or adam_lr is set.";
-    "muon_lr": NOT_NEGATIVE, "null", H, "Learning rate of matrices; null: lr, or 0.02 without it. Embeddings and the output projection (embed or lm_head in the name) are not trained as matrices.";
-    "adam_lr": NOT_NEGATIVE, "null", H, "Learning rate of all other parameters, which AdamW trains; null: lr, or 0.0003 without it.";
+    "muon_lr": NOT_NEGATIVE, "null", H, "Learning rate of matrices; null: lr, or 0.02 if lr is null too. Embeddings and the output projection (embed or lm_head in the name) are not trained as matrices.";
+    "adam_lr": NOT_NEGATIVE, "null", H, "Learning rate of all other parameters, which AdamW trains; null: lr, or 0.0003 if lr is null too.";
     "momentum": SHARE, "0.95", H, "Nesterov momentum of matrices; below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay of both halves.";
     "ns_method": ConfigValueKind::OneOf(&["gram", "standard"]), "\"gram\"", H, "How matrices are orthogonalized: gram is Newton-Schulz on the Gram matrix in f32, standard is Newton-Schulz on the matrix itself in bf16.";
@@ -132,7 +132,7 @@ const ADAMW_8BIT: &[super::ConfigKey] = keys! {
 };
 
 const LION_8BIT: &[super::ConfigKey] = keys! {
-    "lr": NOT_NEGATIVE, "0.0001", H, "Learning rate: every weight changes by this much.";
+    "lr": NOT_NEGATIVE, "0.0001", H, "Learning rate: every weight changes by this much per step.";
     "betas": Betas, "[0.9,0.99]", H, "Weight of the momentum in the direction, and decay rate of the momentum, each at least 0 and below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
     "min_8bit_size": COUNT, "4096", H, "Parameters with fewer elements have f32 moments.";
