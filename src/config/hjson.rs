@@ -164,7 +164,7 @@ impl<'a> HjsonReader<'a> {
         self.members(Some(open), depth)
     }
 
-    /// Reads keys and values up to the `}` of the object that begins at `open`, or, without `open`, to the end of the text.
+    /// Reads keys and values up to the `}` of the object that begins at `open`, or to the end of the text if it is `None`.
     fn members(&mut self, open: Option<TextPosition>, depth: usize) -> Result<JsonValue> {
         let mut entries: Vec<JsonEntry> = Vec::new();
         let mut seen: HashMap<String, TextPosition> = HashMap::new();

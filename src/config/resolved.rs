@@ -294,13 +294,13 @@ impl OffloadTo {
     }
 }
 
-/// `zero_optimization.offload_optimizer`: the place of master weights, moments and gradient shares.
+/// `zero_optimization.offload_optimizer`: the place of master weights, moments and gradient shards.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OffloadOptimizer {
     /// `device`.
     pub to: OffloadTo,
-    /// `buffer_count`: the step's buffers together hold at most the elements of this many of the largest sub-group.
-    /// Default 4.
+    /// `buffer_count`: the step's buffers together hold at most this many times the elements of the largest
+    /// sub-group. Default 4.
     pub buffer_count: usize,
     /// `pipeline_read`: read the next data while the step computes. Default false.
     pub pipeline_read: bool,

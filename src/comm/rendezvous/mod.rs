@@ -48,7 +48,7 @@ pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
     Ok(region)
 }
 
-/// The memory of the job that this process has joined, and its rank: it leaves the job when it ends.
+/// The memory of the job that this process has joined, and its rank. [`leave`] uses them when the process ends.
 static JOINED_REGION: OnceLock<(Arc<SharedMemoryRegion>, usize)> = OnceLock::new();
 
 unsafe extern "C" {

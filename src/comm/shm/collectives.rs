@@ -18,7 +18,7 @@ use std::ops::Range;
 /// many bytes as two exchanges of halves; with more ranks it would move more.
 const SHORT_BYTES: usize = 16 << 10;
 
-/// The size from which a gathered buffer is written with stores that bypass the caches. Ordinary stores would fill them.
+/// The size from which a gathered buffer is written with stores that bypass the caches. Others would fill them.
 const PAST_CACHE_BYTES: usize = 4 << 20;
 
 type Result<T> = std::result::Result<T, CommError>;
@@ -157,7 +157,7 @@ pub(in crate::comm) fn piece_of(world: usize, wire: WireFormat, dtype: DType) ->
     if blocks > 0 { (wire, blocks) } else { (WireFormat::Exact, bytes / dtype.size_in_bytes()) }
 }
 
-/// Sums, over all ranks' `input` (world size x n elements), elements `range` of this rank's chunk, and writes the sums to
+/// Sums elements `range` of this rank's chunk over all ranks' `input` (world size x n elements), and writes the sums to
 /// `at + range` of `input`, where `at` is the position of the first chunk or of this rank's chunk. What they overwrite
 /// has already been published or belongs to this rank's own chunk.
 fn reduce_piece(

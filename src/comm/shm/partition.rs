@@ -1,12 +1,12 @@
-//! The division of a buffer: the part that is sent in one exchange, and the part that each rank gives to each other rank.
+//! The division of a buffer: the part sent in one exchange, and the part that each rank gives to each other rank.
 
 use super::exchange::ShmExchange;
 use crate::error::CommError;
 use crate::precision::Flat;
 use std::ops::Range;
 
-/// Returns ranges of at most `step` elements that cover `len`; one empty range for an empty buffer, so that every
-/// collective meets its peers at least once.
+/// Returns ranges of at most `step` elements that cover `len`; one empty range for an empty buffer, so that the
+/// ranks of every collective meet at least once.
 pub(in crate::comm) fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
     let count = len.div_ceil(step).max(1);
     (0..count).map(move |i| i * step..((i + 1) * step).min(len))

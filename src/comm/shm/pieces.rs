@@ -20,7 +20,7 @@
 //!
 //! `tests/loom` compiles this file and `rank_state.rs` with loom's memory in place of [`super::region`] and runs them
 //! in every order in which their accesses can take effect: two ranks and three pieces, the third of which uses the slot
-//! of the first. Threads that sleep are interrupted at most four times, those of three ranks once. Ranks that give up
+//! of the first. If they sleep, at most four interruptions are tried, and with three ranks one. Ranks that give up
 //! or leave are run with one and two pieces. Loom finds no race on slots or texts, no wrong byte, no sleep that nothing
 //! ends, and no failure that is reported wrongly; and it finds the deliberate mistakes of its tests, such as a
 //! publication before the data or without Release. It does not cover time limits, heartbeats or the kernel's futex.
@@ -174,8 +174,8 @@ impl PieceSlots {
     /// left.
     fn look_at_ranks(&self) -> Result<(), PeerFailure> {
         let seen = self.look_at_states();
-        // The first failure explains all later ones, which are often only its consequences. It is read after the states,
-        // because it was recorded before any consequence that they show.
+        // The first failure explains all later ones, which are often only its consequences. It is read after the
+        // states, because it was recorded before any consequence that they show.
         match self.region.first_failure() {
             Some((peer, fault)) if peer != self.rank => match (fault, self.region.state(peer)) {
                 (RankFault::Left | RankFault::Silent | RankFault::Late, _) => {

@@ -134,7 +134,8 @@ impl SharedMemoryRegion {
         }
     }
 
-    /// Changes the state of a rank that is absent or running to `state`, once; the first change remains. Wakes all threads that wait for the rank.
+    /// Changes the state of a rank that is absent or running to `state`, once; the first change remains. Wakes all
+    /// threads that wait for the rank.
     fn leave(&self, rank: usize, state: u32) {
         let living = |now| (now <= RUNNING).then_some(state);
         let _ = self.state_word(rank).fetch_update(Ordering::AcqRel, Ordering::Acquire, living);

@@ -24,8 +24,8 @@ pub enum WireFormat {
 }
 
 impl WireFormat {
-    /// Returns the number of elements that are encoded together. Data that begins at a multiple of it in a rank's chunk
-    /// has its own blocks.
+    /// Returns the number of elements that are encoded together. Data that begins at a multiple of this number in a
+    /// rank's chunk has its own blocks.
     pub fn alignment(self) -> usize {
         match self {
             Self::Exact => 1,
