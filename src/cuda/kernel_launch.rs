@@ -32,7 +32,7 @@ pub(crate) enum KernelArgument<'a> {
     Long(u64),
 }
 
-/// Implements the conversion [`From`] an argument's type.
+/// Implements [`From`] for the conversion of an argument's type.
 macro_rules! argument {
     ($type:ty, $variant:ident) => {
         impl<'a> From<$type> for KernelArgument<'a> {

@@ -41,7 +41,7 @@ const MAX_NONFINITE_STEPS: u32 = 64;
 
 /// A forward that a check repeats.
 struct RepeatedForward<'a, M> {
-    /// The index of the forward in this thread.
+    /// The number of the forward in this thread, counted from 1.
     forward: u64,
     /// The position in the random number stream where the forward begins.
     stream: u64,

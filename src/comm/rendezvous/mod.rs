@@ -8,7 +8,7 @@
 //! ```
 //!
 //! No launcher watches these ranks: rank 0 watches the others, and they watch rank 0. If rank 0 has ended in good
-//! order, later deaths are detected only by their heartbeats.
+//! order, later deaths are detected only by missing heartbeats.
 //!
 //! The socket's name is in the kernel's abstract namespace: it disappears with the process and is visible only to
 //! processes in the same network namespace. The user of each connecting process is checked.

@@ -18,7 +18,7 @@ const UNREPORTED_DEATH: &str = "its process ended without a message";
 /// The system failed.
 pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: RendezvousMembers) -> Result<(), CommError> {
     watch(move || {
-        // After a system error, deaths are detected only by heartbeats.
+        // After a system error, deaths are detected only by missing heartbeats.
         while let Ok(all) = members.next(None) {
             for event in all {
                 if let MembershipEvent::Gone(rank) = event {

@@ -18,7 +18,7 @@ use std::ops::Range;
 /// many bytes as two exchanges of halves; with more ranks it would move more.
 const SHORT_BYTES: usize = 16 << 10;
 
-/// The size from which a gathered buffer is written with stores that bypass the caches. Others would fill them.
+/// The size from which a gathered buffer is written with stores that bypass the caches, which it would otherwise fill.
 const PAST_CACHE_BYTES: usize = 4 << 20;
 
 type Result<T> = std::result::Result<T, CommError>;

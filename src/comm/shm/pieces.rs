@@ -20,7 +20,7 @@
 //!
 //! `tests/loom` compiles this file and `rank_state.rs` with loom's memory in place of [`super::region`] and runs them
 //! in every order in which their accesses can take effect: two ranks and three pieces, the third of which uses the slot
-//! of the first. If they sleep, at most four interruptions are tried, and with three ranks one. Ranks that give up
+//! of the first. If ranks sleep, threads are interrupted at most four times, and with three ranks once. Ranks that give up
 //! or leave are run with one and two pieces. Loom finds no race on slots or texts, no wrong byte, no sleep that nothing
 //! ends, and no failure that is reported wrongly; and it finds the deliberate mistakes of its tests, such as a
 //! publication before the data or without Release. It does not cover time limits, heartbeats or the kernel's futex.
