@@ -1,9 +1,9 @@
-//! The device on which a rank computes if its program does not choose one.
+//! The device on which a rank computes if the program does not choose one.
 
 use crate::error::Result;
 use candle_core::Device;
 
-/// Returns the CPU; with feature `cuda`, the GPU whose number is the local rank. If there are more ranks than GPUs,
+/// Returns the CPU; with feature `cuda`, the GPU whose index is the local rank. If there are more ranks than GPUs,
 /// ranks share GPUs round-robin.
 ///
 /// # Errors
@@ -18,11 +18,11 @@ pub(crate) fn default() -> Result<Device> {
     if local_rank == 0 && (1..ranks).contains(&gpus) {
         crate::notice::emit(&format!("{ranks} ranks share {}", crate::util::counted(gpus, "GPU")));
     }
-    // Without any GPU, number 0 produces the driver's own error.
+    // Without any GPU, index 0 produces the driver's own error.
     Ok(Device::new_cuda(local_rank % gpus.max(1))?)
 }
 
-/// Returns the CPU; with feature `cuda`, the GPU whose number is the local rank.
+/// Returns the CPU; with feature `cuda`, the GPU whose index is the local rank.
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn default() -> Result<Device> {
     Ok(Device::Cpu)

@@ -368,7 +368,7 @@ impl<M> Engine<M> {
         EngineError::NonFiniteGradient { where_, step: self.global_steps }.into()
     }
 
-    /// Updates the weights by the gradients times `multiplier`, and publishes them. Returns whether they have already
+    /// Updates the weights with the gradients times `multiplier`, and publishes them. Returns whether they have already
     /// changed.
     fn update(&mut self, multiplier: f64) -> Result<bool> {
         let trained = self.trainer.for_step(self.optimizer_steps + 1, multiplier as f32)?;
@@ -388,19 +388,19 @@ impl<M> Engine<M> {
         }
         let now = self.scaler.scale();
         let consequence = match &self.scaler {
-            LossScaler::None => "their weights stay as they are".to_string(),
+            LossScaler::None => "the weights stay as they are".to_string(),
             LossScaler::Static { .. } => format!("the loss scale stays {scale} (fp16.loss_scale)"),
             LossScaler::Dynamic(_) if now == scale => format!("the loss scale stays {scale} this time"),
             LossScaler::Dynamic(_) => format!("the loss scale falls from {scale} to {now}"),
         };
         let number = self.global_steps + 1;
         let more = if skipped == REPORTED_SKIPS {
-            "; further ones are reported rarely, engine.skipped_steps() counts all"
+            "; later ones are reported rarely, but engine.skipped_steps() counts all of them"
         } else {
             ""
         };
         warn(&format!(
-            "step {number} is skipped, a gradient is not finite (skipped so far: {skipped}); {consequence}{more}"
+            "step {number} is skipped: a gradient is not finite (skipped so far: {skipped}); {consequence}{more}"
         ));
     }
 

@@ -22,7 +22,8 @@ pub fn communicators(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn
 /// Runs `rank` once per rank, each on a thread with a big stack, and returns the results in rank order.
 ///
 /// # Errors
-/// The result of a rank is in its place in the list. A panic of a rank is propagated once all have ended.
+/// Each rank's result, which may be an error, is at its place in the list. A panic of a rank is propagated once all
+/// have ended.
 ///
 /// ```
 /// let sums = candle_zero::comm::threads::run(3, |comm| {

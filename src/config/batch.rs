@@ -15,7 +15,7 @@ const MAX_MICRO_BATCH: u64 = 1 << 32;
 const RULE: &str = "train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size";
 
 impl BatchConfig {
-    /// Returns the same micro batch with another train batch size. Only the accumulation changes (DeepSpeed's
+    /// Returns the same micro batch with a different train batch size. Only the accumulation changes (DeepSpeed's
     /// `set_train_batch_size`).
     ///
     /// # Errors

@@ -126,7 +126,7 @@ pub enum ConfigRule {
     Conflict,
     /// DeepSpeed 0.19.8 refuses this feature too.
     Removed,
-    /// A DeepSpeed feature is not offered here, and ignoring it would change training.
+    /// A DeepSpeed feature is not offered by candle-zero, and ignoring it would change training.
     Unsupported,
 }
 

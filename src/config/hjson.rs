@@ -164,7 +164,7 @@ impl<'a> HjsonReader<'a> {
         self.members(Some(open), depth)
     }
 
-    /// Reads keys and values up to the `}` of the object that begins at `open`, or without one to the end of the text.
+    /// Reads keys and values up to the `}` of the object that begins at `open`, or to the end of the text if it is `None`.
     fn members(&mut self, open: Option<TextPosition>, depth: usize) -> Result<JsonValue> {
         let mut entries: Vec<JsonEntry> = Vec::new();
         let mut seen: HashMap<String, TextPosition> = HashMap::new();
@@ -315,7 +315,7 @@ impl<'a> HjsonReader<'a> {
         self.expected(format!("a JSON value{of} (text must be in double quotes{why})"))
     }
 
-    /// Advances by that many bytes.
+    /// Advances by `bytes` bytes.
     fn skip(&mut self, bytes: usize) {
         let left = self.rest.as_str().len().saturating_sub(bytes);
         while self.rest.as_str().len() > left && self.bump().is_some() {}

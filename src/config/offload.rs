@@ -93,7 +93,7 @@ fn whole_path(path: &str, xdg: Option<OsString>, home: Option<PathBuf>) -> Optio
     }
 }
 
-/// Resolves where master weights, moments and gradient shares are stored. Problems are added to the walk.
+/// Resolves where master weights, moments and gradient shards are stored. Problems are added to the walk.
 pub(super) fn optimizer(
     walk: &mut ConfigWalk<'_>,
     stage: ZeroStage,

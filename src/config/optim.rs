@@ -10,7 +10,7 @@ use super::{
 use crate::layout::ZeroStage;
 use serde_json::Value;
 
-/// Optimizers that exist in DeepSpeed or PyTorch but not here.
+/// Optimizers that exist in DeepSpeed or PyTorch but not in candle-zero.
 const OTHER_OPTIMIZERS: [&str; 14] = [
     "MuAdam",
     "MuAdamW",
@@ -42,7 +42,7 @@ pub(super) fn optimizer(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<O
         untested(walk, None, stage);
         return None;
     }
-    // DeepSpeed's names match in any letter case; here all names do.
+    // DeepSpeed's names match in any letter case; in candle-zero, all names do.
     let names = ["Adam", "AdamW", "SGD", "Lion", "Adagrad", "Lamb", "Muon", "Adam8bit", "AdamW8bit", "Lion8bit"];
     let found = walk.str("optimizer.type").map(str::to_string);
     let name = found.and_then(|found| {

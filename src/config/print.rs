@@ -9,7 +9,7 @@ use candle_core::DType;
 use serde_json::{Map, Value, json};
 
 impl Config {
-    /// Returns every key of DeepSpeed with its resolved value, including keys that have no effect here.
+    /// Returns every key of DeepSpeed with its resolved value, including keys that have no effect in candle-zero.
     ///
     /// Loading the returned value gives this configuration again (for the same number of ranks).
     pub fn to_deepspeed_json(&self) -> Value {
@@ -126,7 +126,7 @@ impl Config {
         }
     }
 
-    /// Prints `activation_checkpointing`. This key decides, whatever the section's other keys ask for.
+    /// Prints `activation_checkpointing`. `every_unit` decides, whatever the section's other keys ask for.
     fn checkpointing_json(&self, tree: &mut Map<String, Value>) {
         set(tree, "activation_checkpointing.every_unit", json!(self.activation_checkpointing));
         set(tree, "activation_checkpointing.cpu_checkpointing", json!(self.cpu_checkpointing));

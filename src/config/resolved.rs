@@ -294,13 +294,13 @@ impl OffloadTo {
     }
 }
 
-/// `zero_optimization.offload_optimizer`: the place of master weights, moments and gradient shares.
+/// `zero_optimization.offload_optimizer`: the place of master weights, moments and gradient shards.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OffloadOptimizer {
     /// `device`.
     pub to: OffloadTo,
-    /// `buffer_count`: the step's buffers together hold at most the elements of this many of the largest sub-group.
-    /// Default 4.
+    /// `buffer_count`: the step's buffers together hold at most this many times the elements of the largest
+    /// sub-group. Default 4.
     pub buffer_count: usize,
     /// `pipeline_read`: read the next data while the step computes. Default false.
     pub pipeline_read: bool,
@@ -448,7 +448,7 @@ pub struct LambConfig {
     pub weight_decay: f64,
     /// Whether to divide the moments by 1 - beta^t. Default true.
     pub bias_correction: bool,
-    /// Whether to add `eps` to the second moment rather than to its root. Default false.
+    /// Whether to add `eps` to the second moment rather than to its square root. Default false.
     pub eps_inside_sqrt: bool,
     /// The maximum trust ratio. Default 10.
     pub max_coeff: f64,

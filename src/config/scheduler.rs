@@ -8,7 +8,7 @@ use serde_json::Value;
 
 /// The schedules, in exact letter case.
 const SCHEDULES: [&str; 5] = ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"];
-/// PyTorch's schedules, which DeepSpeed also accepts and which are not offered here.
+/// PyTorch's schedules, which DeepSpeed also accepts and candle-zero does not offer.
 const PYTORCH_SCHEDULES: [&str; 15] = [
     "LambdaLR",
     "MultiplicativeLR",
@@ -198,7 +198,7 @@ fn one_cycle(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerConfig>) -> 
     Some(cycle)
 }
 
-/// Notes a momentum that falls and rises.
+/// Checks the momentum of the cycle, and notes where it has no effect or will stop training.
 fn cycled_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer: Option<&OptimizerConfig>) {
     if optimizer.is_some_and(|optimizer| !optimizer.has_betas()) {
         let text = "has no effect on an optimizer without betas, which keeps its momentum, as in DeepSpeed";

@@ -45,7 +45,7 @@ pub(crate) fn forward(device: &CudaDevice, function: Activation, x: &DeviceFlatR
     })
 }
 
-/// Computes dx = dy f'(x).
+/// Computes dx = dy * f'(x).
 pub(crate) fn backward(
     device: &CudaDevice,
     function: Activation,
@@ -65,7 +65,7 @@ pub(crate) fn backward(
     unsafe { kernel.run(over(count), arguments![count, x, dy, dx]) }
 }
 
-/// Computes f(gate) up.
+/// Computes f(gate) * up.
 pub(crate) fn gated(
     device: &CudaDevice,
     function: Activation,
@@ -83,7 +83,7 @@ pub(crate) fn gated(
     })
 }
 
-/// Computes dy up f'(gate) and dy f(gate).
+/// Computes dy * up * f'(gate) and dy * f(gate).
 pub(crate) fn gated_backward(
     device: &CudaDevice,
     function: Activation,
@@ -106,6 +106,6 @@ pub(crate) fn gated_backward(
     })?;
     match dup {
         Some(dup) => Ok([dgate, dup]),
-        None => bail!("activation: one of two gradients was not made"),
+        None => bail!("activation: one of the two gradients was not computed"),
     }
 }

@@ -12,7 +12,7 @@ pub(crate) fn copy(device: &CudaDevice, to: DeviceFlatMut<'_>, from: &DeviceFlat
     copy_scaled(device, to, from, 1.0)
 }
 
-/// Computes to = factor from. The product is computed in f32 and rounded once.
+/// Computes to = factor * from. The product is computed in f32 and rounded once.
 pub(super) fn copy_scaled(
     device: &CudaDevice,
     to: DeviceFlatMut<'_>,
@@ -27,7 +27,7 @@ pub(crate) fn add(device: &CudaDevice, to: DeviceFlatMut<'_>, from: &DeviceFlatR
     run(device, "add_scaled", to, from, 1.0)
 }
 
-/// Computes to += factor from in f32 and rounds once.
+/// Computes to += factor * from in f32 and rounds once.
 pub(super) fn add_scaled(
     device: &CudaDevice,
     to: DeviceFlatMut<'_>,

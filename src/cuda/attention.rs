@@ -9,8 +9,8 @@
 //!
 //! Sums and softmax are in f32. Products of f32 elements are also in f32. Products of 16-bit elements use tensor cores,
 //! with weights rounded to 16 bits. Every row of a result is written by one warp, which sums in order, so the bits are
-//! the same in every run. A tile begins where a sequence begins, so that a packed sequence has the same bits as without
-//! the others.
+//! the same in every run. A tile begins where a sequence begins, so that a packed sequence gives the same bits as
+//! without the others.
 
 use super::flat_view::DeviceFlatRef;
 use crate::kernels::attention::{AttentionRule, AttentionShape};
@@ -25,7 +25,7 @@ mod call;
 mod element;
 mod tile_launch;
 
-/// Returns whether the kernels support an attention of these sizes on this device.
+/// Returns whether the kernels support attention of these sizes on this device.
 pub(crate) fn takes(device: &CudaDevice, h: &AttentionShape) -> bool {
     // From 8.0 on, tensor cores support bfloat16, and a block may have enough shared memory.
     let capable = device.cuda_stream().context().compute_capability().is_ok_and(|(major, _)| major >= 8);
@@ -84,7 +84,7 @@ pub(crate) fn backward<const N: usize>(
     })
 }
 
-const TWO_FORMATS: &str = "operands of two formats";
+const TWO_FORMATS: &str = "operands of different formats";
 
 /// Returns the rows of queries, keys and values.
 fn rows<'a, E: AttentionElement, const N: usize>(
@@ -94,7 +94,7 @@ fn rows<'a, E: AttentionElement, const N: usize>(
     let (width, kv_width) = (h.heads * h.head, h.kv_heads * h.head);
     let view = |i: usize, start: usize, stride: usize| match E::of(parts[i]).and_then(|part| part.try_slice(start..)) {
         Some(values) => Ok(DeviceHeadRows { values, stride }),
-        None => bail!("attention: {TWO_FORMATS}, or fewer elements than {h:?} has"),
+        None => bail!("attention: {TWO_FORMATS}, or fewer elements than {h:?} needs"),
     };
     match N {
         1 => {
@@ -115,7 +115,7 @@ enum QkvGradients<'a, E> {
     Fused(&'a mut CudaSlice<E>),
 }
 
-/// Computes [`forward`] of one format. The log-sum-exp is in powers of 2, `[batch, time, heads]`.
+/// Computes [`forward`] for one format. The log-sum-exp is in powers of 2, `[batch, time, heads]`.
 fn forward_of<E: AttentionElement>(
     device: &CudaDevice,
     of: (&AttentionShape, &AttentionRule<'_>),
@@ -134,13 +134,13 @@ fn forward_of<E: AttentionElement>(
     arguments.arg(&call.sizes);
     tiles.give(&mut arguments);
     arguments.arg(&q.values).arg(&k.values).arg(&v.values).arg(&mut out).arg(&mut lse);
-    // SAFETY: the arguments of the kernel, of the format in its name; `AttentionCall` has checked that rows are within
-    // the views, and tiles are within rows.
+    // SAFETY: the kernel takes these arguments, in the format in its name; `AttentionCall` has checked that rows are
+    // within the views, and tiles are within rows.
     unsafe { arguments.launch(how.over([tiles.count, h.heads, 1])) }.w()?;
     Ok((out, lse))
 }
 
-/// Computes [`backward`] of one format.
+/// Computes [`backward`] for one format.
 fn backward_of<'a, E: AttentionElement>(
     device: &CudaDevice,
     of: (&AttentionShape, &AttentionRule<'_>),
@@ -160,7 +160,7 @@ fn backward_of<'a, E: AttentionElement>(
     let function = E::KERNELS.function(device, &format!("attention_along_{}", E::SUFFIX))?;
     let mut arguments = function.builder();
     arguments.arg(&call.sizes).arg(&out).arg(&dout).arg(&mut along);
-    // SAFETY: the arguments of the kernel, of the format in its name, with a warp for each element of `along`.
+    // SAFETY: the kernel takes these arguments, in the format in its name, with a warp for each element of `along`.
     unsafe { arguments.launch(tile_launch::warps(lse.len())) }.w()?;
 
     let bytes = size_of::<E>() as u64;

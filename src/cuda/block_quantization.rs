@@ -21,7 +21,7 @@ pub(super) struct BlockQuantizer {
     sum: KernelFunction,
 }
 
-/// The elements of several ranks, the same number of each, and the codes that represent them.
+/// The elements of several ranks, the same number for each, and the codes that represent them.
 #[derive(Clone, Copy)]
 pub(super) struct RankChunks {
     pub number: usize,
@@ -67,7 +67,7 @@ impl BlockQuantizer {
     ) -> Result<()> {
         let RankChunks { count, elements_apart, bytes_apart, .. } = parts;
         let without = without.unwrap_or(usize::MAX);
-        // SAFETY: the kernel takes a count, the bytes, a distance, the elements, a distance, and the number of a part;
+        // SAFETY: the kernel takes a count, the bytes, a distance, the elements, a distance, and the index of a part;
         // as the caller promises.
         unsafe { parts.run(&self.encode, arguments![count, bytes, bytes_apart, elements, elements_apart, without]) }
     }

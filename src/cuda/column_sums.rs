@@ -12,7 +12,7 @@ const KERNELS: KernelModule = module!("column_sums");
 const MIN_ROWS: usize = 64;
 /// The maximum number of chunks.
 const MAX_CHUNKS: usize = 128;
-/// The columns and lanes of a block in column_sums.cuh.
+/// The numbers of columns and lanes of a block in column_sums.cuh.
 const BLOCK: (u32, u32) = (32, 8);
 
 /// The split of rows into chunks for sums over them. It depends only on the number of rows.
@@ -43,7 +43,7 @@ impl RowChunking {
     }
 }
 
-/// Sums of columns that have not been added over the chunks of rows yet.
+/// Sums of columns within each chunk of rows, not yet added up over the chunks.
 #[derive(Debug)]
 pub(crate) struct PartialColumnSums {
     pub(super) cut: RowChunking,

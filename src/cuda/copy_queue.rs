@@ -91,7 +91,7 @@ impl CopyQueue {
     /// # Errors
     /// Returns an error if the driver cannot lock more memory.
     pub fn new(device: &CudaDevice, bytes: usize, pinned: bool, lane: TimelineLane) -> Result<Self> {
-        // A separate context of cudarc, of the same primary context as Candle's: with a second stream in Candle's
+        // A separate cudarc context, with the same primary context as Candle's: with a second stream in Candle's
         // context, cudarc would record events around every kernel of the model.
         let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
         let staging_buffers = (0..STAGING_BUFFERS)
@@ -100,8 +100,8 @@ impl CopyQueue {
         let mut copier = CopyThread { stream: context.new_stream().w()?, staging_buffers };
         let (jobs, todo) = channel::<CopyJob>();
         let thread = std::thread::Builder::new().name("gpu-copies".into()).spawn(move || {
-            // Page-locked memory is released in this thread, even if nothing was copied. A copy binds again and reports
-            // the error.
+            // Page-locked memory is released in this thread, even if nothing was copied. Each copy binds again and
+            // reports any error.
             let _ = context.bind_to_thread();
             for CopyJob { request, after, carried, done } in todo {
                 let _here = carried.enter(lane);
@@ -215,7 +215,7 @@ impl CopyThread {
             let Some(piece) = piece else { continue };
             let bytes = &mut staging.bytes_mut()?[..piece.len()];
             // SAFETY: the buffer, which the copy owns, has as many bytes from there on, and nothing else uses the
-            // staging buffer until the event after this copy is waited for, or the stream, at the end of `carry`.
+            // staging buffer until the event after this copy, or the stream at the end of `carry`, has been waited for.
             unsafe { driver::memcpy_dtoh_async(bytes, address + piece.start as CUdeviceptr, stream.cu_stream()) }
                 .w()?;
             *under_way = Some((stream.record_event(BLOCKING_SYNC).w()?, piece));

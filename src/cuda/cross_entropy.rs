@@ -9,7 +9,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
 const KERNELS: KernelModule = module!("cross_entropy");
 
-/// The threads of a block that sums losses. Their number determines the order of that sum.
+/// The number of threads of a block that sums losses. It determines the order of that sum.
 const THREADS: u32 = 256;
 /// The number of classes per thread above which a row gets more threads.
 const CLASSES_PER_THREAD: usize = 8;
@@ -19,10 +19,10 @@ pub(crate) struct LogitRows<'a> {
     pub classes: usize,
     /// The targets of all rows: a class, or `u32::MAX` for an ignored row.
     pub targets: &'a DeviceTargets,
-    /// The number of the first row among the targets.
+    /// The index of the first row among the targets.
     pub first: usize,
     pub rows: usize,
-    /// The soft cap: logits are replaced by cap tanh(logit / cap).
+    /// The soft cap: logits are replaced by cap * tanh(logit / cap).
     pub cap: Option<f32>,
 }
 
@@ -41,7 +41,7 @@ impl DeviceTargets {
 }
 
 impl LogitRows<'_> {
-    /// Returns a launch with a block for each row, whose threads depend on the number of classes.
+    /// Returns a launch with a block for each row. Its number of threads depends on the number of classes.
     fn launch(&self) -> LaunchConfig {
         let threads = self.classes.div_ceil(CLASSES_PER_THREAD).next_multiple_of(32).clamp(32, 1024);
         LaunchConfig { grid_dim: (self.rows as u32, 1, 1), block_dim: (threads as u32, 1, 1), shared_mem_bytes: 0 }
@@ -143,7 +143,7 @@ pub(crate) fn mean(device: &CudaDevice, losses: &CudaSlice<f32>, count: usize, d
     written(device, DType::F32, 1, |mean| {
         let launch = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
         let function = KERNELS.function(device, "mean_of_losses")?;
-        // SAFETY: the kernel takes a count and that many losses, a divisor, and writes one number.
+        // SAFETY: the kernel takes a count, that many losses and a divisor, and writes one number.
         unsafe { function.run(launch, arguments![count, losses, divisor, mean]) }
     })
 }

@@ -23,7 +23,7 @@ impl DeviceFlat {
     /// Creates an empty buffer with room for `capacity` elements.
     ///
     /// # Errors
-    /// Returns an error if the device is out of memory or the dtype is another one.
+    /// Returns an error if the device is out of memory or the dtype is a different one.
     pub fn with_capacity(device: &CudaDevice, dtype: DType, capacity: usize) -> Result<Self> {
         Ok(Self { storage: room(device, dtype, capacity)?, len: 0 })
     }
@@ -112,7 +112,7 @@ impl DeviceFlat {
     }
 
     /// Returns the address of the complete memory, for `stream` to read and to write. `stream` waits for the writes
-    /// that cudarc knows. cudarc learns of the use when the second value is dropped, if it keeps events at all.
+    /// that cudarc knows of. cudarc learns of this use when the second value is dropped, if it keeps events at all.
     ///
     /// # Errors
     /// Never fails, because a buffer has f32, bf16 or f16 elements.
@@ -125,7 +125,7 @@ impl DeviceFlat {
         })
     }
 
-    /// Sets the length to `len` elements, which the caller must have something write.
+    /// Sets the length to `len` elements. The caller must make sure that all of them are then written.
     ///
     /// # Errors
     /// Same as for [`with_capacity`](Self::with_capacity), if there is too little room.
@@ -138,7 +138,7 @@ impl DeviceFlat {
     /// Makes room for exactly `more` elements, if there is less.
     ///
     /// # Errors
-    /// Same as for [`with_capacity`](Self::with_capacity): both buffers exist for a moment.
+    /// Same as for [`with_capacity`](Self::with_capacity): both buffers exist at the same time for a moment.
     pub fn reserve_exact(&mut self, more: usize) -> Result<()> {
         if self.capacity() < self.len + more { self.move_into(self.len + more) } else { Ok(()) }
     }
@@ -347,7 +347,7 @@ mod tests {
         flat.shrink_to_fit().unwrap();
         flat.scale(3.0).unwrap();
         assert_eq!((flat.len(), flat.capacity_in_bytes()), (3, 12));
-        assert!(flat.part(2..4).is_err(), "the bytes behind the elements are not to be read");
+        assert!(flat.part(2..4).is_err(), "the bytes after the elements must not be read");
         assert_eq!(flat.to_host(0..2).unwrap(), Flat::F32(vec![6.0, 9.0]));
         assert_eq!(flat.into_storage().to_cpu_storage().unwrap().as_slice::<f32>().unwrap().len(), 3);
     }

@@ -8,7 +8,7 @@ use candle_core::{CudaDevice, CudaStorage, Result};
 
 const KERNELS: KernelModule = module!("dropout");
 
-/// The number of positions of a group of counters in src/kernels/dropout.rs.
+/// The number of positions in a group of counters in src/kernels/dropout.rs.
 const GROUP: u64 = 64;
 const COUNTERS: u64 = 16;
 

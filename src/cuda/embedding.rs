@@ -11,7 +11,7 @@ const KERNELS: KernelModule = module!("embedding");
 
 /// The number of columns of a row that a block sums.
 const COLUMNS: usize = 128;
-/// The id of no row, whose result is zeros.
+/// The id that stands for no row; its result is zeros.
 pub(crate) const NO_ROW: u32 = u32::MAX;
 
 /// Copies words to a device.
@@ -46,7 +46,7 @@ pub(crate) fn look_up(
 /// The rows of a gradient that belong to each row of the table.
 #[derive(Debug)]
 pub(crate) struct EmbeddingRowUses {
-    /// The used rows of the table. `starts` are the starts of their positions.
+    /// The used rows of the table. The positions of `ids[r]` start at index `starts[r]` of `positions`.
     ids: Vec<u32>,
     starts: Vec<u32>,
     positions: Vec<u32>,

@@ -37,8 +37,8 @@ macro_rules! each {
 pub(crate) use each;
 
 impl DeviceFlatRef<'_> {
-    /// Returns the address of the elements for `stream` to read. `stream` waits for the writes that cudarc knows. Other
-    /// streams are notified only of reads before this call.
+    /// Returns the address of the elements for `stream` to read. `stream` waits for the writes that cudarc knows of.
+    /// Other streams are notified only of reads before this call.
     pub fn address(&self, stream: &CudaStream) -> CUdeviceptr {
         each!(Self, self, v => v.device_ptr(stream).0)
     }
@@ -57,7 +57,7 @@ impl DeviceFlatRef<'_> {
             (Self::F32(from), FlatMut::F32(to)) => stream.memcpy_dtoh(from, to).w()?,
             (Self::BF16(from), FlatMut::BF16(to)) => stream.memcpy_dtoh(from, to).w()?,
             (Self::F16(from), FlatMut::F16(to)) => stream.memcpy_dtoh(from, to).w()?,
-            _ => bail!("elements of {:?} are read as another dtype", self.dtype()),
+            _ => bail!("elements of {:?} are read as a different dtype", self.dtype()),
         }
         stream.synchronize().w()
     }
@@ -65,7 +65,7 @@ impl DeviceFlatRef<'_> {
 
 impl DeviceFlatMut<'_> {
     /// Returns the address of the elements for `stream` to read and to write. `stream` waits for the uses that cudarc
-    /// knows. Other streams are notified only of uses before this call.
+    /// knows of. Other streams are notified only of uses before this call.
     pub fn address(&mut self, stream: &CudaStream) -> CUdeviceptr {
         each!(Self, self, v => v.device_ptr_mut(stream).0)
     }
@@ -98,7 +98,7 @@ impl DeviceFlatMut<'_> {
             (Self::F32(mut to), FlatRef::F32(from)) => device.memcpy_htod(from, &mut to),
             (Self::BF16(mut to), FlatRef::BF16(from)) => device.memcpy_htod(from, &mut to),
             (Self::F16(mut to), FlatRef::F16(from)) => device.memcpy_htod(from, &mut to),
-            (to, _) => bail!("elements of {:?} are set to another dtype", to.dtype()),
+            (to, _) => bail!("elements of {:?} are set from a different dtype", to.dtype()),
         }
     }
 

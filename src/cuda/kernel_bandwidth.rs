@@ -1,5 +1,5 @@
 #![allow(clippy::unwrap_used)]
-//! Measures which share of a GPU's bandwidth each kernel reaches. `scripts/gpu_check.sh` runs it, and this command does
+//! Measures what share of a GPU's bandwidth each kernel reaches. `scripts/gpu_check.sh` runs it, and this command does
 //! too:
 //!
 //!     cargo test --release --features cuda --lib cuda::kernel_bandwidth -- --ignored --nocapture
@@ -112,7 +112,7 @@ fn flat(bench: &mut KernelBench) {
     }
 }
 
-/// Measures optimizer steps of arrays that have all elements in total, with gradients and copies in bf16.
+/// Measures optimizer steps of arrays that together have all elements, with gradients and copies in bf16.
 fn optimizer(bench: &mut KernelBench, name: &str, rule: &ElementwiseUpdate, states: usize, arrays: usize) {
     let (device, n) = (bench.device.clone(), bench.elements);
     let mut wide: Vec<_> = (0..=states).map(|_| bench.zeros(DType::F32, n)).collect();
@@ -208,7 +208,7 @@ fn tables(bench: &mut KernelBench) {
     let (device, n) = (bench.device.clone(), bench.elements);
     let [table, dy, mut grad] = bench.halves();
     let (table, dy) = (&all(&table), &all(&dy));
-    // So wide that there are few ids, which come from the host.
+    // Rows so wide that there are only few ids, which are copied from the host.
     let width = n.min(8192);
     let rows = n / width;
     // Each row once, in a permuted order. The number of rows is a power of two.
@@ -257,7 +257,7 @@ fn attentions(bench: &KernelBench) {
         let forward = || attention::forward(device, (&h, &rule), qkv).unwrap();
         let (out, lse) = forward();
         let out = &elements(&out, 0..dout.len()).unwrap();
-        // Half of the pairs of positions, in two products, each with two operations for an element. Backward has five
+        // Half of the pairs of positions, in two products, each with two operations per element. Backward has five
         // products.
         let operations = 0.5 * (batch * heads * time * time * head) as f64 * 2.0 * 2.0;
         show(format!("attention, heads of {head}, forward"), operations, bench.seconds(|| drop(forward())));

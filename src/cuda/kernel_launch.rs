@@ -32,7 +32,7 @@ pub(crate) enum KernelArgument<'a> {
     Long(u64),
 }
 
-/// Implements [`From`] of an argument's type.
+/// Implements [`From`] for the conversion of an argument's type.
 macro_rules! argument {
     ($type:ty, $variant:ident) => {
         impl<'a> From<$type> for KernelArgument<'a> {
@@ -114,13 +114,13 @@ impl KernelFunction {
     }
 }
 
-/// The threads of a warp.
+/// The number of threads of a warp.
 const WARP: usize = 32;
 /// The maximum number of threads that share a row.
 const MAX_THREADS_PER_ROW: usize = 256;
 
-/// Returns a launch with a block for each of `rows` rows of `width` elements. The number of threads depends only on the
-/// width, and so the order of a row's sums does too.
+/// Returns a launch with a block for each of `rows` rows of `width` elements. The number of threads, and therefore the
+/// order of a row's sums, depends only on the width.
 pub(crate) fn by_row(rows: usize, width: usize) -> LaunchConfig {
     let threads = width.div_ceil(4).next_multiple_of(WARP).clamp(WARP, MAX_THREADS_PER_ROW);
     LaunchConfig { grid_dim: (rows as u32, 1, 1), block_dim: (threads as u32, 1, 1), shared_mem_bytes: 0 }

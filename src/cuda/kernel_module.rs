@@ -6,7 +6,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaStream, Launch
 use candle_core::{CudaDevice, DType, Result};
 use std::sync::Arc;
 
-/// The threads of a block in which each thread has separate elements.
+/// The number of threads of a block in which each thread has separate elements.
 const THREADS: u32 = 256;
 /// The maximum number of blocks of such a launch, enough for several on every multiprocessor of a GPU.
 const MAX_BLOCKS: usize = 2048;
@@ -45,7 +45,7 @@ impl KernelModule {
     }
 }
 
-/// A kernel on the stream of Candle's device, or on another one.
+/// A kernel on the stream of Candle's device, or on a different stream.
 pub(crate) struct KernelFunction {
     function: CudaFunction,
     stream: Arc<CudaStream>,

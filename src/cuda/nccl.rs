@@ -92,8 +92,8 @@ pub(crate) struct NcclComm(Arc<NcclMember>);
 
 impl NcclComm {
     /// Joins the `size` ranks that have the same `id`, which one of them gets from [`NcclLibrary::unique_id`]. Each
-    /// rank has a separate device. Its stream is that of the thread that launches or settles, if Candle is configured
-    /// this way.
+    /// rank has a separate device. If Candle is configured to use one stream per thread, a rank uses the stream of the
+    /// thread that launches or settles.
     ///
     /// Ranks that are threads of one process need `NCCL_P2P_DIRECT_DISABLE=1` in the environment. Otherwise NCCL
     /// accesses their buffers from other GPUs, but CUDA's memory pools, which contain Candle's buffers, do not allow

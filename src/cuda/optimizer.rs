@@ -8,11 +8,11 @@ use candle_core::{CudaDevice, DType, Result, bail};
 
 const KERNELS: KernelModule = module!("optimizer");
 
-/// The threads of a block.
+/// The number of threads of a block.
 const THREADS: u32 = 256;
-/// The elements that a block processes, a multiple of the four that a thread processes together.
+/// The number of elements that a block processes, a multiple of the four that a thread processes together.
 const CHUNK: usize = 4096;
-/// The maximum number of steps of a launch, more than most models have parameters. The table of the steps has 56 KiB;
+/// The maximum number of steps of a launch, more than most models have parameters. The table of the steps takes 56 KiB;
 /// for a copy of more than 64 KiB, the driver may make the host wait.
 const MAX_STEPS: usize = 1024;
 
@@ -62,18 +62,18 @@ impl ElementwiseUpdate {
 }
 
 /// The steps of many arrays, each computed as by `Optimizer::update` on the host, with the same bits. One launch covers
-/// all steps of equal constants and dtypes, and reads and writes each array once. The bits of a nan may differ.
+/// all steps with equal constants and dtypes, and reads and writes each array once. The bits of a nan may differ.
 pub(crate) struct MultiTensorStep<'a> {
     device: &'a CudaDevice,
     launches: Vec<MultiTensorLaunch>,
 }
 
-/// Steps of equal constants and dtypes.
+/// Steps with equal constants and dtypes.
 struct MultiTensorLaunch {
     rule: ElementwiseUpdate,
     grad: DType,
     half: DType,
-    /// The addresses of each step's arrays, its number of elements, and the number of its first chunk, in the kernel's
+    /// The addresses of each step's arrays, its number of elements, and the index of its first chunk, in the kernel's
     /// layout.
     table: Vec<[u64; 7]>,
     chunks: usize,
@@ -85,8 +85,8 @@ impl<'a> MultiTensorStep<'a> {
         Self { device, launches: Vec::new() }
     }
 
-    /// Adds a step of one array. `param` and `state`, which are f32, are updated in place, and `half` is written. It is
-    /// fastest if all arrays start at a multiple of four elements.
+    /// Adds a step of one array. `param` and `state`, which are f32, are updated in place, and `half` is written. The
+    /// step is fastest if all arrays start at a multiple of four elements.
     ///
     /// # Safety
     /// Until [`run`](Self::run) returns, the memory of these elements stays valid, no other step writes them, and any
@@ -106,7 +106,7 @@ impl<'a> MultiTensorStep<'a> {
         let count = param.len();
         let is_f32 = |array: &DeviceFlatMut<'_>| (array.dtype(), array.len()) == (DType::F32, count);
         if !is_f32(&param) || !state.iter().all(is_f32) || state.len() != states {
-            bail!("{kernel}: the parameter and {states} states are f32 and of equal length")
+            bail!("{kernel}: the parameter and {states} states must be f32 and of equal length")
         }
         if grad.len() != count {
             bail!("{kernel}: a gradient of {} elements for {count}", grad.len())
@@ -114,7 +114,7 @@ impl<'a> MultiTensorStep<'a> {
         // Kernels expect the dtype of a half copy, but the copy may be missing.
         let half_dtype = half.as_ref().map_or(DType::BF16, DeviceFlatMut::dtype);
         if half_dtype == DType::F32 || half.as_ref().is_some_and(|half| half.len() != count) {
-            bail!("{kernel}: the half copy is bf16 or f16 and has {count} elements")
+            bail!("{kernel}: the half copy must be bf16 or f16 and have {count} elements")
         }
         if count == 0 {
             return Ok(());

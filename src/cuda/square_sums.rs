@@ -10,7 +10,7 @@ use candle_core::{CudaDevice, Result};
 
 const KERNELS: KernelModule = module!("square_sums");
 
-/// The chunks that a block sums, which are those of a warp.
+/// The number of chunks that a block sums. A block is one warp.
 const CHUNKS_PER_BLOCK: usize = 2;
 
 /// Returns the sum of each array's squares, with the bits of [`sum_of_squares`](crate::precision::sum_of_squares) on

@@ -46,7 +46,7 @@ impl BatchShape {
         Self { micro, accumulation, world, rank }
     }
 
-    /// Returns the global number of this rank's sample `j` of a micro batch, counted over all ranks and steps: step x
+    /// Returns the global index of this rank's sample `j` of a micro batch, counted over all ranks and steps: step x
     /// global batch + accumulation index x (micro x world) + rank x micro + j.
     pub fn global_sample(&self, step: u64, accumulation_index: usize, j: usize) -> u64 {
         let over_ranks = self.micro * self.world;
@@ -76,7 +76,7 @@ pub struct Loader {
     vocab: usize,
     device: Device,
     position: u64,
-    /// The number of the first sample at position 0.
+    /// The index of the first sample at position 0.
     first: u64,
 }
 

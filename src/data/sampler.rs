@@ -18,7 +18,7 @@ pub enum SampleOrder {
     },
 }
 
-/// Maps sample numbers to their first tokens in a token sequence.
+/// Maps the indices of samples to their first tokens in a token sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sampler {
     order: SampleOrder,
@@ -66,8 +66,8 @@ impl Sampler {
         }
     }
 
-    /// Returns the number of samples in an epoch: as many as fit without overlap (shuffled), or as many as come before
-    /// the start repeats at the latest (sequential).
+    /// Returns the number of samples in an epoch: as many as fit without overlap (shuffled), or the number after which
+    /// the starts of samples repeat at the latest (sequential).
     pub fn epoch_len(&self) -> u64 {
         self.period
     }

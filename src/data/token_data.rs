@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 const BYTE_VOCABULARY: usize = 256;
 
 /// The maximum number of tokens that are compared with the vocabulary before the first one is used. Checking this many
-/// takes some hundredths of a second.
+/// takes a few hundredths of a second.
 const MAX_CHECKED_AT_START: usize = 64 << 20;
 
 /// The number of tokens in each piece that goes into the fingerprint, and the number of pieces if there is much data.

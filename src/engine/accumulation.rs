@@ -67,7 +67,7 @@ impl<M> Engine<M> {
     /// Drops the gradients and losses of the current accumulation, including those held by [`no_sync`](Self::no_sync).
     /// All ranks must call it at the same point.
     ///
-    /// As in DeepSpeed, the count of micro steps stays: the next update comes when it would have come. If called
+    /// As in DeepSpeed, the count of micro steps stays: the next update comes when it would have come anyway. If called
     /// between backward and step, the micro step counts as not begun, and forward comes next; a loss whose backward has
     /// not run may still be used. [`step`](Self::step) drops the gradients after an update, so this call is not needed
     /// there.

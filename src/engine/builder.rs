@@ -89,7 +89,7 @@ impl EngineBuilder {
         self
     }
 
-    /// Initializes the parameters that `values` contains with these, and the others randomly. Takes precedence over
+    /// Initializes the parameters that `values` contains from it, and the others randomly. Takes precedence over
     /// [`EngineBuilder::init_from`].
     #[must_use]
     pub fn initial_values(mut self, values: Arc<dyn InitialValues>) -> Self {
@@ -189,8 +189,8 @@ impl EngineBuilder {
     }
 
     /// Sets whether the gradient of the first step is compared with the change of the loss when the weights are moved
-    /// slightly up and down, which costs two extra forward passes once. If the graph is cut in part, a backward is wrong or
-    /// a second-order term is dropped, the step fails with
+    /// slightly up and down, which costs two extra forward passes once. If a part of the graph is cut off, a backward
+    /// is wrong or a second-order term is dropped, the step fails with
     /// [`EngineError::WrongGradient`](crate::error::EngineError::WrongGradient) before any weight changes. Default: the
     /// configuration's `gradient_check`, or true without it.
     #[must_use]
@@ -241,7 +241,7 @@ impl EngineBuilder {
 
     /// Records a timeline of this rank as a trace for Perfetto (ui.perfetto.dev) in `file`, which is written when the
     /// last engine of the process that records into it is dropped. Ranks that are processes write one file each, with
-    /// the rank's number added to the name of `file`. `zerorun --timeline` writes one file for all ranks, and takes
+    /// the rank added to the name of `file`. `zerorun --timeline` writes one file for all ranks, and takes
     /// precedence. Default: the file that the environment variable `CANDLE_ZERO_TIMELINE` names; nothing without it.
     #[must_use]
     pub fn timeline(mut self, file: impl Into<PathBuf>) -> Self {

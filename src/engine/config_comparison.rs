@@ -85,7 +85,7 @@ impl RankConfig {
         let value = |config: &Self, name: &String| match config.keys.get(name) {
             Some(value) if value.chars().count() <= MAX_SHOWN_CHARS => Some(value.clone()),
             Some(_) => None,
-            None => Some("not there".into()),
+            None => Some("absent".into()),
         };
         let named =
             differ.into_iter().take(MAX_LISTED_KEYS).map(|name| match (value(self, name), value(theirs, name)) {

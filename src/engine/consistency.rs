@@ -114,7 +114,7 @@ pub(super) fn check_same_on_all_ranks(
     Err(if model(mine) != model(theirs) {
         EngineError::ModelsDiffer { rank, other, mine: mine.describe(), theirs: theirs.describe() }.into()
     } else if mine.config != theirs.config {
-        EngineError::ConfigsDiffer { rank, other, keys: "as the models of other ranks do".into() }.into()
+        EngineError::ConfigsDiffer { rank, other, keys: "some ranks also have different models".into() }.into()
     } else if mine.weights != theirs.weights {
         EngineError::WeightsDiffer { rank, other }.into()
     } else if mine.rounding != theirs.rounding {

@@ -24,7 +24,7 @@ pub enum EngineError {
         when: &'static str,
     },
     /// A call that is not possible in the middle of an accumulation: checkpoints do not contain gradients, and batch
-    /// sizes cannot change there.
+    /// sizes cannot change then.
     #[error(
         "{call} was called in the middle of an accumulation: after backward {backwards} of {of}, before the step that \
          updates the weights; its gradients would be lost; call it when is_between_accumulations() is true"
@@ -246,8 +246,8 @@ pub enum EngineError {
     /// No backward of the first optimizer step reached these parameters, on any rank.
     #[error(
         "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \
-         without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa \
-         do; replace the operation with a layer of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, \
+         without a backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and \
+         sdpa do; replace the operation with a layer of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, \
          softmax(D::Minus1), rope_slow; freezing these parameters leaves the graph cut, and others learn from an \
          incomplete gradient; or the model does not use them: if that is intended, set \
          zero_optimization.ignore_unused_parameters to true, or call EngineBuilder::ignore_unused_parameters"
@@ -326,9 +326,9 @@ pub enum EngineError {
     /// Ranks ran different units, or had gradients of different parameters.
     #[error(
         "ranks have diverged: rank {rank} is in {here}, rank {peer} in {there}; every rank must run the same units in \
-         the same order: run each unit on every rank, or mark the unit around those among which ranks choose as a leaf \
-         (Unit::leaf, EngineBuilder::leaf_units, zero_optimization.leaf_module); if ranks use different parameters of \
-         the same units, set zero_optimization.ignore_unused_parameters to true"
+         the same order: run each unit on every rank, or mark as a leaf the unit that contains those among which \
+         ranks choose (Unit::leaf, EngineBuilder::leaf_units, zero_optimization.leaf_module); if ranks use different \
+         parameters of the same units, set zero_optimization.ignore_unused_parameters to true"
     )]
     PartsDiverged {
         /// This rank.

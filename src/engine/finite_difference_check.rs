@@ -10,7 +10,7 @@
 //! Both are numbers for one direction in which each element of each trained parameter randomly goes up or down
 //! (`zero/check/perturbation.rs`). A part of the graph that is cut off, a wrong backward or a dropped term makes them
 //! differ by about the norm of the missing part. Differences that kinks of the loss or rounding may also explain are
-//! checked again in the next steps, each time along another direction (`gradient_report.rs`).
+//! checked again in the next steps, each time along a different direction (`gradient_report.rs`).
 
 use super::Engine;
 use super::finite_difference_state::{
@@ -41,7 +41,7 @@ const MAX_NONFINITE_STEPS: u32 = 64;
 
 /// A forward that a check repeats.
 struct RepeatedForward<'a, M> {
-    /// The number of the forward in this thread.
+    /// The number of the forward in this thread, counted from 1.
     forward: u64,
     /// The position in the random number stream where the forward begins.
     stream: u64,
@@ -76,9 +76,9 @@ struct PerturbedOutputs {
 impl<M> Engine<M> {
     /// Checks the gradient of every trained parameter in the next micro step. Each forward runs two more times per
     /// parameter, with that parameter moved slightly up and down, and the next optimizer step compares the change of
-    /// the loss with the gradients from backward. Unclear parameters are checked again in the next steps, in at most
-    /// eight. Then [`gradient_report`](Self::gradient_report) returns the result. As soon as a gradient is known to be
-    /// wrong, the step ends with an error. Collective.
+    /// the loss with the gradients from backward. Unclear parameters are checked again in the next steps, up to eight
+    /// in total. Then [`gradient_report`](Self::gradient_report) returns the result. As soon as a gradient is known to
+    /// be wrong, the step ends with an error. Collective.
     ///
     /// The first step of a run does the same with all parameters at once, for two extra forward passes, unless
     /// `gradient_check` in the configuration or [`EngineBuilder::gradient_check`](crate::EngineBuilder::gradient_check)
@@ -227,7 +227,7 @@ impl<M> Engine<M> {
             });
             let is_enough =
                 change > rounding * MIN_CHANGE_TO_ROUNDING || norm(&bend) > limits.bends * change + rounding * 4.0;
-            // If the forward calls collectives, all ranks must repeat it equally often.
+            // If the forward calls collectives, all ranks must repeat it the same number of times.
             let any_rank = |own: bool| if repeat.is_together { self.any_rank(own) } else { Ok(own) };
             let (is_bent, is_last) = (any_rank(!is_straight)?, any_rank(is_enough)?);
             if let Some((size, up, down, _)) = smaller.take().filter(|_| is_bent) {
@@ -247,7 +247,7 @@ impl<M> Engine<M> {
         f64::from(largest) * unit_of(output.dtype()).max(self.limits().noise)
     }
 
-    /// Stores with the output of a forward how perturbations changed it.
+    /// Stores, along with the output of a forward, how perturbations changed it.
     fn keep_probe(&mut self, PerturbedOutputs { moved, unmoved }: PerturbedOutputs, output: &Tensor) -> Result<()> {
         let about = self.core.last_output();
         if about.is_none() && output.track_op() {

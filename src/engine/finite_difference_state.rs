@@ -12,7 +12,7 @@ use std::path::PathBuf;
 pub const CHECK_GRADIENTS: &str = "CANDLE_ZERO_CHECK_GRADIENTS";
 
 thread_local! {
-    /// The engine forward that this thread runs, and the number of its repetition.
+    /// The engine forward that this thread runs, and which of its repetitions.
     pub(super) static CURRENT_FORWARD: Cell<CurrentForward> = const { Cell::new(CurrentForward { forward: 0, repetition: 0 }) };
     pub(super) static FORWARDS: Cell<u64> = const { Cell::new(0) };
 }
@@ -20,9 +20,9 @@ thread_local! {
 /// The position of this thread relative to an engine's forward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CurrentForward {
-    /// The number of the forward; 0 outside of any forward.
+    /// The number of the forward, counted from 1; 0 outside of any forward.
     pub(super) forward: u64,
-    /// 0 for the real forward; otherwise the number of a repetition for a check.
+    /// 0 for the real forward; otherwise the number of the repetition for a check, counted from 1.
     pub(super) repetition: u64,
 }
 

@@ -156,7 +156,7 @@ impl DirectionSample {
     }
 }
 
-/// The samples of one group of parameters so far, each along another direction.
+/// The samples of one group of parameters so far, each along a different direction.
 #[derive(Debug, Clone, Default)]
 pub(super) struct DirectionSamples(Vec<DirectionSample>);
 
@@ -215,7 +215,7 @@ impl DirectionSamples {
 }
 
 /// Returns the probability that the squares of `looks` gaps exceed those of their bends so much that the latter are
-/// only `part` of the former, if both are random, normally distributed and of one size: the lower tail of the F
+/// only `part` of the former, if both are random, normally distributed and of equal variance: the lower tail of the F
 /// distribution, near 0.
 fn by_chance(looks: u32, part: f64) -> f64 {
     // 1 / (k B(k, k)), k = looks / 2, by recurrence from the values for looks 1 and 2.

@@ -116,12 +116,12 @@ impl<M> Engine<M> {
         self.core.memory_report()
     }
 
-    /// Returns this rank's file access so far; zeros if nothing is offloaded to files.
+    /// Returns statistics of this rank's file access so far; zeros if nothing is offloaded to files.
     pub fn offload_report(&self) -> OffloadReport {
         self.core.offload_report().unwrap_or_default()
     }
 
-    /// Returns this rank's collectives so far.
+    /// Returns statistics of this rank's collectives so far.
     pub fn comm_report(&self) -> CommReport {
         self.core.comm().report()
     }

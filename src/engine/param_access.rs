@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Tensor};
 
 impl<M> Engine<M> {
     /// Collective: returns the full values of parameter `name` at full precision (those of the master weights, if there
-    /// are any), in f32 and the parameter's shape, at every stage and offload.
+    /// are any), in f32 and the parameter's shape, at every stage and with any offload.
     ///
     /// # Errors
     /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; a failed collective.
@@ -214,8 +214,8 @@ impl<M> Engine<M> {
 
     /// Collective: lets rank `modifier_rank` change the parameters `names` (DeepSpeed's `GatheredParameters` with a
     /// `modifier_rank`). On that rank `run` gets their full values, in this order, at full precision in f32. The
-    /// tensors that it leaves there become the parameters' values on every rank, at every stage and offload. On other
-    /// ranks it does not run. Optimizer states stay.
+    /// tensors that it leaves there become the parameters' values on every rank, at every stage and with any offload.
+    /// On other ranks it does not run. Optimizer states stay.
     ///
     /// ```
     /// # use candle_zero::Engine;
@@ -268,7 +268,8 @@ impl<M> Engine<M> {
 
     /// Releases all gathered parameters at stage 3, including those kept by `stage3_param_persistence_threshold`, until
     /// the next forward or backward needs them (DeepSpeed's call), for example to free memory for an evaluation
-    /// elsewhere. At every stage a GPU's driver gets free memory back. All ranks must call it at the same point.
+    /// elsewhere. At every stage, free memory is returned to the GPU's driver. All ranks must call it at the same
+    /// point.
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] between forward and backward; a failed collective.

@@ -1,4 +1,4 @@
-//! The ranks that have connected to rank 0, and the events of their connections.
+//! The ranks that have connected to rank 0, and the events on their connections.
 
 use super::messages::{self, JoinRequest};
 use super::peer_credentials::PeerCredentials;
@@ -40,7 +40,7 @@ impl RendezvousMembers {
     /// Starts listening.
     ///
     /// # Errors
-    /// Another process listens at this port, or the system failed.
+    /// Another process is listening on this port, or the system failed.
     pub(super) fn open(port: u16, world: usize) -> Result<Self> {
         let listener = UnixListener::bind_addr(&address(port)?).map_err(|error| match error.kind() {
             std::io::ErrorKind::AddrInUse => CommError::MeetingTaken { port },

@@ -20,7 +20,7 @@ const MAX_REASON_BYTES: usize = 4096;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct JoinRequest {
     pub(super) rank: usize,
-    /// The number of ranks according to the sender's variables.
+    /// The number of ranks according to the sender's environment variables.
     pub(super) world: usize,
 }
 

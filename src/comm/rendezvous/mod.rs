@@ -1,17 +1,17 @@
 //! Rendezvous of the ranks of one host that were started individually, by hand or by torchrun: how they meet, and how
-//! the end of one is noticed.
+//! they notice that one of them has ended.
 //!
 //! ```text
-//!   rank 0: listens at a socket named by MASTER_PORT <-- JoinRequest -- rank r
+//!   rank 0: listens on a socket named by MASTER_PORT <-- JoinRequest -- rank r
 //!           all connected: creates the memory          -- its descriptor, or why there is none --> rank r
 //!   then:   each connection stays open while its processes live; a hang-up means that one has died
 //! ```
 //!
 //! No launcher watches these ranks: rank 0 watches the others, and they watch rank 0. If rank 0 has ended in good
-//! order, only heartbeats remain.
+//! order, later deaths are detected only by missing heartbeats.
 //!
-//! The socket has a name in the kernel's abstract namespace, which disappears with its process and which only processes
-//! of this network namespace see. The user of each connecting process is checked.
+//! The socket's name is in the kernel's abstract namespace: it disappears with the process and is visible only to
+//! processes in the same network namespace. The user of each connecting process is checked.
 
 mod client;
 mod members;
@@ -29,7 +29,7 @@ use std::sync::{Arc, OnceLock};
 /// Meets the other ranks, starts the mutual watch, and returns the memory that the ranks share.
 ///
 /// # Errors
-/// A rank does not connect in time, two processes claim one rank, ranks disagree about their number, another job uses
+/// A rank does not connect in time, two processes claim one rank, ranks disagree about WORLD_SIZE, another job uses
 /// the port, or the system failed.
 pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
     let region = if env.rank == 0 {
@@ -48,7 +48,7 @@ pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
     Ok(region)
 }
 
-/// The memory that this process leaves when it ends.
+/// The memory of the job that this process has joined, and its rank. [`leave`] uses them when the process ends.
 static JOINED_REGION: OnceLock<(Arc<SharedMemoryRegion>, usize)> = OnceLock::new();
 
 unsafe extern "C" {
@@ -92,7 +92,7 @@ mod tests {
         }
     }
 
-    /// Runs the rendezvous of ranks as threads, each with its own variables, and returns each rank's result.
+    /// Runs the rendezvous with ranks as threads, each with its own variables, and returns each rank's result.
     fn told<const N: usize>(ranks: [RankEnv; N]) -> [String; N] {
         let met = ranks.map(|env| std::thread::spawn(move || meet(&env).map(drop)));
         met.map(|rank| rank.join().unwrap().err().map_or("met".to_string(), |error| error.to_string()))

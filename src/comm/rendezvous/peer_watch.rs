@@ -18,7 +18,7 @@ const UNREPORTED_DEATH: &str = "its process ended without a message";
 /// The system failed.
 pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: RendezvousMembers) -> Result<(), CommError> {
     watch(move || {
-        // After an error of the system only heartbeats remain.
+        // After a system error, deaths are detected only by missing heartbeats.
         while let Ok(all) = members.next(None) {
             for event in all {
                 if let MembershipEvent::Gone(rank) = event {
@@ -70,7 +70,7 @@ mod tests {
         assert_eq!((region.state(1), region.first_failure()), (RankState::Finished, None));
         assert!(region.claims_cause(2));
         lost(&region, 2);
-        assert_eq!(region.state(2), RankState::Running, "another rank writes it");
+        assert_eq!(region.state(2), RankState::Running, "another rank records its death");
         lost(&region, 0);
         assert_eq!(region.state(0), RankState::Dead(UNREPORTED_DEATH.into()));
     }

@@ -16,7 +16,7 @@ pub(super) fn admit_all(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, Rende
     let mut members = RendezvousMembers::open(env.master_port, env.world_size)?;
     let met = await_all(&mut members, env).and_then(|()| {
         let region = SharedMemoryRegion::create(env.world_size)?;
-        // Child processes of a rank must not keep it.
+        // Child processes of a rank must not keep the region alive.
         rustix::io::fcntl_setfd(region.as_fd(), rustix::io::FdFlags::CLOEXEC)
             .map_err(|error| system("open")(error.into()))?;
         region.let_in();

@@ -1,4 +1,4 @@
-//! The socket at which the ranks of one host meet.
+//! The socket through which the ranks of one host meet.
 
 use crate::error::{CommError, Result};
 use std::os::linux::net::SocketAddrExt;

@@ -14,11 +14,11 @@ use candle_core::DType;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-/// The maximum size of an all-reduce of two ranks that is sent in one exchange. That moves as many bytes as two
-/// exchanges of halves; with more ranks it would move more.
+/// The maximum size of an all-reduce of two ranks that is sent in one exchange. With two ranks, one exchange moves as
+/// many bytes as two exchanges of halves; with more ranks it would move more.
 const SHORT_BYTES: usize = 16 << 10;
 
-/// The size from which a gathered buffer is written with stores that bypass the caches. Otherwise it would fill them.
+/// The size from which a gathered buffer is written with stores that bypass the caches, which it would otherwise fill.
 const PAST_CACHE_BYTES: usize = 4 << 20;
 
 type Result<T> = std::result::Result<T, CommError>;
@@ -157,9 +157,9 @@ pub(in crate::comm) fn piece_of(world: usize, wire: WireFormat, dtype: DType) ->
     if blocks > 0 { (wire, blocks) } else { (WireFormat::Exact, bytes / dtype.size_in_bytes()) }
 }
 
-/// Sums elements `range` of this rank's chunk of all ranks' `input` (world size x n elements) and writes them to
-/// `at + range` of `input`, where `at` is the position of the first chunk or that of this rank's: the previous content
-/// has been published by then, or is this rank's.
+/// Sums elements `range` of this rank's chunk over all ranks' `input` (world size x n elements), and writes the sums to
+/// `at + range` of `input`, where `at` is the position of the first chunk or of this rank's chunk. What they overwrite
+/// has already been published or belongs to this rank's own chunk.
 fn reduce_piece(
     ex: &mut ShmExchange,
     wire: WireFormat,

@@ -1,7 +1,7 @@
 //! The primitive under every collective: each rank shows the others one piece of data.
 //!
-//! [`super::pieces`] describes how pieces go through shared memory. Here each piece gets the fingerprint of its
-//! collective, and each wait its limits.
+//! [`super::pieces`] describes how pieces go through shared memory. This file adds the fingerprint of
+//! its collective to each piece, and limits to each wait.
 //!
 //! A wait ends with an error when a peer has died, given up or left, when its heartbeat stops, or when the time limit
 //! is exceeded. It never hangs. Everything that can be completed is completed: a peer's failure counts only for a piece
@@ -24,11 +24,11 @@ use std::time::{Duration, Instant};
 
 /// The number of words of a piece's header: the fingerprint, and the engine call, which is only for messages.
 const HEADER_WORDS: usize = CollectiveFingerprint::WORDS + 1;
-/// The spin limits of the comm thread, which takes CPU time from the thread that computes.
+/// The spin limits of the comm thread, which competes for CPU time with the computing thread.
 const COMM_THREAD_SPINS: SpinLimits = SpinLimits { spins: 500, yields: 20 };
 /// The spin limits of a thread that has nothing else to do.
 const IDLE_SPINS: SpinLimits = SpinLimits { spins: 500, yields: 500 };
-/// The spin limits if ranks share cores, and the awaited rank may need this one.
+/// The spin limits if ranks share cores: the awaited rank may need this core.
 const SHARED_CORE_SPINS: SpinLimits = SpinLimits { spins: 20, yields: 20 };
 /// The length of heartbeat silence after which a rank counts as dead. A heartbeat beats four times a second.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
@@ -48,7 +48,7 @@ pub(in crate::comm) enum CollectiveThread {
 pub(in crate::comm) struct ShmExchange {
     pieces: PieceSlots,
     timeout: Duration,
-    /// The number of this world's rank 0 in the complete job, for messages.
+    /// The rank that this world's rank 0 has in the complete job, for messages.
     first: usize,
     /// The number of collectives begun so far.
     sequence: u64,
@@ -86,12 +86,12 @@ impl ShmExchange {
         }
     }
 
-    /// Sets the number that rank 0 of this world has in the job.
+    /// Sets the rank that rank 0 of this world has in the complete job.
     pub(in crate::comm) fn numbered_from(self, first: usize) -> Self {
         Self { first, ..self }
     }
 
-    /// Sets a function that waits call about once a millisecond.
+    /// Sets a function that is called about once a millisecond during waits.
     pub(in crate::comm) fn waiting_with(mut self, beside: impl Fn() + Send + 'static) -> Self {
         self.pieces.nap_at_most(1);
         Self { beside: Some(Box::new(beside)), ..self }
@@ -115,7 +115,7 @@ impl ShmExchange {
         };
     }
 
-    /// Returns how long waits of the current collective continue without sleep.
+    /// Returns how long waits of the current collective spin before they sleep.
     pub(in crate::comm) fn spin_limits(&self) -> SpinLimits {
         self.spin_limits
     }
@@ -158,8 +158,8 @@ impl ShmExchange {
     pub(in crate::comm) fn await_peers(&mut self) -> Result<(), CommError> {
         let fingerprint = self.fingerprint();
         let mut clock = None;
-        // The last one first: ranks mostly arrive in order, and a rank that waits for the last one sleeps once rather
-        // than once for each.
+        // The last rank first: ranks mostly arrive in order, and a rank that waits for the last one sleeps once instead
+        // of once for each.
         for peer in (0..self.size()).rev().filter(|r| *r != self.rank()) {
             self.wait_for(peer, &mut clock)?;
             self.compare(peer, &fingerprint)?;
@@ -182,14 +182,14 @@ impl ShmExchange {
         self.coded(peer, offset, len, len)
     }
 
-    /// Returns bytes of the current piece of `peer`, if `len` bytes here encode `exact` bytes in memory.
+    /// Returns `len` bytes of the current piece of `peer`, which encode `exact` bytes in memory.
     pub(in crate::comm) fn coded(&self, peer: usize, offset: usize, len: usize, exact: usize) -> &[u8] {
         self.wire_bytes.set(self.wire_bytes.get() + len);
         self.exact_bytes.set(self.exact_bytes.get() + exact);
         self.pieces.bytes(peer, offset, len)
     }
 
-    /// Waits for the current piece of `peer`. `clock` keeps running over all peers of one piece.
+    /// Waits for the current piece of `peer`. `clock` keeps running across all peers of one piece.
     fn wait_for(&self, peer: usize, clock: &mut Option<PeerWaitTimer>) -> Result<(), CommError> {
         if self.pieces.spin_for(peer, self.spin_limits) {
             return Ok(());

@@ -7,7 +7,7 @@
 //! | `rank_state.rs` | the state of each rank in the job, and the first failure |
 //! | `exchange.rs` | one exchange of a piece between all ranks, with its fingerprint and its limits |
 //! | `partition.rs` | the division of buffers into pieces and chunks |
-//! | `collectives.rs`, `quantized.rs` | the collectives as sequences of exchanges: of exact elements, of integers |
+//! | `collectives.rs`, `quantized.rs` | the collectives as sequences of exchanges: of exact elements, or of integers |
 //! | `streaming_copy.rs` | copies that bypass the cache |
 
 pub(in crate::comm) mod collectives;

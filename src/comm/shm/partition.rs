@@ -1,12 +1,12 @@
-//! The division of a buffer: the part that is sent in one exchange, and the part that each rank gives to each other.
+//! The division of a buffer: the part sent in one exchange, and the part that each rank gives to each other rank.
 
 use super::exchange::ShmExchange;
 use crate::error::CommError;
 use crate::precision::Flat;
 use std::ops::Range;
 
-/// Returns ranges of at most `step` elements that cover `len`; one empty range for an empty buffer, so that every
-/// collective meets its peers at least once.
+/// Returns ranges of at most `step` elements that cover `len`; one empty range for an empty buffer, so that the
+/// ranks of every collective meet at least once.
 pub(in crate::comm) fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
     let count = len.div_ceil(step).max(1);
     (0..count).map(move |i| i * step..((i + 1) * step).min(len))
@@ -65,7 +65,7 @@ pub(in crate::comm) fn of_group(mut whole: Flat, group: RankGroup, len: usize) -
     whole
 }
 
-/// Sorts the chunks of `input`, one for each rank of a `world`, in rank order. Before, the chunks of ranks with the
+/// Sorts the chunks of `input`, one for each rank of a `world`, in rank order. Beforehand, the chunks of ranks with the
 /// same position in groups of `ranks` consecutive ranks are adjacent.
 pub(in crate::comm) fn by_rank(input: &mut Flat, ranks: usize, world: usize) {
     let (copies, bytes) = (world / ranks, input.size_in_bytes() / world);

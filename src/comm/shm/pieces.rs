@@ -13,30 +13,30 @@
 //!
 //! `published` is stored with Release (and stronger) after the piece's data and header, and loaded with Acquire before
 //! a peer reads them. The same pair orders a peer's reads of piece k before this rank's writes of piece k+2. Between
-//! `published` and `sleepers`, SeqCst keeps a rank from falling asleep just as the piece arrives for which it waits.
+//! `published` and `sleepers`, SeqCst keeps a rank from falling asleep just as the piece that it awaits arrives.
 //! [`super::rank_state`] describes what `state` orders. Nothing else carries an ordering.
 //!
 //! # Checked with loom
 //!
 //! `tests/loom` compiles this file and `rank_state.rs` with loom's memory in place of [`super::region`] and runs them
 //! in every order in which their accesses can take effect: two ranks and three pieces, the third of which uses the slot
-//! of the first. With sleep the threads are interrupted at most four times, with three ranks once. Ranks that give up
+//! of the first. If ranks sleep, threads are interrupted at most four times, and with three ranks once. Ranks that give up
 //! or leave are run with one and two pieces. Loom finds no race on slots or texts, no wrong byte, no sleep that nothing
 //! ends, and no failure that is reported wrongly; and it finds the deliberate mistakes of its tests, such as a
-//! publication before the data or without Release. It does not cover time limits, heartbeats and the kernel's futex.
+//! publication before the data or without Release. It does not cover time limits, heartbeats or the kernel's futex.
 
 use super::rank_state::{PeerFailure, RankFault, RankState};
 use super::region::{SLOT_BYTES, SharedMemoryRegion, sleep_on, spin_loop, wake, yield_now};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// How long a sleeping wait lasts before it checks the peers' states: this long for up to [`FEW_RANKS`] ranks, and
+/// How long a waiting rank sleeps before it checks the peers' states: this long for up to [`FEW_RANKS`] ranks, and
 /// longer for more ranks, because many ranks on few cores would otherwise do nothing but check.
 const NAP_MILLIS: u32 = 20;
 const FEW_RANKS: usize = 64;
 
 /// The number of turns of a wait before the thread sleeps. It spins first, for some ten microseconds. Then it yields to
-/// other threads in between: the thread of the awaited rank may be on this core.
+/// other threads between checks: the thread of the awaited rank may be on this core.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SpinLimits {
     pub spins: u32,
@@ -84,7 +84,7 @@ impl PieceSlots {
         assert!(len <= SLOT_BYTES, "a piece of {len} bytes");
         let next = self.published.wrapping_add(1);
         let parity = (next & 1) as usize;
-        // SAFETY: the slot is this rank's and holds SLOT_BYTES. No peer reads it now: see the module's argument.
+        // SAFETY: the slot is this rank's and holds SLOT_BYTES. No peer reads it now: see the module's documentation.
         fill(unsafe { std::slice::from_raw_parts_mut(self.region.slot_mut(self.rank, parity), len) });
         for (i, word) in header.into_iter().enumerate() {
             self.region.header_word(self.rank, parity, i).store(word, Ordering::Relaxed);
@@ -160,7 +160,7 @@ impl PieceSlots {
         published.wrapping_sub(self.published) as i32 >= 0
     }
 
-    /// Sleeps until `peer` has published more than the `seen` pieces, it has left, or about one nap is over.
+    /// Sleeps until `peer` has published more than `seen` pieces or has left, or about one nap is over.
     fn sleep_until_published(&self, peer: usize, seen: u32) {
         let (word, sleepers) = (self.region.published(peer), self.region.sleepers(peer));
         sleepers.fetch_add(1, Ordering::SeqCst);
@@ -174,8 +174,8 @@ impl PieceSlots {
     /// left.
     fn look_at_ranks(&self) -> Result<(), PeerFailure> {
         let seen = self.look_at_states();
-        // The first failure explains all later ones, which are often only its consequences. In this order: it was
-        // recorded before any consequence that has been seen.
+        // The first failure explains all later ones, which are often only its consequences. It is read after the
+        // states, because it was recorded before any consequence that they show.
         match self.region.first_failure() {
             Some((peer, fault)) if peer != self.rank => match (fault, self.region.state(peer)) {
                 (RankFault::Left | RankFault::Silent | RankFault::Late, _) => {

@@ -62,7 +62,7 @@ const ABORTED: u32 = 3;
 const DEAD: u32 = 4;
 
 impl SharedMemoryRegion {
-    /// Records, called by the launcher, that the process of `rank` has ended abnormally. Every waiting rank returns an
+    /// Called by the launcher: records that the process of `rank` has ended abnormally. Every waiting rank returns an
     /// error with `why`.
     pub fn mark_dead(&self, rank: usize, why: &str) {
         self.write_text(rank, FailureText::Cause, why);
@@ -70,7 +70,7 @@ impl SharedMemoryRegion {
         self.leave(rank, DEAD);
     }
 
-    /// Records, called by the launcher, that the process of `rank` has ended with exit code 0.
+    /// Called by the launcher: records that the process of `rank` has ended with exit code 0.
     pub fn mark_left(&self, rank: usize) {
         self.leave(rank, FINISHED);
     }
@@ -134,7 +134,8 @@ impl SharedMemoryRegion {
         }
     }
 
-    /// Changes a living state to `state`, once; the first change remains. Wakes all threads that wait for the rank.
+    /// Changes the state of a rank that is absent or running to `state`, once; the first change remains. Wakes all
+    /// threads that wait for the rank.
     fn leave(&self, rank: usize, state: u32) {
         let living = |now| (now <= RUNNING).then_some(state);
         let _ = self.state_word(rank).fetch_update(Ordering::AcqRel, Ordering::Acquire, living);

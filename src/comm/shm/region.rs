@@ -10,7 +10,7 @@
 //! It has no name, needs no /dev/shm, and disappears with the last process. Ranks as threads share the same layout in
 //! anonymous memory.
 //!
-//! A rank's block is written only by that rank, with an exception: `cause` and the transition from a living state to
+//! A rank's block is written only by that rank, with one exception: `cause` and the transition from a living state to
 //! DEAD are written by the launcher or, if there is none, by the one rank that has claimed them. This file defines
 //! where each word lies; `super::pieces` and `super::rank_state` define the order in which words are written and
 //! read.
@@ -29,7 +29,7 @@ const VERSION: u64 = 5;
 const PAGE: usize = 4096;
 /// The number of bytes of one rank's data in one piece; each rank has two such slots. Small enough to stay in cache.
 pub(in crate::comm) const SLOT_BYTES: usize = 1 << 17;
-/// How long a rank sleeps before it checks on its own whether all ranks are started.
+/// How long a rank sleeps before it checks on its own whether all ranks have been started.
 const ENTRY_NAP_MILLIS: u32 = 900;
 /// The maximum number of bytes of a rank's reason for giving up, and of the cause of its death.
 pub(in crate::comm) const TEXT_BYTES: usize = 1024;
@@ -49,7 +49,7 @@ const TEXT_LEN: usize = 68;
 const CAUSE_LEN: usize = 72;
 const CAUSE_CLAIMED: usize = 76;
 const HEARTBEAT: usize = 128;
-const HEADERS: usize = 192; // two, of 64 bytes
+const HEADERS: usize = 192; // two of 64 bytes each
 const TEXT: usize = 1024;
 const CAUSE: usize = 2048;
 
@@ -84,8 +84,8 @@ impl SharedMemoryRegion {
         Ok(region)
     }
 
-    /// Opens the region that the launcher passed on as file descriptor `fd`, and takes ownership of it: may be called
-    /// once per process.
+    /// Opens the region that the launcher passed on as file descriptor `fd`, and takes ownership of it. May be called
+    /// only once per process.
     pub(in crate::comm) fn inherit(fd: RawFd, world_size: usize) -> Result<Self> {
         let foreign = |found: String| Error::from(CommError::ForeignRegion { fd, found });
         // SAFETY: fcntl only inspects the number; a closed descriptor gives an error.
@@ -96,7 +96,7 @@ impl SharedMemoryRegion {
             return Err(foreign(format!("{} bytes instead of the {bytes} bytes of {world_size} ranks", stat.st_size)));
         }
         // SAFETY: the launcher passed the descriptor to this process for this purpose, and `comm::from_env`, the only
-        // caller, does not get here again once it has succeeded. So nothing else here owns it.
+        // caller, does not get here again once it has succeeded. So nothing else in this process owns it.
         Self::open(unsafe { OwnedFd::from_raw_fd(fd) }, world_size)
     }
 
@@ -118,7 +118,7 @@ impl SharedMemoryRegion {
         Ok(region)
     }
 
-    /// Creates a region of this process only, for ranks as threads.
+    /// Creates a region that only this process can access, for ranks as threads.
     pub fn anonymous(world_size: usize) -> Result<Self> {
         let map = MmapOptions::new()
             .len(Self::bytes(world_size))
@@ -154,7 +154,7 @@ impl SharedMemoryRegion {
         self.fd.is_some()
     }
 
-    /// Takes the place of `rank`, and waits until all ranks are started.
+    /// Joins as `rank`, and waits until all ranks have been started.
     pub(in crate::comm) fn enter(&self, rank: usize) -> Result<()> {
         self.start(rank).map_err(|state| CommError::RankTaken { rank, state: state.describe() })?;
         let all_started = self.word32(ALL_STARTED);
@@ -164,21 +164,21 @@ impl SharedMemoryRegion {
         Ok(())
     }
 
-    /// Records, called by the launcher, that all ranks are started. The ranks that have started sleep until then: of
-    /// many ranks on few cores, the first would otherwise take the time in which the last are started.
+    /// Called by the launcher: records that all ranks have been started. The ranks that have started sleep until then:
+    /// if many ranks share few cores, the first would otherwise delay the start of the last.
     pub fn let_in(&self) {
         let all_started = self.word32(ALL_STARTED);
         all_started.store(1, Ordering::Release);
         wake(all_started);
     }
 
-    /// Returns the number of pieces that `rank` has published, modulo 2^32; the word on which waiting ranks sleep.
+    /// Returns the number of pieces that `rank` has published, modulo 2^32. Waiting ranks sleep on this word.
     pub(in crate::comm) fn published(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.block(rank) + PUBLISHED)
     }
 
-    /// Returns the number of threads that sleep on [`published`](Self::published) of `rank`. A thread that is killed in
-    /// its sleep stays counted, which only causes unnecessary wakes.
+    /// Returns the number of threads that sleep on [`published`](Self::published) of `rank`. A thread that is killed
+    /// while it sleeps stays counted, which only causes unnecessary wakes.
     pub(in crate::comm) fn sleepers(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.block(rank) + SLEEPERS)
     }
@@ -218,7 +218,7 @@ impl SharedMemoryRegion {
     }
 
     /// Returns whether this call is the first to claim the cause of death of `rank`: without a launcher, several ranks
-    /// may notice it.
+    /// may notice the death.
     pub(in crate::comm) fn claims_cause(&self, rank: usize) -> bool {
         self.word32(self.block(rank) + CAUSE_CLAIMED).swap(1, Ordering::AcqRel) == 0
     }

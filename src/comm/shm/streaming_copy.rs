@@ -33,7 +33,7 @@ unsafe fn stream(dst: *mut u8, src: *const u8, len: usize) {
             line.into_iter().enumerate().for_each(|(i, part)| _mm_stream_si128(to.add(i), part));
         }
         std::ptr::copy_nonoverlapping(src.add(tail), dst.add(tail), len - tail);
-        // Streaming stores are not ordered with other stores; a thread that receives `dst` must find them done.
+        // Streaming stores are not ordered with other stores; a thread that receives `dst` must find them completed.
         _mm_sfence();
     }
 }

@@ -37,7 +37,7 @@ impl Bandwidth {
 }
 
 impl CollectiveKind {
-    /// Returns the kind of an operation with DeepSpeed's or this library's name.
+    /// Returns the kind of an operation, given by DeepSpeed's or this library's name.
     pub(in crate::comm) fn of_op(op: &str) -> Option<Self> {
         Some(match op {
             "all_reduce" | "all_reduce_coalesced" => Self::AllReduce,
@@ -64,7 +64,7 @@ pub fn size_text(bytes: u64) -> String {
     text
 }
 
-/// Returns the mean without the fraction `p` of the smallest and of the largest values; 0 if there are none.
+/// Returns the mean without the smallest and the largest fraction `p` of the values; 0 if none are left.
 pub fn trimmed_mean(values: &[f64], p: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 /// The number of rounds of each measurement; the fastest counts.
 const ROUNDS: usize = 3;
 
-/// How long collectives are repeated while CPU usage is measured, which the system counts in ticks of a hundredth of a
+/// How long collectives are repeated while CPU usage is measured. The system counts it in ticks of a hundredth of a
 /// second.
 const CPU_MEASUREMENT_SECS: f64 = 1.0;
-/// The maximum number of these rounds.
+/// The maximum number of these repetitions.
 const MAX_CPU_ROUNDS: f64 = 200.0;
 
 /// The results of the measurement, which all ranks know.
@@ -135,8 +135,8 @@ fn processors() -> Option<CpuTimes> {
 fn processors_of(stat: &str) -> Option<CpuTimes> {
     let (all, each) = stat.split_once('\n')?;
     let times: Vec<f64> = all.strip_prefix("cpu ")?.split_whitespace().map_while(|time| time.parse().ok()).collect();
-    // user, nice, system; not idle, iowait; irq, softirq. The fields after them are others' time, or already included
-    // in user.
+    // user, nice, system; not idle, iowait; irq, softirq. The fields after them are the time of other virtual machines,
+    // or already included in user.
     let [user, nice, system, _, _, irq, softirq, ..] = times[..] else { return None };
     let count = each.lines().take_while(|line| line.starts_with("cpu")).count();
     (count > 0).then(|| CpuTimes { count: count as f64, busy: (user + nice + system + irq + softirq) / 100.0 })

@@ -17,15 +17,15 @@ pub enum WireFormat {
     /// Exact within a host, and encoded between hosts.
     ///
     /// In a sum each host adds up its ranks' parts, in rank order and in f32. This partial sum is encoded; the owner
-    /// adds the partial sums of all hosts in host order, with the one of its own host exact, and rounds once. The bits
+    /// adds the partial sums of all hosts in host order, with that of its own host unencoded, and rounds once. The bits
     /// therefore depend on which ranks share a host. In a gather, shards are encoded, for all ranks, if the gather
-    /// crosses between hosts. If all ranks are on one host, or are not known to be on several, elements are sent exact.
+    /// crosses between hosts. If all ranks are on one host, or are not known to be on several, nothing is encoded.
     BetweenHosts(InterHostFormat),
 }
 
 impl WireFormat {
-    /// Returns the number of elements that are encoded together. Data that begins at a multiple of it in a rank's chunk
-    /// has its own blocks.
+    /// Returns the number of elements that are encoded together. Data that begins at a multiple of this number in a
+    /// rank's chunk has its own blocks.
     pub fn alignment(self) -> usize {
         match self {
             Self::Exact => 1,
@@ -42,7 +42,7 @@ impl WireFormat {
         }
     }
 
-    /// Returns the encoding of a gather's shards between hosts; `None` if they are sent exact.
+    /// Returns the encoding of a gather's shards between hosts; `None` if they are not encoded.
     pub(in crate::comm) fn code(self) -> Option<InterHostFormat> {
         match self {
             Self::Exact => None,

@@ -23,7 +23,7 @@ pub(crate) enum ConfigValueKind {
     StringsOrOne,
     /// The two decay rates of Adam.
     Betas,
-    /// `"auto"`, or the other kind.
+    /// `"auto"`, or a value of the given kind.
     AutoOr(&'static ConfigValueKind),
     /// Any value; not checked.
     Any,

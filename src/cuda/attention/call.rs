@@ -1,4 +1,4 @@
-//! The arguments that the launches of one attention share: sizes, strides and tiles.
+//! The arguments that the kernel launches of one attention call share: sizes, strides and tiles.
 
 use super::element::AttentionElement;
 use super::tile_launch::{self, TileLaunch, TileLaunches};
@@ -9,8 +9,8 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use candle_core::{CudaDevice, Result};
 
-/// Queries, keys or values. They start at the first element of a view, and the next position is `stride` elements
-/// further.
+/// Queries, keys or values. They start at the first element of a view, and each position is `stride` elements
+/// after the previous one.
 #[derive(Debug)]
 pub(super) struct DeviceHeadRows<'a, E> {
     pub values: CudaView<'a, E>,
@@ -45,7 +45,7 @@ pub(super) struct AttentionSizes {
 // SAFETY: the struct has C's layout without padding, and all bits of its fields are values.
 unsafe impl DeviceRepr for AttentionSizes {}
 
-/// The common part of the launches of one attention.
+/// The common part of the kernel launches of one attention call.
 pub(super) struct AttentionCall<'a> {
     device: &'a CudaDevice,
     rule: &'a AttentionRule<'a>,
@@ -64,7 +64,7 @@ impl<'a> AttentionCall<'a> {
     ) -> Result<Self> {
         let Some(width) = tile_launch::width(h.head) else {
             candle_core::bail!(
-                "attention: heads of {} elements on a GPU; {} are the most",
+                "attention: heads of {} elements, but kernels for GPUs support at most {}",
                 h.head,
                 tile_launch::WIDTHS[4]
             )

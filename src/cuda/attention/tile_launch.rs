@@ -5,7 +5,7 @@ use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 
 /// The head sizes for which kernels exist. A head uses the next larger one.
 pub(super) const WIDTHS: [usize; 5] = [32, 64, 96, 128, 256];
-/// The rows that belong to one warp.
+/// The number of rows per warp.
 const STRIP: usize = 16;
 const WARP: usize = 32;
 
@@ -17,13 +17,13 @@ pub(super) fn width(head: usize) -> Option<usize> {
 /// A block and its tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TileLaunch {
-    /// The rows that belong to the block.
+    /// The number of rows that belong to the block.
     pub own: usize,
-    /// The rows of a tile of the other operand.
+    /// The number of rows of a tile of the other operand.
     pub others: usize,
-    /// The bytes of shared memory.
+    /// The number of bytes of shared memory.
     pub bytes: usize,
-    /// The blocks for each tile and head.
+    /// The number of blocks for each tile and head.
     pub planes: usize,
 }
 

@@ -8,19 +8,19 @@
         FOR_EACH(i, count) put(y + i, F::value(widen(x[i])));                                                  \
     }
 
-// dx = dy f'(x)
+// dx = dy * f'(x)
 #define BACKWARD(name, F, t, T)                                                                                \
     extern "C" __global__ void name##_backward_##t(size_t count, const T *x, const T *dy, T *dx) {             \
         FOR_EACH(i, count) put(dx + i, widen(dy[i]) * F::slope(widen(x[i])));                                  \
     }
 
-// y = f(gate) up
+// y = f(gate) * up
 #define GATED(name, F, t, T)                                                                                   \
     extern "C" __global__ void name##_gated_##t(size_t count, const T *gate, const T *up, T *y) {              \
         FOR_EACH(i, count) put(y + i, F::value(widen(gate[i])) * widen(up[i]));                                \
     }
 
-// dgate = dy up f'(gate), dup = dy f(gate)
+// dgate = dy * up * f'(gate), dup = dy * f(gate)
 #define GATED_BACKWARD(name, F, t, T)                                                                          \
     extern "C" __global__ void name##_gated_backward_##t(                                                      \
         size_t count, const T *gate, const T *up, const T *dy, T *dgate, T *dup) {                             \

@@ -7,7 +7,7 @@
 //                 warp 1 |----------------|         own, others: shared by the block, zero for missing rows and columns
 //     others      |--tile--|--tile--|--tile--|      scores: a separate part of shared memory per warp, two lanes per row
 //
-// Tiles begin where a sequence begins, so that its results have the same bits as without other sequences in the row.
+// Tiles begin where a sequence begins, so that its results have the same bits as without the other sequences.
 // The products are a type parameter, f32 (attention_f32.cuh) or tensor cores (attention_cores.cuh), with the same
 // functions.
 #pragma once
@@ -34,8 +34,8 @@ struct AttentionSizes {
     uint32_t dq_stride, dk_stride, dv_stride;
     float scale;        // factor of the products
     float capped;       // not 0: scores have a soft cap
-    float inner, outer; // with a cap, the score in powers of 2 is outer tanh(inner product)
-    float to_powers;    // without a cap, it is this times the product
+    float inner, outer; // with a cap, the score in powers of 2 is outer * tanh(inner * product)
+    float to_powers;    // without a cap, the score is this times the product
 };
 
 // Memory of a block. Tensor core matrices start at multiples of 32 bytes.
@@ -45,7 +45,7 @@ struct alignas(128) Line {
 
 // The block's part of a sequence.
 struct Place {
-    uint32_t first; // number of the sequence's first position, counted over all rows
+    uint32_t first; // index of the sequence's first position, counted over all rows
     int len;        // number of its positions
     int start;      // first own position
 };
@@ -65,19 +65,19 @@ __device__ __forceinline__ bool sees(const AttentionSizes &s, int len, int query
     return query < len && key < len && (s.both_ways || behind);
 }
 
-// The positions from `from` to before `to`.
+// The positions `from`, `from + 1`, ..., `to - 1`.
 struct Range {
     int from, to;
 };
 
-// Returns the keys that some of `n` queries from `start` on see.
+// Returns the keys that are seen by at least one of the `n` queries from `start` on.
 __device__ __forceinline__ Range keys_of(const AttentionSizes &s, int len, int start, int n) {
     if (s.both_ways) return {0, len};
     int to = start + n < len ? start + n : len;
     return {(uint32_t)start < s.window ? 0 : start + 1 - (int)s.window, to};
 }
 
-// Returns the queries that see some of `n` keys from `start` on.
+// Returns the queries that see at least one of the `n` keys from `start` on.
 __device__ __forceinline__ Range queries_of(const AttentionSizes &s, int len, int start, int n) {
     if (s.both_ways) return {0, len};
     uint32_t left = (uint32_t)(len - start);

@@ -1,10 +1,10 @@
 // The gradients of attention's inputs. With weights p = 2^(score - log-sum-exp) and their gradients g = dout values^T,
-// the scores' gradients are d = p (g - along), where `along` is a query's sum of p g, which equals the product of its
-// result and the result's gradient.
+// the scores' gradients are d = p * (g - along), where `along` is a query's sum of p * g, which equals the dot product
+// of its result and the result's gradient.
 //
 //     along      a warp for each (position, head)
-//     queries    own: queries and their dout.    over keys and values:    dq = scale sum of d keys
-//     keys       own: keys and values.           over queries and dout:   dk = scale sum of d queries, dv = sum of p dout;
+//     queries    own: queries and their dout.    over keys and values:    dq = scale * sum of d * keys
+//     keys       own: keys and values.           over queries and dout:   dk = scale * sum of d * queries, dv = sum of p * dout;
 //                                                the query heads of the key head's group one after the other
 //
 // Each row of each gradient is written by one warp, which sums over the others in order, so results have the same bits
@@ -13,7 +13,7 @@
 
 #include "attention.cuh"
 
-// along[row][head] = sum of out dout
+// along[row][head] = sum of out * dout
 template <class E>
 __device__ __forceinline__ void attention_along(const AttentionSizes &s, const E *out, const E *dout, float *along) {
     size_t vector = (size_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;

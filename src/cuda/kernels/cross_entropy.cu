@@ -6,7 +6,7 @@
 // The target of an ignored row.
 #define IGNORED 0xFFFFFFFFu
 
-// Returns cap tanh(logit / cap) if the cap is above 0.
+// Returns cap * tanh(logit / cap) if the cap is above 0.
 __device__ __forceinline__ float bound(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
 
 struct Softmax {

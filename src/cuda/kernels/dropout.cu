@@ -1,5 +1,5 @@
-// Dropout with the bits of src/kernels/dropout.rs: word i of Philox4x32-10's counter 16 group + lane belongs to position
-// 64 group + 16 i + lane.
+// Dropout with the bits of src/kernels/dropout.rs: word i of Philox4x32-10's counter 16 * group + lane belongs to
+// position 64 * group + 16 * i + lane.
 #include "element_types.cuh"
 
 __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t seed) {
@@ -13,7 +13,7 @@ __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t seed) {
     return c;
 }
 
-// y = x scale, or 0 if the word of position offset + i is below the bound. A thread handles the four positions of a
+// y = x * scale, or 0 if the word of position offset + i is below the bound. A thread handles the four positions of a
 // counter. There are `counters` counters from the first position's group on.
 #define DROPOUT(t, T)                                                                                          \
     extern "C" __global__ void dropout_##t(size_t counters, size_t count, const T *x, T *y, float scale, unsigned bound, \
@@ -23,7 +23,7 @@ __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t seed) {
             uint4 words = philox(first / 64 * 16 + n % 16, seed);                                              \
             uint32_t each[4] = {words.x, words.y, words.z, words.w};                                           \
             for (int i = 0; i < 4; i++) {                                                                      \
-                /* Wraps before the first position, and is not an element. */                                  \
+                /* Before the first position, it wraps and exceeds count. */                                   \
                 uint64_t at = first + 16 * i - offset;                                                         \
                 if (at < count) put(y + at, each[i] < bound ? 0.0f : widen(x[at]) * scale);                    \
             }                                                                                                  \

@@ -12,8 +12,8 @@ __device__ __forceinline__ float parameter(const void *values, int is_f32, size_
     return is_f32 ? ((const float *)values)[i] : widen(((const T *)values)[i]);
 }
 
-// y = (x - mean) factor weight + bias with factor = 1 / sqrt(variance + eps). Without `means`, the mean is 0 and there
-// is no bias.
+// y = (x - mean) * factor * weight + bias, with factor = 1 / sqrt(variance + eps). Without `means`, the mean is 0 and
+// there is no bias.
 template <bool centered, class T>
 __device__ __forceinline__ void forward(size_t width, const T *x, const void *weight, int weight_is_f32, const void *bias,
                                         int bias_is_f32, float one, float eps, T *y, float *means, float *factors) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void forward(size_t width, const T *x, const void *we
     }
 FOR_FORMATS(FORWARD)
 
-// With h the normalized row and d = dy weight: dx = factor (d - mean(d) - h mean(d h)), or dx += this value.
+// With h the normalized row and d = dy * weight: dx = factor * (d - mean(d) - h * mean(d * h)), or dx += this value.
 template <class T>
 __device__ __forceinline__ void input_gradient(size_t width, const T *x, const void *weight, int weight_is_f32, float one,
                                                const float *means, const float *factors, const T *dy, T *dx, int add) {
@@ -77,8 +77,8 @@ __device__ __forceinline__ void input_gradient(size_t width, const T *x, const v
     }
 FOR_FORMATS(INPUT_GRADIENT)
 
-// Parts of the weight's gradient, which are sums of dy h, and with `means` of the bias's gradient, which are sums of
-// dy.
+// Parts of the weight's gradient, which are sums of dy * h, and, with `means`, of the bias's gradient, which are sums
+// of dy.
 #define PARAMETER_GRADIENTS(t, T)                                                                              \
     extern "C" __global__ void norm_parameter_gradients_##t(size_t rows, size_t width, size_t per_chunk, const T *x, \
                                                             const float *means, const float *factors, const T *dy, \

@@ -86,7 +86,7 @@ struct Step {
     // The addresses of its arrays in global memory, or 0 for a missing array.
     uint64_t param, grad, first, second, half;
     uint64_t count;
-    // The number of its first chunk among those of all steps.
+    // The index of its first chunk among those of all steps.
     uint64_t first_chunk;
 };
 
@@ -134,7 +134,7 @@ __device__ __forceinline__ void step(unsigned count, float *param, const G *grad
     }
 }
 
-// Each block processes the chunk of its number.
+// Each block processes the chunk with its index.
 template <class G, class H, class Rule>
 __device__ __forceinline__ void steps(size_t arrays, const uint64_t *table, size_t elements_per_chunk, Rule rule) {
     // The last step whose first chunk is not later.

@@ -2,7 +2,7 @@
 // the angle of their row's position. cos and sin are [positions, half]. Backward rotates by -1 times the angle.
 #include "element_types.cuh"
 
-// Row r is at position positions[r], or at first + r modulo time without positions.
+// Row r is at position positions[r], or at first + r % time if there are no positions.
 #define TURN(t, T)                                                                                             \
     extern "C" __global__ void turn_##t(size_t pairs, size_t half, size_t width, size_t time, size_t first,    \
                                         const unsigned *positions, const float *cos, const float *sin, float direction, \

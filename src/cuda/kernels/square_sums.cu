@@ -14,7 +14,7 @@ struct Array {
     uint64_t count;
     // 0: f32, 1: bf16, 2: f16.
     uint64_t format;
-    // The number of its first chunk among those of all arrays.
+    // The index of its first chunk among those of all arrays.
     uint64_t first;
 };
 

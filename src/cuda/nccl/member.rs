@@ -28,7 +28,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) struct FailureWatch {
     /// The longest time that the host waits for one collective.
     pub timeout: Duration,
-    /// The caller's own failure detection. While the host waits, it is called at intervals of at most some
+    /// The caller's own failure detection. While the host waits, it is called at intervals of at most a few
     /// milliseconds.
     pub is_failed: Box<dyn Fn() -> Option<CallerFailure> + Send + Sync>,
 }
@@ -82,7 +82,7 @@ impl NcclMember {
         watch: FailureWatch,
         limits: NcclBufferLimits,
     ) -> Result<Self> {
-        // A separate context of cudarc, of the same device and primary context as Candle's: with a second stream in
+        // A separate cudarc context, with the same device and primary context as Candle's: with a second stream in
         // Candle's context, cudarc would record events around every kernel of the model.
         let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
         let (wire, idle) = (context.new_stream().w()?, context.new_stream().w()?);
@@ -136,7 +136,7 @@ impl NcclMember {
     pub fn wait_for(&self, event: &CudaEvent, op: &'static str) -> Result<()> {
         self.wire.context().bind_to_thread().w()?;
         let waited = self.poll(op, self.watch.timeout, || {
-            // Read first: work that an abort released is only seen as complete after the failure is set.
+            // Read first: work that an abort released is seen as complete only after the failure is set.
             let done = event.try_is_complete().w()?;
             let launch = self.begin_launch()?;
             if !done {
@@ -222,8 +222,8 @@ impl NcclMember {
 impl Drop for NcclMember {
     fn drop(&mut self) {
         let Some(OwnedNcclComm(comm)) = lock(&self.state).comm.take() else { return };
-        // SAFETY: an existing communicator, taken out of its only place. A destroy is short if no collective of others
-        // is in progress; if collectives have not ended, a peer has failed, or this rank panics, an abort is short.
+        // SAFETY: an existing communicator, taken out of its only place. Destroying it is quick if no collective of
+        // others is in progress; if collectives have not ended, a peer has failed or this rank panics, aborting it is.
         unsafe {
             match std::thread::panicking() || self.leave(comm).is_err() {
                 false => (self.library.destroy)(comm),
@@ -287,8 +287,8 @@ impl NcclLaunch<'_> {
     /// Gathers `count` elements of every rank. `from` may be this rank's part of `to`.
     ///
     /// # Safety
-    /// There are `count` elements of the kind at `from`, and size x count at `to`, in device memory that nothing else
-    /// writes and that stays valid until the work on the wire stream is complete.
+    /// There are `count` elements of type `kind` at `from`, and size x count at `to`, in device memory that nothing
+    /// else writes and that stays valid until the work on the wire stream is complete.
     pub unsafe fn all_gather(&self, from: CUdeviceptr, to: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
         // SAFETY: as the caller promises; an existing communicator.
         let code = unsafe { (self.library().all_gather)(from, to, count, kind, self.comm, self.stream()) };

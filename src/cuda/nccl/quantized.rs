@@ -23,11 +23,11 @@ use std::ops::Range;
 const ALIGNMENT: usize = 128;
 
 impl NcclComm {
-    /// Does the same as [`add_exactly`](Self::add_exactly), with place r at r chunks of `count` elements and the peers'
-    /// parts as integers. This rank's part is added without quantization.
+    /// Does the same as [`add_exactly`](Self::add_exactly) with `place(r) = r * count`, but transfers the peers' parts
+    /// as integers. This rank's part is added without quantization.
     ///
     /// # Safety
-    /// Same as there: `to` is `from` or this rank's place.
+    /// Same as for [`add_exactly`](Self::add_exactly), and `to` is `from` or this rank's place.
     pub(super) unsafe fn add_coded(
         &self,
         (launch, op): (&mut NcclLaunch<'_>, &'static str),

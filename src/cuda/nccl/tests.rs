@@ -77,7 +77,7 @@ fn result(launched: PendingNcclCollective) -> Flat {
     result.to_host(0..result.len()).unwrap()
 }
 
-/// Lengths of chunks: zero, less than the number of ranks, and odd ones of one piece and of several.
+/// Lengths of chunks: zero, less than the number of ranks, and odd lengths of one piece and of several.
 const LENGTHS: [usize; 5] = [0, 1, 3, 129, 517];
 
 fn has_the_bits_of_the_host(library: &NcclLibrary, size: usize, codes: Option<IntFormat>) {

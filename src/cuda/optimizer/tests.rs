@@ -36,8 +36,8 @@ fn optimizers() -> Vec<Box<dyn Optimizer>> {
     configs.iter().map(from_config).collect()
 }
 
-/// A parameter, its states and its half copy, on the host and on a device. Elements `part` of each are the array of a
-/// step.
+/// A parameter, its states and its half copy, on the host and on a device. Elements `part` of each form the array of
+/// one step.
 struct Arrays {
     part: Range<usize>,
     host: Vec<Flat>,
@@ -104,7 +104,7 @@ fn compare(
         let mut ctx = StepContext::new(optimizer.lr() / number as f64, number);
         ctx.grad_scale = 0.37;
         if number == 3 {
-            // A change as by a schedule or a param group.
+            // A change such as a schedule or a param group makes.
             (ctx.betas, ctx.eps, ctx.weight_decay) = (Some((0.8, 0.9)), Some(1e-6), Some(0.2));
         }
         let rule = optimizer.elementwise(&ctx).unwrap();
