@@ -9,11 +9,11 @@ use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::f32_access::{get, narrow, put, vectorized, widen};
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
-/// The counters that are computed together.
+/// The number of counters that are computed together.
 const LANES: usize = 16;
-/// The words that they yield.
+/// The number of words that they yield.
 const GROUP: usize = 4 * LANES;
-/// The elements that one task computes: a multiple of the group.
+/// The number of elements that one task computes: a multiple of the group.
 const CHUNK: usize = 1 << 13;
 
 const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];

@@ -29,7 +29,11 @@ pub fn embedding<E: Element>(ids: &[u32], table: &[E], width: usize, out: &mut [
 pub fn embedding_backward_into<E: Element>(ids: &[u32], dy: &[E], width: usize, grad: &mut [E]) {
     let order = by_id(ids, dy, width);
     let Some(&(largest, _)) = order.last() else { return };
-    assert!((largest as usize + 1) * width <= grad.len(), "id {largest} of {} elements in rows of {width}", grad.len());
+    assert!(
+        (largest as usize + 1) * width <= grad.len(),
+        "id {largest} is outside the gradient of {} elements in rows of {width}",
+        grad.len()
+    );
     let parts = ParallelChunks::new(grad, TABLE_ROWS_PER_TASK * width);
     for_each_part(largest as usize / TABLE_ROWS_PER_TASK + 1, parts, |task, grad| {
         let first = task * TABLE_ROWS_PER_TASK;

@@ -16,12 +16,12 @@ pub enum ModelError {
         /// The allowed values.
         allowed: String,
     },
-    /// No model here supports a value in a Hugging Face model's `config.json`.
+    /// A value in a Hugging Face model's `config.json` is not supported.
     #[error("{}: {key} is {found}, but must be {allowed}", file.display())]
     HuggingFace {
         /// The file.
         file: PathBuf,
-        /// The key, with the keys around it.
+        /// The key, with the keys that enclose it.
         key: String,
         /// The value of the key.
         found: String,

@@ -198,7 +198,7 @@ impl KeyValueCache {
         }
         let (len, time, limit) = (self.len, h.time, self.limit);
         if time > limit - len {
-            bail!("attention with a cache: {time} positions after {len} exceed its limit of {limit}")
+            bail!("attention with a cache: {time} positions after {len} exceed the cache's limit of {limit}")
         }
         let new = CacheSizes::of(h, dtype);
         let held = match (&self.host, &self.device) {
@@ -259,7 +259,7 @@ impl KeyValueCache {
         self.host.insert(host)
     }
 
-    /// Computes the same with Candle's operations, which copy keys and values to grow.
+    /// Computes the same with Candle's operations, which copy keys and values when the cache grows.
     fn on_device(&mut self, h: &AttentionShape, [q, k, v]: [&Tensor; 3], options: &AttentionOptions) -> Result<Tensor> {
         let after = |kept: &Tensor, new: &Tensor| Tensor::cat(&[&kept.narrow(1, 0, self.len)?, &new.detach()], 1);
         let (keys, values) = match &self.device {

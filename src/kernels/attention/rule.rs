@@ -32,7 +32,7 @@ pub struct SoftCap {
 /// A sequence of `len` positions from position `first` on, counted over all rows of positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequenceSpan {
-    /// The number of the first position.
+    /// The index of the first position.
     pub first: usize,
     /// The number of positions.
     pub len: usize,
@@ -109,7 +109,7 @@ impl AttentionRule<'_> {
         rows.iter().enumerate().flat_map(of_row).collect()
     }
 
-    /// Returns the number of pairs of a query and a key that it sees, over all heads.
+    /// Returns the number of pairs of a query and a key visible to it, over all heads.
     pub(super) fn pairs(&self, h: &AttentionShape) -> usize {
         if h.batch * h.time == 0 {
             return 0;
