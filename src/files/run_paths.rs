@@ -280,7 +280,7 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
         name != LOCK && name.as_encoded_bytes().starts_with(b".") && name.as_encoded_bytes().ends_with(LOCK.as_bytes())
     });
     let file = match kind {
-        // In addition to the lock that saves take there.
+        // This is in addition to the lock that saving a checkpoint takes there.
         OutputKind::Checkpoints => place.join(".candle-zero-job.lock"),
         _ if stays => place.join(LOCK),
         // A writable file in a read-only folder: the lock file cannot be created.

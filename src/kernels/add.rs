@@ -11,7 +11,7 @@ const CHUNK: usize = 1 << 16;
 ///
 /// Panics if the lengths differ.
 pub fn add_into<E: Element>(dst: &mut [E], src: &[E]) {
-    assert_eq!(dst.len(), src.len(), "elements of a sum");
+    assert_eq!(dst.len(), src.len(), "the slice lengths of a sum differ");
     for_each_part(src.len().div_ceil(CHUNK), ParallelChunks::new(dst, CHUNK), |i, dst| {
         let src = &src[i * CHUNK..][..dst.len()];
         vectorized!(update(

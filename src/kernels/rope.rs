@@ -56,12 +56,15 @@ impl RotaryTable {
         direction: f32,
     ) {
         let head = 2 * self.half;
-        assert_eq!(x.len(), y.len(), "elements of a rotation");
+        assert_eq!(x.len(), y.len(), "the slice lengths of a rotation differ");
         if x.is_empty() {
             return;
         }
-        assert!(width > 0 && width.is_multiple_of(head), "rows of {width} elements in heads of {head}");
-        assert!(x.len().is_multiple_of(width), "{} elements in rows of {width}", x.len());
+        assert!(
+            width > 0 && width.is_multiple_of(head),
+            "rows of {width} elements cannot be divided into heads of {head}"
+        );
+        assert!(x.len().is_multiple_of(width), "{} elements cannot be divided into rows of {width}", x.len());
         let task = ROWS_PER_TASK * width;
         for_each_part(x.len().div_ceil(task), ParallelChunks::new(y, task), |i, y| {
             let x = &x[i * task..][..y.len()];

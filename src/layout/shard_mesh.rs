@@ -38,7 +38,10 @@ impl ShardMesh {
     /// # Panics
     /// If the groups would not have the same number of ranks.
     pub fn in_groups(world_size: usize, shards: usize) -> Self {
-        assert!(shards > 0 && world_size.is_multiple_of(shards), "{world_size} ranks in groups of {shards}");
+        assert!(
+            shards > 0 && world_size.is_multiple_of(shards),
+            "{world_size} ranks cannot be divided into groups of {shards}"
+        );
         Self { world_size, shards }
     }
 

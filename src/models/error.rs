@@ -29,7 +29,7 @@ pub enum ModelError {
         allowed: String,
     },
     /// A `config.json` describes an unknown model.
-    #[error("{}: model_type is {found}, which is not supported; supported are {known}", file.display())]
+    #[error("{}: model_type is {found}, which is not supported; the supported types are {known}", file.display())]
     UnknownModelType {
         /// The file.
         file: PathBuf,

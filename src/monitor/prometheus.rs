@@ -191,7 +191,8 @@ mod tests {
         # HELP candle_zero_value Last value of a tag.
         # TYPE candle_zero_value gauge
         candle_zero_value{tag="Train/Samples/lr"} 1e-7
-        candle_zero_value{tag="a\"\\\n"} +Inf        # HELP candle_zero_step Step of that value; samples of all ranks for the engine's own tags.
+        candle_zero_value{tag="a\"\\\n"} +Inf
+        # HELP candle_zero_step Step of that value; samples of all ranks for the engine's own tags.
         # TYPE candle_zero_step gauge
         candle_zero_step{tag="Train/Samples/lr"} 16
         candle_zero_step{tag="a\"\\\n"} 1

@@ -147,7 +147,10 @@ impl SyncBatchNorm {
             let moments = with_elements::<E, _>(&x, NAME, |x| Ok(kernel::moments(x, sizes)))?;
             let (count, moments) = self.over_ranks(sizes.count(), moments)?;
             if count < 2.0 {
-                bail!("{NAME}: there is only {count} element per feature on all ranks together; the variance needs at least two")
+                bail!(
+                    "{NAME}: there is only {count} element per feature on all ranks together; the variance needs at \
+                     least two"
+                )
             }
             let normal: Vec<ChannelStatistics> = moments.iter().map(|[mean, squares]| ChannelStatistics {
                 mean: *mean as f32,

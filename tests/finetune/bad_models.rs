@@ -98,8 +98,8 @@ fn weights_that_are_not_those_of_the_description_are_named() {
 
 #[test]
 fn descriptions_that_this_library_does_not_compute_with_are_refused() {
-    insta::assert_snapshot!(with("llama", "model_type", json!("mamba")), @r#"DIR/config.json: model_type is "mamba", which is not supported; supported are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3"#);
-    insta::assert_snapshot!(with_config("llama", |config| { config.as_object_mut().unwrap().remove("model_type"); }), @"DIR/config.json: model_type is absent, which is not supported; supported are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3");
+    insta::assert_snapshot!(with("llama", "model_type", json!("mamba")), @r#"DIR/config.json: model_type is "mamba", which is not supported; the supported types are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3"#);
+    insta::assert_snapshot!(with_config("llama", |config| { config.as_object_mut().unwrap().remove("model_type"); }), @"DIR/config.json: model_type is absent, which is not supported; the supported types are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3");
     insta::assert_snapshot!(with("llama", "hidden_act", json!("relu")), @r#"DIR/config.json: hidden_act is "relu", but must be silu, swish, gelu_new or gelu_pytorch_tanh"#);
     insta::assert_snapshot!(with("gemma2", "hidden_activation", json!("gelu")), @r#"DIR/config.json: hidden_activation is "gelu", but must be silu, swish, gelu_new or gelu_pytorch_tanh"#);
     insta::assert_snapshot!(with("llama", "hidden_size", json!("48")), @r#"DIR/config.json: hidden_size is "48", but must be a whole number from 1 to 4294967295"#);

@@ -95,7 +95,7 @@ pub fn forward_cached<E: Element>(
     cached: KvCacheView<'_, E>,
     out: &mut [E],
 ) {
-    assert!(!rule.bidirectional && rule.starts.is_none(), "{rule:?} for a text that continues");
+    assert!(!rule.bidirectional && rule.starts.is_none(), "{rule:?} cannot be used with a cache");
     h.check(out.len(), h.batch * h.heads * h.time);
     assert!(
         cached.capacity.is_multiple_of(BLOCK) && cached.before + h.time <= cached.capacity,
@@ -109,7 +109,12 @@ pub fn forward_cached<E: Element>(
     }
     let of_head = cached.capacity * h.head;
     for held in [cached.keys.len(), cached.values.len()] {
-        assert_eq!(held, h.batch * h.kv_heads * of_head, "{h:?}: elements of a cache for {}", cached.capacity);
+        assert_eq!(
+            held,
+            h.batch * h.kv_heads * of_head,
+            "{h:?}: wrong number of elements of a cache for {}",
+            cached.capacity
+        );
     }
     let seen = |t: usize| (cached.before + t + 1).min(rule.window.unwrap_or(usize::MAX));
     let multiplications = 2 * h.head * h.batch * h.heads * (0..h.time).map(seen).sum::<usize>();

@@ -96,12 +96,12 @@ impl AttentionRule<'_> {
         let Some(rows) = self.starts else {
             return (0..h.batch).map(|row| SequenceSpan { first: row * h.time, len: h.time }).collect();
         };
-        assert_eq!(rows.len(), h.batch, "rows of sequences");
+        assert_eq!(rows.len(), h.batch, "wrong number of rows of sequences");
         let of_row = |(row, starts): (usize, &Vec<usize>)| {
-            assert!(starts.first() == Some(&0), "the first sequence of a row begins at 0: {starts:?}");
+            assert!(starts.first() == Some(&0), "the first sequence of a row must begin at 0: {starts:?}");
             let ends: Vec<usize> = starts.iter().skip(1).copied().chain([h.time]).collect();
             let span = move |(start, end): (&usize, usize)| {
-                assert!(*start < end, "a sequence from {start} to {end}");
+                assert!(*start < end, "the sequence from {start} to {end} is empty");
                 SequenceSpan { first: row * h.time + start, len: end - start }
             };
             starts.iter().zip(ends).map(span).collect::<Vec<_>>()

@@ -33,7 +33,11 @@ impl AttentionShape {
     /// Panics unless the slices fit the sizes.
     pub(super) fn check(&self, out: usize, lse: usize) {
         assert!(self.kv_heads > 0 && self.head > 0 && self.heads.is_multiple_of(self.kv_heads), "{self:?}");
-        assert_eq!(out, self.batch * self.time * self.heads * self.head, "{self:?}: elements of the result");
-        assert_eq!(lse, self.batch * self.heads * self.time, "{self:?}: rows of log-sum-exp");
+        assert_eq!(
+            out,
+            self.batch * self.time * self.heads * self.head,
+            "{self:?}: wrong number of elements of the result"
+        );
+        assert_eq!(lse, self.batch * self.heads * self.time, "{self:?}: wrong number of rows of log-sum-exp");
     }
 }
