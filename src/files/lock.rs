@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// The name of the file in the folder.
 pub(crate) const LOCK: &str = ".candle-zero.lock";
 
-/// The folders that this process has locked, by device and inode. Its engines share these locks if they ask for it.
+/// The folders that this process has locked, by device and inode. Its engines share these locks if they request this.
 static SHARED: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 
 /// A file that this process has locked. It is removed when this is dropped.

@@ -13,7 +13,7 @@ pub(crate) struct RngPosition {
     /// The index of the next draw.
     pub next: u64,
     /// Whether an engine is training ([`draw_from`]). Then elements are dropped even if nothing is recorded: this is
-    /// how a recomputing unit runs its first forward, whose output its second one must reproduce.
+    /// how a recomputing unit runs its first forward, whose output its second forward must reproduce.
     pub in_training: bool,
 }
 

@@ -7,7 +7,7 @@ use crate::kernels::gemm::Activation;
 use crate::kernels::math;
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
-/// /// The number of elements that one task computes.
+/// The number of elements that one task computes.
 const CHUNK: usize = 1 << 14;
 /// The number of 16-bit elements that are widened, computed and narrowed together in functions with two results.
 const BLOCK: usize = 128;

@@ -4,7 +4,7 @@ use crate::kernels::element::Element;
 use crate::kernels::f32_access::{update, vectorized};
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
-/// /// The number of elements that one task computes.
+/// The number of elements that one task computes.
 const CHUNK: usize = 1 << 16;
 
 /// Computes dst += src, and rounds each sum once.

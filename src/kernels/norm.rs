@@ -134,7 +134,7 @@ struct NormalizedRow {
     centered: f32,
 }
 
-/// Computes backward of both norms.
+/// Computes the backward pass of both norms.
 fn normalized_backward<E: Element>(
     x: &[E],
     weight: &[f32],

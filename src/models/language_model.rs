@@ -174,7 +174,7 @@ impl<A: Architecture> LanguageModel<A> {
     /// different order. If the text is longer than the context, only the last tokens count, as in `last_logits`. Each
     /// added token then shifts the positions of all others, so their cached keys and values become useless. Beyond its
     /// context length, a model therefore recomputes the full context for each token, and the session keeps only the
-    /// tokens. To continue at the cost of one token each, start a new session with fewer of the last tokens.
+    /// tokens. To compute only one token at a time again, start a new session with fewer of the last tokens.
     ///
     /// If the model's parameters are sharded over several ranks, all ranks must make the same calls, each with its own
     /// session.

@@ -111,8 +111,8 @@ impl KeyValueCache {
     /// Computes [`causal_attention`](crate::nn::causal_attention()) for positions that follow those in the cache. They
     /// also see the cached positions, and are added to the cache.
     ///
-    /// The first positions have the same bits as without a cache. Later ones may differ in the last digits of f32,
-    /// because sums are taken in a different order.
+    /// The results of the first positions have the same bits as without a cache. Later results may differ in the last
+    /// digits of f32, because sums are taken in a different order.
     ///
     /// # Errors
     /// Returns the same errors as without a cache. Also fails if there are more positions than the limit, if the heads,

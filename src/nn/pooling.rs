@@ -74,7 +74,7 @@ impl Pooling {
 /// adjacent, and elements left over at the end of a row or column are ignored.
 ///
 /// This is [`Tensor::max_pool2d`] with a correct gradient, which goes to the largest element, or to the first of
-/// several.
+/// several equal ones.
 ///
 /// # Errors
 /// An input with a different number of dimensions, a kernel of 0 or larger than the image.

@@ -46,9 +46,9 @@ pub struct KvCacheView<'a, E> {
     pub keys: &'a [E],
     /// The values.
     pub values: &'a [E],
-    /// /// The number of positions for which there is room: a result of [`capacity_for`].
+    /// The number of positions for which there is room: a result of [`capacity_for`].
     pub capacity: usize,
-    /// /// The number of positions before the new ones.
+    /// The number of positions before the new ones.
     pub before: usize,
 }
 

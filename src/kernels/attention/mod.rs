@@ -132,7 +132,7 @@ fn backward_on<E: Element>(
     }
 }
 
-/// Computes backward with tiles whose instructions the processor has.
+/// Computes the backward pass with tiles whose instructions the processor has.
 fn backward_with<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     given: &BackwardInputs<'_, E>,
