@@ -36,7 +36,7 @@ use std::path::PathBuf;
 /// A result with [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Every error that a user can see. Broken invariants are assertions, not values of this type.
+/// Every error that a user can see. Broken invariants fail assertions; they are not values of this type.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -61,7 +61,7 @@ pub(crate) fn open_direct(path: impl AsRef<Path>) -> Option<File> {
 /// pipe would block, and a device may never end.
 pub fn open(path: impl AsRef<Path>) -> Result<File> {
     let path = path.as_ref();
-    // Checked before opening, because opening a device can have side effects; and again after, because it may have
+    // Checked before opening, because opening a device can have side effects; and again afterwards, because it may have
     // changed.
     only_a_file(&path.metadata()?)?;
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
@@ -85,7 +85,7 @@ pub fn read_text(path: impl AsRef<Path>, most: u64) -> Result<String> {
     String::from_utf8(read(path, most)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
 }
 
-/// Returns an error unless there is nothing at `path`, or an empty file, or one that begins with `begins`: an earlier
+/// Returns an error unless `path` does not exist, is an empty file, or is a file that begins with `begins`: an earlier
 /// output of the same kind, `what`.
 pub(crate) fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()> {
     if path.symlink_metadata().is_err() {

@@ -34,12 +34,12 @@ pub enum MemoryKind {
     SecondCopy,
     /// Gradients that are being reduced, and updated weights that are being gathered.
     Buckets,
-    /// Windows of the optimizer step between files and the update, copies that direct file access needs, and the
-    /// windows of copies between a GPU and the host.
+    /// The windows through which the optimizer step moves state between files and the update, copies that direct file
+    /// access needs, and the windows of copies between a GPU and the host.
     Staging,
     /// Inputs that recomputing units keep in a file until backward.
     Activations,
-    /// The original values of parameters that are moved for a forward of a check of gradients.
+    /// The original values of parameters that a gradient check perturbs for a forward.
     GradientCheck,
     /// Tensors of the model that are not parameters (running statistics, position ids), in full on every rank.
     Buffers,
@@ -135,7 +135,7 @@ impl MemoryLedger {
         self.lock().tiers.get(&(kind, tier)).copied().unwrap_or_default()
     }
 
-    /// Returns the kinds that occupy bytes in `tier`, with these bytes.
+    /// Returns the kinds that occupy bytes in `tier`, with their bytes.
     pub fn held_in(&self, tier: MemoryTier) -> Vec<(MemoryKind, usize)> {
         let entries = self.lock();
         let here = entries.tiers.iter().filter(|((_, t), bytes)| *t == tier && bytes.held > 0);
@@ -193,7 +193,7 @@ impl Drop for MemoryLedgerEntry {
     }
 }
 
-/// One line of the report: the bytes held of a kind, next to the bytes by the ZeRO formula.
+/// One line of the report: the bytes held of one kind, next to the bytes that the ZeRO formula gives.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct MemoryRow {
@@ -212,7 +212,8 @@ pub struct MemoryRow {
     pub file: HeldBytes,
     /// The bytes of files that are mapped into memory, in addition to `bytes`.
     pub mapped: HeldBytes,
-    /// The bytes by the formula (ZeRO, arXiv 1910.02054, section 5), if it covers this kind: memory and files together.
+    /// The bytes that the formula gives (ZeRO, arXiv 1910.02054, section 5), if it covers this kind: memory and files
+    /// together.
     pub formula: Option<f64>,
     /// The bytes of padding in the shards, the difference between the formula and the allocated bytes.
     pub padding: f64,
@@ -298,7 +299,7 @@ impl MemoryReport {
 
     /// Returns the row of `kind`.
     pub fn row(&self, kind: MemoryKind) -> &MemoryRow {
-        self.rows.iter().find(|r| r.kind == kind).expect("a report has a row of every kind")
+        self.rows.iter().find(|r| r.kind == kind).expect("a report has a row for every kind")
     }
 
     /// Returns the peak bytes of the kinds that the formula covers.

@@ -18,7 +18,7 @@ pub(super) struct EngineReporter {
     pub micro_step: Option<Instant>,
     /// The mean loss of the last optimizer step, over ranks and micro steps.
     pub loss: f64,
-    /// The number of reported micro steps with a changed order of units.
+    /// The number of reported micro steps in which the order of units had changed.
     pub order_changes: u64,
     /// The result of `flops_profiler`, after the profiled step.
     pub profile: Option<FlopsProfile>,

@@ -1,11 +1,11 @@
-//! The calls of a micro step, and their durations.
+//! The calls that make up a micro step, and their durations.
 
 use crate::comm::engine_call::EngineCallGuard;
 use crate::profiler::{StepTimings, spans};
 use crate::timeline::TimelineSpan;
 use std::time::{Duration, Instant};
 
-/// A call of a micro step.
+/// One of the calls that make up a micro step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MicroStepCall {
     Forward,
@@ -17,7 +17,7 @@ pub(super) enum MicroStepCall {
 pub(super) struct CallGuard {
     pub call: MicroStepCall,
     pub start: Instant,
-    /// The seconds waited for collectives before the call.
+    /// The seconds spent waiting for collectives before the call.
     pub waited: f64,
     /// The span of `flops_profiler`.
     pub profile: Option<spans::ProfilerSpan>,
@@ -33,15 +33,15 @@ pub(super) struct StepClock {
     pub forward: Duration,
     pub backward: Duration,
     pub step: Duration,
-    /// The seconds waited for collectives in backward.
+    /// The seconds spent waiting for collectives in backward.
     pub backward_wait: f64,
-    /// The seconds waited for collectives and files until the last boundary.
+    /// The seconds spent waiting for collectives and files until the last boundary.
     waited: WaitSeconds,
     pub last: StepTimings,
     pub last_backward_wait_ms: f64,
 }
 
-/// The seconds waited since the start.
+/// The seconds spent waiting since the start.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct WaitSeconds {
     pub collectives: f64,

@@ -4,19 +4,19 @@ use super::Engine;
 use crate::error::{ParamError, Result};
 
 impl<M> Engine<M> {
-    /// Trains the parameters for which `rule`, given name and shape, returns true, and freezes all others, from the
-    /// next forward on. Collective, with the same rule on all ranks.
+    /// Trains the parameters for which `rule`, given their name and shape, returns true, and freezes all others, from
+    /// the next forward on. Collective, with the same rule on all ranks.
     ///
     /// A parameter that is unfrozen starts with fresh optimizer states, and its next update counts as its first. A
-    /// parameter that is frozen loses them; in 16 bits it continues from its 16-bit weights. Shares are laid out again:
-    /// meanwhile this rank's share exists twice, in memory or in the files.
+    /// parameter that is frozen loses its states; in 16-bit training it continues from its 16-bit weights. Shares are
+    /// laid out again: meanwhile this rank's share exists twice, in memory or in the files.
     ///
     /// # Errors
     /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation;
     /// [`ParamError::NothingTrained`] for a rule that freezes everything; [`ParamError::QuantizedTrained`] for a rule
     /// that trains a quantized parameter;
-    /// [`EngineError::TrainableDiffers`](crate::error::EngineError::TrainableDiffers) if ranks have different rules; a
-    /// file for which there is no space. In all these cases, nothing has changed. Also fails if a collective fails.
+    /// [`EngineError::TrainableDiffers`](crate::error::EngineError::TrainableDiffers) if ranks have different rules; no
+    /// space for a file. In all these cases, nothing has changed. Also fails if a collective fails.
     pub fn set_trainable(&mut self, rule: impl Fn(&str, &[usize]) -> bool) -> Result<()> {
         self.wait_for_checkpoint()?;
         self.between_steps("set_trainable")?;

@@ -43,7 +43,7 @@ impl<M> Engine<M> {
         self.reporter.comm_log.as_ref().map(|log| log.summary())
     }
 
-    /// Returns the operations and times of the step that `flops_profiler` selects, after that step, on rank 0.
+    /// Returns the operations and times of the step that `flops_profiler` selects: on rank 0, once that step has ended.
     pub fn flops_profile(&self) -> Option<&FlopsProfile> {
         self.reporter.profile.as_ref()
     }
@@ -69,7 +69,10 @@ impl<M> Engine<M> {
                         file.finish()
                     };
                     if let Err(error) = write() {
-                        warn(&format!("flops_profiler: cannot write {}: {error}; here it is\n{text}", path.display()));
+                        warn(&format!(
+                            "flops_profiler: cannot write {}: {error}; here is the profile\n{text}",
+                            path.display()
+                        ));
                     }
                 }
             }
@@ -94,7 +97,7 @@ impl<M> Engine<M> {
         self.end_profile()
     }
 
-    /// Reports changes of the units' order, for `log_trace_cache_warnings`.
+    /// Reports changes in the order of units, for `log_trace_cache_warnings`.
     fn report_order(&mut self) {
         let changes = self.core.order_changes();
         let new = changes - std::mem::replace(&mut self.reporter.order_changes, changes);
@@ -137,7 +140,8 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Returns the line of `steps_per_print`. As in DeepSpeed, learning rate and momentum are those of the coming step.
+    /// Returns the line that is printed for `steps_per_print`. As in DeepSpeed, learning rate and momentum are those of
+    /// the coming step.
     fn progress_line(&self) -> String {
         let momentum = |momentum: &Momentum| match momentum {
             Momentum::Betas(a, b) => format!("[{a:?}, {b:?}]"),
@@ -148,7 +152,7 @@ impl<M> Engine<M> {
         format!("step={step}, skipped={skipped}, lr={lr:?}, mom=[{}]", mom.join(", "))
     }
 
-    /// Returns the line of `wall_clock_breakdown`.
+    /// Returns the line that is printed for `wall_clock_breakdown`.
     fn time_line(&self) -> String {
         let t = self.clock.last;
         let (f, b, s, c) = (t.forward_ms, t.backward_ms, t.step_ms, t.comm_ms);
@@ -186,8 +190,8 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Reports memory for `memory_breakdown`, as often as `steps_per_print`; `step` is the number of this optimizer
-    /// step, from 1.
+    /// Reports memory for `memory_breakdown`, at the interval of `steps_per_print`; `step` is the number of this
+    /// optimizer step, counted from 1.
     pub(super) fn report_memory(&self, edge: &str, step: u64) {
         let every = self.config.steps_per_print;
         let due = every.is_none_or(|n| step.is_multiple_of(n));

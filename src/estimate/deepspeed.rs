@@ -1,7 +1,7 @@
 //! The figures of DeepSpeed's own estimators for a model, for comparison: `estimate_zero2_model_states_mem_needs` and
 //! `estimate_zero3_model_states_mem_needs` of DeepSpeed 0.19.8.
 //!
-//! They are rules of thumb. They do not count activations, buckets and prefetched parameters, and their 18 bytes per
+//! They are rules of thumb. They do not count activations, buckets or prefetched parameters, and their 18 bytes per
 //! parameter (16-bit gradients in addition to f32 ones) are what DeepSpeed needs; [`Estimate`](super::Estimate) counts
 //! what this engine needs.
 

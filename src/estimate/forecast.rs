@@ -23,9 +23,9 @@ const MAX_RANKS: usize = 1024;
 pub struct InterHostTraffic {
     /// The number of collectives.
     pub calls: u64,
-    /// The bytes into the host that receives most.
+    /// The bytes into the host that receives the most.
     pub bytes_in: u64,
-    /// The bytes out of the host that sends most.
+    /// The bytes out of the host that sends the most.
     pub bytes_out: u64,
 }
 
@@ -64,7 +64,7 @@ pub struct ScalingRow {
     /// The forecast of a step.
     #[serde(flatten)]
     pub forecast: Forecast,
-    /// The time of a step on one host divided by the time of this step: 1 if more hosts cost no time.
+    /// The time of a step on one host divided by the time of this step: 1 if additional hosts cost no time.
     pub efficiency: Option<f64>,
     /// The maximum model state of a rank in memory, as in [`Estimate::host_bytes`] and [`Estimate::device_bytes`].
     pub rank_bytes: usize,
@@ -97,8 +97,8 @@ impl Estimate {
         Ok(Forecast { hosts, ranks, between, wire_s: wire, step_s: measured.map(|_| step) })
     }
 
-    /// Predicts steps on 1, 2, 4 ... hosts with `each` ranks, and on `hosts` hosts, up to 1,024 ranks. Each rank has
-    /// the batch that it has in `config`.
+    /// Predicts steps on 1, 2, 4 ... hosts with `each` ranks per host, and on `hosts` hosts, up to 1,024 ranks. Each
+    /// rank has the batch that it has in `config`.
     ///
     /// # Errors
     /// The errors of [`Estimate::with`].

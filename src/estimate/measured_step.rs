@@ -5,8 +5,8 @@ use crate::error::{Error, EstimateError, Result};
 use serde_json::Value;
 use std::path::Path;
 
-/// The first steps of a run, which allocate memory and record the order of units. They are left out if at least as many
-/// others exist.
+/// The first steps of a run, which allocate memory and record the order of units. They are left out if there are at
+/// least as many other steps.
 const FIRST_STEPS: usize = 3;
 /// The metrics that report the phases of a step.
 const PHASES: [&str; 3] = ["forward_ms", "backward_ms", "step_ms"];
@@ -33,7 +33,8 @@ impl MeasuredStep {
         }
     }
 
-    /// Takes the median step, without the first ones, from the metrics that `train_gpt` and `zerorun finetune` write.
+    /// Takes the median step, leaving out the first ones, from the metrics that `train_gpt` and `zerorun finetune`
+    /// write.
     ///
     /// # Errors
     /// A file that cannot be read; [`EstimateError::Metrics`] if it contains no steps.
@@ -85,8 +86,8 @@ impl MeasuredStep {
         self.ranks
     }
 
-    /// Returns a function that converts an amount of work in a phase to seconds, if a step does `all`. Also returns the
-    /// seconds that belong to no work.
+    /// Returns a function that converts an amount of work in a phase to seconds, given the work `all` of a step. Also
+    /// returns the seconds of a step that belong to no work.
     pub(super) fn spread(&self, all: PhaseWork) -> (impl Fn(StepPhase, f64) -> f64 + use<>, f64) {
         let by_phase = self.phases.map(|[forward, backward, update]| PhaseWork { forward, backward, update });
         let both = all.forward + all.backward;

@@ -1,10 +1,9 @@
-//! A dry run of a training step that only counts: it makes the engine's decisions without memory, files and other
-//! ranks.
+//! A dry run of a training step that only counts: it makes the engine's decisions without memory, files or other ranks.
 //!
 //! Layout, gathers, reductions, optimizer sweeps and publications are decided by [`crate::zero`], both for the engine
-//! and here. Every buffer is a [`MetaBuffer`] and recorded in a [`MemoryLedger`], and the bytes that would be transferred are
-//! counted. Decisions that depend on the model's operations assume a typical model: units run in the order of
-//! registration, and gradients arrive in the reverse order.
+//! and for the rehearsal. Every buffer is a [`MetaBuffer`] and recorded in a [`MemoryLedger`], and the bytes that would
+//! be transferred are counted. Decisions that depend on the model's operations assume a typical model: units run in the
+//! order of registration, and gradients arrive in the reverse order.
 
 use super::EstimateOptions;
 use super::meta_buffer::MetaBuffer;
@@ -67,7 +66,7 @@ pub(super) struct Rehearsal<'a> {
     share_place: MemoryTier,
     /// Whether units recompute their forward.
     recompute: bool,
-    /// The optimizer, and which of its two optimizers trains which parameter.
+    /// The optimizers, and which of them trains which parameter.
     grouping: Arc<ParameterGrouping>,
     ledger: MemoryLedger,
     groups: Mutex<Vec<SubGroup<Self>>>,
@@ -212,7 +211,7 @@ impl<'a> Rehearsal<'a> {
                 let Param { name, shape, .. } = &self.params[param];
                 let optimizer =
                     self.grouping.optimizer(ParameterGrouping::role(self.grouping.group(name, shape.dims())));
-                let optimizer = optimizer.expect("a role that is given is there");
+                let optimizer = optimizer.expect("the optimizer of an assigned role exists");
                 GroupStepSettings { optimizer, ctx: StepContext::new(0.0, 1) }
             })?;
             gradients.clear(self);
@@ -223,7 +222,7 @@ impl<'a> Rehearsal<'a> {
         Ok((moved, self.step_trace.take()))
     }
 
-    /// Records work on parameters: one unit of work per element of a forward.
+    /// Records work on parameters: in a forward, one unit of work per element.
     fn compute(&self, phase: StepPhase, work: usize) {
         self.step_trace.borrow_mut().compute(phase, work as f64);
     }
@@ -257,7 +256,7 @@ impl<'a> Rehearsal<'a> {
                 gather.leave_forward(self, unit)?;
             }
         }
-        // Parameters outside of units are mostly a head that follows them.
+        // Parameters outside of units mostly belong to a head that follows the units.
         self.compute(StepPhase::Forward, elements[ROOT]);
         gather.leave_forward(self, ROOT)?;
         gather.enter(self, UnitEvent::Backward(ROOT))?;
@@ -300,7 +299,7 @@ impl<'a> Rehearsal<'a> {
         gather.end(self)
     }
 
-    /// Returns the ledger's counts next to the formula.
+    /// Returns the ledger's counts, with those of the formula next to them.
     pub fn report(&self) -> MemoryReport {
         self.ledger_report(self.plan.accumulate)
     }
@@ -409,7 +408,7 @@ impl RankBackend for Rehearsal<'_> {
                 let mut traffic = self.traffic.borrow_mut();
                 traffic.collective(CommKind::ReduceScatter, len, dtype, wire, world);
                 traffic.sums_across(len / world, dtype, world / ranks);
-                // Between hosts an all-reduce is sent.
+                // Between hosts, this is an all-reduce.
                 let kind = CommKind::AllReduce;
                 Some(self.step_trace.borrow_mut().launch(step_trace::CollectiveCall {
                     kind,

@@ -83,7 +83,7 @@ pub(super) struct StepTrace {
     parts: Vec<SimulatedSegment>,
 }
 
-/// The number of a launched collective.
+/// The index of a launched collective.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CollectiveId(usize);
 
@@ -176,7 +176,7 @@ impl StepTrace {
 /// The communication thread.
 #[derive(Default)]
 struct SimulatedCommThread {
-    /// The second at which all collectives taken from the queue are finished.
+    /// The time in seconds at which all collectives taken from the queue have finished.
     free: f64,
     /// The seconds of work so far.
     busy: f64,
@@ -190,7 +190,7 @@ struct SimulatedCommThread {
 }
 
 impl SimulatedCommThread {
-    /// Begins the first collective in the queue at second `now` at the latest, if there is one.
+    /// Begins the first collective in the queue, if there is one, at `now` seconds at the latest.
     fn begin(&mut self, now: f64) {
         if let Some((launched, TransferTime { seconds, processors })) = self.queue.pop_front() {
             let start = self.free.max(now.min(launched + MAX_QUEUE_DELAY.as_secs_f64()));
@@ -203,7 +203,7 @@ impl SimulatedCommThread {
         }
     }
 
-    /// Returns when a computation ends that begins at second `now` and takes `seconds` if it has the processors to
+    /// Returns the end of a computation that begins at `now` seconds and takes `seconds` if it has the processors to
     /// itself.
     fn compute_beside(&mut self, mut now: f64, mut seconds: f64) -> f64 {
         while let Some((start, end, share)) = self.beside.front().copied() {
@@ -310,8 +310,8 @@ mod tests {
         // The first collective overlaps with two seconds of computation, the second one with nothing.
         assert_eq!(step(true, 1.0, 0.25), 5.25);
         assert_eq!(step(true, 2.0, 1.0), 2.0 + 3.0 + 2.0);
-        assert_eq!(step(true, 3.0, 3.0), 2.0 + 3.0 + 2.0 + 3.0, "it gets none until the end");
-        assert_eq!(step(true, 8.0, 4.0), 2.0 + 8.0 + 8.0, "it ends first");
+        assert_eq!(step(true, 3.0, 3.0), 2.0 + 3.0 + 2.0 + 3.0, "no processor until the collective ends");
+        assert_eq!(step(true, 8.0, 4.0), 2.0 + 8.0 + 8.0, "the computation ends first");
         assert_eq!(step(false, 3.0, 3.0), 10.0);
     }
 

@@ -50,7 +50,7 @@ impl Traffic {
         entry.wire_bytes += wire.bytes(kind, elements, dtype, world) as u64;
     }
 
-    /// Counts a step of a reduction in which the `copies` ranks that each have some of the same shard combine sums of
+    /// Counts the step of a reduction in which the `copies` ranks that hold the same shard combine their sums of
     /// `elements` elements.
     pub(super) fn sums_across(&mut self, elements: usize, dtype: DType, copies: usize) {
         let bytes = WireFormat::Exact.bytes(CollectiveKind::AllGather, elements, dtype, copies);

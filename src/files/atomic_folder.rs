@@ -1,4 +1,4 @@
-//! Folders and files that appear only once they are complete: made in a scratch folder next to the target, synced,
+//! Folders and files that appear only once they are complete: made in a scratch folder next to the target, synced and
 //! renamed.
 
 use super::scratch_folder::{ScratchFolder, WRITING};
@@ -22,8 +22,8 @@ pub struct AtomicFolder {
 }
 
 impl AtomicFolder {
-    /// Creates a folder, with the permissions of any new one, that becomes `out`. The path must contain no links and be
-    /// [free](free_folder), or belong to the caller.
+    /// Creates a folder that becomes `out`, with the permissions of any new folder. The path must contain no links and
+    /// be [free](free_folder), or belong to the caller.
     pub fn beside(out: &Path) -> Result<Self> {
         let parent = folder_of(out);
         std::fs::create_dir_all(parent)?;
@@ -58,7 +58,7 @@ impl AtomicFolder {
         sync_folder(folder_of(&self.out))
     }
 
-    /// Exchanges the files for those of the same names in `out`. Files for which `is_own` is true may be replaced;
+    /// Exchanges the files with those of the same names in `out`. Files for which `is_own` is true may be replaced;
     /// everything else there stays.
     ///
     /// # Errors
@@ -133,7 +133,7 @@ pub struct AtomicFile {
 }
 
 impl AtomicFile {
-    /// Creates a file, with the permissions of any new one, that becomes `out`. If `out` is a link, its target is
+    /// Creates a file that becomes `out`, with the permissions of any new file. If `out` is a link, its target is
     /// replaced, not the link.
     ///
     /// # Errors
@@ -166,7 +166,8 @@ impl AtomicFile {
     }
 }
 
-/// Returns the folder that `out` refers to, if it does not exist or is empty; as an error, why it cannot be written to.
+/// Returns the folder that `out` refers to, if it does not exist or is empty; otherwise, as an error, why it cannot be
+/// written to.
 pub fn free_folder(out: &Path) -> Result<std::result::Result<PathBuf, &'static str>> {
     // If it is a link, its target is replaced, not the link.
     let out = match out.symlink_metadata() {

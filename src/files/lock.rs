@@ -1,4 +1,5 @@
-//! Locks on folders, for folders that belong to one job and for work that one process does for all: `flock` on a file.
+//! Locks on folders, for folders that belong to one job and for work that one process does on behalf of all: `flock` on
+//! a file.
 //!
 //! The file exists as long as the lock is held. Processes that only open or lock the folder itself do not interfere. A
 //! killed job leaves a file that no process has locked.
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 /// The name of the file in the folder.
 pub(crate) const LOCK: &str = ".candle-zero.lock";
 
-/// The folders that this process has locked, by device and inode. Its engines share these locks if they ask for it.
+/// The folders that this process has locked, by device and inode. Its engines share these locks if they request this.
 static SHARED: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 
 /// A file that this process has locked. It is removed when this is dropped.
@@ -84,7 +85,7 @@ impl FolderLock {
         }
     }
 
-    /// Returns whether this is the lock of the folder that has this path now.
+    /// Returns whether this is the lock of the folder that is now at this path.
     pub fn is_of(&self, folder: &Path) -> bool {
         number(folder).is_ok_and(|number| number == self.folder)
     }

@@ -10,11 +10,11 @@ use std::path::{Path, PathBuf};
 
 /// The name of the file in a run's folder of checkpoints.
 const FILE_NAME: &str = ".candle-zero-outputs.json";
-/// The maximum size of the file in bytes; no run writes as much.
+/// The maximum size of the file in bytes; no run writes that much.
 const MAX_FILE_BYTES: u64 = 1 << 24;
 
-/// Digests of the files in each of a run's folders, by the folder's part in the run and the file's name. While new
-/// files replace older ones, both digests are present.
+/// Digests of the files in each of a run's folders, by the folder's part (its role in the run) and the file's name.
+/// While new files replace older ones, both digests are present.
 #[derive(Debug, Clone, Default)]
 pub struct OutputDigests {
     /// The file that stores the digests beyond the process.
@@ -44,7 +44,7 @@ impl OutputDigests {
         Self { file: Some(file), of: found.unwrap_or_default().written }
     }
 
-    /// Returns whether the run wrote the file at `path`, and it is unchanged.
+    /// Returns whether the file at `path` was written by the run and is unchanged.
     pub fn is_own(&self, part: &str, path: &Path) -> bool {
         let name = path.file_name().and_then(|name| name.to_str());
         let known = name.and_then(|name| self.of.get(part)?.get(name));
@@ -53,7 +53,7 @@ impl OutputDigests {
     }
 
     /// Returns whether the run may write its files into the folder: it contains unchanged files of the run, and no
-    /// other file with one of their names. As an error, returns the reason.
+    /// other file with one of their names. Otherwise returns the reason as an error.
     pub fn may_replace(&self, part: &str, folder: &Path) -> std::result::Result<(), String> {
         let names = self.of.get(part).into_iter().flatten().map(|(name, _)| folder.join(name));
         let (own, others): (Vec<_>, Vec<_>) =

@@ -78,7 +78,7 @@ pub struct OutputLocks {
 }
 
 impl RunPaths {
-    /// Adds the input `path`. A missing input is reported where it is opened.
+    /// Adds the input `path`. A missing input is reported when it is opened.
     #[must_use]
     pub fn reads(mut self, flag: impl Into<String>, path: impl Into<PathBuf>, kind: InputKind) -> Self {
         self.reads.push(NamedPath { flag: flag.into(), path: path.into(), kind });
@@ -243,7 +243,7 @@ fn is_device(path: &Path) -> bool {
     path.metadata().is_ok_and(|found| found.file_type().is_char_device())
 }
 
-/// Returns whether a model loader might open a file of that name.
+/// Returns whether a model loader might open a file with that name.
 fn is_models_name(name: &OsStr) -> bool {
     const MODEL_FILE_SUFFIXES: [&str; 9] =
         [".json", ".safetensors", ".gguf", ".jinja", ".txt", ".model", ".bin", ".pt", ".py"];
@@ -280,7 +280,7 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
         name != LOCK && name.as_encoded_bytes().starts_with(b".") && name.as_encoded_bytes().ends_with(LOCK.as_bytes())
     });
     let file = match kind {
-        // In addition to the lock that saves take there.
+        // This is in addition to the lock that saving a checkpoint takes there.
         OutputKind::Checkpoints => place.join(".candle-zero-job.lock"),
         _ if stays => place.join(LOCK),
         // A writable file in a read-only folder: the lock file cannot be created.
@@ -307,7 +307,7 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
 
 /// Returns the name of the lock next to a file or folder.
 fn lock_name(name: &OsStr) -> std::ffi::OsString {
-    /// The maximum bytes of the name, with room for the prefix and suffix.
+    /// The maximum number of bytes in the name, with room for the prefix and suffix.
     const MAX_NAME_BYTES: usize = 200;
     let mut lock = std::ffi::OsString::from(".");
     match name.len() <= MAX_NAME_BYTES {

@@ -1,7 +1,7 @@
 //! The format in which a thread multiplies f32 operands (`torch_autocast`).
 //!
-//! The engine sets it around a forward. A unit that recomputes its forward, in any backward, restores the format of the
-//! first one.
+//! The engine sets it around a forward. A unit that recomputes its forward, in any backward, restores the format of its
+//! first forward.
 
 use candle_core::DType;
 use std::cell::Cell;
@@ -10,8 +10,8 @@ thread_local! {
     static FORMAT: Cell<Option<DType>> = const { Cell::new(None) };
 }
 
-/// Runs `run` with products of linear layers in `format` if their operands are f32. `None`: operands are multiplied as
-/// they are. The thread's previous format is restored afterwards.
+/// Runs `run` with products of linear layers in `format` if their operands are f32. With `None`, operands are
+/// multiplied as they are. The thread's previous format is restored afterwards.
 pub(crate) fn autocast<T>(format: Option<DType>, run: impl FnOnce() -> T) -> T {
     struct AutocastGuard(Option<DType>);
     impl Drop for AutocastGuard {

@@ -88,7 +88,7 @@ impl Grad {
 }
 
 thread_local! {
-    /// The number of this thread's backward. It changes after each backward that failed.
+    /// The number of this thread's backward. It changes after each failed backward.
     static PASS: Cell<u64> = Cell::new(new_pass());
 }
 
@@ -97,7 +97,7 @@ fn new_pass() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// Forgets the gradients that failed backwards of this thread left in slots: the next backward begins without them.
+/// Forgets the gradients that a failed backward of this thread left in slots: the next backward begins without them.
 pub(crate) fn abandon() {
     PASS.set(new_pass());
 }
@@ -118,7 +118,7 @@ pub(crate) type GradGate = Box<dyn Fn() -> bool + Send + Sync>;
 pub(crate) type BackwardHook = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 impl GradSlot {
-    /// Creates a slot that takes gradients while `gate` returns true, and drops them otherwise: a parameter's.
+    /// Creates the slot of a parameter, which takes gradients while `gate` returns true and drops them otherwise.
     pub fn behind(gate: GradGate) -> Self {
         Self { gate: Some(gate), ..Self::default() }
     }
@@ -218,7 +218,7 @@ fn add_in_place(sum: Tensor, other: &Tensor) -> Result<Tensor> {
 }
 
 fn add_flat(sum: &mut Flat, values: FlatRef<'_>) -> Result<()> {
-    assert_eq!(sum.len(), values.len(), "gradients of one tensor have one length");
+    assert_eq!(sum.len(), values.len(), "gradients of one tensor have the same length");
     match (sum, values) {
         (Flat::F32(sum), FlatRef::F32(values)) => add_into(sum, values),
         (Flat::BF16(sum), FlatRef::BF16(values)) => add_into(sum, values),

@@ -2,7 +2,7 @@
 //!
 //! Candle creates a tensor of zeros for every gradient and adds to it, one element at a time in 16-bit formats.
 //! Therefore, the gradients of this library's own operations are passed outside the graph, and the graph only
-//! determines when:
+//! determines when they are computed:
 //!
 //! ```text
 //!   token of a ---+                                   +--> Candle's operations use y; their gradient goes to y's slot

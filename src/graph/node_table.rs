@@ -17,7 +17,7 @@ pub(crate) struct GraphNode {
     remake: Option<RecomputeFn>,
     /// If false, operations that are recorded now do not want the tensor's gradient.
     wanted: Option<Arc<AtomicBool>>,
-    /// The elements whose gradient is incomplete on purpose, so that no check of gradients moves them.
+    /// The elements whose gradient is incomplete on purpose, so that gradient checks do not perturb them.
     pub still: Range<usize>,
 }
 

@@ -67,7 +67,7 @@ impl<B> PreparedOp<B> {
     }
 
     fn wrong_device<T>(&self) -> Result<T> {
-        candle_core::bail!("{}: the prepared result is on another device than the operation's argument", self.name)
+        candle_core::bail!("{}: the prepared result is on a different device from the operation's argument", self.name)
     }
 }
 

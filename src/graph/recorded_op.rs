@@ -253,7 +253,7 @@ struct RecordedOp {
 impl RecordedOp {
     /// Creates the operation's token.
     fn over(self, mut tokens: Vec<Tensor>) -> Result<Tensor> {
-        // From the back: the second argument of a join is differentiated first, and therefore the last inputs come
+        // In reverse: the second argument of a join is differentiated first, and therefore the last inputs come
         // first.
         while let [.., a, b] = &tokens[..] {
             let joined = a.apply_op2(b, JoinTokensOp)?;
@@ -299,12 +299,12 @@ impl CustomOp1 for RecordedOp {
 
     fn bwd(&self, _: &Tensor, _: &Tensor, token_grad: &Tensor) -> Result<Option<Tensor>> {
         self.run()?;
-        // It only shows that this operation has been differentiated.
+        // Only its presence matters: it shows that this operation has been differentiated.
         Ok(Some(token_grad.clone()))
     }
 }
 
-/// Creates a token on the GPU of another one.
+/// Creates a token on the same GPU as another token.
 fn one_on_cuda(beside: &CudaStorage) -> Result<(CudaStorage, Shape)> {
     use candle_core::backend::BackendStorage;
     match one(&Device::Cuda(beside.device().clone()))? {

@@ -7,7 +7,7 @@ use crate::kernels::gemm::Activation;
 use crate::kernels::math;
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
-/// The elements that one task computes.
+/// The number of elements that one task computes.
 const CHUNK: usize = 1 << 14;
 /// The number of 16-bit elements that are widened, computed and narrowed together in functions with two results.
 const BLOCK: usize = 128;
@@ -83,7 +83,7 @@ fn gated_slopes_in_tasks<E: Element>(
     function: (impl Fn(f32) -> f32 + Sync, impl Fn(f32) -> f32 + Sync),
 ) {
     let n = gate.len();
-    assert_eq!([up.len(), dy.len(), dgate.len(), dup.len()], [n; 4], "elements of a gate's gradients");
+    assert_eq!([up.len(), dy.len(), dgate.len(), dup.len()], [n; 4], "the slice lengths of a gate's gradients differ");
     let parts = (ParallelChunks::new(dgate, CHUNK), ParallelChunks::new(dup, CHUNK));
     for_each_part(n.div_ceil(CHUNK), parts, |i, (dgate, dup)| {
         let [gate, up, dy] = [gate, up, dy].map(|x| &x[i * CHUNK..][..dgate.len()]);
@@ -139,7 +139,7 @@ pub fn scaled<E: Element>(x: &[E], factor: f64, y: &mut [E]) {
 
 /// Computes y = second(x, first(x)).
 fn map<E: Element>(x: &[E], y: &mut [E], first: impl Fn(f32) -> f32 + Sync, second: impl Fn(f32, f32) -> f32 + Sync) {
-    assert_eq!(x.len(), y.len(), "elements of an activation");
+    assert_eq!(x.len(), y.len(), "the slice lengths of an activation differ");
     for_each_part(x.len().div_ceil(CHUNK), ParallelChunks::new(y, CHUNK), |i, y| {
         let x = &x[i * CHUNK..][..y.len()];
         vectorized!(f32_access::map_in_steps(x, y, &first, &second));
@@ -148,7 +148,7 @@ fn map<E: Element>(x: &[E], y: &mut [E], first: impl Fn(f32) -> f32 + Sync, seco
 
 /// Computes y = f(a, b).
 fn map2<E: Element>(a: &[E], b: &[E], y: &mut [E], f: impl Fn(f32, f32) -> f32 + Sync) {
-    assert_eq!([a.len(), b.len()], [y.len(); 2], "elements of an activation");
+    assert_eq!([a.len(), b.len()], [y.len(); 2], "the slice lengths of an activation differ");
     for_each_part(y.len().div_ceil(CHUNK), ParallelChunks::new(y, CHUNK), |i, y| {
         let [a, b] = [a, b].map(|x| &x[i * CHUNK..][..y.len()]);
         vectorized!(f32_access::map_long(

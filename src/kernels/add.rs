@@ -4,14 +4,14 @@ use crate::kernels::element::Element;
 use crate::kernels::f32_access::{update, vectorized};
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
-/// The elements that one task computes.
+/// The number of elements that one task computes.
 const CHUNK: usize = 1 << 16;
 
 /// Computes dst += src, and rounds each sum once.
 ///
 /// Panics if the lengths differ.
 pub fn add_into<E: Element>(dst: &mut [E], src: &[E]) {
-    assert_eq!(dst.len(), src.len(), "elements of a sum");
+    assert_eq!(dst.len(), src.len(), "the slice lengths of a sum differ");
     for_each_part(src.len().div_ceil(CHUNK), ParallelChunks::new(dst, CHUNK), |i, dst| {
         let src = &src[i * CHUNK..][..dst.len()];
         vectorized!(update(

@@ -303,7 +303,7 @@ mod tests {
             close(&a, &y, &format!("{s:?} y"));
             close(&b, &dx, &format!("{s:?} dx"));
             close(&c, &dw, &format!("{s:?} dw"));
-            assert!(three.install(run) == [a, b, c], "{s:?}: other bits with three threads");
+            assert!(three.install(run) == [a, b, c], "{s:?}: different bits with three threads");
         }
     }
 

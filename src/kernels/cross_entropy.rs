@@ -89,9 +89,9 @@ pub(crate) fn gradients<E: Element>(
 }
 
 fn check(logits: usize, classes: usize, targets: &[u32], losses: usize) {
-    assert_eq!(logits, classes * targets.len(), "a target per row of logits");
-    assert_eq!(losses, targets.len(), "a loss per row");
-    assert!(targets.iter().all(|t| (*t as usize) < classes || *t == IGNORED), "targets are classes");
+    assert_eq!(logits, classes * targets.len(), "there must be one target per row of logits");
+    assert_eq!(losses, targets.len(), "there must be one loss per row");
+    assert!(targets.iter().all(|t| (*t as usize) < classes || *t == IGNORED), "every target must be a class");
 }
 
 fn rows_per_task(classes: usize) -> usize {

@@ -9,11 +9,11 @@ use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::f32_access::{get, narrow, put, vectorized, widen};
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
-/// The counters that are computed together.
+/// The number of counters that are computed together.
 const LANES: usize = 16;
-/// The words that they yield.
+/// The number of words that they yield.
 const GROUP: usize = 4 * LANES;
-/// The elements that one task computes: a multiple of the group.
+/// The number of elements that one task computes: a multiple of the group.
 const CHUNK: usize = 1 << 13;
 
 const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
@@ -28,7 +28,7 @@ const ROUNDS: usize = 10;
 ///
 /// Panics if the lengths differ or p is not in [0, 1).
 pub fn dropout<E: Element>(x: &[E], p: f32, seed: u64, offset: u64, y: &mut [E]) {
-    assert_eq!(x.len(), y.len(), "elements of dropout");
+    assert_eq!(x.len(), y.len(), "the slice lengths of dropout differ");
     assert!((0.0..1.0).contains(&p), "a dropout probability of {p}");
     // An element is dropped if its random word is below p 2^32.
     let (bound, scale) = ((f64::from(p) * 4_294_967_296.0) as u32, 1.0 / (1.0 - p));

@@ -19,7 +19,7 @@ pub enum KernelError {
     },
     /// The ranks run at different levels, so they would compute different bits.
     #[error(
-        "rank {rank} uses the SIMD level {level} and rank {other} another one; every rank must have the same \
+        "rank {rank} uses the SIMD level {level} and rank {other} a different one; every rank must have the same \
          CANDLE_ZERO_SIMD"
     )]
     LevelsDiffer {

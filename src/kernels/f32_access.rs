@@ -78,7 +78,7 @@ pub(crate) fn map_in_steps<E: Element>(
     first: impl Fn(f32) -> f32,
     second: impl Fn(f32, f32) -> f32,
 ) {
-    assert_eq!(x.len(), y.len(), "slices of one length");
+    assert_eq!(x.len(), y.len(), "the slice lengths differ");
     let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<BLOCK>(), y.as_chunks_mut::<BLOCK>());
     let mut room = [[0f32; BLOCK]; 3];
     for (x, y) in x.iter().zip(y) {
@@ -188,7 +188,7 @@ fn block<'a, I: Element, const N: usize>(
 
 #[inline(always)]
 fn compute<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
-    assert!(inputs.iter().all(|x| x.len() == y.len()), "slices of one length");
+    assert!(inputs.iter().all(|x| x.len() == y.len()), "the slice lengths differ");
     for (i, y) in y.iter_mut().enumerate() {
         *y = put(f(at(&inputs, i)));
     }
@@ -196,7 +196,7 @@ fn compute<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &mut [E
 
 #[inline(always)]
 fn revise<I: Element, E: Element, const N: usize>(y: &mut [E], inputs: [&[I]; N], f: impl Fn(f32, [f32; N]) -> f32) {
-    assert!(inputs.iter().all(|x| x.len() == y.len()), "slices of one length");
+    assert!(inputs.iter().all(|x| x.len() == y.len()), "the slice lengths differ");
     for (i, y) in y.iter_mut().enumerate() {
         *y = put(f(get(*y), at(&inputs, i)));
     }

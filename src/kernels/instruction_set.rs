@@ -108,7 +108,7 @@ pub fn checked_level() -> Result<InstructionSet, KernelError> {
     LEVEL.get_or_init(|| InstructionSet::wanted(std::env::var_os(SIMD))).clone()
 }
 
-/// Returns the same level for kernels. Code that runs kernels (the engine, `zerorun`, the layers) calls
+/// Returns the same level, for use in kernels. Code that runs kernels (the engine, `zerorun`, the layers) calls
 /// [`checked_level`] first.
 ///
 /// # Panics

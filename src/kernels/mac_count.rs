@@ -1,6 +1,7 @@
 //! Counts the multiply-adds of matrix products and of attention on the thread that requests them.
 //!
-//! The cost is one addition per call of a kernel, on the calling thread. The threads that compute do not count.
+//! The cost is one addition per call of a kernel, on the calling thread. The threads that do the computing count
+//! nothing.
 
 use std::cell::Cell;
 

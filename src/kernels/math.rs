@@ -21,7 +21,7 @@ pub(crate) const GELU_CUBIC: f32 = 0.044_715;
 /// Returns exp(x), within 2 units in the last place. The result is 0 or infinity outside f32's range, and nan for nan.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    // Below the lower bound the result is 0, above the upper bound it is infinite. Nan passes both comparisons.
+    // Below the lower bound the result is 0; above the upper bound it is infinite. Nan passes both comparisons.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
     let shifted = x * LOG2_E as f32 + ROUND;

@@ -19,7 +19,7 @@ const ROWS_PER_TASK: usize = 64;
 /// Panics if the lengths of the slices do not match, like all functions of this module.
 pub fn layer_norm<E: Element>(x: &[E], weight: &[f32], bias: &[f32], eps: f32, y: &mut [E], stats: &mut [[f32; 2]]) {
     let width = check(x.len(), weight.len(), stats.len());
-    assert_eq!([y.len(), bias.len()], [x.len(), width], "elements of a layer norm");
+    assert_eq!([y.len(), bias.len()], [x.len(), width], "the slice lengths of a layer norm do not match");
     let parts = (ParallelChunks::new(y, ROWS_PER_TASK * width), ParallelChunks::new(stats, ROWS_PER_TASK));
     for_each_part(stats_tasks(x.len(), width), parts, |task, (y, stats)| {
         let x = &x[task * ROWS_PER_TASK * width..][..y.len()];
@@ -79,7 +79,7 @@ pub fn layer_norm_backward<E: Element>(
 /// sqrt(mean(x^2) + eps) of each row.
 pub fn rms_norm<E: Element>(x: &[E], weight: &[f32], eps: f32, y: &mut [E], stats: &mut [f32]) {
     let width = check(x.len(), weight.len(), stats.len());
-    assert_eq!(y.len(), x.len(), "elements of a norm");
+    assert_eq!(y.len(), x.len(), "the slice lengths of a norm differ");
     let parts = (ParallelChunks::new(y, ROWS_PER_TASK * width), ParallelChunks::new(stats, ROWS_PER_TASK));
     for_each_part(stats_tasks(x.len(), width), parts, |task, (y, stats)| {
         let x = &x[task * ROWS_PER_TASK * width..][..y.len()];
@@ -134,7 +134,7 @@ struct NormalizedRow {
     centered: f32,
 }
 
-/// Computes backward of both norms.
+/// Computes the backward pass of both norms.
 fn normalized_backward<E: Element>(
     x: &[E],
     weight: &[f32],
@@ -145,11 +145,11 @@ fn normalized_backward<E: Element>(
     statistics: impl Fn(usize) -> NormalizedRow + Sync,
 ) {
     let width = weight.len();
-    assert_eq!(dy.len(), x.len(), "elements of a norm's gradient");
+    assert_eq!(dy.len(), x.len(), "the slice lengths of a norm's gradient differ");
     let (dx, accumulate) = dx.unzip();
     let accumulate = accumulate.unwrap_or(false);
     if let Some(dx) = &dx {
-        assert_eq!(dx.len(), x.len(), "elements of a norm's gradient");
+        assert_eq!(dx.len(), x.len(), "the slice lengths of a norm's gradient differ");
     }
     let tasks = stats_tasks(x.len(), width);
     let task_elements = ROWS_PER_TASK * width;
@@ -234,8 +234,8 @@ fn sum_parts(parts: &[f32], sum: Option<&mut [f32]>) {
 
 /// Checks the sizes and returns the width of the rows.
 fn check(elements: usize, width: usize, rows: usize) -> usize {
-    assert!(width > 0, "rows of no elements have no norm");
-    assert_eq!(elements, rows * width, "elements of {rows} rows of {width}");
+    assert!(width > 0, "rows without elements have no norm");
+    assert_eq!(elements, rows * width, "the number of elements is not that of {rows} rows of {width}");
     width
 }
 

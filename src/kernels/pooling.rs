@@ -45,7 +45,8 @@ impl PoolingWindows {
         }
     }
 
-    /// Writes the largest element of each window and its position in the plane: the first of several, or a nan.
+    /// Writes the largest element of each window and its position in the plane: that of the first of equal elements,
+    /// and a nan counts as the largest.
     pub fn maxima(self, x: &[f32], y: &mut [f32], places: &mut [u32]) {
         let parts = (ParallelChunks::new(y, self.results()), ParallelChunks::new(places, self.results()));
         for_each_part(x.len() / self.elements().max(1), parts, |plane, (y, places)| {

@@ -36,7 +36,7 @@ impl RotaryTable {
 
     /// Rotates x into y, for rows `[rows, heads * head]`. Row r is at position `at(r)`.
     ///
-    /// Panics if the lengths differ, are not a multiple of `width`, if the size of a head does not divide `width`, or
+    /// Panics if the lengths differ or are not a multiple of `width`, if the size of a head does not divide `width`, or
     /// if the table does not cover a position.
     pub fn forward<E: Element>(&self, x: &[E], at: impl Fn(usize) -> usize + Sync, width: usize, y: &mut [E]) {
         self.rotate(x, at, width, y, 1.0);
@@ -56,12 +56,15 @@ impl RotaryTable {
         direction: f32,
     ) {
         let head = 2 * self.half;
-        assert_eq!(x.len(), y.len(), "elements of a rotation");
+        assert_eq!(x.len(), y.len(), "the slice lengths of a rotation differ");
         if x.is_empty() {
             return;
         }
-        assert!(width > 0 && width.is_multiple_of(head), "rows of {width} elements in heads of {head}");
-        assert!(x.len().is_multiple_of(width), "{} elements in rows of {width}", x.len());
+        assert!(
+            width > 0 && width.is_multiple_of(head),
+            "rows of {width} elements cannot be divided into heads of {head}"
+        );
+        assert!(x.len().is_multiple_of(width), "{} elements cannot be divided into rows of {width}", x.len());
         let task = ROWS_PER_TASK * width;
         for_each_part(x.len().div_ceil(task), ParallelChunks::new(y, task), |i, y| {
             let x = &x[i * task..][..y.len()];

@@ -1,8 +1,9 @@
 //! Loops compiled for several instruction sets, chosen at run time.
 //!
-//! The crate is built for the oldest CPU of its architecture, so a vectorized loop uses vectors of four. A [`SimdLoop`]
-//! is also compiled for each [`InstructionSet`], and runs at the [`level`] of this process. All levels produce the same
-//! bits: the operations on an element are exactly those of the source, and a product and a sum are never fused.
+//! The crate is built for the oldest CPU of its architecture, so a vectorized loop uses vectors of four numbers. A
+//! [`SimdLoop`] is also compiled for each [`InstructionSet`], and runs at the [`level`] of this process. All levels
+//! produce the same bits: the operations on an element are exactly those of the source, and a product and a sum are
+//! never fused.
 
 pub(crate) use super::instruction_set::{InstructionSet, level};
 

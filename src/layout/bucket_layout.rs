@@ -30,14 +30,15 @@ impl BucketFill {
         Self { limit, elements: 0 }
     }
 
-    /// Accounts for a gradient of `numel` elements. Returns true if the bucket must leave before the gradient is added.
+    /// Accounts for a gradient of `numel` elements. Returns true if the bucket must be sent before the gradient is
+    /// added.
     pub fn push(&mut self, numel: usize) -> bool {
         let flush = self.elements > 0 && self.elements.saturating_add(numel) > self.limit;
         self.elements = if flush { numel } else { self.elements + numel };
         flush
     }
 
-    /// Starts a new bucket after the previous one has left.
+    /// Starts a new bucket after the previous one has been sent.
     pub fn reset(&mut self) {
         self.elements = 0;
     }

@@ -5,8 +5,8 @@
 //!   rank 0 [0 1 2]   rank 1 [3 4 5]   rank 2 [6 7 8]   rank 3 [9 . .]     (. is padding)
 //! ```
 //!
-//! This is DeepSpeed's stage-3 layout. Here it is used at every stage, so that the same rank owns the same elements,
-//! whatever is sharded.
+//! This is DeepSpeed's stage-3 layout. candle-zero uses it at every stage, so that the same rank owns the same
+//! elements, whatever is sharded.
 
 use std::ops::Range;
 

@@ -13,9 +13,9 @@
 //! ```
 //!
 //! The data-parallel world is all ranks: batches, means and sums extend over it. A rank holds the shard of its position
-//! in its group. The ranks with the same position in the other groups hold the same shard. Each of them answers for one
-//! piece of it: it sums the piece's squares for the norm and saves the piece. The pieces are the shards of a job
-//! without groups, so the same numbers are added up in the same order. Without groups a shard is a piece.
+//! in its group. The ranks with the same position in the other groups hold the same shard. Each of them is responsible
+//! for one piece of it: it sums the piece's squares for the norm and saves the piece. The pieces are the shards of a
+//! job without groups, so the same numbers are added up in the same order. Without groups a shard is a piece.
 
 use super::shard::ShardCut;
 use std::ops::Range;
@@ -38,7 +38,10 @@ impl ShardMesh {
     /// # Panics
     /// If the groups would not have the same number of ranks.
     pub fn in_groups(world_size: usize, shards: usize) -> Self {
-        assert!(shards > 0 && world_size.is_multiple_of(shards), "{world_size} ranks in groups of {shards}");
+        assert!(
+            shards > 0 && world_size.is_multiple_of(shards),
+            "{world_size} ranks cannot be divided into groups of {shards}"
+        );
         Self { world_size, shards }
     }
 
@@ -68,7 +71,7 @@ impl ShardMesh {
         rank % self.shards
     }
 
-    /// Returns the piece of its shard that `rank` answers for.
+    /// Returns the piece of its shard for which `rank` is responsible.
     pub fn piece_of(self, rank: usize) -> usize {
         self.shard_of(rank) * self.copies() + rank / self.shards
     }

@@ -94,7 +94,7 @@ mod tests {
             [20, 21, 10, 300, 2].into_iter().map(|numel: usize| sharing.push(numel.div_ceil(2), numel, 0, 1)).collect();
         let rooms: Vec<_> = laid.iter().map(|l| (l.share, l.room)).collect();
         assert_eq!(rooms, [(10, 16), (11, 16), (5, 8), (150, 152), (1, 8)]);
-        // 16 elements stay in memory, 32 would be too many. Later shares lie in the file too.
+        // 16 elements stay in memory; 32 would be too many. Later shares lie in the file too.
         assert_eq!(laid.iter().map(|l| l.spills).collect::<Vec<_>>(), [false, true, true, true, true]);
         assert_eq!(laid.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, true, false, false, false]);
         assert_eq!(laid.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, false, true, false]);

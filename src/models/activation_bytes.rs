@@ -15,7 +15,7 @@ pub struct ActivationPass {
     pub trains_base: bool,
 }
 
-/// The approximate maximum number of bytes of logits that exist at a time, plus as many for the operands of their
+/// The approximate maximum number of bytes of logits that exist at a time, doubled to include the operands of their
 /// products.
 const MAX_LOGITS_BYTES: usize = 2 * (26 << 20);
 /// The minimum number of rows of logits.

@@ -40,7 +40,7 @@ pub(super) const MAX_POSITIONS: usize = 1 << 24;
 /// The maximum number of blocks of a model.
 pub(super) const MAX_BLOCKS: usize = 1 << 14;
 
-/// Checks that a model has a sensible number of blocks: each of them takes memory, also without its parameters.
+/// Checks that a model has a sensible number of blocks: each of them takes memory even without its parameters.
 pub(super) fn require_blocks(key: &'static str, blocks: usize) -> Result<()> {
     if blocks > MAX_BLOCKS {
         return Err(refused(key, blocks, &format!("at most {MAX_BLOCKS}")));

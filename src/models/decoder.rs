@@ -95,7 +95,7 @@ impl<C> DecoderLayers<C> {
         if let Some(table) = &self.positions {
             let (batch, time) = ids.dims2()?;
             // Looks positions up for every sequence rather than broadcasting one row over the batch: the lookup's
-            // backward sums the batch in f32, a broadcast's backward sums it in the storage dtype.
+            // backward sums the batch in f32, but a broadcast's backward sums it in the storage dtype.
             let positions = match sequences {
                 Some(sequences) => sequences.positions_on(ids.device())?,
                 None => {

@@ -192,7 +192,7 @@ impl DecoderConfig {
         let biases = self.qkv_bias && self.output_bias && self.mlp_bias;
         if self.naming == ParameterNaming::Gpt2 && (self.gated || self.norms_after || self.query_key_norms || !biases) {
             let allowed =
-                "another one for gates, additional norms or projections without bias: GPT-2 has no names for them";
+                "a different one for gates, additional norms or projections without bias: GPT-2 has no names for them";
             return Err(refused("naming", "that of GPT-2", allowed));
         }
         if self.gated && self.activation == Activation::Gelu {

@@ -16,12 +16,12 @@ pub enum ModelError {
         /// The allowed values.
         allowed: String,
     },
-    /// No model here supports a value in a Hugging Face model's `config.json`.
+    /// A value in a Hugging Face model's `config.json` is not supported.
     #[error("{}: {key} is {found}, but must be {allowed}", file.display())]
     HuggingFace {
         /// The file.
         file: PathBuf,
-        /// The key, with the keys around it.
+        /// The key, with the keys that enclose it.
         key: String,
         /// The value of the key.
         found: String,
@@ -29,7 +29,7 @@ pub enum ModelError {
         allowed: String,
     },
     /// A `config.json` describes an unknown model.
-    #[error("{}: model_type is {found}, which is not supported; supported are {known}", file.display())]
+    #[error("{}: model_type is {found}, which is not supported; the supported types are {known}", file.display())]
     UnknownModelType {
         /// The file.
         file: PathBuf,

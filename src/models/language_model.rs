@@ -26,7 +26,7 @@ pub trait Architecture: Sized {
     fn ctx(config: &Self::Config) -> usize;
 
     /// Returns the states after the last block and the last norm, `[batch, time, width]`, for ids `[batch, time]`
-    /// (u32). The time is at most the context length. Each row is one text, or contains the texts given by `sequences`.
+    /// (u32). `time` is at most the context length. Each row is one text, or contains the texts given by `sequences`.
     fn states(&self, ids: &Tensor, sequences: Option<&Sequences>) -> Result<Tensor>;
 
     /// Returns the number of blocks, each of which computes keys and values.
@@ -155,7 +155,7 @@ impl<A: Architecture> LanguageModel<A> {
         self.logits_after(&tokens[tokens.len().saturating_sub(A::ctx(&self.config))..], |ids| self.states(ids, None))
     }
 
-    /// Returns the logits of the token after `tokens`, whose states `states` computes.
+    /// Returns the logits of the token after `tokens`. `states` computes the states of all tokens.
     fn logits_after(&self, tokens: &[u32], states: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Vec<f32>> {
         require_tokens(tokens)?;
         let ids = Tensor::new(tokens, self.layers.output().device())?.unsqueeze(0)?;
@@ -174,7 +174,7 @@ impl<A: Architecture> LanguageModel<A> {
     /// different order. If the text is longer than the context, only the last tokens count, as in `last_logits`. Each
     /// added token then shifts the positions of all others, so their cached keys and values become useless. Beyond its
     /// context length, a model therefore recomputes the full context for each token, and the session keeps only the
-    /// tokens. To continue at the cost of one token each, start a new session with fewer of the last tokens.
+    /// tokens. To compute only one token at a time again, start a new session with fewer of the last tokens.
     ///
     /// If the model's parameters are sharded over several ranks, all ranks must make the same calls, each with its own
     /// session.

@@ -65,8 +65,8 @@ impl LlamaConfig {
     /// "tinyllama-1.1b", "llama-3.2-1b", "llama-3.2-3b" and "llama-2-7b" as published.
     ///
     /// Llama 3.2's published weights had their context extended from 8192 to 131072 by further training with slowed
-    /// rotary frequencies (`rope_scaling`). Here rotary positions are never scaled and the presets end at 8192. This is
-    /// right for training from scratch, but not what those weights expect.
+    /// rotary frequencies (`rope_scaling`). In the presets, rotary positions are never scaled and the context ends at
+    /// 8192. This is right for training from scratch, but not what those weights expect.
     ///
     /// # Errors
     /// An unknown name; the message lists the known ones.
@@ -95,8 +95,8 @@ impl LlamaConfig {
     /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0, heads that do not divide what they should or have an odd width, an eps or a theta that is not
-    /// positive and finite.
+    /// A size of 0, numbers of heads that do not divide the sizes that they must divide, heads of an odd width, an eps
+    /// or a theta that is not positive and finite.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("hidden_size", self.hidden_size),
@@ -145,7 +145,7 @@ impl LlamaConfig {
         usize::try_from(self.elements()).unwrap_or(usize::MAX)
     }
 
-    /// Returns the number of elements for sizes that have not been validated, except for the heads.
+    /// Returns the number of elements for sizes that need not be valid, except for the number of query heads.
     fn elements(&self) -> u128 {
         let sizes = [self.num_hidden_layers, self.hidden_size, self.intermediate_size, self.vocab, self.kv_width()];
         let [layers, d, inner, vocab, kv] = sizes.map(|size| size as u128);

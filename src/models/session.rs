@@ -29,7 +29,7 @@ use candle_core::{Result, bail};
 #[derive(Debug, Clone, Default)]
 pub struct Session {
     tokens: Vec<u32>,
-    /// The number of first tokens whose keys and values are in all caches.
+    /// The number of leading tokens whose keys and values are in all caches.
     seen: usize,
     /// The caches, one for each block.
     caches: Vec<KeyValueCache>,
@@ -65,7 +65,7 @@ impl Session {
         self.caches.iter().map(KeyValueCache::size_in_bytes).sum()
     }
 
-    /// Returns the number of first tokens whose keys and values are cached, and the caches, which hold these and no
+    /// Returns the number of leading tokens whose keys and values are cached, and the caches, which hold these and no
     /// others.
     pub(super) fn caches(&mut self, blocks: usize, ctx: usize) -> Result<(usize, &mut [KeyValueCache])> {
         if self.caches.is_empty() {

@@ -12,7 +12,7 @@ use std::os::unix::fs::{FileExt as _, FileTypeExt as _, MetadataExt as _, OpenOp
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The time that a killed process may still hold the file.
+/// The time for which a killed process may still hold the file.
 const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A writer of one JSON object per line. Each line is passed to the system at once, so a run that dies leaves complete
@@ -185,7 +185,7 @@ fn claim(file: &File, path: &Path) -> Result<bool> {
         return Ok(false);
     }
     let start = Instant::now();
-    // If the file system does not support locks, the file is used without one.
+    // If the file system does not support locks, the file is used without a lock.
     while flock(file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK) {
         match lock_owner(found.ino()) {
             Some(owner) if owner == std::process::id() => break,

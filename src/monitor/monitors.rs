@@ -25,7 +25,7 @@ impl Monitors {
         match Prometheus::asked_for()? {
             // The port was given to the process, not to one of its engines.
             Some(port) if Prometheus::is_listening() && port != 0 => {
-                emit("another engine of this process serves metrics for Prometheus, without those of this engine");
+                emit("another engine of this process serves metrics for Prometheus; this engine's are not included");
             }
             Some(port) => all.push(Box::new(Prometheus::listen(port)?)),
             None => {}

@@ -7,8 +7,8 @@ use std::io::IsTerminal as _;
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
-/// The divisor of the elapsed time that determines the pause between two lines if no step count is given, within the
-/// bounds below.
+/// If no step count is given, the pause between two lines is the elapsed time divided by this number, within the bounds
+/// below.
 const PAUSE_DIVISOR: u32 = 20;
 const MIN_PAUSE: Duration = Duration::from_secs(1);
 const MAX_PAUSE: Duration = Duration::from_secs(60);
@@ -65,7 +65,7 @@ impl Progress {
         Self { total: 0, unit: None, display: ProgressDisplay::Nothing }
     }
 
-    /// Counts another unit than steps, such as MiB: lines read "3/57 MiB" instead of "step 3/57".
+    /// Counts a unit other than steps, such as MiB: lines read "3/57 MiB" instead of "step 3/57".
     pub fn counting(self, unit: &'static str) -> Self {
         Self { unit: Some(unit), ..self }
     }
@@ -99,7 +99,7 @@ impl Progress {
                     let total = self.total;
                     _ = writeln!(
                         std::io::stderr(),
-                        "step {done}/{total}: micro batch {part} of {of} of the next is done"
+                        "step {done}/{total}: micro batch {part} of {of} of the next step is done"
                     );
                 }
             }

@@ -21,7 +21,7 @@ pub const PORT: &str = "CANDLE_ZERO_PROMETHEUS";
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_REQUEST_BYTES: usize = 8 << 10;
 
-/// A monitor that answers `GET /metrics` on 127.0.0.1, from its own thread. Training never waits for it.
+/// A monitor that answers `GET /metrics` on 127.0.0.1, on its own thread. Training never waits for it.
 #[derive(Debug)]
 pub struct Prometheus {
     address: SocketAddr,
@@ -145,7 +145,7 @@ fn answer(mut client: TcpStream, last: &Mutex<LastValues>) -> std::io::Result<()
 /// same name.
 fn text(last: &LastValues) -> String {
     let mut values = "# HELP candle_zero_value Last value of a tag.\n# TYPE candle_zero_value gauge\n".to_string();
-    let mut steps = "# HELP candle_zero_step Where it was taken; samples of all ranks for the engine's own tags.\n\
+    let mut steps = "# HELP candle_zero_step Step of that value; samples of all ranks for the engine's own tags.\n\
                      # TYPE candle_zero_step gauge\n"
         .to_string();
     for (tag, (value, step)) in last {
@@ -192,7 +192,7 @@ mod tests {
         # TYPE candle_zero_value gauge
         candle_zero_value{tag="Train/Samples/lr"} 1e-7
         candle_zero_value{tag="a\"\\\n"} +Inf
-        # HELP candle_zero_step Where it was taken; samples of all ranks for the engine's own tags.
+        # HELP candle_zero_step Step of that value; samples of all ranks for the engine's own tags.
         # TYPE candle_zero_step gauge
         candle_zero_step{tag="Train/Samples/lr"} 16
         candle_zero_step{tag="a\"\\\n"} 1

@@ -1,6 +1,6 @@
 //! Writes TensorBoard's event files.
 //!
-//! A file is a sequence of TFRecords, each a protobuf message `MonitorEvent`:
+//! A file is a sequence of TFRecords, each a protobuf message `Event`:
 //!
 //! ```text
 //! record   length (u64) | masked CRC-32C of the length | message | masked CRC-32C of the message
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// A monitor that writes one event file. A resumed run writes another one into the same folder, and TensorBoard joins
+/// A monitor that writes one event file. A resumed run writes another file into the same folder, and TensorBoard joins
 /// them.
 #[derive(Debug)]
 pub struct TensorBoard {

@@ -22,7 +22,7 @@ pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
     fused_attention(qkv, n_head, &AttentionOptions::default(), None)
 }
 
-/// Computes [`causal_attention`] with options, and for packed rows. Each sequence has the same bits as if it were
+/// Computes [`causal_attention`] with options, and for packed rows. Each sequence gives the same bits as if it were
 /// computed separately.
 ///
 /// # Errors
@@ -90,7 +90,7 @@ pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv
     attention(q, k, v, n_head, n_kv_head, &AttentionOptions::default(), None)
 }
 
-/// Computes [`grouped_attention`] with options, and for packed rows. Each sequence has the same bits as if it were
+/// Computes [`grouped_attention`] with options, and for packed rows. Each sequence gives the same bits as if it were
 /// computed separately. Tiles in which no query sees a key are skipped, so packed rows and windows cost less than full
 /// rows.
 ///

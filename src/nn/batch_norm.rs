@@ -147,7 +147,10 @@ impl SyncBatchNorm {
             let moments = with_elements::<E, _>(&x, NAME, |x| Ok(kernel::moments(x, sizes)))?;
             let (count, moments) = self.over_ranks(sizes.count(), moments)?;
             if count < 2.0 {
-                bail!("{NAME}: {count} element per feature on all ranks together; the variance needs at least two")
+                bail!(
+                    "{NAME}: there is only {count} element per feature on all ranks together; the variance needs at \
+                     least two"
+                )
             }
             let normal: Vec<ChannelStatistics> = moments.iter().map(|[mean, squares]| ChannelStatistics {
                 mean: *mean as f32,
@@ -189,7 +192,7 @@ impl SyncBatchNorm {
         let total: f64 = ranks.iter().map(|rank| rank[0]).sum();
         let features = ranks[0].len() / 2;
         let merged = |feature: usize| {
-            // Merges them as one batch: Chan, Golub and LeVeque 1979.
+            // Merges them as if they were one batch: Chan, Golub and LeVeque 1979.
             let (mut seen, mut mean, mut squares) = (0.0, 0.0, 0.0);
             for rank in &ranks {
                 let [n, its_mean, its_squares] = [rank[0], rank[1 + 2 * feature], rank[2 + 2 * feature]];

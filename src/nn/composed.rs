@@ -16,7 +16,7 @@ fn wide(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::BF16 | DType::F16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }
 }
 
-/// See [`crate::nn::linear()`]. Sums are computed as on the device: in f32 for 16-bit operands on CUDA.
+/// See [`crate::nn::linear()`]. Sums are computed as the device computes them: in f32 for 16-bit operands on CUDA.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
     let mut dims = x.dims().to_vec();
     let inputs = dims.pop().unwrap_or(0);

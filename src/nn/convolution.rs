@@ -16,7 +16,7 @@ const TRANSPOSED: &str = "conv_transpose1d";
 /// kernel]` named "weight" and a bias `[out]` named "bias". It replaces [`candle_nn::Conv1d`], whose gradients are
 /// wrong on the CPU.
 ///
-/// Sums are in f32 for all dtypes, and rounded once. (GPT-2's layer of that name is [`super::Conv1D`].)
+/// Sums are in f32 for all dtypes, and rounded once. (The layer that GPT-2 calls Conv1D is [`super::Conv1D`].)
 #[derive(Debug, Clone)]
 pub struct Conv1d {
     weight: Tensor,
@@ -356,7 +356,7 @@ fn transposed_init(out_channels: usize, kernel_size: usize) -> Init {
 /// Returns the number of channels per group.
 fn group(op: &'static str, channels: usize, groups: usize) -> Result<usize> {
     if groups == 0 || !channels.is_multiple_of(groups) {
-        bail!("{op}: {channels} channels in {groups} groups; the number of groups must divide that of channels")
+        bail!("{op}: {channels} channels in {groups} groups; the number of groups must divide the number of channels")
     }
     Ok(channels / groups)
 }

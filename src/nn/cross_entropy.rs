@@ -22,8 +22,8 @@ use std::sync::Mutex;
 /// `logits` is `[.., classes]` (f32, bf16, f16); `targets` is u32 or i64 with the shape of the logits' leading
 /// dimensions. Rows whose target is -100 (of i64) do not count, as with PyTorch's `ignore_index`: padding, or a prompt
 /// that must not be learned. The mean is over the other rows, separately for each micro batch and rank. All arithmetic
-/// is in f32, except that the sum of the mean is in f64. The backward is (softmax - onehot) * (incoming gradient / rows
-/// that count), computed with the incoming gradient, which may contain a loss scale, in f32, and rounded once to the
+/// is in f32, except that the sum for the mean is in f64. The gradient, (softmax - onehot) * (incoming gradient / rows
+/// that count), is computed in f32 with the incoming gradient, which may contain a loss scale, and rounded once to the
 /// logits' dtype.
 ///
 /// # Errors
@@ -90,7 +90,7 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOption
 
 const NAME: &str = "cross_entropy";
 
-/// The bytes of the logits that exist at a time.
+/// The number of bytes of logits that exist at a time.
 const CHUNK: usize = 52 << 20;
 
 /// Computes [`cross_entropy`] for the logits h w of hidden states `h` `[.., width]`. The logits are never in memory all
@@ -164,7 +164,7 @@ pub fn linear_cross_entropy_with(
 
 /// Returns the logarithms of the targets' probabilities, in f32 with the targets' shape, and 0 for rows that do not
 /// count. The logits h w, as in [`linear_cross_entropy`], are never in memory all at once; backward computes them
-/// again. Each row may have its own gradient, as preference optimization needs it for sums over an answer's tokens.
+/// again. Each row may have its own gradient, as preference optimization requires for sums over an answer's tokens.
 ///
 /// # Errors
 /// The errors of [`linear_cross_entropy`], except that no row has to count; a cap that is not above 0.

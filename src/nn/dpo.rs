@@ -78,7 +78,7 @@ pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Res
 
 /// Returns the mean of -log sigmoid(x), computed as max(-x, 0) + log(1 + exp(-|x|)), which never overflows. It is not
 /// composed of Candle's operations, because their derivatives of these two parts do not match at 0, where every
-/// training begins.
+/// training run begins.
 fn mean_of_losses(margins: &Tensor, values: &[f32]) -> Result<Tensor> {
     const NAME: &str = "dpo_loss";
     let inputs = OpInputs::of([Some(margins)])?;

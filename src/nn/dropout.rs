@@ -61,7 +61,7 @@ fn offset_of(draw: u64) -> u64 {
     draw << 40
 }
 
-/// Dropout as a layer. Within an engine each forward of each rank uses a new draw, also each of several forwards in one
+/// Dropout as a layer. Within an engine each forward of each rank uses a new draw, even if there are several in one
 /// micro step. A recomputed unit repeats its first draw, and evaluation passes everything through. Without an engine
 /// every use has a new draw.
 ///

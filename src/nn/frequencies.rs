@@ -45,8 +45,8 @@ pub struct Llama3RopeScaling {
     pub original_max_position_embeddings: usize,
 }
 
-/// Returns frequencies of which slow ones are slowed and fast ones are unchanged (rope type "llama3", used by Llama 3.1
-/// and later).
+/// Returns frequencies of which the slow ones are slowed and the fast ones are unchanged (rope type "llama3", used by
+/// Llama 3.1 and later).
 ///
 /// # Errors
 /// Numbers that are not above 0, or a high factor that is not above the low one.

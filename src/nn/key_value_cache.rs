@@ -111,8 +111,8 @@ impl KeyValueCache {
     /// Computes [`causal_attention`](crate::nn::causal_attention()) for positions that follow those in the cache. They
     /// also see the cached positions, and are added to the cache.
     ///
-    /// The first positions have the same bits as without a cache. Later ones may differ in the last digits of f32,
-    /// because sums are taken in a different order.
+    /// The results of the first positions have the same bits as without a cache. Later results may differ in the last
+    /// digits of f32, because sums are taken in a different order.
     ///
     /// # Errors
     /// Returns the same errors as without a cache. Also fails if there are more positions than the limit, if the heads,
@@ -198,7 +198,7 @@ impl KeyValueCache {
         }
         let (len, time, limit) = (self.len, h.time, self.limit);
         if time > limit - len {
-            bail!("attention with a cache: {time} positions after {len} exceed its limit of {limit}")
+            bail!("attention with a cache: {time} positions after {len} exceed the cache's limit of {limit}")
         }
         let new = CacheSizes::of(h, dtype);
         let held = match (&self.host, &self.device) {
@@ -259,7 +259,7 @@ impl KeyValueCache {
         self.host.insert(host)
     }
 
-    /// Computes the same with Candle's operations, which copy keys and values to grow.
+    /// Computes the same with Candle's operations, which copy keys and values when the cache grows.
     fn on_device(&mut self, h: &AttentionShape, [q, k, v]: [&Tensor; 3], options: &AttentionOptions) -> Result<Tensor> {
         let after = |kept: &Tensor, new: &Tensor| Tensor::cat(&[&kept.narrow(1, 0, self.len)?, &new.detach()], 1);
         let (keys, values) = match &self.device {

@@ -16,11 +16,11 @@ use std::sync::Arc;
 /// Computes y = x w (+ bias), with a correct backward, for x `[.., in]` and a bias `[out]`.
 ///
 /// Sums are in f32 for all dtypes and are rounded once, to x's dtype. Weight and bias have that dtype too, or are in
-/// f32; then the product is computed in f32. A gradient has the dtype of its operand. Parameters are read when they are
-/// needed, in forward and again in backward, so they may leave memory in between.
+/// f32; in the latter case, the product is computed in f32. A gradient has the dtype of its operand. Parameters are
+/// read when they are needed, in forward and again in backward, so they may leave memory in between.
 ///
 /// # Errors
-/// Shapes that do not fit, operands of other dtypes, a dtype other than f32, bf16, f16 on the CPU.
+/// Shapes that do not fit, operands of other dtypes, a dtype other than f32, bf16 or f16 on the CPU.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
     linear_then(x, weight, bias, layout, LinearEpilogue::default())
 }

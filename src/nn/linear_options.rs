@@ -13,7 +13,7 @@ pub enum WeightLayout {
     InOut,
 }
 
-/// Operations on a linear layer's result in the same pass over memory. The default is none.
+/// Operations on a linear layer's result in the same pass over memory. By default there are none.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LinearEpilogue<'a> {
     /// The activation that is applied to the result.

@@ -8,7 +8,7 @@ use crate::kernels::pooling::PoolingWindows;
 use crate::tensor::element::{TensorElement, with_element};
 use candle_core::{Result, Tensor, ToUsize2, bail};
 
-/// The windows of a pooling, with height and width of each setting.
+/// The windows of a pooling operation. Each setting has a value for the height and one for the width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pooling {
     /// The size of a window.
@@ -57,7 +57,8 @@ impl Pooling {
             // The padding is at most half of the kernel, so the padded size does not overflow either.
             let Some(more) = of.saturating_add(2 * padding).checked_sub(kernel).filter(|_| of > 0) else {
                 bail!(
-                    "{op}: a window of {kernel} in a {name} of {of} with a padding of {padding}; use a smaller kernel"
+                    "{op}: a window of {kernel} does not fit into a {name} of {of} with a padding of {padding}; use a \
+                     smaller kernel"
                 )
             };
             result[axis] = more / stride + 1;
@@ -73,7 +74,7 @@ impl Pooling {
 /// adjacent, and elements left over at the end of a row or column are ignored.
 ///
 /// This is [`Tensor::max_pool2d`] with a correct gradient, which goes to the largest element, or to the first of
-/// several.
+/// several equal ones.
 ///
 /// # Errors
 /// An input with a different number of dimensions, a kernel of 0 or larger than the image.

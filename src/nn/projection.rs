@@ -21,8 +21,8 @@ pub struct ProjectionOptions<'a> {
 
 /// A linear layer, y = x W + b, with or without a low-rank adapter ([`LoraConfig`]).
 ///
-/// Parameters: "weight" (`[out, in]` or, as GPT-2's Conv1D, `[in, out]`), "bias" `[out]`, and with an adapter, as PEFT
-/// names them, "lora_A.weight" `[r, in]` and "lora_B.weight" `[out, r]`, with DoRA "lora_magnitude_vector" `[out]`. A
+/// Parameters: "weight" (`[out, in]` or, as in GPT-2's Conv1D, `[in, out]`), "bias" `[out]`, and with an adapter, named
+/// as in PEFT, "lora_A.weight" `[r, in]`, "lora_B.weight" `[out, r]` and, with DoRA, "lora_magnitude_vector" `[out]`. A
 /// starts uniform within 1 / sqrt(in), as in PEFT, and B at 0, so the adapter adds nothing at first. The magnitude
 /// should start as the norms of the weight's rows, which the initial values have to provide; its init hint is 1.
 ///

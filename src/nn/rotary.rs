@@ -58,8 +58,8 @@ impl Rotary {
         self.forward_from(x, 0)
     }
 
-    /// Computes [`Rotary::forward`] for an input that follows `first` positions: the heads at position t are rotated as
-    /// those at `first + t`.
+    /// Computes [`Rotary::forward`] for an input that follows `first` positions: the heads at position t are rotated
+    /// like those at `first + t`.
     ///
     /// # Errors
     /// The errors of [`Rotary::forward`].

@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// ```
 /// use candle_zero::nn::Sequences;
 ///
-/// // A row of 3 and 5 tokens, and one of 6 with two of padding.
+/// // A row with sequences of 3 and 5 tokens, and a row with 6 tokens and 2 positions of padding.
 /// let sequences = Sequences::from_lengths(&[vec![3, 5], vec![6]], 8)?;
 /// assert_eq!(sequences.starts(), [[0, 3], [0, 6]]);
 /// assert_eq!(sequences.positions()[..8], [0, 1, 2, 0, 1, 2, 3, 4]);
@@ -106,7 +106,7 @@ impl Sequences {
         Tensor::from_slice(&self.positions, (self.batch(), self.time), device)
     }
 
-    /// Returns the number of positions in the longest sequence; padding counts as one.
+    /// Returns the number of positions in the longest sequence; padding counts as a sequence.
     pub fn longest(&self) -> usize {
         self.positions.iter().max().map_or(0, |last| *last as usize + 1)
     }

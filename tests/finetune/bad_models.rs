@@ -98,8 +98,8 @@ fn weights_that_are_not_those_of_the_description_are_named() {
 
 #[test]
 fn descriptions_that_this_library_does_not_compute_with_are_refused() {
-    insta::assert_snapshot!(with("llama", "model_type", json!("mamba")), @r#"DIR/config.json: model_type is "mamba", which is not supported; supported are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3"#);
-    insta::assert_snapshot!(with_config("llama", |config| { config.as_object_mut().unwrap().remove("model_type"); }), @"DIR/config.json: model_type is absent, which is not supported; supported are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3");
+    insta::assert_snapshot!(with("llama", "model_type", json!("mamba")), @r#"DIR/config.json: model_type is "mamba", which is not supported; the supported types are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3"#);
+    insta::assert_snapshot!(with_config("llama", |config| { config.as_object_mut().unwrap().remove("model_type"); }), @"DIR/config.json: model_type is absent, which is not supported; the supported types are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3");
     insta::assert_snapshot!(with("llama", "hidden_act", json!("relu")), @r#"DIR/config.json: hidden_act is "relu", but must be silu, swish, gelu_new or gelu_pytorch_tanh"#);
     insta::assert_snapshot!(with("gemma2", "hidden_activation", json!("gelu")), @r#"DIR/config.json: hidden_activation is "gelu", but must be silu, swish, gelu_new or gelu_pytorch_tanh"#);
     insta::assert_snapshot!(with("llama", "hidden_size", json!("48")), @r#"DIR/config.json: hidden_size is "48", but must be a whole number from 1 to 4294967295"#);
@@ -116,7 +116,7 @@ fn descriptions_that_this_library_does_not_compute_with_are_refused() {
     insta::assert_snapshot!(with("llama32", "rope_parameters", json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 32})), @"DIR/config.json: rope_parameters.high_freq_factor is 1.0, but must be above low_freq_factor (4)");
     insta::assert_snapshot!(with("phi3", "partial_rotary_factor", json!(0.75)), @"DIR/config.json: partial_rotary_factor is 0.75, but must be 1: complete heads are rotated");
     insta::assert_snapshot!(with("phi3", "rope_parameters", json!({"rope_type": "longrope", "long_factor": [1.0]})), @r#"DIR/config.json: rope_parameters.rope_type is "longrope", but must be default, linear or llama3"#);
-    insta::assert_snapshot!(with("qwen3", "layer_types", json!(["full_attention"])), @"DIR/config.json: layer_types is a list of 1 layers, but must be of num_hidden_layers (3)");
+    insta::assert_snapshot!(with("qwen3", "layer_types", json!(["full_attention"])), @"DIR/config.json: layer_types is a list of 1 layers, but must be a list of 3 (num_hidden_layers)");
     insta::assert_snapshot!(with("gemma3", "layer_types", json!(["chunked_attention", "full_attention", "full_attention"])), @r#"DIR/config.json: layer_types is "chunked_attention", but must be of full_attention and sliding_attention"#);
     insta::assert_snapshot!(with("qwen2", "layer_types", json!(["full_attention", "sliding_attention"])), @"DIR/config.json: use_sliding_window is false, but must be true if layer_types contains sliding_attention");
     insta::assert_snapshot!(with("gemma2", "sliding_window", Value::Null), @"DIR/config.json: sliding_window is null, but must be a number if layer_types contains sliding_attention");

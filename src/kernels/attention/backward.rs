@@ -229,7 +229,7 @@ unsafe fn query_gradients<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     for start in (0..h.time).step_by(BLOCK) {
         let n = BLOCK.min(h.time - start);
         let padded = n.next_multiple_of(BAND);
-        // Queries that only pad the block have probabilities 0.
+        // Queries that only pad the block have probability 0.
         let mut known = BackwardRowStatistics { lse: [f32::INFINITY; BLOCK], along: [0.0; BLOCK] };
         known.lse.iter_mut().zip(start..start + n).for_each(|(known, t)| *known = lse.row(t)[0] * LOG2_E);
         // SAFETY: as the caller promises.

@@ -3,8 +3,8 @@
 //! A few queries read the complete cache once, so this is limited by memory bandwidth, not by arithmetic. Keys and
 //! values are therefore stored by head, in the order in which they are read, and are used in place in their dtype.
 //! Values are stored one position after the other. Keys are stored in blocks of [`BLOCK`] positions, in which the
-//! positions of an element are adjacent, so that a vector of scores needs no horizontal sum. The sums of a query are in
-//! f32, in a separate order that depends neither on the number of threads nor on the number of new positions.
+//! positions of an element are adjacent, so that a vector of scores needs no horizontal sum. The sums of each query are
+//! in f32, in an order that depends neither on the number of threads nor on the number of new positions.
 
 use super::rule::AttentionRule;
 use super::scratch::{AttentionScratch, SCRATCH};
@@ -17,15 +17,15 @@ use crate::kernels::math::{exp, tanh};
 use crate::kernels::parallel::{for_each_part, for_each_part_here};
 use crate::kernels::row_reduce::{maximum, reduce};
 
-/// The queries whose scores are computed with a key while it is in cache.
+/// The number of queries whose scores are computed with a key while it is in cache.
 const QUERIES: usize = 8;
-/// The positions whose scores are computed at once.
+/// The number of positions whose scores are computed at once.
 const BLOCK: usize = 16;
 /// The number of independent sums.
 const CHAINS: usize = 4;
-/// The positions whose values are summed while they are in cache.
+/// The number of positions whose values are summed while they are in cache.
 const POSITIONS: usize = 64;
-/// The columns of the values that are summed in registers.
+/// The number of columns of the values that are summed in registers.
 const COLUMNS: usize = 32;
 /// The number of multiplications that take less time than waking another thread.
 const MIN_PARALLEL_MULTIPLICATIONS: usize = 1 << 18;
@@ -46,9 +46,9 @@ pub struct KvCacheView<'a, E> {
     pub keys: &'a [E],
     /// The values.
     pub values: &'a [E],
-    /// The positions for which there is room: a result of [`capacity_for`].
+    /// The number of positions for which there is room: a result of [`capacity_for`].
     pub capacity: usize,
-    /// The positions before the new ones.
+    /// The number of positions before the new ones.
     pub before: usize,
 }
 
@@ -95,7 +95,7 @@ pub fn forward_cached<E: Element>(
     cached: KvCacheView<'_, E>,
     out: &mut [E],
 ) {
-    assert!(!rule.bidirectional && rule.starts.is_none(), "{rule:?} for a text that continues");
+    assert!(!rule.bidirectional && rule.starts.is_none(), "{rule:?} cannot be used with a cache");
     h.check(out.len(), h.batch * h.heads * h.time);
     assert!(
         cached.capacity.is_multiple_of(BLOCK) && cached.before + h.time <= cached.capacity,
@@ -109,7 +109,12 @@ pub fn forward_cached<E: Element>(
     }
     let of_head = cached.capacity * h.head;
     for held in [cached.keys.len(), cached.values.len()] {
-        assert_eq!(held, h.batch * h.kv_heads * of_head, "{h:?}: elements of a cache for {}", cached.capacity);
+        assert_eq!(
+            held,
+            h.batch * h.kv_heads * of_head,
+            "{h:?}: wrong number of elements of a cache for {}",
+            cached.capacity
+        );
     }
     let seen = |t: usize| (cached.before + t + 1).min(rule.window.unwrap_or(usize::MAX));
     let multiplications = 2 * h.head * h.batch * h.heads * (0..h.time).map(seen).sum::<usize>();
@@ -238,7 +243,7 @@ fn gather<E: Element>(weights: &[f32], values: &[E], sums: &mut [f32]) {
     let head = sums.len();
     let mut blocks = sums.chunks_exact_mut(COLUMNS);
     for (block, sums) in blocks.by_ref().enumerate() {
-        // Independent sums for positions of even and of odd number.
+        // Independent sums for even and odd positions.
         let [mut even, mut odd] = [[0f32; COLUMNS]; 2];
         let (mut pairs, mut rows) = (weights.chunks_exact(2), values.chunks_exact(2 * head));
         for (weights, values) in pairs.by_ref().zip(rows.by_ref()) {

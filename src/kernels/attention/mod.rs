@@ -1,7 +1,7 @@
 //! Attention with grouped heads: softmax(scale q k^T, over the keys that a query sees) v, and its gradients.
 //!
 //! An [`AttentionRule`] defines which keys a query sees. The sequences that are packed into a row are separate
-//! attentions: tiles begin where a sequence begins, so that its results have the same bits as without the others. Each
+//! attentions: tiles begin where a sequence begins, so that its results have the same bits as if it were alone. Each
 //! head of a sequence is computed in square tiles of [`shape::BLOCK`] keys and queries with a running softmax. Memory
 //! is therefore never quadratic in time, and tiles in which no query sees a key are skipped. Backward recomputes the
 //! probabilities from the log-sum-exp that forward keeps. A task is one (sequence, head) in forward, and one (sequence,
@@ -132,7 +132,7 @@ fn backward_on<E: Element>(
     }
 }
 
-/// Computes backward with tiles whose instructions the processor has.
+/// Computes the backward pass with tiles whose instructions the processor has.
 fn backward_with<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     given: &BackwardInputs<'_, E>,

@@ -32,7 +32,7 @@ pub struct SoftCap {
 /// A sequence of `len` positions from position `first` on, counted over all rows of positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequenceSpan {
-    /// The number of the first position.
+    /// The index of the first position.
     pub first: usize,
     /// The number of positions.
     pub len: usize,
@@ -96,12 +96,12 @@ impl AttentionRule<'_> {
         let Some(rows) = self.starts else {
             return (0..h.batch).map(|row| SequenceSpan { first: row * h.time, len: h.time }).collect();
         };
-        assert_eq!(rows.len(), h.batch, "rows of sequences");
+        assert_eq!(rows.len(), h.batch, "wrong number of rows of sequences");
         let of_row = |(row, starts): (usize, &Vec<usize>)| {
-            assert!(starts.first() == Some(&0), "the first sequence of a row begins at 0: {starts:?}");
+            assert!(starts.first() == Some(&0), "the first sequence of a row must begin at 0: {starts:?}");
             let ends: Vec<usize> = starts.iter().skip(1).copied().chain([h.time]).collect();
             let span = move |(start, end): (&usize, usize)| {
-                assert!(*start < end, "a sequence from {start} to {end}");
+                assert!(*start < end, "the sequence from {start} to {end} is empty");
                 SequenceSpan { first: row * h.time + start, len: end - start }
             };
             starts.iter().zip(ends).map(span).collect::<Vec<_>>()
@@ -109,7 +109,7 @@ impl AttentionRule<'_> {
         rows.iter().enumerate().flat_map(of_row).collect()
     }
 
-    /// Returns the number of pairs of a query and a key that it sees, over all heads.
+    /// Returns the number of pairs of a query and a key visible to it, over all heads.
     pub(super) fn pairs(&self, h: &AttentionShape) -> usize {
         if h.batch * h.time == 0 {
             return 0;

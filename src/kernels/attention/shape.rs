@@ -12,15 +12,15 @@ pub(super) const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// The sizes of an attention operation.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionShape {
-    /// The rows of positions. Each is one sequence or several.
+    /// The number of rows of positions. Each contains one or more sequences.
     pub batch: usize,
-    /// The positions of a row.
+    /// The number of positions in a row.
     pub time: usize,
     /// The number of query heads.
     pub heads: usize,
     /// The number of key and value heads, which divides `heads`. Query head h uses key head h / (heads / kv_heads).
     pub kv_heads: usize,
-    /// The elements of one head's vector.
+    /// The number of elements in one head's vector.
     pub head: usize,
 }
 
@@ -33,7 +33,11 @@ impl AttentionShape {
     /// Panics unless the slices fit the sizes.
     pub(super) fn check(&self, out: usize, lse: usize) {
         assert!(self.kv_heads > 0 && self.head > 0 && self.heads.is_multiple_of(self.kv_heads), "{self:?}");
-        assert_eq!(out, self.batch * self.time * self.heads * self.head, "{self:?}: elements of the result");
-        assert_eq!(lse, self.batch * self.heads * self.time, "{self:?}: rows of log-sum-exp");
+        assert_eq!(
+            out,
+            self.batch * self.time * self.heads * self.head,
+            "{self:?}: wrong number of elements of the result"
+        );
+        assert_eq!(lse, self.batch * self.heads * self.time, "{self:?}: wrong number of rows of log-sum-exp");
     }
 }

@@ -56,7 +56,7 @@ trait TileMask: Copy {
     unsafe fn keep<V: SimdVector>(self, x: V, key: usize, other: V) -> V;
 }
 
-/// The diagonal, for queries from this number on.
+/// The diagonal, for queries from this index on.
 #[derive(Clone, Copy)]
 struct CausalMask(usize);
 

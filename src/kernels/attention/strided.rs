@@ -97,10 +97,14 @@ impl<'a, E> MultiHeadRowsMut<'a, E> {
     ///
     /// Panics if a row of the view or the data has no room for them.
     pub(super) fn by_head(self, batch: usize, time: usize, heads: usize, head: usize) -> RowsByHeadMut<'a, E> {
-        assert!(heads * head <= self.columns.len(), "{heads} heads of {head} in {:?}", self.columns);
+        assert!(
+            heads * head <= self.columns.len(),
+            "{heads} heads of {head} do not fit into columns {:?}",
+            self.columns
+        );
         let rows = batch * time;
         let end = rows.checked_sub(1).map_or(0, |last| last * self.row_stride + self.columns.start + heads * head);
-        assert!(end <= self.len, "{rows} rows need {end} elements of {}", self.len);
+        assert!(end <= self.len, "{rows} rows need {end} elements, but there are only {}", self.len);
         RowsByHeadMut { rows: self, batch, time, heads, head }
     }
 }

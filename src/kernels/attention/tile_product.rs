@@ -91,11 +91,11 @@ pub(super) unsafe fn product<T: StripProducts>(
     [rows, columns, depth]: [usize; 3],
 ) {
     assert!(rows > 0 && rows.is_multiple_of(BAND) && columns > 0 && columns.is_multiple_of(BAND) && depth > 0);
-    assert!((rows - 1) * c_stride + columns <= c.len(), "the result's rows");
-    assert!((rows - 1) * a.row + (depth - 1) * a.step < a.words.len(), "the left factor's words");
-    assert!((depth - 1) * b_stride + columns <= b.len(), "the right factor's rows");
+    assert!((rows - 1) * c_stride + columns <= c.len(), "the result is too short");
+    assert!((rows - 1) * a.row + (depth - 1) * a.step < a.words.len(), "the left factor is too short");
+    assert!((depth - 1) * b_stride + columns <= b.len(), "the right factor is too short");
     if let ProductInit::Times(factors) = start {
-        assert!(rows <= factors.len(), "a factor for each row");
+        assert!(rows <= factors.len(), "each row needs a factor");
     }
     let mut column = 0;
     while column < columns {

@@ -477,7 +477,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     }
 }
 
-/// A task of few rows.
+/// A task with few rows.
 struct FewRowsTask {
     rows: Range<usize>,
     /// The first of the task's columns. `panels` are the panels of these columns.

@@ -16,7 +16,7 @@ const ROWS: usize = 64;
 /// Panics if the matrix is not row-major, or if the length of `out` differs from the length of the rows.
 pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
     let (rows, cols) = (data.rows(), data.cols());
-    assert_eq!(out.len(), cols, "one sum per column");
+    assert_eq!(out.len(), cols, "there must be one sum per column");
     assert!(data.is_row_major(), "matrix is not row-major");
     out.fill(0.0);
     let parts = rows.div_ceil(ROWS);

@@ -95,11 +95,11 @@ impl<C> ParallelMatrix<C> {
 }
 
 impl<'a, C: Element> EpilogueOutput<'a, C> {
-    /// Checks that everything has the shape of the result.
+    /// Checks that the shapes of all operands match the result.
     pub(super) fn new(result: MatrixMut<'a, C>, epilogue: Epilogue<'a, C>) -> Self {
         let (rows, cols) = (result.rows(), result.cols());
         let Epilogue { accumulate, scale, bias, residual, activation } = epilogue;
-        assert!(bias.is_none_or(|bias| bias.len() == cols), "the length of bias differs from a row of the result");
+        assert!(bias.is_none_or(|bias| bias.len() == cols), "the length of bias differs from that of a row");
         if let Some(residual) = &residual {
             assert_eq!((residual.rows(), residual.cols()), (rows, cols), "the shapes of residual and result differ");
             assert!(residual.is_row_major(), "residual is not row-major");

@@ -69,7 +69,7 @@ impl<E: Element> GemmOperand<E> {
     /// Does the same as [`GemmOperand::pack_columns`] for adjacent columns.
     ///
     /// # Safety
-    /// Same as there, and inside `W::V::with`.
+    /// Same as for [`GemmOperand::pack_columns`], and inside `W::V::with`.
     #[inline(always)]
     unsafe fn copy_columns<W: ElementArithmetic<E>>(
         &self,
@@ -115,7 +115,7 @@ impl<E: Element> GemmOperand<E> {
     /// Does the same as [`GemmOperand::pack_columns`] for columns whose elements are adjacent.
     ///
     /// # Safety
-    /// Same as there, and inside `W::V::with`.
+    /// Same as for [`GemmOperand::pack_columns`], and inside `W::V::with`.
     #[inline(always)]
     unsafe fn transpose_columns<W: ElementArithmetic<E>>(
         &self,

@@ -25,8 +25,8 @@ impl PortableVector {
     }
 }
 
-/// The registers that every x86-64 processor has. With arrays, the compiler would vectorize in other places than the
-/// kernels need.
+/// The registers that every x86-64 processor has. With arrays, the compiler would vectorize in places other than those
+/// where the kernels need it.
 #[cfg(target_arch = "x86_64")]
 mod four {
     use std::arch::x86_64::*;

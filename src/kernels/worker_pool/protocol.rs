@@ -2,11 +2,11 @@
 //!
 //! # Orderings
 //!
-//! `state` is stored with Release (and stronger) after `job`, and loaded with Acquire before a helper reads `job`. A
-//! helper leaves with Release, and the caller looks with Acquire whether all have left: so it sees what they wrote, and
-//! may write `job` again. All changes of `state` between opening and that look are read-modify-write operations, which
-//! continue the release sequence of the helpers that left earlier. Between `state` and `asleep`, SeqCst keeps a helper
-//! from falling asleep just as a job opens; the lock `sleeping` does so between its last look and its wait.
+//! `state` is stored with Release (or stronger) after `job`, and loaded with Acquire before a helper reads `job`. A
+//! helper leaves with Release, and the caller checks with Acquire whether all have left, so it sees what they wrote,
+//! and may write `job` again. All changes of `state` between opening and that check are read-modify-write operations,
+//! which continue the release sequence of the helpers that left earlier. Between `state` and `asleep`, SeqCst keeps a
+//! helper from falling asleep just as a job opens; the lock `sleeping` does so between its last look and its wait.
 //!
 //! # Checked with loom
 //!
@@ -18,12 +18,12 @@
 //! the next job, and no sleep that nothing ends. The pool never ends its helpers, so there is no end to check.
 //!
 //! It finds the deliberate mistakes of its tests: a job that is opened, looked at, left, closed or waited for with
-//! Relaxed, one that stays open for helpers, SeqCst that orders nothing, and no wake-up. These were made in this file by
-//! hand, one by one, and each was found too: waking without the lock, falling asleep without a second look, `asleep`
-//! that is never counted, closing that does not wait, no closing when the caller panics, a helper's panic that is not
-//! caught or not cleared, entering without taking a place, entering another job than the one looked at, and looking for
-//! any job instead of a new one. Relaxed in `enter` alone is not found, as the look before it has Acquire too. The
-//! check does not cover the clock, a number of jobs that wraps, and the start of threads.
+//! Relaxed, one that stays open for helpers, SeqCst that orders nothing, and a missing wake-up. These were made in this
+//! file by hand, one by one, and each was found too: waking without the lock, falling asleep without a second look,
+//! `asleep` that is never counted, closing that does not wait, no closing when the caller panics, a helper's panic that
+//! is not caught or not cleared, entering without taking a place, entering a different job from the one looked at, and
+//! looking for any job instead of a new one. Relaxed in `enter` alone is not found, because the look before it also
+//! uses Acquire. The check does not cover the clock, a job number that wraps around, or the start of threads.
 
 use super::primitives::{AtomicU64, AtomicUsize, CallerMutex, Condvar, JobCell, Lookout, Mutex, MutexGuard, pause};
 use std::any::Any;
@@ -75,7 +75,8 @@ unsafe impl Sync for WorkerPool {}
 
 impl WorkerPool {
     /// Calls `work` on this thread and concurrently on up to `helpers` helpers. Returns when all calls have returned.
-    /// While there are fewer helpers, `start` starts the helper of a number, from 1; it returns false if it cannot.
+    /// While there are fewer helpers, `start` is called with the number of the next helper (from 1) to start it; it
+    /// returns false if it cannot.
     ///
     /// # Panics
     /// Panics if a call panicked.
@@ -123,7 +124,7 @@ impl WorkerPool {
         }
     }
 
-    /// Waits for a job after the number `last`, and works on it unless it closes first. Returns its number. A helper
+    /// Waits for a job with a number above `last`, and works on it unless it closes first. Returns its number. A helper
     /// calls this indefinitely.
     #[inline]
     pub(super) fn help(&self, last: u64) -> u64 {

@@ -50,7 +50,7 @@ pub(in crate::nn) fn rms_norm(x: &Tensor, weight: &Tensor, options: RmsNormOptio
     Ok(Some(y))
 }
 
-/// Returns a result that kernels have computed before.
+/// Returns a result that kernels have already computed.
 fn there(y: Option<Tensor>) -> Result<Tensor> {
     match y {
         Some(y) => Ok(y),

@@ -28,7 +28,7 @@ impl AngleTables {
         let (half, [cos, sin]) = host.tables();
         let some = positions.max(1).next_power_of_two().saturating_mul(half).min(cos.len());
         let angles = Arc::new(RotaryAngles::new(device, half, [&cos[..some], &sin[..some]])?);
-        // Streams of other threads do not wait for this one's.
+        // The streams of other threads do not wait for the stream of this one.
         device.cuda_stream().synchronize().w()?;
         kept.push(angles.clone());
         Ok(angles)
