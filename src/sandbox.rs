@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
-/// The maximum memory of all sandboxed work at a time.
+/// The maximum memory that all sandboxed work may hold at a time.
 const MAX_MEMORY_BYTES: usize = 512 << 20;
 
 /// The interval at which running work is checked.

@@ -118,7 +118,7 @@ struct FileTransferState<B> {
     error: Option<Error>,
 }
 
-/// Returns the number of requests that run at a time.
+/// Returns the number of requests that run at the same time.
 pub(crate) fn threads(aio: &Aio) -> usize {
     aio.queue_depth.saturating_mul(aio.intra_op_parallelism).clamp(1, MAX_THREADS)
 }

@@ -27,7 +27,7 @@ const TMPFS_RESERVE_DIVISOR: u64 = 16;
 #[derive(Debug)]
 pub(crate) struct OffloadFolder {
     path: PathBuf,
-    /// The lock of the first rank, held as long as this lives. The engines of a process share the lock.
+    /// The lock of the first rank, held as long as this value lives. The engines of a process share the lock.
     _lock: Option<Arc<FolderLock>>,
     /// The bytes that this rank's files have received, and the bytes that they have requested.
     got: AtomicU64,

@@ -107,7 +107,7 @@ pub trait Optimizer: Send + Sync {
     }
 
     /// Returns the names of the state buffers that [`update`](Self::update) expects, in order, as in DeepSpeed's
-    /// checkpoints. Each buffer is f32, as long as the parameter, and starts with zeros.
+    /// checkpoints. Each buffer is f32, has the length of the parameter, and starts with zeros.
     fn state_names(&self) -> &'static [&'static str];
 
     /// Returns the format in which the state at index `state` of [`state_names`](Self::state_names) is stored between

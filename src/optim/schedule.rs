@@ -50,7 +50,8 @@ pub trait LrSchedule: Send + Sync {
     fn lr(&self, applied: u64) -> f64;
 
     /// Returns the rate of a parameter group in that step. Groups are numbered as in
-    /// [`Engine::get_lr`](crate::Engine::get_lr). The default is the rate of all groups, whatever the group's own rate.
+    /// [`Engine::get_lr`](crate::Engine::get_lr). The default is the rate that all groups share, regardless of the
+    /// group's own rate.
     fn lr_of_group(&self, applied: u64, group: usize) -> f64 {
         _ = group;
         self.lr(applied)

@@ -13,7 +13,7 @@ use crate::param::{Param, UnitId};
 pub(crate) enum LeafPosition {
     /// The unit is gathered separately, like any unit.
     Outside,
-    /// The unit is a leaf, and not inside another one.
+    /// The unit is a leaf, and not inside another leaf.
     Leaf,
     /// The unit lies in a leaf, and is gathered with it.
     Inside,
