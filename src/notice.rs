@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// The level of messages that are reported: `log_level`.
+/// The minimum level of the messages that are reported: `log_level`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 #[non_exhaustive]
@@ -15,7 +15,7 @@ pub enum LogLevel {
     Info,
     /// Only problems that do not end the training.
     Warning,
-    /// Nothing: a run that ends reports its error.
+    /// Nothing: only a run that fails still reports its error.
     Error,
     /// The same as `Error`.
     Critical,
@@ -24,7 +24,7 @@ pub enum LogLevel {
 /// The minimum level that is reported in this process.
 static MIN_LEVEL: AtomicU8 = AtomicU8::new(LogLevel::Info as u8);
 
-/// Suppresses, in this process from now on, messages below `level`.
+/// From now on, suppresses messages below `level` in this process.
 pub(crate) fn suppress_below(level: LogLevel) {
     MIN_LEVEL.store(level as u8, Ordering::Relaxed);
 }

@@ -1,6 +1,6 @@
 //! A sandbox for other crates' work on untrusted files. Panics become errors and are not printed. Work that takes too
-//! long, too much memory or too much stack ends the process with an error, instead of a hang, an abort or a machine out
-//! of memory.
+//! much time, memory or stack ends the process with an error, instead of causing a hang or an abort, or exhausting the
+//! machine's memory.
 //!
 //! Work that limits itself, such as the steps of a template, is limited where it runs and gives an ordinary error; the
 //! sandbox is for everything else. A separate thread measures the CPU time of the working thread. Memory is counted by
@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
-/// The maximum memory of all sandboxed work at a time.
+/// The maximum memory that all sandboxed work may hold at a time.
 const MAX_MEMORY_BYTES: usize = 512 << 20;
 
 /// The interval at which running work is checked.
@@ -106,7 +106,7 @@ fn watch() {
         true
     };
     loop {
-        // The count visits every slot.
+        // The count runs the check on every slot.
         let running = lock(&SLOTS).iter().filter(|slot| is_at_work(slot)).count();
         std::thread::sleep(if running > 0 { CHECK_INTERVAL } else { CHECK_INTERVAL * 10 });
     }

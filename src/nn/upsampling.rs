@@ -8,10 +8,11 @@ use crate::kernels::pooling::{InterpolationGrid, InterpolationPair};
 use crate::tensor::element::{TensorElement, with_element};
 use candle_core::{Result, Shape, Tensor, bail};
 
-/// Resizes a sequence `[batch, channels, length]` to `size` elements, each the nearest one of the input. The new size
-/// may be larger or smaller by any factor.
+/// Resizes a sequence `[batch, channels, length]` to `size` elements, each the nearest element of the input. The new
+/// size may be larger or smaller by any factor.
 ///
-/// This is [`Tensor::upsample_nearest1d`] with a correct gradient: the sum of the gradients of all copies.
+/// This is [`Tensor::upsample_nearest1d`] with a correct gradient: an input element gets the sum of the gradients of
+/// all its copies.
 ///
 /// # Errors
 /// Fails if the input has a different number of dimensions or no elements, or if a size is 0.
@@ -25,10 +26,11 @@ pub fn upsample_nearest1d(x: &Tensor, size: usize) -> Result<Tensor> {
     apply(NAME, x, (images, channels, 1, length), (images, channels, size).into(), resampling)
 }
 
-/// Resizes an image `[batch, channels, height, width]` to `height` x `width`. Each element is the nearest one of the
-/// input. The new size may be larger or smaller by any factor in each dimension.
+/// Resizes an image `[batch, channels, height, width]` to `height` x `width`. Each element is the nearest element of
+/// the input. The new size may be larger or smaller by any factor in each dimension.
 ///
-/// This is [`Tensor::upsample_nearest2d`] with a correct gradient: the sum of the gradients of all copies.
+/// This is [`Tensor::upsample_nearest2d`] with a correct gradient: an input element gets the sum of the gradients of
+/// all its copies.
 ///
 /// # Errors
 /// Fails if the input has a different number of dimensions or no elements, or if a size is 0.
@@ -41,8 +43,8 @@ pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Ten
 }
 
 /// Resizes an image `[batch, channels, height, width]` to `height` x `width`. Each element is the mean of the four
-/// elements around its position, weighted by distance. With `align_corners` the centres of the corner elements stay in
-/// place, otherwise their outer edges (as in PyTorch).
+/// elements around its position, weighted by distance. With `align_corners`, the centers of the corner elements stay in
+/// place; otherwise their outer edges do (as in PyTorch).
 ///
 /// This is [`Tensor::upsample_bilinear2d`] with a gradient, which Candle's version does not have.
 ///

@@ -1,9 +1,9 @@
 //! The memory that this process may still allocate: the system's available memory, within the limits of its control
 //! groups.
 //!
-//! A container, a Slurm job or a systemd scope limits memory in the process's group or in one above it, by version 1 or
-//! 2 of the kernel's interface, and not always with a separate view of the file system. Therefore the group is found
-//! through `/proc/self/cgroup` and `/proc/self/mountinfo`.
+//! A container, a Slurm job or a systemd scope limits memory in the process's group or in one above it, through version
+//! 1 or 2 of the kernel's interface, and does not always have its own view of the file system. Therefore the group is
+//! found through `/proc/self/cgroup` and `/proc/self/mountinfo`.
 
 use std::path::{Path, PathBuf};
 
@@ -111,7 +111,7 @@ impl CgroupMount {
     }
 }
 
-/// Decodes a word of `mountinfo`, in which blanks are written as `\040`.
+/// Decodes a word of `mountinfo`, in which spaces are written as `\040`.
 fn unescaped(word: &str) -> String {
     [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
         .iter()

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 /// The way in which files of offloaded state are accessed.
 ///
-/// Measured on a virtual disk, GB/s (cold reads; writes with a sync at their end): without the page cache 2.5 to 3.6 and
-/// 4 to 6, through it 2.0 to 3.3 and 3.5, through a mapping 1 to 2 and 1.2 to 2. State that the page cache holds is
-/// read at 20 to 40 through it, and 7 to 15 through a mapping.
+/// Measured on a virtual disk, in GB/s (cold reads; writes including a final sync): without the page cache 2.5 to 3.6
+/// and 4 to 6, through it 2.0 to 3.3 and 3.5, through a mapping 1 to 2 and 1.2 to 2. State that is already in the page
+/// cache is read at 20 to 40 through it, and at 7 to 15 through a mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -45,7 +45,7 @@ impl fmt::Display for DiskAccess {
     }
 }
 
-/// The current access. It may change while requests are pending, because all ways see the same bytes.
+/// The current access. It may change while requests are pending, because all kinds of access see the same bytes.
 #[derive(Debug)]
 pub(super) struct AtomicDiskAccess(AtomicU8);
 
@@ -68,7 +68,7 @@ impl AtomicDiskAccess {
         DiskAccess::ALL[usize::from(self.0.load(Ordering::Relaxed))]
     }
 
-    /// Returns the access to a file, which may not allow the chosen one.
+    /// Returns the access to use for a file, which may not allow the chosen one.
     pub fn of_file(&self, allows_direct: bool) -> DiskAccess {
         match self.get() {
             DiskAccess::Direct if !allows_direct => DiskAccess::Mapped,

@@ -5,13 +5,13 @@
 //!   reserve, fill -> 3 rounds of [write, read] by every access                  sequential
 //!                 -> 3 rounds of [plain loops, pipeline with 4 pairs of flags]  optimizer step
 //!                 -> the update without files, in memory
-//!                 -> 3 rounds of the pipeline with no flag and with both, with an update as long as the disk's time
+//!                 -> 3 rounds of the pipeline with no flag and with both, with an update as long as the disk access
 //!                 -> 3 rounds of the pipeline with 15 pairs of block size and queue depth (sweep)
 //! ```
 //!
 //! Every pass begins with none of its files in the page cache, and ends when everything that it wrote is on the disk.
-//! Compared passes take turns, because the bandwidth of a disk that others use changes from minute to minute. Medians
-//! count.
+//! Passes that are compared take turns, because the bandwidth of a disk that others use changes from minute to minute.
+//! The reported times are medians.
 
 use super::aligned_buffer::AlignedBuffer;
 use super::disk_access::DiskAccess;
@@ -40,11 +40,12 @@ const ROUNDS: usize = 3;
 /// The bytes of one system call of the plain loops.
 const PLAIN_BLOCK: usize = 1 << 20;
 
-/// The bytes of one transfer of the sequential passes: like a stream of f32 in a window of the step, with direct
+/// The bytes of one transfer of the sequential passes: as many as one f32 stream of a window has in a step with direct
 /// access.
 const CHUNK: usize = 16 << 20;
 
-/// The step's kinds of state, in the order of its streams: kind, name, dtype, read, written. Adam with bf16 parameters.
+/// The step's kinds of state, in the order of its streams: kind, name, dtype, whether it is read, whether it is
+/// written. They are those of Adam with bf16 parameters.
 const STREAMS: [(MemoryKind, &str, DType, bool, bool); 5] = [
     (MemoryKind::Parameters, "parameters", DType::BF16, false, true),
     (MemoryKind::MasterWeights, "master weights", DType::F32, true, true),
@@ -60,7 +61,7 @@ const SWEEP_DEPTHS: [usize; 5] = [1, 4, 8, 16, 32];
 /// The settings of a measurement.
 #[derive(Debug, Clone)]
 pub struct DiskBenchSettings {
-    /// The folder, like `nvme_path`.
+    /// The folder, as given in `nvme_path`.
     pub folder: PathBuf,
     /// The total bytes of all files. At least one page of every file is used.
     pub bytes: u64,
@@ -81,8 +82,8 @@ pub struct DiskBench {
     pub aio: IoRequestSettings,
     /// Whether the file system allows access without the page cache.
     pub direct_is_possible: bool,
-    /// The largest part of the files that was in the page cache at the beginning of a pass, by samples. `None` if the
-    /// system does not report it.
+    /// The largest part of the files that was in the page cache at the beginning of a pass, estimated from samples.
+    /// `None` if the system does not report it.
     pub cached_at_start: Option<f64>,
     /// The sequential passes, by access.
     pub sequential: Vec<SequentialBench>,
@@ -97,9 +98,9 @@ pub struct DiskBench {
 pub struct IoRequestSettings {
     /// The bytes of a request.
     pub block_size: usize,
-    /// The number of pending requests for each of `intra_op_parallelism`.
+    /// The number of pending requests per unit of `intra_op_parallelism`.
     pub queue_depth: usize,
-    /// The factor of `queue_depth`.
+    /// The factor by which `queue_depth` is multiplied.
     pub intra_op_parallelism: usize,
 }
 
@@ -144,7 +145,7 @@ pub struct StepBench {
     pub pipeline: Vec<PipelineBench>,
     /// The update of the same number of elements, in memory.
     pub update: PassTiming,
-    /// The pipeline with an update that takes as long as the disk.
+    /// The pipeline with an update that takes as long as the disk access.
     pub balanced: DiskOverlapBench,
 }
 
@@ -213,9 +214,9 @@ impl PassTiming {
     }
 }
 
-/// Measures a folder, which is locked meanwhile as for a job. `tell` is called with the number of finished passes,
-/// their total number and the next pass. The files have no name, and are gone when this returns or when the process
-/// ends.
+/// Measures a folder, which is locked meanwhile, as it is for a job. `tell` is called with the number of finished
+/// passes, their total number and the next pass. The files have no name, and are gone when this returns or when the
+/// process ends.
 ///
 /// # Errors
 /// The folder is unusable or in use, its disk is too small (before anything is written), or a file operation fails.
@@ -292,7 +293,8 @@ impl DiskBenchRun<'_> {
         // also makes writes like those of a step.
         io.choose(if accesses.contains(&DiskAccess::Direct) { DiskAccess::Direct } else { DiskAccess::Cached });
         self.time("filling the files", |files| files.pass(io, true, &mut buffers))?;
-        // Space that was never written is not read from the disk.
+        // Space that was never written is not read from the disk, so what this pass found in the page cache does not
+        // count.
         self.cached = None;
         let mut rounds = vec![[Vec::new(), Vec::new()]; accesses.len()];
         for _ in 0..ROUNDS {
@@ -404,7 +406,7 @@ impl DiskBenchRun<'_> {
 struct BenchFiles {
     arenas: Vec<Arc<FileArena>>,
     streams: Vec<StateStream<FileExtent>>,
-    /// The engine's choice for files that the page cache cannot hold.
+    /// The access that the engine chooses for files that the page cache cannot hold.
     access: DiskAccess,
     elements: usize,
     /// The number of elements of a window of the step.
@@ -418,8 +420,8 @@ impl BenchFiles {
         let per_element: usize = STREAMS.iter().map(|s| s.2.size_in_bytes()).sum();
         let per_step = (per_element * STEP) as u64;
         let steps = (bytes / per_step).max(1);
-        // Checked before the space is reserved: a file system may hand out everything that it has before it finds that
-        // this is not enough.
+        // Checked before the space is reserved: a file system may hand out all of its space before it finds that this
+        // is not enough.
         if folder.available() < steps.saturating_mul(per_step) {
             folder.ask_for(bytes);
             return Err(folder.refused());
@@ -559,7 +561,7 @@ impl DiskBenchAdam {
         Self { optimizer: from_config(&OptimizerConfig::Adam(config)), step: 0 }
     }
 
-    /// Updates the data of a window's streams, which come in their order.
+    /// Updates the data of a window's streams, which come in the order of [`STREAMS`].
     fn update<'a>(&mut self, mut streams: impl Iterator<Item = FlatMut<'a>>) {
         let mut next = || streams.next().expect("a window has all streams");
         let half = next();
@@ -569,14 +571,14 @@ impl DiskBenchAdam {
         };
         let (master, mut moments) = (f32s(), [f32s(), f32s()]);
         let grad = next();
-        // The number only scales the result; it must be above 0.
+        // The step number only scales the result; it must be above 0.
         self.step += 1;
         let ctx = StepContext::new(1e-3, self.step);
         self.optimizer.update(&ctx, master, grad.as_ref(), &mut moments, Some(half));
     }
 }
 
-/// Creates bytes that are numbers between 0.007 and 1 as bf16 and as f32, and that no disk can compress.
+/// Creates bytes that no disk can compress, and that are numbers between 0.007 and 1 when read as bf16 or as f32.
 fn pattern(len: usize) -> AlignedBuffer {
     let mut buffer = AlignedBuffer::new(len);
     let mut state = 0x9e37_79b9_7f4a_7c15u64;

@@ -37,7 +37,7 @@ pub enum OffloadError {
     Space {
         /// The folder of `nvme_path`.
         path: PathBuf,
-        /// The bytes of all files on that disk, of all ranks; after the first step, of this rank.
+        /// The bytes of the files of all ranks on that disk; after the first step, of this rank only.
         needed: u64,
         /// The bytes that the file system can give to these files, including those that they already have.
         available: u64,
@@ -51,7 +51,7 @@ pub enum OffloadError {
     Memory {
         /// The folder of `nvme_path`.
         path: PathBuf,
-        /// The bytes of all files on that file system, of all ranks; after the first step, of this rank.
+        /// The bytes of the files of all ranks on that file system; after the first step, of this rank only.
         needed: u64,
         /// The bytes of memory that were free when the folder was opened.
         available: u64,

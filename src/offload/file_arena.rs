@@ -78,8 +78,8 @@ impl FileArena {
     ) -> Result<Arc<Self>> {
         let cached = folder.unnamed_file()?;
         let direct = open_direct(&cached);
-        // A file that is copied on every write (btrfs) would request space again and again. Other file systems lack
-        // this flag.
+        // If the file system copied the file on every write (btrfs), it would request space again and again. Other file
+        // systems lack this flag.
         let _ = ioctl_getflags(&cached).and_then(|flags| ioctl_setflags(&cached, flags | IFlags::NOCOW));
         let held = ledger.hold_in(MemoryTier::File, kind, 0);
         Ok(Arc::new(Self {

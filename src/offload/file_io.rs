@@ -4,7 +4,7 @@
 //!   read / write  -> cut into blocks -> queue -> thread: pread, pwrite or copy -> last block done -> wait returns
 //! ```
 //!
-//! Blocking threads are as fast here as asynchronous system calls at the block sizes that suit disks (measured), and
+//! At the block sizes that suit disks, blocking threads are as fast as asynchronous system calls (measured), and they
 //! work on every file system. A transfer owns its buffer until it is waited for, so nothing else can touch memory that
 //! the system is filling. An extent of a file takes part in one transfer at a time: a reader of written data must wait
 //! for the write first.
@@ -118,7 +118,7 @@ struct FileTransferState<B> {
     error: Option<Error>,
 }
 
-/// Returns the number of requests that run at a time.
+/// Returns the number of requests that run at the same time.
 pub(crate) fn threads(aio: &Aio) -> usize {
     aio.queue_depth.saturating_mul(aio.intra_op_parallelism).clamp(1, MAX_THREADS)
 }
@@ -153,7 +153,7 @@ impl FileIo {
         // Under the lock: no thread is then between its check of the access and its wait.
         let queue = self.shared.lock();
         self.shared.chosen.set(access);
-        // Idle threads free the memory that they keep for another access, before they receive further requests.
+        // Before idle threads receive further requests, they free the memory that the new access does not need.
         self.shared.wanted.notify_all();
         if !self.shared.chosen.is_direct() {
             drop(self.shared.idle.wait_timeout_while(queue, ACCESS_CHANGE_TIMEOUT, |queue| queue.holding > 0));
@@ -255,7 +255,8 @@ impl FileIoShared {
         loop {
             let mut queue = self.lock();
             let request = loop {
-                // Done even if a request is already waiting: its memory must not come on top.
+                // Done even if a request is already waiting: the memory for it must not be added to what this thread
+                // keeps.
                 if !self.chosen.is_direct() {
                     bounce = BounceBuffer::default();
                 }
@@ -304,7 +305,7 @@ impl FileIoShared {
             IoDirection::Read => arena.read(access, at, memory, bounce),
             IoDirection::Write => arena.write(access, at, memory, bounce),
         }));
-        let result = done.unwrap_or_else(|_| Err(std::io::Error::other("a thread for files panicked")));
+        let result = done.unwrap_or_else(|_| Err(std::io::Error::other("a file access thread panicked")));
         self.meter.end(moved);
         batch.is_over(result.map_err(|e| arena.error(direction.name(), e)), self);
     }
@@ -322,7 +323,7 @@ impl<B: TransferBuffer> BlockCompletion for FileTransferShared<B> {
         if state.left == 0 {
             let dropped = state.finish(&mut queue);
             drop(queue);
-            // Before any thread learns that the transfer is over: its memory counts until it is freed.
+            // Dropped before any thread learns that the transfer is over: its memory counts until it is freed.
             drop(dropped);
             drop(state);
             self.over.notify_all();
@@ -407,7 +408,8 @@ mod tests {
 
         #[test]
         fn what_is_written_is_read_whatever_the_pieces(
-            // The pages between pieces, and for each piece the elements before it in memory and its elements.
+            // The number of pages between pieces, and for each piece the number of elements before it in memory and in
+            // it.
             pieces in proptest::collection::vec((0usize..3, 0usize..50, 1usize..5000), 0..6),
             block_size in 0usize..20_000,
             threads in 0usize..5,

@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The prefix of file names on file systems that do not support files without a name. Files have a name only for a
-/// moment.
+/// The prefix of file names on file systems that do not support files without a name. There, a file has a name only for
+/// a moment.
 const FILE_PREFIX: &str = ".candle-zero-offload-";
 
 /// The time for which a killed process may still hold the folder.
@@ -27,14 +27,14 @@ const TMPFS_RESERVE_DIVISOR: u64 = 16;
 #[derive(Debug)]
 pub(crate) struct OffloadFolder {
     path: PathBuf,
-    /// The lock of the first rank, held as long as this lives. The engines of a process share the lock.
+    /// The lock of the first rank, held as long as this value lives. The engines of a process share the lock.
     _lock: Option<Arc<FolderLock>>,
     /// The bytes that this rank's files have received, and the bytes that they have requested.
     got: AtomicU64,
     asked: AtomicU64,
     /// Whether a file's request was refused.
     is_full: AtomicBool,
-    /// The bytes that were free when the folder was opened, and the number of the file system.
+    /// The bytes that were free when the folder was opened, and the device number of the file system.
     free: u64,
     device: u64,
     /// The memory that files occupy, if they lie in memory.
@@ -117,7 +117,7 @@ impl OffloadFolder {
         unnamed_file(&self.path)
     }
 
-    /// Removes files of a job that died at the moment when they had a name.
+    /// Removes the files of a job that died at the moment when they had a name.
     fn remove_leftovers(&self) {
         let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
         for entry in entries.filter(|e| e.file_name().to_string_lossy().starts_with(FILE_PREFIX)) {
@@ -126,8 +126,8 @@ impl OffloadFolder {
         }
     }
 
-    /// Asks for `bytes` that a file is about to reserve. Returns whether it may try. In memory it may not if they would
-    /// not fit, because the system would grant them, and kill a process for it later.
+    /// Asks for `bytes` that a file is about to reserve. Returns whether it may try. On tmpfs it may not if they would
+    /// not fit in memory: the system would grant them, and later kill a process for lack of memory.
     pub fn ask_for(&self, bytes: u64) -> bool {
         self.asked.fetch_add(bytes, Ordering::Relaxed);
         let Some(TmpfsMemory { free, now, is_full }) = &self.memory else { return true };
@@ -193,7 +193,7 @@ fn unnamed_file(folder: &Path) -> Result<File> {
         Err(rustix::io::Errno::ACCESS | rustix::io::Errno::ROFS) => "it is read-only for this user".into(),
         Err(_) => match tempfile::Builder::new().prefix(FILE_PREFIX).tempfile_in(folder) {
             Ok(file) => return Ok(file.into_file()),
-            // Its own text names a file that the user does not know.
+            // The error's own text names a file that the user does not know.
             Err(error) => error.kind().to_string(),
         },
     };

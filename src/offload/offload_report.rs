@@ -71,7 +71,7 @@ impl IoMeter {
         counts.since.get_or_insert_with(Instant::now);
     }
 
-    /// Ends a request. The argument has the bytes that it read and wrote.
+    /// Ends a request that has read and written these numbers of bytes.
     pub fn end(&self, [read, written]: [usize; 2]) {
         let mut counts = self.lock();
         counts.report.bytes_read += read as u64;

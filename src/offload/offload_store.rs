@@ -36,12 +36,12 @@ pub(crate) struct OffloadStore {
     ledger: MemoryLedger,
 }
 
-/// The content of a file: one kind of state, and for kinds whose sub-groups grow side by side, of one class of
-/// parameters.
+/// The content of a file: one kind of state. For kinds whose sub-groups grow side by side, it is the state of one class
+/// of parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct StateFileContent {
     pub kind: MemoryKind,
-    /// The name in messages; for optimizer states, that of the state.
+    /// The name in messages; for optimizer states, the name of the state.
     pub name: &'static str,
     pub class: Option<ParamClass>,
 }
@@ -105,7 +105,7 @@ impl OffloadStore {
         lock(&self.files).clear();
     }
 
-    /// Chooses, after everything has its storage, the file access from now on, by the size of the files.
+    /// Once everything has its storage, chooses the file access from now on by the size of the files.
     pub fn choose_access(&self, world_size: usize) -> DiskAccess {
         let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(world_size as u64);
         // A file that does not allow direct access is mapped. If no file allows it, mapping is chosen, and reported.

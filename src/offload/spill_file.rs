@@ -1,4 +1,4 @@
-//! Inputs that recomputing units keep in a file from their forward to their backward.
+//! Inputs that recomputing units keep in a file from forward to backward.
 
 use super::aligned_buffer::ALIGN;
 use super::file_arena::{ArenaPiece, FileArena};

@@ -6,8 +6,8 @@
 //!   pipeline_write  write k-1 |
 //! ```
 //!
-//! Without a flag, the corresponding transfer is waited for. There are as many sets of buffers as windows at a time:
-//! one, two or three.
+//! If a flag is off, the step waits for the corresponding transfer. There are as many sets of buffers as there are
+//! windows in memory at a time: one, two or three.
 
 use super::aligned_buffer::ALIGN;
 use super::aligned_buffer::AlignedBuffer;
@@ -27,7 +27,7 @@ fn longest(access: DiskAccess) -> usize {
     if access == DiskAccess::Direct { 4 << 20 } else { 256 << 10 }
 }
 
-/// The number of elements after which the position in every file is one at which requests may begin.
+/// In every file, requests may begin at multiples of this number of elements.
 pub(crate) const STEP: usize = ALIGN / 2;
 
 /// The settings for a sweep through files.
@@ -50,7 +50,7 @@ impl Default for WindowSettings {
 }
 
 impl WindowSettings {
-    /// Creates the settings. `optimizer` has those of optimizer states in files, if they lie in files.
+    /// Creates the settings. `optimizer` has the settings of optimizer states, if these lie in files.
     pub fn new(optimizer: Option<&OffloadOptimizer>, access: DiskAccess) -> Self {
         match optimizer {
             Some(OffloadOptimizer { pipeline_read, pipeline_write, buffer_count, .. }) => Self {
@@ -117,7 +117,7 @@ impl StagedState {
     }
 }
 
-/// Returns the number of elements of a window, such that `buffer_count` buffers of `largest` f32 elements hold all
+/// Returns the number of elements of a window such that `buffer_count` buffers of `largest` f32 elements hold all
 /// `buffers` of the pipeline.
 fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: usize) -> usize {
     let room = (largest as u128 * buffer_count as u128 / buffers.max(1) as u128).min(longest(access) as u128) as usize;

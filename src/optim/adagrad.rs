@@ -78,7 +78,7 @@ impl Optimizer for Adagrad {
 #[derive(Debug, Clone, Copy)]
 struct AdagradConstants {
     grad_scale: f32,
-    /// The factor of the parameter that is added to the gradient (weight decay).
+    /// The multiple of the parameter that is added to the gradient (weight decay).
     l2: f32,
     lr: f32,
     eps: f32,

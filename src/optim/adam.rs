@@ -35,13 +35,13 @@ struct AdamConstants {
     beta2: f32,
     one_minus_beta1: f32,
     one_minus_beta2: f32,
-    /// The factor of the parameter that is added to the gradient. 0 with decoupled decay.
+    /// The multiple of the parameter that is added to the gradient. 0 with decoupled decay.
     l2: f32,
-    /// The factor of the parameter that is subtracted from it, lr x decay. 0 with L2 decay.
+    /// The multiple of the parameter that is subtracted from it, lr x decay. 0 with L2 decay.
     decay: f32,
     /// The step size, lr / (1 - b1^t).
     step_size: f32,
-    /// The factor of the root of the second moment, 1 / sqrt(1 - b2^t).
+    /// The factor by which the square root of the second moment is multiplied, 1 / sqrt(1 - b2^t).
     root_scale: f32,
     eps: f32,
 }

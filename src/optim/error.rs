@@ -59,7 +59,7 @@ pub enum OptimError {
     ScheduleValue {
         /// The kind of value.
         what: &'static str,
-        /// The number of the optimizer step, from 1; skipped steps do not count.
+        /// The number of the optimizer step, counted from 1; skipped steps do not count.
         step: i64,
         /// The value of the schedule.
         found: f64,

@@ -33,7 +33,7 @@ impl OptimizerGroup {
         self.set_lr.unwrap_or_else(|| self.schedule.lr())
     }
 
-    /// Drops the rate that was set after a step of the schedule, if there is a schedule.
+    /// After a step of the schedule, if there is one, drops the rate that was set.
     fn follow_schedule(&mut self) {
         self.set_lr = self.set_lr.filter(|_| !self.is_scheduled);
     }
@@ -47,8 +47,8 @@ pub(crate) struct GroupStepSettings<'a> {
 }
 
 impl GroupedOptimizer {
-    /// Settles the groups of registered parameters (given by the group number of each parameter), and gives each group
-    /// its schedule: the user's `own`, or the configuration's. Also returns the numbers of the user's groups that
+    /// Settles the groups of registered parameters (given by the number of each parameter's group), and gives each
+    /// group its schedule: the user's `own`, or the configuration's. Also returns the indices of the user's groups that
     /// select nothing.
     ///
     /// # Errors
@@ -91,7 +91,7 @@ impl GroupedOptimizer {
         Ok((Self { grouping, groups }, empty))
     }
 
-    /// Returns the numbers of the groups whose rate was given by the user but is ignored by their schedule.
+    /// Returns the indices of the groups whose rate was given by the user but is ignored by their schedule.
     pub fn with_ignored_rates(&self) -> Vec<usize> {
         (0..self.groups.len()).filter(|group| self.groups[*group].ignores_own_rate).collect()
     }

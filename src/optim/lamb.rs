@@ -26,7 +26,7 @@ const CHUNK: usize = 64 * SQUARES_BLOCK;
 /// size, outside of `c`. The betas are first rounded to f32.
 ///
 /// The pass that sums squares changes nothing: it computes `u` from the new moments without storing them, and the
-/// update computes it again. So moments in files are written only once per step.
+/// update computes it again. Moments in files are therefore written only once per step.
 #[derive(Debug)]
 pub(super) struct Lamb {
     config: LambConfig,
@@ -140,7 +140,7 @@ struct LambConstants {
     one_minus_beta2: f32,
     /// The number added to the second moment. 0 unless `eps_inside_sqrt` is set.
     eps_inside: f32,
-    /// The number added to the root of the second moment. 0 if `eps_inside_sqrt` is set.
+    /// The number added to the square root of the second moment. 0 if `eps_inside_sqrt` is set.
     eps_outside: f32,
     decay: f32,
     /// The step size, lr sqrt(1 - b2^t) / (1 - b1^t).

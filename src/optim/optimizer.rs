@@ -17,7 +17,7 @@ pub struct StepContext {
     pub eps: Option<f64>,
     /// The weight decay of a [`ParameterGroup`](super::ParameterGroup); `None` means the optimizer's own.
     pub weight_decay: Option<f64>,
-    /// The number of this step, from 1. Skipped steps are not counted.
+    /// The number of this step, counted from 1. Skipped steps are not counted.
     pub step: u64,
     /// The factor that every gradient element is first multiplied by: 1 / (loss scale x clip factor). See
     /// [`gradient_multiplier`](crate::precision::gradient_multiplier).
@@ -107,11 +107,11 @@ pub trait Optimizer: Send + Sync {
     }
 
     /// Returns the names of the state buffers that [`update`](Self::update) expects, in order, as in DeepSpeed's
-    /// checkpoints. Each buffer is f32, as long as the parameter, and starts with zeros.
+    /// checkpoints. Each buffer is f32, has the length of the parameter, and starts with zeros.
     fn state_names(&self) -> &'static [&'static str];
 
-    /// Returns the format in which state number `state` of [`state_names`](Self::state_names) is stored between steps.
-    /// The default is f32.
+    /// Returns the format in which the state at index `state` of [`state_names`](Self::state_names) is stored between
+    /// steps. The default is f32.
     fn state_format(&self, state: usize) -> StateFormat {
         _ = state;
         StateFormat::F32
@@ -144,7 +144,7 @@ pub trait Optimizer: Send + Sync {
 
     /// Returns whether the optimizer trains a parameter of this name and shape. The name is empty if a group has set
     /// [`use_muon`](super::ParameterGroup::use_muon); then only the shape decides. All other parameters are trained by
-    /// its [`auxiliary`](Self::auxiliary). Without an auxiliary it must accept all parameters.
+    /// the [`auxiliary`](Self::auxiliary). Without an auxiliary it must accept all parameters.
     fn takes(&self, name: &str, shape: &[usize]) -> bool {
         _ = (name, shape);
         true
@@ -156,7 +156,7 @@ pub trait Optimizer: Send + Sync {
     }
 
     /// Returns whether a kernel of this library can do [`update`](Self::update) on a GPU too, with states in f32 and
-    /// the same bits. If so, the GPU that runs the model also keeps the states. The default is false.
+    /// bit-identical results. If so, the GPU that runs the model also keeps the states. The default is false.
     #[doc(hidden)]
     fn has_kernel(&self) -> bool {
         false

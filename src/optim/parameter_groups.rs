@@ -127,11 +127,11 @@ impl ParameterGroup {
         self
     }
 
-    /// Keeps the parameters of this group in f32 in a 16-bit model, for example norms and routers: tensors, gradients
-    /// of the model and shares. They then have no master weights, and are gathered in f32. Their gradients are reduced
-    /// in `communication_data_type`, like all others. The model has to compute with tensors of both dtypes: layers of
-    /// [`candle_zero::nn`](crate::nn) do, whereas candle-nn's need a cast around them. In the configuration this is
-    /// `data_types.keep_in_fp32_modules`.
+    /// Keeps the parameters of this group, for example norms and routers, in f32 in a 16-bit model: the model's tensors
+    /// and gradients, and the shares. They then have no master weights, and are gathered in f32. Their gradients are
+    /// reduced in `communication_data_type`, like all others. The model has to compute with tensors of both dtypes:
+    /// layers of [`candle_zero::nn`](crate::nn) do, whereas candle-nn's need a cast around them. In the configuration
+    /// this is `data_types.keep_in_fp32_modules`.
     #[must_use]
     pub fn keep_f32(mut self) -> Self {
         self.keeps_f32 = true;
@@ -257,12 +257,12 @@ impl ParameterGrouping {
         })
     }
 
-    /// Returns the numbers of the given groups that freeze parameters.
+    /// Returns the indices of the given groups that freeze parameters.
     pub fn freezing(&self) -> impl Iterator<Item = usize> + '_ {
         self.given.iter().enumerate().filter(|(_, group)| group.is_frozen).map(|(index, _)| index)
     }
 
-    /// Returns the number of a parameter's group before groups are [settled](Self::settle).
+    /// Returns the number that stands for a parameter's group before groups are [settled](Self::settle).
     pub fn group(&self, name: &str, shape: &[usize]) -> usize {
         let given = self.given.iter().position(|group| group.selects(name, shape));
         let use_muon = given.and_then(|i| self.given[i].use_muon);

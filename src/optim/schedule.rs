@@ -50,7 +50,8 @@ pub trait LrSchedule: Send + Sync {
     fn lr(&self, applied: u64) -> f64;
 
     /// Returns the rate of a parameter group in that step. Groups are numbered as in
-    /// [`Engine::get_lr`](crate::Engine::get_lr). The default is the rate of all groups, whatever the group's own rate.
+    /// [`Engine::get_lr`](crate::Engine::get_lr). The default is the rate that all groups share, regardless of the
+    /// group's own rate.
     fn lr_of_group(&self, applied: u64, group: usize) -> f64 {
         _ = group;
         self.lr(applied)
@@ -94,7 +95,7 @@ pub(crate) const COMPARED_STEPS: [u64; 6] = [0, 1, 3, 30, 3000, 1_000_000];
 #[derive(Clone)]
 pub struct Schedule {
     rule: Arc<dyn LrSchedule>,
-    /// The number of the parameter group.
+    /// The index of the parameter group.
     group: usize,
     /// The optimizer's own momentum, or the group's.
     momentum: Momentum,
@@ -123,7 +124,7 @@ pub(crate) struct GroupBaseRates {
     pub momentum: Momentum,
     /// Whether the main optimizer has betas that a schedule may change. In DeepSpeed Muon has none.
     pub cycles: bool,
-    /// The number of the group, below `groups`.
+    /// The index of the group, below `groups`.
     pub group: usize,
     pub groups: usize,
 }
@@ -411,7 +412,7 @@ mod tests {
             cycle_second_stair_count: 3,
             ..OneCycleConfig::new(0.0, 1.0)
         };
-        // The height in sevenths and thirds, after this many steps.
+        // The height after this many steps, in stairs: sevenths on the way up, thirds on the way down.
         let height = |applied: u64, stairs: f64| one_cycle::lr(&config, 0, counter(applied)) * stairs;
         for applied in 0..=49 {
             assert!((height(applied, 7.0) - (applied / 7) as f64).abs() < 1e-12, "{applied}");

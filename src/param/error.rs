@@ -312,7 +312,7 @@ pub enum ParamError {
     },
     /// Tensors that belong to no parameter.
     #[error(
-        "{} holds tensors that the model does not have: {names}; is it the file of another model or size?",
+        "{} holds tensors that the model does not have: {names}; is it the file of a different model or size?",
         path.display()
     )]
     ExtraTensors {

@@ -29,10 +29,10 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// The number of a parameter in order of registration, equal on all ranks.
+/// The index of a parameter in order of registration, equal on all ranks.
 pub(crate) type ParamId = usize;
 
-/// The number of a unit.
+/// The index of a unit.
 pub(crate) type UnitId = usize;
 
 /// The unit of parameters outside of any unit, and of those that several units use.
@@ -53,14 +53,14 @@ pub(crate) struct Param {
     pub name: String,
     pub shape: Shape,
     pub numel: usize,
-    /// The number of elements that must lie on one rank together. An estimate sets it after the rest.
+    /// The number of elements that must lie on one rank together. An estimate sets it after the other fields.
     pub block: AtomicUsize,
     /// The storage and wire format of the weights.
     pub weights: WeightFormat,
     pub unit: UnitId,
     /// The part of the optimizer that trains the parameter while it is trained.
     pub role: OptimizerRole,
-    /// The number of weight updates before its own first one, that is, while it was frozen.
+    /// The number of weight updates that preceded its own first one, that is, while it was frozen.
     pub updates_before: AtomicU64,
     /// The index of its parameter group.
     pub group: usize,
@@ -72,7 +72,7 @@ pub(crate) struct Param {
 }
 
 impl Param {
-    /// Returns the same parameter with another weight format, for an estimate: absent.
+    /// Returns the same parameter for an estimate: absent, and with this weight format.
     pub fn held(&self, weights: WeightFormat) -> Self {
         Self {
             name: self.name.clone(),
@@ -105,7 +105,7 @@ impl Param {
         mesh.shard_len(self.cut())
     }
 
-    /// Returns the class, which determines its states, of the parameter when it is `trained` or frozen.
+    /// Returns the class of the parameter, which determines its states, when it is `trained` or frozen.
     pub fn class(&self, trained: bool) -> ParamClass {
         ParamClass::new(self.role, trained, self.weights)
     }

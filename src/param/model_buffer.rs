@@ -1,8 +1,8 @@
 //! Buffers: tensors of a model that are not parameters, such as running statistics, position ids and frequencies. Every
-//! rank holds them in full. They have no gradient, and the optimizer does not know them.
+//! rank holds them in full. They have no gradient, and the optimizer does not update them.
 //!
-//! The model gets a variable. `Var::from_tensor` of a variable is the same memory, so values that a layer sets
-//! (Candle's `BatchNorm` its running statistics) are saved, and brought to the other ranks.
+//! The model gets a variable. `Var::from_tensor` of a variable shares its memory, so values that a layer sets (such as
+//! the running statistics of Candle's `BatchNorm`) are saved and brought to the other ranks.
 
 use super::UnitId;
 use crate::error::{ParamError, Result};
@@ -10,7 +10,7 @@ use crate::memory::MemoryLedgerEntry;
 use crate::tensor::bytes;
 use candle_core::{DType, Tensor};
 
-/// The rule for synchronizing buffers between ranks. Each rank changes buffers by its own batches.
+/// The rule for synchronizing buffers between ranks. Each rank changes its buffers according to its own batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum BufferSync {
@@ -89,7 +89,7 @@ impl ModelBuffer {
     /// Checks that the buffer still has the elements with which it was requested.
     ///
     /// # Errors
-    /// [`ParamError::BufferChanged`] if something has replaced them by others.
+    /// [`ParamError::BufferChanged`] if something has replaced them.
     pub fn check(&self) -> Result<()> {
         let expected = (self.tensor.elem_count(), self.tensor.dtype());
         match bytes::held(&self.tensor).filter(|held| *held != expected) {

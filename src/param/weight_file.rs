@@ -34,8 +34,8 @@ impl WeightFile {
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
-        // SAFETY: the map is only read. A file that another process truncates meanwhile would raise SIGBUS; weights
-        // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
+        // SAFETY: the map is only read. A file that another process truncates meanwhile would raise SIGBUS; nothing in
+        // candle-zero writes weights in place, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let bad = |e: safetensors::SafeTensorError| {
             let why = match described_length(&map) {
@@ -85,7 +85,7 @@ impl WeightFile {
     }
 }
 
-/// Returns the length of a file by the header at its beginning, if the header is present.
+/// Returns the length of a file according to the header at its beginning, if the header is present.
 fn described_length(start: &[u8]) -> Option<u64> {
     let (length, rest) = start.split_first_chunk::<8>()?;
     let length = u64::from_le_bytes(*length);

@@ -15,7 +15,7 @@ use std::path::{Component, Path, PathBuf};
 pub const FILE_OF_FOLDER: &str = "model.safetensors";
 pub const INDEX_OF_FOLDER: &str = "model.safetensors.index.json";
 
-/// The maximum bytes of an index, which has a line of some hundred bytes for each tensor.
+/// The maximum bytes of an index, which has a line of about a hundred bytes for each tensor.
 const MAX_INDEX: u64 = 256 << 20;
 
 /// Memory-mapped safetensors files of f32, f16 or bf16 tensors.
@@ -24,7 +24,7 @@ pub struct WeightFiles {
     /// The file or index.
     path: PathBuf,
     files: Vec<WeightFile>,
-    /// The file that has each tensor.
+    /// The file that contains each tensor.
     places: BTreeMap<String, usize>,
 }
 
@@ -148,7 +148,7 @@ impl WeightFiles {
 }
 
 /// Returns the names that a parameter may have in files, the likeliest first. Hugging Face saves a GPT-2 with a
-/// language model's head under `transformer.`, and one without a head, like the published files, without that prefix.
+/// language-modeling head under `transformer.`, and one without a head, like the published files, without that prefix.
 /// Other models use `model.` or `bert.` in the same way, and a language model inside a vision model also has
 /// `language_model.`. The oldest BERTs use TensorFlow's names for the parameters of norms.
 fn names_in_files(parameter: &str) -> Vec<String> {

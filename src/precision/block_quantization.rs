@@ -21,7 +21,7 @@ pub const BLOCK: usize = 128;
 /// The bytes of a scale.
 const SCALE: usize = size_of::<f32>();
 
-/// Adding this number leaves an integer of small magnitude, rounded to nearest even, in the low bits of an f32.
+/// Adding this number to an f32 of small magnitude leaves its nearest integer (ties to even) in the low bits.
 const TO_INTEGER: f32 = 12_582_912.0; // 1.5 * 2^23
 
 /// An integer format that represents floats.
@@ -270,7 +270,7 @@ mod tests {
 
     #[test]
     fn numbers_of_16_bits_are_coded_as_the_same_numbers_in_f32() {
-        // Some hundred blocks and a partial one, each with a separate scale.
+        // A few hundred blocks and a partial one, each with a separate scale.
         let values: Vec<f32> = (0..30_001).map(|i| ((i * 7919) % 1009) as f32 - 504.0 + (i / BLOCK) as f32).collect();
         for dtype in [DType::BF16, DType::F16] {
             let flat = Flat::from_f32(values.clone(), dtype);

@@ -16,7 +16,7 @@ const CHUNK: usize = 128 * 1024;
 const BLOCK: usize = 1024;
 
 impl FlatMut<'_> {
-    /// Copies `src` of equal length times `factor`. The product is computed in f32 and rounded once.
+    /// Copies `src`, of equal length, times `factor`. The product is computed in f32 and rounded once.
     pub fn copy_scaled(self, src: FlatRef<'_>, factor: f32) {
         if factor == 1.0 {
             return self.copy_cast(src);
@@ -29,12 +29,12 @@ impl FlatMut<'_> {
         scale(self, factor);
     }
 
-    /// Adds `src` of equal length times `factor` in f32, and rounds once.
+    /// Adds `src`, of equal length, times `factor` in f32, and rounds once.
     pub fn add_scaled(self, src: FlatRef<'_>, factor: f32) {
         add_scaled(self, src, factor);
     }
 
-    /// Copies `src` of equal length, cast with rounding to nearest even.
+    /// Copies `src`, of equal length, cast with rounding to nearest even.
     pub fn copy_cast(self, src: FlatRef<'_>) {
         copy(self, src);
     }
@@ -128,7 +128,7 @@ fn map(mut dst: FlatMut<'_>, src: FlatRef<'_>, f: impl Fn(f32, f32) -> f32) {
         (FlatMut::F32(d), FlatRef::BF16(s)) => return map_direct(d, s, f),
         (FlatMut::BF16(d), FlatRef::F32(s)) => return map_direct(d, s, f),
         (FlatMut::BF16(d), FlatRef::BF16(s)) => return map_direct(d, s, f),
-        // The conversions of f16 are instructions for slices.
+        // The instructions that convert f16 work on slices.
         (FlatMut::F16(_), _) | (_, FlatRef::F16(_)) => {}
     }
     let (mut a, mut b) = ([0f32; BLOCK], [0f32; BLOCK]);
@@ -216,7 +216,7 @@ mod tests {
 
     const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-    /// Returns every bf16 and f16, and f32 around the ties between them.
+    /// Returns every bf16 and f16 number, and f32 numbers around the ties between them.
     fn every_kind_of_number() -> Vec<f32> {
         let bits = (0..=u16::MAX)
             .flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| u32::from(high) << 16 | low));

@@ -198,7 +198,7 @@ impl Flat {
         }
         let bytes = len * self.dtype().size_in_bytes();
         let start: *mut MaybeUninit<u8> = each!(Flat, self, v => v.as_mut_ptr().cast());
-        // SAFETY: the allocation has room for `len` elements, is borrowed mutably as long as the result, and
+        // SAFETY: the allocation has room for `len` elements, is borrowed mutably for as long as the result, and
         // uninitialized bytes are not claimed to be initialized.
         unsafe { std::slice::from_raw_parts_mut(start, bytes) }
     }

@@ -3,7 +3,7 @@
 //! f16 gradients underflow. Multiplying the loss by a scale lifts them into range, and dividing the gradients by it
 //! before the update removes it again. A dynamic scale grows while no gradient overflows, and shrinks on overflow.
 //!
-//! DeepSpeed has two rules for a dynamic scale, and both are implemented here: stages 1 to 3 tolerate `fp16.hysteresis`
+//! DeepSpeed has two rules for a dynamic scale, and both are implemented: stages 1 to 3 tolerate `fp16.hysteresis`
 //! overflows and end the run when the scale cannot decrease any further. Stage 0 halves the scale at once and never
 //! ends the run.
 
@@ -12,7 +12,7 @@ use crate::error::{EngineError, Result};
 use crate::layout::ZeroStage;
 use serde::{Deserialize, Serialize};
 
-/// The factor of the loss, and its reaction to overflow.
+/// The factor by which the loss is multiplied, and its reaction to overflow.
 #[derive(Debug, Clone, PartialEq)]
 pub enum LossScaler {
     /// No scaling, for f32 and bf16.
@@ -38,7 +38,7 @@ pub struct DynamicLossScale {
     scale: f64,
     min: f64,
     window: u64,
-    /// `fp16.hysteresis`: the number of overflows of which the last halves the scale.
+    /// `fp16.hysteresis`: the number of overflows, the last of which halves the scale.
     patience: u32,
     /// The remaining hysteresis.
     patience_left: u32,

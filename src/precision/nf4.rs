@@ -8,8 +8,8 @@
 //! A byte holds two elements, the first in its high half, as in bitsandbytes. A partial block occupies the space of a
 //! full one. The scale of a block is its largest magnitude. With double quantization, the mean of the scales of 256
 //! blocks is subtracted, and they become codes of the [dynamic map](super::dynamic_map), as in bitsandbytes. However,
-//! bitsandbytes takes the mean over a complete tensor. Here, each group of 256 blocks has a separate mean, so that it
-//! can be packed independently of the others.
+//! bitsandbytes takes the mean over a complete tensor, whereas candle-zero takes a separate mean for each group of 256
+//! blocks, so that the group can be packed independently of the others.
 
 use super::cast::{narrow, widen};
 use super::dynamic_map::{MIN_SCALE, SIGNED as SCALES, largest};

@@ -16,7 +16,7 @@ pub(crate) struct RoundingDice {
 }
 
 impl RoundingDice {
-    /// Creates a separate source for every `seed`, name, state (by number) and step.
+    /// Creates a separate source for every `seed`, name, state (by index) and step.
     pub fn new(seed: u64, name: &str, state: u64, step: u64) -> Self {
         let key = mix(seed ^ fnv1a(name.as_bytes()));
         Self { key: mix(mix(key.wrapping_add(state)).wrapping_add(step)) }

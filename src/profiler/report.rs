@@ -40,7 +40,7 @@ impl ModuleProfile {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct FlopsProfile {
-    /// The number of the step, from 1.
+    /// The number of the step, counted from 1.
     pub step: u64,
     /// The number of ranks.
     pub world_size: usize,

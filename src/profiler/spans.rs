@@ -1,4 +1,4 @@
-//! The unit that the training thread works for, and the cost of that work.
+//! The unit that the training thread works on, and the cost of that work.
 //!
 //! ```text
 //!   forward    outside | unit | outside | unit | ... | outside        guards
@@ -85,7 +85,7 @@ pub(crate) fn begin_backward(unit: UnitId) {
     }
 }
 
-/// Marks that a unit's input has its gradient: the work that follows is outside of the unit, unless another one has
+/// Marks that a unit's input has its gradient: the work that follows is outside of the unit, unless another unit has
 /// begun.
 pub(crate) fn end_backward(unit: UnitId) {
     let runs = SPANS.with_borrow(|spans| spans.now.is_some_and(|(part, ..)| part == (MicroStepHalf::Backward, unit)));

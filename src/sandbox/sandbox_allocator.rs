@@ -42,7 +42,7 @@ pub(super) fn leave() {
 
 /// Counts `bytes` more, or fewer if negative.
 fn count(bytes: isize) {
-    // A thread that is ending has no account any more.
+    // A thread that is ending no longer has an account.
     _ = THREAD_ALLOCATIONS.try_with(|cell| {
         let mut account = cell.get();
         let Some(most) = account.most else { return };
@@ -61,7 +61,7 @@ fn count(bytes: isize) {
 }
 
 fn size(layout: Layout) -> isize {
-    // A layout is never larger.
+    // No layout is larger than `isize::MAX`.
     layout.size().cast_signed()
 }
 

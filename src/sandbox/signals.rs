@@ -1,6 +1,6 @@
 //! The end of a process that cannot continue: with an error, from any point in the program.
 //!
-//! A stack overflow and a failed allocation end a process by a signal. If that happens in sandboxed work, or for lack
+//! A stack overflow or a failed allocation kills a process by a signal. If that happens in sandboxed work, or for lack
 //! of memory, the signal's handler writes an error and ends the process itself. Handlers and allocators may neither
 //! allocate nor take locks: the text is written in pieces, by system calls.
 
@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
-/// The problem that is reported if memory runs out within this process' limits.
+/// The problem that is reported if memory runs out within this process's limits.
 pub(super) const PROCESS_LIMITS_PROBLEM: &str =
     "there is not enough memory within the limits of this process; raise them (ulimit -v, -d and -u)";
 
@@ -91,7 +91,7 @@ extern "C" fn aborted(signal: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc
     usual(signal);
 }
 
-/// The signals that have a handler here, and their previous actions.
+/// The signals for which this module has a handler, and their previous actions.
 static PREVIOUS_ACTIONS: OnceLock<[(libc::c_int, libc::sigaction); 3]> = OnceLock::new();
 
 /// Restores the previous action of `signal`: the signal is raised again when the handler returns.

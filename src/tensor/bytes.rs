@@ -89,12 +89,12 @@ float! {
     f64: |v| v, |v| v;
 }
 
-/// Returns whether tensors of this type can be converted to bytes here.
+/// Returns whether this module can convert tensors of this type to bytes.
 pub(crate) fn has_bytes(dtype: DType) -> bool {
     with_number!(dtype, T, V => size_of::<T>() > 0, _ => false)
 }
 
-/// Returns Candle's type for a tensor type of a safetensors file, if it is supported here.
+/// Returns Candle's type for a tensor type of a safetensors file, if this module supports it.
 pub(crate) fn dtype_in_file(dtype: InFile) -> Option<DType> {
     match dtype {
         // A byte that is 0 or 1.
@@ -103,7 +103,7 @@ pub(crate) fn dtype_in_file(dtype: InFile) -> Option<DType> {
     }
 }
 
-/// Returns the type in a safetensors file for a Candle type, if it is supported here.
+/// Returns the type in a safetensors file for a Candle type, if this module supports it.
 pub(crate) fn dtype_for_file(dtype: DType) -> Option<InFile> {
     IN_FILE.iter().find(|(own, _)| *own == dtype).map(|(_, in_file)| *in_file)
 }
@@ -144,7 +144,7 @@ pub(crate) fn to_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
 }
 
 /// Returns the number and type of the elements in a tensor's storage, regardless of its shape. Returns `None` for a
-/// tensor on a GPU, where no operation exchanges them.
+/// tensor on a GPU, where no operation replaces them.
 pub(crate) fn held(tensor: &Tensor) -> Option<(usize, DType)> {
     match &*tensor.storage_and_layout().0 {
         Storage::Cpu(values) => {

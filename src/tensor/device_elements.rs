@@ -94,7 +94,7 @@ pub(crate) fn change(tensor: &Tensor, change: impl FnOnce(DeviceFlatMut<'_>) -> 
         }
 
         fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
-            candle_core::bail!("the GPU's kernel received a tensor of the CPU")
+            candle_core::bail!("the GPU kernel received a tensor on the CPU")
         }
 
         fn cuda_fwd(&self, cuda: &mut CudaStorage, layout: &Layout) -> Result<()> {
@@ -103,7 +103,9 @@ pub(crate) fn change(tensor: &Tensor, change: impl FnOnce(DeviceFlatMut<'_>) -> 
             };
             match (lock(&self.0).take(), elements_mut(cuda, start..end)) {
                 (Some(change), Some(elements)) => change(elements),
-                _ => candle_core::bail!("elements that kernels do not write, of shape {:?}", layout.shape()),
+                _ => {
+                    candle_core::bail!("a tensor of shape {:?} has elements that kernels cannot write", layout.shape())
+                }
             }
         }
     }
@@ -130,7 +132,7 @@ pub(crate) fn take(tensor: &Tensor) -> Result<CudaStorage> {
         }
 
         fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
-            candle_core::bail!("the GPU's kernel received a tensor of the CPU")
+            candle_core::bail!("the GPU kernel received a tensor on the CPU")
         }
 
         fn cuda_fwd(&self, cuda: &mut CudaStorage, _: &Layout) -> Result<()> {

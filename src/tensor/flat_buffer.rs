@@ -1,7 +1,7 @@
 //! A flat buffer in host memory or in the memory of the GPU on which the model computes.
 //!
-//! Operations on buffers are the same in both, through [`ElementBuffer`], with the same bits. Values on a GPU are read
-//! and set through the host.
+//! Operations on buffers go through [`ElementBuffer`] in both, and give the same bits. Values on a GPU are read and set
+//! through the host.
 
 use crate::error::Result;
 use crate::precision::{ElementBuffer, Flat, FlatMut, FlatRef};
@@ -47,9 +47,9 @@ pub(crate) enum FlatBuffer {
 }
 
 #[cfg(feature = "cuda")]
-const NEEDS_HOST_BUFFERS: &str = "work on the host takes buffers of the host";
+const NEEDS_HOST_BUFFERS: &str = "work on the host takes buffers on the host";
 #[cfg(feature = "cuda")]
-const NEEDS_GPU_BUFFERS: &str = "work on a GPU takes buffers of the GPU";
+const NEEDS_GPU_BUFFERS: &str = "work on a GPU takes buffers on the GPU";
 #[cfg(feature = "cuda")]
 const NEEDS_ONE_PLACE: &str = "all buffers of an engine are in one place";
 

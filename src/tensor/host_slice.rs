@@ -7,7 +7,8 @@ use crate::precision::FlatRef;
 use candle_core::{Result, Tensor};
 use std::ops::Range;
 
-/// Passes elements `range` of a contiguous tensor to `look`, on the host; from another device only these are copied.
+/// Passes elements `range` of a contiguous tensor to `look`, on the host; if the tensor is on another device, only
+/// these elements are copied.
 pub(crate) fn with_part<T>(tensor: &Tensor, range: Range<usize>, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
     #[cfg(feature = "cuda")]
     if let Some(device) = gpu_of(tensor) {

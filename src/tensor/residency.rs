@@ -1,6 +1,6 @@
 //! Removal and replacement of a tensor's storage, while the model and the autograd graph hold the tensor.
 //!
-//! Candle's in-place operations pass `&mut CpuStorage` (`&mut CudaStorage`). A tensor keeps its dtype in a separate
+//! Candle's in-place operations pass `&mut CpuStorage` (or `&mut CudaStorage`). A tensor keeps its dtype in a separate
 //! field, so an absent parameter has an empty storage of a dtype that Candle refuses to compute with: using it is an
 //! error. (An empty storage of the true dtype would be read out of bounds by Candle's matmul.)
 
@@ -40,7 +40,7 @@ fn on_cuda(device: &CudaDevice, values: CpuStorage) -> Result<CudaStorage> {
 
 /// Returns whether `error` is, or may be, Candle's refusal to compute with an absent parameter.
 pub(crate) fn is_refusal(error: &Error) -> bool {
-    // Some CUDA operations name no dtype.
+    // The errors of some CUDA operations name no dtype.
     let nameless = ["Map1 does not", "internal error 'dtype mismatch in", "internal error 'Dummy types"];
     let text = error.to_string();
     names_absent(error) || nameless.iter().any(|n| text.contains(n))
@@ -98,7 +98,7 @@ fn from_storage(storage: CpuStorage) -> Result<Flat> {
     }
 }
 
-/// Swaps a tensor's storage, on any device, with another one, which is on the host.
+/// Swaps a tensor's storage, on any device, for one on the host.
 struct SwapStorage(Mutex<CpuStorage>);
 
 impl InplaceOp1 for SwapStorage {
@@ -196,7 +196,7 @@ pub(crate) fn fill(tensor: &Tensor, storage: Storage) -> Result<()> {
     change(tensor, &FillStorage(Mutex::new(Some(storage))))
 }
 
-/// Lets `change` modify a parameter's values on the host; from another device they are copied there and back.
+/// Lets `change` modify a parameter's values on the host; values on another device are copied there and back.
 pub(crate) fn with_values<T>(tensor: &Tensor, change: impl FnOnce(&mut Flat) -> T) -> Result<T> {
     let mut flat = from_storage(swap(tensor, absent())?)?;
     let result = change(&mut flat);

@@ -1,4 +1,4 @@
-//! The collection of a process' events: in memory, and periodically in a file of lines.
+//! The collection of a process's events: in memory, and periodically in a file of lines.
 
 use super::event::TimelineEvent;
 use super::job_timeline::PART_PREFIX;
@@ -15,11 +15,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// The writing period, which is the maximum time whose events a killed process loses.
+/// The interval between writes: a killed process loses at most the events of this period.
 const WRITE_INTERVAL: Duration = Duration::from_millis(250);
 /// The number of events in memory; the thread that records one more writes them.
 const MAX_BUFFERED_EVENTS: usize = 1 << 14;
-/// The maximum number of events of a process: no viewer opens a trace of more than some hundred MB.
+/// The maximum number of events of a process: no viewer opens a trace of more than a few hundred MB.
 const MAX_EVENTS: usize = 1 << 20;
 
 /// All sinks of this process. They are kept so that consecutive engines fill the same file.

@@ -11,7 +11,7 @@ use std::time::Instant;
 /// The recording context of a thread.
 #[derive(Default)]
 struct ThreadContext {
-    /// The engine that the thread works for, and the thread's lane there.
+    /// The engine that the thread works for, and the thread's lane in it.
     track: Option<(Arc<EngineTrack>, TimelineLane)>,
     /// The subject of the work.
     of: Option<Arc<str>>,

@@ -57,15 +57,15 @@ impl RankCore {
         run().map_err(|e| self.explain(e))
     }
 
-    /// Begins a call of the engine: forgets an earlier failure, and releases the remaining parameters of backwards that
-    /// are not the engine's.
+    /// Begins a call of the engine: forgets an earlier failure, and releases the remaining parameters of backward
+    /// passes that are not the engine's.
     fn begin_call(&self) -> Result<()> {
         self.forget_failure();
         lock(&self.gather).release_passed(self)
     }
 
-    /// Makes a backward that is not the engine's begin with the root's parameters. The engine's own gathers them
-    /// itself.
+    /// Makes a backward that is not the engine's gather the root's parameters first. The engine's own backward gathers
+    /// them itself.
     fn mark_output(self: &Arc<Self>, output: Tensor) -> candle_core::Result<Tensor> {
         let needed = output.track_op() && output.dtype().is_float() && !self.is_evaluating();
         if !needed || !self.shards_params() || !lock(&self.gather).has_params(ROOT) {
@@ -92,7 +92,7 @@ impl RankCore {
     /// parameter is gathered.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         self.begin_call()?;
-        // Failed backwards may have left gradients in the parameters' slots.
+        // Failed backward passes may have left gradients in the parameters' slots.
         abandon();
         self.begin_counting();
         let run = || {

@@ -8,7 +8,7 @@
 //! | `step/` | the optimizer step: vote, update, publish |
 //! | `transfer/` | pending collectives and copies between host and GPU |
 //! | `gpu/` | work on the GPU: packs gradients, steps a share that lies there, times the model's work |
-//! | `check/` | checks that gradients are right, and finds mistakes of a program or of ranks |
+//! | `check/` | checks that gradients are right, and finds mistakes in a program and ranks that differ |
 //!
 //! | file | contents |
 //! | --- | --- |

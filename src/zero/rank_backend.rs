@@ -1,9 +1,9 @@
 //! The interface of a rank that the decisions of a training step use.
 //!
 //! Decisions are written once, over [`RankBackend`]. They are carried out by the engine's core, or by the rehearsal of
-//! an estimate, which has sizes in the place of values and counts transferred bytes. The work that either does with
-//! values of gradients and states is defined next to the decisions, as the traits `GradientBackend` and `StepBackend`:
-//! in `reduce/gradient_reducer.rs` and `step/state_sweep.rs`.
+//! an estimate, which has sizes in place of values and counts transferred bytes. The work that either does with values
+//! of gradients and states is defined next to the decisions, as the traits `GradientBackend` and `StepBackend`: in
+//! `reduce/gradient_reducer.rs` and `step/state_sweep.rs`.
 
 use super::share::share_storage::{BufferPlaceOf, ShareStorage};
 use super::share::sub_group::SubGroup;
@@ -86,7 +86,7 @@ pub(crate) trait RankBackend: ShareStorage {
         self.info().mesh
     }
 
-    /// Returns the number of all ranks, over which means and sums are formed.
+    /// Returns the total number of ranks, over which means and sums are formed.
     fn world_size(&self) -> usize {
         self.mesh().world_size()
     }

@@ -100,7 +100,7 @@ pub(crate) struct RankCore {
     pub(super) in_forward: AtomicBool,
     /// The state of a check of gradients.
     pub(super) check: FiniteDifferenceCheck,
-    /// The outputs of forwards.
+    /// The outputs of forward passes.
     pub(super) outputs: ForwardOutputs,
     /// The thread that runs the engine's backward: gradients count only in that thread.
     pub(super) backward_on: Mutex<Option<ThreadId>>,
@@ -276,7 +276,8 @@ impl RankCore {
         }
     }
 
-    /// Returns the piece of everything that this rank answers for: the number of its file in checkpoints.
+    /// Returns the index of the piece of all state for which this rank is responsible: the number of its file in
+    /// checkpoints.
     pub fn piece(&self) -> usize {
         self.share_plan.mesh.piece_of(self.comm.rank())
     }
@@ -312,8 +313,8 @@ impl RankCore {
         Ok(())
     }
 
-    /// Must be called before a thread continues with the model. A GPU runs the work that one thread has launched in
-    /// order, and waits if the thread is a different one.
+    /// Must be called before a thread continues with the model. A GPU runs the work of one thread in launch order. If a
+    /// different thread continues, this waits for the work launched so far.
     ///
     /// # Errors
     /// An error of the driver.

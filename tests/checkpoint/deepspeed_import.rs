@@ -343,7 +343,7 @@ proptest! {
         let names = names(&copy.path("global_step5"));
         let path = copy.file(file.get::<String>(&names));
         let (entries, pickle) = unpack(&path);
-        // One change at a time: most end the reading early.
+        // One change at a time, because most changes end the reading early.
         for (place, byte) in changes {
             let mut entries = entries.clone();
             let bytes = &mut entries[pickle].1;

@@ -143,7 +143,7 @@ fn what_an_engine_saved_is_loaded_from_a_folder_as_a_store() {
 fn what_an_engine_saved_is_loaded_from_a_server_of_s3() {
     let test = what_an_engine_saved_is_loaded_from_a_server_of_s3;
     let Some(server) = std::env::var("CANDLE_ZERO_TEST_S3").ok().filter(|server| !server.is_empty()) else {
-        return skipped(test, "CANDLE_ZERO_TEST_S3 names no server of S3, as http://127.0.0.1:5000");
+        return skipped(test, "CANDLE_ZERO_TEST_S3 names no S3 server, such as http://127.0.0.1:5000");
     };
     let host = server.strip_prefix("http://").unwrap();
     let mut stream = TcpStream::connect(host).unwrap();
@@ -166,7 +166,7 @@ fn what_an_engine_saved_is_loaded_from_a_server_of_s3() {
 fn what_cannot_be_sent_is_an_error_of_the_next_save_and_the_one_after_it_goes_on() {
     let (dir, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let url = format!("file://{}", store.path().display());
-    // A file in the place of a folder.
+    // A file in place of a folder.
     std::fs::write(store.path().join("one"), "").unwrap();
     let ranks = on(2, &url, |engine| {
         step(engine)?;

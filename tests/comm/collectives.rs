@@ -1,5 +1,5 @@
-//! Collectives between ranks as threads: correct sums (exact and quantized), correct bytes, and an
-//! error instead of every hang.
+//! Collectives between ranks as threads: correct sums (exact and quantized), correct bytes, and an error instead of a
+//! hang.
 
 use candle_core::DType;
 use candle_zero::comm::{CollectiveKind, Communicator, InterHostFormat, WireFormat, threads};
@@ -57,7 +57,7 @@ proptest! {
     #[test]
     fn blocks_are_summed_in_rank_order_and_gathered(world in 2usize..5, n in 0usize..300_000, kind in 0usize..4) {
         let ints = [IntFormat::Int8, IntFormat::Int4][kind % 2];
-        // In bf16 received values would be rounded once more here than in a sum: gathers only.
+        // In bf16, received values would be rounded once more here than in a sum, so bf16 is used only for gathers.
         let dtype = [DType::F32, DType::BF16][kind / 2];
         let of = |r: usize| -> Vec<f32> { (0..n * world).map(|i| value(r, i) * 0.37).collect() };
         let results = all(world, |comm| {
@@ -177,7 +177,7 @@ fn bytes_of_blocks_are_counted_with_their_scales_beside_what_they_would_have_bee
             let bytes = |kind| (report.kind(kind).wire_bytes, report.kind(kind).exact_bytes);
             assert_eq!(bytes(CollectiveKind::ReduceScatter), (codes, exact));
             assert_eq!(bytes(CollectiveKind::AllGather), (codes, exact / 2));
-            assert_eq!(bytes(CollectiveKind::AllReduce), (codes + exact, 2 * exact), "the sums travel exact");
+            assert_eq!(bytes(CollectiveKind::AllReduce), (codes + exact, 2 * exact), "the sums travel unquantized");
             assert_eq!(report.data_wire_bytes(), 3 * codes + exact);
             let text = report.to_string();
             let line = format!("quantized: {} bytes of gradients and weights instead of", 3 * codes + exact);

@@ -249,7 +249,7 @@ fn an_overflow_on_one_rank_is_seen_through_quantized_gradients() {
 const NANO_BATCH: usize = 8;
 
 /// Mean loss over ranks of every step, and the bytes that rank 0 received after the first and after the last. The model
-/// reads this library's sources.
+/// is trained on this library's sources.
 fn train_nano(world: usize, config: &Value, steps: usize) -> (Vec<f64>, [CommReport; 2]) {
     let model = GptConfig::preset("nano").unwrap();
     let results = threads::run(world, |comm| {
@@ -343,7 +343,7 @@ fn training_300_steps_ends_within_a_percent_of_the_exact_loss() {
         train_nano(*world, &nano_config(*world, *quantized, more.clone()), STEPS)
     };
     let results: Vec<_> = runs.iter().map(run).collect();
-    // The mean of 20 steps: single batches differ by more than the runs.
+    // The mean of 20 steps: single batches differ by more than the runs do.
     let mean = |losses: &[f64], to: usize| losses[to - 20..to].iter().sum::<f64>() / 20.0;
     println!("| steps | {} |", runs.each_ref().map(|(name, ..)| *name).join(" | "));
     println!("|{}", "---|".repeat(runs.len() + 1));

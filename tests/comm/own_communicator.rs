@@ -1,5 +1,5 @@
-//! Communicators from outside the crate: four methods are enough, collectives may run on a separate thread, and training
-//! gives the bits of shared memory.
+//! Communicators from outside the crate: four methods are enough, collectives may run on a separate thread, and
+//! training gives the same bits as with shared memory.
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::DType;
@@ -256,7 +256,7 @@ fn collectives_of_four_methods_give_the_bits_of_shared_memory_also_as_blocks() {
                         let value = |i: usize| ((i * 7 + rank * 13) % 101) as f32 / 7.0 - 5.0;
                         Flat::from_f32((0..len).map(value).collect(), dtype)
                     };
-                    // Launched together, awaited in another order.
+                    // Launched together, awaited in a different order.
                     let sum = comm.all_reduce_as(wire, values(1001), 1);
                     let part = comm.reduce_scatter_as(wire, values(700 * world), 2);
                     let whole = comm.all_gather_as(wire, values(700), 3);

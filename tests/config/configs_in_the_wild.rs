@@ -59,7 +59,7 @@ fn errors(expected: &Value, printed: &Value) -> Vec<String> {
     let wanted = if hjson.is_empty() { list(expected, "errors") } else { hjson };
     let missing = wanted.iter().filter(|error| {
         !ours.iter().any(|our| {
-            // If a key of that name exists elsewhere, it is a misplaced key here.
+            // If a key of that name exists elsewhere, candle-zero reports it as a misplaced key.
             let rule =
                 our["rule"] == error["rule"] || (our["rule"] == "misplaced key" && error["rule"] == "unknown key");
             let message = our["message"].as_str().unwrap();

@@ -1,4 +1,4 @@
-//! Recorded behaviour of DeepSpeed's checkpoints: tags, resuming, loading with a different number of ranks; and of its
+//! Recorded behavior of DeepSpeed's checkpoints: tags, resuming, loading with a different number of ranks; and of its
 //! coalesced reductions.
 
 use crate::support::recorded::is_left_out;
@@ -151,7 +151,8 @@ fn resuming_gives_the_same_losses_and_counters() {
                 "skipped_steps": engine.skipped_steps(), "micro_steps": engine.micro_steps(),
             });
             for (name, value) in counters.as_object().unwrap() {
-                // Here they continue, because they determine dropout masks; DeepSpeed restarts the count in every process.
+                // In candle-zero micro steps continue, because they determine dropout masks; DeepSpeed restarts the
+                // count in every process.
                 let recorded = if name == "micro_steps" { &json!(SAVED_AT) } else { &expect[name] };
                 assert_eq!(value, recorded, "{name} of {}", case["id"]);
             }

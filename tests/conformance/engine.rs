@@ -1,5 +1,5 @@
-//! Recorded behaviour of DeepSpeed's engine besides its traces: reduction of gradients, counters, exact values at
-//! stage 3, and which configurations train with which optimizer.
+//! Recorded behavior of DeepSpeed's engine besides its traces: reduction of gradients, counters, exact values at stage
+//! 3, and which configurations train with which optimizer.
 
 use crate::support::processes::{as_program, stdout};
 use crate::support::recorded::is_left_out;
@@ -119,7 +119,8 @@ fn counters_and_schedule_count_skipped_steps_as_recorded() {
                 let mut after = vec![];
                 for overflows in &overflows {
                     for micro in 0..accumulation {
-                        // One huge input, on one rank, in one micro step: the loss is finite, its scaled gradient not.
+                        // One huge input, on one rank, in one micro step: the loss is finite, but its scaled gradient
+                        // is not.
                         let huge = *overflows && rank == 1 && micro == 0;
                         let x = Tensor::full(if huge { 6e4f32 } else { 0.1 }, 6, &Device::Cpu)?.to_dtype(DType::F16)?;
                         let loss = engine.forward(|param| x.mul(param)?.to_dtype(DType::F32)?.sum_all())?;
@@ -191,8 +192,8 @@ fn write_initial(path: &Path) {
     safetensors::serialize_to_file(views, None, path).unwrap();
 }
 
-/// The variants that DeepSpeed's own test names: persistence, fp16, contiguous, offload, prefetch, reduce_scatter.
-/// In addition to offload to the host, this tests our offload to files in `folder`.
+/// The variants named in DeepSpeed's own test: persistence, fp16, contiguous, offload, prefetch, reduce_scatter. In
+/// addition to offload to the host, this tests our offload to files in `folder`.
 fn variants(folder: &Path) -> Vec<Value> {
     let nvme = || json!({"device": "nvme", "nvme_path": folder, "max_in_cpu": 0});
     let pipelined = json!({"device": "nvme", "nvme_path": folder, "pipeline_read": true, "pipeline_write": true});
@@ -255,7 +256,7 @@ fn values_and_gradients_at_stage_3_are_exactly_as_recorded() {
                 }
                 for _ in 0..backwards {
                     let loss = engine.forward(|model| model.run(dtype)?[3].to_dtype(DType::F32)?.sum_all())?;
-                    // The record accumulates without dividing by the number of backwards.
+                    // The record accumulates without dividing by the number of backward passes.
                     engine.backward(&(loss * backwards as f64)?)?;
                     engine.step()?;
                 }
@@ -306,7 +307,7 @@ fn the_optimizers_name_and_parameters_choose_the_kind_of_decay() {
                     Some(OptimizerConfig::Lamb(_)) if input["type"] == "Lamb" => continue,
                     other => panic!("{id}: {other:?}"),
                 };
-                // There is one implementation of Adam here; the record distinguishes what it computes.
+                // candle-zero has one implementation of Adam; the record distinguishes what it computes.
                 if let Some(decoupled) = case["expect"].get("decoupled_weight_decay") {
                     assert_eq!(adam.decoupled, *decoupled, "{id}");
                 }

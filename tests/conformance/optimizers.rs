@@ -222,8 +222,8 @@ fn recorded_weights_and_states_are_met() {
                     () if exact_betas && hyper["bias_correction"] == false => 4e-6,
                     // Newton-Schulz in bf16.
                     () if hyper["ns_method"] == "standard" && shape.len() > 1 => 2e-2,
-                    // The portable level rounds each product before it adds it, PyTorch does not; the recorded values are 9e-7
-                    // from the formula in f64 themselves.
+                    // The portable level rounds each product before it adds it, whereas PyTorch does not; the recorded
+                    // values themselves are 9e-7 from the formula in f64.
                     () if hyper["ns_method"] == "gram" && shape.len() > 1 && products_are_rounded() => 2e-6,
                     () => 1e-6,
                 };
@@ -235,7 +235,7 @@ fn recorded_weights_and_states_are_met() {
                     assert!(off <= tolerance, "{}: off by {off:e}", context(state_name));
                 }
                 if let Some(ratio) = recorded["lamb_coeff"].as_f64() {
-                    // The ratio is proportional to the inverse root of the second moment.
+                    // The ratio is proportional to the inverse square root of the second moment.
                     assert!((run.ratio / ratio - 1.0).abs() <= 1e-5, "{}: {}", context("trust ratio"), run.ratio);
                 }
             }

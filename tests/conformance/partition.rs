@@ -1,4 +1,5 @@
-//! Splitting a sequence of items into contiguous parts, as DeepSpeed's pipeline and loaders do, and nothing here does.
+//! Splitting a sequence of items into contiguous parts, as DeepSpeed's pipeline and loaders do, but nothing in
+//! candle-zero does.
 
 /// Bounds of `parts` contiguous parts of `items` items, as even as possible; the first parts get one more.
 pub fn partition_uniform(items: usize, parts: usize) -> Vec<usize> {

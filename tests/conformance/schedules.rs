@@ -159,14 +159,14 @@ fn the_conformance_cases_hold() {
             for name in types.iter().chain([&json!("StepLR"), &json!("Warmup")]) {
                 let params = json!({"total_num_steps": 9, "cycle_min_lr": 0.1, "cycle_max_lr": 0.2});
                 let case = json!({"type": name, "params": params});
-                // Parameters of the others are unknown keys here.
+                // Parameters of the other schedules are unknown keys of this one.
                 let problems = load(&case, 0, &json!(0.1)).err().unwrap_or_default();
                 let known = problems.iter().all(|problem| problem.path != "scheduler.type");
                 assert_eq!(known, types.contains(name), "{name}");
             }
             verdicts += 1;
         } else if let Some(ok) = expect["ok"].as_bool() {
-            // Outside the sections that pydantic reads, `true` is not a number here.
+            // DeepSpeed takes `true` as a number outside the sections that pydantic reads; candle-zero does not.
             let ok = ok && id != "lr-55";
             // With one group, for which lists of two are wrong.
             let case = json!({"type": input["type"], "params": input["params"]});

@@ -10,8 +10,8 @@
 //! | inputs | `(0.61 i + 0.29 step + 0.13 rank + 0.07 micro) % 1 * 2 - 1`, `i` counted over the micro batch |
 //! | targets | `(0.43 i + 0.17 step + 0.11 rank + 0.05 micro) % 1 * 2 - 1` |
 //!
-//! `step` is the optimizer step and `micro` the micro step in it, both from 0. In f64, in this order: if a sum is a
-//! whole number, its rounding decides between -1 and 1.
+//! `step` is the optimizer step and `micro` the micro step in it, both from 0. Computed in f64, in this order: if a sum
+//! is a whole number, its rounding decides between -1 and 1.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder};
@@ -219,8 +219,8 @@ fn with_zero(input: &Value, zero: Value) -> Value {
 
 // ---- train-trace -----------------------------------------------------------------------------------------------
 
-/// Compares `steps` optimizer steps with a record, and the weights if these are all. Returns the worst differences of
-/// losses, norms and weights.
+/// Compares `steps` optimizer steps with a record, and the weights if these are all of its steps. Returns the worst
+/// differences of losses, norms and weights.
 fn compare(id: &str, trace: &Trace, expect: &Value, rtol: f64, steps: usize) -> [f64; 3] {
     let until = |values: Vec<f64>| values[..steps].to_vec();
     let mut differences = [0.0f64; 3];
@@ -280,7 +280,7 @@ fn ranks_hold_as_many_elements_as_recorded() {
             assert_eq!(json!(shards), *recorded, "{id}");
         }
         if let Some(recorded) = expect.get("partition_size") {
-            // DeepSpeed pads all parameters together at stages 1 and 2, this engine each parameter at every stage.
+            // DeepSpeed pads all parameters together at stages 1 and 2; this engine pads each parameter at every stage.
             let padded_one_by_one = if numels.iter().any(|n| n % world != 0) { numels.len() } else { 0 };
             let recorded = int(&recorded[0]);
             assert!((recorded..=recorded + padded_one_by_one).contains(&share), "{id}: {share} against {recorded}");
@@ -324,8 +324,8 @@ fn a_predivide_factor_equal_to_the_world_size_leaves_the_mean_at_stage_3() {
 #[test]
 fn a_growing_loss_scale_does_not_change_the_update() {
     // The quirk: DeepSpeed unscales with the scale that has just doubled, so the updates of steps 2 and 4 are halved.
-    // Until this affects the losses, at step 3, its record is followed; then its record with a static scale, which has
-    // four steps, and f32.
+    // Until this affects the losses, at step 3, the run is compared with this record; beyond that with the record with
+    // a static scale, which has four steps, and with a run in f32.
     const RTOL: f64 = 0.01;
     let still = case("trace-fp16-static128-z1");
     let plain = case("trace-sgd-z1-w2");
@@ -361,7 +361,7 @@ fn a_growing_loss_scale_does_not_change_the_update() {
 
 #[test]
 fn the_traces_of_all_stages_agree() {
-    // trace-eq-stages allows 2e-4; here every bit agrees, in bf16 too.
+    // trace-eq-stages allows 2e-4; in this engine every bit agrees, in bf16 too.
     assert_eq!(case("trace-eq-stages")["expect"]["max_relative_difference"], 2e-4);
     let mut seen = vec![];
     for case in cases("train-trace").iter().filter(|c| c["input"].get("layers").is_some()) {

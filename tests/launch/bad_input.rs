@@ -332,7 +332,7 @@ fn weights_that_do_not_fit() {
     let ok = folder.run(1, "--ds_config ok.json --n_layer 3 --export deep.safetensors", "0");
     assert!(ok.status.success(), "{}", stderr(&ok));
     insta::assert_snapshot!(mistake("deep.safetensors"), @r#"
-    error: deep.safetensors holds tensors that the model does not have: h.1.attn.c_attn.bias, h.1.attn.c_attn.weight, h.1.attn.c_proj.bias, h.1.attn.c_proj.weight, h.1.ln_1.bias, h.1.ln_1.weight, h.1.ln_2.bias, h.1.ln_2.weight and 16 more; is it the file of another model or size?
+    error: deep.safetensors holds tensors that the model does not have: h.1.attn.c_attn.bias, h.1.attn.c_attn.weight, h.1.attn.c_proj.bias, h.1.attn.c_proj.weight, h.1.ln_1.bias, h.1.ln_1.weight, h.1.ln_2.bias, h.1.ln_2.weight and 16 more; is it the file of a different model or size?
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

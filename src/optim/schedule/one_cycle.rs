@@ -5,7 +5,7 @@ use crate::config::OneCycleConfig;
 /// The beta2 while the momentum cycles, whatever the optimizer's own.
 const BETA2: f64 = 0.99;
 
-/// The phase of the schedule at a counter.
+/// The phase of the schedule at a value of the counter.
 enum OneCyclePhase {
     /// The height in the cycle: 0 at its ends, 1 at its top.
     Cycle(f64),

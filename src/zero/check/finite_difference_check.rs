@@ -7,8 +7,8 @@
 //!              a parameter has its gradient g: g times half of the difference between its moved values
 //! ```
 //!
-//! If every operation's backward is correct, each sum is the change of the loss along one direction. They need no
-//! collectives beyond those of two more forward passes.
+//! If every operation's backward is correct, each of these sums is the change of the loss along one direction. The sums
+//! need no collectives beyond those of two more forward passes.
 
 use super::finite_difference_state::{FiniteDifferenceState, MeasuredGradients, Perturbation};
 use super::perturbation::{DirectionalGradient, PerturbationDirection};
@@ -26,8 +26,8 @@ use std::sync::atomic::Ordering;
 
 /// Methods for the engine.
 impl RankCore {
-    /// Arms the check: from now on outputs of forwards pass their gradients to it, along the direction that `seed`
-    /// chooses.
+    /// Arms the check: from now on the outputs of forward passes hand it their gradients, along the direction that
+    /// `seed` chooses.
     pub fn arm_check(&self, seed: u64) {
         *lock(&self.check.state) = FiniteDifferenceState { seed, ..FiniteDifferenceState::default() };
         self.check.armed.store(true, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! The state of a check of gradients, and the results of its forwards and its backward.
+//! The state of a check of gradients, and the results of its forward passes and its backward.
 
 use super::perturbation::{DirectionalGradient, PerturbationDirection};
 use crate::graph::Grad;
@@ -14,7 +14,7 @@ thread_local! {
     static PASSES_TOGETHER: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Returns the number of this thread's steps so far that all ranks take together while a model runs.
+/// Returns how many steps this thread has taken so far that all ranks take together while a model runs.
 pub(crate) fn collective_steps() -> u64 {
     PASSES_TOGETHER.get()
 }
@@ -48,7 +48,7 @@ impl Perturbation<'_> {
 /// The state of a check.
 #[derive(Default)]
 pub(crate) struct FiniteDifferenceCheck {
-    /// Whether forwards are observed: their changes are undone, and their outputs report their gradients.
+    /// Whether forward passes are observed: their changes are undone, and their outputs report their gradients.
     pub(super) armed: AtomicBool,
     /// Whether a forward runs with moved parameters.
     pub(super) shifts: AtomicBool,
@@ -82,9 +82,9 @@ pub(super) struct FiniteDifferenceState {
 /// The change of an output, or of the loss, along a direction.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct DirectionalChange {
-    /// Half of the difference between both moves.
+    /// Half of the difference between the two moves.
     pub difference: f64,
-    /// The distance of the mean of both moves from the value between them.
+    /// The distance of the mean of the two moves from the value between them.
     pub bend: f64,
     /// The sum of the squares of the terms of `bend`, one for each element of an output.
     pub bend_squares: f64,
@@ -102,7 +102,7 @@ pub(crate) struct OutputProbe {
 /// The change of an output's elements along one direction.
 #[derive(Default)]
 pub(crate) struct OutputDifference {
-    /// Half of the difference between both moves.
+    /// Half of the difference between the two moves.
     pub difference: Vec<f32>,
     /// The distances of their means from the values between them.
     pub bend: Vec<f32>,

@@ -1,4 +1,4 @@
-//! The outputs of forwards, and which of them a backward has reached.
+//! The outputs of forward passes, and which of them a backward has reached.
 
 use super::finite_difference_state::OutputProbe;
 use crate::util::lock;
@@ -6,7 +6,7 @@ use candle_core::TensorId;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
-/// The outputs of forwards.
+/// The outputs of forward passes.
 #[derive(Default)]
 pub(crate) struct ForwardOutputs(pub(super) Mutex<ForwardOutputsState>);
 

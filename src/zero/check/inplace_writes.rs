@@ -12,7 +12,8 @@ use crate::util::lock;
 use crate::zero::rank_core::RankCore;
 
 impl RankCore {
-    /// Checks all parameters in memory: remembered elements must be unchanged. Others are remembered from now on.
+    /// Checks all parameters in memory: remembered elements must be unchanged. If a parameter has none yet, its
+    /// elements are remembered from now on.
     ///
     /// # Errors
     /// [`ParamError::Written`](crate::error::ParamError::Written).

@@ -1,11 +1,11 @@
-//! Checks that gradients are right, and finds mistakes of a program or of ranks.
+//! Checks that gradients are right, and finds mistakes in a program and ranks that differ.
 //!
 //! | file | contents |
 //! | --- | --- |
 //! | `finite_difference_check.rs` | perturbs parameters for a forward, and measures a backward's gradients along the direction |
 //! | `finite_difference_state.rs` | the state of a check |
 //! | `perturbation.rs` | the direction in which parameters are perturbed |
-//! | `forward_outputs.rs`, `output_hooks.rs` | outputs of forwards: whether a loss belongs to this step |
+//! | `forward_outputs.rs`, `output_hooks.rs` | outputs of forward passes: whether a loss belongs to this step |
 //! | `weight_samples.rs`, `inplace_writes.rs` | writes into parameters that the engine does not make |
 //! | `rank_divergence.rs` | the parts of the model that ranks ran when their calls differed |
 

@@ -1,5 +1,5 @@
-//! Hooks on the outputs of forwards: a backward uses them to see whether its loss belongs to this step, and a check
-//! gets the output's gradient from them.
+//! Hooks on the outputs of forward passes: a backward uses them to see whether its loss belongs to this step, and a
+//! check gets the output's gradient from them.
 //!
 //! An output runs a hook when its gradient is complete. If the operation that made the output is one of this library's,
 //! the hook belongs to that operation. Otherwise it belongs to a separate operation, which copies the output. If the
@@ -17,7 +17,7 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// The largest number of elements of an output whose copy costs nothing noticeable.
+/// The largest number of elements of an output whose copy has no noticeable cost.
 const MAX_COPIED_ELEMENTS: usize = 1 << 12;
 
 impl RankCore {
@@ -116,7 +116,7 @@ impl RankCore {
         if is_met { Ok(()) } else { Err(EngineError::OldLoss { is_old: true }.into()) }
     }
 
-    /// Forgets the outputs at the end of a micro step. `updated`: it ended with a weight update.
+    /// Forgets the outputs at the end of a micro step. `updated` means that it ended with a weight update.
     pub fn forget_outputs(&self, updated: bool) {
         let mut outputs = lock(&self.outputs.0);
         outputs.updates += u64::from(updated);

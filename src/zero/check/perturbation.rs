@@ -1,8 +1,9 @@
 //! The direction of a check of gradients: every element of a parameter moves up or down by one step, pseudorandomly.
 //!
-//! The signs depend on the parameter's name and the element's number, so they are the same at all stages, on all ranks
+//! The signs depend on the parameter's name and the element's index, so they are the same at all stages, on all ranks
 //! and in every run. The step is the same for all elements of a parameter: a fraction of the root mean square of its
-//! values. In 16 bits both moves are rounded to representable values, and the difference of the rounded values counts.
+//! values. In 16 bits both moves are rounded to representable values, and it is the difference between the rounded
+//! values that counts.
 
 use crate::kernels::parallel;
 use crate::kernels::simd::vectorized;
@@ -14,7 +15,7 @@ use std::ops::Range;
 
 /// The number of elements that one task works on.
 const CHUNK: usize = 1 << 15;
-/// The number of signs in one random number. Chunks begin with a new one.
+/// The number of signs in one random number. Each chunk begins with a new random number.
 const SIGNS_PER_NUMBER: usize = 64;
 
 /// The direction of one parameter.
@@ -30,7 +31,7 @@ pub(super) struct PerturbationDirection {
 /// A gradient along a direction.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct DirectionalGradient {
-    /// The product of the gradient and half of the difference between both moves.
+    /// The product of the gradient and half of the difference between the two moves.
     pub product: f64,
     /// The sum of the squares of the product's terms: the variance of the product, if signs are random.
     pub squares: f64,

@@ -19,7 +19,8 @@ impl WeightSamples {
         self.0.clear();
     }
 
-    /// Compares the parameters in memory that `which` selects with their remembered elements, and remembers the others.
+    /// Compares the parameters in memory that `which` selects with their remembered elements, and remembers elements of
+    /// those that have none yet.
     ///
     /// # Errors
     /// [`ParamError::Written`].

@@ -1,8 +1,8 @@
 //! The layout of shards or gradients that share one flat buffer and one collective, and the assembly of whole
 //! parameters from it.
 //!
-//! If a parameter has its own collective, the chunks of all ranks, one after the other, are the parameter: it takes the
-//! buffer over. Small parameters share a buffer, and are copied out of it piece by piece.
+//! If a parameter has its own collective, the chunks of all ranks, one after the other, are the parameter, which takes
+//! over the buffer. Small parameters share a buffer, and are copied out of it piece by piece.
 
 use crate::comm::WireFormat;
 use crate::error::Result;

@@ -1,8 +1,8 @@
 //! A second instance of a model, over the weights of the first, for evaluation.
 //!
 //! Candle records an operation whenever one of its arguments is recorded, such as a parameter's tensor, and keeps its
-//! arguments as long as its result. The tensors of this instance share the parameters' storages, whether gathered or
-//! released, and are not recorded. Buffers are the same variables.
+//! arguments for as long as its result. The tensors of this instance share the parameters' storages, whether gathered
+//! or released, and are not recorded. Buffers are the same variables.
 
 use super::unit::UnitRegistrar;
 use crate::error::{Error, ParamError, Result};

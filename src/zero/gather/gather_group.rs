@@ -67,7 +67,7 @@ impl GatherGroup {
     /// Begins the all-gathers within this rank's group.
     ///
     /// # Errors
-    /// A GPU without memory.
+    /// A GPU that is out of memory.
     pub fn launch_within<R: RankBackend>(
         &self,
         core: &R,
@@ -89,20 +89,21 @@ impl GatherGroup {
     /// Begins the all-gathers of this rank's shares, or begins to read the shares.
     ///
     /// # Errors
-    /// A GPU without memory.
+    /// A GPU that is out of memory.
     pub fn launch<R: RankBackend>(&self, core: &R) -> Result<PendingGather<R>> {
         let groups = core.groups();
         let launch = |layout: &CoalescedLayout| {
             let _about = timeline::about(|| core.names(&layout.params));
             let _span = timeline::span(timeline::EventCategory::Gather, "launch").of(|| core.names(&layout.params));
-            // They lie in one place, because they are of one kind.
+            // The shards lie in one place, because they are of one kind.
             let place = layout.params.first().and_then(|p| match &groups[core.place(*p).0].weights {
                 Some(StateStorage::Memory(weights)) => Some(weights.buffer().place()),
                 _ => None,
             });
             let place = place.unwrap_or_else(R::Buffer::host);
             let goes_on = goes_to_gpu(core, layout, &place);
-            // If they are gathered in this buffer, it has room for the chunks of all shards: the others arrive in it.
+            // If the shards are gathered in this buffer, it has room for the chunks of all of them: the other ranks'
+            // chunks arrive in it.
             let room = if goes_on { layout.chunk } else { layout.chunk * core.mesh().shards() };
             let mut chunk = R::Buffer::with_capacity(&place, layout.dtype(core.dtype()), room)?;
             let mut pieces = Vec::new();

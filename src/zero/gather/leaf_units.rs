@@ -13,7 +13,7 @@ use crate::param::{Param, UnitId};
 pub(crate) enum LeafPosition {
     /// The unit is gathered separately, like any unit.
     Outside,
-    /// The unit is a leaf, and not inside another one.
+    /// The unit is a leaf, and not inside another leaf.
     Leaf,
     /// The unit lies in a leaf, and is gathered with it.
     Inside,
@@ -45,7 +45,7 @@ impl LeafUnits {
         self.is_marked[unit] = true;
     }
 
-    /// Marks the units that the configuration selects, by `units`, the names of all units. Returns the entries that
+    /// Marks the units that the configuration selects. `units` has the names of all units. Returns the entries that
     /// match none.
     pub fn mark_named<'a>(&mut self, units: &[String], named: &'a LeafModule) -> Vec<&'a str> {
         let mut mark = |means: &dyn Fn(&str) -> bool| {
@@ -79,7 +79,7 @@ impl LeafUnits {
         self.outermost().into_iter().enumerate().map(place).collect()
     }
 
-    /// Returns for each parameter whether ranks may miss its gradient in a backward.
+    /// Returns for each parameter whether its gradient may be missing on some ranks in a backward.
     pub fn optional(&self, params: &[Param], zero: &ZeroConfig) -> Vec<bool> {
         let places = self.places();
         let is_optional = |param: &Param| zero.ignore_unused_parameters || places[param.unit] != LeafPosition::Outside;

@@ -39,15 +39,15 @@ pub(crate) struct ParamGatherer<R: RankBackend> {
     outermost: Vec<UnitId>,
     /// Whether ranks may use different parameters of each unit: true for leaves, or for all units.
     ranks_differ: Vec<bool>,
-    /// The units whose backward has begun, of those whose parameters ranks may use differently, until the backward of
-    /// another one begins.
+    /// The units whose backward has begun, until the backward of another unit begins; only those whose parameters ranks
+    /// may use differently.
     spent: Vec<UnitId>,
     persistent: GatherGroup,
     /// Whether each parameter is persistent.
     is_persistent: Vec<bool>,
     /// Whether the persistent parameters were released too, and have not been needed since.
     persistent_is_released: bool,
-    /// The traces of training and of evaluation. Evaluation has only forwards.
+    /// The traces of training and of evaluation. Evaluation has only forward passes.
     traces: [UnitTrace; 2],
     /// The number of elements of gathered parameters, without the persistent ones.
     live: usize,
@@ -58,11 +58,11 @@ pub(crate) struct ParamGatherer<R: RankBackend> {
     unpacks_in_place: bool,
     /// Whether units of this micro step will run again in backward.
     recomputes: bool,
-    /// The number of backwards that run inside others: a recomputing unit runs a separate one.
+    /// The number of backward passes that run inside others: a recomputing unit runs a separate one.
     depth: usize,
-    /// The last unit that each of these backwards, the engine's first, has entered.
+    /// The last unit that each of these backward passes, the engine's first, has entered.
     entered: Vec<UnitId>,
-    /// The number of nested backwards that run inside a backward that is not the engine's.
+    /// The number of nested backward passes that run inside one that is not the engine's.
     passing: usize,
 }
 
@@ -163,7 +163,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         }
     }
 
-    /// Gathers the persistent parameters again after the weights have changed. Second copies are out of date.
+    /// Gathers the persistent parameters again after the weights have changed. Second copies are then out of date.
     pub fn refresh_persistent(&mut self, core: &R) -> Result<()> {
         self.units.iter_mut().for_each(|unit| unit.second = None);
         if self.persistent.params.is_empty() {
@@ -229,7 +229,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         *depth = self.depth;
         *is_behind = false;
         let passed = *passed;
-        // Parameters of it that are still in memory are released on the way.
+        // Its parameters that are still in memory are released in the process.
         self.ensure_gathered(core, unit, AfterGather::Used)?;
         let differs = self.ranks_differ[unit];
         let state = &mut self.units[unit];
@@ -250,7 +250,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         }
     }
 
-    /// Releases the parameters left by backwards that are not the engine's.
+    /// Releases the parameters left by backward passes that are not the engine's.
     pub fn release_passed(&mut self, core: &R) -> Result<()> {
         for unit in 0..self.units.len() {
             if self.units[unit].passed {
@@ -270,7 +270,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         self.recomputes = true;
     }
 
-    /// Begins a backward inside a backward. `passes`: the outer one is not the engine's.
+    /// Begins a backward inside a backward. `passes` means that the outer one is not the engine's.
     pub fn nest(&mut self, passes: bool) {
         self.depth += 1;
         self.passing += usize::from(passes);

@@ -1,4 +1,4 @@
-//! A unit is the part of a model that is gathered and released together: one transformer block.
+//! A unit is a part of a model that is gathered and released together, such as one transformer block.
 //!
 //! ```text
 //!   forward    gather | inner.forward | release | mark the output
@@ -7,7 +7,7 @@
 //!
 //! The mark runs before the unit's last operation is differentiated, and so before any of its operations. If that
 //! operation is one of this library's, the mark is a hook of it. Otherwise it is an identity operation on the unit's
-//! output. Without an engine, or if parameters are not sharded, a unit passes through.
+//! output. Without an engine, or if parameters are not sharded, a unit only runs the module inside.
 //!
 //! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
 
@@ -115,10 +115,10 @@ impl<M> Unit<M> {
     /// activations: only the unit's input stays in memory, and a step takes about a third longer. Without an engine it
     /// has no effect.
     ///
-    /// Losses have the same bits, and so have gradients, with one exception: a sum of gradients that has terms from
-    /// inside and from outside of the unit. This concerns an input that the unit uses several times and others use too,
-    /// and a parameter that other parts of the model use. The unit then adds up its own terms first, and last bits may
-    /// differ.
+    /// Losses keep the same bits, and so do gradients, with one exception: a sum of gradients that has terms from
+    /// inside and from outside of the unit. This concerns an input that the unit uses several times and other parts of
+    /// the model use too, and a parameter that other parts of the model use. The unit then adds up its own terms first,
+    /// and the last bits may differ.
     ///
     /// The second forward must return the first one's output, which every backward checks
     /// ([`EngineError::RecomputationDiffers`]). Random numbers in a module must therefore come from
@@ -153,8 +153,8 @@ impl<M> Unit<M> {
     }
 
     /// Runs something other than the module's forward, with its parameters in memory: a computation that a module does
-    /// only in evaluation, such as that of one more token of a text, from the values kept of earlier ones. The result
-    /// has no graph. All ranks must run it, as they must run a forward.
+    /// only in evaluation, such as that of one more token of a text, from the values kept for earlier tokens. The
+    /// result has no graph. All ranks must run it, as they must run a forward.
     ///
     /// # Errors
     /// Errors of `run`, and failures to gather the parameters.
@@ -176,8 +176,8 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
 
 impl<M: Send + Sync + 'static> Unit<M> {
     /// Runs a forward that is not the module's own: `run` receives the module and `x`, and may use more information,
-    /// such as where in a row of a batch another text begins. If the unit recomputes, `run` runs again in backward.
-    /// Tensors that it captures get no gradient.
+    /// such as the positions in a row of a batch at which a new text begins. If the unit recomputes, `run` runs again
+    /// in backward. Tensors that it captures get no gradient.
     ///
     /// # Errors
     /// Errors of `run`, and failures to gather the parameters.
@@ -381,7 +381,8 @@ impl UnitContext {
             return prepared("leaf-output", &anchor, copy_of(y)?, move |_, _| begin().map(|()| None));
         }
         let ((storage, shape), unused) = (copy_of(y)?, ZeroGradient::like(x));
-        // Of two inputs the second is differentiated first: here everything that only the output depends on.
+        // Of two inputs the second is differentiated first: in this case `y`, with everything that only the output
+        // depends on.
         let y = OpInputs::of([Some(x), Some(y)])?.result(
             "leaf-output",
             ResultStorage(storage),

@@ -32,7 +32,7 @@ impl<I, T> BucketQueue<I, T> {
         full
     }
 
-    /// Ends the items: returns those that have not left.
+    /// Ends the collection: returns the items that have not left.
     pub fn rest(&mut self) -> Option<Vec<I>> {
         self.rule.reset();
         (!self.batch.is_empty()).then(|| std::mem::take(&mut self.batch))
@@ -43,7 +43,7 @@ impl<I, T> BucketQueue<I, T> {
         self.in_flight.push_back(batch);
     }
 
-    /// Returns the oldest pending batch, which must be waited for, if there are more than `left`.
+    /// Returns the oldest pending batch, which must be waited for, if more than `left` are pending.
     pub fn due(&mut self, left: usize) -> Option<T> {
         if self.in_flight.len() > left { self.in_flight.pop_front() } else { None }
     }

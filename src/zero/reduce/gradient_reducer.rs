@@ -10,10 +10,10 @@
 //! reduced, while backward continues. At stage 1 every rank holds its full gradient until backward is over, as ZeRO
 //! defines it. At stage 0 the full sum is kept.
 //!
-//! A parameter whose gradient ranks may miss (`ignore_unused_parameters`, the experts of a leaf unit) waits until this
-//! rank's backward is over: Candle offers no earlier point at which it is known that a gradient will not come. Then all
-//! such gradients are reduced in one order, with zeros for missing ones, so that ranks that missed different ones still
-//! issue the same collectives.
+//! A parameter whose gradient may be missing on some ranks (`ignore_unused_parameters`, the experts of a leaf unit)
+//! waits until this rank's backward is over: Candle offers no earlier point at which it is known that a gradient will
+//! not come. Then all such gradients are reduced in one order, with zeros for missing ones, so that ranks on which
+//! different ones are missing still issue the same collectives.
 //!
 //! With `zero_quantized_gradients`, a rank sends its gradients as int4, in blocks that depend only on the parameter and
 //! the number of ranks. Sums are always formed in f32, and at stage 0 they are transferred exactly. With
@@ -133,7 +133,7 @@ pub(crate) struct GradientReducer<C: GradientBackend> {
     /// The sums that are being transferred to the share, the oldest first.
     leaving: VecDeque<(CoalescedLayout, C::PendingCopy)>,
     held: Vec<ArrivedGradient<C::Grad>>,
-    /// Whether ranks may miss each parameter's gradient. A missing gradient counts as zeros.
+    /// Whether each parameter's gradient may be missing on some ranks. A missing gradient counts as zeros.
     optional: Vec<bool>,
     /// The gradients of such parameters that have arrived, until backward ends.
     waiting: BTreeMap<ParamId, ArrivedGradient<C::Grad>>,
@@ -162,7 +162,7 @@ struct PendingReduction<C: GradientBackend> {
 }
 
 impl<C: GradientBackend> GradientReducer<C> {
-    /// Creates a reducer. `optional` has for each parameter whether ranks may miss its gradient.
+    /// Creates a reducer. `optional` states for each parameter whether its gradient may be missing on some ranks.
     pub fn new(plan: ReducePlan, bucket_size: usize, optional: Vec<bool>) -> Self {
         let seen = Some(vec![false; optional.len()]);
         let (buckets, held, waiting) = (BucketQueue::new(bucket_size), Vec::new(), BTreeMap::new());

@@ -11,10 +11,10 @@ use std::collections::BTreeMap;
 /// The sums of this rank's own gradients.
 #[derive(Default)]
 pub(in crate::zero) struct UnreducedGradients {
-    /// Whether gradients of the current backwards are kept.
+    /// Whether gradients of the current backward passes are kept.
     pub holds: bool,
     /// Whether a backward's gradients have been kept since the last reduction. It is the same on all ranks, regardless
-    /// of which gradients arrived here.
+    /// of which gradients arrived on this rank.
     pub waits: bool,
     pub sums: BTreeMap<ParamId, TrackedBuffer>,
 }

@@ -22,7 +22,7 @@ use std::sync::atomic::Ordering;
 
 impl RankCore {
     /// Collective: from now on exactly the parameters that `trained` selects are trained. Those that were not trained
-    /// before get fresh optimizer states, after `updates` updates of the others. No gradients may exist at this point.
+    /// before get fresh optimizer states; the others have had `updates` updates. No gradients may exist at this point.
     ///
     /// # Errors
     /// Fails on all ranks, without any change, if a file gets no space. Also fails if a collective fails.

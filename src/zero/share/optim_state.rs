@@ -228,7 +228,7 @@ impl<'a> OptimStateView<'a> {
     }
 
     /// Sets elements `range` of these, which begin at a block boundary, to `values`, rounded to nearest or
-    /// stochastically. For stochastic rounding, `chance` has the number of the first element in its parameter.
+    /// stochastically. For stochastic rounding, `chance` has the index of the first element in its parameter.
     pub fn narrow(&mut self, range: Range<usize>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
         match self {
             Self::Floats(own) => round(own.reborrow().slice(range), values, chance),

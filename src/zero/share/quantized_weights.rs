@@ -7,7 +7,7 @@ use crate::param::Param;
 use crate::precision::{ElementBuffer, Flat, FlatMut, FlatRef, WeightPacking};
 use candle_core::DType;
 
-/// Returns the number of words of `elements` elements.
+/// Returns the number of words that `elements` elements occupy.
 pub(in crate::zero) fn word_count(packing: WeightPacking, elements: usize) -> usize {
     packing.packed_len(elements).div_ceil(size_of::<f32>())
 }

@@ -21,7 +21,7 @@ pub(crate) const WEIGHTS: &str = "fp32";
 /// The number of elements that are transferred at a time: a multiple of [`STEP`].
 pub(crate) const PIECE: usize = 512 * STEP;
 
-/// A kind of state: the parameters at full precision, or an optimizer state by number.
+/// A kind of state: the parameters at full precision, or an optimizer state by index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ParamStateKind {
     /// The master weights, or the parameters themselves if they are f32.

@@ -33,8 +33,8 @@ pub(crate) struct SubGroupPosition {
     pub param: ParamId,
     /// The elements of the whole parameter that this rank owns.
     pub owned: Range<usize>,
-    /// The piece of the owned elements, counted from the first, that this rank answers for: all of them if optimizer
-    /// states are sharded and no other rank has the same shard.
+    /// The piece of the owned elements, counted from the first, for which this rank is responsible: all of them if
+    /// optimizer states are sharded and no other rank has the same shard.
     pub piece: Range<usize>,
     /// The offset of the first owned element in the sub-group. Packed weights are counted in words.
     pub at: usize,
@@ -94,9 +94,9 @@ pub(crate) struct SubGroup<R: ShareStorage> {
 pub(crate) enum SweepMode {
     /// All states are loaded, and none changes.
     Look,
-    /// All states are loaded; weights and optimizer states are updated by the gradients.
+    /// All states are loaded; weights and optimizer states are updated with the gradients.
     Update,
-    /// Optimizer states are loaded and updated by the gradients. Weights stay where they are.
+    /// Optimizer states are loaded and updated with the gradients. Weights stay where they are.
     Moments,
     /// Weights are loaded, and changed by something other than the gradients.
     Weights,

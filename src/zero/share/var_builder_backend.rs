@@ -1,7 +1,8 @@
 //! The `VarBuilder` backend behind a model under construction.
 //!
 //! For each parameter that the model requests, the backend creates the initial values (at stage 3 only this rank's
-//! share), lays the share into its sub-group, and hands the model a tensor. Stage 3 never holds a whole parameter here.
+//! share), puts the share into its sub-group, and hands the model a tensor. At stage 3 it never holds a whole
+//! parameter.
 
 use super::quantized_weights;
 use super::share_plan::SharePlan;
@@ -125,7 +126,7 @@ impl VarBuilderBackend {
         registry
     }
 
-    /// Makes tensors that `rule` selects by name and shape buffers too, from now on.
+    /// From now on, also turns the tensors that `rule` selects by name and shape into buffers.
     pub fn also_buffers(&self, rule: Option<BufferFilter>) {
         lock(&self.0).buffer_rule = rule;
     }
@@ -319,7 +320,7 @@ impl VarBuilderBackendInner {
     /// Creates the tensor of the next parameter, absent.
     fn absent(&self, shape: &Shape, dtype: DType, trained: &Arc<AtomicBool>) -> Result<Tensor> {
         // A storage of the true dtype, from which the tensor takes its own. It has one element because CUDA may refuse
-        // none.
+        // an empty one.
         let tensor = self.tensor(shape, Flat::zeros(dtype, 1), trained)?;
         residency::clear(&tensor)?;
         Ok(tensor)

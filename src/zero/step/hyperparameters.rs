@@ -8,8 +8,8 @@ use crate::zero::share::sub_group::SubGroup;
 /// The hyperparameters of each parameter.
 pub(crate) type Hyperparameters<'a> = dyn Fn(ParamId) -> GroupStepSettings<'a> + 'a;
 
-/// Returns the kinds of values that the optimizer of a sub-group needs of its parameters; `None` if no optimizer trains
-/// them.
+/// Returns the kinds of values that the optimizer of a sub-group needs from its parameters; `None` if no optimizer
+/// trains them.
 pub(in crate::zero) fn needs<'a, R: RankBackend>(
     group: &SubGroup<R>,
     hyperparameters: &Hyperparameters<'a>,

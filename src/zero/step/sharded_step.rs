@@ -62,7 +62,7 @@ pub(crate) fn vote<R: RankBackend>(core: &R, loss: f64, loss_is_finite: bool, ac
                 writing.take().map_or(Ok(()), |writing| files.written(writing))?;
             }
         }
-        // One after the other: the ends of sub-groups must not change the sum.
+        // Added one after the other, because the ends of sub-groups must not change the sum.
         group.squares()?.into_iter().for_each(|squares| sum += squares);
     }
     let overflow = !loss_is_finite || !sum.is_finite();
@@ -175,7 +175,7 @@ impl RankCore {
     /// An error of the GPU driver.
     pub fn non_finite_gradient(&self) -> Result<Option<&str>> {
         for group in lock(&self.groups).iter() {
-            // A sum of squares is not finite exactly if an element is not.
+            // A sum of squares is finite if and only if all elements are.
             if let Some(slot) = group.squares()?.iter().position(|squares| !squares.is_finite()) {
                 return Ok(Some(self.params[group.slots[slot].param].name.as_str()));
             }

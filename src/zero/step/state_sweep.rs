@@ -40,7 +40,7 @@ pub(crate) trait StepBackend: RankBackend {
     ) -> Result<()>;
 }
 
-/// Some elements of a sub-group, and the states of them that a sweep needs in memory.
+/// Some elements of a sub-group, and those of their states that a sweep needs in memory.
 #[derive(Debug, Clone)]
 pub(super) struct SweepSpan {
     pub group: usize,
@@ -228,7 +228,7 @@ impl StepBackend for RankCore {
     }
 }
 
-/// Converts elements `range` of a part into elements of the slot, of which the part is `part`.
+/// Converts elements `range` of a part to elements of the slot, in which the part is `part`.
 fn within(part: &Range<usize>, range: Range<usize>) -> Range<usize> {
     part.start + range.start..part.start + range.end
 }
