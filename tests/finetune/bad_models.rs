@@ -1,4 +1,4 @@
-//! Invalid model folders and descriptions: the error names the problem, and nothing is read before.
+//! Invalid model folders and descriptions: the error names the problem, and no weights are read before.
 
 use crate::fixtures::{MODELS, base, copy, json, path};
 use candle_core::{DType, Device};
@@ -179,7 +179,7 @@ fn names_with_another_prefix_are_found() {
     }
 }
 
-/// Generates values such as a person or a program may write.
+/// Generates values of the kinds that a person or a program may write.
 fn any_value() -> impl Strategy<Value = Value> {
     prop_oneof![
         Just(Value::Null),
