@@ -264,8 +264,8 @@ impl Wide {
     }
 }
 
-/// The most bytes that a thread keeps for the operands of Candle's products: a buffer of the size of a second-level cache,
-/// which the gemm crate keeps on each thread after the first product if the instructions that the crate uses need one.
+/// The maximum number of bytes that a thread keeps for the operands of Candle's products: a buffer of the size of a
+/// second-level cache, which the gemm crate keeps on each thread after the first product if its instructions need one.
 const PACKING: isize = 8 << 20;
 
 /// The products of a model, without an engine.

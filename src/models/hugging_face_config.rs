@@ -377,11 +377,12 @@ fn block_types<'a>(keys: &JsonKeys<'a>, family: &ModelFamily, blocks: usize) -> 
         let all = given.as_array().map(|all| all.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
         let Some(Some(all)) = all else { return Err(keys.refuse("layer_types", "a list of strings")) };
         if all.len() != blocks {
-            let found = format!("a list of {} layers", all.len());
-            return Err(keys.refuse_as("layer_types", found, format!("of num_hidden_layers ({blocks})")));
+            let found = format!("a list of length {}", all.len());
+            return Err(keys.refuse_as("layer_types", found, format!("of length num_hidden_layers ({blocks})")));
         }
         if let Some(other) = all.iter().find(|kind| ![FULL, SLIDING].contains(kind)) {
-            return Err(keys.refuse_as("layer_types", format!("{other:?}"), format!("of {FULL} and {SLIDING}")));
+            let found = format!("a list with {other:?}");
+            return Err(keys.refuse_as("layer_types", found, format!("a list of {FULL} and {SLIDING}")));
         }
         if !slides && all.contains(&SLIDING) {
             let allowed = format!("true if layer_types contains {SLIDING}");

@@ -283,7 +283,7 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     // A classifier for other labels.
     change_weights(dir, |name, tensor| Some((name, tensor)));
     let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
-    insta::assert_snapshot!(base.notes().join("\n"), @"the classifier is initialized randomly (standard deviation 0.02): the model's knows LABEL_0, LABEL_1, LABEL_2, but the data has no, yes");
+    insta::assert_snapshot!(base.notes().join("\n"), @"the classifier is initialized randomly (standard deviation 0.02): the model's classifier knows LABEL_0, LABEL_1, LABEL_2, but the data has no, yes");
     same(&base, &["classifier."]);
 }
 

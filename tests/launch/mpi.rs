@@ -706,7 +706,7 @@ fn sums_through_several_hosts_and_of_many_ranks_are_those_of_threads_to_the_bit(
         for ranks in [&[2, 3, 2][..], &[3, 2, 2, 4], &[9, 7]] {
             match named_hosts(mpi, ranks) {
                 Some(start) => compare_with_threads(mpi, start, "chain", ranks),
-                None => return skipped_in_part(test, "hosts of this one cannot be given names"),
+                None => return skipped_in_part(test, "simulated hosts cannot be given names here"),
             }
         }
     });
@@ -723,7 +723,7 @@ fn sums_of_hosts_cross_as_codes_once_for_each_owner_and_are_added_in_the_order_o
         for ranks in [&[3][..], &[2, 3, 2], &[1, 2, 1, 4]] {
             match named_hosts(mpi, ranks) {
                 Some(start) => compare_with_threads(mpi, start, "host-sums", ranks),
-                None => return skipped_in_part(test, "hosts of this one cannot be given names"),
+                None => return skipped_in_part(test, "simulated hosts cannot be given names here"),
             }
         }
     });

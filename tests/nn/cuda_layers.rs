@@ -1,6 +1,7 @@
-//! The layers on a GPU: values and gradients, compared with the same functions composed of Candle's operations on the GPU and
-//! with the formulas in f64 on the CPU; slopes by finite differences; and the same bits in every run. Where no GPU answers, each
-//! test is skipped; CI runs the tests on the mock in tools/mock_cuda, where threads take turns, so shapes are small.
+//! The layers on a GPU: values and gradients, compared with the same functions composed of Candle's operations on the
+//! GPU and with the formulas in f64 on the CPU; slopes by finite differences; and the same bits in every run. Where no
+//! GPU answers, each test is skipped; CI runs the tests on the mock in tools/mock_cuda, where threads take turns, so
+//! shapes are small.
 
 use crate::support::device::gpu;
 use crate::support::skips::skipped;

@@ -181,7 +181,7 @@ fn cases() -> Vec<Case> {
     all
 }
 
-/// What the decoders of published checkpoints add: capped scores and logits, windows, packed rows, norms of heads.
+/// The additions in decoders of published checkpoints: capped scores and logits, windows, packed rows, norms of heads.
 fn cases_of_fine_tuning() -> Vec<Case> {
     let mut all = Vec::new();
     let usual = AttentionOptions::default();
@@ -316,8 +316,8 @@ fn f32_values_and_gradients_are_those_of_f64_up_to_rounding() {
     compare(DType::F32, 1e-5, 1e-6, 4e-6);
 }
 
-// The tolerances: one rounding, at most 2^-8 of the value in bf16 and 2^-11 in f16, and the errors of f32 sums. (Scaling some
-// arguments by powers of two does not round.)
+// The tolerances: one rounding, at most 2^-8 of the value in bf16 and 2^-11 in f16, and the errors of f32 sums.
+// (Scaling some arguments by powers of two does not round.)
 
 #[test]
 fn bf16_values_and_gradients_are_rounded_once() {

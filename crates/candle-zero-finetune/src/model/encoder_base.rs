@@ -171,14 +171,14 @@ fn known_labels(files: &WeightFiles, config: &BertConfig, labels: &[String]) -> 
     };
     if weight != [names.len(), config.hidden_size] || bias != [names.len()] {
         return Err(format!(
-            "the model's has shape {weight:?}, but the number of labels in its config.json is {}",
+            "the model's classifier has shape {weight:?}, but the number of labels in its config.json is {}",
             names.len()
         ));
     }
     let numbers: Vec<String> = (0..names.len()).map(|number| number.to_string()).collect();
     match [names, &numbers].into_iter().find(|known| labels.iter().all(|label| known.contains(label))) {
         Some(known) => Ok(known.clone()),
-        None => Err(format!("the model's knows {}, but the data has {}", list(names), list(labels))),
+        None => Err(format!("the model's classifier knows {}, but the data has {}", list(names), list(labels))),
     }
 }
 
