@@ -21,7 +21,7 @@ use std::sync::{Barrier, Mutex};
 struct Counting;
 
 static LIVE: AtomicIsize = AtomicIsize::new(0);
-/// Their maximum since it was last reset.
+/// The maximum of `LIVE` since it was last reset.
 static PEAK: AtomicIsize = AtomicIsize::new(0);
 static ALONE: Mutex<()> = Mutex::new(());
 
@@ -96,7 +96,7 @@ fn every_rank_holds_what_the_formula_says_plus_named_padding() {
                 for outcome in &outcomes {
                     let report = &outcome.memory;
                     assert_formula(report, &format!("stage {stage}, world {world}, {more}"));
-                    // The formula itself, repeated: bytes per parameter of ZeRO's section 5.
+                    // The formula itself, written out again: bytes per parameter from section 5 of the ZeRO paper.
                     let (psi, n) = (report.parameters as f64, world as f64);
                     let k = if more == json!({}) { [4.0, 4.0, 0.0, 8.0] } else { [2.0, 2.0, 4.0, 8.0] };
                     let part = |sharded: bool| if sharded { psi / n } else { psi };
@@ -135,7 +135,7 @@ fn ranks_of_groups_hold_their_part_of_a_group() {
 
 // ---- offload to files ------------------------------------------------------------------------------------------
 
-/// The states in files: those of the optimizer, and parameters.
+/// Whether the optimizer's states and the parameters are in files.
 const OFFLOADS: [[bool; 2]; 3] = [[true, false], [false, true], [true, true]];
 
 fn offloaded(folder: &Path, [optimizer, param]: [bool; 2], more: &Value, max_in_cpu: usize) -> Value {
@@ -183,7 +183,7 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                             let row = report.row(kind);
                             let expected = row.formula.unwrap() + row.padding;
                             if kind == MemoryKind::Gradients && (stage == 1 || !is_in_files(kind, what)) {
-                                // Complete gradients at stage 1; and buffers in memory need no padding for files.
+                                // Gradients are complete at stage 1, and buffers in memory need no padding for files.
                                 assert_eq!(row.bytes.held, 0, "{told}");
                             } else if is_in_files(kind, what) {
                                 assert_eq!(row.file.held as f64, expected, "{}: {told}", kind.name());
@@ -191,14 +191,14 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                             } else {
                                 assert_eq!((row.file.peak, row.bytes.held as f64), (0, expected), "{told}");
                             }
-                            // For each of 15 parameters less than 2048 elements, of 8 bytes at most.
+                            // Less than 2048 elements of at most 8 bytes for each of 15 parameters.
                             assert!(row.padding < 15.0 * 2048.0 * 8.0, "{told}");
                         }
                         let gathered = |report: &MemoryReport| report.row(MemoryKind::Gathered).bytes.peak;
                         if stage == 3 {
                             assert_eq!(gathered(report), gathered(&without.memory), "{told}");
                         }
-                        // Streams of the step by their element size; all shares are one sub-group.
+                        // The element sizes of the step's streams; all shares are in one sub-group.
                         let half = if is_half { 2 } else { 4 };
                         let optimizer = [(what[0] && is_half, 4), (what[0], 4), (what[0], 4), (what[0], half)];
                         let streams = [(what[1], half)].into_iter().chain(optimizer).filter(|s| s.0);
@@ -236,7 +236,7 @@ fn ratio_and_max_in_cpu_split_a_kind_between_files_and_memory() {
                 for row in rows.into_iter().filter(|row| row.formula.unwrap() > 0.0) {
                     let expected = row.formula.unwrap() + row.padding;
                     assert_eq!((row.file.held + row.bytes.held) as f64, expected, "{report}");
-                    // A sub-group per parameter.
+                    // One sub-group per parameter.
                     let share = row.bytes.held as f64 / expected;
                     match row.kind {
                         MemoryKind::Parameters => {
@@ -264,8 +264,8 @@ impl Wide {
     }
 }
 
-/// The maximum that a thread keeps for the operands of Candle's products: a buffer of the size of a second-level cache,
-/// which the gemm crate keeps on each thread from its first product on, if the instructions that it uses need one.
+/// The maximum number of bytes that a thread keeps for the operands of Candle's products: a buffer of the size of a
+/// second-level cache, which the gemm crate keeps on each thread after the first product if its instructions need one.
 const PACKING: isize = 8 << 20;
 
 /// The products of a model, without an engine.
@@ -276,7 +276,7 @@ fn multiply() -> candle_core::Result<()> {
     Ok(())
 }
 
-/// Live bytes between steps of all ranks together in addition to the ledger's sum.
+/// Returns the live bytes of all ranks together between steps, and the ledger's sum.
 fn live_and_ledger(world: usize, config: &Value, access: Option<DiskAccess>) -> (isize, isize) {
     let results = threads::run(world, |comm| {
         let barrier = comm.clone();
@@ -327,7 +327,7 @@ fn the_ledger_equals_what_the_allocator_gave() {
             for (stage, zero, access) in in_memory.chain(in_files) {
                 let offload = zero.to_string().matches("nvme\"").count();
                 let (live, ledger) = live_and_ledger(world, &config(stage, 1, zero, more.clone()), access);
-                // Besides the model states: names, queues, the tensors' own nodes; some tens of KiB per rank.
+                // Besides the model states: names, queues, the tensors' own nodes; a few tens of KiB per rank.
                 let slack = 100_000 * world as isize;
                 let what = format!(
                     "stage {stage}, world {world}, {more}, {offload} in files {access:?}: {live} live, {ledger} in the ledger"
@@ -385,7 +385,7 @@ const CHAIN_ROWS: usize = 1024;
 /// Bytes of the result of one layer of the chain.
 const ACTIVATION: isize = (CHAIN_ROWS * CHAIN_WIDTH * 4) as isize;
 
-/// A hundred of candle-nn's layers, `per_unit` of them in a unit, or all outside of units.
+/// A hundred of candle-nn's layers, `per_unit` of them in each unit, or all outside of units.
 struct Chain(Vec<Unit<Layers>>, Layers);
 
 struct Layers(Vec<Linear>);
@@ -435,16 +435,16 @@ fn an_evaluation_needs_the_memory_of_a_plain_forward_without_variables() {
         let weights = (CHAIN * CHAIN_WIDTH * (CHAIN_WIDTH + 1) * 4) as isize * isize::from(stage == 3) * 2;
         // The caller of a unit holds the unit's input during the call, and tensors without their values take some bytes.
         let slack = ACTIVATION + weights + 4096;
-        // One layer in a unit, ten, and none in any.
+        // One layer in each unit, ten layers in each, and no units.
         for per_unit in [Some(1), Some(10), None] {
             let mut engine = engine(per_unit);
             let what = format!("stage {stage}, {per_unit:?} layers in a unit");
-            // The first one allocates what stays.
+            // The first evaluation allocates what stays allocated.
             engine.eval(|m| m.forward(&x)).unwrap();
             let training = peak_of(|| engine.forward(|m| m.forward(&x)).unwrap());
             assert!(training > 2 * CHAIN as isize * ACTIVATION, "{what}: {training}");
             let eval = peak_of(|| engine.eval(|m| m.forward(&x)).unwrap());
-            // Candle keeps three results of each layer that has no unit around it, or shares one.
+            // Candle keeps three results of each layer that is outside of units, or of each layer in one unit.
             let kept = 3 * ACTIVATION * per_unit.unwrap_or(CHAIN) as isize;
             assert!(eval <= without_variables + kept + slack, "{what}: {eval}, {without_variables}");
             engine.build_for_eval(|vb| Chain::new(per_unit, &vb)).unwrap();

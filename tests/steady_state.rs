@@ -54,7 +54,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Counts are of the whole process, so one test runs at a time. Ranks compute on their own threads: a thread of a pool
+/// Counts are for the whole process, so one test runs at a time. Ranks compute on their own threads: a thread of a pool
 /// allocates its buffers when it first gets work, in whatever step that is.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
@@ -174,7 +174,7 @@ fn cases() -> impl Iterator<Item = (bool, u64, u8)> {
     [(false, 1), (false, 2), (true, 1), (true, 2)].into_iter().flat_map(move |(bf16, world)| stages(bf16, world))
 }
 
-/// Minor page faults of the processes that this one has started and waited for, and of theirs.
+/// Minor page faults of the processes that this one has started and waited for, and of their own children.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 fn faults_of_children() -> u64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
@@ -183,7 +183,7 @@ fn faults_of_children() -> u64 {
     fields.split(' ').nth(8).unwrap().parse().unwrap()
 }
 
-/// Page faults of a whole run of nano under zerorun.
+/// Page faults of a whole run of the `nano` model under zerorun.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 fn faults_of_run(program: &Path, folder: &Path, steps: usize) -> u64 {
     let mut command = zerorun();
@@ -194,8 +194,8 @@ fn faults_of_run(program: &Path, folder: &Path, steps: usize) -> u64 {
     faults_of_children() - before
 }
 
-/// In a step of both ranks: half of what the activations of one block's wide layer would cost one of them, 1 MiB in
-/// pages of 4 KiB. About 12 are measured; 670 to 6900 where ranks do not keep freed memory.
+/// The maximum in a step of both ranks: half of the faults that the activations of one block's wide layer, 1 MiB in pages
+/// of 4 KiB, would cause on one rank. About 12 are measured; 670 to 6900 where ranks do not keep freed memory.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const MOST_FAULTS: f64 = 128.0;
 

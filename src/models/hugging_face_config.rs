@@ -296,7 +296,7 @@ fn gpt2(keys: &JsonKeys<'_>) -> Result<DecoderConfig> {
     if !hidden_size.is_multiple_of(heads) {
         return Err(keys.refuse_as("n_embd", hidden_size, format!("a multiple of n_head ({heads})")));
     }
-    keys.only("scale_attn_weights", true, "attention's scores are divided by the square root of a head's width")?;
+    keys.only("scale_attn_weights", true, "attention's scores are divided by the root of a head's width")?;
     keys.only("scale_attn_by_inverse_layer_idx", false, "all layers scale attention's scores in the same way")?;
     keys.only("add_cross_attention", false, "there is no encoder")?;
     let ctx = size("n_positions", 1024)?;
@@ -377,11 +377,12 @@ fn block_types<'a>(keys: &JsonKeys<'a>, family: &ModelFamily, blocks: usize) -> 
         let all = given.as_array().map(|all| all.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
         let Some(Some(all)) = all else { return Err(keys.refuse("layer_types", "a list of strings")) };
         if all.len() != blocks {
-            let found = format!("a list of {} layers", all.len());
-            return Err(keys.refuse_as("layer_types", found, format!("a list of {blocks} (num_hidden_layers)")));
+            let found = format!("a list of length {}", all.len());
+            return Err(keys.refuse_as("layer_types", found, format!("of length num_hidden_layers ({blocks})")));
         }
         if let Some(other) = all.iter().find(|kind| ![FULL, SLIDING].contains(kind)) {
-            return Err(keys.refuse_as("layer_types", format!("{other:?}"), format!("of {FULL} and {SLIDING}")));
+            let found = format!("a list with {other:?}");
+            return Err(keys.refuse_as("layer_types", found, format!("a list of {FULL} and {SLIDING}")));
         }
         if !slides && all.contains(&SLIDING) {
             let allowed = format!("true if layer_types contains {SLIDING}");

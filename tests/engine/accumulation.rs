@@ -189,7 +189,7 @@ fn no_sync_is_refused_where_gradients_are_sharded_inside_of_itself_and_around_a_
             }
             Ok(())
         })?;
-        // The refused call did not end anything: the outer step still works.
+        // The refused calls did not end anything: a step outside no_sync still works.
         engine.step()?;
         assert!(engine.was_step_applied());
         Ok(())
@@ -408,7 +408,7 @@ fn train(engine: &mut Engine<Tiny>, from: usize, to: usize) -> candle_zero::Resu
 
 #[test]
 fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_any_number_of_ranks() {
-    // The last digit must be restored, too.
+    // The rates must be restored to the last digit.
     let rates = [0.1 + 0.2, 1.0 / 3e3];
     for scheduled in [false, true] {
         let folder = tempfile::tempdir().unwrap();
@@ -420,7 +420,7 @@ fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_
             train(&mut engine, 2, 5)?;
             Ok((engine.lr(), state(&mut engine)?))
         });
-        // Whatever rate the file contains now.
+        // The configuration now has a different rate, which must not matter.
         let resumed = on_ranks(2, |comm| {
             let mut engine = in_groups(comm, &with_rate(3, 0.7, scheduled))?;
             engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?.unwrap();
@@ -430,7 +430,7 @@ fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_
         });
         assert_eq!(resumed, whole, "scheduled {scheduled}");
         assert_eq!(whole[0].0 == rates, !scheduled, "a schedule continues by its own rule");
-        // Resumes with a different number of ranks, and from there with a third.
+        // Resumes with a different number of ranks, and from there with a third number.
         let through = tempfile::tempdir().unwrap();
         for (world, from, to) in [(3, &folder, Some(&through)), (1, &through, None)] {
             on_ranks(world, |comm| {
@@ -454,7 +454,7 @@ fn a_rate_that_was_not_set_is_that_of_the_file_after_a_load_and_without_the_opti
         engine.set_lr(0.02)?;
         let (dir, tag) = at("set");
         engine.save_checkpoint(dir, tag, Value::Null)?;
-        // A run that loads an earlier checkpoint gets the rate of that time.
+        // A run that loads an earlier checkpoint gets the rate from that time.
         let (dir, tag) = at("configured");
         engine.load_checkpoint(dir, tag, &LoadOptions::default())?;
         assert_eq!(engine.lr(), [0.3]);
@@ -518,7 +518,7 @@ fn a_save_in_the_middle_of_an_accumulation_is_refused_before_anything_is_written
                 pass(&mut engine, sample)?;
                 engine.step()?;
             }
-            // A loss whose backward has not run is not a gradient.
+            // A loss whose backward has not run has left no gradient.
             forward(&mut engine, 5)?;
             engine.save_checkpoint(folder.path(), None, Value::Null).map(drop)
         });

@@ -11,7 +11,7 @@ use candle_zero::{Engine, comm::threads, error::Result};
 use serde_json::{Value, json};
 use std::process::{Command, Output};
 
-/// Runs a test of this file as a separate process; its messages go to standard error.
+/// Runs a test from this file as a separate process; its messages go to standard error.
 fn process(test: &str, case: &Value) -> Output {
     let mut command = Command::new(std::env::current_exe().unwrap());
     let output = command.args(as_program(module_path!(), test)).env("TEST_CASE", case.to_string()).output().unwrap();
@@ -64,7 +64,7 @@ fn a_groups_own_rate_that_the_schedule_replaces_is_said() {
     }
 }
 
-/// Two units, used in the order that the input determines.
+/// Two units, used in an order that the input determines.
 struct Ordered([Unit<candle_nn::Linear>; 2]);
 
 impl Ordered {

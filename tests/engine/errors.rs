@@ -436,7 +436,7 @@ fn a_view_that_is_taken_while_the_model_is_built_follows_the_training_at_every_s
             engine.step().unwrap();
             loss.to_scalar::<f32>().unwrap().to_bits()
         };
-        // The rate begins at 0.
+        // The learning rate begins at 0.
         [(); 6].map(|()| step())
     };
     let reference = losses(0);

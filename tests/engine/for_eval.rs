@@ -37,7 +37,7 @@ fn it_sees_every_step_at_every_stage() {
     }
 }
 
-/// Records whether Candle tracks its computation.
+/// A layer that records whether Candle tracks its computation.
 struct Watched(Unit<Linear>, Cell<bool>);
 
 impl Watched {

@@ -1,4 +1,4 @@
-//! Models in an engine generate texts: parameters are gathered for it, and every rank gets the same tokens.
+//! Models in an engine generate text: parameters are gathered for the generation, and every rank gets the same tokens.
 
 use candle_core::{Device, Tensor};
 use candle_nn::VarBuilder;
@@ -9,7 +9,7 @@ use serde_json::json;
 
 const PROMPT: [u32; 4] = [41, 13, 63, 200];
 
-/// The tokens of a single evaluation, and of one evaluation per token.
+/// The tokens from a single evaluation, and from one evaluation per token.
 type Tokens = [Vec<u32>; 2];
 
 fn generated<A: Architecture>(

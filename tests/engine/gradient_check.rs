@@ -134,7 +134,7 @@ fn max_pool(vb: VarBuilder<'_>) -> Result<Loss> {
     pooled(vb, |x| x.max_pool2d(2))
 }
 
-/// A model in which another operation uses the input of the upsampling, too.
+/// A model in which another operation also uses the input of the upsampling.
 fn upsampling(vb: VarBuilder<'_>) -> Result<Loss> {
     let conv = candle_nn::conv2d(1, 3, 2, Default::default(), vb.pp("conv"))?;
     Ok(Box::new(move || {
@@ -229,7 +229,7 @@ fn a_graph_that_is_cut_or_a_backward_that_is_wrong_ends_the_first_step_at_every_
 
 #[test]
 fn in_16_bits_mistakes_are_found_that_are_larger_than_rounding() {
-    /// Cases in which the direction contains only a small part of the mistake, or rounding is as large.
+    /// Cases in which the checked direction contains only a small part of the mistake, or rounding errors are as large.
     const UNCLEAR: [&str; 3] = ["rope", "a part that is detached", "a product of views"];
     let formats = [
         (DType::BF16, "bf16", json!({"enabled": true})),
@@ -250,7 +250,7 @@ fn in_16_bits_mistakes_are_found_that_are_larger_than_rounding() {
                 config[key] = section.clone();
                 let results = threads::run(ranks, |comm| {
                     FORMAT.set(format);
-                    // A difference that the bend of the loss may also explain is checked again in the next steps.
+                    // A difference that the curvature of the loss may also explain is checked again in the next steps.
                     first_steps(comm, build, config.clone(), frozen, 8)
                 });
                 for result in results.unwrap() {
@@ -598,7 +598,7 @@ fn memory_of_moved_parameters_is_in_the_ledger_and_given_back() {
     }
 }
 
-// ---- losses of other forwards ----------------------------------------------------------------------------------
+// ---- losses from other forwards --------------------------------------------------------------------------------
 
 #[test]
 fn a_loss_of_an_older_forward_is_refused_by_that_name() {

@@ -1,4 +1,5 @@
-//! Muon with ZeRO: recorded values over ranks, one optimizer state for matrices, groups of both halves, checkpoints.
+//! Muon with ZeRO: recorded values on one or more ranks, one optimizer state for matrices, groups for Muon and for
+//! Adam, checkpoints.
 //! (`optimizer_stages.rs` tests that all stages give the same bits.)
 
 use crate::support::tiny::{Shape, Tiny, batch, config, train};
@@ -43,7 +44,7 @@ fn recorded_weights_are_met_over_any_number_of_ranks_at_every_stage() {
     candle_core::safetensors::save(&named, &init).unwrap();
     for case in file["cases"].as_array().unwrap().iter().filter(|c| c["name"] == "Muon") {
         let (hyper, aux) = (&case["hyper"], &case["hyper"]["aux_adam"]);
-        // The weight decays of both halves share one key: the second case has different ones.
+        // Muon and Adam share one key for the weight decay. They differ in the second case, so a group sets Adam's.
         let groups = vec![ParameterGroup::new().dims(1..=1).weight_decay(aux["weight_decay"].as_f64().unwrap())];
         let params = json!({"muon_lr": hyper["lr"], "adam_lr": aux["lr"], "momentum": hyper["momentum"],
             "weight_decay": hyper["weight_decay"], "ns_method": hyper["ns_method"], "betas": aux["betas"],
@@ -106,8 +107,8 @@ fn matrices_have_one_moment_and_whole_ones_are_on_one_rank_at_a_time() {
                 assert_eq!(row.formula, Some(expected), "{report}");
                 let held = if files { row.file.held } else { row.bytes.held };
                 assert_eq!(held as f64, expected + row.padding, "{report}");
-                // Padding of 15 parameters: less than one element per rank, or in files up to the alignment of
-                // requests.
+                // The padding of each of 15 parameters: less than one element per rank, or in files up to the
+                // alignment of requests.
                 let most = 15.0 * 8.0 * if files { 2048.0 } else { world as f64 };
                 assert!((0.0..=most).contains(&row.padding), "{report}");
                 // Two full matrices of 12 x 37 and the products of one of them, or a bucket of gradients.
@@ -182,7 +183,7 @@ fn a_checkpoint_has_of_each_parameter_what_there_is_and_goes_on_at_any_stage() {
     assert_eq!(written as usize, 4 * (2 * MATRICES + 3 * (elements("fp32") - MATRICES)));
     checkpoint.verify(|_| {}).unwrap();
 
-    // A parameter that another half trains now lacks the states of that half.
+    // A parameter that Adam trains now lacks Adam's states.
     let groups = vec![ParameterGroup::new().names(["head.weight"]).use_muon(false)];
     let mut engine = start(Engine::builder().parameter_groups(groups), 0).unwrap();
     let error = engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).unwrap_err().to_string();

@@ -176,7 +176,7 @@ fn what_cannot_work_is_refused_by_name() {
     let refused = |own: Own, stage: u8, keys: Value, groups: Vec<ParameterGroup>| {
         let builder = Engine::builder().device(Device::Cpu).optimizer(own).parameter_groups(groups);
         match builder.initialize(|vb| Tiny::new(SHAPE, vb), config(stage, 1, json!({}), keys)) {
-            Ok(_) => panic!("it is refused"),
+            Ok(_) => panic!("it must be refused"),
             Err(error) => error.to_string(),
         }
     };

@@ -1,4 +1,4 @@
-//! Param groups: their settings, their schedules, and that they do not change the layout of the state.
+//! Parameter groups: their settings and schedules, and the layout of the state, which they do not change.
 
 use crate::support::tiny::{Shape, config, train_with};
 use candle_core::{Device, Tensor};

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 const SIZE: usize = 7;
 
-/// Returns the gradient of an optimizer step, from 0.
+/// Returns the gradient of an optimizer step, counted from 0.
 fn gradient(step: usize) -> Vec<f32> {
     (0..SIZE).map(|i| ((step * 7 + i * 3) % 11) as f32 / 5.0 - 0.9).collect()
 }
@@ -32,7 +32,7 @@ fn start(builder: EngineBuilder, config: &Value) -> Result<Engine<Tensor>> {
     builder.device(Device::Cpu).initialize(param, config.clone())
 }
 
-/// Makes one optimizer step with its gradient.
+/// Takes one optimizer step with its gradient.
 fn train(engine: &mut Engine<Tensor>) -> Result<()> {
     let x = Tensor::new(gradient(engine.global_steps() as usize), &Device::Cpu)?;
     let loss = engine.forward(|param| x.mul(param)?.sum_all())?;

@@ -91,7 +91,7 @@ impl Trace {
         self.events.iter().map(|(_, rank, ..)| *rank).collect()
     }
 
-    /// Returns the microseconds in which units compute while data is transferred.
+    /// Returns the number of microseconds in which units compute while data is transferred.
     fn overlap(&self, rank: u64) -> f64 {
         let compute = without(&self.times(rank, |cat, _| cat == "unit"), &self.times(rank, |cat, _| cat == "wait"));
         let travel = self.times(rank, |cat, name| cat == "collective" && name != "control" && name != "barrier");
@@ -190,7 +190,7 @@ fn a_rank_that_is_killed_leaves_what_it_did_and_what_the_others_did() {
     let parts = || names(folder.path()).into_iter().find(|name| name.starts_with(".candle-zero-timeline-"));
     let lengths = |parts: String| {
         let files = std::fs::read_dir(folder.path().join(parts)).unwrap();
-        // Except for the file that marks a folder as removable after a kill.
+        // Skips the file that marks a folder as removable after a kill.
         let files = files.map(|file| file.unwrap()).filter(|file| file.file_name() != ".candle-zero-unfinished");
         files.map(|file| file.metadata().unwrap().len()).collect::<Vec<_>>()
     };

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// A folder for a test with `adapter`, a copy of one that PEFT wrote; `model`, the model of its base; and `data.jsonl`.
+/// A folder for a test with `adapter`, a copy of one that PEFT wrote; `model`, its base model; and `data.jsonl`.
 struct Place(tempfile::TempDir);
 
 impl Place {
@@ -112,7 +112,7 @@ fn modules_that_a_regular_expression_names_are_those_of_the_tensors() {
     let of_names = merged("names");
     place.set("target_modules", json!(r"(?:model\.)?layers\.\d+\.(?:self_attn|mlp)\.(?:[qkvo]|gate|up|down)_proj"));
     assert!(merged("pattern") == of_names);
-    // A run that continues training with the adapter writes the names.
+    // A run that continues training with the adapter writes the targets' names instead of the pattern.
     let (model, adapter, data) = (place.path("model"), place.path("adapter"), place.path("data.jsonl"));
     let mut command = zerorun();
     command.arg("finetune").arg(&model).arg("--adapter").arg(&adapter).arg("--data").arg(&data);
@@ -142,7 +142,7 @@ fn an_incomplete_adapter_is_refused_with_the_names_of_what_is_missing() {
     });
     insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is incomplete: according to its adapter_config.json and this model, it should also have model.layers.0.self_attn.q_proj.lora_magnitude_vector; copy it again from its source, or use the model that it was trained on");
 
-    // A target that matches nothing: a layer too many.
+    // A target that matches nothing: one layer too many.
     let place = Place::new("attn_r8");
     place.change("adapter/adapter_model.safetensors", |tensors| {
         let more: Vec<_> = tensors
@@ -174,7 +174,7 @@ fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
     place.change("model/model.safetensors", |tensors| at(tensors, "layers.2.mlp.up_proj.weight", 100, f32::INFINITY));
     insta::assert_snapshot!(place.refused_alike(), @"tensor model.layers.2.mlp.up_proj.weight in DIR/model/model.safetensors has the value inf (element 100): the file is damaged, or the training that wrote it diverged; use another copy, or an earlier checkpoint");
 
-    // A factor that is not a number in f32, and products that are too large.
+    // A factor that overflows in f32, and products that are too large.
     let place = Place::new("attn_r8");
     place.set("lora_alpha", json!(1e308));
     insta::assert_snapshot!(place.refused_alike(), @"DIR/adapter/adapter_config.json is not a usable adapter: LoRA settings: alpha is 1e308, but must be a positive finite number, in f32 too");

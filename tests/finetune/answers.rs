@@ -1,4 +1,4 @@
-//! Answers of a model: how a prompt becomes ids, where an answer ends, and the same text from a model and from an
+//! A model's answers: how a prompt becomes ids, where an answer ends, and the same text from a model and from an
 //! engine.
 
 use crate::fixtures::{base, copy, path};

@@ -1,4 +1,4 @@
-//! Invalid model folders and descriptions: the error names the problem, and nothing is read before.
+//! Invalid model folders and descriptions: the error names the problem, and no weights are read before.
 
 use crate::fixtures::{MODELS, base, copy, json, path};
 use candle_core::{DType, Device};
@@ -81,7 +81,7 @@ fn weights_that_are_not_those_of_the_description_are_named() {
     insta::assert_snapshot!(with("llama", "intermediate_size", json!(120)), @"tensor model.layers.0.mlp.gate_proj.weight in DIR/model.safetensors has shape [128, 48], but DIR/config.json describes one of [120, 48]; take both files from the same model");
     insta::assert_snapshot!(with("llama", "vocab_size", json!(500)), @"tensor model.embed_tokens.weight in DIR/model.safetensors has shape [512, 48], but DIR/config.json describes one of [500, 48]; take both files from the same model");
     insta::assert_snapshot!(with("llama", "num_hidden_layers", json!(4)), @"DIR/model.safetensors has no tensor model.layers.3.input_layernorm.weight of shape [48], which the model needs; the file must hold exactly the model's parameters, but it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
-    insta::assert_snapshot!(with("llama", "num_hidden_layers", json!(2)), @"DIR/model.safetensors holds tensors that the model does not have: model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, model.layers.2.mlp.gate_proj.weight, model.layers.2.mlp.up_proj.weight, model.layers.2.post_attention_layernorm.weight, model.layers.2.self_attn.k_proj.weight, model.layers.2.self_attn.o_proj.weight, model.layers.2.self_attn.q_proj.weight and 1 more; is it the file of a different model or size?");
+    insta::assert_snapshot!(with("llama", "num_hidden_layers", json!(2)), @"DIR/model.safetensors holds tensors that the model does not have: model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, model.layers.2.mlp.gate_proj.weight, model.layers.2.mlp.up_proj.weight, model.layers.2.post_attention_layernorm.weight, model.layers.2.self_attn.k_proj.weight, model.layers.2.self_attn.o_proj.weight, model.layers.2.self_attn.q_proj.weight and 1 more; is it the file of another model or size?");
     insta::assert_snapshot!(with("llama", "attention_bias", json!(true)), @"DIR/model.safetensors has no tensor model.layers.0.self_attn.q_proj.bias of shape [48], which the model needs; the file must hold exactly the model's parameters, but it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
     insta::assert_snapshot!(with("llama", "tie_word_embeddings", json!(false)), @"DIR/model.safetensors has no tensor lm_head.weight of shape [512, 48], which the model needs; the file must hold exactly the model's parameters, but it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
     insta::assert_snapshot!(with("qwen2", "model_type", json!("qwen3")), @"tensor model.layers.0.self_attn.q_proj.weight in DIR/model.safetensors has shape [56, 56], but DIR/config.json describes one of [512, 56]; take both files from the same model");
@@ -98,8 +98,8 @@ fn weights_that_are_not_those_of_the_description_are_named() {
 
 #[test]
 fn descriptions_that_this_library_does_not_compute_with_are_refused() {
-    insta::assert_snapshot!(with("llama", "model_type", json!("mamba")), @r#"DIR/config.json: model_type is "mamba", which is not supported; the supported types are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3"#);
-    insta::assert_snapshot!(with_config("llama", |config| { config.as_object_mut().unwrap().remove("model_type"); }), @"DIR/config.json: model_type is absent, which is not supported; the supported types are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3");
+    insta::assert_snapshot!(with("llama", "model_type", json!("mamba")), @r#"DIR/config.json: model_type is "mamba", which is not supported; supported are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3"#);
+    insta::assert_snapshot!(with_config("llama", |config| { config.as_object_mut().unwrap().remove("model_type"); }), @"DIR/config.json: model_type is absent, which is not supported; supported are gemma2, gemma3, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3");
     insta::assert_snapshot!(with("llama", "hidden_act", json!("relu")), @r#"DIR/config.json: hidden_act is "relu", but must be silu, swish, gelu_new or gelu_pytorch_tanh"#);
     insta::assert_snapshot!(with("gemma2", "hidden_activation", json!("gelu")), @r#"DIR/config.json: hidden_activation is "gelu", but must be silu, swish, gelu_new or gelu_pytorch_tanh"#);
     insta::assert_snapshot!(with("llama", "hidden_size", json!("48")), @r#"DIR/config.json: hidden_size is "48", but must be a whole number from 1 to 4294967295"#);
@@ -116,8 +116,8 @@ fn descriptions_that_this_library_does_not_compute_with_are_refused() {
     insta::assert_snapshot!(with("llama32", "rope_parameters", json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 32})), @"DIR/config.json: rope_parameters.high_freq_factor is 1.0, but must be above low_freq_factor (4)");
     insta::assert_snapshot!(with("phi3", "partial_rotary_factor", json!(0.75)), @"DIR/config.json: partial_rotary_factor is 0.75, but must be 1: complete heads are rotated");
     insta::assert_snapshot!(with("phi3", "rope_parameters", json!({"rope_type": "longrope", "long_factor": [1.0]})), @r#"DIR/config.json: rope_parameters.rope_type is "longrope", but must be default, linear or llama3"#);
-    insta::assert_snapshot!(with("qwen3", "layer_types", json!(["full_attention"])), @"DIR/config.json: layer_types is a list of 1 layers, but must be a list of 3 (num_hidden_layers)");
-    insta::assert_snapshot!(with("gemma3", "layer_types", json!(["chunked_attention", "full_attention", "full_attention"])), @r#"DIR/config.json: layer_types is "chunked_attention", but must be of full_attention and sliding_attention"#);
+    insta::assert_snapshot!(with("qwen3", "layer_types", json!(["full_attention"])), @"DIR/config.json: layer_types is a list of length 1, but must be of length num_hidden_layers (3)");
+    insta::assert_snapshot!(with("gemma3", "layer_types", json!(["chunked_attention", "full_attention", "full_attention"])), @r#"DIR/config.json: layer_types is a list with "chunked_attention", but must be a list of full_attention and sliding_attention"#);
     insta::assert_snapshot!(with("qwen2", "layer_types", json!(["full_attention", "sliding_attention"])), @"DIR/config.json: use_sliding_window is false, but must be true if layer_types contains sliding_attention");
     insta::assert_snapshot!(with("gemma2", "sliding_window", Value::Null), @"DIR/config.json: sliding_window is null, but must be a number if layer_types contains sliding_attention");
     insta::assert_snapshot!(with("gemma3", "use_bidirectional_attention", json!(true)), @"DIR/config.json: use_bidirectional_attention is true, but must be false: a language model sees no later token");
@@ -179,7 +179,7 @@ fn names_with_another_prefix_are_found() {
     }
 }
 
-/// Generates values such as a person or a program may write.
+/// Generates values of the kinds that a person or a program may write.
 fn any_value() -> impl Strategy<Value = Value> {
     prop_oneof![
         Just(Value::Null),

@@ -111,7 +111,7 @@ fn a_tokenizer_without_an_end_is_named_and_a_damaged_one_is_no_panic() {
     });
     let error = refused(&desk, "chats.jsonl");
     assert!(error.contains("its added token \"\\t\" is empty after normalization"), "{error}");
-    // The library's tokens would differ from one process to the next.
+    // The tokens of the tokenizers library would differ from one process to the next.
     let desk = with_tokenizer(|json| {
         json["normalizer"] = json!({"type": "Lowercase"});
         for (token, content) in [(2, "<Quick>"), (3, "<quick>")] {

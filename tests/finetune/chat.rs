@@ -249,7 +249,7 @@ fn other_templates_have_their_answers_found() {
     let phi = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}\
                {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}";
     assert_eq!(targets(phi, &turns), [" c <|end|>", "c<|end|>"]);
-    // The prompt opens the thoughts, which earlier answers do not have.
+    // The prompt opens a thinking block, which earlier answers do not have.
     let thinking = "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'assistant' %}<think>{% endif %}\
                     {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}";
     assert_eq!(targets(thinking, &turns), [" c </s>", "c</s>"]);

@@ -255,7 +255,7 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
             }
         }
     };
-    // The format of the oldest files, without a head, and of masked language modelling.
+    // The names in the oldest files; and a head for masked language modelling in place of the pooler and the classifier.
     change_weights(dir, |name, tensor| {
         let name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
         if name.contains("pooler") {

@@ -43,7 +43,7 @@ impl Desk {
     }
 }
 
-/// Returns conversations of some hundred bytes each.
+/// Returns conversations of several hundred bytes each.
 fn conversations(count: usize) -> String {
     let line = |i| {
         let words = format!("number {i} of some words that stand here to be read ").repeat(8);
@@ -149,7 +149,7 @@ fn a_file_whose_maker_was_killed_is_made_by_the_next() {
         assert!(begun.elapsed() < Duration::from_secs(60) && first.try_wait().unwrap().is_none());
         std::thread::yield_now();
     }
-    // `env`, which starts it, has become the program by now.
+    // By now, the program has replaced `env`, which started it.
     first.kill().unwrap();
     first.wait().unwrap();
     assert!(!desk.cached().is_empty());
@@ -167,7 +167,7 @@ fn a_damaged_file_is_made_again_with_the_reason() {
     let first = stdout(&desk.shown(&words));
     let path = desk.cached().remove(0);
     let mut bytes = std::fs::read(&path).unwrap();
-    // The number of tokens of the last sample: an index entry has 24 bytes, and the report is JSON.
+    // Changes the last sample's number of tokens: its index entry, of 24 bytes, precedes the report, which is JSON.
     let report = bytes.windows(11).rposition(|window| window == b"{\"records\":").unwrap();
     bytes[report - 24 + 10] ^= 0xFF;
     std::fs::write(&path, bytes).unwrap();

@@ -50,7 +50,7 @@ pub fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Returns the largest difference of elements.
+/// Returns the largest difference between elements.
 pub fn far(a: &Tensor, b: &Tensor) -> f32 {
     assert_eq!(a.dims(), b.dims());
     values(a).iter().zip(values(b)).fold(0f32, |most, (a, b)| most.max((a - b).abs()))

@@ -1,5 +1,5 @@
-//! Continuing a text with cached keys and values, with windows and soft caps, compared with computing all of it for
-//! each token.
+//! Continuing a text with cached keys and values, with windows and soft caps, compared with recomputing all of it
+//! for each token.
 
 use crate::fixtures::{MODELS, base};
 use candle_core::{DType, Device};

@@ -23,7 +23,7 @@ const TEXTS: [&str; 9] = [
     "a1b22c333d4444 ... !!! ???",
 ];
 
-/// Returns the llama's folder with another pre-tokenizer, and its GGUF file in a separate folder.
+/// Returns the llama's folder with a different pre-tokenizer, and its GGUF file in a separate folder.
 fn folder_and_file(change: impl FnOnce(&mut Json)) -> (tempfile::TempDir, tempfile::TempDir, PathBuf) {
     let (folder, alone) = (copy("llama"), tempfile::tempdir().unwrap());
     let tokenizer = folder.path().join("tokenizer.json");

@@ -248,7 +248,7 @@ fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     assert_eq!(of_weights(&server), ["bytes=1000-"]);
     assert!(!part.exists());
 
-    // The earlier bytes belong to another content, which the checksum reveals.
+    // The earlier bytes belong to different content, which the checksum reveals.
     std::fs::remove_file(&content).unwrap();
     std::fs::write(&part, vec![7; 1000]).unwrap();
     server.set(Faults::default());
@@ -257,7 +257,7 @@ fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     assert_eq!(of_weights(&server), ["bytes=1000-", ""]);
     assert_eq!(std::fs::read(&content).unwrap(), bytes);
 
-    // A content that another revision already has is only linked.
+    // Content that another revision already has is only linked.
     std::fs::remove_file(snapshot(home.path()).join("model.safetensors")).unwrap();
     server.set(Faults::default());
     let (output, _) = merged(&server, &home);

@@ -104,7 +104,7 @@ fn a_run_with_other_settings_is_not_continued_and_all_of_them_are_named() {
         assert!(expected.iter().all(|name| found.contains(name)), "{words:?}: {text}");
         assert!(found.len() <= expected.len() + 6, "{words:?}: {text}");
     }
-    // Fewer steps than were already made.
+    // Fewer steps than the run has already taken.
     let text = desk.refused(&["--steps", "3", "--resume_anyway"]);
     assert!(text.contains("is at step 4, but this run ends at step 3"), "{text}");
 

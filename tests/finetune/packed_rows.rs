@@ -25,7 +25,7 @@ fn samples(masked: bool) -> Vec<Sample> {
     of("input_ids").into_iter().zip(of("loss_mask")).map(sample).collect()
 }
 
-/// Packs samples into rows, in the order in which they fit.
+/// Packs each sample into the first row that has room for it.
 fn rows(samples: Vec<Sample>) -> Vec<Vec<Sample>> {
     let mut rows: Vec<Vec<Sample>> = Vec::new();
     for sample in samples {

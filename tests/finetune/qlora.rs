@@ -25,7 +25,7 @@ struct Case {
     config: Value,
 }
 
-/// Makes three steps of four rows.
+/// Takes three steps of four rows.
 fn train(case: &Case) -> Run {
     let base = base(case.model);
     let sizes = DecoderConfig { lora: Some(case.lora.parse().unwrap()), ..base.config().clone() };
@@ -106,7 +106,7 @@ fn a_fresh_adapter_of_dora_beside_four_bits_changes_nothing() {
             let runs = threads::run(2, |comm| {
                 let values = AdaptedValues::new(&base, &sizes, None)?.quantized(NF4, DType::F32, is_quantized);
                 let builder = Engine::builder().communicator(comm).device(Device::Cpu).initial_values(Arc::new(values));
-                // A norm takes the place of an adapter if there is none.
+                // Norms are trained too, because there may be no adapter.
                 let builder = builder.trainable(|name, shape| is_adapter(name) || shape.len() == 1);
                 let builder = builder.quantized(NF4, is_quantized);
                 let config =

@@ -72,7 +72,7 @@ fn adapter_bytes(folder: &Path) -> Vec<u8> {
     std::fs::read(folder.join("adapter_model.safetensors")).unwrap()
 }
 
-/// Returns steps, rows of an epoch, rows of a step, and epochs of a run on `world` ranks.
+/// Returns the steps, the rows per epoch, the rows per step, and the epochs of a run on `world` ranks.
 fn planned(options: &Options, world: usize) -> (u64, usize, usize, f64) {
     let ranks = threads::run(world, |comm| -> Result<_> {
         let mut run = FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm)?;
@@ -105,12 +105,12 @@ fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
             println!("{what}: {steps} steps of {batch} of {rows} rows");
             // At least 30 steps, if there are enough samples.
             assert!(steps >= (count / world).min(30) as u64, "{what}: {steps} steps");
-            // If rows are not full, there are no more of them than that requires.
+            // If rows are not full, there are no more of them than these steps require.
             assert!(rows <= full.max(60 * world), "{what}: {rows} rows");
             // Never more epochs than requested, except for the rest of the last step.
             assert!((epochs - 1.0) * (rows as f64) < batch as f64, "{what}: {epochs} epochs");
             assert!(batch <= 8 && (batch.is_power_of_two() || batch == world), "{what}: {batch} rows a step");
-            // By default, a run makes three to fifteen epochs.
+            // By default, a run has three to fifteen epochs.
             let (_, rows, batch, epochs) = planned(&Options { length: TrainingLength::Auto, ..options.clone() }, world);
             let rest = batch as f64 / rows as f64;
             assert!(
@@ -208,7 +208,7 @@ fn a_run_that_goes_on_from_a_checkpoint_ends_with_the_bits_of_one_that_never_sto
     let (steps, best, _) = train(&whole, 2, 2);
     let saving =
         Some(CheckpointOptions { dir: folder.path().join("saves"), every: Some(2), keep: Some(1), resume: true });
-    // The first part ends because of its length. Its rates equal those of the complete run, because they are constant.
+    // The first part is configured to end early. Its rates are constant, so that they equal those of the complete run.
     let constant =
         |options: Options| Options { scheduler: LrDecay::Constant, warmup: WarmupLength::Steps(0), ..options };
     let whole = constant(Options { out: folder.path().join("constant"), ..whole });

@@ -1,5 +1,5 @@
 //! Compares a real model, SmolLM2-135M-Instruct, with records of transformers and PEFT. The variable
-//! `CANDLE_ZERO_SMOLLM2` contains its folder. scripts/check_finetune.sh sets it.
+//! `CANDLE_ZERO_SMOLLM2` names its folder. scripts/check_finetune.sh sets it.
 
 use crate::fixtures::{far, json as record, numbers};
 use crate::support::skips::skipped;
@@ -128,7 +128,7 @@ fn the_real_model_follows_pefts_20_steps_of_lora() {
     }
 }
 
-/// Makes a step on one conversation. Returns the mean loss of its targets, and the norm of its gradients before
+/// Takes a step on one conversation. Returns the mean loss of its targets, and the norm of its gradients before
 /// clipping.
 fn train(engine: &mut Engine<Decoder>, sample: &Value) -> Result<(f64, f64)> {
     let all = ids(&sample["input_ids"]);

@@ -27,7 +27,7 @@ fn batches() -> Vec<Tensor> {
     all.into_iter().map(|rows| Tensor::new(rows, &Device::Cpu).unwrap()).collect()
 }
 
-/// Returns inputs and targets of a rank's rows of a batch.
+/// Returns the inputs and targets of a rank's rows in a batch.
 fn part(batch: &Tensor, world: usize, rank: usize) -> (Tensor, Tensor) {
     let (rows, time) = batch.dims2().unwrap();
     let rows = batch.narrow(0, rank * rows / world, rows / world).unwrap();

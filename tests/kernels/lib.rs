@@ -1,5 +1,5 @@
-//! The kernels as they are, with their unit tests and without what uses them: `scripts/check_aarch64.sh` compiles these
-//! for aarch64 and runs them.
+//! The unchanged kernels, with their unit tests and without the code that uses them: `scripts/check_aarch64.sh`
+//! compiles this crate for aarch64 and runs its tests.
 
 #[allow(dead_code, unused_imports, reason = "their users are not here")]
 #[path = "../../src/kernels/mod.rs"]

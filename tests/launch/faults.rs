@@ -30,7 +30,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 struct Fault {
     rank: usize,
     place: &'static str,
-    /// The number of times that the place is passed before.
+    /// The number of times that the rank passes the place before the fault.
     nth: u64,
     deed: Deed,
 }
@@ -71,7 +71,7 @@ impl Fault {
     }
 }
 
-/// The fault that this rank knows about.
+/// The fault that this rank causes, if any.
 struct Plan(Option<Fault>);
 
 impl Plan {
@@ -206,8 +206,9 @@ struct Run {
     lines: Receiver<String>,
     errors: std::thread::JoinHandle<String>,
     pids: [Option<i32>; RANKS],
-    /// The temporary folder, the folder of the exported model, and the earlier content of /dev/shm.
+    /// Contains the temporary folder and the folder of the exported model.
     dir: TempDir,
+    /// The earlier content of /dev/shm.
     shared_memory: BTreeSet<PathBuf>,
 }
 
@@ -270,7 +271,7 @@ impl Run {
         let pids: Vec<i32> = self.pids.iter().flatten().copied().collect();
         wait_until_gone(&pids);
         assert_eq!(names_in(&self.dir.path().join("tmp")), BTreeSet::new(), "files left in the temporary folder");
-        // Other programs of this machine may also use it for a moment.
+        // Other programs on this machine may also use /dev/shm for a moment.
         wait_for("/dev/shm to be as before", || {
             names_in(Path::new("/dev/shm")).is_subset(&self.shared_memory).then_some(())
         });
@@ -385,7 +386,7 @@ fn a_rank_that_leaves_early_is_named_by_all_others_and_its_exit_code_0_does_not_
 
 #[test]
 fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
-    // An error in a method of the engine, which tells the others. The rank's process ends a second later, or never.
+    // An error in a method of the engine, which tells the other ranks. The rank's process ends a second later, or never.
     let slow = Case { linger_ms: 1000, ..case(3, "forward", 1, Deed::Fail) };
     // Candle adds a backtrace to its messages. The messages of the others stay readable.
     let ended = Run::start(Case { backtrace: "1", ..slow }).end();

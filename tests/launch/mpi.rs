@@ -1,5 +1,5 @@
-//! Ranks that an MPI launcher starts, on this host and on two: they have the bits of one machine, and problems lead to
-//! an error instead of a hang.
+//! Ranks that an MPI launcher starts, on this host and on two: they give the same bits as on one machine, and
+//! problems lead to an error instead of a hang.
 
 use crate::support::cluster::{Hosts, Mpi, debian_mpich, mpirun};
 use crate::support::processes::{
@@ -74,8 +74,8 @@ fn train_by(mut start: Command, train_gpt: &Path, config: &str, metrics: &Path) 
     steps
 }
 
-/// Returns the elements of a kind of collective and its bytes from other hosts, from the summary that rank 0 has
-/// written.
+/// Returns the number of elements of a kind of collective, and the number of its bytes that came from other hosts,
+/// according to the summary that rank 0 has written.
 fn between_hosts(metrics: &Path, kind: &str) -> [u64; 2] {
     let text = std::fs::read_to_string(metrics).unwrap();
     let summary: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
@@ -107,7 +107,7 @@ fn shards_of_each_host_change_no_bit_and_only_sums_of_gradients_cross() {
             let steps = train_by(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &train_gpt, &in_groups, &metrics);
             assert_eq!(steps, expected, "{mpi:?}, groups of {ranks}");
             let [reduced, bytes] = between_hosts(&metrics, "reduce_scatter");
-            // Of four pieces, two remote ranks send their parts of one in f32. The ranks with the same shard also send
+            // Two remote ranks send their parts of one of the four pieces in f32. The ranks with the same shard also send
             // the sums of each other's pieces: one from every group of the other host, which a rank of this host
             // receives for its complete group.
             assert_eq!(bytes, (2 + 1) * (reduced / 4 * 4), "{mpi:?}, groups of {ranks}");
@@ -130,7 +130,7 @@ fn bytes_between_hosts_are_those_of_the_formula_and_a_second_copy_keeps_backward
         };
         let (steps, [reduced, reduced_bytes], [gathered, gathered_bytes]) = run(&config(3), "without");
         let (same_steps, same_reduced, [in_all, from_hosts]) = run(&with_copy, "with");
-        // Of four chunks, two remote ranks send their parts of one, in f32.
+        // Two remote ranks send their parts of one of the four chunks in f32.
         assert_eq!(reduced_bytes, 2 * reduced / 4 * 4, "{mpi:?}");
         // Two shards of the other host arrive in two lanes.
         assert_eq!(gathered_bytes, 2 * gathered / 2 * 4, "{mpi:?}");
@@ -205,7 +205,7 @@ fn what_is_compressed_between_hosts_alone_crosses_once_a_host_with_the_same_bits
                 let [reduced, bytes] = between_hosts(&metrics, kind);
                 // Each of the sums that the other host's ranks hold arrives once in f32.
                 let sums = if stage == 0 || groups.is_some() { reduced / 4 * 4 } else { 0 };
-                // Of four chunks, the other host sends its sum of one.
+                // The other host sends its sum of one of the four chunks.
                 let codes = if in_16_bits { reduced / 4 * 2 } else { bytes - sums };
                 assert_eq!(bytes, codes + sums, "{what}");
                 // Half a byte per element, and four bytes per block of 128, which may be partly filled at the end of a
@@ -456,8 +456,8 @@ fn named_hosts(mpi: Mpi, ranks: &[usize]) -> Option<Command> {
     Some(command)
 }
 
-/// Returns the bytes that a rank receives in a reduce-scatter of chunks of `n` f32 if partial sums are passed from host
-/// to host.
+/// Returns the number of bytes that a rank receives in a reduce-scatter of chunks of `n` f32 if partial sums are passed
+/// from host to host.
 fn bytes_in_a_chain(counts: &[usize], rank: usize, n: usize) -> usize {
     let (world, lanes) = (counts.iter().sum::<usize>(), *counts.iter().min().unwrap());
     let start = |host: usize| counts[..host].iter().sum::<usize>();
@@ -653,7 +653,7 @@ fn as_a_rank() {
             println!("rank {rank} reports: {error}");
         }
         ("maps", file) => {
-            // Checked both in a start that fails and in one that does not.
+            // Checked both in a start that fails and in one that succeeds.
             comm.barrier().wait().unwrap();
             if last && !Path::new(file).exists() {
                 std::fs::write(file, "").unwrap();
@@ -706,7 +706,7 @@ fn sums_through_several_hosts_and_of_many_ranks_are_those_of_threads_to_the_bit(
         for ranks in [&[2, 3, 2][..], &[3, 2, 2, 4], &[9, 7]] {
             match named_hosts(mpi, ranks) {
                 Some(start) => compare_with_threads(mpi, start, "chain", ranks),
-                None => return skipped_in_part(test, "hosts of this one cannot be given names"),
+                None => return skipped_in_part(test, "simulated hosts cannot be given names here"),
             }
         }
     });
@@ -723,7 +723,7 @@ fn sums_of_hosts_cross_as_codes_once_for_each_owner_and_are_added_in_the_order_o
         for ranks in [&[3][..], &[2, 3, 2], &[1, 2, 1, 4]] {
             match named_hosts(mpi, ranks) {
                 Some(start) => compare_with_threads(mpi, start, "host-sums", ranks),
-                None => return skipped_in_part(test, "hosts of this one cannot be given names"),
+                None => return skipped_in_part(test, "simulated hosts cannot be given names here"),
             }
         }
     });

@@ -1,4 +1,4 @@
-//! `zerorun` on several hosts: a launcher on each, the bits of one machine, and the effects of losing a host.
+//! `zerorun` on several hosts: a launcher on each, the same bits as on one machine, and the effects of losing a host.
 
 use crate::mpi::{hosts, steps};
 use crate::support::cluster::{Hosts, Mpi};
@@ -45,7 +45,7 @@ impl Training {
         self.folder.path().join(format!("{name}.jsonl"))
     }
 
-    /// Adds the program, with the name for its metrics and checkpoints.
+    /// Adds the program to a command, with `name` for its metrics and checkpoints.
     fn of(&self, mut command: Command, name: &str, steps: usize, saves: bool) -> Command {
         // The number of samples in a step is the same for any number of ranks.
         let config = self.folder.path().join("zero3.json");
@@ -390,8 +390,8 @@ pub fn said(output: &Output, port: u16) -> String {
 
 pub const ARGS: &str = "--ds_config=zero3.json --data corpus.txt";
 
-/// Returns the message of the second of two launchers on this machine, after `change` to the folder of its host, and
-/// the message of the first one about it.
+/// Returns the message of the second of two launchers on this machine, after `change` is applied to the folder of its
+/// host, and the message of the first launcher about the refusal.
 fn refused(options: &str, args: &str, change: impl Fn(&Path)) -> (String, String) {
     let (folders, port) = ([host_folder(), host_folder()], free_port());
     change(folders[1].path());
@@ -523,7 +523,7 @@ fn a_hostfile_that_is_wrong_or_names_an_unreachable_host_ends_with_its_name() {
         command.env("ZERORUN_RSH", shell).args(["--master_port", &port.to_string(), "--hostfile", "hosts", "./train"]);
         let output = command.current_dir(folder.path()).output().unwrap();
         assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
-        // The message of the first host's launcher about its end may appear before or after.
+        // The first host's launcher may report its own end before or after these messages.
         let about = |line: &&str| line.contains("hosts") || line.contains("far.invalid");
         said(&output, port).lines().filter(about).collect::<Vec<_>>().join("\n")
     };

@@ -188,7 +188,7 @@ fn hello(from: &[u8], change: &Value) -> Vec<u8> {
     [serde_json::to_vec(&hello).unwrap(), b"\n".to_vec()].concat()
 }
 
-/// Acts as a stranger at the port, in a way chosen by `state`. `own` are the lines of a host of the job. If the
+/// Acts as a stranger at the port, in a way chosen by `state`. `own` contains the lines of a host of the job. If the
 /// connection is returned, it stays open.
 fn strange(port: u16, own: &[Vec<u8>], sealed: bool, state: &mut u64) -> Option<TcpStream> {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;

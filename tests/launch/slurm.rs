@@ -60,7 +60,7 @@ fn a_launcher_on_each_node_by_srun_or_by_the_batch_script_of_deploy_gives_the_bi
     srun.args([launcher, "--nnodes", "auto", "--master_addr", "10.77.0.1", "-n", "2"]);
     assert_eq!(train(srun, &train_gpt, 3, folder.path(), "srun"), expected, "srun");
 
-    // `sbatch --wait` polls every ten seconds.
+    // `sbatch --wait` polls only every ten seconds, so the script polls more often.
     let text = format!(
         "cd {}\n\
          zerorun deploy slurm --nodes 2 -n 2 \"$@\" > job.sh && id=$(sbatch --parsable -o job.out job.sh) || exit\n\

@@ -200,7 +200,7 @@ fn auto_stands_for_the_steps_and_the_width_of_the_run() {
     });
     std::fs::write(folder.path("ds_config.json"), config.to_string()).unwrap();
     let run = folder.run(1, &["--steps", "6"]);
-    // Up to the optimizer's rate within two steps, and down in the remaining four.
+    // The rate rises to the optimizer's within two steps, and falls in the remaining four.
     let rates: Vec<f64> = run.steps.iter().map(|step| step["lr"].as_f64().unwrap()).collect();
     assert_eq!(rates, [0.0, 0.0, 0.125, 0.25, 0.1875, 0.125]);
     let said = stderr(&run.output);
@@ -264,7 +264,7 @@ fn rank_0_prints_a_sample_to_stdout_and_plain_progress_goes_to_stderr() {
     assert!(sample[0].starts_with("[rank 0] to be or not to "), "{sample:?}");
     assert!(sample.iter().all(|line| line.starts_with("[rank 0] ")), "{sample:?}");
     let characters: usize = sample.iter().map(|line| line.chars().count() - "[rank 0] ".len()).sum();
-    // A byte is a character or a line end, except if some bytes happen to form UTF-8.
+    // Each byte is a character or a line end, except where several bytes happen to form one UTF-8 character.
     assert!((16 + 40 - 12..=16 + 40).contains(&(characters + sample.len() - 1)), "{sample:?}");
 
     let progress = stderr(&run.output);

@@ -27,7 +27,7 @@ const SLEEPY: SpinLimits = SpinLimits { spins: 1, yields: 0 };
 type Rank = fn(Arc<SharedMemoryRegion>, usize);
 
 /// Runs `rank(region, r)` for every rank r of a job in every order with at most `switches` switches away from a thread
-/// that could continue; in every possible order if it is `None`.
+/// that could continue; in every possible order if `switches` is `None`.
 fn in_every_order(
     switches: Option<usize>,
     region: impl Fn() -> SharedMemoryRegion + Send + Sync + 'static,
@@ -58,8 +58,8 @@ fn wait_for(pieces: &PieceSlots, peer: usize, spin_limits: SpinLimits) -> Result
     if pieces.spin_for(peer, spin_limits) { Ok(()) } else { pieces.sleep_for(peer, || None) }
 }
 
-/// Publishes piece `k`, waits for the piece of every peer and reads it: first each as it arrives, as the check of
-/// headers does, then all of them.
+/// Publishes piece `k`, and waits for every peer's piece: reads first each header as the piece arrives, as the check of
+/// headers does, then the bytes of all pieces.
 fn exchange(pieces: &mut PieceSlots, k: u64, spin_limits: SpinLimits) -> Result<(), PeerFailure> {
     let rank = pieces.rank();
     pieces.publish([k], 1, |slot| slot[0] = byte(rank, k));

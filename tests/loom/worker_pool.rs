@@ -88,7 +88,7 @@ impl Pool {
         }
     }
 
-    /// Runs a last job, which every helper must enter. A helper that sleeps on would be a deadlock.
+    /// Runs a last job, which every helper must enter. A helper that kept sleeping would be a deadlock.
     fn end(self: &Arc<Self>) {
         let count = self.helpers.borrow().len();
         self.run(count, &|| {
@@ -101,10 +101,10 @@ impl Pool {
     }
 }
 
-/// A job of some parts, each of which fills a cell. It is kept until the model ends, because a planted error lets
+/// A job of several parts, each of which fills a cell. It is kept until the model ends, because a planted error lets
 /// helpers work on a job that has returned.
 struct Job {
-    /// The caller's, who clears it after the job.
+    /// Belongs to the caller, who clears it after the job.
     open: UnsafeCell<bool>,
     next: atomic::AtomicUsize,
     parts: Vec<UnsafeCell<u64>>,
@@ -122,7 +122,7 @@ impl Job {
         Arc::new(Self { open: UnsafeCell::new(true), next: atomic::AtomicUsize::new(0), parts, value })
     }
 
-    /// Takes part after part.
+    /// Runs one part after another.
     fn work(&self) {
         // SAFETY: see `Sync`.
         self.open.with(|open| assert!(unsafe { *open }, "a job that has returned"));
@@ -143,7 +143,7 @@ impl Job {
     }
 }
 
-/// Runs a job for each number of parts with up to `helpers` helpers, and ends them.
+/// Runs a job for each number of parts with up to `helpers` helpers, and then ends the helpers.
 fn run_jobs(helpers: usize, parts: &[usize]) {
     let pool = Pool::new();
     let jobs: Vec<_> = parts.iter().zip(1..).map(|(parts, value)| Job::new(*parts, value)).collect();
@@ -177,7 +177,7 @@ fn helpers_that_sleep_are_woken_for_each_job() {
     in_every_order(2, SLEEPS, || run_jobs(2, &[2, 1]));
 }
 
-/// Two helpers, and two jobs that one may enter.
+/// Two helpers, and a second job that only one of them may enter.
 #[test]
 fn no_more_helpers_enter_than_the_job_has_places() {
     in_every_order(1, SLEEPS, || {
@@ -240,7 +240,7 @@ fn panic_as_planted() {
     resume_unwind(Box::new("as planted"));
 }
 
-/// Whoever takes part 0 panics. The other part is done, and the next job is as any other.
+/// Whoever takes part 0 panics. The other part is done, and the next job runs like any other.
 #[test]
 fn a_panic_in_a_part_reaches_the_caller_and_the_pool_goes_on() {
     in_every_order(5, LOOKS_ON, || {
@@ -268,7 +268,7 @@ fn a_panic_in_a_part_reaches_the_caller_and_the_pool_goes_on() {
     });
 }
 
-/// The caller's own panic counts, and the helper's does not stay for the next job.
+/// The caller's own panic is the one that counts, and the helper's does not remain for the next job.
 #[test]
 fn panics_of_all_threads_leave_none_behind() {
     in_every_order(5, LOOKS_ON, || {
@@ -317,8 +317,8 @@ fn loom_finds_a_helper_that_enters_a_closed_job() {
     assert_found(PoolPlant::PlacesStay, false, RACE);
 }
 
-/// Loom reports a deadlock while the caller waits, and again when the job is closed, which ends the process. So this is
-/// found in a separate process.
+/// Loom reports a deadlock while the caller waits, and again when the job is closed, which ends the process. So each
+/// of these tests runs in a separate process.
 #[test]
 fn loom_finds_a_sleep_that_nobody_ends() {
     for planted in ["planted_no_total_order", "planted_no_wake_up"] {

@@ -1,4 +1,4 @@
-//! A device of the driver without cudarc's additions: it records no events, so that a wait can be forgotten.
+//! A device of the driver without cudarc's additions: it records no events, so that a test can leave out a wait.
 
 use candle_core::cuda_backend::cudarc::driver::result::{self, event, stream};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
@@ -10,14 +10,14 @@ use sys::{CUdeviceptr, CUfunction, CUstream};
 
 type Count = unsafe extern "C" fn(i32) -> usize;
 
-/// A function that only the stand-in has.
+/// Returns a function that only the mock has.
 fn count(name: &str) -> Option<Count> {
     let program = libloading::os::unix::Library::this();
-    // SAFETY: the stand-in's functions of these names have this type.
+    // SAFETY: the mock's functions with these names have this type.
     unsafe { program.get::<Count>(name) }.ok().map(|f| *f)
 }
 
-/// Whether the driver is the stand-in.
+/// Whether the driver is the mock.
 pub fn is_stand_in() -> bool {
     count("mock_cuda_live_bytes").is_some()
 }
@@ -26,14 +26,14 @@ fn name_of(error: DriverError) -> String {
     error.error_name().unwrap().to_str().unwrap().into()
 }
 
-/// The kernels of this folder, compiled once by the stand-in's nvcc, also for children.
+/// The kernels in this folder, compiled once by the mock's nvcc for this process and its children.
 pub fn ptx() -> &'static Path {
     static PTX: OnceLock<PathBuf> = OnceLock::new();
     PTX.get_or_init(|| {
         if let Some(of_parent) = std::env::var_os(PTX_OF_PARENT) {
             return of_parent.into();
         }
-        let nvcc = Path::new(&std::env::var_os("CUDA_HOME").expect("CUDA_HOME names the stand-in")).join("bin/nvcc");
+        let nvcc = Path::new(&std::env::var_os("CUDA_HOME").expect("CUDA_HOME names the mock")).join("bin/nvcc");
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/mock_cuda/kernels.cu");
         let out = Path::new(env!("CARGO_TARGET_TMPDIR"));
         let status = Command::new(nvcc).arg("--ptx").arg("--output-directory").arg(out).arg(source).status().unwrap();
@@ -42,7 +42,7 @@ pub fn ptx() -> &'static Path {
     })
 }
 
-/// The variable that names the compiled kernels to a child.
+/// The variable that tells a child process where the compiled kernels are.
 pub const PTX_OF_PARENT: &str = "MOCK_CUDA_TEST_PTX";
 
 /// A device whose context is current on the calling thread.
@@ -72,7 +72,7 @@ impl Device {
         stream::create(stream::StreamKind::NonBlocking).unwrap()
     }
 
-    /// Live bytes and their maximum, as the stand-in counts them.
+    /// Returns the live bytes and their maximum, as the mock counts them.
     pub fn counted(&self) -> (usize, usize) {
         let of = |name| {
             // SAFETY: the function has this type.
@@ -91,7 +91,7 @@ impl Device {
     }
 
     pub fn free(&self, stream: CUstream, p: CUdeviceptr) {
-        // SAFETY: the stand-in checks it.
+        // SAFETY: the mock checks the pointer.
         unsafe { result::free_async(p, stream) }.unwrap();
     }
 
@@ -126,7 +126,7 @@ impl Device {
         unsafe { result::memcpy_dtoh_async(to, from, stream) }.unwrap();
     }
 
-    /// Work that `second` receives later begins when `first` has finished its present work.
+    /// Makes work that `second` receives later wait until `first` has finished its present work.
     pub fn order(&self, first: CUstream, second: CUstream) {
         let event = event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).unwrap();
         // SAFETY: live handles of this device.
@@ -161,7 +161,7 @@ impl Device {
         let mut arguments: Vec<*mut c_void> =
             arguments.iter().map(|a| std::ptr::from_ref(a).cast_mut().cast()).collect();
         let function = self.function(kernel);
-        // SAFETY: the stand-in copies as many arguments as the kernel has.
+        // SAFETY: the mock copies as many arguments as the kernel has.
         unsafe { result::launch_kernel(function, (blocks, 1, 1), (threads, 1, 1), shared, stream, &mut arguments) }
             .map_err(name_of)
     }

@@ -1,4 +1,4 @@
-// Kernels for the tests of the stand-in: each needs one thing that a device has and a host has not.
+// Kernels for the tests of the mock: each needs one thing that a device has and a host lacks.
 
 #include <cuda_fp16.h>
 
@@ -19,7 +19,7 @@ extern "C" __global__ void sum_of_block(const float *values, float *sums) {
     if (threadIdx.x == 0) sums[blockIdx.x] = part[0];
 }
 
-// As sum_of_block, by shuffles, with memory that the launch gives.
+// Like sum_of_block, but by shuffles, with shared memory whose size the launch gives.
 extern "C" __global__ void sum_by_shuffles(const float *values, float *sums) {
     extern __shared__ float of_warp[];
     float value = values[blockIdx.x * blockDim.x + threadIdx.x];
@@ -33,7 +33,7 @@ extern "C" __global__ void sum_by_shuffles(const float *values, float *sums) {
     }
 }
 
-// Threads that read what others wrote, without a barrier between: right only in one order of the threads.
+// Threads read what others wrote, without a barrier in between: correct only in one order of the threads.
 extern "C" __global__ void forgotten_barrier(const float *values, float *reversed) {
     __shared__ float shared[256];
     shared[threadIdx.x] = values[threadIdx.x];
@@ -47,7 +47,8 @@ extern "C" __global__ void waits_for_ever(float *values) {
     values[threadIdx.x] = 1;
 }
 
-// Adds one to the value whose address the host wrote to a table, and follows it as an address of global memory or as it is.
+// Adds one to the value whose address the host wrote to a table. The address is first converted from global memory's, or
+// followed as it is.
 extern "C" __global__ void add_one_by_table(const size_t *table, size_t is_global) {
     *(float *)(is_global ? __cvta_global_to_generic(*table) : (void *)*table) += 1;
 }

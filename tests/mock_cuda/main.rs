@@ -1,5 +1,5 @@
-//! The stand-in for CUDA (tools/mock_cuda) finds faults that a GPU tolerates: each test plants a fault in a child process,
-//! and also runs the same program without it. On a machine with a real driver, or without one, they are skipped.
+//! The mock of CUDA (tools/mock_cuda) finds faults that a GPU tolerates: each test plants a fault in a child process, and
+//! also runs the same program without it. On a machine with a real driver, or without any, the tests are skipped.
 #![allow(clippy::unwrap_used)]
 
 #[allow(dead_code, reason = "a part of it is used")]
@@ -15,7 +15,7 @@ use std::process::{Command, Output};
 const SEEDS: std::ops::RangeInclusive<u64> = 0..=20;
 const ROLE: &str = "MOCK_CUDA_TEST_ROLE";
 
-/// Runs `test` again as a child with a role, a seed of the order of streams, and more variables.
+/// Runs `test` again as a child with a role, a seed for the order of streams, and more variables.
 fn child(test: &str, role: &str, seed: u64, env: &[(&str, &str)]) -> Output {
     Command::new(std::env::current_exe().unwrap())
         .args([test, "--exact", "--nocapture", "--test-threads=1"])
@@ -56,7 +56,7 @@ fn role() -> Option<String> {
 fn stand_in<T: Fn()>(test: T) -> bool {
     let there = is_stand_in();
     if !there {
-        skips::skipped(test, "needs the stand-in for CUDA, tools/mock_cuda");
+        skips::skipped(test, "needs the mock of CUDA, tools/mock_cuda");
     }
     there
 }

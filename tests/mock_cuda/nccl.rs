@@ -1,4 +1,4 @@
-//! The stand-in for NCCL: collectives among threads and processes, in the order of each communicator, and the faults that it
+//! The mock of NCCL: collectives among threads and processes, in the order of each communicator, and the faults that it
 //! finds.
 
 use crate::device::Device;
@@ -57,7 +57,7 @@ struct Nccl {
 fn nccl() -> &'static Nccl {
     static NCCL: OnceLock<Nccl> = OnceLock::new();
     NCCL.get_or_init(|| {
-        // SAFETY: the stand-in's functions have NCCL's types, and it is never unloaded.
+        // SAFETY: the mock's functions have NCCL's types, and the mock is never unloaded.
         unsafe {
             let library = Box::leak(Box::new(Library::new("libnccl.so.2").unwrap()));
             macro_rules! function {
@@ -93,7 +93,7 @@ fn unique_id() -> Id {
     id
 }
 
-/// One rank, on the device of its number, with a stream for its own work and one for collectives.
+/// One rank, on the device with its number, with a stream for its own work and one for collectives.
 struct Rank {
     rank: usize,
     device: Device,

@@ -78,7 +78,8 @@ fn sgd(stage: u8, more: Value) -> Value {
     config
 }
 
-/// The mean losses of four steps, each rank with its part of the images; the weights and statistics go to `file`.
+/// Returns the mean losses of four steps in which each rank has its part of the images, and writes the weights and
+/// statistics to `file`.
 fn train(world: usize, stage: u8, sync: bool, recompute: bool, file: &Path) -> Vec<f32> {
     let losses = threads::run(world, |comm| {
         let rank = comm.rank();

@@ -1,6 +1,6 @@
-//! Attention on a GPU: values, gradients and slopes against the composed function there and the formulas in f64 on the CPU, for
-//! every rule of which keys a query sees; the same bits for any order of blocks and threads. Where no GPU answers, each test is
-//! skipped; CI runs them on the stand-in of tools/mock_cuda.
+//! Attention on a GPU: values, gradients and slopes, compared with the composed function on the GPU and the formulas in
+//! f64 on the CPU, for every rule that decides which keys a query sees; and the same bits for any order of blocks and
+//! threads. Where no GPU answers, each test is skipped; CI runs the tests on the mock in tools/mock_cuda.
 
 use crate::cuda_layers::{Case, Function, case, check, flat, gpu_for, run, tensor};
 use crate::support::device::{counted_bytes, gpu};
@@ -85,7 +85,7 @@ fn attention_over_a_thousand_positions_is_that_of_the_formulas() {
     let on_gpu = inputs.clone().map(|x| x.to_device(&gpu).unwrap());
     let (y, grads) = run(&of.layer, &on_gpu);
     let (want, want_grads) = run(&of.composed, &inputs.map(|x| x.to_dtype(DType::F64).unwrap()));
-    // Gradients are sums over a thousand queries, to which scores, their weights and those of others come with an error each.
+    // Gradients are sums over a thousand queries; the errors of scores and weights add up in them.
     let of_all = [(&y, &want, 1e-6)].into_iter().chain(grads.iter().zip(&want_grads).map(|(g, w)| (g, w, 4e-6)));
     for (got, want, tolerance) in of_all {
         let want = flat(want);
@@ -108,14 +108,14 @@ fn a_view_of_a_tensor_is_attended_to_as_its_copy() {
     }
 }
 
-/// Set for a process that runs only a test's own part.
+/// Set for a child process that runs a test's own part alone.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
 #[test]
 fn attention_has_the_same_bits_for_any_order_of_blocks_and_threads() {
     let test = attention_has_the_same_bits_for_any_order_of_blocks_and_threads;
     if counted_bytes(0).is_none() {
-        skipped(test, "needs the stand-in for CUDA, tools/mock_cuda");
+        skipped(test, "needs the mock of CUDA, tools/mock_cuda");
         return;
     }
     if std::env::var_os(ALONE).is_some() {

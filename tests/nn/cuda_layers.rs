@@ -1,6 +1,7 @@
-//! The layers on a GPU: values and gradients against the same functions composed of Candle's operations there and against the
-//! formulas in f64 on the CPU, slopes by finite differences, and the same bits in every run. Where no GPU answers, each test is
-//! skipped; CI runs them on the stand-in of tools/mock_cuda, where threads take turns: shapes are small.
+//! The layers on a GPU: values and gradients, compared with the same functions composed of Candle's operations on the
+//! GPU and with the formulas in f64 on the CPU; slopes by finite differences; and the same bits in every run. Where no
+//! GPU answers, each test is skipped; CI runs the tests on the mock in tools/mock_cuda, where threads take turns, so
+//! shapes are small.
 
 use crate::support::device::gpu;
 use crate::support::skips::skipped;
@@ -35,7 +36,7 @@ pub(super) struct Case {
     pub shapes: Vec<Vec<usize>>,
     pub layer: Function,
     pub composed: Function,
-    /// The error of 16-bit operands beyond one rounding: products on the device round their results.
+    /// Whether 16-bit operands have an error beyond one rounding, because products on the device round their results.
     pub rounds_on_the_way: bool,
 }
 
@@ -49,7 +50,7 @@ pub(super) fn case(
     Case { name: name.into(), shapes, layer: Box::new(layer), composed: Box::new(composed), rounds_on_the_way: false }
 }
 
-/// The result, and the gradient of each argument under a gradient of the result that every dtype has.
+/// Returns the result, and the gradient of each argument for a gradient of the result that every dtype can represent.
 pub(super) fn run(function: &Function, args: &[Tensor]) -> (Tensor, Vec<Tensor>) {
     let vars: Vec<Var> = args.iter().map(|a| Var::from_tensor(a).unwrap()).collect();
     let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
@@ -64,7 +65,7 @@ pub(super) fn run(function: &Function, args: &[Tensor]) -> (Tensor, Vec<Tensor>)
     (y.detach(), tensors.iter().map(of).collect())
 }
 
-/// Asserts that `got` is `want` up to `tolerance` of the larger of each value and `floor`.
+/// Asserts that each value of `got` differs from `want` by at most `tolerance` times the larger of the value and `floor`.
 fn close(got: &[f64], want: &[f64], tolerance: f64, floor: f64, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}: number of elements");
     for (i, (g, w)) in got.iter().zip(want).enumerate() {
@@ -76,7 +77,8 @@ fn largest(values: &[f64]) -> f64 {
     values.iter().fold(1.0, |most: f64, x| most.max(x.abs()))
 }
 
-/// Every case in every dtype: against the composed function on the GPU (f32) and in f64 on the CPU (all), twice with the same bits.
+/// Compares every case in every dtype with the composed function on the GPU (f32) and in f64 on the CPU (all dtypes), and
+/// checks that a second run gives the same bits.
 pub(super) fn check(gpu: &Device, cases: Vec<Case>) {
     for case in cases {
         for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
@@ -108,7 +110,7 @@ pub(super) fn check(gpu: &Device, cases: Vec<Case>) {
     }
 }
 
-/// Gradients are the slopes of the values, in f32.
+/// Checks that gradients are the slopes of the values, in f32.
 fn finite_differences(gpu: &Device, case: &Case) {
     let step = 2f32.powi(-6);
     let args: Vec<Tensor> =
@@ -175,7 +177,7 @@ fn activations_and_gates_are_those_of_the_formulas_with_their_slopes() {
 fn a_gradient_that_comes_in_parts_is_their_sum() {
     let Some(gpu) = gpu_for(a_gradient_that_comes_in_parts_is_their_sum) else { return };
     for (dtype, tolerance) in [(DType::F32, 4e-6), (DType::BF16, 0.04)] {
-        // From layers, from Candle's operations, in whatever order, and of an unused result.
+        // Parts from layers and from Candle's operations, in any order; and one result is unused.
         let function = |silu: fn(&Tensor) -> Result<Tensor>, gelu: fn(&Tensor) -> Result<Tensor>| -> Function {
             Box::new(move |a| {
                 let h = silu(&a[0])?;
@@ -222,7 +224,7 @@ fn norms_are_those_of_the_formulas_with_their_slopes() {
         ));
     }
     check(&gpu, cases);
-    // Only the sign and the bias of one element remain.
+    // Of a row with one element, only the bias remains (layer norm), or the sign (RMS norm).
     let [x, weight, bias] = [[3, 1], [1, 1], [1, 1]].map(|shape| tensor(&shape, 1, DType::F32));
     let on = |t: &Tensor| t.flatten_all().unwrap().to_device(&gpu).unwrap();
     let column = x.to_device(&gpu).unwrap();
@@ -310,7 +312,7 @@ fn looked_up_rows_give_their_gradients_in_a_fixed_order() {
         ));
     }
     check(&gpu, cases);
-    // An f32 table in a model of 16 bits; a padding row; a table that is the output projection too.
+    // An f32 table in a model of 16 bits; a padding row; a table that is also the output projection.
     let (at, table) = (ids(&[3, 17], 11, &gpu), tensor(&[12, 7], 1, DType::F32).to_device(&gpu).unwrap());
     let low: Function = Box::new(move |a| nn::embedding_in(&at, &a[0], DType::BF16));
     let (y, grads) = run(&low, std::slice::from_ref(&table));
@@ -447,7 +449,7 @@ fn rows_that_do_not_count_have_no_loss_and_no_gradient() {
 fn an_empty_batch_has_an_empty_result() {
     let Some(gpu) = gpu_for(an_empty_batch_has_an_empty_result) else { return };
     let on = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &gpu).unwrap();
-    // With more rows: a driver may refuse to allocate zero bytes.
+    // Empty views of larger tensors, because a driver may refuse to allocate zero bytes.
     let (x, weight) = (on(&[2, 3, 8]).narrow(0, 1, 0).unwrap(), on(&[8]));
     let rotary = Rotary::new(4, 8, 10_000.0).unwrap();
     let no_ids = Tensor::zeros((2, 3), DType::U32, &gpu).unwrap().narrow(0, 1, 0).unwrap();
@@ -500,7 +502,7 @@ fn linear_layers_and_what_follows_are_those_of_the_formulas_with_their_slopes() 
             move |a| composed::linear_then(&a[0], &a[1], Some(&a[2]), layout, then(activation, &a[3])),
         ));
         let alone = LinearEpilogue { activation, residual: None };
-        // The product is computed with the result of the activation, and once more from its input.
+        // One weight is used twice: before the activation, and with its result.
         cases.push(case(
             format!("linear_then twice {activation:?} {layout:?}"),
             &[&[2, 3, 4], &[4, 4]],

@@ -1,4 +1,4 @@
-//! Dropout: which elements it drops, that its backward drops the same, and when it draws again.
+//! Dropout: which elements it drops, that its backward drops the same ones, and when it draws again.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, VarBuilder, linear};
@@ -26,7 +26,7 @@ fn the_share_of_p_is_dropped_and_the_mean_stays() {
             let dropped = y.iter().filter(|y| **y == 0.0).count() as f64 / y.len() as f64;
             let mean = y.iter().map(|y| f64::from(*y)).sum::<f64>() / y.len() as f64;
             let p = f64::from(p);
-            // Four standard deviations of the share; the kept value is rounded to the dtype.
+            // Four standard deviations of the dropped share; the kept value is rounded to the dtype.
             let spread = 4.0 * (p * (1.0 - p) / y.len() as f64).sqrt();
             assert!((dropped - p).abs() < spread, "{dtype:?} {p}: {dropped}");
             assert!((mean - 1.0).abs() < spread / (1.0 - p) + 4e-3, "{dtype:?} {p}: {mean}");
@@ -121,7 +121,7 @@ fn evaluation_drops_nothing() {
         bits(&engine.eval(|gpt| gpt.forward(&ids(0, 0))).unwrap())
     };
     assert!(logits(0.5) == logits(0.0));
-    // Nor does generation without an engine, where training drops.
+    // Generation without an engine drops nothing either, although training does.
     let model = |dropout| {
         let backend = candle_nn::VarMap::new();
         let gpt = Gpt::new(&gpt(dropout, false), VarBuilder::from_varmap(&backend, DType::F32, &Device::Cpu)).unwrap();
@@ -152,7 +152,7 @@ impl Masks {
         Ok(Self { first: Dropout::new(0.5, 9), second: Dropout::new(0.5, 9), weight: linear(64, 1, vb)? })
     }
 
-    /// The result of the two layers for ones, and a loss.
+    /// Returns the results of the two layers for an input of ones, and a loss.
     fn run(&self) -> Result<[Tensor; 3]> {
         let (first, second) = (self.first.forward(&ones(&[1, 64]))?, self.second.forward(&ones(&[1, 64]))?);
         let loss = self.weight.forward(&(&first + &second)?)?.sqr()?.mean_all()?;

@@ -134,8 +134,8 @@ fn a_model_whose_graph_is_cut_is_refused_with_the_names_of_its_parameters() {
     }
 }
 
-/// The error of the first step of a model whose norms are frozen, as a user may do who takes the list of parameters without
-/// a gradient for the mistake.
+/// Returns the error of the first step of a model whose norms are frozen. A user may freeze them who takes the listed
+/// parameters without a gradient for the cause.
 fn first_error<M>(
     stage: u8,
     build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M> + Sync,
@@ -188,7 +188,7 @@ fn language_models_whose_frozen_norms_cut_the_graph_end_the_first_step() {
     };
     let sizes = || mamba::Config { d_model: 32, n_layer: 2, vocab_size: 64, pad_vocab_size_multiple: 8 };
     let loss_of_mamba = |model: &mamba::Model, rank: usize| {
-        // With one text: Candle's models cannot process more.
+        // With a single text, because Candle's models cannot process more.
         let mut state = mamba::State::new(1, &sizes(), DType::F32, &Device::Cpu)?;
         let ids = texts(rank).narrow(0, 0, 1)?;
         let logits = (0..7).map(|i| model.forward(&ids.narrow(1, i, 1)?.squeeze(1)?, &mut state));

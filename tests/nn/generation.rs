@@ -1,10 +1,10 @@
-//! Continuing a text with kept keys and values against computing all of it for each token.
+//! Continuing a text with cached keys and values, compared with recomputing all of it for each token.
 
 use crate::{gpt, llama};
 use candle_core::{DType, Result};
 use candle_zero::models::{Architecture, GptConfig, LanguageModel, LlamaConfig, Session};
 
-/// A GPT-2 and a Llama of grouped heads with a context of this number of tokens.
+/// A GPT-2, and below a Llama with grouped heads, each with a context of this number of tokens.
 fn gpt_config(ctx: usize) -> GptConfig {
     GptConfig { ctx, ..GptConfig::preset("nano").unwrap() }
 }

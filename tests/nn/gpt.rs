@@ -1,4 +1,4 @@
-//! GPT-2 against recorded runs of DeepSpeed on PyTorch, and its own guarantees, on plain Candle autograd.
+//! GPT-2 on plain Candle autograd: compared with recorded runs of DeepSpeed on PyTorch, and its own guarantees.
 
 use crate::support::synth;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, Var};
@@ -33,7 +33,7 @@ impl SimpleBackend for Vars {
     }
 }
 
-/// A model with the recorded runs' start weights, its variables in file order, and the parameters that it requested.
+/// A model with the recorded runs' initial weights, its variables in file order, and the parameters that it requested.
 pub fn model(config: &GptConfig, dtype: DType) -> (Gpt, Vec<(String, Var)>, Asked) {
     let GptConfig { n_layer, n_embd, ctx, vocab, .. } = *config;
     let vars: Vec<(String, Var)> = synth::weights(synth::Sizes { n_layer, n_embd, ctx, vocab })
@@ -170,7 +170,7 @@ fn one_and_two_threads_give_the_same_bits() {
     assert!(with(1) == with(2));
 }
 
-/// Identity whose backward notes that the gradient of a parameter is complete.
+/// An identity operation whose backward records that the gradient of a parameter is complete.
 struct Noted {
     name: String,
     arrived: Arc<Mutex<Vec<String>>>,
@@ -203,7 +203,7 @@ fn gradients_arrive_once_and_layer_by_layer_from_the_last() {
     let gpt = Gpt::new(&config, VarBuilder::from_tensors(tensors.collect(), DType::F32, &Device::Cpu)).unwrap();
     let (inputs, targets) = batch(0, 1, 128);
     gpt.loss(&inputs, &targets).unwrap().backward().unwrap();
-    // The layers of a block in order of their use, then blocks; of a layer, the bias comes before the weight.
+    // In backward's order: blocks from last to first, and so their layers; in a layer, the bias comes before the weight.
     let mut want: Vec<String> = vec!["ln_f.bias".into(), "ln_f.weight".into()];
     for i in (0..4).rev() {
         for layer in ["mlp.c_proj", "mlp.c_fc", "ln_2", "attn.c_proj", "attn.c_attn", "ln_1"] {

@@ -1,5 +1,5 @@
-//! Convolution along one axis, pooling, resampling, scattering and products of batches: against Candle's operations whose
-//! gradients are correct, finite differences (`layers`), and values that PyTorch computed in f64.
+//! Convolution along one axis, pooling, resampling, scattering and products of batches: compared with Candle's
+//! operations whose gradients are correct, finite differences (`layers`), and values that PyTorch computed in f64.
 
 use super::layers::{Case, case, close, flat, rounding_on_the_way, tensor};
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
@@ -11,7 +11,7 @@ fn indexes(values: &[u32], shape: &[usize]) -> Tensor {
     Tensor::from_slice(values, shape, &Device::Cpu).unwrap()
 }
 
-/// In f64 a layer is composed of Candle's operations, so that each is compared with itself.
+/// In f64, a layer is composed of Candle's operations, so each case is compared with itself in f64.
 pub fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     for (x, w, padding, stride, dilation, groups) in [
@@ -27,7 +27,7 @@ pub fn cases() -> Vec<Case> {
         let what = format!("conv1d {x:?} {w:?} {padding} {stride} {dilation} {groups}");
         all.push(case(what.clone(), &[&x, &w], layer, layer));
         all.push(case(format!("{what} with bias"), &[&x, &w, &w[..1]], layer, layer));
-        // Views of other layouts.
+        // Views with a different layout.
         let turned = [x[1], x[2], x[0]];
         let viewed = move |a: &[Tensor]| layer(&[a[0].permute((2, 0, 1))?, a[1].clone()]);
         all.push(case(format!("{what} of a view"), &[&turned, &w], viewed, viewed));
@@ -230,7 +230,7 @@ fn of_equal_maxima_the_first_gets_the_gradient_and_a_nan_is_one() {
     assert_eq!(run(&[f32::NEG_INFINITY; 4]), (vec![f64::NEG_INFINITY], vec![1.0, 0.0, 0.0, 0.0]));
     let (y, grad) = run(&[1.0, f32::NAN, 5.0, 2.0]);
     assert!(y[0].is_nan());
-    // A NaN is passed on, with its position.
+    // A NaN is passed on, and its position receives the gradient.
     assert_eq!(grad, [0.0, 1.0, 0.0, 0.0]);
 }
 

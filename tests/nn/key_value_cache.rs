@@ -1,4 +1,4 @@
-//! Attention with a cache against attention of everything at once, and what it refuses.
+//! Attention with a cache, compared with attention over everything at once, and what it refuses.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_zero::nn::{
@@ -81,7 +81,7 @@ fn memory_doubles_up_to_the_limit_and_is_what_the_sizes_say() {
     let bytes = |positions: usize| 2 * positions * 8 * 4;
     let mut cache = KeyValueCache::new(40);
     assert_eq!(cache.size_in_bytes(), 0);
-    // Multiples of sixteen.
+    // Space is reserved for multiples of sixteen positions.
     for (time, positions) in [(3, 16), (1, 16), (12, 16), (1, 32), (5, 32), (18, 48)] {
         cache.causal_attention(&qkv.narrow(1, 0, time).unwrap(), 2).unwrap();
         assert_eq!(cache.size_in_bytes(), bytes(positions), "{} positions", cache.len());
@@ -102,7 +102,7 @@ fn positions_that_were_forgotten_may_come_again_otherwise() {
     let whole = Tensor::cat(&[qkv.narrow(1, 0, 7).unwrap(), other.narrow(1, 7, 5).unwrap()], 1).unwrap();
     let want = causal_attention(&whole, 2).unwrap().narrow(1, 7, 5).unwrap();
     assert!(difference(&got, &want) <= 4e-6);
-    // A cache that holds nothing takes any sizes.
+    // An empty cache accepts any sizes.
     cache.truncate(0);
     cache.causal_attention(&numbers(2, 3, 3 * 6, 1), 1).unwrap();
     assert_eq!(cache.len(), 3);

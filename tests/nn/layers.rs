@@ -1,5 +1,5 @@
-//! Every layer op: values and gradients against the same function composed of Candle's ops in f64, and gradients
-//! against finite differences of the op itself.
+//! Every layer op: values and gradients compared with the same function composed of Candle's ops in f64, and gradients
+//! compared with finite differences of the op itself.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_zero::nn::{
@@ -31,8 +31,8 @@ pub struct Case {
     shapes: Vec<Vec<usize>>,
     op: Function,
     composed: Function,
-    /// 16-bit numbers are rounded on the way too, as products of 16-bit operands demand: probabilities in attention,
-    /// logits before a softmax, the value before an activation.
+    /// Whether 16-bit numbers are also rounded on the way, as products of 16-bit operands require: probabilities in
+    /// attention, logits before a softmax, the value before an activation.
     rounds_on_the_way: bool,
 }
 
@@ -98,7 +98,7 @@ fn cases() -> Vec<Case> {
             |a| composed::layer_norm(&a[0], &a[1], &a[2], 1e-5),
         ));
     }
-    // Scaled, so that both tails and the bend occur.
+    // Scaled, so that both tails and the bend between them occur.
     all.push(case(
         "gelu_tanh",
         &[&[3, 1501]],
@@ -181,7 +181,7 @@ fn cases() -> Vec<Case> {
     all
 }
 
-/// Additions of the decoders of published checkpoints: capped scores and logits, windows, packed rows, norms of heads.
+/// The additions in decoders of published checkpoints: capped scores and logits, windows, packed rows, norms of heads.
 fn cases_of_fine_tuning() -> Vec<Case> {
     let mut all = Vec::new();
     let usual = AttentionOptions::default();
@@ -227,7 +227,7 @@ fn cases_of_fine_tuning() -> Vec<Case> {
     all.push(case("gelu_gated", &shape, gated, |a| composed::gelu_gated(&a[0], &a[1])));
     let wide = |a: &[Tensor]| a[0].affine(4.0, 0.0);
     all.push(case("gelu", &shape[..1], move |a| nn::gelu(&wide(a)?), move |a| composed::gelu(&wide(a)?)));
-    // A factor that every dtype has.
+    // A factor that every dtype can represent.
     all.push(case("scaled", &shape[..1], |a| nn::scaled(&a[0], 5.5), |a| &a[0] * 5.5));
     let turned = packed.positions().iter().map(|position| *position as usize).collect::<Vec<_>>();
     let rotary = nn::Rotary::from_frequencies(40, vec![1.0, 0.3, 0.02]).unwrap();
@@ -284,7 +284,7 @@ fn run(function: &Function, args: &[Tensor]) -> (Vec<f64>, Vec<Vec<f64>>) {
     (flat(&y), tensors.iter().map(|t| flat(grads.get(t).expect("a gradient for every argument"))).collect())
 }
 
-/// Asserts that `got` is `want` up to `relative` of each value and `absolute` of the largest.
+/// Asserts that `got` differs from `want` by at most `relative` times each value plus `absolute` times the largest.
 pub fn close(got: &[f64], want: &[f64], relative: f64, absolute: f64, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}: number of elements");
     let largest = want.iter().fold(1e-3f64, |m, x| m.max(x.abs()));
@@ -316,8 +316,8 @@ fn f32_values_and_gradients_are_those_of_f64_up_to_rounding() {
     compare(DType::F32, 1e-5, 1e-6, 4e-6);
 }
 
-// One rounding, at most 2^-8 of the value in bf16 and 2^-11 in f16, and the errors of f32 sums. (Scaling some arguments by
-// powers of two does not round.)
+// The tolerances: one rounding, at most 2^-8 of the value in bf16 and 2^-11 in f16, and the errors of f32 sums.
+// (Scaling some arguments by powers of two does not round.)
 
 #[test]
 fn bf16_values_and_gradients_are_rounded_once() {
@@ -345,7 +345,7 @@ fn gradients_are_the_slopes_of_the_values() {
         for (a, grad) in grads.iter().enumerate() {
             let largest = grad.iter().fold(0.05f64, |m, x| m.max(x.abs()));
             let data: Vec<f32> = args[a].flatten_all().unwrap().to_vec1().unwrap();
-            // A spread of elements of large arguments, all of small ones.
+            // Evenly spaced elements of large arguments, all elements of small ones.
             for i in (0..data.len()).step_by(data.len().div_ceil(40)) {
                 let shifted = |by: f32| {
                     let mut data = data.clone();
@@ -355,7 +355,7 @@ fn gradients_are_the_slopes_of_the_values() {
                     value(&args)
                 };
                 let slope = (shifted(step) - shifted(-step)) / f64::from(2.0 * step);
-                // The third derivative bounds the difference; scaled arguments have a large one.
+                // The third derivative, which is large for scaled arguments, bounds the difference.
                 let error = (slope - grad[i]).abs();
                 assert!(error <= 5e-3 * largest, "{} argument {a} element {i}: {slope} not {}", case.name, grad[i]);
             }
@@ -363,7 +363,7 @@ fn gradients_are_the_slopes_of_the_values() {
     }
 }
 
-/// Values, and the gradients of x, weight and bias, of a norm of `x`'s dtype under the sum weighted by `c`.
+/// Returns the values of a norm in `x`'s dtype, and the gradients of x, weight and bias for the sum weighted by `c`.
 fn norm(kind: &str, x: &Tensor, weight: &Tensor, bias: &Tensor, c: &Tensor) -> (Vec<f32>, Vec<(DType, Vec<f32>)>) {
     let args = [x, weight, bias].map(|t| Var::from_tensor(t).unwrap());
     let [x, weight, bias] = &args;
@@ -402,7 +402,7 @@ fn norms_with_f32_parameters_take_16_bit_activations() {
     }
 }
 
-/// Values, and the gradients of the arguments, of a function under the sum weighted by `c`.
+/// Returns the values of a function, and the gradients of its arguments for the sum weighted by `c`.
 fn weighed(args: &[&Tensor], c: &Tensor, function: impl Fn(&[Var]) -> Tensor) -> (Tensor, Vec<Tensor>) {
     let args: Vec<Var> = args.iter().map(|arg| Var::from_tensor(arg).unwrap()).collect();
     let y = function(&args);
@@ -421,7 +421,7 @@ fn linear_layers_with_f32_parameters_take_16_bit_activations() {
     const F32: DType = DType::F32;
     for low in [DType::BF16, DType::F16] {
         for (layout, shape) in [(WeightLayout::OutIn, [21, 37]), (WeightLayout::InOut, [37, 21])] {
-            // The last one is a bias that is wider than weight and input.
+            // In the last case, the bias is wider than the weight and the input.
             for [of_weight, of_bias] in [[F32, F32], [F32, low], [low, F32]] {
                 let what = format!("{low:?} {layout:?} {of_weight:?} {of_bias:?}");
                 let (x, c) = (tensor(&[4, 9, 37], 1, low), tensor(&[4, 9, 21], 2, low).to_dtype(F32).unwrap());
@@ -443,7 +443,7 @@ fn linear_layers_with_f32_parameters_take_16_bit_activations() {
                 assert_eq!(rounded(&followed, F32), rounded(&by_hand, F32), "{what}");
             }
         }
-        // A weight of 16 bits under an f32 input does not occur here.
+        // A 16-bit weight with an f32 input is refused.
         let (x, weight) = (tensor(&[2, 5], 1, F32), tensor(&[3, 5], 2, low));
         let error = nn::linear(&x, &weight, None, WeightLayout::OutIn).unwrap_err().to_string();
         assert!(error.contains("linear"), "{error}");

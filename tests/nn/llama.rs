@@ -1,4 +1,5 @@
-//! Llama against two references: Candle's own ops, and candle-transformers' model; and the parameters that it requests.
+//! Llama compared with two references, Candle's own ops and candle-transformers' model; and the parameters that it
+//! requests.
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
@@ -23,7 +24,7 @@ struct Backend {
 impl SimpleBackend for Backend {
     fn get(&self, shape: Shape, name: &str, init: Init, _dtype: DType, _device: &Device) -> Result<Tensor> {
         let mut asked = self.asked.lock().unwrap();
-        // Norms' weights apart from 1, so that they count; everything large enough for softmax to leave its middle.
+        // The norms' weights differ from 1, so that they matter; all weights are large enough to make softmax uneven.
         let (base, scale) = if name.contains("norm") { (1.0, 0.2) } else { (0.0, 0.1) };
         let number = |i: usize| ((i + 1).wrapping_mul(2_654_435_761).wrapping_add(asked.len() * 97) % 65_537) as f32;
         let values = (0..shape.elem_count()).map(|i| base + scale * (number(i) / 32_768.0 - 1.0));
@@ -51,7 +52,7 @@ pub fn model(config: &LlamaConfig, dtype: DType) -> (Llama, Vars, Asked) {
     (llama, vars, asked)
 }
 
-/// Six query heads on two key heads, and no size a power of two.
+/// Six query heads and two key heads, and no size is a power of two.
 pub fn odd() -> LlamaConfig {
     LlamaConfig {
         hidden_size: 60,
@@ -82,7 +83,7 @@ fn far(got: &Tensor, want: &Tensor) -> f64 {
     got.iter().zip(&want).fold(0.0, |most: f64, (a, b)| most.max((a - b).abs())) / largest
 }
 
-/// The logits of a Llama of Candle's ops, in the dtype of the weights.
+/// Returns the logits of a Llama composed of Candle's ops, in the dtype of the weights.
 fn composed_logits(config: &LlamaConfig, weights: &HashMap<String, Tensor>, ids: &Tensor) -> Result<Tensor> {
     let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
     let rotary = |x: &Tensor| composed::rotary(x, config.hidden_size / heads, config.rope_theta);

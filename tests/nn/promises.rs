@@ -19,7 +19,7 @@ fn bits(t: &Tensor) -> Vec<f32> {
     t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// A small network of every op, and the variables in it.
+/// A small network with every op, and its variables.
 fn network(dtype: DType) -> (Tensor, Vec<Var>) {
     let shapes: [&[usize]; 8] = [&[50, 24], &[24], &[24], &[24, 72], &[72], &[300, 24], &[300], &[50, 300]];
     let vars: Vec<Var> = (0..)
@@ -119,7 +119,7 @@ fn views_give_what_their_copies_give() {
 
 #[test]
 fn half_gradients_are_summed_in_f32() {
-    // Summed one after another, ones stop at 256 in bf16 and at 2048 in f16.
+    // A sum to which ones are added one after another stops at 256 in bf16 and at 2048 in f16.
     for (dtype, n) in [(DType::BF16, 1024), (DType::F16, 8192)] {
         let table = Var::zeros((3, 2), dtype, &Device::Cpu).unwrap();
         let looked_up = nn::embedding(&Tensor::ones(n, DType::U32, &Device::Cpu).unwrap(), &table).unwrap();
@@ -139,7 +139,7 @@ fn half_gradients_are_summed_in_f32() {
 
 #[test]
 fn the_loss_gradient_is_multiplied_by_the_f32_scale_before_rounding() {
-    // A loss scale over three micro batches, which f16 cannot hold.
+    // A loss scale divided by three micro batches, which f16 cannot represent.
     let scale = 65536.0 / 3.0f32;
     for (dtype, precision) in [(DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
         let logits = tensor(&[2, 7], 5).to_dtype(dtype).unwrap();
@@ -216,7 +216,7 @@ fn rows_whose_target_is_ignored_count_for_nothing() {
             let (value, mut grads) = (loss.to_scalar::<f32>().unwrap(), loss.backward().unwrap());
             (value, grads.remove(x).unwrap(), grads.remove(&w))
         };
-        // The rows that count, and zeros between them.
+        // Checks the rows that count, and the zeros between them.
         let check = |x: &Var, loss: Tensor, of_alone: Tensor| {
             let (some, some_x, some_w) = with_grads(loss, x);
             let (all, all_x, all_w) = with_grads(of_alone, x);
@@ -240,7 +240,7 @@ fn rows_whose_target_is_ignored_count_for_nothing() {
     insta::assert_snapshot!(text([-100, -1]), @"target -1 at position 1 (counted over the flattened targets) is not one of the logits' 4 classes; targets must be below 4");
 }
 
-/// The loss of rows of `h` and the gradients of `h` and of a weight.
+/// Returns the loss of the rows of `h`, and the gradients of `h` and of a weight.
 fn head(h: &Tensor, targets: &[i64], divisor: Option<f64>) -> Result<(f32, Vec<f32>, Vec<f32>)> {
     let (h, w) = (Var::from_tensor(h)?, Var::from_tensor(&tensor(&[8, 5], 4))?);
     let targets = Tensor::new(targets, &Device::Cpu)?;

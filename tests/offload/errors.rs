@@ -23,7 +23,7 @@ fn folder() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Parameters and optimizer states in files of `folder`.
+/// A configuration with parameters and optimizer states in files in `folder`.
 fn all_in(folder: &Path) -> Value {
     let zero = json!({
         "stage3_param_persistence_threshold": 0, "sub_group_size": 3000,
@@ -37,7 +37,7 @@ fn start(comm: Arc<dyn Communicator>, config: &Value) -> Result<Engine<Tiny>> {
     Engine::builder().communicator(comm).initialize(|vb| Tiny::new(SHAPE, vb), config.clone())
 }
 
-/// One optimizer step; the bits of its loss and norm.
+/// Takes one optimizer step, and returns the bits of its loss and norm.
 fn step(engine: &mut Engine<Tiny>) -> Result<(u32, u64)> {
     let (ids, targets) = batch(engine.micro_steps() as usize * engine.world_size() + engine.rank());
     let loss = engine.forward(|model| model.loss(&ids, &targets))?;
@@ -81,7 +81,7 @@ fn a_folder_belongs_to_one_job_at_a_time() {
     let text = refusal(folder.path()).replace(folder.path().to_str().unwrap(), "FOLDER");
     let text = text.replace(&format!("process {}", std::process::id()), "process PID");
     insta::assert_snapshot!(text, @"cannot offload to FOLDER: a running job already uses it (process PID); give each job its own folder as nvme_path, or stop the other one");
-    // The same folder by another name.
+    // The same folder under another name.
     let link = folder.path().with_extension("link");
     std::os::unix::fs::symlink(folder.path(), &link).unwrap();
     let text = refusal(&link);
@@ -369,7 +369,7 @@ fn a_disk_that_fills_up_during_training_does_not_matter() {
 #[test]
 fn a_lock_on_the_folder_itself_is_nobodys_business() {
     let folder = folder();
-    // Like that of `flock DIR sleep 60`.
+    // A lock like that of `flock DIR sleep 60`.
     let held = std::fs::File::open(folder.path()).unwrap();
     rustix::fs::flock(&held, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
     threads::run(2, |comm| start(comm, &all_in(folder.path())).and_then(|mut engine| step(&mut engine)))

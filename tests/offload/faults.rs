@@ -1,7 +1,7 @@
 //! Disks that fail and jobs that are killed while their state is in files.
 //!
 //! A failing disk is one on which a process may not write any further: the limit of file sizes (`RLIMIT_FSIZE`) is
-//! lowered from outside in the middle of training, and every write beyond it is refused, also into reserved space. It
+//! lowered from outside in the middle of training, and every write beyond it is refused, even into reserved space. It
 //! does not apply to writes through a mapping, which reserved space makes safe.
 
 use crate::support::processes::{self, as_program, descendants, example, runs, start, stderr, wait_for, zerorun};
@@ -26,7 +26,7 @@ fn is_empty(folder: &Path) -> bool {
     entries.all(|name| name == ".candle-zero.lock")
 }
 
-/// Parameters (at stage 3) and optimizer states in files of `folder`.
+/// A configuration with parameters (at stage 3) and optimizer states in files in `folder`.
 fn all_in(folder: &Path, stage: u8) -> Value {
     let mut zero = json!({
         "stage3_param_persistence_threshold": 0,
@@ -56,7 +56,7 @@ fn training_program() {
     let builder = Engine::builder().disk_access(access);
     let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config).unwrap();
     for step in 0..word("TEST_STEPS").parse().unwrap() {
-        // Reports the program's position to the test, and leaves it time.
+        // Reports the program's position to the test, and gives the test time to act.
         println!("step {step}");
         std::io::stdout().flush().unwrap();
         if engine.rank() == 1 {
@@ -76,7 +76,8 @@ fn training_program() {
     println!("done");
 }
 
-/// The program on 2 ranks; rank 1 may write no further than `limit` from its third step on. Both outputs.
+/// Runs the program on 2 ranks, of which rank 1 may write no further than `limit` from its third step on. Returns
+/// whether the program succeeded, and both outputs.
 fn with_a_limit(stage: u8, access: &str, limit: u64) -> (bool, String, String) {
     let folder = folder();
     // Enough steps for the limit to take effect in time on a busy machine.
@@ -127,7 +128,7 @@ fn error_of(rank: usize, errors: &str) -> &str {
 
 #[test]
 fn a_disk_that_refuses_writes_ends_the_job_with_an_error_on_every_rank() {
-    // Nothing may be written; or no more than the file of gradients holds, so that the step fails midway: the
+    // Either nothing may be written, or no more than the file of gradients holds, so that the step fails midway: the
     // other files are twice as long.
     let gradients_only = 30 * 4096;
     for (stage, access, limit, what) in [
@@ -160,7 +161,7 @@ fn reserved_space_can_be_written_through_a_mapping_whatever_the_limit_of_file_si
 fn weights_program() {
     let Some(folder) = std::env::var_os("TEST_FOLDER") else { return };
     for access in [DiskAccess::Direct, DiskAccess::Cached] {
-        // Stage 2 with f32: whole parameters are in the tensors, which can be looked at.
+        // At stage 2 in f32, the tensors contain whole parameters, which the test can read.
         let mut config = all_in(Path::new(&folder), 2);
         config["bf16"]["enabled"] = json!(false);
         let build = |vb: candle_nn::VarBuilder<'_>| candle_nn::linear(40, 70, vb);
@@ -223,7 +224,7 @@ fn training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning
     let [config, metrics, weights] = ["config.json", "metrics.jsonl", "weights"].map(|name| dir.path().join(name));
     std::fs::write(&config, text.replace("\"~/.cache/candle-zero/offload\"", &format!("\"{}\"", dir.path().display())))
         .unwrap();
-    // 78 million parameters with 1.2 GB of state, 600 MB of a rank.
+    // 78 million parameters with 1.2 GB of state, 600 MB per rank.
     let limit = 256 << 20;
     let mut command = zerorun();
     command.args(["--num_ranks", "2"]).arg(example("train_gpt")).arg("--ds_config").arg(config);
@@ -255,7 +256,7 @@ fn training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning
     let metrics = std::fs::read_to_string(metrics).unwrap();
     let peaks: Vec<Value> = metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let peaks: Vec<u64> = peaks.iter().filter_map(|row| row["rss_peak_bytes"].as_u64()).collect();
-    // With pages of mapped files, which the limit does not count.
+    // The peaks include pages of mapped files, which the limit does not count.
     assert!(!peaks.is_empty() && peaks.iter().all(|peak| *peak < limit), "{peaks:?}");
 }
 
@@ -287,7 +288,7 @@ fn a_killed_job_leaves_nothing_and_does_not_block_the_next_one() {
     let metrics = dir.path().join("metrics.jsonl");
     let steps = |metrics: &Path| std::fs::read_to_string(metrics).unwrap_or_default().matches("\"loss\"").count();
     let seed = std::time::UNIX_EPOCH.elapsed().unwrap().subsec_nanos();
-    // Before the first step, and in four moments of a later one; all processes, or only the ranks.
+    // Kills before the first step and at four moments of later ones: all processes, or only the ranks.
     for (i, least) in [0, 2, 2, 3, 3].into_iter().enumerate() {
         let _ = std::fs::remove_file(&metrics);
         let delay = Duration::from_micros(u64::from(seed.rotate_left(i as u32 * 5) % 60_000));

@@ -1,5 +1,5 @@
-//! Offload to files changes no bit: losses, norms and parameters are those of a run in memory, wherever states lie and
-//! however they travel.
+//! Offload to files changes no bit: losses, norms and parameters are those of a run in memory, wherever states are
+//! stored and however they travel.
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train, train_with};
 use candle_core::{DType, Device, Tensor};
@@ -163,7 +163,7 @@ impl Mixed {
     }
 }
 
-/// Bits of losses (of training and of an eval after each step), norms and scales, and the exported parameters.
+/// Returns the bits of losses (of training and of an eval after each step), norms and scales, and the exported parameters.
 fn run_mixed(world: usize, config: &Value, steps: usize) -> (Vec<Vec<u64>>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -291,7 +291,7 @@ fn an_engine_dropped_in_the_middle_of_an_accumulation_leaves_nothing_and_unlocks
     let zero = offloaded(&zero, folder.path(), nvme(json!({})), nvme(json!({"max_in_cpu": 0})));
     let config = config(3, 4, zero, json!({"activation_checkpointing": {"cpu_checkpointing": true}}));
     let shape = Shape { layers: 2, units: true, checkpointed: true };
-    // After a forward, a backward, a step in the middle; and not even that. A loss may outlive its engine.
+    // Dropped before the first call, after a forward, a backward, and a step. A loss may outlive its engine.
     for calls in 0..4 {
         let results = threads::run(2, |comm| {
             let mut engine =

@@ -93,7 +93,7 @@ pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
 pub struct Hosts {
     names: [String; 2],
     folder: tempfile::TempDir,
-    /// The turn of this test. Other tests wait for it before they create two hosts, because ranks that wait for each
+    /// The turn of this test. Other tests wait for its end before they create two hosts, because ranks that wait for each
     /// other use all cores of a small machine.
     _turn: MutexGuard<'static, ()>,
 }
@@ -104,7 +104,7 @@ impl Hosts {
     /// Creates the hosts.
     ///
     /// # Errors
-    /// Why they cannot be created here.
+    /// Returns the reason if they cannot be created here.
     pub fn new() -> Result<Self, String> {
         static MADE: AtomicUsize = AtomicUsize::new(0);
         let number = format!("{}-{}", std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));

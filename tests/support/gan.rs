@@ -63,7 +63,7 @@ impl Gan {
         })
     }
 
-    /// Makes a step of the discriminator, on real samples and detached fake ones.
+    /// Takes a step of the discriminator, on real samples and detached fake ones.
     pub fn judge(&mut self, step: usize) -> candle_zero::Result<Tensor> {
         let seed = step * 64 + self.generator.rank();
         let fake = self.generator.eval(|g| g.forward(&values(seed, (BATCH, 3))?))?;
@@ -75,7 +75,7 @@ impl Gan {
         Ok(loss)
     }
 
-    /// Makes a step of the generator, through the discriminator.
+    /// Takes a step of the generator, through the discriminator.
     pub fn generate(&mut self, step: usize) -> candle_zero::Result<Tensor> {
         let loss = self.generator_loss(step)?;
         self.generator.backward(&loss)?;

@@ -159,7 +159,7 @@ pub fn wait_up_to<T>(limit: Duration, what: &str, mut done: impl FnMut() -> Opti
     }
 }
 
-/// Returns the process numbers that `count` processes have written to files `dir/pid.*`.
+/// Returns the process IDs that `count` processes have written to files `dir/pid.*`.
 pub fn pids(dir: &Path, count: usize) -> Vec<i32> {
     wait_for("the processes to start", || {
         let mut pids = Vec::new();

@@ -154,7 +154,7 @@ fn damage_is_told_by_file_and_exit_code_1() {
     assert_eq!((one["problems"].as_array().unwrap().len(), &one["whole"]), (2, &json!(false)));
     assert!(one["problems"][0].as_str().unwrap().contains("the file is missing"), "{one}");
 
-    // The folder of a tag that has lost its manifest still counts as one.
+    // A tag's folder that has lost its manifest still counts as the folder of a tag.
     std::fs::remove_file(dir.path().join("tag/manifest.json")).unwrap();
     for path in [dir.path().to_owned(), dir.path().join("tag")] {
         let output = inspect(&path, &[]);
@@ -450,7 +450,7 @@ fn a_value_that_f16_cannot_hold_is_told_by_its_parameter() {
     assert!(!out.exists());
 }
 
-/// Writes consolidated models and the logits that they give here, for scripts/check_consolidated.sh.
+/// Writes consolidated models and the logits that candle-zero computes from them, for scripts/check_consolidated.sh.
 #[test]
 #[ignore = "writes into the folder CANDLE_ZERO_CONSOLIDATED, for scripts/check_consolidated.sh"]
 fn models_and_logits_for_transformers() {

@@ -1,4 +1,4 @@
-//! `zerorun estimate`: the needs of a run, before it starts.
+//! `zerorun estimate`: what a run needs, before it starts.
 
 use crate::support::processes::{stderr, stdout, zerorun};
 use serde_json::{Value, json};

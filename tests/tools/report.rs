@@ -98,7 +98,7 @@ fn an_engine_and_a_layer_without_one_refuse_a_wrong_level() {
     const HERE: &str = "an_engine_and_a_layer_without_one_refuse_a_wrong_level";
     const MESSAGE: &str = "environment variable CANDLE_ZERO_SIMD is `sse9`, which is not a SIMD level";
     if std::env::var("CANDLE_ZERO_SIMD").as_deref() != Ok("sse9") {
-        // The level is read once per process, so this test runs again in another one.
+        // The level is read once per process, so this test runs again in another process.
         let program = std::env::current_exe().unwrap();
         let output = std::process::Command::new(program).arg(HERE).env("CANDLE_ZERO_SIMD", "sse9").output().unwrap();
         assert!(output.status.success() && stdout(&output).contains("1 passed"), "{}", stdout(&output));

@@ -1,4 +1,4 @@
-//! `zerorun tune`: short runs with other settings, and the fastest configuration.
+//! `zerorun tune`: short runs with different settings, and the fastest configuration.
 
 use crate::support::processes::{example, program, stderr, stdout, zerorun};
 use serde_json::{Value, json};
@@ -219,7 +219,7 @@ fn early_stopping_counts_runs_since_the_first_that_went_well() {
     let output = folder.tune_script(&args);
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stderr(&output).contains("2 experiments without a gain"), "{}", stderr(&output));
-    // Its other keys are not searched after that.
+    // After that, the other keys of the best one are not searched.
     assert_eq!(folder.runs(), 5, "{}", stdout(&output));
 }
 

@@ -1,4 +1,4 @@
-//! Buffers: their kinds, that they agree between ranks, and that Candle's batch norm trains with them.
+//! Buffers: their kinds, their agreement between ranks, and training with Candle's batch norm, which has buffers.
 
 use crate::support::convnet::{Shape, batch, engine, steps, train};
 use crate::support::swap::swap;
@@ -59,7 +59,7 @@ fn running_statistics_are_those_of_candle_alone() {
     assert_eq!(var, alone.running_var().to_vec1::<f32>().unwrap());
 }
 
-/// Statistics of 2 ranks before and after the forward of a second step, by rule.
+/// Returns the statistics of 2 ranks before and after the forward of a second step, under this rule.
 fn of_second_step(sync: BufferSync) -> Vec<(Vec<f32>, Vec<f32>, Vec<f32>)> {
     let config = config(1, 1, json!({}), json!({}));
     let results = threads::run(2, |comm| {
@@ -201,7 +201,7 @@ fn integers_and_what_a_rule_chooses_are_buffers_and_no_parameters() {
         assert_eq!(tensors["ids"].to_vec1::<u32>().unwrap(), [1; 4]);
         assert_eq!(tensors["num_batches_tracked"].to_scalar::<i64>().unwrap(), 3);
         assert_eq!(tensors["chosen.scale"].to_vec1::<f32>().unwrap(), [0.5; 2]);
-        // The export is the start of another run.
+        // Another run starts from the export.
         let results = threads::run(1, |comm| {
             let engine = mixed(Engine::builder().communicator(comm).init_from(&file), stage)?;
             Ok::<_, Error>(engine.model().count.to_scalar::<i64>()?)
@@ -210,7 +210,7 @@ fn integers_and_what_a_rule_chooses_are_buffers_and_no_parameters() {
     }
 }
 
-/// The error of a model with a file to begin with.
+/// Returns the error of a model that starts from a file with these tensors, if there is one.
 fn error_from(
     tensors: &[(&str, Tensor)],
     build: impl Fn(VarBuilder<'_>) -> candle_core::Result<()> + Sync,
@@ -398,7 +398,7 @@ fn a_buffer_whose_shape_changes_is_an_error_before_a_save_writes_and_a_load_puts
             insta::assert_snapshot!(error, @"buffer rows.ids of shape [3] holds 4 of U32 instead of 3 of U32; a buffer keeps the shape and type with which it was created: change its values with Var::set");
         }
         assert!(!refused.exists());
-        // Once repaired, the run continues; and a load repairs it on its own.
+        // Once the buffer is repaired, the run continues. Loading a checkpoint also repairs it.
         if let Some(whole) = whole {
             swap(&ids, whole);
         }

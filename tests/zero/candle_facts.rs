@@ -50,7 +50,7 @@ fn half_sums_stop_growing() {
     assert_eq!((sum(DType::F16), sum(DType::BF16), sum(DType::F32)), (2048.0, 256.0, 65_536.0));
 }
 
-/// Why nothing here hands a broadcast view to `matmul`.
+/// Why candle-zero passes no broadcast view to `matmul`.
 #[test]
 fn matmul_of_a_transposed_left_and_a_broadcast_right_is_wrong() {
     let left = numbers(&[2, 3, 5, 4]).transpose(2, 3).unwrap();
@@ -92,7 +92,7 @@ fn a_deep_graph_needs_a_big_stack() {
     assert!(String::from_utf8_lossy(&child.stderr).contains("overflowed its stack"));
 }
 
-/// How parameters leave and come back.
+/// How the values of parameters are taken out and put back.
 #[test]
 fn storage_can_be_taken_out_and_put_back_under_a_live_graph() {
     let (x, w) = (var(&[3, 4]), var(&[4, 5]));
@@ -112,7 +112,7 @@ fn the_cpu_has_no_seed() {
     assert!(CPU.set_seed(1).is_err());
 }
 
-/// Identity whose backward counts its calls and passes its gradient on only on request.
+/// An identity operation whose backward counts its calls and passes its gradient on only on request.
 struct Hook {
     calls: &'static AtomicUsize,
     pass: bool,
@@ -146,7 +146,7 @@ fn backward_may_give_a_leaf_variable_nothing() {
     assert!(grads.get(&w).is_none() && grads.get(&x).is_some());
 }
 
-/// Why only leaves are given nothing.
+/// Why only leaves may receive no gradient.
 #[test]
 fn an_inner_tensor_without_a_gradient_is_a_panic() {
     static CALLS: AtomicUsize = AtomicUsize::new(0);
@@ -169,7 +169,7 @@ fn an_op_on_untracked_tensors_has_no_backward() {
     assert_eq!(CALLS.load(Ordering::SeqCst), 0);
 }
 
-/// Why parameters stand on the right: their gradients then come before those of the layers below.
+/// Why parameters are the right operands: their gradients then come before those of the layers below.
 #[test]
 fn the_right_operand_is_finished_first() {
     static LEFT: AtomicUsize = AtomicUsize::new(0);

@@ -1,5 +1,5 @@
-//! Gradients of Candle that are wrong, and those that are right, compared with the slopes of its own values in f64: the
-//! table of docs/vision.md. A failure after an upgrade of Candle shows which row has changed.
+//! Candle's wrong gradients and its correct ones, compared with the slopes of Candle's own values in f64: the table in
+//! docs/vision.md. A failure after an upgrade of Candle shows which row has changed.
 
 use candle_core::{Device, Result, Tensor, Var};
 
@@ -21,12 +21,12 @@ fn values(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The sum of a result's elements, each with another weight.
+/// The sum of a result's elements, each with a different weight.
 fn weighed(y: &Tensor) -> Result<Tensor> {
     (y * numbers(y.dims(), 99))?.sum_all()
 }
 
-/// How far Candle's gradient of each argument is from the slopes, as a part of the largest slope.
+/// How far Candle's gradient of each argument is from the slopes, as a fraction of the largest slope.
 fn errors(function: Function, shapes: &[&[usize]]) -> Result<Vec<f64>> {
     let args: Vec<Tensor> = (0..).zip(shapes).map(|(seed, shape)| numbers(shape, seed)).collect();
     let vars: Vec<Var> = args.iter().map(|arg| Var::from_tensor(arg).unwrap()).collect();
@@ -62,7 +62,7 @@ fn is_wrong(what: &str, instead: &str, function: Function, shapes: &[&[usize]]) 
     );
 }
 
-/// Asserts that an operation still has no gradient for this.
+/// Asserts that an operation still has no gradient in this case.
 #[track_caller]
 fn is_refused(what: &str, instead: &str, function: Function, shapes: &[&[usize]]) {
     let result = errors(function, shapes);
@@ -97,7 +97,7 @@ fn conv1d_misreads_views() {
     );
 }
 
-/// The product inside it has a transposed left and a broadcast right.
+/// The product inside the operation has a transposed left operand and a broadcast right one.
 #[test]
 fn conv_transpose1d_of_several_samples_is_wrong() {
     let (x, w) = (numbers(&[2, 3, 9], 0), numbers(&[3, 4, 3], 1));
@@ -126,7 +126,7 @@ fn conv_transpose1d_has_no_gradient() {
 fn the_gradients_of_pooling_are_wrong_and_missing_where_windows_overlap() {
     is_wrong("max_pool2d", "nn::max_pool2d", |a| a[0].max_pool2d(2), &[&[1, 2, 5, 7]]);
     is_wrong("avg_pool2d", "nn::avg_pool2d", |a| a[0].avg_pool2d(2), &[&[1, 2, 5, 7]]);
-    // A window's only maximum gets a part of its gradient, as if all elements of the window were maxima.
+    // A window's only maximum gets only a part of its gradient, as if all elements of the window were maxima.
     is_wrong("max_pool2d of whole windows", "nn::max_pool2d", |a| a[0].max_pool2d(2), &[&[1, 2, 4, 6]]);
     is_refused("max_pool2d", "nn::max_pool2d", |a| a[0].max_pool2d_with_stride(3, 2), &[&[1, 2, 5, 7]]);
     is_refused("avg_pool2d", "nn::avg_pool2d", |a| a[0].avg_pool2d_with_stride(3, 2), &[&[1, 2, 5, 7]]);
@@ -157,7 +157,7 @@ fn the_gradients_of_scatter_are_wrong() {
     is_refused("scatter_add of a narrower source", "nn::scatter_add", narrow, &[&[4, 3], &[2, 3]]);
 }
 
-/// The values are wrong (`candle_facts`), so that they are compared with those of copies.
+/// The values are wrong, too (`candle_facts`), so the gradients are compared with those of copies.
 #[test]
 fn the_gradients_of_a_product_of_a_transposed_and_a_broadcast_view_are_wrong() {
     let shapes: [&[usize]; 2] = [&[2, 3, 5, 4], &[1, 1, 5, 6]];

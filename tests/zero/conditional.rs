@@ -241,7 +241,7 @@ fn ranks_may_miss_different_parameters_where_unused_parameters_are_ignored() {
 
 #[test]
 fn a_gradient_that_never_comes_is_zeros() {
-    // AdamW without decay leaves a parameter with zeros as it is.
+    // AdamW without decay does not change a parameter whose gradients are zeros.
     let optimizer = json!({"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}});
     let initial = {
         let engine = Engine::initialize(Branches::new, config(0, 1, json!({}), optimizer.clone()));

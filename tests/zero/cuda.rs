@@ -1,6 +1,6 @@
-//! The engine on GPUs: stages 0 to 3 give the same bits as each other, and the CPU's losses. Ranks are threads with a GPU each, as
-//! far as there are enough. Without a GPU, each test is skipped; scripts/gpu_check.sh counts that as "no GPU". CI runs
-//! them on the stand-in of tools/mock_cuda.
+//! The engine on GPUs: stages 0 to 3 give the same bits as each other, and the CPU's losses within rounding. Ranks are
+//! threads, each with its own GPU if there are enough. Without a GPU, each test is skipped; scripts/gpu_check.sh counts
+//! that as "no GPU". CI runs the tests on the mock in tools/mock_cuda.
 
 use crate::support::device::{counted_bytes, gpu, peak_bytes};
 use crate::support::processes::{as_program, zerorun};
@@ -19,7 +19,7 @@ use std::time::Duration;
 mod offload;
 
 const STEPS: usize = 10;
-/// Relative; f32 sums of another order.
+/// Relative, because f32 sums are computed in a different order.
 const CPU_TOLERANCE: f32 = 1e-4;
 
 /// Whether a GPU answers; `test` is skipped otherwise.
@@ -87,15 +87,15 @@ fn an_absent_parameter_is_an_error_with_its_name() {
     }
 }
 
-/// Set for a process that runs only a test's own part.
+/// Set for a child process that runs a test's own part alone.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
-/// Returns the output of `test` alone in a process with a variable of the stand-in: other tests use the same GPUs.
+/// Runs `test` alone in a process with a variable of the mock, because other tests use the same GPUs. Returns its output.
 fn alone(test: &str, (name, value): (&str, u64)) -> String {
     alone_with(test, name, &value.to_string(), "use NCCL")
 }
 
-/// The same with any variable, and its message about collectives between several GPUs.
+/// Does the same with any variable, and checks that messages about collectives between GPUs contain `of_nccl`.
 fn alone_with(test: &str, name: &str, value: &str, of_nccl: &str) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(as_program(module_path!(), test))
@@ -118,16 +118,16 @@ fn seed(seed: u64) -> (&'static str, u64) {
     ("MOCK_CUDA_SEED", seed)
 }
 
-/// Whether the driver is the stand-in of tools/mock_cuda; `test` is skipped otherwise.
+/// Whether the driver is the mock in tools/mock_cuda; `test` is skipped otherwise.
 fn stand_in<T: Fn()>(test: T) -> bool {
     let there = counted_bytes(0).is_some();
     if !there {
-        skipped(test, "needs the stand-in for CUDA, tools/mock_cuda");
+        skipped(test, "needs the mock of CUDA, tools/mock_cuda");
     }
     there
 }
 
-/// A forward on this number of copies of a rank's batch; returns the loss.
+/// Runs forward on this number of copies of a rank's batch, and returns the loss.
 fn forward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tensor> {
     let (ids, targets) = batch(engine.rank());
     let on = |t: &Tensor| t.repeat((copies, 1))?.to_device(engine.device());
@@ -135,7 +135,7 @@ fn forward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tens
     engine.forward(|model| model.loss(&ids, &targets))
 }
 
-/// The same, and its backward.
+/// Does the same, and then runs backward.
 fn backward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tensor> {
     let loss = forward(engine, copies)?;
     engine.backward(&loss)?;
@@ -179,8 +179,9 @@ fn an_engine_that_goes_from_thread_to_thread_has_the_bits_of_one_that_stays() {
     }
 }
 
-/// Each in its own process, so that nothing else is on the GPUs: for two ranks that train for two steps, the bytes on the
-/// GPU between steps and their maximum, the engine's report and the number of its parameters' tensors.
+/// Trains two ranks for two steps. Returns for each rank the bytes on its GPU between steps and their maximum, the
+/// engine's report, and the number of its parameters' tensors. Nothing else may be on the GPUs, so each test that calls
+/// this runs in its own process.
 fn held_by_ranks(shape: Shape, config: &Value) -> Vec<(usize, usize, MemoryReport, usize)> {
     let held = threads::run(2, |comm| {
         let rank = comm.rank();
@@ -240,7 +241,7 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         return;
     }
     let shape = Shape { layers: 3, units: true, ..Shape::default() };
-    // Stage 3 first: the count of the maximum continues from run to run.
+    // Stage 3 comes first, because the maximum is not reset between runs.
     let mut others = Vec::new();
     for stage in [3, 2] {
         let mut offload = offloaded(stage);
@@ -251,7 +252,7 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         let room = report.row(MemoryKind::Buckets).device.held;
         assert_eq!(bytes, held + room + 5 * tensors, "stage {stage}: {report}");
         let on_device = |kind| report.row(kind).device.peak;
-        // The windows: at stage 3 the units that are gathered at a time, at any stage the buckets under way.
+        // The windows: at stage 3, the units that are gathered at one time; at any stage, the buckets in use.
         let windows = on_device(MemoryKind::Gathered) + on_device(MemoryKind::Buckets) - room;
         if stage == 3 {
             // The parameters outside units, and one of three equal units.
@@ -298,7 +299,7 @@ fn states_on_the_gpu_on_the_host_and_in_files_give_the_same_bits() {
     ];
     for (setting, stage) in settings.iter().flat_map(|setting| [1u8, 2, 3].map(|stage| (setting, stage))) {
         let run = |mut zero: Value| {
-            // A factor after the reduction is not possible otherwise.
+            // A factor after the reduction is possible only without a reduce-scatter.
             zero["reduce_scatter"] = json!(setting.get("gradient_predivide_factor").is_none());
             train_on(gpu, 2, shape, &config(stage, 2, zero, setting.clone()), 3)
         };
@@ -361,7 +362,7 @@ fn a_checkpoint_goes_on_with_states_elsewhere_and_shards_of_groups_change_no_bit
                 engine.step()?;
             }
             if save {
-                // By another thread, while the next backward runs.
+                // Saved by another thread, while the next backward runs.
                 let options = SaveOptions { in_background: true, ..SaveOptions::default() };
                 engine.save_checkpoint_with(folder.path(), None, json!({}), &options)?;
                 backward(&mut engine, 1)?;
@@ -484,7 +485,7 @@ fn as_a_rank_with_a_gpu() {
         step().unwrap();
     }
     if rank == 1 {
-        // While this thread continues, at any point.
+        // Kills the rank at an arbitrary point, while this thread continues.
         std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(u64::from(std::process::id()) % 40));
             std::fs::write(folder.join("killed"), "").unwrap();

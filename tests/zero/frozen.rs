@@ -1,5 +1,5 @@
-//! Frozen parameters: the same bits at every stage and wherever states are stored, no gradient, master weights, moments
-//! or reduction, and freezing and thawing between steps.
+//! Frozen parameters: the same bits at every stage and wherever states are stored; no gradient, master weights, moments
+//! or reduction for them; and freezing and thawing between steps.
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_with};
 use candle_core::{DType, Device, Tensor};
@@ -16,7 +16,7 @@ use std::path::Path;
 
 const STEPS: usize = 6;
 
-/// Half of the model: the embedding, one complete block, and the products of another.
+/// Freezes half of the model: the embedding, one complete block, and the qkv product of another.
 fn trains(name: &str, _: &[usize]) -> bool {
     !(name.starts_with("embed") || name.starts_with("layer.0") || name.starts_with("layer.1.qkv"))
 }
@@ -166,7 +166,7 @@ fn a_frozen_unit_is_gathered_in_backward_only_where_something_below_it_is_traine
         let ranks = threads::run(2, |comm| {
             let rank = comm.rank();
             let builder = Engine::builder().communicator(comm).device(Device::Cpu).trainable(rule);
-            // Its forwards gather too.
+            // The check's own forwards gather too.
             let builder = builder.gradient_check(false);
             let mut engine = builder.initialize(Stack::new, plain(3))?;
             for step in 0..3 {
@@ -176,7 +176,7 @@ fn a_frozen_unit_is_gathered_in_backward_only_where_something_below_it_is_traine
                 engine.step()?;
             }
             assert_eq!(engine.memory_report().row(MemoryKind::Gathered).bytes.held, 0);
-            // The largest that was gathered at a time: of two units, in elements of 4 bytes.
+            // The most that was gathered at one time: two units, in elements of 4 bytes.
             let peak = engine.memory_report().row(MemoryKind::Gathered).bytes.peak;
             Ok((engine.comm_report().kind(Collective::AllGather).elements / (3 * 36), peak))
         });
@@ -219,7 +219,7 @@ fn frozen_layers_of_candle_pass_gradients_on_at_every_stage() {
     }
 }
 
-/// Trains the tiny model for 3 steps each with these rules, one after the other, and saves at the end.
+/// Trains the tiny model with these rules, one after another, for 3 steps each, and saves at the end.
 fn gradually(world: usize, config: &Value, rules: &[fn(&str, &[usize]) -> bool], save: Option<&Path>) -> Vec<Outcome> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -375,7 +375,7 @@ fn frozen_parameters_may_be_left_out_of_a_checkpoint_and_stay_as_they_are_then()
         let saved = checkpoint.manifest().parameters.iter().filter(|p| p.has("fp32")).map(|p| p.name.as_str());
         assert_eq!(saved.collect::<Vec<_>>(), ["head.weight", "head.bias"]);
         one(|builder| {
-            // Another seed: the base belongs to that engine.
+            // With another seed, because the base comes from the engine and not from the checkpoint.
             let mut engine = builder.seed(7).trainable(HEAD_ONLY).initialize(pair, plain(stage))?;
             let own = folder.path().join("own.safetensors");
             engine.export_safetensors(&own)?;

@@ -18,7 +18,7 @@ const TOKENS: usize = 5;
 const STEPS: usize = 5;
 
 thread_local! {
-    /// This rank's tokens go to no expert.
+    /// Whether this rank's tokens go to no expert.
     static TO_NOBODY: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -120,13 +120,13 @@ impl Model {
     }
 }
 
-/// Every rank has other tokens.
+/// Every rank has different tokens.
 fn tokens(sample: usize) -> Tensor {
     let values = (0..TOKENS * WIDTH).map(|i| ((i * 7 + sample * 5 + i * i * sample) % 17) as f32 / 4.0 - 2.0);
     Tensor::from_iter(values, &Device::Cpu).unwrap().reshape((TOKENS, WIDTH)).unwrap()
 }
 
-/// Whether a rank routes to no expert in a micro step. In the first step as well.
+/// Whether a rank routes to no expert in a micro step, even one of the first step.
 type ToNobody = fn(micro: usize, rank: usize) -> bool;
 
 fn nobody(_: usize, _: usize) -> bool {

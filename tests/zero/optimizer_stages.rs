@@ -89,7 +89,7 @@ fn stages_give_the_same_bits_in_bf16() {
     all_stages_agree(2, 1, json!({"bf16": {"enabled": true}}));
 }
 
-/// Mean loss of every optimizer step over all that ranks and micro steps saw.
+/// Returns the mean loss of every optimizer step over all ranks and micro steps.
 fn losses(outcomes: &[Outcome], accumulation: usize) -> Vec<f64> {
     let of_step = |step: usize| {
         let micros = step * accumulation..(step + 1) * accumulation;
@@ -129,7 +129,7 @@ fn norms_of_more_parameters_than_one_message_holds_are_those_of_all_ranks() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("model.safetensors");
         let ranks = threads::run(world, |comm| {
-            // Two different numbers each, one per rank.
+            // Each parameter has two different numbers, one per rank.
             let init = Init::Randn { mean: 0.0, stdev: 1.0 };
             let param = |vb: &VarBuilder<'_>, i: usize| vb.get_with_hints(2, &format!("p{i}"), init);
             let build =

@@ -1,4 +1,4 @@
-//! Writes to a parameter by code other than the engine are found: they would be lost with the next update.
+//! Writes to a parameter by code other than the engine are detected: they would be lost with the next update.
 
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor};
@@ -33,7 +33,7 @@ enum When {
     AfterStep,
 }
 
-/// Trains for three steps; in the second one, or before all, `write` changes a parameter.
+/// Trains for three steps; in the second one, or before the first, `write` changes a parameter.
 fn run(stage: u8, when: When, write: fn(&Model) -> Result<()>) -> candle_zero::Result<()> {
     let results = threads::run(2, move |comm| {
         let config = config(stage, 1, json!({}), json!({}));

@@ -1,4 +1,4 @@
-//! Gradients count in the backward of the engine that owns the parameter. Any other backward that passes through its
+//! A parameter's gradients count only in the backward of the engine that owns it. Any other backward that passes through its
 //! model (Candle's own `loss.backward()`, another engine's) changes nothing in the engine, at any stage, and gives its
 //! caller the correct gradients.
 
@@ -94,7 +94,7 @@ fn bits(tensor: &Tensor) -> Result<Vec<u32>> {
     Ok(tensor.flatten_all()?.to_vec1::<f32>()?.iter().map(|v| v.to_bits()).collect())
 }
 
-/// The gradient of the mean square of the model's output by its input, by Candle alone.
+/// Returns the gradient of the mean square of the model's output with respect to the input, by Candle alone.
 fn saliency(engine: &mut Engine<Model>, x: &Tensor) -> candle_zero::Result<Vec<u32>> {
     let x = Var::from_tensor(x)?;
     let y = engine.forward(|model| model(&x))?;
@@ -102,7 +102,7 @@ fn saliency(engine: &mut Engine<Model>, x: &Tensor) -> candle_zero::Result<Vec<u
     Ok(bits(gradients.get(&x).unwrap())?)
 }
 
-/// The configurations of a stage: at the third, with and without settings that keep or prefetch parameters.
+/// The configurations of a stage: at stage 3, with and without settings that keep or prefetch parameters.
 fn of_stage(stage: u8) -> Vec<Value> {
     let zero = match stage {
         3 => vec![
@@ -118,7 +118,7 @@ fn of_stage(stage: u8) -> Vec<Value> {
 /// The results of a training run on a rank: losses, norms, and the gradients of plain backwards in between.
 type Seen = (Vec<u32>, Vec<u64>, Vec<Vec<u32>>);
 
-/// Trains; if `disturbed`, plain backwards pass through the model everywhere in a micro step.
+/// Trains; if `disturbed`, plain backwards pass through the model at many points of a micro step.
 fn train(world: usize, build: Build, config: &Value, disturbed: bool) -> (Vec<Seen>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -221,7 +221,7 @@ fn what_a_plain_backward_gathered_is_gone_after_the_engines_next_call() {
             late.backward()?;
             engine.step()?;
             assert_eq!(gathered(&engine), 0, "{name}");
-            // Units release theirs one by one; the root's parameters that recomputing units may still need wait.
+            // Units release their parameters one by one; the root keeps those that recomputing units may still need.
             assert!(after == 0 || name.contains("recomputing"), "{name}: {after} bytes");
             Ok(())
         })
@@ -319,8 +319,8 @@ fn a_plain_backward_inside_of_a_forward_may_use_the_model() {
     }
 }
 
-/// A generator, a discriminator, an engine each: one step of each in turn. The discriminator's norms, the
-/// generator's, and what both export.
+/// Trains a generator and a discriminator, each in its own engine, one step of each in turn. Returns the norms of both,
+/// and what both export.
 fn gan(world: usize, build: Build, config: &Value, with_generator: bool) -> (Vec<[u64; 2]>, [Vec<u8>; 2]) {
     let folder = tempfile::tempdir().unwrap();
     let files = ["g", "d"].map(|name| folder.path().join(format!("{name}.safetensors")));
@@ -415,7 +415,7 @@ fn frozen_units_that_a_plain_backward_passes_are_released_on_the_way() {
             let mut engine = builder.initialize(build, of_stage(3)[1].clone())?;
             let seen = saliency(&mut engine, &input(1))?;
             let report = engine.memory_report();
-            // The norm and the product of a unit; those of one of three.
+            // The norm and the product of one of the three units.
             let unit = 4 * (2 * WIDTH + WIDTH * (WIDTH + 1));
             let held = report.row(MemoryKind::Gathered).bytes.held;
             let of_root = if name.contains("recomputing") { 4 * (WIDTH * (WIDTH + 1) + 2 * (WIDTH + 1)) } else { 0 };

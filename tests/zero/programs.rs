@@ -1,6 +1,6 @@
 //! Random programs of everything that an engine can do (frozen and packed parameters, groups, batch norm's statistics, units
 //! that recompute, dropout, experts that ranks choose, every optimizer, gradients dropped, rates and weights set,
-//! parameters frozen and thawed, evaluation, checkpoints) give the bits of stage 0, whatever is sharded and offloaded.
+//! parameters frozen and thawed, evaluation, checkpoints) give the same bits as stage 0, whatever is sharded and offloaded.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{BatchNorm, Linear, Module, ModuleT, VarBuilder, batch_norm, linear};
@@ -52,7 +52,7 @@ impl<M: Module + Send + Sync + 'static> Part<M> {
     }
 }
 
-/// Candle's batch norm cannot evaluate in 16 bits.
+/// A batch norm: Candle's, which cannot evaluate in 16 bits, or the synchronized one.
 enum Norm {
     Candle(BatchNorm),
     Synchronized(SyncBatchNorm),
@@ -294,7 +294,7 @@ impl Program {
         }
     }
 
-    /// The results of every rank, by name: bits of losses and norms, and at the end those of all parameters.
+    /// Returns the results of every rank, by name: bits of losses and norms, and at the end those of all parameters.
     fn run(&self, engines: &[How], saves: bool) -> Vec<Vec<(String, Vec<u64>)>> {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let (files, checkpoints) = (folder.path().join("files"), folder.path().join("checkpoints"));

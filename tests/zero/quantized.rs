@@ -75,7 +75,7 @@ fn packed_bytes(packing: WeightPacking, elements: usize) -> usize {
     }
 }
 
-/// A GPT-2 of some hundred thousand elements: all frozen but the last norm.
+/// A GPT-2 with 1.7 million elements, of which all but the last norm are frozen.
 fn gpt() -> GptConfig {
     let sizes = GptConfig::preset("gpt2").unwrap();
     GptConfig { n_layer: 2, n_head: 4, n_embd: 256, ctx: 16, vocab: 512, ..sizes }
@@ -93,7 +93,7 @@ fn a_quantized_base_is_packed_at_rest_and_on_the_wire() {
                 let builder = Engine::builder().communicator(comm).device(Device::Cpu);
                 let builder = builder.trainable(move |name, _| !is_frozen(name));
                 let builder = builder.quantized(packing, move |name, shape| shape.len() == 2 && is_frozen(name));
-                // Its forwards gather too.
+                // The check's own forwards gather too.
                 let builder = builder.gradient_check(false);
                 let mut engine = builder.initialize(|vb| Gpt::new(&gpt(), vb), config.clone())?;
                 let before = engine.comm_report().kind(Collective::AllGather).wire_bytes;
@@ -153,7 +153,7 @@ fn of_a_quantized_base_no_more_than_the_blocks_at_work_are_ever_unpacked() {
         let outside = (512 + 16) * 256 * 4;
         let (gathered, parameters) =
             (report.row(MemoryKind::Gathered).bytes.peak, report.row(MemoryKind::Parameters).bytes.held);
-        // One block unpacked, and the words of the next one on several ranks.
+        // One unpacked block, and on several ranks the packed words of the next one.
         let most = if world == 1 { of_block * 5 / 4 } else { of_block * 2 + outside };
         assert!(gathered <= most, "world {world}: {gathered} bytes gathered, of {most}\n{report}");
         let packed = 8 * of_block / 4 * 17 / 32;

@@ -51,7 +51,7 @@ const NOISES: [(&str, Noise); 3] = [
     }),
 ];
 
-/// One step of stochastic gradient descent at rate 1; the output of forward, and the error of backward.
+/// Takes one step, and returns the error if there is one.
 fn step(build: &(impl Fn(VarBuilder<'_>) -> Result<Model> + Sync), config: &Value) -> candle_zero::Result<()> {
     let ranks = threads::run(1, |comm| {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);

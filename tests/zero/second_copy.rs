@@ -1,4 +1,4 @@
-//! `zero_hpz_partition_size`: values gathered from all hosts are gathered again from a copy on this one, with the same bits.
+//! `zero_hpz_partition_size`: values gathered from all hosts are gathered again from a copy on this host, with the same bits.
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_over};
 use candle_core::{Device, Tensor};
@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Ranks of a host.
+/// The number of ranks on a host.
 const HERE: usize = 2;
 
 /// Elements that a rank gathered from all ranks, and from those of its group.
@@ -120,7 +120,7 @@ fn each_parameter_comes_from_all_hosts_once_per_step_and_takes_one_copy_per_grou
             let mut engine = builder.initialize(|vb| Tiny::new(SHAPE, vb), stage_3(ranks, accumulation, &json!({})))?;
             for step in 0..2 * accumulation {
                 if step == accumulation {
-                    // The first step is like the others.
+                    // Only the second step is counted; the first is like it.
                     [&gathered.from_all, &gathered.within].iter().for_each(|count| count.store(0, Ordering::Relaxed));
                 }
                 let (ids, targets) = batch(step);
@@ -144,7 +144,7 @@ fn each_parameter_comes_from_all_hosts_once_per_step_and_takes_one_copy_per_grou
     for ([all, within, ..], [all_with, within_with, shares, held, peak]) in without.into_iter().zip(with) {
         // The root is gathered once in a micro step, a unit twice.
         assert_eq!((all_with, within), (shares, 0));
-        // Parts of a group are as much larger as it is smaller than the world.
+        // A part is larger in a group by the factor by which the group is smaller than the world.
         assert_eq!(all_with + within_with / (4 / HERE), all);
         assert_eq!((held, peak), (0, 4 * shares * (4 / HERE)), "parts of f32, until weights change");
     }

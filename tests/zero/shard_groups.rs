@@ -15,7 +15,7 @@ use std::sync::Arc;
 const STEPS: usize = 4;
 const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 3 };
 
-/// Threads that have only the four methods, as ranks of hosts with this number of ranks each.
+/// Threads with only the four required methods of a communicator, as ranks of hosts with `here` ranks each.
 struct Bare {
     inner: Arc<dyn Communicator>,
     here: usize,

@@ -87,7 +87,7 @@ fn states_of_16_bits_give_the_same_bits_at_every_stage_and_place_rounded_to_near
 
 #[test]
 fn what_rounding_to_nearest_loses_rounding_by_chance_keeps() {
-    // Each step is far smaller than half a step between two bf16s.
+    // Each update is far smaller than half the distance between two adjacent bf16 values.
     let mut small = bf16_states();
     small["optimizer"] = json!({"type": "AdamW", "params": {"lr": 1e-5}});
     small["scheduler"] =
@@ -110,12 +110,12 @@ fn weights(exported: &[u8]) -> Vec<f32> {
     bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
 }
 
-/// Trains steps `from..to` after loading what `load` names, saves to `save`, and gives the losses.
+/// Trains steps `from..to` after loading what `load` names, saves to `save`, and returns the losses.
 fn go_on(world: usize, config: &Value, steps: (usize, usize), load: Option<&Path>, save: &Path) -> Vec<Vec<u32>> {
     go_on_with(42, world, config, steps, load, save)
 }
 
-/// The same with an engine of this seed.
+/// Does the same with an engine of this seed.
 fn go_on_with(
     seed: u64,
     world: usize,
@@ -225,7 +225,7 @@ fn ranks_that_round_in_different_ways_are_told() {
     }
 }
 
-/// A large matrix, and a bias that is too small for eight bits.
+/// A large matrix, and a bias with too few elements for 8-bit moments.
 fn build(vb: VarBuilder<'_>) -> candle_core::Result<Linear> {
     linear(300, 500, vb)
 }

@@ -8,9 +8,9 @@
 //! ```
 //!
 //! Case N of a target depends only on the seed and N. Each target runs for `--seconds`, and `--jobs` of them run at a time.
-//! With one target, all jobs run different cases of it. A panic, a signal, a case of more than 10 seconds and more than
-//! 1 GiB of memory are failures: the input is written to `artifacts/`, as small as it could be made in some seconds, and the
-//! exit code is 1. An input that ends the process with an error message is not a failure: the library's sandbox does that.
+//! With one target, all jobs run different cases of it. A panic, a signal, a case of more than 10 seconds, and more
+//! than 1 GiB of memory are failures: the input is made smaller for a few seconds and written to `artifacts/`, and the exit
+//! code is 1. If the library's sandbox ends the process with an error message, that is not a failure.
 
 use candle_zero::sandbox::SandboxAllocator;
 use candle_zero_fuzz::mutator;
@@ -42,7 +42,7 @@ const MOST_MEMORY: u64 = 1 << 30;
 const MOST_ADDRESSES: u64 = 16 << 30;
 /// The time for making a failing input smaller.
 const MINIMIZING: Duration = Duration::from_secs(15);
-/// The maximum number of failures of a target that are written.
+/// The maximum number of failures that are written for a target.
 const MOST_FAILURES: usize = 8;
 
 /// The maximum length of the messages that are printed about a failure.
@@ -51,7 +51,7 @@ const LONGEST_TEXT: usize = 3000;
 /// The exit codes of a process that runs cases.
 const EXIT_PANIC: i32 = 101;
 const EXIT_MEMORY: i32 = 102;
-/// The exit code of the library's sandbox, with an error message.
+/// The exit code with which the library's sandbox ends a process after an error message.
 const EXIT_SANDBOX: i32 = 1;
 
 /// The variable that makes this program run cases itself: `SECONDS`, or empty for one input.
@@ -63,7 +63,7 @@ struct Options {
     seconds: f64,
     seed: u64,
     first: u64,
-    /// The difference of the numbers of successive cases.
+    /// The difference between the numbers of successive cases.
     step: u64,
     jobs: usize,
     input: Option<PathBuf>,
@@ -202,7 +202,7 @@ impl Progress {
     }
 }
 
-/// Limits this process, and makes each panic end it, also one that somebody catches.
+/// Limits this process, and makes each panic end it, even one that is caught.
 fn prepare_worker() {
     let limit = libc::rlimit { rlim_cur: MOST_ADDRESSES, rlim_max: MOST_ADDRESSES };
     let no_core = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
@@ -264,7 +264,7 @@ fn run_cases(options: &Options) -> ExitCode {
             progress.done += 1;
             progress.case += step;
             if progress.done % 4096 == 0 {
-                // Notices of the library, of no use if nothing fails.
+                // The library's notices are of no use if nothing fails.
                 // SAFETY: a file of this process is made empty.
                 unsafe { libc::ftruncate(2, 0) };
             }
@@ -274,7 +274,7 @@ fn run_cases(options: &Options) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Runs cases with the stack of a thread, the smallest that the library runs on.
+/// Runs cases on a thread's default stack, the smallest on which the library runs.
 fn on_usual_stack<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     std::thread::spawn(work).join().unwrap_or_else(|_| std::process::exit(EXIT_PANIC))
 }
@@ -289,10 +289,10 @@ struct Failure {
     text: String,
 }
 
-/// How a process that ran cases has ended.
+/// How a process that ran cases ended.
 enum Ending {
     Done,
-    /// The sandbox has ended it.
+    /// The sandbox ended it.
     Sandbox,
     Failed(Failure),
 }
@@ -335,7 +335,7 @@ impl Worker {
         Some((pages * 4096, Duration::from_millis(ticks * 10)))
     }
 
-    /// Waits for the end, and kills it if a case takes too long or too much memory.
+    /// Waits for the process to end, and kills it if a case takes too much time or memory.
     fn wait(&mut self) -> Ending {
         let mut case = (None, Instant::now(), Duration::ZERO);
         let mut interval = Duration::from_millis(1);
@@ -363,7 +363,7 @@ impl Worker {
         }
     }
 
-    /// Returns the end of what the process has written.
+    /// Returns the last part of what the process has written.
     fn messages(&self) -> String {
         let Ok(mut file) = File::open(self.folder.path().join("stderr")) else { return String::new() };
         let length = file.metadata().map_or(0, |metadata| metadata.len());
@@ -402,7 +402,7 @@ fn try_input(target: &Target, data: &[u8]) -> Option<Failure> {
     }
 }
 
-/// Leaves out parts of a failing input for some seconds.
+/// Makes a failing input smaller by leaving out parts of it, for a few seconds.
 fn minimized(target: &Target, data: Vec<u8>, signature: &str) -> Vec<u8> {
     let end = Instant::now() + MINIMIZING;
     let mut data = data;
@@ -436,7 +436,7 @@ struct TargetResult {
     failures: BTreeSet<String>,
 }
 
-/// Runs the cases of a target for some time, in as many processes as fail, and reports failures.
+/// Runs the cases of a target for some time, in a new process after each failure, and reports failures.
 fn run_target(target: &Target, options: &Options, part: u64, parts: u64) -> TargetResult {
     let mut result = TargetResult::default();
     let mut next = options.first + part;

@@ -56,7 +56,7 @@ const NUMBERS: [&str; 22] = [
     "NaN",
 ];
 
-/// Returns the input of a case: a seed of the target with some changes. The first input of a run is a seed as it is.
+/// Returns the input of a case: a seed of the target with some changes. The first inputs of a run are the unchanged seeds.
 pub fn input(target: &Target, seeds: &[Vec<u8>], seed: u64, case: u64) -> Vec<u8> {
     let mut random = Random::of_case(seed, target.name, case);
     if let Some(unchanged) = usize::try_from(case).ok().and_then(|case| seeds.get(case)) {
@@ -88,7 +88,7 @@ fn piece(random: &mut Random, length: usize, longest: usize) -> std::ops::Range<
     start..start + random.below((length - start + 1).min(longest + 1))
 }
 
-/// Returns one of the words of all groups.
+/// Returns a random word from one of the groups.
 fn word<'a>(random: &mut Random, words: &[&[&'a str]]) -> &'a str {
     let number = random.below(words.iter().map(|group| group.len()).sum());
     words.iter().copied().flatten().nth(number).copied().unwrap_or_default()
@@ -133,7 +133,7 @@ fn change(data: &mut Vec<u8>, random: &mut Random, seeds: &[Vec<u8>], words: &[&
         11 | 12 => number(data, random, at),
         13 => drop(data.splice(at..at, word(random, words).bytes())),
         _ => {
-            // A word in place of another one.
+            // One word in place of another.
             let start = data[..at].iter().rposition(|byte| !byte.is_ascii_alphanumeric()).map_or(0, |at| at + 1);
             let rest = data[start..].iter().position(|byte| !byte.is_ascii_alphanumeric() && *byte != b'_');
             let end = rest.map_or(data.len(), |length| start + length);
@@ -142,7 +142,7 @@ fn change(data: &mut Vec<u8>, random: &mut Random, seeds: &[Vec<u8>], words: &[&
     }
 }
 
-/// Replaces the rest of the data from some position on by the rest of a seed, or a piece by a piece.
+/// Replaces the data from some position on with the rest of a seed, or a piece of the data with a piece of the seed.
 fn splice(data: &mut Vec<u8>, random: &mut Random, other: &[u8]) {
     if random.below(2) == 0 {
         data.truncate(place(random, data.len()));
@@ -153,7 +153,7 @@ fn splice(data: &mut Vec<u8>, random: &mut Random, other: &[u8]) {
     }
 }
 
-/// Overwrites bytes by a number in little endian, or changes a number there a little.
+/// Overwrites bytes with a little-endian number, or slightly changes the number there.
 fn integer(data: &mut [u8], random: &mut Random, at: usize) {
     let width = [1, 2, 4, 8][random.below(4)];
     let length = data.len() as u64;
@@ -168,7 +168,7 @@ fn integer(data: &mut [u8], random: &mut Random, at: usize) {
     bytes.copy_from_slice(&new.to_le_bytes()[..width]);
 }
 
-/// Replaces the next decimal number by another one.
+/// Replaces the next decimal number with another one.
 fn number(data: &mut Vec<u8>, random: &mut Random, at: usize) {
     let Some(start) = data[at..].iter().position(u8::is_ascii_digit).map(|offset| at + offset) else { return };
     let end = data[start..].iter().position(|byte| !byte.is_ascii_digit()).map_or(data.len(), |length| start + length);

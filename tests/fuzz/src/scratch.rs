@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// The variable with the folder of a process. The driver sets it, and removes the folder afterwards.
+/// The variable that names the folder of a process. The driver sets it, and removes the folder afterwards.
 pub const FOLDER: &str = "CANDLE_ZERO_FUZZ_FOLDER";
 
 /// Creates a folder in memory if the system has a place for it, otherwise on the disk.
 ///
 /// # Errors
-/// Fails if the system does.
+/// Fails if the folder cannot be created.
 pub fn create() -> std::io::Result<tempfile::TempDir> {
     let memory = Path::new("/dev/shm");
     let mut builder = tempfile::Builder::new();
@@ -17,7 +17,7 @@ pub fn create() -> std::io::Result<tempfile::TempDir> {
     if memory.is_dir() { builder.tempdir_in(memory) } else { builder.tempdir() }
 }
 
-/// Returns this process' folder.
+/// Returns this process's folder.
 pub fn folder() -> &'static Path {
     static CREATED: OnceLock<PathBuf> = OnceLock::new();
     CREATED.get_or_init(|| match std::env::var_os(FOLDER) {
@@ -26,7 +26,7 @@ pub fn folder() -> &'static Path {
     })
 }
 
-/// Writes a file in this process' folder, creates the folders above it, and returns its path.
+/// Writes a file in this process's folder, creating the folders above it, and returns its path.
 pub fn write(name: impl AsRef<Path>, bytes: &[u8]) -> PathBuf {
     let path = folder().join(name);
     if std::fs::write(&path, bytes).is_err() {
@@ -36,12 +36,12 @@ pub fn write(name: impl AsRef<Path>, bytes: &[u8]) -> PathBuf {
     path
 }
 
-/// Returns the path of a file or folder of tests/fixtures.
+/// Returns the path of a file or folder in tests/fixtures.
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures").join(name)
 }
 
-/// Returns the content of a file of tests/fixtures.
+/// Returns the content of a file in tests/fixtures.
 pub fn fixture_bytes(name: &str) -> Vec<u8> {
     let path = fixture(name);
     std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))

@@ -1,4 +1,4 @@
-//! Offload with a GPU: the place of the states, and copies that run at the same time as other work.
+//! Offload with a GPU: where states are stored, and copies that run at the same time as other work.
 
 use super::{backward, forward, gpu_answers, offloaded, zero};
 use crate::support::device::gpu;
@@ -34,7 +34,7 @@ fn windows_are_page_locked_where_pin_memory_says_so_and_change_no_bit() {
         train_on(gpu, 2, shape(), &config(3, 2, zero, json!({"bf16": {"enabled": true}})), 3)
     };
     let reference = run(true, true);
-    // Two windows of 4 MiB: of gradients, and of shards. Updated weights stay on the host.
+    // Two windows of 4 MiB each: one of gradients, and one of shards. Updated weights stay on the host.
     let windows = 8 << 20;
     let locked = |run: &[Outcome]| {
         let MemoryRow { pinned, host, .. } = run[0].memory.row(MemoryKind::Staging);
@@ -100,7 +100,7 @@ fn gradients_leave_while_backward_runs_and_weights_come_back_while_the_next_are_
         let number = |event: &Value, key: &str| event[key].as_f64().unwrap();
         all.map(|event| (number(event, "ts"), number(event, "ts") + number(event, "dur"))).collect()
     };
-    // Copies that began before the work that they overlap had ended.
+    // Counts the copies that began while such work was running.
     let beside = |copy: &str, work: &str| {
         let work = times(work);
         times(copy).iter().filter(|copy| work.iter().any(|work| work.0 < copy.0 && copy.0 < work.1)).count()
@@ -133,7 +133,7 @@ fn a_delayed_update_is_that_of_the_weights_before_it_and_is_there_one_step_later
     if !gpu_answers(a_delayed_update_is_that_of_the_weights_before_it_and_is_there_one_step_later) {
         return;
     }
-    // So large, from the first step on, that a step is visible in bf16.
+    // The rate is so large, from the first step on, that a step is visible in bf16.
     let scheduler = json!({"type": "WarmupLR", "params": {"warmup_min_lr": 1e-2, "warmup_max_lr": 2e-2}});
     let bf16 = json!({"bf16": {"enabled": true}, "scheduler": scheduler});
     for (stage, format) in [(1, bf16.clone()), (2, json!({"scheduler": scheduler})), (3, bf16)] {

@@ -17,13 +17,13 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use wire::{LauncherConnection, LauncherMessage, ReadDeadline};
 
-/// The bytes of a message in tests of the limit.
+/// The maximum length of a message in bytes.
 const LONGEST: usize = 1 << 16;
 
 /// Reads each line as a message. Returns whether all lines are messages.
 ///
 /// # Panics
-/// If a message differs after it was written and read.
+/// If a message differs after it has been written and read again.
 pub(crate) fn messages(data: &[u8]) -> bool {
     data.split(|byte| *byte == b'\n').all(|line| {
         let Ok(message) = serde_json::from_slice::<LauncherMessage>(line) else { return false };
@@ -34,7 +34,7 @@ pub(crate) fn messages(data: &[u8]) -> bool {
     })
 }
 
-/// Reads a stream as the launcher of the first host does, or of another host if `joins`: the handshake, then messages.
+/// Reads a stream as the launcher of the first host does, or that of another host if `joins`: the handshake, then messages.
 /// Returns whether the handshake succeeds.
 pub(crate) fn session(data: &[u8], joins: bool, has_secret: bool) -> bool {
     let [here, mut there] = ends();
@@ -47,7 +47,7 @@ pub(crate) fn session(data: &[u8], joins: bool, has_secret: bool) -> bool {
         });
         let here = Arc::new(here);
         let result = read(&here, joins, has_secret);
-        // Closes the connection without TIME_WAIT, in which a port stays for a minute.
+        // Closes the connection without TIME_WAIT, which would keep the port for a minute.
         let _ = set_socket_linger(&*here, Some(Duration::ZERO));
         result
     });

@@ -63,10 +63,10 @@ pub(super) const WORDS: [&str; 47] = [
 /// The extensions of the formats.
 const EXTENSIONS: [&str; 5] = ["jsonl", "json", "csv", "tsv", "txt"];
 
-/// The use of data.
+/// The task and the template for which data is read.
 pub(super) struct DataKind {
     task: TrainingTask,
-    /// The template's index; that after the last one means none.
+    /// The template's index; the one after the last template's means none.
     template: usize,
 }
 
@@ -108,7 +108,7 @@ fn shared() -> &'static Shared {
     })
 }
 
-/// Makes samples of records, or renders one conversation.
+/// Makes samples from records, or renders one conversation.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     let (format, rest) = split(rest);
@@ -119,7 +119,7 @@ pub fn run(data: &[u8]) -> bool {
     }
 }
 
-/// Makes samples of a file.
+/// Makes samples from a file.
 ///
 /// # Panics
 /// If samples are inconsistent.
@@ -154,7 +154,7 @@ pub(super) fn prepare(name: &str, bytes: &[u8], kind: &DataKind) -> bool {
 /// Renders a conversation, which is a JSON list of messages.
 ///
 /// # Panics
-/// If the assistant's ranges are not in the text.
+/// If the assistant's ranges are not within the text.
 fn render(text: &str, kind: &DataKind) -> bool {
     let (Ok(conversation), Some(template)) = (Conversation::from_json(text), kind.template()) else { return false };
     let rendered = template.render(&conversation, false);

@@ -1,5 +1,5 @@
 //! A checkpoint of this library. The first byte selects its manifest, the file of a rank, or the header of such a file.
-//! Checksums are made for the changed files, because a random change would otherwise be noticed by them.
+//! Checksums are recomputed for changed files, because they would otherwise reveal every random change.
 
 use super::{join, split};
 use crate::scratch;
@@ -43,7 +43,7 @@ pub(super) const WORDS: [&str; 23] = [
 /// Reads a checkpoint.
 ///
 /// # Panics
-/// If a manifest that was read, written again, is read differently.
+/// If a manifest changes when it is written and read again.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     let [manifest, file, _] = originals();
@@ -51,7 +51,7 @@ pub fn run(data: &[u8]) -> bool {
         0 => read(rest, file),
         1 => read(&with_file(manifest, rest), rest),
         _ => {
-            // A header of some pages, with the original data behind it.
+            // A header of whole pages, followed by the original data.
             let header = rest.len().saturating_add(8).next_multiple_of(4096);
             let mut bytes = (header as u64 - 8).to_le_bytes().to_vec();
             bytes.extend_from_slice(rest);
@@ -86,7 +86,7 @@ fn without_brace(manifest: &Value) -> Vec<u8> {
     text.into_bytes()
 }
 
-/// Returns a manifest in which the first file is described as it is.
+/// Returns a manifest in which the entry of the first file matches `file`.
 fn with_file(manifest: &[u8], file: &[u8]) -> Vec<u8> {
     let mut manifest: Value = serde_json::from_slice(&[manifest, b"\n}"].concat()).expect("a manifest");
     let start = file.first_chunk().map_or(0, |length| u64::from_le_bytes(*length).saturating_add(8));

@@ -46,7 +46,7 @@ impl DeepSpeedFile {
         pickle.expect("a file of torch.save has a pickle").1
     }
 
-    /// Returns the file with another pickle.
+    /// Returns the file with a different pickle.
     pub fn with_pickle(&self, pickle: &[u8]) -> Vec<u8> {
         let mut zip = ZipWriter::new(Cursor::new(Vec::with_capacity(self.bytes.len() + pickle.len())));
         let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored);

@@ -36,7 +36,7 @@ pub(super) const WORDS: [&str; 26] = [
 /// Opens a model and reads all of it.
 ///
 /// # Panics
-/// If a weight has a different number of elements from its shape, or the tokenizer gives an id outside of its
+/// If a weight's number of elements does not match its shape, or the tokenizer gives an id outside of its
 /// vocabulary.
 pub fn run(data: &[u8]) -> bool {
     let path = scratch::write("model.gguf", data);
@@ -112,7 +112,7 @@ fn array(kind: u32, elements: &[Vec<u8>]) -> Vec<u8> {
 }
 
 impl Value<'_> {
-    /// Returns the number of the type, and the bytes.
+    /// Returns the code of the type, and the bytes.
     fn bytes(&self) -> (u32, Vec<u8>) {
         match self {
             Self::Integer(number) => (4, number.to_le_bytes().to_vec()),
@@ -130,7 +130,7 @@ impl Value<'_> {
     }
 }
 
-/// The formats of tensors, by their numbers in files.
+/// The codes of tensor formats in files.
 const F32: u32 = 0;
 const F16: u32 = 1;
 const Q4_0: u32 = 2;
@@ -190,7 +190,7 @@ fn file(architecture: &str, more: &[(&str, Value)], alignment: usize) -> Vec<u8>
             Q4_0 => elements / 32 * 18,
             _ => elements / 32 * 34,
         };
-        // The high byte of each number is small, so that it is finite.
+        // The high byte of each number is small, so that the number is finite.
         data.extend((0..length).map(|at| (at * 5) as u8 & 0x3b));
         data.resize(data.len().next_multiple_of(alignment), 0);
     }

@@ -32,7 +32,7 @@ pub(super) const WORDS: [&str; 16] = [
 /// Reads a text.
 ///
 /// # Panics
-/// If something that was read, written again, is read differently.
+/// If something that was read changes when it is written and read again.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     let Ok(text) = std::str::from_utf8(rest) else { return false };
@@ -75,7 +75,7 @@ fn world_is_kept(world: &WorldInfo) -> bool {
         for placement in world.ranks_of(node) {
             assert_eq!(placement.rank, rank);
             rank += 1;
-            // The texts have as many numbers as the host has slots.
+            // Each text has as many numbers as the host has slots, so only the first ranks' are made.
             if rank < 8 {
                 let _ = world.variables(&placement);
             }

@@ -4,13 +4,13 @@ use super::chat::{DataKind, prepare};
 use super::{join, split};
 use crate::scratch;
 
-/// Makes samples of a file.
+/// Makes samples from a file.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     prepare("data.parquet", rest, &DataKind::of(first))
 }
 
-/// Returns the small files of tests/fixtures, each for the task of its name.
+/// Returns the small files in tests/fixtures, each for the task that its name states.
 pub fn seeds() -> Vec<Vec<u8>> {
     let mut seeds = Vec::new();
     for folder in ["finetune/parquet", "finetune/parquet/refused"] {
