@@ -19,7 +19,7 @@ mod construct;
 pub(crate) mod error;
 mod eval_model;
 mod finite_difference_check;
-mod finite_difference_state;
+mod gradient_check_state;
 mod gradient_report;
 mod metrics;
 mod param_access;
@@ -32,7 +32,7 @@ mod training_output;
 pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
 #[doc(hidden)]
-pub use finite_difference_state::CHECK_GRADIENTS;
+pub use gradient_check_state::CHECK_GRADIENTS;
 pub use gradient_report::{GradientCheckVerdict, GradientReport, GradientRow};
 
 use crate::checkpoint::store::CheckpointUpload;
@@ -50,7 +50,7 @@ use crate::timeline::{self, TimelineRecorder};
 use crate::zero::rank_core::RankCore;
 use crate::zero::step::sharded_step::Vote;
 use candle_core::{DType, Device, Tensor};
-use finite_difference_state::FiniteDifferenceChecker;
+use gradient_check_state::FiniteDifferenceChecker;
 use reporter::EngineReporter;
 use std::sync::Arc;
 use step_clock::{MicroStepCall, StepClock};

@@ -6,7 +6,7 @@
 
 use super::config_comparison::CustomComponents;
 use super::consistency::check_same_on_all_ranks;
-use super::finite_difference_state::FiniteDifferenceChecker;
+use super::gradient_check_state::FiniteDifferenceChecker;
 use super::reporter::EngineReporter;
 use super::step_clock::StepClock;
 use super::{AccumulatedLoss, AccumulationProgress, Engine, EngineBuilder, MicroStepPhase};

@@ -13,7 +13,7 @@
 //! checked again in the next steps, each time along a different direction (`gradient_report.rs`).
 
 use super::Engine;
-use super::finite_difference_state::{
+use super::gradient_check_state::{
     CURRENT_FORWARD, CheckPhase, CurrentForward, DirectionalDerivative, FORWARDS, FiniteDifferenceChecker,
     PerturbedGroup,
 };
@@ -23,7 +23,7 @@ use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
 use crate::notice::emit;
 use crate::param::{Param, ParamId};
-use crate::zero::check::finite_difference_state::{
+use crate::zero::check::gradient_check_state::{
     DirectionalChange, MeasuredGradients, OutputDifference, OutputProbe, Perturbation, collective_steps,
 };
 use candle_core::{DType, Tensor};

@@ -8,7 +8,7 @@
 use super::EstimateOptions;
 use super::meta_buffer::MetaBuffer;
 use super::rehearsed_files::{RehearsedArena, RehearsedExtent, RehearsedFiles};
-use super::step_trace::{self, CollectiveId, StepPhase, StepTrace};
+use super::step_trace::{self, LaunchedCollectiveId, StepPhase, StepTrace};
 use super::traffic::Traffic;
 use crate::comm::{CollectiveKind as CommKind, WireFormat};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
@@ -24,7 +24,6 @@ use crate::zero::gather::coalesced_layout::CoalescedLayout;
 use crate::zero::gather::leaf_units::LeafUnits;
 use crate::zero::gather::param_gatherer::ParamGatherer;
 use crate::zero::gather::unit_trace::UnitEvent;
-use crate::zero::rank_backend::{RankBackend, RankInfo};
 use crate::zero::reduce::gradient_reducer;
 use crate::zero::reduce::gradient_reducer::{ArrivedGradient, GradientReducer, ReducePlan};
 use crate::zero::share::share_plan::SharePlan;
@@ -36,6 +35,7 @@ use crate::zero::share::sub_group_builder::{SubGroupBuilder, SubGroupStateKind};
 use crate::zero::step::sharded_step::{update, vote};
 use crate::zero::step::state_sweep;
 use crate::zero::step::state_sweep::ParamSlice;
+use crate::zero::step_executor::{RankInfo, StepExecutor};
 use crate::zero::transfer::device_copy::{CopyKind, UPDATE_CHUNK, WINDOWS_BYTES, windows_tier};
 use crate::zero::transfer::pending_collective::CollectiveOp;
 use candle_core::DType;
@@ -48,7 +48,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// A collective in flight, with its result.
 pub(super) struct InFlightCollective {
     result: MetaBuffer,
-    launched: Option<CollectiveId>,
+    launched: Option<LaunchedCollectiveId>,
     _copy: Option<MemoryLedgerEntry>,
 }
 
@@ -228,7 +228,7 @@ impl<'a> Rehearsal<'a> {
     }
 
     /// Counts a collective and records its launch in the trace.
-    fn count(&self, kind: CommKind, elements: usize, dtype: DType, wire: WireFormat) -> CollectiveId {
+    fn count(&self, kind: CommKind, elements: usize, dtype: DType, wire: WireFormat) -> LaunchedCollectiveId {
         self.traffic.borrow_mut().collective(kind, elements, dtype, wire, self.world_size());
         self.step_trace.borrow_mut().launch(step_trace::CollectiveCall { kind, wire, dtype, elements })
     }
@@ -350,7 +350,7 @@ impl ShareStorage for Rehearsal<'_> {
     }
 }
 
-impl RankBackend for Rehearsal<'_> {
+impl StepExecutor for Rehearsal<'_> {
     type Pending = InFlightCollective;
     type PendingCopy = (MetaBuffer, [MemoryLedgerEntry; 2]);
 

@@ -85,7 +85,7 @@ pub(super) struct StepTrace {
 
 /// The index of a launched collective.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct CollectiveId(usize);
+pub(super) struct LaunchedCollectiveId(usize);
 
 /// The times of a simulated step in seconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -123,14 +123,14 @@ impl StepTrace {
         }
     }
 
-    pub fn launch(&mut self, collective: CollectiveCall) -> CollectiveId {
+    pub fn launch(&mut self, collective: CollectiveCall) -> LaunchedCollectiveId {
         let part = self.part();
         part.events.push(TraceEvent::Launch(collective));
         part.launched += 1;
-        CollectiveId(part.launched - 1)
+        LaunchedCollectiveId(part.launched - 1)
     }
 
-    pub fn wait(&mut self, CollectiveId(number): CollectiveId) {
+    pub fn wait(&mut self, LaunchedCollectiveId(number): LaunchedCollectiveId) {
         self.part().events.push(TraceEvent::Wait(number));
     }
 

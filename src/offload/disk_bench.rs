@@ -73,7 +73,7 @@ pub struct DiskBenchSettings {
 
 /// The measured speed of a folder. Serializes to the object that `zerorun bench disk --json` prints.
 #[derive(Debug, Clone, Serialize)]
-pub struct DiskBench {
+pub struct DiskBenchReport {
     /// The folder.
     pub folder: PathBuf,
     /// The total bytes of all files.
@@ -106,7 +106,7 @@ pub struct IoRequestSettings {
 
 /// The times of a pass.
 #[derive(Debug, Clone, Serialize)]
-pub struct PassTiming {
+pub struct DiskPassTiming {
     /// The median of the rounds.
     pub seconds: f64,
     /// The bytes read and written, divided by the median.
@@ -121,9 +121,9 @@ pub struct SequentialBench {
     /// The access that was measured.
     pub access: DiskAccess,
     /// The write pass, with a sync at the end.
-    pub write: PassTiming,
+    pub write: DiskPassTiming,
     /// The read pass.
-    pub read: PassTiming,
+    pub read: DiskPassTiming,
 }
 
 /// The optimizer step over files: Adam with bf16 parameters. Master weights and two moments are read and written,
@@ -144,7 +144,7 @@ pub struct StepBench {
     /// The engine's pipeline, with the update.
     pub pipeline: Vec<PipelineBench>,
     /// The update of the same number of elements, in memory.
-    pub update: PassTiming,
+    pub update: DiskPassTiming,
     /// The pipeline with an update that takes as long as the disk access.
     pub balanced: DiskOverlapBench,
 }
@@ -156,9 +156,9 @@ pub struct DiskOverlapBench {
     /// The number of updates of each window.
     pub updates: usize,
     /// The step with neither flag.
-    pub one_after_the_other: PassTiming,
+    pub one_after_the_other: DiskPassTiming,
     /// The step with both flags.
-    pub overlapped: PassTiming,
+    pub overlapped: DiskPassTiming,
     /// The speedup of the overlapped step.
     pub speedup: f64,
 }
@@ -170,7 +170,7 @@ pub struct PlainLoopBench {
     pub access: DiskAccess,
     /// The times of the loop.
     #[serde(flatten)]
-    pub timing: PassTiming,
+    pub timing: DiskPassTiming,
 }
 
 /// The pipeline with one pair of flags.
@@ -182,7 +182,7 @@ pub struct PipelineBench {
     pub pipeline_write: bool,
     /// The times of the pipeline.
     #[serde(flatten)]
-    pub timing: PassTiming,
+    pub timing: DiskPassTiming,
     /// The bytes per second relative to those of the faster plain loop.
     pub of_plain: f64,
 }
@@ -194,7 +194,7 @@ pub struct RequestSweepRow {
     pub aio: IoRequestSettings,
     /// The times of the step.
     #[serde(flatten)]
-    pub timing: PassTiming,
+    pub timing: DiskPassTiming,
 }
 
 impl From<&Aio> for IoRequestSettings {
@@ -204,7 +204,7 @@ impl From<&Aio> for IoRequestSettings {
     }
 }
 
-impl PassTiming {
+impl DiskPassTiming {
     fn new(bytes: u64, rounds: Vec<f64>) -> Self {
         let mut sorted = rounds.clone();
         sorted.sort_by(f64::total_cmp);
@@ -220,7 +220,7 @@ impl PassTiming {
 ///
 /// # Errors
 /// The folder is unusable or in use, its disk is too small (before anything is written), or a file operation fails.
-pub fn measure(settings: &DiskBenchSettings, tell: &mut dyn FnMut(u64, u64, &str)) -> Result<DiskBench> {
+pub fn measure(settings: &DiskBenchSettings, tell: &mut dyn FnMut(u64, u64, &str)) -> Result<DiskBenchReport> {
     let folder = OffloadFolder::open(&settings.folder, true)?;
     let files = BenchFiles::create(&folder, settings.bytes)?;
     let access = files.access;
@@ -239,7 +239,7 @@ pub fn measure(settings: &DiskBenchSettings, tell: &mut dyn FnMut(u64, u64, &str
     let step = bench.step(&io, access, plain)?;
     drop(io);
     let sweep = bench.sweep(access, &sweep)?;
-    Ok(DiskBench {
+    Ok(DiskBenchReport {
         folder: folder.path().to_owned(),
         bytes: bench.files.bytes(),
         aio: (&settings.aio).into(),
@@ -307,8 +307,8 @@ impl DiskBenchRun<'_> {
         let bytes = self.files.bytes();
         let speeds = accesses.iter().zip(rounds).map(|(access, [write, read])| SequentialBench {
             access: *access,
-            write: PassTiming::new(bytes, write),
-            read: PassTiming::new(bytes, read),
+            write: DiskPassTiming::new(bytes, write),
+            read: DiskPassTiming::new(bytes, read),
         });
         Ok(speeds.collect())
     }
@@ -341,17 +341,17 @@ impl DiskBenchRun<'_> {
         }
         drop(windows);
         let bytes = self.files.bytes_of_step();
-        let update = PassTiming::new(bytes, updates);
-        let disk = PassTiming::new(bytes, pipes[0].clone()).seconds - update.seconds;
+        let update = DiskPassTiming::new(bytes, updates);
+        let disk = DiskPassTiming::new(bytes, pipes[0].clone()).seconds - update.seconds;
         let balanced = self.balanced(io, &mut adam, (disk / update.seconds).round().max(1.0) as usize)?;
         let plain: Vec<PlainLoopBench> = plain
             .iter()
             .zip(loops)
-            .map(|(access, rounds)| PlainLoopBench { access: *access, timing: PassTiming::new(bytes, rounds) })
+            .map(|(access, rounds)| PlainLoopBench { access: *access, timing: DiskPassTiming::new(bytes, rounds) })
             .collect();
         let yardstick = plain.iter().map(|p| p.timing.bytes_per_s).fold(0.0, f64::max);
         let pipeline = FLAGS.into_iter().zip(pipes).map(|((pipeline_read, pipeline_write), rounds)| {
-            let timing = PassTiming::new(bytes, rounds);
+            let timing = DiskPassTiming::new(bytes, rounds);
             let of_plain = timing.bytes_per_s / yardstick;
             PipelineBench { pipeline_read, pipeline_write, timing, of_plain }
         });
@@ -376,7 +376,7 @@ impl DiskBenchRun<'_> {
                 seconds.push(self.time(&what, |files| files.step(io, (*flag, *flag), adam, updates))?);
             }
         }
-        let [one_after_the_other, overlapped] = rounds.map(|r| PassTiming::new(self.files.bytes_of_step(), r));
+        let [one_after_the_other, overlapped] = rounds.map(|r| DiskPassTiming::new(self.files.bytes_of_step(), r));
         let speedup = one_after_the_other.seconds / overlapped.seconds;
         Ok(DiskOverlapBench { updates, one_after_the_other, overlapped, speedup })
     }
@@ -395,7 +395,7 @@ impl DiskBenchRun<'_> {
         let mut rows: Vec<RequestSweepRow> = settings
             .iter()
             .zip(rounds)
-            .map(|(aio, rounds)| RequestSweepRow { aio: aio.into(), timing: PassTiming::new(bytes, rounds) })
+            .map(|(aio, rounds)| RequestSweepRow { aio: aio.into(), timing: DiskPassTiming::new(bytes, rounds) })
             .collect();
         rows.sort_by(|a, b| a.timing.seconds.total_cmp(&b.timing.seconds));
         Ok(rows)

@@ -9,7 +9,7 @@
 //! engine. It may come at any time, and nothing reports its end. Gradients of parameters do not count in it. The
 //! parameters that it needs are gathered for it, and released once it has passed or at the engine's next call.
 
-use super::check::finite_difference_state::count_collective_step;
+use super::check::gradient_check_state::count_collective_step;
 use super::gather::unit_trace::UnitEvent;
 use super::model_buffers::{ModelBuffers, SavedBuffers};
 use super::rank_core::RankCore;

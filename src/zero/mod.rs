@@ -13,25 +13,25 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `rank_core.rs` | the state of one rank, shared by engine and graph |
-//! | `rank_backend.rs` | the interface of a rank that decisions use: the core, or a rehearsal that only counts |
-//! | `core_backend.rs` | the core as a `RankBackend` |
+//! | `step_executor.rs` | the interface of a rank that decisions use: the core, or a rehearsal that only counts |
+//! | `core_step_executor.rs` | the core as a `StepExecutor` |
 //! | `hooks.rs` | forward and backward, as called by engine, units and parameters |
 //! | `model_buffers.rs` | tensors that are not parameters: the same on all ranks |
 //!
-//! The decisions of a step are written once, over `rank_backend::RankBackend`. The core and a rehearsal carry them out.
+//! The decisions of a step are written once, over `step_executor::StepExecutor`. The core and a rehearsal carry them out.
 
 pub(crate) mod check;
-mod core_backend;
+mod core_step_executor;
 pub(crate) mod gather;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod hooks;
 pub(crate) mod model_buffers;
-pub(crate) mod rank_backend;
 pub(crate) mod rank_core;
 pub(crate) mod reduce;
 pub(crate) mod share;
 pub(crate) mod step;
+pub(crate) mod step_executor;
 pub(crate) mod transfer;
 
 #[doc(inline)]

@@ -4,17 +4,17 @@
 //! after, so that a model outside of an engine is a plain Candle model. Modules above this one use the core's methods.
 //! Its fields are visible only inside `zero/`.
 
-use super::check::finite_difference_state::FiniteDifferenceCheck;
 use super::check::forward_outputs::ForwardOutputs;
+use super::check::gradient_check_state::FiniteDifferenceCheck;
 use super::check::weight_samples::WeightSamples;
 use super::gather::leaf_units::{LeafPosition, LeafUnits};
 use super::gather::param_gatherer::ParamGatherer;
 use super::model_buffers::ModelBuffers;
-use super::rank_backend::RankBackend;
 use super::reduce::gradient_reducer::{GradientReducer, ReducePlan};
 use super::reduce::unreduced_gradients::UnreducedGradients;
 use super::share::share_plan::SharePlan;
 use super::share::sub_group::{SubGroup, places};
+use super::step_executor::StepExecutor;
 #[cfg(feature = "cuda")]
 use super::transfer::device_copy::DeviceCopyQueues;
 use crate::comm::Communicator;

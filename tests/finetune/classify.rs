@@ -8,8 +8,8 @@ use candle_zero::data::BatchShape;
 use candle_zero::models::Bert;
 use candle_zero::{Engine, Result};
 use candle_zero_finetune::{
-    BaseModel, Batches, ClassificationBatch, Columns, DataOptions, Dataset, EncoderBase, RowBatch, Scores,
-    SequencePacking, Source, Tokenizer, TrainingTask, Truncation, labels_of,
+    BaseModel, Batches, ClassificationBatch, ClassificationScores, Columns, DataOptions, Dataset, EncoderBase,
+    RowBatch, SequencePacking, Source, Tokenizer, TrainingTask, Truncation, labels_of,
 };
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -422,7 +422,7 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
     let vb = candle_nn::VarBuilder::from_tensors(weights, candle_core::DType::F32, &Device::Cpu);
     let model = Bert::new(base.config(), vb).unwrap();
     let judged = |micro: usize, world: usize| {
-        let (mut scores, mut sum) = (Scores::new(3), 0.0);
+        let (mut scores, mut sum) = (ClassificationScores::new(3), 0.0);
         let mut counted = 0;
         for rank in 0..world {
             let shape = BatchShape { micro, accumulation: 1, world, rank };
@@ -507,7 +507,7 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
         let dataset = Arc::new(prepare(&folder, &[Source::parse(&data).unwrap()], &options).unwrap());
         let shape = BatchShape { micro: 50, accumulation: 1, world: 1, rank: 0 };
         let batches = Batches::validation(dataset, SequencePacking::Padded, shape, 3);
-        let mut scores = Scores::new(2);
+        let mut scores = ClassificationScores::new(2);
         for step in 0..batches.steps_per_epoch() {
             let texts = ClassificationBatch::of(&batches.batch(step, 0), &Device::Cpu).unwrap();
             texts.judge(&texts.logits(&model).unwrap(), &mut scores).unwrap();

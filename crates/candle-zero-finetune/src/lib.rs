@@ -14,7 +14,7 @@
 //! | low-rank adapters in PEFT's files | [`Adapter`] |
 //! | preference optimization | [`dpo_loss`] |
 //! | a model's folder or GGUF file: its description, and its weights by name | [`BaseModel`] |
-//! | the encoder that is trained to classify, its rows and scores | [`EncoderBase`], [`ClassificationBatch`], [`Scores`] |
+//! | the encoder that is trained to classify, its rows and scores | [`EncoderBase`], [`ClassificationBatch`], [`ClassificationScores`] |
 //! | initial values of adapters and of the base's weights | [`AdaptedValues`] |
 //! | the stage, the offload and the micro batch that fit into memory | [`MemoryDemand`], [`MemoryFit`] |
 //! | the weights that QLoRA holds in 4 bits | [`is_quantized`] |
@@ -63,6 +63,7 @@ pub use peft::adapted_values::AdaptedValues;
 pub use peft::adapter::{Adapter, AdapterTensor};
 pub use peft::qlora::is_quantized;
 pub use run::classification_batch::ClassificationBatch;
+pub use run::classification_scores::{ClassScore, ClassificationScores};
 pub use run::fine_tune::FineTune;
 pub use run::memory_fit::{MemoryDemand, MemoryFit, memory_of_rank};
 pub use run::objective::Validation;
@@ -71,5 +72,4 @@ pub use run::options::{
     WarmupLength,
 };
 pub use run::prepare::PreparedRun;
-pub use run::scores::{ClassScore, Scores};
 pub use run::step_report::{StepReport, StopReason};

@@ -121,25 +121,25 @@ fn busy(
 }
 
 /// The CPU times of this host since it was started.
-struct CpuTimes {
+struct HostCpuTimes {
     count: f64,
     /// The seconds in which the processors were busy, all together.
     busy: f64,
 }
 
 /// Reads the CPU times that Linux counts in /proc/stat, in hundredths of a second.
-fn processors() -> Option<CpuTimes> {
+fn processors() -> Option<HostCpuTimes> {
     processors_of(&std::fs::read_to_string("/proc/stat").ok()?)
 }
 
-fn processors_of(stat: &str) -> Option<CpuTimes> {
+fn processors_of(stat: &str) -> Option<HostCpuTimes> {
     let (all, each) = stat.split_once('\n')?;
     let times: Vec<f64> = all.strip_prefix("cpu ")?.split_whitespace().map_while(|time| time.parse().ok()).collect();
     // user, nice, system; not idle, iowait; irq, softirq. The fields after them are the time of other virtual machines,
     // or already included in user.
     let [user, nice, system, _, _, irq, softirq, ..] = times[..] else { return None };
     let count = each.lines().take_while(|line| line.starts_with("cpu")).count();
-    (count > 0).then(|| CpuTimes { count: count as f64, busy: (user + nice + system + irq + softirq) / 100.0 })
+    (count > 0).then(|| HostCpuTimes { count: count as f64, busy: (user + nice + system + irq + softirq) / 100.0 })
 }
 
 fn one_way(comm: &dyn Communicator, place: &MpiRank) -> Result<f64> {
@@ -178,7 +178,7 @@ mod tests {
     fn busy_processors_are_counted_without_waiting_for_disks_and_time_taken_by_others() {
         let stat =
             "cpu  100 20 300 4000 500 60 7 80 90 0\ncpu0 1 2 3 4 5 6 7 8 9 0\ncpu1 1 2 3 4 5 6 7 8 9 0\nintr 5\n";
-        let CpuTimes { count, busy } = processors_of(stat).unwrap();
+        let HostCpuTimes { count, busy } = processors_of(stat).unwrap();
         assert_eq!((count, busy), (2.0, 4.87));
         for wrong in ["", "cpu  1 2 3\ncpu0 1 2 3\n", "cpu  1 2 3 4 5 6 7 8 9 0\nintr 5\n"] {
             assert!(processors_of(wrong).is_none(), "{wrong}");

@@ -10,7 +10,7 @@
 //! If every operation's backward is correct, each of these sums is the change of the loss along one direction. The sums
 //! need no collectives beyond those of two more forward passes.
 
-use super::finite_difference_state::{FiniteDifferenceState, MeasuredGradients, Perturbation};
+use super::gradient_check_state::{GradientCheckState, MeasuredGradients, Perturbation};
 use super::perturbation::{DirectionalGradient, PerturbationDirection};
 use crate::error::Result;
 use crate::graph::{Grad, node_of};
@@ -29,7 +29,7 @@ impl RankCore {
     /// Arms the check: from now on the outputs of forward passes hand it their gradients, along the direction that
     /// `seed` chooses.
     pub fn arm_check(&self, seed: u64) {
-        *lock(&self.check.state) = FiniteDifferenceState { seed, ..FiniteDifferenceState::default() };
+        *lock(&self.check.state) = GradientCheckState { seed, ..GradientCheckState::default() };
         self.check.armed.store(true, Ordering::Relaxed);
     }
 
@@ -82,7 +82,7 @@ impl RankCore {
     pub fn end_measuring(&self) -> MeasuredGradients {
         self.check.measures.store(false, Ordering::Relaxed);
         self.check.armed.store(false, Ordering::Relaxed);
-        let FiniteDifferenceState { outputs, along, unprobed, .. } = std::mem::take(&mut *lock(&self.check.state));
+        let GradientCheckState { outputs, along, unprobed, .. } = std::mem::take(&mut *lock(&self.check.state));
         MeasuredGradients { outputs, along, unprobed }
     }
 }

@@ -1,6 +1,6 @@
 //! The outputs of forward passes, and which of them a backward has reached.
 
-use super::finite_difference_state::OutputProbe;
+use super::gradient_check_state::OutputProbe;
 use crate::util::lock;
 use candle_core::TensorId;
 use std::sync::atomic::AtomicBool;

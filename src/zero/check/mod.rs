@@ -3,15 +3,15 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `finite_difference_check.rs` | perturbs parameters for a forward, and measures a backward's gradients along the direction |
-//! | `finite_difference_state.rs` | the state of a check |
+//! | `gradient_check_state.rs` | the state of a check |
 //! | `perturbation.rs` | the direction in which parameters are perturbed |
 //! | `forward_outputs.rs`, `output_hooks.rs` | outputs of forward passes: whether a loss belongs to this step |
 //! | `weight_samples.rs`, `inplace_writes.rs` | writes into parameters that the engine does not make |
 //! | `rank_divergence.rs` | the parts of the model that ranks ran when their calls differed |
 
 mod finite_difference_check;
-pub(crate) mod finite_difference_state;
 pub(crate) mod forward_outputs;
+pub(crate) mod gradient_check_state;
 mod inplace_writes;
 mod output_hooks;
 pub(in crate::zero) mod perturbation;

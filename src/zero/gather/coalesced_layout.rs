@@ -10,8 +10,8 @@ use crate::layout::{PACKED_BELOW, ShardCut, ShardMesh, chunk_offsets};
 use crate::optim::WeightFormat;
 use crate::param::{Param, ParamId};
 use crate::precision::ElementBuffer;
-use crate::zero::rank_backend::RankBackend;
-use crate::zero::share::quantized_weights;
+use crate::zero::share::packed_weight_shards;
+use crate::zero::step_executor::StepExecutor;
 use candle_core::DType;
 use std::collections::BTreeMap;
 
@@ -50,7 +50,7 @@ impl CoalescedLayout {
         let mut chunk = 0;
         let offset = |p: &ParamId| {
             let offset = chunk;
-            chunk += quantized_weights::word_count(packing, all[*p].shard_len(mesh));
+            chunk += packed_weight_shards::word_count(packing, all[*p].shard_len(mesh));
             offset
         };
         let offsets = params.iter().map(offset).collect();
@@ -81,7 +81,7 @@ impl CoalescedLayout {
     }
 
     /// Passes each whole parameter to `install`. `chunks` are those of all shards, in order.
-    pub fn unpack<R: RankBackend>(
+    pub fn unpack<R: StepExecutor>(
         &self,
         rank: &R,
         mut chunks: R::Buffer,
@@ -92,7 +92,7 @@ impl CoalescedLayout {
                 let param = &rank.params()[*p];
                 let at = (self.chunk, *offset);
                 // The words lie on the host.
-                let whole = quantized_weights::assemble(packing, param, &chunks, at, rank.dtype(), rank.mesh())?;
+                let whole = packed_weight_shards::assemble(packing, param, &chunks, at, rank.dtype(), rank.mesh())?;
                 install(param, whole.moved_to(rank.model_place())?)?;
             }
             return Ok(());

@@ -11,9 +11,9 @@ use crate::precision::ElementBuffer;
 use crate::tensor::residency;
 use crate::timeline;
 use crate::util::lock;
-use crate::zero::rank_backend::RankBackend;
 use crate::zero::share::share_storage::{BufferPlaceOf, ShareStorage};
 use crate::zero::share::state_storage::StateStorage;
+use crate::zero::step_executor::StepExecutor;
 use crate::zero::transfer::device_copy::CopyKind;
 use crate::zero::transfer::pending_collective::CollectiveOp;
 
@@ -29,7 +29,7 @@ pub(super) struct GatherGroup {
 pub(super) type PendingGather<R> = Vec<(GatherProgress<R>, MemoryLedgerEntry)>;
 
 /// The progress of an all-gather.
-pub(super) enum GatherProgress<R: RankBackend> {
+pub(super) enum GatherProgress<R: StepExecutor> {
     /// This rank's shards are being read from a file. The all-gather begins when the parameters are needed, so that all
     /// ranks issue it at the same point.
     Reading(<R::Files as StateFiles>::Reading),
@@ -68,7 +68,7 @@ impl GatherGroup {
     ///
     /// # Errors
     /// A GPU that is out of memory.
-    pub fn launch_within<R: RankBackend>(
+    pub fn launch_within<R: StepExecutor>(
         &self,
         core: &R,
         second: &[(R::Buffer, MemoryLedgerEntry)],
@@ -90,7 +90,7 @@ impl GatherGroup {
     ///
     /// # Errors
     /// A GPU that is out of memory.
-    pub fn launch<R: RankBackend>(&self, core: &R) -> Result<PendingGather<R>> {
+    pub fn launch<R: StepExecutor>(&self, core: &R) -> Result<PendingGather<R>> {
         let groups = core.groups();
         let launch = |layout: &CoalescedLayout| {
             let _about = timeline::about(|| core.names(&layout.params));
@@ -132,7 +132,7 @@ impl GatherGroup {
     }
 
     /// Begins to copy this rank's shards to the GPU. The ledger counts them from the beginning of the copy.
-    fn send<R: RankBackend>(
+    fn send<R: StepExecutor>(
         &self,
         core: &R,
         layout: &CoalescedLayout,
@@ -143,13 +143,13 @@ impl GatherGroup {
         Ok((GatherProgress::Moving(moving), core.ledger().hold(MemoryKind::Gathered, 0)))
     }
 
-    fn gather<R: RankBackend>(&self, core: &R, layout: &CoalescedLayout, chunk: R::Buffer) -> Result<R::Pending> {
+    fn gather<R: StepExecutor>(&self, core: &R, layout: &CoalescedLayout, chunk: R::Buffer) -> Result<R::Pending> {
         core.gather(layout.wire(self.wire), chunk, &layout.params)
     }
 
     /// Waits for the all-gathers and puts the whole parameters into their tensors. Returns this rank's part of a second
     /// copy if one is to be kept.
-    pub fn install<R: RankBackend>(
+    pub fn install<R: StepExecutor>(
         &self,
         core: &R,
         gathering: PendingGather<R>,
@@ -208,12 +208,12 @@ impl GatherGroup {
 
 /// Returns whether the shards of a layout, which lie in `place`, are gathered on the GPU, to which they must be copied.
 /// Packed ones are unpacked on the host.
-fn goes_to_gpu<R: RankBackend>(core: &R, layout: &CoalescedLayout, place: &BufferPlaceOf<R>) -> bool {
+fn goes_to_gpu<R: StepExecutor>(core: &R, layout: &CoalescedLayout, place: &BufferPlaceOf<R>) -> bool {
     R::Buffer::is_device(core.model_place()) && !R::Buffer::is_device(place) && !layout.is_packed()
 }
 
 /// Returns this rank's part of a layout's chunks, as its group divides them.
-fn part_of_group<R: RankBackend>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, MemoryLedgerEntry)> {
+fn part_of_group<R: StepExecutor>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, MemoryLedgerEntry)> {
     let ranks = core.second_group();
     let (len, place) = (chunks.len() / ranks, core.rank() % ranks);
     let mut part = R::Buffer::with_capacity(&chunks.place(), chunks.dtype(), len)?;
@@ -224,7 +224,7 @@ fn part_of_group<R: RankBackend>(core: &R, chunks: &R::Buffer) -> Result<(R::Buf
 
 /// Waits for all-gathers whose results are not used, and for pending reads too, because the step may write to those
 /// extents.
-pub(super) fn forget<R: RankBackend>(core: &R, gathering: PendingGather<R>) -> Result<()> {
+pub(super) fn forget<R: StepExecutor>(core: &R, gathering: PendingGather<R>) -> Result<()> {
     gathering.into_iter().try_for_each(|(way, _)| match (way, core.files()) {
         (GatherProgress::Travelling(pending), _) => core.wait(pending).map(drop),
         (GatherProgress::Moving(moving), _) => core.arrived(moving).map(drop),

@@ -29,11 +29,11 @@ use crate::error::Result;
 use crate::memory::MemoryKind;
 use crate::param::{Param, ParamId, ROOT, UnitId};
 use crate::precision::IntFormat;
-use crate::zero::rank_backend::RankBackend;
 use crate::zero::share::share_plan::SharePlan;
+use crate::zero::step_executor::StepExecutor;
 
 /// Gathers and releases the sharded parameters of every unit.
-pub(crate) struct ParamGatherer<R: RankBackend> {
+pub(crate) struct ParamGatherer<R: StepExecutor> {
     units: Vec<UnitState<R>>,
     /// The unit with which each unit is gathered: itself, or the leaf around it.
     outermost: Vec<UnitId>,
@@ -66,7 +66,7 @@ pub(crate) struct ParamGatherer<R: RankBackend> {
     passing: usize,
 }
 
-struct UnitState<R: RankBackend> {
+struct UnitState<R: StepExecutor> {
     group: GatherGroup,
     second: SecondaryShards<R>,
     state: GatherState<R>,
@@ -85,7 +85,7 @@ struct UnitState<R: RankBackend> {
 }
 
 /// The parts of a unit's parameters that are in memory.
-enum GatherState<R: RankBackend> {
+enum GatherState<R: StepExecutor> {
     /// Only this rank's shares are in memory.
     Released,
     /// A gather is pending.
@@ -96,7 +96,7 @@ enum GatherState<R: RankBackend> {
     Partly,
 }
 
-impl<R: RankBackend> ParamGatherer<R> {
+impl<R: StepExecutor> ParamGatherer<R> {
     /// Creates a gatherer for sharded parameters. At stages 0 to 2 there is nothing to gather and every call does
     /// nothing.
     pub fn new(params: &[Param], leaves: &LeafUnits, zero: &ZeroConfig, plan: &SharePlan) -> Self {

@@ -11,8 +11,8 @@ use crate::tensor::flat_buffer::FlatBuffer;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
 #[cfg(feature = "cuda")]
 use crate::zero::gpu::gradient_pack::{self, GradientPackFormat};
-use crate::zero::rank_backend::RankBackend;
 use crate::zero::rank_core::RankCore;
+use crate::zero::step_executor::StepExecutor;
 use std::ops::Range;
 
 impl GradientBackend for RankCore {

@@ -33,8 +33,8 @@ use crate::param::{Param, ParamId};
 use crate::precision::{ElementBuffer, IntFormat};
 use crate::timeline;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
-use crate::zero::rank_backend::RankBackend;
 use crate::zero::share::sub_group::{GradientShare, SubGroupPosition};
+use crate::zero::step_executor::StepExecutor;
 use crate::zero::transfer::device_copy::CopyKind;
 use crate::zero::transfer::pending_collective::CollectiveOp;
 use candle_core::DType;
@@ -106,7 +106,7 @@ fn travels(config: &Config, dtype: DType) -> (DType, WireFormat) {
 }
 
 /// The executor of the decisions of [`GradientReducer`]: the engine's core, or a rehearsal that only counts.
-pub(crate) trait GradientBackend: RankBackend {
+pub(crate) trait GradientBackend: StepExecutor {
     /// A gradient as computed by backward.
     type Grad;
     /// Returns the bytes of a gradient.

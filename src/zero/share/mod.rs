@@ -7,7 +7,7 @@
 //! | `state_storage.rs` | the storage of a state of a sub-group |
 //! | `sub_group.rs`, `sub_group_builder.rs` | the share, sub-group by sub-group, and its layout |
 //! | `optim_state.rs` | an optimizer state of a sub-group, in its format |
-//! | `quantized_weights.rs` | packed weights, as words |
+//! | `packed_weight_shards.rs` | packed weights, as words |
 //! | `state_access.rs` | states by parameter, read and written in any storage |
 //! | `param_access.rs` | reads and sets one parameter, its gradient and states |
 //! | `freeze.rs` | freezes and unfreezes parameters between steps |
@@ -15,8 +15,8 @@
 
 mod freeze;
 pub(crate) mod optim_state;
+pub(in crate::zero) mod packed_weight_shards;
 mod param_access;
-pub(in crate::zero) mod quantized_weights;
 mod safetensors_export;
 pub(crate) mod share_plan;
 pub(crate) mod share_storage;

@@ -9,10 +9,10 @@ use crate::param::{ModelBuffer, Param};
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::residency;
 use crate::util::lock;
-use crate::zero::rank_backend::RankBackend;
 #[cfg(feature = "cuda")]
 use crate::zero::rank_core::DelayedUpdate;
 use crate::zero::rank_core::RankCore;
+use crate::zero::step_executor::StepExecutor;
 use candle_core::DType;
 use serde_json::Value;
 use std::fs::File;

@@ -1,6 +1,6 @@
 //! Reads and writes this rank's share of the model's state by parameter, in any storage.
 
-use super::quantized_weights;
+use super::packed_weight_shards;
 use super::state_storage::StateStorage;
 use super::sub_group::{SubGroup, SubGroupPosition};
 use crate::error::Result;
@@ -82,7 +82,7 @@ impl RankCore {
             let from = (range.start - slot.owned.start) / packing.unit() * packing.unit();
             let to = range.end - slot.owned.start;
             let mut values = Flat::zeros(self.dtype, to - from);
-            quantized_weights::unpack(packing, words.as_ref(), from, values.as_mut());
+            packed_weight_shards::unpack(packing, words.as_ref(), from, values.as_mut());
             take(values.slice(values.len() - range.len()..values.len()));
             return Ok(());
         }
@@ -171,7 +171,7 @@ impl RankCore {
         let (slot, Some(storage)) = (&slots[slot], weights) else { return Ok(()) };
         assert_eq!(slot.owned, range, "packed weights are set completely");
         let mut old = Flat::zeros(DType::F32, range.len());
-        quantized_weights::unpack(packing, self.words(storage, slot)?.as_ref(), 0, old.as_mut());
+        packed_weight_shards::unpack(packing, self.words(storage, slot)?.as_ref(), 0, old.as_mut());
         // Values are compared in the model's dtype: a checkpoint of a lower stage has the values that the model
         // computes with.
         let seen = |values: &Flat| {
@@ -234,7 +234,7 @@ impl RankCore {
                 if *whole != new {
                     let mut wide = Flat::with_capacity(DType::F32, param.numel);
                     wide.extend_cast(new.as_ref());
-                    *whole = quantized_weights::rounded(packing, wide.as_ref(), self.dtype);
+                    *whole = packed_weight_shards::rounded(packing, wide.as_ref(), self.dtype);
                 }
             })?);
         }

@@ -5,7 +5,7 @@
 //! optimizer states get their storage.
 
 use super::optim_state::OptimState;
-use super::quantized_weights;
+use super::packed_weight_shards;
 use super::share_plan::{ShardDevices, SharePlan};
 use super::share_storage::{BufferPlaceOf, FileExtentOf, ShareStorage};
 use super::state_storage::StateStorage;
@@ -124,7 +124,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
                 Some(packing) => {
                     let is_last = start + values.len() == len;
                     let shard_len = if is_last { self.plan.mesh.shard_len(cut) - start } else { values.len() };
-                    let packed = quantized_weights::pack(packing, FlatRef::F32(&values), shard_len);
+                    let packed = packed_weight_shards::pack(packing, FlatRef::F32(&values), shard_len);
                     self.fill(&mut share, packed.as_ref())?;
                 }
                 None => self.fill(&mut share, FlatRef::F32(&values))?,
@@ -149,7 +149,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     fn begin(&mut self, param: ParamId, cut: ShardCut, class: ParamClass) -> Result<UnfinishedShare> {
         let shard_len = self.plan.mesh.shard_len(cut);
         let shard_len =
-            self.packing(class).map_or(shard_len, |packing| quantized_weights::word_count(packing, shard_len));
+            self.packing(class).map_or(shard_len, |packing| packed_weight_shards::word_count(packing, shard_len));
         let block = class.role().map_or(1, |role| self.plan.block(role));
         let SharePosition { share, room, begins, closes, spills } =
             self.sharing.push(shard_len, cut.numel, class.index(), block);

@@ -4,7 +4,7 @@
 //! share), puts the share into its sub-group, and hands the model a tensor. At stage 3 it never holds a whole
 //! parameter.
 
-use super::quantized_weights;
+use super::packed_weight_shards;
 use super::share_plan::SharePlan;
 use super::sub_group_builder::{LOAD_CHUNK, SubGroupBuilder};
 use crate::config::StatePrecision;
@@ -254,7 +254,7 @@ impl VarBuilderBackendInner {
                     self.groups.push(id, cut, class, own.len(), &mut |part| Ok(own[part].to_vec()))?;
                     match packing {
                         // The same values that stage 3 computes with.
-                        Some(packing) => quantized_weights::rounded(packing, FlatRef::F32(&values), dtype),
+                        Some(packing) => packed_weight_shards::rounded(packing, FlatRef::F32(&values), dtype),
                         None => Flat::from_f32(values, dtype),
                     }
                 }

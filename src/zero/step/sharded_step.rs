@@ -18,11 +18,11 @@ use crate::optim::{GroupStepSettings, OptimizerNeeds, StepContext};
 use crate::tensor::flat_buffer::BufferDevice;
 use crate::timeline;
 use crate::util::lock;
-use crate::zero::rank_backend::RankBackend;
 #[cfg(feature = "cuda")]
 use crate::zero::rank_core::DelayedUpdate;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::sub_group::{GradientShare, SubGroupPosition, SweepMode};
+use crate::zero::step_executor::StepExecutor;
 use candle_core::DType;
 use std::ops::Range;
 use std::sync::Arc;
@@ -49,7 +49,7 @@ impl Vote {
 /// Collective: computes norm and overflow over all ranks. Each rank covers its piece of every gradient, parameter by
 /// parameter, even if it holds more. The sum is therefore formed in the same order at every stage, with and without
 /// groups.
-pub(crate) fn vote<R: RankBackend>(core: &R, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
+pub(crate) fn vote<R: StepExecutor>(core: &R, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
     let _span = timeline::span(timeline::EventCategory::Optimizer, "vote");
     let mut sum = 0f64;
     for group in core.groups().iter_mut().filter(|group| group.class.is_trained()) {

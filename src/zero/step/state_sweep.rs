@@ -15,15 +15,15 @@ use crate::timeline;
 use crate::util::pieces;
 #[cfg(feature = "cuda")]
 use crate::zero::gpu::host_step::{HostStep, WeightRange};
-use crate::zero::rank_backend::RankBackend;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::optim_state::OptimStateView;
 use crate::zero::share::share_storage::StagingBufferOf;
 use crate::zero::share::sub_group::{GradientShare, SubGroup, SubGroupPosition, SweepMode};
+use crate::zero::step_executor::StepExecutor;
 use std::ops::Range;
 
 /// The executor of a [`StateSweep`]: the engine's core, or a rehearsal that only counts.
-pub(crate) trait StepBackend: RankBackend {
+pub(crate) trait StepBackend: StepExecutor {
     /// Updates a sub-group that lies in a GPU's memory. Returns false if a sweep must go through it instead.
     fn update_on_device(&self, group: &mut SubGroup<Self>, hyperparameters: &Hyperparameters<'_>) -> Result<bool> {
         _ = (group, hyperparameters);
@@ -50,7 +50,7 @@ pub(super) struct SweepSpan {
 
 impl SweepSpan {
     /// Creates a span of an entire slot, up to where a request to a file may end.
-    pub fn of_slot<R: RankBackend>(groups: &[SubGroup<R>], group: usize, slot: usize, mode: SweepMode) -> Self {
+    pub fn of_slot<R: StepExecutor>(groups: &[SubGroup<R>], group: usize, slot: usize, mode: SweepMode) -> Self {
         let SubGroupPosition { at, len, .. } = groups[group].slots[slot];
         let is_in_files = !groups[group].streams(mode).is_empty();
         let len = if is_in_files { len.next_multiple_of(STEP) } else { len };

@@ -8,10 +8,10 @@
 use crate::param::ParamId;
 use crate::precision::stochastic_rounding::RoundingDice;
 use crate::precision::{FlatMut, FlatRef};
-use crate::zero::rank_backend::RankBackend;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::optim_state::{OptimStateView, round};
 use crate::zero::share::sub_group::{SubGroup, SweepMode};
+use crate::zero::step_executor::StepExecutor;
 use candle_core::DType;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -52,7 +52,7 @@ pub(super) struct StateRounding<'a> {
 }
 
 /// Returns the bytes of f32 copies that a sweep through `elements` of a sub-group needs for states in other formats.
-pub(in crate::zero) fn room<R: RankBackend>(
+pub(in crate::zero) fn room<R: StepExecutor>(
     group: &SubGroup<R>,
     mode: SweepMode,
     dtype: DType,

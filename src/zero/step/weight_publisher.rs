@@ -7,22 +7,22 @@ use crate::param::ParamId;
 use crate::precision::ElementBuffer;
 use crate::timeline;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
-use crate::zero::rank_backend::RankBackend;
 use crate::zero::reduce::bucket_queue::{BucketQueue, IN_FLIGHT};
+use crate::zero::step_executor::StepExecutor;
 
 /// Publishes every rank's updated shards to all ranks, `allgather_bucket_size` elements at a time.
-pub(super) struct WeightPublisher<R: RankBackend> {
+pub(super) struct WeightPublisher<R: StepExecutor> {
     buckets: BucketQueue<ParamId, PendingPublication<R>>,
 }
 
 /// A pending all-gather of updated shards.
-struct PendingPublication<R: RankBackend> {
+struct PendingPublication<R: StepExecutor> {
     layout: CoalescedLayout,
     pending: R::Pending,
     held: MemoryLedgerEntry,
 }
 
-impl<R: RankBackend> WeightPublisher<R> {
+impl<R: StepExecutor> WeightPublisher<R> {
     pub fn new(bucket_size: usize) -> Self {
         Self { buckets: BucketQueue::new(bucket_size) }
     }

@@ -19,8 +19,8 @@ use crate::error::Result;
 use crate::memory::{MemoryKind, MemoryLedgerEntry};
 use crate::optim::{GroupStepSettings, OptimizerNeeds, SquareSums, WholeParameterOptimizer};
 use crate::precision::ElementBuffer;
-use crate::zero::rank_backend::RankBackend;
 use crate::zero::share::sub_group::{SubGroup, SubGroupPosition, SweepMode};
+use crate::zero::step_executor::StepExecutor;
 use crate::zero::transfer::pending_collective::CollectiveOp;
 use candle_core::DType;
 use std::cmp::Reverse;
@@ -144,7 +144,7 @@ pub(super) fn update_whole<C: StepBackend>(
     sweep.finish()
 }
 
-fn slot_of<R: RankBackend>(groups: &[SubGroup<R>], SlotIndex { group, slot }: SlotIndex) -> &SubGroupPosition {
+fn slot_of<R: StepExecutor>(groups: &[SubGroup<R>], SlotIndex { group, slot }: SlotIndex) -> &SubGroupPosition {
     &groups[group].slots[slot]
 }
 

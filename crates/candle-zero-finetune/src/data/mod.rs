@@ -5,7 +5,7 @@
 //! | `columns.rs` | the names of columns, and their roles |
 //! | `source.rs`, `record_reader.rs`, `parquet.rs`, `csv_table.rs` | a file, record by record |
 //! | `raw_record.rs` | a record before it is parsed |
-//! | `record_parser.rs`, `record_fields.rs`, `chat_messages.rs` | a parsed record: an example to learn |
+//! | `record_parser.rs`, `tracked_record.rs`, `chat_messages.rs` | a parsed record: an example to learn |
 //! | `sample.rs` | the tokens of an example, and which of them are predicted |
 //! | `dataset_builder.rs`, `data_options.rs`, `labels.rs` | the samples of a file: parsed and tokenized in parallel |
 //! | `sample_cache.rs`, `dataset.rs` | samples that are written once and mapped; those of several files by weight |
@@ -23,10 +23,10 @@ mod dataset_builder;
 pub(super) mod labels;
 mod parquet;
 pub(super) mod raw_record;
-mod record_fields;
 pub(super) mod record_parser;
 mod record_reader;
 pub(super) mod sample;
 pub(super) mod sample_cache;
 pub(super) mod show_samples;
 pub(super) mod source;
+mod tracked_record;

@@ -2,7 +2,7 @@
 
 use super::chat_messages::{ChatMessages, RecordProblem};
 use super::columns::{Columns, PREFERENCE_KEYS, PREFERRED_KEYS, SECOND_TEXT_KEYS, names};
-use super::record_fields::RecordFields;
+use super::tracked_record::TrackedRecord;
 use crate::chat::conversation::{Conversation, kind};
 use crate::chat::jinja_compat::python_str;
 use minijinja::value::{Value, ValueKind};
@@ -88,7 +88,7 @@ pub(super) struct ParsedRecord {
 impl RecordParser<'_> {
     /// Finds the format of a record and parses its content.
     pub(super) fn parse(&self, record: &Value, unread: &[String]) -> Result<ParsedRecord, RecordProblem> {
-        let fields = RecordFields::of(record, unread, self.columns);
+        let fields = TrackedRecord::of(record, unread, self.columns);
         let mut remarks = vec![];
         let (format, example) = match record.kind() {
             ValueKind::Seq => (RecordFormat::Messages, chat(ChatMessages::of(record)?, None, &fields)?),
@@ -133,7 +133,7 @@ impl RecordParser<'_> {
 
     fn example(
         &self,
-        fields: &RecordFields<'_>,
+        fields: &TrackedRecord<'_>,
         remarks: &mut Vec<String>,
     ) -> Result<(RecordFormat, TrainingExample), RecordProblem> {
         if let (Some(chosen), Some(rejected)) = (fields.get("chosen"), fields.get("rejected")) {
@@ -175,7 +175,7 @@ impl RecordParser<'_> {
     }
 
     /// Returns why a record has no known format.
-    fn unknown(&self, fields: &RecordFields<'_>) -> RecordProblem {
+    fn unknown(&self, fields: &TrackedRecord<'_>) -> RecordProblem {
         let keys = fields.keys();
         if self.has_labels {
             return format!(
@@ -209,7 +209,7 @@ impl RecordParser<'_> {
     }
 
     /// Returns the instruction under `name` and its other fields.
-    fn parse_instruction(&self, fields: &RecordFields<'_>, name: &str) -> Result<Instruction, RecordProblem> {
+    fn parse_instruction(&self, fields: &TrackedRecord<'_>, name: &str) -> Result<Instruction, RecordProblem> {
         let input = match (fields.text("input")?, fields.text("context")?) {
             (Some(_), Some(_)) => return Err("it has input and context; keep one of them".into()),
             (input, context) => input.or(context),
@@ -227,7 +227,7 @@ impl RecordParser<'_> {
 
     /// Parses two answers to one prompt: texts after a text or an instruction, messages after messages, or two
     /// conversations with the same beginning.
-    fn preference(&self, fields: &RecordFields<'_>, answers: [Value; 2]) -> Result<TrainingExample, RecordProblem> {
+    fn preference(&self, fields: &TrackedRecord<'_>, answers: [Value; 2]) -> Result<TrainingExample, RecordProblem> {
         let pair = |examples: [Result<TrainingExample, RecordProblem>; 2]| {
             let [chosen, rejected] = examples;
             Ok(TrainingExample::Preference(Box::new([chosen?, rejected?])))
@@ -311,7 +311,7 @@ fn label_name(label: &Value) -> Result<String, RecordProblem> {
 fn chat(
     messages: ChatMessages,
     from: Option<usize>,
-    fields: &RecordFields<'_>,
+    fields: &TrackedRecord<'_>,
 ) -> Result<TrainingExample, RecordProblem> {
     let (count, is_share_gpt) = (messages.list.len(), messages.is_share_gpt);
     let messages = match fields.system()? {
@@ -339,7 +339,7 @@ fn answer_of(answer: &Value) -> Result<ChatMessages, RecordProblem> {
 
 /// Parses a prompt and its continuation: two texts, or messages followed by messages or a text.
 fn completion_of(
-    fields: &RecordFields<'_>,
+    fields: &TrackedRecord<'_>,
     prompt: &Value,
     completion: &Value,
 ) -> Result<TrainingExample, RecordProblem> {
@@ -357,10 +357,10 @@ fn completion_of(
 }
 
 /// Parses OpenAI's preference format: messages and tools within `input`, and two lists of messages.
-fn openai_preference(fields: &RecordFields<'_>, answers: [&Value; 2]) -> Result<TrainingExample, RecordProblem> {
+fn openai_preference(fields: &TrackedRecord<'_>, answers: [&Value; 2]) -> Result<TrainingExample, RecordProblem> {
     let input = fields.get("input").unwrap_or_default();
     let columns = Columns::default();
-    let inner = RecordFields::of(&input, &[], &columns);
+    let inner = TrackedRecord::of(&input, &[], &columns);
     let prompt = ChatMessages::of(&inner.get("messages").ok_or("its input has no messages")?)?;
     let from = prompt.list.len();
     let [chosen, rejected] = answers.map(|answer| chat(prompt.clone().then(answer_of(answer)?), Some(from), &inner));
@@ -368,7 +368,7 @@ fn openai_preference(fields: &RecordFields<'_>, answers: [&Value; 2]) -> Result<
 }
 
 /// Returns the earlier turns of an instruction, as pairs of question and answer.
-fn history(fields: &RecordFields<'_>) -> Result<Vec<[String; 2]>, RecordProblem> {
+fn history(fields: &TrackedRecord<'_>) -> Result<Vec<[String; 2]>, RecordProblem> {
     let wrong =
         || "its history is not a list of pairs of strings, such as [[\"question\", \"answer\"], ...]".to_string();
     let Some(found) = fields.get("history") else { return Ok(vec![]) };

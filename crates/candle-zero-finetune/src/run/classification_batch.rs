@@ -1,6 +1,6 @@
 //! Rows of labelled texts in the form that an encoder takes.
 
-use super::scores::Scores;
+use super::classification_scores::ClassificationScores;
 use crate::data::batches::{NO_TARGET, RowBatch};
 use candle_core::{Device, Result, Tensor};
 use candle_zero::models::Bert;
@@ -56,7 +56,7 @@ impl ClassificationBatch {
     ///
     /// # Errors
     /// Logits with a different number of rows.
-    pub fn judge(&self, logits: &Tensor, scores: &mut Scores) -> Result<f64> {
+    pub fn judge(&self, logits: &Tensor, scores: &mut ClassificationScores) -> Result<f64> {
         let sum = LossOptions { divisor: Some(1.0), ..LossOptions::default() };
         let loss = cross_entropy_with(logits, &self.labels, sum)?.to_scalar::<f32>()?;
         let found = logits.argmax(1)?.to_vec1::<u32>()?;

@@ -7,13 +7,14 @@
 //! | `plan.rs`, `engine_config.rs`, `batch_size.rs`, `learning_rate.rs` | engine configuration, batches and steps |
 //! | `memory_fit.rs`, `auto_offload.rs` | the ZeRO stage and the offload that fit into memory |
 //! | `fine_tune.rs`, `step_report.rs` | the steps, validations and checkpoints; the report of a step |
-//! | `objective.rs`, `classification_batch.rs`, `scores.rs` | losses, and the measurements of a validation |
+//! | `objective.rs`, `classification_batch.rs`, `classification_scores.rs` | losses, and the measurements of a validation |
 //! | `run_identity.rs` | whether a checkpoint belongs to the same run |
 //! | `export.rs`, `model_card.rs` | the files of the result |
 
 mod auto_offload;
 mod batch_size;
 pub(super) mod classification_batch;
+pub(super) mod classification_scores;
 mod engine_config;
 mod export;
 pub(super) mod fine_tune;
@@ -26,5 +27,4 @@ mod plan;
 pub(super) mod prepare;
 mod result_folders;
 mod run_identity;
-pub(super) mod scores;
 pub(super) mod step_report;

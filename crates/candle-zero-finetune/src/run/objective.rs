@@ -1,8 +1,8 @@
 //! The objectives of a run: their losses, and the sums from which a validation is computed.
 
 use super::classification_batch::ClassificationBatch;
+use super::classification_scores::ClassificationScores;
 use super::options::Objective;
-use super::scores::Scores;
 use crate::data::batches::{NO_TARGET, RowBatch};
 use crate::model::trainable_model::TrainableModel;
 use candle_core::{DType, Device, Result, Tensor};
@@ -18,7 +18,7 @@ pub struct Validation {
     pub loss: f64,
     /// The share of pairs for which the model is ahead of its reference, or of texts whose label it predicts correctly.
     pub accuracy: Option<f64>,
-    /// The mean F1 of the labels ([`Scores::macro_f1`]), if labels are predicted.
+    /// The mean F1 of the labels ([`ClassificationScores::macro_f1`]), if labels are predicted.
     pub f1: Option<f64>,
     /// The rewards of the chosen and rejected answers.
     pub rewards: Option<Rewards>,
@@ -90,12 +90,12 @@ impl Objective {
     }
 
     /// Returns what a batch contributes to a validation: the loss, its divisor, and then for preferences the rewards of
-    /// the pairs, for labels the numbers of [`Scores`]. Rows that only fill up a batch contribute nothing.
+    /// the pairs, for labels the numbers of [`ClassificationScores`]. Rows that only fill up a batch contribute nothing.
     pub(super) fn sums(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
         let sums = match self {
             Self::Classify => {
                 let (model, texts) = (model.encoder()?, ClassificationBatch::of(rows, device)?);
-                let mut scores = Scores::new(model.config().labels.len());
+                let mut scores = ClassificationScores::new(model.config().labels.len());
                 let loss = texts.judge(&texts.logits(model)?, &mut scores)?;
                 [vec![loss, scores.texts() as f64], scores.to_numbers()].concat()
             }
@@ -142,7 +142,7 @@ impl Objective {
                 Validation { accuracy: Some(rewards.accuracy), rewards: Some(rewards), ..none }
             }
             Self::Classify => {
-                let scores = Scores::of_numbers(sums.get(2..).unwrap_or_default());
+                let scores = ClassificationScores::of_numbers(sums.get(2..).unwrap_or_default());
                 Validation { accuracy: Some(scores.accuracy()), f1: Some(scores.macro_f1()), ..none }
             }
         }

@@ -6,7 +6,7 @@ use candle_zero::comm::{self, RankEnv};
 use candle_zero::config::Aio;
 use candle_zero::monitor::Progress;
 use candle_zero::offload::disk_bench::{
-    DiskBench, DiskBenchSettings, DiskOverlapBench, IoRequestSettings, PassTiming, measure,
+    DiskBenchReport, DiskBenchSettings, DiskOverlapBench, DiskPassTiming, IoRequestSettings, measure,
 };
 use candle_zero::util::counted;
 use clap::{Args, Parser, Subcommand};
@@ -220,10 +220,10 @@ fn block_size(text: &str) -> Result<usize, String> {
 }
 
 /// Formats the results as text.
-struct DiskBenchTable<'a>(&'a DiskBench);
+struct DiskBenchTable<'a>(&'a DiskBenchReport);
 
 /// Formats a speed, such as `1.23 GB/s`.
-fn speed(timing: &PassTiming) -> String {
+fn speed(timing: &DiskPassTiming) -> String {
     format!("{:.2} GB/s", timing.bytes_per_s / 1e9)
 }
 
@@ -234,7 +234,8 @@ fn requests(IoRequestSettings { block_size, queue_depth, intra_op_parallelism }:
 
 impl fmt::Display for DiskBenchTable<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let DiskBench { folder, bytes, aio, direct_is_possible, cached_at_start, sequential, step, sweep } = self.0;
+        let DiskBenchReport { folder, bytes, aio, direct_is_possible, cached_at_start, sequential, step, sweep } =
+            self.0;
         let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
         writeln!(f, "{}: files of {:.2} GiB, {}; medians of 3 rounds", folder.display(), gib(*bytes), requests(aio))?;
         if !direct_is_possible {
@@ -251,7 +252,7 @@ impl fmt::Display for DiskBenchTable<'_> {
         writeln!(f, "\noptimizer step (Adam, bf16): {} elements, windows of {}", step.elements, step.window)?;
         writeln!(f, "{:40}{:>12}{:>12}{:>16}", "", "read+write", "seconds", "of plain loop")?;
         let fastest = step.plain.iter().map(|plain| plain.timing.bytes_per_s).fold(f64::MIN_POSITIVE, f64::max);
-        let mut row = |name: String, timing: &PassTiming| {
+        let mut row = |name: String, timing: &DiskPassTiming| {
             let percent = timing.bytes_per_s / fastest * 100.0;
             writeln!(f, "{name:40}{:>12}{:>12.2}{percent:>14.0} %", speed(timing), timing.seconds)
         };
@@ -392,7 +393,7 @@ mod tests {
 
     #[test]
     fn the_table_shows_every_pass() {
-        let timing = |seconds: f64| PassTiming { seconds, bytes_per_s: 28e9 / seconds, rounds: vec![seconds] };
+        let timing = |seconds: f64| DiskPassTiming { seconds, bytes_per_s: 28e9 / seconds, rounds: vec![seconds] };
         let aio = IoRequestSettings { block_size: 1 << 20, queue_depth: 8, intra_op_parallelism: 1 };
         let piped = |pipeline_read, pipeline_write, of_plain: f64| PipelineBench {
             pipeline_read,
@@ -400,7 +401,7 @@ mod tests {
             timing: timing(10.0 / of_plain),
             of_plain,
         };
-        let bench = DiskBench {
+        let bench = DiskBenchReport {
             folder: "/disk".into(),
             bytes: 16_000_000_000,
             aio,

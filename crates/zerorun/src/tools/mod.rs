@@ -7,7 +7,7 @@
 mod bench;
 mod byte_progress;
 mod cache;
-mod check;
+mod check_config;
 mod classify;
 mod config_diagnostic;
 mod consolidate;
@@ -63,8 +63,8 @@ const ALL: [ZerorunTool; 18] = [
     ZerorunTool {
         name: "check",
         about: "Check a configuration and list every problem",
-        run: check::run,
-        command: check::command,
+        run: check_config::run,
+        command: check_config::command,
     },
     ZerorunTool {
         name: "classify",

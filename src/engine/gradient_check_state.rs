@@ -2,7 +2,7 @@
 
 use super::gradient_report::{DirectionSamples, GradientReport, GradientTolerance};
 use crate::param::ParamId;
-use crate::zero::check::finite_difference_state::DirectionalChange;
+use crate::zero::check::gradient_check_state::DirectionalChange;
 use std::cell::Cell;
 use std::path::PathBuf;
 

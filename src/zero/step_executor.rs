@@ -1,6 +1,6 @@
 //! The interface of a rank that the decisions of a training step use.
 //!
-//! Decisions are written once, over [`RankBackend`]. They are carried out by the engine's core, or by the rehearsal of
+//! Decisions are written once, over [`StepExecutor`]. They are carried out by the engine's core, or by the rehearsal of
 //! an estimate, which has sizes in place of values and counts transferred bytes. The work that either does with values
 //! of gradients and states is defined next to the decisions, as the traits `GradientBackend` and `StepBackend`: in
 //! `reduce/gradient_reducer.rs` and `step/state_sweep.rs`.
@@ -36,7 +36,7 @@ pub(crate) struct RankInfo<'a> {
 }
 
 /// A rank that trains, or a rehearsal of one.
-pub(crate) trait RankBackend: ShareStorage {
+pub(crate) trait StepExecutor: ShareStorage {
     /// A pending collective.
     type Pending;
     /// A pending copy of a buffer between the host and the GPU on which the model computes.

@@ -1,9 +1,9 @@
-//! The engine's core as a [`RankBackend`]: the rank that trains.
+//! The engine's core as a [`StepExecutor`]: the rank that trains.
 
-use super::rank_backend::{RankBackend, RankInfo};
 use super::rank_core::RankCore;
 use super::share::share_storage::ShareStorage;
 use super::share::sub_group::SubGroup;
+use super::step_executor::{RankInfo, StepExecutor};
 use super::transfer::device_copy::{CopyKind, DeviceCopy};
 use super::transfer::pending_collective::{CollectiveOp, CollectiveTransport, PendingCollective};
 use crate::comm::WireFormat;
@@ -41,7 +41,7 @@ impl ShareStorage for RankCore {
     }
 }
 
-impl RankBackend for RankCore {
+impl StepExecutor for RankCore {
     type Pending = PendingCollective;
     type PendingCopy = DeviceCopy;
 

@@ -4,7 +4,7 @@ use std::fmt;
 
 /// Counts of predicted and true classes, for each class. The counts of several ranks can be added.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Scores {
+pub struct ClassificationScores {
     /// For each class: correct predictions, all predictions, texts of the class.
     counts: Vec<[u64; 3]>,
 }
@@ -22,7 +22,7 @@ pub struct ClassScore {
     pub texts: u64,
 }
 
-impl Scores {
+impl ClassificationScores {
     /// Creates scores for `classes` classes without any texts.
     pub fn new(classes: usize) -> Self {
         Self { counts: vec![[0; 3]; classes] }
@@ -85,7 +85,7 @@ fn f1([right, found, there]: &[u64; 3]) -> f64 {
 }
 
 /// Writes accuracy and F1 in a line.
-impl fmt::Display for Scores {
+impl fmt::Display for ClassificationScores {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "accuracy {:.2} %, macro F1 {:.4}", 100.0 * self.accuracy(), self.macro_f1())
     }
@@ -96,8 +96,8 @@ mod tests {
     use super::*;
 
     /// Returns the scores of pairs of predicted and true classes.
-    fn of(classes: usize, pairs: &[(usize, usize)]) -> Scores {
-        let mut scores = Scores::new(classes);
+    fn of(classes: usize, pairs: &[(usize, usize)]) -> ClassificationScores {
+        let mut scores = ClassificationScores::new(classes);
         pairs.iter().for_each(|(found, label)| scores.count(*found, *label));
         scores
     }
@@ -130,6 +130,6 @@ mod tests {
         let (one, two) = ([(0, 1), (1, 1)], [(2, 0), (2, 2), (0, 1)]);
         let [a, b] = [of(3, &one), of(3, &two)].map(|scores| scores.to_numbers());
         let sums: Vec<f64> = a.iter().zip(b).map(|(a, b)| a + b).collect();
-        assert_eq!(Scores::of_numbers(&sums), of(3, &[one.as_slice(), &two].concat()));
+        assert_eq!(ClassificationScores::of_numbers(&sums), of(3, &[one.as_slice(), &two].concat()));
     }
 }

@@ -8,7 +8,7 @@ use minijinja::value::{Value, ValueKind};
 use std::cell::RefCell;
 
 /// A record, and which of its keys were read.
-pub(super) struct RecordFields<'a> {
+pub(super) struct TrackedRecord<'a> {
     record: &'a Value,
     /// The names of columns that exist and were not read from the file.
     unread: &'a [String],
@@ -16,7 +16,7 @@ pub(super) struct RecordFields<'a> {
     read: RefCell<Vec<String>>,
 }
 
-impl<'a> RecordFields<'a> {
+impl<'a> TrackedRecord<'a> {
     pub(super) fn of(record: &'a Value, unread: &'a [String], columns: &'a Columns) -> Self {
         Self { record, unread, columns, read: RefCell::default() }
     }

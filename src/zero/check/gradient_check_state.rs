@@ -54,12 +54,12 @@ pub(crate) struct FiniteDifferenceCheck {
     pub(super) shifts: AtomicBool,
     /// Whether the current backward is measured.
     pub(super) measures: AtomicBool,
-    pub(super) state: Mutex<FiniteDifferenceState>,
+    pub(super) state: Mutex<GradientCheckState>,
 }
 
 /// The data of a check in progress.
 #[derive(Default)]
-pub(super) struct FiniteDifferenceState {
+pub(super) struct GradientCheckState {
     /// The distance that parameters are moved, relative to the size of each.
     pub(super) relative: f64,
     pub(super) seed: u64,
