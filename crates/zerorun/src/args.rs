@@ -87,7 +87,7 @@ struct ZerorunArguments {
           value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,
 
-    /// Run on the hosts listed in this file, one line `NAME slots=RANKS` each, by ssh
+    /// Run over ssh on the hosts listed in this file, one per line as `NAME slots=RANKS`
     #[arg(short = 'H', long, value_name = "FILE", help_heading = HOSTS)]
     hostfile: Option<PathBuf>,
 
@@ -107,7 +107,7 @@ struct ZerorunArguments {
     #[arg(long = "ssh_port", alias = "ssh-port", value_name = "PORT", requires = "hostfile", help_heading = HOSTS)]
     ssh_port: Option<u16>,
 
-    /// With --hostfile: use ssh even for a single host and for this one
+    /// With --hostfile: use ssh even if there is only one host, and even for the local host
     #[arg(long = "force_multi", alias = "force-multi", requires = "hostfile", help_heading = HOSTS)]
     force_multi: bool,
 
@@ -121,7 +121,8 @@ struct ZerorunArguments {
     launcher_args: Option<String>,
 
     /// Without --hostfile: number of hosts on which something else starts zerorun, or auto: the number on which mpirun,
-    /// srun or jsrun started it. With FEWEST:N, --max_restarts may continue with fewer hosts [also: $PET_NNODES]
+    /// srun or jsrun started it. With FEWEST:N, a job restarted by --max_restarts may continue with as few as FEWEST
+    /// hosts [also: $PET_NNODES]
     #[arg(long, value_name = "N", conflicts_with = "hostfile", help_heading = HOSTS)]
     nnodes: Option<String>,
 
@@ -172,7 +173,7 @@ struct ZerorunArguments {
     max_restarts: u32,
 
     /// With --max_restarts: minimum number of ranks to continue with when starts keep failing within 10 s [default: the
-    /// number of --num_ranks]
+    /// value of --num_ranks]
     #[arg(long = "min_ranks", alias = "min-ranks", value_name = "M",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     min_ranks: Option<u16>,

@@ -66,7 +66,7 @@ const ADAGRAD: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.01", H, "Learning rate.";
     "eps": NOT_NEGATIVE, "1e-10", H, "Added to the square root of the sum of squares.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Added to the gradient.";
-    "lr_decay": NOT_NEGATIVE, "0.0", refuse("the scheduler section changes the learning rate"), "PyTorch: decay of the learning rate with the steps.";
+    "lr_decay": NOT_NEGATIVE, "0.0", refuse("the scheduler section changes the learning rate"), "PyTorch: decay of the learning rate over the steps.";
     "initial_accumulator_value": NOT_NEGATIVE, "0.0", refuse("states start at zero"), "PyTorch: initial value of the sum of squares.";
     "amsgrad": Bool, "false", refuse("Adagrad has no such variant"), "Use the largest second moment so far.";
     "maximize": Bool, "false", refuse("the loss is always minimized"), "Maximize the loss.";
@@ -180,8 +180,8 @@ const ONE_CYCLE: &[super::ConfigKey] = keys! {
     "cycle_min_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at both ends of the cycle.";
     "cycle_max_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at the peak of the cycle.";
     "decay_lr_rate": NOT_NEGATIVE, "0.0", H, "After the cycle, the learning rate is cycle_min_lr / (1 + decay_lr_rate x k), where k is the number of steps since then / decay_step_size.";
-    "cycle_first_step_size": NOT_NEGATIVE, "2000.0", H, "Number of steps of the rise, above 0.";
-    "cycle_second_step_size": NOT_NEGATIVE, "null", H, "Number of steps of the fall; null: the same number as for the rise.";
+    "cycle_first_step_size": NOT_NEGATIVE, "2000.0", H, "Number of rising steps, above 0.";
+    "cycle_second_step_size": NOT_NEGATIVE, "null", H, "Number of falling steps; null: the same number as for the rise.";
     "cycle_first_stair_count": COUNT, "0", H, "Number of stairs in the rising half of the cycle; 0: a smooth rise.";
     "cycle_second_stair_count": COUNT, "null", H, "Number of stairs in the falling half; null: as many as in the rising half.";
     "decay_step_size": NOT_NEGATIVE, "0.0", H, "Number of steps per unit of decay; 0: no decay.";

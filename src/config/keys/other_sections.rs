@@ -134,22 +134,22 @@ const COMET: &[super::ConfigKey] = keys! {
 const AUTOTUNING: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", S, "Has no effect: only `zerorun tune` searches; a run does not.";
     "fast": Bool, "false", H, "`zerorun tune`: search only stages, offload and micro batches, not bucket sizes, overlap_comm and reduce_scatter.";
-    "results_dir": Str, "\"autotuning_results\"", H, "`zerorun tune`: folder of results.";
-    "exps_dir": Str, "null", H, "`zerorun tune`: folder of the runs; null: `experiments` in the folder of results.";
-    "overwrite": Bool, "true", none("finished runs are kept; remove the folder of results to start over"), "Overwrite results.";
+    "results_dir": Str, "\"autotuning_results\"", H, "`zerorun tune`: folder for the results.";
+    "exps_dir": Str, "null", H, "`zerorun tune`: folder for the runs; null: `experiments` in the results folder.";
+    "overwrite": Bool, "true", none("finished runs are kept; remove the results folder to start over"), "Overwrite results.";
     "start_profile_step": INT, "3", H, "`zerorun tune`: the first measured step, counted from 1.";
     "end_profile_step": INT, "5", H, "`zerorun tune`: number of steps of each run.";
     "metric": OneOf(&["throughput", "latency", "flops"]), "\"throughput\"", H, "`zerorun tune`: the criterion; flops is treated as throughput.";
     "metric_path": Str, "null", none("the metric comes from the script's --metrics"), "File of the metric.";
     "tuner_type": OneOf(&["gridsearch", "random", "model_based"]), "\"gridsearch\"", none("the search goes through all candidates in order"), "Order of the search.";
-    "tuner_early_stopping": INT, "null", H, "`zerorun tune`: number of runs without improvement before the search ends; null or 0: no early end.";
-    "tuner_num_trials": INT, "50", H, "`zerorun tune`: largest number of runs; 0: 50.";
+    "tuner_early_stopping": INT, "null", H, "`zerorun tune`: number of runs without improvement before the search ends; null or 0: no early stopping.";
+    "tuner_num_trials": INT, "50", H, "`zerorun tune`: maximum number of runs; 0 means 50.";
     "arg_mappings": Any, "null", H, "`zerorun tune`: map from key paths to script flags that are set to the same values.";
     "model_info": Any, "null", none("the model itself is inspected"), "Facts about the model.";
     "model_info_path": Str, "null", none("the model itself is inspected"), "File with facts about the model.";
     "mp_size": INT, "1", none("there is no model parallelism"), "Model-parallel ranks.";
-    "max_train_batch_size": INT, "null", H, "`zerorun tune`: largest number of samples per step; null or 0: unlimited.";
-    "min_train_batch_size": INT, "1", H, "`zerorun tune`: smallest number of samples per step.";
+    "max_train_batch_size": INT, "null", H, "`zerorun tune`: maximum number of samples per step; null or 0: unlimited.";
+    "min_train_batch_size": INT, "1", H, "`zerorun tune`: minimum number of samples per step.";
     "max_train_micro_batch_size_per_gpu": INT, "1024", H, "`zerorun tune`: largest micro batch.";
     "min_train_micro_batch_size_per_gpu": INT, "null", H, "`zerorun tune`: first micro batch; null or 0: the configuration's.";
     "num_tuning_micro_batch_sizes": INT, "3", H, "`zerorun tune`: number of micro batches tried, each twice the previous one.";
@@ -232,7 +232,7 @@ const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
     "comm_backend": OneOf(&["comm", "deepep"]), "\"comm\"", S, "Library that exchanges tokens.";
     "comm_num_sm": INT, "12", S, "Number of GPU multiprocessors used for communication.";
     "comm_qp_margin": INT, "4", S, "Queue margin.";
-    "comm_max_tokens_per_rank": INT, "0", S, "Largest number of tokens per rank.";
+    "comm_max_tokens_per_rank": INT, "0", S, "Maximum number of tokens per rank.";
     "num_expert_groups": Any, "null", S, "Groups of experts.";
     "num_limited_groups": Any, "null", S, "Groups used.";
     "score_func": Any, "\"auto\"", S, "Routing function.";
@@ -252,7 +252,7 @@ const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
 
 const HYBRID_ENGINE: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", S, "Generate during training.";
-    "max_out_tokens": POSITIVE, "512", S, "Largest number of tokens.";
+    "max_out_tokens": POSITIVE, "512", S, "Maximum number of tokens.";
     "inference_tp_size": INT, "1", S, "Tensor parallelism of generation.";
     "release_inference_cache": Bool, "false", S, "Free the cache.";
     "pin_parameters": Bool, "true", S, "Page-locked memory.";
@@ -271,14 +271,14 @@ const WEIGHT_QUANTIZATION: &[super::ConfigKey] = keys! {
 
 const DATA_EFFICIENCY: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", R, "Select samples or tokens, which would change the training data.";
-    "seed": INT, "1234", R, "Seed of the sampling.";
+    "seed": INT, "1234", R, "Seed for sampling.";
     "data_sampling": Object, "{}", S, "Which samples.";
     "data_routing": Object, "{}", S, "Which tokens.";
 };
 
 const DATA_SAMPLING: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", R, "Choose samples.";
-    "num_epochs": INT, "1000", R, "Largest number of epochs.";
+    "num_epochs": INT, "1000", R, "Maximum number of epochs.";
     "num_workers": INT, "0", R, "Loader processes.";
     "pin_memory": Bool, "false", R, "Page-locked memory.";
     "curriculum_learning": Object, "{}", S, "Easy samples first.";

@@ -33,8 +33,8 @@ const ROOT: &[super::ConfigKey] = keys! {
     "communication_data_type": DTYPE, "null", H, "Format to which gradients and their sums are rounded for communication; null: the model's. Sums are computed in f32.";
     "steps_per_print": POSITIVE, "null", H, "Log every N optimizer steps; null: never.";
     "wall_clock_breakdown": Bool, "false", H, "Log how long each phase of a step took.";
-    "gradient_check": Bool, "true", H, "The first step compares the gradient with the change of the loss when the weights move slightly, at the cost of two forward passes. Specific to candle-zero.";
-    "seed": COUNT, "42", H, "Seed of the initial weights. Specific to candle-zero.";
+    "gradient_check": Bool, "true", H, "The first step compares the gradient with the change in the loss when the weights move slightly, at the cost of two forward passes. Specific to candle-zero.";
+    "seed": COUNT, "42", H, "Seed for the initial weights. Specific to candle-zero.";
     "activation_checkpointing": Object, "{}", S, "Recompute activations in the backward pass.";
     "zero_allow_untested_optimizer": Bool, "false", H, "Allow SGD, Lamb and custom optimizers at stages 1 to 3. The others are always allowed.";
     "zero_force_ds_cpu_optimizer": Bool, "true", none("there is one optimizer for memory and files, and it runs on the CPU for offloaded states"), "Offload needs DeepSpeed's CPU optimizer.";
@@ -77,7 +77,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "sparse_gradients": Any, "-", removed(REMOVED_KEY), "Sparse embedding gradients.";
     "sparse_attention": Any, "-", removed(REMOVED_KEY), "Sparse attention kernels.";
     "eigenvalue": Any, "-", removed_unless_off(REMOVED_UNLESS_OFF), "Eigenvalues for quantization.";
-    "elasticity": Any, "-", removed_unless_off(REMOVED_UNLESS_OFF), "Elastic batch sizes. Give the batch keys.";
+    "elasticity": Any, "-", removed_unless_off(REMOVED_UNLESS_OFF), "Elastic batch sizes. Set the batch-size keys instead.";
     "graph_harvesting": Any, "-", removed(REMOVED_KEY), "CUDA graphs.";
     "curriculum_learning": Any, "-", removed_unless_off(REMOVED_UNLESS_OFF), "Legacy curriculum learning.";
     "progressive_layer_drop": Any, "-", removed_unless_off(REMOVED_UNLESS_OFF), "Layer dropping.";

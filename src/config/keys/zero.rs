@@ -68,7 +68,7 @@ const NOT_SPECULATIVE: &str = "no step is taken before its gradients are checked
 
 const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
     "device": DEVICE, "\"none\"", H, "Location of the parameter shards at stage 3: cpu is host memory, the default unless a GPU runs the model; nvme is one file per rank.";
-    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; required for nvme. A leading `~/` is the user's home folder, a leading `~/.cache/` is `$XDG_CACHE_HOME/` if that is set.";
+    "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` is the user's home folder, a leading `~/.cache/` is `$XDG_CACHE_HOME/` if that is set.";
     "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements limit the read-ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs buffer_count and buffer_size to be 1 or more.";
     "max_in_cpu": COUNT, "1000000000", H, "With nvme: the first elements of a rank's shards, up to this many, stay in memory.";
@@ -77,7 +77,7 @@ const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
 
 const OFFLOAD_OPTIMIZER: &[super::ConfigKey] = keys! {
     "device": DEVICE, "\"none\"", H, "Location of master weights, moments and gradient shards from stage 1 on: cpu is host memory, the default unless a GPU runs the model, and the step runs on the CPU; nvme is one file per kind and rank (DeepSpeed: only at stage 3).";
-    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; required for nvme. A leading `~/` is the user's home folder, a leading `~/.cache/` is `$XDG_CACHE_HOME/` if that is set.";
+    "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` is the user's home folder, a leading `~/.cache/` is `$XDG_CACHE_HOME/` if that is set.";
     "buffer_count": COUNT, "4", H, "With nvme: the buffers of a step together hold at most this many times the elements of the largest sub-group, plus 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
     "pin_memory": Bool, "true", H, "If a GPU runs the model: gradients are copied to the host during backward, and updated weights are copied back while the next ones are computed, each through two page-locked windows of 4 MiB; false: through ordinary memory, which takes longer.";
     "delayed_update": Bool, "-", H, "Specific to candle-zero; false if absent. If a GPU runs the model, from update `delayed_update_after` on: the update runs on the CPU while the GPU computes the next step with weights that are one update old (ZeRO-Offload, section 5.2). Only with device cpu.";

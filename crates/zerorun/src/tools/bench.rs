@@ -44,8 +44,8 @@ struct NetworkBenchArguments {
     json: bool,
 }
 
-/// Measure the speed of files of offloaded state in a folder: sequential access, and the optimizer step compared with a
-/// plain loop
+/// Measure how fast offloaded state is read from and written to files in a folder: sequential access, and the optimizer
+/// step compared with a plain loop
 #[derive(Debug, Args)]
 struct DiskBenchArguments {
     /// Folder to test, as in `nvme_path`; all files in it are temporary

@@ -15,8 +15,8 @@ use std::process::ExitCode;
 ///
 /// Whatever is removed is rebuilt the next time a script needs it.
 ///
-/// Exit code: 0 on success, 1 if something cannot be read or removed, 2 if there is no folder or the command line is
-/// wrong.
+/// Exit code: 0 on success, 1 if something cannot be read or removed, 2 if the folder cannot be determined or the
+/// command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "cache", bin_name = "zerorun cache")]
 struct CacheArguments {

@@ -64,7 +64,7 @@ struct DeployArguments {
     #[arg(long, default_value = "train:latest", value_parser = plain)]
     image: String,
 
-    /// For Kubernetes: claim of a volume that all hosts share, mounted at /shared
+    /// For Kubernetes: persistent volume claim that all pods mount at /shared
     #[arg(long, default_value = "shared", value_parser = name)]
     claim: String,
 

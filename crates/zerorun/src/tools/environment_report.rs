@@ -20,7 +20,7 @@ use std::process::ExitCode;
 #[derive(Debug, Parser)]
 #[command(name = "report", bin_name = "zerorun report")]
 struct ReportArguments {
-    /// Folder on the disk for checkpoints or offloaded state
+    /// A folder on the disk that will hold checkpoints or offloaded state
     #[arg(default_value = ".")]
     dir: PathBuf,
 
@@ -169,14 +169,14 @@ impl MachineReport {
     /// Returns the verdicts as plain sentences.
     fn verdicts(&self) -> Vec<String> {
         let products = match (self.simd_level.name, self.simd.contains(&"avx512_bf16")) {
-            ("avx512", true) => "products in f32 and bf16 run on kernels of this library; bf16 is faster",
+            ("avx512", true) => "matrix products in f32 and bf16 use this library's kernels; bf16 is faster",
             ("avx512", false) => {
-                "products run on kernels of this library; without avx512_bf16, bf16 is no faster than f32"
+                "matrix products use this library's kernels; without avx512_bf16, bf16 is no faster than f32"
             }
             ("avx2", _) => {
-                "products run on kernels of this library; below level avx512, bf16 is widened to f32 and no faster"
+                "matrix products use this library's kernels; below level avx512, bf16 is widened to f32 and is no faster"
             }
-            _ => "products run in plain loops: slow, but with the same bits on every machine",
+            _ => "matrix products run in plain loops: slow, but with the same bits on every machine",
         };
         let limit = self.memory.limit.unwrap_or(u64::MAX);
         let each = |bytes: u64| bytes as f64 / STATE_BYTES_PER_PARAMETER as f64 / 1e6;

@@ -48,7 +48,7 @@ struct EstimateArguments {
     #[arg(long, value_name = "PATTERN", conflicts_with = "table")]
     frozen: Vec<String>,
 
-    /// Storage format of frozen matrices [default: by zero_quantized_nontrainable_weights]
+    /// Storage format of frozen matrices [default: determined by zero_quantized_nontrainable_weights]
     #[arg(long = "frozen_packing", alias = "frozen-packing", value_name = "HOW", requires = "frozen")]
     frozen_packing: Option<FrozenPacking>,
 
@@ -251,7 +251,8 @@ struct EstimateReport {
 
 /// The needs that do not depend on the configuration.
 const NOT_INCLUDED: [&str; 3] = [
-    "activations, which depend on the micro batch and the length of the samples, and data kept by recomputing units",
+    "activations, which depend on the micro batch and the length of the samples, and data kept by units that recompute \
+     their forward",
     "data on its way to the model, and a checkpoint while it is written",
     "the program itself: its code, its threads, and memory that the allocator keeps",
 ];

@@ -29,7 +29,7 @@ struct GenerateArguments {
     #[arg(help = HELP)]
     model: PathBuf,
 
-    /// Adapter: folder of adapter_config.json and adapter_model.safetensors
+    /// Adapter: folder with adapter_config.json and adapter_model.safetensors
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
 
@@ -49,7 +49,7 @@ struct GenerateArguments {
     #[arg(long)]
     raw: bool,
 
-    /// Maximum number of tokens of an answer
+    /// Maximum number of tokens in an answer
     #[arg(long = "max_tokens", alias = "max-tokens", value_name = "N", default_value = "256")]
     max_tokens: usize,
 
@@ -65,7 +65,7 @@ struct GenerateArguments {
     #[arg(long = "top_p", alias = "top-p", value_name = "P", default_value = "1")]
     top_p: f64,
 
-    /// Seed for sampling; each prompt starts with it
+    /// Seed for sampling; the same for each prompt
     #[arg(long, value_name = "N", default_value = "0")]
     seed: u64,
 

@@ -29,7 +29,8 @@ pub(super) struct ForecastArguments {
     #[arg(long, value_name = "SECONDS", requires = "hosts", conflicts_with = "measured")]
     step: Option<f64>,
 
-    /// Metrics of a run on one host, as in --step, from which the step time is read: the file of train_gpt's --metrics
+    /// Read the step time from this metrics file (train_gpt --metrics) of a run on one host, with as many ranks as for
+    /// --step
     #[arg(long, value_name = "FILE.jsonl", requires = "hosts")]
     measured: Option<PathBuf>,
 }

@@ -22,14 +22,14 @@ struct ImportArguments {
     /// Folder passed to DeepSpeed's save_checkpoint, or the folder of one tag
     dir: PathBuf,
 
-    /// Folder of checkpoints to write to
+    /// Checkpoint folder to write to
     out: PathBuf,
 
     /// DeepSpeed's tag [default: the tag named in `latest`]
     #[arg(long)]
     tag: Option<String>,
 
-    /// Name of the new checkpoint [default: global_stepN, by the number of steps]
+    /// Name of the new checkpoint [default: global_stepN, where N is the number of steps]
     #[arg(long = "as", value_name = "NAME")]
     name: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! `zerorun inspect`: lists the checkpoints in a folder, and checks whether one is complete.
+//! `zerorun inspect`: lists the checkpoints in a folder, and checks whether the selected one is complete.
 
 use super::byte_progress::ByteProgress;
 use crate::error::ToolError;
@@ -14,7 +14,7 @@ use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Show the checkpoints in a folder, and whether one is complete.
+/// Show the checkpoints in a folder, and whether the selected one is complete.
 ///
 /// Exit code: 0 if it is complete, 1 if it is damaged, 2 if there is none or the command line is wrong.
 #[derive(Debug, Parser)]

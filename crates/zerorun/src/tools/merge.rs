@@ -26,7 +26,7 @@ struct MergeArguments {
     #[arg(help = HELP)]
     model: PathBuf,
 
-    /// Adapter: folder of adapter_config.json and adapter_model.safetensors. Without one, the model is only converted
+    /// Adapter: folder with adapter_config.json and adapter_model.safetensors. Without one, the model is only converted
     adapter: Option<PathBuf>,
 
     /// Output folder, absent or empty; for GGUF, output file, absent

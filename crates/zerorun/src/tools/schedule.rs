@@ -35,7 +35,7 @@ struct ScheduleArguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_STEPS))]
     steps: u64,
 
-    /// Number of ranks for the batch keys of the configuration
+    /// Number of ranks; must be consistent with the batch-size keys of the configuration
     #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "1",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: u16,

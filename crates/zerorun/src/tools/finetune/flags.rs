@@ -138,7 +138,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long = "resume_anyway", alias = "resume-anyway", requires = "resume")]
     resume_anyway: bool,
 
-    /// Seed for adapters, order and dropout
+    /// Seed for adapter initialization, row order and dropout
     #[arg(long, default_value_t = 42)]
     seed: u64,
 

@@ -86,8 +86,8 @@ struct TuneArguments {
     #[arg(long)]
     fast: bool,
 
-    /// Number of repeated runs for configurations close to the fastest, before it is chosen: a single run is unreliable
-    /// on a busy machine
+    /// Number of times that the fastest configuration and those close to it are run again before one is chosen: a
+    /// single run is unreliable on a busy machine
     #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u32).range(..=100))]
     repeats: u32,
 
@@ -96,7 +96,7 @@ struct TuneArguments {
           value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     run_limit: u64,
 
-    /// Folder for the results [default: autotuning.results_dir, autotuning_results]
+    /// Folder for the results [default: autotuning.results_dir, else autotuning_results]
     #[arg(long = "results_dir", alias = "results-dir", value_name = "DIR")]
     results_dir: Option<PathBuf>,
 

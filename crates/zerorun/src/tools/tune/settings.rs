@@ -123,7 +123,7 @@ const EFFECTIVE_KEYS: [&str; 15] = [
 
 /// The keys that have no effect, and the reasons.
 const INEFFECTIVE_KEYS: [(&str, &str); 6] = [
-    ("overwrite", "finished experiments are always kept; remove the folder of results to start over"),
+    ("overwrite", "finished experiments are always kept; remove the results folder to start over"),
     ("metric_path", "the metric comes from the script's --metrics"),
     ("tuner_type", "the search goes through all candidates in order"),
     ("model_info", "the model itself is inspected"),

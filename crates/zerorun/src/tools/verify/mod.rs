@@ -29,7 +29,7 @@ use verify_rows::{ROWS, VerifyDtype, VerifyRow};
 /// fp16, with accumulation and clipping. Compares the bits of every loss and every parameter after every step with
 /// those of stage 0.
 ///
-/// With a SCRIPT: run its first step, and compare every trained parameter's gradient with the change of the loss when
+/// With a SCRIPT: run its first step, and compare every trained parameter's gradient with the change in the loss when
 /// that parameter is moved slightly up and down; print a table. The script ends after that step.
 ///
 /// Exit code: 0 if everything is equal, or correct; 1 if something differs or a rank failed; 2 if the command line is
