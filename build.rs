@@ -55,7 +55,7 @@ fn compile(nvcc: &Path, capability: &str, file: &Path, out: &Path) -> Result<(),
     let text = [output.stdout, output.stderr].concat();
     let lines = String::from_utf8_lossy(&text).replace('\n', "\ncargo::warning=");
     println!("cargo::warning={lines}");
-    Err(format!("{} does not compile {shown} for compute_{capability}: {}", nvcc.display(), output.status))
+    Err(format!("{} failed to compile {shown} for compute_{capability}: {}", nvcc.display(), output.status))
 }
 
 fn nvcc() -> PathBuf {

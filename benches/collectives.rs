@@ -9,7 +9,7 @@
 //! state.
 //!
 //! The results of `(new)` are in memory that the system allocates in the same call, including page faults. Other
-//! results are in memory that was in use before: that of a reduction in its input, and that of a gather in its input if
+//! results are in memory that was in use before: a reduction leaves its result in its input, and a gather does too if
 //! there is room.
 #![allow(clippy::unwrap_used)]
 

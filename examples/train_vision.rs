@@ -110,7 +110,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
         Some(dir) => [Images::cifar(dir, true)?, Images::cifar(dir, false)?],
         None => {
             let (side, validation) = (usize::from(args.image), args.validation.unwrap_or(500));
-            // The seed of the images differs from the weights' seed: --seed changes the training, not the task.
+            // The seed for the images differs from the one for the weights: --seed changes the training, not the task.
             [Images::made(side, args.images, 0), Images::made(side, validation, 1)]
         }
     };

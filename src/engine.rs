@@ -93,7 +93,7 @@ pub struct Engine<M> {
     check: FiniteDifferenceChecker,
     global_steps: u64,
     micro_steps: u64,
-    /// The seed of the random numbers drawn in forward.
+    /// The seed for the random numbers drawn in forward.
     seed: u64,
     accumulation: AccumulationProgress,
     /// The number of forwards in this micro step.

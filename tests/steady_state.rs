@@ -30,26 +30,26 @@ static COUNTING: Counting = Counting;
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATED.fetch_add(layout.size() as u64, SeqCst);
-        // SAFETY: the caller's promises are the system's.
+        // SAFETY: the caller upholds the contract of the system's allocator.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         ALLOCATED.fetch_add(layout.size() as u64, SeqCst);
-        // SAFETY: the caller's promises are the system's.
+        // SAFETY: the caller upholds the contract of the system's allocator.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         FREED.fetch_add(layout.size() as u64, SeqCst);
-        // SAFETY: the caller's promises are the system's.
+        // SAFETY: the caller upholds the contract of the system's allocator.
         unsafe { System.dealloc(at, layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         ALLOCATED.fetch_add(size as u64, SeqCst);
         FREED.fetch_add(layout.size() as u64, SeqCst);
-        // SAFETY: the caller's promises are the system's.
+        // SAFETY: the caller upholds the contract of the system's allocator.
         unsafe { System.realloc(at, layout, size) }
     }
 }
@@ -194,8 +194,9 @@ fn faults_of_run(program: &Path, folder: &Path, steps: usize) -> u64 {
     faults_of_children() - before
 }
 
-/// The maximum in a step of both ranks: half of the faults that the activations of one block's wide layer, 1 MiB in pages
-/// of 4 KiB, would cause on one rank. About 12 are measured; 670 to 6900 where ranks do not keep freed memory.
+/// The maximum number of page faults of both ranks in one step: half of those that the activations of one block's wide
+/// layer, 1 MiB in pages of 4 KiB, would cause on one rank. About 12 are measured; 670 to 6900 where ranks do not keep
+/// freed memory.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const MOST_FAULTS: f64 = 128.0;
 

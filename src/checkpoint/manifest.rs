@@ -61,7 +61,7 @@ pub struct Manifest {
     /// configuration or the schedule were in effect.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub set_lr: Option<Vec<f64>>,
-    /// The seed of stochastic rounding, if states were rounded stochastically.
+    /// The seed for stochastic rounding, if states were rounded stochastically.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rounding_seed: Option<u64>,
     /// The type of the optimizer.

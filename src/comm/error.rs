@@ -46,8 +46,8 @@ pub enum CommError {
     },
     /// The variable that configures NCCL has an invalid value.
     #[error(
-        "CANDLE_ZERO_NCCL is {found:?}; allowed are exact (sums in rank order, bit for bit as on the host), fast \
-         (NCCL's own sums) and off (collectives pass through the host)"
+        "CANDLE_ZERO_NCCL is {found:?}, but must be exact (sums in rank order, bit for bit as on the host), fast \
+         (NCCL's own sums) or off (collectives pass through the host)"
     )]
     NcclChoice {
         /// The value found.
@@ -93,8 +93,8 @@ pub enum CommError {
     },
     /// A peer left without an error while others still need it.
     #[error(
-        "rank {peer} left the job while rank {rank} waited for it in {op}; every rank must make the same number of \
-         steps and collective calls"
+        "rank {peer} left the job while rank {rank} waited for it in {op}; every rank must run the same number of \
+         steps and make the same number of collective calls"
     )]
     RankLeft {
         /// This rank.
@@ -138,8 +138,8 @@ pub enum CommError {
     #[error(
         "ranks have diverged: rank {rank} is in {here}, rank {peer} in {there}; every rank must run the same model \
          with the same configuration, and make the same calls in the same order: forward, step, eval, \
-         save_checkpoint, load_checkpoint and exports are calls for all ranks, never for only some of them as in `if \
-         rank == 0`"
+         save_checkpoint, load_checkpoint and exports must be called on all ranks, never on only some of them as in \
+         `if rank == 0`"
     )]
     Diverged {
         /// This rank.

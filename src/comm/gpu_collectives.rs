@@ -333,6 +333,6 @@ mod tests {
         assert_eq!(NcclMode::of(Some(String::new())).unwrap(), NcclMode::Exact);
         assert_eq!(NcclMode::of(Some("fast".into())).unwrap(), NcclMode::Fast);
         assert_eq!(NcclMode::of(Some("off".into())).unwrap(), NcclMode::Off);
-        insta::assert_snapshot!(NcclMode::of(Some("quick".into())).unwrap_err(), @r#"CANDLE_ZERO_NCCL is "quick"; allowed are exact (sums in rank order, bit for bit as on the host), fast (NCCL's own sums) and off (collectives pass through the host)"#);
+        insta::assert_snapshot!(NcclMode::of(Some("quick".into())).unwrap_err(), @r#"CANDLE_ZERO_NCCL is "quick", but must be exact (sums in rank order, bit for bit as on the host), fast (NCCL's own sums) or off (collectives pass through the host)"#);
     }
 }

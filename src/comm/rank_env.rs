@@ -6,7 +6,7 @@
 //! | launcher | rank, world | on this host |
 //! | --- | --- | --- |
 //! | zerorun, torchrun, DeepSpeed | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` (DeepSpeed: `LOCAL_SIZE`) |
-//! | OpenMPI | `OMPI_COMM_WORLD_RANK`, `_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `_LOCAL_SIZE` |
+//! | Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `_LOCAL_SIZE` |
 //! | MPICH, Intel MPI (Hydra), PALS | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` (PALS: `PALS_LOCAL_RANKID`) |
 //! | Slurm's srun | `SLURM_PROCID`, `SLURM_NTASKS` (`SLURM_NPROCS`) | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` |
 //! | LSF's jsrun | `JSM_NAMESPACE_RANK`, `JSM_NAMESPACE_SIZE` | `JSM_NAMESPACE_LOCAL_RANK` |

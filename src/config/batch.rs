@@ -105,11 +105,11 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
     let inferred = |index: usize| if positive[index].is_none() { " (derived)" } else { "" };
     let product = product(m, g)?;
     if t == product && m > MAX_MICRO_BATCH {
-        let found = format!("{t} samples per step on {} are {m} per rank and pass", counted(world, "rank"));
+        let found = format!("{t} samples per step on {} are {m} per rank in each forward pass", counted(world, "rank"));
         return Err((
             0,
             format!(
-                "{found}; at most {MAX_MICRO_BATCH} is possible: set gradient_accumulation_steps, or use a smaller batch"
+                "{found}; the maximum is {MAX_MICRO_BATCH}: set gradient_accumulation_steps, or use a smaller batch"
             ),
         ));
     }
@@ -122,7 +122,7 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
         Some(fits) if positive[2].is_none() || positive[1].is_none() => {
             format!("choose a train_batch_size that is a multiple of {}", unit(positive, world).unwrap_or(fits))
         }
-        Some(fits) => format!("with the other two, train_batch_size {fits} fits"),
+        Some(fits) => format!("with the other two values, train_batch_size must be {fits}"),
         None => "choose smaller numbers".into(),
     };
     let found = format!("{t} != {m}{} * {g}{} * {world}", inferred(1), inferred(2));

@@ -305,14 +305,16 @@ impl<'a> HjsonReader<'a> {
             if !is_value && let Err((expected, found)) = broken_number(first) {
                 return Err(HjsonError::Syntax { place: self.place, expected: expected.into(), found });
             }
-            return Err(self.no_value("; an unquoted string is the rest of its line, which contains a bracket here"));
+            return Err(
+                self.no_value("; an unquoted string extends to the end of its line, and this line contains a bracket")
+            );
         }
         Ok(())
     }
 
     fn no_value(&self, why: &str) -> HjsonError {
-        let of = self.path.last().map(|key| format!(" of `{}`", shown(key))).unwrap_or_default();
-        self.expected(format!("a JSON value{of} (text must be in double quotes{why})"))
+        let key = self.path.last().map(|key| format!(" for `{}`", shown(key))).unwrap_or_default();
+        self.expected(format!("a JSON value{key} (text must be in double quotes{why})"))
     }
 
     /// Advances by `bytes` bytes.

@@ -210,7 +210,15 @@ pub(super) fn needs_type(walk: &mut ConfigWalk<'_>, owner: &str, names: &[&str])
     let path = format!("{owner}.type");
     if !walk.problems.iter().any(|problem| problem.path.starts_with(owner)) {
         let place = walk.place(owner);
-        walk.problem(ConfigRule::Type, &path, place, format!("required: {}", names.join(", ")));
+        walk.problem(ConfigRule::Type, &path, place, format!("required: {}", any_of(names)));
+    }
+}
+
+/// Formats names as a choice: "a, b or c".
+fn any_of(names: &[&str]) -> String {
+    match names {
+        [first @ .., last] if !first.is_empty() => format!("{} or {last}", first.join(", ")),
+        _ => names.concat(),
     }
 }
 
@@ -228,7 +236,7 @@ pub(super) fn unknown_type(
     const MAX_COMPARED_CHARS: usize = 100;
     let same = |name: &&&str| if any_case { name.eq_ignore_ascii_case(found) } else { **name == found };
     let place = walk.place(path);
-    let offered = names.join(", ");
+    let offered = any_of(names);
     let told = shown(found);
     if others.iter().any(|name| same(&name)) {
         return walk.problem(

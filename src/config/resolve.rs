@@ -158,7 +158,8 @@ fn precision(walk: &mut ConfigWalk<'_>) -> Precision {
         (false, true) => Precision::Bf16 { check_grad_overflow: walk.bool("bf16.check_grad_overflow") },
         (true, true) => {
             let place = walk.place("bf16.enabled");
-            let text = "bf16 (bfloat16) and fp16 are both enabled but exclude each other: disable one of them";
+            let text =
+                "bf16 (bfloat16) and fp16 are both enabled, but they are mutually exclusive: disable one of them";
             walk.problem(ConfigRule::Conflict, "bf16.enabled", place, text);
             Precision::F32
         }
@@ -400,8 +401,9 @@ fn kept_modules(walk: &mut ConfigWalk<'_>, precision: Precision) -> Vec<String> 
     }
     let names = walk.strings(key);
     if names.iter().any(|name| name.is_empty() || name.split('.').any(str::is_empty)) {
-        let text = "found an empty name, or a leading, trailing or double dot; allowed are complete dot-separated \
-                    parts of parameter names, in which * matches any characters (\"ln_f\", \"mlp.c_proj\", \"ln_*\")";
+        let text = "found an empty name, or a leading, trailing or double dot; a name must consist of complete \
+                    dot-separated parts of parameter names, in which * matches any characters (\"ln_f\", \
+                    \"mlp.c_proj\", \"ln_*\")";
         let place = walk.place(key);
         walk.problem(ConfigRule::Range, key, place, text);
     }

@@ -139,7 +139,7 @@ pub struct StatePrecision {
 pub struct Fp16 {
     /// `loss_scale`: 0 means dynamic; any other value is a static scale.
     pub loss_scale: f64,
-    /// The power of 2 of the first dynamic scale. Default 16.
+    /// The first dynamic scale, as an exponent of 2. Default 16.
     pub initial_scale_power: u32,
     /// The number of steps without overflow before the scale doubles. Default 1000.
     pub loss_scale_window: u64,
@@ -613,7 +613,8 @@ pub struct OneCycleConfig {
     pub cycle_min_lr: PerGroup,
     /// The learning rate at the top of the cycle. Required.
     pub cycle_max_lr: PerGroup,
-    /// After the cycle the rate is divided by 1 + this, per `decay_step_size`. Default 0.
+    /// After the cycle, the rate is divided by 1 + `decay_lr_rate` * k, where k is the number of steps since the end of
+    /// the cycle divided by `decay_step_size`. Default 0.
     pub decay_lr_rate: f64,
     /// The length of the rise. Default 2000.
     pub cycle_first_step_size: f64,
@@ -625,13 +626,13 @@ pub struct OneCycleConfig {
     pub cycle_second_stair_count: u64,
     /// The number of steps per decay after the cycle. Default 0: no decay.
     pub decay_step_size: f64,
-    /// Whether beta1 runs opposite to the rate and beta2 is 0.99. Default true.
+    /// Whether beta1 falls while the rate rises and rises while it falls, and beta2 is 0.99. Default true.
     pub cycle_momentum: bool,
     /// beta1 at the top of the cycle, and at the first step. Default 0.8.
     pub cycle_min_mom: f64,
     /// beta1 at the ends of the cycle. Default 0.9.
     pub cycle_max_mom: f64,
-    /// After the cycle beta1 is multiplied by 1 + this, per `decay_step_size`. Default 0.
+    /// After the cycle, beta1 is multiplied by 1 + `decay_mom_rate` * k, with the same k as for the rate. Default 0.
     pub decay_mom_rate: f64,
 }
 

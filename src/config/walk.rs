@@ -94,7 +94,10 @@ impl<'a> ConfigWalk<'a> {
             && text.ends_with(',')
         {
             let text = shown(text);
-            self.note(&path, format!("\"{text}\" ends with a comma: an unquoted string is the rest of its line"));
+            self.note(
+                &path,
+                format!("\"{text}\" ends with a comma: an unquoted string extends to the end of its line"),
+            );
         }
         match value_conversion::convert(&entry.node, key, section.strict) {
             Ok(value) => {

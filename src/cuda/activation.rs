@@ -55,7 +55,12 @@ pub(crate) fn backward(
     let count = x.len();
     check(x, &[dy])?;
     if (dx.dtype(), dx.len()) != (x.dtype(), count) {
-        bail!("activation: a gradient of {} elements of {:?} for {count}", dx.len(), dx.dtype())
+        bail!(
+            "activation: the gradient has {} {:?} elements, but must have {count} {:?}",
+            dx.len(),
+            dx.dtype(),
+            x.dtype()
+        )
     }
     if count == 0 {
         return Ok(());

@@ -71,7 +71,7 @@ impl PartialColumnSums {
     pub fn put(&self, device: &CudaDevice, grad: DeviceFlatMut<'_>, add: bool) -> Result<()> {
         let RowChunking { width, chunks, .. } = self.cut;
         if grad.len() != width {
-            bail!("column sums: a gradient of {} elements for {width} columns", grad.len())
+            bail!("column sums: the gradient has {} elements, but there are {width} columns", grad.len())
         }
         let function = KERNELS.function(device, &format!("sum_parts_{}", suffix(grad.dtype())))?;
         // SAFETY: the kernel takes a width, as many chunks of that width as the second number says, and a gradient of

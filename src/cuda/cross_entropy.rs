@@ -158,7 +158,7 @@ pub(crate) fn scaled_by(
 ) -> Result<CudaStorage> {
     let count = values.len();
     if (scale.len(), scale.dtype()) != (1, DType::F32) {
-        bail!("cross_entropy: a scale of {} elements of {:?}", scale.len(), scale.dtype())
+        bail!("cross_entropy: the scale has {} {:?} elements, but must be one f32", scale.len(), scale.dtype())
     }
     written(device, dtype, count, |scaled| {
         if count == 0 {

@@ -37,7 +37,7 @@ impl NormStatistics {
     fn check(&self, x: &DeviceFlatRef<'_>, weight: &DeviceFlatRef<'_>, dy: &DeviceFlatRef<'_>) -> Result<()> {
         let all = self.rows * self.width;
         if [x.len(), dy.len()] != [all; 2] || dy.dtype() != x.dtype() {
-            bail!("norm: {} elements and a gradient of {} for {all}", x.len(), dy.len())
+            bail!("norm: x has {} elements and dy {}, but both must have {all}", x.len(), dy.len())
         }
         check_parameter(x, weight, self.width)
     }
@@ -46,7 +46,7 @@ impl NormStatistics {
 /// Checks that a parameter has the width of the rows, and their format or f32.
 fn check_parameter(x: &DeviceFlatRef<'_>, parameter: &DeviceFlatRef<'_>, width: usize) -> Result<()> {
     if parameter.len() != width || ![x.dtype(), DType::F32].contains(&parameter.dtype()) {
-        bail!("norm: a parameter of {} elements of {:?} for rows of {width}", parameter.len(), parameter.dtype())
+        bail!("norm: the parameter has {} {:?} elements, but rows have {width}", parameter.len(), parameter.dtype())
     }
     Ok(())
 }
@@ -117,7 +117,13 @@ pub(crate) fn input_gradient(
 ) -> Result<()> {
     statistics.check(x, weight, dy)?;
     if (dx.len(), dx.dtype()) != (x.len(), x.dtype()) {
-        bail!("norm: a gradient of {} elements of {:?} for {}", dx.len(), dx.dtype(), x.len())
+        bail!(
+            "norm: the gradient has {} {:?} elements, but must have {} {:?}",
+            dx.len(),
+            dx.dtype(),
+            x.len(),
+            x.dtype()
+        )
     }
     let NormStatistics { rows, width, means, factors } = statistics;
     if *rows == 0 {

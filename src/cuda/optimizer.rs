@@ -12,8 +12,8 @@ const KERNELS: KernelModule = module!("optimizer");
 const THREADS: u32 = 256;
 /// The number of elements that a block processes, a multiple of the four that a thread processes together.
 const CHUNK: usize = 4096;
-/// The maximum number of steps of a launch, more than most models have parameters. The table of the steps takes 56 KiB;
-/// for a copy of more than 64 KiB, the driver may make the host wait.
+/// The maximum number of steps in a launch; most models have fewer parameters than that. The table of the steps takes
+/// 56 KiB; for a copy of more than 64 KiB, the driver may make the host wait.
 const MAX_STEPS: usize = 1024;
 
 /// The constants of one step of an optimizer that treats every element alike, in the order of its kernel.
@@ -93,7 +93,7 @@ impl<'a> MultiTensorStep<'a> {
     /// other use of them is in the order of Candle's stream.
     ///
     /// # Errors
-    /// Returns an error if arrays have the wrong dtype, length or number.
+    /// Returns an error if an array has the wrong dtype or length, or if the number of arrays is wrong.
     pub unsafe fn add(
         &mut self,
         rule: &ElementwiseUpdate,
@@ -109,7 +109,7 @@ impl<'a> MultiTensorStep<'a> {
             bail!("{kernel}: the parameter and {states} states must be f32 and of equal length")
         }
         if grad.len() != count {
-            bail!("{kernel}: a gradient of {} elements for {count}", grad.len())
+            bail!("{kernel}: the gradient has {} elements, but the parameter has {count}", grad.len())
         }
         // Kernels expect the dtype of a half copy, but the copy may be missing.
         let half_dtype = half.as_ref().map_or(DType::BF16, DeviceFlatMut::dtype);

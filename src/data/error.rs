@@ -41,7 +41,10 @@ pub enum DataError {
         bytes: usize,
     },
     /// The data has fewer tokens than one sample needs.
-    #[error("{data} has {tokens} tokens; a sample of context {ctx} needs {needed}: use more data or a shorter context")]
+    #[error(
+        "{data} has {tokens} tokens; a sample with a context length of {ctx} needs {needed}: use more data or a \
+         shorter context"
+    )]
     TooShort {
         /// The name of the data.
         data: String,
@@ -67,8 +70,8 @@ pub enum DataError {
     },
     /// The model has no embedding for a token of the data.
     #[error(
-        "token {token} at position {position} of {data} is outside the model's vocabulary of {vocab}; allowed is 0 to \
-         {}: use data of that vocabulary, or a model with a vocabulary of {} or more", vocab - 1, token + 1
+        "token {token} at position {position} of {data} is outside the model's vocabulary of {vocab} (allowed: 0 to \
+         {}): use data with that vocabulary, or a model with a vocabulary of {} or more", vocab - 1, token + 1
     )]
     TokenOutOfVocabulary {
         /// The token.

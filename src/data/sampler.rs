@@ -13,7 +13,7 @@ pub enum SampleOrder {
     /// The data is cut into samples of one context each; every epoch visits each of them once, in an order determined
     /// by the seed and the epoch number.
     Shuffled {
-        /// The seed of the order.
+        /// The seed for the order.
         seed: u64,
     },
 }

@@ -67,9 +67,9 @@ impl<M> Engine<M> {
     /// Drops the gradients and losses of the current accumulation, including those held by [`no_sync`](Self::no_sync).
     /// All ranks must call it at the same point.
     ///
-    /// As in DeepSpeed, the count of micro steps stays: the next update comes when it would have come anyway. If called
-    /// between backward and step, the micro step counts as not begun, and forward comes next; a loss whose backward has
-    /// not run may still be used. [`step`](Self::step) drops the gradients after an update, so this call is not needed
+    /// As in DeepSpeed, the count of micro steps is unchanged: the next update comes when it would have come anyway. If
+    /// called between backward and step, the micro step counts as not begun, and forward comes next; a loss whose
+    /// backward has not run may still be used. [`step`](Self::step) drops the gradients after an update, so this call is not needed
     /// there.
     ///
     /// # Errors
@@ -104,8 +104,8 @@ impl<M> Engine<M> {
     }
 
     /// Changes the number of samples per rank and forward, from the next accumulation on. As in DeepSpeed,
-    /// `train_batch_size` follows and `gradient_accumulation_steps` stays. The caller makes batches of the new size.
-    /// Collective.
+    /// `train_batch_size` changes accordingly, and `gradient_accumulation_steps` stays the same. The caller must supply
+    /// batches of the new size. Collective.
     ///
     /// # Errors
     /// The same as [`set_train_batch_size`](Self::set_train_batch_size).
@@ -169,12 +169,12 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Returns whether there are gradients of a micro step that no step has ended, even if a forward has come since.
+    /// Returns whether there are gradients of a micro step that no step has ended, even if a forward has run since.
     pub(super) fn has_gradients_of_micro_step(&self) -> bool {
         self.accumulation.holds || matches!(self.phase, MicroStepPhase::Backwarded | MicroStepPhase::Held)
     }
 
-    /// Returns an error in the middle of an accumulation, whose gradients checkpoints do not contain.
+    /// Returns an error in the middle of an accumulation, because checkpoints do not contain its gradients.
     pub(super) fn between_steps(&self, call: &'static str) -> Result<()> {
         self.not_stopped()?;
         let of = self.config.batch.gradient_accumulation_steps as u64;

@@ -73,7 +73,7 @@ impl EngineBuilder {
         self
     }
 
-    /// Sets the seed of the initial weights. Default: the configuration's `seed`, or 42 without one.
+    /// Sets the seed for the initial weights. Default: the configuration's `seed`, or 42 without one.
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
@@ -188,7 +188,7 @@ impl EngineBuilder {
         self
     }
 
-    /// Sets whether the gradient of the first step is compared with the change of the loss when the weights are moved
+    /// Sets whether the gradient of the first step is compared with the change in the loss when the weights are moved
     /// slightly up and down, which costs two extra forward passes once. If a part of the graph is cut off, a backward
     /// is wrong or a second-order term is dropped, the step fails with
     /// [`EngineError::WrongGradient`](crate::error::EngineError::WrongGradient) before any weight changes. Default: the

@@ -167,7 +167,7 @@ pub enum EngineError {
     },
     /// The gradient does not match the loss.
     #[error(
-        "{what}: a small change of the weights changes the loss by {by_difference:.4e}, but the gradient from backward \
+        "{what}: a small change in the weights changes the loss by {by_difference:.4e}, but the gradient from backward \
          predicts {by_gradient:.4e}: training would not minimize this loss; the usual causes: an operation without a \
          backward cuts a part of the graph (candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope, sdpa): replace the \
          operation with that of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, softmax(D::Minus1), \
@@ -182,9 +182,9 @@ pub enum EngineError {
     WrongGradient {
         /// The parameters, as far as they are known.
         what: String,
-        /// The change of the loss along a direction, according to the gradient.
+        /// The change in the loss along a direction, according to the gradient.
         by_gradient: f64,
-        /// The change of the loss along the same direction, measured by running forward there.
+        /// The change in the loss along the same direction, measured with forward passes there.
         by_difference: f64,
     },
     /// The end of a run whose only purpose was to check gradients.

@@ -75,7 +75,7 @@ struct PerturbedOutputs {
 
 impl<M> Engine<M> {
     /// Checks the gradient of every trained parameter in the next micro step. Each forward runs two more times per
-    /// parameter, with that parameter moved slightly up and down, and the next optimizer step compares the change of
+    /// parameter, with that parameter moved slightly up and down, and the next optimizer step compares the change in
     /// the loss with the gradients from backward. Unclear parameters are checked again in the next steps, up to eight
     /// in total. Then [`gradient_report`](Self::gradient_report) returns the result. As soon as a gradient is known to
     /// be wrong, the step ends with an error. Collective.
@@ -428,7 +428,7 @@ impl<M> Engine<M> {
                 Some(why) => emit(&format!("the gradient of {steps} was not checked: {why}")),
                 None if !self.check.of_each && report.rows.iter().any(cannot_tell) => emit(&format!(
                     "the gradient of {steps} could not be checked: rounding, kinks of the loss (ReLU, max pooling) or \
-                     draws without a seed (candle_nn::Dropout) change the loss as much as a small change of the \
+                     draws without a seed (candle_nn::Dropout) change the loss as much as a small change in the \
                      weights does"
                 )),
                 None => {}

@@ -1,7 +1,7 @@
 //! The measurements of a gradient check, and the verdict on them.
 //!
 //! ```text
-//!   gap     the change of the loss by two forwards, minus the change by the gradient
+//!   gap     the change in the loss by two forwards, minus the change by the gradient
 //!   bend    the difference between the mean of both perturbed forwards and the unperturbed one
 //! ```
 //!
@@ -25,7 +25,7 @@ const MAX_EXPLAINED_GAP: f64 = 4.0;
 pub(super) struct GradientTolerance {
     /// The perturbation, relative to a parameter's values.
     pub step: f64,
-    /// The gap that needs an explanation, relative to the expected change of the loss.
+    /// The gap that needs an explanation, relative to the expected change in the loss.
     pub allowed: f64,
     /// The relative rounding error of a full forward in its output.
     pub noise: f64,
@@ -71,10 +71,10 @@ pub enum GradientCheckVerdict {
 pub struct GradientRow {
     /// The name of the parameter, or of the group that was perturbed together.
     pub name: String,
-    /// The change of the loss along the direction, according to the gradient from backward. If several directions were
-    /// checked, this and the following fields are those of the largest difference.
+    /// The change in the loss along the direction, according to the gradient that backward computed. If several
+    /// directions were checked, this and the following fields are those of the largest difference.
     pub by_gradient: f64,
-    /// The change of the loss, measured by running forward with perturbed parameters.
+    /// The change in the loss, measured with forward passes whose parameters are perturbed.
     pub by_difference: f64,
     /// The allowed difference between the two.
     pub allowed: f64,

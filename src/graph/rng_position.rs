@@ -12,7 +12,7 @@ pub(crate) struct RngPosition {
     pub stream: u64,
     /// The index of the next draw.
     pub next: u64,
-    /// Whether an engine is training ([`draw_from`]). Then elements are dropped even if nothing is recorded: this is
+    /// Whether an engine is training ([`draw_from`]). If so, elements are dropped even if nothing is recorded: this is
     /// how a recomputing unit runs its first forward, whose output its second forward must reproduce.
     pub in_training: bool,
 }
@@ -47,7 +47,7 @@ pub(crate) fn stream_of(key: RngStreamKey) -> u64 {
         ^ forward.wrapping_mul(0xd6e8_feb8_6659_fd93)
 }
 
-/// Runs `run` as training, with this thread's draws taken from `stream`, starting at index `next`. Afterwards the
+/// Runs `run` in training mode, with this thread's draws taken from `stream`, starting at index `next`. Afterwards the
 /// draws continue from the previous position. Returns the result of `run`.
 pub(crate) fn draw_from<T>((stream, next): (u64, u64), run: impl FnOnce() -> T) -> T {
     struct RngPositionGuard(RngPosition);

@@ -40,7 +40,7 @@ pub enum OptimError {
         problem: String,
     },
     /// A parameter of the learning-rate schedule is not allowed.
-    #[error("{key} is {found}; allowed is {allowed}: {fix}")]
+    #[error("{key} is {found} (allowed: {allowed}): {fix}")]
     ScheduleParameter {
         /// The path of the key.
         key: &'static str,
@@ -53,7 +53,7 @@ pub enum OptimError {
     },
     /// The optimizer cannot work with a value of a schedule.
     #[error(
-        "the schedule has {found} as {what} of optimizer step {step}; allowed is {allowed}: correct the schedule \
+        "the schedule has {found} as {what} of optimizer step {step} (allowed: {allowed}): correct the schedule \
          (OneCycle: lower decay_mom_rate), or train for fewer steps"
     )]
     ScheduleValue {

@@ -148,7 +148,7 @@ impl ParameterGroup {
         let GroupOverrides { betas, eps, weight_decay } = self.numbers;
         for (what, number) in [("lr", self.lr), ("weight_decay", weight_decay), ("eps", eps)] {
             if let Some(number) = number.filter(|n| !(0.0..f64::INFINITY).contains(n)) {
-                return Some(format!("{what} is {number}; allowed is a finite number of at least 0"));
+                return Some(format!("{what} is {number}; it must be a finite number of at least 0"));
             }
         }
         let (beta1, beta2) = betas?;

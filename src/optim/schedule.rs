@@ -374,14 +374,14 @@ mod tests {
             cos_min_ratio: 0.0,
             warmup_type: WarmupType::Log,
         };
-        insta::assert_snapshot!(refusal(cosine), @"scheduler.params.warmup_num_steps is 0; allowed is a positive integer: leave the scheduler section out to train with the optimizer's constant lr");
+        insta::assert_snapshot!(refusal(cosine), @"scheduler.params.warmup_num_steps is 0 (allowed: a positive integer): leave the scheduler section out to train with the optimizer's constant lr");
         let range = SchedulerConfig::LrRangeTest {
             lr_range_test_min_lr: 0.1.into(),
             lr_range_test_step_size: 0,
             lr_range_test_step_rate: 1.0,
             lr_range_test_staircase: false,
         };
-        insta::assert_snapshot!(refusal(range), @"scheduler.params.lr_range_test_step_size is 0; allowed is a positive integer: leave the scheduler section out to train with the optimizer's constant lr");
+        insta::assert_snapshot!(refusal(range), @"scheduler.params.lr_range_test_step_size is 0 (allowed: a positive integer): leave the scheduler section out to train with the optimizer's constant lr");
         let cycle = |first, second| {
             SchedulerConfig::OneCycle(OneCycleConfig {
                 cycle_first_step_size: first,
@@ -389,8 +389,8 @@ mod tests {
                 ..OneCycleConfig::new(0.1, 0.2)
             })
         };
-        insta::assert_snapshot!(refusal(cycle(0.0, 5.0)), @"scheduler.params.cycle_first_step_size is 0; allowed is a number above 0: set the number of rising steps");
-        insta::assert_snapshot!(refusal(cycle(5.0, -1.0)), @"scheduler.params.cycle_second_step_size is -1; allowed is a number of at least 0: set the number of falling steps, 0 for none");
+        insta::assert_snapshot!(refusal(cycle(0.0, 5.0)), @"scheduler.params.cycle_first_step_size is 0 (allowed: a number above 0): set the number of rising steps");
+        insta::assert_snapshot!(refusal(cycle(5.0, -1.0)), @"scheduler.params.cycle_second_step_size is -1 (allowed: a number of at least 0): set the number of falling steps, 0 for none");
         assert!(Schedule::new(Some(&cycle(5.0, 0.0)), None).is_ok());
     }
 
@@ -444,7 +444,7 @@ mod tests {
             schedule.step();
             assert_eq!(schedule.in_force().is_ok(), allowed, "{beta1} {beta2}");
             if let (1.0, Err(error)) = (beta1, schedule.in_force()) {
-                insta::assert_snapshot!(error, @"the schedule has 1 as beta1 of optimizer step 2; allowed is a number of at least 0 and below 1: correct the schedule (OneCycle: lower decay_mom_rate), or train for fewer steps");
+                insta::assert_snapshot!(error, @"the schedule has 1 as beta1 of optimizer step 2 (allowed: a number of at least 0 and below 1): correct the schedule (OneCycle: lower decay_mom_rate), or train for fewer steps");
             }
         }
     }

@@ -73,8 +73,8 @@ pub enum ParamError {
     },
     /// A module of `data_types.keep_in_fp32_modules` that the model does not have.
     #[error(
-        "data_types.keep_in_fp32_modules: the model has no module {name}: {near}; allowed are complete dot-separated \
-         parts of a parameter's name, in which * matches any characters: correct the name, or remove it"
+        "data_types.keep_in_fp32_modules: the model has no module {name}: {near}; a module is given as complete \
+         dot-separated parts of a parameter's name, in which * matches any characters: correct the name, or remove it"
     )]
     NoSuchModule {
         /// The name in the list.
@@ -301,7 +301,7 @@ pub enum ParamError {
     },
     /// A parameter that is larger than any memory.
     #[error(
-        "parameter {name} starts with {elements} elements on this rank, for which the system has no memory; use a \
+        "the system does not have enough memory for the {elements} elements of parameter {name} on this rank; use a \
          smaller model, or more ranks at stage 3"
     )]
     NoMemory {
@@ -312,7 +312,8 @@ pub enum ParamError {
     },
     /// Tensors that belong to no parameter.
     #[error(
-        "{} holds tensors that the model does not have: {names}; is it the file of a different model or size?",
+        "{} holds tensors that the model does not have: {names}; does it belong to a different model, or to one of a \
+         different size?",
         path.display()
     )]
     ExtraTensors {

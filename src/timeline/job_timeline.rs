@@ -60,7 +60,7 @@ impl JobTimeline {
             let parts = self.parts.keep();
             match error {
                 Error::Monitor(MonitorError::Timeline { path, problem }) => {
-                    let problem = format!("{problem}; the records of the ranks stay in {}", parts.display());
+                    let problem = format!("{problem}; the ranks' records remain in {}", parts.display());
                     MonitorError::Timeline { path, problem }.into()
                 }
                 other => other,

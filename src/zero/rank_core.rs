@@ -90,7 +90,7 @@ pub(crate) struct RankCore {
     /// Gradients that are not reduced yet.
     pub(super) unreduced: Mutex<UnreducedGradients>,
     pub(super) recomputation: RecomputeSettings,
-    /// The seed of stochastic rounding. `None`: rounding to nearest.
+    /// The seed for stochastic rounding. `None`: rounding to nearest.
     pub(super) rounding: Option<AtomicU64>,
     /// The number of the current update, on which rounding depends.
     pub(super) update: AtomicU64,
@@ -134,7 +134,7 @@ pub(crate) struct RankCoreParts {
     pub share_plan: SharePlan,
     pub dtype: DType,
     pub recomputation: RecomputeSettings,
-    /// The seed of stochastic rounding. `None`: rounding to nearest.
+    /// The seed for stochastic rounding. `None`: rounding to nearest.
     pub rounding: Option<u64>,
     pub registered: RegisteredModel,
     pub buffer_sync: BufferSync,
@@ -354,12 +354,12 @@ impl RankCore {
         if self.zero.load_from_fp32_weights { DType::F32 } else { self.dtype }
     }
 
-    /// Returns the seed of stochastic rounding. `None`: rounding to nearest.
+    /// Returns the seed for stochastic rounding. `None`: rounding to nearest.
     pub fn rounding_seed(&self) -> Option<u64> {
         self.rounding.as_ref().map(|seed| seed.load(Ordering::Relaxed))
     }
 
-    /// Sets the seed of stochastic rounding from now on, if states are rounded stochastically.
+    /// Sets the seed for stochastic rounding from now on, if states are rounded stochastically.
     pub fn go_on_rounding(&self, seed: u64) {
         self.rounding.iter().for_each(|own| own.store(seed, Ordering::Relaxed));
     }

@@ -228,13 +228,13 @@ fn ranks_that_diverge_are_told_both_sides() {
         let mine = comm.all_gather(Flat::from(vec![1.0; 5]), 7).wait().unwrap_err();
         assert!(matches!(mine, Error::Comm(CommError::Diverged { rank: 1, .. })), "{mine}");
     });
-    insta::assert_snapshot!(errors[0], @"ranks have diverged: rank 0 is in all_reduce no. 1 of 8 f32 (content 00000007), rank 1 in all_gather no. 1 of 5 f32 (content 00000007); every rank must run the same model with the same configuration, and make the same calls in the same order: forward, step, eval, save_checkpoint, load_checkpoint and exports are calls for all ranks, never for only some of them as in `if rank == 0`");
+    insta::assert_snapshot!(errors[0], @"ranks have diverged: rank 0 is in all_reduce no. 1 of 8 f32 (content 00000007), rank 1 in all_gather no. 1 of 5 f32 (content 00000007); every rank must run the same model with the same configuration, and make the same calls in the same order: forward, step, eval, save_checkpoint, load_checkpoint and exports must be called on all ranks, never on only some of them as in `if rank == 0`");
 }
 
 #[test]
 fn a_rank_that_leaves_early_is_named() {
     let errors = told(drop);
-    insta::assert_snapshot!(errors[1], @"rank 1 left the job while rank 2 waited for it in all_reduce no. 1 of 8 f32 (content 00000007); every rank must make the same number of steps and collective calls");
+    insta::assert_snapshot!(errors[1], @"rank 1 left the job while rank 2 waited for it in all_reduce no. 1 of 8 f32 (content 00000007); every rank must run the same number of steps and make the same number of collective calls");
 }
 
 #[test]

@@ -464,7 +464,7 @@ fn a_file_is_read_as_hjson() {
     let config = Config::load(&path, 1).unwrap();
     assert_eq!(
         notes(&config),
-        "csv_monitor.output_path: \"out,\" ends with a comma: an unquoted string is the rest of its line"
+        "csv_monitor.output_path: \"out,\" ends with a comma: an unquoted string extends to the end of its line"
     );
     std::fs::write(&path, "train_batch_size: 8\noptimizer: {\n  type: AdamW\n  params: {\n    lr: 1e-3\n  }\n}\n")
         .unwrap();

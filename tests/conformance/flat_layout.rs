@@ -21,7 +21,7 @@ pub struct FlatLayout {
 }
 
 impl FlatLayout {
-    /// Elements by which the flat buffer's length is aligned, per rank (4 bytes in 16-bit formats).
+    /// The number of elements per rank to which the flat buffer's length is aligned (4 bytes in 16-bit formats).
     const ALIGNMENT: usize = 2;
 
     /// The layout of parameters with `numels` elements; `round_robin` is the key `round_robin_gradients`.

@@ -66,7 +66,7 @@ fn check_momentum(case: &Value, expect: &Value, step: usize, schedule: &Schedule
         (found, ..) if case["momentum"] == "unchanged" => assert_eq!(found, Momentum::Factor(0.9), "{context}"),
         // Nothing is recorded.
         (_, Value::Null, Value::Null) => {}
-        (found, betas, _) => panic!("{context}: {found:?}, recorded is {betas}"),
+        (found, betas, _) => panic!("{context}: {found:?}, but {betas} is recorded"),
     }
     assert_eq!(
         schedule.betas().is_some(),
@@ -82,7 +82,7 @@ fn check(case: &Value, rates: &Value, expect: &Value, rtol: f64) {
         case["skipped_steps"].as_array().into_iter().flatten().map(|s| s.as_u64().unwrap()).collect();
     for (group, base_lr) in groups.iter().enumerate() {
         let mut schedule = schedule(case, group, base_lr);
-        // The conformance cases list [group] per step, schedules.json lists [step] per group.
+        // The conformance cases list [group] per step; schedules.json lists [step] per group.
         let steps = rates.as_array().unwrap();
         let per_group = groups.len() > 1 && steps.len() == groups.len();
         let steps = if per_group { steps[group].as_array().unwrap() } else { steps };

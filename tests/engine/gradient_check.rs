@@ -1,4 +1,4 @@
-//! The gradient of the first step is compared with the change of the loss: gradients that are cut off, wrong or dropped
+//! The gradient of the first step is compared with the change in the loss: gradients that are cut off, wrong or dropped
 //! end the step before any weight changes, and correct ones pass, at every stage and in every format.
 
 use crate::support::tiny::{Shape, Tiny, batch};

@@ -138,7 +138,7 @@ fn a_record_has_a_bound() {
         std::io::Write::write_all(&mut &file, head.as_bytes()).unwrap();
         file.set_len(64 << 30).unwrap();
         let error = refused(&desk, name);
-        assert!(error.contains("the record in line 2 has more than 64 MiB"), "{name}: {error}");
+        assert!(error.contains("the record on line 2 has more than 64 MiB"), "{name}: {error}");
     }
 }
 

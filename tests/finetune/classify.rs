@@ -1,4 +1,4 @@
-//! Learning to classify: the initial values of an encoder, its rows, and the independence of padding.
+//! Learning to classify: the initial values of an encoder, its rows, and the independence from padding.
 
 use crate::fixtures::{path, tensors};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -176,7 +176,7 @@ fn data_without_labels_to_learn_is_refused() {
     let refused =
         |name: &str, text: &str| said(labels_of(&[file(&folder, name, text)], &Columns::default()).unwrap_err());
     insta::assert_snapshot!(refused("none.csv", "text,class\nx,1\ny,2\n"), @"DIR/none.csv has no sample to learn from: 2 records (lines 2, 3) could not be used (line 2: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");
-    insta::assert_snapshot!(refused("one.jsonl", "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"y\", \"label\": 1}\n"), @r#"the labels of DIR/one.jsonl cannot be learned: all records have "1"; at least two labels are required"#);
+    insta::assert_snapshot!(refused("one.jsonl", "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"y\", \"label\": 1}\n"), @r#"the labels of DIR/one.jsonl cannot be learned: all records have the label "1"; at least two labels are required"#);
     insta::assert_snapshot!(refused("list.jsonl", "{\"text\": \"x\", \"label\": [0, 1]}\n"), @"DIR/list.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its label is a list, but must be a name or a whole number)");
     insta::assert_snapshot!(refused("real.jsonl", "{\"text\": \"x\", \"label\": 0.25}\n"), @"DIR/real.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its label is 0.25, but must be a name or a whole number)");
     insta::assert_snapshot!(refused("null.jsonl", "{\"text\": \"x\", \"label\": null}\n"), @"DIR/null.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");
@@ -184,7 +184,7 @@ fn data_without_labels_to_learn_is_refused() {
     insta::assert_snapshot!(refused("plain.txt", "some words\n"), @"DIR/plain.txt has no sample to learn from: 1 record (line 1) could not be used (line 1: it is plain text)");
     insta::assert_snapshot!(refused("cut.json", "[{\"text\": "), @"DIR/cut.json has no sample to learn from: 1 record (line 1) could not be used (line 1: the file ends within the list)");
     let many: String = (0..10_002).map(|i| format!("x,{i}\n")).collect();
-    insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; a label must be the class of a text");
+    insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; labels must be classes that texts share");
     // A validation file with a label that training does not have.
     let options = DataOptions { labels: labels(&["no", "yes"]), ..DataOptions::new(TrainingTask::Classify, 16) };
     let source = file(&folder, "val.csv", "text,label\nx,no\ny,maybe\nz,yes\n");
@@ -283,7 +283,7 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     // A classifier for other labels.
     change_weights(dir, |name, tensor| Some((name, tensor)));
     let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
-    insta::assert_snapshot!(base.notes().join("\n"), @"the classifier is initialized randomly (standard deviation 0.02): the model's classifier knows LABEL_0, LABEL_1, LABEL_2, but the data has no, yes");
+    insta::assert_snapshot!(base.notes().join("\n"), @r#"the classifier is initialized randomly (standard deviation 0.02): the model's classifier has the labels "LABEL_0", "LABEL_1", "LABEL_2", but the data has the labels "no", "yes""#);
     same(&base, &["classifier."]);
 }
 
@@ -299,7 +299,7 @@ fn folders_that_are_no_encoder_are_refused() {
     insta::assert_snapshot!(refused(), @"DIR/model.safetensors has no tensor bert.encoder.layer.1.output.dense.bias of shape [48], which the model needs; the file must hold exactly the model's parameters, but it has bert.embeddings.LayerNorm.bias, bert.embeddings.LayerNorm.weight, bert.embeddings.position_embeddings.weight and 37 more");
     change_weights(dir, |name, tensor| Some((name, tensor)));
     change_config(dir, |config| config["num_hidden_layers"] = 1.into());
-    insta::assert_snapshot!(refused(), @"DIR/model.safetensors holds tensors that the model does not have: bert.encoder.layer.1.attention.output.LayerNorm.bias, bert.encoder.layer.1.attention.output.LayerNorm.weight, bert.encoder.layer.1.attention.output.dense.bias, bert.encoder.layer.1.attention.output.dense.weight, bert.encoder.layer.1.attention.self.key.bias, bert.encoder.layer.1.attention.self.key.weight, bert.encoder.layer.1.attention.self.query.bias, bert.encoder.layer.1.attention.self.query.weight and 8 more; is it the file of a different model or size?");
+    insta::assert_snapshot!(refused(), @"DIR/model.safetensors holds tensors that the model does not have: bert.encoder.layer.1.attention.output.LayerNorm.bias, bert.encoder.layer.1.attention.output.LayerNorm.weight, bert.encoder.layer.1.attention.output.dense.bias, bert.encoder.layer.1.attention.output.dense.weight, bert.encoder.layer.1.attention.self.key.bias, bert.encoder.layer.1.attention.self.key.weight, bert.encoder.layer.1.attention.self.query.bias, bert.encoder.layer.1.attention.self.query.weight and 8 more; does it belong to a different model, or to one of a different size?");
     change_config(dir, |config| (config["num_hidden_layers"], config["intermediate_size"]) = (2.into(), 90.into()));
     insta::assert_snapshot!(refused(), @"tensor bert.encoder.layer.0.intermediate.dense.weight in DIR/model.safetensors has shape [96, 48], but DIR/config.json describes one of [90, 48]; take both files from the same model");
     change_config(dir, |config| config["hidden_act"] = "relu".into());
@@ -609,7 +609,7 @@ fn wrong_uses_of_the_task_are_refused_before_a_rank_is_started() {
     insta::assert_snapshot!(refused(&["--data", &data, "--prompt", "x"]), @"zerorun: --prompt is for language models: a classifier does not answer prompts");
     insta::assert_snapshot!(refused(&["--data", &data, "--ctx", "65"]), @"zerorun: --ctx is 65, but must be 2 to 64, the model's context");
     let one = file(&folder, "one.csv", "text,label\nx,a\ny,a\n").path;
-    insta::assert_snapshot!(refused(&["--data", one.to_str().unwrap()]), @r#"zerorun: the labels of DIR/one.csv cannot be learned: all records have "a"; at least two labels are required"#);
+    insta::assert_snapshot!(refused(&["--data", one.to_str().unwrap()]), @r#"zerorun: the labels of DIR/one.csv cannot be learned: all records have the label "a"; at least two labels are required"#);
     let none = file(&folder, "none.csv", "text,sort\nx,a\ny,b\n").path;
     insta::assert_snapshot!(refused(&["--data", none.to_str().unwrap()]), @"zerorun: DIR/none.csv has no sample to learn from: 2 records (lines 2, 3) could not be used (line 2: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");
     let other = file(&folder, "other.csv", "text,label\nx,neutral\n").path;

@@ -16,7 +16,7 @@ pub const TOKEN: &str = "hf_right";
 /// The faults of the server.
 #[derive(Debug, Clone, Default)]
 pub struct Faults {
-    /// The file ("" for the list) about which every request is refused, with the status, code and message of the
+    /// The file ("" for the list) for which every request is refused, with the status, code and message of the
     /// answer.
     pub refused: Option<(&'static str, u16, &'static str, &'static str)>,
     /// The positions in the file at which answers with the weights end, one after another.

@@ -31,7 +31,7 @@ fn meeting(folder: &Path, rank: usize, world: usize, port: u16, timeout: &str) -
 }
 
 #[test]
-#[ignore = "what the next tests start on each rank"]
+#[ignore = "started on each rank by the tests below"]
 fn as_a_rank() {
     let Some(folder) = std::env::var_os(FOLDER) else { return };
     let env = RankEnv::from_env().unwrap();
@@ -143,7 +143,7 @@ fn ranks_that_are_told_different_worlds_end_at_once() {
 fn a_rank_that_ends_before_all_are_there_is_named_to_those_that_wait() {
     let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
     let [first, mut second] = [0, 1].map(|rank| meeting(folder.path(), rank, 3, port, "60000"));
-    // Both must be there: rank 0 has a connection.
+    // Both sockets must exist: rank 0's listener and its connection to rank 1.
     let named = format!("port {port}");
     wait_up_to(Duration::from_secs(20), "the meeting", || {
         let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();

@@ -123,7 +123,7 @@ fn configurations_that_cannot_be_read() {
     exit status: 1
     "#);
     insta::assert_snapshot!(folder.mistake("--ds_config broken.json"), @r#"
-    error: broken.json: line 3, column 25: expected a JSON value of `type` (text must be in double quotes; an unquoted string is the rest of its line, which contains a bracket here), found `AdamW`
+    error: broken.json: line 3, column 25: expected a JSON value for `type` (text must be in double quotes; an unquoted string extends to the end of its line, and this line contains a bracket), found `AdamW`
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -157,12 +157,12 @@ fn configurations_that_break_rules() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake(json!({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2})), @r#"
-    error: bad.json: line 9, column 3: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 4 != 3 * 2 * 1; with the other two, train_batch_size 6 fits
+    error: bad.json: line 9, column 3: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 4 != 3 * 2 * 1; with the other two values, train_batch_size must be 6
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake(json!({"fp16": {"enabled": true}, "bf16": {"enabled": true}})), @r#"
-    error: bad.json: line 3, column 5: `bf16.enabled`: bf16 (bfloat16) and fp16 are both enabled but exclude each other: disable one of them
+    error: bad.json: line 3, column 5: `bf16.enabled`: bf16 (bfloat16) and fp16 are both enabled, but they are mutually exclusive: disable one of them
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -172,7 +172,7 @@ fn configurations_that_break_rules() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake(json!({"optimizer": {"type": "AdamX", "params": {"lr": -1.0}}})), @r#"
-    error: bad.json: line 6, column 5: `optimizer.type`: "AdamX" is unknown: use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, Adam8bit, AdamW8bit, Lion8bit. Did you mean "AdamW"?
+    error: bad.json: line 6, column 5: `optimizer.type`: "AdamX" is unknown: use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, Adam8bit, AdamW8bit or Lion8bit. Did you mean "AdamW"?
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -199,7 +199,7 @@ fn data_that_cannot_be_used() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("short.txt"), @r#"
-    error: short.txt has 8 tokens; a sample of context 8 needs 10: use more data or a shorter context
+    error: short.txt has 8 tokens; a sample with a context length of 8 needs 10: use more data or a shorter context
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -214,7 +214,7 @@ fn data_that_cannot_be_used() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("tokens.u16"), @r#"
-    error: token 256 at position 7 of tokens.u16 is outside the model's vocabulary of 256; allowed is 0 to 255: use data of that vocabulary, or a model with a vocabulary of 257 or more
+    error: token 256 at position 7 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255): use data with that vocabulary, or a model with a vocabulary of 257 or more
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -257,7 +257,7 @@ fn models_that_there_are_not() {
     "#);
     folder.write("huge.json", config(json!({"train_batch_size": 1_000_000_000_000u64})).to_string());
     insta::assert_snapshot!(folder.mistake("--ds_config huge.json"), @r#"
-    error: huge.json: line 1, column 53: `train_batch_size`: 1000000000000 samples per step on 1 rank are 1000000000000 per rank and pass; at most 4294967296 is possible: set gradient_accumulation_steps, or use a smaller batch
+    error: huge.json: line 1, column 53: `train_batch_size`: 1000000000000 samples per step on 1 rank are 1000000000000 per rank in each forward pass; the maximum is 4294967296: set gradient_accumulation_steps, or use a smaller batch
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -269,7 +269,7 @@ fn models_that_there_are_not() {
         "{warning}"
     );
     insta::assert_snapshot!(error, @r#"
-    error: parameter wte.weight starts with 70368744161280 elements on this rank, for which the system has no memory; use a smaller model, or more ranks at stage 3
+    error: the system does not have enough memory for the 70368744161280 elements of parameter wte.weight on this rank; use a smaller model, or more ranks at stage 3
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -332,7 +332,7 @@ fn weights_that_do_not_fit() {
     let ok = folder.run(1, "--ds_config ok.json --n_layer 3 --export deep.safetensors", "0");
     assert!(ok.status.success(), "{}", stderr(&ok));
     insta::assert_snapshot!(mistake("deep.safetensors"), @r#"
-    error: deep.safetensors holds tensors that the model does not have: h.1.attn.c_attn.bias, h.1.attn.c_attn.weight, h.1.attn.c_proj.bias, h.1.attn.c_proj.weight, h.1.ln_1.bias, h.1.ln_1.weight, h.1.ln_2.bias, h.1.ln_2.weight and 16 more; is it the file of a different model or size?
+    error: deep.safetensors holds tensors that the model does not have: h.1.attn.c_attn.bias, h.1.attn.c_attn.weight, h.1.attn.c_proj.bias, h.1.attn.c_proj.weight, h.1.ln_1.bias, h.1.ln_1.weight, h.1.ln_2.bias, h.1.ln_2.weight and 16 more; does it belong to a different model, or to one of a different size?
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -395,7 +395,7 @@ fn a_timeline_that_cannot_be_written_in_the_end_does_not_make_the_job_one_that_f
     assert!(output.status.success(), "{}", stderr(&output));
     let errors = stderr(&output);
     assert!(
-        errors.contains("cannot write the timeline") && errors.contains("the records of the ranks stay in"),
+        errors.contains("cannot write the timeline") && errors.contains("the ranks' records remain in"),
         "{errors}"
     );
 }
@@ -426,10 +426,10 @@ fn with_several_ranks_the_last_lines_tell_the_cause() {
     let tokens: Vec<u8> = (0..100u16).flat_map(|i| (if i == 27 { 256 } else { i }).to_le_bytes()).collect();
     folder.write("tokens.u16", tokens);
     insta::assert_snapshot!(any_rank(folder.mistake_of_two("--ds_config ok.json --order sequential --data tokens.u16")), @r#"
-    [rank 0] error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256; allowed is 0 to 255: use data of that vocabulary, or a model with a vocabulary of 257 or more
-    [rank 0] error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256; allowed is 0 to 255: use data of that vocabulary, or a model with a vocabulary of 257 or more
+    [rank 0] error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255): use data with that vocabulary, or a model with a vocabulary of 257 or more
+    [rank 0] error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255): use data with that vocabulary, or a model with a vocabulary of 257 or more
     zerorun: rank 0 failed first: it ended with exit code 1 after T s
-    zerorun:   | error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256; allowed is 0 to 255: use data of that vocabulary, or a model with a vocabulary of 257 or more
+    zerorun:   | error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255): use data with that vocabulary, or a model with a vocabulary of 257 or more
     zerorun:   rank 0: ended with exit code 1 by itself
     exit status: 1
     "#);

@@ -35,7 +35,7 @@ fn engine(seed: u64, config: Value) -> candle_zero::Result<Engine<candle_nn::Lin
 }
 
 #[test]
-#[ignore = "what the next tests start on each rank"]
+#[ignore = "started on each rank by the tests below"]
 fn as_a_rank() {
     let Ok(role) = std::env::var("LAUNCH_TEST_ROLE") else { return };
     let rank = std::env::var("RANK").unwrap();

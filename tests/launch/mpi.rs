@@ -591,9 +591,9 @@ fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
     println!("rank {rank} of {world} has the same bits");
 }
 
-/// The program that the next tests start on each rank.
+/// The program that the tests below start on each rank.
 #[test]
-#[ignore = "what the next tests start on each rank"]
+#[ignore = "started on each rank by the tests below"]
 fn as_a_rank() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let comm = match comm::from_env(&RankEnv::from_env().unwrap()) {

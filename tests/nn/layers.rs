@@ -181,7 +181,7 @@ fn cases() -> Vec<Case> {
     all
 }
 
-/// The additions in decoders of published checkpoints: capped scores and logits, windows, packed rows, norms of heads.
+/// Features that decoders of published checkpoints add: capped scores and logits, windows, packed rows, norms of heads.
 fn cases_of_fine_tuning() -> Vec<Case> {
     let mut all = Vec::new();
     let usual = AttentionOptions::default();
@@ -243,13 +243,13 @@ fn cases_of_fine_tuning() -> Vec<Case> {
     let sum = move |logits: &Tensor| composed::log_probabilities(logits, &j, Some(1.7))?.sum_all()? / -5.0;
     let (also, targets) = (sum.clone(), i.clone());
     all.push(case(
-        "cross_entropy of bound logits",
+        "cross_entropy of capped logits",
         &[&[2, 9, 11]],
         move |a| nn::cross_entropy_with(&(&a[0] * 4.0)?, &i, options),
         move |a| sum(&(&a[0] * 4.0)?),
     ));
     all.push(rounding_on_the_way(case(
-        "linear_cross_entropy of bound logits",
+        "linear_cross_entropy of capped logits",
         &[&[2, 9, 5], &[11, 5]],
         move |a| nn::linear_cross_entropy_with(&a[0], &a[1], WeightLayout::OutIn, &targets, options),
         move |a| also(&composed::linear(&a[0], &a[1], None, WeightLayout::OutIn)?),
@@ -332,7 +332,8 @@ fn f16_values_and_gradients_are_rounded_once() {
 #[test]
 fn gradients_are_the_slopes_of_the_values() {
     let step = 2f32.powi(-7);
-    // A maximum has no slope where another element is nearer than a step: `grids` has its own numbers for that.
+    // Finite differences of a maximum are wrong if another element is closer to it than the step. So
+    // max_pool2d is tested in `grids`, with suitable numbers.
     for case in cases().into_iter().filter(|case| !case.name.starts_with("max_pool2d")) {
         let args: Vec<Tensor> = (0..).zip(&case.shapes).map(|(i, s)| tensor(s, i, DType::F32)).collect();
         let weights = {

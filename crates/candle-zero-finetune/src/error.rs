@@ -134,7 +134,7 @@ pub enum FinetuneError {
         allowed: String,
     },
     /// A tensor of a GGUF file in an unsupported format.
-    #[error("tensor {name} in {} has type {found}; supported are {allowed}", path.display())]
+    #[error("tensor {name} in {} has type {found}; the supported types are {allowed}", path.display())]
     GgufDtype {
         /// The file.
         path: PathBuf,
@@ -285,8 +285,7 @@ pub enum FinetuneError {
     },
     /// A data file of an unknown format.
     #[error(
-        "{} has no known extension; allowed are .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt and .md: rename or \
-         convert it",
+        "{} has no known extension (.jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt or .md): rename or convert it",
         path.display()
     )]
     UnknownFormat {

@@ -645,7 +645,7 @@ mod tests {
         zerorun: the following required arguments were not provided:
           --bind_cores_to_rank
         ");
-        insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list 0,2-6,5-9 x.rs"), @"zerorun: invalid value '0,2-6,5-9' for '--bind_core_list <LIST>': `5-9` in the core list `0,2-6,5-9` is not above core 6 before it; write each core once, in ascending order");
+        insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list 0,2-6,5-9 x.rs"), @"zerorun: invalid value '0,2-6,5-9' for '--bind_core_list <LIST>': `5-9` in the core list `0,2-6,5-9` does not begin above the preceding core, 6; write each core once, in ascending order");
         insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list some x.rs"), @"zerorun: invalid value 'some' for '--bind_core_list <LIST>': `some` in the core list `some` is neither a core nor a range of cores; write numbers below 65536 or FIRST-LAST, for example 0,2-4");
         insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list 6-2 x.rs"), @"zerorun: invalid value '6-2' for '--bind_core_list <LIST>': the range of cores `6-2` ends before it starts; write 2-6");
     }

@@ -56,7 +56,7 @@ impl HostIdentity {
     }
 }
 
-/// Returns a text as MAX_NAME_BYTES bytes, truncated or padded with zeros.
+/// Returns a string as MAX_NAME_BYTES bytes, truncated or padded with zeros.
 fn fixed(text: &str) -> Vec<u8> {
     let mut bytes = text.as_bytes().to_vec();
     bytes.resize(MAX_NAME_BYTES, 0);
@@ -173,7 +173,7 @@ pub(super) fn share_region(link: &MpiLink, hosts: &HostTopology, rank: usize) ->
             SharedMemoryRegion::open(OwnedFd::from(file), here.len())?
         }
     };
-    // The first rank must not end, which closes its descriptor, before all others have opened theirs.
+    // The first rank must not end before all others have opened its descriptor, because ending closes it.
     link.gather(&[0])?;
     Ok(Arc::new(region))
 }

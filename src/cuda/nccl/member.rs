@@ -222,8 +222,9 @@ impl NcclMember {
 impl Drop for NcclMember {
     fn drop(&mut self) {
         let Some(OwnedNcclComm(comm)) = lock(&self.state).comm.take() else { return };
-        // SAFETY: an existing communicator, taken out of its only place. Destroying it is quick if no collective of
-        // others is in progress; if collectives have not ended, a peer has failed or this rank panics, aborting it is.
+        // SAFETY: an existing communicator, taken out of its only place. If no collective is in progress, destroying it
+        // is quick. If collectives have not ended, if a peer has failed or if this rank panics, it is aborted, which is
+        // quick too.
         unsafe {
             match std::thread::panicking() || self.leave(comm).is_err() {
                 false => (self.library.destroy)(comm),
@@ -233,7 +234,7 @@ impl Drop for NcclMember {
     }
 }
 
-/// A launch, which has the communicator for one thread only.
+/// A launch. It holds the lock of the communicator, so that no other thread uses it.
 pub(super) struct NcclLaunch<'a> {
     pub member: &'a NcclMember,
     state: MutexGuard<'a, NcclCommState>,

@@ -81,7 +81,7 @@ pub(crate) trait SimdVector: Copy {
     unsafe fn max(self, other: Self) -> Self;
 
     /// Returns 2 to the power of every number x, with a relative error of at most 3e-7 + 1e-7 |x|, and NaN for NaN.
-    /// Subnormal results may be 0, and results from 2^127.5 on may be infinity.
+    /// Subnormal results may be 0, and results of 2^127.5 and above may be infinity.
     unsafe fn exp2(self) -> Self;
 
     /// Returns the lanes of `self` from lane `lane` on, and those of `other` before it.

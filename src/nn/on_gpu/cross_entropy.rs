@@ -1,4 +1,4 @@
-//! The cross entropy against target classes, of logits, and of hidden states through an output projection.
+//! The cross entropy with target classes, computed from logits or from hidden states and an output projection.
 //!
 //! ```text
 //!   hidden states --(rows that count)--> chunk --(product)--> logits --(kernel)--> losses, and the logits' memory becomes their

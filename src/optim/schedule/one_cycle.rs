@@ -2,7 +2,7 @@
 
 use crate::config::OneCycleConfig;
 
-/// The beta2 while the momentum cycles, whatever the optimizer's own.
+/// The value of beta2 while the momentum cycles, whatever the optimizer's own value is.
 const BETA2: f64 = 0.99;
 
 /// The phase of the schedule at a value of the counter.
@@ -27,7 +27,7 @@ pub(super) fn lr(config: &OneCycleConfig, group: usize, it: f64) -> f64 {
 pub(super) fn betas(config: &OneCycleConfig, it: f64) -> Option<(f64, f64)> {
     let OneCycleConfig { cycle_min_mom: min, cycle_max_mom: max, decay_mom_rate, cycle_momentum, .. } = *config;
     let beta1 = match phase(config, it) {
-        // The constructor sets the minimum momentum, although the rate is at its minimum too.
+        // DeepSpeed's constructor sets the minimum momentum, although the rate is at its minimum too.
         _ if it < 0.0 => min,
         OneCyclePhase::Cycle(height) => max - (max - min) * height,
         OneCyclePhase::Decay(k) => max * (1.0 + decay_mom_rate * k),

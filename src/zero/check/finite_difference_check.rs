@@ -7,7 +7,7 @@
 //!              a parameter has its gradient g: g times half of the difference between its moved values
 //! ```
 //!
-//! If every operation's backward is correct, each of these sums is the change of the loss along one direction. The sums
+//! If every operation's backward is correct, each of these sums is the change in the loss along one direction. The sums
 //! need no collectives beyond those of two more forward passes.
 
 use super::gradient_check_state::{GradientCheckState, MeasuredGradients, Perturbation};

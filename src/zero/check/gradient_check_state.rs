@@ -79,7 +79,7 @@ pub(super) struct GradientCheckState {
     pub(super) unprobed: bool,
 }
 
-/// The change of an output, or of the loss, along a direction.
+/// The change in an output, or in the loss, along a direction.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct DirectionalChange {
     /// Half of the difference between the two moves.
@@ -92,14 +92,14 @@ pub(crate) struct DirectionalChange {
     pub noise: f64,
 }
 
-/// The change of an output when groups of parameters are moved.
+/// The change in an output when groups of parameters are moved.
 pub(crate) struct OutputProbe {
     pub groups: Vec<OutputDifference>,
     /// The absolute rounding error of the output's format at its largest element.
     pub rounding: f64,
 }
 
-/// The change of an output's elements along one direction.
+/// The change in an output's elements along one direction.
 #[derive(Default)]
 pub(crate) struct OutputDifference {
     /// Half of the difference between the two moves.

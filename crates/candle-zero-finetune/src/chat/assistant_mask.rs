@@ -5,11 +5,11 @@
 //! a user's message. Therefore, contents are traced: in a second rendering, they contain private-use characters of
 //! Unicode. If the two texts are otherwise equal, these characters show where each content begins and ends. From there:
 //!
-//! - An answer begins after the first header of an answer that follows the previous message. The template itself
-//!   defines the header: it is the text that `add_generation_prompt` adds, or the text between a question and its
+//! - An answer begins after the first answer header that follows the previous message. The template itself defines
+//!   this header: it is the text that `add_generation_prompt` adds, or the text between a question and its
 //!   answer in a probe.
 //! - An answer ends with the first special token after its content, preferably the one that ends the probe's answer. If
-//!   the template's answers end with other text, they end with that text.
+//!   the template ends answers with ordinary text instead, an answer ends with that text.
 //!
 //! If the template has generation markers, they define the answers. The contents then show which message a marked range
 //! belongs to. Both methods also find the texts of a message that the rendered text omits ([`super::omitted_texts`]).
@@ -24,8 +24,8 @@ pub(super) const GENERATION_MARKERS: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
 
 /// Renders a conversation as text.
 pub(super) trait ChatRenderer {
-    /// Returns the text of `messages` in place of the conversation's messages, with generation markers marked if
-    /// `marked`.
+    /// Renders the conversation with `messages` instead of its own messages. If `marked`, the text shows where the
+    /// generation markers are.
     fn render_messages(
         &self,
         messages: &[Value],
@@ -301,7 +301,7 @@ impl MessageSpans {
     }
 }
 
-/// The position in the text of an end of a message's content or of a part of it.
+/// The position in the rendered text at which a message's content, or a part of it, begins or ends.
 #[derive(Debug, Clone, Copy)]
 struct MessageBoundary {
     message: usize,
@@ -395,7 +395,7 @@ impl MarkedText {
         }
     }
 
-    /// Returns whether any end of the text is in the rendered text.
+    /// Returns whether either end of the text is in the rendered text.
     pub(super) fn is_there(&self) -> bool {
         self.found.iter().any(Option::is_some)
     }

@@ -70,7 +70,8 @@ impl TemplateCapabilities {
         })
     }
 
-    /// Returns whether arguments of a call are texts that stay texts although the template writes them as JSON.
+    /// Returns whether a call's arguments are a string that stays a string, although the template writes arguments as
+    /// JSON.
     pub(super) fn keeps_text(self, message: &Value) -> bool {
         let calls = field(message, "tool_calls");
         let is_text = |call: Value| {

@@ -83,7 +83,7 @@ const COLUMN_ROLES: [&str; 15] = [
     "weight",
 ];
 
-/// The roles of the columns of data files that have different names.
+/// The roles of data columns whose names differ from the known ones.
 ///
 /// ```
 /// use candle_zero_finetune::Columns;
@@ -117,17 +117,24 @@ impl FromStr for Columns {
                 continue;
             }
             let Some(role) = COLUMN_ROLES.into_iter().find(|known| *known == role) else {
-                return refused(part, format!("NAME=COLUMN, where NAME is one of {}, ignore", COLUMN_ROLES.join(", ")));
+                return refused(
+                    part,
+                    format!("NAME=COLUMN, where NAME is one of {} or ignore", COLUMN_ROLES.join(", ")),
+                );
             };
             if let Some((_, first)) = columns.named.iter().find(|(other, _)| *other == role) {
-                return refused(text, format!("one column for each name; {role} is both {first} and {name}"));
+                return refused(
+                    text,
+                    format!("pairs with different names; {role} is given twice, as {first} and as {name}"),
+                );
             }
             columns.named.push((role, name.into()));
         }
         match columns.named.iter().find(|(_, name)| columns.ignored.contains(name)) {
-            Some((role, name)) => {
-                refused(text, format!("either a name for each column or ignore; {name} is also {role}"))
-            }
+            Some((role, name)) => refused(
+                text,
+                format!("pairs that either name a column or ignore it; {name} is both ignored and named {role}"),
+            ),
             None => Ok(columns),
         }
     }
@@ -143,7 +150,7 @@ impl Columns {
         (!is_taken && !self.hides(role)).then_some(role)
     }
 
-    /// Returns the user's name of the column that is read as `role`.
+    /// Returns the user's name for the column that is read as `role`.
     pub(super) fn named_as(&self, role: &str) -> Option<&str> {
         self.named.iter().find(|(known, _)| *known == role).map(|(_, name)| name.as_str())
     }
@@ -190,7 +197,7 @@ impl Columns {
         self.is_key(name) || others.iter().any(|names| names.contains(&name)) && !self.is_ignored(name)
     }
 
-    /// Returns the option to write for other names, for messages.
+    /// Returns advice for messages: the option that maps columns with other names.
     pub(super) fn hint(keys: &[String]) -> String {
         let has =
             |names: &[&str]| names.iter().find(|name| keys.iter().any(|key| key == *name)).map(ToString::to_string);

@@ -218,10 +218,10 @@ impl QuoteTracker {
         };
         let end = match closed {
             None => "is not closed before the end of the file".to_string(),
-            Some(line) => format!("closes in line {line} before other text"),
+            Some(line) => format!("closes on line {line} before other text"),
         };
         Some(format!(
-            "a quote that opens in line {opened} {end}, so the lines in between are one field; remove it, or double \
+            "a quote that opens on line {opened} {end}, so the lines in between are one field; remove it, or double \
              each quote within a quoted field"
         ))
     }

@@ -136,16 +136,16 @@ impl DataReport {
         let kinds = [
             (&self.broken, "could not be used"),
             (&self.empty_answers, "have an empty answer, of which only the end is learned"),
-            (&self.truncated, "are longer than the context, truncated after all targets"),
+            (&self.truncated, "are longer than the context and lost text, but no targets"),
             (&self.truncated_targets, "are longer than the context and lost targets"),
             (&self.targets_beyond, "were omitted because all targets are beyond the context"),
             (&self.without_target, "were omitted because there is nothing to predict"),
             (&self.dropped, "were omitted for being longer than the context"),
-            (&self.cut, "are longer than the context, split into pieces"),
+            (&self.cut, "were split into pieces for being longer than the context"),
             (
                 &self.endless,
-                "have an answer whose end is not learned, because neither template nor tokenizer has a text or token \
-                 for it",
+                "have an answer whose end is not learned, because neither the template nor the tokenizer has a text or \
+                 token for it",
             ),
         ];
         let remarks = self.remarks.iter().map(|(what, lines)| (lines, what.as_str()));
@@ -194,7 +194,8 @@ impl RecordLines {
         self.count == 0
     }
 
-    /// Returns a sentence about the records. `what` is its rest, beginning with the verb in the plural.
+    /// Returns a sentence about the records. `what` is the rest of the sentence, beginning with the verb in
+    /// the plural.
     fn sentence(&self, unit: &str, what: &str) -> String {
         let (verb, rest) = what.split_once(' ').unwrap_or((what, ""));
         let verb = match verb {

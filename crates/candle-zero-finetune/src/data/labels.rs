@@ -51,7 +51,7 @@ pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
             if labels.len() > MAX_LABELS {
                 return refused(
                     &source.path,
-                    format!("there are more than {MAX_LABELS}; a label must be the class of a text"),
+                    format!("there are more than {MAX_LABELS}; labels must be classes that texts share"),
                 );
             }
         }
@@ -73,7 +73,7 @@ pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
             ),
         ),
         [] => Err(FinetuneError::NoSamples { path, reason: report.why_nothing() }.into()),
-        [only] => refused(&path, format!("all records have {only:?}; at least two labels are required")),
+        [only] => refused(&path, format!("all records have the label {only:?}; at least two labels are required")),
         _ => Ok(labels),
     }
 }

@@ -211,8 +211,8 @@ fn check_type(field: &Type, path: &str) -> Result<(), String> {
     let info = field.get_basic_info();
     let refused = |what: &str| {
         Err(format!(
-            "column {path} is {what}; supported are strings, numbers, Booleans, and lists, structs and maps of these: \
-             write it as one of them, or omit it"
+            "column {path} is {what}; only strings, numbers, Booleans, and lists, structs and maps of these are \
+             supported: write it as one of them, or omit it"
         ))
     };
     if let Type::PrimitiveType { physical_type, .. } = field {
@@ -269,8 +269,8 @@ fn check_groups(metadata: &ParquetMetaData, columns: &SchemaDescriptor) -> Resul
                 let codec = column.compression().to_string();
                 let codec = codec.split('(').next().unwrap_or_default();
                 return Err(format!(
-                    "column {path} is compressed with {codec}; supported are SNAPPY, GZIP, ZSTD, LZ4 and none: write \
-                     it with one of these"
+                    "column {path} is compressed with {codec}, which is not supported: write it with SNAPPY, GZIP, ZSTD, \
+                     LZ4 or no compression"
                 ));
             }
             // A row has a value in each column, which may be null.

@@ -129,7 +129,7 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
 }
 
 /// Returns whether a beginning without a byte order mark looks like UTF-16 or UTF-32 text: it soon contains zeros, as
-/// ASCII text does in these encodings, and no character that is zero itself. Zeros without other bytes are not text.
+/// ASCII text does in these encodings, and no character that is itself zero. Zeros without other bytes are not text.
 fn is_wide(head: &[u8]) -> bool {
     let head = &head[..head.len().min(32)];
     let (pairs, fours) = (|| head.chunks_exact(2), || head.chunks_exact(4));
@@ -383,13 +383,13 @@ mod tests {
         };
         holds(
             &refused("x.csv", rows("a,\"b")),
-            "a quote that opens in line 6 is not closed before the end of the file",
+            "a quote that opens on line 6 is not closed before the end of the file",
         );
         holds(
             &refused("x.csv", rows("a,\"b\nc,d\ne,\"f\"")),
-            "a quote that opens in line 6 closes in line 8 before other text",
+            "a quote that opens on line 6 closes on line 8 before other text",
         );
-        holds(&refused("x.csv", "\"prompt,completion\na,b\n"), "a quote that opens in line 1 is not closed");
+        holds(&refused("x.csv", "\"prompt,completion\na,b\n"), "a quote that opens on line 1 is not closed");
         holds(&refused("x.csv", "prompt,prompt\na,b\n"), "two columns are named");
         let one = records("x.csv", &rows("a,\"b\" c"));
         assert_eq!(one.len(), 9);

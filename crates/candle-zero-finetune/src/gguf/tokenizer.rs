@@ -254,7 +254,7 @@ impl<'a> GgufVocabulary<'a> {
                 let kind = kinds.and_then(|kinds| integer(&kinds[id])).unwrap_or(NORMAL);
                 Ok((text.as_str(), kind))
             }
-            _ => Err(gguf.refuse(TOKENS, format!("not a string at {id}"), "strings")),
+            _ => Err(gguf.refuse(TOKENS, format!("a list whose entry {id} is not a string"), "a list of strings")),
         };
         Ok(Self { gguf, tokens: texts.iter().enumerate().map(token).collect::<Result<_>>()? })
     }
@@ -297,9 +297,13 @@ impl<'a> GgufVocabulary<'a> {
         let merge = |(at, merge): (usize, &Value)| match merge {
             Value::String(text) => match text.split_once(' ') {
                 Some((a, b)) if vocab.contains_key(a) && vocab.contains_key(b) => Ok(json!([a, b])),
-                _ => Err(self.gguf.refuse(MERGES, format!("{text:?} at {at}"), "two tokens with a space between them")),
+                _ => Err(self.gguf.refuse(
+                    &format!("entry {at} of {MERGES}"),
+                    format!("{text:?}"),
+                    "two tokens with a space between them",
+                )),
             },
-            _ => Err(self.gguf.refuse(MERGES, format!("not a string at {at}"), "strings")),
+            _ => Err(self.gguf.refuse(MERGES, format!("a list whose entry {at} is not a string"), "a list of strings")),
         };
         let merges = merges.iter().enumerate().map(merge).collect::<Result<Vec<_>>>()?;
         let is_llama3 = matches!(name, "llama3" | "llama-v3" | "llama-bpe");
@@ -327,7 +331,7 @@ impl<'a> GgufVocabulary<'a> {
         }
         let score = |id: usize| match &scores[id] {
             Value::F32(score) if !score.is_nan() => Ok(*score),
-            _ => Err(self.gguf.refuse(SCORES, format!("not a number at {id}"), "numbers")),
+            _ => Err(self.gguf.refuse(SCORES, format!("a list whose entry {id} is not a number"), "a list of numbers")),
         };
         let unknown = self.tokens.iter().find(|(_, kind)| *kind == UNKNOWN).map(|(text, _)| *text);
         let adds_space =

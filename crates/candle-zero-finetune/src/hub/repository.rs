@@ -25,7 +25,7 @@ const DEFAULT_REVISION: &str = "main";
 const MAX_NAME_BYTES: usize = 96;
 
 impl Repository {
-    /// Returns the repository that a text names, or `None` if the text can only be a path.
+    /// Returns the repository that a string names, or `None` if the string can only be a path.
     ///
     /// ```
     /// use candle_zero_finetune::hub::Repository;
@@ -60,7 +60,7 @@ impl fmt::Display for Repository {
     }
 }
 
-/// Returns whether a text may be a component of a name. It must also be safe as a file or folder name and in an
+/// Returns whether a string may be a component of a name. It must also be safe as a file or folder name and in an
 /// address.
 pub(super) fn is_part(text: &str) -> bool {
     let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);

@@ -178,8 +178,16 @@ fn known_labels(files: &WeightFiles, config: &BertConfig, labels: &[String]) -> 
     let numbers: Vec<String> = (0..names.len()).map(|number| number.to_string()).collect();
     match [names, &numbers].into_iter().find(|known| labels.iter().all(|label| known.contains(label))) {
         Some(known) => Ok(known.clone()),
-        None => Err(format!("the model's classifier knows {}, but the data has {}", list(names), list(labels))),
+        None => Err(format!(
+            "the model's classifier has the labels {}, but the data has the labels {}",
+            list(&quoted(names)),
+            list(&quoted(labels))
+        )),
     }
+}
+
+fn quoted(labels: &[String]) -> Vec<String> {
+    labels.iter().map(|label| format!("{label:?}")).collect()
 }
 
 /// Changes the description to that of a classifier of these classes.

@@ -1,4 +1,4 @@
-//! Low-rank adapters in PEFT's files.
+//! Low-rank adapters in PEFT's file format.
 //!
 //! | file | content |
 //! |---|---|

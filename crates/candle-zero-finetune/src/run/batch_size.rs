@@ -41,7 +41,7 @@ impl BatchSizing {
         let groups = data.len() / data.group();
         let full = Batches::count_rows(data, packing, order);
         let rows = (full / MIN_STEPS_PER_EPOCH).clamp(1, MAX_ROWS_PER_STEP);
-        // The largest power of two that is not greater.
+        // The largest power of two that is not greater than `rows`.
         let rows = (1usize << rows.ilog2()).next_multiple_of(unit);
         let rows = remembered.filter(|rows| rows.is_multiple_of(unit)).unwrap_or(rows);
         let wanted = groups.min(rows.saturating_mul(MIN_STEPS_PER_EPOCH));

@@ -7,7 +7,7 @@
 //! | `plan.rs`, `engine_config.rs`, `batch_size.rs`, `learning_rate.rs` | engine configuration, batches and steps |
 //! | `memory_fit.rs`, `auto_offload.rs` | the ZeRO stage and the offload that fit into memory |
 //! | `fine_tune.rs`, `step_report.rs` | the steps, validations and checkpoints; the report of a step |
-//! | `objective.rs`, `classification_batch.rs`, `classification_scores.rs` | losses, and the measurements of a validation |
+//! | `objective.rs`, `classification_batch.rs`, `classification_scores.rs` | losses and validation metrics |
 //! | `run_identity.rs` | whether a checkpoint belongs to the same run |
 //! | `export.rs`, `model_card.rs` | the files of the result |
 

@@ -217,7 +217,7 @@ pub struct Options {
     /// Whether the run continues from a checkpoint that was saved with other settings. Default: false; the checkpoint
     /// is refused and the error lists the differences.
     pub resume_anyway: bool,
-    /// The seed of adapters, order and dropout. Default: 42.
+    /// The seed for the initial adapters, the order and dropout. Default: 42.
     pub seed: u64,
     /// Whether blocks are recomputed in backward instead of keeping their activations. Default: chosen from the
     /// available memory; with a DeepSpeed configuration, false.

@@ -2,7 +2,7 @@
 //!
 //! `zerorun train.rs` takes these steps. `script` finds the package that the file belongs to, or generates one
 //! (`script_package`; its manifest may be at the top of the code, see `frontmatter`). `cargo_build` builds the
-//! executable with cargo. `ranks` starts it N times, carries its output (`rank_output`, `stderr_tail`) and its signals
+//! executable with cargo. `ranks` starts it N times, passes on its output (`rank_output`, `stderr_tail`) and signals
 //! (`signals`), and stops everything when a rank fails (`failure_report`). `restarts` decides whether it starts again.
 //! Output of `zerorun` itself goes through `console`. `core_binding` gives each rank its own cores. `hosts` computes
 //! which ranks run on which host. `nodes` starts and connects the launchers of several hosts, or starts their ranks
@@ -19,7 +19,7 @@ pub(crate) mod failure_report;
 mod frontmatter;
 #[allow(
     dead_code,
-    reason = "the arguments of DeepSpeed's node launcher and of its starters are computed only for the recorded cases"
+    reason = "the arguments of DeepSpeed's node launcher and multi-node runners are computed only for recorded cases"
 )]
 pub(crate) mod hosts;
 pub(crate) mod mpirun;
@@ -85,7 +85,7 @@ pub(crate) struct LaunchOptions {
     pub(crate) script_args: Vec<OsString>,
 }
 
-/// Builds the script and runs its ranks to their end. Returns the exit code.
+/// Builds the script and runs its ranks until they end. Returns the exit code.
 ///
 /// Must be called on the main thread: the kernel kills the ranks when the thread that started them ends.
 pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {

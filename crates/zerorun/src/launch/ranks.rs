@@ -162,7 +162,7 @@ pub(crate) struct RunFailure {
     pub(crate) asked: Option<Signal>,
 }
 
-/// Runs the ranks to their end. Must be called on the main thread.
+/// Runs the ranks until they end. Must be called on the main thread.
 pub(crate) fn run(job: &LocalJob, events: &Receiver<LauncherEvent>) -> Result<RunEnd> {
     let region = SharedMemoryRegion::create(job.world)?;
     let mut output =

@@ -66,7 +66,7 @@ const EXTENSIONS: [&str; 5] = ["jsonl", "json", "csv", "tsv", "txt"];
 /// The task and the template for which data is read.
 pub(super) struct DataKind {
     task: TrainingTask,
-    /// The template's index; the one after the last template's means none.
+    /// The template's index; one past the last template's index means no template.
     template: usize,
 }
 

@@ -318,13 +318,14 @@ pub enum HostsError {
     /// The number of hosts is unknown.
     #[error(
         "--nnodes auto cannot determine the number of hosts: zerorun was not started by mpirun, srun or jsrun, or \
-         they did not set it; give the number"
+         the variable that contains the number is not set; give the number"
     )]
     NodesUnknown,
     /// The number of processes that another launcher has started differs from the number of hosts.
     #[error(
         "--nnodes is {nodes} but {by} is {found}: start zerorun once on each host (mpirun --map-by ppr:1:node, mpirun \
-         -ppn 1, srun --ntasks-per-node=1), and give --nnodes that number, or give this host's number as --node_rank"
+         -ppn 1, srun --ntasks-per-node=1) and set --nnodes to the number of hosts, or give this host's number as \
+         --node_rank"
     )]
     NodesDiffer {
         /// `--nnodes`.
@@ -478,8 +479,8 @@ pub enum HostsError {
     },
     /// A core list is not in ascending order.
     #[error(
-        "`{part}` in the core list `{list}` is not above core {earlier} before it; write each core once, in ascending \
-         order"
+        "`{part}` in the core list `{list}` does not begin above the preceding core, {earlier}; write each core once, \
+         in ascending order"
     )]
     UnorderedCores {
         /// The list.

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 /// The prefixes of variables that are passed on: DeepSpeed's list for CUDA devices.
 const EXPORTED_PREFIXES: [&str; 5] = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"];
 
-/// The variable that marks a job in which those of [`NOT_IN_AISC`] stay on their host.
+/// The variable that marks an AISC job, in which the variables in [`NOT_IN_AISC`] are not passed on.
 const AISC: &str = "AISC_JOB_NAME";
 const NOT_IN_AISC: [&str; 2] = ["NCCL_IB_HCA", "UCX_NET_DEVICES"];
 
