@@ -317,6 +317,6 @@ const RANDOM_LTD: &[super::ConfigKey] = keys! {
     "model_type": Any, "null", R, "Kind of model.";
     "hidden_state_order": Any, "null", R, "Order of dimensions.";
     "random_ltd_schedule": Any, "null", R, "Number of tokens over time.";
-    "micro_batch_size": INT, "null", R, "Samples per forward.";
+    "micro_batch_size": INT, "null", R, "Samples per forward pass.";
     "global_batch_size": INT, "null", R, "Samples per step.";
 };

@@ -58,7 +58,7 @@ const ZERO: &[super::ConfigKey] = keys! {
     "override_module_apply": Bool, "true", none("it applies only to PyTorch's modules"), "Gather parameters in apply.";
     "save_muon_momentum_buffer_in_memory": Bool, "false", none("offload_optimizer determines the location of all optimizer states, including the momentum"), "Placement of Muon's momentum.";
     "legacy_stage1": Bool, "false", refuse("DeepSpeed refuses it too"), "Old stage 1.";
-    "mics_shard_size": INT, "-1", H, "Stage 3: everything is sharded within each group of this many neighbouring ranks, and every group has a complete copy: gathers stay within a group, and sums of gradients are sent to the other groups once (MiCS; DeepSpeed until 0.19.6; same bits in f32). It must divide the number of ranks and, on several hosts, the number of ranks on each host, or be the number of all ranks. 0 or less: across all ranks.";
+    "mics_shard_size": INT, "-1", H, "Stage 3: everything is sharded within each group of this many neighbouring ranks, and every group has a complete copy: gathers stay within a group, and sums of gradients are sent to the other groups once (MiCS; DeepSpeed until 0.19.6; same bits in f32). It must divide the number of ranks and, on several hosts, the number of ranks on each host, or equal the total number of ranks. 0 or less: across all ranks.";
     "mics_hierarchical_params_gather": Bool, "false", none("a group of mics_shard_size ranks is on one host; results are the same"), "Gather within a host first (DeepSpeed until 0.19.6).";
     "zeropp_loco_param": Any, "-", removed(REMOVED_KEY), "Error feedback for quantized gradients.";
 };
@@ -94,7 +94,7 @@ const CLASSES: &str = "a unit in Rust has no class path: use names or name_suffi
 
 const LEAF_MODULE: &[super::ConfigKey] = keys! {
     "classes": StringsOrOne, "[\"transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock\",\"transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock\",\"transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock\"]", none(CLASSES), "Class paths of modules gathered as a whole.";
-    "names": StringsOrOne, "[]", H, "Names of units: the prefix of the VarBuilder from which each was built. A name without a unit is reported once.";
+    "names": StringsOrOne, "[]", H, "Names of units: the prefix of the VarBuilder from which each was built. A name that matches no unit is reported once.";
     "name_suffixes": StringsOrOne, "[]", H, "Suffixes of such names.";
 };
 
