@@ -12,5 +12,5 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # The launchers authenticate each other with this secret, so that no other job on the cluster can impersonate one of them.
 : "${CANDLE_ZERO_SECRET:=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
 export CANDLE_ZERO_SECRET
-# The host number comes from SLURM_NODEID.
+# The index of the host comes from SLURM_NODEID.
 exec srun --cpus-per-task=@CORES@ @LAUNCHER@ --master_addr "$first" @WORDS@
