@@ -10,12 +10,12 @@
 //!
 //! A cut is used only if the tokenizer's parts prove that it changes nothing:
 //!
-//! - No added token can be found across the cut: none contains the two characters around the cut in sequence, even as
-//!   its first or last two, and none strips white space there or examines its neighbours.
-//! - The normalizer treats both sides as it would treat them separately.
+//! - No added token can be found across the cut: none contains the two characters around the cut next to each other,
+//!   not even at its beginning or end, and none strips white space there or examines its neighbours.
+//! - The normalizer treats each side as it would treat it separately.
 //! - Either the pre-tokenizer also cuts there, by a known regular expression, so that the vocabulary cannot join the
 //!   two sides, or it leaves both sides unchanged. In the latter case, no token of the vocabulary contains the two
-//!   characters in sequence, complete words are not looked up, and no unknown character waits for its neighbour.
+//!   characters in sequence, complete words are not looked up, and no unknown character is joined with its neighbour.
 //!
 //! A piece that occurs for the first time is cut further at places where the pre-tokenizer is known to cut: at the end
 //! of a run of ASCII letters, digits or punctuation. There are few of these smaller pieces.
@@ -44,7 +44,7 @@ const MAX_PIECES: usize = 1 << 16;
 const MAX_PIECE_BYTES: usize = 96;
 
 /// The regular expressions of pre-tokenizers that cut before a space and a letter, and after the end of a line: those
-/// of cl100k, Llama 3, Qwen 2 and 3, o200k, and GPT-2 if it is written in full.
+/// of cl100k, Llama 3, Qwen 2 and 3, o200k, and GPT-2, if the expression is written out in full.
 pub(crate) const CACHEABLE_PATTERNS: [&str; 5] = [
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",

@@ -4,14 +4,14 @@ use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind, Output, State};
 use std::fmt::Write as _;
 
-/// The maximum depth of nested lists. A list that contains itself has no end.
+/// The maximum depth of nested lists. A list that contains itself is infinitely deep.
 const MAX_DEPTH: usize = 256;
 
-/// The maximum length in bytes of a value as text. A value whose parts contain the same part again and again has no
-/// bound.
+/// The maximum length in bytes of a value as text. Without this limit, a small value that contains the same part again
+/// and again could become arbitrarily long.
 const MAX_TEXT_BYTES: usize = 16 << 20;
 
-/// Returns an error for values without an end.
+/// Returns an error if a value exceeds these limits.
 fn check(depth: usize, text: &str) -> Result<(), Error> {
     if depth > MAX_DEPTH {
         let reason = format!("a value with more than {MAX_DEPTH} nested lists or objects");
@@ -173,11 +173,11 @@ fn float(x: f64) -> String {
 
 /// Returns Python's `str(value)`.
 pub(crate) fn python_str(value: &Value) -> String {
-    // Only a value without an end is an error.
+    // Only a value that exceeds the limits is an error.
     checked_str(value).unwrap_or_default()
 }
 
-/// Returns Python's `str(value)`, or an error for a value without an end.
+/// Returns Python's `str(value)`, or an error for a value that exceeds the limits.
 pub(super) fn checked_str(value: &Value) -> Result<String, Error> {
     match value.as_str() {
         Some(text) => Ok(text.into()),

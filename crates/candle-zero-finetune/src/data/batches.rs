@@ -20,7 +20,7 @@ pub enum SequencePacking {
     /// As many samples as fit in a row of `ctx` tokens, each a separate sequence. Possible only if samples do not
     /// belong together ([`Dataset::group`]) and have no labels to predict.
     Packed {
-        /// Tokens of a row. A longer sample gets its own row.
+        /// The number of tokens in a row. A longer sample gets a separate row.
         ctx: usize,
     },
     /// One sample per row, padded to the longest row of the batch.
@@ -145,7 +145,7 @@ impl Batches {
         self.shape.micro * self.shape.world * self.shape.accumulation
     }
 
-    /// Returns the groups of row `row` of the complete run. A row after the end of a validation has none.
+    /// Returns the groups of row `row` of the complete run. A row beyond the end of the validation data has none.
     fn row(&self, row: u64) -> &[u32] {
         let count = self.rows_per_epoch() as u64;
         let row = match self.order {

@@ -128,8 +128,8 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
     }
 }
 
-/// Returns whether a beginning without a byte order mark looks like UTF-16 or UTF-32 text: it soon contains zeros, as
-/// ASCII text does in these encodings, and no character that is itself zero. Zeros without other bytes are not text.
+/// Returns whether a beginning without a byte order mark looks like UTF-16 or UTF-32 text: it contains zero bytes early
+/// on, as ASCII text does in these encodings, and no NUL character. Zero bytes alone are not text.
 fn is_wide(head: &[u8]) -> bool {
     let head = &head[..head.len().min(32)];
     let (pairs, fours) = (|| head.chunks_exact(2), || head.chunks_exact(4));

@@ -1,4 +1,4 @@
-//! Builds the keys of a GGUF file that describe a tokenizer, built from Hugging Face's files.
+//! Builds the keys of a GGUF file that describe a tokenizer from Hugging Face's tokenizer files.
 
 use super::tokenizer::{LLAMA3, QWEN2};
 use super::writer::GgufValue;
@@ -12,7 +12,7 @@ use std::path::Path;
 
 const MAX_FILE_BYTES: u64 = 1 << 28;
 
-/// Token types, by llama.cpp's numbers.
+/// Token types, with llama.cpp's numbers.
 const NORMAL: i32 = 1;
 const CONTROL: i32 = 3;
 const USER_DEFINED: i32 = 4;

@@ -162,7 +162,7 @@ impl<'a> HubClient<'a> {
                 self.check_status(file, status.as_u16(), headers)?;
                 return self.described(file, headers, CONTENT_LENGTH.as_str());
             }
-            // A redirect within this host leads to the file's properties. Another host only serves its bytes.
+            // A redirect within this host leads to the file's properties. Another host only serves the file's bytes.
             match text_of(headers, LOCATION.as_str()).filter(|to| to.starts_with('/') && !to.starts_with("//")) {
                 Some(to) => address = format!("{}{to}", self.origin()),
                 None => return self.described(file, headers, "x-linked-size"),

@@ -204,7 +204,8 @@ fn describe(json: &mut Value, labels: &[String]) {
     config.insert("label2id".into(), numbers.into());
 }
 
-/// Returns a note on tensors that are not among the parameters `used`. Those of heads are ignored.
+/// Returns a note on tensors that are not among the parameters `used`. Tensors of other heads are ignored; other
+/// tensors of the encoder are an error.
 fn left_out(files: &WeightFiles, used: BTreeSet<&str>) -> Result<Option<String>> {
     const ENCODER_PREFIXES: [&str; 4] = ["bert.", "embeddings.", "encoder.", "pooler."];
     let mut extra = files.unused(&used);

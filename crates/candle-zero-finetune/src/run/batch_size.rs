@@ -20,7 +20,7 @@ const MAX_ROWS_PER_STEP: usize = 8;
 /// The rows of a step, and whether samples are packed into them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BatchSizing {
-    /// The number of rows in a step of all ranks, or of groups of samples that belong together.
+    /// The number of rows in a step of all ranks, or the number of groups if samples belong together.
     pub rows: usize,
     pub packing: SequencePacking,
 }

@@ -215,7 +215,7 @@ impl FineTune {
         self.total
     }
 
-    /// Returns the number of steps made so far.
+    /// Returns the number of steps completed so far.
     pub fn steps(&self) -> u64 {
         self.engine.global_steps()
     }
@@ -257,7 +257,7 @@ impl FineTune {
         self.best_is_lost
     }
 
-    /// Makes the next step, and validates and saves if due. Returns `None` if the run has ended. Collective.
+    /// Runs the next step, and validates and saves if due. Returns `None` if the run has ended. Collective.
     ///
     /// # Errors
     /// Errors of the engine: a loss that is not finite in f32, a failed collective, a checkpoint that cannot be
@@ -266,7 +266,7 @@ impl FineTune {
         self.step_telling(&mut |_, _| ())
     }
 
-    /// Makes the next step as [`step`](Self::step) does. Calls `tell` after each of this rank's micro batches with its
+    /// Runs the next step as [`step`](Self::step) does. Calls `tell` after each of this rank's micro batches with its
     /// number, from 1, and the number of micro batches in the step.
     ///
     /// # Errors
@@ -312,7 +312,7 @@ impl FineTune {
         if is_new {
             let saved = self.save(false);
             match ended {
-                // Without the checkpoint, nothing would remain.
+                // A run that is stopped leaves nothing but its checkpoint, so a failed save is an error.
                 StopReason::Asked => saved?,
                 _ => self.report_failed_save(saved)?,
             }
@@ -361,7 +361,7 @@ impl FineTune {
                 Ok(loss)
             })?;
             self.engine.backward(&loss)?;
-            // A failed background save is reported here, after the step was made.
+            // A failed background save is reported here, after the step has been completed.
             let made = self.engine.step();
             self.report_failed_save(made)?;
             let rewards = rewards.map(Rewards::to_numbers).unwrap_or_default();
@@ -554,7 +554,7 @@ impl FineTune {
         Ok(to)
     }
 
-    /// Returns the number of steps that this process has made, not counting those before it resumed.
+    /// Returns the number of steps that this process has completed, not counting those before it resumed.
     pub fn steps_made(&self) -> u64 {
         self.engine.global_steps() - self.first_step
     }

@@ -59,7 +59,7 @@ pub enum Objective {
     Classify,
 }
 
-/// The length of the training.
+/// The length of training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum TrainingLength {
@@ -173,7 +173,7 @@ pub struct Options {
     pub ds_config: Option<PathBuf>,
     /// The precision of the model. Default: f32.
     pub precision: ModelPrecision,
-    /// The length of the training. Default: three epochs, or up to fifteen with few samples.
+    /// The length of training. Default: three epochs, or up to fifteen with few samples.
     pub length: TrainingLength,
     /// The peak learning rate. Default: for adapters 2e-4 if the model's hidden size is 4096, proportionally more for a
     /// smaller one, up to 1e-3, and less for a larger one; 2e-5 for training all weights; a tenth of either for

@@ -36,7 +36,7 @@ pub(crate) struct CargoBuild {
     /// The target folder. `None`: cargo decides.
     pub(super) target_dir: Option<PathBuf>,
     pub(super) kind: CargoTargetKind,
-    /// Cargo's name of the target.
+    /// Cargo's name for the target.
     pub(super) name: String,
     pub(super) features: Option<String>,
     /// The folder that `zerorun` was built from, if it no longer exists and the package needs it.

@@ -44,7 +44,7 @@ impl std::fmt::Display for RankExitStatus {
     }
 }
 
-/// The launcher's request to a rank before it ended.
+/// The launcher's request to a rank before the rank ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StopRequest {
     /// None: the rank ended without one.
@@ -83,7 +83,7 @@ impl CulpritRank {
         };
         let by_itself = request == StopRequest::Nothing && ended.is_failure();
         match self.fault {
-            // The exit code is more informative than the fact that it left.
+            // The exit code is more informative than the fact that the rank left.
             RankFault::Left if by_itself => format!("it {end}"),
             RankFault::Left => format!("it left the job while other ranks needed it, and {end}"),
             RankFault::Silent => format!("it was unresponsive for too long, and {end}"),

@@ -45,7 +45,7 @@ impl MpirunFlavor {
         }
     }
 
-    /// Returns whether a version text belongs to this kind.
+    /// Returns whether a version text is that of this kind of `mpirun`.
     fn says(self, version: &str) -> bool {
         match self {
             Self::OpenMpi => version.contains("Open MPI") || version.contains("OpenRTE"),

@@ -138,7 +138,7 @@ impl PmiServer {
                 return Ok(None);
             }
             "finalize" => "cmd=finalize_ack\n".into(),
-            // `abort` precedes the rank's end, which is noticed anyway; ranks start no other processes.
+            // `abort` precedes the rank's end, which is noticed anyway. Commands that start processes are not needed.
             _ => return Ok(None),
         }))
     }

@@ -43,7 +43,7 @@ pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
 /// `timeout` and some schedulers send a signal both to the launcher and to its process group. Two signals within this
 /// time count as one.
 const DUPLICATE_SIGNAL_WINDOW: Duration = Duration::from_millis(250);
-/// The delay after which the end of a child process is noticed if its event is lost.
+/// The delay after which the end of a child process is noticed even if its event is lost.
 const TICK: Duration = Duration::from_millis(500);
 
 /// Torchrun's name for [`RESTART`], the number of restarts so far.
@@ -348,7 +348,7 @@ impl RankProcesses {
             // Only rank 0 listens.
             command.env_remove(PROMETHEUS_PORT);
         }
-        // Kept open until the rank has it.
+        // The socket stays open here until the rank has inherited it.
         let socket = match &self.multi_host {
             None => None,
             Some(context) => {

@@ -265,7 +265,7 @@ fn wait(inbox: &AgentInbox, events: &Receiver<LauncherEvent>) -> std::result::Re
             Ok(LauncherEvent::Suspend) => signals::suspend_self(),
             Ok(LauncherEvent::Child | LauncherEvent::Pass(_) | LauncherEvent::PeerMessage)
             | Err(RecvTimeoutError::Timeout) => {}
-            // The same as in `RankProcesses::supervise`.
+            // This cannot happen; see `RankProcesses::supervise`.
             Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
         }
     }

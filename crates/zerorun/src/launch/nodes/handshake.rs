@@ -155,7 +155,7 @@ pub(super) fn printable(text: &str, most: usize) -> String {
     let mut shown = String::new();
     for character in characters.by_ref().take(most) {
         match character {
-            // Characters that change the direction of writing can disguise a line.
+            // Characters that change the text direction can disguise a line.
             '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => {
                 shown.extend(character.escape_unicode());
             }

@@ -96,7 +96,7 @@ pub(super) struct StartCommand {
     pub(super) restart: u32,
     /// The index of the host among those that take part.
     pub(super) place: usize,
-    /// The number of ranks on each of these.
+    /// The number of ranks on each of these hosts.
     pub(super) ranks: Vec<usize>,
     /// A port that was free on the first host, for use by the program.
     pub(super) port: u16,
