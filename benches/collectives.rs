@@ -8,7 +8,7 @@
 //! memory has been touched beforehand. Copies and collectives alternate, so that both run with the machine in the same
 //! state.
 //!
-//! The results of `(new)` are in memory that the system allocates during the call, so their times include page faults.
+//! Results marked `(new)` are in memory that the system allocates during the call, so their times include page faults.
 //! Other results are in memory that was already in use: a reduction leaves its result in its input, and a gather does
 //! too if there is room.
 #![allow(clippy::unwrap_used)]

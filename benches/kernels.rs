@@ -1,4 +1,4 @@
-//! Measures the layers' kernels at training sizes, compared with the peak performance of the machine.
+//! Measures the layers' kernels at training sizes and, for comparison, the peak performance of the machine.
 //!
 //!     RAYON_NUM_THREADS=1 cargo bench --bench kernels
 //!     RAYON_NUM_THREADS=2 cargo bench --bench kernels -- peak

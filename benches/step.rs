@@ -132,7 +132,7 @@ struct State {
     moments: Vec<Vec<f32>>,
 }
 
-/// One in-place optimizer step on one variable. The second operand is its gradient.
+/// One in-place optimizer step on one variable. The second operand is the variable's gradient.
 struct Update<'a> {
     optimizer: &'a dyn Optimizer,
     ctx: StepContext,

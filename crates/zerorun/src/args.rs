@@ -72,8 +72,7 @@ struct ZerorunArguments {
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     timeout: Option<Duration>,
 
-    /// Time that the ranks have to exit after zerorun receives SIGINT, SIGTERM or SIGHUP, for example to save a
-    /// checkpoint
+    /// Time for the ranks to exit after zerorun receives SIGINT, SIGTERM or SIGHUP, for example to save a checkpoint
     #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "30s")]
     grace: Duration,
 

@@ -1,7 +1,7 @@
 //! Finds the bytes of a rendered chat template that are the assistant's.
 //!
 //! Neither of the usual methods is correct. The conversation up to a message does not always render as a prefix of the
-//! full text (Qwen3 writes the thoughts of the last answer only), and the text of a marker (`<|im_end|>`) may appear in
+//! full text (Qwen3 writes only the thoughts of the last answer), and the text of a marker (`<|im_end|>`) may appear in
 //! a user's message. Therefore, contents are traced: in a second rendering, they contain private-use characters of
 //! Unicode. If the two texts are otherwise equal, these characters show where each content begins and ends. The answers
 //! follow from these positions:
@@ -25,8 +25,8 @@ pub(super) const GENERATION_MARKERS: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
 
 /// Renders a conversation as text.
 pub(super) trait ChatRenderer {
-    /// Renders the conversation with `messages` instead of its own messages. If `marked`, the text shows where the
-    /// generation markers are.
+    /// Renders the conversation with `messages` instead of its own messages. If `marked` is set, the text shows where
+    /// the generation markers are.
     fn render_messages(
         &self,
         messages: &[Value],

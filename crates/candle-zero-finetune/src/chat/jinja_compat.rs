@@ -146,7 +146,7 @@ impl JsonDumpFormat {
     }
 }
 
-/// Returns a number as Python writes it. `special` are the texts of infinity, minus infinity and NaN.
+/// Returns a number as Python writes it. `special` contains the texts for infinity, minus infinity and NaN.
 fn number(value: &Value, special: [&str; 3]) -> String {
     if value.is_integer() {
         return value.to_string();
@@ -160,8 +160,8 @@ fn number(value: &Value, special: [&str; 3]) -> String {
     }
 }
 
-/// Returns `repr` of a finite Python float: the shortest digits that represent it exactly, with an exponent below 1e-4
-/// and at 1e16 and above.
+/// Returns `repr` of a finite Python float: the shortest digits that represent it exactly, with an exponent if it is
+/// below 1e-4, or 1e16 or above.
 fn float(x: f64) -> String {
     let scientific = format!("{x:e}");
     let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));

@@ -253,7 +253,7 @@ impl Template {
     }
 
     /// Returns the result of `render` for the conversation with its messages adapted to the template. If a message
-    /// calls tools and has no content, and the template needs one, it gets an empty one.
+    /// calls tools and has no content, but the template needs content, the message gets an empty one.
     fn adapted<T>(
         &self,
         conversation: &Conversation,

@@ -334,8 +334,8 @@ impl DatasetBuilder<'_> {
     }
 
     /// Returns a text between the tokens that the tokenizer adds, followed by the token that ends it. If the text
-    /// already contains these, they are not added again. Whether a token is a target depends on the position at which it
-    /// ends.
+    /// already contains these tokens, they are not added again. Whether a token is a target depends on the position at
+    /// which it ends.
     fn between_ends(
         &self,
         text: &str,

@@ -50,9 +50,9 @@ pub(super) struct ParquetRows {
     unread: Arc<[String]>,
     /// The columns that are read.
     columns: SchemaDescPtr,
-    /// The number of row groups begun.
+    /// The number of row groups of which reading has begun.
     groups: usize,
-    /// The remaining rows of the last of these.
+    /// The remaining rows of the last of these groups.
     group: Option<ReaderIter>,
     /// The number of rows read, and the number of rows in the file.
     row: u64,
@@ -297,8 +297,8 @@ fn text_bytes(field: &Field) -> usize {
     }
 }
 
-/// Returns the value that a field has in JSON lines, and adds its approximate size in memory. Dates and times are the
-/// integers in the file.
+/// Returns the value that a field has in JSON lines, and adds its approximate size in memory. Dates and times are
+/// returned as the integers in the file.
 ///
 /// Null fields of a struct are omitted. A Parquet struct has all fields that any struct of its column has, so a message
 /// without a tool call would otherwise have a null call.

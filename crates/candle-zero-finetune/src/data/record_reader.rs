@@ -369,7 +369,8 @@ mod tests {
         }
         let declared = [at(3, "{'prompt': 'a', 'completion': 'b;c'}")];
         assert_eq!(records("x.csv", "sep=|\r\nprompt|completion\r\na|b;c\r\n"), declared);
-        // With unknown names, the separator that yields more columns is used, and otherwise the usual one.
+        // If the names are unknown, the separator that yields the most columns is used or, if there is a tie, the usual
+        // one.
         assert_eq!(records("x.csv", "a;b;c,d\n1;2;3\n"), [at(2, "{'a': '1', 'b': '2', 'c,d': '3'}")]);
         assert_eq!(records("x.csv", "a;b,c\n1,2\n"), [at(2, "{'a;b': '1', 'c': '2'}")]);
         assert_eq!(records("x.csv", "text\na;b\n"), [at(2, "{'text': 'a;b'}")]);

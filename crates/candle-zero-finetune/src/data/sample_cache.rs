@@ -8,7 +8,7 @@
 //! a file is opened, so a damaged file is rebuilt.
 //!
 //! The process that builds a file locks a second file next to it. Others wait for the lock and then map the result. The
-//! kernel releases the lock of a process that exits meanwhile.
+//! kernel releases the lock of a process that exits before the file is complete.
 
 use super::sample::Sample;
 use crate::error::FinetuneError;
@@ -158,8 +158,8 @@ impl SampleCache {
             return Ok(Err("it is truncated"));
         }
         // SAFETY: the map is read-only and private to this value. Sample files get their names only when they are
-        // complete, and are replaced, never changed. If another process writes into one nevertheless, it changes
-        // numbers that are checked wherever they are used as positions.
+        // complete, and are replaced, never changed. If another process nevertheless writes into such a file, it
+        // changes numbers that are checked wherever they are used as positions.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         Ok(Self::check(map, fingerprint))
     }

@@ -145,7 +145,7 @@ impl GgufFile {
         })
     }
 
-    /// Returns the unchanged tokenizer keys, to write them to another file.
+    /// Returns the tokenizer keys unchanged, for writing them to another file.
     pub(super) fn tokenizer_keys(&self) -> Vec<(String, GgufValue)> {
         let own = self.content.metadata.iter().filter(|(key, _)| key.starts_with("tokenizer."));
         let mut keys: Vec<_> = own.filter_map(|(key, value)| Some((key.clone(), written(value)?))).collect();

@@ -111,7 +111,7 @@ fn template_keys(named: BTreeMap<String, String>) -> Vec<(String, GgufValue)> {
     keys
 }
 
-/// Returns llama.cpp's name of the pre-tokenizer, or why there is none.
+/// Returns llama.cpp's name for the pre-tokenizer, or why there is none.
 fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str, String> {
     let steps: Vec<&Json> = match pre_tokenizer["type"].as_str() {
         Some("Sequence") => pre_tokenizer["pretokenizers"].as_array().into_iter().flatten().collect(),

@@ -64,7 +64,7 @@ impl<E: Into<Error>> From<E> for RequestFailure {
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The maximum number of consecutive attempts that receive no bytes.
 pub(super) const MAX_ATTEMPTS: u32 = 4;
-/// The pause after the first attempt. It doubles after each further one.
+/// The pause after the first attempt. It doubles after each further attempt.
 const INITIAL_BACKOFF: Duration = Duration::from_millis(500);
 /// The maximum size of a listing in bytes. Each file takes a few hundred bytes.
 const MAX_LISTING_BYTES: u64 = 1 << 26;
@@ -185,7 +185,7 @@ impl<'a> HubClient<'a> {
         Ok(RemoteFile { etag: etag.to_ascii_lowercase(), size, is_digest })
     }
 
-    /// Returns the bytes of a file from position `from` on, or all of them if the server does not support ranges.
+    /// Returns the bytes of a file starting at position `from`, or all of them if the server does not support ranges.
     pub fn bytes(&self, commit: &str, file: &str, from: u64) -> Result<FileStream, RequestFailure> {
         let mut request = self.agent.get(self.address(commit, file)).header(ACCEPT_ENCODING, "identity");
         if let Some(token) = self.authorization() {

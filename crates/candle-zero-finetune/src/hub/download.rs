@@ -1,5 +1,5 @@
-//! Downloads one file. Its bytes are written to a file next to the final path, and an interrupted download resumes at
-//! their end.
+//! Downloads one file. Its bytes are written to a file next to the final path, and an interrupted download resumes
+//! after them.
 
 use super::client::{FileStream, HubClient, MAX_ATTEMPTS, RemoteFile, RequestFailure, pause};
 use super::error::HubError;

@@ -151,8 +151,8 @@ impl EncoderBase {
         check_rows(self.config.vocab_size, ids)
     }
 
-    /// Writes the files that, next to the `model.safetensors` of the trained model (f32), make a folder that
-    /// transformers loads: `config.json` with the names of the classes, and the tokenizer's files.
+    /// Writes the files that, next to the `model.safetensors` of the trained model (f32), make up a folder that
+    /// transformers can load: `config.json` with the names of the classes, and the tokenizer's files.
     ///
     /// # Errors
     /// Files that cannot be read or written, or that already exist.

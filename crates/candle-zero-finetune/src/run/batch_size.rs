@@ -26,8 +26,9 @@ pub(super) struct BatchSizing {
 }
 
 impl BatchSizing {
-    /// Chooses the sizes for ranks that together compute `unit` rows at once, or a multiple of them. `packing` is the
-    /// fullest allowed packing. `remembered` is the number of rows in a step if a run is resumed.
+    /// Chooses the sizes for ranks that together compute `unit` rows at once, or a multiple of `unit`. `packing` is the
+    /// fullest allowed packing. `remembered` is the number of rows in a step of the run that is resumed, if there is
+    /// one.
     ///
     /// The number of rows in a step is a power of two, as far as `unit` allows, so that it does not depend on the
     /// number of ranks.

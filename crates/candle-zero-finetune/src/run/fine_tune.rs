@@ -298,7 +298,8 @@ impl FineTune {
         Ok(Some(report))
     }
 
-    /// Returns why the run ends before the next step, or `None` if it continues. Saves a due checkpoint if it ends.
+    /// Returns why the run ends before the next step, or `None` if it continues. Saves a due checkpoint if the run
+    /// ends.
     fn is_at_end(&mut self) -> Result<Option<StopReason>> {
         let steps = self.engine.global_steps();
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
@@ -320,8 +321,8 @@ impl FineTune {
         Ok(Some(ended))
     }
 
-    /// Handles a failed save, which fails on all ranks. It is reported, but does not end the training: the result is
-    /// written nevertheless.
+    /// Handles a failed save, which fails on all ranks. It is reported, but does not end training: the result is still
+    /// written.
     fn report_failed_save(&mut self, saved: Result<()>) -> Result<()> {
         match saved {
             Err(error @ Error::Checkpoint(_)) => {
@@ -504,7 +505,7 @@ impl FineTune {
     ///
     /// # Errors
     /// A folder that is not writable or not empty; a run in which all steps were skipped; a checkpoint that could not
-    /// be uploaded to an object store, in which case the result is in its folder nevertheless.
+    /// be uploaded to an object store, in which case the result is still written to its folder.
     pub fn finish(mut self) -> Result<()> {
         let saved = self.engine.wait_for_checkpoint();
         self.report_failed_save(saved)?;
@@ -517,7 +518,7 @@ impl FineTune {
             }
             .into());
         }
-        // A run that was stopped after its end has already written the result.
+        // A run that was stopped after its last step may already have written the result.
         let (to, is_saved) = (self.prepared.options.out.clone(), self.failed_save.is_none());
         let outcome = self.outcome();
         let card = ModelCard { prepared: &self.prepared, settings: &self.settings, outcome };
@@ -533,8 +534,8 @@ impl FineTune {
     }
 
     /// Writes the current model of a run that was stopped and has no checkpoints, into the folder [`Options::stopped`],
-    /// or that name with a number appended if it already exists, and returns the folder. Training cannot be resumed
-    /// from it. Collective.
+    /// or a folder of that name with a number appended if it already exists, and returns the folder. Training cannot be
+    /// resumed from it. Collective.
     ///
     /// # Errors
     /// A folder that is not writable.

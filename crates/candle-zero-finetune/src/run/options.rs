@@ -202,7 +202,7 @@ pub struct Options {
     pub strict: bool,
     /// Whether a run continues if more than a tenth of a file's records cannot be used.
     pub allow_skipped: bool,
-    /// The roles of the columns of data files with other names.
+    /// The roles of columns whose names differ from the known ones.
     pub columns: Columns,
     /// The labels to predict, in the order of their indices. Default: all labels of the data, sorted.
     pub labels: Vec<String>,

@@ -1,8 +1,8 @@
 //! Binds ranks to their own cores: `--bind_cores_to_rank`.
 //!
 //! Without a list, the cores are the physical cores on which this process may run: one hardware thread of each, NUMA
-//! node by NUMA node. A rank runs on its cores from its first instruction on, so the memory that it touches first is
-//! near them.
+//! node by NUMA node. A rank runs on its cores from its first instruction, so the memory that it touches first is near
+//! them.
 
 use super::hosts::core_list::{CoreList, ranges};
 use crate::error::{HostsError, LaunchError, Result};

@@ -16,7 +16,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// The name of the program, of either kind.
+/// The name of the program, which is the same for both kinds.
 const MPIRUN: &str = "mpirun";
 
 /// The MPI library that an `mpirun` belongs to.

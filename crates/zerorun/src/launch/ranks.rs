@@ -37,8 +37,8 @@ use std::time::{Duration, Instant};
 const SELF_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long they may take after SIGTERM.
 const SIGTERM_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the ranks may take after a signal to the launcher, unless `--grace` is given (time for a checkpoint; Slurm
-/// and Kubernetes allow the same).
+/// How long the ranks may take to end after a signal to the launcher, unless `--grace` is given (time for a checkpoint;
+/// Slurm and Kubernetes allow the same).
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
 /// `timeout` and some schedulers send a signal both to the launcher and to its process group. Two signals within this
 /// time count as one.
@@ -98,13 +98,13 @@ pub(crate) struct MultiHostContext {
     /// A rank that has failed or whose host is lost or has failed, and why. [`LauncherEvent::PeerMessage`] announces
     /// it.
     pub(crate) remote_failure: Arc<Mutex<Option<(usize, String)>>>,
-    /// Forwards a signal that asks this launcher to end to the other hosts.
+    /// Forwards to the other hosts a signal that asks this launcher to end.
     pub(crate) tell: Arc<dyn Fn(Signal) + Send + Sync>,
 }
 
 impl MultiHostContext {
-    /// Creates the context of a job on one host whose ranks still communicate by MPI. `start` is the number of restarts
-    /// so far.
+    /// Creates the context of a job on a single host whose ranks communicate by MPI nonetheless. `start` is the number
+    /// of restarts so far.
     pub(crate) fn mpi_on_one_host(ranks: usize, start: u32) -> Self {
         let now =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_nanos());

@@ -104,7 +104,7 @@ fn on_path(typed: &Path, path: &OsStr) -> Option<PathBuf> {
     let is_program = |file: &PathBuf| {
         std::fs::metadata(file).is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
     };
-    // An empty entry is the current folder, where the file does not exist.
+    // An empty entry stands for the current folder, where the file does not exist.
     let folders = std::env::split_paths(path).filter(|folder| is_bare(typed) && !folder.as_os_str().is_empty());
     std::path::absolute(folders.map(|folder| folder.join(typed)).find(is_program)?).ok()
 }

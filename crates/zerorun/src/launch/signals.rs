@@ -80,7 +80,7 @@ pub(crate) fn name(number: i32) -> String {
 
 /// Makes the kernel send `signal` to the child when the launcher dies, however it dies.
 ///
-/// The kernel watches the *thread* that starts the child, so that must be the main thread.
+/// The kernel watches the *thread* that starts the child, so it must be the main thread.
 pub(crate) fn die_with_parent(command: &mut Command, signal: Signal) {
     let parent = getpid();
     let in_child = move || {

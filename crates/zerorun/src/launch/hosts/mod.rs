@@ -24,7 +24,7 @@ pub(crate) struct HostSlots {
 }
 
 impl HostSlots {
-    /// Creates a host with the slots from 0 on.
+    /// Creates a host with `count` slots, numbered from 0.
     pub(crate) fn with_slots(name: impl Into<String>, count: usize) -> Self {
         Self { name: name.into(), slots: (0..count).collect() }
     }

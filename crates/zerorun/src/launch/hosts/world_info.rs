@@ -107,7 +107,8 @@ impl WorldInfo {
         }
     }
 
-    /// Returns the number of ranks on each host, for Slurm, which cannot select slots: they must be the first ones.
+    /// Returns the number of ranks on each host, for Slurm, which cannot select slots: the slots to use must be the
+    /// first ones of each host.
     pub(crate) fn first_slots_per_host(&self) -> Result<usize, HostsError> {
         let slots = self.ranks_per_host("slurm")?;
         match self.hosts.iter().find(|host| host.slots.last() != Some(&(slots - 1))) {

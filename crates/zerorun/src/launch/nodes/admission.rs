@@ -1,7 +1,7 @@
 //! Decides whether a host may join the job, and finds its differences from the first host.
 //!
-//! The message to the host about a difference contains its own value and only a digest of the first host's. The first
-//! host's own output contains both values.
+//! The message to the host about a difference contains that host's own value and only a digest of the first host's. The
+//! first host's own output contains both values.
 
 use super::checksums;
 use super::handshake::printable;

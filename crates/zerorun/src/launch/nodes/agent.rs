@@ -46,7 +46,7 @@ pub(super) struct JoinOptions {
     pub(super) until_stdin_ends: bool,
 }
 
-/// Messages from the thread that listens to the first host to the main thread.
+/// Messages to the main thread from the thread that listens to the first host.
 #[derive(Default)]
 struct AgentInbox {
     messages: Mutex<VecDeque<PeerEvent>>,

@@ -169,7 +169,7 @@ impl Coordinator {
         }
     }
 
-    /// Waits for hosts: for all at first, later for as many as are needed, and at least for `pause`.
+    /// Waits for hosts, for at least `pause`: at first for all of them, later for as many as are needed.
     fn gather(&mut self, again: bool, pause: Duration) -> Result<(), String> {
         let since = Instant::now();
         loop {
@@ -226,8 +226,8 @@ impl Coordinator {
             session.send(&LauncherMessage::Refused(refusal.told));
             return;
         }
-        // A host that lost its connection may be back before the loss is noticed. It is ignored here, and retries until
-        // the loss is noticed. Replayed messages from a host therefore do not remove that host.
+        // A host that lost its connection may be back before the loss is noticed. Until then, it is ignored here and
+        // keeps retrying. Replayed messages from a host therefore do not remove that host.
         if self.hosts.contains_key(&node) {
             return;
         }

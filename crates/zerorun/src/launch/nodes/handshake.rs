@@ -7,8 +7,8 @@
 //!   first -> host    Welcome: a proof that it also knows the secret; or Refused
 //! ```
 //!
-//! A proof is a seal under a key that is derived from the secret and both numbers. The first host proves nothing to a
-//! host that has not proved itself. All later messages are sealed.
+//! A proof is a seal under a key that is derived from the secret and both random numbers. The first host proves nothing
+//! to a host that has not proved itself. All later messages are sealed.
 
 use super::secret::{JobSecret, KeyPurpose, NONCE_BYTES, hex, nonce, of_hex};
 use super::wire::{LauncherConnection, ReadDeadline, is_another_program};

@@ -318,7 +318,7 @@ fn remote_line(words: &[String], exports: &[(String, String)], folder: &Path) ->
     format!("cd {folder} && exec env {} {}", variables.join(" "), words.join(" "))
 }
 
-/// Returns whether a name belongs to this host: it is possible to listen at its address.
+/// Returns whether a name belongs to this host, that is, whether this process can listen at its address.
 fn is_here(name: &str) -> bool {
     name == host_name() || TcpListener::bind((name, 0)).is_ok()
 }
