@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 
 const KERNELS: &str = "src/cuda/kernels";
-/// The capability that is used if no GPU is found. It is the first with bfloat16 in its tensor cores.
+/// The capability that is used if no GPU is found: the lowest whose tensor cores support bfloat16.
 const MIN_COMPUTE_CAPABILITY: &str = "80";
 
 fn main() {

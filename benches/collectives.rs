@@ -5,12 +5,12 @@
 //! Each time is measured from a common start until the slower rank is done. Bytes per second refer to the complete,
 //! unsharded buffer. The yardstick, `copy`, is a plain copy through shared memory: both ranks simultaneously read a
 //! buffer of that size, which the other rank has written, from the pages of a memfd into their own memory. All of this
-//! memory has been touched before. Copies and collectives alternate, so that both run with the machine in the same
+//! memory has been touched beforehand. Copies and collectives alternate, so that both run with the machine in the same
 //! state.
 //!
-//! The results of `(new)` are in memory that the system allocates in the same call, including page faults. Other
-//! results are in memory that was in use before: a reduction leaves its result in its input, and a gather does too if
-//! there is room.
+//! Results marked `(new)` are in memory that the system allocates during the call, so their times include page faults.
+//! Other results are in memory that was already in use: a reduction leaves its result in its input, and a gather does
+//! too if there is room.
 #![allow(clippy::unwrap_used)]
 
 use candle_core::DType;
@@ -29,7 +29,7 @@ const BYTES: [usize; 3] = [1 << 20, 16 << 20, 64 << 20];
 const ROUNDS: usize = 25;
 const SHORT_BYTES: usize = 1 << 10;
 const SHORT_ROUNDS: usize = 20_000;
-/// The variable that contains the descriptor of the memory for the ranks' copies.
+/// The environment variable with the file descriptor of the shared memory that the ranks copy from.
 const MEMORY: &str = "BENCH_MEMORY_FD";
 
 fn main() -> ExitCode {

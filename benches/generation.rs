@@ -1,5 +1,5 @@
-//! Measures how long GPT-2 (124 M) takes to generate one more token with cached keys and values, compared with the
-//! peak memory bandwidth.
+//! Measures how long GPT-2 (124 M) takes to generate one more token with cached keys and values, and compares the
+//! memory bandwidth that it achieves with the peak.
 //!
 //!     RAYON_NUM_THREADS=1 cargo bench --bench generation
 //!

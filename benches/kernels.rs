@@ -1,11 +1,11 @@
-//! Measures the layers' kernels at training sizes, compared with the peak performance of the machine.
+//! Measures the layers' kernels at training sizes and, for comparison, the peak performance of the machine.
 //!
 //!     RAYON_NUM_THREADS=1 cargo bench --bench kernels
 //!     RAYON_NUM_THREADS=2 cargo bench --bench kernels -- peak
 //!
 //! Items are floating point operations, bytes the minimum that must be moved. mini has 2048 tokens (8 samples of 256)
-//! of width 384; gpt2 has 512 tokens (one sample) of width 768. A backward pass starts from a gradient of ones and ends
-//! in lookups in small tables, which sum the gradients of their rows.
+//! of width 384; gpt2 has 512 tokens (one sample) of width 768. A backward pass starts from a gradient of ones. Its
+//! inputs are looked up in small tables, so it ends by summing the gradients of the rows of these tables.
 #![allow(clippy::unwrap_used)]
 
 mod keep_memory;
@@ -58,7 +58,7 @@ impl Sizes {
         self.batch * self.time
     }
 
-    /// Returns numbers for every token.
+    /// Returns a tensor with `width` numbers for each token.
     fn hidden<T: WithDType>(&self, width: usize) -> Tensor {
         numbers::<T>(&[self.batch, self.time, width])
     }
@@ -69,14 +69,14 @@ impl Sizes {
     }
 }
 
-/// Returns numbers between -0.1 and 0.1.
+/// Returns a tensor of numbers between -0.1 and 0.1.
 fn numbers<T: WithDType>(dims: &[usize]) -> Tensor {
     let number = |i: u32| ((i.wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 24) as f32 - 0.5) * 0.2;
     let values = (0..dims.iter().product::<usize>() as u32).map(number);
     Tensor::from_iter(values, &Device::Cpu).unwrap().reshape(dims).unwrap().to_dtype(T::DTYPE).unwrap()
 }
 
-/// Measures `run` on `inputs` without gradients, or with a backward pass to all of them.
+/// Measures `run` on `inputs`: only its forward pass, or also a backward pass to all inputs.
 fn measure<const N: usize>(
     bencher: Bencher<'_, '_>,
     with_backward: bool,
@@ -95,8 +95,9 @@ fn measure<const N: usize>(
     bencher.bench_local(once);
 }
 
-/// Returns a tensor of the same shape, made of some of its rows. It is not a variable itself, because Candle adds the
-/// gradient of a variable to zeros, one element at a time in bf16. An engine's parameters avoid this.
+/// Returns a tensor of the same shape, made by repeating the first rows of `tensor`. The result is not a variable
+/// itself, because Candle adds the gradient of a variable to zeros, one element at a time in bf16. An engine's
+/// parameters avoid this.
 fn wanting_gradient(tensor: &Tensor) -> Tensor {
     let (&width, leading) = tensor.dims().split_last().unwrap();
     let rows = leading.iter().product::<usize>();
@@ -142,7 +143,7 @@ kernel!(norm_rms, run_rms_norm);
 kernel!(activation_gelu, run_gelu);
 kernel!(embedding_rows, run_embedding);
 
-/// Returns the number of operations of a product with a weight. The backward pass has two more products.
+/// Returns the number of floating point operations in a product with a weight. The backward pass has two more products.
 fn product(with_backward: bool, [rows, outputs, inputs]: [usize; 3]) -> ItemsCount {
     ItemsCount::new(2 * rows * outputs * inputs * if with_backward { 3 } else { 1 })
 }
@@ -178,10 +179,10 @@ fn run_down<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward:
     });
 }
 
-/// The number of elements in a piece of data that is sent in blocks. The elements and their codes stay in cache.
+/// The number of elements that are quantized at once. The elements and their codes stay in cache.
 const PIECE: usize = 32 << 10;
 
-/// The counted bytes are those of the elements in memory.
+/// The bytes counted are those of the unquantized elements.
 #[divan::bench(types = [f32, bf16], args = [IntFormat::Int8, IntFormat::Int4])]
 fn quantize<T: WithDType>(bencher: Bencher<'_, '_>, ints: IntFormat) {
     let (values, mut codes) = piece::<T>(ints);
@@ -205,7 +206,7 @@ fn piece<T: WithDType>(ints: IntFormat) -> (Flat, Vec<u8>) {
 /// The numbers of outputs and inputs of a frozen matrix.
 const FROZEN: [usize; 2] = [4096, 1024];
 
-/// Measures the cost that a gather adds to the products of a packed frozen matrix.
+/// Measures unpacking, the cost that a gather adds to products with a packed frozen matrix.
 #[divan::bench(types = [f32, bf16], args = [WeightPacking::Int8, WeightPacking::Nf4(Nf4Scales::Bf16), WeightPacking::Nf4(Nf4Scales::DoubleQuantized)])]
 fn frozen_unpack<T: WithDType>(bencher: Bencher<'_, '_>, packing: WeightPacking) {
     let values = numbers::<f32>(&FROZEN).flatten_all().unwrap().to_vec1().unwrap();
@@ -216,7 +217,7 @@ fn frozen_unpack<T: WithDType>(bencher: Bencher<'_, '_>, packing: WeightPacking)
     bencher.bench_local(|| packing.unpack(black_box(&packed), black_box(values.as_mut())));
 }
 
-/// Measures one product of `rows` rows with this matrix.
+/// Measures one product of `rows` rows with an unpacked matrix of the size [`FROZEN`].
 #[divan::bench(types = [f32, bf16], args = [1, 16, 128, 512, 2048], sample_size = 1, max_time = 0.25)]
 fn frozen_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
     let [outputs, inputs] = FROZEN;
@@ -227,8 +228,8 @@ fn frozen_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
 
 fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {
     let sizes = model.sizes();
-    // Half of each time x time product is needed. The forward pass has two products, the backward pass five (one of
-    // them recomputed).
+    // Only half of each `time` x `time` product is needed. The forward pass has two products, the backward pass five
+    // (one of them recomputed).
     let product = sizes.tokens() * sizes.time * sizes.width;
     let products = if with_backward { 7 } else { 2 };
     let bencher = bencher.counter(ItemsCount::new(product * products));
@@ -290,8 +291,8 @@ fn run_embedding<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
     measure(bencher, false, [numbers::<T>(&[sizes.vocab, sizes.width])], |[table]| embedding(&ids, table));
 }
 
-/// Measures multiply-adds (f32) or dot products (bf16) on registers only, on every thread, at the kernels' SIMD level
-/// (see `CANDLE_ZERO_SIMD`). Nothing is measured if that level has no such instruction.
+/// Measures multiply-adds (f32) or dot products (bf16) on registers only, on every thread, at the SIMD level that the
+/// kernels use (see `CANDLE_ZERO_SIMD`). Nothing is measured if that level has no such instruction.
 #[divan::bench(types = [f32, bf16], sample_size = 1, max_time = 1)]
 fn peak_arithmetic<T: WithDType>(bencher: Bencher<'_, '_>) {
     const ROUNDS: usize = 1_000_000;
@@ -319,8 +320,8 @@ mod registers {
         }
     }
 
-    /// Defines a loop of an instruction on the registers of kind `$kind` whose numbers are `$sums`. Its operands are
-    /// registers `$a` and `$b`.
+    /// Defines a function that repeats an instruction on those registers of kind `$kind` whose numbers are in `$sums`.
+    /// The instruction's operands are registers `$a` and `$b`.
     macro_rules! rounds_of {
         ($name:ident, $instruction:literal, $clear:literal, $kind:literal, $all:literal, $sums:literal, $a:literal, $b:literal) => {
             /// Runs the loop. The processor must have the instruction.

@@ -16,7 +16,7 @@ use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
 use rayon::prelude::*;
 
-/// The number of elements, far beyond any cache.
+/// The number of elements: far more than fit into any cache.
 const ELEMENTS: usize = 100_000_000;
 const THREADS: [usize; 2] = [1, 2];
 
@@ -187,15 +187,15 @@ fn muon_step_f32(bencher: Bencher<'_, '_>, threads: usize) {
     });
 }
 
-/// Measures the step between the two: the Newton-Schulz iteration on one matrix. Items are the floating point
+/// Measures the step between these two passes: the Newton-Schulz iteration on one matrix. Items are the floating point
 /// operations of its products.
 #[divan::bench(args = [[768, 768], [768, 3072], [3072, 768], [1024, 4096]], consts = [false, true], sample_count = 5, sample_size = 1)]
 fn muon_newton_schulz<const STANDARD: bool>(bencher: Bencher<'_, '_>, shape: [usize; 2]) {
     let method = if STANDARD { NsMethod::Standard } else { NsMethod::Gram };
     let optimizer = from_config(&muon(method));
     let (all, short) = (shape[0] * shape[1], shape[0].min(shape[1]));
-    // Plain: the Gram matrix, its square and the product with it, five times. On the Gram matrix: two Gram matrices,
-    // two products with X, and 5 + 3 + 2 x 3 square ones.
+    // The standard method computes the Gram matrix, its square and a product with X, five times. The Gram method
+    // computes two Gram matrices, two products with X, and 5 + 3 + 2 x 3 products of square matrices.
     let is_plain = STANDARD || shape[0] == shape[1];
     let products = if is_plain { 5 * (2 * all + short * short) } else { 4 * all + 14 * short * short };
     let matrix: Vec<f32> = (0..all).map(|i| ((i * 7919 + i / 3 * 31) % 1009) as f32 / 504.5 - 1.0).collect();

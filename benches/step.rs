@@ -1,5 +1,6 @@
 //! Measures a complete training step (forward, backward, optimizer) of a GPT on two ranks as threads, by stage and
-//! dtype. Items are tokens of all ranks. Each rank computes on its own thread, as zerorun's ranks do on two cores.
+//! dtype. Items are tokens of all ranks. Each rank computes on its own thread, as zerorun's ranks do on a machine with
+//! two cores.
 //!
 //!     cargo bench --bench step
 //!
@@ -64,7 +65,7 @@ fn batch(gpt: &GptConfig, batch: usize, rank: usize) -> candle_core::Result<(Ten
     Ok((ids(0)?, ids(1)?))
 }
 
-/// Trains in the background. Each time the clock starts, every rank makes one step.
+/// Trains in the background. In each measured call, every rank runs one step.
 fn measure(bencher: Bencher<'_, '_>, preset: &str, stage: u8, bf16: bool) {
     let gpt = GptConfig::preset(preset).unwrap();
     let config = config(stage, MICRO_BATCH, bf16);
@@ -131,7 +132,7 @@ struct State {
     moments: Vec<Vec<f32>>,
 }
 
-/// One in-place optimizer step on one variable. The second operand is its gradient.
+/// One in-place optimizer step on one variable. The second operand is the variable's gradient.
 struct Update<'a> {
     optimizer: &'a dyn Optimizer,
     ctx: StepContext,
@@ -167,7 +168,7 @@ impl InplaceOp2 for Update<'_> {
     }
 }
 
-/// Compares the time of a step with and without the engine, measured in turn.
+/// Compares the time of a step with and without the engine, measured alternately.
 fn compare_with_plain_loop(bf16: bool, rounds: usize) {
     const BATCH: usize = 8;
     let gpt = GptConfig::preset("mini").unwrap();
@@ -212,7 +213,7 @@ fn compare_with_plain_loop(bf16: bool, rounds: usize) {
         start.elapsed().as_secs_f64()
     };
 
-    // Both allocate their buffers.
+    // The first steps of both allocate their buffers.
     for _ in 0..3 {
         plain_step();
         engine_step();

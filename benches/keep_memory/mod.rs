@@ -15,6 +15,6 @@ pub fn start_as_a_rank(more: &[(&str, &str)]) {
         let program = std::env::current_exe().unwrap();
         let mut again = Command::new(program);
         let error = again.args(std::env::args_os().skip(1)).env(name, value).envs(more.iter().copied()).exec();
-        panic!("cannot start again: {error}");
+        panic!("cannot restart this program: {error}");
     }
 }

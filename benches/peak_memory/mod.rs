@@ -5,7 +5,7 @@ use divan::counter::BytesCount;
 use rayon::prelude::*;
 use std::hint::black_box;
 
-/// The size of each array in bytes, far beyond most caches.
+/// The size of each array in bytes: far larger than most caches.
 const ARRAY: usize = 256 << 20;
 
 /// Returns the length of the part of a slice of f32 that each thread of the pool processes.
@@ -13,7 +13,7 @@ fn share(len: usize) -> usize {
     len.div_ceil(rayon::current_num_threads())
 }
 
-/// Measures reading, with a sum.
+/// Measures reading, by summing an array.
 #[divan::bench(sample_size = 1, max_time = 1)]
 fn peak_memory_read(bencher: Bencher<'_, '_>) {
     let from = vec![1f32; ARRAY / 4];
@@ -50,7 +50,7 @@ fn peak_memory_triad(bencher: Bencher<'_, '_>) {
     });
 }
 
-/// Returns the sum, with this machine's widest vectors of at most eight elements.
+/// Returns the sum, computed with the widest vectors that this machine supports, up to eight elements wide.
 fn sum(x: &[f32]) -> f32 {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {

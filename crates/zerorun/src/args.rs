@@ -72,8 +72,7 @@ struct ZerorunArguments {
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     timeout: Option<Duration>,
 
-    /// Time that the ranks have to exit after zerorun receives SIGINT, SIGTERM or SIGHUP, for example to save a
-    /// checkpoint
+    /// Time for the ranks to exit after zerorun receives SIGINT, SIGTERM or SIGHUP, for example to save a checkpoint
     #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "30s")]
     grace: Duration,
 
@@ -205,8 +204,8 @@ enum HostLauncherFlag {
 }
 
 impl ZerorunArguments {
-    /// Fills in options that the command line omits from the variables of another launcher. A hostfile needs none of
-    /// them.
+    /// Fills in, from the variables of another launcher, the options that the command line omits. A hostfile needs none
+    /// of them.
     fn fill_in(&mut self, given: &ArgMatches, variables: &LauncherVariables<'_>) -> Result<()> {
         const RESTARTS: &str = "PET_MAX_RESTARTS";
         let is_default = |name: &str| given.value_source(name) == Some(ValueSource::DefaultValue);
@@ -430,7 +429,8 @@ fn duration(text: &str) -> std::result::Result<Duration, String> {
     let number: u64 = number.parse().map_err(|_| "give a whole number with ms, s, m or h, for example 90s or 10m")?;
     match number.checked_mul(milliseconds) {
         Some(0) => Err("give more than 0".to_string()),
-        // The ranks count in milliseconds and add to a clock, so the limit is far below the clock's maximum.
+        // The ranks count in milliseconds and add the number to a clock's time, so the limit is far below the clock's
+        // maximum.
         Some(total) if total <= 1000 * 3_600_000 => Ok(Duration::from_millis(total)),
         _ => Err("give at most 1000h".to_string()),
     }

@@ -1,9 +1,10 @@
 //! Finds the bytes of a rendered chat template that are the assistant's.
 //!
 //! Neither of the usual methods is correct. The conversation up to a message does not always render as a prefix of the
-//! full text (Qwen3 writes the thoughts of the last answer only), and the text of a marker (`<|im_end|>`) may appear in
+//! full text (Qwen3 writes only the thoughts of the last answer), and the text of a marker (`<|im_end|>`) may appear in
 //! a user's message. Therefore, contents are traced: in a second rendering, they contain private-use characters of
-//! Unicode. If the two texts are otherwise equal, these characters show where each content begins and ends. From there:
+//! Unicode. If the two texts are otherwise equal, these characters show where each content begins and ends. The answers
+//! follow from these positions:
 //!
 //! - An answer begins after the first answer header that follows the previous message. The template itself defines
 //!   this header: it is the text that `add_generation_prompt` adds, or the text between a question and its
@@ -24,8 +25,8 @@ pub(super) const GENERATION_MARKERS: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
 
 /// Renders a conversation as text.
 pub(super) trait ChatRenderer {
-    /// Renders the conversation with `messages` instead of its own messages. If `marked`, the text shows where the
-    /// generation markers are.
+    /// Renders the conversation with `messages` instead of its own messages. If `marked` is set, the text shows where
+    /// the generation markers are.
     fn render_messages(
         &self,
         messages: &[Value],
@@ -100,7 +101,7 @@ impl TurnMarkers {
         });
         let mut headers: Vec<String> = prompt.iter().cloned().collect();
         if let Some(before) = before_answer {
-            // The text without a token that ends the question.
+            // The text without the token that ends the question, if it begins with that token.
             let ended = end.as_ref().and_then(|end| before.strip_prefix(end.as_str())).unwrap_or(&before);
             let own = ended.trim_start();
             let shared = prompt.as_deref().map_or(0, |prompt| overlap(&before, prompt));
@@ -164,7 +165,7 @@ enum MarkPlacement {
     Around,
     /// Around the content without the white space at its ends, which templates strip.
     Inside,
-    /// One in the middle, for templates that examine the ends.
+    /// A single one in the middle, for templates that examine the ends.
     Middle,
     /// Around contents that are not empty and around the names of called tools, for templates that check whether the
     /// content is empty.
@@ -230,7 +231,7 @@ pub(super) fn of_markers(
     Ok(TracedConversation { rendered, owners, endless, trace })
 }
 
-/// Returns the message of each marked range, from the number of ranges up to each answer.
+/// Returns the message of each marked range, derived from the number of ranges that occur up to each answer.
 fn counted(template: &impl ChatRenderer, conversation: &Conversation, stretches: usize) -> Vec<Option<usize>> {
     let mut owners = vec![];
     for answer in (0..conversation.len()).filter(|i| conversation.is_assistant(*i)) {
@@ -259,7 +260,7 @@ fn traced(
     let has = |trace: &MessageSpans, i: usize| {
         !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i)
     };
-    // The first placement that leaves the text unchanged and traces a part of each answer.
+    // Uses the first placement that leaves the text unchanged and traces a part of each answer.
     let all = MARK_PLACEMENTS.iter().filter_map(|place| trace(&vec![Some(*place); count]));
     if let Some(trace) = all.into_iter().find(|trace| (0..count).all(|i| has(trace, i))) {
         return Ok(trace);
@@ -289,7 +290,7 @@ impl MessageSpans {
         let is_answer = |point: &&MessageBoundary| conversation.is_assistant(point.message);
         let inside = |point: &&MessageBoundary| block.start <= point.at && point.at <= block.end;
         let within = self.points.iter().filter(is_answer).filter(inside).min_by_key(|point| {
-            // At the border between two answers, the one that fills more of the range.
+            // An answer with a boundary inside the range takes precedence over one that only touches it.
             (point.at == block.start || point.at == block.end, point.message)
         });
         let before =
@@ -338,7 +339,7 @@ impl TurnMarkers {
 struct MarkCharacters {
     /// The first of the characters. A plane has 65,534 of them.
     base: u32,
-    /// The first byte of their UTF-8.
+    /// The first byte of their UTF-8 encoding.
     lead: u8,
 }
 
@@ -349,7 +350,7 @@ impl MarkCharacters {
         planes.into_iter().find(|plane| !text.as_bytes().contains(&plane.lead))
     }
 
-    /// Returns mark `n`. All marks beyond the plane's size are its last character.
+    /// Returns mark `n`. All marks beyond the plane's size share its last character.
     fn char(self, n: usize) -> char {
         char::from_u32(self.base + n.min(0xFFFD) as u32).unwrap_or(char::MAX)
     }

@@ -4,7 +4,7 @@ use crate::error::FinetuneError;
 use crate::error::Result;
 use minijinja::value::{Value, ValueKind};
 
-/// Messages of a system, users, the assistant and tools, and the tools that may be called, in the form that chat
+/// Messages of the system, the user, the assistant and tools, and the tools that may be called, in the form that chat
 /// templates take.
 #[derive(Debug, Clone)]
 pub struct Conversation {
@@ -106,7 +106,7 @@ fn says_something(value: &Value) -> bool {
     }
 }
 
-/// Returns a message of one role.
+/// Returns a message with this role.
 fn message(role: &str, content: &str) -> Value {
     Value::from_pairs([("role", role), ("content", content)])
 }

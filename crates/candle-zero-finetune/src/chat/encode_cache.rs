@@ -10,12 +10,12 @@
 //!
 //! A cut is used only if the tokenizer's parts prove that it changes nothing:
 //!
-//! - No added token can be found across the cut: none contains the two characters around the cut in sequence, even as
-//!   its first or last two, and none strips white space there or examines its neighbours.
-//! - The normalizer treats both sides as it would treat them separately.
-//! - Either the pre-tokenizer also cuts there, by a known regular expression, so that the vocabulary cannot join the
+//! - No added token can be found across the cut: none contains the two characters around the cut next to each other,
+//!   not even at its beginning or end, and none strips white space there or examines its neighbours.
+//! - The normalizer treats each side as it would treat that side alone.
+//! - Either the pre-tokenizer also cuts there, with a known regular expression, so that the vocabulary cannot join the
 //!   two sides, or it leaves both sides unchanged. In the latter case, no token of the vocabulary contains the two
-//!   characters in sequence, complete words are not looked up, and no unknown character waits for its neighbour.
+//!   characters in sequence, complete words are not looked up, and no unknown character is joined with its neighbour.
 //!
 //! A piece that occurs for the first time is cut further at places where the pre-tokenizer is known to cut: at the end
 //! of a run of ASCII letters, digits or punctuation. There are few of these smaller pieces.
@@ -44,7 +44,7 @@ const MAX_PIECES: usize = 1 << 16;
 const MAX_PIECE_BYTES: usize = 96;
 
 /// The regular expressions of pre-tokenizers that cut before a space and a letter, and after the end of a line: those
-/// of cl100k, Llama 3, Qwen 2 and 3, o200k, and GPT-2 if it is written in full.
+/// of cl100k, Llama 3, Qwen 2 and 3, o200k, and GPT-2 (if the expression is written out in full).
 pub(crate) const CACHEABLE_PATTERNS: [&str; 5] = [
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -239,7 +239,7 @@ fn joined(model: &BPE, words: PreTokenizerState) -> Option<SafeCuts> {
     let mut mapped = ('!'..='~').chain('\u{A1}'..='\u{AC}').chain('\u{AE}'..='\u{143}');
     let has_byte = |byte: u8| vocabulary.contains_key(&format!("<{byte:#04X}>"));
     let all_known = is_mapped && mapped.all(is_known) || model.byte_fallback && (0..=255).all(has_byte);
-    // If the bytes of a character or an unknown character are joined with others, the tokens represent them
+    // If the bytes of a character, or an unknown character, are joined with others, the tokens represent them
     // differently.
     let holds = |token: &String, part: &str| token.len() > part.len() && token.contains(part);
     let is_of_bytes = |token: &String| token.len() > "<0x00>".len() && token.contains("<0x");
@@ -289,8 +289,8 @@ struct PreTokenizerState {
 }
 
 impl PreTokenizerState {
-    /// Applies `pre_tokenizer`. Returns false if it is not known to treat both sides of a cut as it would treat them
-    /// separately.
+    /// Applies `pre_tokenizer`. Returns false if it is not known to treat each side of a cut as it would treat that
+    /// side alone.
     fn apply(&mut self, pre_tokenizer: &Value) -> bool {
         match pre_tokenizer["type"].as_str() {
             None => pre_tokenizer.is_null(),

@@ -4,14 +4,14 @@ use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind, Output, State};
 use std::fmt::Write as _;
 
-/// The maximum depth of nested lists. A list that contains itself has no end.
+/// The maximum depth of nested lists. A list that contains itself is infinitely deep.
 const MAX_DEPTH: usize = 256;
 
-/// The maximum length in bytes of a value as text. A value whose parts contain the same part again and again has no
-/// bound.
+/// The maximum length in bytes of a value as text. Without this limit, a small value that contains the same part again
+/// and again could become arbitrarily long.
 const MAX_TEXT_BYTES: usize = 16 << 20;
 
-/// Returns an error for values without an end.
+/// Returns an error if a value exceeds these limits.
 fn check(depth: usize, text: &str) -> Result<(), Error> {
     if depth > MAX_DEPTH {
         let reason = format!("a value with more than {MAX_DEPTH} nested lists or objects");
@@ -146,7 +146,7 @@ impl JsonDumpFormat {
     }
 }
 
-/// Returns a number as Python writes it. `special` are the texts of infinity, minus infinity and NaN.
+/// Returns a number as Python writes it. `special` contains the texts for infinity, minus infinity and NaN.
 fn number(value: &Value, special: [&str; 3]) -> String {
     if value.is_integer() {
         return value.to_string();
@@ -160,8 +160,8 @@ fn number(value: &Value, special: [&str; 3]) -> String {
     }
 }
 
-/// Returns `repr` of a finite Python float: the shortest digits that represent it exactly, with an exponent below 1e-4
-/// and at 1e16 and above.
+/// Returns `repr` of a finite Python float: the shortest digits that represent it exactly, with an exponent if it is
+/// below 1e-4, or 1e16 or above.
 fn float(x: f64) -> String {
     let scientific = format!("{x:e}");
     let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
@@ -173,11 +173,11 @@ fn float(x: f64) -> String {
 
 /// Returns Python's `str(value)`.
 pub(crate) fn python_str(value: &Value) -> String {
-    // Only a value without an end is an error.
+    // Only a value that exceeds the limits is an error.
     checked_str(value).unwrap_or_default()
 }
 
-/// Returns Python's `str(value)`, or an error for a value without an end.
+/// Returns Python's `str(value)`, or an error for a value that exceeds the limits.
 pub(super) fn checked_str(value: &Value) -> Result<String, Error> {
     match value.as_str() {
         Some(text) => Ok(text.into()),

@@ -1,4 +1,4 @@
-//! Turns a conversation into tokens, and marks the tokens that the assistant says.
+//! Turns a conversation into tokens, and marks those that the assistant says.
 //!
 //! | file | content |
 //! |---|---|

@@ -147,7 +147,7 @@ fn texts_of<'a>(
     all
 }
 
-/// Returns how much of a text appears at its place or, without one, in `within`.
+/// Returns how much of a text appears at its place in the rendering or, if that is unknown, in `within`.
 fn part(
     text: &str,
     marked_text: Option<&MarkedText>,

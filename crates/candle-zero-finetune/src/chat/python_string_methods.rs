@@ -1,5 +1,5 @@
 //! Python string methods that chat templates call and that differ from minijinja's: in the characters that count as
-//! white space, in the line endings that they recognize, and in what they may cost.
+//! white space, in the line endings that they recognize, and in the limits on their cost.
 
 use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State};

@@ -38,7 +38,7 @@ impl DateTime {
         let era = shifted.div_euclid(146_097);
         let day_of_era = shifted.rem_euclid(146_097);
         let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-        // Years begin in March here.
+        // In this algorithm, years begin in March.
         let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
         let from_march = (5 * day_of_year + 2) / 153;
         let day = day_of_year - (153 * from_march + 2) / 5 + 1;

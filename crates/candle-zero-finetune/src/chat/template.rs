@@ -49,12 +49,12 @@ const MARK_VARIABLE: &str = "__generation_marked__";
 /// A chat template.
 #[derive(Debug, Clone)]
 pub struct Template {
-    /// The environments, one for each fuel of [`FUEL_LIMITS`].
+    /// The environments, one for each limit in [`FUEL_LIMITS`].
     environments: [Environment<'static>; 2],
-    /// The name of the template in errors: the chat template of a file.
+    /// The name of the template in errors, such as `the chat template of FILE`.
     name: Arc<str>,
     subject: SandboxSubject,
-    /// The number of renderings that did not end, and the line of the last one.
+    /// The number of renderings that did not end, and the line in which the last one was stopped.
     endless: Arc<Mutex<(usize, Option<usize>)>>,
     /// The variables of every rendering: the special tokens, and those that [`Template::set`] set.
     variables: Vec<(String, Value)>,
@@ -253,7 +253,7 @@ impl Template {
     }
 
     /// Returns the result of `render` for the conversation with its messages adapted to the template. If a message
-    /// calls tools and has no content, and the template needs one, it gets an empty one.
+    /// calls tools and has no content, but the template needs content, the message gets an empty one.
     fn adapted<T>(
         &self,
         conversation: &Conversation,

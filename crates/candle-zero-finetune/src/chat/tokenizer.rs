@@ -20,8 +20,8 @@ const MAX_TEXT_BYTES: usize = 6 << 20;
 /// of a special token becomes that token wherever it occurs.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
-    /// The tokenizer without its steps after encoding: truncation, padding, added tokens, offsets that exclude white
-    /// space.
+    /// The tokenizer without the steps that follow encoding: truncating, padding, adding tokens, and trimming white
+    /// space from offsets.
     inner: tokenizers::Tokenizer,
     tokens: SpecialTokens,
     splitter: Option<SafeSplitter>,
@@ -233,7 +233,7 @@ fn added_around(inner: &tokenizers::Tokenizer) -> tokenizers::Result<(Vec<u32>, 
     Ok(at.map_or((vec![], vec![]), |at| (whole[..at].to_vec(), whole[at + bare.len()..].to_vec())))
 }
 
-/// Returns `tokens` with or without `token`, if the configuration requests either.
+/// Returns `tokens` with or without `token`, as the configuration requests; if it requests neither, unchanged.
 fn with_token(tokens: Vec<u32>, token: Option<u32>, asked: Option<bool>) -> Vec<u32> {
     match (token, asked) {
         (Some(token), Some(true)) if !tokens.contains(&token) => vec![token],
@@ -247,14 +247,15 @@ fn with_token(tokens: Vec<u32>, token: Option<u32>, asked: Option<bool>) -> Vec<
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
     skip_special_tokens: bool,
-    /// The last tokens whose text was returned, which are the context for decoding the next ones, and those held back.
+    /// The last tokens whose text was returned, which are the context for decoding the next ones, followed by those
+    /// held back.
     ids: Vec<u32>,
     /// The number of tokens in `ids` whose text was returned.
     printed: usize,
 }
 
 impl TextStream<'_> {
-    /// Returns the text that is complete after token `id`, which is empty while a character is incomplete.
+    /// Returns the text that token `id` completes, which is empty while a character is incomplete.
     ///
     /// # Errors
     /// [`FinetuneError::Decode`].

@@ -1,4 +1,4 @@
-//! A random search for tokenizers whose tokens differ from those of the library that defines them.
+//! A random search for tokenizers with which this crate's tokens differ from those of the `tokenizers` library.
 //!
 //! `CANDLE_ZERO_VOCABULARIES` sets the number of tokenizers, and `CANDLE_ZERO_SEED` the seed.
 
@@ -102,7 +102,7 @@ impl Random {
             }
             13 => json!({"type": "Split", "pattern": {"Regex": self.one(&["\\s", "[a-z]+", " ?[^ ]+", "\\n"])},
                          "behavior": self.one(&behaviors), "invert": self.chance(20)}),
-            // The form of the best known tokenizers.
+            // The form of the best-known tokenizers.
             14 | 15 => json!({"type": "Sequence", "pretokenizers": [
                 {"type": "Split", "pattern": {"Regex": self.one(&super::encode_cache::CACHEABLE_PATTERNS)}, "behavior": "Isolated", "invert": false},
                 {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
@@ -258,7 +258,7 @@ impl Random {
     }
 
     fn tokenizer(&mut self, texts: &[String]) -> Value {
-        // Half of them have the structure of the best known tokenizers, with different content.
+        // Half of the tokenizers have the structure of the best-known ones, with different content.
         let is_usual = self.chance(50);
         let (normalizer, pre_tokenizer) = match is_usual {
             true => self.usual_way(),

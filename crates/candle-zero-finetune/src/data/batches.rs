@@ -1,8 +1,8 @@
 //! Packs samples into rows of the context length, and groups rows into batches.
 //!
 //! Rows are filled once, first-fit, in an order derived from the seed. Each epoch goes through the same rows in a
-//! different order. The rows of a step depend only on its number, so a resumed run needs nothing else, and every rank
-//! has the same number of batches.
+//! different order. The rows of a step depend only on the step's number, so a resumed run needs no other state. Every
+//! rank has the same number of batches.
 
 use super::dataset::Dataset;
 use candle_zero::data::BatchShape;
@@ -20,7 +20,7 @@ pub enum SequencePacking {
     /// As many samples as fit in a row of `ctx` tokens, each a separate sequence. Possible only if samples do not
     /// belong together ([`Dataset::group`]) and have no labels to predict.
     Packed {
-        /// Tokens of a row. A longer sample gets its own row.
+        /// The number of tokens in a row. A longer sample gets a separate row.
         ctx: usize,
     },
     /// One sample per row, padded to the longest row of the batch.
@@ -145,7 +145,7 @@ impl Batches {
         self.shape.micro * self.shape.world * self.shape.accumulation
     }
 
-    /// Returns the groups of row `row` of the complete run. A row after the end of a validation has none.
+    /// Returns the groups of row `row` of the complete run. A row beyond the end of the validation data has none.
     fn row(&self, row: u64) -> &[u32] {
         let count = self.rows_per_epoch() as u64;
         let row = match self.order {
@@ -212,8 +212,8 @@ impl Batches {
         hasher.finish()
     }
 
-    /// Returns the number of targets of all ranks and micro batches of a step, or of labels if those are predicted. The
-    /// sum of the losses is divided by this number. Every rank computes it independently.
+    /// Returns the number of targets in a step over all ranks and micro batches, or the number of labels if labels are
+    /// predicted. The sum of the losses is divided by this number. Every rank computes it independently.
     pub fn targets_of_step(&self, step: u64) -> u64 {
         let first = step * self.rows_per_step() as u64;
         let rows = (first..first + self.rows_per_step() as u64).flat_map(|row| self.row(row));
@@ -223,7 +223,7 @@ impl Batches {
     }
 }
 
-/// Returns the order in which samples are packed and the row of each, if rows contain several samples.
+/// Returns the order in which samples are packed, and the row of each sample, if rows contain several samples.
 fn packed_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> Option<(Vec<u32>, Vec<u32>)> {
     let SequencePacking::Packed { ctx } = packing else { return None };
     if dataset.group() > 1 {
@@ -239,7 +239,8 @@ fn packed_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> 
     Some((order, row_of))
 }
 
-/// Returns the row of each sample: the first row that has room for it. A sample that is longer than a row fills one.
+/// Returns the row of each sample: the first row that has room for it. A sample that is longer than a row takes up a
+/// complete row.
 fn first_fit(lengths: impl Iterator<Item = usize>, ctx: usize) -> Vec<u32> {
     let mut room = FreeSpaceTree { leaves: 1, most: vec![0; 2], rows: 0 };
     // Even the shortest sample takes up room, so that a row without any room left accepts no sample.

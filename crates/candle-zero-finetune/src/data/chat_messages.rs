@@ -191,7 +191,7 @@ fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordPr
     Ok(learned)
 }
 
-/// Returns whether a weight or a flag enables learning. It is 0, 1 or a boolean, possibly as text.
+/// Returns whether a weight or a flag enables learning. The value is 0, 1 or a boolean, possibly as text.
 pub(crate) fn weight(name: &str, value: &Value) -> Result<Option<bool>, RecordProblem> {
     let text = value.as_str().map(str::trim);
     let number = match (value.kind(), text) {

@@ -30,7 +30,7 @@ pub(super) const FORMAT_KEYS: [&str; 21] = [
     "functions",
 ];
 
-/// Other keys that define what is learned from a record or change it.
+/// Other keys that define or change what is learned from a record.
 pub(super) const PREFERRED_KEYS: [&str; 2] = ["preferred_output", "non_preferred_output"];
 pub(super) const VARIABLE_KEYS: [&str; 2] = ["chat_template_kwargs", "documents"];
 pub(super) const WEIGHT_KEYS: [&str; 6] = ["weight", "loss_weight", "sample_weight", "train", "training", "trainable"];

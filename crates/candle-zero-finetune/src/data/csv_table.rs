@@ -163,7 +163,7 @@ struct QuoteTracker {
     has_begun: bool,
     /// The line of the last quote that opened.
     opened: u64,
-    /// The lines in which the row's first quoted field with other text after it opened and closed.
+    /// The lines of the opening and the closing quote of the row's first quoted field that is followed by other text.
     malformed: Option<(u64, u64)>,
 }
 

@@ -39,7 +39,7 @@ pub struct DataOptions {
     pub strict: bool,
     /// The names of the labels, in the order of their indices. If empty, all labels of the files are used, sorted.
     pub labels: Vec<String>,
-    /// The roles of columns with other names.
+    /// The roles of columns whose names differ from the known ones.
     pub columns: Columns,
 }
 

@@ -27,7 +27,7 @@ pub struct DataProgress {
     pub of: u64,
 }
 
-/// Samples of several files, each counted by its weight.
+/// Samples of several files, each file counted according to its weight.
 #[derive(Debug, Clone)]
 pub struct Dataset {
     parts: Vec<FileSamples>,

@@ -27,7 +27,7 @@ use std::path::Path;
 /// The number of bytes of records that are processed at once. A single larger record is processed separately.
 const BATCH_BYTES: usize = 2 << 20;
 
-/// The maximum number of bytes of a file that its fingerprint reads.
+/// The maximum number of bytes of a file that are read for its fingerprint.
 const MAX_FINGERPRINTED_BYTES: u64 = 64 << 20;
 
 /// The version, which changes when the same data yields different samples.
@@ -41,7 +41,7 @@ pub(super) struct DatasetBuilder<'a> {
     pub options: &'a DataOptions,
 }
 
-/// The outcome of a record.
+/// The outcome of processing a record.
 enum RecordOutcome {
     /// Samples with the indices of their labels, and remarks on them.
     Samples {
@@ -334,8 +334,8 @@ impl DatasetBuilder<'_> {
     }
 
     /// Returns a text between the tokens that the tokenizer adds, followed by the token that ends it. If the text
-    /// already contains these, they are not added again. Whether a token is a target depends on the position at which it
-    /// ends.
+    /// already contains these tokens, they are not added again. Whether a token is a target depends on the position at
+    /// which it ends.
     fn between_ends(
         &self,
         text: &str,

@@ -50,9 +50,9 @@ pub(super) struct ParquetRows {
     unread: Arc<[String]>,
     /// The columns that are read.
     columns: SchemaDescPtr,
-    /// The number of row groups begun.
+    /// The number of row groups of which reading has begun.
     groups: usize,
-    /// The remaining rows of the last of these.
+    /// The remaining rows of the last of these groups.
     group: Option<ReaderIter>,
     /// The number of rows read, and the number of rows in the file.
     row: u64,
@@ -169,8 +169,8 @@ impl ParquetRows {
     }
 }
 
-/// Returns the result of `read`, or why it failed. For damaged bytes the crate mostly returns errors, but slices and
-/// asserts in its decoders also panic. A reader that panicked is not used again.
+/// Returns the result of `read`, or why it failed. For damaged bytes, the crate mostly returns errors, but slicing and
+/// assertions in its decoders can also panic. A reader that panicked is not used again.
 fn caught<T>(subject: &SandboxSubject, read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     const MAX_SHOWN_CHARS: usize = 200;
     // The usual size of a page in bytes.
@@ -185,7 +185,7 @@ fn caught<T>(subject: &SandboxSubject, read: impl FnOnce() -> Result<T, ParquetE
     Err(reason.chars().take(MAX_SHOWN_CHARS).collect())
 }
 
-/// Checks from its two ends that a file of this size is a complete file of this format.
+/// Checks, by its first and last bytes, that a file of this size is a complete file of this format.
 fn check_ends(file: &mut File, bytes: u64) -> std::io::Result<Result<(), String>> {
     let mut ends = [[0; 4]; 2];
     if bytes >= 12 {
@@ -206,7 +206,7 @@ fn check_ends(file: &mut File, bytes: u64) -> std::io::Result<Result<(), String>
     })
 }
 
-/// Checks that all of a column can be read.
+/// Checks that a column can be read completely.
 fn check_type(field: &Type, path: &str) -> Result<(), String> {
     let info = field.get_basic_info();
     let refused = |what: &str| {
@@ -297,8 +297,8 @@ fn text_bytes(field: &Field) -> usize {
     }
 }
 
-/// Returns the value that a field has in JSON lines, and adds its approximate size in memory. Dates and times are the
-/// integers in the file.
+/// Returns the value that a field has in JSON lines, and adds its approximate size in memory. Dates and times are
+/// returned as the integers in the file.
 ///
 /// Null fields of a struct are omitted. A Parquet struct has all fields that any struct of its column has, so a message
 /// without a tool call would otherwise have a null call.

@@ -128,8 +128,8 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
     }
 }
 
-/// Returns whether a beginning without a byte order mark looks like UTF-16 or UTF-32 text: it soon contains zeros, as
-/// ASCII text does in these encodings, and no character that is itself zero. Zeros without other bytes are not text.
+/// Returns whether a beginning without a byte order mark looks like UTF-16 or UTF-32 text: it contains zero bytes early
+/// on, as ASCII text does in these encodings, and no NUL character. Zero bytes alone are not text.
 fn is_wide(head: &[u8]) -> bool {
     let head = &head[..head.len().min(32)];
     let (pairs, fours) = (|| head.chunks_exact(2), || head.chunks_exact(4));
@@ -369,7 +369,8 @@ mod tests {
         }
         let declared = [at(3, "{'prompt': 'a', 'completion': 'b;c'}")];
         assert_eq!(records("x.csv", "sep=|\r\nprompt|completion\r\na|b;c\r\n"), declared);
-        // With unknown names, the separator that yields more columns is used, and otherwise the usual one.
+        // If the names are unknown, the separator that yields the most columns is used or, if there is a tie, the usual
+        // one.
         assert_eq!(records("x.csv", "a;b;c,d\n1;2;3\n"), [at(2, "{'a': '1', 'b': '2', 'c,d': '3'}")]);
         assert_eq!(records("x.csv", "a;b,c\n1,2\n"), [at(2, "{'a;b': '1', 'c': '2'}")]);
         assert_eq!(records("x.csv", "text\na;b\n"), [at(2, "{'text': 'a;b'}")]);

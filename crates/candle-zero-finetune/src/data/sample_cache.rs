@@ -8,7 +8,7 @@
 //! a file is opened, so a damaged file is rebuilt.
 //!
 //! The process that builds a file locks a second file next to it. Others wait for the lock and then map the result. The
-//! kernel releases the lock of a process that exits meanwhile.
+//! kernel releases the lock of a process that exits before the file is complete.
 
 use super::sample::Sample;
 use crate::error::FinetuneError;
@@ -39,8 +39,8 @@ pub fn default_cache() -> Result<PathBuf> {
     Ok(own_cache()?.join("samples"))
 }
 
-/// Creates the folder for samples, readable only by its user, because data may be private. An existing folder keeps its
-/// permissions, unless it is the library's own. Removes what killed runs left in the folder.
+/// Creates the folder for samples, readable only by its owner, because data may be private. An existing folder keeps
+/// its permissions, unless it is the library's own. Removes what killed runs left in the folder.
 pub(super) fn private_cache(folder: &Path) -> std::io::Result<()> {
     let own = own_cache().ok().filter(|own| folder.starts_with(own));
     match &own {
@@ -158,8 +158,8 @@ impl SampleCache {
             return Ok(Err("it is truncated"));
         }
         // SAFETY: the map is read-only and private to this value. Sample files get their names only when they are
-        // complete, and are replaced, never changed. If another process writes into one nevertheless, it changes
-        // numbers that are checked wherever they are used as positions.
+        // complete, and are replaced, never changed. If another process nevertheless writes into such a file, it
+        // changes numbers that are checked wherever they are used as positions.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         Ok(Self::check(map, fingerprint))
     }
@@ -203,7 +203,7 @@ impl SampleCache {
         place.is_some_and(|(start, end)| XxHash3_64::oneshot(&self.map[start..end]) == long(&entry[24..]))
     }
 
-    /// Returns a hash of the samples' ids, targets, labels and order, whatever they were made from.
+    /// Returns a hash of the samples' ids, targets, labels and order, regardless of what they were made from.
     pub(super) fn content(&self) -> u64 {
         let mut hash = XxHash3_64::new();
         for i in 0..self.samples {
@@ -262,7 +262,7 @@ pub(super) struct SampleCacheWriter {
     data: BufWriter<File>,
     /// The folder that contains the file until it gets its final name.
     scratch: ScratchFolder,
-    /// The index, in a file until it is appended: with many samples it does not fit into memory.
+    /// The index, kept in a file until it is appended, because the index of many samples does not fit into memory.
     index: BufWriter<File>,
     /// The number of bytes written, including the header.
     at: u64,
@@ -272,7 +272,7 @@ pub(super) struct SampleCacheWriter {
 }
 
 impl SampleCacheWriter {
-    /// Creates a writer in a new folder next to `path`. If this run is killed, a later one removes the folder. Only
+    /// Creates a writer in a new folder next to `path`. If this run is killed, a later run removes the folder. Only
     /// this user can read the file.
     pub(super) fn new(path: &Path) -> std::io::Result<Self> {
         let folder = files::folder_of(path);

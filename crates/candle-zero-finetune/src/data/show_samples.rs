@@ -1,4 +1,4 @@
-//! Shows samples to people.
+//! Formats samples for people to read.
 
 use super::dataset::Dataset;
 use crate::chat::tokenizer::Tokenizer;
@@ -41,7 +41,8 @@ pub fn show(dataset: &Dataset, tokenizer: &Tokenizer, count: usize, colour: bool
     Ok(text)
 }
 
-/// Returns a text that is harmless to a terminal: control characters become pictures, except for tabs and line ends.
+/// Returns a text that is harmless to a terminal: control characters become visible symbols, except for tabs and line
+/// ends.
 fn printable(text: &str) -> String {
     let picture = |c: char| match c {
         '\n' | '\t' => c,

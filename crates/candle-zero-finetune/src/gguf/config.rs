@@ -1,5 +1,5 @@
-//! Builds a `config.json` in Hugging Face's format from the metadata of a GGUF file, by the conventions of llama.cpp's
-//! converter.
+//! Builds a `config.json` in Hugging Face's format from the metadata of a GGUF file, following the conventions of
+//! llama.cpp's converter.
 
 use super::weights::GgufFile;
 use crate::error::Result;

@@ -128,7 +128,7 @@ fn give(
     match change {
         LayoutChange::None => tensor.pieces(1).try_for_each(|lines| put(&tensor.values(lines)?)),
         LayoutChange::Transposed => {
-            // All lines are needed: each line of the result has an element of each line of the tensor.
+            // All lines are needed: each line of the result contains one element from each line of the tensor.
             let values = tensor.values(0..lines)?;
             let mut line = vec![0f32; lines];
             for column in 0..width {
@@ -191,7 +191,8 @@ impl<'a> GgufArchitecture<'a> {
         }
         keys.push(("general.file_type".into(), GgufValue::U32(if format == GgufFormat::F16 { 1 } else { 7 })));
         keys.push(("general.quantization_version".into(), GgufValue::U32(2)));
-        // Beyond its window, a block attends to fewer positions than it would in llama.cpp, so the context ends there.
+        // Beyond its window, a block attends to fewer positions than it would in llama.cpp, so the context ends at the
+        // smallest window.
         let windows = self.config.blocks.iter().filter_map(|block| block.window);
         let ctx = windows.fold(self.config.ctx, usize::min);
         let mut put = |key: &str, value| keys.push((format!("{}.{key}", self.architecture), value));

@@ -1,4 +1,4 @@
-//! Reads and writes GGUF files by the conventions of llama.cpp.
+//! Reads and writes GGUF files, following llama.cpp's conventions.
 //!
 //! | file | content |
 //! |---|---|

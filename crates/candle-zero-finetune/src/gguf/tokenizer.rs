@@ -1,4 +1,4 @@
-//! Builds a tokenizer.json, a tokenizer_config.json and a chat template from the metadata of a GGUF file, by the
+//! Builds a tokenizer.json, a tokenizer_config.json and a chat template from the metadata of a GGUF file, following the
 //! conventions of llama.cpp's converter.
 //!
 //! | `tokenizer.ggml.model` | tokenizer.json |
@@ -14,7 +14,7 @@ use candle_core::quantized::gguf_file::Value;
 use serde_json::{Map, Value as Json, json};
 use std::collections::HashMap;
 
-/// Token types, by llama.cpp's numbers.
+/// Token types, with llama.cpp's numbers.
 const NORMAL: i64 = 1;
 const UNKNOWN: i64 = 2;
 const CONTROL: i64 = 3;
@@ -27,8 +27,8 @@ const MAX_TOKENS: usize = 1 << 22;
 /// SentencePiece's symbol for a space.
 const SPACE: &str = "\u{2581}";
 
-/// The way in which byte-level BPE splits texts, by llama.cpp's names: a pattern in place of GPT-2's, or steps before
-/// it.
+/// The way in which byte-level BPE splits texts, selected by llama.cpp's name for it: with GPT-2's pattern, with a step
+/// before that pattern, or with other patterns.
 enum PreTokenizerPattern {
     /// GPT-2's pattern.
     Gpt2,
@@ -50,7 +50,7 @@ const DEEPSEEK_V3: [&str; 3] = [
 ];
 const DEEPSEEK_CODER: [&str; 5] = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"];
 
-/// The supported names.
+/// The supported names of pre-tokenizers.
 const SUPPORTED_PRE_TOKENIZERS: &str = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, \
                      deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder";
 
@@ -145,7 +145,7 @@ impl GgufFile {
         })
     }
 
-    /// Returns the unchanged tokenizer keys, to write them to another file.
+    /// Returns the tokenizer keys unchanged, for writing them to another file.
     pub(super) fn tokenizer_keys(&self) -> Vec<(String, GgufValue)> {
         let own = self.content.metadata.iter().filter(|(key, _)| key.starts_with("tokenizer."));
         let mut keys: Vec<_> = own.filter_map(|(key, value)| Some((key.clone(), written(value)?))).collect();

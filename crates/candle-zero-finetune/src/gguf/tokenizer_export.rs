@@ -1,4 +1,4 @@
-//! Builds the keys of a GGUF file that describe a tokenizer, built from Hugging Face's files.
+//! Builds the keys of a GGUF file that describe a tokenizer from Hugging Face's tokenizer files.
 
 use super::tokenizer::{LLAMA3, QWEN2};
 use super::writer::GgufValue;
@@ -12,7 +12,7 @@ use std::path::Path;
 
 const MAX_FILE_BYTES: u64 = 1 << 28;
 
-/// Token types, by llama.cpp's numbers.
+/// Token types, with llama.cpp's numbers.
 const NORMAL: i32 = 1;
 const CONTROL: i32 = 3;
 const USER_DEFINED: i32 = 4;
@@ -111,7 +111,7 @@ fn template_keys(named: BTreeMap<String, String>) -> Vec<(String, GgufValue)> {
     keys
 }
 
-/// Returns llama.cpp's name of the pre-tokenizer, or why there is none.
+/// Returns llama.cpp's name for the pre-tokenizer, or why there is none.
 fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str, String> {
     let steps: Vec<&Json> = match pre_tokenizer["type"].as_str() {
         Some("Sequence") => pre_tokenizer["pretokenizers"].as_array().into_iter().flatten().collect(),

@@ -27,7 +27,7 @@ pub(crate) struct GgufFile {
     places: BTreeMap<String, TensorSource>,
 }
 
-/// The tensor in the file that contains a parameter.
+/// The file's tensor that a parameter is read from.
 #[derive(Debug, Clone)]
 struct TensorSource {
     /// The name of the tensor.
@@ -46,9 +46,9 @@ impl GgufFile {
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
-        // SAFETY: the map is only read. If another process truncated the file meanwhile, an access would raise SIGBUS.
-        // Nothing in candle-zero writes weights in place, and copying a model of any size to avoid that would cost
-        // more.
+        // SAFETY: the map is only read. If another process truncated the file while it is mapped, an access would raise
+        // SIGBUS. Nothing in candle-zero writes weights in place, and copying every model into memory to rule this out
+        // would be too expensive.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let content = Content::read(&mut AlignmentGuard { file: Cursor::new(&map[..]), of_alignment: None });
         let content = content.map_err(|e| bad(path, candle_zero::error::without_backtrace(&e.to_string())))?;
@@ -240,7 +240,7 @@ impl InitialValues for GgufFile {
 /// A reader that refuses files whose `general.alignment` is 0, because Candle's reader would divide by it.
 struct AlignmentGuard<'a> {
     file: Cursor<&'a [u8]>,
-    /// `Some` after the key was read: whether the type of its value was also read.
+    /// `Some` once the key has been read: whether the type of its value has been read, too.
     of_alignment: Option<bool>,
 }
 

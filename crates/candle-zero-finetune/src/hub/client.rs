@@ -64,7 +64,7 @@ impl<E: Into<Error>> From<E> for RequestFailure {
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The maximum number of consecutive attempts that receive no bytes.
 pub(super) const MAX_ATTEMPTS: u32 = 4;
-/// The pause after the first attempt. It doubles after each further one.
+/// The pause after the first attempt. It doubles after each further attempt.
 const INITIAL_BACKOFF: Duration = Duration::from_millis(500);
 /// The maximum size of a listing in bytes. Each file takes a few hundred bytes.
 const MAX_LISTING_BYTES: u64 = 1 << 26;
@@ -162,7 +162,7 @@ impl<'a> HubClient<'a> {
                 self.check_status(file, status.as_u16(), headers)?;
                 return self.described(file, headers, CONTENT_LENGTH.as_str());
             }
-            // A redirect within this host leads to the file's properties. Another host only serves its bytes.
+            // A redirect within this host leads to the file's properties. Another host only serves the file's bytes.
             match text_of(headers, LOCATION.as_str()).filter(|to| to.starts_with('/') && !to.starts_with("//")) {
                 Some(to) => address = format!("{}{to}", self.origin()),
                 None => return self.described(file, headers, "x-linked-size"),
@@ -185,7 +185,7 @@ impl<'a> HubClient<'a> {
         Ok(RemoteFile { etag: etag.to_ascii_lowercase(), size, is_digest })
     }
 
-    /// Returns the bytes of a file from position `from` on, or all of them if the server does not support ranges.
+    /// Returns the bytes of a file starting at position `from`, or all of them if the server does not support ranges.
     pub fn bytes(&self, commit: &str, file: &str, from: u64) -> Result<FileStream, RequestFailure> {
         let mut request = self.agent.get(self.address(commit, file)).header(ACCEPT_ENCODING, "identity");
         if let Some(token) = self.authorization() {

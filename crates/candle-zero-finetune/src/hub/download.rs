@@ -1,5 +1,5 @@
-//! Downloads one file. Its bytes are written to a file next to the final path, and an interrupted download resumes at
-//! their end.
+//! Downloads one file. Its bytes are written to a file next to the final path, and an interrupted download resumes
+//! after them.
 
 use super::client::{FileStream, HubClient, MAX_ATTEMPTS, RemoteFile, RequestFailure, pause};
 use super::error::HubError;
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 /// The number of bytes that are read at once.
 const READ_CHUNK: usize = 1 << 16;
 
-/// A file of a commit that is downloaded. `tell` receives the number of bytes received so far.
+/// The download of one file of a commit. `tell` receives the number of bytes received so far.
 pub(super) struct FileDownload<'a> {
     pub client: &'a HubClient<'a>,
     pub repository: &'a Repository,

@@ -1,8 +1,8 @@
-//! Errors of fetching a model from the Hugging Face Hub.
+//! Errors in fetching a model from the Hugging Face Hub.
 
 use std::path::PathBuf;
 
-/// Errors of fetching a model from the Hugging Face Hub.
+/// Errors in fetching a model from the Hugging Face Hub.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum HubError {

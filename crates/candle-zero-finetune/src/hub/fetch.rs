@@ -135,7 +135,7 @@ impl SnapshotFetch<'_, '_> {
         let _lock = self.lock()?;
         let mut remotes = vec![];
         let (mut needed, mut count) = (0u64, 0);
-        // Another process may have fetched some meanwhile.
+        // Another process may have fetched some of them in the meantime.
         for file in files.into_iter().filter(|file| !snapshot.has(file)) {
             let remote = self.client.remote(self.commit, file)?;
             let content = self.snapshot.content(&remote.etag);

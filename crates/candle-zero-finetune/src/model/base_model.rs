@@ -165,7 +165,7 @@ impl BaseModel {
 /// Opens the weights in a Hugging Face folder.
 pub(super) fn weights_of(folder: &Path) -> Result<WeightFiles> {
     WeightFiles::open(folder).map_err(|error| match error {
-        // The error names the folder itself, so it contains neither of the files.
+        // If the error names the folder itself, neither of the files exists in it.
         candle_zero::Error::Io { path, .. } if path == folder => {
             let reason = "it has neither model.safetensors nor model.safetensors.index.json".into();
             FinetuneError::NoModel { path, reason }.into()
@@ -207,7 +207,7 @@ pub(crate) fn builder_over(values: Arc<dyn InitialValues>, dtype: DType, device:
     VarBuilder::from_backend(Box::new(InitialValuesBackend(values)), dtype, device.clone())
 }
 
-/// A backend that makes the tensors that a model requests.
+/// A backend that creates the tensors that a model requests.
 struct InitialValuesBackend(Arc<dyn InitialValues>);
 
 impl SimpleBackend for InitialValuesBackend {

@@ -79,7 +79,7 @@ impl Classifier {
             return Err(unusable("the model's result is not finite: its weights are damaged"));
         }
         let mut labels: Vec<(String, f64)> = self.labels().iter().cloned().zip(probabilities).collect();
-        // The sort is stable: equal probabilities stay in the order of the classes.
+        // The sort is stable: labels with equal probabilities keep the order of the classes.
         labels.sort_by(|a, b| b.1.total_cmp(&a.1));
         Ok(ClassificationOutput { labels, tokens, cut })
     }

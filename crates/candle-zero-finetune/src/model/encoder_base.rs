@@ -151,8 +151,8 @@ impl EncoderBase {
         check_rows(self.config.vocab_size, ids)
     }
 
-    /// Writes the files that, next to the `model.safetensors` of the trained model (f32), make a folder that
-    /// transformers loads: `config.json` with the names of the classes, and the tokenizer's files.
+    /// Writes the files that, next to the `model.safetensors` of the trained model (f32), make up a folder that
+    /// transformers can load: `config.json` with the names of the classes, and the tokenizer's files.
     ///
     /// # Errors
     /// Files that cannot be read or written, or that already exist.
@@ -204,7 +204,8 @@ fn describe(json: &mut Value, labels: &[String]) {
     config.insert("label2id".into(), numbers.into());
 }
 
-/// Returns a note on tensors that are not among the parameters `used`. Those of heads are ignored.
+/// Returns a note on tensors that are not among the parameters `used`. Tensors of other heads are ignored; other
+/// tensors of the encoder are an error.
 fn left_out(files: &WeightFiles, used: BTreeSet<&str>) -> Result<Option<String>> {
     const ENCODER_PREFIXES: [&str; 4] = ["bert.", "embeddings.", "encoder.", "pooler."];
     let mut extra = files.unused(&used);

@@ -1,4 +1,4 @@
-//! Generates answers of a model: from a prompt to text, token by token, up to the end of the turn.
+//! Generates a model's answers: from a prompt to text, token by token, up to the end of the turn.
 
 use crate::BaseModel;
 use crate::chat::conversation::Conversation;
@@ -19,7 +19,7 @@ pub struct Sampling {
     pub max_tokens: usize,
     /// The temperature. 0 is greedy decoding. Above 0, tokens are sampled from the logits divided by the temperature.
     pub temperature: f64,
-    /// Sample only from this number of most likely tokens. 0 means all.
+    /// Sample only from this many of the most likely tokens. 0 means all.
     pub top_k: usize,
     /// Sample only from the most likely tokens whose probabilities add up to this value. 1 means all.
     pub top_p: f64,

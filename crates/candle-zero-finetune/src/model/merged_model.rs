@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The resulting model of fine-tuning: its weights, with the adapter, if any, merged in: W + s B A. It is written
+/// The model that results from fine-tuning: its weights, with the adapter, if any, merged in (W + s B A). It is written
 /// tensor by tensor and read piece by piece, so it is never completely in memory.
 ///
 /// ```no_run
@@ -68,7 +68,7 @@ impl<'a> MergedModel<'a> {
         Self { progress: Some(progress), ..self }
     }
 
-    /// Returns the number of tensors, and of those that the adapter changes.
+    /// Returns the number of tensors, and the number of those that the adapter changes.
     pub fn counts(&self) -> (usize, usize) {
         let is_changed = |name: &str| {
             let module = name.strip_suffix(".weight");
@@ -107,7 +107,7 @@ impl<'a> MergedModel<'a> {
     /// Returns a tensor whose values are read some lines at a time.
     ///
     /// # Errors
-    /// Errors of reading the weights.
+    /// Errors in reading the weights.
     pub(crate) fn tensor(&self, name: &str, shape: &[usize]) -> Result<MergedTensor<'_>> {
         let mut tensor = MergedTensor {
             weights: &*self.values,
@@ -189,7 +189,7 @@ impl MergedTensor<'_> {
     /// Returns the merged values of some lines.
     ///
     /// # Errors
-    /// Errors of reading the weights; [`FinetuneError::MergedNotFinite`].
+    /// Errors in reading the weights; [`FinetuneError::MergedNotFinite`].
     pub fn values(&self, lines: Range<usize>) -> Result<Vec<f32>> {
         let mut values = vec![0f32; lines.len() * self.lines().1];
         self.read(lines.clone(), &mut values)?;
@@ -228,7 +228,7 @@ impl MergedModel<'_> {
     /// precision is used.
     ///
     /// # Errors
-    /// A folder that is not empty; a value that the precision cannot hold; errors of reading and writing. On an error,
+    /// A folder that is not empty; a value that the precision cannot hold; errors in reading or writing. On an error,
     /// `out` is unchanged.
     pub fn write_hugging_face(&self, out: impl AsRef<Path>, dtype: Option<ConsolidatedDtype>) -> Result<()> {
         let out = out.as_ref();

@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::io::Write as _;
 use std::path::Path;
 
-/// Creates a folder next to `out`, which must be absent or empty.
+/// Creates a temporary folder next to `out`. `out` itself must be absent or empty.
 pub(crate) fn new_folder(out: &Path) -> Result<AtomicFolder> {
     let wrong = |action| move |source| Error::Io { action, path: out.to_owned(), source };
     match free_folder(out).map_err(wrong("read"))? {

@@ -20,14 +20,15 @@ const MAX_ROWS_PER_STEP: usize = 8;
 /// The rows of a step, and whether samples are packed into them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BatchSizing {
-    /// The number of rows in a step of all ranks, or of groups of samples that belong together.
+    /// The number of rows in a step of all ranks, or the number of groups if samples belong together.
     pub rows: usize,
     pub packing: SequencePacking,
 }
 
 impl BatchSizing {
-    /// Chooses the sizes for ranks that together compute `unit` rows at once, or a multiple of them. `packing` is the
-    /// fullest allowed packing. `remembered` is the number of rows in a step if a run is resumed.
+    /// Chooses the sizes for ranks that together compute `unit` rows at once, or a multiple of `unit`. `packing` is the
+    /// fullest allowed packing. `remembered` is the number of rows in a step of the run that is resumed, if there is
+    /// one.
     ///
     /// The number of rows in a step is a power of two, as far as `unit` allows, so that it does not depend on the
     /// number of ranks.

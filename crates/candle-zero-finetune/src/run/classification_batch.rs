@@ -23,7 +23,7 @@ impl ClassificationBatch {
     /// # Errors
     /// Errors of creating tensors on `device`.
     pub fn of(rows: &RowBatch, device: &Device) -> Result<Self> {
-        // Rows after the end of a validation come last and have no text. They hold a single token.
+        // Rows beyond the end of the validation data come last and have no text. They hold a single token.
         let length = |row: usize| match rows.labels.get(row) {
             Some(_) => rows.starts[row].get(1).copied().unwrap_or(rows.time),
             None => 1,

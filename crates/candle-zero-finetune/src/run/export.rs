@@ -136,8 +136,7 @@ fn export(engine: &mut Engine<TrainableModel>, path: &Path) -> Result<Result<()>
 }
 
 /// Writes a part of the result at the end of a run. If its folder is no longer writable, the result is saved in another
-/// folder, which the error names. If the last checkpoint is saved, the result is in that checkpoint instead.
-/// Collective.
+/// folder, which the error names. If the last checkpoint was saved, it contains the result instead. Collective.
 ///
 /// # Errors
 /// [`OutputError`]; a failed collective.

@@ -215,7 +215,7 @@ impl FineTune {
         self.total
     }
 
-    /// Returns the number of steps made so far.
+    /// Returns the number of steps completed so far.
     pub fn steps(&self) -> u64 {
         self.engine.global_steps()
     }
@@ -257,7 +257,7 @@ impl FineTune {
         self.best_is_lost
     }
 
-    /// Makes the next step, and validates and saves if due. Returns `None` if the run has ended. Collective.
+    /// Runs the next step, and validates and saves if due. Returns `None` if the run has ended. Collective.
     ///
     /// # Errors
     /// Errors of the engine: a loss that is not finite in f32, a failed collective, a checkpoint that cannot be
@@ -266,7 +266,7 @@ impl FineTune {
         self.step_telling(&mut |_, _| ())
     }
 
-    /// Makes the next step as [`step`](Self::step) does. Calls `tell` after each of this rank's micro batches with its
+    /// Runs the next step as [`step`](Self::step) does. Calls `tell` after each of this rank's micro batches with its
     /// number, from 1, and the number of micro batches in the step.
     ///
     /// # Errors
@@ -298,7 +298,8 @@ impl FineTune {
         Ok(Some(report))
     }
 
-    /// Returns why the run ends before the next step, or `None` if it continues. Saves a due checkpoint if it ends.
+    /// Returns why the run ends before the next step, or `None` if it continues. Saves a due checkpoint if the run
+    /// ends.
     fn is_at_end(&mut self) -> Result<Option<StopReason>> {
         let steps = self.engine.global_steps();
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
@@ -312,7 +313,7 @@ impl FineTune {
         if is_new {
             let saved = self.save(false);
             match ended {
-                // Without the checkpoint, nothing would remain.
+                // A run that is stopped leaves nothing but its checkpoint, so a failed save is an error.
                 StopReason::Asked => saved?,
                 _ => self.report_failed_save(saved)?,
             }
@@ -320,8 +321,8 @@ impl FineTune {
         Ok(Some(ended))
     }
 
-    /// Handles a failed save, which fails on all ranks. It is reported, but does not end the training: the result is
-    /// written nevertheless.
+    /// Handles a failed save, which fails on all ranks. It is reported, but does not end training: the result is still
+    /// written.
     fn report_failed_save(&mut self, saved: Result<()>) -> Result<()> {
         match saved {
             Err(error @ Error::Checkpoint(_)) => {
@@ -361,7 +362,7 @@ impl FineTune {
                 Ok(loss)
             })?;
             self.engine.backward(&loss)?;
-            // A failed background save is reported here, after the step was made.
+            // A failed background save is reported here, after the step has been completed.
             let made = self.engine.step();
             self.report_failed_save(made)?;
             let rewards = rewards.map(Rewards::to_numbers).unwrap_or_default();
@@ -504,7 +505,7 @@ impl FineTune {
     ///
     /// # Errors
     /// A folder that is not writable or not empty; a run in which all steps were skipped; a checkpoint that could not
-    /// be uploaded to an object store, in which case the result is in its folder nevertheless.
+    /// be uploaded to an object store, in which case the result is still written to its folder.
     pub fn finish(mut self) -> Result<()> {
         let saved = self.engine.wait_for_checkpoint();
         self.report_failed_save(saved)?;
@@ -517,7 +518,7 @@ impl FineTune {
             }
             .into());
         }
-        // A run that was stopped after its end has already written the result.
+        // A run that was stopped after its last step may already have written the result.
         let (to, is_saved) = (self.prepared.options.out.clone(), self.failed_save.is_none());
         let outcome = self.outcome();
         let card = ModelCard { prepared: &self.prepared, settings: &self.settings, outcome };
@@ -533,8 +534,8 @@ impl FineTune {
     }
 
     /// Writes the current model of a run that was stopped and has no checkpoints, into the folder [`Options::stopped`],
-    /// or that name with a number appended if it already exists, and returns the folder. Training cannot be resumed
-    /// from it. Collective.
+    /// or a folder of that name with a number appended if it already exists, and returns the folder. Training cannot be
+    /// resumed from it. Collective.
     ///
     /// # Errors
     /// A folder that is not writable.
@@ -554,7 +555,7 @@ impl FineTune {
         Ok(to)
     }
 
-    /// Returns the number of steps that this process has made, not counting those before it resumed.
+    /// Returns the number of steps that this process has completed, not counting those before it resumed.
     pub fn steps_made(&self) -> u64 {
         self.engine.global_steps() - self.first_step
     }

@@ -4,8 +4,8 @@ use super::options::{LrDecay, WarmupLength};
 use candle_zero::optim::LrSchedule;
 use std::f64::consts::PI;
 
-/// A schedule that rises linearly to its peak, which is reached at the last step of the warm-up, and then decays to 0
-/// after the last step of the run, or stays constant.
+/// A schedule that rises linearly and reaches its peak at the last step of the warm-up. Then it stays constant, or
+/// decays so that it would reach 0 one step after the last step of the run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct LearningRates {
     peak: f64,

@@ -58,7 +58,7 @@ pub struct MemoryFit {
 /// overhead.
 const USABLE_MEMORY: f64 = 0.8;
 
-/// The number of elements that are prefetched if memory is scarce. They are the first ones of the next unit.
+/// The number of elements that are prefetched if memory is scarce: the first elements of the next unit.
 const PREFETCHED_ELEMENTS: usize = 10_000_000;
 
 const MICRO_BATCH: &str = "train_micro_batch_size_per_gpu";

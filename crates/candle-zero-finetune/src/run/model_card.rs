@@ -20,7 +20,7 @@ const README: &str = "README.md";
 /// The outcome of a run, in addition to its settings.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct RunOutcome {
-    /// The number of steps made.
+    /// The number of steps completed.
     pub steps: u64,
     /// The number of steps of the complete run.
     pub total: u64,
@@ -30,7 +30,7 @@ pub(super) struct RunOutcome {
     pub best: Option<(u64, f64)>,
 }
 
-/// The information on a run when its result is written.
+/// The facts about a run that are known when its result is written.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModelCard<'a> {
     pub prepared: &'a PreparedRun,

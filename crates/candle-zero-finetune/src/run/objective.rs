@@ -89,8 +89,9 @@ impl Objective {
         }
     }
 
-    /// Returns what a batch contributes to a validation: the loss, its divisor, and then for preferences the rewards of
-    /// the pairs, for labels the numbers of [`ClassificationScores`]. Rows that only fill up a batch contribute nothing.
+    /// Returns what a batch contributes to a validation: the loss, its divisor, and then the rewards of the pairs (for
+    /// preferences) or the numbers of [`ClassificationScores`] (for labels). Rows that only fill up a batch contribute
+    /// nothing.
     pub(super) fn sums(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
         let sums = match self {
             Self::Classify => {

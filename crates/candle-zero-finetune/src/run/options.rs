@@ -59,7 +59,7 @@ pub enum Objective {
     Classify,
 }
 
-/// The length of the training.
+/// The length of training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum TrainingLength {
@@ -173,7 +173,7 @@ pub struct Options {
     pub ds_config: Option<PathBuf>,
     /// The precision of the model. Default: f32.
     pub precision: ModelPrecision,
-    /// The length of the training. Default: three epochs, or up to fifteen with few samples.
+    /// The length of training. Default: three epochs, or up to fifteen with few samples.
     pub length: TrainingLength,
     /// The peak learning rate. Default: for adapters 2e-4 if the model's hidden size is 4096, proportionally more for a
     /// smaller one, up to 1e-3, and less for a larger one; 2e-5 for training all weights; a tenth of either for
@@ -202,7 +202,7 @@ pub struct Options {
     pub strict: bool,
     /// Whether a run continues if more than a tenth of a file's records cannot be used.
     pub allow_skipped: bool,
-    /// The roles of the columns of data files with other names.
+    /// The roles of columns whose names differ from the known ones.
     pub columns: Columns,
     /// The labels to predict, in the order of their indices. Default: all labels of the data, sorted.
     pub labels: Vec<String>,

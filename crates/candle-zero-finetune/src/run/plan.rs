@@ -175,12 +175,12 @@ fn of_config(plan: &RunPlan) -> BTreeMap<String, Value> {
     settings.insert("batch".into(), json!(plan.config.batch.train_batch_size));
     let delayed = plan.config.zero.offload_optimizer.as_ref().and_then(|offload| offload.delayed_update_after);
     settings.insert("delayed_update_after".into(), json!(delayed));
-    // A DeepSpeed scheduler contains its steps in its own settings.
+    // A DeepSpeed scheduler specifies its steps in its own settings.
     if plan.config.scheduler.is_none() {
         let (shape, warmup) = (plan.rates.shape(), plan.rates.warmup());
         settings.insert("warmup".into(), json!(format!("{warmup} steps")));
         settings.insert("rate".into(), json!(format!("{shape:?}").to_lowercase()));
-        // With a constant rate, a longer run makes the same steps as a shorter one.
+        // With a constant rate, a longer run begins with exactly the steps of a shorter one.
         if shape != LrDecay::Constant {
             settings.insert("steps".into(), json!(plan.total));
         }

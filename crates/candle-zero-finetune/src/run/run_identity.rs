@@ -27,7 +27,7 @@ pub(super) struct RunIdentity(BTreeMap<String, Value>);
 pub(super) struct SavedRun {
     /// The checkpoint.
     pub path: PathBuf,
-    /// The number of steps made.
+    /// The number of steps completed.
     pub made: u64,
     /// The identity, or `None` in checkpoints of earlier versions.
     identity: Option<RunIdentity>,

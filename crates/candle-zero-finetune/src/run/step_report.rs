@@ -62,7 +62,7 @@ pub struct StepReport {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StopReason {
-    /// All steps were made.
+    /// All steps were completed.
     Complete,
     /// Validations no longer improved.
     NoImprovement,

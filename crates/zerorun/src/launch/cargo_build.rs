@@ -36,7 +36,7 @@ pub(crate) struct CargoBuild {
     /// The target folder. `None`: cargo decides.
     pub(super) target_dir: Option<PathBuf>,
     pub(super) kind: CargoTargetKind,
-    /// Cargo's name of the target.
+    /// Cargo's name for the target.
     pub(super) name: String,
     pub(super) features: Option<String>,
     /// The folder that `zerorun` was built from, if it no longer exists and the package needs it.
@@ -46,8 +46,8 @@ pub(crate) struct CargoBuild {
 
 /// The path of the script as rustc prints it, and as the user typed it.
 ///
-/// rustc could print the user's path itself (`--remap-path-prefix`), but such a flag would also reach the dependencies
-/// and recompile all of them for each script.
+/// rustc could print the user's path itself (`--remap-path-prefix`), but such a flag would also reach the dependencies,
+/// and all of them would be recompiled for each script.
 #[derive(Debug)]
 pub(super) struct DiagnosticPath {
     pub(super) by_rustc: String,
@@ -178,7 +178,7 @@ fn message_format() -> &'static str {
     if colours { "--message-format=json-diagnostic-rendered-ansi" } else { "--message-format=json" }
 }
 
-/// Replaces the path in the `--> path:line:column` lines of a message with the user's.
+/// Replaces the path in the `--> path:line:column` lines of a message with the path that the user typed.
 fn with_own_path(rendered: &str, path: &DiagnosticPath) -> String {
     let mut text = String::with_capacity(rendered.len() + path.own.len());
     for line in rendered.split_inclusive('\n') {

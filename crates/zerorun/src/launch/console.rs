@@ -25,7 +25,7 @@ pub(super) enum ConsoleStream {
 const WRITE_CHUNK: usize = 4096;
 /// The interval at which a waiting writer checks whether the launcher should end.
 const TICK: Duration = Duration::from_millis(100);
-/// How long a stream may accept nothing, once the launcher should end, before all further output is discarded.
+/// Once the launcher should end, how long a stream may accept nothing before all further output is discarded.
 const STALLED_STREAM_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Whether signals that ask the launcher to end are handled.
@@ -44,7 +44,7 @@ pub(super) fn asked_to_end() {
 }
 
 /// Writes all `bytes`, however long the terminal or pipe takes. After [`asked_to_end`], gives up after about a second
-/// without progress. One writer at a time, as with the standard library's streams.
+/// without progress. Only one thread writes to a stream at a time, as with the standard library's streams.
 pub(super) fn write(stream: ConsoleStream, bytes: &[u8]) -> io::Result<()> {
     static WRITERS: [Mutex<ConsoleWriter>; 2] = [Mutex::new(ConsoleWriter::Direct), Mutex::new(ConsoleWriter::Direct)];
     let mut writer = lock(&WRITERS[stream as usize]);
@@ -146,7 +146,7 @@ pub(crate) fn print(text: impl Display) -> bool {
     let mut out = io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
         Ok(()) => true,
-        // A reader of only the beginning, such as `head`, wants no more.
+        // A reader that wants only the beginning, such as `head`, has closed the stream.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => false,
         Err(error) => {
             // Reported once: later output fails in the same way.

@@ -1,8 +1,8 @@
 //! Binds ranks to their own cores: `--bind_cores_to_rank`.
 //!
 //! Without a list, the cores are the physical cores on which this process may run: one hardware thread of each, NUMA
-//! node by NUMA node. A rank runs on its cores from its first instruction on, so the memory that it touches first is
-//! near them.
+//! node by NUMA node. A rank runs on its cores from its first instruction, so the memory that it touches first is near
+//! them.
 
 use super::hosts::core_list::{CoreList, ranges};
 use crate::error::{HostsError, LaunchError, Result};
@@ -11,7 +11,7 @@ use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// The variable by which Intel's OpenMP binds threads.
+/// The variable that makes Intel's OpenMP bind threads.
 const KMP_AFFINITY: &str = "KMP_AFFINITY";
 
 /// The cores that the user gives to ranks.
@@ -76,7 +76,8 @@ fn siblings(core: usize) -> Option<CoreList> {
     CoreList::parse(std::fs::read_to_string(file).ok()?.trim()).ok()
 }
 
-/// Returns the hardware threads of each NUMA node, by number; empty if the kernel does not list them.
+/// Returns the hardware threads of each NUMA node, in the order of the nodes' numbers; empty if the kernel does not
+/// list them.
 fn numa_nodes() -> Vec<CoreList> {
     let folder = |number: usize| format!("/sys/devices/system/node/node{number}/cpulist");
     let online = std::fs::read_to_string("/sys/devices/system/node/online").unwrap_or_default();

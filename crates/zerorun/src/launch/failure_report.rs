@@ -44,7 +44,7 @@ impl std::fmt::Display for RankExitStatus {
     }
 }
 
-/// The launcher's request to a rank before it ended.
+/// The launcher's request to a rank before the rank ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StopRequest {
     /// None: the rank ended without one.
@@ -83,7 +83,7 @@ impl CulpritRank {
         };
         let by_itself = request == StopRequest::Nothing && ended.is_failure();
         match self.fault {
-            // The exit code is more informative than the fact that it left.
+            // The exit code is more informative than the fact that the rank left.
             RankFault::Left if by_itself => format!("it {end}"),
             RankFault::Left => format!("it left the job while other ranks needed it, and {end}"),
             RankFault::Silent => format!("it was unresponsive for too long, and {end}"),
@@ -101,8 +101,8 @@ pub(super) fn headline(first: &CulpritRank, after: Duration, ranks: usize) -> St
     format!("zerorun: rank {} {which}: {} after {after:.1} s", first.end.rank, first.describe_end())
 }
 
-/// Returns the message about a run that `first` ended, with the headline first. `words` is the rank's own error output.
-/// `ended_ranks` contains all ranks.
+/// Returns the message about a run that `first` ended, beginning with the headline. `words` is the rank's own error
+/// output. `ended_ranks` contains all ranks.
 pub(super) fn of_failure(first: &CulpritRank, after: Duration, words: &[String], ended_ranks: &[EndedRank]) -> String {
     let mut text = headline(first, after, ended_ranks.len());
     let first = first.end;
@@ -112,7 +112,7 @@ pub(super) fn of_failure(first: &CulpritRank, after: Duration, words: &[String],
         );
     }
     words.iter().for_each(|line| text.push_str(&format!("\nzerorun:   | {line}")));
-    // Ranks that ended in the same way share a line: with 64 ranks, 63 lines would not be read.
+    // Ranks that ended in the same way share a line: with 64 ranks, no one would read 63 lines.
     let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
     for end in ended_ranks.iter().filter(|end| end.rank != first.rank) {
         let what = match (end.request, end.ended) {
@@ -132,7 +132,7 @@ pub(super) fn of_failure(first: &CulpritRank, after: Duration, words: &[String],
     text
 }
 
-/// Formats ascending numbers as `rank 3` or `ranks 0, 2-5`. The verb after it is singular.
+/// Formats ascending numbers as `rank 3:` or `ranks 0, 2-5:`.
 fn ranks_in_words(ranks: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &rank in ranks {

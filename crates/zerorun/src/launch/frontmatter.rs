@@ -74,7 +74,7 @@ fn dashes(line: &str) -> usize {
     if count >= 3 { count } else { 0 }
 }
 
-/// Joins the lines, with `//` in place of the hidden ones (their line ends stay).
+/// Joins the lines, with `//` in place of the hidden ones (their line ends are kept).
 fn with_comments(lines: &[&str], hidden: impl Fn(usize) -> bool) -> String {
     let mut code = String::with_capacity(lines.iter().map(|line| line.len() + 2).sum());
     for (at, line) in lines.iter().enumerate() {

@@ -16,7 +16,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// The name of the program, of either kind.
+/// The name of the program, which is the same for both kinds.
 const MPIRUN: &str = "mpirun";
 
 /// The MPI library that an `mpirun` belongs to.
@@ -45,7 +45,7 @@ impl MpirunFlavor {
         }
     }
 
-    /// Returns whether a version text belongs to this kind.
+    /// Returns whether a version text is that of this kind of `mpirun`.
     fn says(self, version: &str) -> bool {
         match self {
             Self::OpenMpi => version.contains("Open MPI") || version.contains("OpenRTE"),

@@ -24,7 +24,7 @@ const MAX_VALUE_BYTES: usize = 4096;
 
 /// The PMI server of the ranks of this host.
 pub(crate) struct PmiServer {
-    /// The name of the key-value space. Libraries name shared memory after it, so it is unique per start.
+    /// The name of the key-value space. Libraries name shared memory after it, so it is unique for each start.
     space: String,
     /// The number of ranks of all hosts.
     world: usize,
@@ -45,9 +45,9 @@ struct PmiState {
 }
 
 impl PmiServer {
-    /// Creates the server for the start `space`. `ranks` has the number of ranks of each host; this is host `node`.
-    /// When all of its ranks are at a barrier, `send` gets the values that they have put, and [`PmiServer::deliver`]
-    /// releases them.
+    /// Creates the server for the start `space`. `ranks` contains the number of ranks of each host; this is host
+    /// `node`. When all of its ranks are at a barrier, `send` receives the values that they have put, and
+    /// [`PmiServer::deliver`] releases them.
     pub(crate) fn new(
         space: String,
         ranks: &[usize],
@@ -138,7 +138,7 @@ impl PmiServer {
                 return Ok(None);
             }
             "finalize" => "cmd=finalize_ack\n".into(),
-            // `abort` precedes the rank's end, which is noticed anyway; ranks start no other processes.
+            // `abort` precedes the rank's end, which is noticed anyway. Commands that start processes are not needed.
             _ => return Ok(None),
         }))
     }

@@ -15,7 +15,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// A longer line is split, so that a program that never ends its line cannot fill the memory.
+/// The maximum length of a line. A longer one is split, so that a program that never ends its lines cannot fill the
+/// memory.
 const MAX_LINE_BYTES: usize = 1 << 20;
 const READ_CHUNK: usize = 64 << 10;
 /// How long to wait for the last output after the last rank has ended. Only a process that left its rank's process
@@ -143,7 +144,7 @@ pub(super) struct RankOutput {
 /// The results of draining the output.
 #[derive(Debug)]
 pub(super) struct DrainedOutput {
-    /// The ends of the ranks' stderrs, by rank. Ranks without output may be missing.
+    /// The last part of each rank's stderr output, by rank. Ranks without output may be missing.
     pub(super) tails: Vec<StderrTail>,
     /// Whether some output could not be written although its reader is still there. This has been reported.
     pub(super) unwritten: bool,

@@ -37,13 +37,13 @@ use std::time::{Duration, Instant};
 const SELF_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long they may take after SIGTERM.
 const SIGTERM_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the ranks may take after a signal to the launcher, unless `--grace` is given (time for a checkpoint; Slurm
-/// and Kubernetes allow the same).
+/// How long the ranks may take to end after a signal to the launcher, unless `--grace` is given (time for a checkpoint;
+/// Slurm and Kubernetes allow the same).
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
 /// `timeout` and some schedulers send a signal both to the launcher and to its process group. Two signals within this
 /// time count as one.
 const DUPLICATE_SIGNAL_WINDOW: Duration = Duration::from_millis(250);
-/// The delay after which the end of a child process is noticed if its event is lost.
+/// The delay after which the end of a child process is noticed even if its event is lost.
 const TICK: Duration = Duration::from_millis(500);
 
 /// Torchrun's name for [`RESTART`], the number of restarts so far.
@@ -98,13 +98,13 @@ pub(crate) struct MultiHostContext {
     /// A rank that has failed or whose host is lost or has failed, and why. [`LauncherEvent::PeerMessage`] announces
     /// it.
     pub(crate) remote_failure: Arc<Mutex<Option<(usize, String)>>>,
-    /// Forwards a signal that asks this launcher to end to the other hosts.
+    /// Forwards to the other hosts a signal that asks this launcher to end.
     pub(crate) tell: Arc<dyn Fn(Signal) + Send + Sync>,
 }
 
 impl MultiHostContext {
-    /// Creates the context of a job on one host whose ranks still communicate by MPI. `start` is the number of restarts
-    /// so far.
+    /// Creates the context of a job on a single host whose ranks communicate by MPI nonetheless. `start` is the number
+    /// of restarts so far.
     pub(crate) fn mpi_on_one_host(ranks: usize, start: u32) -> Self {
         let now =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_nanos());
@@ -348,7 +348,7 @@ impl RankProcesses {
             // Only rank 0 listens.
             command.env_remove(PROMETHEUS_PORT);
         }
-        // Kept open until the rank has it.
+        // The socket stays open here until the rank has inherited it.
         let socket = match &self.multi_host {
             None => None,
             Some(context) => {

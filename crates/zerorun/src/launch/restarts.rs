@@ -153,7 +153,7 @@ fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
             // There is no rank to which it could apply.
             Ok(LauncherEvent::Child | LauncherEvent::Pass(_) | LauncherEvent::PeerMessage) => {}
             Err(RecvTimeoutError::Timeout) => return None,
-            // As in `RankProcesses::supervise`, this does not happen, and the pause would still be right.
+            // This cannot happen (see `RankProcesses::supervise`); if it did, the pause would still be right.
             Err(RecvTimeoutError::Disconnected) => {
                 std::thread::sleep(left);
                 return None;

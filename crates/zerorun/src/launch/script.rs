@@ -29,7 +29,7 @@ pub(crate) struct PackageTarget {
     /// The folder of the package's Cargo.toml.
     pub(super) manifest_dir: PathBuf,
     pub(super) kind: CargoTargetKind,
-    /// Cargo's name of the target.
+    /// Cargo's name for the target.
     pub(super) name: String,
 }
 
@@ -104,7 +104,7 @@ fn on_path(typed: &Path, path: &OsStr) -> Option<PathBuf> {
     let is_program = |file: &PathBuf| {
         std::fs::metadata(file).is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
     };
-    // An empty entry is the current folder, where the file does not exist.
+    // An empty entry stands for the current folder, where the file does not exist.
     let folders = std::env::split_paths(path).filter(|folder| is_bare(typed) && !folder.as_os_str().is_empty());
     std::path::absolute(folders.map(|folder| folder.join(typed)).find(is_program)?).ok()
 }
@@ -125,8 +125,8 @@ fn not_found(typed: &Path) -> Error {
     LaunchError::NotStartable { path: typed.to_path_buf(), found: found.to_string(), fix }.into()
 }
 
-/// Returns the target that `path` (absolute, without symbolic links) is in the nearest package around it, by cargo's
-/// rules for the locations of targets and the manifest's own `path` keys.
+/// Returns the target that `path` (absolute, without symbolic links) belongs to in the nearest package around it,
+/// according to cargo's rules for the locations of targets and the manifest's own `path` keys.
 fn in_package(path: &Path) -> Option<PackageTarget> {
     for dir in path.ancestors().skip(1) {
         let Ok(text) = std::fs::read_to_string(dir.join("Cargo.toml")) else { continue };

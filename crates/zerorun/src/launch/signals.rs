@@ -31,7 +31,7 @@ pub(crate) enum LauncherEvent {
 ///
 /// Other kinds of events may be sent to the same receiver.
 pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>)> {
-    let setup = |source| Error::from(LaunchError::Setup { what: "listening to signals", source });
+    let setup = |source| Error::from(LaunchError::Setup { what: "listening for signals", source });
     // nohup and shells without job control start programs that ignore some of these signals. They must stay ignored.
     let ignored = ignored_signals();
     let heard = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP].into_iter().filter(|n| !ignored(*n));
@@ -80,7 +80,7 @@ pub(crate) fn name(number: i32) -> String {
 
 /// Makes the kernel send `signal` to the child when the launcher dies, however it dies.
 ///
-/// The kernel watches the *thread* that starts the child, so that must be the main thread.
+/// The kernel watches the *thread* that starts the child, so it must be the main thread.
 pub(crate) fn die_with_parent(command: &mut Command, signal: Signal) {
     let parent = getpid();
     let in_child = move || {

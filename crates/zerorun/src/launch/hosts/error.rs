@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
-/// The maximum number of slots of a host. A larger number is a typing error.
+/// The maximum number of slots of a host. A larger number is considered a typing error.
 pub(super) const MAX_SLOTS: usize = 1 << 16;
-/// The exclusive upper bound of core numbers. A larger number is a typing error: Linux has at most 8192 cores.
+/// The exclusive upper bound of core numbers. A larger number is considered a typing error: Linux has at most 8192
+/// cores.
 pub(super) const MAX_CORES: usize = 1 << 16;
 
 /// An error about hosts, their slots, or the environment of their ranks.

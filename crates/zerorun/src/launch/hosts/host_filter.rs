@@ -5,8 +5,8 @@
 //! NODE   = HOST | HOST : SLOT [, SLOT]...
 //! ```
 //!
-//! A host that is named twice gets the slots of both, and slots take precedence over a bare name (`a@a:0` is `a:0`).
-//! Whatever the order in a filter, hosts stay in the order of the hostfile, and slots ascend.
+//! A host that is named twice gets the slots of both mentions, and slots take precedence over a bare name (`a@a:0` is
+//! `a:0`). Whatever the order in a filter, hosts keep the order of the hostfile, and slots are in ascending order.
 
 use super::HostSlots;
 use super::core_list::ranges;

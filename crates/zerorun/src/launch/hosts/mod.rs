@@ -2,8 +2,8 @@
 //!
 //! The grammars and the numbering are those of DeepSpeed's launcher. `hostfile` reads the hosts, `host_filter` selects
 //! those that the user asked for, and `world_info` numbers the ranks on them. `export_rules` finds the variables for
-//! the other hosts, and `core_list` divides the cores of one host among its ranks. All of these modules compute on text
-//! and numbers: none opens a file, reads the environment or starts a process.
+//! the other hosts, and `core_list` divides the cores of one host among its ranks. All of these modules work on text
+//! and numbers only: none opens a file, reads the environment or starts a process.
 
 pub(crate) mod core_list;
 pub(crate) mod error;
@@ -24,7 +24,7 @@ pub(crate) struct HostSlots {
 }
 
 impl HostSlots {
-    /// Creates a host with the slots from 0 on.
+    /// Creates a host with `count` slots, numbered from 0.
     pub(crate) fn with_slots(name: impl Into<String>, count: usize) -> Self {
         Self { name: name.into(), slots: (0..count).collect() }
     }

@@ -6,8 +6,8 @@
 //! rank    0 1 2    3 4
 //! ```
 //!
-//! The launcher passes all of them to each host in DeepSpeed's world info: the JSON object `{"a": [0, 1, 2], "b": [0,
-//! 1]}` in URL-safe base64.
+//! The launcher passes the placement of all ranks to each host in DeepSpeed's world info: the JSON object `{"a": [0, 1,
+//! 2], "b": [0, 1]}` in URL-safe base64.
 
 use super::HostSlots;
 use super::core_list::ranges;
@@ -107,7 +107,8 @@ impl WorldInfo {
         }
     }
 
-    /// Returns the number of ranks on each host, for Slurm, which cannot select slots: they must be the first ones.
+    /// Returns the number of ranks on each host, for Slurm, which cannot select slots: the slots to use must be the
+    /// first ones of each host.
     pub(crate) fn first_slots_per_host(&self) -> Result<usize, HostsError> {
         let slots = self.ranks_per_host("slurm")?;
         match self.hosts.iter().find(|host| host.slots.last() != Some(&(slots - 1))) {
@@ -218,13 +219,13 @@ mod tests {
         .unwrap()
     }
 
-    /// Returns a rank in the recorded form: numbers are numbers.
+    /// Returns a rank in the recorded form, in which numbers are not strings.
     fn process(world: &WorldInfo, placed: &RankPlacement) -> Value {
         let mut process = Map::from_iter([("node".to_string(), json!(world.hosts()[placed.node].name))]);
         for (name, value) in world.variables(placed) {
             match name {
                 "CUDA_VISIBLE_DEVICES" => process.insert("VISIBLE".into(), json!(value)),
-                // It is torchrun's name for LOCAL_SIZE.
+                // This is torchrun's name for LOCAL_SIZE, which is also set.
                 "LOCAL_WORLD_SIZE" => None,
                 _ => process.insert(name.into(), json!(value.parse::<usize>().unwrap())),
             };

@@ -4,9 +4,9 @@
 //!   accept -> a thread per stranger: handshake, Hello -> the first host's own thread, which admits or refuses it
 //! ```
 //!
-//! A stranger is a connection that has not identified itself yet. Their number is limited: a further one evicts the
-//! oldest from the address with the most strangers. This bounds their cost, and strangers from one address do not keep
-//! out those from another.
+//! A stranger is a connection that has not identified itself yet. The number of strangers is limited: an additional one
+//! evicts the oldest from the address with the most strangers. This bounds their cost, and strangers from one address
+//! do not keep out those from another.
 
 use super::handshake::{self, HandshakeError};
 use super::secret::{JobSecret, SECRET};

@@ -1,7 +1,7 @@
 //! Decides whether a host may join the job, and finds its differences from the first host.
 //!
-//! The message to the host about a difference contains its own value and only a digest of the first host's. The first
-//! host's own output contains both values.
+//! The message to the host about a difference contains that host's own value and only a digest of the first host's. The
+//! first host's own output contains both values.
 
 use super::checksums;
 use super::handshake::printable;
@@ -30,8 +30,8 @@ impl AdmissionRefusal {
     }
 }
 
-/// Returns why a host cannot join the job of `own`, the first host, if so. `holder` is the host that already has its
-/// number.
+/// Returns the refusal if a host cannot join the job of `own`, the first host. `holder` is the host that already uses
+/// the same number.
 pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostHello) -> Option<AdmissionRefusal> {
     let HostHello { nodes, node, ranks, .. } = *hello;
     if nodes != own.nodes {
@@ -107,8 +107,8 @@ pub(super) fn clock_ahead(hello: &HostHello) -> i64 {
     seconds(hello.clock).saturating_sub(seconds(clock_skew::seconds()))
 }
 
-/// Describes folders that exist on the first host and on another but differ. A job may write into a folder, so this is
-/// only a warning.
+/// Describes folders that exist both on the first host and on another one, but differ. A job may write into a folder,
+/// so this is only a warning.
 pub(super) fn folders<'a>(own: &'a HostHello, other: &'a HostHello) -> impl Iterator<Item = String> + 'a {
     own.folders.iter().filter_map(move |(folder, here)| {
         let difference = checksums::difference(here, other.folders.get(folder)?)?;

@@ -46,7 +46,7 @@ pub(super) struct JoinOptions {
     pub(super) until_stdin_ends: bool,
 }
 
-/// Messages from the thread that listens to the first host to the main thread.
+/// Messages to the main thread from the thread that listens to the first host.
 #[derive(Default)]
 struct AgentInbox {
     messages: Mutex<VecDeque<PeerEvent>>,
@@ -265,7 +265,7 @@ fn wait(inbox: &AgentInbox, events: &Receiver<LauncherEvent>) -> std::result::Re
             Ok(LauncherEvent::Suspend) => signals::suspend_self(),
             Ok(LauncherEvent::Child | LauncherEvent::Pass(_) | LauncherEvent::PeerMessage)
             | Err(RecvTimeoutError::Timeout) => {}
-            // The same as in `RankProcesses::supervise`.
+            // This cannot happen; see `RankProcesses::supervise`.
             Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
         }
     }

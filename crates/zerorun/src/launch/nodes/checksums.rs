@@ -13,10 +13,10 @@ use twox_hash::XxHash3_64;
 const MAX_FILE_BYTES: u64 = 256 << 20;
 /// The maximum number of files of a folder that are compared, in the order of their paths.
 const MAX_FILES: usize = 1000;
-/// The maximum size in bytes up to which the contents of a file in a folder are compared, not only its size.
+/// The size in bytes up to which the contents of a file in a folder are compared, and not only its size.
 const MAX_COMPARED_BYTES: u64 = 1 << 20;
 
-/// Checksums by the names that the user gives to the files.
+/// Checksums, by the names under which the command line refers to the files.
 pub(super) type FileChecksums = BTreeMap<String, String>;
 
 /// Returns the checksums of the program and of the files that arguments name.

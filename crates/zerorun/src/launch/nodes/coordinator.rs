@@ -28,7 +28,8 @@ const REJOIN_TIMEOUT: Duration = Duration::from_secs(3);
 const SCALE_UP_DELAY: Duration = Duration::from_secs(10);
 /// The interval at which deadlines are checked.
 const TICK: Duration = Duration::from_millis(200);
-/// The maximum number of bytes in a message for each rank of its host: the values of its MPI library, and more.
+/// The maximum number of bytes in a host's message for each rank of that host: the values of the rank's MPI library,
+/// and more.
 const MAX_MESSAGE_BYTES_PER_RANK: usize = 64 << 10;
 /// The exit code if a host is lost or hosts are missing.
 const EXIT_LOST: u8 = 1;
@@ -46,8 +47,8 @@ pub(super) struct ElasticPolicy {
     pub(super) patience: Duration,
 }
 
-/// Serves the job on a separate thread until it is over. `own` is this host, with which the others are compared. Its
-/// launcher's unique number identifies the job.
+/// Serves the job on a separate thread until it is over. `own` is this host, with which the others are compared. The
+/// unique number of this host's launcher identifies the job.
 ///
 /// # Errors
 /// Fails if the system cannot start the threads.
@@ -67,7 +68,7 @@ pub(super) fn serve(
     std::thread::Builder::new().name("first of hosts".into()).spawn(move || job.run())
 }
 
-/// An event: a new host, or a message from a known one, by the number of its connection.
+/// An event: a new host, or a message from a known one, which is identified by the number of its connection.
 enum CoordinatorEvent {
     HostArrived(Box<JoiningHost>),
     FromHost(u64, PeerEvent),
@@ -168,7 +169,7 @@ impl Coordinator {
         }
     }
 
-    /// Waits for hosts: for all at first, later for as many as are needed, and at least for `pause`.
+    /// Waits for hosts, for at least `pause`: at first for all of them, later for as many as are needed.
     fn gather(&mut self, again: bool, pause: Duration) -> Result<(), String> {
         let since = Instant::now();
         loop {
@@ -195,7 +196,7 @@ impl Coordinator {
         }
     }
 
-    /// Returns the next message from a host within a tick. This function also adds and removes hosts.
+    /// Returns the next message from a host, if one arrives within a tick. This function also adds and removes hosts.
     fn next(&mut self) -> Option<(usize, PeerEvent)> {
         let (number, heard) = match self.heard.recv_timeout(TICK) {
             Ok(CoordinatorEvent::HostArrived(joining)) => {
@@ -225,8 +226,8 @@ impl Coordinator {
             session.send(&LauncherMessage::Refused(refusal.told));
             return;
         }
-        // A host that lost its connection may be back before the loss is noticed. It is ignored here, and retries until
-        // the loss is noticed. Replayed messages from a host therefore do not remove that host.
+        // A host that lost its connection may be back before the loss is noticed. Until then, it is ignored here and
+        // keeps retrying. Replayed messages from a host therefore do not remove that host.
         if self.hosts.contains_key(&node) {
             return;
         }

@@ -7,8 +7,8 @@
 //!   first -> host    Welcome: a proof that it also knows the secret; or Refused
 //! ```
 //!
-//! A proof is a seal under a key that is derived from the secret and both numbers. The first host proves nothing to a
-//! host that has not proved itself. All later messages are sealed.
+//! A proof is a seal under a key that is derived from the secret and both random numbers. The first host proves nothing
+//! to a host that has not proved itself. All later messages are sealed.
 
 use super::secret::{JobSecret, KeyPurpose, NONCE_BYTES, hex, nonce, of_hex};
 use super::wire::{LauncherConnection, ReadDeadline, is_another_program};
@@ -155,7 +155,7 @@ pub(super) fn printable(text: &str, most: usize) -> String {
     let mut shown = String::new();
     for character in characters.by_ref().take(most) {
         match character {
-            // Characters that change the direction of writing can disguise a line.
+            // Characters that change the text direction can disguise a line.
             '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => {
                 shown.extend(character.escape_unicode());
             }

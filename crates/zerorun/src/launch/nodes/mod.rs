@@ -67,7 +67,7 @@ pub(super) fn run(job: LocalJob, node: &NodeOptions, max_restarts: u32) -> Resul
         true => Some(JobSecret::of_line(std::io::stdin().lock())?),
         false => JobSecret::of_environment()?,
     };
-    // Before anything is read, so that a port in use is reported immediately.
+    // Listens before any file is read, so that a port in use is reported immediately.
     let listening = match node.node {
         0 => Some(listen_address::listen(&node.master_addr, node.bind_addr.as_deref(), port, patience)?),
         _ => None,

@@ -109,9 +109,9 @@ impl JobSecret {
 /// The purpose of a key. No key has two purposes, so a message of one side is never accepted as one of the other side.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum KeyPurpose {
-    /// The proof of a host that it knows the secret.
+    /// A host's proof that it knows the secret.
     ProofOfHost,
-    /// The proof of the first host that it knows the secret.
+    /// The first host's proof that it knows the secret.
     ProofOfFirst,
     /// Messages to the first host.
     ToFirst,

@@ -211,14 +211,14 @@ impl HostLauncher<'_> {
         running
     }
 
-    /// Returns its exit code, once it has ended.
+    /// Waits until the launcher has ended, and returns its exit code.
     fn code(&mut self) -> u8 {
         let status = self.child.as_mut().and_then(|child| child.wait().ok());
         status.map_or(EXIT_UNREACHABLE, |status| crate::launch::failure_report::RankExitStatus::of(status).exit_code())
     }
 
-    /// Asks it to end. On another host the end of standard input first leads to SIGTERM, whatever the signal; ssh keeps
-    /// running to pass on the output.
+    /// Asks the launcher to end. On another host, the first call ends the launcher's standard input, which has the
+    /// effect of SIGTERM whatever `signal` is; ssh keeps running to pass on the output.
     fn signal(&mut self, signal: Signal) {
         if let Some(child) = &mut self.child
             && (self.local || child.stdin.take().is_none())
@@ -288,7 +288,7 @@ fn command(
         let shell = std::env::var_os(REMOTE_SHELL).filter(|shell| !shell.is_empty());
         let mut command = Command::new(shell.as_deref().unwrap_or("ssh".as_ref()));
         if shell.is_none() {
-            // A password cannot be asked for on several hosts.
+            // ssh cannot ask for the passwords of several hosts at once.
             command.args(["-o", "BatchMode=yes"]);
             if let Some(port) = port {
                 command.args(["-p", &port.to_string()]);
@@ -318,7 +318,7 @@ fn remote_line(words: &[String], exports: &[(String, String)], folder: &Path) ->
     format!("cd {folder} && exec env {} {}", variables.join(" "), words.join(" "))
 }
 
-/// Returns whether a name belongs to this host: it is possible to listen at its address.
+/// Returns whether a name belongs to this host, that is, whether this process can listen at its address.
 fn is_here(name: &str) -> bool {
     name == host_name() || TcpListener::bind((name, 0)).is_ok()
 }

@@ -16,7 +16,7 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// The silence after which a launcher's host counts as lost.
+/// How long a launcher may be silent before its host counts as lost.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval between heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
@@ -36,7 +36,7 @@ const ANSWER_TIMED_OUT: &str = "it did not answer in time";
 const FOREIGN_MESSAGE: &str = "it sent something that is not a message of this version of zerorun: another program is on \
                           this port";
 
-/// A message. Messages about an attempt name it, so that late ones for an earlier attempt are recognized.
+/// A message. Messages about an attempt name it, so that late messages about an earlier attempt are recognized.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum LauncherMessage {
     /// A host asks to take part.
@@ -96,7 +96,7 @@ pub(super) struct StartCommand {
     pub(super) restart: u32,
     /// The index of the host among those that take part.
     pub(super) place: usize,
-    /// The number of ranks on each of these.
+    /// The number of ranks on each of these hosts.
     pub(super) ranks: Vec<usize>,
     /// A port that was free on the first host, for use by the program.
     pub(super) port: u16,
