@@ -2,7 +2,7 @@
 //! manifest.
 //!
 //! Every rank has the same buffers, unless the model chose `BufferSync::None`; in that case rank 0's are saved. Buffers
-//! change in forward, so a background save writes the values from the time at which it began.
+//! change in a forward pass, so a background save writes the values from the time at which it began.
 
 use super::folder::not_written;
 use super::manifest::{BufferFile, MANIFEST};

@@ -28,7 +28,9 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
             prefix: GPT_PREFIX,
             config: gpt_config(model, sizes, n_head).map(|c| gpt_json(&c, dtype)),
         },
-        (Some("gpt2"), None) => unknown("its parameters are not those of a GPT-2, as its client state says"),
+        (Some("gpt2"), None) => {
+            unknown("its parameters are not those of a GPT-2, although its client state says that it is one")
+        }
         (Some("llama"), _) => HuggingFaceDescription {
             prefix: "",
             config: llama_config(model, &shapes).map(|config| llama_json(&config, dtype)),

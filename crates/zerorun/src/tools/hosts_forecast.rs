@@ -111,7 +111,8 @@ impl HostsForecast {
         )];
         assumed.push(match network.busy() {
             0.0 => {
-                "messages take no processor time on the hosts: zerorun bench network measures how much they take".into()
+                "messages take no processor time on the hosts; zerorun bench network measures how much they really take"
+                    .into()
             }
             busy => format!("computing has {:.1} % less of a host's processors while its link is busy", 100.0 * busy),
         });
