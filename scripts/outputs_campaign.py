@@ -141,7 +141,7 @@ class World:
 class Campaign:
     def __init__(self, zerorun, seed, folder):
         self.chance, self.folder = random.Random(seed), folder
-        # A place from which an unprivileged user can start it.
+        # An unprivileged user can start zerorun from this folder.
         self.zerorun = folder / "zerorun"
         shutil.copy(zerorun, self.zerorun)
         gpt = zerorun.resolve().parent / "train_gpt"

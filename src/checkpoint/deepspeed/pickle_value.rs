@@ -49,7 +49,7 @@ impl<'a> PickleValue<'a> {
     fn kind(&self) -> String {
         match self.node() {
             PickleNode::None => "None".into(),
-            PickleNode::Bool(value) => format!("the truth value {value}"),
+            PickleNode::Bool(value) => format!("the boolean {value}"),
             PickleNode::Int(number) => format!("the number {number}"),
             PickleNode::Float(number) => format!("the number {number}"),
             PickleNode::Text(_) => "a string".into(),

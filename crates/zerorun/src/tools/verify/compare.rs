@@ -131,7 +131,7 @@ mod tests {
         vec![log(0), log(1)]
     }
 
-    /// Returns the message about a job that was changed.
+    /// Returns the message about the first difference of a job after `change` from the original, if there is one.
     fn said(change: impl FnOnce(&mut Vec<RankLog>)) -> Option<String> {
         let mut other = job();
         change(&mut other);
