@@ -33,7 +33,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// The vocabulary of text, whose tokens are its bytes.
+/// The vocabulary size of text, whose tokens are its bytes.
 const BYTES: usize = 256;
 
 #[derive(Parser)]
@@ -225,7 +225,7 @@ fn run<A: Architecture>(
     let run_values =
         RunValues { total_num_steps: Some(args.steps), hidden_size: Some(width as u64), ..RunValues::default() };
     if let Some(warning) = too_large::<A>(args, config, &run_values) {
-        // No one reads a closed stream.
+        // An error means that no one reads stderr.
         _ = writeln!(std::io::stderr(), "warning: {warning}");
     }
     let mut builder = Engine::builder().run_values(run_values).same_on_all_ranks(data.name(), data.fingerprint());
@@ -244,7 +244,7 @@ fn run<A: Architecture>(
         engine.check_export(path)?;
     }
     let seed = args.seed.unwrap_or(engine.config().seed);
-    // Each token of the sample would read all parameters once.
+    // If the parameters are in files, all of them would be read once for each token of the sample.
     let in_files = engine.memory_report().row(MemoryKind::Parameters).file.held > 0;
     let sample = args.sample.unwrap_or(if data.is_byte_level() && !in_files { 200 } else { 0 });
     let text = data.is_byte_level();
@@ -282,7 +282,8 @@ fn run<A: Architecture>(
     if let Some(path) = &args.export {
         engine.export_safetensors(path)?;
     }
-    // Every rank generates, because at stage 3 each forward gathers. All of them draw the same tokens.
+    // Every rank generates, because at stage 3 a forward pass gathers parameters from all ranks. All ranks draw the same
+    // tokens.
     if sample > 0 {
         let tokens = generate(&mut engine, prompt, sample, seed)?;
         if engine.rank() == 0 {

@@ -4,8 +4,8 @@
 #
 #   scripts/check_aarch64.sh [--install] [FOLDER]
 #
-# Needs cargo, a gcc for aarch64 and qemu-user; with --install, root installs the last two with apt-get. If the toolchain has
-# no standard library for aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by default), which also holds the
+# Needs cargo, a gcc for aarch64 and qemu-user; with --install (as root), the last two are installed with apt-get. If the
+# toolchain has no standard library for aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by default), which also holds the
 # build. The exit status is 77 if something is not available; the last line names it.
 set -uo pipefail
 cd "$(dirname "$0")/.."

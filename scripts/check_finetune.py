@@ -2,7 +2,7 @@
 
   check_finetune.py data FOLDER                         write dialogues.jsonl, questions.txt and answers.txt to FOLDER
   check_finetune.py judge ANSWERS GIVEN                 count the given answers that are right
-  check_finetune.py logits MODEL ADAPTER MERGED OURS    compare the adapter in PEFT and the merged folder in transformers with our logits
+  check_finetune.py logits MODEL ADAPTER MERGED OURS    compare the adapter in PEFT and the merged folder in transformers with candle-zero's logits
   check_finetune.py gguf MERGED FILE ...                compare GGUF files, read by gguf's reader, with the merged folder
 """
 import json

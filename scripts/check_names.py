@@ -3,8 +3,8 @@
 
     scripts/check_names.py [ROOT]        reads the Rust files in ROOT/src and ROOT/crates/*/src
 
-A type is a struct, enum, trait, union or type alias of a module. Types of functions, macros and impls, associated types, and
-code that only tests compile do not count. Prints every name that is defined more than once, with its files, and every name
+A type is a struct, enum, trait, union or type alias of a module. Types in functions, macros and impls, associated types, and
+types that only tests compile do not count. Prints every name that is defined more than once, with its files, and every name
 in ALLOWED that is not, and exits with code 1 if there are any.
 """
 import pathlib

@@ -7,8 +7,8 @@
 
 The hosts are network namespaces on this machine, each with N ranks and half of the cores, connected by the simulated cable of
 scripts/cable.c. The script must be run by root, on an otherwise idle machine. The estimate starts from the step time on one host. To
-measure it, two jobs run at the same time, one on each host, and one of them is used. The network parameters are those measured by
-`zerorun bench network`. Prints Markdown.
+measure it, two jobs run at the same time, one on each host, and the time of one of them is used. The network parameters are those
+measured by `zerorun bench network`. Prints Markdown.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Measures the table that compares this library with DeepSpeed in docs/performance.md: both run the same work in turn. Takes
-# half an hour on two cores, on which nothing else may run.
+# Measures the table that compares this library with DeepSpeed (the peer) in docs/performance.md: both do the same work in turn.
+# Takes half an hour on two cores, on which nothing else may run.
 #
 #   scripts/compare_table.sh VENV OUT [ROUNDS] [STEPS]
 #
-# VENV is the Python environment with DeepSpeed that the peer's setup.sh creates. PEER is the folder of the peer's scripts. The
-# table is written to OUT.
+# VENV is the Python environment with DeepSpeed that the peer's setup.sh creates. The variable PEER names the folder of
+# the peer's scripts (../shared/peer by default). The table is written to OUT.
 set -euo pipefail
 venv=${1:?usage: scripts/compare_table.sh VENV OUT [ROUNDS] [STEPS]}
 out=${2:?usage: scripts/compare_table.sh VENV OUT [ROUNDS] [STEPS]}

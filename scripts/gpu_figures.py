@@ -3,9 +3,9 @@
 
     gpu_figures.py ZERORUN [--models gpt2,gpt2-xl,llama-3.2-1b] [--steps 12] [--ranks N] [--features cuda] [--peak TFLOPS]
 
-tokens/s is the median of all steps except the first three. MFU is the number of operations in the model's matrix products (6 for each
-weight and token, plus those of attention), divided by the bf16 peak of the GPU's tensor cores. The peak is looked up by the name that
-nvidia-smi shows. PASS means that the losses are finite and decrease, and that all rows of a model have the same first losses. A row that
+tokens/s is the median of all steps except the first three. MFU is the number of operations per second in the model's matrix products
+(6 for each weight and token, plus those of attention), divided by the bf16 peak of the GPU's tensor cores. The peak is looked up by the
+name that nvidia-smi shows. PASS means that the losses are finite and decrease, and that all rows of a model have the same first losses. A row that
 does not fit is not a failure, unless no row of the model fits, or the row needs less GPU memory than a row that fits. The GPUs are those
 of CUDA_VISIBLE_DEVICES, in the order of nvidia-smi.
 Exit code: 0 nothing failed, 1 something failed.

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Kills a job that saves at every step, at random moments, and loads the checkpoint that it left each time. The number of kills
-# is the first argument (default 200). Then kills ranks of a job that restarts itself, and compares its result with that of an
+# At random moments, kills a job that saves at every step, and each time loads the checkpoint that the job left. The number
+# of kills is the first argument (default 200). Then kills ranks of a job that restarts itself, and compares its result with that of an
 # uninterrupted job. The number of kills is the second argument (default 10).
 set -eu
 cd "$(dirname "$0")/.."

@@ -3,12 +3,12 @@
 
     scripts/kill_finetune.py ZERORUN [--kills 1000] [--seed 1]
 
-A job is LoRA, QLoRA, full fine-tuning or DPO, with or without validation, at a random stage, on one or two ranks, possibly with its
+A job runs LoRA, QLoRA, full fine-tuning or DPO, with or without validation, at a random stage, on one or two ranks, possibly with its
 state in files, with --save, --resume and --metrics. It is started repeatedly. kill -9 hits a rank, zerorun, or all processes of the
 job, often at the moment when a file appears among its outputs. When the job is done,
 
   - its result, the best model and the losses in the metrics are identical to those of an uninterrupted run;
-  - its folders, its cache, its temporary files and /dev/shm contain no other files than those of an uninterrupted run;
+  - its folders, its cache, its temporary files and /dev/shm contain only files that an uninterrupted run leaves too;
   - none of its processes is alive.
 
 Prints figures, and exits with 1 if one of these conditions is violated. Linux only, because the script reads /proc.
@@ -125,7 +125,7 @@ class Campaign:
 
     @staticmethod
     def left(folder):
-        """Returns all names that a job leaves, the digests of its results, and its losses."""
+        """Returns the names of all files that a job leaves, the digests of its results, and its losses."""
         names = sorted(name for name in tree(folder) if not name.startswith(("tmp/.", "log")))
         results = {name: tree(folder / name) for name in ("out", "out-best")}
         return names, results, losses(folder / "m.jsonl")

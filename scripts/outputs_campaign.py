@@ -141,7 +141,7 @@ class World:
 class Campaign:
     def __init__(self, zerorun, seed, folder):
         self.chance, self.folder = random.Random(seed), folder
-        # A place from which an unprivileged user can start it.
+        # An unprivileged user can start zerorun from this folder.
         self.zerorun = folder / "zerorun"
         shutil.copy(zerorun, self.zerorun)
         gpt = zerorun.resolve().parent / "train_gpt"
@@ -260,7 +260,7 @@ class Campaign:
         words += ["--export", str(out)] if chance.random() < 0.7 else []
         words += ["--metrics", str(place())] if chance.random() < 0.5 else []
         if chance.random() < 0.5:
-            # Not among the checkpoints of another run, where the newest would become the latest.
+            # Not in the checkpoint folder of another run, whose `latest` would then name a checkpoint of this run.
             save = next(path for path in iter(place, None) if not os.path.realpath(path).startswith(str(root / "ck")))
             words += ["--save", str(save)] + (["--resume"] if chance.random() < 0.5 else [])
         return kind, words, None

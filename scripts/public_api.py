@@ -4,8 +4,8 @@
     scripts/public_api.py            compares the lists with api/PACKAGE.txt; prints the differences and exits with code 1 if there are any
     scripts/public_api.py --write    writes the lists
 
-Items marked #[doc(hidden)] are for the other packages of this repository, and are not listed, unless a public re-export names them. rustdoc writes JSON only as an unstable
-option, which RUSTC_BOOTSTRAP allows; the format is the one of Rust 1.95 (FORMAT).
+Items marked #[doc(hidden)] are for the other packages of this repository. They are not listed unless a public re-export names them.
+rustdoc writes JSON only as an unstable option, which RUSTC_BOOTSTRAP allows; the format is that of Rust 1.95 (FORMAT).
 """
 import difflib
 import json

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Records tests/fixtures/finetune/parquet with pyarrow: data as JSON lines (NAME.jsonl), and the same rows as Parquet files
-(NAME.parquet, or NAME.HOW.parquet for each way of writing). Files that must be rejected are in its refused/ folder.
+(NAME.parquet, or NAME.HOW.parquet for each way of writing). Files that must be rejected are in the subfolder refused/.
 
 usage: record_parquet.py tests/fixtures/finetune/parquet
 

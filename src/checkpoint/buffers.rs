@@ -2,7 +2,7 @@
 //! manifest.
 //!
 //! Every rank has the same buffers, unless the model chose `BufferSync::None`; in that case rank 0's are saved. Buffers
-//! change in forward, so a background save writes the values from the time at which it began.
+//! change in a forward pass, so a background save writes the values from the time at which it began.
 
 use super::folder::not_written;
 use super::manifest::{BufferFile, MANIFEST};
@@ -96,12 +96,11 @@ pub(super) fn read(folder: &Path, entry: &BufferFile) -> Result<Vec<SavedBuffer>
     Ok(all)
 }
 
-/// Returns new values of the model's `buffers`, by their indices, from a checkpoint's buffers, if they match this
-/// model.
+/// Returns the new values of the model's `buffers`, with their indices, from the buffers `saved` in a checkpoint.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] for a different shape or kind of number; with `strict`, also if one side lacks a
-/// buffer.
+/// [`CheckpointError::Unusable`] if a shape or a kind of number differs; with `strict`, also if the model or the
+/// checkpoint lacks a buffer that the other has.
 pub(super) fn wanted(
     buffers: &[ModelBuffer],
     saved: &[SavedBuffer],

@@ -166,8 +166,8 @@ pub fn absent_or_empty(out: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Returns the indices of the tensors that the checkpoint contains: first the indices of parameters in the manifest,
-/// from which frozen ones may have been left out, then those of buffers.
+/// Returns the indices of the tensors that the checkpoint contains: first those of parameters in the manifest, without
+/// frozen ones that were not saved, then those of buffers.
 fn saved(checkpoint: &Checkpoint) -> Vec<usize> {
     let parameters = &checkpoint.manifest().parameters;
     let saved = (0..parameters.len()).filter(|place| parameters[*place].has(WEIGHTS));

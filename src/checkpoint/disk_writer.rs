@@ -26,7 +26,7 @@ struct WriteRequest {
 /// The thread and its channels.
 pub(super) struct DiskWriter {
     requests: Sender<WriteRequest>,
-    /// Returns the buffer that is not being written, or the error of a write.
+    /// Delivers the buffer that is not being written, or the error of a write.
     spares: Receiver<IoResult<AlignedBuffer>>,
     /// Returns the checksums of all blocks.
     thread: JoinHandle<Vec<u64>>,
@@ -76,8 +76,8 @@ impl DiskWriter {
     }
 }
 
-/// A file, and a second handle that bypasses the page cache if the file system allows it: several times faster
-/// (measured).
+/// A file, and a second handle that bypasses the page cache if the file system allows it, which is several times
+/// faster (measured).
 struct WriteTarget {
     file: File,
     direct: Option<File>,

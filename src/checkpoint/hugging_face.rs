@@ -28,7 +28,9 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
             prefix: GPT_PREFIX,
             config: gpt_config(model, sizes, n_head).map(|c| gpt_json(&c, dtype)),
         },
-        (Some("gpt2"), None) => unknown("its parameters are not those of a GPT-2, as its client state says"),
+        (Some("gpt2"), None) => {
+            unknown("its parameters are not those of a GPT-2, although its client state says that it is one")
+        }
         (Some("llama"), _) => HuggingFaceDescription {
             prefix: "",
             config: llama_config(model, &shapes).map(|config| llama_json(&config, dtype)),
@@ -37,8 +39,8 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
             unknown(&format!("its client state says that it is a {other:?}; only gpt2 and llama are supported"))
         }
         (None, None) => unknown(
-            "its parameters are not those of a GPT-2, and its client state has no `model` with the architecture and sizes \
-             of a known one",
+            "its parameters are not those of a GPT-2, and its client state has no `model` that gives the architecture and \
+             sizes of another supported model",
         ),
     };
     if manifest.parameters.iter().any(|parameter| !parameter.has(WEIGHTS)) {

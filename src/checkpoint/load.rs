@@ -226,8 +226,8 @@ struct NeededElements {
 }
 
 /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, into a core. Everything that is needed is
-/// checked before anything changes. If each host has its own folder (`on_each_host`), it loads the newest checkpoint
-/// that is complete over all of them. Collective.
+/// checked before anything changes. If each host has its own folder (`on_each_host`), the newest checkpoint that
+/// is complete over all of them is loaded. Collective.
 ///
 /// # Errors
 /// Fails on all ranks if the checkpoint is damaged or belongs to another model or optimizer, and if a collective fails.
@@ -377,7 +377,7 @@ fn wanted(
 
 fn set_all(core: &RankCore, checkpoint: &Checkpoint, wanted: &[NeededElements]) -> Result<()> {
     debug_assert_eq!(checkpoint.manifest.states[0], WEIGHTS);
-    // Parameters that were gathered by a forward without a backward will be outdated.
+    // Parameters that were gathered by a forward pass without a backward pass will be outdated.
     core.release_all()?;
     for NeededElements { state, saved, kind, param, range } in wanted {
         let dtype = if *kind == ParamStateKind::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };

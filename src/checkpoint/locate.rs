@@ -6,10 +6,10 @@
 //!   one host     the manifest                                              -> all
 //! ```
 //!
-//! A save renames the tag's folder on every host, and then every host's `latest` names the tag. A job that died in
-//! between has left a tag that `latest` names on some hosts and that others lack: it is passed over in favour of the
-//! tag that `latest` names on those. A tag that every host names and that is not complete has been damaged since, which
-//! is an error.
+//! On every host, a save renames the tag's folder and then makes `latest` name the tag. A job that died meanwhile may
+//! have left a tag that `latest` names on some hosts and that other hosts lack. That tag is passed over in favour of the
+//! one that `latest` names on the other hosts. A tag that every host names and that is not complete has been damaged
+//! since, which is an error.
 
 use super::folder;
 use super::manifest::{MANIFEST, Manifest};
@@ -84,7 +84,10 @@ pub(super) fn locate(
         return agree(comm, none, failed_elsewhere(dir)).map(|()| None);
     }
     let own: Vec<_> = if looks { tags.iter().map(|tag| host_tag_files(dir, tag)).collect() } else { Vec::new() };
-    let all = texts(comm, &serde_json::to_string(&own).unwrap_or_else(|e| unreachable!("strings and numbers: {e}")))?;
+    let all = texts(
+        comm,
+        &serde_json::to_string(&own).unwrap_or_else(|e| unreachable!("strings and numbers are valid JSON: {e}")),
+    )?;
     let names = texts(comm, &host_name())?;
     let mut found: BTreeMap<&str, TagFilesByHost> = BTreeMap::new();
     for first in hosts.all() {

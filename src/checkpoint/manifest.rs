@@ -16,8 +16,8 @@ pub(super) const MANIFEST: &str = "manifest.json";
 
 pub(super) const FORMAT: &str = "candle-zero checkpoint";
 
-/// The format version that is written. Version 1 had no buffers, blocks, frozen parameters or predecessors, no learning
-/// rates that were set, and no rounding seed; its readers reject fields that they do not know.
+/// The format version that is written. Version 1 had no buffers, blocks, frozen parameters, predecessors, learning rates
+/// set by the user, or rounding seed; its readers reject fields that they do not know.
 pub(super) const VERSION: u32 = 2;
 
 /// The oldest format version that is read.
@@ -55,7 +55,7 @@ pub struct Manifest {
     pub scaler: Option<crate::precision::ScalerState>,
     /// The number of updates that the optimizer states have received.
     pub optimizer_steps: u64,
-    /// The number of applied optimizer steps - 1, as DeepSpeed's schedulers count.
+    /// The number of applied optimizer steps minus 1, as DeepSpeed's schedulers count.
     pub last_batch_iteration: i64,
     /// The learning rates set with [`Engine::set_lr`](crate::Engine::set_lr), by param group; `None` if those of the
     /// configuration or the schedule were in effect.
@@ -90,7 +90,7 @@ pub struct Parameter {
     pub name: String,
     /// The shape.
     pub shape: Vec<usize>,
-    /// The states of the parameter in the files, if these are not all states that the manifest names. A frozen
+    /// The states of the parameter in the files, if these are not all the states that the manifest names. A frozen
     /// parameter has only weights, and a parameter that was left out has no states.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub states: Option<Vec<String>>,
@@ -172,7 +172,8 @@ impl Parameter {
     }
 }
 
-/// The maximum size of a header in bytes. Headers are read into memory. That of a 60 TB file is smaller.
+/// The maximum size of a header in bytes. Headers are read into memory. Even the header of a 60 TB file is
+/// smaller.
 const MAX_HEADER_BYTES: u64 = 1 << 30;
 
 /// The maximum size of a manifest in bytes: about ten times that of a manifest with 100,000 parameters. Manifests are
@@ -192,7 +193,8 @@ pub(super) fn file_name(rank: usize, world_size: usize) -> String {
 impl Manifest {
     /// Returns the text of the manifest file.
     pub(super) fn to_text(&self) -> String {
-        let body = serde_json::to_string_pretty(self).unwrap_or_else(|e| unreachable!("strings and numbers: {e}"));
+        let body = serde_json::to_string_pretty(self)
+            .unwrap_or_else(|e| unreachable!("strings and numbers are valid JSON: {e}"));
         let body = body.strip_suffix("\n}").unwrap_or_else(|| unreachable!("an object ends with its brace"));
         format!("{body}{}", ending(body))
     }

@@ -83,8 +83,8 @@ impl RankFileWriter {
         let header = RankFileHeader::new(layout, names, states, rank);
         let path = folder.join(&header.name);
         let file = File::create_new(&path)?;
-        // Detects a disk that is too small before anything is written. If space cannot be reserved, it is detected
-        // later.
+        // Detects a disk that is too small before anything is written. If the file system cannot reserve space, the
+        // lack of space is detected later.
         let reserved = fallocate(&file, FallocateFlags::empty(), 0, header.bytes as u64 + header.data);
         if let Err(error @ (Errno::NOSPC | Errno::DQUOT)) = reserved {
             return Err(error.into());
@@ -202,7 +202,7 @@ impl RankFileReader {
             if XxHash3_64::oneshot(&self.block) != self.checksums[block] {
                 let to = from + len as u64;
                 return Err(wrong(format!(
-                    "bytes {from} to {to} are damaged: their checksum differs from that at writing; load another tag"
+                    "bytes {from} to {to} are damaged: their checksum differs from the one written; load another tag"
                 )));
             }
             self.index = Some(block);

@@ -159,7 +159,7 @@ impl SaveJob {
         request.manifest.buffers = buffers.as_deref().map(buffers::entry);
         let (hosts, lock);
         (request.manifest.tag, hosts, lock) = begin(core.comm(), &request, locked)?;
-        // A different thread may read GPU memory on a different stream.
+        // Another thread may read GPU memory on another stream, so all work on the GPU must be complete.
         core.synchronize()?;
         let share = ShareToSave::new(core.clone(), &request, buffers, trainer);
         let writing = match request.options.in_background {

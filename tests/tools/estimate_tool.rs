@@ -95,7 +95,7 @@ fn what_no_machine_has_is_said_to_be_missing() {
     let output = estimate(&[&large[..], &["--ds_config", file]].concat());
     let text = stdout(&output);
     assert!(output.status.success(), "{}", stderr(&output));
-    assert_eq!(text.matches("they do not fit: ").count(), 2, "{text}");
+    assert_eq!(text.matches("that is too little: ").count(), 2, "{text}");
     let output = estimate(&[&large[..], &["--ds_config", file, "--json"]].concat());
     let all: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(all["machine"]["fits"], false);

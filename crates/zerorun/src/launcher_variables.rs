@@ -11,8 +11,8 @@
 //! | PALS | `PALS_RANKID` | |
 //! | PMIx | `PMIX_RANK` | |
 //!
-//! The first row whose variable for this host's index is set takes effect. If Slurm starts an `mpirun`, the values
-//! from `mpirun` are the right ones.
+//! The first row whose variable for this host's index is set takes effect. If `mpirun` runs in a Slurm job, its values
+//! are the right ones, so its rows precede that of Slurm.
 
 use crate::error::{HostsError, RankEnvError, Result};
 use crate::launch::nodes::DEFAULT_PORT;
@@ -33,7 +33,7 @@ const NODE_VARIABLES: [(&str, &[&str]); 8] = [
 const COUNT: &str = "a whole number";
 const PORT: &str = "a port number from 1 to 65535";
 
-/// The variables of this process, or made-up ones in tests.
+/// The environment variables of this process, or invented ones in tests.
 pub(super) struct LauncherVariables<'a>(pub(super) &'a dyn Fn(&str) -> Option<String>);
 
 /// A host's index, as given by its launcher.

@@ -59,7 +59,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Suggests a tool if a script does not exist, because its name may be a mistyped tool.
+/// If the script does not exist, suggests a tool with a similar name, because the user may have mistyped it.
 fn naming_the_tool(error: Error) -> Error {
     let (path, found, mut fix) = match error.downcast() {
         Ok(LaunchError::NotStartable { path, found, fix }) => (path, found, fix),

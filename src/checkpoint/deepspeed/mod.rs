@@ -48,7 +48,7 @@ use stored_tensor::StoredTensor;
 use tag_files::{TagFiles, wrong};
 use torch_archive::{TorchArchive, damaged};
 
-/// The values of each parameter in a checkpoint, in f32.
+/// The kinds of values that a checkpoint contains for each parameter, in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DeepSpeedState {
@@ -154,8 +154,8 @@ impl DeepSpeedCheckpoint {
         &self.model.unread_buffers
     }
 
-    /// Returns the other names of parameters that a model uses twice: (`lm_head.weight`, `wte.weight`), where the
-    /// second one is in [`parameters`](Self::parameters).
+    /// Returns the other names of parameters that a model uses twice, as pairs such as (`lm_head.weight`,
+    /// `wte.weight`), of which the second name is in [`parameters`](Self::parameters).
     pub fn aliases(&self) -> &[(String, String)] {
         &self.model.aliases
     }

@@ -12,7 +12,7 @@ pub(super) type PickleNodeId = usize;
 /// The description of a problem; callers that know the file add its name.
 pub(super) type PickleProblem = String;
 
-/// The maximum number of values in a pickle: one byte can create a value, which needs about forty times as much memory.
+/// The maximum number of values in a pickle: one byte can create a value, which takes about 40 bytes of memory.
 /// Checkpoints with 100,000 tensors have fewer.
 const MAX_NODES: usize = 4 << 20;
 

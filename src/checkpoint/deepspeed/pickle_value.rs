@@ -49,13 +49,13 @@ impl<'a> PickleValue<'a> {
     fn kind(&self) -> String {
         match self.node() {
             PickleNode::None => "None".into(),
-            PickleNode::Bool(value) => format!("the truth value {value}"),
+            PickleNode::Bool(value) => format!("the boolean {value}"),
             PickleNode::Int(number) => format!("the number {number}"),
             PickleNode::Float(number) => format!("the number {number}"),
             PickleNode::Text(_) => "a string".into(),
-            PickleNode::Tuple(items) => format!("a tuple of {}", items.len()),
-            PickleNode::List(items) => format!("a list of {}", items.len()),
-            PickleNode::Dict(entries) => format!("a dictionary of {}", entries.len()),
+            PickleNode::Tuple(items) => format!("a tuple of length {}", items.len()),
+            PickleNode::List(items) => format!("a list of length {}", items.len()),
+            PickleNode::Dict(entries) => format!("a dictionary of size {}", entries.len()),
             PickleNode::Global(name) => format!("the name {name}"),
             PickleNode::Object { class, .. } => match self.pickle.node(*class) {
                 PickleNode::Global(name) => format!("an object of {name}"),
@@ -272,6 +272,6 @@ mod tests {
         let root = PickleValue::root(&pickle);
         assert_eq!(root.get("a").unwrap().integer().unwrap_err(), "a is a string, but a whole number is needed");
         assert_eq!(root.get("c").unwrap_err(), "c is missing");
-        assert_eq!(root.items().unwrap_err(), "the outermost value is a dictionary of 1, but a list is needed");
+        assert_eq!(root.items().unwrap_err(), "the outermost value is a dictionary of size 1, but a list is needed");
     }
 }

@@ -105,7 +105,7 @@ pub(super) struct StoredTensor {
     pub storage: String,
     pub kind: StorageType,
     pub shape: Vec<usize>,
-    /// The number of elements of the storage before the tensor; `length` is the number of the tensor's own elements.
+    /// The number of elements that precede the tensor in the storage; `length` is the number of its own elements.
     pub start: usize,
     pub length: usize,
 }

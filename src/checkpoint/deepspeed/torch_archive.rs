@@ -11,9 +11,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use zip::{CompressionMethod, ZipArchive};
 
-/// The maximum size of a pickle. That of a model has about 500 bytes per tensor.
+/// The maximum size of a pickle. The pickle of a model has about 500 bytes per tensor.
 const MAX_PICKLE_BYTES: u64 = 32 << 20;
-/// The maximum size of the small entries next to it.
+/// The maximum size of the small entries next to the pickle.
 const MAX_NOTE_BYTES: u64 = 64;
 /// The maximum bytes of a storage in memory at once, not counting the elements asked for.
 const READ_CHUNK: usize = 1 << 18;

@@ -61,7 +61,7 @@ pub(crate) fn fetch(
     Ok(Some(DownloadedCheckpoint { dir, tag, _lock: lock }))
 }
 
-/// Returns the folder for checkpoints from an address: one at a time, in the user's cache.
+/// Returns the folder for checkpoints from an address, in the user's cache. It contains one checkpoint at a time.
 fn folder_of(url: &str) -> PathBuf {
     let cache = cache_home(std::env::var_os("XDG_CACHE_HOME"), std::env::home_dir());
     let number = XxHash3_64::oneshot(url.trim_end_matches('/').as_bytes());

@@ -3,12 +3,12 @@
 //!
 //! ```text
 //!   PREFIX/latest                                          the tag of the newest checkpoint; written last
-//!   PREFIX/TAG/rank_00000_of_00002-CHECKSUM.safetensors    the file of each rank, which sends it
+//!   PREFIX/TAG/rank_00000_of_00002-CHECKSUM.safetensors    each rank's file, sent by that rank
 //!   PREFIX/TAG/buffers-CHECKSUM.safetensors
 //!   PREFIX/TAG/manifest.json                               from rank 0, after all of the above
 //! ```
 //!
-//! The checksums are those of the files in the manifest, so that no file replaces a different one. As long as a manifest
+//! CHECKSUM is the checksum of the file in the manifest, so that no file replaces a different one. As long as a manifest
 //! exists, its files exist, even while a checkpoint of the same name is being uploaded.
 
 #[cfg(feature = "s3")]

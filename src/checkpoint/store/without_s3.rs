@@ -20,7 +20,8 @@ impl CheckpointUpload {
 
 /// Returns an error, because this build does not support object stores.
 pub(crate) fn check(url: &str) -> Result<()> {
-    let problem = "this program was built without it; build with --features s3, or use a folder".into();
+    let problem = "this program was built without support for object stores; build with --features s3, or use a folder";
+    let problem = problem.to_owned();
     Err(CheckpointError::Store { url: url.to_owned(), problem }.into())
 }
 

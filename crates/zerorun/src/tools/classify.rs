@@ -87,7 +87,7 @@ impl ClassifyArguments {
     }
 }
 
-/// Reads the next line of standard input, without its line end.
+/// Reads the next line of standard input, without its line break.
 fn read_line(input: &mut impl io::BufRead) -> Result<Option<String>> {
     let wrong = |source| Error::Io { action: "read", path: "standard input".into(), source };
     let mut line = String::new();

@@ -6,8 +6,8 @@ use candle_zero::config::TextPosition;
 use std::fmt::Write;
 use std::ops::Range;
 
-/// The number of problems shown with their lines. Further ones are only listed: a file of 4 MiB may have one every few
-/// bytes.
+/// The number of problems shown with their lines. Further ones are only listed: a file of 4 MiB may have a problem
+/// every few bytes.
 const MAX_DETAILED_PROBLEMS: usize = 100;
 
 /// One problem, from any kind of error.
@@ -66,7 +66,7 @@ fn render(renderer: &Renderer, file: &str, lines: &LineIndex<'_>, diagnostic: &C
     renderer.render(&[title.element(snippet.annotation(AnnotationKind::Primary.span(span(place))))])
 }
 
-/// An index of a text's lines, as positions count them.
+/// A text and the start of each of its lines, numbered as in [`TextPosition`].
 struct LineIndex<'a> {
     text: &'a str,
     /// The byte at which each line begins.
@@ -81,7 +81,7 @@ impl<'a> LineIndex<'a> {
         Self { text, starts }
     }
 
-    /// Returns the start of a line, or the end of the text for a line beyond it.
+    /// Returns the start of a line, or the end of the text if the line does not exist.
     fn start(&self, line: usize) -> usize {
         self.starts.get(line - 1).copied().unwrap_or(self.text.len())
     }
@@ -111,7 +111,7 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || matches!(c, '_' | '-' | '+' | '.')
 }
 
-/// Returns the length of the string that begins here, or of the rest of the line if the string does not end.
+/// Returns the length of the quoted string at the start of `text`, or of all of `text` if the string does not end.
 fn quoted(text: &str) -> usize {
     let mut escaped = false;
     for (at, c) in text.char_indices().skip(1) {

@@ -74,7 +74,7 @@ impl ConsolidateArguments {
         let latest_is_damaged = tag.is_none() && listing.latest.is_err();
         let tag = match listing.choose(tag) {
             Ok(tag) => tag,
-            // The same as in `inspect`: a damaged folder is not a wrong command line.
+            // As in `inspect`, a damaged folder does not count as a wrong command line.
             Err(error) => return refused(&error, if latest_is_damaged { 1 } else { EXIT_SETUP }),
         };
         let checkpoint = match Checkpoint::open(&dir, Some(&tag)) {

@@ -83,7 +83,7 @@ struct DeployArguments {
     command: Vec<String>,
 }
 
-/// Checks a name by the rules of Kubernetes and DNS.
+/// Checks a name against the rules of Kubernetes and DNS.
 fn name(text: &str) -> Result<String, String> {
     let inside = text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
     match inside && !text.starts_with('-') && !text.ends_with('-') && (1..=40).contains(&text.len()) {
@@ -166,7 +166,8 @@ impl DeployArguments {
             ("@CORES@", cores),
             ("@MEMORY@", format!("{}Gi", self.memory)),
             ("@SLURM_MEMORY@", format!("{}G", self.memory)),
-            // JSON is also valid YAML. User input comes last because it may itself contain placeholders.
+            // JSON is also valid YAML. User input is filled in last because it may itself contain
+            // placeholders.
             ("@LAUNCHER@", shell(&launcher)),
             ("@COMMAND@", json!(command).to_string()),
             ("@MPIRUN@", json!(mpirun).to_string()),

@@ -46,7 +46,8 @@ impl ReportArguments {
             Err(error) => return refused(&error, EXIT_SETUP),
         };
         let text = match self.json {
-            true => serde_json::to_string(&machine).unwrap_or_else(|e| unreachable!("strings and numbers: {e}")),
+            true => serde_json::to_string(&machine)
+                .unwrap_or_else(|e| unreachable!("strings and numbers are valid JSON: {e}")),
             false => machine.to_string(),
         };
         if print(text) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -99,7 +100,7 @@ struct MachineMemory {
     available: u64,
     /// The limit RLIMIT_DATA.
     limit: Option<u64>,
-    /// The limit of the control groups: a container's or a job's.
+    /// The limit of the control groups, which may be those of a container or a cluster job.
     group_limit: Option<u64>,
 }
 
@@ -125,7 +126,7 @@ impl MachineReport {
             Err(CommError::NoMpi { tried }) => (None, Some(format!("tried {tried}"))),
             Err(error) => (None, Some(error.to_string())),
         };
-        // Tested in an unnamed file.
+        // Tested with an unnamed file.
         let direct_access = open_direct(&tempfile::tempfile_in(folder).map_err(wrong)?).is_some();
         let mut machine = Self {
             version: env!("CARGO_PKG_VERSION"),

@@ -180,7 +180,7 @@ impl EstimateArguments {
     }
 }
 
-/// The combined needs of all ranks of a host, compared with this machine.
+/// The combined needs of all ranks of a host, and the resources of this machine.
 struct HostMemoryNeed {
     ranks: usize,
     host: u64,
@@ -213,8 +213,8 @@ impl HostMemoryNeed {
     fn verdicts(&self) -> Vec<String> {
         let who = if self.ranks == 1 { "one rank needs".to_string() } else { format!("{} ranks need", self.ranks) };
         let short = |need: u64, has: u64| match has.checked_sub(need) {
-            Some(left) => format!("they fit, and {} is left", binary(left)),
-            None => format!("they do not fit: {} more is needed", binary(need - has)),
+            Some(left) => format!("that is enough, and {} is left", binary(left)),
+            None => format!("that is too little: {} more is needed", binary(need - has)),
         };
         let mut verdicts = vec![format!(
             "on this machine {who} at most {} of memory, and {} is available: {}",

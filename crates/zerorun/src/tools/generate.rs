@@ -199,7 +199,7 @@ fn fits(ids: &[u32], ctx: usize) -> Result<()> {
     }
 }
 
-/// Opens the model, with tables for this many positions.
+/// Opens the model, with tables for `ctx` positions.
 fn open(base: &BaseModel, adapter: Option<Adapter>, ctx: usize, dtype: DType) -> Result<Decoder> {
     let lora = adapter.as_ref().map(|adapter| adapter.config.clone());
     let config = DecoderConfig { ctx, lora, ..base.config().clone() };
@@ -245,7 +245,7 @@ impl AnswerGenerator<'_> {
         };
         let answer = self.generator.answer(prompt, &sampling, extend, give)?;
         if let Some(error) = failed {
-            // A reader of only the beginning, such as `head`, wants no more.
+            // A reader that needs only the beginning, such as `head`, closes the pipe, which is not an error.
             if error.kind() != std::io::ErrorKind::BrokenPipe {
                 eprint(&format!("zerorun: cannot write to standard output: {error}"));
             }
@@ -263,10 +263,10 @@ impl AnswerGenerator<'_> {
     }
 }
 
-/// The durations of the prompt and of each token after it.
+/// The time taken by the prompt and by each token after it.
 struct GenerationSpeed<'a> {
     prompt: usize,
-    /// The time from the start to the end of each step.
+    /// For the prompt and each token after it, the time from the start of the generation to the end of that step.
     times: &'a [Duration],
 }
 

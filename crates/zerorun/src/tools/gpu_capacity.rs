@@ -3,7 +3,7 @@
 use candle_zero::util::binary;
 use std::str::FromStr;
 
-/// The total memory of a GPU in MiB as nvidia-smi shows it. The driver uses a little of the nominal memory.
+/// The total memory of a GPU in MiB, as nvidia-smi shows it. The driver reserves a little of the nominal memory.
 const GPU_MEMORY_MIB: [(&str, u64); 17] = [
     ("t4", 15_360),
     ("v100-16", 16_384),

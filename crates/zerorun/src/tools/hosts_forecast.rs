@@ -85,7 +85,8 @@ pub(super) struct HostsForecast {
 /// The effects that no forecast includes.
 pub(super) const NOT_INCLUDED: [&str; 2] = [
     "slow starts of TCP after a pause, lost packets, and other traffic on the network",
-    "ranks that wait for one another because they differ in speed, and shares that become smaller on more hosts",
+    "ranks that wait for one another because they differ in speed, and the optimizer's share per rank, which becomes \
+     smaller on more hosts",
 ];
 
 impl HostsForecast {
@@ -111,7 +112,8 @@ impl HostsForecast {
         )];
         assumed.push(match network.busy() {
             0.0 => {
-                "messages take no processor time on the hosts: zerorun bench network measures how much they take".into()
+                "messages take no processor time on the hosts; zerorun bench network measures how much they really take"
+                    .into()
             }
             busy => format!("computing has {:.1} % less of a host's processors while its link is busy", 100.0 * busy),
         });

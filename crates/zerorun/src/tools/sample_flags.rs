@@ -57,7 +57,7 @@ impl SampleFlags {
     }
 }
 
-/// The progress over data files, in MiB of each.
+/// The progress through the data files, in MiB for each file.
 #[derive(Default)]
 pub(super) struct FileProgress {
     file: usize,

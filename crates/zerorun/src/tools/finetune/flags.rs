@@ -197,8 +197,8 @@ enum KeepCheckpoints {
     All,
 }
 
-/// The default number of newest checkpoints that a run keeps if it trains an adapter: the last one, and one in case
-/// the last cannot be read. Each contains the optimizer state, so it is three times as large as the adapter.
+/// The default number of newest checkpoints that a run keeps if it trains an adapter: the newest one, and another
+/// in case the newest cannot be read. Each contains the optimizer state, so it is three times as large as the adapter.
 const DEFAULT_KEPT_CHECKPOINTS: usize = 2;
 
 impl FromStr for KeepCheckpoints {

@@ -134,7 +134,7 @@ pub(super) fn explained(mut error: Error) -> Error {
     let Some(ContextValue::String(found)) = error.get(ContextKind::InvalidArg) else { return error };
     let Some(here) = written_here(found) else { return error };
     let tip = format!("write {here}");
-    // Clap's own suggestion would mislead.
+    // Clap's own suggestion would be misleading.
     error.remove(ContextKind::SuggestedArg);
     error.remove(ContextKind::TrailingArg);
     error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));

@@ -1,7 +1,7 @@
 //! `zerorun finetune`: fine-tunes a model on data files.
 //!
-//! The initial process checks everything once and tokenizes the data. Its ranks train (`rank`). They are started from
-//! the same executable with the same arguments and `--as_rank=MODEL`.
+//! The initial process checks everything once and tokenizes the data. The ranks that it
+//! starts do the training (`rank`). They are started from the same executable with the same arguments and `--as_rank=MODEL`.
 
 mod flags;
 mod foreign_flags;
@@ -117,7 +117,7 @@ impl FinetuneArguments {
     fn start(&self, mut words: Vec<OsString>, model: &Path) -> Result<u8> {
         let mut as_rank = OsString::from("--as_rank=");
         as_rank.push(model);
-        // Directly after the name of the tool: at the end it could follow a `--`.
+        // Inserted directly after the name of the tool, because at the end it could follow a `--`.
         words.insert(1, as_rank);
         let program = std::env::current_exe()
             .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
@@ -144,7 +144,7 @@ impl FinetuneArguments {
 
 /// Returns the number of processes of this command that an MPI launcher has started, if more than one.
 fn started_as_one_of(variable: impl Fn(&str) -> Option<String>) -> Option<usize> {
-    // In a Slurm batch script the task count of the complete job is also set; the count of the step applies.
+    // In a Slurm batch script, the task count of the complete job is also set, but only that of the job step counts.
     let names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
     names.iter().find_map(|name| variable(name)?.trim().parse().ok().filter(|processes| *processes > 1))
 }

@@ -17,7 +17,7 @@ use std::time::Instant;
 pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
     match train(options, flags) {
         Ok(StopReason::Asked) => ExitCode::FAILURE,
-        // With several ranks, the launcher checks this in the same way.
+        // If there are several ranks, the launcher makes the same check.
         Ok(_) if !all_is_written() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => refused(&error, 1),
@@ -190,8 +190,8 @@ fn answer(run: &mut FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> 
     for prompt in &flags.prompt {
         let text = match run.answer(prompt, &sampling) {
             Ok(answer) => format!("{:?}", answer.text),
-            // This can happen in 16 bits, for example, and does not end the run: training checks its own loss. All ranks
-            // have the same logits, and so the same error.
+            // This can happen with 16-bit weights, for example. It does not end the run, because training checks its own
+            // loss. All ranks have the same logits, and therefore the same error.
             Err(error) if matches!(error.downcast_ref(), Some(FinetuneError::LogitsNotFinite)) => error.to_string(),
             Err(error) => return Err(error),
         };

@@ -147,7 +147,7 @@ struct TuneSearch {
     rows: Vec<TrialRow>,
 }
 
-/// The name of the file of `--out` in a search's record of what it has written.
+/// The key of the `--out` file in the record of the files that searches have written.
 const BEST_FILE_KEY: &str = "best";
 /// Candidates whose first run is slower than the fastest by more than this fraction are not repeated.
 const REPEAT_MARGIN: f64 = 0.15;

@@ -16,7 +16,7 @@ pub(super) struct SearchSpace {
     original: Value,
     ranks: usize,
     run: RunValues,
-    /// The number of samples per step in the original, if it specifies this number.
+    /// The number of samples per step, if the original specifies it.
     batch: Option<usize>,
     stages: Vec<u8>,
     micro_batches: Vec<usize>,
@@ -135,7 +135,8 @@ impl SearchSpace {
         ladders
     }
 
-    /// Returns the offload settings to try at a stage. With an offload folder, the first of them offloads nothing.
+    /// Returns the offload settings to try at a stage. Without an offload folder, only those of the original
+    /// are tried; with one, the first entry offloads nothing.
     fn offloads(&self, stage: u8) -> Vec<Map<String, Value>> {
         let Some(folder) = &self.nvme_path else { return vec![Map::new()] };
         let section = |path: &str, place: &str| {

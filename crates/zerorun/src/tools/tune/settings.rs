@@ -34,7 +34,7 @@ pub(super) struct TuneSettings {
     pub(super) fast: bool,
     pub(super) results_dir: PathBuf,
     pub(super) exps_dir: Option<PathBuf>,
-    /// The number, from 1, of the first step that is measured.
+    /// The first step that is measured, counted from 1.
     pub(super) first_measured: u64,
     pub(super) steps: u64,
     pub(super) metric: TuneMetric,
@@ -44,7 +44,7 @@ pub(super) struct TuneSettings {
     pub(super) trials: usize,
     /// The minimum and the maximum number of samples per step.
     pub(super) batch: (usize, usize),
-    /// The minimum, if given, and the maximum number of samples of a micro batch.
+    /// The minimum (if given) and the maximum number of samples in a micro batch.
     pub(super) micro_batch: (Option<usize>, usize),
     pub(super) micro_batches: usize,
     /// The notes about keys that have no effect.
@@ -59,7 +59,7 @@ impl TuneSettings {
             Some(steps) => steps,
             None => section.number("end_profile_step")?.unwrap_or(5).clamp(2, 100_000) as u64,
         };
-        // If the run is too short for that, the last step is measured.
+        // If a run has fewer steps than that, its last step is measured.
         let first_measured = (section.number("start_profile_step")?.unwrap_or(3).max(1) as u64).min(steps);
         let count = |key| Ok::<_, Error>(section.number(key)?.filter(|n| *n > 0));
         Ok(Self {

@@ -83,8 +83,8 @@ impl TrialRunner {
         format!("{:016x}", fnv1a(all.as_bytes()))
     }
 
-    /// Runs the script with `config`, whose resolved form is `resolved`. A failure of the run is an outcome. An error
-    /// means that the run could not begin.
+    /// Runs the script with `config`, whose resolved form is `resolved`. A failed run is returned as an outcome; an
+    /// error means that the run could not begin.
     pub(super) fn run(&self, id: &str, config: &Value, resolved: &Config) -> Result<TrialOutcome> {
         let folder = self.folder.join(id);
         let io = |action, path: &Path| {
@@ -189,8 +189,8 @@ fn quiet(config: &Value) -> Value {
 
 /// Returns the outcome of a run that ended with an error.
 fn failed(status: ExitStatus, reason: String) -> TrialOutcome {
-    // The launcher and shells report this code for a process killed by SIGKILL, here usually by the kernel for lack of
-    // memory.
+    // The launcher and shells report this code for a process killed by SIGKILL. In this case it was usually the kernel
+    // that killed it, for lack of memory.
     const EXIT_KILLED: i32 = 128 + 9;
     let said = reason.to_lowercase();
     match status.code() == Some(EXIT_KILLED) || said.contains("memory") || said.contains("alloc") {

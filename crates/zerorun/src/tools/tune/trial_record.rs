@@ -1,4 +1,4 @@
-//! The finished experiments, one JSON line each, in a file that is always complete.
+//! The finished experiments, one JSON line each, in a file that is replaced atomically.
 
 use super::search_space::TuneCandidate;
 use super::trial_outcome::{RepeatedTrials, TrialOutcome};
@@ -66,13 +66,14 @@ impl TrialRecord {
         let mut lines = Vec::new();
         let whole = text.rfind('\n').map_or(0, |end| end + 1);
         let (whole, rest) = text.split_at(whole);
-        // A disk may lose the end of the last line. Its experiment is run again.
+        // After a crash, the end of the last line may be missing on disk. Its experiment is run again.
         let is_ours = rest.starts_with(LINE_PREFIX) || (!whole.is_empty() && LINE_PREFIX.starts_with(rest));
         let is_cut = rest.is_empty() || (is_ours && serde_json::from_str::<Value>(rest).is_err());
         for line in whole.lines().chain((!is_cut).then_some(rest)) {
             match serde_json::from_str(line) {
                 Ok(line) => lines.push(line),
-                // An experiment of another version is run again. A file with other contents must not be overwritten.
+                // An experiment recorded by another version is run again. A file with other contents must not be
+                // overwritten.
                 Err(_) if serde_json::from_str::<Value>(line).is_ok_and(|line| line["id"].is_string()) => {}
                 Err(_) => {
                     let problem =
@@ -84,8 +85,8 @@ impl TrialRecord {
         Ok(Self { path, lines, _lock: lock })
     }
 
-    /// Returns the outcome of an experiment that succeeded. Any other is run again: it may have needed more time, more
-    /// memory or a correction.
+    /// Returns the recorded outcome of an experiment if it succeeded. Otherwise the experiment is run again: it may
+    /// have needed more time, more memory or a correction.
     pub(super) fn find(&self, id: &str) -> Option<TrialOutcome> {
         let mut finished = self.lines.iter().filter(|line| line.outcome.is_well());
         finished.find(|line| line.id == id).map(|line| line.outcome.clone())
@@ -97,14 +98,15 @@ impl TrialRecord {
         self.lines.push(TrialRecordLine { id: id.into(), changes: candidate.0.clone(), outcome: outcome.clone() });
         let mut text = String::new();
         for line in &self.lines {
-            let json = serde_json::to_string(line).unwrap_or_else(|e| unreachable!("strings and numbers: {e}"));
+            let json =
+                serde_json::to_string(line).unwrap_or_else(|e| unreachable!("strings and numbers are valid JSON: {e}"));
             _ = writeln!(text, "{json}");
         }
         write_whole(&self.path, &text)
     }
 }
 
-/// Writes a file atomically: it is complete, or unchanged.
+/// Writes a file atomically: if this fails, the file is unchanged.
 pub(super) fn write_whole(path: &Path, text: &str) -> Result<()> {
     let write = || {
         let mut file = files::AtomicFile::beside(path)?;

@@ -39,7 +39,7 @@ enum DifferingValue {
     Loss { micro_step: usize },
     /// The parameter with this name, after the step.
     Parameter(String),
-    /// The number of values: the two jobs did not train in the same way.
+    /// The number of losses or parameters, because the two jobs did not train in the same way.
     Amount,
 }
 
@@ -90,7 +90,7 @@ pub(super) fn first_difference(reference: &[RankLog], other: &[RankLog]) -> Opti
     })
 }
 
-/// Returns `None` if both are equal, `Some(None)` if their lengths differ.
+/// Returns the index of the first unequal element: `None` if both are equal, `Some(None)` if their lengths differ.
 fn first_unequal<T: PartialEq>(a: Option<&Vec<T>>, b: Option<&Vec<T>>) -> Option<Option<usize>> {
     match (a, b) {
         (Some(a), Some(b)) if a.len() == b.len() => a.iter().zip(b).position(|(a, b)| a != b).map(Some),
@@ -131,7 +131,7 @@ mod tests {
         vec![log(0), log(1)]
     }
 
-    /// Returns the message about a job that was changed.
+    /// Returns the message about the first difference of a job after `change` from the original, if there is one.
     fn said(change: impl FnOnce(&mut Vec<RankLog>)) -> Option<String> {
         let mut other = job();
         change(&mut other);

@@ -19,7 +19,7 @@ pub(super) fn file(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("rank-{rank}.json"))
 }
 
-/// Trains with the configuration in `folder` for `steps` optimizer steps, on this library's own sources.
+/// Trains with the configuration in `folder` for `steps` optimizer steps, on the embedded corpus.
 pub(super) fn run(folder: &Path, steps: u32) -> Result<()> {
     // Engine messages would appear between the lines of the table.
     let _ = tracing::subscriber::set_global_default(tracing::subscriber::NoSubscriber::default());
