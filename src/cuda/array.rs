@@ -9,7 +9,7 @@ use std::ops::Range;
 /// Allocates `len` elements of f32, bf16 or f16 with arbitrary contents.
 ///
 /// # Errors
-/// Returns an error if the device is out of memory or the dtype is a different one.
+/// Returns an error if the device is out of memory or the dtype is none of these.
 pub(crate) fn room(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
     // Some drivers do not allocate zero bytes.
     let len = len.max(1);

@@ -8,7 +8,7 @@ use candle_core::{CudaDevice, Result, bail};
 
 const KERNELS: KernelModule = module!("column_sums");
 
-/// The minimum number of rows of a chunk, which is the number that half a block adds in turns.
+/// The minimum number of rows of a chunk: eight for each lane of a block.
 const MIN_ROWS: usize = 64;
 /// The maximum number of chunks.
 const MAX_CHUNKS: usize = 128;

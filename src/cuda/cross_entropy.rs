@@ -64,7 +64,7 @@ fn kernel(device: &CudaDevice, name: &str, dtype: DType) -> Result<KernelFunctio
     KERNELS.function(device, &format!("{name}_{}", suffix(dtype)))
 }
 
-/// Writes the rows' losses times `sign` to `losses`, from the first row on.
+/// Writes the rows' losses times `sign` to `losses`, from the first row's position on.
 pub(crate) fn losses(
     device: &CudaDevice,
     of: &LogitRows<'_>,

@@ -256,7 +256,8 @@ impl NcclLaunch<'_> {
     pub fn room(&mut self, bytes: usize) -> Result<CUdeviceptr> {
         let wire = &self.member.wire;
         if self.state.room.as_ref().is_none_or(|room| room.len() < bytes) {
-            // Released first, in the order of the wire stream, so that the memory does not exist twice.
+            // Released first, in the order of the wire stream, so that the old and the new memory do not exist at the
+            // same time.
             self.state.room = None;
             // SAFETY: all bytes that are read there have been received or encoded before.
             self.state.room = Some(unsafe { wire.alloc(bytes) }.w()?);
