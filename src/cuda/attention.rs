@@ -76,7 +76,7 @@ pub(crate) fn backward<const N: usize>(
         let gradients = match &mut made[..] {
             [all] => QkvGradients::Fused(all),
             [dq, dk, dv] => QkvGradients::Apart([dq, dk, dv]),
-            _ => bail!("attention: {N} parts"),
+            _ => bail!("attention: {N} parts were given, but 1 or 3 are needed"),
         };
         backward_of(device, of, qkv, (out, lse, dout), gradients)?;
         let mut made = made.into_iter().map(|slice| CudaStorage { slice: E::storage(slice), device: device.clone() });
@@ -102,7 +102,7 @@ fn rows<'a, E: AttentionElement, const N: usize>(
             Ok([view(0, 0, fused)?, view(0, width, fused)?, view(0, width + kv_width, fused)?])
         }
         3 => Ok([view(0, 0, width)?, view(1, 0, kv_width)?, view(2, 0, kv_width)?]),
-        _ => bail!("attention: {N} parts"),
+        _ => bail!("attention: {N} parts were given, but 1 or 3 are needed"),
     }
 }
 

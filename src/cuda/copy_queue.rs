@@ -122,7 +122,7 @@ impl CopyQueue {
         let device = from.device().clone();
         self.begin(&device, CopyRequest::Down(from), |copied| match copied {
             CompletedCopy::OnHost(to, from) => {
-                // Dropped in the calling thread, in the order of its launches.
+                // Dropped in the calling thread, so that the memory is freed in the order of that thread's launches.
                 drop(from);
                 Some(to)
             }
@@ -315,7 +315,7 @@ mod tests {
             let lengths =
                 [0, 1, 1000, staging - 1, staging, staging + 1, 2 * staging, 2 * staging + 1, 5 * staging + 7];
             let all: Vec<Flat> = lengths.map(|len| numbers(DType::F32, len)).into_iter().collect();
-            // All of them are in progress before the first is waited for.
+            // All copies are in progress before the first is waited for.
             let moving: Vec<_> = all.iter().map(|flat| up.up(&device, flat.clone(), flat.len() + 5).unwrap()).collect();
             let there: Vec<_> = moving.into_iter().map(|moving| moving.wait().unwrap()).collect();
             assert!(there.iter().zip(&all).all(|(there, flat)| there.capacity_in_bytes() == 4 * (flat.len() + 5)));

@@ -50,7 +50,10 @@ impl LogitRows<'_> {
     fn check(&self, logits: usize) -> Result<()> {
         let Self { classes, first, rows, .. } = *self;
         if logits != rows * classes || first + rows > self.targets.1 {
-            bail!("cross_entropy: {logits} logits of {classes} classes for rows {first} to {}", first + rows)
+            let (end, targets) = (first + rows, self.targets.1);
+            bail!(
+                "cross_entropy: {logits} logits or {targets} targets do not fit rows {first} to {end} of {classes} classes"
+            )
         }
         Ok(())
     }

@@ -29,8 +29,8 @@ use std::sync::{Arc, OnceLock};
 /// Meets the other ranks, starts the mutual watch, and returns the memory that the ranks share.
 ///
 /// # Errors
-/// A rank does not connect in time, two processes claim one rank, ranks disagree about WORLD_SIZE, another job uses
-/// the port, or the system failed.
+/// A rank does not connect in time, two processes claim the same rank, ranks disagree about WORLD_SIZE, another job
+/// uses the port, or the system failed.
 pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
     let region = if env.rank == 0 {
         let (region, members) = server::admit_all(env)?;

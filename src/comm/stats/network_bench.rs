@@ -54,7 +54,7 @@ impl TransferMeasurement {
     }
 }
 
-/// Measures with buffers of about `bytes`, on all ranks at the same time. Returns `None` if all are on one host.
+/// Measures with buffers of about `bytes`, on all ranks at the same time. Returns `None` if all ranks are on one host.
 ///
 /// # Errors
 /// A collective failed.
