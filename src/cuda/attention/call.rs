@@ -42,7 +42,7 @@ pub(super) struct AttentionSizes {
     to_powers: f32,
 }
 
-// SAFETY: the struct has C's layout without padding, and its fields may have any bits.
+// SAFETY: the struct has C's layout without padding, and any bits are valid values of its fields.
 unsafe impl DeviceRepr for AttentionSizes {}
 
 /// The common part of the kernel launches of one attention call.
