@@ -1,4 +1,4 @@
-//! The engine. One training step, in order: initialize, forward, backward, step.
+//! The engine: it is initialized once, and each training step then consists of forward, backward and step.
 //!
 //! ```text
 //!   initialize   configuration -> communicator -> model, parameter by parameter -> shares -> optimizer states
@@ -7,7 +7,7 @@
 //!   step         at the accumulation boundary: vote -> scaler -> clip -> update -> publish -> schedule
 //! ```
 //!
-//! The engine contains no arithmetic: each word above has its own module.
+//! The engine itself contains no arithmetic: each action named above has its own module.
 
 mod accumulation;
 mod builder;
@@ -141,7 +141,7 @@ enum MicroStepPhase {
 struct AccumulationProgress {
     /// The number of micro steps completed.
     micro_steps: u64,
-    /// Whether a [`no_sync`](Engine::no_sync) is running.
+    /// Whether [`no_sync`](Engine::no_sync) is running.
     in_no_sync: bool,
     /// Whether `no_sync` has left gradients for the next backward or step to reduce.
     holds: bool,
@@ -160,9 +160,9 @@ impl<M> Engine<M> {
     /// Parameters are in memory while `run` runs; at stage 3, a unit's parameters are in memory only while the unit
     /// runs.
     ///
-    /// In the first step `run` is called three times, the first two times with slightly perturbed weights
+    /// In the first step, `run` is called three times, the first two times with slightly perturbed weights
     /// (`gradient_check`). It must therefore compute its result from the model and from inputs fixed before the call (a
-    /// batch, a step number), and must not fetch a new batch. Variables that it sets outside keep the values of the
+    /// batch, a step number), and must not fetch a new batch. Outside variables that it sets keep the values of the
     /// last call, which has the true weights.
     ///
     /// # Errors
@@ -193,7 +193,7 @@ impl<M> Engine<M> {
         autocast(self.config.autocast, run)
     }
 
-    /// Runs the model without a graph and without counting anything. Collective at stage 3.
+    /// Runs the model without a graph; no step or sample is counted. Collective at stage 3.
     ///
     /// This library's layers keep no activations. Candle's own operations on parameters keep them until the end of the
     /// enclosing unit, or outside of units until the end of `run`; [`build_for_eval`](Self::build_for_eval) avoids that
@@ -210,7 +210,7 @@ impl<M> Engine<M> {
     }
 
     /// Differentiates `loss`, which must have one element, after multiplying it by the loss scale and dividing it by
-    /// the accumulation steps. Gradients are reduced over ranks meanwhile.
+    /// the accumulation steps. Meanwhile, gradients are reduced over ranks.
     ///
     /// Only this call accumulates gradients of the model's parameters. Candle's own `loss.backward()`, and the backward
     /// of another engine whose loss passes through this model (a GAN's generator), leave this engine unchanged and
@@ -247,7 +247,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`EngineError::OutOfOrder`] without a preceding backward; [`EngineError::NonFiniteGradient`] in f32;
     /// [`EngineError::LossScaleAtMinimum`]; [`EngineError::NoGradient`] in the first step; a failed collective. Also
-    /// the error of a failed background save: in that case the step has been made, and the engine can continue.
+    /// the error of a failed background save: in that case the step has been completed, and the engine can continue.
     pub fn step(&mut self) -> Result<()> {
         self.check_order("step", &[MicroStepPhase::Backwarded, MicroStepPhase::Held])?;
         if self.accumulation.in_no_sync {
@@ -353,7 +353,7 @@ impl<M> Engine<M> {
         };
         let applies = applies.and_then(|applies| self.scaler.update(overflow).map(|()| applies));
         if !matches!(applies, Ok(false)) {
-            // From here the state that is being saved changes, or the engine stops.
+            // From here on, the state that is being saved changes, or the engine stops.
             self.end_saving()?;
         }
         applies

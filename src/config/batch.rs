@@ -9,7 +9,7 @@ use crate::util::counted;
 /// The reason why three numbers do not form a valid batch: the index of the offending key, and the message.
 type BatchFault = (usize, String);
 
-/// The maximum number of samples in one forward of a rank.
+/// The maximum number of samples in one forward pass of a rank.
 const MAX_MICRO_BATCH: u64 = 1 << 32;
 
 const RULE: &str = "train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size";
@@ -40,7 +40,7 @@ impl BatchConfig {
 pub(super) fn resolve(walk: &mut ConfigWalk<'_>, world_size: usize) -> Option<BatchConfig> {
     let mut given = BATCH_KEYS.map(|key| walk.int(key));
     let is_auto = BATCH_KEYS.map(|key| walk.autos.iter().any(|auto| auto == key));
-    // Values that do not follow from the train batch come from the run.
+    // Values that do not follow from the train batch are taken from the run.
     let mut of_run = [false; 3];
     if given[0].is_none() {
         of_run[1] = given[1].is_none() && (is_auto[0] || is_auto[1]);
@@ -116,7 +116,7 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
     if t == product {
         return Ok([t, m, g]);
     }
-    // Floor division hides remainders up to this point. A zero is reported by the same rule.
+    // Floor division hides remainders up to this point. A zero is reported under the same rule.
     let fits = m.max(1).checked_mul(g.max(1)).and_then(|p| p.checked_mul(world));
     let fix = match fits {
         Some(fits) if positive[2].is_none() || positive[1].is_none() => {

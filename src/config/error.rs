@@ -76,7 +76,7 @@ pub enum ConfigError {
     BatchSize {
         /// The requested size.
         train_batch_size: usize,
-        /// The number of samples per rank and forward.
+        /// The number of samples per rank and forward pass.
         micro_batch: usize,
         /// The number of ranks.
         world_size: usize,

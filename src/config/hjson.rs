@@ -1,10 +1,10 @@
 //! A parser for Hjson that accepts the same files as DeepSpeed and records the position of every key and value for
 //! messages.
 //!
-//! Hjson is JSON with `#`, `//` and `/* */` comments, with optional outer braces, quotes of keys and commas at line
-//! ends, with strings in single quotes or `'''`, and with unquoted strings that extend to the end of their line. An
-//! unquoted string that swallowed something by mistake (a bracket that it does not open, the next key) is refused.
-//! DeepSpeed accepts it, or fails far from its position.
+//! Hjson is JSON with `#`, `//` and `/* */` comments, strings in single quotes or `'''`, and unquoted strings that
+//! extend to the end of their line. Outer braces, quotes around keys and commas at line ends are optional. An unquoted
+//! string that swallowed something by mistake (a bracket that it does not open, the next key) is refused. DeepSpeed
+//! accepts such a string, or reports an error far from it.
 
 use super::TextPosition;
 use super::json_node::{JsonEntry, JsonNode, JsonValue};
@@ -100,7 +100,7 @@ impl<'a> HjsonReader<'a> {
         found
     }
 
-    /// Returns the error that something else was expected at this position.
+    /// Returns the error for this position, where something else was expected.
     fn expected(&self, expected: impl Into<String>) -> HjsonError {
         let found = match self.peek() {
             None => "the end of the text".to_string(),
@@ -211,7 +211,7 @@ impl<'a> HjsonReader<'a> {
         }
     }
 
-    /// Reads a key: quoted text, or all text before the `:` that contains no blanks and none of `{}[],`.
+    /// Reads a key: quoted text, or text up to the `:` without blanks and without any of `{}[],`.
     fn key(&mut self, in_braces: bool) -> Result<String> {
         if let Some(quote @ ('"' | '\'')) = self.peek() {
             return self.string(quote);
@@ -274,7 +274,7 @@ impl<'a> HjsonReader<'a> {
         Ok(JsonValue::String(text.into()))
     }
 
-    /// Fails if an unquoted string swallowed something that was not meant for it.
+    /// Fails if an unquoted string swallowed something that was not meant to be part of it.
     fn refuse_swallowed(&mut self, text: &str, of_list: bool) -> Result<()> {
         let mut open = 0_i64;
         let unopened = text.chars().any(|c| {
@@ -323,7 +323,7 @@ impl<'a> HjsonReader<'a> {
         while self.rest.as_str().len() > left && self.bump().is_some() {}
     }
 
-    /// Reads a string in these quotes, on one line.
+    /// Reads a string between these quotes, on one line.
     fn string(&mut self, quote: char) -> Result<String> {
         let start = self.place;
         self.bump();
@@ -393,7 +393,7 @@ impl<'a> HjsonReader<'a> {
                     }
                     match self.hex4()? {
                         low @ 0xdc00..0xe000 => 0x1_0000 + ((high - 0xd800) << 10) + (low - 0xdc00),
-                        _ => return Err(self.expected("the second half of a surrogate pair before this place")),
+                        _ => return Err(self.expected("the second half of a surrogate pair before this position")),
                     }
                 } else {
                     high

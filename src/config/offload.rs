@@ -69,7 +69,7 @@ impl OffloadSection {
         }
     }
 
-    /// Reads a count, which must be at least `least` if files are used.
+    /// Reads a count, which must be `least` or more if state is offloaded to files.
     fn count(&self, walk: &mut ConfigWalk<'_>, key: &str, to: &OffloadTo, least: usize, why: &str) -> usize {
         let path = self.join(key);
         let found = count(walk, &path);

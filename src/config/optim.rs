@@ -134,7 +134,7 @@ fn lamb(walk: &mut ConfigWalk<'_>) -> LambConfig {
         min_coeff: walk.float(&of("min_coeff")),
     };
     if lamb.min_coeff > lamb.max_coeff {
-        // The problem is reported at the bound that the file gives, or at the lower one if it gives both.
+        // The problem is reported at the bound that the file gives, or at the lower bound if it gives both.
         let key = if walk.given.contains_key(&of("min_coeff")) { "min_coeff" } else { "max_coeff" };
         let place = walk.place(&of(key));
         let text =

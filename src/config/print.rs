@@ -32,7 +32,7 @@ impl Config {
             set(&mut tree, "torch_autocast.dtype", dtype_json(Some(dtype)));
         }
         self.checkpointing_json(&mut tree);
-        // Without such a section it is false.
+        // If the section is absent, the value is false.
         let has_writer = tree.get("checkpoint").is_some_and(|section| section["writer"].is_object());
         for (key, value) in [("decoupled", self.saves_in_background), ("show_statistics", self.shows_save_statistics)] {
             if value || has_writer {
@@ -44,7 +44,7 @@ impl Config {
         Value::Object(tree)
     }
 
-    /// Returns the honoured keys that the other methods and functions here do not print.
+    /// Returns the honoured keys that the other methods and functions in this file do not print.
     fn fields(&self) -> impl Iterator<Item = (&'static str, Value)> {
         let (batch, zero) = (self.batch, &self.zero);
         let op = match self.gradient_allreduce_op {

@@ -441,8 +441,9 @@ fn check_vocabulary(walk: &mut ConfigWalk<'_>) {
     const TILE: i64 = 8;
     if let Some(size) = walk.int("vocabulary_size").filter(|size| size % TILE != 0) {
         let next = size.saturating_add(TILE - size % TILE);
-        let text =
-            format!("{size} is not a multiple of {TILE}: the matrix units of GPUs work best with one, such as {next}");
+        let text = format!(
+            "{size} is not a multiple of {TILE}: the matrix units of GPUs work best with a multiple, such as {next}"
+        );
         walk.note("vocabulary_size", text);
     }
 }

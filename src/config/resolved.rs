@@ -56,10 +56,10 @@ pub struct Config {
     /// The `seed` of the initial weights. Default 42.
     pub seed: u64,
     /// `activation_checkpointing.every_unit`, or another key of that section that requests it: every unit recomputes
-    /// its forward during backward.
+    /// its forward pass during backward.
     pub activation_checkpointing: bool,
-    /// `activation_checkpointing.cpu_checkpointing`: the inputs that recomputing units keep leave the model's memory.
-    /// They move to the host if the model is on a GPU, and to a file if anything is offloaded to `nvme`.
+    /// `activation_checkpointing.cpu_checkpointing`: the inputs that recomputing units keep are moved out of the
+    /// model's memory: to the host if the model is on a GPU, or to a file if anything is offloaded to `nvme`.
     pub cpu_checkpointing: bool,
     /// `aio`: the settings of file access.
     pub aio: Aio,
@@ -75,7 +75,7 @@ pub struct Config {
     pub shows_save_statistics: bool,
     /// The notes about this file: keys accepted without effect, translated, or not supported.
     pub notes: Vec<ConfigNote>,
-    /// Every key of DeepSpeed with its resolved value, including keys without effect here; see
+    /// Every key of DeepSpeed with its resolved value, including keys that have no effect in candle-zero; see
     /// [`Config::to_deepspeed_json`]. The fields above take precedence.
     pub recorded: serde_json::Map<String, serde_json::Value>,
 }
@@ -85,7 +85,7 @@ pub struct Config {
 pub struct BatchConfig {
     /// The number of samples per optimizer step, over all ranks.
     pub train_batch_size: usize,
-    /// The number of samples per rank and forward.
+    /// The number of samples per rank and forward pass.
     pub train_micro_batch_size_per_gpu: usize,
     /// The number of micro batches per optimizer step.
     pub gradient_accumulation_steps: usize,
@@ -190,21 +190,23 @@ pub struct ZeroConfig {
     pub load_from_fp32_weights: bool,
     /// `log_trace_cache_warnings`: rank 0 logs when the order in which units are used changes. Default false.
     pub log_trace_cache_warnings: bool,
-    /// `contiguous_gradients`. Buckets are always contiguous here; the key is only recorded.
+    /// `contiguous_gradients`. Buckets are always contiguous in candle-zero; the key is only recorded.
     pub contiguous_gradients: bool,
     /// `reduce_scatter`: reduce to owners; false: all-reduce and keep the owned part.
     pub reduce_scatter: bool,
-    /// `sub_group_size`: the elements of this rank's share per optimizer sub-step. Default 1e9.
+    /// `sub_group_size`: the number of elements of this rank's share that one part of an optimizer step updates.
+    /// Default 1e9.
     pub sub_group_size: usize,
     /// `stage3_prefetch_bucket_size`: the elements gathered ahead; 0 switches prefetching off. Default 5e7.
     pub prefetch_bucket_size: usize,
     /// `stage3_param_persistence_threshold`, in elements: smaller parameters stay gathered. Default 1e5.
     pub param_persistence_threshold: usize,
-    /// `stage3_model_persistence_threshold`, in elements: the maximum sum of such parameters.
+    /// `stage3_model_persistence_threshold`, in elements: the maximum total of all such parameters.
     pub model_persistence_threshold: usize,
     /// `stage3_max_live_parameters`: the elements gathered at once before prefetching stops. Default 1e9.
     pub max_live_parameters: usize,
-    /// `stage3_max_reuse_distance`, in elements: a parameter used again within it is not released. Default 1e9.
+    /// `stage3_max_reuse_distance`, in elements: a parameter used again within this many elements is not released.
+    /// Default 1e9.
     pub max_reuse_distance: usize,
     /// `zero_hpz_partition_size`: at stage 3 on several hosts, groups of this many ranks on one host keep a second copy
     /// of gathered parameters, and gather again from it. Default 1: none.
@@ -222,8 +224,8 @@ pub struct ZeroConfig {
     /// `communication_data_type` apply only between hosts: to the sums of each host's gradients, and to gathers between
     /// hosts. Default false.
     pub compress_between_hosts_only: bool,
-    /// `ignore_unused_parameters`: a parameter that no backward reaches gets a gradient of zeros instead of an error.
-    /// Default: false (DeepSpeed: true).
+    /// `ignore_unused_parameters`: a parameter that no backward pass reaches gets a gradient of zeros instead of an
+    /// error. Default: false (DeepSpeed: true).
     pub ignore_unused_parameters: bool,
     /// `leaf_module`: units that are gathered together with all units inside them.
     pub leaf_module: LeafModule,
@@ -258,14 +260,15 @@ pub enum OffloadTo {
 }
 
 impl ZeroConfig {
-    /// Returns whether weights, or gradients in `communication`, are sent in fewer bytes.
+    /// Returns whether weights, or gradients sent as `communication`, are sent in a compressed form: as integers or in
+    /// 16 bits.
     pub(crate) fn compresses(&self, communication: Option<DType>) -> bool {
         let in_16_bits = communication.is_some_and(|dtype| dtype != DType::F32);
         self.quantized_gradients || self.quantized_weights && self.stage == ZeroStage::Three || in_16_bits
     }
 
     /// Returns how `world_size` ranks divide the sharded state. If the groups do not fit that number, as may happen in
-    /// an estimate for another number of ranks, it is divided among all.
+    /// an estimate for another number of ranks, the state is divided among all ranks.
     pub(crate) fn mesh(&self, world_size: usize) -> ShardMesh {
         let ranks = self.mics_shard_size.filter(|ranks| world_size.is_multiple_of(*ranks));
         ranks.map_or(ShardMesh::among_all(world_size), |ranks| ShardMesh::in_groups(world_size, ranks))
@@ -306,7 +309,7 @@ pub struct OffloadOptimizer {
     pub pipeline_read: bool,
     /// `pipeline_write`: write finished data while the step computes. Default false.
     pub pipeline_write: bool,
-    /// `ratio`: the fraction of the sub-groups that is offloaded; the first ones stay. Default 1.
+    /// `ratio`: the fraction of the sub-groups that is offloaded; the first ones stay in memory. Default 1.
     pub ratio: f64,
     /// `delayed_update`, after `delayed_update_after` updates (default 40): if a GPU runs the model, an update runs
     /// on the host during the next step, which still uses the weights before the update. `None`, the default: no delay.
@@ -534,7 +537,7 @@ pub enum PerGroup {
 }
 
 impl PerGroup {
-    /// Returns the number of one group. A list that is too short returns its last number; a schedule refuses such a
+    /// Returns the number of one group. If the list is too short, returns its last number; a schedule refuses such a
     /// list.
     pub fn of(&self, group: usize) -> f64 {
         match self {

@@ -14,7 +14,7 @@ pub struct RunValues {
     /// The schedule's `warmup_num_steps`. `None` and 0 mean 1, a schedule's minimum (the Hugging Face Trainer's default
     /// is 0, which DeepSpeed refuses).
     pub warmup_num_steps: Option<u64>,
-    /// The schedule's `total_num_steps`. If it is `None`, `"auto"` is an error there.
+    /// The schedule's `total_num_steps`. If it is `None`, `"auto"` is an error for that key.
     pub total_num_steps: Option<u64>,
     /// The model's hidden size h: `reduce_bucket_size` becomes h * h, `stage3_prefetch_bucket_size` 0.9 * h * h, and
     /// `stage3_param_persistence_threshold` 10 * h. `None` means the keys' defaults.

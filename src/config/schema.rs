@@ -103,7 +103,7 @@ fn property(section: &'static ConfigSection, key: &'static ConfigKey) -> Value {
         if key.default == "null" {
             forms.push(json!({"type": "null"}));
         }
-        // A required name has no default to stand in for it.
+        // A required name has no default that `"auto"` could stand for.
         let named = key.default == NO_DEFAULT && key.kind == ConfigValueKind::Str;
         if !named && !matches!(key.kind, ConfigValueKind::AutoOr(_)) {
             forms.push(json!({"const": "auto"}));
@@ -170,7 +170,7 @@ fn bound(schema: &mut Value, word: &str, at: Option<Value>) {
     }
 }
 
-/// Returns the meaning of a key and, if it differs from DeepSpeed, its treatment here.
+/// Returns the meaning of a key and, if it differs from DeepSpeed, its treatment in candle-zero.
 fn description(key: &ConfigKey) -> String {
     let meaning = key.meaning;
     match key.status {

@@ -28,7 +28,7 @@ impl Config {
     /// `source` is a path, JSON text (a string whose first non-blank character is `{`), a [`serde_json::Value`], or a
     /// `Config`. For a `Config`, only the number of ranks is checked again. Text is parsed as Hjson, as in DeepSpeed:
     /// JSON with comments (`#`, `//`, `/* */`), in which quotes around keys, commas at line ends and, in a file, the
-    /// outer braces are optional. Keys without effect here are listed in [`Config::notes`].
+    /// outer braces are optional. Keys without effect in candle-zero are listed in [`Config::notes`].
     ///
     /// # Errors
     /// Fails if the file cannot be read, the text is not Hjson, a key is given twice, or a rule is broken. Messages

@@ -299,33 +299,33 @@ impl<'a> ConfigWalk<'a> {
         set(&mut self.tree, path, value);
     }
 
-    /// Returns a boolean of the table.
+    /// Returns the value of a boolean key.
     pub fn bool(&self, path: &str) -> bool {
         self.get(path).and_then(Value::as_bool).unwrap_or_else(|| panic!("{path} is a boolean of the table"))
     }
 
-    /// Returns an integer of the table, or `None` for null and for a required key that is absent.
+    /// Returns the value of an integer key, or `None` for null and for a required key that is absent.
     pub fn int(&self, path: &str) -> Option<i64> {
         self.get(path).and_then(Value::as_i64)
     }
 
-    /// Returns an integer of the table that has a default and is at least 0.
+    /// Returns the value of an integer key that has a default and is at least 0.
     pub fn count(&self, path: &str) -> u64 {
         self.get(path).and_then(Value::as_u64).unwrap_or_else(|| panic!("{path} is a count of the table"))
     }
 
-    /// Returns a number of the table that has a default.
+    /// Returns the value of a number key that has a default.
     pub fn float(&self, path: &str) -> f64 {
         self.get(path).and_then(Value::as_f64).unwrap_or_else(|| panic!("{path} is a number of the table"))
     }
 
-    /// Returns a list of strings of the table; empty if its section is absent.
+    /// Returns the value of a key that holds a list of strings; empty if its section is absent.
     pub fn strings(&self, path: &str) -> Vec<String> {
         let strings = self.get(path).and_then(Value::as_array).into_iter().flatten();
         strings.filter_map(|value| value.as_str().map(String::from)).collect()
     }
 
-    /// Returns a string of the table, or `None` for null.
+    /// Returns the value of a string key, or `None` for null.
     pub fn str(&self, path: &str) -> Option<&str> {
         self.get(path).and_then(Value::as_str)
     }

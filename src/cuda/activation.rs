@@ -22,7 +22,7 @@ fn kernel(device: &CudaDevice, function: Activation, part: &str, dtype: DType) -
 fn check(first: &DeviceFlatRef<'_>, others: &[&DeviceFlatRef<'_>]) -> Result<()> {
     match others.iter().find(|other| (other.dtype(), other.len()) != (first.dtype(), first.len())) {
         Some(other) => bail!(
-            "activation: {} elements of {:?} and {} of {:?}",
+            "activation: {} elements of {:?} were given, but the first array has {} of {:?}",
             other.len(),
             other.dtype(),
             first.len(),

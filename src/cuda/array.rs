@@ -9,7 +9,7 @@ use std::ops::Range;
 /// Allocates `len` elements of f32, bf16 or f16 with arbitrary contents.
 ///
 /// # Errors
-/// Returns an error if the device is out of memory or the dtype is a different one.
+/// Returns an error if the device is out of memory or the dtype is none of these.
 pub(crate) fn room(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
     // Some drivers do not allocate zero bytes.
     let len = len.max(1);
@@ -46,8 +46,8 @@ pub(crate) fn storage_of(device: &CudaDevice, numbers: CudaSlice<f32>) -> CudaSt
     CudaStorage { slice: CudaStorageSlice::F32(numbers), device: device.clone() }
 }
 
-/// Returns elements `range` of a storage for kernels to read, or `None` if the dtype is a different one or there are
-/// fewer elements.
+/// Returns elements `range` of a storage for kernels to read, or `None` if the dtype is none of f32, bf16 and f16 or
+/// there are fewer elements.
 pub(crate) fn elements(storage: &CudaStorage, range: Range<usize>) -> Option<DeviceFlatRef<'_>> {
     match &storage.slice {
         CudaStorageSlice::F32(v) => Some(DeviceFlatRef::F32(v.try_slice(range)?)),
@@ -57,8 +57,8 @@ pub(crate) fn elements(storage: &CudaStorage, range: Range<usize>) -> Option<Dev
     }
 }
 
-/// Returns elements `range` of a storage for kernels to write, or `None` if the dtype is a different one or there are
-/// fewer elements.
+/// Returns elements `range` of a storage for kernels to write, or `None` if the dtype is none of f32, bf16 and f16 or
+/// there are fewer elements.
 pub(crate) fn elements_mut(storage: &mut CudaStorage, range: Range<usize>) -> Option<DeviceFlatMut<'_>> {
     match &mut storage.slice {
         CudaStorageSlice::F32(v) => Some(DeviceFlatMut::F32(v.try_slice_mut(range)?)),

@@ -51,7 +51,7 @@ pub(super) fn scale(device: &CudaDevice, values: DeviceFlatMut<'_>, factor: f32)
 fn run(device: &CudaDevice, kernel: &str, to: DeviceFlatMut<'_>, from: &DeviceFlatRef<'_>, factor: f32) -> Result<()> {
     let count = to.len();
     if from.len() != count {
-        bail!("{kernel}: {} elements for {count}", from.len())
+        bail!("{kernel}: the source has {} elements, but the destination has {count}", from.len())
     }
     if count == 0 {
         return Ok(());

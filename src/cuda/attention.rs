@@ -9,8 +9,8 @@
 //!
 //! Sums and softmax are in f32. Products of f32 elements are also in f32. Products of 16-bit elements use tensor cores,
 //! with weights rounded to 16 bits. Every row of a result is written by one warp, which sums in order, so the bits are
-//! the same in every run. A tile begins where a sequence begins, so that a packed sequence gives the same bits as
-//! without the others.
+//! the same in every run. Tiles are counted from the start of each sequence, so that a packed sequence gives the same
+//! bits as when processed separately.
 
 use super::flat_view::DeviceFlatRef;
 use crate::kernels::attention::{AttentionRule, AttentionShape};
@@ -27,7 +27,7 @@ mod tile_launch;
 
 /// Returns whether the kernels support attention of these sizes on this device.
 pub(crate) fn takes(device: &CudaDevice, h: &AttentionShape) -> bool {
-    // From 8.0 on, tensor cores support bfloat16, and a block may have enough shared memory.
+    // From compute capability 8.0 on, tensor cores support bfloat16, and a block may have enough shared memory.
     let capable = device.cuda_stream().context().compute_capability().is_ok_and(|(major, _)| major >= 8);
     let rows = h.batch.saturating_mul(h.time);
     let elements = rows.saturating_mul(h.heads).saturating_mul(h.head);
@@ -76,7 +76,7 @@ pub(crate) fn backward<const N: usize>(
         let gradients = match &mut made[..] {
             [all] => QkvGradients::Fused(all),
             [dq, dk, dv] => QkvGradients::Apart([dq, dk, dv]),
-            _ => bail!("attention: {N} parts"),
+            _ => bail!("attention: {N} parts were given, but 1 or 3 are needed"),
         };
         backward_of(device, of, qkv, (out, lse, dout), gradients)?;
         let mut made = made.into_iter().map(|slice| CudaStorage { slice: E::storage(slice), device: device.clone() });
@@ -102,7 +102,7 @@ fn rows<'a, E: AttentionElement, const N: usize>(
             Ok([view(0, 0, fused)?, view(0, width, fused)?, view(0, width + kv_width, fused)?])
         }
         3 => Ok([view(0, 0, width)?, view(1, 0, kv_width)?, view(2, 0, kv_width)?]),
-        _ => bail!("attention: {N} parts"),
+        _ => bail!("attention: {N} parts were given, but 1 or 3 are needed"),
     }
 }
 

@@ -14,7 +14,7 @@ const KERNELS: KernelModule = module!("block_quantization");
 /// The number of threads that process a block.
 const WARP: usize = 32;
 
-/// Encodes and decodes blocks of [`IntFormat`] on one stream, with the bytes and bits of the host.
+/// Encodes and decodes blocks of [`IntFormat`] on one stream, with the same bytes and bits as the host.
 pub(super) struct BlockQuantizer {
     encode: KernelFunction,
     decode: KernelFunction,
@@ -53,8 +53,8 @@ impl BlockQuantizer {
     /// the number of parts.
     ///
     /// # Safety
-    /// `elements` must point to the elements. `bytes`, a multiple of 4, must point to memory with room for their codes.
-    /// Nothing else may write to either.
+    /// `elements` must point to the elements. `bytes`, an address that is a multiple of 4, must point to memory with
+    /// room for their codes. Nothing else may write to either.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.
@@ -67,8 +67,8 @@ impl BlockQuantizer {
     ) -> Result<()> {
         let RankChunks { count, elements_apart, bytes_apart, .. } = parts;
         let without = without.unwrap_or(usize::MAX);
-        // SAFETY: the kernel takes a count, the bytes, a distance, the elements, a distance, and the index of a part;
-        // as the caller promises.
+        // SAFETY: the kernel takes a count, the bytes, a distance, the elements, a distance, and the index of a part.
+        // The caller vouches for the addresses.
         unsafe { parts.run(&self.encode, arguments![count, bytes, bytes_apart, elements, elements_apart, without]) }
     }
 
@@ -81,8 +81,8 @@ impl BlockQuantizer {
     /// Returns an error if the driver reports one.
     pub unsafe fn decode(&self, parts: RankChunks, bytes: CUdeviceptr, elements: CUdeviceptr) -> Result<()> {
         let RankChunks { count, elements_apart, bytes_apart, .. } = parts;
-        // SAFETY: the kernel takes a count, the elements, a distance, the bytes, and a distance; as the caller
-        // promises.
+        // SAFETY: the kernel takes a count, the elements, a distance, the bytes, and a distance. The caller vouches for
+        // the addresses.
         unsafe { parts.run(&self.decode, arguments![count, elements, elements_apart, bytes, bytes_apart]) }
     }
 
@@ -90,9 +90,9 @@ impl BlockQuantizer {
     /// f32, and rounds once.
     ///
     /// # Safety
-    /// `to` and `own` must each point to `count` elements, and must be equal or not overlap. `bytes`, a multiple of 4,
-    /// must point to the codes of `count` elements of each other rank, in rank order, at a distance of `bytes_apart`,
-    /// which is a multiple of 4. Nothing else may write to any of them.
+    /// `to` and `own` must each point to `count` elements, and must be equal or not overlap. `bytes`, an address that
+    /// is a multiple of 4, must point to the codes of `count` elements of each other rank, in rank order, at a distance
+    /// of `bytes_apart`, which is a multiple of 4. Nothing else may write to any of them.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.
@@ -105,8 +105,8 @@ impl BlockQuantizer {
     ) -> Result<()> {
         let (rank, ranks) = (rank as c_int, ranks as c_int);
         let one = RankChunks { number: 1, count, elements_apart: 0, bytes_apart };
-        // SAFETY: the kernel takes a count, the sums, the elements, the bytes, a distance, and two ints; as the caller
-        // promises.
+        // SAFETY: the kernel takes a count, the sums, the elements, the bytes, a distance, and two ints. The caller
+        // vouches for the addresses.
         unsafe { one.run(&self.sum, arguments![count, to, own, bytes, bytes_apart, rank, ranks]) }
     }
 }

@@ -8,7 +8,7 @@ use candle_core::{CudaDevice, Result, bail};
 
 const KERNELS: KernelModule = module!("column_sums");
 
-/// The minimum number of rows of a chunk, which is the number that half a block adds in turns.
+/// The minimum number of rows of a chunk: eight for each lane of a block.
 const MIN_ROWS: usize = 64;
 /// The maximum number of chunks.
 const MAX_CHUNKS: usize = 128;
@@ -54,7 +54,7 @@ impl PartialColumnSums {
     /// Computes the columns' sums over rows of `width` elements.
     pub fn of_columns(device: &CudaDevice, x: &DeviceFlatRef<'_>, width: usize) -> Result<Self> {
         if width == 0 || !x.len().is_multiple_of(width) {
-            bail!("column sums: {} elements in rows of {width}", x.len())
+            bail!("column sums: {} elements do not form rows of {width}", x.len())
         }
         let cut = RowChunking::of(x.len() / width, width);
         let mut sums = cut.room(device)?;

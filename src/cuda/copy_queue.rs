@@ -6,13 +6,13 @@
 //!   the queue's thread                                     \-> staging buffer 0 to its place | staging buffer 1 ...
 //! ```
 //!
-//! This is the way to the host. On the way to the GPU, the thread fills a staging buffer, and the stream copies it to
-//! the GPU.
+//! The diagram shows a copy to the host. For a copy to the GPU, the thread fills a staging buffer, and the stream
+//! copies it to the GPU.
 //!
 //! A GPU copies concurrently with other work only from and to page-locked memory, which is scarce and slow to allocate.
 //! A queue therefore has two page-locked staging buffers, through which all data passes piece by piece: the GPU copies
 //! one while the thread empties or fills the other. Without `pin_memory`, staging buffers are ordinary memory, and the
-//! driver blocks the thread instead.
+//! driver blocks the thread during each copy.
 //!
 //! A copy owns its source and its destination until it is waited for, so nothing else can access or free either.
 
@@ -32,7 +32,7 @@ use std::thread::JoinHandle;
 
 /// The number of staging buffers of a queue.
 const STAGING_BUFFERS: usize = 2;
-/// The flags of events for which a thread sleeps while it waits.
+/// The flags of events on which a waiting thread sleeps instead of spinning.
 const BLOCKING_SYNC: Option<CUevent_flags> = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
 
 /// A thread and a stream that execute one copy after the other.
@@ -100,8 +100,8 @@ impl CopyQueue {
         let mut copier = CopyThread { stream: context.new_stream().w()?, staging_buffers };
         let (jobs, todo) = channel::<CopyJob>();
         let thread = std::thread::Builder::new().name("gpu-copies".into()).spawn(move || {
-            // Page-locked memory is released in this thread, even if nothing was copied. Each copy binds again and
-            // reports any error.
+            // Needed even if nothing is copied, because this thread releases the page-locked memory. Each copy binds
+            // the context again and reports any error.
             let _ = context.bind_to_thread();
             for CopyJob { request, after, carried, done } in todo {
                 let _here = carried.enter(lane);
@@ -122,7 +122,7 @@ impl CopyQueue {
         let device = from.device().clone();
         self.begin(&device, CopyRequest::Down(from), |copied| match copied {
             CompletedCopy::OnHost(to, from) => {
-                // Dropped in the calling thread, in the order of its launches.
+                // Dropped in the calling thread, so that the memory is freed in the order of that thread's launches.
                 drop(from);
                 Some(to)
             }
@@ -315,7 +315,7 @@ mod tests {
             let lengths =
                 [0, 1, 1000, staging - 1, staging, staging + 1, 2 * staging, 2 * staging + 1, 5 * staging + 7];
             let all: Vec<Flat> = lengths.map(|len| numbers(DType::F32, len)).into_iter().collect();
-            // All of them are in progress before the first is waited for.
+            // All copies are in progress before the first is waited for.
             let moving: Vec<_> = all.iter().map(|flat| up.up(&device, flat.clone(), flat.len() + 5).unwrap()).collect();
             let there: Vec<_> = moving.into_iter().map(|moving| moving.wait().unwrap()).collect();
             assert!(there.iter().zip(&all).all(|(there, flat)| there.capacity_in_bytes() == 4 * (flat.len() + 5)));

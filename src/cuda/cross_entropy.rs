@@ -50,7 +50,10 @@ impl LogitRows<'_> {
     fn check(&self, logits: usize) -> Result<()> {
         let Self { classes, first, rows, .. } = *self;
         if logits != rows * classes || first + rows > self.targets.1 {
-            bail!("cross_entropy: {logits} logits of {classes} classes for rows {first} to {}", first + rows)
+            let (end, targets) = (first + rows, self.targets.1);
+            bail!(
+                "cross_entropy: {logits} logits or {targets} targets do not fit rows {first} to {end} of {classes} classes"
+            )
         }
         Ok(())
     }
@@ -64,7 +67,7 @@ fn kernel(device: &CudaDevice, name: &str, dtype: DType) -> Result<KernelFunctio
     KERNELS.function(device, &format!("{name}_{}", suffix(dtype)))
 }
 
-/// Writes the rows' losses times `sign` to `losses`, from the first row on.
+/// Writes the rows' losses times `sign` to `losses`, from the first row's position on.
 pub(crate) fn losses(
     device: &CudaDevice,
     of: &LogitRows<'_>,

@@ -23,7 +23,7 @@ impl DeviceFlat {
     /// Creates an empty buffer with room for `capacity` elements.
     ///
     /// # Errors
-    /// Returns an error if the device is out of memory or the dtype is a different one.
+    /// Returns an error if the device is out of memory or the dtype is none of f32, bf16 and f16.
     pub fn with_capacity(device: &CudaDevice, dtype: DType, capacity: usize) -> Result<Self> {
         Ok(Self { storage: room(device, dtype, capacity)?, len: 0 })
     }
@@ -112,7 +112,7 @@ impl DeviceFlat {
     }
 
     /// Returns the address of the complete memory, for `stream` to read and to write. `stream` waits for the writes
-    /// that cudarc knows of. cudarc learns of this use when the second value is dropped, if it keeps events at all.
+    /// that cudarc knows of. cudarc learns of this use when the second value is dropped, if cudarc keeps events at all.
     ///
     /// # Errors
     /// Never fails, because a buffer has f32, bf16 or f16 elements.
@@ -138,7 +138,8 @@ impl DeviceFlat {
     /// Makes room for exactly `more` elements, if there is less.
     ///
     /// # Errors
-    /// Same as for [`with_capacity`](Self::with_capacity): both buffers exist at the same time for a moment.
+    /// Same as for [`with_capacity`](Self::with_capacity): the old and the new buffer exist at the same time for a
+    /// moment.
     pub fn reserve_exact(&mut self, more: usize) -> Result<()> {
         if self.capacity() < self.len + more { self.move_into(self.len + more) } else { Ok(()) }
     }
@@ -173,7 +174,7 @@ impl DeviceFlat {
         self.part_mut(range)?.fill_zero(&device)
     }
 
-    /// Appends elements `range` of another buffer of this device, cast to this one's dtype.
+    /// Appends elements `range` of another buffer of this device, cast to this buffer's dtype.
     ///
     /// # Errors
     /// Same as for [`with_capacity`](Self::with_capacity).
@@ -213,7 +214,7 @@ impl DeviceFlat {
     pub fn part(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
         match super::elements(&self.storage, range.clone()) {
             Some(elements) if range.end <= self.len => Ok(elements),
-            _ => bail!("elements {range:?} of the {} of a flat buffer", self.len),
+            _ => bail!("elements {range:?} are out of range: the flat buffer has {}", self.len),
         }
     }
 
@@ -225,7 +226,7 @@ impl DeviceFlat {
         let len = self.len;
         match super::elements_mut(&mut self.storage, range.clone()) {
             Some(elements) if range.end <= len => Ok(elements),
-            _ => bail!("elements {range:?} of the {len} of a flat buffer"),
+            _ => bail!("elements {range:?} are out of range: the flat buffer has {len}"),
         }
     }
 
@@ -279,7 +280,7 @@ impl DeviceFlat {
         self.extend_from_host(values)
     }
 
-    /// Copies elements `range` to the host, to the same number of elements of the same dtype, and waits for them.
+    /// Copies elements `range` to the host, to the same number of elements of the same dtype, and waits for the copy.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.

@@ -81,7 +81,8 @@ pub(crate) fn add_rows(
 ) -> Result<()> {
     let last = uses.ids.last().map_or(0, |id| *id as usize + 1);
     if dy.len() != uses.count * width || grad.len() < last * width {
-        bail!("embedding: {} elements of {} rows of {width} for a gradient of {}", dy.len(), uses.count, grad.len())
+        let (count, rows) = (dy.len(), uses.count);
+        bail!("embedding: {count} elements do not fit {rows} rows of {width} and a gradient of {}", grad.len())
     }
     if uses.ids.is_empty() || width == 0 {
         return Ok(());

@@ -42,7 +42,7 @@ struct KernelBench {
 }
 
 impl KernelBench {
-    /// Returns the seconds of one `run` on the GPU.
+    /// Returns the seconds that one `run` takes on the GPU.
     fn seconds(&self, mut run: impl FnMut()) -> f64 {
         let (before, times) = if self.is_judged { (3, 20) } else { (1, 1) };
         let stream = self.device.cuda_stream();
@@ -208,7 +208,7 @@ fn tables(bench: &mut KernelBench) {
     let (device, n) = (bench.device.clone(), bench.elements);
     let [table, dy, mut grad] = bench.halves();
     let (table, dy) = (&all(&table), &all(&dy));
-    // Rows so wide that there are only few ids, which are copied from the host.
+    // Rows so wide that there are only a few ids, which are copied from the host.
     let width = n.min(8192);
     let rows = n / width;
     // Each row once, in a permuted order. The number of rows is a power of two.

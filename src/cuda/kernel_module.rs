@@ -55,7 +55,7 @@ impl KernelFunction {
     /// Returns the kernel with `bytes` of shared memory per launch, which may exceed the default of 48 KiB per block.
     ///
     /// # Errors
-    /// Returns an error if the device has less.
+    /// Returns an error if the device has less shared memory.
     pub fn with_shared_memory(self, bytes: usize) -> Result<Self> {
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         self.function.set_attribute(attribute, i32::try_from(bytes).map_err(candle_core::Error::wrap)?).w()?;

@@ -16,9 +16,9 @@
 //! | `error.rs` | errors |
 //!
 //! Collectives run on a separate stream, concurrently with the model's work. A launch takes a buffer, and
-//! [`settle`](PendingNcclCollective::settle) returns it after it has made Candle's stream wait for the collective. The
-//! host waits only in a launch, until NCCL has accepted the call. This takes longer when NCCL connects two ranks for
-//! the first time.
+//! [`settle`](PendingNcclCollective::settle) returns it after making Candle's stream wait for the collective. The host
+//! waits only in a launch, until NCCL has accepted the call. This takes longer when NCCL connects two ranks for the
+//! first time.
 //!
 //! The order and the rounding of NCCL's own sums depend on the number of ranks and on their connections. Exact sums
 //! have the same bits as those of `comm`: NCCL only transfers the elements, and a kernel of this library adds them in
@@ -29,9 +29,9 @@
 //! These collectives also have the same bits as those through host memory, and need no memory except the room for
 //! pieces of codes.
 //!
-//! If a peer dies, the collectives of the other ranks do not end: if ranks of one host share memory, NCCL does not even
-//! notice. The host therefore checks NCCL's status and the caller's failure detection whenever it waits for a GPU, and
-//! aborts the communicator on a failure.
+//! If a peer dies, the collectives of the other ranks do not end: NCCL does not even notice if ranks of one host
+//! communicate through shared memory. The host therefore checks NCCL's status and the caller's failure detection
+//! whenever it waits for a GPU, and aborts the communicator on a failure.
 
 mod error;
 mod library;
@@ -63,10 +63,10 @@ type Result<T> = std::result::Result<T, NcclError>;
 
 const KERNELS: KernelModule = module!("nccl_sum");
 
-/// The bytes up to which an exact all-reduce is a single exchange, which then takes less time than the second step of a
-/// longer all-reduce.
+/// The bytes up to which an exact all-reduce is a single exchange. Up to this size, exchanging everything takes less
+/// time than a second step.
 const SHORT_BYTES: usize = 32 << 10;
-/// The bytes of peers' elements that are in memory at a time, enough for one exchange to use a link well.
+/// The bytes of peers' elements that are in memory at a time: enough for one exchange to use a link well.
 const PEER_BUFFER_BYTES: usize = 64 << 20;
 
 /// The method by which sums over ranks are formed.
@@ -77,7 +77,7 @@ pub(crate) enum NcclSumMode {
     #[default]
     Exact,
     /// NCCL's own sums. They need only the buffers, transfer fewer bytes between hosts, and can be computed in the
-    /// network if that supports it.
+    /// network if the network supports it.
     Fast,
     /// Like exact sums, but with the elements of the other ranks as integers. This rank's elements are not quantized.
     /// An all-reduce gathers the unquantized sums.
@@ -151,8 +151,8 @@ impl NcclComm {
         self.counted_on(shard.resize(count * self.size()))?;
         let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
         self.launch("an all-gather", shard, count * self.size(), |launch, whole| {
-            // SAFETY: the elements of every rank fit there, and belong to this launch. This rank's are first copied to
-            // their place.
+            // SAFETY: the elements of every rank fit there, and belong to this launch. This rank's elements are first
+            // copied to their place.
             unsafe {
                 launch.copy(whole, whole + own, count * dtype.size_in_bytes())?;
                 match codes {
@@ -196,7 +196,7 @@ impl NcclComm {
         let (len, dtype, op) = (values.len(), values.dtype(), "an all-reduce");
         let chunk = len.div_ceil(self.size());
         if let NcclSumMode::Coded(_) = sums {
-            // The chunks are those of the host, and blocks are counted from their starts.
+            // The chunks are the same as on the host, and blocks are counted from their starts.
             self.counted_on(values.extend_zeros(chunk * self.size() - len))?;
         }
         self.launch(op, values, len, |launch, values| {
@@ -268,8 +268,8 @@ impl NcclComm {
         Ok(launched)
     }
 
-    /// Sums all elements. Either each rank forms a part of the sums and these are gathered, or every rank forms all
-    /// sums if that is faster.
+    /// Sums all elements. Either each rank forms a part of the sums and the parts are gathered, or, if that is faster,
+    /// every rank forms all sums.
     ///
     /// # Safety
     /// `len` elements are at `values`, used only by this launch.
@@ -303,7 +303,7 @@ impl NcclComm {
     /// already been sent.
     ///
     /// # Safety
-    /// There are as many elements at `to` and from each place on, used only by this launch.
+    /// There are `count` elements at `to` and from each place on, used only by this launch.
     unsafe fn add_exactly(
         &self,
         (launch, op): (&mut NcclLaunch<'_>, &'static str),

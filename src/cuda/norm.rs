@@ -25,7 +25,7 @@ impl NormStatistics {
     /// Allocates the statistics of rows as wide as a parameter.
     fn new(device: &CudaDevice, x: &DeviceFlatRef<'_>, width: usize, centered: bool) -> Result<Self> {
         if width == 0 || !x.len().is_multiple_of(width) {
-            bail!("norm: {} elements in rows of {width}", x.len())
+            bail!("norm: {} elements do not form rows of {width}", x.len())
         }
         let rows = x.len() / width;
         // SAFETY: forward writes a number for each row, and backward reads as many.

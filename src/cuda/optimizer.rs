@@ -18,12 +18,13 @@ const MAX_STEPS: usize = 1024;
 
 /// The constants of one step of an optimizer that treats every element alike, in the order of its kernel.
 ///
-/// It is part of a public trait but has no public name, because an optimizer of another crate has no kernel here.
+/// It is part of a public trait but has no public name, because candle-zero has no kernel for an optimizer of another
+/// crate.
 #[derive(Debug, Clone, Copy)]
 pub enum ElementwiseUpdate {
-    /// `grad_scale`, both betas, 1 - both, `l2`, `decay`, `step_size`, `root_scale`, `eps`.
+    /// `grad_scale`, both betas, 1 - each, `l2`, `decay`, `step_size`, `root_scale`, `eps`.
     Adam([f32; 10]),
-    /// `grad_scale`, both betas, 1 - both, `keep`, `lr`.
+    /// `grad_scale`, both betas, 1 - each, `keep`, `lr`.
     Lion([f32; 7]),
     /// `grad_scale`, `l2`, `lr`, `eps`.
     Adagrad([f32; 4]),

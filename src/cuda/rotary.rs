@@ -24,7 +24,7 @@ impl RotaryAngles {
     /// Copies the angles, with `half` pairs per position, to the device.
     pub fn new(device: &CudaDevice, half: usize, [cos, sin]: [&[f32]; 2]) -> Result<Self> {
         if half == 0 || cos.len() != sin.len() || cos.is_empty() || !cos.len().is_multiple_of(half) {
-            bail!("rotary: {} cosines and {} sines of {half} pairs", cos.len(), sin.len())
+            bail!("rotary: {} cosines and {} sines do not form positions of {half} pairs", cos.len(), sin.len())
         }
         let (positions, cos, sin) = (cos.len() / half, device.clone_htod(cos)?, device.clone_htod(sin)?);
         Ok(Self { half, positions, cos, sin, device: device.id() })
@@ -60,7 +60,7 @@ pub(crate) fn rotate(
     };
     let rows_fit = of_rows.is_none_or(|rows| rows.len() >= x.len() / width.max(1));
     if width == 0 || !width.is_multiple_of(2 * half) || !x.len().is_multiple_of(width) || !rows_fit {
-        bail!("rotary: {} elements in rows of {width} and heads of {}", x.len(), 2 * half)
+        bail!("rotary: {} elements do not fit the positions, rows of {width} and heads of {}", x.len(), 2 * half)
     }
     if end > angles.positions {
         bail!("rotary: positions up to {end}, but the table has angles for only {}", angles.positions)

@@ -55,7 +55,7 @@ pub enum DataError {
         /// The number of tokens that the first sample needs.
         needed: usize,
     },
-    /// A micro batch is too large for any forward.
+    /// A micro batch is too large for any forward pass.
     #[error(
         "a micro batch of {samples} samples of {ctx} tokens is too large: at most {most} tokens; use a smaller \
          train_micro_batch_size_per_gpu, or more gradient_accumulation_steps"

@@ -29,7 +29,7 @@ pub struct TokenBatch {
 /// The distribution of samples over steps, accumulation and ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchShape {
-    /// The number of samples per rank and forward.
+    /// The number of samples per rank and forward pass.
     pub micro: usize,
     /// The number of micro batches per optimizer step.
     pub accumulation: usize,

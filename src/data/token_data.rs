@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// The vocabulary size of byte-level text.
 const BYTE_VOCABULARY: usize = 256;
 
-/// The maximum number of tokens that are compared with the vocabulary before the first one is used. Checking this many
+/// Data of up to this many tokens is checked against the vocabulary before the first token is used. Checking this many
 /// takes a few hundredths of a second.
 const MAX_CHECKED_AT_START: usize = 64 << 20;
 
@@ -143,13 +143,13 @@ impl TokenData {
         self.skipped_files
     }
 
-    /// Returns a number that changes with the number of tokens and with their content. It covers all of at most 1 Mi
-    /// tokens, and evenly spread samples of more, so that long files are not read.
+    /// Returns a number that changes with the number of tokens and with their content. It covers all tokens if there
+    /// are at most 1 Mi, and otherwise evenly spread samples, so that long files are not read completely.
     pub fn fingerprint(&self) -> u64 {
         let (len, piece) = (self.len(), FINGERPRINT_PIECE_TOKENS.min(self.len()));
         let mut hash = twox_hash::XxHash3_64::with_seed(len as u64);
         let mut tokens = Vec::with_capacity(piece);
-        // All tokens, or pieces at even distances from the first token to the last.
+        // All tokens, or evenly spaced pieces from the first token to the last.
         let pieces = if len <= FINGERPRINT_PIECES * FINGERPRINT_PIECE_TOKENS {
             len.div_ceil(piece.max(1))
         } else {

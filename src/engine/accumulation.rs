@@ -5,18 +5,18 @@ use crate::error::{EngineError, Result};
 use crate::layout::ZeroStage;
 
 impl<M> Engine<M> {
-    /// Runs micro steps whose gradients are not reduced (DeepSpeed's `no_sync`). Inside `run` each rank accumulates its
-    /// own full gradients, in the dtype of `data_types.grad_accum_dtype`. The first backward outside reduces their sum
-    /// together with its own gradients; if there is none, the step that updates the weights reduces it. This saves one
-    /// reduction per micro step inside, and costs memory for a full gradient, which
+    /// Runs micro steps whose gradients are not reduced (DeepSpeed's `no_sync`). Inside `run`, each rank accumulates
+    /// its own full gradients, in the dtype of `data_types.grad_accum_dtype`. The first backward after it reduces their
+    /// sum together with its own gradients; if there is none, the step that updates the weights reduces it. This saves
+    /// one reduction per micro step in `run`, and costs memory for a full gradient, which
     /// [`memory_report`](Self::memory_report) counts. All ranks must call it for the same micro steps.
     ///
-    /// As in DeepSpeed, [`step`](Self::step) is refused inside: call it after `no_sync`, or omit it. If it is omitted,
-    /// the backwards of several micro steps count as one: each is divided by `gradient_accumulation_steps`, and the
-    /// reported loss is their sum.
+    /// As in DeepSpeed, [`step`](Self::step) is refused inside `run`: call it after `no_sync`, or omit it. If it is
+    /// omitted, the backward passes of several micro steps count as one micro step: each loss is divided by
+    /// `gradient_accumulation_steps`, and the reported loss is the sum.
     ///
-    /// The sum differs in its last bits from that without `no_sync`, because it is accumulated over micro steps first
-    /// and over ranks last.
+    /// The sum of gradients differs in its last bits from the sum without `no_sync`, because it is accumulated over
+    /// micro steps first and over ranks last.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor};
@@ -69,8 +69,8 @@ impl<M> Engine<M> {
     ///
     /// As in DeepSpeed, the count of micro steps is unchanged: the next update comes when it would have come anyway. If
     /// called between backward and step, the micro step counts as not begun, and forward comes next; a loss whose
-    /// backward has not run may still be used. [`step`](Self::step) drops the gradients after an update, so this call is not needed
-    /// there.
+    /// backward has not run may still be used. [`step`](Self::step) drops the gradients after an update, so this call
+    /// is not needed then.
     ///
     /// # Errors
     /// A file of offloaded gradients cannot be written; [`EngineError::Stopped`].
@@ -103,7 +103,7 @@ impl<M> Engine<M> {
         Ok(())
     }
 
-    /// Changes the number of samples per rank and forward, from the next accumulation on. As in DeepSpeed,
+    /// Changes the number of samples per rank and forward pass, from the next accumulation on. As in DeepSpeed,
     /// `train_batch_size` changes accordingly, and `gradient_accumulation_steps` stays the same. The caller must supply
     /// batches of the new size. Collective.
     ///

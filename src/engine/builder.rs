@@ -100,8 +100,8 @@ impl EngineBuilder {
     /// Rounds weights and optimizer states that are kept in bfloat16 (`bf16_master_weights_and_grads`,
     /// `bf16_optimizer_states`) stochastically after each step, so that small changes are not lost. The random numbers
     /// are derived from the seed, the parameter's name, the element and the step: they are the same at all stages and
-    /// numbers of ranks. A checkpoint stores the seed, so a run that resumes from it draws the same numbers regardless
-    /// of its own seed. Must be the same on all ranks. Default: false, which rounds to nearest.
+    /// with any number of ranks. A checkpoint stores the seed, so a run that resumes from it draws the same numbers
+    /// regardless of its own seed. Must be the same on all ranks. Default: false, which rounds to nearest.
     #[must_use]
     pub fn stochastic_rounding(mut self, stochastic_rounding: bool) -> Self {
         self.stochastic_rounding = stochastic_rounding;
@@ -176,9 +176,9 @@ impl EngineBuilder {
         self
     }
 
-    /// Treats the missing gradient of a parameter that no backward reaches as zero instead of an error; rank 0 reports
-    /// the parameters that the first step missed, once. Ranks may miss different parameters in one step. The same as
-    /// `zero_optimization.ignore_unused_parameters: true`.
+    /// Treats the missing gradient of a parameter that no backward pass reaches as zero instead of an error; rank 0
+    /// reports the parameters that the first step missed, once. Ranks may miss different parameters in one step. The
+    /// same as `zero_optimization.ignore_unused_parameters: true`.
     ///
     /// Missing gradients are known only when backward has finished. Therefore gradients are held until then at every
     /// stage, as stage 1 always does: a rank then has its full gradient in memory once per micro step.
@@ -189,8 +189,8 @@ impl EngineBuilder {
     }
 
     /// Sets whether the gradient of the first step is compared with the change in the loss when the weights are moved
-    /// slightly up and down, which costs two extra forward passes once. If a part of the graph is cut off, a backward
-    /// is wrong or a second-order term is dropped, the step fails with
+    /// slightly up and down, which costs two extra forward passes once. If a part of the graph is cut off, an
+    /// operation's backward is wrong or a second-order term is dropped, the step fails with
     /// [`EngineError::WrongGradient`](crate::error::EngineError::WrongGradient) before any weight changes. Default: the
     /// configuration's `gradient_check`, or true without it.
     #[must_use]
@@ -241,8 +241,8 @@ impl EngineBuilder {
 
     /// Records a timeline of this rank as a trace for Perfetto (ui.perfetto.dev) in `file`, which is written when the
     /// last engine of the process that records into it is dropped. Ranks that are processes write one file each, with
-    /// the rank added to the name of `file`. `zerorun --timeline` writes one file for all ranks, and takes
-    /// precedence. Default: the file that the environment variable `CANDLE_ZERO_TIMELINE` names; nothing without it.
+    /// the rank added to the name of `file`. `zerorun --timeline` writes one file for all ranks, and takes precedence.
+    /// Default: the file that the environment variable `CANDLE_ZERO_TIMELINE` names; without it, nothing is recorded.
     #[must_use]
     pub fn timeline(mut self, file: impl Into<PathBuf>) -> Self {
         self.timeline = Some(file.into());

@@ -19,17 +19,17 @@ use std::path::{Path, PathBuf};
 
 impl<M> Engine<M> {
     /// Saves the complete state of the training run as checkpoint `tag` in folder `dir`, points `latest` to it, and
-    /// returns the checkpoint's folder. If `checkpoint.writer.decoupled` is set, it is written in the background.
-    /// Without a tag it is named `global_stepN`. Collective: every rank must call it with the same arguments;
-    /// `client_state` is taken from rank 0. If the tags differ between ranks, `checkpoint.tag_validation` decides what
-    /// happens. With `checkpoint.upload_to`, the checkpoint is uploaded to an object store while training continues;
-    /// the next save waits for the upload.
+    /// returns the checkpoint's folder. If `checkpoint.writer.decoupled` is set, the checkpoint is written in the
+    /// background. Without a tag, it is named `global_stepN`. Collective: every rank must call it with the same
+    /// arguments; `client_state` is taken from rank 0. If the tags differ between ranks, `checkpoint.tag_validation`
+    /// decides what happens. With `checkpoint.upload_to`, the checkpoint is uploaded to an object store while training
+    /// continues; the next save waits for the upload.
     ///
     /// # Errors
     /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation,
-    /// whose gradients checkpoints do not contain, before anything is written. A file cannot be written, or [another
-    /// job](crate::error::CheckpointError::Busy) saves into the folder: reported on all ranks; the engine can continue,
-    /// and earlier checkpoints are untouched. The error of an earlier background save or of an earlier
+    /// because checkpoints do not contain its gradients; nothing is written in that case. A file cannot be written, or
+    /// [another job](crate::error::CheckpointError::Busy) saves into the folder: reported on all ranks; the engine can
+    /// continue, and earlier checkpoints are untouched. The error of an earlier background save or of an earlier
     /// [upload](crate::error::CheckpointError::Store). A failed collective.
     pub fn save_checkpoint(
         &mut self,
@@ -140,8 +140,8 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Returns an error, before training, if [`export_safetensors`](Self::export_safetensors) could not write `path` in
-    /// the end: the folder does not exist or is read-only, the name is taken by something else, or the disk has too
+    /// Returns an error, before training, if [`export_safetensors`](Self::export_safetensors) could not write `path`
+    /// later: the folder does not exist or is read-only, the name is taken by something else, or the disk has too
     /// little space. Not collective: call it on rank 0, which writes the file.
     ///
     /// # Errors
@@ -155,17 +155,17 @@ impl<M> Engine<M> {
     /// `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); its newest complete checkpoint
     /// is first downloaded into a folder of the user's cache. Collective.
     ///
-    /// Everything needed is checked before anything changes. With the optimizer states come the learning rates that
-    /// were set with [`set_lr`](Self::set_lr) (DeepSpeed's `param_groups`); if it was never called, the rates of this
+    /// Everything needed is checked before anything changes. The optimizer states include the learning rates that were
+    /// set with [`set_lr`](Self::set_lr) (DeepSpeed's `param_groups`); if it was never called, the rates of this
     /// engine's configuration apply. To resume the data at [`LoadedCheckpoint::global_samples`], see
     /// [`crate::data::Loader::resume`].
     ///
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks if the checkpoint is damaged
-    /// or belongs to another model or optimizer, or if the folder has checkpoints but none is named. In that case the
-    /// engine is unchanged, except that a delayed update has been completed and a forward without a backward no longer
-    /// counts. [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an
-    /// accumulation; a failed collective.
+    /// or belongs to another model or optimizer, or if the folder has checkpoints but neither `tag` nor `latest` names
+    /// one. In that case the engine is unchanged, except that a delayed update has been completed and a forward without
+    /// a backward no longer counts. [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the
+    /// middle of an accumulation; a failed collective.
     pub fn load_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,
@@ -181,7 +181,7 @@ impl<M> Engine<M> {
                 return checkpoint::load(core, trainer, dir.as_ref(), tag, options, on_each_host);
             };
             match fetch(core.comm(), url, tag)? {
-                // It stays locked until all ranks have loaded it.
+                // `fetched` keeps the folder locked until all ranks have loaded the checkpoint.
                 Some(fetched) => checkpoint::load(core, trainer, &fetched.dir, Some(&fetched.tag), options, true),
                 None => Ok(None),
             }
@@ -210,7 +210,8 @@ impl<M> Engine<M> {
     /// with one parameter in memory at a time. The file appears when it is complete.
     ///
     /// # Errors
-    /// The file cannot be written, on all ranks: the engine can continue, and export elsewhere. A failed collective.
+    /// The file cannot be written (reported on all ranks): the engine can continue, and can export elsewhere. A failed
+    /// collective.
     pub fn export_safetensors(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let _call = during("export_safetensors");
         self.attempt(|engine| engine.core.export(path.as_ref(), DType::F32))
@@ -246,7 +247,7 @@ impl<M> Engine<M> {
         self.core.whole_f32(param)
     }
 
-    /// Finishes a background save before weights change. If the save failed, the step is still made, and then
+    /// Finishes a background save before weights change. If the save failed, the step is still completed, and then
     /// returns the error.
     pub(super) fn end_saving(&mut self) -> Result<()> {
         let Some(saving) = self.saving.take() else { return Ok(()) };
@@ -302,7 +303,7 @@ impl<M> Engine<M> {
         ));
     }
 
-    /// Discards the last forward: its loss belongs to other weights.
+    /// Discards the last forward: its loss was computed with other weights.
     pub(super) fn forget_forward(&mut self) {
         self.phase = MicroStepPhase::Ready;
         self.losses = AccumulatedLoss::default();

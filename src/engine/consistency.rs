@@ -38,7 +38,7 @@ impl EngineFingerprint {
             [parameters, elements, model, config, weights, simd, rounding, inits, buffers] => {
                 Self { parameters, elements, model, config, weights, simd, rounding, inits, buffers }
             }
-            _ => unreachable!("all ranks give as many numbers"),
+            _ => unreachable!("all ranks give the same number of values"),
         }
     }
 

@@ -32,7 +32,7 @@ pub enum EngineError {
     MidAccumulation {
         /// The method.
         call: &'static str,
-        /// The number of backwards in this accumulation so far.
+        /// The number of backward passes in this accumulation so far.
         backwards: u64,
         /// The number of micro steps of this accumulation.
         of: u64,
@@ -72,7 +72,7 @@ pub enum EngineError {
     BatchSize {
         /// The number of samples per optimizer step.
         train_batch_size: usize,
-        /// The number of samples per rank and forward.
+        /// The number of samples per rank and forward pass.
         micro_batch: usize,
         /// The number of ranks.
         ranks: usize,
@@ -184,7 +184,7 @@ pub enum EngineError {
         what: String,
         /// The change in the loss along a direction, according to the gradient.
         by_gradient: f64,
-        /// The change in the loss along the same direction, measured with forward passes there.
+        /// The change in the loss along the same direction, measured with forward passes.
         by_difference: f64,
     },
     /// The end of a run whose only purpose was to check gradients.

@@ -7,7 +7,7 @@
 //!   step       both are added up over ranks and compared, before any weight changes
 //! ```
 //!
-//! Both are numbers for one direction in which each element of each trained parameter randomly goes up or down
+//! Both are numbers for one direction, in which each element of each trained parameter randomly goes up or down
 //! (`zero/check/perturbation.rs`). A part of the graph that is cut off, a wrong backward or a dropped term makes them
 //! differ by about the norm of the missing part. Differences that kinks of the loss or rounding may also explain are
 //! checked again in the next steps, each time along a different direction (`gradient_report.rs`).
@@ -28,7 +28,7 @@ use crate::zero::check::gradient_check_state::{
 };
 use candle_core::{DType, Tensor};
 
-/// The maximum number of bytes for the changes of one output while every parameter is checked separately.
+/// The maximum number of bytes for the changes in one output while every parameter is checked separately.
 const MAX_CHANGES_BYTES: usize = 1 << 30;
 /// The factor by which the perturbation of a parameter grows if it hardly changes the output.
 const PERTURBATION_GROWTH: f64 = 8.0;
@@ -41,7 +41,7 @@ const MAX_NONFINITE_STEPS: u32 = 64;
 
 /// A forward that a check repeats.
 struct RepeatedForward<'a, M> {
-    /// The number of the forward in this thread, counted from 1.
+    /// The index of the forward in this thread, counted from 1.
     forward: u64,
     /// The position in the random number stream where the forward begins.
     stream: u64,
@@ -76,9 +76,9 @@ struct PerturbedOutputs {
 impl<M> Engine<M> {
     /// Checks the gradient of every trained parameter in the next micro step. Each forward runs two more times per
     /// parameter, with that parameter moved slightly up and down, and the next optimizer step compares the change in
-    /// the loss with the gradients from backward. Unclear parameters are checked again in the next steps, up to eight
-    /// in total. Then [`gradient_report`](Self::gradient_report) returns the result. As soon as a gradient is known to
-    /// be wrong, the step ends with an error. Collective.
+    /// the loss with the gradients computed by backward. Parameters whose result is unclear are checked again in the
+    /// next steps, up to eight steps in total. Then [`gradient_report`](Self::gradient_report) returns the result. As
+    /// soon as a gradient is known to be wrong, the step ends with an error. Collective.
     ///
     /// The first step of a run does the same with all parameters at once, for two extra forward passes, unless
     /// `gradient_check` in the configuration or [`EngineBuilder::gradient_check`](crate::EngineBuilder::gradient_check)
@@ -115,8 +115,8 @@ impl<M> Engine<M> {
         self.core.arm_check(self.check.looks);
     }
 
-    /// Returns the random stream position of a forward that runs inside another engine's forward; `None` if it does
-    /// not.
+    /// Returns the random stream position of a forward that runs inside another engine's forward; `None` for any other
+    /// forward.
     pub(super) fn stream_inside(&mut self) -> Option<u64> {
         let around = CURRENT_FORWARD.get();
         if around.forward == 0 {
@@ -285,7 +285,7 @@ impl<M> Engine<M> {
     }
 
     /// Returns the groups of parameters to perturb together: each parameter separately if that was requested and the
-    /// changes of the output fit in memory, otherwise those of each unit, or else all of them.
+    /// changes in the output fit in memory, otherwise those of each unit, or else all of them.
     fn groups(&self, elements: usize) -> Vec<PerturbedGroup> {
         let params = self.core.params();
         let trained = || params.iter().enumerate().filter(|(_, param)| param.is_trained() && param.numel > 0);
@@ -305,7 +305,7 @@ impl<M> Engine<M> {
         vec![PerturbedGroup::new("all parameters".into(), trained().map(|(id, _)| id).collect())]
     }
 
-    /// Starts measuring the coming backward if a check wants it; returns whether it is measured.
+    /// Starts measuring the coming backward if a check needs it; returns whether it is measured.
     pub(super) fn begin_measuring(&mut self) -> bool {
         let measures = matches!(self.check.phase, CheckPhase::Armed);
         if measures {
@@ -368,7 +368,7 @@ impl<M> Engine<M> {
         for (at, number) in self.check.open(&limits).into_iter().enumerate() {
             let [by_difference, bend, bend_squares, noise, by_gradient, expected] =
                 std::array::from_fn(|field| sum(1 + 6 * at + field));
-            // Bends caused by kinks are random and may cancel each other; those of the whole loss add up.
+            // Bends caused by kinks are random and may cancel each other out; those of the whole loss add up.
             let bend = bend.abs().max(bend_squares.sqrt());
             let [by_difference, by_gradient, bend, noise, expected] =
                 [by_difference, by_gradient, bend, noise, expected].map(|value| value / factor);

@@ -20,9 +20,9 @@ thread_local! {
 /// The position of this thread relative to an engine's forward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CurrentForward {
-    /// The number of the forward, counted from 1; 0 outside of any forward.
+    /// The index of the forward, counted from 1; 0 outside of any forward.
     pub(super) forward: u64,
-    /// 0 for the real forward; otherwise the number of the repetition for a check, counted from 1.
+    /// 0 for the real forward; otherwise the index of the repetition for a check, counted from 1.
     pub(super) repetition: u64,
 }
 

@@ -1,20 +1,20 @@
 //! The measurements of a gradient check, and the verdict on them.
 //!
 //! ```text
-//!   gap     the change in the loss by two forwards, minus the change by the gradient
+//!   gap     the change in the loss according to two forward passes, minus the change according to the gradient
 //!   bend    the difference between the mean of both perturbed forwards and the unperturbed one
 //! ```
 //!
 //! Both are zero for a linear loss with a correct gradient. Rounding, random draws and kinks (ReLU, max pooling) make
 //! both equally large, randomly and independently in every direction. A wrong gradient makes the gap large and does not
-//! affect the bend. A large gap is therefore a mistake as soon as chance is unlikely to make gaps this much larger than
-//! bends along this many directions.
+//! affect the bend. A large gap therefore counts as a mistake as soon as chance is unlikely to make gaps so much larger
+//! than bends along so many directions.
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The maximum number of directions; after these, the loss counts as one that cannot be judged.
+/// The maximum number of directions; after that many, the loss counts as one that cannot be judged.
 const MAX_DIRECTIONS: u32 = 8;
 /// A gap counts as a mistake if the probability of such a gap by chance, given the bends, is below this.
 const MAX_FALSE_ALARM_PROBABILITY: f64 = 1e-4;
@@ -241,8 +241,8 @@ mod tests {
         }
     }
 
-    /// Returns the verdict on losses whose kinks make gaps and bends of `kinks` times the expected change, and whose
-    /// gradient lacks `missing` of it, and the number of samples needed.
+    /// Returns the verdict, and the number of samples needed, for losses whose kinks make gaps and bends of `kinks`
+    /// times the expected change, and whose gradient lacks a share `missing` of that change.
     fn judged(
         numbers: &mut Normal,
         limits: &GradientTolerance,

@@ -111,7 +111,7 @@ impl<M> Engine<M> {
         self.scaler.scale()
     }
 
-    /// Returns the bytes of model state that this rank holds, together with those of the ZeRO formula.
+    /// Returns the bytes of model state that this rank holds, together with the bytes that the ZeRO formula predicts.
     pub fn memory_report(&self) -> MemoryReport {
         self.core.memory_report()
     }

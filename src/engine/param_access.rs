@@ -51,7 +51,7 @@ impl<M> Engine<M> {
     }
 
     /// Collective: sets the values of parameter `name` everywhere: master weights, shards and full tensors. Optimizer
-    /// states stay. All ranks must give the same `value`, in the parameter's shape and any dtype.
+    /// states are unchanged. All ranks must give the same `value`, in the parameter's shape and any dtype.
     ///
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::ValueShape`];
@@ -213,9 +213,9 @@ impl<M> Engine<M> {
     }
 
     /// Collective: lets rank `modifier_rank` change the parameters `names` (DeepSpeed's `GatheredParameters` with a
-    /// `modifier_rank`). On that rank `run` gets their full values, in this order, at full precision in f32. The
+    /// `modifier_rank`). On that rank, `run` gets their full values, in this order, at full precision in f32. The
     /// tensors that it leaves there become the parameters' values on every rank, at every stage and with any offload.
-    /// On other ranks it does not run. Optimizer states stay.
+    /// On other ranks it does not run. Optimizer states are unchanged.
     ///
     /// ```
     /// # use candle_zero::Engine;
@@ -364,7 +364,7 @@ impl<M> Engine<M> {
         on_host(value)
     }
 
-    /// Returns an error if a graph waits for its backward.
+    /// Returns an error if a graph is waiting for its backward.
     fn not_between_passes(&self, call: &'static str) -> Result<()> {
         self.not_stopped()?;
         match self.phase {

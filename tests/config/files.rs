@@ -579,7 +579,7 @@ fn modules_kept_in_f32_are_a_list_of_names_in_a_16_bit_model() {
 #[test]
 fn a_vocabulary_that_is_no_multiple_of_8_is_noted() {
     let said = |size: u32| notes(&load(with(json!({ "vocabulary_size": size }))));
-    insta::assert_snapshot!(said(50257), @"vocabulary_size: 50257 is not a multiple of 8: the matrix units of GPUs work best with one, such as 50264");
+    insta::assert_snapshot!(said(50257), @"vocabulary_size: 50257 is not a multiple of 8: the matrix units of GPUs work best with a multiple, such as 50264");
     assert_eq!(said(50264), "");
 }
 

@@ -1,4 +1,4 @@
-//! The side of a rank other than 0: finds rank 0, and receives the shared memory from it.
+//! The rendezvous as run by ranks other than 0: finds rank 0, and receives the shared memory from it.
 
 use super::messages::{self, JoinReply, JoinRequest};
 use super::peer_credentials::PeerCredentials;
@@ -41,7 +41,7 @@ pub(super) fn join(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, UnixStream
     }
 }
 
-/// Waits until rank 0 listens.
+/// Waits until rank 0 listens, and connects to it.
 fn find(env: &RankEnv) -> Result<UnixStream> {
     let (address, began) = (address(env.master_port)?, Instant::now());
     loop {

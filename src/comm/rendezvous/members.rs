@@ -99,10 +99,10 @@ impl RendezvousMembers {
         Ok(events)
     }
 
-    /// Reads what a rank sends over its connection, and keeps or drops the connection.
+    /// Reads a rank's request from its connection, and keeps or drops the connection.
     fn read_request(&mut self, mut connection: MemberConnection) -> Option<MembershipEvent> {
         if let Some(rank) = connection.rank {
-            // A rank sends nothing more: its end of the connection is closed.
+            // A rank sends nothing after its request, so its end of the connection has been closed.
             return Some(MembershipEvent::Gone(rank));
         }
         let JoinRequest { rank, world } = JoinRequest::take(&connection.stream)?;
@@ -117,7 +117,7 @@ impl RendezvousMembers {
             self.connections.push(connection);
             return Some(MembershipEvent::Came);
         };
-        // A process that is already gone needs no reason.
+        // If this fails, the process is already gone and needs no reason.
         _ = messages::turn_away(&connection.stream, &error.to_string());
         Some(MembershipEvent::Unfit(error))
     }

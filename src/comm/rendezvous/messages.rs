@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 
 const MAGIC: u64 = 0x6361_6e64_6c65_7a6d; // "candlezm"
 const VERSION: u64 = 1;
-/// The number of bytes of a [`JoinRequest`]: few enough to arrive completely or not at all.
+/// The number of bytes in a [`JoinRequest`], which is small enough to arrive completely or not at all.
 const JOIN_REQUEST_BYTES: usize = 32;
 /// The maximum number of bytes of a reason.
 const MAX_REASON_BYTES: usize = 4096;
@@ -66,7 +66,7 @@ pub(super) enum JoinReply {
     TurnedAway(String),
 }
 
-/// Waits for rank 0's reply, up to the connection's time limit. Returns `None` if rank 0 has ended without one.
+/// Waits for rank 0's reply, up to the connection's time limit. Returns `None` if rank 0 has ended without replying.
 pub(super) fn receive_reply(from: &UnixStream) -> io::Result<Option<JoinReply>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

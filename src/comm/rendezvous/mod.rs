@@ -3,12 +3,12 @@
 //!
 //! ```text
 //!   rank 0: listens on a socket named by MASTER_PORT <-- JoinRequest -- rank r
-//!           all connected: creates the memory          -- its descriptor, or why there is none --> rank r
+//!           all connected: creates the memory   -- its descriptor, or the reason why there is none --> rank r
 //!   then:   each connection stays open while its processes live; a hang-up means that one has died
 //! ```
 //!
-//! No launcher watches these ranks: rank 0 watches the others, and they watch rank 0. If rank 0 has ended in good
-//! order, later deaths are detected only by missing heartbeats.
+//! No launcher watches these ranks: rank 0 watches the others, and they watch rank 0. If rank 0 has exited normally,
+//! later deaths are detected only by missing heartbeats.
 //!
 //! The socket's name is in the kernel's abstract namespace: it disappears with the process and is visible only to
 //! processes in the same network namespace. The user of each connecting process is checked.
@@ -29,8 +29,8 @@ use std::sync::{Arc, OnceLock};
 /// Meets the other ranks, starts the mutual watch, and returns the memory that the ranks share.
 ///
 /// # Errors
-/// A rank does not connect in time, two processes claim one rank, ranks disagree about WORLD_SIZE, another job uses
-/// the port, or the system failed.
+/// A rank does not connect in time, two processes claim the same rank, ranks disagree about WORLD_SIZE, another job
+/// uses the port, or the system failed.
 pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
     let region = if env.rank == 0 {
         let (region, members) = server::admit_all(env)?;
@@ -48,7 +48,8 @@ pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
     Ok(region)
 }
 
-/// The memory of the job that this process has joined, and its rank. [`leave`] uses them when the process ends.
+/// The memory of the job that this process has joined, and the process's rank. [`leave`] uses both when the process
+/// ends.
 static JOINED_REGION: OnceLock<(Arc<SharedMemoryRegion>, usize)> = OnceLock::new();
 
 unsafe extern "C" {
@@ -56,7 +57,7 @@ unsafe extern "C" {
     fn atexit(function: extern "C" fn()) -> std::ffi::c_int;
 }
 
-/// Notifies the others that this rank leaves in good order, unless it has given up.
+/// Notifies the others that this rank is exiting normally, unless it has given up.
 extern "C" fn leave() {
     if let Some((region, rank)) = JOINED_REGION.get() {
         region.finish(*rank);

@@ -9,7 +9,7 @@ use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-/// The cause of death recorded for a rank that has reported none.
+/// The cause of death recorded for a rank that did not report one.
 const UNREPORTED_DEATH: &str = "its process ended without a message";
 
 /// Runs on rank 0: watches the others, and rejects processes that connect too late.
@@ -47,7 +47,8 @@ fn watch(run: impl FnOnce() + Send + 'static) -> Result<(), CommError> {
     spawned.map(drop).map_err(system("start a thread for"))
 }
 
-/// Handles the end of a rank's process: notifies the ranks that wait for it, unless it has left or given up before.
+/// Handles the end of a rank's process: notifies the ranks that wait for it, unless that rank had already left or given
+/// up.
 fn lost(region: &SharedMemoryRegion, rank: usize) {
     let told = matches!(region.state(rank), RankState::Finished | RankState::Aborted(_) | RankState::Dead(_));
     // All others notice the end of rank 0.

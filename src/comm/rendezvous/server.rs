@@ -1,4 +1,4 @@
-//! The side of rank 0: waits for the others, and creates the shared memory.
+//! The rendezvous as run by rank 0: waits for the others, and creates the shared memory.
 
 use super::members::{MembershipEvent, RendezvousMembers};
 use super::socket::system;
@@ -8,7 +8,7 @@ use crate::error::{CommError, Result};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Returns the shared memory, once all ranks have received it.
+/// Creates the shared memory, and returns it once all ranks have received it.
 ///
 /// # Errors
 /// The errors of [`super::meet`]. The ranks that are connected receive the same error.

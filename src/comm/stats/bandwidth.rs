@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 /// The bandwidth of one collective in gigabits per second.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Bandwidth {
-    /// The bandwidth of the operation: the bytes that it moves by its definition, per second.
+    /// The bandwidth of the operation: the bytes per second that it moves by definition.
     pub algorithm: f64,
     /// The bandwidth on the busiest link of an ideal algorithm: comparable between operations and numbers of ranks.
     pub bus: f64,
@@ -37,7 +37,7 @@ impl Bandwidth {
 }
 
 impl CollectiveKind {
-    /// Returns the kind of an operation, given by DeepSpeed's or this library's name.
+    /// Returns the kind of an operation, given its name in DeepSpeed or in this library.
     pub(in crate::comm) fn of_op(op: &str) -> Option<Self> {
         Some(match op {
             "all_reduce" | "all_reduce_coalesced" => Self::AllReduce,
@@ -64,7 +64,7 @@ pub fn size_text(bytes: u64) -> String {
     text
 }
 
-/// Returns the mean without the smallest and the largest fraction `p` of the values; 0 if none are left.
+/// Returns the mean of the values without the smallest and the largest fraction `p` of them; 0 if none are left.
 pub fn trimmed_mean(values: &[f64], p: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 /// The number of most recent calls of a kind and size whose times are kept for the averages.
 const KEPT_CALLS: usize = 4096;
-/// The fraction of the fastest and of the slowest calls that averages leave out.
+/// The fraction of calls that averages leave out at each end, the fastest and the slowest.
 const TRIMMED_FRACTION: f64 = 0.1;
 
 /// The log of one rank's collectives, filled by its comm thread.
@@ -40,13 +40,13 @@ struct CommLogEntry {
 pub struct CommLogRow {
     /// The kind of collective.
     pub kind: CollectiveKind,
-    /// The number of bytes of one rank's part: of its input to an all-gather, and of its result of a reduce-scatter.
+    /// The number of bytes of one rank's part: its input to an all-gather, or its result from a reduce-scatter.
     pub bytes: u64,
     /// The number of collectives.
     pub calls: u64,
     /// The total time in milliseconds, including waits for peers.
     pub total_ms: f64,
-    /// The mean time without the fastest and slowest tenth of the most recent calls, as for all averages here.
+    /// The mean time without the fastest and slowest tenth of the most recent calls, as in all averages of this log.
     pub average_ms: f64,
     /// The bandwidth of the operation in gigabits per second.
     pub algorithm_gbps: f64,
@@ -65,8 +65,8 @@ pub struct CommSummary {
 }
 
 impl CommLog {
-    /// Returns a log with the settings of the section. Rank 0 reports unknown `prof_ops`, and prints collectives if the
-    /// section is verbose.
+    /// Returns a log with the settings of the `comms_logger` section. Rank 0 reports unknown `prof_ops`, and prints
+    /// collectives if the section is verbose.
     pub(crate) fn new(config: &CommsLogger, rank: usize, world_size: usize) -> Self {
         let kind = |op: &String| {
             let kind = CollectiveKind::of_op(op);

@@ -24,15 +24,15 @@ pub(in crate::comm) struct ReceivedBytes {
 pub struct CollectiveKindReport {
     /// The number of collectives.
     pub calls: u64,
-    /// The number of elements of this rank's arguments, summed.
+    /// The total number of elements in this rank's arguments.
     pub elements: u64,
     /// The number of bytes that this rank received from other ranks.
     pub wire_bytes: u64,
-    /// The number of these bytes without quantization.
+    /// The number of bytes that this rank would have received without quantization.
     pub exact_bytes: u64,
     /// The part of `wire_bytes` that came from other hosts.
     pub between_hosts_bytes: u64,
-    /// The seconds in which the comm thread worked or waited for peers.
+    /// The seconds that the comm thread spent working or waiting for peers.
     pub busy_s: f64,
 }
 
@@ -42,7 +42,7 @@ pub struct CollectiveKindReport {
 pub struct CommReport {
     /// The cost per kind of collective; kinds that never ran are missing.
     pub kinds: BTreeMap<CollectiveKind, CollectiveKindReport>,
-    /// The seconds in which the training thread waited for a collective.
+    /// The seconds that the training thread spent waiting for collectives.
     pub waited_s: f64,
 }
 
@@ -57,7 +57,7 @@ impl CommReport {
         self.data().map(|k| k.wire_bytes).sum()
     }
 
-    /// Returns the value of [`data_wire_bytes`](Self::data_wire_bytes) without quantization.
+    /// Returns what [`data_wire_bytes`](Self::data_wire_bytes) would be without quantization.
     pub fn data_exact_bytes(&self) -> u64 {
         self.data().map(|k| k.exact_bytes).sum()
     }

@@ -7,7 +7,7 @@ use crate::precision::Flat;
 use serde::Serialize;
 use std::time::{Duration, Instant};
 
-/// The number of rounds of each measurement; the fastest counts.
+/// The number of rounds of each measurement, of which the fastest is reported.
 const ROUNDS: usize = 3;
 
 /// How long collectives are repeated while CPU usage is measured. The system counts it in ticks of a hundredth of a
@@ -22,7 +22,7 @@ const MAX_CPU_ROUNDS: f64 = 200.0;
 pub struct NetworkMeasurement {
     /// The number of ranks of each host.
     pub hosts: Vec<usize>,
-    /// The latency in seconds of a few bytes from one host to another.
+    /// The time in seconds that a message of a few bytes takes from one host to another.
     pub one_way_s: f64,
     /// The number of bytes that each host sent and received in the measurements below.
     pub bytes: usize,
@@ -41,20 +41,20 @@ pub struct NetworkMeasurement {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[doc(hidden)]
 pub struct TransferMeasurement {
-    /// The number of bytes that came into the host that received most.
+    /// The number of bytes that came into the host that received the most.
     pub into_a_host: f64,
     /// The time in seconds until the last rank was done.
     pub seconds: f64,
 }
 
 impl TransferMeasurement {
-    /// Returns the bytes per second into a host.
+    /// Returns the bytes per second that came into that host.
     pub fn rate(self) -> f64 {
         self.into_a_host / self.seconds.max(f64::MIN_POSITIVE)
     }
 }
 
-/// Measures with buffers of about `bytes`, on all ranks at the same time. Returns `None` if all are on one host.
+/// Measures with buffers of about `bytes`, on all ranks at the same time. Returns `None` if all ranks are on one host.
 ///
 /// # Errors
 /// A collective failed.
@@ -99,7 +99,7 @@ fn busy(
     chunk: usize,
     [plain, reduce_scatter, all_gather]: [TransferMeasurement; 3],
 ) -> Result<Option<f64>> {
-    // All ranks know the same times.
+    // All ranks have the same times, so they agree on the number of rounds.
     let round = reduce_scatter.seconds + all_gather.seconds;
     let rounds = (CPU_MEASUREMENT_SECS / round.max(f64::MIN_POSITIVE)).clamp(1.0, MAX_CPU_ROUNDS).ceil();
     comm.barrier().wait()?;
@@ -123,7 +123,7 @@ fn busy(
 /// The CPU times of this host since it was started.
 struct HostCpuTimes {
     count: f64,
-    /// The seconds in which the processors were busy, all together.
+    /// The seconds for which the processors were busy, summed over all of them.
     busy: f64,
 }
 
@@ -183,7 +183,7 @@ mod tests {
         for wrong in ["", "cpu  1 2 3\ncpu0 1 2 3\n", "cpu  1 2 3 4 5 6 7 8 9 0\nintr 5\n"] {
             assert!(processors_of(wrong).is_none(), "{wrong}");
         }
-        // The machine that runs this test has processors, and they have worked.
+        // The machine that runs this test has processors, and they have done some work.
         assert!(processors().is_none_or(|found| found.count >= 1.0 && found.busy > 0.0));
     }
 }

@@ -16,16 +16,16 @@ pub enum WireFormat {
     Blocks(IntFormat),
     /// Exact within a host, and encoded between hosts.
     ///
-    /// In a sum each host adds up its ranks' parts, in rank order and in f32. This partial sum is encoded; the owner
-    /// adds the partial sums of all hosts in host order, with that of its own host unencoded, and rounds once. The bits
-    /// therefore depend on which ranks share a host. In a gather, shards are encoded, for all ranks, if the gather
-    /// crosses between hosts. If all ranks are on one host, or are not known to be on several, nothing is encoded.
+    /// In a sum, each host adds up its ranks' parts, in rank order and in f32. This partial sum is encoded; the owner
+    /// adds the partial sums of all hosts in host order (that of its own host unencoded) and rounds once. The bits
+    /// therefore depend on which ranks share a host. In a gather that crosses between hosts, shards are encoded for all
+    /// ranks. If all ranks are on one host, or are not known to be on several, nothing is encoded.
     BetweenHosts(InterHostFormat),
 }
 
 impl WireFormat {
     /// Returns the number of elements that are encoded together. Data that begins at a multiple of this number in a
-    /// rank's chunk has its own blocks.
+    /// rank's chunk shares no block with the data before it.
     pub fn alignment(self) -> usize {
         match self {
             Self::Exact => 1,

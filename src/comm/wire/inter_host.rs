@@ -53,7 +53,7 @@ impl InterHostFormat {
         }
     }
 
-    /// Writes the decoded values of `codes`, which are aligned as elements are, rounded to the dtype of `to`.
+    /// Decodes `codes`, which must be aligned like elements, and writes the values to `to`, rounded to its dtype.
     pub(in crate::comm) fn decode(self, codes: &[u8], to: FlatMut<'_>) {
         match self.ints_or_dtype() {
             Ok(ints) => ints.decode(codes, to),

@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum ConfigValueKind {
     Bool,
-    /// An integer between two bounds; `2.0` and `5e8` are integers.
+    /// An integer between two bounds; `2.0` and `5e8` count as integers.
     Int(i64, i64),
     /// The same as `Int`, but without pydantic's conversion of true to 1.
     IntNoBool(i64, i64),
@@ -50,7 +50,7 @@ pub(crate) enum KeyStatus {
     RemovedUnlessOff(&'static str),
     /// A value other than the default is noted and only requests `activation_checkpointing.every_unit`.
     AsEveryUnit(&'static str),
-    /// A key of a section that is refused if it is on.
+    /// A key of a section that is refused as a whole if it is on.
     OfRefused,
     /// The key is translated to another key, with a note.
     Moved(&'static str),
@@ -78,9 +78,11 @@ pub(crate) struct ConfigSection {
     pub path: &'static str,
     /// The types that this table of parameters is for; empty if there is only one table.
     pub types: &'static [&'static str],
-    /// Whether DeepSpeed reads the section with pydantic: lax number forms, and `"auto"` means the default.
+    /// Whether DeepSpeed reads the section with pydantic, which accepts lax number forms; `"auto"` then means the
+    /// default.
     pub strict: bool,
-    /// Whether the section's contents are checked. If false, it cannot change training and is ignored completely.
+    /// Whether the section's contents are checked. If false, the section cannot change training and is ignored
+    /// completely.
     pub checked: bool,
     /// The treatment of the section if it is on.
     pub status: KeyStatus,

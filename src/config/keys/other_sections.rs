@@ -50,7 +50,7 @@ const AIO: &[super::ConfigKey] = keys! {
 };
 
 const CHECKPOINT: &[super::ConfigKey] = keys! {
-    "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "Action if ranks save under different tags: all use rank 0's tag, silently or with a warning, or it is an error.";
+    "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "If ranks save under different tags: Ignore and Warn use rank 0's tag, silently or with a warning; Fail is an error.";
     "load_universal": Bool, "false", none("every checkpoint loads at any number of ranks"), "Load the universal layout.";
     "use_node_local_storage": Bool, "false", H, "The ranks of each host save to a folder on that host's local disk, and hosts exchange the data that they need on loading.";
     "upload_to": Str, "null", H, "Address of an object store, `s3://BUCKET/PREFIX` or `file:///FOLDER`, to which each checkpoint is uploaded once it is on disk, while training continues. Needs feature s3. Specific to candle-zero.";

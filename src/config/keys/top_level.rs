@@ -46,7 +46,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "use_data_before_expert_parallelism": Bool, "false", none("there is no expert parallelism: the experts of a mixture are ordinary parameters, sharded over all ranks"), "Order of ranks for mixtures of experts.";
     "disable_allgather": Bool, "false", none("it has no effect in DeepSpeed 0.19.8 either"), "Legacy switch.";
     "dataloader_drop_last": Bool, "false", none("there is no short batch: data::Loader is endless and continues with the next pass; a custom loader decides for itself"), "Drop the incomplete last batch.";
-    "vocabulary_size": POSITIVE, "null", H, "A size that is not a multiple of 8 is noted; it has no other effect.";
+    "vocabulary_size": POSITIVE, "null", H, "A size that is not a multiple of 8 is noted; the key has no other effect.";
     "memory_breakdown": Bool, "false", H, "Print memory use before and after forward, backward and step, as often as steps_per_print says.";
     "dump_state": Bool, "false", H, "Print the configuration and the state of the engine at the start.";
     "disable_python_gc": Bool, "false", none("there is no Python"), "Disable Python's garbage collector.";
@@ -86,7 +86,7 @@ const ROOT: &[super::ConfigKey] = keys! {
 const ANY_I64: super::ConfigValueKind = super::ConfigValueKind::IntNoBool(i64::MIN, i64::MAX);
 
 const FP16: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "false", H, "Train in half precision with f32 master weights. Not with bf16.";
+    "enabled": Bool, "false", H, "Train in half precision with f32 master weights. Excludes bf16.";
     "auto_cast": Bool, "false", none("the engine does not see the inputs: the closure passed to forward creates them in Engine::dtype"), "Cast inputs to half precision.";
     "loss_scale": NOT_NEGATIVE, "0.0", H, "0: dynamic; larger values: a static scale.";
     "initial_scale_power": INT, "16", H, "The first dynamic scale is 2 to the power of this number (0 to 127).";
@@ -98,7 +98,7 @@ const FP16: &[super::ConfigKey] = keys! {
 };
 
 const BF16: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "false", H, "Train in bfloat16 with f32 master weights. Not with fp16.";
+    "enabled": Bool, "false", H, "Train in bfloat16 with f32 master weights. Excludes fp16.";
     "check_grad_overflow": Bool, "true", H, "Skip a step with an infinite or NaN gradient.";
     "immediate_grad_update": Bool, "false", none("gradients are always accumulated as they are produced"), "Accumulate in hooks.";
     "bf16_master_weights_and_grads": Bool, "false", H, "No f32 master weights: the bf16 weights are updated in f32 and rounded (with EngineBuilder::stochastic_rounding, stochastically). Stages 1 to 3.";

@@ -47,7 +47,7 @@ const ZERO: &[super::ConfigKey] = keys! {
     "elastic_checkpoint": Bool, "false", none("every checkpoint loads at any number of ranks"), "Checkpoints that load at any world size.";
     "pipeline_loading_checkpoint": Bool, "false", none("each rank reads only what it owns; results are the same"), "Overlap the reading of checkpoint files.";
     "zero_hpz_partition_size": COUNT, "1", H, "Stage 3 on several hosts: each group of this many ranks on one host keeps, until the weights change, a second, sharded copy of the parameters that a forward pass has gathered; backward and later micro batches gather from it within the host (ZeRO++ hpZ; same bits). It must divide the number of ranks on each host. On a single host no copy is kept, because it would be no faster to reach.";
-    "zero_quantized_weights": Bool, "false", H, "Gathers of stage 3 carry int8 with a scale per 128 elements (ZeRO++ qwZ); all ranks compute with the received values, owners keep the exact weights.";
+    "zero_quantized_weights": Bool, "false", H, "Gathers of stage 3 carry int8 with a scale per 128 elements (ZeRO++ qwZ); all ranks compute with the received values, and owners keep the exact weights.";
     "zero_quantized_nontrainable_weights": Bool, "false", H, "Frozen matrices are stored and gathered in eight bits with a scale per 128 elements at stage 3; at lower stages, where parameters are not sharded, the model computes with the same values. EngineBuilder::quantized selects NF4 or other parameters.";
     "zero_quantized_gradients": Bool, "false", H, "Gradients are communicated as int4 with a scale per 128 elements (ZeRO++ qgZ) at every stage; they are summed in f32, and at stage 0 the sums are communicated exactly.";
     "compress_between_hosts_only": Bool, "false", H, "Specific to candle-zero. True: zero_quantized_gradients, zero_quantized_weights and a 16-bit communication_data_type apply only between hosts. Within a host, gradients are communicated and summed uncompressed; only the sum of a host's ranks, once for each owner on another host, and weights gathered from other hosts are compressed. The bits then depend on which ranks share a host; on one host they equal those of a run without compression.";
@@ -69,7 +69,7 @@ const NOT_SPECULATIVE: &str = "no step is taken before its gradients are checked
 const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
     "device": DEVICE, "\"none\"", H, "Location of the parameter shards at stage 3: cpu is host memory, the default unless a GPU runs the model; nvme is one file per rank.";
     "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` is the user's home folder, a leading `~/.cache/` is `$XDG_CACHE_HOME/` if that is set.";
-    "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements limit the read-ahead.";
+    "buffer_count": COUNT, "5", H, "With nvme: at most buffer_count x buffer_size elements are read ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs buffer_count and buffer_size to be 1 or more.";
     "max_in_cpu": COUNT, "1000000000", H, "With nvme: the first elements of a rank's shards, up to this many, stay in memory.";
     "pin_memory": Bool, "true", H, "If a GPU runs the model: shards on the host are copied to it through two page-locked windows of 4 MiB while it computes; false: through ordinary memory, which takes longer.";

@@ -17,7 +17,7 @@ pub(super) struct DeviceHeadRows<'a, E> {
     pub stride: usize,
 }
 
-/// The sizes of an attention. kernels/attention.cuh has the same struct.
+/// The sizes of an attention call. kernels/attention.cuh has the same struct.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct AttentionSizes {
@@ -42,7 +42,7 @@ pub(super) struct AttentionSizes {
     to_powers: f32,
 }
 
-// SAFETY: the struct has C's layout without padding, and all bits of its fields are values.
+// SAFETY: the struct has C's layout without padding, and any bits are valid values of its fields.
 unsafe impl DeviceRepr for AttentionSizes {}
 
 /// The common part of the kernel launches of one attention call.
@@ -108,7 +108,7 @@ impl<'a> AttentionCall<'a> {
         E::KERNELS.function(self.device, &name)?.with_shared_memory(how.bytes)
     }
 
-    /// Returns the tiles of `own` positions. They begin where a sequence begins.
+    /// Returns the tiles of `own` positions, counted from the start of each sequence.
     pub fn tiles(&self, own: usize) -> Result<TileTable> {
         let Some(_) = self.rule.starts else {
             return Ok(TileTable { list: None, count: self.h.batch * self.h.time.div_ceil(own) });

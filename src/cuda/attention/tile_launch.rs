@@ -3,7 +3,7 @@
 
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 
-/// The head sizes for which kernels exist. A head uses the next larger one.
+/// The head sizes for which kernels exist. A head of a different size uses the next larger one.
 pub(super) const WIDTHS: [usize; 5] = [32, 64, 96, 128, 256];
 /// The number of rows per warp.
 const STRIP: usize = 16;

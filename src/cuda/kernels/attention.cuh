@@ -7,8 +7,8 @@
 //                 warp 1 |----------------|         own, others: shared by the block, zero for missing rows and columns
 //     others      |--tile--|--tile--|--tile--|      scores: a separate part of shared memory per warp, two lanes per row
 //
-// Tiles begin where a sequence begins, so that its results have the same bits as without the other sequences.
-// The products are a type parameter, f32 (attention_f32.cuh) or tensor cores (attention_cores.cuh), with the same
+// Tiles are counted from the start of each sequence, so that it gives the same bits as when processed separately. The
+// products are a type parameter, f32 (attention_f32.cuh) or tensor cores (attention_cores.cuh), with the same
 // functions.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Attention of f16: products by tensor cores, sums and softmax in f32. GPUs of a compute capability below 8.0 lack
-// the formats and the shared memory, so no kernels are compiled for them.
+// Attention for f16: products on tensor cores, sums and softmax in f32. GPUs of a compute capability below 8.0 lack the
+// formats and the shared memory, so no kernels are compiled for them.
 #if __CUDA_ARCH__ >= 800
 #include "attention_cores.cuh"
 #include "attention_kernels.cuh"

@@ -1,4 +1,4 @@
-// Attention of f32, with sums and products in f32.
+// Attention for f32, with sums and products in f32.
 #include "attention_f32.cuh"
 #include "attention_kernels.cuh"
 

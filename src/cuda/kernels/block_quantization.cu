@@ -1,6 +1,6 @@
 // Blocks of integers with a scale, encoded and decoded with the same bytes and bits as in
-// src/precision/block_quantization.rs on the host (except that all nans are alike), and sums of them over ranks, as in
-// src/comm/shm/quantized.rs. A warp processes a block.
+// src/precision/block_quantization.rs on the host (except that every nan becomes the same one), and sums of them over
+// ranks, as in src/comm/shm/quantized.rs. A warp processes a block.
 //
 // Elements are split into parts of equal length, one for each rank. A part's blocks are counted from its start, and its
 // bytes start at a multiple of 4, so that every scale does too.

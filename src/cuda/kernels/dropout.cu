@@ -23,7 +23,7 @@ __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t seed) {
             uint4 words = philox(first / 64 * 16 + n % 16, seed);                                              \
             uint32_t each[4] = {words.x, words.y, words.z, words.w};                                           \
             for (int i = 0; i < 4; i++) {                                                                      \
-                /* Before the first position, it wraps and exceeds count. */                                   \
+                /* For a position before the first, this wraps and exceeds count. */                           \
                 uint64_t at = first + 16 * i - offset;                                                         \
                 if (at < count) put(y + at, each[i] < bound ? 0.0f : widen(x[at]) * scale);                    \
             }                                                                                                  \

@@ -8,7 +8,7 @@ pub(crate) type CallerFailure = Arc<dyn std::error::Error + Send + Sync>;
 
 /// Errors of collectives between GPUs. They are cloned, because every later collective fails like the first one.
 ///
-/// Only [`Told`](Self::Told) can identify the rank that failed, if the caller does.
+/// Only [`Told`](Self::Told) can identify the rank that failed, if the caller's failure detection does.
 #[derive(Debug, Clone, thiserror::Error)]
 pub(crate) enum NcclError {
     /// The library was not found.

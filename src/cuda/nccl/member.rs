@@ -61,7 +61,7 @@ struct NcclCommState {
     comm: Option<OwnedNcclComm>,
     /// The reason why the communicator no longer exists.
     failure: Option<NcclError>,
-    /// Elements from peers that have not been summed yet, and codes. Only the wire stream uses it, on which collectives
+    /// Elements from peers that have not been summed yet, and codes. Used only by the wire stream, on which collectives
     /// run one after the other.
     room: Option<CudaSlice<u8>>,
 }
@@ -136,7 +136,8 @@ impl NcclMember {
     pub fn wait_for(&self, event: &CudaEvent, op: &'static str) -> Result<()> {
         self.wire.context().bind_to_thread().w()?;
         let waited = self.poll(op, self.watch.timeout, || {
-            // Read first: work that an abort released is seen as complete only after the failure is set.
+            // Read before the failure is checked: work that an abort released appears complete only after the failure
+            // is set.
             let done = event.try_is_complete().w()?;
             let launch = self.begin_launch()?;
             if !done {
@@ -256,7 +257,8 @@ impl NcclLaunch<'_> {
     pub fn room(&mut self, bytes: usize) -> Result<CUdeviceptr> {
         let wire = &self.member.wire;
         if self.state.room.as_ref().is_none_or(|room| room.len() < bytes) {
-            // Released first, in the order of the wire stream, so that the memory does not exist twice.
+            // Released first, in the order of the wire stream, so that the old and the new memory do not exist at the
+            // same time.
             self.state.room = None;
             // SAFETY: all bytes that are read there have been received or encoded before.
             self.state.room = Some(unsafe { wire.alloc(bytes) }.w()?);

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 const SEED: &str = "MOCK_CUDA_SEED";
 const CHILD: &str = "CANDLE_ZERO_TEST_NCCL_CHILD";
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
-/// Limits so small that a few hundred elements use every method.
+/// Limits so small that a few hundred elements are enough to exercise every method.
 const SMALL: NcclBufferLimits = NcclBufferLimits { short: 64, room: 1536 };
 
 /// Returns the library, if there are `devices` devices that threads of one process can use together.
