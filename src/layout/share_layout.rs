@@ -1,6 +1,6 @@
 //! The positions of a rank's shares of parameters: the sub-group, the first element, and the reserved room.
 //!
-//! The engine lays out its buffers and files by this, and `zerorun estimate` counts by it.
+//! The engine lays out its buffers and files accordingly, and `zerorun estimate` counts on the same basis.
 
 use super::shard::SubGroupFill;
 
@@ -77,7 +77,7 @@ impl ShareLayout {
     }
 }
 
-/// Returns how many of `groups` sub-groups keep their optimizer states in memory, which are the first ones. This is
+/// Returns how many of `groups` sub-groups keep their optimizer states in memory: the first ones do. This is
 /// DeepSpeed's rule for `ratio`, the fraction of sub-groups that is offloaded.
 pub fn groups_in_memory(groups: usize, ratio: f64) -> usize {
     ((1.0 - ratio) * groups as f64) as usize

@@ -147,7 +147,7 @@ struct TaskGrid {
 }
 
 impl TaskGrid {
-    /// Chooses as few tasks as fit the caches, but some for each thread, so that threads of unequal speed end together.
+    /// Chooses as few tasks as fit the caches, but several per thread, so that threads of unequal speed end together.
     fn new<A: GemmArithmetic>(rows: usize, cols: usize, steps: usize, threads: usize) -> Self {
         let at_least = 2 * A::COLS;
         let widest = (A::WORDS_OF_B / steps).max(at_least);
