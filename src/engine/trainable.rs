@@ -9,7 +9,7 @@ impl<M> Engine<M> {
     ///
     /// A parameter that is unfrozen starts with fresh optimizer states, and its next update counts as its first. A
     /// parameter that is frozen loses its states; in 16-bit training only its 16-bit weights remain. Shares are laid
-    /// out again: meanwhile this rank's share exists twice, in memory or in the files.
+    /// out again; while this is done, this rank's share exists twice, in memory or in the files.
     ///
     /// # Errors
     /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation;

@@ -95,7 +95,7 @@ impl FolderLock {
         self.file.holds
     }
 
-    /// Tries once to lock the folder. Returns `None` if the lock file was removed meanwhile.
+    /// Tries once to lock the folder. Returns `None` if the lock file was removed in the meantime.
     fn try_once(folder: &Path) -> Result<Option<FolderLockOutcome>> {
         let operation = FlockOperation::NonBlockingLockExclusive;
         Ok(match FileLock::attempt(&folder.join(LOCK), operation)? {
@@ -111,7 +111,7 @@ pub(super) enum FileLockOutcome {
     Held(FileLock),
     /// Another process holds the lock. The value is the inode of the file.
     Busy(u64),
-    /// The file was removed meanwhile.
+    /// The file was removed in the meantime.
     Gone,
 }
 

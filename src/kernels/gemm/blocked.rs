@@ -506,7 +506,7 @@ impl FewRowsTask {
 }
 
 /// The number of steps that are packed together if few rows are multiplied by contiguous columns. It is large enough
-/// that sums are seldom loaded and stored, and small enough that the packed words stay in the first-level cache.
+/// that sums are rarely loaded and stored, and small enough that the packed words stay in the first-level cache.
 const PIECE_STEPS: usize = 128;
 
 /// Splits a range into pieces of at most `most`, in order.

@@ -29,7 +29,7 @@ impl<C: Element> EpilogueOutput<'_, C> {
 ///
 /// # Safety
 /// The processor must have the vectors' instructions; rows of sums can be read and written up to a multiple of a
-/// vector's columns; the elements exist in the result, and nothing else accesses them meanwhile.
+/// vector's columns; the elements exist in the result, and nothing else accesses them during the call.
 pub(super) unsafe fn finish<V: SimdVector, C: Element>(
     sink: &EpilogueOutput<'_, C>,
     place: TilePosition,

@@ -98,7 +98,7 @@ pub(crate) trait SimdVector: Copy {
     /// halves.
     unsafe fn split_bf16(self) -> [Self; 2];
 
-    /// Writes the first `n` numbers (at most all), each rounded to the nearest element, with ties to even.
+    /// Writes the first `n` numbers (at most all lanes), each rounded to the nearest element, with ties to even.
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize);
 
     /// Adds the product of the number at `a` and the numbers of `b` to each sum, like [`SimdVector::mul_add`].
