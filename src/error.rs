@@ -33,10 +33,10 @@ pub use crate::optim::error::OptimError;
 pub use crate::param::error::ParamError;
 use std::path::PathBuf;
 
-/// A result with [`Error`].
+/// A result whose error type is [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Every error that a user can see. Broken invariants fail assertions; they are not values of this type.
+/// Every error that a user can see, by subject. Broken invariants fail assertions; they are not values of this type.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -50,7 +50,7 @@ pub enum Error {
         /// The error of the operating system.
         source: std::io::Error,
     },
-    /// An output path.
+    /// An output path that cannot be used.
     #[error(transparent)]
     Output(#[from] OutputError),
     /// Candle refused an operation.
@@ -177,7 +177,7 @@ mod tests {
         assert!(messages.len() > 70, "{}", messages.len());
         let wrong: Vec<_> = messages.iter().filter(|text| text.ends_with('.') || text.contains(". ")).collect();
         assert!(wrong.is_empty(), "{wrong:?}");
-        // A line that continues on the next one must end with a backslash.
+        // A line that continues on the next line must end with a backslash.
         let has_gap = |line: &&str| line.trim_start().contains("  ");
         let gaps: Vec<_> = messages.iter().flat_map(|text| text.lines()).filter(has_gap).collect();
         assert!(gaps.is_empty(), "{gaps:?}");

@@ -85,8 +85,8 @@ pub fn read_text(path: impl AsRef<Path>, most: u64) -> Result<String> {
     String::from_utf8(read(path, most)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
 }
 
-/// Returns an error unless `path` does not exist, is an empty file, or is a file that begins with `begins`: an earlier
-/// output of the same kind, `what`.
+/// Returns an error unless `path` does not exist, is an empty file, or is a file that begins with `begins`, which marks
+/// an earlier output of the same kind. `what` names this kind in the error.
 pub(crate) fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()> {
     if path.symlink_metadata().is_err() {
         return Ok(());

@@ -355,7 +355,8 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
         grown
     }
 
-    /// Returns the same buffer in a GPU's memory, or on the host. If it has to move, it is in both for a short time.
+    /// Returns the same buffer in a GPU's memory, or on the host. If it has to move, it exists in both for a short
+    /// time.
     ///
     /// # Errors
     /// An allocation that fails.
@@ -370,7 +371,7 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
         Ok(moved)
     }
 
-    /// Converts the buffer by `change`, which must keep its size.
+    /// Converts the buffer with `change`, which must keep its size.
     pub fn try_map<C, E>(self, change: impl FnOnce(B) -> Result<C, E>) -> Result<TrackedBuffer<C>, E> {
         Ok(TrackedBuffer { flat: change(self.flat)?, held: self.held })
     }
@@ -395,7 +396,7 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
 }
 
 impl TrackedBuffer {
-    /// Returns the raw bytes, writable.
+    /// Returns the raw bytes for writing.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.flat.as_bytes_mut()
     }

@@ -19,9 +19,9 @@ pub(super) struct CallGuard {
     pub start: Instant,
     /// The seconds spent waiting for collectives before the call.
     pub waited: f64,
-    /// The span of `flops_profiler`.
+    /// The call's span in the profile of `flops_profiler`.
     pub profile: Option<spans::ProfilerSpan>,
-    /// The span in the timeline.
+    /// The call's span in the timeline.
     pub span: TimelineSpan,
     /// The name of the call, which collectives report if ranks have diverged.
     pub during: EngineCallGuard,
@@ -35,7 +35,7 @@ pub(super) struct StepClock {
     pub step: Duration,
     /// The seconds spent waiting for collectives in backward.
     pub backward_wait: f64,
-    /// The seconds spent waiting for collectives and files until the last boundary.
+    /// The seconds spent waiting for collectives and files up to the last boundary.
     waited: WaitSeconds,
     pub last: StepTimings,
     pub last_backward_wait_ms: f64,

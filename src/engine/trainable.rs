@@ -5,18 +5,18 @@ use crate::error::{ParamError, Result};
 
 impl<M> Engine<M> {
     /// Trains the parameters for which `rule`, given their name and shape, returns true, and freezes all others, from
-    /// the next forward on. Collective, with the same rule on all ranks.
+    /// the next forward on. Collective: all ranks must pass the same rule.
     ///
     /// A parameter that is unfrozen starts with fresh optimizer states, and its next update counts as its first. A
-    /// parameter that is frozen loses its states; in 16-bit training it continues from its 16-bit weights. Shares are
-    /// laid out again: meanwhile this rank's share exists twice, in memory or in the files.
+    /// parameter that is frozen loses its states; in 16-bit training only its 16-bit weights remain. Shares are laid
+    /// out again; while this is done, this rank's share exists twice, in memory or in the files.
     ///
     /// # Errors
     /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation;
     /// [`ParamError::NothingTrained`] for a rule that freezes everything; [`ParamError::QuantizedTrained`] for a rule
     /// that trains a quantized parameter;
-    /// [`EngineError::TrainableDiffers`](crate::error::EngineError::TrainableDiffers) if ranks have different rules; no
-    /// space for a file. In all these cases, nothing has changed. Also fails if a collective fails.
+    /// [`EngineError::TrainableDiffers`](crate::error::EngineError::TrainableDiffers) if ranks have different rules;
+    /// too little space for a file. In all these cases, nothing has changed. Also fails if a collective fails.
     pub fn set_trainable(&mut self, rule: impl Fn(&str, &[usize]) -> bool) -> Result<()> {
         self.wait_for_checkpoint()?;
         self.between_steps("set_trainable")?;

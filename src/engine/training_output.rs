@@ -48,7 +48,8 @@ impl<M> Engine<M> {
         self.reporter.profile.as_ref()
     }
 
-    /// Ends the profile after its step. Collective in that step: rank 0 measures the machine while the others wait.
+    /// Finishes the profile after the profiled step. Collective in that step: rank 0 measures the machine while the
+    /// others wait.
     fn end_profile(&mut self) -> Result<()> {
         let Some(profiler) = self.config.monitoring.flops_profiler.as_ref() else { return Ok(()) };
         if profiler.profile_step.checked_add(1) != Some(self.global_steps) {
@@ -140,8 +141,8 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Returns the line that is printed for `steps_per_print`. As in DeepSpeed, learning rate and momentum are those of
-    /// the coming step.
+    /// Returns the line that is printed for `steps_per_print`. As in DeepSpeed, the learning rate and momentum are
+    /// those of the coming step.
     fn progress_line(&self) -> String {
         let momentum = |momentum: &Momentum| match momentum {
             Momentum::Betas(a, b) => format!("[{a:?}, {b:?}]"),
@@ -183,7 +184,7 @@ impl<M> Engine<M> {
         values.into_iter().map(event).collect()
     }
 
-    /// Ends the reports of a micro step.
+    /// Adds a micro step's time to the throughput.
     pub(super) fn end_micro_step(&mut self) {
         if let Some(start) = self.reporter.micro_step.take() {
             self.reporter.throughput.add(start.elapsed());

@@ -23,9 +23,9 @@ const MAX_RANKS: usize = 1024;
 pub struct InterHostTraffic {
     /// The number of collectives.
     pub calls: u64,
-    /// The bytes into the host that receives the most.
+    /// The bytes received by the host that receives the most.
     pub bytes_in: u64,
-    /// The bytes out of the host that sends the most.
+    /// The bytes sent by the host that sends the most.
     pub bytes_out: u64,
 }
 

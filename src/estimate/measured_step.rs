@@ -86,8 +86,8 @@ impl MeasuredStep {
         self.ranks
     }
 
-    /// Returns a function that converts an amount of work in a phase to seconds, given the work `all` of a step. Also
-    /// returns the seconds of a step that belong to no work.
+    /// Returns a function that converts an amount of work in a phase to seconds, given `all`, the total work of a step.
+    /// Also returns the seconds of a step that belong to no work.
     pub(super) fn spread(&self, all: PhaseWork) -> (impl Fn(StepPhase, f64) -> f64 + use<>, f64) {
         let by_phase = self.phases.map(|[forward, backward, update]| PhaseWork { forward, backward, update });
         let both = all.forward + all.backward;

@@ -29,7 +29,7 @@
 //! | `network.rs` | a network link, and the time that messages take on it |
 //! | `measured_step.rs` | the time of a step on one host |
 //! | `forecast.rs` | the time of a step on several hosts |
-//! | `options.rs` | the inputs of an estimate besides model and configuration |
+//! | `options.rs` | the inputs of an estimate besides the model and the configuration |
 //! | `paper.rs` | table 1 of the ZeRO paper |
 //! | `deepspeed.rs` | the formulas of DeepSpeed's estimators |
 
@@ -92,7 +92,7 @@ impl Estimate {
     /// Estimates a model with [`EstimateOptions`].
     ///
     /// # Errors
-    /// More parameters than can be counted in bytes; a module of `data_types.keep_in_fp32_modules` that does not exist.
+    /// More parameters than can be counted in bytes; a module in `data_types.keep_in_fp32_modules` that does not exist.
     pub fn with(shapes: &Shapes, config: &Config, options: EstimateOptions) -> Result<Self> {
         let parameters = shapes.num_parameters();
         if parameters > MAX_PARAMETERS {

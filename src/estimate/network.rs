@@ -70,11 +70,11 @@ pub(super) struct TransferTime {
 
 /// The allowed form of each part.
 const ALLOWED_FORM: &str = "separate them with a comma";
-const BUSY_FORM: &str =
-    "the third part is the share of a host's processors that is busy while its cable is: a number up to 100 and %";
-const RATE_FORM: &str = "the rate is a number above 0 and bit, kbit, Mbit or Gbit (bits of the cable, in each direction), \
-                    or MB/s or GB/s (bytes of data)";
-const LATENCY_FORM: &str = "the latency is a number and us, ms or s (one way)";
+const BUSY_FORM: &str = "the third part is the share of a host's processors that is busy while its link is: a number \
+                    up to 100 followed by %";
+const RATE_FORM: &str = "the rate is a number above 0 followed by bit, kbit, Mbit or Gbit (bits on the wire, in each \
+                    direction) or by MB/s or GB/s (bytes of data)";
+const LATENCY_FORM: &str = "the latency is a number followed by us, ms or s (one way)";
 
 impl Network {
     /// The network that is assumed if none is given: 10 Gbit, with a latency of 50 us.
@@ -99,8 +99,8 @@ impl Network {
 
     /// Returns the time of a transfer from its start to its end, headers included.
     ///
-    /// A message waits for the one that is `window` messages before it. So either the link is always busy, or each
-    /// window waits for the latency of its messages.
+    /// A message waits for the message `window` places before it. So either the link is always busy, or each window
+    /// waits for the latency of its messages.
     pub(super) fn travel(&self, transfer: &InterHostTransfer) -> TransferTime {
         let InterHostTransfer { into, out, messages, window, hops, behind } = *transfer;
         let (rate, latency) = (self.bytes_per_s(), self.latency_s());

@@ -58,7 +58,7 @@ pub(super) struct Rehearsal<'a> {
     config: &'a Config,
     plan: ReducePlan,
     share_plan: SharePlan,
-    /// The number of ranks in a group that keeps a second copy of gathered parameters, or 1 if there is none.
+    /// The number of ranks in a group that keeps a second copy of gathered parameters, or 1 if there is no such group.
     second_group: usize,
     /// The memory tier of whole parameters.
     tier: MemoryTier,
@@ -139,8 +139,8 @@ impl<'a> Rehearsal<'a> {
             && !share_plan.has_files()
             && grouping.updates_by_elements()
         {
-            // New weights until the next step, and gradients, which may still be in use when those of the next step
-            // arrive.
+            // Space for the new weights until the next step, and for gradients, which may still be in use when those of
+            // the next step arrive.
             for group in groups.iter().filter(|group| group.class.is_trained()) {
                 let weights = group.class.weights.dtype(dtype);
                 whole.push(ledger.hold(MemoryKind::Staging, group.len * weights.size_in_bytes()));
@@ -299,7 +299,7 @@ impl<'a> Rehearsal<'a> {
         gather.end(self)
     }
 
-    /// Returns the ledger's counts, with those of the formula next to them.
+    /// Returns the ledger's counts, next to those that the ZeRO formula gives.
     pub fn report(&self) -> MemoryReport {
         self.ledger_report(self.plan.accumulate)
     }

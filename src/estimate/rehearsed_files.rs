@@ -30,7 +30,7 @@ pub(super) struct RehearsedFiles {
     traffic: Rc<RefCell<Traffic>>,
     /// The bytes of the copies that direct access may need: each thread keeps a block for data that is not aligned.
     copies: usize,
-    /// The gradients being written, by number, as if no write finished before it is waited for.
+    /// The gradients being written, each with its number, as if no write finished before it is waited for.
     unwritten: RefCell<VecDeque<(u64, TrackedBuffer<MetaBuffer>)>>,
     /// The number of gradients stored so far.
     stored: Cell<u64>,
@@ -50,7 +50,7 @@ impl RehearsedFiles {
         Self { access, ledger, traffic, copies, unwritten: RefCell::default(), stored: Cell::new(0) }
     }
 
-    /// Accounts for copies, which may exist from now on.
+    /// Accounts for the copies of direct access, which may exist from now on.
     pub fn hold_copies(&self) {
         if self.access == DiskAccess::Direct {
             drop(self.ledger.hold(MemoryKind::Staging, self.copies));

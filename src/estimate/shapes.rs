@@ -35,7 +35,7 @@ type ParameterFilter = Box<dyn Fn(&str, &[usize]) -> bool>;
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum UnitRule {
-    /// Tensors whose names are equal up to their first number, such as `model.layers.7.`, form a unit.
+    /// Tensors whose names are equal up to and including their first number (`model.layers.7.`) form a unit.
     #[default]
     Numbered,
     /// Tensors with one of these prefixes and the same number after it form a unit.
@@ -222,7 +222,7 @@ impl Shapes {
     /// `config`.
     ///
     /// # Errors
-    /// [`ParamError::NoSuchModule`] for a module of `data_types.keep_in_fp32_modules` that does not exist.
+    /// [`ParamError::NoSuchModule`] for a module in `data_types.keep_in_fp32_modules` that does not exist.
     pub(super) fn registered(&self, config: &Config) -> Result<(Vec<Param>, LeafUnits)> {
         let RegisteredModel { params, units, leaves, .. } = &self.registered;
         let mut leaves = leaves.clone();

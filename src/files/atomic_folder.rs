@@ -43,7 +43,7 @@ impl AtomicFolder {
     /// synced already.
     ///
     /// # Errors
-    /// The target exists by now; an error in writing.
+    /// The target exists by now; a write error.
     pub fn finish(&self) -> Result<()> {
         sync_folder(&self.new)?;
         if self.is_inside {
@@ -62,7 +62,7 @@ impl AtomicFolder {
     /// everything else there stays.
     ///
     /// # Errors
-    /// A file of the same name does not belong to the caller; an error in writing.
+    /// A file of the same name does not belong to the caller; a write error.
     pub fn exchange(&self, is_own: impl Fn(&Path) -> bool) -> Result<()> {
         sync_folder(&self.new)?;
         let entries = std::fs::read_dir(&self.out)?.collect::<Result<Vec<_>>>()?;
@@ -71,7 +71,7 @@ impl AtomicFolder {
             return self.move_files(is_own);
         }
         match renameat_with(CWD, &self.new, CWD, &self.out, RenameFlags::EXCHANGE) {
-            // The old content is in the scratch folder now. Files that appeared in between go back.
+            // The old content is in the scratch folder now. Files that appeared in the meantime go back.
             Ok(()) => {
                 for entry in std::fs::read_dir(&self.new)?.flatten().filter(|entry| !is_own(&entry.path())) {
                     let back = self.out.join(entry.file_name());
@@ -97,7 +97,7 @@ impl AtomicFolder {
             if is_own(&to) {
                 std::fs::rename(from, to)?;
             } else {
-                // Files that appeared in between stay, too.
+                // Files that appeared in the meantime stay, too.
                 renameat_with(CWD, &from, CWD, &to, RenameFlags::NOREPLACE).or_else(|errno| match errno {
                     Errno::INVAL | Errno::NOSYS => std::fs::rename(&from, &to),
                     errno => Err(errno.into()),
@@ -137,7 +137,7 @@ impl AtomicFile {
     /// replaced, not the link.
     ///
     /// # Errors
-    /// The existing target is not a file; an error in writing.
+    /// The existing target is not a file; a write error.
     pub fn beside(out: &Path) -> Result<Self> {
         let out = match out.symlink_metadata() {
             Ok(_) => {

@@ -21,7 +21,7 @@ pub enum OutputError {
         output: Box<str>,
         /// The path of the output.
         path: PathBuf,
-        /// The relation of the two: "is", "contains", "lies in".
+        /// The relation of the two: "is", "contains", "is in", "is a file of".
         relation: &'static str,
         /// The input, as the user names it.
         input: Box<str>,
@@ -36,7 +36,7 @@ pub enum OutputError {
         output: Box<str>,
         /// The path of the first output.
         path: PathBuf,
-        /// The relation of the two: "is", "lies in", "has the name of a file of".
+        /// The relation of the two: "is", "is in", "has the name of a checkpoint file of".
         relation: &'static str,
         /// The second output, as the user names it.
         second: Box<str>,

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// The name of the file in the folder.
 pub(crate) const LOCK: &str = ".candle-zero.lock";
 
-/// The folders that this process has locked, by device and inode. Its engines share these locks if they request this.
+/// The folders that this process has locked, by device and inode. Its engines share these locks if they ask for this.
 static SHARED: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 
 /// A file that this process has locked. It is removed when this is dropped.
@@ -95,7 +95,7 @@ impl FolderLock {
         self.file.holds
     }
 
-    /// Tries once to lock the folder. Returns `None` if the lock file was removed meanwhile.
+    /// Tries once to lock the folder. Returns `None` if the lock file was removed in the meantime.
     fn try_once(folder: &Path) -> Result<Option<FolderLockOutcome>> {
         let operation = FlockOperation::NonBlockingLockExclusive;
         Ok(match FileLock::attempt(&folder.join(LOCK), operation)? {
@@ -111,7 +111,7 @@ pub(super) enum FileLockOutcome {
     Held(FileLock),
     /// Another process holds the lock. The value is the inode of the file.
     Busy(u64),
-    /// The file was removed meanwhile.
+    /// The file was removed in the meantime.
     Gone,
 }
 
@@ -185,7 +185,7 @@ pub fn sweep_locks(folder: &Path, is_of_lock: impl Fn(&OsStr) -> bool) {
 
 impl Drop for FileLock {
     /// Unlocks explicitly, because closing the file is not enough: a process that another thread is starting has a copy
-    /// of it until it executes its program.
+    /// of the open file until it executes its program.
     fn drop(&mut self) {
         // On errors, an unlocked file remains, and the lock lasts until the last copy is closed.
         if self.holds {
@@ -202,8 +202,8 @@ fn number(folder: &Path) -> Result<(u64, u64)> {
 
 /// Returns the process that holds a lock on the file with that inode, if the system reports it.
 pub(crate) fn owner(inode: u64) -> Option<u32> {
-    // One read of a large buffer sees a page of locks at one moment. Between two reads, locks move in the list, and one
-    // can be missed or seen twice.
+    // One read of a large buffer sees a page of locks at one moment. Between two reads, locks move in the list, and a
+    // lock can be missed or seen twice.
     let mut locks = Vec::new();
     let mut buffer = vec![0; 1 << 16];
     let mut file = File::open("/proc/locks").ok()?;

@@ -1,4 +1,4 @@
-//! The digests of a run's output files, so that it may replace its own files, and nothing else.
+//! The digests of a run's output files, so that the run may replace its own files, and nothing else.
 
 use super::{AtomicFile, read, read_text};
 use serde::{Deserialize, Serialize};
@@ -17,7 +17,7 @@ const MAX_FILE_BYTES: u64 = 1 << 24;
 /// While new files replace older ones, both digests are present.
 #[derive(Debug, Clone, Default)]
 pub struct OutputDigests {
-    /// The file that stores the digests beyond the process.
+    /// The file that keeps the digests after the process has ended.
     file: Option<PathBuf>,
     of: DigestsByPart,
 }
@@ -36,7 +36,7 @@ impl OutputDigests {
         Self { file: checkpoints.map(|folder| folder.join(FILE_NAME)), of: DigestsByPart::new() }
     }
 
-    /// Returns the digests of the run whose checkpoints are in that folder.
+    /// Returns the digests of the run whose checkpoints are in the folder `checkpoints`.
     pub fn of_run(checkpoints: &Path) -> Self {
         let file = checkpoints.join(FILE_NAME);
         let found =

@@ -52,7 +52,7 @@ impl ResolvedPath {
 
     /// Returns the path without links and `..`.
     pub fn path(&self) -> PathBuf {
-        // Not joined at once: an empty rest would append a slash, and turn a file into a folder.
+        // Joined name by name: joining an empty path would append a slash, and turn a file into a folder.
         self.rest.iter().fold(self.existing.clone(), |path, name| path.join(name))
     }
 

@@ -300,7 +300,7 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
             }
             Ok(_) => std::thread::sleep(Duration::from_millis(10)),
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
-            Err(e) => return Err(refused(path, format!("{} cannot lock it: {e}", file.display()))),
+            Err(e) => return Err(refused(path, format!("cannot lock {}: {e}", file.display()))),
         }
     }
 }

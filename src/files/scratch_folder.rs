@@ -9,7 +9,7 @@ use std::io::{Error, ErrorKind, Result, Write as _};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-/// The default prefix of their names.
+/// The default prefix of scratch folders' names.
 pub const WRITING: &str = ".candle-zero-writing-";
 /// The marker file.
 const MARK: &str = ".candle-zero-unfinished";
@@ -38,7 +38,8 @@ impl ScratchFolder {
             let path = made.keep();
             match Self::mark(&path) {
                 Ok(Some(folder)) => return Ok(Self { path, folder, is_kept: false }),
-                // A process that cleans up took it for a dead job's, because it was neither locked nor marked yet.
+                // A process that was cleaning up mistook it for a dead job's folder: it was neither locked nor marked
+                // yet.
                 Ok(None) => {}
                 Err(e) => {
                     _ = std::fs::remove_file(path.join(MARK));
@@ -72,7 +73,7 @@ impl ScratchFolder {
         &self.path
     }
 
-    /// Leaves the folder and its content to the user: it is not removed any more.
+    /// Leaves the folder and its content to the user: it is no longer removed.
     pub fn keep(mut self) -> PathBuf {
         self.is_kept = true;
         _ = std::fs::remove_file(self.path.join(MARK));
@@ -86,7 +87,8 @@ impl Drop for ScratchFolder {
             // The next job removes what cannot be removed now.
             _ = remove(&self.path);
         }
-        // Closing is not enough: a process that another thread is starting holds a copy until it executes its program.
+        // Closing is not enough: a process that another thread is starting holds a copy of the open folder until it
+        // executes its program.
         _ = flock(&self.folder, FlockOperation::Unlock);
     }
 }

@@ -51,7 +51,7 @@ impl Grad {
         }
     }
 
-    /// Calls `look` with the values as elements of the operation `op`.
+    /// Calls `look` with the values as elements of type `E`. `op` names the operation in errors.
     pub fn read<E: TensorElement, T>(&self, op: &'static str, look: impl FnOnce(&[E]) -> Result<T>) -> Result<T> {
         match self {
             Self::Own(flat) => match E::of_flat(flat) {
@@ -88,7 +88,7 @@ impl Grad {
 }
 
 thread_local! {
-    /// The number of this thread's backward. It changes after each failed backward.
+    /// The generation of this thread's gradients, which changes after each failed backward.
     static PASS: Cell<u64> = Cell::new(new_pass());
 }
 
@@ -133,8 +133,8 @@ impl GradSlot {
         self.gate.is_some()
     }
 
-    /// Adds a gradient. The first one is kept as it is. Sums are rounded to the tensor's dtype one after the other, in
-    /// the order of arrival.
+    /// Adds a gradient. The first one is kept as it is. Each later one is added in the order of arrival, and the sum is
+    /// rounded to the tensor's dtype.
     pub fn add(&self, grad: Grad) -> Result<()> {
         if !self.is_open() {
             return Ok(());

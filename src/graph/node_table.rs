@@ -43,7 +43,7 @@ pub(crate) fn node_of(tensor: &Tensor) -> Option<GraphNode> {
     unpoisoned(NODES.read()).get(&tensor.id()).cloned()
 }
 
-/// Registers a function that computes `tensor`'s values again, cheaply and with the same bits, from the data that its
+/// Registers a function that computes `tensor`'s values again, cheaply and bit for bit, from the data that the tensor's
 /// own operation keeps for backward. Operations that need the values in backward need not keep the tensor: see
 /// [`SavedTensor`].
 pub(crate) fn can_remake(tensor: &Tensor, remake: impl Fn() -> Result<Tensor> + Send + Sync + 'static) {

@@ -35,9 +35,9 @@ pub(crate) struct RngStreamKey {
     pub forward: u64,
 }
 
-/// Returns the stream of a forward. It differs for each forward of a run, and for runs with different seeds. It follows
-/// from the position of the forward in its optimizer step, so a run that resumes from a checkpoint uses the same
-/// stream.
+/// Returns the stream of a forward. It differs for each forward of a run, and for runs with different seeds. It is
+/// determined by the position of the forward in its optimizer step, so a run that resumes from a checkpoint uses the
+/// same stream.
 pub(crate) fn stream_of(key: RngStreamKey) -> u64 {
     let RngStreamKey { seed, rank, step, micro_step, forward } = key;
     // Odd factors, so that keys that differ in only one part have different streams.

@@ -175,7 +175,7 @@ mod tests {
         assert!(bytemuck::cast_slice::<E, u8>(&got) == bytemuck::cast_slice::<E, u8>(&want));
     }
 
-    /// Covers several tasks, with a short last one.
+    /// Covers several tasks, with a short last task.
     fn slices_hold_the_functions_of_their_elements<E: Element>() {
         let n = 2 * CHUNK + 37;
         let (x, dy, up) = (numbers::<E>(n, 1), numbers::<E>(n, 2), numbers::<E>(n, 3));

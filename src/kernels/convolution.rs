@@ -5,9 +5,9 @@
 //! ```
 //!
 //! Column t of the patches holds the input elements that output t depends on. Backward adds the gradients of patches to
-//! the elements that they were copied from. A transposed convolution is the same with forward and the input's gradient
-//! exchanged. Everything is in f32. Inputs and outputs have the shape `[batch, groups * c, length]`, weights `[groups *
-//! c_out, c_in, kernel]`.
+//! the elements that they were copied from. In a transposed convolution, forward and the input's gradient trade places.
+//! Everything is in f32. Inputs and outputs have the shape `[batch, groups * c, length]`, weights `[groups * c_out,
+//! c_in, kernel]`.
 
 use super::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use super::parallel::{ParallelChunks, for_each_part};
@@ -21,7 +21,7 @@ const COLUMNS: usize = 512;
 /// The maximum number of parts into which the batch is split for the weight's gradient. They are summed concurrently.
 const PARTS: usize = 8;
 
-/// The number of a group's weights above which one product occupies all threads, so that the batch is not split.
+/// The number of a group's weights above which one product occupies all threads, so the batch is not split.
 const MANY_WEIGHTS: usize = 1 << 18;
 
 /// The sizes of a convolution from `l_in` to `l_out`. Channels are counted per group.

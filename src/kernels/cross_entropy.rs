@@ -163,7 +163,7 @@ mod tests {
             for (j, got) in row_of(&got).iter().enumerate() {
                 let hot = if j == *target as usize { 1.0 } else { 0.0 };
                 let want = (0.5 + row as f64) * (x[j].exp() / total - hot) * slopes[j];
-                // Far out, 1 - tanh^2 has lost digits.
+                // For large logits, 1 - tanh^2 has lost digits to cancellation.
                 let lost = if cap.is_some() { 1e-6 * (0.5 + row as f64) } else { 0.0 };
                 assert!((want - f64::from(*got)).abs() <= tolerance * (want.abs() + 1e-4) + lost, "{want} {got}");
             }

@@ -1,5 +1,5 @@
 //! Dropout whose mask is a function of a seed and of an element's position. Nothing is stored for backward, and the
-//! mask depends neither on the number of threads nor on how a slice is split over calls.
+//! mask depends neither on the number of threads nor on how a slice is split across calls.
 //!
 //! The random numbers come from Philox4x32-10 (Salmon et al. 2011): ten rounds of multiplications turn a counter into
 //! four 32-bit words. No state is carried from one counter to the next, so many counters are computed at once in
@@ -56,7 +56,7 @@ fn drop_some<E: Element>(x: &[E], (bound, scale): (u32, f32), seed: u64, offset:
     }
 }
 
-/// Computes y = x scaled where the word reaches the bound, else 0, for at most one group.
+/// Computes y for at most one group: x scaled where the word reaches the bound, and 0 elsewhere.
 #[inline(always)]
 fn keep<E: Element>(x: &[E], words: &[u32], bound: u32, scale: f32, y: &mut [E]) {
     if E::KIND != ElementDtype::F16 {

@@ -9,13 +9,14 @@ thread_local! {
     static MACS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Counts the product of all `sizes` as multiply-adds that a kernel is about to compute.
+/// Counts the multiply-adds that a kernel is about to compute: the product of all `sizes`.
 pub(super) fn add<const N: usize>(sizes: [usize; N]) {
     let macs = sizes.iter().map(|size| *size as u64).product::<u64>();
     MACS.set(MACS.get().wrapping_add(macs));
 }
 
-/// Runs `run`, whose tasks request products of all `sizes` in total on any threads, and counts them on this thread.
+/// Runs `run`, whose tasks request multiply-adds on any threads, and counts their total on this thread: the product of
+/// all `sizes`.
 pub(crate) fn on_this_thread<const N: usize>(sizes: [usize; N], run: impl FnOnce()) {
     let before = MACS.get();
     run();

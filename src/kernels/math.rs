@@ -231,7 +231,7 @@ fn odds(t: f32) -> f32 {
 mod tests {
     use super::*;
 
-    /// Returns the distance of two positive numbers, counted in representable numbers.
+    /// Returns the distance between two positive numbers, counted in representable numbers.
     fn ulps(a: f32, b: f32) -> u32 {
         a.to_bits().abs_diff(b.to_bits())
     }
@@ -282,7 +282,7 @@ mod tests {
                 assert!(error(got.0, want.0) <= accuracy.max(1e-30), "{x}: {} {}", got.0, want.0);
                 assert!(error(got.1, want.1) <= 3e-7, "{x}: {} {}", got.1, want.1);
             };
-            // (1 + tanh u) / 2 without cancellation far to the left.
+            // (1 + tanh u) / 2 without cancellation for very negative u.
             let gate = 1.0 / (1.0 + (-2.0 * scale * (wide + cubic * wide.powi(3))).exp());
             let inner = scale * (1.0 + 3.0 * cubic * wide * wide);
             let slope = gate + 2.0 * wide * gate * (1.0 - gate) * inner;

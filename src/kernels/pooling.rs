@@ -45,8 +45,8 @@ impl PoolingWindows {
         }
     }
 
-    /// Writes the largest element of each window and its position in the plane: that of the first of equal elements,
-    /// and a nan counts as the largest.
+    /// Writes the largest element of each window and its position in the plane. Of equal elements, the first counts as
+    /// the largest; a nan is larger than any number.
     pub fn maxima(self, x: &[f32], y: &mut [f32], places: &mut [u32]) {
         let parts = (ParallelChunks::new(y, self.results()), ParallelChunks::new(places, self.results()));
         for_each_part(x.len() / self.elements().max(1), parts, |plane, (y, places)| {

@@ -33,7 +33,7 @@ impl InstructionSet {
             // SAFETY: same as above.
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => unsafe { avx512(l) },
-            // The compiler always uses its instructions.
+            // The compiler always uses the instructions of this level.
             #[cfg(target_arch = "aarch64")]
             Self::Neon => l.run(),
         }

@@ -12,8 +12,8 @@
 use super::shard::ShardCut;
 use super::shard_mesh::ShardMesh;
 
-/// Parameters with at least this many elements get their own collective, whatever the bucket size. Their shards already
-/// lie rank by rank in the full parameter, so that nothing is packed, and a larger message would not be faster.
+/// Parameters with at least this many elements get their own collective, whatever the bucket size. The full parameter
+/// already contains their shards rank by rank, so nothing needs to be packed, and a larger message would not be faster.
 pub const PACKED_BELOW: usize = 1 << 16;
 
 /// Decides when a bucket is full: a gradient that would make it larger than the limit starts a new one. A gradient

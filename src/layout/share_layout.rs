@@ -1,6 +1,6 @@
 //! The positions of a rank's shares of parameters: the sub-group, the first element, and the reserved room.
 //!
-//! The engine lays out its buffers and files by this, and `zerorun estimate` counts by it.
+//! The engine lays out its buffers and files accordingly, and `zerorun estimate` counts on the same basis.
 
 use super::shard::SubGroupFill;
 
@@ -11,7 +11,7 @@ pub struct ShareLayout {
     sharded: bool,
     /// The reserved room is a multiple of this number of elements.
     step: usize,
-    /// The number of elements of weights that stay in memory, if others lie in a file.
+    /// The number of elements of weights that stay in memory, if others are in a file.
     weights_in_memory: Option<usize>,
     sub_group_size: usize,
     /// The open sub-group of each class.
@@ -31,7 +31,7 @@ pub struct SharePosition {
     pub begins: bool,
     /// Whether it is the last share of its sub-group.
     pub closes: bool,
-    /// Whether its weights lie in a file, if any weights do.
+    /// Whether its weights are in a file, if any weights are.
     pub spills: bool,
 }
 
@@ -43,7 +43,7 @@ impl ShareLayout {
     }
 
     /// Returns the layout for state in files, where a share begins at a multiple of `step` elements.
-    /// `weights_in_memory` (`max_in_cpu`) is the number of elements of weights that stay in memory, if weights lie in a
+    /// `weights_in_memory` (`max_in_cpu`) is the number of elements of weights that stay in memory, if weights are in a
     /// file.
     #[must_use]
     pub fn in_files(self, step: usize, weights_in_memory: Option<usize>) -> Self {
@@ -51,7 +51,7 @@ impl ShareLayout {
     }
 
     /// Places the share of a parameter: `shard` elements of each rank if shares are shards, otherwise `whole`, in room
-    /// for complete blocks of `block` elements. Parameters of different classes (numbers from 0) lie in different
+    /// for complete blocks of `block` elements. Parameters of different classes (numbers from 0) are in different
     /// sub-groups, because they have different states.
     pub fn push(&mut self, shard: usize, whole: usize, class: usize, block: usize) -> SharePosition {
         let share = if self.sharded { shard } else { whole };
@@ -69,7 +69,7 @@ impl ShareLayout {
         SharePosition { share, room, begins, closes, spills: self.kept.is_none() }
     }
 
-    /// Returns whether this share is the first that lies in a file. The first weights stay in memory.
+    /// Returns whether this share is the first that is in a file. The first weights stay in memory.
     fn fills_memory(&mut self, room: usize) -> bool {
         let (Some(limit), Some(kept)) = (self.weights_in_memory, self.kept) else { return false };
         self.kept = kept.checked_add(room).filter(|total| *total <= limit);
@@ -77,7 +77,7 @@ impl ShareLayout {
     }
 }
 
-/// Returns how many of `groups` sub-groups keep their optimizer states in memory, which are the first ones. This is
+/// Returns how many of `groups` sub-groups keep their optimizer states in memory: the first ones do. This is
 /// DeepSpeed's rule for `ratio`, the fraction of sub-groups that is offloaded.
 pub fn groups_in_memory(groups: usize, ratio: f64) -> usize {
     ((1.0 - ratio) * groups as f64) as usize
@@ -94,7 +94,7 @@ mod tests {
             [20, 21, 10, 300, 2].into_iter().map(|numel: usize| sharing.push(numel.div_ceil(2), numel, 0, 1)).collect();
         let rooms: Vec<_> = laid.iter().map(|l| (l.share, l.room)).collect();
         assert_eq!(rooms, [(10, 16), (11, 16), (5, 8), (150, 152), (1, 8)]);
-        // 16 elements stay in memory; 32 would be too many. Later shares lie in the file too.
+        // 16 elements stay in memory; 32 would be too many. Later shares are in the file too.
         assert_eq!(laid.iter().map(|l| l.spills).collect::<Vec<_>>(), [false, true, true, true, true]);
         assert_eq!(laid.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, true, false, false, false]);
         assert_eq!(laid.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, false, true, false]);

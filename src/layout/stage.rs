@@ -58,7 +58,7 @@ impl ZeroStage {
         self as u8
     }
 
-    /// Returns the placement of a stage by the table of ZeRO (arXiv 1910.02054, section 5).
+    /// Returns the placement of a stage as defined in the ZeRO paper (arXiv 1910.02054, section 5).
     pub fn placement(self) -> Placement {
         use Sharding::{Replicated, Sharded};
         let (params, grads, optim) = match self {

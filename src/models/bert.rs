@@ -200,8 +200,7 @@ impl Bert {
     /// count) divided by `divisor`, or by the number of labels that count.
     ///
     /// # Errors
-    /// The errors of [`Bert::forward`]; labels that the model does not have; no label that counts if there is no
-    /// divisor.
+    /// The errors of [`Bert::forward`]; labels that the model does not have; without a divisor, no label that counts.
     pub fn loss(
         &self,
         ids: &Tensor,

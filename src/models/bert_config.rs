@@ -26,7 +26,7 @@ pub struct BertConfig {
     pub num_hidden_layers: usize,
     /// The number of attention heads per block; divides `hidden_size`.
     pub num_attention_heads: usize,
-    /// The number of positions, which is the longest input in tokens.
+    /// The number of positions, which is the maximum length of an input in tokens.
     pub max_position_embeddings: usize,
     /// The number of token types: one for a first text and one for a second.
     pub type_vocab_size: usize,

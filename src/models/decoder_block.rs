@@ -96,7 +96,7 @@ impl DecoderConfig {
         (self.dropout > 0.0).then(|| Dropout::new(self.dropout, 0))
     }
 
-    /// Builds the projection `name` of a block, onto the residual stream or not.
+    /// Builds the projection `name` of a block. `is_residual` tells whether it is onto the residual stream.
     fn projection(
         &self,
         name: &str,

@@ -15,7 +15,7 @@ pub struct GptConfig {
     pub n_head: usize,
     /// The width of the residual stream.
     pub n_embd: usize,
-    /// The number of positions, which is the longest input in tokens.
+    /// The number of positions, which is the maximum length of an input in tokens.
     pub ctx: usize,
     /// The vocabulary size; token ids are 0 to `vocab - 1`.
     pub vocab: usize,

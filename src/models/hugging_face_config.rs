@@ -25,7 +25,7 @@ impl DecoderConfig {
     ///
     /// # Errors
     /// A file that cannot be read; an unknown model; a value that this library does not support, or that contradicts
-    /// another one.
+    /// another value.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Self::from_parsed(&Self::parse(path)?, path)

@@ -33,8 +33,8 @@ pub trait Architecture: Sized {
     fn blocks(&self) -> usize;
 
     /// Returns the states of ids that continue earlier ones in the same sequences. `caches`, one for each block, hold
-    /// the keys and values of the earlier ids, equally many in each, and receive those of the new ids. The total is at
-    /// most the context length. This is for evaluation: nothing is recorded for a backward.
+    /// the keys and values of the earlier ids, the same number in each, and receive those of the new ids. The total is
+    /// at most the context length. This is for evaluation: nothing is recorded for a backward.
     ///
     /// With an empty cache, the states are bit-identical to those of [`Architecture::states`].
     ///
@@ -122,8 +122,8 @@ impl<A: Architecture> LanguageModel<A> {
     /// that count.
     ///
     /// # Errors
-    /// The errors of [`LanguageModel::forward_packed`]; targets outside the vocabulary; no target that counts if there
-    /// is no divisor.
+    /// The errors of [`LanguageModel::forward_packed`]; targets outside the vocabulary; without a divisor, no target
+    /// that counts.
     pub fn loss_packed(
         &self,
         ids: &Tensor,
@@ -196,7 +196,7 @@ impl<A: Architecture> LanguageModel<A> {
     }
 
     /// Returns `n` tokens that continue `prompt`: the most likely ones at temperature 0, otherwise sampled with `seed`.
-    /// Keys and values of the text are cached meanwhile ([`LanguageModel::extend`]).
+    /// The keys and values of the text are cached in the process ([`LanguageModel::extend`]).
     ///
     /// # Errors
     /// The errors of [`LanguageModel::last_logits`].

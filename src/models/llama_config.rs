@@ -21,7 +21,7 @@ pub struct LlamaConfig {
     pub num_attention_heads: usize,
     /// The number of key and value heads per block; divides `num_attention_heads`.
     pub num_key_value_heads: usize,
-    /// The number of positions, which is the longest input in tokens.
+    /// The number of positions, which is the maximum length of an input in tokens.
     pub ctx: usize,
     /// The vocabulary size; token ids are 0 to `vocab - 1`.
     pub vocab: usize,

@@ -10,7 +10,7 @@ use std::io::Write;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-/// A monitor that appends to `FOLDER/TAG.csv`, with `/` and blanks in the tag replaced by `_`. The first line of a file
+/// A monitor that appends to `FOLDER/TAG.csv`, with `/` and spaces in the tag replaced by `_`. The first line of a file
 /// is `step,NAME`, with the tag's last component. A resumed run appends to the existing files.
 #[derive(Debug)]
 pub struct CsvMonitor {
@@ -57,7 +57,7 @@ impl Monitor for CsvMonitor {
     }
 }
 
-/// Rejects a file that does not begin with the header line, or with the part of it that a killed run has left.
+/// Rejects a file that does not begin with the header line, or with the part of it that a killed run left behind.
 fn only_values(file: &File, header: &str) -> std::io::Result<()> {
     let mut begin = vec![0; header.len()];
     let read = file.read_at(&mut begin, 0)?;

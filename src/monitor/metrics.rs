@@ -117,8 +117,8 @@ impl MetricsWriter {
 }
 
 impl Drop for MetricsWriter {
-    /// Unlocks the file explicitly, because a process that another thread is starting holds a copy of the file until it
-    /// runs its program.
+    /// Unlocks the file explicitly, because a process that another thread is starting holds a copy of the open file
+    /// until it executes its program.
     fn drop(&mut self) {
         _ = flock(&self.file, FlockOperation::Unlock);
     }

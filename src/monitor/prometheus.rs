@@ -84,7 +84,7 @@ impl Prometheus {
         LISTENING_MONITORS.load(Ordering::Relaxed) > 0
     }
 
-    /// Returns the address that it listens on.
+    /// Returns the address that the monitor listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

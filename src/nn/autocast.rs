@@ -38,7 +38,7 @@ pub(super) fn linear_then(
 const NAME: &str = "linear (autocast)";
 
 /// Computes the product in `L`. Backward keeps the rounded input, and rounds the weight again, because the weight may
-/// have left memory meanwhile.
+/// have left memory in the meantime.
 fn linear<L: TensorElement>(
     x: &Tensor,
     weight: &Tensor,

@@ -13,8 +13,8 @@ pub struct DpoLoss {
     pub rewards: Rewards,
 }
 
-/// The implicit rewards of answers, as means over pairs. The reward of an answer is beta times the difference of its
-/// log probabilities under the model and under the reference.
+/// The implicit rewards of answers, as means over pairs. The reward of an answer is beta times the difference between
+/// its log probabilities under the model and under the reference.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
 #[non_exhaustive]
 pub struct Rewards {

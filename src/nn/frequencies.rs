@@ -1,4 +1,4 @@
-//! The frequencies of rotary positions, by the rules of Hugging Face's configurations.
+//! The frequencies of rotary positions, following the rules of Hugging Face's configurations.
 //!
 //! From one position to the next, pair i of a head is rotated by frequency i, in radians.
 

@@ -64,7 +64,7 @@ const NAME: &str = "linear (adapter)";
 const ROWS: usize = 256;
 
 /// Computes [`linear_then`](super::linear_then) with an adapter. The residual is added in the same pass; an activation
-/// takes a separate one.
+/// takes a separate pass.
 pub(super) fn linear_then(
     x: &Tensor,
     weight: &Tensor,

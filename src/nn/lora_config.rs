@@ -20,8 +20,8 @@ pub struct LoraConfig {
     pub r: usize,
     /// The numerator of the factor s, which is alpha / r, or alpha / sqrt(r) with `rslora`.
     pub alpha: f64,
-    /// The probability with which training drops elements of an adapter's input. With DoRA too, elements are dropped
-    /// only from the adapter's input (in PEFT also from the base weight's).
+    /// The probability with which training drops elements of an adapter's input. The input of the base weight is
+    /// unaffected, even with DoRA (unlike in PEFT).
     pub dropout: f32,
     /// The projections that get an adapter.
     pub targets: LoraTargets,

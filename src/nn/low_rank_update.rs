@@ -1,4 +1,4 @@
-//! Sums of a weight and a product of two thin matrices, W + s B A, in f32, computed for some lines of the weight at a
+//! Sums of a weight and a product of two thin matrices, W + s B A, in f32, computed for a few lines of the weight at a
 //! time.
 
 use super::WeightLayout;

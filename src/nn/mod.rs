@@ -6,23 +6,23 @@
 //! - `candle_nn::ops::{softmax_last_dim, rms_norm, layer_norm, sdpa}`;
 //! - `candle_nn::rotary_emb::{rope, rope_i, rope_thd}`;
 //! - the modules built on them: `candle_nn::LayerNorm` (contiguous input, with bias and mean) and `candle_nn::RmsNorm`,
-//!   hence most models of candle-transformers.
+//!   and hence most models of candle-transformers.
 //!
 //! Others have a backward that is wrong, or not correct for all settings: `conv1d`, `conv_transpose1d`, pooling,
-//! upsampling, `scatter`, `scatter_add`, and `matmul` of some views. Those of this module are correct, with the same
-//! names and settings (docs/vision.md has the table).
+//! upsampling, `scatter`, `scatter_add`, and `matmul` of some views. The versions in this module are correct, with the
+//! same names and settings (docs/vision.md has the table).
 //!
 //! In candle-nn, `Linear`, `Embedding`, `ops::{softmax, log_softmax, layer_norm_slow, rms_norm_slow}`,
 //! `rotary_emb::{rope_slow, rope_i_slow}` and `loss::cross_entropy` are differentiable. On the CPU they sum 16-bit
 //! numbers in 16 bits.
 //!
-//! The layers here work on f32, bf16 and f16 storage with f32 arithmetic inside; each result is rounded once. In a
-//! 16-bit model their parameters may also be f32 (`data_types.keep_in_fp32_modules`,
+//! The layers of this module work on f32, bf16 and f16 storage with f32 arithmetic inside; each result is rounded once.
+//! In a 16-bit model their parameters may also be f32 (`data_types.keep_in_fp32_modules`,
 //! [`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)), while activations between layers remain in 16
-//! bits. Layers of candle-nn reject operands of two formats; cast their inputs and results. The layers here return the
-//! same bits for any number of threads, and a row of a result does not depend on the number of rows. On the CPU each is
-//! one op with a hand-written backward, as are most with CUDA; elsewhere the same functions are composed of Candle's
-//! differentiable ops ([`composed`]).
+//! bits. Layers of candle-nn reject operands of two formats; cast their inputs and results. The layers of this module
+//! return the same bits for any number of threads, and a row of a result does not depend on the number of rows. On the
+//! CPU each is one op with a hand-written backward, as are most with CUDA; elsewhere the same functions are composed of
+//! Candle's differentiable ops ([`composed`]).
 //!
 //! Gradients between these layers, and those of an engine's parameters, do not pass through Candle's graph, which would
 //! first add each of them to zeros: the graph only determines when the backward of a layer runs (`graph` in the

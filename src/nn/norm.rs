@@ -12,9 +12,9 @@ use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Error, Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder, init};
 
-/// Computes (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension of x `[.., width]`; weight and
-/// bias `[width]`, each of x's dtype or in f32. The variance is the biased one. Statistics are in f32 and kept for
-/// backward. Results are rounded once, to x's dtype. A gradient has the dtype of its operand.
+/// Computes (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension of x `[.., width]`. The weight
+/// and the bias are `[width]`, each of x's dtype or in f32. The variance is the biased one. Statistics are in f32 and
+/// kept for backward. Results are rounded once, to x's dtype. A gradient has the dtype of its operand.
 ///
 /// # Errors
 /// A weight or bias of a different length or dtype.
@@ -60,9 +60,9 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     })
 }
 
-/// Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension of x `[.., width]`; weight `[width]`, of x's
-/// dtype or in f32. Statistics are in f32 and kept for backward. Results are rounded once, to x's dtype. A gradient has
-/// the dtype of its operand.
+/// Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension of x `[.., width]`. The weight is `[width]`, of
+/// x's dtype or in f32. Statistics are in f32 and kept for backward. Results are rounded once, to x's dtype. A gradient
+/// has the dtype of its operand.
 ///
 /// # Errors
 /// A weight of a different length or dtype.

@@ -22,8 +22,8 @@ pub struct Rotary {
 
 impl Rotary {
     /// Creates the tables for heads of `head` elements, an even number, at positions below `ctx`. The slowest frequency
-    /// follows from `theta` (10000 in most models). As in Hugging Face's models, an element is paired with the one half
-    /// a head away.
+    /// follows from `theta` (10000 in most models). As in Hugging Face's models, an element is paired with the element
+    /// half a head away.
     ///
     /// # Errors
     /// An odd head size, a theta that is not above 0.
@@ -35,7 +35,7 @@ impl Rotary {
     /// at positions below `ctx`.
     ///
     /// # Errors
-    /// No frequencies, or one that is NaN or infinite.
+    /// No frequencies, or a frequency that is NaN or infinite.
     pub fn from_frequencies(ctx: usize, frequencies: Vec<f64>) -> Result<Self> {
         if frequencies.is_empty() || frequencies.iter().any(|frequency| !frequency.is_finite()) {
             bail!("rotary: the frequencies are {frequencies:?}; each pair of a head needs a finite number")

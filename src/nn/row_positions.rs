@@ -4,7 +4,7 @@ use crate::nn::Sequences;
 
 /// The positions of the rows of a tensor `[batch, time, width]`.
 pub(super) enum RowPositions {
-    /// Consecutive positions, beginning with this one.
+    /// Consecutive positions, beginning with this position.
     From(usize),
     Of(Sequences),
 }

@@ -13,7 +13,7 @@ use candle_core::{DType, Layout, Result, Tensor, bail};
 /// the same target, the last one wins.
 ///
 /// `indexes` (u8, u32 or i64) and `source` have the same shape, which may exceed that of `init` only along `dim`. An
-/// index with its type's largest value is ignored, as in Candle.
+/// index equal to its type's largest value is ignored, as in Candle.
 ///
 /// This is [`Tensor::scatter`] with correct gradients: elements that were overwritten, in `init` or by a later element
 /// of the source, have none.
@@ -34,7 +34,7 @@ pub fn scatter<D: Dim>(init: &Tensor, indexes: &Tensor, source: &Tensor, dim: D)
 /// f32 and rounded once.
 ///
 /// `indexes` (u8, u32 or i64) and `source` have the same shape, which may exceed that of `init` only along `dim`. An
-/// index with its type's largest value is ignored, as in Candle.
+/// index equal to its type's largest value is ignored, as in Candle.
 ///
 /// This is [`Tensor::scatter_add`] with correct gradients.
 ///

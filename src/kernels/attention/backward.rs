@@ -47,7 +47,7 @@ pub(super) fn part<T: ScoreTiles>(h: &AttentionShape) -> usize {
 /// group's heads side by side.
 ///
 /// # Safety
-/// The processor has the instructions of `T`.
+/// The processor must have the instructions of `T`.
 pub(super) unsafe fn key_head<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     at: SequenceHead,
@@ -86,7 +86,7 @@ pub(super) unsafe fn key_head<T: ScoreTiles + PackElementsToWords<E>, E: Element
 /// Computes the gradients of one head's queries, and its part of dk and dv.
 ///
 /// # Safety
-/// The processor has the instructions of `T`.
+/// The processor must have the instructions of `T`.
 pub(super) unsafe fn query_head<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     at: SequenceHead,
@@ -108,7 +108,7 @@ pub(super) unsafe fn query_head<T: ScoreTiles + PackElementsToWords<E>, E: Eleme
 /// head.
 ///
 /// # Safety
-/// The processor has the instructions of `T`.
+/// The processor must have the instructions of `T`.
 pub(super) unsafe fn add_parts<T: ScoreTiles, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     (parts, stride): (&mut [f32], usize),
@@ -125,7 +125,7 @@ pub(super) unsafe fn add_parts<T: ScoreTiles, E: Element>(
 }
 
 /// # Safety
-/// The processor has the instructions.
+/// The processor must have the instructions.
 unsafe fn add<V: SimdVector>(sums: &mut [f32], others: &[f32]) {
     // SAFETY: as the caller promises; only full vectors are accessed.
     unsafe {
@@ -141,7 +141,7 @@ unsafe fn add<V: SimdVector>(sums: &mut [f32], others: &[f32]) {
 }
 
 /// # Safety
-/// The processor has the instructions of `T`.
+/// The processor must have the instructions of `T`.
 unsafe fn write<T: ScoreTiles, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     sums: &[f32],
@@ -171,7 +171,7 @@ fn keys_length<T: ScoreTiles>(h: &AttentionShape) -> usize {
 
 impl<'a> PackedKeyHead<'a> {
     /// # Safety
-    /// The processor has the instructions of `T`.
+    /// The processor must have the instructions of `T`.
     unsafe fn pack<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
         h: &AttentionShape,
         at: SequenceHead,
@@ -202,7 +202,7 @@ const BLOCKS: usize = 5;
 /// Computes the gradients of one head's queries, and sums its part of dk and dv from zero.
 ///
 /// # Safety
-/// The processor has the instructions of `T`.
+/// The processor must have the instructions of `T`.
 unsafe fn query_gradients<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     at: SequenceHead,
@@ -262,7 +262,7 @@ unsafe fn query_gradients<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
 /// Packs a block of queries transposed, and as words across the queries.
 ///
 /// # Safety
-/// The processor has the instructions of `T`.
+/// The processor must have the instructions of `T`.
 unsafe fn pack_block<'a, T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,

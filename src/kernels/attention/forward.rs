@@ -14,7 +14,7 @@ use crate::kernels::vector::PackElementsToWords;
 /// Computes the rows of `out` and of `lse` of one head of a sequence of `h.time` positions.
 ///
 /// # Safety
-/// The processor has the instructions of `T`.
+/// The processor must have the instructions of `T`.
 pub(super) unsafe fn one_head<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     [q, k, v]: [HeadRows<'_, E>; 3],

@@ -17,20 +17,20 @@ use crate::kernels::math::{exp, tanh};
 use crate::kernels::parallel::{for_each_part, for_each_part_here};
 use crate::kernels::row_reduce::{maximum, reduce};
 
-/// The number of queries whose scores are computed with a key while it is in cache.
+/// The number of queries whose scores are computed with a key while it is in the processor's cache.
 const QUERIES: usize = 8;
 /// The number of positions whose scores are computed at once.
 const BLOCK: usize = 16;
 /// The number of independent sums.
 const CHAINS: usize = 4;
-/// The number of positions whose values are summed while they are in cache.
+/// The number of positions whose values are summed while they are in the processor's cache.
 const POSITIONS: usize = 64;
 /// The number of columns of the values that are summed in registers.
 const COLUMNS: usize = 32;
 /// The number of multiplications that take less time than waking another thread.
 const MIN_PARALLEL_MULTIPLICATIONS: usize = 1 << 18;
 
-/// Returns the capacity that has room for `positions`.
+/// Returns the capacity that has room for `positions` positions.
 pub fn capacity_for(positions: usize) -> usize {
     positions.next_multiple_of(BLOCK)
 }
@@ -134,7 +134,8 @@ pub fn forward_cached<E: Element>(
     }
 }
 
-/// Computes the results of all queries of one key head, some at a time. `q` returns the queries of a head of the group.
+/// Computes the results of all queries of one key head, a few at a time. `q` returns the queries of a head of the
+/// group.
 fn one_key_head<'a, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     q: impl Fn(usize) -> HeadRows<'a, E>,

@@ -1,12 +1,12 @@
 //! Attention with grouped heads: softmax(scale q k^T, over the keys that a query sees) v, and its gradients.
 //!
-//! An [`AttentionRule`] defines which keys a query sees. The sequences that are packed into a row are separate
-//! attentions: tiles begin where a sequence begins, so that its results have the same bits as if it were alone. Each
-//! head of a sequence is computed in square tiles of [`shape::BLOCK`] keys and queries with a running softmax. Memory
-//! is therefore never quadratic in time, and tiles in which no query sees a key are skipped. Backward recomputes the
-//! probabilities from the log-sum-exp that forward keeps. A task is one (sequence, head) in forward, and one (sequence,
-//! key head) or one of its query heads in backward. The order of sums is the same in each case, so results have the
-//! same bits for any number of threads.
+//! An [`AttentionRule`] defines which keys a query sees. Attention is computed separately for each of the sequences
+//! that are packed into a row: tiles begin where a sequence begins, so that its results have the same bits as if it
+//! were alone. Each head of a sequence is computed in square tiles of [`shape::BLOCK`] keys and queries with a running
+//! softmax. Memory is therefore never quadratic in time, and tiles in which no query sees a key are skipped. Backward
+//! recomputes the probabilities from the log-sum-exp that forward keeps. A task is one (sequence, head) in forward, and
+//! one (sequence, key head) or one of its query heads in backward. The order of sums is the same in each case, so
+//! results have the same bits for any number of threads.
 //!
 //! The code is generic over the vectors of a SIMD level and the words that its products use ([`tiles::ScoreTiles`]).
 //! [`SimdMethod::of`] selects them for a level. bf16 elements are multiplied in pairs on processors with a fast
@@ -55,7 +55,7 @@ pub fn forward<E: Element>(
     out: &mut [E],
     lse: &mut [f32],
 ) {
-    // The scores, and their sums of values.
+    // The scores, and the sums of values weighted by the probabilities.
     mac_count::add([2, rule.pairs(h), h.head]);
     forward_on(SimdMethod::of::<E>(level()), (h, rule), [q, k, v], out, lse);
 }
@@ -63,7 +63,7 @@ pub fn forward<E: Element>(
 /// Computes the gradients of [`forward()`]'s inputs and overwrites `dq`, `dk` and `dv`.
 ///
 /// `out` and `lse` are the results of forward, and `dout` is the gradient of `out`. A key head's gradients are summed
-/// in f32 over each query head of its group, then over these heads in order, and are rounded once.
+/// in f32 within each query head of its group, then over these heads in order, and are rounded once.
 ///
 /// Panics if the slices or the rule do not fit the sizes.
 pub fn backward<E: Element>(

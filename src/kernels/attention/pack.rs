@@ -32,7 +32,7 @@ unsafe fn along<W: PackElementsToWords<E>, E: Element>(row: &[E], w: usize) -> W
 /// Packs rows as words along them: word (t, w) is at `t * words + w`. Both dimensions are padded with zeros.
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor must have the instructions.
 pub(super) unsafe fn by_rows<W: PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
@@ -62,7 +62,7 @@ pub(super) unsafe fn by_rows<W: PackElementsToWords<E>, E: Element>(
 /// are padded with zeros.
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor must have the instructions.
 pub(super) unsafe fn by_columns<W: PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
@@ -95,7 +95,7 @@ pub(super) unsafe fn by_columns<W: PackElementsToWords<E>, E: Element>(
 /// vectors.
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor must have the instructions.
 pub(super) unsafe fn transposed<W: PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
@@ -133,7 +133,7 @@ pub(super) unsafe fn transposed<W: PackElementsToWords<E>, E: Element>(
 /// Multiplies f32 rows from position `start` on by their factors, and writes them rounded once.
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor must have the instructions.
 pub(super) unsafe fn write<V: SimdVector, E: Element>(
     (sums, width): (&[f32], usize),
     factors: impl Iterator<Item = f32>,
@@ -164,7 +164,7 @@ pub(super) unsafe fn write<V: SimdVector, E: Element>(
 /// For each row in `rows`, computes the dot product of that row of `a` with the same row of `b`.
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor must have the instructions.
 pub(super) unsafe fn dots<V: SimdVector, E: Element>(
     [a, b]: [HeadRows<'_, E>; 2],
     rows: Range<usize>,

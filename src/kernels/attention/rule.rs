@@ -8,7 +8,7 @@ use super::shape::{AttentionShape, BAND, BLOCK, LOG2_E};
 pub struct AttentionRule<'a> {
     /// The factor of the products of queries and keys.
     pub scale: f32,
-    /// The c of c tanh(score / c), which limits scaled scores.
+    /// The c in c tanh(score / c), which limits scaled scores.
     pub soft_cap: Option<f32>,
     /// The maximum number of keys that a query sees, including the key at its own position.
     pub window: Option<usize>,
@@ -52,18 +52,18 @@ pub(super) struct SequenceHead {
     pub head: usize,
 }
 
-/// The used part of a tile. Keys and queries are multiples of [`BAND`].
+/// The used part of a tile. The numbers of keys and queries are multiples of [`BAND`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TileShape {
     pub keys: usize,
     pub queries: usize,
     /// Whether query i sees only keys 0 to i. Otherwise it sees all keys.
     pub diagonal: bool,
-    /// A further bound of the visible keys.
+    /// A further bound on the visible keys.
     pub edge: Option<TileMaskEdge>,
 }
 
-/// A further bound of a tile.
+/// A further bound on the keys that the queries of a tile see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TileMaskEdge {
     /// The offset of the first visible key: query i sees keys from i + this value on.
@@ -80,7 +80,7 @@ impl AttentionRule<'_> {
         Self { scale, soft_cap: None, window: None, bidirectional: false, starts: None }
     }
 
-    /// Returns the factor that converts the numbers of a tile to powers of 2, and the cap that is applied before, if
+    /// Returns the factor that converts the numbers of a tile to powers of 2, and the cap that is applied before it, if
     /// any.
     pub fn to_powers(self) -> (f32, Option<SoftCap>) {
         match self.soft_cap {

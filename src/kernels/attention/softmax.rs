@@ -33,7 +33,7 @@ struct VisibleKeys {
 }
 
 impl VisibleKeys {
-    /// Returns the keys for the queries from `query` on. At an edge, any query may miss any key.
+    /// Returns the keys for the queries from `query` on. At an edge, any key may be hidden from any query.
     #[inline(always)]
     fn of<V: SimdVector>(s: TileShape, query: usize) -> Self {
         const { assert!(V::LANES.is_multiple_of(KEYS) && BAND.is_multiple_of(V::LANES)) };
@@ -52,7 +52,7 @@ trait TileMask: Copy {
     /// Keeps the lanes of `x` whose queries see key number `key` of the tile, and takes the other lanes from `other`.
     ///
     /// # Safety
-    /// Inside `V::with`.
+    /// The call must be inside `V::with`.
     unsafe fn keep<V: SimdVector>(self, x: V, key: usize, other: V) -> V;
 }
 
@@ -101,7 +101,7 @@ fn check(tile: &[f32], s: TileShape) {
 /// Applies a cap to a tile of products and writes their scores in powers of 2.
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor must have the instructions.
 pub(super) unsafe fn bound<V: SimdVector>(tile: &mut [f32], s: TileShape, cap: SoftCap) {
     check(tile, s);
     // SAFETY: as the caller promises; keys and queries are within the tile.
@@ -125,7 +125,7 @@ pub(super) unsafe fn bound<V: SimdVector>(tile: &mut [f32], s: TileShape, cap: S
 /// Converts a tile of scores to probabilities relative to the running maximum. `scale` converts scores to powers of 2.
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor must have the instructions.
 pub(super) unsafe fn softmax<V: SimdVector>(tile: &mut [f32], s: TileShape, scale: f32, state: &mut OnlineSoftmax) {
     check(tile, s);
     // SAFETY: as the caller promises; keys and queries are within the tile and the state.
@@ -213,7 +213,7 @@ pub(super) struct BackwardRowStatistics {
 /// cap, these are multiplied by its slope, and `scores` contains capped scores.
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor must have the instructions.
 pub(super) unsafe fn score_gradients<V: SimdVector>(
     p: &mut [f32],
     g: &mut [f32],
@@ -250,7 +250,7 @@ trait ScoreSlope: Copy {
     /// Converts a score's gradient to the gradient of the product that the score was computed from.
     ///
     /// # Safety
-    /// Inside `V::with`.
+    /// The call must be inside `V::with`.
     unsafe fn through<V: SimdVector>(self, score: V, gradient: V) -> V;
 }
 

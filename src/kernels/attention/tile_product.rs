@@ -79,7 +79,7 @@ impl ProductInit<'_> {
 /// `b` are (words, distance between rows in words).
 ///
 /// # Safety
-/// The processor has the instructions of `T`.
+/// The processor must have the instructions of `T`.
 ///
 /// # Panics
 /// Panics if a slice is too short.

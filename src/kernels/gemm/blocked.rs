@@ -147,7 +147,7 @@ struct TaskGrid {
 }
 
 impl TaskGrid {
-    /// Chooses as few tasks as fit the caches, but some for each thread, so that threads of unequal speed end together.
+    /// Chooses as few tasks as fit the caches, but several per thread, so that threads of unequal speed end together.
     fn new<A: GemmArithmetic>(rows: usize, cols: usize, steps: usize, threads: usize) -> Self {
         let at_least = 2 * A::COLS;
         let widest = (A::WORDS_OF_B / steps).max(at_least);
@@ -506,7 +506,7 @@ impl FewRowsTask {
 }
 
 /// The number of steps that are packed together if few rows are multiplied by contiguous columns. It is large enough
-/// that sums are seldom loaded and stored, and small enough that the packed words stay in the first-level cache.
+/// that sums are rarely loaded and stored, and small enough that the packed words stay in the first-level cache.
 const PIECE_STEPS: usize = 128;
 
 /// Splits a range into pieces of at most `most`, in order.

@@ -23,7 +23,7 @@ pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
     with_words(parts * cols, |sums| {
         let sums = PartialSums(sums.cast());
         parallel::for_each(parts, |part| {
-            // SAFETY: the words are initialized, and any bits are numbers; every task has separate `cols` words.
+            // SAFETY: the words are initialized, and any bits are numbers; every task writes its own `cols` words.
             let sums = unsafe { std::slice::from_raw_parts_mut(sums.at(part * cols), cols) };
             sums.fill(0.0);
             vectorized!(for i in part * ROWS..rows.min((part + 1) * ROWS) {

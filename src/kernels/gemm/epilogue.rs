@@ -17,8 +17,8 @@ pub struct Epilogue<'a, E> {
     pub bias: Option<&'a [E]>,
     /// The matrix that is added after the activation, row-major and of the result's shape.
     pub residual: Option<Matrix<'a, E>>,
-    /// The activation, and the matrix that receives the values before it, if requested. These values are rounded to the
-    /// dtype of the result. The activation is computed from the rounded values, whether they are stored or not.
+    /// The activation, and the matrix that receives its inputs, if requested. These values are rounded to the dtype of
+    /// the result. The activation is computed from the rounded values, whether they are stored or not.
     pub activation: Option<(Activation, Option<MatrixMut<'a, E>>)>,
 }
 
@@ -34,7 +34,7 @@ impl<E> Default for Epilogue<'_, E> {
 pub enum Activation {
     /// The tanh approximation of GELU.
     GeluTanh,
-    /// Exact GELU, by the error function.
+    /// Exact GELU, computed with the error function.
     Gelu,
     /// x / (1 + exp(-x)).
     Silu,

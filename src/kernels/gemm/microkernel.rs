@@ -62,8 +62,8 @@ kernels!(F32Words<Neon>, [1, 2, 4, 8], [1, 2, 3]);
 /// Computes `R` rows and `N` vectors.
 ///
 /// # Safety
-/// The processor has the arithmetic's instructions; `a`, `b` and `sums` contain the rows, columns and steps that this
-/// reads and writes.
+/// The processor must have the arithmetic's instructions; `a`, `b` and `sums` contain the rows, columns and steps that
+/// this reads and writes.
 unsafe fn kernel<A: GemmArithmetic, const R: usize, const N: usize>(
     steps: usize,
     a: StridedWords,
@@ -114,7 +114,7 @@ unsafe fn tile<A: GemmArithmetic, const R: usize, const N: usize>(
 /// Returns the sums in memory if `keep` is set, or zeros.
 ///
 /// # Safety
-/// Inside `V::with`; `sums` has N vectors for each of R rows, `stride` apart.
+/// The call must be inside `V::with`; `sums` has N vectors for each of R rows, `stride` apart.
 #[inline(always)]
 pub(super) unsafe fn load_sums<V: SimdVector, const R: usize, const N: usize>(
     sums: *const f32,

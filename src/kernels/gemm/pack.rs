@@ -45,7 +45,7 @@ impl<E: Element> GemmOperand<E> {
     /// each step the words of all columns. Columns and elements that do not exist are zeros.
     ///
     /// # Safety
-    /// The processor has the instructions of `W`; `to` has room for `steps` times the vectors.
+    /// The processor must have the instructions of `W`; `to` must have room for `steps` times the vectors.
     pub(super) unsafe fn pack_columns<W: ElementArithmetic<E>>(
         &self,
         outer: usize,
@@ -103,7 +103,7 @@ impl<E: Element> GemmOperand<E> {
     /// Returns the words of a step for a vector of adjacent columns.
     ///
     /// # Safety
-    /// Inside `W::V::with`; the step exists.
+    /// The call must be inside `W::V::with`; the step exists.
     #[inline(always)]
     pub(super) unsafe fn words<W: ElementArithmetic<E>>(&self, outer: usize, step: usize) -> W::V {
         let inner = step * W::DEPTH;
@@ -139,11 +139,11 @@ impl<E: Element> GemmOperand<E> {
         }
     }
 
-    /// Calls `take` with the number and the words of each of `steps` steps from `step` on, in order. The numbers start
+    /// Calls `take` with the index and the words of each of `steps` steps from `step` on, in order. The indexes start
     /// at 0. The words are those of a vector of columns whose elements are adjacent.
     ///
     /// # Safety
-    /// Inside `W::V::with`; the steps exist.
+    /// The call must be inside `W::V::with`; the steps exist.
     #[inline(always)]
     pub(super) unsafe fn transposed<W: ElementArithmetic<E>>(
         &self,
@@ -186,7 +186,7 @@ impl<E: Element> GemmOperand<E> {
                 if steps - s < W::LANES {
                     return rows.iter().take(steps - s).enumerate().for_each(|(i, row)| take(s + i, *row));
                 }
-                // The compiler knows this number of rows, so they stay in registers.
+                // The compiler knows this number of rows, so the rows stay in registers.
                 for (i, row) in rows.iter().enumerate().take(W::LANES) {
                     take(s + i, *row);
                 }
@@ -199,7 +199,7 @@ impl<E: Element> GemmOperand<E> {
     /// vector covers twice as many rows, the second half starts `group` words after the first.
     ///
     /// # Safety
-    /// The processor has the instructions of `W`; `to` has room.
+    /// The processor must have the instructions of `W`; `to` must have room.
     pub(super) unsafe fn pack_rows<W: ElementArithmetic<E>>(
         &self,
         outer: usize,
@@ -231,7 +231,8 @@ impl<E: Element> GemmOperand<E> {
     /// full vectors.
     ///
     /// # Safety
-    /// The processor has the instructions of `W`; `to` has room for `steps` words rounded up to full vectors.
+    /// The processor must have the instructions of `W`; `to` must have room for `steps` words rounded up to full
+    /// vectors.
     pub(super) unsafe fn copy_row<W: ElementArithmetic<E>>(
         &self,
         outer: usize,

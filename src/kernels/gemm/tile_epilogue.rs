@@ -14,7 +14,7 @@ pub(super) struct TilePosition {
 }
 
 impl<C: Element> EpilogueOutput<'_, C> {
-    /// Returns whether the sums are only stored or added unchanged, so that a microkernel can do it.
+    /// Returns whether the sums are only stored or added unchanged, so that a microkernel can store them itself.
     pub(super) fn takes_sums(&self) -> bool {
         C::KIND == ElementDtype::F32 && self.adds_nothing()
     }
@@ -28,8 +28,8 @@ impl<C: Element> EpilogueOutput<'_, C> {
 /// Finishes and stores a tile of sums whose rows start `stride` apart. The sums are overwritten.
 ///
 /// # Safety
-/// The processor has the vectors' instructions; rows of sums can be read and written up to a multiple of a vector's
-/// columns; the elements exist in the result, and nothing else accesses them meanwhile.
+/// The processor must have the vectors' instructions; rows of sums can be read and written up to a multiple of a
+/// vector's columns; the elements exist in the result, and nothing else accesses them during the call.
 pub(super) unsafe fn finish<V: SimdVector, C: Element>(
     sink: &EpilogueOutput<'_, C>,
     place: TilePosition,
@@ -107,7 +107,7 @@ unsafe fn finish_tile<V: SimdVector, C: Element>(
 /// Applies scale and bias to the `n` columns from `col` on, at most one vector.
 ///
 /// # Safety
-/// Inside `V::with`, and these are columns of the result.
+/// The call must be inside `V::with`, and these are columns of the result.
 #[inline(always)]
 unsafe fn before_activation<V: SimdVector, C: Element>(
     sink: &EpilogueOutput<'_, C>,
@@ -128,7 +128,7 @@ unsafe fn before_activation<V: SimdVector, C: Element>(
 /// Returns the numbers that storing and loading would produce.
 ///
 /// # Safety
-/// Inside `V::with`.
+/// The call must be inside `V::with`.
 #[inline(always)]
 unsafe fn round<V: SimdVector, C: Element>(x: V) -> V {
     if C::KIND == ElementDtype::F32 {

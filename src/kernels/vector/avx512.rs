@@ -41,7 +41,7 @@ impl<const BF16: bool> Avx512Vector<BF16> {
 }
 
 impl Avx512Bf16 {
-    /// Returns the words of the two numbers of each lane in bf16, with the number of `low` in the low half.
+    /// Returns the words of the two numbers of each lane in bf16, with the number from `low` in the low half.
     #[inline(always)]
     pub(crate) unsafe fn pair(low: Self, high: Self) -> Self {
         const fn lanes() -> [u16; 32] {

@@ -98,7 +98,7 @@ pub(crate) trait SimdVector: Copy {
     /// halves.
     unsafe fn split_bf16(self) -> [Self; 2];
 
-    /// Writes the first `n` numbers (at most all), each rounded to the nearest element, with ties to even.
+    /// Writes the first `n` numbers (at most all lanes), each rounded to the nearest element, with ties to even.
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize);
 
     /// Adds the product of the number at `a` and the numbers of `b` to each sum, like [`SimdVector::mul_add`].
@@ -119,7 +119,7 @@ pub(crate) trait SimdVector: Copy {
 /// Adds the product of `a` and an element of `b` to each sum, one after the other.
 ///
 /// # Safety
-/// Inside [`SimdVector::with`].
+/// The call must be inside [`SimdVector::with`].
 #[inline(always)]
 unsafe fn add_each_product<V: SimdVector, const N: usize>(sums: &mut [V; N], a: V, b: &[V; N]) {
     for (sum, &b) in sums.iter_mut().zip(b) {
@@ -144,7 +144,7 @@ unsafe fn exp2_of_rest<V: SimdVector>(rest: V) -> V {
 /// magnitude, and NaN for NaN.
 ///
 /// # Safety
-/// Inside `V::with`.
+/// The call must be inside `V::with`.
 #[inline(always)]
 pub(crate) unsafe fn tanh<V: SimdVector>(x: V) -> V {
     // SAFETY: as the caller promises.

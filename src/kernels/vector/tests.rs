@@ -19,7 +19,7 @@ fn same(a: f32, b: f32) -> bool {
 }
 
 /// # Safety
-/// The processor has the vector's instructions.
+/// The processor must have the vector's instructions.
 unsafe fn each<V: SimdVector>(a: &[f32], b: &[f32], f: unsafe fn(V, V) -> V) -> Vec<f32> {
     let mut out = vec![0.0; a.len()];
     // SAFETY: the caller guarantees that the processor has the instructions; only full vectors of numbers are accessed.
@@ -34,7 +34,7 @@ unsafe fn each<V: SimdVector>(a: &[f32], b: &[f32], f: unsafe fn(V, V) -> V) -> 
 }
 
 /// # Safety
-/// The processor has the vector's instructions.
+/// The processor must have the vector's instructions.
 unsafe fn check<V: SimdVector>(fused: bool) {
     let mut a = numbers();
     a.truncate(a.len() / MAX_LANES * MAX_LANES);
@@ -125,7 +125,7 @@ unsafe fn check<V: SimdVector>(fused: bool) {
 }
 
 /// # Safety
-/// The processor has the vector's instructions.
+/// The processor must have the vector's instructions.
 unsafe fn check_elements<V: SimdVector, E: Element>(numbers: &[f32]) {
     for (i, from) in numbers.chunks_exact(V::LANES).enumerate() {
         let n = i % (V::LANES + 1);
@@ -150,7 +150,7 @@ unsafe fn check_elements<V: SimdVector, E: Element>(numbers: &[f32]) {
 }
 
 /// # Safety
-/// The processor has the bf16 instructions.
+/// The processor must have the bf16 instructions.
 #[cfg(target_arch = "x86_64")]
 unsafe fn check_pairs() {
     let numbers = |from: usize| std::array::from_fn::<f32, MAX_LANES, _>(|i| (from + i) as f32 * 0.3);

@@ -22,7 +22,7 @@ impl<T: Copy> JobCell<T> {
     }
 
     /// # Safety
-    /// No thread sets the value meanwhile.
+    /// No thread may set the value during the call.
     #[inline]
     pub(super) unsafe fn get(&self) -> T {
         // SAFETY: as the caller promises.
@@ -30,7 +30,7 @@ impl<T: Copy> JobCell<T> {
     }
 
     /// # Safety
-    /// No thread sets or gets the value meanwhile.
+    /// No thread may set or get the value during the call.
     #[inline]
     pub(super) unsafe fn set(&self, value: T) {
         // SAFETY: as the caller promises.

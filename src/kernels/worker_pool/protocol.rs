@@ -4,7 +4,7 @@
 //!
 //! `state` is stored with Release (or stronger) after `job`, and loaded with Acquire before a helper reads `job`. A
 //! helper leaves with Release, and the caller checks with Acquire whether all have left, so it sees what they wrote,
-//! and may write `job` again. All changes of `state` between opening and that check are read-modify-write operations,
+//! and may write `job` again. All changes to `state` between opening and that check are read-modify-write operations,
 //! which continue the release sequence of the helpers that left earlier. Between `state` and `asleep`, SeqCst keeps a
 //! helper from falling asleep just as a job opens; the lock `sleeping` does so between its last look and its wait.
 //!
@@ -14,10 +14,10 @@
 //! two jobs of two parts, in every order in which their accesses can take effect. One helper that keeps looking is
 //! interrupted at most six times, one that sleeps four times, two helpers once if they keep looking and twice if they
 //! sleep, and two callers three times. Loom finds no race on `job` or on what the parts write, no part that is run twice or
-//! not at all, no helper that works on a job that has returned or enters one twice, no panic that is lost or stays for
+//! not at all, no helper that works on a job that has returned or enters one twice, no panic that is lost or left for
 //! the next job, and no sleep that nothing ends. The pool never ends its helpers, so there is no end to check.
 //!
-//! It finds the deliberate mistakes of its tests: a job that is opened, looked at, left, closed or waited for with
+//! It finds the deliberate mistakes in its tests: a job that is opened, looked at, left, closed or waited for with
 //! Relaxed, one that stays open for helpers, SeqCst that orders nothing, and a missing wake-up. These were made in this
 //! file by hand, one by one, and each was found too: waking without the lock, falling asleep without a second look,
 //! `asleep` that is never counted, closing that does not wait, no closing when the caller panics, a helper's panic that
@@ -55,7 +55,7 @@ fn number(state: u64) -> u64 {
 /// The caller's work, which helpers call. It is valid while the job is open or a helper is inside.
 pub(super) type PoolJob = *const (dyn Fn() + Sync);
 
-/// A pool's state and what its threads do. Every word starts as zero, and `job` without a job.
+/// A pool's state and what its threads do. Every word starts as zero, and `job` starts empty.
 pub(super) struct WorkerPool {
     pub(super) state: AtomicU64,
     pub(super) job: JobCell<Option<PoolJob>>,
@@ -90,7 +90,7 @@ impl WorkerPool {
         while *count < helpers && start(*count + 1) {
             *count += 1;
         }
-        // SAFETY: only the lifetime changes; `close` waits until no helper uses the job, also when this unwinds.
+        // SAFETY: only the lifetime changes; `close` waits until no helper uses the job, even if this unwinds.
         let job: PoolJob = unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), PoolJob>(work) };
         // SAFETY: the lock is held, so no job is open and no helper is inside.
         unsafe { self.job.set(Some(job)) };
@@ -184,14 +184,14 @@ impl WorkerPool {
     }
 }
 
-/// Closes the job on drop, also when the caller panics: the work must not be used after its lifetime.
+/// Closes the job on drop, even if the caller panics: the work must not be used after its lifetime.
 struct CloseJobOnDrop<'a>(&'a WorkerPool);
 
 impl Drop for CloseJobOnDrop<'_> {
     fn drop(&mut self) {
         self.0.close();
         if std::thread::panicking() {
-            // The caller's own panic continues. A helper's panic must not stay for the next job.
+            // The caller's own panic continues. A helper's panic must not be left for the next job.
             lock(&self.0.panic).take();
         }
     }
