@@ -59,7 +59,7 @@ pub(super) struct IoMeter(Mutex<IoCounts>);
 #[derive(Debug, Default)]
 struct IoCounts {
     report: OffloadReport,
-    /// The number of pending requests, and the time since which there have been any.
+    /// The number of pending requests, and the time since which there has been at least one.
     active: usize,
     since: Option<Instant>,
 }

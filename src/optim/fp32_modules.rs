@@ -10,7 +10,7 @@ use crate::error::{ParamError, Result};
 use crate::util::{list, matches, nearest};
 use std::collections::BTreeSet;
 
-/// The names of such modules, as given in the configuration.
+/// The names of the modules whose parameters stay in f32, as given in the configuration.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fp32Modules<'a>(pub &'a [String]);
 

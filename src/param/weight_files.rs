@@ -147,7 +147,7 @@ impl WeightFiles {
     }
 }
 
-/// Returns the names that a parameter may have in files, the likeliest first. Hugging Face saves a GPT-2 with a
+/// Returns the names that a parameter may have in files, the most likely first. Hugging Face saves a GPT-2 with a
 /// language-modeling head under `transformer.`, and one without a head, like the published files, without that prefix.
 /// Other models use `model.` or `bert.` in the same way, and a language model inside a vision model also has
 /// `language_model.`. The oldest BERTs use TensorFlow's names for the parameters of norms.
