@@ -24,7 +24,7 @@ pub enum LogLevel {
 /// The minimum level that is reported in this process.
 static MIN_LEVEL: AtomicU8 = AtomicU8::new(LogLevel::Info as u8);
 
-/// From now on, suppresses messages below `level` in this process.
+/// Suppresses messages below `level` in this process from now on.
 pub(crate) fn suppress_below(level: LogLevel) {
     MIN_LEVEL.store(level as u8, Ordering::Relaxed);
 }

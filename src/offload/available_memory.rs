@@ -130,7 +130,7 @@ impl CgroupVersion {
                 (&["memory.limit_in_bytes"], "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"])
             }
         };
-        // Version 1 expresses "no limit" by a number near the largest.
+        // Version 1 expresses "no limit" by a number close to the largest possible one.
         let limit = limits.iter().filter_map(|name| number(name)).min().filter(|limit| *limit < 1 << 60)?;
         let stat = read(&folder.join("memory.stat")).unwrap_or_default();
         let counted = stat.lines().filter_map(|line| line.split_once(' ')).filter(|(name, _)| cached.contains(name));

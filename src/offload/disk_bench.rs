@@ -127,7 +127,7 @@ pub struct SequentialBench {
 }
 
 /// The optimizer step over files: Adam with bf16 parameters. Master weights and two moments are read and written,
-/// gradients are read, parameters are written.
+/// gradients are read, and parameters are written.
 #[derive(Debug, Clone, Serialize)]
 pub struct StepBench {
     /// The access to the files.
@@ -208,7 +208,7 @@ impl DiskPassTiming {
     fn new(bytes: u64, rounds: Vec<f64>) -> Self {
         let mut sorted = rounds.clone();
         sorted.sort_by(f64::total_cmp);
-        // A clock that is too coarse for a tiny file must not produce infinite speed.
+        // A clock that is too coarse for a tiny file must not produce an infinite speed.
         let seconds = sorted[sorted.len() / 2].max(1e-9);
         Self { seconds, bytes_per_s: bytes as f64 / seconds, rounds }
     }
@@ -578,7 +578,7 @@ impl DiskBenchAdam {
     }
 }
 
-/// Creates bytes that no disk can compress, and that are numbers between 0.007 and 1 when read as bf16 or as f32.
+/// Creates bytes that no disk can compress and that, read as bf16 or f32, are numbers between 0.007 and 1.
 fn pattern(len: usize) -> AlignedBuffer {
     let mut buffer = AlignedBuffer::new(len);
     let mut state = 0x9e37_79b9_7f4a_7c15u64;

@@ -99,7 +99,7 @@ trait BlockCompletion: Send + Sync {
     fn is_over(&self, result: std::result::Result<(), Error>, shared: &FileIoShared);
 }
 
-/// A pending transfer. Dropping it does not stop it.
+/// A pending transfer. Dropping this value does not stop the transfer.
 pub(crate) struct FileTransfer<B> {
     batch: Arc<FileTransferShared<B>>,
     shared: Arc<FileIoShared>,
@@ -179,7 +179,7 @@ impl FileIo {
         self.submit(buffer, pieces, IoDirection::Write, 0)
     }
 
-    /// Writes parts of `buffer` to files, and drops it when that is done. Waits first if many bytes are still
+    /// Writes parts of `buffer` to files, and drops the buffer when that is done. Waits first if many bytes are still
     /// unwritten.
     pub fn write_and_drop<B: TransferBuffer>(&self, mut buffer: B, pieces: Vec<ArenaPiece>) -> FileTransfer<B> {
         let bytes = buffer.bytes().len().max(1);

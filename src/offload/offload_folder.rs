@@ -201,8 +201,8 @@ fn unnamed_file(folder: &Path) -> Result<File> {
     Err(OffloadError::Folder { path: folder.to_owned(), problem }.into())
 }
 
-/// Creates the folder if its parent exists, or if it is below the user's home. Elsewhere a disk may not be mounted, or
-/// the path may be wrong.
+/// Creates the folder if its parent exists, or if it is below the user's home. Elsewhere, a missing parent may mean
+/// that a disk is not mounted or that the path is wrong.
 fn create(path: &Path) -> std::io::Result<()> {
     let parent = folder_of(path);
     if !parent.is_dir() && std::env::home_dir().is_some_and(|home| home.is_dir() && path.starts_with(home)) {

@@ -139,7 +139,7 @@ impl OffloadStore {
         let all = gather_u64(comm, &own)?;
         let all: Vec<SpaceDemand> = all.iter().flat_map(|rank| rank.as_chunks().0.iter().map(demand)).collect();
         let Some(full) = all.iter().find(|d| d.is_full) else { return Ok(()) };
-        // Folders on one disk share it.
+        // Folders on one disk share its space.
         let there = || all.iter().filter(|d| d.device == full.device);
         let [asked, got] = [there().map(|d| d.asked).sum(), there().map(|d| d.got).sum()];
         let mut folders = self.folders.iter().filter(|f| f.demand().device == full.device);

@@ -1,4 +1,5 @@
-//! The interface of transfers between files and memory: the threads of a [`FileIo`], or a rehearsal that only counts.
+//! The interface of transfers between files and memory: implemented by the threads of a [`FileIo`], and by a rehearsal
+//! that only counts.
 
 use super::aligned_buffer::AlignedBuffer;
 use super::file_arena::FileExtent;

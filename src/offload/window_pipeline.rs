@@ -125,7 +125,7 @@ fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: 
     room.next_multiple_of(STEP).max(STEP)
 }
 
-/// Brings windows into memory and back, in order.
+/// Brings windows into memory and writes them back, in order.
 pub(crate) struct WindowPipeline<'a, F: StateFiles> {
     files: &'a F,
     ledger: &'a MemoryLedger,

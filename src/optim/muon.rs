@@ -1,4 +1,4 @@
-//! Muon: momentum with orthogonalized matrices, and AdamW for all parameters that are not matrices.
+//! Muon: orthogonalized momentum for matrices, and AdamW for all parameters that are not matrices.
 
 use super::adam::Adam;
 use super::elementwise_kernel::{ElementwiseKernel, StepSlices};

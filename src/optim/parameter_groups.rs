@@ -291,7 +291,7 @@ impl ParameterGrouping {
         }
     }
 
-    /// Returns whether every optimizer computes an element from its own values only.
+    /// Returns whether every optimizer computes an element from the element's own values only.
     pub fn updates_by_elements(&self) -> bool {
         let mut optimizers = OptimizerRole::ALL.into_iter().filter_map(|role| self.optimizer(role));
         optimizers.all(|optimizer| matches!(optimizer.needs(), OptimizerNeeds::Elements))

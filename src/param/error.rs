@@ -378,7 +378,7 @@ pub enum ParamError {
         shape: Vec<usize>,
         /// The number and type of the elements that it holds.
         found: String,
-        /// The number and type of the elements of its shape.
+        /// The number and type of the elements that it should hold.
         expected: String,
     },
     /// A tensor whose kind of number differs from the buffer's.

@@ -118,7 +118,7 @@ impl WeightFiles {
         ParamError::MissingTensor { path: self.path.clone(), name, shape, has }.into()
     }
 
-    /// Returns an error if there are tensors that are not among the parameters `used`, other than needless buffers.
+    /// Returns an error if there are tensors that are not among the parameters `used`, other than dispensable buffers.
     pub fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
         let extra = self.unused(used);
         match extra.is_empty() {
@@ -127,7 +127,7 @@ impl WeightFiles {
         }
     }
 
-    /// Returns the tensors that are not among the parameters `used`, other than needless buffers.
+    /// Returns the tensors that are not among the parameters `used`, other than dispensable buffers.
     pub fn unused(&self, used: &BTreeSet<&str>) -> Vec<&str> {
         let used: BTreeSet<String> = used.iter().filter_map(|name| self.find(name)).map(|(name, _)| name).collect();
         let unused =

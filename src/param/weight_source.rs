@@ -115,7 +115,7 @@ impl WeightSource {
         }
     }
 
-    /// Returns an error if files contain tensors that the model has not requested, other than needless buffers.
+    /// Returns an error if files contain tensors that the model has not requested, other than dispensable buffers.
     pub(crate) fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
         if let Self::Files(files) = self { files.check_all_used(used) } else { Ok(()) }
     }

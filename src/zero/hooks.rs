@@ -341,7 +341,7 @@ impl RankCore {
         Ok((result, kept))
     }
 
-    /// Runs a unit's forward again with the buffers that the first forward found, and restores their present values
+    /// Runs a unit's forward again with the buffers that the first forward found, and restores their current values
     /// afterwards.
     pub(super) fn with_buffers_of_then<T>(
         &self,

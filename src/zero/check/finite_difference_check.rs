@@ -91,7 +91,7 @@ impl RankCore {
 impl RankCore {
     /// Moves a unit's parameters, which are in memory and about to be used.
     pub(in crate::zero) fn shift_unit(&self, unit: UnitId) -> Result<()> {
-        // If parameters are not sharded, a unit's may be used outside of it too.
+        // If parameters are not sharded, a unit's parameters may be used outside of it too.
         let all = !self.shards_params();
         if !self.is_checking() || (all && unit != ROOT) {
             return Ok(());

@@ -16,7 +16,7 @@ use candle_nn::var_builder::SimpleBackend;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// The `VarBuilder` backend behind such an instance.
+/// The `VarBuilder` backend behind a second instance.
 #[derive(Clone)]
 pub(crate) struct EvalBackend(Arc<EvalBackendInner>);
 

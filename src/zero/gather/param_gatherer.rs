@@ -60,7 +60,7 @@ pub(crate) struct ParamGatherer<R: StepExecutor> {
     recomputes: bool,
     /// The number of backward passes that run inside others: a recomputing unit runs a separate one.
     depth: usize,
-    /// The last unit that each of these backward passes, the engine's first, has entered.
+    /// The last unit that each of these backward passes has entered, beginning with the engine's backward.
     entered: Vec<UnitId>,
     /// The number of nested backward passes that run inside one that is not the engine's.
     passing: usize,
@@ -250,7 +250,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         }
     }
 
-    /// Releases the parameters left by backward passes that are not the engine's.
+    /// Releases the parameters left in memory by backward passes that are not the engine's.
     pub fn release_passed(&mut self, core: &R) -> Result<()> {
         for unit in 0..self.units.len() {
             if self.units[unit].passed {
