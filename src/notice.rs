@@ -4,14 +4,14 @@ use std::io::Write as _;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// The minimum level of the messages that are reported: `log_level`.
+/// The minimum level of the messages that are reported (`log_level`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum LogLevel {
     /// Everything.
     Debug,
-    /// Everything (default): the level of progress messages and of notes about a configuration.
+    /// Everything (default). Progress messages and notes about a configuration have this level.
     Info,
     /// Only problems that do not end the training.
     Warning,
@@ -24,7 +24,7 @@ pub enum LogLevel {
 /// The minimum level that is reported in this process.
 static MIN_LEVEL: AtomicU8 = AtomicU8::new(LogLevel::Info as u8);
 
-/// From now on, suppresses messages below `level` in this process.
+/// Suppresses messages below `level` in this process from now on.
 pub(crate) fn suppress_below(level: LogLevel) {
     MIN_LEVEL.store(level as u8, Ordering::Relaxed);
 }

@@ -7,7 +7,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// A variable that `zerorun` gives to its ranks.
+/// An environment variable that `zerorun` sets for its ranks.
 pub const RESTART: &str = "ZERORUN_RESTART";
 
 /// Returns whether SIGTERM, SIGINT or SIGHUP (a closed terminal) has arrived. After the first call they have no other

@@ -1,4 +1,5 @@
-//! Small helpers for every module: locks, ranges in pieces, a stable hash, names and bytes in a message, name patterns.
+//! Small helpers for every module: locks, ranges split into pieces, a stable hash, names and bytes formatted for
+//! messages, and name patterns.
 
 use std::ffi::OsString;
 use std::fmt::Display;

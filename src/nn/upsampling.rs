@@ -15,7 +15,7 @@ use candle_core::{Result, Shape, Tensor, bail};
 /// all its copies.
 ///
 /// # Errors
-/// Fails if the input has a different number of dimensions or no elements, or if a size is 0.
+/// Fails if the input does not have three dimensions, if it has no elements, or if `size` is 0.
 pub fn upsample_nearest1d(x: &Tensor, size: usize) -> Result<Tensor> {
     const NAME: &str = "upsample_nearest1d";
     let &[images, channels, length] = x.dims() else {
@@ -26,14 +26,14 @@ pub fn upsample_nearest1d(x: &Tensor, size: usize) -> Result<Tensor> {
     apply(NAME, x, (images, channels, 1, length), (images, channels, size).into(), resampling)
 }
 
-/// Resizes an image `[batch, channels, height, width]` to `height` x `width`. Each element is the nearest element of
-/// the input. The new size may be larger or smaller by any factor in each dimension.
+/// Resizes an image `[batch, channels, height, width]` to `height` x `width`. Each element of the result is the nearest
+/// element of the input. The new size may be larger or smaller by any factor in each dimension.
 ///
 /// This is [`Tensor::upsample_nearest2d`] with a correct gradient: an input element gets the sum of the gradients of
 /// all its copies.
 ///
 /// # Errors
-/// Fails if the input has a different number of dimensions or no elements, or if a size is 0.
+/// Fails if the input does not have four dimensions, if it has no elements, or if `height` or `width` is 0.
 pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Tensor> {
     const NAME: &str = "upsample_nearest2d";
     let (images, channels, h, w) = image(NAME, x)?;
@@ -42,14 +42,14 @@ pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Ten
     apply(NAME, x, (images, channels, h, w), (images, channels, height, width).into(), resampling)
 }
 
-/// Resizes an image `[batch, channels, height, width]` to `height` x `width`. Each element is the mean of the four
-/// elements around its position, weighted by distance. With `align_corners`, the centers of the corner elements stay in
-/// place; otherwise their outer edges do (as in PyTorch).
+/// Resizes an image `[batch, channels, height, width]` to `height` x `width`. Each element of the result is the mean of
+/// the four input elements around its position, weighted by distance. With `align_corners`, the centers of the corner
+/// elements stay in place; otherwise their outer edges do (as in PyTorch).
 ///
 /// This is [`Tensor::upsample_bilinear2d`] with a gradient, which Candle's version does not have.
 ///
 /// # Errors
-/// Fails if the input has a different number of dimensions or no elements, or if a size is 0.
+/// Fails if the input does not have four dimensions, if it has no elements, or if `height` or `width` is 0.
 pub fn upsample_bilinear2d(x: &Tensor, height: usize, width: usize, align_corners: bool) -> Result<Tensor> {
     const NAME: &str = "upsample_bilinear2d";
     let (images, channels, h, w) = image(NAME, x)?;

@@ -7,7 +7,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// The limit of the tightest group, and the memory that it leaves.
+/// The memory limit of a control group, and the memory that is left within it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CgroupLimit {
     limit: u64,
@@ -22,7 +22,7 @@ pub fn available_memory() -> u64 {
     available(&read_file)
 }
 
-/// Returns the memory limit that this process's control groups set, if they do.
+/// Returns the memory limit set by this process's control groups, if there is one.
 #[doc(hidden)]
 pub fn group_limit() -> Option<u64> {
     tightest(&groups(&read_file), |group| group.limit)
@@ -46,7 +46,8 @@ fn tightest(groups: &[CgroupLimit], of: impl Fn(&CgroupLimit) -> u64) -> Option<
     groups.iter().map(of).min()
 }
 
-/// Returns the groups of this process that limit its memory: its own and those above, of both versions.
+/// Returns the groups of this process that limit its memory: its own and those above it, in both versions of the
+/// interface.
 fn groups(read: FileReader<'_>) -> Vec<CgroupLimit> {
     let mounts = read(Path::new("/proc/self/mountinfo")).unwrap_or_default();
     let mounts: Vec<CgroupMount> = mounts.lines().filter_map(CgroupMount::read).collect();
@@ -129,7 +130,7 @@ impl CgroupVersion {
                 (&["memory.limit_in_bytes"], "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"])
             }
         };
-        // Version 1 expresses "no limit" by a number near the largest.
+        // Version 1 expresses "no limit" by a number close to the largest possible one.
         let limit = limits.iter().filter_map(|name| number(name)).min().filter(|limit| *limit < 1 << 60)?;
         let stat = read(&folder.join("memory.stat")).unwrap_or_default();
         let counted = stat.lines().filter_map(|line| line.split_once(' ')).filter(|(name, _)| cached.contains(name));
@@ -186,7 +187,7 @@ mod tests {
         };
         assert_eq!(on_these(files("max", "500000000")), (300_000_000, Some(500_000_000)), "cached files count as free");
         assert_eq!(on_these(files("100000000", "500000000")), (100_000_000, Some(100_000_000)));
-        assert_eq!(on_these(files("max", "200000000")), (0, Some(200_000_000)), "it is used up");
+        assert_eq!(on_these(files("max", "200000000")), (0, Some(200_000_000)), "the limit is used up");
         let mut high = files("max", "max");
         high.push((format!("{job}/memory.high"), "700000000"));
         assert_eq!(on_these(high), (500_000_000, Some(700_000_000)));

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 /// The way in which files of offloaded state are accessed.
 ///
-/// Measured on a virtual disk, in GB/s (cold reads; writes including a final sync): without the page cache 2.5 to 3.6
-/// and 4 to 6, through it 2.0 to 3.3 and 3.5, through a mapping 1 to 2 and 1.2 to 2. State that is already in the page
-/// cache is read at 20 to 40 through it, and at 7 to 15 through a mapping.
+/// Measured on a virtual disk, in GB/s, for cold reads and for writes including a final sync: without the page cache
+/// 2.5 to 3.6 and 4 to 6; through it 2.0 to 3.3 and 3.5; through a mapping 1 to 2 and 1.2 to 2. State that is already
+/// in the page cache is read through it at 20 to 40 GB/s, and through a mapping at 7 to 15 GB/s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -25,7 +25,7 @@ pub enum DiskAccess {
 impl DiskAccess {
     pub(super) const ALL: [Self; 3] = [Self::Direct, Self::Cached, Self::Mapped];
 
-    /// Returns the fastest access for files of `bytes` bytes in total, of all ranks on this host.
+    /// Returns the fastest access for the files of all ranks on this host, which have `bytes` bytes in total.
     pub(crate) fn fastest(bytes: u64, direct_is_possible: bool) -> Self {
         match () {
             () if bytes <= available_memory() / 2 => Self::Cached,
@@ -59,7 +59,7 @@ impl AtomicDiskAccess {
         self.0.store(access as u8, Ordering::Relaxed);
     }
 
-    /// Returns whether copies for direct access may be needed.
+    /// Returns whether the current access is direct, so that copies may be needed for alignment.
     pub fn is_direct(&self) -> bool {
         self.0.load(Ordering::Relaxed) == DiskAccess::Direct as u8
     }
@@ -68,7 +68,7 @@ impl AtomicDiskAccess {
         DiskAccess::ALL[usize::from(self.0.load(Ordering::Relaxed))]
     }
 
-    /// Returns the access to use for a file, which may not allow the chosen one.
+    /// Returns the access to use for a file, which may not support the chosen access.
     pub fn of_file(&self, allows_direct: bool) -> DiskAccess {
         match self.get() {
             DiskAccess::Direct if !allows_direct => DiskAccess::Mapped,

@@ -2,10 +2,10 @@
 //! loops. `zerorun bench disk` prints it.
 //!
 //! ```text
-//!   reserve, fill -> 3 rounds of [write, read] by every access                  sequential
+//!   reserve, fill -> 3 rounds of [write, read] with every kind of access        sequential
 //!                 -> 3 rounds of [plain loops, pipeline with 4 pairs of flags]  optimizer step
 //!                 -> the update without files, in memory
-//!                 -> 3 rounds of the pipeline with no flag and with both, with an update as long as the disk access
+//!                 -> 3 rounds of the pipeline with neither and with both flags, with an update as slow as the disk access
 //!                 -> 3 rounds of the pipeline with 15 pairs of block size and queue depth (sweep)
 //! ```
 //!
@@ -37,7 +37,7 @@ use std::time::Instant;
 /// The number of times that every pass runs.
 const ROUNDS: usize = 3;
 
-/// The bytes of one system call of the plain loops.
+/// The bytes that one system call of the plain loops transfers.
 const PLAIN_BLOCK: usize = 1 << 20;
 
 /// The bytes of one transfer of the sequential passes: as many as one f32 stream of a window has in a step with direct
@@ -63,9 +63,9 @@ const SWEEP_DEPTHS: [usize; 5] = [1, 4, 8, 16, 32];
 pub struct DiskBenchSettings {
     /// The folder, as given in `nvme_path`.
     pub folder: PathBuf,
-    /// The total bytes of all files. At least one page of every file is used.
+    /// The total bytes of all files. Every file has at least one page.
     pub bytes: u64,
-    /// The settings of requests.
+    /// The request settings.
     pub aio: Aio,
     /// Whether other block sizes and queue depths are also tried.
     pub sweep: bool,
@@ -82,18 +82,18 @@ pub struct DiskBenchReport {
     pub aio: IoRequestSettings,
     /// Whether the file system allows access without the page cache.
     pub direct_is_possible: bool,
-    /// The largest part of the files that was in the page cache at the beginning of a pass, estimated from samples.
+    /// The largest fraction of a file that was in the page cache at the beginning of a pass, estimated from samples.
     /// `None` if the system does not report it.
     pub cached_at_start: Option<f64>,
-    /// The sequential passes, by access.
+    /// The sequential passes, one entry for each kind of access.
     pub sequential: Vec<SequentialBench>,
     /// The optimizer step.
     pub step: StepBench,
-    /// The step by block size and queue depth, the fastest first. Empty unless requested.
+    /// The step with each pair of block size and queue depth, fastest first. Empty unless requested.
     pub sweep: Vec<RequestSweepRow>,
 }
 
-/// The block size and number of pending requests: the section `aio` of a configuration.
+/// The block size and the number of pending requests, as in the `aio` section of a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct IoRequestSettings {
     /// The bytes of a request.
@@ -127,7 +127,7 @@ pub struct SequentialBench {
 }
 
 /// The optimizer step over files: Adam with bf16 parameters. Master weights and two moments are read and written,
-/// gradients are read, parameters are written.
+/// gradients are read, and parameters are written.
 #[derive(Debug, Clone, Serialize)]
 pub struct StepBench {
     /// The access to the files.
@@ -149,11 +149,11 @@ pub struct StepBench {
     pub balanced: DiskOverlapBench,
 }
 
-/// The maximum gain of overlapping: the step with a longer update, so that computing takes as long as the disk needs
-/// for a step without flags.
+/// The maximum gain from overlapping: the step with its update repeated until computing takes as long as the disk needs
+/// for a step with neither flag.
 #[derive(Debug, Clone, Serialize)]
 pub struct DiskOverlapBench {
-    /// The number of updates of each window.
+    /// The number of times that each window is updated.
     pub updates: usize,
     /// The step with neither flag.
     pub one_after_the_other: DiskPassTiming,
@@ -208,15 +208,15 @@ impl DiskPassTiming {
     fn new(bytes: u64, rounds: Vec<f64>) -> Self {
         let mut sorted = rounds.clone();
         sorted.sort_by(f64::total_cmp);
-        // A clock that is too coarse for a tiny file must not produce infinite speed.
+        // A clock that is too coarse for a tiny file must not produce an infinite speed.
         let seconds = sorted[sorted.len() / 2].max(1e-9);
         Self { seconds, bytes_per_s: bytes as f64 / seconds, rounds }
     }
 }
 
-/// Measures a folder, which is locked meanwhile, as it is for a job. `tell` is called with the number of finished
-/// passes, their total number and the next pass. The files have no name, and are gone when this returns or when the
-/// process ends.
+/// Measures a folder, which is locked in the meantime, as it is for a job. `tell` is called with the number of finished
+/// passes, the total number of passes and a description of the next pass. The files have no names, and are gone when
+/// this function returns or the process ends.
 ///
 /// # Errors
 /// The folder is unusable or in use, its disk is too small (before anything is written), or a file operation fails.
@@ -472,7 +472,7 @@ impl BenchFiles {
         self.arenas().try_for_each(FileArena::sync)
     }
 
-    /// Empties the page cache of these files, and returns how much of them it still holds.
+    /// Removes these files from the page cache, and returns the largest fraction of a file that it still holds.
     fn forget(&self) -> Result<Option<f64>> {
         let cached: Vec<Option<f64>> = self.arenas().map(FileArena::forget).collect::<Result<_>>()?;
         Ok(cached.into_iter().flatten().reduce(f64::max))
@@ -578,7 +578,7 @@ impl DiskBenchAdam {
     }
 }
 
-/// Creates bytes that no disk can compress, and that are numbers between 0.007 and 1 when read as bf16 or as f32.
+/// Creates bytes that no disk can compress and that, read as bf16 or f32, are numbers between 0.007 and 1.
 fn pattern(len: usize) -> AlignedBuffer {
     let mut buffer = AlignedBuffer::new(len);
     let mut state = 0x9e37_79b9_7f4a_7c15u64;

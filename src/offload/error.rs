@@ -37,7 +37,7 @@ pub enum OffloadError {
     Space {
         /// The folder of `nvme_path`.
         path: PathBuf,
-        /// The bytes of the files of all ranks on that disk; after the first step, of this rank only.
+        /// The bytes that the files of all ranks on that disk need; after the first step, those of this rank only.
         needed: u64,
         /// The bytes that the file system can give to these files, including those that they already have.
         available: u64,
@@ -51,7 +51,8 @@ pub enum OffloadError {
     Memory {
         /// The folder of `nvme_path`.
         path: PathBuf,
-        /// The bytes of the files of all ranks on that file system; after the first step, of this rank only.
+        /// The bytes that the files of all ranks on that file system need; after the first step, those of this rank
+        /// only.
         needed: u64,
         /// The bytes of memory that were free when the folder was opened.
         available: u64,

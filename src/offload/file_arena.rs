@@ -52,7 +52,8 @@ struct ArenaReservation {
     map: Option<Arc<MmapRaw>>,
 }
 
-/// Returns whether direct access to an empty file works: some file systems allow opening it, and then refuse requests.
+/// Returns whether direct access to an empty file works: some file systems allow opening a file for it, but then refuse
+/// requests.
 fn works(direct: &File) -> bool {
     let refused = direct
         .write_all_at(AlignedBuffer::new(ALIGN).bytes_mut(), 0)
@@ -78,7 +79,7 @@ impl FileArena {
     ) -> Result<Arc<Self>> {
         let cached = folder.unnamed_file()?;
         let direct = open_direct(&cached);
-        // If the file system copied the file on every write (btrfs), it would request space again and again. Other file
+        // If the file system copied the file on every write (btrfs), every write would need new space. Other file
         // systems lack this flag.
         let _ = ioctl_getflags(&cached).and_then(|flags| ioctl_setflags(&cached, flags | IFlags::NOCOW));
         let held = ledger.hold_in(MemoryTier::File, kind, 0);
@@ -107,8 +108,8 @@ impl FileArena {
             false => Err(ErrorKind::StorageFull.into()),
         };
         if let Err(error) = result {
-            // Some file systems keep a partial reservation. If that cannot be undone, the space is only reported as
-            // used.
+            // Some file systems keep a partial reservation. If that cannot be undone, the only effect is that the space
+            // is reported as used.
             let _ = rustix::fs::ftruncate(&self.cached, start);
             return Err(match error.kind() {
                 ErrorKind::StorageFull | ErrorKind::QuotaExceeded => self.folder.refused(),
@@ -138,7 +139,7 @@ impl FileArena {
         self.cached.sync_data()
     }
 
-    /// Frees the space of `range`, which must not be in use any longer.
+    /// Frees the space of `range`, which must no longer be in use.
     pub fn give_back(&self, range: Range<u64>) {
         let len = range.end - range.start;
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -177,7 +178,8 @@ impl FileArena {
         }
     }
 
-    /// Writes `from` at `at`. Up to the next multiple of [`ALIGN`] the file then contains zeros or its previous bytes.
+    /// Writes the bytes `from` at offset `at`. Between their end and the next multiple of [`ALIGN`], the file then
+    /// contains zeros or its previous bytes.
     pub fn write(&self, access: DiskAccess, at: u64, from: &[u8], bounce: &mut BounceBuffer) -> std::io::Result<()> {
         match (access, &self.direct) {
             (DiskAccess::Direct, Some(direct)) if is_aligned(from) => direct.write_all_at(from, at),
@@ -214,7 +216,7 @@ impl FileArena {
         Ok(())
     }
 
-    /// Returns the mapping of the entire file, which is created again after the file has grown.
+    /// Returns the mapping of the entire file, creating a new one if the file has grown.
     fn map(&self) -> std::io::Result<Arc<MmapRaw>> {
         let mut reserved = lock(&self.reserved);
         let len = usize::try_from(reserved.bytes).map_err(|_| IoError::from(ErrorKind::FileTooLarge))?;

@@ -30,7 +30,7 @@ const MAX_THREADS: usize = 64;
 /// The maximum bytes of a request. Every thread may keep this much memory for a copy.
 const MAX_BLOCK_BYTES: usize = 16 << 20;
 
-/// The maximum unwritten bytes of [`FileIo::write_and_drop`], unless a single transfer is larger.
+/// The maximum number of bytes that [`FileIo::write_and_drop`] leaves unwritten, unless a single transfer is larger.
 pub(crate) const MAX_UNWRITTEN_BYTES: usize = 256 << 20;
 
 /// The threads of one rank.
@@ -59,7 +59,7 @@ struct FileIoShared {
 struct IoRequestQueue {
     requests: VecDeque<IoRequest>,
     unwritten: usize,
-    /// The number of threads that carry out a request, or have kept the copy buffer of the last one.
+    /// The number of threads that are carrying out a request, or that still keep the copy buffer of their last one.
     holding: usize,
     is_closed: bool,
 }
@@ -99,7 +99,7 @@ trait BlockCompletion: Send + Sync {
     fn is_over(&self, result: std::result::Result<(), Error>, shared: &FileIoShared);
 }
 
-/// A pending transfer. Dropping it does not stop it.
+/// A pending transfer. Dropping this value does not stop the transfer.
 pub(crate) struct FileTransfer<B> {
     batch: Arc<FileTransferShared<B>>,
     shared: Arc<FileIoShared>,
@@ -150,7 +150,7 @@ impl FileIo {
     }
 
     pub fn choose(&self, access: DiskAccess) {
-        // Under the lock: no thread is then between its check of the access and its wait.
+        // Done under the lock, so that no thread is between its check of the access and its wait.
         let queue = self.shared.lock();
         self.shared.chosen.set(access);
         // Before idle threads receive further requests, they free the memory that the new access does not need.
@@ -179,7 +179,7 @@ impl FileIo {
         self.submit(buffer, pieces, IoDirection::Write, 0)
     }
 
-    /// Writes parts of `buffer` to files, and drops it when that is done. Waits first if many bytes are still
+    /// Writes parts of `buffer` to files, and drops the buffer when that is done. Waits first if many bytes are still
     /// unwritten.
     pub fn write_and_drop<B: TransferBuffer>(&self, mut buffer: B, pieces: Vec<ArenaPiece>) -> FileTransfer<B> {
         let bytes = buffer.bytes().len().max(1);
@@ -408,8 +408,8 @@ mod tests {
 
         #[test]
         fn what_is_written_is_read_whatever_the_pieces(
-            // The number of pages between pieces, and for each piece the number of elements before it in memory and in
-            // it.
+            // For each piece: the number of pages before it in the file, the number of elements before it in memory,
+            // and its own number of elements.
             pieces in proptest::collection::vec((0usize..3, 0usize..50, 1usize..5000), 0..6),
             block_size in 0usize..20_000,
             threads in 0usize..5,

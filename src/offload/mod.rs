@@ -26,7 +26,7 @@
 //! | `aligned_buffer.rs` | memory that files are read into without a copy |
 //! | `window_pipeline.rs` | windows of the optimizer step: read ahead, updated, written behind |
 //! | `spill_file.rs` | inputs that recomputing units keep in a file until backward |
-//! | `offload_report.rs` | bytes and seconds |
+//! | `offload_report.rs` | bytes and seconds of file access |
 //! | `disk_bench.rs` | measures the speed of all this in a given folder |
 
 mod aligned_buffer;

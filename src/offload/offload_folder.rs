@@ -20,7 +20,7 @@ const FILE_PREFIX: &str = ".candle-zero-offload-";
 /// The time for which a killed process may still hold the folder.
 const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The fraction of the free memory that files on tmpfs leave to everything else, as a divisor.
+/// Files on tmpfs leave one part in this number of the free memory to everything else.
 const TMPFS_RESERVE_DIVISOR: u64 = 16;
 
 /// A folder for files of offloaded state.
@@ -117,7 +117,7 @@ impl OffloadFolder {
         unnamed_file(&self.path)
     }
 
-    /// Removes the files of a job that died at the moment when they had a name.
+    /// Removes the files of a job that died at a moment when they had names.
     fn remove_leftovers(&self) {
         let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
         for entry in entries.filter(|e| e.file_name().to_string_lossy().starts_with(FILE_PREFIX)) {
@@ -126,8 +126,8 @@ impl OffloadFolder {
         }
     }
 
-    /// Asks for `bytes` that a file is about to reserve. Returns whether it may try. On tmpfs it may not if they would
-    /// not fit in memory: the system would grant them, and later kill a process for lack of memory.
+    /// Requests `bytes` bytes that a file is about to reserve. Returns whether the file may try. On tmpfs it may not if
+    /// the bytes would not fit in memory: the system would grant them, and later kill a process for lack of memory.
     pub fn ask_for(&self, bytes: u64) -> bool {
         self.asked.fetch_add(bytes, Ordering::Relaxed);
         let Some(TmpfsMemory { free, now, is_full }) = &self.memory else { return true };
@@ -167,7 +167,7 @@ impl OffloadFolder {
         self.too_small(SpaceDemand { free: own.got.saturating_add(free(&self.path)), ..own })
     }
 
-    /// Returns the error of files that request more than they have received.
+    /// Returns the error for files that have requested more than they have received.
     pub(super) fn too_small(&self, demand: SpaceDemand) -> Error {
         let SpaceDemand { free, asked, got, memory, .. } = demand;
         let path = self.path.clone();
@@ -201,8 +201,8 @@ fn unnamed_file(folder: &Path) -> Result<File> {
     Err(OffloadError::Folder { path: folder.to_owned(), problem }.into())
 }
 
-/// Creates the folder if its parent exists, or if it is below the user's home. Elsewhere a disk may not be mounted, or
-/// the path may be wrong.
+/// Creates the folder if its parent exists, or if it is below the user's home. Elsewhere, a missing parent may mean
+/// that a disk is not mounted or that the path is wrong.
 fn create(path: &Path) -> std::io::Result<()> {
     let parent = folder_of(path);
     if !parent.is_dir() && std::env::home_dir().is_some_and(|home| home.is_dir() && path.starts_with(home)) {

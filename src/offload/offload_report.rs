@@ -13,9 +13,9 @@ pub struct OffloadReport {
     pub bytes_read: u64,
     /// The bytes written to files.
     pub bytes_written: u64,
-    /// The seconds in which at least one request was pending.
+    /// The seconds during which at least one request was pending.
     pub busy_s: f64,
-    /// The seconds in which the training thread waited for a request.
+    /// The seconds during which the training thread waited for a request.
     pub waited_s: f64,
 }
 
@@ -59,7 +59,7 @@ pub(super) struct IoMeter(Mutex<IoCounts>);
 #[derive(Debug, Default)]
 struct IoCounts {
     report: OffloadReport,
-    /// The number of pending requests, and the time since which there have been any.
+    /// The number of pending requests, and the time since which there has been at least one.
     active: usize,
     since: Option<Instant>,
 }

@@ -100,12 +100,13 @@ impl OffloadStore {
         Ok(file)
     }
 
-    /// Makes states use new files from now on. A current file is gone when its last extent is dropped.
+    /// Makes states use new files from now on. Each of the current files is gone when its last extent is dropped.
     pub fn begin_anew(&self) {
         lock(&self.files).clear();
     }
 
-    /// Once everything has its storage, chooses the file access from now on by the size of the files.
+    /// Chooses the file access for the rest of the run by the size of the files. Called once everything has its
+    /// storage.
     pub fn choose_access(&self, world_size: usize) -> DiskAccess {
         let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(world_size as u64);
         // A file that does not allow direct access is mapped. If no file allows it, mapping is chosen, and reported.
@@ -138,11 +139,11 @@ impl OffloadStore {
         let all = gather_u64(comm, &own)?;
         let all: Vec<SpaceDemand> = all.iter().flat_map(|rank| rank.as_chunks().0.iter().map(demand)).collect();
         let Some(full) = all.iter().find(|d| d.is_full) else { return Ok(()) };
-        // Folders on one disk share it.
+        // Folders on one disk share its space.
         let there = || all.iter().filter(|d| d.device == full.device);
         let [asked, got] = [there().map(|d| d.asked).sum(), there().map(|d| d.got).sum()];
         let mut folders = self.folders.iter().filter(|f| f.demand().device == full.device);
-        // A rank that has no folder there learns of it from the others.
+        // A rank that has no folder on that disk learns of the error from the others.
         let folder = folders.clone().find(|f| f.demand().is_full).or(folders.next());
         folder.map_or(Ok(()), |folder| Err(folder.too_small(SpaceDemand { asked, got, ..*full })))
     }

@@ -1,4 +1,5 @@
-//! The interface of transfers between files and memory: the threads of a [`FileIo`], or a rehearsal that only counts.
+//! The interface of transfers between files and memory: implemented by the threads of a [`FileIo`], and by a rehearsal
+//! that only counts.
 
 use super::aligned_buffer::AlignedBuffer;
 use super::file_arena::FileExtent;
@@ -10,8 +11,8 @@ use crate::tensor::flat_buffer::FlatBuffer;
 use candle_core::DType;
 use std::ops::Range;
 
-/// The files of states. Buffers lie on the host. Ranges count the elements of an extent, and begin at offsets that a
-/// file allows.
+/// The files of states. Buffers lie on the host. Ranges are counted in elements of an extent, and begin at offsets at
+/// which file access may begin.
 pub(crate) trait StateFiles {
     /// The extent of a state in a file.
     type Extent: Clone;

@@ -22,7 +22,8 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Returns the maximum number of elements of a window: 16 MiB of f32, at which disks reach their bandwidth. If the page
-/// cache holds the files, it is small enough for a window to stay in the processor's cache from its read to its write.
+/// cache holds the files, the number is small enough for a window to stay in the processor's cache from its read to its
+/// write.
 fn longest(access: DiskAccess) -> usize {
     if access == DiskAccess::Direct { 4 << 20 } else { 256 << 10 }
 }
@@ -43,7 +44,7 @@ pub(crate) struct WindowSettings {
 }
 
 impl Default for WindowSettings {
-    /// Returns the settings for parameters only, which have no such keys: they always use a pipeline.
+    /// Returns the settings for a sweep through parameters only. It has no such keys, and always uses a pipeline.
     fn default() -> Self {
         Self { read_ahead: true, write_behind: true, buffer_count: None, access: DiskAccess::Direct }
     }
@@ -106,7 +107,7 @@ pub(crate) struct StateWindow<S = AlignedBuffer> {
 }
 
 impl StagedState {
-    /// Returns bytes `range`, if each element is one byte.
+    /// Returns elements `range` of the sub-group, for a state with one byte per element.
     pub fn bytes(&mut self, range: Range<usize>) -> &mut [u8] {
         &mut self.buffer.bytes_mut()[range.start - self.start..range.end - self.start]
     }
@@ -124,7 +125,7 @@ fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: 
     room.next_multiple_of(STEP).max(STEP)
 }
 
-/// Brings windows into memory and back, in order.
+/// Brings windows into memory and writes them back, in order.
 pub(crate) struct WindowPipeline<'a, F: StateFiles> {
     files: &'a F,
     ledger: &'a MemoryLedger,
@@ -170,7 +171,7 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
     pub fn next(&mut self) -> Result<StateWindow<F::Staging>> {
         let index = self.at;
         self.at += 1;
-        // Requests are carried out in their order, so that the disk never waits for the update.
+        // Requests are carried out in the order in which they are made, so that the disk never waits for the update.
         let wanted = (index + 1 + usize::from(self.windows.read_ahead)).min(self.plan.len());
         while self.begun < wanted {
             // A new window gets the buffers of the one whose write began first.
@@ -351,7 +352,7 @@ mod tests {
                 let size = extent.dtype().size_in_bytes();
                 let mut found = AlignedBuffer::new(expected.len() * size);
                 let piece = extent.piece(0..expected.len(), 0);
-                // Whatever access wrote it, every access reads it.
+                // Data written through any kind of access can be read through every other.
                 piece.arena.read(DiskAccess::Cached, piece.at, found.bytes_mut(), &mut bounce).unwrap();
                 let mut same = AlignedBuffer::new(expected.len() * size);
                 same.elements(extent.dtype(), 0..expected.len()).copy_scaled(FlatRef::F32(&expected), 1.0);

@@ -1,4 +1,4 @@
-//! One parallel pass over parameter, gradient, states and half copy.
+//! One parallel pass over parameter, gradient, states and 16-bit copy ("half copy").
 //!
 //! A slice is divided into chunks for the threads, and these into blocks for the first-level cache. A block's gradient
 //! is widened, its elements are updated, and the half copy is written while all of the block is still in that cache, so

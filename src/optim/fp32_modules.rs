@@ -10,7 +10,7 @@ use crate::error::{ParamError, Result};
 use crate::util::{list, matches, nearest};
 use std::collections::BTreeSet;
 
-/// The names of such modules, as given in the configuration.
+/// The names of the modules whose parameters stay in f32, as given in the configuration.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fp32Modules<'a>(pub &'a [String]);
 
@@ -46,8 +46,8 @@ fn is_of(module: &str, name: &str) -> bool {
     })
 }
 
-/// Returns the possible names of the modules that contain a parameter: each prefix of its path, and the last word of
-/// that prefix.
+/// Returns the possible names of the modules that contain a parameter: each prefix of the parameter's path, and the
+/// last word of each prefix.
 fn names(parameter: &str) -> impl Iterator<Item = &str> {
     let ends = parameter.match_indices('.').map(|(at, _)| at);
     ends.flat_map(|end| {

@@ -18,7 +18,7 @@ pub fn from_config(config: &OptimizerConfig) -> Box<dyn Optimizer> {
 }
 
 /// Returns the learning rate in the optimizer section, which is the base of a [`Schedule`](super::Schedule), or the
-/// rate if there is no schedule.
+/// constant rate if there is no schedule.
 pub fn base_lr(config: &OptimizerConfig) -> f64 {
     from_config(config).lr()
 }

@@ -26,7 +26,7 @@ const CHUNK: usize = 64 * SQUARES_BLOCK;
 /// size, outside of `c`. The betas are first rounded to f32.
 ///
 /// The pass that sums squares changes nothing: it computes `u` from the new moments without storing them, and the
-/// update computes it again. Moments in files are therefore written only once per step.
+/// update computes `u` again. Moments in files are therefore written only once per step.
 #[derive(Debug)]
 pub(super) struct Lamb {
     config: LambConfig,

@@ -13,7 +13,7 @@
 //! | `lion.rs` | Lion |
 //! | `adagrad.rs` | Adagrad |
 //! | `lamb.rs` | LAMB |
-//! | `muon.rs`, `newton_schulz.rs` | Muon: momentum of matrices, orthogonalized |
+//! | `muon.rs`, `newton_schulz.rs` | Muon: orthogonalized momentum for matrices |
 //! | `eight_bit.rs` | Adam8bit, AdamW8bit and Lion8bit: 8-bit states |
 //! | `state_format.rs` | the storage format of states between steps |
 //! | `elementwise_kernel.rs` | one parallel pass over all the buffers |

@@ -1,4 +1,4 @@
-//! Muon: momentum with orthogonalized matrices, and AdamW for all parameters that are not matrices.
+//! Muon: orthogonalized momentum for matrices, and AdamW for all parameters that are not matrices.
 
 use super::adam::Adam;
 use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
@@ -20,7 +20,7 @@ const NO_MATRICES: [&str; 2] = ["embed", "lm_head"];
 /// ```
 ///
 /// A tensor with four dimensions, such as a convolution's, is a matrix with its first dimension as rows, but the root
-/// is that of the ratio of its last two dimensions, as in DeepSpeed. Other tensors with more than two dimensions are
+/// is taken of the ratio of its last two dimensions, as in DeepSpeed. Other tensors with more than two dimensions are
 /// batches of separate matrices in the last two.
 #[derive(Debug)]
 pub(super) struct Muon {
@@ -34,7 +34,7 @@ struct MatrixBatch {
     rows: usize,
     cols: usize,
     count: usize,
-    /// The factor of an orthogonalized direction.
+    /// The factor by which an orthogonalized direction is multiplied.
     scale: f32,
 }
 

@@ -144,7 +144,7 @@ pub trait Optimizer: Send + Sync {
 
     /// Returns whether the optimizer trains a parameter of this name and shape. The name is empty if a group has set
     /// [`use_muon`](super::ParameterGroup::use_muon); then only the shape decides. All other parameters are trained by
-    /// the [`auxiliary`](Self::auxiliary). Without an auxiliary it must accept all parameters.
+    /// the [`auxiliary`](Self::auxiliary). An optimizer without an auxiliary must accept all parameters.
     fn takes(&self, name: &str, shape: &[usize]) -> bool {
         _ = (name, shape);
         true
@@ -155,8 +155,8 @@ pub trait Optimizer: Send + Sync {
         None
     }
 
-    /// Returns whether a kernel of this library can do [`update`](Self::update) on a GPU too, with states in f32 and
-    /// bit-identical results. If so, the GPU that runs the model also keeps the states. The default is false.
+    /// Returns whether a kernel of this library can perform [`update`](Self::update) on a GPU too, with states in f32
+    /// and bit-identical results. If so, the GPU that runs the model also keeps the states. The default is false.
     #[doc(hidden)]
     fn has_kernel(&self) -> bool {
         false

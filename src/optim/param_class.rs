@@ -76,7 +76,7 @@ impl ParamClass {
     /// The number of classes.
     pub const COUNT: usize = (OptimizerRole::ALL.len() + 1) * WeightFormat::COUNT;
 
-    /// Returns the class of parameters that the optimizer in `role` trains, or of frozen ones.
+    /// Returns the class of parameters that are trained by the optimizer in `role`, or frozen.
     pub fn new(role: OptimizerRole, is_trained: bool, weights: WeightFormat) -> Self {
         Self { training: if is_trained { ParamTraining::By(role) } else { ParamTraining::Frozen }, weights }
     }

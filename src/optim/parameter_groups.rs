@@ -63,7 +63,7 @@ impl ParameterGroup {
         Self::new().dims(0..=1).weight_decay(0.0)
     }
 
-    /// Selects only parameters whose name matches one of `patterns`, in which `*` stands for any characters:
+    /// Selects only parameters whose name matches one of `patterns`, in which `*` stands for any characters, as in
     /// `h.*.ln_*`.
     #[must_use]
     pub fn names<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
@@ -78,9 +78,9 @@ impl ParameterGroup {
         self
     }
 
-    /// Sets the learning rate without a schedule, which is also the base of a schedule (WarmupCosineLR, WarmupLR
-    /// without `warmup_max_lr`). Other schedules give all groups the rates in the schedule's own parameters, as in
-    /// DeepSpeed. This also applies to a custom schedule without [`lr_of_group`](super::LrSchedule::lr_of_group).
+    /// Sets the learning rate that applies without a schedule, and on which some schedules are based (WarmupCosineLR,
+    /// WarmupLR without `warmup_max_lr`). Other schedules give all groups the rates in the schedule's own parameters,
+    /// as in DeepSpeed. This also applies to a custom schedule without [`lr_of_group`](super::LrSchedule::lr_of_group).
     #[must_use]
     pub fn lr(mut self, lr: f64) -> Self {
         self.lr = Some(lr);
@@ -110,9 +110,9 @@ impl ParameterGroup {
     }
 
     /// Sets DeepSpeed's parameter attribute of this name: whether Muon or AdamW trains the matrices of this group,
-    /// whatever their names. (Parameters that are not matrices are trained by AdamW.) Without it, names with `embed` or
-    /// `lm_head` are trained by AdamW, as in DeepSpeed, so GPT-2's embeddings, `wte` and `wpe`, are trained as
-    /// matrices. Other optimizers train all parameters.
+    /// whatever their names. (Parameters that are not matrices are trained by AdamW.) Without it, matrices with `embed`
+    /// or `lm_head` in their names are trained by AdamW, as in DeepSpeed, whereas GPT-2's embeddings, `wte` and `wpe`,
+    /// are trained by Muon. Other optimizers train all parameters.
     #[must_use]
     pub fn use_muon(mut self, use_muon: bool) -> Self {
         self.use_muon = Some(use_muon);
@@ -291,7 +291,7 @@ impl ParameterGrouping {
         }
     }
 
-    /// Returns whether every optimizer computes an element from its own values only.
+    /// Returns whether every optimizer computes an element from the element's own values only.
     pub fn updates_by_elements(&self) -> bool {
         let mut optimizers = OptimizerRole::ALL.into_iter().filter_map(|role| self.optimizer(role));
         optimizers.all(|optimizer| matches!(optimizer.needs(), OptimizerNeeds::Elements))

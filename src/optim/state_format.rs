@@ -22,7 +22,7 @@ pub enum StateFormat {
 }
 
 impl StateFormat {
-    /// Returns the number of elements of a parameter that must be on the same rank.
+    /// Returns the number of consecutive elements of a parameter that must be on the same rank.
     pub fn block(self) -> usize {
         self.map().map_or(1, |_| BLOCK)
     }

@@ -136,7 +136,7 @@ pub enum ParamError {
         /// The number of elements of the rank's part.
         len: usize,
     },
-    /// A unit to be marked that does not exist.
+    /// A request to mark a unit that does not exist.
     #[error(
         "EngineBuilder::leaf_units names {name}, but no unit of the model has that name; its units are {units} (a name \
          is the prefix of the VarBuilder from which the unit was built)"
@@ -212,7 +212,8 @@ pub enum ParamError {
         /// Candle's message, without a backtrace.
         why: String,
     },
-    /// An operand without values: a parameter that is sharded, outside of its engine's calls, or an early copy of one.
+    /// An operand without values: a sharded parameter outside of its engine's calls, or a copy of a parameter that was
+    /// made before it had values.
     #[error(
         "an operation used a parameter without values ({why}): either a sharded one outside its engine's calls, which \
          belongs in the closure passed to that engine's forward or eval (use Engine::gathered and \
@@ -356,7 +357,7 @@ pub enum ParamError {
         found: String,
     },
     /// Two requests for one buffer with different types.
-    #[error("buffer {name} is requested as {second} and earlier as {first}; use one type")]
+    #[error("buffer {name} is requested as {second}, but was first requested as {first}; use one type")]
     BufferTwice {
         /// The name.
         name: String,
@@ -377,7 +378,7 @@ pub enum ParamError {
         shape: Vec<usize>,
         /// The number and type of the elements that it holds.
         found: String,
-        /// The number and type of the elements of its shape.
+        /// The number and type of the elements that it should hold.
         expected: String,
     },
     /// A tensor whose kind of number differs from the buffer's.

@@ -6,11 +6,11 @@
 //! ```
 //!
 //! Candle visits nodes in the reverse order of their creation, so the last layer's gradients come first. The gradient
-//! is handed to the engine, and the leaf receives none (`None`, which Candle allows for leaves). When it has arrived,
-//! no operation of this backward needs the parameter's values any longer. See [`crate::graph`] for the token.
+//! is handed to the engine, and the leaf receives none (`None`, which Candle allows for leaves). Once the gradient has
+//! arrived, no operation of this backward needs the parameter's values any longer. See [`crate::graph`] for the token.
 //!
 //! Gradients count only in the backward of the engine that owns the parameter. Any other backward that passes through
-//! (Candle's own `loss.backward()`, another engine's) only reports that it no longer needs the parameter.
+//! the parameter (Candle's own `loss.backward()`, another engine's) only reports that it no longer needs the parameter.
 
 use super::ParamId;
 use crate::graph::prepared_op::{one, prepared};
@@ -31,8 +31,8 @@ pub(crate) trait GradientSink: Send + Sync {
     fn passed_by(&self, param: ParamId) -> Result<()>;
 }
 
-/// Creates a parameter's tensor that begins with `storage`. Its gradients go to `sink`. While the parameter is not
-/// `trained`, this library's operations compute no gradients; Candle's do, and the sink ignores them.
+/// Creates a parameter's tensor, whose first storage is `storage`. Its gradients go to `sink`. While the parameter is
+/// not `trained`, this library's operations compute no gradients; Candle's do, and the sink ignores them.
 pub(crate) fn capture(
     param: ParamId,
     trained: Arc<AtomicBool>,

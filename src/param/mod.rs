@@ -60,7 +60,7 @@ pub(crate) struct Param {
     pub unit: UnitId,
     /// The part of the optimizer that trains the parameter while it is trained.
     pub role: OptimizerRole,
-    /// The number of weight updates that preceded its own first one, that is, while it was frozen.
+    /// The number of weight updates that were made before its own first one, while it was frozen.
     pub updates_before: AtomicU64,
     /// The index of its parameter group.
     pub group: usize,
@@ -105,7 +105,8 @@ impl Param {
         mesh.shard_len(self.cut())
     }
 
-    /// Returns the class of the parameter, which determines its states, when it is `trained` or frozen.
+    /// Returns the class that the parameter has if it is `trained`, or otherwise frozen. The class determines its
+    /// states.
     pub fn class(&self, trained: bool) -> ParamClass {
         ParamClass::new(self.role, trained, self.weights)
     }

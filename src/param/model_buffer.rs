@@ -26,7 +26,7 @@ pub enum BufferSync {
     None,
 }
 
-/// A user-defined rule that selects buffers by names and shapes.
+/// A user-defined rule that selects buffers by name and shape.
 pub(crate) type BufferFilter = Box<dyn Fn(&str, &[usize]) -> bool + Send>;
 
 /// A tensor of the model that is not a parameter.
@@ -86,7 +86,7 @@ impl ModelBuffer {
         Ok(bytes::to_bytes(&self.tensor)?)
     }
 
-    /// Checks that the buffer still has the elements with which it was requested.
+    /// Checks that the buffer still has as many elements, and of the same type, as when it was requested.
     ///
     /// # Errors
     /// [`ParamError::BufferChanged`] if something has replaced them.

@@ -163,7 +163,7 @@ impl<'a> FileTensor<'a> {
     /// Returns the tensor's bytes in `dtype`, as a buffer `name` of `shape`.
     pub fn buffer(&self, name: &str, shape: &Shape, dtype: DType) -> Result<Vec<u8>> {
         let (path, info, expected) = (|| self.file.path.clone(), self.info, shape.dims());
-        // A single number has one dimension or none.
+        // A single number may have one dimension or none.
         let is_one = |dims: &[usize]| dims.iter().all(|dim| *dim == 1) && dims.len() < 2;
         if info.shape != expected && !(is_one(&info.shape) && is_one(expected)) {
             let (found, expected) = (info.shape.clone(), expected.to_vec());

@@ -118,7 +118,7 @@ impl WeightFiles {
         ParamError::MissingTensor { path: self.path.clone(), name, shape, has }.into()
     }
 
-    /// Returns an error if there are tensors that are not among the parameters `used`, other than needless buffers.
+    /// Returns an error if there are tensors that are not among the parameters `used`, other than dispensable buffers.
     pub fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
         let extra = self.unused(used);
         match extra.is_empty() {
@@ -127,7 +127,7 @@ impl WeightFiles {
         }
     }
 
-    /// Returns the tensors that are not among the parameters `used`, other than needless buffers.
+    /// Returns the tensors that are not among the parameters `used`, other than dispensable buffers.
     pub fn unused(&self, used: &BTreeSet<&str>) -> Vec<&str> {
         let used: BTreeSet<String> = used.iter().filter_map(|name| self.find(name)).map(|(name, _)| name).collect();
         let unused =
@@ -147,7 +147,7 @@ impl WeightFiles {
     }
 }
 
-/// Returns the names that a parameter may have in files, the likeliest first. Hugging Face saves a GPT-2 with a
+/// Returns the names that a parameter may have in files, the most likely first. Hugging Face saves a GPT-2 with a
 /// language-modeling head under `transformer.`, and one without a head, like the published files, without that prefix.
 /// Other models use `model.` or `bert.` in the same way, and a language model inside a vision model also has
 /// `language_model.`. The oldest BERTs use TensorFlow's names for the parameters of norms.

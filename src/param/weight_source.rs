@@ -14,10 +14,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Initial values of parameters by name, for weights that are in files of another format, under other names or in
-/// several places. All ranks have the same values. Each requests those that it keeps.
+/// several places. All ranks have the same values. Each rank requests the values that it keeps.
 pub trait InitialValues: Debug + Send + Sync {
-    /// Returns whether this source has the values of parameter `name`. Others are initialized by their hints and the
-    /// seed.
+    /// Returns whether this source has the values of parameter `name`. Other parameters are initialized from their
+    /// hints and the seed.
     fn has(&self, name: &str) -> bool;
 
     /// Returns elements `range`, in row-major order, of parameter `name` of `shape`, in f32.
@@ -50,7 +50,7 @@ pub enum WeightSource {
 }
 
 impl WeightSource {
-    /// Opens a safetensors file, an index of several or a folder with either.
+    /// Opens a safetensors file, an index of several such files, or a folder with either.
     pub fn files(path: &Path) -> Result<Self> {
         Ok(Self::Files(WeightFiles::open(path)?))
     }
@@ -70,7 +70,7 @@ impl WeightSource {
 
     /// Returns elements `range` of parameter `name`, in f32.
     pub(crate) fn values(&self, name: &str, shape: &Shape, init: Init, range: Range<usize>) -> Result<Vec<f32>> {
-        // A size beyond all memory returns an error instead of aborting the process.
+        // A parameter that is larger than any memory gives an error instead of aborting the process.
         let mut probe = Vec::<f32>::new();
         if probe.try_reserve_exact(range.len()).is_err() {
             return Err(ParamError::NoMemory { name: name.into(), elements: range.len() }.into());
@@ -115,7 +115,7 @@ impl WeightSource {
         }
     }
 
-    /// Returns an error if files contain tensors that the model has not requested, other than needless buffers.
+    /// Returns an error if files contain tensors that the model has not requested, other than dispensable buffers.
     pub(crate) fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
         if let Self::Files(files) = self { files.check_all_used(used) } else { Ok(()) }
     }

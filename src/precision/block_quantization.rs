@@ -61,7 +61,7 @@ impl IntFormat {
 
     /// Decodes the blocks in `src`, and rounds the values to the dtype of `dst`.
     pub fn decode(self, src: &[u8], dst: FlatMut<'_>) {
-        assert_eq!(src.len(), self.encoded_len(dst.len()), "codes of as many elements");
+        assert_eq!(src.len(), self.encoded_len(dst.len()), "codes for all elements of dst");
         level().run(DecodeBlocks { ints: self, src, dst });
     }
 
@@ -113,7 +113,7 @@ impl IntFormat {
         }
     }
 
-    /// Decodes block `i` of `src`, as many values as `values` has. Part of a [`SimdLoop`].
+    /// Decodes the first values of block `i` of `src`, as many as `values` has room for. Part of a [`SimdLoop`].
     #[inline(always)]
     pub(crate) fn decode_nth(self, i: usize, src: &[u8], values: &mut [f32]) {
         let start = i * self.encoded_len(BLOCK);

@@ -16,7 +16,8 @@ const CHUNK: usize = 128 * 1024;
 const BLOCK: usize = 1024;
 
 impl FlatMut<'_> {
-    /// Copies `src`, of equal length, times `factor`. The product is computed in f32 and rounded once.
+    /// Copies `src`, which has the same length, multiplied by `factor`. The product is computed in f32 and rounded
+    /// once.
     pub fn copy_scaled(self, src: FlatRef<'_>, factor: f32) {
         if factor == 1.0 {
             return self.copy_cast(src);
@@ -29,12 +30,12 @@ impl FlatMut<'_> {
         scale(self, factor);
     }
 
-    /// Adds `src`, of equal length, times `factor` in f32, and rounds once.
+    /// Adds `src`, which has the same length, multiplied by `factor`, in f32, and rounds once.
     pub fn add_scaled(self, src: FlatRef<'_>, factor: f32) {
         add_scaled(self, src, factor);
     }
 
-    /// Copies `src`, of equal length, cast with rounding to nearest even.
+    /// Copies `src`, which has the same length, cast with rounding to nearest even.
     pub fn copy_cast(self, src: FlatRef<'_>) {
         copy(self, src);
     }

@@ -116,7 +116,7 @@ impl DynamicMap {
     #[inline(always)]
     pub fn dequantize(&self, codes: &[u8], scale: f32, values: &mut [f32]) {
         let values = values.iter_mut().zip(codes);
-        // So that a scale of zero yields zeros of the same sign.
+        // Adding 0 gives all zeros the same sign if the scale is zero.
         values.for_each(|(x, code)| *x = self.values[usize::from(*code)] * scale + 0.0);
     }
 

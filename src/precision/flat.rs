@@ -206,7 +206,7 @@ impl Flat {
     /// Sets the length to `len` elements that have been written.
     ///
     /// # Safety
-    /// The first `len` elements are initialized, through [`room_bytes`](Self::room_bytes) or before.
+    /// The first `len` elements must have been initialized, through [`room_bytes`](Self::room_bytes) or before.
     pub(crate) unsafe fn set_len(&mut self, len: usize) {
         // SAFETY: `len` is within the capacity and initialized, as the caller promises; every bit pattern is a number.
         each!(Flat, self, v => unsafe { v.set_len(len) })

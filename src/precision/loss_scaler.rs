@@ -38,7 +38,7 @@ pub struct DynamicLossScale {
     scale: f64,
     min: f64,
     window: u64,
-    /// `fp16.hysteresis`: the number of overflows, the last of which halves the scale.
+    /// `fp16.hysteresis`: the number of overflows that it takes to halve the scale.
     patience: u32,
     /// The remaining hysteresis.
     patience_left: u32,

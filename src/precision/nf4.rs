@@ -225,7 +225,8 @@ fn unpack_block(codes: &[u8; CODES], scale: f32, dst: &mut FlatMut<'_>, i: usize
     }
 }
 
-/// Computes the elements of a block. With constant lengths, the compiler looks all of them up before it multiplies.
+/// Computes the elements of a block. With constant lengths, the compiled code looks all of them up before it
+/// multiplies.
 #[inline(always)]
 fn scaled_levels(codes: &[u8; CODES], scale: f32, values: &mut [f32; BLOCK]) {
     let mut levels = [[0f32; 2]; CODES];

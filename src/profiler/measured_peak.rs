@@ -11,7 +11,7 @@ const MATRIX_SIZE: usize = 1024;
 /// The duration of the measurement.
 const MEASUREMENT_TIME: Duration = Duration::from_secs(1);
 
-/// Returns the operations per second of the fastest of many large matrix products of that dtype, with this process's
+/// Returns the operations per second of the fastest of many large matrix products in `dtype`, with this process's
 /// threads.
 pub(crate) fn peak_flops(dtype: DType) -> f64 {
     match dtype {

@@ -211,7 +211,7 @@ fn si(value: f64, unit: &str) -> String {
     format!("{scaled:.digits$} {}{unit}", prefixes[step]).trim_end().to_string()
 }
 
-/// Checks that the unit that stands for work outside of units is the first.
+/// Checks that the entry for work outside of units comes first.
 const _: () = assert!(ROOT == 0);
 
 #[cfg(test)]

@@ -41,7 +41,7 @@ pub(crate) fn with_arrays<R, const N: usize>(
             Storage::Cuda(cuda) => array_of(cuda, layout, op)?,
             _ => {
                 return Err(
-                    Error::Msg(format!("{op}: the GPU's kernel received a tensor of {:?}", tensor.device())).bt()
+                    Error::Msg(format!("{op}: the GPU's kernel received a tensor on {:?}", tensor.device())).bt()
                 );
             }
         });

@@ -108,7 +108,7 @@ pub(crate) fn with_all<E: WithDType, R, const N: usize>(
         *slice = Some(match &**storage {
             Storage::Cpu(s) => elements::<E>(s, layout, op)?,
             _ => {
-                return Err(Error::Msg(format!("{op}: the CPU kernel received a tensor of {:?}", tensor.device())).bt());
+                return Err(Error::Msg(format!("{op}: the CPU kernel received a tensor on {:?}", tensor.device())).bt());
             }
         });
     }

@@ -1,7 +1,7 @@
 //! A flat buffer in host memory or in the memory of the GPU on which the model computes.
 //!
-//! Operations on buffers go through [`ElementBuffer`] in both, and give the same bits. Values on a GPU are read and set
-//! through the host.
+//! In either memory, operations on buffers go through [`ElementBuffer`] and give the same bits. Values on a GPU are
+//! read and set through the host.
 
 use crate::error::Result;
 use crate::precision::{ElementBuffer, Flat, FlatMut, FlatRef};
@@ -68,7 +68,7 @@ impl FlatBuffer {
     /// Returns elements `range` of a buffer on the host.
     ///
     /// # Panics
-    /// The buffer is not on the host.
+    /// If the buffer is not on the host.
     pub fn slice(&self, range: Range<usize>) -> FlatRef<'_> {
         self.on_host().slice(range)
     }
@@ -76,7 +76,7 @@ impl FlatBuffer {
     /// Returns elements `range` of a buffer on the host, mutably.
     ///
     /// # Panics
-    /// The buffer is not on the host.
+    /// If the buffer is not on the host.
     pub fn slice_mut(&mut self, range: Range<usize>) -> FlatMut<'_> {
         self.on_host_mut().slice_mut(range)
     }
@@ -84,7 +84,7 @@ impl FlatBuffer {
     /// Returns the raw bytes of a buffer on the host, mutably.
     ///
     /// # Panics
-    /// The buffer is not on the host.
+    /// If the buffer is not on the host.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.on_host_mut().as_bytes_mut()
     }
@@ -108,7 +108,7 @@ impl FlatBuffer {
     /// Returns the buffer on a GPU.
     ///
     /// # Panics
-    /// The buffer is on the host.
+    /// If the buffer is on the host.
     #[cfg(feature = "cuda")]
     pub fn on_device(&self) -> &DeviceFlat {
         match self {
@@ -120,7 +120,7 @@ impl FlatBuffer {
     /// Returns the buffer on a GPU, mutably.
     ///
     /// # Panics
-    /// The buffer is on the host.
+    /// If the buffer is on the host.
     #[cfg(feature = "cuda")]
     pub fn on_device_mut(&mut self) -> &mut DeviceFlat {
         match self {
@@ -132,7 +132,7 @@ impl FlatBuffer {
     /// Returns the buffer on the host.
     ///
     /// # Panics
-    /// The buffer is not on the host.
+    /// If the buffer is not on the host.
     pub fn into_host(self) -> Flat {
         match self {
             Self::Host(flat) => flat,
@@ -144,7 +144,7 @@ impl FlatBuffer {
     /// Passes elements `range`, in either memory, to `take`.
     ///
     /// # Errors
-    /// The GPU driver failed.
+    /// An error of the GPU driver.
     pub fn read<T>(&self, range: Range<usize>, take: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
         match self {
             Self::Host(flat) => Ok(take(flat.slice(range))),
@@ -156,7 +156,7 @@ impl FlatBuffer {
     /// Sets elements `range`, in either memory, to `values`, cast to this buffer's dtype.
     ///
     /// # Errors
-    /// The GPU driver failed.
+    /// An error of the GPU driver.
     pub fn write(&mut self, range: Range<usize>, values: FlatRef<'_>) -> Result<()> {
         match self {
             Self::Host(flat) => flat.slice_mut(range).copy_cast(values),

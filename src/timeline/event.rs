@@ -26,7 +26,7 @@ pub(crate) enum EventCategory {
     Optimizer,
     /// A collective, while it runs.
     Collective,
-    /// A block of a file.
+    /// A read or write of a block of a file.
     File,
     /// A copy of elements between a GPU and the host.
     #[cfg(feature = "cuda")]
@@ -182,8 +182,8 @@ pub(super) enum EventLine<'a> {
 }
 
 impl<'a> EventLine<'a> {
-    /// Parses a line. Returns `None` if it is not complete up to its end, as left by a process that is killed while it
-    /// writes.
+    /// Parses a line. Returns `None` if it is not complete up to its end, as left by a process that was killed while it
+    /// was writing.
     pub fn read(line: &'a str) -> Option<Self> {
         let line = line.strip_suffix('\n')?;
         if let Some(count) = line.strip_prefix("dropped ") {

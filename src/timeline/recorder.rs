@@ -33,7 +33,7 @@ impl TimelineRecorder {
     /// launcher combines their parts, each writes its own file.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// A file that cannot be written.
     pub fn open(file: Option<PathBuf>, rank: usize, ranks_are_processes: bool) -> Result<Option<Self>> {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let sink = match (variable(PARTS), file.or_else(|| variable(FILE))) {
@@ -66,7 +66,7 @@ impl Drop for TimelineRecorder {
     }
 }
 
-/// Returns the file of a rank: `trace.rank-1.json` for rank 1 and `trace.json`.
+/// Returns the file of a rank: `trace.rank-1.json` for rank 1 if `file` is `trace.json`.
 fn of_rank(file: &Path, rank: usize) -> PathBuf {
     let mut name = file.file_stem().unwrap_or_default().to_os_string();
     name.push(format!(".rank-{rank}"));

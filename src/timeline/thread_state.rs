@@ -220,7 +220,7 @@ pub(crate) fn carry() -> CarriedContext {
 }
 
 impl CarriedContext {
-    /// Begins an event of that work, with the microseconds that the work has waited.
+    /// Begins an event of the work, with the microseconds that the work has waited.
     pub fn span(&self, lane: TimelineLane, kind: EventCategory, name: &'static str) -> TimelineSpan {
         let Some(load) = &self.0 else { return TimelineSpan::default() };
         let mut span = TimelineSpan::begin((load.track.clone(), lane), kind, name).of_carried(self);
@@ -248,7 +248,7 @@ impl CarriedContext {
         track.sink.record(TimelineEvent { start, end, rank, lane, kind, name, of, numbers });
     }
 
-    /// Dedicates the current thread to that work from now on.
+    /// Dedicates the current thread to the work from now on.
     pub fn enter(&self, lane: TimelineLane) -> EngineThreadGuard {
         EngineThreadGuard::new(self.0.as_ref().map(|load| (load.track.clone(), lane)))
     }

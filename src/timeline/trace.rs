@@ -1,4 +1,5 @@
-//! The trace, in Chrome's JSON format, which Perfetto (ui.perfetto.dev) opens. A process is a rank, a thread is a lane.
+//! The trace, in Chrome's JSON format, which Perfetto (ui.perfetto.dev) opens. Its processes are ranks, and its threads
+//! are lanes.
 
 use super::event::{EventLine, TimelineLane};
 use crate::error::{Error, MonitorError, Result};
@@ -47,7 +48,7 @@ pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Tra
         match std::str::from_utf8(line).ok().and_then(EventLine::read) {
             Some(EventLine::Event { start, end, rank, lane, rest }) => {
                 lanes.insert((rank, lane));
-                // Of events with the same start, one that ends later encloses the other.
+                // Of two events with the same start, the one that ends later encloses the other.
                 events.push((start, std::cmp::Reverse(end), rank, lane, rest));
             }
             Some(EventLine::Dropped(count)) => dropped += count,

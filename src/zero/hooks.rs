@@ -202,7 +202,7 @@ impl RankCore {
     /// Reports that the backward of a unit, or of the root, is about to begin.
     pub(super) fn begin_backward(&self, unit: UnitId) -> candle_core::Result<()> {
         if !self.is_in_backward() {
-            // This belongs to a forward that runs for a check, with its parameters moved.
+            // This backward belongs to a forward that runs for a check, with its parameters moved.
             let pass = || lock(&self.gather).pass(self, unit).and_then(|()| self.shift_unit(unit));
             return if self.shards_params() { pass().map_err(|e| self.stash(e)) } else { Ok(()) };
         }
@@ -311,7 +311,7 @@ pub(super) fn before_backward(
     })
 }
 
-/// Methods about buffers, and for layers that compute together with those of other ranks.
+/// Methods for buffers, and for layers that compute together with those of other ranks.
 impl RankCore {
     /// Collective: gathers a few numbers of every rank, in rank order.
     pub fn numbers_of_all(&self, own: Vec<f64>) -> candle_core::Result<Vec<Vec<f64>>> {
@@ -341,7 +341,7 @@ impl RankCore {
         Ok((result, kept))
     }
 
-    /// Runs a unit's forward again with the buffers that the first forward found, and restores their present values
+    /// Runs a unit's forward again with the buffers that the first forward found, and restores their current values
     /// afterwards.
     pub(super) fn with_buffers_of_then<T>(
         &self,

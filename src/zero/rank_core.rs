@@ -348,8 +348,8 @@ impl RankCore {
         lock(&self.gather).order_changes()
     }
 
-    /// Returns the dtype that loaded weights, master weights too, are rounded to: if `load_from_fp32_weights` is false,
-    /// the model's.
+    /// Returns the dtype to which loaded weights, including master weights, are rounded: the model's if
+    /// `load_from_fp32_weights` is false, otherwise f32.
     pub fn rounds_loaded_weights_to(&self) -> DType {
         if self.zero.load_from_fp32_weights { DType::F32 } else { self.dtype }
     }

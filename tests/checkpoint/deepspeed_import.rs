@@ -253,7 +253,7 @@ fn truncated_files_are_named() {
     for folder in tiny() {
         for name in names(&folder.join("checkpoint/global_step5")) {
             if name == "zero_pp_rank_1_mp_rank_00_model_states.pt" {
-                continue; // It is not needed.
+                continue; // This file is not needed.
             }
             let copy = Copy::of(&folder);
             for length in [0, 1, 100, 5000] {

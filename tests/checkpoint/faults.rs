@@ -292,7 +292,8 @@ fn small_disk_program() {
             let mut saved = Ok(());
             for i in 0..8 {
                 saved = engine.save_checkpoint_with(&dir, Some(&format!("more{i}")), Value::Null, &options).map(drop);
-                // For a background save, the step returns the error after it has been made.
+                // The error of a background save is returned by the step that follows, after the step itself has been
+                // made.
                 saved = saved.and_then(|()| step(engine));
                 if saved.is_err() {
                     break;

@@ -86,7 +86,7 @@ fn after_a_roll_back_the_new_line_of_steps_is_kept_and_not_the_abandoned_one() {
         engine.load_checkpoint(dir.path(), Some("global_step4"), &LoadOptions::default())?.unwrap();
         train(engine, 1)?;
         save(engine)?;
-        // Step 8 is the newest of the abandoned ones.
+        // Step 8 is the newest step of the abandoned continuation.
         assert_eq!(visible(dir.path()), ["global_step4", "global_step5", "global_step8", "latest"]);
         train(engine, 1)?;
         save(engine)?;
@@ -279,7 +279,7 @@ fn a_folder_that_cannot_be_saved_into_is_found_without_a_save() {
         insta::assert_snapshot!(error(&dir.path().join("file")), @"the checkpoint DIR/file cannot be used: it is a file, but checkpoints are saved to a folder; give another path");
         insta::assert_snapshot!(error(&dir.path().join("file/below")), @"the checkpoint DIR/file/below cannot be used: it cannot be written: File exists (os error 17); correct that, or save elsewhere; earlier checkpoints are complete");
         insta::assert_snapshot!(error(Path::new("/proc/x")), @"the checkpoint /proc/x cannot be used: it cannot be written: No such file or directory (os error 2); correct that, or save elsewhere; earlier checkpoints are complete");
-        // A refused call has no cost.
+        // A refused call has no consequences.
         train(engine, 1)?;
         engine.check_save_dir(dir.path().join("new/ck"))?;
         engine.save_checkpoint(dir.path().join("new/ck"), Some("one"), Value::Null)

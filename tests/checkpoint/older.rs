@@ -1,4 +1,4 @@
-//! Checkpoints of format version 1, written by programs from before buffers and frozen parameters
+//! Checkpoints of format version 1, written by programs that predate buffers and frozen parameters
 //! (tests/fixtures/checkpoints: two linear layers after three steps on two ranks, and their weights after two more).
 
 use candle_core::{DType, Device, Tensor};

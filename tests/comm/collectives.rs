@@ -113,7 +113,7 @@ fn what_is_coded_between_hosts_alone_is_exact_on_one_host() {
 
 #[test]
 fn results_lie_in_the_memory_of_the_arguments_where_that_has_room() {
-    // Several pieces, and more than goes through the cache.
+    // Several pieces, and more bytes than are copied through the cache.
     let (world, n) = (3, 500_001);
     all(world, |comm| {
         let mut shard = Flat::with_capacity(DType::F32, n * world);

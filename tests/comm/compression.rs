@@ -25,7 +25,7 @@ fn assert_same(a: &[Outcome], b: &[Outcome], what: &str) {
 
 // ---- values ----------------------------------------------------------------------------------------------------
 
-/// One vector, whose gradient is the input: w of the loss sum(w * x).
+/// One vector `w`, whose gradient is the input `x`, because the loss is sum(w * x).
 struct Weights(Tensor);
 
 /// Longer than a packed message, and not a multiple of anything.
@@ -99,7 +99,7 @@ fn contributions_are_rounded_for_the_wire_and_summed_in_f32() {
     }
 }
 
-// ---- settings that keep values equal---------------------------------------------------------------------------
+// ---- settings that keep values equal --------------------------------------------------------------------------
 
 #[test]
 fn gradients_in_fewer_bytes_give_the_same_bits_at_every_stage() {
@@ -248,8 +248,8 @@ fn an_overflow_on_one_rank_is_seen_through_quantized_gradients() {
 /// Samples of a step, over all ranks.
 const NANO_BATCH: usize = 8;
 
-/// Mean loss over ranks of every step, and the bytes that rank 0 received after the first and after the last. The model
-/// is trained on this library's sources.
+/// Returns the mean loss over ranks of every step, and rank 0's communication reports after the first step and after
+/// the last. The model is trained on this library's sources.
 fn train_nano(world: usize, config: &Value, steps: usize) -> (Vec<f64>, [CommReport; 2]) {
     let model = GptConfig::preset("nano").unwrap();
     let results = threads::run(world, |comm| {
@@ -291,7 +291,7 @@ fn nano_config(world: usize, [weights, gradients]: [bool; 2], more: Value) -> Va
     config
 }
 
-/// Bytes of a step from peers, of a kind of collective: as sent, and as they would be without compression.
+/// Returns the bytes of one kind of collective per step: as sent, and as they would be without compression.
 fn bytes_per_step([first, last]: &[CommReport; 2], steps: usize, kind: CollectiveKind) -> (f64, f64) {
     let of = |bytes: fn(CollectiveKindReport) -> u64| {
         (bytes(last.kind(kind)) - bytes(first.kind(kind))) as f64 / (steps - 1) as f64

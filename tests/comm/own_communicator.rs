@@ -109,7 +109,7 @@ impl Communicator for Least {
     fn abort(&self, _: &str) {}
 }
 
-/// A communicator with its own sums and gathers, of exact elements.
+/// A communicator with its own sums and gathers, which carry only exact elements.
 struct Full(Network);
 
 impl Full {

@@ -52,7 +52,7 @@ fn differences(expected: &Value, batch: Option<&Value>, printed: &Value) -> Vec<
     wrong
 }
 
-/// Expected errors that are not named.
+/// Returns the expected errors that are not reported.
 fn errors(expected: &Value, printed: &Value) -> Vec<String> {
     let ours = list(printed, "errors");
     let hjson = list(expected, "errors_of_a_full_hjson_reader");

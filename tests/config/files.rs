@@ -419,7 +419,7 @@ fn a_file_that_switches_recomputation_on_is_told_so() {
         let noted = notes(&config);
         assert!(noted.starts_with(&format!("activation_checkpointing.{key}: treated as `every_unit`")), "{noted}");
         assert_eq!(config.cpu_checkpointing, key == "cpu_checkpointing");
-        // The key of this engine takes precedence and needs no note.
+        // candle-zero's own key takes precedence and needs no note.
         for every_unit in [true, false] {
             let mut section = section.clone();
             section["every_unit"] = json!(every_unit);

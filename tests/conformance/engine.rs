@@ -307,7 +307,8 @@ fn the_optimizers_name_and_parameters_choose_the_kind_of_decay() {
                     Some(OptimizerConfig::Lamb(_)) if input["type"] == "Lamb" => continue,
                     other => panic!("{id}: {other:?}"),
                 };
-                // candle-zero has one implementation of Adam; the record distinguishes what it computes.
+                // candle-zero has only one implementation of Adam, so only its kind of weight decay is compared with
+                // the record.
                 if let Some(decoupled) = case["expect"].get("decoupled_weight_decay") {
                     assert_eq!(adam.decoupled, *decoupled, "{id}");
                 }

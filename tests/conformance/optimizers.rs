@@ -1,4 +1,5 @@
-//! The optimizers against values that PyTorch and DeepSpeed recorded, and against their slices.
+//! The optimizers, compared with values recorded from PyTorch and DeepSpeed; and updates of whole parameters, compared
+//! with updates slice by slice.
 
 use candle_zero::config::{
     AdagradConfig, AdamConfig, LambConfig, LionConfig, MuonConfig, NsMethod, OptimizerConfig, SgdConfig,
@@ -214,8 +215,8 @@ fn recorded_weights_and_states_are_met() {
                     continue;
                 }
                 let context = |what: &str| format!("{name} {hyper}: {what} of {tensor} after step {step}");
-                // The betas are rounded to f32 as in DeepSpeed; a second moment of PyTorch's, or of the formula in f64,
-                // differs by that, and without bias correction the weights do too.
+                // The betas are rounded to f32 as in DeepSpeed; a second moment from PyTorch, or from the formula in
+                // f64, therefore differs, and without bias correction so do the weights.
                 let source = case["source"].as_str().unwrap();
                 let exact_betas = source.contains("torch.optim") || source.starts_with("formula");
                 let tolerance = match () {

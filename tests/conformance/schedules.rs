@@ -1,4 +1,4 @@
-//! Learning-rate schedules, built from configurations, against the rates and betas that DeepSpeed recorded.
+//! Learning-rate schedules, built from configurations, compared with the rates and betas recorded from DeepSpeed.
 
 use candle_zero::Config;
 use candle_zero::config::ConfigProblem;
@@ -90,7 +90,7 @@ fn check(case: &Value, rates: &Value, expect: &Value, rtol: f64) {
             let context = format!("{} {} group {group} step {}", case["type"], case["params"], step + 1);
             assert_close(schedule.lr(), lr.get(group).unwrap_or(lr), rtol, &context);
             check_momentum(case, expect, step, &schedule, rtol, &context);
-            // Resuming from a checkpoint gives the same.
+            // Resuming from a checkpoint gives the same values.
             let mut resumed = self::schedule(case, group, base_lr);
             resumed.restore(schedule.last_batch_iteration());
             assert_eq!((resumed.lr(), resumed.momentum()), (schedule.lr(), schedule.momentum()), "{context}");

@@ -10,8 +10,8 @@
 //! | inputs | `(0.61 i + 0.29 step + 0.13 rank + 0.07 micro) % 1 * 2 - 1`, `i` counted over the micro batch |
 //! | targets | `(0.43 i + 0.17 step + 0.11 rank + 0.05 micro) % 1 * 2 - 1` |
 //!
-//! `step` is the optimizer step and `micro` the micro step in it, both from 0. Computed in f64, in this order: if a sum
-//! is a whole number, its rounding decides between -1 and 1.
+//! `step` is the optimizer step and `micro` the micro step in it, both from 0. All of this is computed in f64, in the
+//! order given: if a sum is a whole number, its rounding decides between -1 and 1.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder};
@@ -126,7 +126,7 @@ fn write_initial_weights(path: &Path, layers: &Value) {
     write_f32(path, parameters.iter().map(|(n, s)| (n.as_str(), s.as_slice(), values(s.iter().product()))));
 }
 
-/// `factors`: of the element, the step, the rank and the micro step, which are `at`.
+/// `factors` contains the factors of element, step, rank and micro step, and `at` the values of the last three.
 fn data(rows: usize, columns: usize, factors: [f64; 4], at: [usize; 3], dtype: DType) -> Tensor {
     let at = at.map(|n| n as f64);
     let phase = |i: f64| factors[1] * at[0] + factors[2] * at[1] + factors[3] * at[2] + factors[0] * i;
@@ -154,7 +154,8 @@ struct Trace {
     held: [usize; 3],
 }
 
-/// Trains the network of `input` as described there; losses are infinite as in `inject_inf` (step, micro step, rank).
+/// Trains the network of `input` as described at the top of this file; `inject_inf` lists the infinite losses (step,
+/// micro step, rank).
 fn train(input: &Value) -> Trace {
     let (world, steps, layers) = (int(&input["world_size"]), int(&input["steps"]), &input["layers"]);
     let inject: Vec<[usize; 3]> = match input.get("inject_inf") {

@@ -56,8 +56,8 @@ enum Reduce {
     WithoutSteps,
 }
 
-/// Returns the weights of a parameter whose gradient is its factor in the loss: small integers, so that no sum is
-/// rounded.
+/// Returns the trained weights of two parameters whose gradients are their factors in the loss: small integers, so that
+/// no sum is rounded.
 fn weights_after(world: usize, stage: u8, dtype: &str, reduce: Reduce) -> Vec<Vec<f32>> {
     let accumulation = if reduce == Reduce::WithoutSteps { 1 } else { 4 };
     let mut config = json!({
@@ -585,7 +585,7 @@ fn a_save_or_load_that_would_lose_gradients_is_refused_also_with_offload_and_aft
         };
         assert_eq!(train(true), train(false), "stage {stage}, {zero}");
     }
-    // A save does not lose gradients that zero_grad has dropped.
+    // Gradients that zero_grad has dropped do not prevent a save.
     on_ranks(1, |comm| {
         let mut engine = tiny(comm, &config(1, 1, json!({}), json!({})))?;
         engine.no_sync(|engine| pass(engine, 0))?;

@@ -1,5 +1,5 @@
-//! The core's part in a check of gradients: parameters are moved for a forward and put back, and a backward measures
-//! its gradients along the directions of the moves.
+//! The core's part of a gradient check: parameters are moved for a forward and put back, and a backward measures its
+//! gradients along the directions of the moves.
 //!
 //! ```text
 //!   forward    each unit's parameters moved up while it runs | moved down | unchanged
@@ -26,8 +26,8 @@ use std::sync::atomic::Ordering;
 
 /// Methods for the engine.
 impl RankCore {
-    /// Arms the check: from now on the outputs of forward passes hand it their gradients, along the direction that
-    /// `seed` chooses.
+    /// Arms the check: from now on the outputs of forward passes report their gradients to it, along the direction that
+    /// `seed` determines.
     pub fn arm_check(&self, seed: u64) {
         *lock(&self.check.state) = GradientCheckState { seed, ..GradientCheckState::default() };
         self.check.armed.store(true, Ordering::Relaxed);
@@ -91,7 +91,7 @@ impl RankCore {
 impl RankCore {
     /// Moves a unit's parameters, which are in memory and about to be used.
     pub(in crate::zero) fn shift_unit(&self, unit: UnitId) -> Result<()> {
-        // If parameters are not sharded, a unit's may be used outside of it too.
+        // If parameters are not sharded, a unit's parameters may be used outside of it too.
         let all = !self.shards_params();
         if !self.is_checking() || (all && unit != ROOT) {
             return Ok(());

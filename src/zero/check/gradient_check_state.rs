@@ -14,7 +14,8 @@ thread_local! {
     static PASSES_TOGETHER: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Returns how many steps this thread has taken so far that all ranks take together while a model runs.
+/// Returns the number of steps that this thread has taken so far, counting only those that all ranks take together
+/// while a model runs.
 pub(crate) fn collective_steps() -> u64 {
     PASSES_TOGETHER.get()
 }
@@ -82,9 +83,9 @@ pub(super) struct GradientCheckState {
 /// The change in an output, or in the loss, along a direction.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct DirectionalChange {
-    /// Half of the difference between the two moves.
+    /// Half of the difference between the values moved up and down.
     pub difference: f64,
-    /// The distance of the mean of the two moves from the value between them.
+    /// The distance between the mean of the two moved values and the unmoved value.
     pub bend: f64,
     /// The sum of the squares of the terms of `bend`, one for each element of an output.
     pub bend_squares: f64,
@@ -102,9 +103,9 @@ pub(crate) struct OutputProbe {
 /// The change in an output's elements along one direction.
 #[derive(Default)]
 pub(crate) struct OutputDifference {
-    /// Half of the difference between the two moves.
+    /// Half of the difference between the values moved up and down.
     pub difference: Vec<f32>,
-    /// The distances of their means from the values between them.
+    /// The distances between the means of the moved values and the unmoved values.
     pub bend: Vec<f32>,
 }
 

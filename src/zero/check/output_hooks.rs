@@ -3,7 +3,7 @@
 //!
 //! An output runs a hook when its gradient is complete. If the operation that made the output is one of this library's,
 //! the hook belongs to that operation. Otherwise it belongs to a separate operation, which copies the output. If the
-//! copy would be large, a backward that has reached no output searches for it in the loss's graph instead.
+//! copy would be large, a backward that has reached no output searches the loss's graph for the output instead.
 
 use super::forward_outputs::ForwardOutput;
 use crate::error::{EngineError, Result};

@@ -43,7 +43,7 @@ impl PerturbationDirection {
     pub fn new((name, seed): (&str, u64), shape: &Shape, values: FlatRef<'_>, relative: f64) -> Self {
         let mean_square = sum_of_squares(values) / values.len().max(1) as f64;
         let (size, usual) = (mean_square.sqrt(), usual_size(shape));
-        // Parameters that begin with zeros, such as a bias or LoRA's B, are moved too.
+        // Parameters that are initially zero, such as a bias or LoRA's B, are moved too.
         let size = if size > usual / 32.0 { size } else { usual };
         Self { seed: mix(fnv1a(name.as_bytes()) ^ seed), step: (relative * size) as f32, still: (0, 0) }
     }
@@ -144,12 +144,12 @@ impl PerturbationDirection {
         DirectionalGradient { product: products.iter().sum(), squares: squares.iter().sum() }
     }
 
-    /// Returns the signs of the elements from `i` on. `i` is a multiple of their number.
+    /// Returns the signs of [`SIGNS_PER_NUMBER`] elements from `i` on. `i` is a multiple of that number.
     fn signs_from(&self, i: usize) -> u64 {
         mix(self.seed.wrapping_add(((i / SIGNS_PER_NUMBER) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
     }
 
-    /// Returns the upward moves of the elements from `i` on. `i` is a multiple of their number.
+    /// Returns the upward moves of [`SIGNS_PER_NUMBER`] elements from `i` on. `i` is a multiple of that number.
     #[inline(always)]
     fn moves_from(&self, i: usize) -> [f32; SIGNS_PER_NUMBER] {
         let signs = self.signs_from(i);
@@ -182,7 +182,7 @@ fn widened<'a>(values: FlatRef<'a>, buffer: &'a mut Flat) -> &'a [f32] {
     wide
 }
 
-/// Returns the size that values of such a shape usually have.
+/// Returns the size that the values of a parameter of this shape usually have.
 fn usual_size(shape: &Shape) -> f64 {
     match shape.dims() {
         [first, rest @ ..] if !rest.is_empty() => {

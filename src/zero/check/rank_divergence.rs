@@ -7,7 +7,8 @@ use crate::util::lock;
 use crate::zero::rank_core::RankCore;
 
 impl RankCore {
-    /// Returns the error. If ranks have run different parts of the model, the result names these parts and the remedy.
+    /// Returns `error`, or, if ranks have run different parts of the model, an error that names these parts and the
+    /// remedy.
     pub fn name_parts(&self, error: Error) -> Error {
         let Error::Comm(CommError::Diverged { rank, here, peer, there }) = &error else { return error };
         let parts = (self.part(here), self.part(there));

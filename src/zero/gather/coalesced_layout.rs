@@ -80,7 +80,7 @@ impl CoalescedLayout {
         Self { params, offsets, chunk, weights: WeightFormat::Model }
     }
 
-    /// Passes each whole parameter to `install`. `chunks` are those of all shards, in order.
+    /// Passes each whole parameter to `install`. `chunks` contains the chunks of all shards, in order.
     pub fn unpack<R: StepExecutor>(
         &self,
         rank: &R,

@@ -1,8 +1,8 @@
 //! A second instance of a model, over the weights of the first, for evaluation.
 //!
-//! Candle records an operation whenever one of its arguments is recorded, such as a parameter's tensor, and keeps its
-//! arguments for as long as its result. The tensors of this instance share the parameters' storages, whether gathered
-//! or released, and are not recorded. Buffers are the same variables.
+//! Candle records an operation whenever one of its arguments is recorded, such as a parameter's tensor, and keeps the
+//! arguments for as long as the result. The tensors of this instance share the parameters' storages, whether gathered
+//! or released, and are not recorded. Both instances have the same variables as buffers.
 
 use super::unit::UnitRegistrar;
 use crate::error::{Error, ParamError, Result};
@@ -16,7 +16,7 @@ use candle_nn::var_builder::SimpleBackend;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// The `VarBuilder` backend behind such an instance.
+/// The `VarBuilder` backend behind a second instance.
 #[derive(Clone)]
 pub(crate) struct EvalBackend(Arc<EvalBackendInner>);
 
@@ -82,7 +82,7 @@ impl UnitRegistrar for EvalBackend {
 
     fn close_unit(&self) {}
 
-    /// Does nothing: the first instance has marked it.
+    /// Does nothing: the first instance has marked the leaf.
     fn mark_leaf(&self, _: UnitId) {}
 
     fn link(&self) -> EngineLink {

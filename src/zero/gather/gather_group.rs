@@ -43,7 +43,7 @@ pub(super) enum GatherProgress<R: StepExecutor> {
 /// with one buffer for each layout of a group. `None` until a forward has gathered it.
 pub(super) type SecondaryShards<R> = Option<Vec<(<R as ShareStorage>::Buffer, MemoryLedgerEntry)>>;
 
-/// The treatment of a group after it has been gathered.
+/// The handling of a group after it has been gathered.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum AfterGather {
     /// The group is used, and gathered in the same way the next time.
@@ -207,7 +207,7 @@ impl GatherGroup {
 }
 
 /// Returns whether the shards of a layout, which lie in `place`, are gathered on the GPU, to which they must be copied.
-/// Packed ones are unpacked on the host.
+/// Packed shards are unpacked on the host.
 fn goes_to_gpu<R: StepExecutor>(core: &R, layout: &CoalescedLayout, place: &BufferPlaceOf<R>) -> bool {
     R::Buffer::is_device(core.model_place()) && !R::Buffer::is_device(place) && !layout.is_packed()
 }

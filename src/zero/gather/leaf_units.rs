@@ -11,7 +11,7 @@ use crate::param::{Param, UnitId};
 /// The position of a unit relative to leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LeafPosition {
-    /// The unit is gathered separately, like any unit.
+    /// The unit is gathered separately, like any other unit.
     Outside,
     /// The unit is a leaf, and not inside another leaf.
     Leaf,

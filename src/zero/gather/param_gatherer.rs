@@ -60,7 +60,7 @@ pub(crate) struct ParamGatherer<R: StepExecutor> {
     recomputes: bool,
     /// The number of backward passes that run inside others: a recomputing unit runs a separate one.
     depth: usize,
-    /// The last unit that each of these backward passes, the engine's first, has entered.
+    /// The last unit that each of these backward passes has entered, beginning with the engine's backward.
     entered: Vec<UnitId>,
     /// The number of nested backward passes that run inside one that is not the engine's.
     passing: usize,
@@ -250,7 +250,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         }
     }
 
-    /// Releases the parameters left by backward passes that are not the engine's.
+    /// Releases the parameters left in memory by backward passes that are not the engine's.
     pub fn release_passed(&mut self, core: &R) -> Result<()> {
         for unit in 0..self.units.len() {
             if self.units[unit].passed {
@@ -270,7 +270,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         self.recomputes = true;
     }
 
-    /// Begins a backward inside a backward. `passes` means that the outer one is not the engine's.
+    /// Begins a backward inside a backward. `passes` means that the outer backward is not the engine's.
     pub fn nest(&mut self, passes: bool) {
         self.depth += 1;
         self.passing += usize::from(passes);
@@ -329,8 +329,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
     /// Takes note that a parameter's gradient has arrived: the backward that computed it no longer needs the values.
     ///
     /// Another backward may need them. A parameter that is used inside and outside of a recomputing unit has a gradient
-    /// from each. Therefore a parameter of a unit that an outer backward has entered stays, and the root's parameters
-    /// also stay while units will recompute.
+    /// from each use. Therefore a parameter of a unit that an outer backward has entered stays, and the root's
+    /// parameters also stay while units will recompute.
     pub fn release_param(&mut self, core: &R, param: ParamId) -> Result<()> {
         let params = core.params();
         let id = self.outermost[params[param].unit];
@@ -499,7 +499,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         Ok(())
     }
 
-    /// Returns the unit of which a gather carries these parameters.
+    /// Returns the unit that has a layout for whose parameters `carries` is true.
     pub fn unit_that(&self, carries: impl Fn(&[ParamId]) -> bool) -> Option<UnitId> {
         self.units.iter().position(|unit| unit.group.layouts.iter().any(|layout| carries(&layout.params)))
     }

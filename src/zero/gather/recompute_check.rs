@@ -18,7 +18,7 @@ pub(super) struct OutputDigest {
 enum ValuesDigest {
     /// A digest of the bits.
     Bits(u64),
-    /// The sum, and the sum of squares, of a tensor on a GPU in f32, which also stay there. A kernel that computes them
+    /// The sum and the sum of squares, in f32, of a tensor on a GPU. They stay there too. A kernel that computes them
     /// in a fixed order produces the same bits from the same values.
     Sums(Tensor),
 }

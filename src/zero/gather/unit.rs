@@ -6,8 +6,8 @@
 //! ```
 //!
 //! The mark runs before the unit's last operation is differentiated, and so before any of its operations. If that
-//! operation is one of this library's, the mark is a hook of it. Otherwise it is an identity operation on the unit's
-//! output. Without an engine, or if parameters are not sharded, a unit only runs the module inside.
+//! operation is one of this library's, the mark is one of its hooks. Otherwise it is an identity operation on the
+//! unit's output. Without an engine, or if parameters are not sharded, a unit only runs the module inside.
 //!
 //! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
 
@@ -153,7 +153,7 @@ impl<M> Unit<M> {
     }
 
     /// Runs something other than the module's forward, with its parameters in memory: a computation that a module does
-    /// only in evaluation, such as that of one more token of a text, from the values kept for earlier tokens. The
+    /// only in evaluation, such as computing one more token of a text from the values kept for earlier tokens. The
     /// result has no graph. All ranks must run it, as they must run a forward.
     ///
     /// # Errors
@@ -314,7 +314,7 @@ impl<M: Send + Sync + 'static> Unit<M> {
     }
 }
 
-/// The values that a recomputing unit keeps of its first run.
+/// The values that a recomputing unit keeps from its first run.
 struct FirstForward {
     input: RecomputeInput,
     /// Whether this library's layers add up the gradients of the input's uses. Candle would round each one first.

@@ -28,7 +28,7 @@ const IN_FLIGHT: usize = 1;
 /// A sweep through weights that lie on a GPU.
 pub(in crate::zero) struct HostStep<'a> {
     core: &'a RankCore,
-    /// The storage of shards of weights; `None` if weights are not sharded, but in the parameters' tensors.
+    /// The storage of shards of weights; `None` if weights are not sharded, but lie in the parameters' tensors.
     storage: Option<&'a mut StateStorage<RankCore>>,
     device: &'a CudaDevice,
     mode: SweepMode,

@@ -68,8 +68,8 @@ impl ReducePlan {
         let predivide = config.gradient_predivide_factor;
         let (before, after) = match config.gradient_allreduce_op {
             GradientOp::Sum => (1.0, 1.0),
-            // A factor of 1 means that the mean is one division. It comes before the reduction, so that 16-bit sums do
-            // not overflow.
+            // A `gradient_predivide_factor` of 1 means that gradients are divided only once. The division comes before
+            // the reduction, so that 16-bit sums do not overflow.
             GradientOp::Mean if config.prescale_gradients || predivide == 1.0 => (1.0 / world, 1.0),
             GradientOp::Mean => (1.0 / predivide, predivide / world),
         };
@@ -243,7 +243,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         let layout = CoalescedLayout::new(params, core.params(), core.mesh().pieces(), wire);
         let _span = timeline::span(timeline::EventCategory::Reduce, "pack").of(|| core.names(&layout.params));
         // On a GPU a bucket exists in addition to the gradients that it is packed from. On the host a large gradient
-        // becomes it.
+        // becomes the bucket.
         let packed = layout.chunk * core.world_size() * self.plan.dtype.size_in_bytes();
         let is_copied = C::Buffer::is_device(core.model_place());
         let packing = is_copied.then(|| core.ledger().hold_in(core.tier(), MemoryKind::Buckets, packed));

@@ -56,7 +56,7 @@ impl RankCore {
         drop(unreduced);
         for group in lock(&self.groups).iter_mut() {
             for grads in &mut group.grads {
-                // Its extent in the file will soon be written again.
+                // The gradient's extent in the file will soon be written again.
                 if let GradientShare::File { writing: Some(writing), .. } =
                     std::mem::replace(grads, GradientShare::Absent)
                 {

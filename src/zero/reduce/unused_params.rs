@@ -16,7 +16,7 @@ impl RankCore {
     /// Judges in the first optimizer step, in which it is collective. Does nothing in later steps.
     ///
     /// # Errors
-    /// [`EngineError::NoGradient`] if no rank has a gradient of a parameter that all must reach.
+    /// [`EngineError::NoGradient`] if no rank has a gradient of a parameter that a backward must reach.
     pub(in crate::zero) fn judge_unused(&self) -> Result<()> {
         let Some(seen) = lock(&self.gradients).take_seen() else { return Ok(()) };
         let seen = self.comm.gather_bytes(seen.into_iter().map(u8::from).collect()).wait()?;

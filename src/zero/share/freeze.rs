@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The new layout is that of an engine built with these parameters trained. The old one stays until the new one is
-//! complete: if a file gets no space, nothing has changed. A share on a GPU exists twice for a short time.
+//! complete: if a file gets no space, nothing changes. A share on a GPU exists twice for a short time.
 
 use super::state_access::{ParamStateKind, pieces};
 use super::sub_group::places;

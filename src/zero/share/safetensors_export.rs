@@ -24,8 +24,8 @@ impl RankCore {
     /// final name only once it is complete and on disk.
     ///
     /// # Errors
-    /// A communication error; a write error of rank 0, which leaves the ranks in step: a full disk or a wrong path must
-    /// not cost the model.
+    /// A communication error; a write error of rank 0, which leaves the ranks in step: the model must not be lost
+    /// because of a full disk or a wrong path.
     pub fn export(&self, path: &Path, dtype: DType) -> Result<(), CollectiveFailure> {
         let mut file =
             (self.comm.rank() == 0).then(|| SafetensorsExport::begin(path, &self.params, self.buffers.list(), dtype));

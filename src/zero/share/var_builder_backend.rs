@@ -310,7 +310,7 @@ impl VarBuilderBackendInner {
         Ok(tensor)
     }
 
-    /// Creates the tensor of the next parameter, which begins with `values`.
+    /// Creates the tensor of the next parameter, whose first values are `values`.
     fn tensor(&self, shape: &Shape, values: Flat, trained: &Arc<AtomicBool>) -> Result<Tensor> {
         let storage = residency::storage_on(&self.device, residency::to_storage(values))?;
         let (id, sink) = (self.params.len(), Arc::new(self.link.clone()));
@@ -319,8 +319,8 @@ impl VarBuilderBackendInner {
 
     /// Creates the tensor of the next parameter, absent.
     fn absent(&self, shape: &Shape, dtype: DType, trained: &Arc<AtomicBool>) -> Result<Tensor> {
-        // A storage of the true dtype, from which the tensor takes its own. It has one element because CUDA may refuse
-        // an empty one.
+        // A storage of the true dtype, from which the tensor takes its dtype. It has one element because CUDA may
+        // refuse an empty one.
         let tensor = self.tensor(shape, Flat::zeros(dtype, 1), trained)?;
         residency::clear(&tensor)?;
         Ok(tensor)

@@ -228,7 +228,8 @@ impl StepBackend for RankCore {
     }
 }
 
-/// Converts elements `range` of a part to elements of the slot, in which the part is `part`.
+/// Converts a range of elements of a part to a range of elements of the slot. `part` is the range of the whole part in
+/// the slot.
 fn within(part: &Range<usize>, range: Range<usize>) -> Range<usize> {
     part.start + range.start..part.start + range.end
 }

@@ -40,7 +40,8 @@ impl<R: StepExecutor> WeightPublisher<R> {
         }
     }
 
-    /// Ends the publication, once all shards are up to date: sends the rest, and waits for all pending ones.
+    /// Ends the publication, once all shards are up to date: sends the remaining shards, and waits for all pending
+    /// publications.
     pub fn finish(mut self, core: &R) -> Result<()> {
         if let Some(batch) = self.buckets.rest() {
             self.launch(core, batch)?;

@@ -84,8 +84,8 @@ pub(super) fn trust_ratios<C: StepBackend>(
     Ok(squares.into_iter().enumerate().map(ratio).collect())
 }
 
-/// Collective: updates the parameters whose optimizer needs full ones. `complete` is called for every slot that is up
-/// to date.
+/// Collective: updates the parameters whose optimizer needs the full parameters. `complete` is called for every slot
+/// that is up to date.
 pub(super) fn update_whole<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],
