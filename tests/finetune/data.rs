@@ -237,7 +237,7 @@ fn a_cache_is_taken_when_nothing_changed_and_made_again_when_something_did() {
     assert!(!from_cache(&source, 64));
     assert!(from_cache(&source, 64));
     assert!(!from_cache(&source, 32));
-    // Another file of the same length.
+    // A different file of the same length.
     let source = desk.file("x.jsonl", &line.replace("some", "same"));
     assert!(!from_cache(&source, 64));
     assert!(from_cache(&source, 64));
@@ -331,7 +331,7 @@ proptest! {
             }
             prop_assert_eq!(of(0).targets_of_step(step), targets);
         }
-        // The first epoch contains each sample. Its last step is filled up with rows of the second epoch.
+        // The first epoch contains each sample. Its last step is filled up with rows from the second epoch.
         let mut all: Vec<_> = (0..data.len()).map(|i| (data.sample(i).ids().collect::<Vec<_>>(), data.sample(i).predicted())).collect();
         for sample in &all {
             prop_assert!(seen.contains(sample));

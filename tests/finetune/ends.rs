@@ -1,4 +1,4 @@
-//! The ends of runs: signals without checkpoints, checkpoints that are kept, and the report on preferences.
+//! How runs end: signals without checkpoints, checkpoints that are kept, and the report on preferences.
 
 use crate::fixtures::path;
 use crate::runs::{chats, finetune, write};

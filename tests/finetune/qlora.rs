@@ -1,4 +1,4 @@
-//! Low-rank adapters on a 4-bit base, and on blocks that are recomputed in backward.
+//! Low-rank adapters on a 4-bit base, and on blocks that are recomputed in the backward pass.
 
 use crate::fixtures::{base, far, tensors, values};
 use candle_core::{DType, Device, Tensor};

@@ -99,7 +99,7 @@ impl Plan {
     }
 }
 
-/// An identity operation whose backward passes the place "backward".
+/// An identity operation that passes the place "backward" in its backward pass.
 struct Backward(Plan, u64);
 
 impl CustomOp1 for Backward {
@@ -388,7 +388,7 @@ fn a_rank_that_leaves_early_is_named_by_all_others_and_its_exit_code_0_does_not_
 fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
     // An error in a method of the engine, which tells the other ranks. The rank's process ends a second later, or never.
     let slow = Case { linger_ms: 1000, ..case(3, "forward", 1, Deed::Fail) };
-    // Candle adds a backtrace to its messages. The messages of the others stay readable.
+    // Candle adds a backtrace to its messages. The messages of the other ranks stay readable.
     let ended = Run::start(Case { backtrace: "1", ..slow }).end();
     ended.check("rank 3 stopped (failed on purpose)", 7, "it ended with exit code 7");
     let report = "\nzerorun:   | error: failed on purpose\nzerorun:   ranks 0-2: ended";

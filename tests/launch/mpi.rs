@@ -83,7 +83,7 @@ fn between_hosts(metrics: &Path, kind: &str) -> [u64; 2] {
     ["elements", "between_hosts_bytes"].map(|key| of_kind[key].as_u64().unwrap())
 }
 
-/// Writes stage 3 with another key of zero_optimization to a file in `folder`.
+/// Writes the configuration of stage 3, with this key added to zero_optimization, to a file in `folder`.
 fn with_key(key: &str, value: usize, folder: &Path) -> String {
     let mut all: Value = serde_json::from_str(&std::fs::read_to_string(config(3)).unwrap()).unwrap();
     all["zero_optimization"][key] = value.into();
@@ -107,8 +107,8 @@ fn shards_of_each_host_change_no_bit_and_only_sums_of_gradients_cross() {
             let steps = train_by(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &train_gpt, &in_groups, &metrics);
             assert_eq!(steps, expected, "{mpi:?}, groups of {ranks}");
             let [reduced, bytes] = between_hosts(&metrics, "reduce_scatter");
-            // Two remote ranks send their parts of one of the four pieces in f32. The ranks with the same shard also send
-            // the sums of each other's pieces: one from every group of the other host, which a rank of this host
+            // Two remote ranks send their parts of one of the four pieces in f32. Ranks with the same shard also send each
+            // other the sums of their pieces: one sum from each group of the other host, which one rank of this host
             // receives for its complete group.
             assert_eq!(bytes, (2 + 1) * (reduced / 4 * 4), "{mpi:?}, groups of {ranks}");
             assert_eq!(between_hosts(&metrics, "all_gather")[1], 0, "{mpi:?}, groups of {ranks}");
@@ -135,7 +135,7 @@ fn bytes_between_hosts_are_those_of_the_formula_and_a_second_copy_keeps_backward
         // Two shards of the other host arrive in two lanes.
         assert_eq!(gathered_bytes, 2 * gathered / 2 * 4, "{mpi:?}");
         assert_eq!((same_steps, same_reduced), (steps, [reduced, reduced_bytes]), "{mpi:?}");
-        // Backward gathers from the copy, in parts that are twice as large as shards.
+        // The backward pass gathers from the copy, in parts that are twice as large as shards.
         let in_backward = in_all - gathered;
         assert!(5 * in_backward > gathered, "{mpi:?}: {in_backward} of {gathered}");
         assert_eq!(from_hosts, 4 * (gathered - in_backward), "{mpi:?}");
@@ -829,7 +829,7 @@ fn hosts_with_other_programs_are_named() {
     for (host, name) in hosts.names().into_iter().enumerate() {
         let program = folder.path().join(name);
         std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
-        // The file differs as after another build, but runs as before.
+        // The file differs as it would after a rebuild, but runs as before.
         let mut file = File::options().append(true).open(&program).unwrap();
         std::io::Write::write_all(&mut file, &vec![0; host]).unwrap();
     }

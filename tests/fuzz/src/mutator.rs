@@ -30,7 +30,7 @@ const INTEGERS: [u64; 20] = [
     u64::MAX,
 ];
 
-/// Numbers of text formats.
+/// Numbers as text formats write them.
 const NUMBERS: [&str; 22] = [
     "0",
     "-1",
