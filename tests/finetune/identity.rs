@@ -1,5 +1,5 @@
-//! A checkpoint is continued only by the run that saved it, or the difference is reported; cached samples are valid for only one
-//! set of model files; merged models have all of the base's templates; seeds take effect.
+//! A checkpoint is continued only by the run that saved it, or the difference is reported; cached samples are used only
+//! with the model files that they were made for; merged models have all of the base's templates; seeds take effect.
 
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};

@@ -1,4 +1,4 @@
-//! Dropout: which elements it drops, that its backward drops the same ones, and when it draws again.
+//! Dropout: which elements it drops, that its backward pass drops the same ones, and when it draws again.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, VarBuilder, linear};
@@ -78,7 +78,7 @@ fn ids(rank: usize, shift: u32) -> Tensor {
     Tensor::from_iter(ids, &Device::Cpu).unwrap().reshape((2, 16)).unwrap()
 }
 
-/// Every rank's losses of ten micro steps, and the logits it computes in evaluation halfway and at the end.
+/// Every rank's losses in ten micro steps, and the logits it computes in evaluation halfway and at the end.
 fn train(stage: u8, gpt: &GptConfig) -> Vec<(Vec<f32>, Vec<f32>)> {
     let results = threads::run(WORLD, |comm| {
         let rank = comm.rank();

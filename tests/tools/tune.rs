@@ -183,7 +183,7 @@ fn a_run_that_hangs_is_ended_and_is_a_row() {
     assert!(stdout(&output).contains("stage 0, micro batch 1  failed: it took longer than 1 s"), "{}", stdout(&output));
     assert!(stderr(&output).contains("nothing is written"), "{}", stderr(&output));
     assert!(!folder.path("autotuning_results/best.json").exists());
-    // A larger micro batch does not need more time, so it is tried too. Failed runs are tried again.
+    // A larger micro batch need not take longer, so it is tried too. Failed runs are tried again.
     assert_eq!(folder.runs(), 3);
     let mut command = zerorun();
     command.current_dir(folder.0.path()).args(["tune", "--stages", "0", "--micro_batches", "1", "--fast", "script"]);

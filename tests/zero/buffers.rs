@@ -59,7 +59,7 @@ fn running_statistics_are_those_of_candle_alone() {
     assert_eq!(var, alone.running_var().to_vec1::<f32>().unwrap());
 }
 
-/// Returns the statistics of 2 ranks before and after the forward of a second step, under this rule.
+/// Returns the statistics of 2 ranks before and after the forward pass of a second step, under this rule.
 fn of_second_step(sync: BufferSync) -> Vec<(Vec<f32>, Vec<f32>, Vec<f32>)> {
     let config = config(1, 1, json!({}), json!({}));
     let results = threads::run(2, |comm| {

@@ -264,8 +264,8 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         }
         others.push(peak - bytes - windows);
     }
-    // Besides its windows a GPU holds no more at stage 3 than with all parameters on it: activations and gradients of the
-    // layers in progress.
+    // Besides its windows, a GPU holds only activations and gradients of the layers in progress: at stage 3, no more than
+    // with all parameters on it.
     assert!(others[0] <= others[1], "{others:?}");
 }
 

@@ -122,7 +122,7 @@ fn a_frozen_parameter_has_weights_and_nothing_else_on_any_rank_or_wire() {
                             kind.name()
                         );
                     }
-                    // Every trained gradient travels once, padded to equal shards; of frozen ones nothing does.
+                    // Every trained gradient travels once, padded to equal shards; nothing travels for frozen parameters.
                     let report = |kind| half.comm.kind(kind).elements;
                     let travelled = report(Collective::AllReduce) + report(Collective::ReduceScatter);
                     let file = safetensors::SafeTensors::deserialize(&half.exported).unwrap();
@@ -166,7 +166,7 @@ fn a_frozen_unit_is_gathered_in_backward_only_where_something_below_it_is_traine
         let ranks = threads::run(2, |comm| {
             let rank = comm.rank();
             let builder = Engine::builder().communicator(comm).device(Device::Cpu).trainable(rule);
-            // The check's own forwards gather too.
+            // The gradient check's own forward passes gather too.
             let builder = builder.gradient_check(false);
             let mut engine = builder.initialize(Stack::new, plain(3))?;
             for step in 0..3 {

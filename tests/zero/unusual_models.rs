@@ -1,5 +1,5 @@
 //! Unusual models and call orders give the same bits at every stage: units used twice, skipped or nested,
-//! shared parameters, odd sizes, evaluation and repeated forwards in the middle of a step.
+//! shared parameters, odd sizes, evaluation and repeated forward passes in the middle of a step.
 
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor};
