@@ -230,7 +230,7 @@ fn a_graph_that_is_cut_or_a_backward_that_is_wrong_ends_the_first_step_at_every_
 #[test]
 fn in_16_bits_mistakes_are_found_that_are_larger_than_rounding() {
     /// Cases in which the checked direction contains only a small part of the mistake, or rounding errors are as large as
-/// the mistake.
+    /// the mistake.
     const UNCLEAR: [&str; 3] = ["rope", "a part that is detached", "a product of views"];
     let formats = [
         (DType::BF16, "bf16", json!({"enabled": true})),
