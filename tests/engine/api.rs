@@ -169,7 +169,7 @@ fn eval_between_forward_and_backward_gives_the_value_of_forward() {
 
 // ---- export and init_from --------------------------------------------------------------------------------------
 
-/// Trains from `init` for `steps` and exports to `file`.
+/// Trains for `steps` steps, starting from `init` if it is given, and exports the model to `file`.
 fn train_and_export(config: &Value, init: Option<&Path>, steps: usize, file: &Path) {
     on_ranks(3, |comm| {
         let rank = comm.rank();

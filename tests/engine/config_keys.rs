@@ -135,7 +135,7 @@ fn buffers_of_floats_have_the_format_of_the_file() {
     }
 }
 
-/// Returns the f32 values of every parameter after a load, with or without `load_from_fp32_weights`.
+/// Returns the f32 values of every parameter after loading a checkpoint with or without `load_from_fp32_weights`.
 fn loaded(stage: u8, world: usize, from_f32: bool) -> Vec<(String, Vec<f32>)> {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = folder.path().join("model.safetensors");

@@ -83,7 +83,7 @@ fn the_masks_of_a_second_forward_are_those_of_its_gradients_also_where_they_are_
 fn the_first_forward_of_every_micro_step_draws_what_it_always_drew() {
     for second in [false, true] {
         let masks = threads::run(2, |comm| {
-            // The weights stay unchanged: an element that is zero was dropped.
+            // The weights stay unchanged, so an element that is zero was dropped.
             let config = config(json!({"optimizer": {"type": "SGD", "params": {"lr": 0.0}}}));
             let mut engine = on_cpu().communicator(comm).initialize(Scaled::new, config)?;
             let mut masks = vec![];

@@ -158,7 +158,7 @@ fn the_comms_logger_counts_what_the_report_counts() {
             let parts = if *kind == CollectiveKind::ReduceScatter { 2 } else { 1 };
             let size = if *kind == CollectiveKind::Control { 8 } else { 4 };
             let bytes: u64 = of_kind.iter().map(|row| row.bytes * row.calls).sum();
-            // The last number of a control message may be incomplete.
+            // The last number of a control message may have fewer than 8 bytes.
             let rest = if *kind == CollectiveKind::Control { 8 * counted.calls } else { 1 };
             let left = (counted.elements * size).checked_sub(bytes * parts);
             assert!(left.is_some_and(|left| left < rest), "{kind:?}: {bytes} of {}", counted.elements * size);

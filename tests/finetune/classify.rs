@@ -280,7 +280,7 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
     assert_eq!(base.notes().len(), 1);
     same(&base, &["classifier."]);
-    // A classifier for other labels.
+    // A classifier for different labels.
     change_weights(dir, |name, tensor| Some((name, tensor)));
     let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
     insta::assert_snapshot!(base.notes().join("\n"), @r#"the classifier is initialized randomly (standard deviation 0.02): the model's classifier has the labels "LABEL_0", "LABEL_1", "LABEL_2", but the data has the labels "no", "yes""#);
@@ -352,7 +352,7 @@ fn rows(texts: &[(&[u32], u32)], time: usize, filler: u32) -> RowBatch {
     rows
 }
 
-/// Returns the bits of the losses of three steps on four texts, of all ranks, and the weights after them. Rows have
+/// Trains for three steps on four texts. Returns the bits of all ranks' losses, and the weights afterwards. Rows have
 /// `more` tokens in addition to the longest text.
 fn train(world: usize, stage: u8, more: usize, filler: u32) -> (Vec<u32>, Vec<u8>) {
     let settings = json!({

@@ -6,7 +6,7 @@ use crate::support::processes::repository;
 use candle_zero_finetune::{Columns, DataOptions, Dataset, Source, Template, Tokenizer, TrainingTask, labels_of, show};
 use proptest::prelude::*;
 
-/// Messages between marks, without tools.
+/// Messages between markers, without tools.
 const CHATML: &str = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}\
                       {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 

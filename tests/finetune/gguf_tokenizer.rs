@@ -103,8 +103,8 @@ fn a_gguf_file_alone_answers_trains_and_is_merged() {
     let (file, at) = (text(&file), |name: &str| text(&alone.path().join(name)));
     let few = ["--prompt", "hello there", "--max_tokens", "12"];
     let answer = |model: &str, more: &[&str]| run(&[&["generate", model], &few[..], more].concat());
-    // The file has f16 weights, the folder f32. So only the prompt's ids must agree between the two, and answers only
-    // where the weights are equal.
+    // The file has f16 weights, the folder f32. So only the prompt's ids must agree between the two. Answers must agree
+    // only where the weights are equal.
     let data = at("chats.jsonl");
     let chat = json!({"messages": [{"role": "user", "content": "1 and 2?"}, {"role": "assistant", "content": "3"}]});
     std::fs::write(&data, format!("{chat}\n").repeat(4)).unwrap();

@@ -702,7 +702,8 @@ fn collectives_on_two_hosts_are_those_of_threads_to_the_bit() {
 fn sums_through_several_hosts_and_of_many_ranks_are_those_of_threads_to_the_bit() {
     let test = sums_through_several_hosts_and_of_many_ranks_are_those_of_threads_to_the_bit;
     with_each(test, |mpi| {
-        // With 9 and 7 ranks, integers and 16-bit numbers are also sent as partial sums, and lanes differ from owners.
+        // With 9 and 7 ranks, integers and 16-bit numbers are also sent as partial sums, and a chunk's owner is
+        // not always one of the ranks that add it up.
         for ranks in [&[2, 3, 2][..], &[3, 2, 2, 4], &[9, 7]] {
             match named_hosts(mpi, ranks) {
                 Some(start) => compare_with_threads(mpi, start, "chain", ranks),
@@ -969,7 +970,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
                 insta::assert_snapshot!(text, @"LIBRARY (A stand-in 1.0) does not let several threads call it in turn (MPI_THREAD_SERIALIZED); use a build with thread support")
             }
             _ => {
-                insta::assert_snapshot!(text, @"the environment says rank 1 of 2, MPI says rank 0 of 1 (LIBRARY (A stand-in 1.0)): the library is not that of the mpirun which started the ranks, or under zerorun is not MPICH-compatible; set CANDLE_ZERO_MPI_LIBRARY to the right file; Slurm's srun needs --mpi=pmi2")
+                insta::assert_snapshot!(text, @"the environment says rank 1 of 2, but MPI says rank 0 of 1 (LIBRARY (A stand-in 1.0)): the library is not that of the mpirun which started the ranks or, under zerorun, is not MPICH-compatible; set CANDLE_ZERO_MPI_LIBRARY to the right file; Slurm's srun needs --mpi=pmi2")
             }
         }
     }

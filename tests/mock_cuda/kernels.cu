@@ -7,7 +7,7 @@ extern "C" __global__ void add_one(float *values, size_t count) {
     if (i < count) values[i] += 1;
 }
 
-// The sum of a block's values by a tree in shared memory.
+// The sum of a block's values by a tree reduction in shared memory.
 extern "C" __global__ void sum_of_block(const float *values, float *sums) {
     __shared__ float part[256];
     part[threadIdx.x] = values[blockIdx.x * blockDim.x + threadIdx.x];

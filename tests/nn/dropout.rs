@@ -110,7 +110,7 @@ fn stages_reruns_and_recomputing_blocks_give_the_same_bits() {
         assert!(reference == train(stage, &gpt(0.2, false)), "stage {stage}");
         assert!(reference == train(stage, &gpt(0.2, true)), "recomputing at stage {stage}");
     }
-    // The comparison can distinguish runs.
+    // The comparison can tell runs apart.
     assert!(reference != train(0, &gpt(0.1, false)));
 }
 

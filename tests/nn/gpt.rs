@@ -55,7 +55,7 @@ fn batch(first: usize, samples: usize, ctx: usize) -> (Tensor, Tensor) {
     (tensor(inputs), tensor(targets))
 }
 
-/// Every parameter's gradient of the loss of the first `samples` samples, in file order.
+/// Every parameter's gradient for the loss of the first `samples` samples, in file order.
 fn gradients(config: &GptConfig, samples: usize) -> Vec<Vec<f32>> {
     let (gpt, vars, _) = model(config, DType::F32);
     let (inputs, targets) = batch(0, samples, config.ctx);

@@ -21,7 +21,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 fn is_empty(folder: &Path) -> bool {
-    // A job that was killed leaves the file that it had locked.
+    // A job that was killed leaves behind the file that it had locked.
     let mut entries = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name());
     entries.all(|name| name == ".candle-zero.lock")
 }
@@ -262,7 +262,7 @@ fn training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning
 
 // ---- killed jobs -----------------------------------------------------------------------------------------------
 
-/// Waits until no thread can hold a file open.
+/// Returns whether a process has ended, so that none of its threads can hold a file open.
 fn is_gone(pid: i32) -> bool {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
     threads <= 1 && !runs(pid)

@@ -148,7 +148,7 @@ fn every_access_to_files_gives_the_same_bits_at_every_stage_and_world_size() {
 
 // ---- more models, optimizers and calls ---------------------------------------------------------------------------
 
-/// Parameters larger than a window of the step next to small ones.
+/// Parameters that are larger than a window of the step, and small ones.
 struct Mixed(Unit<Linear>, Linear);
 
 impl Mixed {

@@ -138,7 +138,7 @@ fn a_search_that_was_stopped_goes_on() {
     let first = folder.tune_script(&args);
     assert_eq!(folder.runs(), 4);
     let best = folder.best();
-    // As if it had been stopped during the third experiment, and the end of a line had been lost.
+    // As if the search had been stopped during the third experiment, and the end of a line had been lost.
     let path = folder.path("autotuning_results/results.jsonl");
     let text = std::fs::read_to_string(&path).unwrap();
     let lines: Vec<&str> = text.lines().collect();
@@ -147,7 +147,7 @@ fn a_search_that_was_stopped_goes_on() {
     let second = folder.tune_script(&args);
     assert_eq!((folder.runs(), folder.results().len()), (6, 4), "{}", stderr(&second));
     assert_eq!((stdout(&second), folder.best()), (stdout(&first), best));
-    // Nothing is left to do. With other settings of the runs, everything is run again.
+    // Nothing is left to do. If the settings of the runs change, everything is run again.
     folder.tune_script(&args);
     assert_eq!(folder.runs(), 6);
     folder.tune_script(&[&args[..], &["--steps", "4"]].concat());
@@ -219,7 +219,7 @@ fn early_stopping_counts_runs_since_the_first_that_went_well() {
     let output = folder.tune_script(&args);
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stderr(&output).contains("2 experiments without a gain"), "{}", stderr(&output));
-    // After that, the other keys of the best one are not searched.
+    // After that, the other keys of the best experiment are not searched.
     assert_eq!(folder.runs(), 5, "{}", stdout(&output));
 }
 

@@ -136,7 +136,7 @@ fn a_frozen_parameter_has_weights_and_nothing_else_on_any_rank_or_wire() {
     }
 }
 
-/// Two frozen units, one that is trained, and a frozen one above it, of Candle's own layers.
+/// Two frozen units, one that is trained, and a frozen one above it, all made of Candle's own layers.
 struct Stack(Vec<Unit<Linear>>);
 
 impl Stack {
@@ -375,7 +375,7 @@ fn frozen_parameters_may_be_left_out_of_a_checkpoint_and_stay_as_they_are_then()
         let saved = checkpoint.manifest().parameters.iter().filter(|p| p.has("fp32")).map(|p| p.name.as_str());
         assert_eq!(saved.collect::<Vec<_>>(), ["head.weight", "head.bias"]);
         one(|builder| {
-            // With another seed, because the base comes from the engine and not from the checkpoint.
+            // With a different seed, because the base comes from the engine and not from the checkpoint.
             let mut engine = builder.seed(7).trainable(HEAD_ONLY).initialize(pair, plain(stage))?;
             let own = folder.path().join("own.safetensors");
             engine.export_safetensors(&own)?;
@@ -486,7 +486,7 @@ fn ranks_with_different_rules_are_told() {
             )
         );
     }
-    // Also if one of the rules is itself an error.
+    // The difference is also reported if one of the rules is itself an error.
     let everything = threads::run(2, |comm| {
         let rank = comm.rank();
         let mut engine = Engine::builder().communicator(comm).device(Device::Cpu).initialize(pair, plain(3))?;

@@ -172,7 +172,7 @@ fn a_quantized_base_is_saved_and_loaded_to_the_bit_at_another_stage_and_number_o
                 let shape = Shape { units: true, layers: 2, ..Shape::default() };
                 let ranks = threads::run(world, |comm| {
                     let builder = with(Engine::builder().communicator(comm).device(Device::Cpu), packing);
-                    // Another seed, and everything is loaded: no value of this engine remains.
+                    // A different seed, and everything is loaded: no value of this engine remains.
                     let builder = if load.is_some() && packing == PACKINGS[1] { builder.seed(5) } else { builder };
                     let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config.clone())?;
                     if let Some(load) = load {
