@@ -439,7 +439,7 @@ fn an_evaluation_needs_the_memory_of_a_plain_forward_without_variables() {
         for per_unit in [Some(1), Some(10), None] {
             let mut engine = engine(per_unit);
             let what = format!("stage {stage}, {per_unit:?} layers in a unit");
-            // The first evaluation allocates what stays allocated.
+            // The first evaluation allocates memory that stays allocated.
             engine.eval(|m| m.forward(&x)).unwrap();
             let training = peak_of(|| engine.forward(|m| m.forward(&x)).unwrap());
             assert!(training > 2 * CHAIN as isize * ACTIVATION, "{what}: {training}");

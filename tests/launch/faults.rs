@@ -25,7 +25,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 // ---- the training program ---------------------------------------------------------------------------------------
 
-/// A fault on one rank: its kind and its place. It is passed in an environment variable as words.
+/// A fault on one rank: its kind and its place. It is passed as words in an environment variable.
 #[derive(Debug, Clone, Copy)]
 struct Fault {
     rank: usize,
@@ -396,7 +396,7 @@ fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
     let never = Case { linger_ms: 100_000, ..case(0, "backward", 1, Deed::Fail) };
     let ended = Run::start(never).end();
     ended.check("rank 0 stopped (failed on purpose)", 1, "it gave up after an error, and was stopped by zerorun");
-    // An error in the script itself, which the engine does not see: the engine is dropped, and the process ends later.
+    // An error in the program itself, which the engine does not see: the engine is dropped, and the process ends later.
     // Until then, another engine might be created.
     let unseen = Case { linger_ms: 500, ..case(1, "between", 2, Deed::Fail) };
     Run::start(unseen).end().check("rank 1 died (its process ended with exit code 7)", 7, "it ended with exit code 7");

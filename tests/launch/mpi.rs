@@ -40,7 +40,7 @@ fn with_each<T: Fn() + Copy>(test: T, mut f: impl FnMut(Mpi)) {
     there.into_iter().for_each(&mut f);
 }
 
-/// Returns losses and gradient norms of the steps, as written.
+/// Returns the losses and gradient norms of the steps, as text from the metrics file.
 pub fn steps(metrics: &Path) -> Vec<[String; 2]> {
     let text = std::fs::read_to_string(metrics).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
