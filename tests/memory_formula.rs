@@ -29,7 +29,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         add(layout.size() as isize);
-        // SAFETY: the caller's promises are the system allocator's.
+        // SAFETY: the caller upholds the contract of the system's allocator.
         unsafe { System.alloc(layout) }
     }
 
@@ -168,7 +168,7 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                 for sets in 1..=3 {
                     let pipeline = json!({"pipeline_read": sets > 1, "pipeline_write": sets > 2});
                     let zero = offloaded(folder.path(), what, &pipeline, 0);
-                    // Parameters without other states always travel in a pipeline.
+                    // If only parameters are in files, they always travel in a pipeline.
                     let sets = if what[0] { sets } else { 3 };
                     let outcomes = train(world, shape, &config(stage, 1, zero, more.clone()), 3);
                     for (outcome, without) in outcomes.iter().zip(&without) {
@@ -268,7 +268,7 @@ impl Wide {
 /// second-level cache, which the gemm crate keeps on each thread after the first product if its instructions need one.
 const PACKING: isize = 8 << 20;
 
-/// The products of a model, without an engine.
+/// Computes products as a model does, without an engine.
 fn multiply() -> candle_core::Result<()> {
     let x = Var::ones((2, WIDTH), DType::F32, &Device::Cpu)?;
     let w = Var::ones((WIDTH, WIDTH), DType::F32, &Device::Cpu)?;
@@ -439,7 +439,7 @@ fn an_evaluation_needs_the_memory_of_a_plain_forward_without_variables() {
         for per_unit in [Some(1), Some(10), None] {
             let mut engine = engine(per_unit);
             let what = format!("stage {stage}, {per_unit:?} layers in a unit");
-            // The first evaluation allocates what stays allocated.
+            // The first evaluation allocates memory that stays allocated.
             engine.eval(|m| m.forward(&x)).unwrap();
             let training = peak_of(|| engine.forward(|m| m.forward(&x)).unwrap());
             assert!(training > 2 * CHAIN as isize * ACTIVATION, "{what}: {training}");

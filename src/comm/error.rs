@@ -202,8 +202,8 @@ pub enum CommError {
     },
     /// MPI and the environment report different ranks.
     #[error(
-        "the environment says rank {rank} of {world}, MPI says rank {mpi_rank} of {mpi_world} ({library}): the \
-         library is not that of the mpirun which started the ranks, or under zerorun is not MPICH-compatible; set \
+        "the environment says rank {rank} of {world}, but MPI says rank {mpi_rank} of {mpi_world} ({library}): the \
+         library is not that of the mpirun which started the ranks or, under zerorun, is not MPICH-compatible; set \
          CANDLE_ZERO_MPI_LIBRARY to the right file; Slurm's srun needs --mpi=pmi2"
     )]
     MpiForeign {

@@ -342,7 +342,7 @@ pub enum EngineError {
     },
     /// Ranks start from different weights.
     #[error(
-        "rank {rank} starts with different weights than rank {other}: another seed, or another init_from file; every \
+        "rank {rank} starts with different weights than rank {other}: a different seed or init_from file; every \
          rank must use the same (unlike DeepSpeed, rank 0's weights are not sent to the others)"
     )]
     WeightsDiffer {

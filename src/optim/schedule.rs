@@ -308,7 +308,7 @@ impl Schedule {
             Err(OptimError::ScheduleValue { what, step, found, allowed }.into())
         };
         if !(0.0..f64::INFINITY).contains(&self.lr) {
-            return refused("learning rate", self.lr, "a finite number of at least 0");
+            return refused("the learning rate", self.lr, "a finite number of at least 0");
         }
         let betas = self.betas.into_iter().flat_map(|(beta1, beta2)| [("beta1", beta1), ("beta2", beta2)]);
         for (name, beta) in betas {

@@ -54,7 +54,7 @@ fn calls_out_of_order_are_refused_and_change_nothing() {
     insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of calls in a micro step is forward, backward, step");
     insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called before forward; the order of calls in a micro step is forward, backward, step");
     assert_eq!((engine.global_steps(), engine.micro_steps(), engine.skipped_steps()), (1, 1, 0));
-    // The refused calls have left no trace: an engine without them is in the same state.
+    // The refused calls have left no trace: an engine that never received them is in the same state.
     let mut other = Engine::initialize(|vb| linear(4, 3, vb), config(2, 1, json!({}), json!({}))).unwrap();
     let loss = other.forward(linear_loss).unwrap();
     other.backward(&loss).unwrap();
@@ -92,7 +92,7 @@ fn without_an_optimizer_an_engine_evaluates_and_does_not_train() {
 
 // ---- eval ------------------------------------------------------------------------------------------------------
 
-/// Takes two optimizer steps of two micro steps each, with `probe` before and after every call of every micro step.
+/// Takes two optimizer steps of two micro steps each, and calls `probe` before and after every call in a micro step.
 fn probed(config: &Value, shape: Shape, probe: impl Fn(&mut Engine<Tiny>, u32) -> Result<()> + Sync) -> Vec<Vec<u32>> {
     on_ranks(2, |comm| {
         let rank = comm.rank();
@@ -159,7 +159,7 @@ fn eval_between_forward_and_backward_gives_the_value_of_forward() {
                 assert_eq!([bits(&before), bits(&between), bits(&after)], [bits(&loss); 3], "stage {stage}");
                 engine.step()?;
                 let next = engine.eval(|model| model.loss(&ids, &targets))?;
-                // The warm-up begins with two steps of learning rate 0.
+                // The warm-up begins with two steps at a learning rate of 0.
                 assert_eq!(bits(&next) == bits(&loss), engine.global_steps() <= 2, "stage {stage}, step {step}");
             }
             Ok(())
@@ -169,7 +169,7 @@ fn eval_between_forward_and_backward_gives_the_value_of_forward() {
 
 // ---- export and init_from --------------------------------------------------------------------------------------
 
-/// Trains from `init` for `steps` and exports to `file`.
+/// Trains for `steps` steps, starting from `init` if it is given, and exports the model to `file`.
 fn train_and_export(config: &Value, init: Option<&Path>, steps: usize, file: &Path) {
     on_ranks(3, |comm| {
         let rank = comm.rank();
@@ -308,7 +308,7 @@ impl Communicator for Recording {
     }
 }
 
-/// A bias that logs when it runs.
+/// A layer that adds a bias, and logs when it runs.
 struct Bias {
     bias: Tensor,
     log: Log,
@@ -373,7 +373,7 @@ fn the_first_step_gathers_on_demand_and_later_ones_a_unit_ahead() {
 
 #[test]
 fn prefetching_stays_within_its_bucket_and_the_live_parameters() {
-    // Buckets of 0, of the two smallest units, of everything.
+    // Bucket sizes: 0, the two smallest units, everything.
     let runs = [0, 30, 1000].map(|bucket| order(bucket, json!({})));
     let peaks = runs.each_ref().map(|(_, _, peak)| *peak);
     assert!(peaks[0] <= peaks[1] && peaks[1] < peaks[2], "{peaks:?}");

@@ -135,7 +135,7 @@ fn buffers_of_floats_have_the_format_of_the_file() {
     }
 }
 
-/// Returns the f32 values of every parameter after a load, with or without `load_from_fp32_weights`.
+/// Returns the f32 values of every parameter after loading a checkpoint with or without `load_from_fp32_weights`.
 fn loaded(stage: u8, world: usize, from_f32: bool) -> Vec<(String, Vec<f32>)> {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = folder.path().join("model.safetensors");
@@ -183,7 +183,7 @@ fn a_load_that_is_not_from_f32_weights_rounds_master_weights() {
     }
 }
 
-/// A linear layer whose loss weighs its outputs by `c`.
+/// A linear layer whose loss weights its outputs by `c`.
 struct Weighed {
     weight: Tensor,
     bias: Tensor,
@@ -219,7 +219,7 @@ fn autocast_multiplies_in_bf16_and_keeps_the_rest_in_f32() {
     assert_eq!((y.dtype(), values(&y)), (DType::F32, values(&wide(&wanted))));
     engine.backward(&(y * &c).unwrap().sum_all().unwrap()).unwrap();
     engine.step().unwrap();
-    // The bias's gradient is a sum in f32, which the model in bf16 rounds.
+    // The bias's gradient is a sum in f32, which the bf16 model rounds.
     let rounded_bias = f32::from(half::bf16::EPSILON);
     for (((before, after), var), off) in before.iter().zip(now(&engine)).zip([&weight, &bias]).zip([1e-6, rounded_bias])
     {
@@ -228,7 +228,7 @@ fn autocast_multiplies_in_bf16_and_keeps_the_rest_in_f32() {
             assert!((before - grad - after).abs() <= off * grad.abs().max(1.0), "{before} - {grad}, not {after}");
         }
     }
-    // Nothing is rounded outside of the engine.
+    // Nothing is rounded outside the engine.
     let exact = run(engine.model()).unwrap();
     let inside = engine.eval(run).unwrap();
     assert_ne!(values(&exact), values(&inside));
@@ -262,7 +262,7 @@ fn a_unit_recomputes_with_the_products_of_its_first_forward_in_any_backward() {
         let cast = |casts: bool| config(0, 1, json!({}), json!({"torch_autocast": {"enabled": casts}}));
         let mut engine =
             Engine::builder().device(Device::Cpu).initialize(|vb| Tiny::new(shape, vb), cast(casts)).unwrap();
-        // Another engine, whose matrix products use the other format, runs its backward through this model.
+        // Another engine, whose matrix products use the other format, runs its backward pass through this model.
         let own = Engine::builder().device(Device::Cpu);
         let build = |vb: VarBuilder<'_>| vb.get_with_hints(1, "factor", candle_nn::Init::Const(1.0));
         let mut other = own.initialize(build, cast(!casts)).unwrap();

@@ -154,7 +154,7 @@ fn large_text_is_no_memory_of_this_process() {
     data.extend(data.len() - 8 - line.len(), 8 + line.len(), &mut tokens);
     let text = String::from_utf8(tokens.into_iter().map(|t| t as u8).collect()).unwrap();
     assert_eq!(text, format!("{line}the end\n"));
-    // Other tests run at the same time.
+    // The limit leaves room for other tests, which run at the same time.
     assert!(anonymous().saturating_sub(before) < 160 << 20);
 }
 

@@ -1,4 +1,4 @@
-//! Random numbers drawn in an engine's forwards.
+//! Random numbers drawn in an engine's forward passes.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
@@ -71,7 +71,7 @@ fn the_masks_of_a_second_forward_are_those_of_its_gradients_also_where_they_are_
         let loss = outputs.iter().map(|y| y.sum_all().unwrap()).reduce(|a, b| (a + b).unwrap()).unwrap();
         engine.backward(&loss).unwrap();
         engine.step().unwrap();
-        // After one step of SGD at rate 1, the weight has lost the sum of both masks: 2 where an element was kept.
+        // One step of SGD at a learning rate of 1 subtracts the sum of both masks, which are 2 where an element was kept.
         let after = engine.eval(|m| m.forward(&ones())).unwrap();
         let expected: Vec<f32> =
             values(&outputs[0]).unwrap().iter().zip(values(&outputs[1]).unwrap()).map(|(a, b)| 1.0 - a - b).collect();
@@ -83,7 +83,7 @@ fn the_masks_of_a_second_forward_are_those_of_its_gradients_also_where_they_are_
 fn the_first_forward_of_every_micro_step_draws_what_it_always_drew() {
     for second in [false, true] {
         let masks = threads::run(2, |comm| {
-            // The weights stay unchanged: an element that is zero was dropped.
+            // The weights stay unchanged, so an element that is zero was dropped.
             let config = config(json!({"optimizer": {"type": "SGD", "params": {"lr": 0.0}}}));
             let mut engine = on_cpu().communicator(comm).initialize(Scaled::new, config)?;
             let mut masks = vec![];
@@ -104,8 +104,8 @@ fn the_first_forward_of_every_micro_step_draws_what_it_always_drew() {
     }
 }
 
-/// The mask of 64 elements on two ranks in four micro steps. Recorded at commit 2e2aa0b, before later forwards of a
-/// micro step drew their own masks.
+/// The mask of 64 elements on two ranks in four micro steps. Recorded at commit 2e2aa0b, before later forward passes of
+/// a micro step drew their own masks.
 const RECORDED: [[u64; 4]; 2] = [
     [17099315733248842395, 9484908114270979124, 2232646871490022952, 8751769305986403341],
     [13666296784663215539, 2918627930665486332, 10080520908486775434, 5828145642783806463],
@@ -134,7 +134,7 @@ fn dropout_on_threads_of_the_models_own_is_off_in_evaluation_and_an_error_in_tra
     assert_eq!(values(&y).unwrap(), [2.0; 64]);
     let error = engine.forward(|m| m.forward(&ones())).unwrap_err().to_string();
     assert!(error.contains("on one of the model's own threads") && error.contains("engine.forward"), "{error}");
-    // Without an engine every use draws new numbers, on any thread.
+    // Without an engine, every use draws new numbers, on any thread.
     let plain = parallel(VarBuilder::from_varmap(&candle_nn::VarMap::new(), DType::F32, &Device::Cpu)).unwrap();
     let y = values(&plain.forward(&ones()).unwrap()).unwrap();
     assert!(y.contains(&0.0) || y.contains(&4.0), "{y:?}");

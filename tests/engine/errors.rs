@@ -15,7 +15,7 @@ fn plain(stage: u8) -> Value {
     config(stage, 1, json!({"stage3_param_persistence_threshold": 0}), json!({}))
 }
 
-/// Returns the errors of all ranks as texts; every rank must have one.
+/// Returns the error messages of all ranks; every rank must have failed.
 fn errors<T: Send + std::fmt::Debug>(results: Vec<candle_zero::Result<T>>) -> Vec<String> {
     results.into_iter().map(|r| r.unwrap_err().to_string()).collect()
 }
@@ -222,7 +222,7 @@ fn models_that_differ_between_ranks_are_refused_on_every_rank() {
             insta::assert_snapshot!(texts[1], @"rank 1 built a different model than rank 0: 2 parameters of 20 elements, 6e925670 instead of 2 parameters of 15 elements, 8e013166 (with a hash of names, shapes and units); every rank must build the same model");
         }
     }
-    // Equal sizes and different names; different units.
+    // First equal sizes with different names, then different units.
     let results = threads::run(2, |comm| {
         let name = ["left", "right"][comm.rank()];
         Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb.pp(name)), plain(2)).map(drop)
@@ -284,8 +284,8 @@ fn weights_that_differ_between_ranks_are_refused_on_every_rank() {
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"rank 0 starts with different weights than rank 1: another seed, or another init_from file; every rank must use the same (unlike DeepSpeed, rank 0's weights are not sent to the others)");
-            insta::assert_snapshot!(texts[1], @"rank 1 starts with different weights than rank 0: another seed, or another init_from file; every rank must use the same (unlike DeepSpeed, rank 0's weights are not sent to the others)");
+            insta::assert_snapshot!(texts[0], @"rank 0 starts with different weights than rank 1: a different seed or init_from file; every rank must use the same (unlike DeepSpeed, rank 0's weights are not sent to the others)");
+            insta::assert_snapshot!(texts[1], @"rank 1 starts with different weights than rank 0: a different seed or init_from file; every rank must use the same (unlike DeepSpeed, rank 0's weights are not sent to the others)");
         }
     }
 }

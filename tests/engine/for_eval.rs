@@ -1,4 +1,4 @@
-//! The instance of a model that is built for evaluation computes with the weights of the trained one.
+//! A model instance that is built for evaluation computes with the weights of the trained instance.
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::{DType, Device, Result, Tensor};

@@ -25,7 +25,7 @@ fn generated<A: Architecture>(
         });
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let mut engine = builder.initialize(&build, config)?;
-        // A step comes first: parameters gathered for training are released.
+        // A training step comes first: the parameters gathered for it have been released again.
         let ids = Tensor::new(&[PROMPT], &Device::Cpu)?;
         let loss = engine.forward(|model| model.loss(&ids, &ids))?;
         engine.backward(&loss)?;

@@ -31,7 +31,7 @@ fn numbers(seed: usize, shape: impl Into<candle_core::Shape>) -> Result<Tensor> 
 }
 
 thread_local! {
-    /// The format of models and their inputs.
+    /// The dtype of models and their inputs.
     static FORMAT: Cell<DType> = const { Cell::new(DType::F32) };
 }
 
@@ -93,7 +93,7 @@ fn rms_norm(vb: VarBuilder<'_>) -> Result<Loss> {
 }
 
 fn softmax(vb: VarBuilder<'_>) -> Result<Loss> {
-    // The values have a gradient, the scores have none.
+    // The values have a gradient; the scores have none.
     let key = linear(8, 8, vb.pp("key"))?;
     residual(&vb, move |x| candle_nn::ops::softmax_last_dim(&x.matmul(&key.forward(x)?.t()?)?)?.matmul(x))
 }
@@ -229,7 +229,8 @@ fn a_graph_that_is_cut_or_a_backward_that_is_wrong_ends_the_first_step_at_every_
 
 #[test]
 fn in_16_bits_mistakes_are_found_that_are_larger_than_rounding() {
-    /// Cases in which the checked direction contains only a small part of the mistake, or rounding errors are as large.
+    /// Cases in which the checked direction contains only a small part of the mistake, or rounding errors are as large as
+    /// the mistake.
     const UNCLEAR: [&str; 3] = ["rope", "a part that is detached", "a product of views"];
     let formats = [
         (DType::BF16, "bf16", json!({"enabled": true})),
@@ -588,7 +589,7 @@ fn what_begins_with_zeros_is_checked_too() {
 #[test]
 fn memory_of_moved_parameters_is_in_the_ledger_and_given_back() {
     use candle_zero::memory::MemoryKind;
-    // One unit's weight and bias, and the parameters outside of units; all of them if parameters are not sharded.
+    // One unit's weight and bias, and the parameters outside units; every parameter if parameters are not sharded.
     for (stage, peak) in [(2, 4 * (2 * (64 + 8) + 16)), (3, 4 * (64 + 8 + 16))] {
         let mut engine = Engine::initialize(Mixed::new, config(stage)).unwrap();
         let loss = engine.forward(|model| model.loss(0)).unwrap();
@@ -598,7 +599,7 @@ fn memory_of_moved_parameters_is_in_the_ledger_and_given_back() {
     }
 }
 
-// ---- losses from other forwards --------------------------------------------------------------------------------
+// ---- losses from other forward passes --------------------------------------------------------------------------
 
 #[test]
 fn a_loss_of_an_older_forward_is_refused_by_that_name() {

@@ -158,7 +158,7 @@ fn the_comms_logger_counts_what_the_report_counts() {
             let parts = if *kind == CollectiveKind::ReduceScatter { 2 } else { 1 };
             let size = if *kind == CollectiveKind::Control { 8 } else { 4 };
             let bytes: u64 = of_kind.iter().map(|row| row.bytes * row.calls).sum();
-            // The last number of a control message may be incomplete.
+            // The last number of a control message may have fewer than 8 bytes.
             let rest = if *kind == CollectiveKind::Control { 8 * counted.calls } else { 1 };
             let left = (counted.elements * size).checked_sub(bytes * parts);
             assert!(left.is_some_and(|left| left < rest), "{kind:?}: {bytes} of {}", counted.elements * size);
@@ -268,7 +268,7 @@ fn prometheus_reads_a_running_job_and_a_taken_port_is_an_error() {
         assert!(output.read_line(&mut line).unwrap() > 0, "the job ended");
     }
     let address = line.split("http://").nth(1).unwrap().split('/').next().unwrap().to_string();
-    // The rest of the output must be read.
+    // The rest of the output must be read, or the job would block.
     let rest = std::thread::spawn(move || std::io::copy(&mut output, &mut std::io::sink()));
     let body = wait_for("a step", || {
         let mut client = TcpStream::connect(&address).unwrap();
@@ -342,7 +342,7 @@ fn the_multiply_adds_of_the_nano_gpt_are_those_of_the_formula_to_the_unit() {
             assert_eq!(block.backward_macs, again + 2 * linear + attention / 2 * 5, "{stage}");
             assert!(block.forward_ms > 0.0 && block.backward_ms > 0.0, "{block:?}");
         }
-        // The loss computes its gradients in forward.
+        // The loss computes its gradients in the forward pass.
         assert_eq!((outside.forward_macs, outside.backward_macs), (3 * head, 0));
         assert_eq!(outside.parameters as u64, (vocab + time + 2) * width);
         if !recompute {

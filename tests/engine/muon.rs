@@ -44,7 +44,7 @@ fn recorded_weights_are_met_over_any_number_of_ranks_at_every_stage() {
     candle_core::safetensors::save(&named, &init).unwrap();
     for case in file["cases"].as_array().unwrap().iter().filter(|c| c["name"] == "Muon") {
         let (hyper, aux) = (&case["hyper"], &case["hyper"]["aux_adam"]);
-        // Muon and Adam share one key for the weight decay. They differ in the second case, so a group sets Adam's.
+        // Muon and Adam share one key for the weight decay. In the second case, their values differ, so a group sets Adam's.
         let groups = vec![ParameterGroup::new().dims(1..=1).weight_decay(aux["weight_decay"].as_f64().unwrap())];
         let params = json!({"muon_lr": hyper["lr"], "adam_lr": aux["lr"], "momentum": hyper["momentum"],
             "weight_decay": hyper["weight_decay"], "ns_method": hyper["ns_method"], "betas": aux["betas"],
@@ -107,7 +107,7 @@ fn matrices_have_one_moment_and_whole_ones_are_on_one_rank_at_a_time() {
                 assert_eq!(row.formula, Some(expected), "{report}");
                 let held = if files { row.file.held } else { row.bytes.held };
                 assert_eq!(held as f64, expected + row.padding, "{report}");
-                // The padding of each of 15 parameters: less than one element per rank, or in files up to the
+                // The padding of each of 15 parameters: less than one element per rank or, in files, up to the
                 // alignment of requests.
                 let most = 15.0 * 8.0 * if files { 2048.0 } else { world as f64 };
                 assert!((0.0..=most).contains(&row.padding), "{report}");
@@ -136,7 +136,7 @@ fn each_group_has_two_halves_of_which_empty_ones_do_not_count() {
         rates(vec![ParameterGroup::new().names(["layer.0.*"]).lr(0.5), ParameterGroup::no_decay().lr(0.25)]),
         (vec![0.5, 0.5, 0.25, 0.02, 1e-3], vec![sgd, adam, adam, sgd, adam])
     );
-    // The embedding counts as a matrix, everything else uses AdamW.
+    // The embedding counts as a matrix; everything else uses AdamW.
     let groups = vec![ParameterGroup::new().names(["embed*"]).use_muon(true), ParameterGroup::new().use_muon(false)];
     assert_eq!(rates(groups), (vec![0.02, 1e-3], vec![sgd, adam]));
 }

@@ -14,7 +14,7 @@ const SHAPE: Shape = Shape { layers: 2, units: true, checkpointed: false };
 const STEPS: usize = 5;
 const LR: f64 = 0.05;
 
-/// SGD with momentum and weight decay, in the same order of operations as the built-in one; it also counts its steps.
+/// SGD with momentum and weight decay, with the same order of operations as the built-in one; it also counts its steps.
 struct Own {
     names: &'static [&'static str],
 }

@@ -190,7 +190,7 @@ fn a_rank_that_is_killed_leaves_what_it_did_and_what_the_others_did() {
     let parts = || names(folder.path()).into_iter().find(|name| name.starts_with(".candle-zero-timeline-"));
     let lengths = |parts: String| {
         let files = std::fs::read_dir(folder.path().join(parts)).unwrap();
-        // Skips the file that marks a folder as removable after a kill.
+        // Skips the file that marks the folder as removable if the job is killed.
         let files = files.map(|file| file.unwrap()).filter(|file| file.file_name() != ".candle-zero-unfinished");
         files.map(|file| file.metadata().unwrap().len()).collect::<Vec<_>>()
     };
@@ -224,7 +224,7 @@ fn ranks_that_are_threads_share_a_trace_and_compute_the_same() {
         let trace = Trace::read(&path);
         assert_eq!(trace.ranks(), [0, 1].into());
         for (rank, unit) in [(0, "layer.0"), (0, "layer.1"), (1, "layer.0"), (1, "layer.1")] {
-            // A backward begins with one of this library's operations, or with gathering the unit.
+            // A backward pass begins with one of this library's operations, or with gathering the unit.
             for what in if stage == 3 { &["forward", "backward"][..] } else { &["forward"] } {
                 let times = trace.times(rank, |cat, name| cat == "unit" && name == format!("{what} {unit}"));
                 assert_eq!(times.len(), 10, "{what} of {unit}, stage {stage}");
@@ -269,7 +269,7 @@ fn the_environment_alone_is_enough() {
     let alone = Command::new(&words[0]).args(&words[1..]).env("CANDLE_ZERO_TIMELINE", &path).output().unwrap();
     assert!(alone.status.success(), "{}", stderr(&alone));
     assert_eq!(Trace::read(&path).ranks(), [0].into());
-    // The launcher accepts it as its own option.
+    // The launcher accepts the variable in place of its own option.
     command = zerorun();
     let path = folder.path().join("job.json");
     let job = command.args(["-n", "2"]).args(&words).env("CANDLE_ZERO_TIMELINE", &path).output().unwrap();

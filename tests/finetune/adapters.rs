@@ -1,4 +1,4 @@
-//! Adapters and models that do not match their description: merge, generate and finetune refuse them by name, and write
+//! Adapters and models that do not match their description: merge, generate and finetune name the problem and write
 //! nothing.
 
 use crate::fixtures::{copy, path};
@@ -83,7 +83,7 @@ impl Place {
         said.into_iter().collect()
     }
 
-    /// Returns the message, which must be the same from all of them.
+    /// Returns the message, which must be the same from all three commands.
     fn refused_alike(&self) -> String {
         let said = self.refused();
         let first = said[0].trim_start_matches("zerorun: ").to_owned();
@@ -142,7 +142,7 @@ fn an_incomplete_adapter_is_refused_with_the_names_of_what_is_missing() {
     });
     insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is incomplete: according to its adapter_config.json and this model, it should also have model.layers.0.self_attn.q_proj.lora_magnitude_vector; copy it again from its source, or use the model that it was trained on");
 
-    // A target that matches nothing: one layer too many.
+    // Adapter tensors that match nothing: one layer too many.
     let place = Place::new("attn_r8");
     place.change("adapter/adapter_model.safetensors", |tensors| {
         let more: Vec<_> = tensors
@@ -187,7 +187,7 @@ fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
     insta::assert_snapshot!(said[0], @"zerorun: model.layers.0.self_attn.q_proj.weight with the adapter DIR/adapter has the value inf: the adapter's values or its lora_alpha are too large; train it again with a lower learning rate, or correct its adapter_config.json");
     assert!(said[1].contains("layers.0.self_attn.q_proj.weight with the adapter"), "{}", said[1]);
     assert!(said[2].contains("logits are not finite"), "{}", said[2]);
-    // The line after the warning about a run of a single step.
+    // The line after the warning about a single-step run.
     let is_told = |line: &&str| ["zerorun: warning: ", "step 0/"].iter().any(|start| line.starts_with(start));
     let loss = said[3].lines().find(|line| !is_told(line)).unwrap();
     insta::assert_snapshot!(loss, @"zerorun: the loss is NaN on rank 0 in optimizer step 0 (micro step 0); no weight has changed yet: look for non-finite or very large values in the initial weights and in the data of this step");

@@ -71,7 +71,7 @@ fn an_answer_is_what_the_model_generates_up_to_a_token_that_ends_it() {
     assert_eq!(said.text, opened.tokenizer.decode(&said.ids, true).unwrap());
     assert!(!said.text.is_empty() && pieces.concat() == said.text);
 
-    // A folder that declares one of these tokens as an end yields the same answer up to that token.
+    // A folder that declares one of these tokens as an end token yields the same answer up to that token.
     let folder = copy("llama");
     let end = want[7];
     let first = want.iter().position(|id| *id == end).unwrap();
@@ -80,7 +80,7 @@ fn an_answer_is_what_the_model_generates_up_to_a_token_that_ends_it() {
     let other = Opened::of(folder.path());
     let (said, _) = answer(&other.generator(), &model, &prompt, &sampling(40));
     assert_eq!((said.ids.as_slice(), said.ended), (&want[..first], true));
-    // The answer has not ended if that token comes after the maximum number of tokens.
+    // The answer does not count as ended if that token would come after the maximum number of tokens.
     let (said, _) = answer(&other.generator(), &model, &prompt, &sampling(first));
     assert_eq!((said.ids.as_slice(), said.ended), (&want[..first], false));
 }

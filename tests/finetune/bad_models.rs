@@ -1,4 +1,4 @@
-//! Invalid model folders and descriptions: the error names the problem, and no weights are read before.
+//! Invalid model folders and descriptions: the error names the problem, and no weights are read before it.
 
 use crate::fixtures::{MODELS, base, copy, json, path};
 use candle_core::{DType, Device};

@@ -144,7 +144,7 @@ fn a_character_is_given_when_its_last_token_has_come() {
     assert_eq!(pieces.concat(), "a🚀é");
     assert!(pieces.iter().all(|piece| !piece.contains(char::REPLACEMENT_CHARACTER)), "{pieces:?}");
     assert_eq!(stream.finish().unwrap(), "");
-    // The text is cut within the rocket.
+    // The text is cut within the bytes of the rocket emoji.
     let mut stream = tokenizer.stream(false);
     let pieces: Vec<String> = ids[..2].iter().map(|id| stream.push(*id).unwrap()).collect();
     assert_eq!(pieces, ["a", ""]);

@@ -1,4 +1,4 @@
-//! Learning to classify: the initial values of an encoder, its rows, and the independence from padding.
+//! Learning to classify: an encoder's initial values, its rows, and its independence of padding.
 
 use crate::fixtures::{path, tensors};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -237,7 +237,7 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     for (name, tensor) in tensors("bert/model/model.safetensors") {
         assert_eq!(whole[&name], crate::fixtures::values(&tensor), "{name}");
     }
-    // Numbers refer to the model's classes, even if only some of them occur.
+    // Numeric labels refer to the model's classes, even if only some of them occur.
     let base = EncoderBase::open(dir, &labels(&["0", "2"])).unwrap();
     assert_eq!((base.notes(), base.data_labels()), (&[][..], labels(&["0", "1", "2"]).as_slice()));
     assert_eq!(base.config().labels, own);
@@ -280,7 +280,7 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
     assert_eq!(base.notes().len(), 1);
     same(&base, &["classifier."]);
-    // A classifier for other labels.
+    // A classifier for different labels.
     change_weights(dir, |name, tensor| Some((name, tensor)));
     let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
     insta::assert_snapshot!(base.notes().join("\n"), @r#"the classifier is initialized randomly (standard deviation 0.02): the model's classifier has the labels "LABEL_0", "LABEL_1", "LABEL_2", but the data has the labels "no", "yes""#);
@@ -352,7 +352,7 @@ fn rows(texts: &[(&[u32], u32)], time: usize, filler: u32) -> RowBatch {
     rows
 }
 
-/// Returns the bits of the losses of three steps on four texts, of all ranks, and the weights after them. Rows have
+/// Trains for three steps on four texts. Returns the bits of all ranks' losses, and the weights afterwards. Rows have
 /// `more` tokens in addition to the longest text.
 fn train(world: usize, stage: u8, more: usize, filler: u32) -> (Vec<u32>, Vec<u8>) {
     let settings = json!({
@@ -494,7 +494,7 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
     let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let last = |key: &str| lines.iter().rev().find_map(|line| line[key].as_f64()).unwrap();
     assert!(last("val_accuracy") >= 0.95 && last("val_f1") >= 0.95, "{said}");
-    // The result is a model of these classes that gives the same answers.
+    // The result is a model with these classes that gives the same answers.
     for out in ["out", "out-best"] {
         let out = folder.path().join(out);
         let base = EncoderBase::open(&out, &labels(&["positive", "negative"])).unwrap();
@@ -516,7 +516,7 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
         assert!(scores.accuracy() >= 0.95 && scores.macro_f1() >= 0.95, "{scores}");
         assert!(scores.classes().all(|class| class.precision >= 0.9 && class.recall >= 0.9));
     }
-    // The command that uses it gives the same answers.
+    // `zerorun classify` gives the same answers.
     let texts = ["the film was fine", "poor plot , the film was poor"];
     let shown = stdout(&classify(&folder.path().join("out"), &texts, ""));
     let told: Vec<&str> = shown.lines().filter_map(|line| line.split('\t').next()).collect();

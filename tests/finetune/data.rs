@@ -131,7 +131,7 @@ fn completions_texts_and_labels_end_as_their_task_needs() {
         shown("d.jsonl", pair, RecordFormat::Preference, TrainingTask::Prefer),
         ["a?[ yes<|im_end|>]", "a?[ no<|im_end|>]"]
     );
-    // Both answers contain a prompt of messages. Earlier answers are not learned.
+    // Both answers contain the prompt as messages. Earlier answers are not learned.
     let turn = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
     let (ask, said) = (turn("user", "q"), turn("assistant", "same"));
     let chat = |end| format!("[{ask}, {said}, {ask}, {}]", turn("assistant", end));
@@ -237,7 +237,7 @@ fn a_cache_is_taken_when_nothing_changed_and_made_again_when_something_did() {
     assert!(!from_cache(&source, 64));
     assert!(from_cache(&source, 64));
     assert!(!from_cache(&source, 32));
-    // Another file of the same length.
+    // A different file of the same length.
     let source = desk.file("x.jsonl", &line.replace("some", "same"));
     assert!(!from_cache(&source, 64));
     assert!(from_cache(&source, 64));
@@ -331,7 +331,7 @@ proptest! {
             }
             prop_assert_eq!(of(0).targets_of_step(step), targets);
         }
-        // The first epoch contains each sample. Its last step is filled up with rows of the second epoch.
+        // The first epoch contains each sample. Its last step is filled up with rows from the second epoch.
         let mut all: Vec<_> = (0..data.len()).map(|i| (data.sample(i).ids().collect::<Vec<_>>(), data.sample(i).predicted())).collect();
         for sample in &all {
             prop_assert!(seen.contains(sample));

@@ -6,7 +6,7 @@ use crate::support::processes::repository;
 use candle_zero_finetune::{Columns, DataOptions, Dataset, Source, Template, Tokenizer, TrainingTask, labels_of, show};
 use proptest::prelude::*;
 
-/// Messages between marks, without tools.
+/// Messages between markers, without tools.
 const CHATML: &str = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}\
                       {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
@@ -29,7 +29,7 @@ const THOUGHTLESS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '
 const TRIMS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{{ m.content | trim }}{{ '<|im_end|>\\n' }}\
                      {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// Two blocks per answer, of which the second one is its end.
+/// Two blocks per answer, the second of which is its end.
 const BLOCKS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}\
                       {% generation %}{{ m.content }}{% endgeneration %}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}\
                       {{ '\\n' }}{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}";
@@ -50,8 +50,8 @@ fn template(desk: &Desk, source: &str) -> Template {
     Template::new(source, desk.tokenizer.special_tokens(), special).unwrap()
 }
 
-/// Returns the report of a file of this name and text, its notes and its samples with brackets around targets, or why
-/// it is refused.
+/// Returns the report on a file with this name and text: its notes and its samples, with brackets around targets; or the
+/// reason why the file is refused.
 fn made_with(desk: &Desk, template: Option<&Template>, name: &str, text: &str, options: &DataOptions) -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(name);
@@ -261,14 +261,14 @@ fn calls_of_tools_are_learned_in_each_form_or_the_record_is_refused() {
         r#"{{"messages": [{ask}, {{"role": "assistant", "content": "", "tool_calls": [{{"type": "function", "function": {{"name": "fly", "arguments": "up"}}}}]}}]}}"#
     );
     holds(&made(TOOLS, &text, TrainingTask::Generate, ""), &["calls a tool with arguments that are not a JSON object"]);
-    // An answer with a call that is not written.
+    // An answer with a call that the template does not write.
     let text =
         format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": "Yes.", {calls}}}], "tools": {tools}}}"#);
     holds(
         &made(CHATML, &text, TrainingTask::Generate, ""),
         &["⟦Yes.<|im_end|>⟧", "has tool_calls that the template does not write", "has tools that"],
     );
-    // Results of tools.
+    // Tool results.
     let talk = r#"{"conversations": [{"from": "human", "value": "hi"}, {"from": "function_call", "value": "{\"name\":\"f\",\"arguments\":{}}"}, {"from": "observation", "value": "RESULT"}, {"from": "gpt", "value": "one"}], "tools": "[]"}"#;
     holds(
         &made(TOOLS, talk, TrainingTask::Generate, ""),

@@ -1,4 +1,4 @@
-//! The ends of runs: signals without checkpoints, checkpoints that are kept, and the report on preferences.
+//! How runs end: signals without checkpoints, checkpoints that are kept, and the report on preferences.
 
 use crate::fixtures::path;
 use crate::runs::{chats, finetune, write};
@@ -137,7 +137,7 @@ fn a_result_has_the_tokenizer_a_readme_and_a_record_of_the_run_beside_its_weight
     for name in ["run.json", "README.md"] {
         assert_eq!(text("whole", name), text("resumed", name), "{name}");
     }
-    // Another base's files are not mixed with those already in the model's folder.
+    // The README of a run that trains all weights says so.
     assert_eq!(run("full", &["--steps", "2", "--full"]).0, Some(0));
     assert!(text("full", "README.md").contains("All weights were trained"));
     assert!(text("full", "README.md").contains("library_name: transformers"));

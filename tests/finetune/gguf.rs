@@ -18,7 +18,7 @@ fn weights(model: &str) -> Tensors {
     files.flat_map(tensors).map(|(name, tensor)| (name, tensor.to_dtype(DType::F32).unwrap())).collect()
 }
 
-/// Returns the converter's name of a tensor.
+/// Returns the converter's name for a tensor.
 fn name(architecture: &str, parameter: &str) -> String {
     let is_gemma = architecture.starts_with("gemma");
     let mut name = parameter.replace("model.layers.", "blk.");

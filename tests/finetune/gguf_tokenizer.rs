@@ -54,7 +54,7 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
         (vec![digits, bytes(true)], Json::Null),
         (vec![split("{1,3}"), bytes(false)], Json::Null),
         (vec![split(""), bytes(false)], Json::Null),
-        // Like Qwen's.
+        // As in Qwen's tokenizer.
         (vec![split(""), bytes(false)], json!({"type": "NFC"})),
     ];
     for (steps, normalizer) in cuts {
@@ -103,8 +103,8 @@ fn a_gguf_file_alone_answers_trains_and_is_merged() {
     let (file, at) = (text(&file), |name: &str| text(&alone.path().join(name)));
     let few = ["--prompt", "hello there", "--max_tokens", "12"];
     let answer = |model: &str, more: &[&str]| run(&[&["generate", model], &few[..], more].concat());
-    // The file has f16 weights, the folder f32. So only the prompt's ids must agree between the two, and answers only
-    // where the weights are equal.
+    // The file has f16 weights, the folder f32. So only the prompt's ids must agree between the two. Answers must agree
+    // only where the weights are equal.
     let data = at("chats.jsonl");
     let chat = json!({"messages": [{"role": "user", "content": "1 and 2?"}, {"role": "assistant", "content": "3"}]});
     std::fs::write(&data, format!("{chat}\n").repeat(4)).unwrap();

@@ -103,7 +103,7 @@ fn a_run_on_a_model_by_its_name_fetches_it_once_and_ends_as_one_on_its_folder() 
         |name: &str| requests.iter().filter(|request| request.starts_with("GET") && request.ends_with(name)).count();
     assert_eq!(gets("/revision/main"), 1);
     for needed in ["config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "LICENSE"] {
-        // By its name, and at the redirect's target.
+        // Once by its name, and once at the redirect's target.
         assert_eq!(gets(&format!("/{needed}")), 2, "{needed}: {requests:?}");
     }
     assert_eq!(of_weights(&server), [""]);
@@ -234,9 +234,9 @@ fn bytes_that_end_too_early_go_on_where_they_ended() {
 #[test]
 fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
-    // No answer delivers a byte after these.
+    // No answer delivers any byte after the first 1000.
     server.set(Faults { ends: vec![1000; 9], ..Faults::default() });
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: received only 1000 B of 397.2 KiB of model.safetensors of org/tiny (Peer disconnected, several times); they are kept: start it again to resume from there");
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: received only 1000 B of 397.2 KiB of model.safetensors of org/tiny (Peer disconnected, several times); they are kept: run the command again to resume from there");
     assert_eq!(of_weights(&server).len(), 4);
     let content = home.path().join("hub/models--org--tiny/blobs").join(digest(server.file("model.safetensors")));
     let part = PathBuf::from(format!("{}.candle-zero.part", content.display()));

@@ -1,5 +1,5 @@
-//! A checkpoint is continued only by the run that saved it, or the difference is reported; cached samples belong to the
-//! model's files; merged models have all of the base's templates; seeds take effect.
+//! A checkpoint is continued only by the run that saved it, or the difference is reported; cached samples are used only
+//! with the model files that they were made for; merged models have all of the base's templates; seeds take effect.
 
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -36,7 +36,7 @@ impl Desk {
         self.folder.path().join(name)
     }
 
-    /// Runs the training with other or additional arguments.
+    /// Runs the training with changed or additional arguments.
     fn train(&self, out: &str, words: &[&str]) -> Output {
         let usual = "--data a.jsonl --steps 4 --lora r=2,alpha=4 --ctx 32 --lr 1e-2 --cache cache";
         let given = |flag: &str| words.contains(&flag) || flag == "--lora" && words.contains(&"--adapter");
@@ -150,7 +150,7 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     assert_eq!(found.len(), 2, "{found:?}");
     std::fs::remove_dir_all(saves.join(&found[1])).unwrap();
     std::fs::write(saves.join("latest"), found[0].to_str().unwrap()).unwrap();
-    // On two ranks, with other micro batches, saved at other steps. The number of rows in a step stays the same.
+    // On two ranks, with different micro batches, saved at different steps. The number of rows in a step stays the same.
     let config = json!({"zero_optimization": {"stage": 3}}).to_string();
     std::fs::write(desk.path("ds.json"), config).unwrap();
     let words =
@@ -227,7 +227,7 @@ fn samples_are_made_again_where_the_special_tokens_or_their_file_have_changed() 
         assert_eq!(shown.replace("from the cache", ""), before.replace("from the cache", ""));
         assert_eq!(std::fs::read(file).unwrap(), whole);
     }
-    // Other special tokens.
+    // Different special tokens.
     let config = desk.model.join("tokenizer_config.json");
     let mut settings: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
     for (key, value) in [("bos_token", "<|im_end|>"), ("eos_token", "<|endoftext|>"), ("add_eos_token", "")] {

@@ -76,7 +76,7 @@ impl World {
         text.replace(&format!("{}/", self.0.path().display()), "").trim().to_owned()
     }
 
-    /// Returns the message of a command that is refused at its start. Nothing may have changed then.
+    /// Returns the message of a command that is refused at its start, before it has changed anything.
     fn refusal(&self, mut command: Command) -> String {
         let before = self.files();
         let output = command.output().unwrap();
@@ -119,7 +119,7 @@ fn a_folder_with_the_name_of_a_result_that_this_run_has_not_written_stays_as_it_
     insta::assert_snapshot!(run(&["--out", "."]), @"zerorun: --out . contains MODEL me, which is an input; give another path");
     insta::assert_snapshot!(run(&["--out", "proj"]), @"zerorun: cannot write to proj: it has files that were not written by this run; give another path");
     insta::assert_snapshot!(run(&["--out", "proj/src/../../data"]), @"zerorun: --out proj/src/../../data contains --data data/d.jsonl, which is an input; give another path");
-    // It is also refused after a run with the same checkpoints that wrote elsewhere.
+    // The project is also refused after a run with the same checkpoints has written elsewhere.
     assert!(world.finetune("me", &[&RESUMED[..], &["--out", "o"]].concat()).status().unwrap().success());
     insta::assert_snapshot!(run(&["--out", "proj"]), @"zerorun: cannot write to proj: its adapter_config.json was changed after this run wrote it; give another path");
     // The same applies to the folder of the best model.
@@ -140,7 +140,7 @@ fn a_run_that_is_resumed_exchanges_the_files_that_it_has_written_and_no_others()
     assert!(again.status.success(), "{}", stderr(&again));
     assert!(world.files() == before);
     assert_eq!(std::fs::read(world.at("o/adapter_model.safetensors")).unwrap(), adapter);
-    // It is not replaced without --resume, nor by a run that finds no checkpoint.
+    // The result is not replaced without --resume, nor by a run that finds no checkpoint.
     let fresh = world.finetune(&llama(), &["--steps", "2", "--out", "o"]);
     insta::assert_snapshot!(world.refusal(fresh), @"zerorun: cannot write to o: files are written to a new or empty folder, but it has files; give another path");
     std::fs::create_dir(world.at("none")).unwrap();
@@ -366,7 +366,7 @@ fn tokenized_data_is_readable_for_its_user_alone() {
     std::fs::set_permissions(samples(), std::fs::Permissions::from_mode(0o644)).unwrap();
     show(&[]);
     assert_eq!(mode(&samples()), 0o600);
-    // A folder of the user keeps its permissions.
+    // The user's own folder keeps its permissions.
     std::fs::create_dir(world.at("shared")).unwrap();
     std::fs::set_permissions(world.at("shared"), std::fs::Permissions::from_mode(0o755)).unwrap();
     show(&["--cache", "shared"]);

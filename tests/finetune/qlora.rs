@@ -1,4 +1,4 @@
-//! Low-rank adapters on a 4-bit base, and on blocks that are recomputed in backward.
+//! Low-rank adapters on a 4-bit base, and on blocks that are recomputed in the backward pass.
 
 use crate::fixtures::{base, far, tensors, values};
 use candle_core::{DType, Device, Tensor};
@@ -106,7 +106,7 @@ fn a_fresh_adapter_of_dora_beside_four_bits_changes_nothing() {
             let runs = threads::run(2, |comm| {
                 let values = AdaptedValues::new(&base, &sizes, None)?.quantized(NF4, DType::F32, is_quantized);
                 let builder = Engine::builder().communicator(comm).device(Device::Cpu).initial_values(Arc::new(values));
-                // Norms are trained too, because there may be no adapter.
+                // Norms are trained too, because some cases have no adapter.
                 let builder = builder.trainable(|name, shape| is_adapter(name) || shape.len() == 1);
                 let builder = builder.quantized(NF4, is_quantized);
                 let config =

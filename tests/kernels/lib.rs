@@ -1,7 +1,7 @@
 //! The unchanged kernels, with their unit tests and without the code that uses them: `scripts/check_aarch64.sh`
 //! compiles this crate for aarch64 and runs its tests.
 
-#[allow(dead_code, unused_imports, reason = "their users are not here")]
+#[allow(dead_code, unused_imports, reason = "the code that uses them is not part of this crate")]
 #[path = "../../src/kernels/mod.rs"]
 mod kernels;
 

@@ -17,7 +17,7 @@ fn allowed() -> Vec<usize> {
     list.split(',').flat_map(range).collect()
 }
 
-/// A script that prints the cores on which it may run and its numbers of threads.
+/// A script that prints the cores on which it may run and the thread counts in its environment.
 const SHOW: &str = "sed -n 's/^Cpus_allowed_list:[[:space:]]*/on /p' /proc/self/status | tr '\\n' ' '\n\
                     echo with $RAYON_NUM_THREADS $CANDLE_NUM_THREADS $OMP_NUM_THREADS";
 

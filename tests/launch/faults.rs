@@ -25,7 +25,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 // ---- the training program ---------------------------------------------------------------------------------------
 
-/// A fault on one rank: its kind and its place. It is passed in an environment variable as words.
+/// A fault on one rank: its kind and its place. It is passed as words in an environment variable.
 #[derive(Debug, Clone, Copy)]
 struct Fault {
     rank: usize,
@@ -99,7 +99,7 @@ impl Plan {
     }
 }
 
-/// An identity operation whose backward passes the place "backward".
+/// An identity operation that passes the place "backward" in its backward pass.
 struct Backward(Plan, u64);
 
 impl CustomOp1 for Backward {
@@ -388,7 +388,7 @@ fn a_rank_that_leaves_early_is_named_by_all_others_and_its_exit_code_0_does_not_
 fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
     // An error in a method of the engine, which tells the other ranks. The rank's process ends a second later, or never.
     let slow = Case { linger_ms: 1000, ..case(3, "forward", 1, Deed::Fail) };
-    // Candle adds a backtrace to its messages. The messages of the others stay readable.
+    // Candle adds a backtrace to its messages. The messages of the other ranks stay readable.
     let ended = Run::start(Case { backtrace: "1", ..slow }).end();
     ended.check("rank 3 stopped (failed on purpose)", 7, "it ended with exit code 7");
     let report = "\nzerorun:   | error: failed on purpose\nzerorun:   ranks 0-2: ended";
@@ -396,7 +396,7 @@ fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
     let never = Case { linger_ms: 100_000, ..case(0, "backward", 1, Deed::Fail) };
     let ended = Run::start(never).end();
     ended.check("rank 0 stopped (failed on purpose)", 1, "it gave up after an error, and was stopped by zerorun");
-    // An error in the script itself, which the engine does not see: the engine is dropped, and the process ends later.
+    // An error in the program itself, which the engine does not see: the engine is dropped, and the process ends later.
     // Until then, another engine might be created.
     let unseen = Case { linger_ms: 500, ..case(1, "between", 2, Deed::Fail) };
     Run::start(unseen).end().check("rank 1 died (its process ended with exit code 7)", 7, "it ended with exit code 7");

@@ -40,7 +40,7 @@ fn with_each<T: Fn() + Copy>(test: T, mut f: impl FnMut(Mpi)) {
     there.into_iter().for_each(&mut f);
 }
 
-/// Returns losses and gradient norms of the steps, as written.
+/// Returns the losses and gradient norms of the steps, as text from the metrics file.
 pub fn steps(metrics: &Path) -> Vec<[String; 2]> {
     let text = std::fs::read_to_string(metrics).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -83,7 +83,7 @@ fn between_hosts(metrics: &Path, kind: &str) -> [u64; 2] {
     ["elements", "between_hosts_bytes"].map(|key| of_kind[key].as_u64().unwrap())
 }
 
-/// Writes stage 3 with another key of zero_optimization to a file in `folder`.
+/// Writes the configuration of stage 3, with this key added to zero_optimization, to a file in `folder`.
 fn with_key(key: &str, value: usize, folder: &Path) -> String {
     let mut all: Value = serde_json::from_str(&std::fs::read_to_string(config(3)).unwrap()).unwrap();
     all["zero_optimization"][key] = value.into();
@@ -107,8 +107,8 @@ fn shards_of_each_host_change_no_bit_and_only_sums_of_gradients_cross() {
             let steps = train_by(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &train_gpt, &in_groups, &metrics);
             assert_eq!(steps, expected, "{mpi:?}, groups of {ranks}");
             let [reduced, bytes] = between_hosts(&metrics, "reduce_scatter");
-            // Two remote ranks send their parts of one of the four pieces in f32. The ranks with the same shard also send
-            // the sums of each other's pieces: one from every group of the other host, which a rank of this host
+            // Two remote ranks send their parts of one of the four pieces in f32. Ranks with the same shard also send each
+            // other the sums of their pieces: one sum from each group of the other host, which one rank of this host
             // receives for its complete group.
             assert_eq!(bytes, (2 + 1) * (reduced / 4 * 4), "{mpi:?}, groups of {ranks}");
             assert_eq!(between_hosts(&metrics, "all_gather")[1], 0, "{mpi:?}, groups of {ranks}");
@@ -135,7 +135,7 @@ fn bytes_between_hosts_are_those_of_the_formula_and_a_second_copy_keeps_backward
         // Two shards of the other host arrive in two lanes.
         assert_eq!(gathered_bytes, 2 * gathered / 2 * 4, "{mpi:?}");
         assert_eq!((same_steps, same_reduced), (steps, [reduced, reduced_bytes]), "{mpi:?}");
-        // Backward gathers from the copy, in parts that are twice as large as shards.
+        // The backward pass gathers from the copy, in parts that are twice as large as shards.
         let in_backward = in_all - gathered;
         assert!(5 * in_backward > gathered, "{mpi:?}: {in_backward} of {gathered}");
         assert_eq!(from_hosts, 4 * (gathered - in_backward), "{mpi:?}");
@@ -702,7 +702,8 @@ fn collectives_on_two_hosts_are_those_of_threads_to_the_bit() {
 fn sums_through_several_hosts_and_of_many_ranks_are_those_of_threads_to_the_bit() {
     let test = sums_through_several_hosts_and_of_many_ranks_are_those_of_threads_to_the_bit;
     with_each(test, |mpi| {
-        // With 9 and 7 ranks, integers and 16-bit numbers are also sent as partial sums, and lanes differ from owners.
+        // With 9 and 7 ranks, integers and 16-bit numbers are also sent as partial sums, and a chunk's owner is
+        // not always one of the ranks that add it up.
         for ranks in [&[2, 3, 2][..], &[3, 2, 2, 4], &[9, 7]] {
             match named_hosts(mpi, ranks) {
                 Some(start) => compare_with_threads(mpi, start, "chain", ranks),
@@ -829,7 +830,7 @@ fn hosts_with_other_programs_are_named() {
     for (host, name) in hosts.names().into_iter().enumerate() {
         let program = folder.path().join(name);
         std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
-        // The file differs as after another build, but runs as before.
+        // The file differs as it would after a rebuild, but runs as before.
         let mut file = File::options().append(true).open(&program).unwrap();
         std::io::Write::write_all(&mut file, &vec![0; host]).unwrap();
     }
@@ -969,7 +970,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
                 insta::assert_snapshot!(text, @"LIBRARY (A stand-in 1.0) does not let several threads call it in turn (MPI_THREAD_SERIALIZED); use a build with thread support")
             }
             _ => {
-                insta::assert_snapshot!(text, @"the environment says rank 1 of 2, MPI says rank 0 of 1 (LIBRARY (A stand-in 1.0)): the library is not that of the mpirun which started the ranks, or under zerorun is not MPICH-compatible; set CANDLE_ZERO_MPI_LIBRARY to the right file; Slurm's srun needs --mpi=pmi2")
+                insta::assert_snapshot!(text, @"the environment says rank 1 of 2, but MPI says rank 0 of 1 (LIBRARY (A stand-in 1.0)): the library is not that of the mpirun which started the ranks or, under zerorun, is not MPICH-compatible; set CANDLE_ZERO_MPI_LIBRARY to the right file; Slurm's srun needs --mpi=pmi2")
             }
         }
     }

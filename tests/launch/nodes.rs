@@ -227,7 +227,7 @@ fn a_host_that_is_taken_away_at_random_is_named_on_the_other_within_15_s_and_not
     let (mut state, mut ways) = (seed, Vec::new());
     for cut in 0..cuts {
         if ways.is_empty() {
-            // Each way occurs once before one is repeated.
+            // Each way occurs once before any is repeated.
             ways = vec![(0, Cut::Cable), (1, Cut::Cable), (0, Cut::Kill), (1, Cut::Kill)];
         }
         let (gone, way) = ways.swap_remove((random(&mut state) % ways.len() as u64) as usize);

@@ -30,7 +30,7 @@ fn two(first: &[(&str, &str)], second: &[(&str, &str)]) -> [(Option<i32>, String
     drop(reach(port));
     let mut launcher = launcher_in(folder.path(), port, "--nnodes 2 --node_rank 1", ARGS);
     let second = launcher.envs(second.iter().copied()).output().unwrap();
-    // Otherwise the job has ended.
+    // If the second launcher succeeded, the job has already ended.
     if !second.status.success() {
         send(Signal::TERM, &first);
     }
@@ -209,7 +209,7 @@ fn strange(port: u16, own: &[Vec<u8>], sealed: bool, state: &mut u64) -> Option<
         0 => bytes(state, 5000),
         1 => vec![b'['; 100_000],
         2 => b"\"Beat\"\n".repeat(3),
-        // A part of a host's message, or the complete message again, or a changed one.
+        // Part of a host's lines, all of them again, or an altered copy.
         3 => all[..random(state) as usize % all.len()].to_vec(),
         4 => all,
         5 => {

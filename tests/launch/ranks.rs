@@ -189,7 +189,7 @@ fn a_second_interrupt_kills_ranks_that_do_not_mind_the_first() {
     let ranks = pids(dir.path(), 2);
     send(Signal::INT, &child);
     wait_for("the first interrupt", || (0..2).all(|r| dir.path().join(format!("got.{r}")).exists()).then_some(()));
-    assert!(ranks.iter().all(|rank| runs(*rank)), "the first interrupt leaves the ranks their choice");
+    assert!(ranks.iter().all(|rank| runs(*rank)), "the first interrupt leaves the choice to the ranks");
     // Signals in quick succession count as one interrupt; see the next test.
     std::thread::sleep(Duration::from_millis(300));
     send(Signal::INT, &child);

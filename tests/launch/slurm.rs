@@ -41,7 +41,7 @@ fn four_tasks_of_srun_on_two_nodes_have_the_bits_of_four_ranks_on_one_host() {
     let Some(slurm) = slurm(four_tasks_of_srun_on_two_nodes_have_the_bits_of_four_ranks_on_one_host) else { return };
     let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
     let expected = on_one_host(&train_gpt, folder.path());
-    // Without a number of tasks per node, Slurm fills the first node: three tasks and one.
+    // Without a number of tasks per node, Slurm fills the first node: three tasks run there and one on the second.
     for (name, options) in [("two and two", "--ntasks-per-node=2"), ("three and one", "")] {
         let srun = four_tasks(&slurm, options);
         assert_eq!(train(srun, &train_gpt, 3, folder.path(), name), expected, "{name}");

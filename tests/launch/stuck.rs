@@ -1,4 +1,4 @@
-//! A job that cannot continue by itself and is asked to end, because no one reads its output or its start takes a long time.
+//! Jobs that are asked to end while they cannot continue, because no one reads their output or their start takes long.
 
 use std::process::{Child, ExitStatus};
 use std::time::Duration;

@@ -132,7 +132,7 @@ fn metrics_have_a_line_for_each_step_and_a_summary_and_the_global_batch_decides_
         if ranks == 1 {
             of_one_rank = losses;
         } else {
-            // The same samples form a step. Only the order of their sum differs.
+            // The same samples form a step. Only the order in which they are summed differs.
             let far = of_one_rank.iter().zip(&losses).find(|(a, b)| (*a - *b).abs() > 1e-4);
             assert_eq!(far, None, "{ranks} ranks");
         }
@@ -148,7 +148,7 @@ fn stages_0_and_3_and_recomputation_give_the_same_losses_bit_for_bit() {
     assert_eq!(stage_3.run(2, &args).arithmetic(), reference.arithmetic());
     let recomputed = [&args[..], &["--activation_checkpointing"]].concat();
     assert_eq!(stage_3.run(2, &recomputed).arithmetic(), reference.arithmetic());
-    // The comparison can distinguish runs.
+    // The comparison can tell runs apart.
     let other = [&args[..], &["--seed", "5"]].concat();
     assert_ne!(stage_3.run(2, &other).losses(), reference.losses());
 }
@@ -239,7 +239,7 @@ fn dropout_changes_the_losses_but_not_those_of_a_rerun_or_of_another_stage() {
 #[test]
 fn an_exported_model_begins_where_training_ended() {
     let folder = Folder::new(3);
-    // A sequential sample i starts at (i x context) mod (tokens - context - 1), so that each step sees the same batch.
+    // In sequential order, sample i starts at (i x context) mod (tokens - context - 1), so each step sees the same batch.
     let text: String = (0..8 * 32 + 33).map(|i| char::from(b'a' + (i * i % 23) as u8)).collect();
     std::fs::write(folder.path("text.txt"), text).unwrap();
     let args = |more: &[&'static str]| {

@@ -1,4 +1,4 @@
-//! The ends of `train_gpt` other than completion, and how other programs use its results.
+//! How `train_gpt` ends when it does not complete its run, and how other programs use its results.
 
 use std::process::Output;
 

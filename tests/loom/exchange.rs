@@ -58,7 +58,7 @@ fn wait_for(pieces: &PieceSlots, peer: usize, spin_limits: SpinLimits) -> Result
     if pieces.spin_for(peer, spin_limits) { Ok(()) } else { pieces.sleep_for(peer, || None) }
 }
 
-/// Publishes piece `k`, and waits for every peer's piece: reads first each header as the piece arrives, as the check of
+/// Publishes piece `k`, and waits for every peer's piece: first reads each header as its piece arrives, as the check of
 /// headers does, then the bytes of all pieces.
 fn exchange(pieces: &mut PieceSlots, k: u64, spin_limits: SpinLimits) -> Result<(), PeerFailure> {
     let rank = pieces.rank();

@@ -1,7 +1,8 @@
 //! Loom's replacements for `src/kernels/worker_pool/primitives.rs`.
 //!
 //! - Atomic words are loom's. A load may return any value that the C11 memory model allows it to return.
-//! - The cell of the job is loom's: loom reports two accesses of which one writes, unless one happens before the other.
+//! - The cell of the job is loom's: loom reports two accesses, of which at least one writes, unless one happens before
+//!   the other.
 //! - A pause lets another thread run. There is no clock: [`Settings::sleep`] says whether a helper sleeps after its
 //!   first look or keeps looking.
 //! - The lock of the caller is a word, because loom's mutex cannot be used again after a panic.
@@ -48,7 +49,7 @@ pub struct Settings {
 }
 
 thread_local! {
-    /// Loom runs all threads of a model on one thread of the system.
+    /// Loom runs all threads of a model on one thread of the operating system.
     static SETTINGS: Cell<Settings> = const { Cell::new(Settings { sleep: false, plant: PoolPlant::None }) };
 }
 

@@ -7,7 +7,7 @@ extern "C" __global__ void add_one(float *values, size_t count) {
     if (i < count) values[i] += 1;
 }
 
-// The sum of a block's values by a tree in shared memory.
+// The sum of a block's values by a tree reduction in shared memory.
 extern "C" __global__ void sum_of_block(const float *values, float *sums) {
     __shared__ float part[256];
     part[threadIdx.x] = values[blockIdx.x * blockDim.x + threadIdx.x];
@@ -47,8 +47,8 @@ extern "C" __global__ void waits_for_ever(float *values) {
     values[threadIdx.x] = 1;
 }
 
-// Adds one to the value whose address the host wrote to a table. The address is first converted from global memory's, or
-// followed as it is.
+// Adds one to the value whose address the host wrote to a table. The address is either converted from a
+// global-memory address first, or followed as it is.
 extern "C" __global__ void add_one_by_table(const size_t *table, size_t is_global) {
     *(float *)(is_global ? __cvta_global_to_generic(*table) : (void *)*table) += 1;
 }

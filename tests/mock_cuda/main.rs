@@ -52,7 +52,7 @@ fn role() -> Option<String> {
     std::env::var(ROLE).ok()
 }
 
-/// Whether `test` can run; else it is skipped.
+/// Whether `test` can run; otherwise it is skipped.
 fn stand_in<T: Fn()>(test: T) -> bool {
     let there = is_stand_in();
     if !there {

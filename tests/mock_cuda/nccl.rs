@@ -125,7 +125,7 @@ impl Rank {
         self.device.read(self.wire, p, len)
     }
 
-    /// Sums `input` of all ranks.
+    /// Sums `input` over all ranks.
     fn sum(&self, input: CUdeviceptr, output: CUdeviceptr, len: usize) {
         // SAFETY: as many elements as the buffers have.
         assert_eq!(unsafe { (nccl().all_reduce)(input, output, len, F32, SUM, self.comm, self.wire) }, 0);

@@ -224,7 +224,7 @@ fn norms_are_those_of_the_formulas_with_their_slopes() {
         ));
     }
     check(&gpu, cases);
-    // Of a row with one element, only the bias remains (layer norm), or the sign (RMS norm).
+    // Of a row with one element, only the bias (layer norm) or the sign (RMS norm) remains.
     let [x, weight, bias] = [[3, 1], [1, 1], [1, 1]].map(|shape| tensor(&shape, 1, DType::F32));
     let on = |t: &Tensor| t.flatten_all().unwrap().to_device(&gpu).unwrap();
     let column = x.to_device(&gpu).unwrap();

@@ -1,4 +1,5 @@
-//! Models written without this library: trained unchanged, or refused by name where Candle cuts their graph.
+//! Models written without this library: trained unchanged, or refused where Candle cuts their graph, with an error that
+//! names the parameters.
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Activation, LayerNorm, Linear, Module, VarBuilder, layer_norm, linear};
@@ -98,7 +99,7 @@ fn residual_and_attention_blocks_of_a_unet_give_the_same_bits_at_every_stage() {
     }
 }
 
-/// A model as people write it: candle-nn's LayerNorm runs as a fused operation without backward.
+/// A model as people write it: candle-nn's LayerNorm runs as a fused operation without a backward pass.
 struct Cut {
     l1: Linear,
     norm: LayerNorm,
@@ -134,8 +135,8 @@ fn a_model_whose_graph_is_cut_is_refused_with_the_names_of_its_parameters() {
     }
 }
 
-/// Returns the error of the first step of a model whose norms are frozen. A user may freeze them who takes the listed
-/// parameters without a gradient for the cause.
+/// Returns the error of the first step of a model whose norms are frozen. A user who takes the listed parameters without
+/// a gradient for the cause may freeze them.
 fn first_error<M>(
     stage: u8,
     build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M> + Sync,

@@ -4,7 +4,7 @@ use crate::{gpt, llama};
 use candle_core::{DType, Result};
 use candle_zero::models::{Architecture, GptConfig, LanguageModel, LlamaConfig, Session};
 
-/// A GPT-2, and below a Llama with grouped heads, each with a context of this number of tokens.
+/// A GPT-2 with a context of `ctx` tokens; the Llama below has grouped heads.
 fn gpt_config(ctx: usize) -> GptConfig {
     GptConfig { ctx, ..GptConfig::preset("nano").unwrap() }
 }

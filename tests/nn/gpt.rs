@@ -55,7 +55,7 @@ fn batch(first: usize, samples: usize, ctx: usize) -> (Tensor, Tensor) {
     (tensor(inputs), tensor(targets))
 }
 
-/// Every parameter's gradient of the loss of the first `samples` samples, in file order.
+/// Every parameter's gradient for the loss of the first `samples` samples, in file order.
 fn gradients(config: &GptConfig, samples: usize) -> Vec<Vec<f32>> {
     let (gpt, vars, _) = model(config, DType::F32);
     let (inputs, targets) = batch(0, samples, config.ctx);
@@ -170,7 +170,7 @@ fn one_and_two_threads_give_the_same_bits() {
     assert!(with(1) == with(2));
 }
 
-/// An identity operation whose backward records that the gradient of a parameter is complete.
+/// An identity operation that records, in its backward pass, that the gradient of a parameter is complete.
 struct Noted {
     name: String,
     arrived: Arc<Mutex<Vec<String>>>,
@@ -203,7 +203,8 @@ fn gradients_arrive_once_and_layer_by_layer_from_the_last() {
     let gpt = Gpt::new(&config, VarBuilder::from_tensors(tensors.collect(), DType::F32, &Device::Cpu)).unwrap();
     let (inputs, targets) = batch(0, 1, 128);
     gpt.loss(&inputs, &targets).unwrap().backward().unwrap();
-    // In backward's order: blocks from last to first, and so their layers; in a layer, the bias comes before the weight.
+    // In the order of the backward pass: blocks from last to first, and likewise the layers of a block; in a layer, the
+    // bias comes before the weight.
     let mut want: Vec<String> = vec!["ln_f.bias".into(), "ln_f.weight".into()];
     for i in (0..4).rev() {
         for layer in ["mlp.c_proj", "mlp.c_fc", "ln_2", "attn.c_proj", "attn.c_attn", "ln_1"] {

@@ -105,7 +105,7 @@ pub fn cases() -> Vec<Case> {
     all
 }
 
-/// A layer with its arguments' shapes, and what PyTorch gives for them: rounded to six decimals.
+/// A layer with its arguments' shapes, and PyTorch's results for them, rounded to six decimals.
 #[derive(Deserialize)]
 struct Recorded {
     op: String,

@@ -14,7 +14,7 @@ pub type Vars = Vec<(String, Var)>;
 /// The parameters that a model requested: (name, shape, hint), in order.
 pub type Asked = Arc<Mutex<Vec<(String, Shape, Init)>>>;
 
-/// Makes a variable of every parameter; records what is requested.
+/// Makes a variable for every parameter, and records what is requested.
 struct Backend {
     asked: Asked,
     vars: Arc<Mutex<Vars>>,

@@ -87,7 +87,7 @@ fn views_give_what_their_copies_give() {
     let run = |copy: bool| {
         let arg = |t: &Tensor| if copy { t.contiguous().unwrap() } else { t.clone() };
         let [x, wide, w, b] = [&x, &wide, &w, &b].map(|t| Var::from_tensor(&t.contiguous().unwrap()).unwrap());
-        // The variables are contiguous; what the ops see are views of them again.
+        // The variables are contiguous; the ops again get views of them.
         let view = |v: &Var| arg(&v.transpose(0, v.rank() - 1).unwrap().contiguous().unwrap());
         let (xt, wt) = (view(&x).transpose(0, 2).unwrap(), view(&w).t().unwrap());
         let (xt, wt) = (arg(&xt), arg(&wt));

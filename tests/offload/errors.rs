@@ -202,7 +202,7 @@ fn too_small(at: &Path, other: &Path) -> Value {
     // All ranks on the small disk, together.
     let shared = threads::run(2, |comm| start(comm, &all_in(at)).map(drop)).unwrap();
     let shared: Vec<String> = shared.into_iter().map(|r| r.unwrap_err().to_string()).collect();
-    // The other kinds of state, which need more, have another disk.
+    // The other kinds of state, which need more space, are on a different disk.
     let mut config = all_in(at);
     config["zero_optimization"]["offload_optimizer"]["nvme_path"] = json!(other);
     config["zero_optimization"]["offload_param"]["nvme_path"] = json!(at.join("narrow"));
@@ -213,7 +213,7 @@ fn too_small(at: &Path, other: &Path) -> Value {
     })
 }
 
-/// Fills the file system of `at` once the files of an engine have their space.
+/// Fills the file system of `at` once space is reserved for the files of an engine.
 fn full(at: &Path) -> Value {
     let mut runs = vec![];
     for access in [DiskAccess::Direct, DiskAccess::Cached, DiskAccess::Mapped] {
@@ -359,7 +359,7 @@ fn a_disk_that_fills_up_during_training_does_not_matter() {
         if i % 2 == 0 {
             assert_eq!(*run, memory, "{found}");
         } else {
-            // Kept inputs of recomputing units reserve their space when they are kept for the first time.
+            // Space for the kept inputs of recomputing units is reserved when they are kept for the first time.
             let text = run.as_str().unwrap_or_else(|| panic!("{found}"));
             assert!(text.contains("bytes are missing; free that space"), "{text}");
         }

@@ -1,8 +1,8 @@
 //! Disks that fail and jobs that are killed while their state is in files.
 //!
-//! A failing disk is one on which a process may not write any further: the limit of file sizes (`RLIMIT_FSIZE`) is
-//! lowered from outside in the middle of training, and every write beyond it is refused, even into reserved space. It
-//! does not apply to writes through a mapping, which reserved space makes safe.
+//! A failing disk is one on which a process may not write any further: the limit on file sizes (`RLIMIT_FSIZE`) is
+//! lowered from outside in the middle of training, and every write beyond it is refused, even into reserved space. The
+//! limit does not apply to writes through a mapping, which reserved space makes safe.
 
 use crate::support::processes::{self, as_program, descendants, example, runs, start, stderr, wait_for, zerorun};
 use crate::support::skips::skipped;
@@ -21,7 +21,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 fn is_empty(folder: &Path) -> bool {
-    // A job that was killed leaves the file that it had locked.
+    // A job that was killed leaves behind the file that it had locked.
     let mut entries = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name());
     entries.all(|name| name == ".candle-zero.lock")
 }
@@ -262,7 +262,7 @@ fn training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning
 
 // ---- killed jobs -----------------------------------------------------------------------------------------------
 
-/// Waits until no thread can hold a file open.
+/// Returns whether a process has ended, so that none of its threads can hold a file open.
 fn is_gone(pid: i32) -> bool {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
     threads <= 1 && !runs(pid)
@@ -288,7 +288,7 @@ fn a_killed_job_leaves_nothing_and_does_not_block_the_next_one() {
     let metrics = dir.path().join("metrics.jsonl");
     let steps = |metrics: &Path| std::fs::read_to_string(metrics).unwrap_or_default().matches("\"loss\"").count();
     let seed = std::time::UNIX_EPOCH.elapsed().unwrap().subsec_nanos();
-    // Kills before the first step and at four moments of later ones: all processes, or only the ranks.
+    // Kills before the first step and at four moments during later ones: all processes, or only the ranks.
     for (i, least) in [0, 2, 2, 3, 3].into_iter().enumerate() {
         let _ = std::fs::remove_file(&metrics);
         let delay = Duration::from_micros(u64::from(seed.rotate_left(i as u32 * 5) % 60_000));

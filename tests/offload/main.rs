@@ -1,4 +1,4 @@
-//! Offload to files and to host memory: the same bits, errors, and failures of disks and processes.
+//! Offload to files and to host memory: unchanged bits, error messages, and failures of disks and processes.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

@@ -148,7 +148,7 @@ fn every_access_to_files_gives_the_same_bits_at_every_stage_and_world_size() {
 
 // ---- more models, optimizers and calls ---------------------------------------------------------------------------
 
-/// Parameters larger than a window of the step next to small ones.
+/// Parameters that are larger than a window of the step, and small ones.
 struct Mixed(Unit<Linear>, Linear);
 
 impl Mixed {
@@ -276,7 +276,7 @@ fn skipped_steps_leave_files_as_they_are() {
             let param = if stage == 3 { nvme(json!({"max_in_cpu": 0})) } else { json!(null) };
             let zero = offloaded(&zero, folder.path(), optimizer, param);
             assert!(run_mixed(2, &config(stage, 2, zero.clone(), fp16.clone()), 20) == reference, "stage {stage}");
-            // The first steps overflow: what is exported after them is what was built.
+            // The first steps overflow, so an export after them contains the initial weights.
             let [first, later] =
                 [1, 2].map(|steps| run_mixed(2, &config(stage, 2, zero.clone(), fp16.clone()), steps).1);
             assert!(first == later, "stage {stage}");
@@ -291,7 +291,7 @@ fn an_engine_dropped_in_the_middle_of_an_accumulation_leaves_nothing_and_unlocks
     let zero = offloaded(&zero, folder.path(), nvme(json!({})), nvme(json!({"max_in_cpu": 0})));
     let config = config(3, 4, zero, json!({"activation_checkpointing": {"cpu_checkpointing": true}}));
     let shape = Shape { layers: 2, units: true, checkpointed: true };
-    // Dropped before the first call, after a forward, a backward, and a step. A loss may outlive its engine.
+    // Dropped before the first call, after forward, after backward, and after step. A loss may outlive its engine.
     for calls in 0..4 {
         let results = threads::run(2, |comm| {
             let mut engine =

@@ -49,7 +49,7 @@ impl Mpi {
     }
 }
 
-/// Returns the folder of Debian's MPICH, which has the library under another name, or `None` if it was not fetched.
+/// Returns the folder of Debian's MPICH, which has the library under a different name, or `None` if it was not fetched.
 pub fn debian_mpich() -> Option<PathBuf> {
     let libraries = Mpi::root().join("debian/usr/lib");
     let mut folders = std::fs::read_dir(libraries).ok()?.map(|entry| entry.unwrap().path());

@@ -51,7 +51,7 @@ pub fn config(stage: u8) -> Value {
 }
 
 impl Gan {
-    /// Creates the engines for the job of `comm` or, without one, of the environment.
+    /// Creates the engines for the job that `comm` or, without it, the environment describes.
     pub fn new(stage: u8, comm: Option<Arc<dyn Communicator>>) -> candle_zero::Result<Self> {
         let builder = |seed: u64| -> EngineBuilder {
             let builder = Engine::builder().device(Device::Cpu).seed(seed);
@@ -94,7 +94,8 @@ impl Gan {
         generator.forward(through)
     }
 
-    /// Runs forward and backward of the generator through the discriminator, whose gradients are dropped.
+    /// Runs the generator's forward and backward passes through the discriminator, and drops the gradients of the
+    /// generator.
     pub fn try_generator(&mut self, step: usize) -> candle_zero::Result<()> {
         let loss = self.generator_loss(step)?;
         self.generator.backward(&loss)?;

@@ -31,7 +31,7 @@ pub fn zerorun() -> Command {
     clean(command)
 }
 
-/// Returns `zerorun` under a limit of the shell, such as `-v 90000`.
+/// Returns `zerorun` under a limit that `ulimit` sets, such as `-v 90000`.
 pub fn zerorun_within(limit: &str) -> Command {
     let mut command = Command::new("sh");
     command.args(["-c", &format!("ulimit {limit}; exec \"$@\""), "sh"]).arg(launcher());
@@ -95,7 +95,7 @@ fn built(package: &str, name: &str) -> PathBuf {
     cargo.args(["build", "--quiet", "--manifest-path"]).arg(repository().join(package).join("Cargo.toml"));
     cargo.args(["--bin", name, "--profile", profile, "--target-dir"]).arg(built.parent().unwrap());
     let features = [("cuda", cfg!(feature = "cuda")), ("hub", cfg!(feature = "hub")), ("s3", cfg!(feature = "s3"))];
-    // The examples have only the first.
+    // The examples have only the first of these features.
     let of_package = if name == "zerorun" { 3 } else { 1 };
     for (feature, _) in features.iter().take(of_package).filter(|(_, is_on)| *is_on) {
         cargo.args(["--features", feature]);
@@ -147,7 +147,7 @@ pub fn wait_for<T>(what: &str, done: impl FnMut() -> Option<T>) -> T {
     wait_up_to(Duration::from_secs(20), what, done)
 }
 
-/// Waits like [`wait_for`], with another time limit.
+/// Waits like [`wait_for`], with a different time limit.
 pub fn wait_up_to<T>(limit: Duration, what: &str, mut done: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {

@@ -152,7 +152,7 @@ fn stages_in_memory_are_counted_to_the_byte() {
     ] {
         let mut zero = json!({"stage": stage});
         check::<GptLayers>("nano", &nano(), world, &config(accumulation, zero.clone(), more.clone()), None);
-        // Small buckets, everything released that can be, and the other choice of every option.
+        // Small buckets, everything released that can be released, and the other value of every option.
         zero.as_object_mut().unwrap().extend(
             json!({
                 "reduce_bucket_size": 20_000, "allgather_bucket_size": 30_000, "sub_group_size": 100_000,

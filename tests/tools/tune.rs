@@ -138,7 +138,7 @@ fn a_search_that_was_stopped_goes_on() {
     let first = folder.tune_script(&args);
     assert_eq!(folder.runs(), 4);
     let best = folder.best();
-    // As if it had been stopped during the third experiment, and the end of a line had been lost.
+    // As if the search had been stopped during the third experiment, and the end of a line had been lost.
     let path = folder.path("autotuning_results/results.jsonl");
     let text = std::fs::read_to_string(&path).unwrap();
     let lines: Vec<&str> = text.lines().collect();
@@ -147,7 +147,7 @@ fn a_search_that_was_stopped_goes_on() {
     let second = folder.tune_script(&args);
     assert_eq!((folder.runs(), folder.results().len()), (6, 4), "{}", stderr(&second));
     assert_eq!((stdout(&second), folder.best()), (stdout(&first), best));
-    // Nothing is left to do. With other settings of the runs, everything is run again.
+    // Nothing is left to do. If the settings of the runs change, everything is run again.
     folder.tune_script(&args);
     assert_eq!(folder.runs(), 6);
     folder.tune_script(&[&args[..], &["--steps", "4"]].concat());
@@ -183,7 +183,7 @@ fn a_run_that_hangs_is_ended_and_is_a_row() {
     assert!(stdout(&output).contains("stage 0, micro batch 1  failed: it took longer than 1 s"), "{}", stdout(&output));
     assert!(stderr(&output).contains("nothing is written"), "{}", stderr(&output));
     assert!(!folder.path("autotuning_results/best.json").exists());
-    // A larger micro batch does not need more time, so it is tried too. Failed runs are tried again.
+    // A larger micro batch need not take longer, so it is tried too. Failed runs are tried again.
     assert_eq!(folder.runs(), 3);
     let mut command = zerorun();
     command.current_dir(folder.0.path()).args(["tune", "--stages", "0", "--micro_batches", "1", "--fast", "script"]);
@@ -219,7 +219,7 @@ fn early_stopping_counts_runs_since_the_first_that_went_well() {
     let output = folder.tune_script(&args);
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stderr(&output).contains("2 experiments without a gain"), "{}", stderr(&output));
-    // After that, the other keys of the best one are not searched.
+    // After that, the other keys of the best experiment are not searched.
     assert_eq!(folder.runs(), 5, "{}", stdout(&output));
 }
 

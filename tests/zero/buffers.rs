@@ -59,7 +59,7 @@ fn running_statistics_are_those_of_candle_alone() {
     assert_eq!(var, alone.running_var().to_vec1::<f32>().unwrap());
 }
 
-/// Returns the statistics of 2 ranks before and after the forward of a second step, under this rule.
+/// Returns the statistics of 2 ranks before and after the forward pass of a second step, under this rule.
 fn of_second_step(sync: BufferSync) -> Vec<(Vec<f32>, Vec<f32>, Vec<f32>)> {
     let config = config(1, 1, json!({}), json!({}));
     let results = threads::run(2, |comm| {
@@ -330,7 +330,7 @@ fn a_buffer_in_a_unit_is_there_outside_of_its_forward() {
     results.unwrap().into_iter().for_each(|values| assert_eq!(values.unwrap(), [1.0; 3]));
 }
 
-/// One weight, and ids of 3.
+/// One weight, and a buffer of 3 ids.
 fn with_ids(vb: VarBuilder<'_>) -> candle_core::Result<(Tensor, Tensor)> {
     let ids = vb.pp("rows").get_with_hints_dtype(3, "ids", Init::Const(7.0), DType::U32)?;
     Ok((vb.get_with_hints(4, "weight", Init::Const(1.0))?, ids))

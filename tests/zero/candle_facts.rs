@@ -112,7 +112,7 @@ fn the_cpu_has_no_seed() {
     assert!(CPU.set_seed(1).is_err());
 }
 
-/// An identity operation whose backward counts its calls and passes its gradient on only on request.
+/// An identity operation whose backward pass counts its calls and passes its gradient on only on request.
 struct Hook {
     calls: &'static AtomicUsize,
     pass: bool,

@@ -61,7 +61,7 @@ impl Branches {
         }
         let of_head = |(head, used): (&Linear, bool)| {
             let loss = head.forward(&x)?.sqr()?.mean_all()?;
-            // Candle itself skips multiplications by a constant of zero.
+            // Candle itself skips multiplications by the constant zero.
             loss.mul(&Tensor::new(if used { 1f32 } else { 0.0 }, x.device())?)
         };
         let losses: Vec<Tensor> = self.heads.iter().zip(path.heads).map(of_head).collect::<Result<_>>()?;
@@ -79,7 +79,7 @@ fn engine(comm: Arc<dyn Communicator>, config: &Value) -> candle_zero::Result<En
     Engine::builder().communicator(comm).initialize(Branches::new, config.clone())
 }
 
-/// One micro step; the loss's bits.
+/// Runs one micro step, and returns the bits of the loss.
 fn micro_step(engine: &mut Engine<Branches>, sample: usize, path: Way) -> candle_zero::Result<u32> {
     let loss = engine.forward(|model| model.loss(&input(sample), path))?;
     engine.backward(&loss)?;
@@ -222,7 +222,7 @@ fn layers_may_be_dropped_from_the_first_step_on_where_unused_parameters_are_igno
 
 #[test]
 fn ranks_may_miss_different_parameters_where_unused_parameters_are_ignored() {
-    // Rank 0 trains one head, rank 1 the other, in some steps both.
+    // Rank 0 trains one head, and the other ranks train the other; in micro step 3, every rank trains both.
     let path = |micro: usize, rank: usize| Way { heads: [micro == 3 || rank == 0, micro == 3 || rank > 0], ..ALL };
     for (world, accumulation) in [(2, 1), (3, 2)] {
         let reference = run(world, &config(0, accumulation, json!({}), json!({})), |b| b, path, true);

@@ -87,7 +87,7 @@ fn an_absent_parameter_is_an_error_with_its_name() {
     }
 }
 
-/// Set for a child process that runs a test's own part alone.
+/// Set for a child process, which runs the body of a single test.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
 /// Runs `test` alone in a process with a variable of the mock, because other tests use the same GPUs. Returns its output.
@@ -221,7 +221,7 @@ fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
             };
             let state: usize =
                 [MemoryKind::Parameters, MemoryKind::MasterWeights, MemoryKind::Moments].map(formula).iter().sum();
-            // NCCL's buffer for sums, as long as the engine lives.
+            // NCCL's buffer for sums, which is held as long as the engine lives.
             let room = report.row(MemoryKind::Buckets).device.held;
             // Each parameter has a leaf of a byte and a token of an f32 in the graph, and a byte if it is absent.
             let others = tensors * if stage == 3 { 6 } else { 5 };
@@ -248,7 +248,7 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         offload["stage3_prefetch_bucket_size"] = json!(0);
         let (bytes, peak, report, tensors) = held_by_ranks(shape, &config(stage, 1, offload, json!({}))).remove(0);
         let held = if stage == 3 { tensors } else { report.parameters * size_of::<f32>() };
-        // NCCL's buffer for sums, as long as the engine lives.
+        // NCCL's buffer for sums, which is held as long as the engine lives.
         let room = report.row(MemoryKind::Buckets).device.held;
         assert_eq!(bytes, held + room + 5 * tensors, "stage {stage}: {report}");
         let on_device = |kind| report.row(kind).device.peak;
@@ -264,8 +264,8 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         }
         others.push(peak - bytes - windows);
     }
-    // Besides its windows a GPU holds no more at stage 3 than with all parameters on it: activations and gradients of the
-    // layers in progress.
+    // Besides its windows, a GPU holds only activations and gradients of the layers in progress: at stage 3, no more than
+    // with all parameters on it.
     assert!(others[0] <= others[1], "{others:?}");
 }
 
@@ -467,7 +467,7 @@ fn compressed_collectives_by_nccl_and_through_the_host_give_the_same_bits() {
     assert_eq!(between_gpus, with("off", "no message"));
 }
 
-/// The folder of the next test, for its ranks.
+/// The variable that names the next test's folder for its ranks.
 const FOLDER: &str = "CANDLE_ZERO_CUDA_FOLDER";
 
 #[test]

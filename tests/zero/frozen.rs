@@ -122,7 +122,7 @@ fn a_frozen_parameter_has_weights_and_nothing_else_on_any_rank_or_wire() {
                             kind.name()
                         );
                     }
-                    // Every trained gradient travels once, padded to equal shards; of frozen ones nothing does.
+                    // Every trained gradient travels once, padded to equal shards; nothing travels for frozen parameters.
                     let report = |kind| half.comm.kind(kind).elements;
                     let travelled = report(Collective::AllReduce) + report(Collective::ReduceScatter);
                     let file = safetensors::SafeTensors::deserialize(&half.exported).unwrap();
@@ -136,7 +136,7 @@ fn a_frozen_parameter_has_weights_and_nothing_else_on_any_rank_or_wire() {
     }
 }
 
-/// Two frozen units, one that is trained, and a frozen one above it, of Candle's own layers.
+/// Two frozen units, one that is trained, and a frozen one above it, all made of Candle's own layers.
 struct Stack(Vec<Unit<Linear>>);
 
 impl Stack {
@@ -166,7 +166,7 @@ fn a_frozen_unit_is_gathered_in_backward_only_where_something_below_it_is_traine
         let ranks = threads::run(2, |comm| {
             let rank = comm.rank();
             let builder = Engine::builder().communicator(comm).device(Device::Cpu).trainable(rule);
-            // The check's own forwards gather too.
+            // The gradient check's own forward passes gather too.
             let builder = builder.gradient_check(false);
             let mut engine = builder.initialize(Stack::new, plain(3))?;
             for step in 0..3 {
@@ -375,7 +375,7 @@ fn frozen_parameters_may_be_left_out_of_a_checkpoint_and_stay_as_they_are_then()
         let saved = checkpoint.manifest().parameters.iter().filter(|p| p.has("fp32")).map(|p| p.name.as_str());
         assert_eq!(saved.collect::<Vec<_>>(), ["head.weight", "head.bias"]);
         one(|builder| {
-            // With another seed, because the base comes from the engine and not from the checkpoint.
+            // With a different seed, because the base comes from the engine and not from the checkpoint.
             let mut engine = builder.seed(7).trainable(HEAD_ONLY).initialize(pair, plain(stage))?;
             let own = folder.path().join("own.safetensors");
             engine.export_safetensors(&own)?;
@@ -486,7 +486,7 @@ fn ranks_with_different_rules_are_told() {
             )
         );
     }
-    // Also if one of the rules is itself an error.
+    // The difference is also reported if one of the rules is itself an error.
     let everything = threads::run(2, |comm| {
         let rank = comm.rank();
         let mut engine = Engine::builder().communicator(comm).device(Device::Cpu).initialize(pair, plain(3))?;

@@ -1,5 +1,5 @@
 //! Parameters that stay in f32 in a 16-bit model: the same bits at every stage and wherever states are stored,
-//! no master weights.
+//! and no master weights.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
@@ -180,7 +180,8 @@ fn modules_that_the_file_keeps_in_f32_give_the_same_bits_at_every_stage() {
             |kept: bool| sizes.iter().filter(|(name, _)| is_kept(name) == kept).map(|(_, numel)| numel).sum::<usize>();
         let (kept, others) = (of(true), of(false));
         assert!(kept > 2000 && others > 2000, "{sizes:?}");
-        // Elements that are kept have four bytes and no master weights; the others have two, and four in master weights.
+        // Elements that are kept in f32 take four bytes and have no master weights; the others take two, and four in
+        // master weights.
         assert_eq!(reference.2, [4 * kept + 2 * others, 4 * others], "{precision}");
         let auto = run(&with_modules(config(0, None, precision), json!("auto")));
         assert_eq!(auto.2, [2 * (kept + others), 4 * (kept + others)], "{precision}");

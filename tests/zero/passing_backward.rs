@@ -1,6 +1,6 @@
-//! A parameter's gradients count only in the backward of the engine that owns it. Any other backward that passes through its
-//! model (Candle's own `loss.backward()`, another engine's) changes nothing in the engine, at any stage, and gives its
-//! caller the correct gradients.
+//! A parameter's gradients count only in the backward pass of the engine that owns it. Any other backward pass through
+//! its model (Candle's own `loss.backward()`, another engine's) changes nothing in the engine, at any stage, and gives
+//! its caller the correct gradients.
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Tensor, Var};
@@ -24,7 +24,7 @@ fn input(sample: usize) -> Tensor {
     Tensor::from_iter(values, &Device::Cpu).unwrap().reshape((3, WIDTH)).unwrap()
 }
 
-/// A layer, three units and a head that belongs to the root, all of Candle's own operations.
+/// A layer, three units and a head that belongs to the root, all made of Candle's own operations.
 fn of_candle(vb: VarBuilder<'_>) -> Result<Model> {
     of_candle_recomputing(vb, false)
 }
@@ -115,10 +115,10 @@ fn of_stage(stage: u8) -> Vec<Value> {
     zero.into_iter().map(|zero| config(stage, 1, zero, json!({}))).collect()
 }
 
-/// The results of a training run on a rank: losses, norms, and the gradients of plain backwards in between.
+/// The results of a training run on a rank: losses, norms, and the gradients of plain backward passes in between.
 type Seen = (Vec<u32>, Vec<u64>, Vec<Vec<u32>>);
 
-/// Trains; if `disturbed`, plain backwards pass through the model at many points of a micro step.
+/// Trains; if `disturbed`, plain backward passes run through the model at many points of a micro step.
 fn train(world: usize, build: Build, config: &Value, disturbed: bool) -> (Vec<Seen>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -338,7 +338,7 @@ fn gan(world: usize, build: Build, config: &Value, with_generator: bool) -> (Vec
                 generator.step()?;
             }
             let of_real = discriminator.forward(|d| d(&real))?;
-            // The same in both runs, so that the discriminator learns the same.
+            // The fake samples are the same in both runs, so that the discriminator learns the same.
             let of_fake = discriminator.forward(|d| d(&fake))?;
             discriminator.backward(&(of_fake.sqr()?.mean_all()? - of_real.mean_all()?)?)?;
             discriminator.step()?;

@@ -93,7 +93,7 @@ fn a_quantized_base_is_packed_at_rest_and_on_the_wire() {
                 let builder = Engine::builder().communicator(comm).device(Device::Cpu);
                 let builder = builder.trainable(move |name, _| !is_frozen(name));
                 let builder = builder.quantized(packing, move |name, shape| shape.len() == 2 && is_frozen(name));
-                // The check's own forwards gather too.
+                // The gradient check's own forward passes gather too.
                 let builder = builder.gradient_check(false);
                 let mut engine = builder.initialize(|vb| Gpt::new(&gpt(), vb), config.clone())?;
                 let before = engine.comm_report().kind(Collective::AllGather).wire_bytes;
@@ -114,7 +114,7 @@ fn a_quantized_base_is_packed_at_rest_and_on_the_wire() {
             assert!(each <= limit, "{packing:?}, world {world}: {each} bytes a parameter\n{report}");
             assert!(report.frozen * 100 > report.parameters * 99, "{report}");
             if world == 2 {
-                // A forward and a backward of all blocks: the other rank's half of the packed bytes, twice, and the
+                // A forward and a backward pass of all blocks: the other rank's half of the packed bytes, twice, and the
                 // embeddings once.
                 let whole = packed_bytes(packing, report.parameters) as f64;
                 assert!((moved as f64) < whole * 1.1 && moved > 0, "{packing:?}: {moved} bytes of {whole}");
@@ -135,7 +135,7 @@ fn of_a_quantized_base_no_more_than_the_blocks_at_work_are_ever_unpacked() {
         config["train_batch_size"] = json!(2 * world);
         let ranks = threads::run(world, |comm| {
             let builder = Engine::builder().communicator(comm).device(Device::Cpu);
-            // The last block is behind trained norms, so that all blocks have a backward.
+            // The norms of every block are trained, so that all blocks have a backward pass.
             let builder = builder.trainable(|name, _| name.contains("ln_"));
             let builder = builder.quantized(WeightPacking::Nf4(Nf4Scales::DoubleQuantized), is_packed);
             let mut engine = builder.initialize(|vb| Gpt::new(&sizes, vb), config.clone())?;
@@ -172,7 +172,7 @@ fn a_quantized_base_is_saved_and_loaded_to_the_bit_at_another_stage_and_number_o
                 let shape = Shape { units: true, layers: 2, ..Shape::default() };
                 let ranks = threads::run(world, |comm| {
                     let builder = with(Engine::builder().communicator(comm).device(Device::Cpu), packing);
-                    // Another seed, and everything is loaded: no value of this engine remains.
+                    // A different seed, and everything is loaded: no value of this engine remains.
                     let builder = if load.is_some() && packing == PACKINGS[1] { builder.seed(5) } else { builder };
                     let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config.clone())?;
                     if let Some(load) = load {

@@ -201,7 +201,7 @@ fn gradients_are_the_same_bits_but_for_an_input_that_is_used_several_times_insid
                 if inside == 1 || outside == 0 {
                     assert!(kept[0] == again[0], "the parameter before the unit: {what}");
                 }
-                // Otherwise it is the same sum, formed in another order.
+                // Otherwise it is the same sum, formed in a different order.
                 for (a, b) in kept[0].iter().zip(&again[0]).map(|(a, b)| (f32::from_bits(*a), f32::from_bits(*b))) {
                     assert!((a - b).abs() <= tolerance * a.abs().max(1.0), "{a} {b}: {what}");
                 }

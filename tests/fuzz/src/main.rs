@@ -1,4 +1,4 @@
-//! Runs fuzz targets with any Rust, without libFuzzer: random changes of seeds, each input in a process that may fail.
+//! Runs fuzz targets with any Rust, without libFuzzer: random changes to seeds, each input in a process that may fail.
 //!
 //! ```text
 //! candle-zero-fuzz [--target NAME]... [--seconds 10] [--seed 1] [--first 0] [--jobs 1]     all targets, or some
@@ -176,9 +176,9 @@ fn write_seeds(options: &Options, folder: &Path) -> std::io::Result<()> {
 struct Progress {
     /// The current case.
     case: u64,
-    /// The cases that are done.
+    /// The number of cases that are done.
     done: u64,
-    /// Those that were accepted.
+    /// The number of inputs that were accepted.
     accepted: u64,
 }
 
@@ -328,7 +328,7 @@ impl Worker {
     fn usage(&self) -> Option<(u64, Duration)> {
         let read = |name: &str| fs::read_to_string(format!("/proc/{}/{name}", self.child.id())).ok();
         let pages: u64 = read("statm")?.split(' ').nth(1)?.parse().ok()?;
-        // After the name, in parentheses, which may contain spaces.
+        // The fields follow the name, which is in parentheses and may contain spaces.
         let stat = read("stat")?;
         let mut times = stat.rsplit_once(')')?.1.split(' ').skip(12).map(str::parse::<u64>);
         let ticks = times.next()?.ok()? + times.next()?.ok()?;
@@ -477,7 +477,7 @@ fn run_target(target: &Target, options: &Options, part: u64, parts: u64) -> Targ
 /// Writes the input of a failure, and prints how to repeat it.
 fn report(target: &Target, options: &Options, case: u64, failure: Failure) {
     let seed = options.seed;
-    // The seeds of some targets read files into the folder of this process, which is removed at the end.
+    // Some targets' seeds are also written to the folder of this process, which is removed at the end.
     let data = mutator::input(target, &(target.seeds)(), seed, case);
     let alone = try_input(target, &data);
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("artifacts");

@@ -6,7 +6,7 @@ use crate::targets::Target;
 /// The maximum size of an input in bytes.
 const LONGEST: usize = 1 << 20;
 
-/// Numbers at which arithmetic goes wrong.
+/// Numbers at which arithmetic often goes wrong.
 const INTEGERS: [u64; 20] = [
     0,
     1,
@@ -30,7 +30,7 @@ const INTEGERS: [u64; 20] = [
     u64::MAX,
 ];
 
-/// Numbers of text formats.
+/// Numbers as text formats write them.
 const NUMBERS: [&str; 22] = [
     "0",
     "-1",
@@ -168,7 +168,7 @@ fn integer(data: &mut [u8], random: &mut Random, at: usize) {
     bytes.copy_from_slice(&new.to_le_bytes()[..width]);
 }
 
-/// Replaces the next decimal number with another one.
+/// Replaces the next decimal number with a different one.
 fn number(data: &mut Vec<u8>, random: &mut Random, at: usize) {
     let Some(start) = data[at..].iter().position(u8::is_ascii_digit).map(|offset| at + offset) else { return };
     let end = data[start..].iter().position(|byte| !byte.is_ascii_digit()).map_or(data.len(), |length| start + length);

@@ -1,4 +1,4 @@
-//! Targets with faults, which the driver must find. The words of each target are the reports that are correct.
+//! Targets with faults, which the driver must find. The words of each target are the correct reports of its fault.
 
 use crate::targets::Target;
 use std::hint::black_box;

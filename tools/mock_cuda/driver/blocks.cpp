@@ -100,8 +100,8 @@ struct Thread {
     Fiber *fiber;   // the fiber on which it is parked
     unsigned mask;  // the lanes of its warp's barrier
     unsigned round; // the number of its shuffles
-    // The values for other threads, in even and odd rounds: no thread enters a round before all have read the one
-    // before last.
+    // The values for other threads, in even and odd rounds: no thread enters a round before all have read the values of
+    // the round before last.
     alignas(16) unsigned char given[2][LARGEST_SHUFFLE];
 };
 

@@ -3,7 +3,7 @@
 //
 // With seed 0, they run as late as possible: only the operations that the awaited moment needs. With another seed, a
 // random stream that can continue is selected each time. A program with missing synchronization between two streams
-// gets another result for some seed.
+// gets a different result for some seed.
 
 #include "mock.h"
 

@@ -4,8 +4,8 @@
 //     -> the rank computes its result from the mailboxes -> the stream continues
 //
 // Mailboxes are unnamed memory, which other processes open through this process's descriptors, so nothing is left when
-// a process ends. A rank has two mailboxes and alternates between them: a rank that starts collective k + 1 has ended
-// k, for which all peers had ended k - 1.
+// a process ends. A rank has two mailboxes and alternates between them: a rank that starts collective k + 1 has
+// finished k, which it could do only after all peers had finished k - 1.
 //
 // For a nonblocking communicator (ncclConfig_t), a call behaves as NCCL's may: the collective is on the stream only
 // after ncclCommGetAsyncError has reported that nothing is in progress, and no other call is accepted before.

@@ -140,8 +140,8 @@ pub enum HubError {
     },
     /// A file that was not downloaded completely.
     #[error(
-        "received only {done} of {size} of {file} of {repository} ({reason}, several times); they are kept: start it \
-         again to resume from there"
+        "received only {done} of {size} of {file} of {repository} ({reason}, several times); they are kept: run the \
+         command again to resume from there"
     )]
     Interrupted {
         /// The repository.

@@ -34,12 +34,12 @@ pub(crate) fn messages(data: &[u8]) -> bool {
     })
 }
 
-/// Reads a stream as the launcher of the first host does, or that of another host if `joins`: the handshake, then messages.
+/// Reads a stream as the first host's launcher does, or as another host's if `joins`: the handshake, then messages.
 /// Returns whether the handshake succeeds.
 pub(crate) fn session(data: &[u8], joins: bool, has_secret: bool) -> bool {
     let [here, mut there] = ends();
     let sender = std::thread::scope(|scope| {
-        // In a thread, because the reader stops at the first error and leaves the rest.
+        // The data is written in a thread, because the reader stops at the first error and leaves the rest.
         scope.spawn(move || {
             let _ = there.write_all(data);
             let _ = there.shutdown(Shutdown::Write);

@@ -58,7 +58,7 @@ impl DeepSpeedFile {
         zip.finish().expect("an archive").into_inner()
     }
 
-    /// Reads the checkpoint with another file in place of this one. Returns whether it is accepted.
+    /// Reads the checkpoint with different content in place of this file. Returns whether it is accepted.
     pub fn read_as(&self, bytes: &[u8]) -> bool {
         let path = scratch::folder().join(&self.folder).join(TAG).join(&self.name);
         std::fs::write(&path, bytes).expect("a writable file");

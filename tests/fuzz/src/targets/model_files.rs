@@ -125,7 +125,7 @@ fn adapter(bytes: &[u8]) -> bool {
     true
 }
 
-/// Reads a tokenizer whose folder has a file with this content, and constant other files.
+/// Reads a tokenizer whose folder has a file with this content; the other files are constant.
 fn tokenizer(folder: &str, file: &str, bytes: &[u8]) -> bool {
     static OTHERS: OnceLock<()> = OnceLock::new();
     OTHERS.get_or_init(|| {
