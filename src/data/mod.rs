@@ -5,7 +5,7 @@
 //! index arithmetic: the tokens of a step depend only on the step's number. So a resumed run needs nothing but that
 //! number, and the global order of samples does not depend on the number of ranks.
 
-mod concatenated_text;
+mod concatenated_bytes;
 pub(crate) mod error;
 mod loader;
 mod sampler;

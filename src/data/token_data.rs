@@ -1,6 +1,6 @@
 //! Token sources: text as bytes, files of 16-bit tokens, or the embedded corpus.
 
-use super::concatenated_text::{ConcatenatedText, MIN_MAPPED_BYTES};
+use super::concatenated_bytes::{ConcatenatedBytes, MIN_MAPPED_BYTES};
 use crate::error::{DataError, Error, Result};
 use crate::files;
 use memmap2::{Advice, Mmap};
@@ -39,7 +39,7 @@ pub struct TokenData {
 #[derive(Debug)]
 enum TokenStorage {
     /// Text in which each byte is a token.
-    Text(ConcatenatedText),
+    Text(ConcatenatedBytes),
     /// A mapped file of little-endian u16 tokens.
     U16(Mmap),
 }
@@ -69,7 +69,7 @@ impl TokenData {
         let tokens = match path.extension().and_then(|e| e.to_str()) {
             Some("bin" | "u16") => TokenStorage::U16(map_tokens(path)?),
             _ => {
-                let (mut text, bytes) = (ConcatenatedText::default(), open(path)?);
+                let (mut text, bytes) = (ConcatenatedBytes::default(), open(path)?);
                 if let Err(error) = std::str::from_utf8(bytes.as_ref()) {
                     return Err(DataError::NotText { path: path.into(), offset: error.valid_up_to() }.into());
                 }
@@ -82,7 +82,7 @@ impl TokenData {
 
     /// Returns the corpus embedded in this library: 2 MB of Rust and Markdown, the same in every version.
     pub fn embedded() -> Self {
-        let tokens = TokenStorage::Text(ConcatenatedText::of_static(CORPUS));
+        let tokens = TokenStorage::Text(ConcatenatedBytes::of_static(CORPUS));
         Self { tokens, name: "the embedded corpus".into(), files: 1, skipped_files: 0 }
     }
 
@@ -90,7 +90,7 @@ impl TokenData {
         let mut files = vec![];
         list_files(path, &mut files)?;
         files.sort();
-        let (mut text, mut skipped_files) = (ConcatenatedText::default(), 0);
+        let (mut text, mut skipped_files) = (ConcatenatedBytes::default(), 0);
         for file in &files {
             let bytes = open(file)?;
             if std::str::from_utf8(bytes.as_ref()).is_err() {
@@ -257,7 +257,7 @@ enum FileBytes {
 }
 
 impl FileBytes {
-    fn append_to(self, text: &mut ConcatenatedText) {
+    fn append_to(self, text: &mut ConcatenatedBytes) {
         match self {
             Self::Read(bytes) => text.append(&bytes),
             Self::Mapped(map) => text.append_map(map),

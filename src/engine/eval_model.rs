@@ -2,7 +2,7 @@
 
 use super::Engine;
 use crate::error::Result;
-use crate::zero::gather::eval_backend::EvalBackend;
+use crate::zero::gather::eval_var_builder_backend::EvalVarBuilderBackend;
 use crate::zero::gather::unit::building;
 use candle_nn::VarBuilder;
 
@@ -33,7 +33,7 @@ impl<M> Engine<M> {
     /// [`ParamError::NotTheModel`](crate::error::ParamError::NotTheModel) for a parameter or unit that the engine's
     /// model does not have; the error of `build`.
     pub fn build_for_eval(&mut self, build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>) -> Result<()> {
-        let weights = EvalBackend::new(&self.core);
+        let weights = EvalVarBuilderBackend::new(&self.core);
         let vb = VarBuilder::from_backend(Box::new(weights.clone()), self.core.dtype(), self.device.clone());
         self.for_eval = Some(building(&weights, || build(vb)).map_err(|e| weights.explain(e))?);
         Ok(())

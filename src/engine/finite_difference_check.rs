@@ -40,7 +40,7 @@ const MIN_CHANGE_TO_ROUNDING: f64 = 8000.0;
 const MAX_NONFINITE_STEPS: u32 = 64;
 
 /// A forward that a check repeats.
-struct RepeatedForward<'a, M> {
+struct GradientCheckForward<'a, M> {
     /// The index of the forward in this thread, counted from 1.
     forward: u64,
     /// The position in the random number stream where the forward begins.
@@ -52,7 +52,7 @@ struct RepeatedForward<'a, M> {
     run: &'a mut dyn FnMut(&M) -> candle_core::Result<Tensor>,
 }
 
-impl<M> RepeatedForward<'_, M> {
+impl<M> GradientCheckForward<'_, M> {
     /// Runs the forward again with perturbed parameters and returns its output.
     fn rerun_forward(&mut self, engine: &Engine<M>, moves: &Perturbation<'_>) -> Result<Tensor> {
         self.repetition += 1;
@@ -150,7 +150,7 @@ impl<M> Engine<M> {
         let forward = FORWARDS.get() + 1;
         FORWARDS.set(forward);
         let is_probed = matches!(self.check.phase, CheckPhase::Armed) && outer.forward == 0 && self.trainer.can_train();
-        let mut repeat = RepeatedForward { forward, stream, repetition: 0, is_together: false, run: &mut run };
+        let mut repeat = GradientCheckForward { forward, stream, repetition: 0, is_together: false, run: &mut run };
         let tried = match is_probed {
             true => {
                 let tried = self.try_moves(&mut repeat);
@@ -178,7 +178,7 @@ impl<M> Engine<M> {
     }
 
     /// Returns the outputs of the coming forward with parameters perturbed, group by group.
-    fn try_moves(&mut self, repeat: &mut RepeatedForward<'_, M>) -> Result<Option<PerturbedOutputs>> {
+    fn try_moves(&mut self, repeat: &mut GradientCheckForward<'_, M>) -> Result<Option<PerturbedOutputs>> {
         let mut tried = PerturbedOutputs::default();
         if self.check.of_each {
             tried.unmoved = Some(repeat.rerun_forward(self, &Perturbation::NONE)?);
@@ -206,7 +206,7 @@ impl<M> Engine<M> {
         params: &[ParamId],
         step: Option<f64>,
         unmoved: Option<&Tensor>,
-        repeat: &mut RepeatedForward<'_, M>,
+        repeat: &mut GradientCheckForward<'_, M>,
     ) -> Result<(f64, Tensor, Tensor)> {
         let limits = self.limits();
         let mut size = step.unwrap_or(limits.step);

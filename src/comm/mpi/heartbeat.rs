@@ -9,7 +9,7 @@
 //! case is a host that can no longer notify anyone: MPI may wait for it for minutes, or forever.
 
 use super::link::{MessageTag, MpiLink, MpiTransfer};
-use super::peer_status::PeerStatus;
+use super::peer_exit_notices::PeerExitNotices;
 use super::topology::HostTopology;
 use crate::comm::shm::region::SharedMemoryRegion;
 use crate::error::CommError;
@@ -55,7 +55,7 @@ impl HostHeartbeat {
     pub(super) fn start(
         link: Arc<MpiLink>,
         hosts: &HostTopology,
-        peer_status: Arc<PeerStatus>,
+        peer_exit_notices: Arc<PeerExitNotices>,
         region: Arc<SharedMemoryRegion>,
     ) -> Result<Self, CommError> {
         let mut others = Vec::new();
@@ -76,7 +76,7 @@ impl HostHeartbeat {
                 for other in &mut others {
                     // MPI's own errors also occur in the next collective, which reports them.
                     let Ok(silent) = other.exchange_beats(&link, passed, beats) else { return Vec::new() };
-                    if silent > HEARTBEAT_TIMEOUT && !peer_status.has_left(other.rank) {
+                    if silent > HEARTBEAT_TIMEOUT && !peer_exit_notices.has_left(other.rank) {
                         let seconds = HEARTBEAT_TIMEOUT.as_secs();
                         let why = format!("its host is gone: it sent nothing for {seconds} s");
                         region.mark_remote_death(other.rank, &why);

@@ -6,7 +6,7 @@
 //! rank has sent.
 
 use super::link::{MessageTag, MpiLink, MpiTransfer};
-use super::peer_status::PeerStatus;
+use super::peer_exit_notices::PeerExitNotices;
 use super::topology::HostTopology;
 use crate::comm::collective_kind::CollectiveKind;
 use crate::comm::fingerprint::CollectiveFingerprint;
@@ -47,7 +47,7 @@ pub(super) struct InterHostExchange {
     pub(super) local: ShmExchange,
     pub(super) link: Arc<MpiLink>,
     pub(super) hosts: Arc<HostTopology>,
-    peer_status: Arc<PeerStatus>,
+    peer_exit_notices: Arc<PeerExitNotices>,
     timeout: Duration,
     /// The current collective, and the engine call in which it was launched.
     current: Option<CollectiveFingerprint>,
@@ -65,15 +65,15 @@ impl InterHostExchange {
         local: ShmExchange,
         link: Arc<MpiLink>,
         hosts: Arc<HostTopology>,
-        peer_status: Arc<PeerStatus>,
+        peer_exit_notices: Arc<PeerExitNotices>,
         timeout: Duration,
     ) -> Self {
-        let messages = peer_status.clone();
+        let messages = peer_exit_notices.clone();
         Self {
             local: local.waiting_with(move || messages.progress()),
             link,
             hosts,
-            peer_status,
+            peer_exit_notices,
             timeout,
             current: None,
             sequence: 0,
@@ -132,7 +132,7 @@ impl InterHostExchange {
         }
         let until = Instant::now() + REMOTE_FAILURE_DELAY;
         loop {
-            match self.peer_status.failure() {
+            match self.peer_exit_notices.failure() {
                 Ok(Some((from, why))) => return self.aborted(from, &why),
                 Ok(None) if Instant::now() < until => std::thread::sleep(POLL_SLEEP),
                 _ => return error,
@@ -229,10 +229,10 @@ impl InterHostExchange {
         if let Some(error) = self.local.failed_peer() {
             return Err(error);
         }
-        if let Some((from, why)) = self.peer_status.failure()? {
+        if let Some((from, why)) = self.peer_exit_notices.failure()? {
             return Err(self.aborted(from, &why));
         }
-        if self.peer_status.has_left(peer) {
+        if self.peer_exit_notices.has_left(peer) {
             let (rank, op) = (self.rank(), self.op());
             return Err(CommError::RankLeft { rank, peer, op });
         }

@@ -76,7 +76,7 @@ impl MpiRank {
             std::thread::yield_now();
             if looked.elapsed() > FAILURE_CHECK_INTERVAL {
                 looked = Instant::now();
-                if let Some((rank, why)) = self.peer_status.failure()? {
+                if let Some((rank, why)) = self.peer_exit_notices.failure()? {
                     return Err(CommError::other(format!("rank {rank} gave up: {why}")));
                 }
             }

@@ -27,7 +27,7 @@ mod library;
 mod link;
 mod message_bench;
 mod partial_sum;
-mod peer_status;
+mod peer_exit_notices;
 mod preflight;
 mod topology;
 mod traffic;
@@ -44,7 +44,7 @@ use crate::error::{CommError, Error, Result};
 use heartbeat::HostHeartbeat;
 use inter_host::InterHostExchange;
 use link::MpiLink;
-use peer_status::PeerStatus;
+use peer_exit_notices::PeerExitNotices;
 use std::sync::{Arc, Mutex, OnceLock};
 use topology::HostTopology;
 
@@ -62,7 +62,7 @@ pub fn found_library() -> std::result::Result<String, CommError> {
 pub(super) struct MpiRank {
     link: Arc<MpiLink>,
     hosts: Arc<HostTopology>,
-    peer_status: Arc<PeerStatus>,
+    peer_exit_notices: Arc<PeerExitNotices>,
     region: Arc<SharedMemoryRegion>,
     /// The heartbeat, if this rank watches other hosts.
     heartbeat: Arc<Mutex<Option<HostHeartbeat>>>,
@@ -105,13 +105,13 @@ impl MpiRank {
             None => topology::share_region(&link, &hosts, env.rank)?,
         };
         let link = Arc::new(link);
-        let peer_status = Arc::new(PeerStatus::listen(link.clone(), &hosts, region.clone())?);
+        let peer_exit_notices = Arc::new(PeerExitNotices::listen(link.clone(), &hosts, region.clone())?);
         let hosts = Arc::new(hosts);
         // zerorun's launchers watch each other.
         let watches = env.shm_fd.is_none() && link.rank() == hosts.local_ranks().start;
-        let start = || HostHeartbeat::start(link.clone(), &hosts, peer_status.clone(), region.clone());
+        let start = || HostHeartbeat::start(link.clone(), &hosts, peer_exit_notices.clone(), region.clone());
         let heartbeat = Arc::new(Mutex::new(watches.then(start).transpose()?));
-        let mpi = Self { link, hosts, peer_status, region: region.clone(), heartbeat };
+        let mpi = Self { link, hosts, peer_exit_notices, region: region.clone(), heartbeat };
         if JOINED_RANK.set(mpi.clone()).is_ok() {
             // SAFETY: the function never unwinds, and only calls MPI.
             unsafe { atexit(leave) };
@@ -134,7 +134,7 @@ impl MpiRank {
             local,
             self.link.clone(),
             self.hosts.clone(),
-            self.peer_status.clone(),
+            self.peer_exit_notices.clone(),
             timeout,
         ))
     }
@@ -142,7 +142,7 @@ impl MpiRank {
     /// Waits until the ranks of other hosts have left too, as finalizing MPI would, unless one of them gives up.
     fn wait_for_others(&self) {
         while !self.link.has_failed() {
-            match (self.peer_status.all_told(), self.peer_status.failure()) {
+            match (self.peer_exit_notices.all_told(), self.peer_exit_notices.failure()) {
                 (Ok(true), Ok(None)) => return,
                 (Ok(false), Ok(None)) => std::thread::sleep(std::time::Duration::from_millis(1)),
                 _ => self.link.fail(),
@@ -157,9 +157,9 @@ impl MpiRank {
         match self.region.first_failure() {
             // Only these faults have a text, which may come from another rank of this host: the notice names that rank.
             Some((rank, fault @ (RankFault::Died | RankFault::GaveUp))) if self.first() + rank != self.link.rank() => {
-                self.peer_status.give_up(&self.hosts, self.first() + rank, &self.region.explained(rank, fault));
+                self.peer_exit_notices.give_up(&self.hosts, self.first() + rank, &self.region.explained(rank, fault));
             }
-            _ => self.peer_status.give_up(&self.hosts, self.link.rank(), why),
+            _ => self.peer_exit_notices.give_up(&self.hosts, self.link.rank(), why),
         }
     }
 }
@@ -178,7 +178,7 @@ unsafe extern "C" {
 extern "C" fn leave() {
     if let Some(mpi) = JOINED_RANK.get() {
         mpi.region.finish(mpi.link.rank() - mpi.first());
-        mpi.peer_status.leave(&mpi.hosts);
+        mpi.peer_exit_notices.leave(&mpi.hosts);
         mpi.wait_for_others();
         let heartbeat = crate::util::lock(&mpi.heartbeat).take();
         if !mpi.link.has_failed() {

@@ -10,10 +10,10 @@
 //! | `coalesced_layout.rs` | their layout in a collective's buffer |
 //! | `recompute_input.rs` | the input that recomputation keeps, and its storage |
 //! | `recompute_check.rs` | checks that recomputation reproduces the output |
-//! | `eval_backend.rs` | the `VarBuilder` backend of a second instance of the model, for evaluation |
+//! | `eval_var_builder_backend.rs` | the `VarBuilder` backend of a second instance of the model, for evaluation |
 
 pub(crate) mod coalesced_layout;
-pub(crate) mod eval_backend;
+pub(crate) mod eval_var_builder_backend;
 mod gather_group;
 pub(crate) mod leaf_units;
 pub(crate) mod param_gatherer;

@@ -25,27 +25,27 @@ pub struct DataReport {
     /// The number of tokens that are predicted.
     pub targets: u64,
     /// The records that could not be used.
-    pub broken: RecordLines,
+    pub broken: RecordLineNumbers,
     /// The conversations with an empty answer. Only the end of such an answer is learned.
-    pub empty_answers: RecordLines,
+    pub empty_answers: RecordLineNumbers,
     /// The samples that were cut at the context length after their last target.
-    pub truncated: RecordLines,
+    pub truncated: RecordLineNumbers,
     /// The samples that lost targets when they were cut at the context length.
-    pub truncated_targets: RecordLines,
+    pub truncated_targets: RecordLineNumbers,
     /// The samples that were left out because their first target is beyond the context.
-    pub targets_beyond: RecordLines,
+    pub targets_beyond: RecordLineNumbers,
     /// The samples that were left out because they contain nothing to predict.
-    pub without_target: RecordLines,
+    pub without_target: RecordLineNumbers,
     /// The samples that were left out because they are longer than the context.
-    pub dropped: RecordLines,
+    pub dropped: RecordLineNumbers,
     /// The texts that were cut into pieces of the context length, without any loss.
-    pub cut: RecordLines,
+    pub cut: RecordLineNumbers,
     /// The samples with an answer that is learned without its end.
     #[serde(default)]
-    pub endless: RecordLines,
+    pub endless: RecordLineNumbers,
     /// Other remarks on records, one sentence each.
     #[serde(default)]
-    pub remarks: BTreeMap<String, RecordLines>,
+    pub remarks: BTreeMap<String, RecordLineNumbers>,
     /// The keys that were not read, with the number of records that contain a value for them. Only the first 64 keys
     /// are kept.
     #[serde(default)]
@@ -64,7 +64,7 @@ pub struct DataReport {
 /// A number of records, and the lines of the first ones.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
-pub struct RecordLines {
+pub struct RecordLineNumbers {
     /// The number of records.
     pub count: u64,
     /// The lines (or rows) of the first five records, counted from 1.
@@ -188,7 +188,7 @@ impl DataReport {
     }
 }
 
-impl RecordLines {
+impl RecordLineNumbers {
     /// Returns whether there are no records.
     pub(crate) fn is_empty(&self) -> bool {
         self.count == 0

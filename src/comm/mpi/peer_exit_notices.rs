@@ -50,15 +50,15 @@ impl StatusNotice {
 }
 
 /// The notices of this rank and of those of other hosts.
-pub(super) struct PeerStatus {
+pub(super) struct PeerExitNotices {
     link: Arc<MpiLink>,
     /// The region in which zerorun, or the first rank's heartbeat, records that a host is gone.
     region: Arc<SharedMemoryRegion>,
-    state: Mutex<PeerStatusRecord>,
+    state: Mutex<PeerExitNoticesState>,
 }
 
 #[derive(Default)]
-struct PeerStatusRecord {
+struct PeerExitNoticesState {
     /// The pending receives from the ranks that have sent nothing yet.
     awaited: Vec<(usize, MpiTransfer)>,
     left: BTreeSet<usize>,
@@ -68,7 +68,7 @@ struct PeerStatusRecord {
     told: Option<Vec<MpiTransfer>>,
 }
 
-impl PeerStatus {
+impl PeerExitNotices {
     /// Begins to listen to every rank of other hosts.
     ///
     /// # Errors
@@ -82,7 +82,11 @@ impl PeerStatus {
         for peer in hosts.remote() {
             awaited.push((peer, link.receive(peer, MessageTag::Status, NOTICE_BYTES)?));
         }
-        Ok(Self { link, region, state: Mutex::new(PeerStatusRecord { awaited, ..PeerStatusRecord::default() }) })
+        Ok(Self {
+            link,
+            region,
+            state: Mutex::new(PeerExitNoticesState { awaited, ..PeerExitNoticesState::default() }),
+        })
     }
 
     /// Notifies the others that this rank gives up, because `rank` of this host has failed.
@@ -132,7 +136,7 @@ impl PeerStatus {
         _ = state.awaited.iter_mut().find_map(|(_, transfer)| (!matches!(transfer.is_done(), Ok(true))).then_some(()));
     }
 
-    /// Returns whether a rank is known to have left, as of the last call of [`PeerStatus::failure`].
+    /// Returns whether a rank is known to have left, as of the last call of [`PeerExitNotices::failure`].
     pub(super) fn has_left(&self, rank: usize) -> bool {
         lock(&self.state).left.contains(&rank)
     }

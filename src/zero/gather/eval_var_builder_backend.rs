@@ -18,9 +18,9 @@ use std::sync::{Arc, Mutex};
 
 /// The `VarBuilder` backend behind a second instance.
 #[derive(Clone)]
-pub(crate) struct EvalBackend(Arc<EvalBackendInner>);
+pub(crate) struct EvalVarBuilderBackend(Arc<EvalVarBuilderBackendInner>);
 
-struct EvalBackendInner {
+struct EvalVarBuilderBackendInner {
     core: Arc<RankCore>,
     link: EngineLink,
     by_name: HashMap<String, usize>,
@@ -28,12 +28,12 @@ struct EvalBackendInner {
     failure: Mutex<Option<Error>>,
 }
 
-impl EvalBackend {
+impl EvalVarBuilderBackend {
     pub fn new(core: &Arc<RankCore>) -> Self {
         let link = EngineLink::default();
         link.connect(core);
         let by_name = core.params().iter().enumerate().map(|(id, param)| (param.name.clone(), id)).collect();
-        Self(Arc::new(EvalBackendInner { core: core.clone(), link, by_name, failure: Mutex::new(None) }))
+        Self(Arc::new(EvalVarBuilderBackendInner { core: core.clone(), link, by_name, failure: Mutex::new(None) }))
     }
 
     /// Returns the typed error behind a failed construction.
@@ -73,7 +73,7 @@ impl EvalBackend {
     }
 }
 
-impl UnitRegistrar for EvalBackend {
+impl UnitRegistrar for EvalVarBuilderBackend {
     fn open_unit(&self, name: String) -> candle_core::Result<(UnitId, EngineLink)> {
         let id = self.0.core.unit_named(&name);
         let id = id.ok_or_else(|| self.fail(ParamError::NotTheModel { name }.into()))?;
@@ -90,7 +90,7 @@ impl UnitRegistrar for EvalBackend {
     }
 }
 
-impl SimpleBackend for EvalBackend {
+impl SimpleBackend for EvalVarBuilderBackend {
     fn get(&self, shape: Shape, name: &str, _: Init, _: DType, _: &Device) -> candle_core::Result<Tensor> {
         self.tensor(name, Some(shape)).map_err(|e| self.fail(e))
     }

@@ -9,7 +9,7 @@ pub(super) const MIN_MAPPED_BYTES: u64 = 1 << 20;
 
 /// A sequence of bytes.
 #[derive(Debug, Default)]
-pub(super) struct ConcatenatedText {
+pub(super) struct ConcatenatedBytes {
     /// The segments, each with the offset of its first byte.
     parts: Vec<(usize, TextFileBytes)>,
     len: usize,
@@ -33,7 +33,7 @@ impl TextFileBytes {
     }
 }
 
-impl ConcatenatedText {
+impl ConcatenatedBytes {
     pub fn of_static(text: &'static str) -> Self {
         Self { parts: vec![(0, TextFileBytes::Static(text.as_bytes()))], len: text.len() }
     }
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn any_range_of_files_that_are_mapped_and_read_is_that_of_their_bytes() {
-        let mut text = ConcatenatedText::default();
+        let mut text = ConcatenatedBytes::default();
         let mut all: Vec<u8> = vec![];
         for (number, len) in [3, 5, 0, 7, 4, 1].into_iter().enumerate() {
             let bytes: Vec<u8> = (0..len).map(|i| (number * 10 + i) as u8).collect();
