@@ -103,12 +103,12 @@ pub mod param;
 pub mod precision;
 pub mod profiler;
 #[doc(hidden)]
-pub mod sandbox;
-#[doc(hidden)]
 pub mod stop_signal;
 mod tensor;
 #[doc(hidden)]
 pub mod timeline;
+#[doc(hidden)]
+pub mod untrusted_work;
 #[doc(hidden)]
 pub mod util;
 pub mod zero;

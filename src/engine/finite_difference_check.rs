@@ -24,7 +24,7 @@ use crate::graph::draw_from;
 use crate::notice::emit;
 use crate::param::{Param, ParamId};
 use crate::zero::check::gradient_check_state::{
-    DirectionalChange, MeasuredGradients, OutputDifference, OutputProbe, Perturbation, collective_steps,
+    DirectionalChange, MeasuredGradients, OutputProbe, Perturbation, PerturbedOutputChange, collective_steps,
 };
 use candle_core::{DType, Tensor};
 
@@ -216,8 +216,8 @@ impl<M> Engine<M> {
             let (up, down) = (repeat.rerun_forward(self, &moves)?, repeat.rerun_forward(self, &moves.down())?);
             let Some(unmoved) = unmoved.filter(|_| step.is_none()) else { return Ok((size, up, down)) };
             let value = values(unmoved)?;
-            let OutputDifference { difference, bend } =
-                OutputDifference::between(&value, &values(&up)?, &values(&down)?);
+            let PerturbedOutputChange { difference, bend } =
+                PerturbedOutputChange::between(&value, &values(&up)?, &values(&down)?);
             let (change, rounding) = (norm(&difference), self.rounding_of(unmoved, &value));
             let is_straight = smaller.as_ref().is_none_or(|(.., before)| {
                 let factor = PERTURBATION_GROWTH as f32;
@@ -260,7 +260,7 @@ impl<M> Engine<M> {
                 self.check.why_not = Some("the output has a different shape when forward runs again".into());
                 continue;
             }
-            probe.groups.push(OutputDifference::between(&value, &values(up)?, &values(down)?));
+            probe.groups.push(PerturbedOutputChange::between(&value, &values(up)?, &values(down)?));
         }
         if let Some(unmoved) = unmoved.filter(|unmoved| unmoved.dims() == output.dims()) {
             let differs = norm(&values(&unmoved)?.iter().zip(&value).map(|(a, b)| a - b).collect::<Vec<_>>());

@@ -14,14 +14,14 @@
 //! | --- | --- |
 //! | `rank_core.rs` | the state of one rank, shared by engine and graph |
 //! | `step_executor.rs` | the interface of a rank that decisions use: the core, or a rehearsal that only counts |
-//! | `core_step_executor.rs` | the core as a `StepExecutor` |
+//! | `engine_step_executor.rs` | the core as a `StepExecutor` |
 //! | `hooks.rs` | forward and backward, as called by engine, units and parameters |
 //! | `model_buffers.rs` | tensors that are not parameters: the same on all ranks |
 //!
 //! The decisions of a step are written once, over `step_executor::StepExecutor`. The core and a rehearsal carry them out.
 
 pub(crate) mod check;
-mod core_step_executor;
+mod engine_step_executor;
 pub(crate) mod gather;
 #[cfg(feature = "cuda")]
 mod gpu;

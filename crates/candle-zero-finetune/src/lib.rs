@@ -43,7 +43,7 @@ pub use data::batches::{Batches, NO_TARGET, RowBatch, SequencePacking};
 pub use data::columns::Columns;
 pub use data::data_options::{DataOptions, TrainingTask, Truncation};
 pub use data::data_report::{DataReport, RecordLineNumbers};
-pub use data::dataset::{DataProgress, Dataset};
+pub use data::dataset::{Dataset, FileReadProgress};
 pub use data::labels::labels_of;
 pub use data::record_parser::RecordFormat;
 pub use data::sample::Sample;

@@ -15,7 +15,7 @@ mod tools;
 use crate::error::{Error, LaunchError};
 use crate::launch::console;
 use candle_zero::kernels::checked_level;
-use candle_zero::sandbox::SandboxAllocator;
+use candle_zero::untrusted_work::SandboxAllocator;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
@@ -31,7 +31,7 @@ const EXIT_COMPILE: u8 = 101;
 /// exit code: that of the first rank that failed in the last run, 128 + n for a signal n, 2 for a wrong command line or
 /// setup, 101 for a script that does not compile.
 fn main() -> ExitCode {
-    candle_zero::sandbox::explain_limits();
+    candle_zero::untrusted_work::explain_limits();
     let words: Vec<OsString> = std::env::args_os().skip(1).collect();
     match words.first().and_then(|word| word.to_str()) {
         Some("completions") => return completions::run(words).unwrap_or_else(|refused| refused.print()),

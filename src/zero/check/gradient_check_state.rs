@@ -95,14 +95,14 @@ pub(crate) struct DirectionalChange {
 
 /// The change in an output when groups of parameters are moved.
 pub(crate) struct OutputProbe {
-    pub groups: Vec<OutputDifference>,
+    pub groups: Vec<PerturbedOutputChange>,
     /// The absolute rounding error of the output's format at its largest element.
     pub rounding: f64,
 }
 
 /// The change in an output's elements along one direction.
 #[derive(Default)]
-pub(crate) struct OutputDifference {
+pub(crate) struct PerturbedOutputChange {
     /// Half of the difference between the values moved up and down.
     pub difference: Vec<f32>,
     /// The distances between the means of the moved values and the unmoved values.
@@ -119,7 +119,7 @@ pub(crate) struct MeasuredGradients {
     pub unprobed: bool,
 }
 
-impl OutputDifference {
+impl PerturbedOutputChange {
     /// Computes how an output changes between `down` and `up`.
     pub fn between(value: &[f32], up: &[f32], down: &[f32]) -> Self {
         let difference = up.iter().zip(down).map(|(up, down)| (up - down) / 2.0).collect();

@@ -12,7 +12,7 @@
 //! than 1 GiB of memory are failures: the input is made smaller for a few seconds and written to `artifacts/`, and the exit
 //! code is 1. If the library's sandbox ends the process with an error message, that is not a failure.
 
-use candle_zero::sandbox::SandboxAllocator;
+use candle_zero::untrusted_work::SandboxAllocator;
 use candle_zero_fuzz::mutator;
 use candle_zero_fuzz::planted::PLANTED;
 use candle_zero_fuzz::scratch;

@@ -14,7 +14,7 @@ use crate::error::FinetuneError;
 use crate::error::{Error, Result};
 use crate::gguf::weights::GgufFile;
 use candle_zero::files;
-use candle_zero::sandbox::{SandboxSubject, within};
+use candle_zero::untrusted_work::{SandboxSubject, within};
 use candle_zero::util::lock;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Value, ValueKind};

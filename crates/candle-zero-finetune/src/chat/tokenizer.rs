@@ -4,7 +4,7 @@ use super::encode_cache::{EncodedText, SafeSplitter};
 use super::tokenizer_files::TokenizerFiles;
 use crate::error::FinetuneError;
 use crate::error::Result;
-use candle_zero::sandbox::{SandboxSubject, within};
+use candle_zero::untrusted_work::{SandboxSubject, within};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::Path;

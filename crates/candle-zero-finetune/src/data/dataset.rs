@@ -18,7 +18,7 @@ use std::sync::Arc;
 /// The progress of reading a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct DataProgress {
+pub struct FileReadProgress {
     /// The index of the file, from 0.
     pub file: usize,
     /// Bytes of records read so far.
@@ -66,7 +66,7 @@ impl Dataset {
         template: Option<&Template>,
         options: &DataOptions,
         folder: &Path,
-        progress: &mut dyn FnMut(DataProgress),
+        progress: &mut dyn FnMut(FileReadProgress),
     ) -> Result<Self> {
         assert!(options.ctx > 1, "ctx must be at least 2: a token, and one to predict");
         private_cache(folder).map_err(|source| Error::Io { action: "create", path: folder.into(), source })?;
@@ -78,7 +78,7 @@ impl Dataset {
         let mut parts = vec![];
         for (file, source) in sources.iter().enumerate() {
             let builder = DatasetBuilder { source, tokenizer, template, options: &options };
-            let mut progress = |bytes, of| progress(DataProgress { file, bytes, of });
+            let mut progress = |bytes, of| progress(FileReadProgress { file, bytes, of });
             let (cache, report) = builder.open_or_build(folder, &mut progress)?;
             let groups = (cache.samples() / group) as u64;
             parts.push(FileSamples {

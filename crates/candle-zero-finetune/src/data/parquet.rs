@@ -15,7 +15,7 @@ use super::record_parser::RECORD_FORMATS;
 use crate::error::FinetuneError;
 use crate::error::{Error, Result};
 use candle_zero::files;
-use candle_zero::sandbox::{SandboxSubject, within};
+use candle_zero::untrusted_work::{SandboxSubject, within};
 use candle_zero::util::list;
 use minijinja::value::Value;
 use parquet::basic::{Compression, ConvertedType, LogicalType, Repetition, Type as Physical};

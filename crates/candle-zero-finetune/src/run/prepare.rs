@@ -6,7 +6,7 @@ use crate::chat::template::Template;
 use crate::chat::tokenizer::Tokenizer;
 use crate::data::batches::SequencePacking;
 use crate::data::data_options::{DataOptions, TrainingTask};
-use crate::data::dataset::{DataProgress, Dataset};
+use crate::data::dataset::{Dataset, FileReadProgress};
 use crate::data::labels::labels_of;
 use crate::data::sample_cache::default_cache;
 use crate::data::source::Source;
@@ -124,7 +124,7 @@ impl PreparedRun {
     /// Invalid options; errors of [`BaseModel::open`], [`Tokenizer::open`], [`Template::open`] and
     /// [`Dataset::prepare`]; an output that is not writable, or whose place is occupied by something that this run has
     /// not written.
-    pub fn new(mut options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
+    pub fn new(mut options: Options, progress: &mut dyn FnMut(FileReadProgress)) -> Result<Self> {
         options.check()?;
         options.outputs().check()?;
         options.check_free(&options.written())?;

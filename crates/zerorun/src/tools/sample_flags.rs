@@ -1,7 +1,7 @@
 //! The flags for turning data files into samples, shared by all commands that read them, and their progress.
 
 use super::byte_progress::ByteProgress;
-use candle_zero_finetune::{Columns, DataProgress, Truncation};
+use candle_zero_finetune::{Columns, FileReadProgress, Truncation};
 use clap::{Args, ValueEnum, value_parser};
 use std::path::PathBuf;
 
@@ -66,7 +66,7 @@ pub(super) struct FileProgress {
 
 impl FileProgress {
     /// Shows the progress of a file.
-    pub(super) fn report(&mut self, at: DataProgress) {
+    pub(super) fn report(&mut self, at: FileReadProgress) {
         if at.file != self.file {
             self.finish();
             self.file = at.file;

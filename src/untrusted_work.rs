@@ -8,10 +8,10 @@
 //! thread cannot be stopped from outside, and code that expects no failed allocation and no stack overflow cannot
 //! continue after one.
 
-mod sandbox_allocator;
+mod memory_limit_allocator;
 mod signals;
 
-pub use sandbox_allocator::SandboxAllocator;
+pub use memory_limit_allocator::SandboxAllocator;
 
 use crate::util::lock;
 use rustix::process::Pid;
@@ -129,7 +129,7 @@ pub fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> 
     });
     DEPTH.set(1);
     signals::enter(&subject.0.name, &raw const here);
-    sandbox_allocator::enter(MAX_MEMORY_BYTES);
+    memory_limit_allocator::enter(MAX_MEMORY_BYTES);
     catch_unwind(AssertUnwindSafe(work)).map_err(text_of)
 }
 
@@ -140,7 +140,7 @@ struct SandboxGuard {
 
 impl Drop for SandboxGuard {
     fn drop(&mut self) {
-        sandbox_allocator::leave();
+        memory_limit_allocator::leave();
         signals::leave();
         DEPTH.set(0);
         *lock(&self.slot.work) = None;
