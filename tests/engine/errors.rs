@@ -399,7 +399,7 @@ fn a_call_that_one_rank_alone_makes_is_named() {
     let told = all.iter().find(|text| text.contains("have diverged")).unwrap_or_else(|| panic!("{all:?}"));
     assert!(told.contains("save_checkpoint (control no. "), "{told}");
     assert!(told.contains("backward (") || told.contains("step ("), "{told}");
-    assert!(told.contains("never for only some of them as in `if rank == 0`"), "{told}");
+    assert!(told.contains("never on only some of them as in `if rank == 0`"), "{told}");
 }
 
 #[test]

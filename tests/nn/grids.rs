@@ -255,7 +255,7 @@ fn settings_and_shapes_that_do_not_fit_are_refused_by_name() {
     let text = transposed(ConvTranspose1dConfig { padding: 9, ..config }).to_string();
     assert!(text.contains("leaves no output"), "{text}");
     let text = nn::max_pool2d(&of(&[1, 1, 3, 3]), 4).unwrap_err().to_string();
-    assert!(text.contains("a window of 4 in a height of 3"), "{text}");
+    assert!(text.contains("a window of 4 does not fit into a height of 3"), "{text}");
     let text = nn::avg_pool2d_with(&of(&[1, 1, 3, 3]), Pooling::new(2).padding(2)).unwrap_err().to_string();
     assert!(text.contains("the padding at most half of the kernel"), "{text}");
     let text = nn::upsample_nearest2d(&of(&[1, 1, 3, 3]), 0, 4).unwrap_err().to_string();
