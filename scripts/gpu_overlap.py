@@ -24,7 +24,7 @@ from gpu_figures import MODELS, smi
 # The required share of the time of gradient transfers that overlaps with backward.
 FLOOR = 0.5
 GRADIENTS = ("reduce_scatter", "all_reduce", "to the host")
-# Smaller transfers do not carry elements: with them, ranks vote and tell one another what they launch.
+# Smaller transfers carry no elements: ranks use them to exchange norms and overflow flags, and the calls that they launch.
 LEAST_BYTES = 4096
 FIRST_STEPS = 3
 WAYS = {

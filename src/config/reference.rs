@@ -34,8 +34,8 @@ fn reference_markdown() -> String {
     // Writing to a String cannot fail.
     let _ = writeln!(
         text,
-        "\n{} keys are honoured, {} have no effect (for the stated reason or their section's), {} are refused, {} \
-         are removed and {} are translated.",
+        "\n{} keys are honoured, {} have no effect (the reason is given with the key or with its section), {} are \
+         refused, {} are removed and {} are translated.",
         of("honoured"),
         of("noted"),
         of("refused"),

@@ -297,7 +297,7 @@ impl OffloadTo {
     }
 }
 
-/// `zero_optimization.offload_optimizer`: the place of master weights, moments and gradient shards.
+/// `zero_optimization.offload_optimizer`: the location of master weights, moments and gradient shards.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OffloadOptimizer {
     /// `device`.
@@ -319,7 +319,7 @@ pub struct OffloadOptimizer {
     pub pin_memory: bool,
 }
 
-/// `zero_optimization.offload_param`: the place of parameter shards.
+/// `zero_optimization.offload_param`: the location of parameter shards.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OffloadParam {
     /// `device`.
@@ -537,7 +537,7 @@ pub enum PerGroup {
 }
 
 impl PerGroup {
-    /// Returns the number of one group. If the list is too short, returns its last number; a schedule refuses such a
+    /// Returns the number for a group. If the list is too short, returns its last number; a schedule refuses such a
     /// list.
     pub fn of(&self, group: usize) -> f64 {
         match self {
@@ -609,7 +609,7 @@ pub enum SchedulerConfig {
     },
 }
 
-/// The parameters of OneCycle. Its sizes are numbers of steps.
+/// The parameters of OneCycle. Step sizes are given as numbers of steps.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OneCycleConfig {
     /// The learning rate at both ends of the cycle. Required.

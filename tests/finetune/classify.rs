@@ -184,7 +184,7 @@ fn data_without_labels_to_learn_is_refused() {
     insta::assert_snapshot!(refused("plain.txt", "some words\n"), @"DIR/plain.txt has no sample to learn from: 1 record (line 1) could not be used (line 1: it is plain text)");
     insta::assert_snapshot!(refused("cut.json", "[{\"text\": "), @"DIR/cut.json has no sample to learn from: 1 record (line 1) could not be used (line 1: the file ends within the list)");
     let many: String = (0..10_002).map(|i| format!("x,{i}\n")).collect();
-    insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; labels must be classes that texts share");
+    insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; a label must be a class that several texts share");
     // A validation file with a label that training does not have.
     let options = DataOptions { labels: labels(&["no", "yes"]), ..DataOptions::new(TrainingTask::Classify, 16) };
     let source = file(&folder, "val.csv", "text,label\nx,no\ny,maybe\nz,yes\n");

@@ -160,7 +160,7 @@ fn every_command_that_takes_a_model_takes_its_name_and_offline_what_the_cache_ha
     let offline = |words: &[&str]| command(&server, home.path(), words).env("HF_HUB_OFFLINE", "1").output().unwrap();
     let refused = offline(&generate);
     let said = stderr(&refused).replace(home.path().to_str().unwrap(), "HOME");
-    insta::assert_snapshot!(said.trim(), @"zerorun: HF_HUB_OFFLINE is set, and model.safetensors of org/tiny is not in HOME/hub; unset it once to fetch the model, or give a folder");
+    insta::assert_snapshot!(said.trim(), @"zerorun: HF_HUB_OFFLINE is set, and model.safetensors of org/tiny is not in HOME/hub; unset it for one run to fetch the model, or give a folder");
     let answered = run(&server, home.path(), &generate);
     assert!(answered.status.success(), "{}", stderr(&answered));
     server.set(Faults::default());
@@ -236,7 +236,7 @@ fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
     // No answer delivers any byte after the first 1000.
     server.set(Faults { ends: vec![1000; 9], ..Faults::default() });
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: received only 1000 B of 397.2 KiB of model.safetensors of org/tiny (Peer disconnected, several times); they are kept: run the command again to resume from there");
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: received only 1000 B of 397.2 KiB of model.safetensors in org/tiny (Peer disconnected, several times); the received part is kept: run the command again to resume from there");
     assert_eq!(of_weights(&server).len(), 4);
     let content = home.path().join("hub/models--org--tiny/blobs").join(digest(server.file("model.safetensors")));
     let part = PathBuf::from(format!("{}.candle-zero.part", content.display()));
@@ -291,9 +291,9 @@ fn a_private_model_comes_with_the_right_token_which_no_other_host_sees() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
     let private = || server.set(Faults { is_private: true, ..Faults::default() });
     private();
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: there is no repository org/tiny at ENDPOINT that everyone may read, and no local file or folder of that name; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: there is no public repository org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)
 ");
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[("HF_TOKEN", "hf_wrong")]), @"zerorun: there is no repository org/tiny at ENDPOINT that this token may read, and no local file or folder of that name; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[("HF_TOKEN", "hf_wrong")]), @"zerorun: this token gives access to no repository org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)
 ");
     private();
     // The file in which huggingface_hub stores the token.
@@ -313,19 +313,19 @@ fn what_cannot_be_fetched_is_refused_with_what_to_do() {
     let refused = |file, status, code, message| {
         with(Faults { refused: Some((file, status, code, message)), ..Faults::default() })
     };
-    insta::assert_snapshot!(plain("org/tyni", &[]), @"zerorun: there is no repository org/tyni at ENDPOINT that everyone may read, and no local file or folder of that name; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)");
+    insta::assert_snapshot!(plain("org/tyni", &[]), @"zerorun: there is no public repository org/tyni at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)");
     insta::assert_snapshot!(plain("org/tiny@v2", &[]), @r#"zerorun: org/tiny has no branch, tag or commit "v2"; give another one, or just org/tiny for the branch main"#);
-    insta::assert_snapshot!(plain(NAME, &[("HF_HUB_OFFLINE", "1")]), @"zerorun: HF_HUB_OFFLINE is set, and config.json of org/tiny is not in HOME/hub; unset it once to fetch the model, or give a folder");
+    insta::assert_snapshot!(plain(NAME, &[("HF_HUB_OFFLINE", "1")]), @"zerorun: HF_HUB_OFFLINE is set, and config.json of org/tiny is not in HOME/hub; unset it for one run to fetch the model, or give a folder");
     insta::assert_snapshot!(plain(NAME, &[("HF_ENDPOINT", "huggingface.co")]), @"zerorun: HF_ENDPOINT is huggingface.co, but must be the address of a Hub, such as https://huggingface.co");
     insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "/dev/null")]), @"zerorun: cannot read /dev/null: it is a device, but a file is needed");
     insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "Cargo.toml")]), @"zerorun: SSL_CERT_FILE is Cargo.toml, but must be a file with certificates in PEM format");
     insta::assert_snapshot!(plain(NAME, &[("HF_ENDPOINT", "http://127.0.0.1:9")]), @"zerorun: cannot reach http://127.0.0.1:9 for the list of files of org/tiny: io: Connection refused (os error 111); check the network, HTTPS_PROXY and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use files fetched before, or give a folder");
-    insta::assert_snapshot!(refused("config.json", 403, "GatedRepo", "Access to model org/tiny is restricted."), @"zerorun: config.json of org/tiny requires accepting the model's conditions: do that at ENDPOINT/org/tiny, and give a token of that account (HF_TOKEN)");
+    insta::assert_snapshot!(refused("config.json", 403, "GatedRepo", "Access to model org/tiny is restricted."), @"zerorun: config.json of org/tiny requires accepting the model's conditions: accept them at ENDPOINT/org/tiny, and give a token of the account that did (HF_TOKEN)");
     insta::assert_snapshot!(refused("config.json", 403, "", "Your token has no right to this."), @"zerorun: ENDPOINT refuses config.json of org/tiny (HTTP 403): Your token has no right to this; give a token of an account that may read it (HF_TOKEN)");
     insta::assert_snapshot!(refused("", 401, "", "Invalid credentials in Authorization header"), @"zerorun: ENDPOINT refuses the list of files of org/tiny (HTTP 401): Invalid credentials in Authorization header; give a token of an account that may read it (HF_TOKEN)");
     insta::assert_snapshot!(refused("", 429, "", ""), @"zerorun: ENDPOINT answered HTTP 429 to the request for the list of files of org/tiny; too many requests came from this address: wait a few minutes, or give a token (HF_TOKEN)");
     insta::assert_snapshot!(refused("", 502, "", ""), @"zerorun: ENDPOINT answered HTTP 502 to the request for the list of files of org/tiny; try again later");
-    insta::assert_snapshot!(refused("", 404, "", ""), @"zerorun: there is no repository org/tiny at ENDPOINT that everyone may read, and no local file or folder of that name; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)");
+    insta::assert_snapshot!(refused("", 404, "", ""), @"zerorun: there is no public repository org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)");
     let text = with(Faults { size: Some(1 << 60), ..Faults::default() });
     let (before, after) = (text.find("where ").unwrap() + 6, text.find(" is free").unwrap());
     insta::assert_snapshot!([&text[..before], "FREE", &text[after..]].concat(), @"zerorun: model.safetensors of org/tiny needs 1024.0 PiB in HOME/hub/models--org--tiny, where FREE is free; free up space there, or set HF_HOME to a folder on another disk");

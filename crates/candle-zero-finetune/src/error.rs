@@ -477,8 +477,9 @@ pub enum FinetuneError {
     },
     /// A run that does not fit into memory in any configuration.
     #[error(
-        "this run needs {needed} per rank even with all states in files, but only {had} is available to each (ranks: \
-         {ranks}); use a shorter context or a smaller model, or give the job more memory"
+        "this run needs {needed} per rank even with all states in files, but only {had} per rank is available ({}); use \
+         a shorter context or a smaller model, or give the job more memory",
+        candle_zero::util::counted(*ranks, "rank")
     )]
     NothingFits {
         /// The number of ranks of the job.

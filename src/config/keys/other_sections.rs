@@ -187,7 +187,8 @@ const PIPELINE: &[super::ConfigKey] = keys! {
     "grad_partitioned": Bool, "true", refuse(NO_PIPELINE), "Split gradients.";
 };
 
-const NO_TP: &str = "tensor parallelism is not implemented: it would change how ranks share the batch";
+const NO_TP: &str =
+    "tensor parallelism is not implemented, and ignoring the key would change how ranks share the batch";
 const ONLY_TP: &str = "there is no tensor parallelism";
 
 const TENSOR_PARALLEL: &[super::ConfigKey] = keys! {

@@ -50,7 +50,7 @@ const ZERO: &[super::ConfigKey] = keys! {
     "zero_quantized_weights": Bool, "false", H, "Gathers of stage 3 carry int8 with a scale per 128 elements (ZeRO++ qwZ); all ranks compute with the received values, and owners keep the exact weights.";
     "zero_quantized_nontrainable_weights": Bool, "false", H, "Frozen matrices are stored and gathered in eight bits with a scale per 128 elements at stage 3; at lower stages, where parameters are not sharded, the model computes with the same values. EngineBuilder::quantized selects NF4 or other parameters.";
     "zero_quantized_gradients": Bool, "false", H, "Gradients are communicated as int4 with a scale per 128 elements (ZeRO++ qgZ) at every stage; they are summed in f32, and at stage 0 the sums are communicated exactly.";
-    "compress_between_hosts_only": Bool, "false", H, "Specific to candle-zero. True: zero_quantized_gradients, zero_quantized_weights and a 16-bit communication_data_type apply only between hosts. Within a host, gradients are communicated and summed uncompressed; only the sum of a host's ranks, once for each owner on another host, and weights gathered from other hosts are compressed. The bits then depend on which ranks share a host; on one host they equal those of a run without compression.";
+    "compress_between_hosts_only": Bool, "false", H, "Specific to candle-zero. True: zero_quantized_gradients, zero_quantized_weights and a 16-bit communication_data_type apply only between hosts. Within a host, gradients are communicated and summed uncompressed. Only two things are compressed: the sum over a host's ranks, which is sent once to each owner on another host, and the weights gathered from other hosts. The bits then depend on which ranks share a host; on one host they equal those of a run without compression.";
     "leaf_module": Object, "{}", S, "Units gathered together with all units inside them, for modules in which different ranks run different parts.";
     "enable_sanity_checks": Bool, "false", none("the calls of all ranks are always compared"), "Compare ranks at stage 3.";
     "log_trace_cache_warnings": Bool, "false", H, "Rank 0 logs each step that used the units in a different order than before (stage 3: nothing was gathered in advance in that step).";
@@ -72,14 +72,14 @@ const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
     "buffer_count": COUNT, "5", H, "With nvme: at most buffer_count x buffer_size elements are read ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs buffer_count and buffer_size to be 1 or more.";
     "max_in_cpu": COUNT, "1000000000", H, "With nvme: the first elements of a rank's shards, up to this many, stay in memory.";
-    "pin_memory": Bool, "true", H, "If a GPU runs the model: shards on the host are copied to it through two page-locked windows of 4 MiB while it computes; false: through ordinary memory, which takes longer.";
+    "pin_memory": Bool, "true", H, "If a GPU runs the model: shards on the host are copied to it through two page-locked staging buffers of 4 MiB while it computes; false: through ordinary memory, which takes longer.";
 };
 
 const OFFLOAD_OPTIMIZER: &[super::ConfigKey] = keys! {
     "device": DEVICE, "\"none\"", H, "Location of master weights, moments and gradient shards from stage 1 on: cpu is host memory, the default unless a GPU runs the model, and the step runs on the CPU; nvme is one file per kind and rank (DeepSpeed: only at stage 3).";
     "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` is the user's home folder, a leading `~/.cache/` is `$XDG_CACHE_HOME/` if that is set.";
     "buffer_count": COUNT, "4", H, "With nvme: the buffers of a step together hold at most this many times the elements of the largest sub-group, plus 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
-    "pin_memory": Bool, "true", H, "If a GPU runs the model: gradients are copied to the host during backward, and updated weights are copied back while the next ones are computed, each through two page-locked windows of 4 MiB; false: through ordinary memory, which takes longer.";
+    "pin_memory": Bool, "true", H, "If a GPU runs the model: gradients are copied to the host during backward, and updated weights are copied back while the next ones are computed, each through two page-locked staging buffers of 4 MiB; false: through ordinary memory, which takes longer.";
     "delayed_update": Bool, "-", H, "Specific to candle-zero; false if absent. If a GPU runs the model, from update `delayed_update_after` on: the update runs on the CPU while the GPU computes the next step with weights that are one update old (ZeRO-Offload, section 5.2). Only with device cpu.";
     "delayed_update_after": COUNT, "-", H, "Specific to candle-zero; 40 if absent. Number of updates before the first delayed one: weights change fast at the beginning.";
     "pipeline_read": Bool, "false", H, "With nvme: read the next window while the step computes.";
@@ -99,7 +99,7 @@ const LEAF_MODULE: &[super::ConfigKey] = keys! {
 };
 
 const ZENFLOW: &[super::ConfigKey] = keys! {
-    "topk_ratio": SHARE, "0.1", R, "Share of gradients updated at once.";
+    "topk_ratio": SHARE, "0.1", R, "Share of gradients applied immediately.";
     "select_strategy": OneOf(&["auto", "step", "epoch"]), "\"auto\"", R, "When the share is selected.";
     "select_interval": AutoOr(&INT), "\"auto\"", R, "How often the share is selected.";
     "update_interval": AutoOr(&POSITIVE), "\"auto\"", R, "How often the rest is updated.";

@@ -21,7 +21,7 @@ enum ToolArgumentsFormat {
     /// Unchanged: the template writes both forms in the same way, or writes neither.
     #[default]
     Any,
-    /// An object, which the template writes as JSON. It would encode a JSON text a second time.
+    /// An object, which the template writes as JSON. The template would encode a JSON text a second time.
     Object,
     /// A JSON text, which the template writes unchanged.
     Text,
@@ -70,8 +70,8 @@ impl TemplateCapabilities {
         })
     }
 
-    /// Returns whether a call's arguments are a string that stays a string, although the template writes arguments as
-    /// JSON.
+    /// Returns whether a call's arguments are a string that is not a JSON object and therefore stays a string, although
+    /// the template expects an object.
     pub(super) fn keeps_text(self, message: &Value) -> bool {
         let calls = field(message, "tool_calls");
         let is_text = |call: Value| {

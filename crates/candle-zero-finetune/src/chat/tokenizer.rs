@@ -134,7 +134,8 @@ impl Tokenizer {
     fn encode_whole(&self, text: &str) -> Result<EncodedText> {
         let wrong = |reason: String| FinetuneError::Encode { bytes: text.len(), reason };
         if text.len() > MAX_TEXT_BYTES {
-            let reason = format!("a text that cannot be split has at most {MAX_TEXT_BYTES} bytes; shorten the record");
+            let reason =
+                format!("a text that cannot be split may have at most {MAX_TEXT_BYTES} bytes; shorten the record");
             return Err(wrong(reason).into());
         }
         let encoded = within(&self.subject, text.len(), || self.inner.encode(text, false)).map_err(wrong)?;

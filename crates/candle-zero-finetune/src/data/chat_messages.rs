@@ -222,7 +222,7 @@ fn share_gpt_role(from: &str) -> Result<&str, RecordProblem> {
         "function_call" => from,
         other => {
             return Err(format!(
-                "its from is {other:?}, but must be system, human, gpt, function_call, observation or tool"
+                "its `from` is {other:?}, but must be system, human, gpt, function_call, observation or tool"
             ));
         }
     })

@@ -1,4 +1,4 @@
-//! The labels of a classification, collected from the records of data files.
+//! The labels of a classification task, collected from the records of data files.
 
 use super::columns::Columns;
 use super::data_report::{DataReport, RecordNote};
@@ -51,7 +51,7 @@ pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
             if labels.len() > MAX_LABELS {
                 return refused(
                     &source.path,
-                    format!("there are more than {MAX_LABELS}; labels must be classes that texts share"),
+                    format!("there are more than {MAX_LABELS}; a label must be a class that several texts share"),
                 );
             }
         }

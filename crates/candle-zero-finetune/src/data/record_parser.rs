@@ -116,9 +116,9 @@ impl RecordParser<'_> {
                     fields.refuse(&MISPLACED_KEYS, MISPLACED_KEY_REASON)?;
                     fields.refuse(
                         &PREFERENCE_KEYS,
-                        "it looks like a rating of a single answer (KTO), which is not supported, and without it bad \
-                         answers are learned like good ones; omit the bad ones and the column, or make pairs of chosen \
-                         and rejected",
+                        "it looks like a rating of a single answer (KTO), which is not supported, and if it were \
+                         ignored, bad answers would be learned like good ones; omit the bad ones and the column, or \
+                         make pairs of chosen and rejected",
                     )?;
                     if let Some(rank) = fields.rank() {
                         remarks

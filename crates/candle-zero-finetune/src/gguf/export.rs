@@ -29,13 +29,13 @@ struct GgufArchitecture<'a> {
     config: &'a DecoderConfig,
 }
 
-/// The change to the layout of a tensor's lines (its rows).
+/// The change to the layout of a tensor's rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LayoutChange {
     None,
-    /// Lines become columns.
+    /// Rows become columns.
     Transposed,
-    /// In each head of this number of lines, the first and the second half are interleaved: llama.cpp rotates adjacent
+    /// In each head, which has this many rows, the first and the second half are interleaved: llama.cpp rotates adjacent
     /// elements, while transformers rotates the two halves.
     Interleaved(usize),
 }
@@ -128,7 +128,7 @@ fn give(
     match change {
         LayoutChange::None => tensor.pieces(1).try_for_each(|lines| put(&tensor.values(lines)?)),
         LayoutChange::Transposed => {
-            // All lines are needed: each line of the result contains one element from each line of the tensor.
+            // All rows are needed: each row of the result contains one element from each row of the tensor.
             let values = tensor.values(0..lines)?;
             let mut line = vec![0f32; lines];
             for column in 0..width {
@@ -138,7 +138,7 @@ fn give(
             Ok(())
         }
         LayoutChange::Interleaved(head) => {
-            // The lines of a vector are its elements.
+            // The rows of a vector are its elements.
             let (lines_of_head, width) = if lines == 1 { (1, 1) } else { (head, width) };
             for piece in tensor.pieces(lines_of_head) {
                 let values = tensor.values(piece)?;

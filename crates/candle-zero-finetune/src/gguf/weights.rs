@@ -240,7 +240,7 @@ impl InitialValues for GgufFile {
 /// A reader that refuses files whose `general.alignment` is 0, because Candle's reader would divide by it.
 struct AlignmentGuard<'a> {
     file: Cursor<&'a [u8]>,
-    /// `Some` once the key has been read: whether the type of its value has been read, too.
+    /// `None` until the key `general.alignment` has been read; then, whether the type of its value has also been read.
     of_alignment: Option<bool>,
 }
 

@@ -1,7 +1,7 @@
 //! Writes files in GGUF format, version 3, front to back. llama.cpp and its ecosystem read this format.
 //!
 //! ```text
-//!   magic, version, counts | keys and values | names, shapes, types and places of tensors | padding | tensors, padded
+//!   magic, version, counts | keys and values | names, shapes, types and offsets of tensors | padding | tensors, padded
 //! ```
 
 use crate::error::Result;
@@ -60,7 +60,7 @@ impl GgmlFormat {
         }
     }
 
-    /// Returns the bytes of values that fill complete blocks, or a value that is too large.
+    /// Encodes values, which must fill complete blocks. If a value is too large for the format, returns it as the error.
     pub fn encode(self, values: &[f32]) -> std::result::Result<Vec<u8>, f32> {
         let half = |value: f32| {
             let rounded = f16::from_f32(value);

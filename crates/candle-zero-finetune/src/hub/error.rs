@@ -24,9 +24,9 @@ pub enum HubError {
     NoCache,
     /// A repository that does not exist or is not public.
     #[error(
-        "there is no repository {repository} at {endpoint} that {} may read, and no local file or folder of that name; \
-         check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)",
-        if *has_token { "this token" } else { "everyone" }
+        "{} {repository} at {endpoint}, and no local file or folder has that name; check its spelling, and for a private \
+         repository give a token of an account that may read it (HF_TOKEN)",
+        if *has_token { "this token gives access to no repository" } else { "there is no public repository" }
     )]
     NoRepository {
         /// The repository.
@@ -46,8 +46,8 @@ pub enum HubError {
     },
     /// A repository whose conditions must be accepted first.
     #[error(
-        "{file} of {repository} requires accepting the model's conditions: do that at {endpoint}/{name}, and give a \
-         token of that account (HF_TOKEN)"
+        "{file} of {repository} requires accepting the model's conditions: accept them at {endpoint}/{name}, and give \
+         a token of the account that did (HF_TOKEN)"
     )]
     Gated {
         /// The repository.
@@ -140,8 +140,8 @@ pub enum HubError {
     },
     /// A file that was not downloaded completely.
     #[error(
-        "received only {done} of {size} of {file} of {repository} ({reason}, several times); they are kept: run the \
-         command again to resume from there"
+        "received only {done} of {size} of {file} in {repository} ({reason}, several times); the received part is kept: \
+         run the command again to resume from there"
     )]
     Interrupted {
         /// The repository.
@@ -168,7 +168,8 @@ pub enum HubError {
     },
     /// A file that is not in the cache, in offline mode.
     #[error(
-        "HF_HUB_OFFLINE is set, and {file} of {repository} is not in {}; unset it once to fetch the model, or give a folder",
+        "HF_HUB_OFFLINE is set, and {file} of {repository} is not in {}; unset it for one run to fetch the model, or \
+         give a folder",
         cache.display()
     )]
     NotCached {

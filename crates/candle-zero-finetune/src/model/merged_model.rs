@@ -104,7 +104,7 @@ impl<'a> MergedModel<'a> {
         &self.parameters
     }
 
-    /// Returns a tensor whose values are read some lines at a time.
+    /// Returns a tensor whose values are read some rows at a time.
     ///
     /// # Errors
     /// Errors in reading the weights.
@@ -168,7 +168,7 @@ pub(crate) struct MergedTensor<'a> {
 }
 
 impl MergedTensor<'_> {
-    /// Returns the number of lines (the size of the first dimension) and the number of elements in each.
+    /// Returns the number of rows (the size of the first dimension) and the number of elements in each.
     pub fn lines(&self) -> (usize, usize) {
         match self.shape[..] {
             [] => (1, 1),
@@ -177,8 +177,7 @@ impl MergedTensor<'_> {
         }
     }
 
-    /// Splits the lines into pieces that fit into caches. Each piece, except the last one, is a multiple of `unit`
-    /// lines.
+    /// Splits the rows into pieces that fit into caches. Each piece, except the last one, is a multiple of `unit` rows.
     pub fn pieces(&self, unit: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         const CHUNK_ELEMENTS: usize = 1 << 20;
         let (lines, width) = self.lines();
@@ -186,7 +185,7 @@ impl MergedTensor<'_> {
         (0..lines).step_by(step).map(move |first| first..lines.min(first + step))
     }
 
-    /// Returns the merged values of some lines.
+    /// Returns the merged values of some rows.
     ///
     /// # Errors
     /// Errors in reading the weights; [`FinetuneError::MergedNotFinite`].
@@ -213,7 +212,7 @@ impl MergedTensor<'_> {
         Err(FinetuneError::MergedNotFinite { tensor, adapter, value }.into())
     }
 
-    /// Reads the base's values of some lines.
+    /// Reads the base's values of some rows.
     fn read(&self, lines: Range<usize>, values: &mut [f32]) -> Result<()> {
         let width = self.lines().1;
         let found = self.weights.values(&self.name, &self.shape, lines.start * width..lines.end * width)?;

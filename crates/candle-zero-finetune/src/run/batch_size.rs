@@ -20,7 +20,7 @@ const MAX_ROWS_PER_STEP: usize = 8;
 /// The rows of a step, and whether samples are packed into them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BatchSizing {
-    /// The number of rows in a step of all ranks, or the number of groups if samples belong together.
+    /// The number of rows in a step over all ranks or, if samples form groups, the number of groups.
     pub rows: usize,
     pub packing: SequencePacking,
 }

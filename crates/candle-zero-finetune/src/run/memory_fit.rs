@@ -23,8 +23,9 @@ pub struct MemoryDemand<'a> {
     pub recompute: Option<bool>,
     /// The number of ranks of the job.
     pub ranks: usize,
-    /// Returns the bytes of activations of a micro batch with this number of rows, with or without recomputed blocks.
-    /// An example is [`DecoderConfig::activation_bytes`](candle_zero::models::DecoderConfig::activation_bytes).
+    /// Returns the size in bytes of the activations of a micro batch with this number of rows, with or without
+    /// recomputed blocks. An example is
+    /// [`DecoderConfig::activation_bytes`](candle_zero::models::DecoderConfig::activation_bytes).
     pub activations: &'a dyn Fn(usize, bool) -> usize,
     /// The bytes that a rank may use, for example from [`memory_of_rank`].
     pub memory: u64,
@@ -237,7 +238,7 @@ impl StatePlacement {
     }
 }
 
-/// Returns the bytes of memory that each of `ranks` processes on this machine may use: its share of the available
+/// Returns the number of bytes that each of `ranks` processes on this machine may use: its share of the available
 /// memory ([`monitor::available_memory`](candle_zero::monitor::available_memory)), within the limits of the process
 /// (`ulimit` -d and -v). Returns `None` if the system does not report it.
 pub fn memory_of_rank(ranks: usize) -> Option<u64> {
@@ -302,7 +303,7 @@ mod tests {
         insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 2, 16.0), @"stage 3, micro batches of 1 row: at most 11.5 GiB of 16.0 GiB per rank; stage 0, micro batches of 4 rows would need 27.5 GiB");
         insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 2, 6.0), @"stage 3, micro batches of 2 rows, blocks recomputed in backward: at most 4.1 GiB of 6.0 GiB per rank; stage 3, micro batches of 4 rows would need 17.4 GiB. Packed weights stay packed only at stage 3");
         insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 1, 6.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row, blocks recomputed in backward: at most 4.8 GiB of 6.0 GiB per rank; stage 3, micro batches of 8 rows would need 33.5 GiB. Packed weights stay packed only at stage 3");
-        insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 1, 1.0), @"this run needs 2.1 GiB per rank even with all states in files, but only 1.0 GiB is available to each (ranks: 1); use a shorter context or a smaller model, or give the job more memory");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 1, 1.0), @"this run needs 2.1 GiB per rank even with all states in files, but only 1.0 GiB per rank is available (1 rank); use a shorter context or a smaller model, or give the job more memory");
     }
 
     #[test]

@@ -6,6 +6,7 @@ use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refuse
 use candle_core::{DType, Device};
 use candle_zero::files;
 use candle_zero::models::{Decoder, DecoderConfig};
+use candle_zero::util::counted;
 use candle_zero_finetune::hub::FileSelection;
 use candle_zero_finetune::{AdaptedValues, Adapter, BaseModel, Conversation, Generator, Sampling, Template, Tokenizer};
 use clap::{Parser, ValueEnum};
@@ -18,8 +19,8 @@ use std::time::{Duration, Instant};
 
 /// Answer prompts and stream the tokens of each answer.
 ///
-/// A prompt is a user message, rendered with the model's chat template. A model without a template, or --raw, continues
-/// the text. Without --prompt and --messages, each line of standard input is a separate prompt.
+/// A prompt is a user message, rendered with the model's chat template. Without a template, or with --raw, the model
+/// continues the text. Without --prompt and --messages, each line of standard input is a separate prompt.
 ///
 /// Exit code: 0 if all prompts are answered, 1 if standard output could not be written, 2 if the model, the adapter, a
 /// prompt or the command line is wrong.
@@ -274,10 +275,11 @@ impl GenerationSpeed<'_> {
     fn text(&self) -> String {
         let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
         let first = self.times.first().copied().unwrap_or_default();
-        let mut text = format!("{} tokens of the prompt at {:.1} tokens/s", self.prompt, rate(self.prompt, first));
+        let mut text = format!("{} at {:.1} tokens/s", counted(self.prompt, "prompt token"), rate(self.prompt, first));
         let more = self.times.len().saturating_sub(1);
         if let Some(last) = self.times.last().filter(|_| more > 0) {
-            text += &format!(", {more} more at {:.1} tokens/s", rate(more, *last - first));
+            let generated = counted(more, "generated token");
+            text += &format!(", {generated} after the first at {:.1} tokens/s", rate(more, *last - first));
         }
         text
     }
@@ -296,8 +298,11 @@ mod tests {
     fn the_prompt_and_the_tokens_after_it_have_a_speed_each() {
         let times = [500, 600, 700].map(Duration::from_millis);
         let text = |times| GenerationSpeed { prompt: 20, times }.text();
-        assert_eq!(text(&times), "20 tokens of the prompt at 40.0 tokens/s, 2 more at 10.0 tokens/s");
-        assert_eq!(text(&times[..1]), "20 tokens of the prompt at 40.0 tokens/s");
+        assert_eq!(
+            text(&times),
+            "20 prompt tokens at 40.0 tokens/s, 2 generated tokens after the first at 10.0 tokens/s"
+        );
+        assert_eq!(text(&times[..1]), "20 prompt tokens at 40.0 tokens/s");
     }
 
     #[test]

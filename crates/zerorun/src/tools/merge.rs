@@ -29,7 +29,7 @@ struct MergeArguments {
     /// Adapter: folder with adapter_config.json and adapter_model.safetensors. Without one, the model is only converted
     adapter: Option<PathBuf>,
 
-    /// Output folder, absent or empty; for GGUF, output file, absent
+    /// Output folder, which must be absent or empty; for GGUF, output file, which must be absent
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
 

@@ -33,10 +33,10 @@ Examples:
   zerorun finetune bert-base-uncased --task classify --data reviews.csv --val 5% --epochs 3 --out model";
 
 /// How long a step and the writes after it may take once a signal has requested the end. A second signal ends the ranks
-/// at once.
+/// immediately.
 const GRACE: Duration = Duration::from_secs(600);
-const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved first; a second signal (Ctrl-C) stops at \
-                         once, and the training since the last checkpoint is lost";
+const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved first; a second signal (Ctrl-C) stops \
+                         immediately, and the training since the last checkpoint is lost";
 
 /// Fine-tune a model in Hugging Face format, or a GGUF file, on conversations, prompts with completions, or text.
 ///

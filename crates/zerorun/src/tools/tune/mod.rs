@@ -41,8 +41,8 @@ use trial_record::{TrialRecord, TrialRow, write_whole};
 /// The script must accept --ds_config FILE, --steps N and --metrics FILE, as examples/train_gpt.rs does. Finished runs
 /// are kept: the same command resumes an interrupted search. These keys of the section autotuning have an effect: fast,
 /// results_dir, exps_dir, start_profile_step, end_profile_step, metric, arg_mappings, tuner_early_stopping (if given),
-/// tuner_num_trials, min_ and max_train_batch_size, min_ and max_train_micro_batch_size_per_gpu,
-/// num_tuning_micro_batch_sizes.
+/// tuner_num_trials, min_train_batch_size, max_train_batch_size, min_train_micro_batch_size_per_gpu,
+/// max_train_micro_batch_size_per_gpu, num_tuning_micro_batch_sizes.
 ///
 /// Exit code: 0 if the fastest configuration is written, 1 if no run succeeded or a file cannot be written, 2 if the
 /// configuration, the script or the command line is wrong.
@@ -390,7 +390,7 @@ impl TuneSearch {
         Ok(outcome)
     }
 
-    /// Returns the bytes of the model's state if they alone exceed the limit.
+    /// Returns the size in bytes of the model's state if it alone exceeds the limit.
     fn too_much(&self, config: &Config) -> Option<u64> {
         let estimate = Estimate::new(self.shapes.as_ref()?, config).ok()?;
         // The peaks of two kinds need not coincide, but the state held between steps is part of each peak.
