@@ -175,7 +175,7 @@ impl MemoryTier {
 }
 
 impl MemoryLedgerEntry {
-    /// Returns the bytes of the allocation.
+    /// Returns the size in bytes of the allocation.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }

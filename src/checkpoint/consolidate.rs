@@ -53,7 +53,7 @@ impl Default for ConsolidateSettings {
 }
 
 impl ConsolidateSettings {
-    /// Returns the bytes of all parameters and buffers of `checkpoint`, as they are written.
+    /// Returns the size in bytes of all parameters and buffers of `checkpoint`, as they are written.
     pub fn bytes(&self, checkpoint: &Checkpoint) -> u64 {
         saved(checkpoint).into_iter().map(|number| tensor(checkpoint, number).bytes(self.dtype)).sum()
     }
@@ -108,7 +108,7 @@ impl ConsolidatedDtype {
         }
     }
 
-    /// Returns the bytes of `values`; as an error, the value that is too large.
+    /// Returns the bytes of `values`, or, as an error, a value that is too large.
     #[doc(hidden)]
     pub fn encode(self, values: &[f32]) -> std::result::Result<Vec<u8>, f32> {
         let lost =
@@ -131,7 +131,7 @@ impl ConsolidatedDtype {
 /// absent or empty. `tell` is called with the number of bytes written so far.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] for a folder that is not empty, settings that do not fit the checkpoint, a damaged
+/// [`CheckpointError::Unusable`] for a folder that is not empty, settings that do not match the checkpoint, a damaged
 /// checkpoint, or a value that the precision cannot represent; [`Error::Io`] if files cannot be written. In all these
 /// cases `out` is unchanged.
 pub fn consolidate(

@@ -279,7 +279,7 @@ pub(super) fn not_written(path: &Path, source: &std::io::Error) -> Error {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free space there, or save elsewhere",
         _ => "correct that, or save elsewhere",
     };
-    let problem = format!("it cannot be written: {source}; {fix}; earlier checkpoints are complete");
+    let problem = format!("it cannot be written ({source}); {fix}; earlier checkpoints are not affected");
     CheckpointError::Unusable { path: path.to_owned(), problem }.into()
 }
 

@@ -35,7 +35,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         let arriving = self.exchange(call, encoded(wire, shard.as_ref()));
         Pending::from_fn(move || {
             let arrived = arriving.wait()?;
-            // The result lies in the memory of `shard` if that has room for it.
+            // The result is in the memory of `shard` if that has room for it.
             shard.reserve_exact(len * (world - 1));
             shard.extend_zeros(len * (world - 1));
             for (rank, bytes) in arrived.iter().enumerate() {

@@ -171,7 +171,7 @@ pub trait Communicator: Send + Sync {
         self.reduce_scatter_as(WireFormat::Exact, input, tag)
     }
 
-    /// Concatenates the `shard`s (n elements each) of all ranks in rank order. The result lies in the memory of `shard`
+    /// Concatenates the `shard`s (n elements each) of all ranks in rank order. The result is in the memory of `shard`
     /// if its capacity suffices; otherwise memory is allocated.
     fn all_gather(&self, shard: Flat, tag: u64) -> Pending<Flat> {
         self.all_gather_as(WireFormat::Exact, shard, tag)

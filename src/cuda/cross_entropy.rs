@@ -52,7 +52,8 @@ impl LogitRows<'_> {
         if logits != rows * classes || first + rows > self.targets.1 {
             let (end, targets) = (first + rows, self.targets.1);
             bail!(
-                "cross_entropy: {logits} logits or {targets} targets do not fit rows {first} to {end} of {classes} classes"
+                "cross_entropy: {logits} logits or {targets} targets do not match rows {first} to {end} of {classes} \
+                 classes"
             )
         }
         Ok(())

@@ -82,7 +82,7 @@ pub(crate) fn add_rows(
     let last = uses.ids.last().map_or(0, |id| *id as usize + 1);
     if dy.len() != uses.count * width || grad.len() < last * width {
         let (count, rows) = (dy.len(), uses.count);
-        bail!("embedding: {count} elements do not fit {rows} rows of {width} and a gradient of {}", grad.len())
+        bail!("embedding: {count} elements do not match {rows} rows of {width} and a gradient of {}", grad.len())
     }
     if uses.ids.is_empty() || width == 0 {
         return Ok(());

@@ -215,7 +215,7 @@ impl NcclComm {
         })
     }
 
-    /// Returns the bytes of device memory for elements from peers.
+    /// Returns the number of bytes of device memory for elements from peers.
     pub fn room_bytes(&self) -> usize {
         self.0.room_bytes()
     }

@@ -18,8 +18,8 @@ const MAX_STEPS: usize = 1024;
 
 /// The constants of one step of an optimizer that treats every element alike, in the order of its kernel.
 ///
-/// It is part of a public trait but has no public name, because candle-zero has no kernel for an optimizer of another
-/// crate.
+/// It is part of a public trait but has no public name, because candle-zero has no kernels for optimizers from other
+/// crates.
 #[derive(Debug, Clone, Copy)]
 pub enum ElementwiseUpdate {
     /// `grad_scale`, both betas, 1 - each, `l2`, `decay`, `step_size`, `root_scale`, `eps`.
@@ -63,7 +63,7 @@ impl ElementwiseUpdate {
 }
 
 /// The steps of many arrays, each computed as by `Optimizer::update` on the host, with the same bits. One launch covers
-/// all steps with equal constants and dtypes, and reads and writes each array once. The bits of a nan may differ.
+/// all steps with equal constants and dtypes, and reads and writes each array once. The bits of a NaN may differ.
 pub(crate) struct MultiTensorStep<'a> {
     device: &'a CudaDevice,
     launches: Vec<MultiTensorLaunch>,
@@ -91,7 +91,7 @@ impl<'a> MultiTensorStep<'a> {
     ///
     /// # Safety
     /// Until [`run`](Self::run) returns, the memory of these elements stays valid, no other step writes them, and any
-    /// other use of them is in the order of Candle's stream.
+    /// other use of it is ordered by Candle's stream.
     ///
     /// # Errors
     /// Returns an error if an array has the wrong dtype or length, or if the number of arrays is wrong.
@@ -112,10 +112,10 @@ impl<'a> MultiTensorStep<'a> {
         if grad.len() != count {
             bail!("{kernel}: the gradient has {} elements, but the parameter has {count}", grad.len())
         }
-        // Kernels expect the dtype of a half copy, but the copy may be missing.
+        // Kernels expect the dtype of a 16-bit copy, but there may be no such copy.
         let half_dtype = half.as_ref().map_or(DType::BF16, DeviceFlatMut::dtype);
         if half_dtype == DType::F32 || half.as_ref().is_some_and(|half| half.len() != count) {
-            bail!("{kernel}: the half copy must be bf16 or f16 and have {count} elements")
+            bail!("{kernel}: the 16-bit copy must be bf16 or f16 and have {count} elements")
         }
         if count == 0 {
             return Ok(());
@@ -163,7 +163,7 @@ impl<'a> MultiTensorStep<'a> {
             // SAFETY: the kernel takes a count of steps and their table, the elements of a chunk, its constants, and a
             // block for each chunk. `add` has checked that a step has a parameter with the stated number of elements, a
             // gradient of the first dtype in the kernel's name, as many states as the rule has and null for the others,
-            // and a half copy of the second dtype or null; its caller guarantees that their memory exists and is used
+            // and a 16-bit copy of the second dtype or null; its caller guarantees that their memory exists and is used
             // only by this launch.
             unsafe { function.run(threads, arguments)? };
         }

@@ -60,7 +60,7 @@ pub(crate) fn rotate(
     };
     let rows_fit = of_rows.is_none_or(|rows| rows.len() >= x.len() / width.max(1));
     if width == 0 || !width.is_multiple_of(2 * half) || !x.len().is_multiple_of(width) || !rows_fit {
-        bail!("rotary: {} elements do not fit the positions, rows of {width} and heads of {}", x.len(), 2 * half)
+        bail!("rotary: {} elements do not match the positions, rows of {width} and heads of {}", x.len(), 2 * half)
     }
     if end > angles.positions {
         bail!("rotary: positions up to {end}, but the table has angles for only {}", angles.positions)

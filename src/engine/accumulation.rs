@@ -6,10 +6,10 @@ use crate::layout::ZeroStage;
 
 impl<M> Engine<M> {
     /// Runs micro steps whose gradients are not reduced (DeepSpeed's `no_sync`). Inside `run`, each rank accumulates
-    /// its own full gradients, in the dtype of `data_types.grad_accum_dtype`. The first backward after it reduces their
-    /// sum together with its own gradients; if there is none, the step that updates the weights reduces it. This saves
-    /// one reduction per micro step in `run`, and costs memory for a full gradient, which
-    /// [`memory_report`](Self::memory_report) counts. All ranks must call it for the same micro steps.
+    /// its own full gradients, in the dtype of `data_types.grad_accum_dtype`. The first backward after `no_sync`
+    /// reduces this sum together with its own gradients; if there is none, the step that updates the weights reduces
+    /// the sum. This saves one reduction per micro step in `run`, and costs memory for a full gradient, which
+    /// [`memory_report`](Self::memory_report) counts. All ranks must call `no_sync` for the same micro steps.
     ///
     /// As in DeepSpeed, [`step`](Self::step) is refused inside `run`: call it after `no_sync`, or omit it. If it is
     /// omitted, the backward passes of several micro steps count as one micro step: each loss is divided by
@@ -65,12 +65,12 @@ impl<M> Engine<M> {
     }
 
     /// Drops the gradients and losses of the current accumulation, including those held by [`no_sync`](Self::no_sync).
-    /// All ranks must call it at the same point.
+    /// All ranks must call this at the same point.
     ///
     /// As in DeepSpeed, the count of micro steps is unchanged: the next update comes when it would have come anyway. If
-    /// called between backward and step, the micro step counts as not begun, and forward comes next; a loss whose
-    /// backward has not run may still be used. [`step`](Self::step) drops the gradients after an update, so this call
-    /// is not needed then.
+    /// this is called between backward and step, the micro step is treated as if it had not begun, and forward comes
+    /// next; a loss whose backward has not run may still be used. [`step`](Self::step) drops the gradients after an
+    /// update, so this call is not needed then.
     ///
     /// # Errors
     /// A file of offloaded gradients cannot be written; [`EngineError::Stopped`].

@@ -117,7 +117,7 @@ impl Estimate {
         self.memory.rows.iter().map(|row| row.device.peak).sum()
     }
 
-    /// Returns the bytes that a rank reserves in files.
+    /// Returns the number of bytes that a rank reserves in files.
     pub fn file_bytes(&self) -> usize {
         self.memory.rows.iter().map(|row| row.file.peak).sum()
     }

@@ -17,7 +17,7 @@ pub const STAGES: [(&str, ZeroStage); 3] =
 /// with two moments (the paper's K = 12).
 const BYTES_PER_PARAMETER: [f64; 3] = [2.0, 2.0, 12.0];
 
-/// Returns the bytes of model state on each of `ranks` devices, for `parameters` parameters.
+/// Returns the number of bytes of model state on each of `ranks` devices, for `parameters` parameters.
 pub fn model_state_bytes(parameters: f64, ranks: usize, stage: ZeroStage) -> f64 {
     let Placement { params, grads, optim } = stage.placement();
     let each = |sharding: Sharding, bytes: f64| if sharding.is_sharded() { bytes / ranks as f64 } else { bytes };

@@ -213,7 +213,7 @@ impl Shapes {
         self.registered.units.len() - 1
     }
 
-    /// Returns the bytes of the buffers, which every rank has.
+    /// Returns the size in bytes of the buffers, which every rank has.
     pub fn buffer_bytes(&self) -> usize {
         self.registered.buffers.iter().map(|buffer| buffer.size()).sum()
     }

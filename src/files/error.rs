@@ -1,8 +1,8 @@
-//! Errors of output paths.
+//! Errors concerning output paths.
 
 use std::path::PathBuf;
 
-/// Errors of output paths.
+/// Errors concerning output paths.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OutputError {
@@ -57,7 +57,8 @@ pub enum OutputError {
     },
     /// The disk has too little space.
     #[error(
-        "{} has room for {available} bytes, but {needed} are to be written there; free some, or give another path",
+        "{} has room for {available} bytes, but {needed} are to be written there; free some space, or give another \
+         path",
         path.display()
     )]
     NoSpace {
@@ -69,7 +70,7 @@ pub enum OutputError {
         available: u64,
     },
     /// A result could not be written to its path and was written to another.
-    #[error("cannot write to {}: {problem}; so that nothing is lost, the result is in {}", path.display(), saved.display())]
+    #[error("cannot write to {}: {problem}; the result is in {} instead", path.display(), saved.display())]
     Elsewhere {
         /// The path that was asked for.
         path: PathBuf,

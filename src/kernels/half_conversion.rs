@@ -23,7 +23,7 @@ pub(super) fn bf16_from_f32(x: f32) -> u16 {
     ((if x.is_nan() { quiet_nan } else { rounded }) >> 16) as u16
 }
 
-/// Converts an f16 to f32. A nan becomes quiet.
+/// Converts an f16 to f32. A NaN becomes quiet.
 #[inline(always)]
 pub(super) fn f32_from_f16(x: u16) -> f32 {
     const INFINITE: u32 = 0x7c00 << 13;
@@ -35,7 +35,7 @@ pub(super) fn f32_from_f16(x: u16) -> f32 {
     f32::from_bits(scaled | infinite | quiet | sign)
 }
 
-/// Returns the nearest f16. A nan keeps its leading digits and becomes quiet.
+/// Returns the nearest f16. A NaN keeps its leading digits and becomes quiet.
 #[inline(always)]
 pub(super) fn f16_from_f32(x: f32) -> u16 {
     let sign = x.to_bits() & 0x8000_0000;

@@ -18,7 +18,7 @@ pub(crate) const GELU_SCALE: f32 = 0.797_884_6;
 /// The coefficient of the cube in GELU's tanh approximation.
 pub(crate) const GELU_CUBIC: f32 = 0.044_715;
 
-/// Returns exp(x), within 2 units in the last place. The result is 0 or infinity outside f32's range, and nan for nan.
+/// Returns exp(x), within 2 units in the last place. The result is 0 or infinity outside f32's range, and NaN for NaN.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     // Below the lower bound the result is 0; above the upper bound it is infinite. Nan passes both comparisons.
@@ -206,7 +206,7 @@ const FINITE: f32 = 99.0;
 /// denormal numbers, and the value used instead adds nothing to 1 either.
 #[inline(always)]
 fn exponent_of_odds(t: f32, high: f32) -> f32 {
-    // Written so that nan passes both comparisons.
+    // Written so that NaN passes both comparisons.
     let t = if t < -126.0 { -126.0 } else { t };
     if t > high { high } else { t }
 }

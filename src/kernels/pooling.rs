@@ -46,7 +46,7 @@ impl PoolingWindows {
     }
 
     /// Writes the largest element of each window and its position in the plane. Of equal elements, the first counts as
-    /// the largest; a nan is larger than any number.
+    /// the largest; a NaN is larger than any number.
     pub fn maxima(self, x: &[f32], y: &mut [f32], places: &mut [u32]) {
         let parts = (ParallelChunks::new(y, self.results()), ParallelChunks::new(places, self.results()));
         for_each_part(x.len() / self.elements().max(1), parts, |plane, (y, places)| {
@@ -57,7 +57,7 @@ impl PoolingWindows {
                 for row in rows {
                     let start = row * self.size[1] + columns.start;
                     for (at, value) in (start..).zip(&x[start..start + columns.len()]) {
-                        // No number is larger than a nan.
+                        // No number is larger than a NaN.
                         if *value > largest || (value.is_nan() && !largest.is_nan()) {
                             (place, largest) = (at, *value);
                         }

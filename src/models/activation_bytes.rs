@@ -49,7 +49,7 @@ impl DecoderConfig {
         inputs.saturating_add(first).saturating_add(loss.max(whole.saturating_add(passing)))
     }
 
-    /// Returns the bytes per token that a block keeps.
+    /// Returns the number of bytes per token that a block keeps.
     fn kept_by_block(&self, element: usize) -> usize {
         let (width, inner) = (self.hidden_size, self.intermediate_size);
         let (q, kv) = (self.query_width(), self.kv_width());

@@ -140,7 +140,7 @@ impl Bert {
     /// for a first text and 1 for a second; without it, all are 0. States after the end of a text have no meaning.
     ///
     /// # Errors
-    /// More tokens than the model has positions, an id outside the vocabulary, or lengths that do not fit.
+    /// More tokens than the model has positions, an id outside the vocabulary, or lengths that do not match the tokens.
     pub fn states(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
         let (batch, time) = ids.dims2()?;
         let states = self.texts(ids, kinds, lengths)?;

@@ -60,7 +60,7 @@ impl Session {
         self.seen = self.seen.min(len);
     }
 
-    /// Returns the bytes allocated for keys and values, including room for more tokens.
+    /// Returns the number of bytes allocated for keys and values, including room for more tokens.
     pub fn cache_bytes(&self) -> usize {
         self.caches.iter().map(KeyValueCache::size_in_bytes).sum()
     }

@@ -85,7 +85,7 @@ pub fn fused_attention(
 /// Everything else is as in [`causal_attention`].
 ///
 /// # Errors
-/// Shapes or numbers of heads that do not fit.
+/// Shapes or numbers of heads that do not match.
 pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Tensor> {
     attention(q, k, v, n_head, n_kv_head, &AttentionOptions::default(), None)
 }
@@ -187,9 +187,9 @@ pub(super) fn grouped_heads(
             Ok(AttentionShape { batch, time, heads: n_head, kv_heads: n_kv_head, head: width / n_head })
         }
         _ => bail!(
-            "grouped_attention: queries {:?}, keys {:?} and values {:?} do not fit {n_head} query and {n_kv_head} key \
-             heads; they must be [batch, time, heads * width of a head], and the number of query heads a multiple of \
-             that of key heads",
+            "grouped_attention: queries {:?}, keys {:?} and values {:?} do not match {n_head} query and {n_kv_head} \
+             key heads; they must be [batch, time, heads * width of a head], and the number of query heads a multiple \
+             of that of key heads",
             q.dims(),
             k.dims(),
             v.dims()

@@ -50,7 +50,7 @@ impl Module for Conv1d {
     /// Returns the convolution of `x`.
     ///
     /// # Errors
-    /// Shapes that do not fit, an input shorter than the span of the kernel, a stride, dilation or number of groups
+    /// Shapes that do not match, an input shorter than the span of the kernel, a stride, dilation or number of groups
     /// that is 0.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let sizes = self.sizes(x)?;
@@ -134,7 +134,7 @@ impl Module for ConvTranspose1d {
     /// Returns the transposed convolution of `x`.
     ///
     /// # Errors
-    /// Shapes that do not fit, a padding that leaves nothing, an output padding that is neither below the stride nor
+    /// Shapes that do not match, a padding that leaves nothing, an output padding that is neither below the stride nor
     /// below the dilation, a stride, dilation or number of groups that is 0.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let sizes = self.sizes(x)?;

@@ -27,7 +27,7 @@ use std::sync::Mutex;
 /// logits' dtype.
 ///
 /// # Errors
-/// Shapes that do not fit, no rows that count, or a target that is not a class. The message names the target, its
+/// Shapes that do not match, no rows that count, or a target that is not a class. The message names the target, its
 /// position and the number of classes.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     cross_entropy_with(logits, targets, LossOptions::default())

@@ -188,7 +188,7 @@ impl KeyValueCache {
         })
     }
 
-    /// Rejects inputs that do not fit the cache.
+    /// Rejects inputs that do not match the cache.
     fn check(&self, h: &AttentionShape, dtype: DType, inputs: &[&Tensor]) -> Result<()> {
         if !is_without_gradients() && inputs.iter().any(|input| input.track_op()) {
             bail!(

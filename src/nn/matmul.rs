@@ -19,7 +19,7 @@ const NAME: &str = "matmul";
 /// rounded once.
 ///
 /// # Errors
-/// Fewer than two dimensions, shapes that do not fit, operands of two formats.
+/// Fewer than two dimensions, shapes that do not match, operands with different dtypes.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let (s, shape) = MatmulSizes::of(a, b)?;
     if a.dtype() != b.dtype() {

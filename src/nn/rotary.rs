@@ -87,8 +87,8 @@ impl Rotary {
         let (batch, time, width) = match *x.dims() {
             [batch, time, width] if width > 0 && width % head == 0 && time <= most => (batch, time, width),
             ref dims => bail!(
-                "rotary: the input has shape {dims:?}; it must be [batch, time, heads * {head}] with a time of at \
-                 most {most} after {first} positions"
+                "rotary: the input has shape {dims:?}; it must be [batch, time, heads * {head}], where time is at most \
+                 {most} (the input follows {first} positions)"
             ),
         };
         #[cfg(feature = "cuda")]

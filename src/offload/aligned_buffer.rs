@@ -44,7 +44,7 @@ impl AlignedBuffer {
     }
 }
 
-// SAFETY: the bytes lie on the heap and stay there when the value moves.
+// SAFETY: the bytes are on the heap and stay there when the value moves.
 unsafe impl TransferBuffer for AlignedBuffer {
     fn bytes(&mut self) -> &mut [u8] {
         self.bytes_mut()

@@ -15,8 +15,8 @@ struct CgroupLimit {
     left: u64,
 }
 
-/// Returns the bytes that this process can still allocate, including the page cache; 0 if the system does not report
-/// it.
+/// Returns the number of bytes that this process can still allocate, including the page cache; 0 if the system does not
+/// report it.
 #[doc(hidden)]
 pub fn available_memory() -> u64 {
     available(&read_file)

@@ -292,7 +292,7 @@ impl FileIoShared {
         bounce: &mut BounceBuffer,
     ) {
         let access = self.chosen.of_file(arena.allows_direct());
-        // SAFETY: see the `Send` of requests: these bytes lie in a live buffer, and only this thread uses them
+        // SAFETY: see the `Send` of requests: these bytes are in a live buffer, and only this thread uses them
         // meanwhile.
         let memory = unsafe { std::slice::from_raw_parts_mut(memory, len) };
         self.meter.begin();

@@ -1,4 +1,4 @@
-//! Offload to files: model state that lies on disk and passes through memory piece by piece.
+//! Offload to files: model state that is on disk and passes through memory piece by piece.
 //!
 //! ```text
 //!   optimizer step             window k+1        window k          window k-1

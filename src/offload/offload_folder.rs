@@ -37,7 +37,7 @@ pub(crate) struct OffloadFolder {
     /// The bytes that were free when the folder was opened, and the device number of the file system.
     free: u64,
     device: u64,
-    /// The memory that files occupy, if they lie in memory.
+    /// The memory that files occupy, if they are in memory.
     memory: Option<TmpfsMemory>,
 }
 
@@ -142,7 +142,7 @@ impl OffloadFolder {
         self.got.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Returns the bytes that this rank's files have reserved.
+    /// Returns the number of bytes that this rank's files have reserved.
     pub fn reserved(&self) -> u64 {
         self.got.load(Ordering::Relaxed)
     }
@@ -179,7 +179,8 @@ impl OffloadFolder {
         OffloadError::Space { path, needed: asked, available }.into()
     }
 
-    /// Returns the bytes that the file system can give to this rank's files, including those that they already have.
+    /// Returns the number of bytes that the file system can give to this rank's files, including those that they
+    /// already have.
     pub fn available(&self) -> u64 {
         free(&self.path).saturating_add(self.reserved())
     }
@@ -231,15 +232,15 @@ fn lock(path: &Path) -> Result<Arc<FolderLock>> {
     }
 }
 
-/// Returns the bytes that this user may still write to the disk of `path`, or of its nearest existing ancestor; 0 if
-/// the system does not report it.
+/// Returns the number of bytes that this user may still write to the disk of `path`, or of its nearest existing
+/// ancestor; 0 if the system does not report it.
 #[doc(hidden)]
 pub fn free(path: &Path) -> u64 {
     let there = path.ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));
     rustix::fs::statvfs(there).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize))
 }
 
-/// Returns whether the files of a folder lie in memory.
+/// Returns whether the files of a folder are in memory.
 #[doc(hidden)]
 pub fn is_memory(path: &Path) -> bool {
     const TMPFS: i64 = 0x0102_1994;

@@ -1,4 +1,4 @@
-//! The files of one rank: the kinds of state that lie in files, and the settings for a sweep through them.
+//! The files of one rank: the kinds of state that are in files, and the settings for a sweep through them.
 
 use super::disk_access::DiskAccess;
 use super::file_arena::FileArena;

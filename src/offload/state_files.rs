@@ -11,7 +11,7 @@ use crate::tensor::flat_buffer::FlatBuffer;
 use candle_core::DType;
 use std::ops::Range;
 
-/// The files of states. Buffers lie on the host. Ranges are counted in elements of an extent, and begin at offsets at
+/// The files of states. Buffers are on the host. Ranges are counted in elements of an extent, and begin at offsets at
 /// which file access may begin.
 pub(crate) trait StateFiles {
     /// The extent of a state in a file.

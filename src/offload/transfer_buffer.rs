@@ -6,7 +6,7 @@ use crate::precision::Flat;
 /// Memory that a transfer can own.
 ///
 /// # Safety
-/// The bytes must lie on the heap and stay there when the value moves.
+/// The bytes must be on the heap and stay there when the value moves.
 pub(crate) unsafe trait TransferBuffer: Send + 'static {
     /// Returns all bytes.
     fn bytes(&mut self) -> &mut [u8];

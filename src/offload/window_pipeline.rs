@@ -38,7 +38,7 @@ pub(crate) struct WindowSettings {
     pub read_ahead: bool,
     /// The configuration's `pipeline_write`.
     pub write_behind: bool,
-    /// The configuration's `buffer_count`, if optimizer states lie in files.
+    /// The configuration's `buffer_count`, if optimizer states are in files.
     pub buffer_count: Option<usize>,
     pub access: DiskAccess,
 }
@@ -51,7 +51,7 @@ impl Default for WindowSettings {
 }
 
 impl WindowSettings {
-    /// Creates the settings. `optimizer` has the settings of optimizer states, if these lie in files.
+    /// Creates the settings. `optimizer` has the settings of optimizer states, if these are in files.
     pub fn new(optimizer: Option<&OffloadOptimizer>, access: DiskAccess) -> Self {
         match optimizer {
             Some(OffloadOptimizer { pipeline_read, pipeline_write, buffer_count, .. }) => Self {

@@ -1,8 +1,8 @@
-//! One parallel pass over parameter, gradient, states and 16-bit copy ("half copy").
+//! One parallel pass over parameter, gradient, states and 16-bit copy.
 //!
 //! A slice is divided into chunks for the threads, and these into blocks for the first-level cache. A block's gradient
-//! is widened, its elements are updated, and the half copy is written while all of the block is still in that cache, so
-//! the step reads and writes each buffer in memory once.
+//! is widened, its elements are updated, and the 16-bit copy is written while all of the block is still in that cache,
+//! so the step reads and writes each buffer in memory once.
 
 use crate::kernels::parallel;
 use crate::kernels::simd::{self, SimdLoop, level};
@@ -52,7 +52,7 @@ impl<'a, const N: usize> StepSlices<'a, N> {
         assert_eq!(state.len(), N, "wrong number of optimizer state buffers");
         assert!(state.iter().all(|s| s.len() == len), "an optimizer state is not as long as the parameter");
         if let Some(half) = &half {
-            assert_eq!(half.len(), len, "the half copy is not as long as the parameter");
+            assert_eq!(half.len(), len, "the 16-bit copy is not as long as the parameter");
         }
         let mut buffers = state.iter_mut();
         let state = std::array::from_fn(|_| buffers.next().map(|s| &mut **s).unwrap_or_default());

@@ -55,7 +55,7 @@ pub(super) fn orthogonalize(x: &mut [f32], rows: usize, cols: usize, method: NsM
     }
 }
 
-/// Returns the bytes that [`orthogonalize`] allocates.
+/// Returns the number of bytes that [`orthogonalize`] allocates.
 pub(super) fn workspace(rows: usize, cols: usize, method: NsMethod) -> usize {
     let (all, square) = (rows * cols, rows.min(cols).pow(2));
     match method {

@@ -202,7 +202,7 @@ pub trait WholeParameterOptimizer {
     /// depend on the number of threads.
     fn finish(&self, direction: &mut [f32], shape: &[usize]);
 
-    /// Returns the bytes that [`finish`](Self::finish) allocates temporarily.
+    /// Returns the number of bytes that [`finish`](Self::finish) allocates temporarily.
     fn workspace(&self, shape: &[usize]) -> usize;
 
     /// Returns the approximate cost of [`finish`](Self::finish), in any unit. Parameters of similar cost are finished

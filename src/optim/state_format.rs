@@ -27,7 +27,7 @@ impl StateFormat {
         self.map().map_or(1, |_| BLOCK)
     }
 
-    /// Returns the bytes of `elements` elements, scales included.
+    /// Returns the number of bytes that `elements` elements take, including scales.
     pub fn bytes(self, elements: usize) -> usize {
         match self {
             Self::F32 => 4 * elements,

@@ -43,7 +43,7 @@ pub(crate) const ROOT: UnitId = 0;
 pub(crate) enum Residency {
     /// The complete parameter.
     Whole(#[allow(dead_code, reason = "held for its Drop")] MemoryLedgerEntry),
-    /// No elements. Computing with the tensor is an error. This rank's share lies in a sub-group.
+    /// No elements. Computing with the tensor is an error. This rank's share is in a sub-group.
     Absent,
 }
 
@@ -53,7 +53,7 @@ pub(crate) struct Param {
     pub name: String,
     pub shape: Shape,
     pub numel: usize,
-    /// The number of elements that must lie on one rank together. An estimate sets it after the other fields.
+    /// The number of elements that must be on one rank together. An estimate sets it after the other fields.
     pub block: AtomicUsize,
     /// The storage and wire format of the weights.
     pub weights: WeightFormat,

@@ -72,7 +72,7 @@ fn last_part(name: &str) -> &str {
 }
 
 impl ModelBuffer {
-    /// Returns the bytes of the buffer's shape.
+    /// Returns the size in bytes of the buffer's shape.
     pub fn size(&self) -> usize {
         self.tensor.elem_count() * self.tensor.dtype().size_in_bytes()
     }

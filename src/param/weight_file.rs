@@ -40,7 +40,10 @@ impl WeightFile {
         let bad = |e: safetensors::SafeTensorError| {
             let why = match described_length(&map) {
                 Some(described) if described > map.len() as u64 => {
-                    format!("it has {} bytes of the {described} that its header describes: it was cut short", map.len())
+                    format!(
+                        "it was cut short (it has {} of the {described} bytes that its header describes)",
+                        map.len()
+                    )
                 }
                 _ => e.to_string(),
             };

@@ -8,7 +8,7 @@
 //!
 //! A block's scale is its largest magnitude over the largest code, and an element is rounded to the nearest multiple of
 //! the scale (ties to even). The error is at most half a step, and zeros stay zeros. A block that contains an infinity
-//! or a nan is decoded to elements that are all non-finite, so that an overflow is still detected. The result depends
+//! or a NaN is decoded to elements that are all non-finite, so that an overflow is still detected. The result depends
 //! only on the values: rounding is not stochastic, and every CPU produces the same bytes from finite values.
 
 use super::cast::{narrow, widen};
@@ -43,7 +43,7 @@ impl IntFormat {
         }
     }
 
-    /// Returns the bytes of `elements` elements, including scales.
+    /// Returns the number of bytes that `elements` elements take when encoded, including scales.
     pub fn encoded_len(self, elements: usize) -> usize {
         elements.div_ceil(BLOCK) * SCALE + self.code_bytes(elements)
     }
@@ -74,7 +74,7 @@ impl IntFormat {
 
     #[inline(always)]
     fn encode_block(self, values: &[f32], record: &mut [u8]) {
-        // As integers, magnitudes have the same order as floats, and a nan is larger than all of them.
+        // As integers, magnitudes have the same order as floats, and a NaN is larger than all of them.
         let largest = values.iter().fold(0, |m, x| (x.to_bits() & 0x7fff_ffff).max(m));
         let step = f32::from_bits(largest) / self.largest_code();
         // Below this limit, the inverse would not be finite.

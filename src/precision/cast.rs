@@ -157,7 +157,7 @@ pub(crate) fn accumulate(sum: &mut [f32], src: FlatRef<'_>) {
 
 /// A number format that is converted with a few integer operations, in vectors of any width.
 trait HalfNumber: Element {
-    /// Does the same as [`crate::kernels::f32_access::get`], but makes a nan quiet, as the half crate does.
+    /// Does the same as [`crate::kernels::f32_access::get`], but makes a NaN quiet, as the half crate does.
     fn widen(self) -> f32;
 }
 

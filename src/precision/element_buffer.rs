@@ -24,12 +24,12 @@ pub(crate) trait ElementBuffer: Sized {
     fn dtype(&self) -> DType;
     fn len(&self) -> usize;
     fn capacity_in_bytes(&self) -> usize;
-    /// Makes room for exactly `more` elements, if there is less.
+    /// Makes room for exactly `more` further elements, if there is room for fewer.
     fn reserve_exact(&mut self, more: usize) -> Result<()>;
     fn extend_zeros(&mut self, count: usize) -> Result<()>;
     fn truncate(&mut self, len: usize);
     fn shrink_to_fit(&mut self) -> Result<()>;
-    /// Moves the elements to another memory.
+    /// Moves the elements to another location.
     fn moved_to(self, place: &Self::Place) -> Result<Self>;
 
     fn values(&self) -> Option<FlatRef<'_>> {

@@ -30,7 +30,7 @@ pub fn sum_of_squares(values: FlatRef<'_>) -> f64 {
     sums.iter().sum()
 }
 
-/// Returns whether any element is infinite or nan.
+/// Returns whether any element is infinite or NaN.
 pub fn has_non_finite(values: FlatRef<'_>) -> bool {
     let chunks = values.len().div_ceil(CHUNK);
     parallel::any(chunks, |i| level().run(ChunkHasNonFinite(chunk(values, i))))
@@ -98,7 +98,7 @@ struct ChunkHasNonFinite<'a>(FlatRef<'a>);
 impl SimdLoop for ChunkHasNonFinite<'_> {
     type Output = bool;
 
-    /// Checks for an exponent of all ones, which only infinities and nan have. There is no early exit, because a plain
+    /// Checks for an exponent of all ones, which only infinities and NaN have. There is no early exit, because a plain
     /// OR over the complete chunk vectorizes.
     #[inline(always)]
     fn run(self) -> bool {

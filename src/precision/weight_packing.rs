@@ -30,7 +30,7 @@ impl WeightPacking {
         }
     }
 
-    /// Returns the bytes of `elements` elements, including scales.
+    /// Returns the number of bytes that `elements` elements take when packed, including scales.
     pub fn packed_len(self, elements: usize) -> usize {
         match self {
             Self::Int8 => IntFormat::Int8.encoded_len(elements),

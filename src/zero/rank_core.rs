@@ -76,7 +76,7 @@ pub(crate) struct RankCore {
     pub(super) params: Vec<Param>,
     /// Names of the units, the root (an empty name) first.
     pub(super) units: Vec<String>,
-    /// Whether each unit is a leaf, or lies in one.
+    /// Whether each unit is a leaf, or is in one.
     pub(super) leaves: Vec<LeafPosition>,
     pub(super) buffers: ModelBuffers,
     /// Sub-group and slot of each parameter.
@@ -317,7 +317,7 @@ impl RankCore {
     /// different thread continues, this waits for the work launched so far.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// A driver error.
     pub fn follow_thread(&self) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(device) = self.model_place.gpu() {

@@ -10,14 +10,14 @@ use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-/// Returns the folders that are in the repository.
+/// Returns the folders of the checkpoints that are in the repository.
 fn tiny() -> [PathBuf; 2] {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/deepspeed");
     ["zero2_fp16_tiny", "zero3_f32_tiny"].map(|name| fixtures.join(name))
 }
 
-/// Returns the folders, including the larger ones, which exist next to the repository only where they were made. If
-/// they are missing, `test` leaves them out.
+/// Returns the folders of all checkpoints, including the larger ones, which exist (next to the repository) only on
+/// machines on which they were generated. If these are missing, `test` leaves them out.
 fn all<T: Fn()>(test: T) -> Vec<PathBuf> {
     let shared = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/deepspeed_checkpoints");
     let mut folders = tiny().to_vec();
@@ -343,7 +343,7 @@ proptest! {
         let names = names(&copy.path("global_step5"));
         let path = copy.file(file.get::<String>(&names));
         let (entries, pickle) = unpack(&path);
-        // One change at a time, because most changes end the reading early.
+        // One change at a time, because most changes make the reader stop early.
         for (place, byte) in changes {
             let mut entries = entries.clone();
             let bytes = &mut entries[pickle].1;
@@ -358,7 +358,7 @@ proptest! {
     fn a_changed_archive_is_read_or_refused(
         which in 0..2usize,
         file in any::<proptest::sample::Index>(),
-        // Near the end, where the list of entries is, and anywhere.
+        // Either near the end, where the list of entries is, or anywhere in the file.
         changes in proptest::collection::vec((any::<bool>(), 0..2000usize, any::<u8>()), 1..4),
     ) {
         let copy = Copy::of(&tiny()[which]);

@@ -274,7 +274,7 @@ fn all_ranks_are_told_of_the_first_failure_and_not_of_its_echo() {
                     return Ok(Some(error));
                 }
             }
-            panic!("rank 2 gives up before");
+            panic!("rank 2 should have given up before this point");
         });
         for error in errors.unwrap().into_iter().filter_map(|r| r.unwrap()) {
             assert!(matches!(error, Error::Comm(CommError::RankAborted { peer: 2, .. })), "round {round}: {error}");
@@ -292,7 +292,7 @@ fn a_rank_that_has_left_is_named_although_another_one_is_awaited_first() {
             Ok(Some(error))
         }
         1 => {
-            // It computes until rank 0 is informed.
+            // This rank computes until rank 0 has been informed.
             told.wait();
             Ok(Some(comm.barrier().wait().unwrap_err()))
         }
@@ -324,7 +324,7 @@ fn a_rank_that_gives_up_does_not_wait_for_its_own_collectives() {
     let under_way = [ranks[0].barrier(), ranks[0].barrier()];
     ranks[0].abort("enough");
     for pending in under_way {
-        let Err(Error::Comm(error)) = pending.wait() else { panic!("it gave up") };
+        let Err(Error::Comm(error)) = pending.wait() else { panic!("a rank that gave up got a result") };
         let gave_up = matches!(error, CommError::RankAborted { peer: 0, .. } | CommError::GaveUp { rank: 0, .. });
         assert!(gave_up, "{error}");
     }
@@ -338,7 +338,8 @@ fn a_failed_collective_is_told_to_the_others_although_nobody_has_come_for_its_re
     let ranks = threads::communicators(3, Duration::from_secs(4)).unwrap();
     let not_looked_at = ranks[0].barrier();
     std::thread::sleep(Duration::from_secs(2));
-    // Rank 2 never comes. Rank 1 learns that when rank 0 times out, before it times out itself, and names the cause.
+    // Rank 2 never arrives. Rank 1 learns this when rank 0 times out, before rank 1 itself times out, and its error
+    // names the cause.
     let start = Instant::now();
     let error = ranks[1].barrier().wait().unwrap_err();
     assert!(start.elapsed() < Duration::from_millis(3500), "{:?}", start.elapsed());

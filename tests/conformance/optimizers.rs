@@ -361,7 +361,7 @@ fn a_slice_gets_the_bits_that_the_whole_would_give() {
         for (a, b) in whole.states.iter().zip(&sliced.states) {
             assert!(bits(a) == bits(b), "{config:?}: states");
         }
-        assert!(half_whole == half_sliced, "{config:?}: half copy");
+        assert!(half_whole == half_sliced, "{config:?}: 16-bit copy");
     }
 }
 

@@ -375,7 +375,7 @@ fn a_weight_file_must_be_there_and_be_safetensors() {
     write(&file, &[("weight", Dtype::F32, &[3, 4]), ("bias", Dtype::F32, &[3])]);
     let bytes = std::fs::read(&file).unwrap();
     std::fs::write(&file, &bytes[..bytes.len() - 8]).unwrap();
-    insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a readable safetensors file: it has 180 bytes of the 188 that its header describes: it was cut short");
+    insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a readable safetensors file: it was cut short (it has 180 of the 188 bytes that its header describes)");
 }
 
 #[test]

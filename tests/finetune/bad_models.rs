@@ -56,7 +56,7 @@ fn shards_that_are_missing_cut_short_or_elsewhere_are_named() {
     std::fs::remove_file(&shard).unwrap();
     insta::assert_snapshot!(refused(dir), @"DIR/model.safetensors.index.json names DIR/model-00002-of-00004.safetensors, which has 13 of its tensors but cannot be read: No such file or directory (os error 2); all files of an index are needed");
     std::fs::write(&shard, &whole[..whole.len() - 5000]).unwrap();
-    insta::assert_snapshot!(refused(dir), @"DIR/model-00002-of-00004.safetensors is not a readable safetensors file: it has 104312 bytes of the 109312 that its header describes: it was cut short");
+    insta::assert_snapshot!(refused(dir), @"DIR/model-00002-of-00004.safetensors is not a readable safetensors file: it was cut short (it has 104312 of the 109312 bytes that its header describes)");
     std::fs::write(&shard, &whole[..100]).unwrap();
     insta::assert_snapshot!(refused(dir), @"DIR/model-00002-of-00004.safetensors is not a readable safetensors file: invalid header length");
     std::fs::write(&shard, &whole).unwrap();

@@ -1,4 +1,4 @@
-//! Learning to classify: an encoder's initial values, its rows, and its independence of padding.
+//! Learning to classify: an encoder's initial values, its rows, and its independence from padding.
 
 use crate::fixtures::{path, tensors};
 use crate::support::processes::{stderr, stdout, zerorun};

@@ -234,7 +234,7 @@ fn bytes_that_end_too_early_go_on_where_they_ended() {
 #[test]
 fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
-    // No answer delivers any byte after the first 1000.
+    // No response delivers any byte after the first 1000.
     server.set(Faults { ends: vec![1000; 9], ..Faults::default() });
     insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: received only 1000 B of 397.2 KiB of model.safetensors in org/tiny (Peer disconnected, several times); the received part is kept: run the command again to resume from there");
     assert_eq!(of_weights(&server).len(), 4);

@@ -17,13 +17,13 @@ pub const TOKEN: &str = "hf_right";
 #[derive(Debug, Clone, Default)]
 pub struct Faults {
     /// The file ("" for the list) for which every request is refused, with the status, code and message of the
-    /// answer.
+    /// response.
     pub refused: Option<(&'static str, u16, &'static str, &'static str)>,
-    /// The positions in the file at which answers with the weights end, one after another.
+    /// The positions in the file at which successive responses with the weights are cut off.
     pub ends: Vec<usize>,
-    /// The number of answers with a wrong byte.
+    /// The number of responses that contain a wrong byte.
     pub wrong_bytes: usize,
-    /// Whether ranges are unsupported, so that every answer contains the complete file.
+    /// Whether ranges are unsupported, so that every response contains the complete file.
     pub no_parts: bool,
     /// The number of requests for files that are answered with 503.
     pub busy: usize,
@@ -136,7 +136,7 @@ impl Hub {
         }
     }
 
-    /// Sends an answer. Returns whether the connection stays open.
+    /// Sends a response. Returns whether the connection stays open.
     fn answer(
         &self,
         stream: &mut TcpStream,

@@ -22,7 +22,7 @@ fn as_rank(command: &mut Command, rank: usize, world: usize, port: u16) -> &mut 
     command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string()).stdin(Stdio::null())
 }
 
-/// Starts this test binary as a rank that repeatedly meets the others.
+/// Starts this test binary as a rank that repeatedly enters a barrier with the others.
 fn meeting(folder: &Path, rank: usize, world: usize, port: u16, timeout: &str) -> Child {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(as_program(module_path!(), "as_a_rank"));
@@ -99,7 +99,7 @@ fn the_others_end_in_seconds_with_the_name_of_a_rank_that_is_killed_or_stopped()
     for (victim, signal, limit) in [(1, Signal::KILL, 5), (0, Signal::KILL, 5), (2, Signal::STOP, 15)] {
         let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
         let mut ranks: Vec<Child> = (0..3).map(|rank| meeting(folder.path(), rank, 3, port, "60000")).collect();
-        wait_for("all ranks to meet", || {
+        wait_for("all ranks to pass the barrier", || {
             (0..3).all(|rank| folder.path().join(format!("met.{rank}")).exists()).then_some(())
         });
         let mut victim_process = ranks.remove(victim);
@@ -145,7 +145,7 @@ fn a_rank_that_ends_before_all_are_there_is_named_to_those_that_wait() {
     let [first, mut second] = [0, 1].map(|rank| meeting(folder.path(), rank, 3, port, "60000"));
     // Both sockets must exist: rank 0's listener and its connection to rank 1.
     let named = format!("port {port}");
-    wait_up_to(Duration::from_secs(20), "the meeting", || {
+    wait_up_to(Duration::from_secs(20), "the rendezvous", || {
         let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
         (sockets.lines().filter(|line| line.ends_with(&named)).count() == 2).then_some(())
     });

@@ -315,7 +315,7 @@ fn weights_that_do_not_fit() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("short.safetensors"), @r#"
-    error: short.safetensors is not a readable safetensors file: it has 5000 bytes of the 31400 that its header describes: it was cut short
+    error: short.safetensors is not a readable safetensors file: it was cut short (it has 5000 of the 31400 bytes that its header describes)
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -364,7 +364,7 @@ fn outputs_that_cannot_be_written() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("--save /proc/x"), @r#"
-    error: the checkpoint /proc/x cannot be used: it cannot be written: No such file or directory (os error 2); correct that, or save elsewhere; earlier checkpoints are complete
+    error: the checkpoint /proc/x cannot be used: it cannot be written (No such file or directory (os error 2)); correct that, or save elsewhere; earlier checkpoints are not affected
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

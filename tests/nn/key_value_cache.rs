@@ -1,4 +1,4 @@
-//! Attention with a cache, compared with attention over everything at once, and what it refuses.
+//! Attention with a cache, compared with attention over all positions at once, and the inputs that the cache refuses.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_zero::nn::{
@@ -113,7 +113,7 @@ fn what_a_cache_cannot_take_up_is_refused_and_changes_nothing() {
     let qkv = numbers(1, 8, 3 * 8, 1);
     let mut cache = KeyValueCache::new(8);
     cache.causal_attention(&qkv.narrow(1, 0, 6).unwrap(), 2).unwrap();
-    // Without a backtrace, which may follow.
+    // Only the first line of the error: a backtrace may follow.
     let text = |cache: &mut KeyValueCache, qkv: &Tensor, heads| {
         cache.causal_attention(qkv, heads).unwrap_err().to_string().lines().next().unwrap_or_default().to_string()
     };

@@ -25,7 +25,8 @@ pub fn gpu(rank: usize) -> Result<Device> {
     Device::new_cuda(rank % gpus.max(1))
 }
 
-/// Returns the bytes in use on a rank's GPU, as counted by the CUDA mock (tools/mock_cuda), or `None` on real hardware.
+/// Returns the number of bytes in use on a rank's GPU, as counted by the CUDA mock (tools/mock_cuda), or `None` on real
+/// hardware.
 #[cfg(feature = "cuda")]
 pub fn counted_bytes(gpu: i32) -> Option<usize> {
     count(c"mock_cuda_live_bytes", gpu)

@@ -72,7 +72,7 @@ impl StorageType {
         }
     }
 
-    /// Returns the bytes of an element.
+    /// Returns the size in bytes of an element.
     pub fn size(self) -> usize {
         match self {
             Self::F64 | Self::I64 => 8,
@@ -111,7 +111,7 @@ pub(super) struct StoredTensor {
 }
 
 impl StoredTensor {
-    /// Returns the bytes of the tensor's elements.
+    /// Returns the size in bytes of the tensor's elements.
     pub fn bytes(&self) -> u64 {
         (self.length as u64).saturating_mul(self.kind.size() as u64)
     }

@@ -72,7 +72,7 @@ impl TorchArchive {
         &self.path
     }
 
-    /// Returns the bytes of all storages.
+    /// Returns the size in bytes of all storages.
     pub fn stored(&self) -> u64 {
         self.storages.values().fold(0, |sum, span| sum.saturating_add(span.length))
     }

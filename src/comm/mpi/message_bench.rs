@@ -6,7 +6,7 @@ use crate::error::CommError;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// The size of a message in bytes: large, as a program that only moves bytes would choose.
+/// The size of a message in bytes: as large as a program that only moves bytes would choose.
 const MESSAGE_BYTES: usize = 4 << 20;
 /// The number of messages in flight to and from a rank.
 const MESSAGES_IN_FLIGHT: usize = 3;

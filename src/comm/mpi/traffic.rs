@@ -45,7 +45,7 @@ pub(super) enum ReduceAlgorithm {
     HostSums(InterHostFormat),
 }
 
-/// The bytes into the host that receives most, and out of the host that sends most.
+/// The bytes into the host that receives the most, and out of the host that sends the most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PeakHostTraffic {
     pub into: usize,
@@ -164,7 +164,7 @@ mod tests {
                 "four owners receive, eight are sent to"
             );
         }
-        // The host with one rank receives most, the host with three ranks sends most.
+        // The host with one rank receives the most, the host with three ranks sends the most.
         let gather = |counts: &[usize]| gather_bytes(HostTopology::with(counts, 0).host_ranks(), 100);
         assert_eq!(gather(&[3, 1]), PeakHostTraffic { into: 300, out: 300 });
         assert_eq!(gather(&[2, 2, 2]), PeakHostTraffic { into: 400, out: 400 });

@@ -19,9 +19,9 @@ pub(crate) struct UniformHosts(HostTopology);
 /// Consecutive messages between hosts for one sum or gather. Headers are exchanged before them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct InterHostTransfer {
-    /// The bytes into the host that receives most.
+    /// The bytes into the host that receives the most.
     pub into: usize,
-    /// The bytes out of the host that sends most.
+    /// The bytes out of the host that sends the most.
     pub out: usize,
     /// The number of messages from one rank to another.
     pub messages: usize,

@@ -40,7 +40,7 @@ impl RendezvousMembers {
     /// Starts listening.
     ///
     /// # Errors
-    /// Another process is listening on this port, or the system failed.
+    /// Another process is listening on this port, or a system call failed.
     pub(super) fn open(port: u16, world: usize) -> Result<Self> {
         let listener = UnixListener::bind_addr(&address(port)?).map_err(|error| match error.kind() {
             std::io::ErrorKind::AddrInUse => CommError::MeetingTaken { port },
@@ -71,7 +71,7 @@ impl RendezvousMembers {
     /// Waits for events, up to `limit`.
     ///
     /// # Errors
-    /// The system failed.
+    /// A system call failed.
     pub(super) fn next(&mut self, limit: Option<Duration>) -> Result<Vec<MembershipEvent>> {
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
         let mut watched: Vec<PollFd<'_>> =

@@ -30,7 +30,7 @@ use std::sync::{Arc, OnceLock};
 ///
 /// # Errors
 /// A rank does not connect in time, two processes claim the same rank, ranks disagree about WORLD_SIZE, another job
-/// uses the port, or the system failed.
+/// uses the port, or a system call failed.
 pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
     let region = if env.rank == 0 {
         let (region, members) = server::admit_all(env)?;

@@ -27,7 +27,7 @@ impl PeerCredentials {
     /// Asks the kernel for the credentials.
     ///
     /// # Errors
-    /// The system failed.
+    /// A system call failed.
     pub(super) fn of(stream: &UnixStream) -> io::Result<Self> {
         let mut peer = Self::default();
         let mut len = size_of::<Self>() as u32;

@@ -15,7 +15,7 @@ const UNREPORTED_DEATH: &str = "its process ended without a message";
 /// Runs on rank 0: watches the others, and rejects processes that connect too late.
 ///
 /// # Errors
-/// The system failed.
+/// A system call failed.
 pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: RendezvousMembers) -> Result<(), CommError> {
     watch(move || {
         // After a system error, deaths are detected only by missing heartbeats.
@@ -32,7 +32,7 @@ pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: Rendezvou
 /// Runs on the other ranks: watches rank 0.
 ///
 /// # Errors
-/// The system failed.
+/// A system call failed.
 pub(super) fn the_first(region: Arc<SharedMemoryRegion>, mut stream: UnixStream) -> Result<(), CommError> {
     stream.set_read_timeout(None).map_err(system("wait on a socket for"))?;
     watch(move || {

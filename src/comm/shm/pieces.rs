@@ -5,7 +5,7 @@
 //!   rank 1   write piece k -> publish k -> wait for all k -> read peers' k -> ...
 //! ```
 //!
-//! A piece lies in the even or the odd slot of its rank. Piece k+2 overwrites piece k. This is safe because a rank
+//! A piece is in the even or the odd slot of its rank. Piece k+2 overwrites piece k. This is safe because a rank
 //! writes k+2 only after it saw every peer publish k+1, and a peer publishes k+1 only after it has read all of k. One
 //! wait per piece is therefore enough.
 //!

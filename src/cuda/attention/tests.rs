@@ -108,7 +108,7 @@ impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
     }
 }
 
-/// Returns the largest difference, relative to the largest number. It is nan if exactly one number of a pair is nan.
+/// Returns the largest difference, relative to the largest number. It is NaN if exactly one number of a pair is NaN.
 fn difference<E: Element>(got: &[E], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len());
     let largest = want.iter().fold(1e-30f32, |m, x| m.max(x.abs()));
@@ -250,7 +250,7 @@ fn a_packed_sequence_has_the_bits_of_the_sequence_alone_whatever_is_beside_it() 
         let h = heads((2, 90, 2, 1, 24));
         for (rule, starts) in rules(&h).into_iter().filter(|(_, starts)| starts.is_some()) {
             let mut case = Case::<E>::new(h, rule, starts);
-            // A sequence of nans does not affect the others.
+            // A sequence of NaNs does not affect the others.
             let stride = case.stride();
             case.qkv[4 * stride..][..10 * stride].fill(put(f32::NAN));
             let all = case.run(device);

@@ -2,7 +2,7 @@
 #pragma once
 
 // x / (1 + exp(-u)) for a function u of x, and its slope from the slope of u. Beyond 68 the slope is 0 or 1, and
-// products of exponentials stay finite. Written so that nan propagates.
+// products of exponentials stay finite. Written so that NaN propagates.
 __device__ __forceinline__ float gated_by(float x, float u) { return x / (1.0f + expf(-u)); }
 
 __device__ __forceinline__ float slope_of_gated(float x, float u, float inner) {

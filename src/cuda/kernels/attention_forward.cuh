@@ -48,7 +48,7 @@ __device__ __forceinline__ void attention_forward(const AttentionSizes &s, const
     int query = strip + lane / 2;
     Range of_strip = keys_of(s, at.len, strip, STRIP);
     Scores as(s);
-    // A finite number, so that nothing becomes nan before a query has seen a key.
+    // A finite number, so that nothing becomes NaN before a query has seen a key.
     float largest = -FLT_MAX, total = 0.0f;
     typename G::Sums sums;
     G::zero(sums);

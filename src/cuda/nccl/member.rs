@@ -119,7 +119,7 @@ impl NcclMember {
         }
     }
 
-    /// Records an event on the wire stream, if times are kept.
+    /// Records an event on the wire stream, if times are measured.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.
@@ -175,7 +175,7 @@ impl NcclMember {
         }
     }
 
-    /// Returns the bytes of the memory for elements from peers.
+    /// Returns the size in bytes of the memory for elements from peers.
     pub fn room_bytes(&self) -> usize {
         lock(&self.state).room.as_ref().map_or(0, CudaSlice::len)
     }

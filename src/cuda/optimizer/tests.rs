@@ -36,7 +36,7 @@ fn optimizers() -> Vec<Box<dyn Optimizer>> {
     configs.iter().map(from_config).collect()
 }
 
-/// A parameter, its states and its half copy, on the host and on a device. Elements `part` of each form the array of
+/// A parameter, its states and its 16-bit copy, on the host and on a device. Elements `part` of each form the array of
 /// one step.
 struct Arrays {
     part: Range<usize>,

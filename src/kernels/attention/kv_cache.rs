@@ -87,7 +87,7 @@ fn for_each_head<E: Element>(
 /// Computes out = softmax(scale q k^T, over the keys that `rule` lets a query see) v for the `h.time` new positions,
 /// whose keys and values are in the cache.
 ///
-/// `q` and `out` are as in [`forward()`](super::forward()). Panics if the slices do not fit the sizes, or if the rule
+/// `q` and `out` are as in [`forward()`](super::forward()). Panics if the slices do not match the sizes, or if the rule
 /// has several sequences or lets queries see later positions.
 pub fn forward_cached<E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),

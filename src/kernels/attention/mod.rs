@@ -47,7 +47,7 @@ use tiles::ScoreTiles;
 /// of the batch. `out` has dense rows of `heads * head` elements. `lse` `[batch, time, heads]` receives the log-sum-exp
 /// of each query's scores, which [`backward()`] needs.
 ///
-/// Panics if the slices or the rule do not fit the sizes.
+/// Panics if the slices or the rule do not match the sizes.
 pub fn forward<E: Element>(
     h: &AttentionShape,
     rule: &AttentionRule<'_>,
@@ -65,7 +65,7 @@ pub fn forward<E: Element>(
 /// `out` and `lse` are the results of forward, and `dout` is the gradient of `out`. A key head's gradients are summed
 /// in f32 within each query head of its group, then over these heads in order, and are rounded once.
 ///
-/// Panics if the slices or the rule do not fit the sizes.
+/// Panics if the slices or the rule do not match the sizes.
 pub fn backward<E: Element>(
     h: &AttentionShape,
     rule: &AttentionRule<'_>,

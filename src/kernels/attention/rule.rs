@@ -91,7 +91,7 @@ impl AttentionRule<'_> {
 
     /// Returns all sequences, in order.
     ///
-    /// Panics if they do not fit the sizes.
+    /// Panics if they do not match the sizes.
     pub fn spans(&self, h: &AttentionShape) -> Vec<SequenceSpan> {
         let Some(rows) = self.starts else {
             return (0..h.batch).map(|row| SequenceSpan { first: row * h.time, len: h.time }).collect();

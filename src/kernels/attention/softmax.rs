@@ -16,7 +16,7 @@ pub(super) struct OnlineSoftmax {
 
 impl OnlineSoftmax {
     pub(super) fn new() -> Self {
-        // A finite number, so that nothing becomes nan before a query has seen a key.
+        // A finite number, so that nothing becomes NaN before a query has seen a key.
         Self { max: [f32::MIN; BLOCK], sum: [0.0; BLOCK], shrink: [0.0; BLOCK] }
     }
 }

@@ -287,7 +287,7 @@ fn a_packed_sequence_has_the_bits_of_the_sequence_alone_whatever_is_beside_it() 
         let h = AttentionShape { batch: 2, time: 200, heads: 4, kv_heads: 2, head: 24 };
         for (rule, starts) in rules(&h).into_iter().filter(|(_, starts)| starts.is_some()) {
             let mut case = Case::<E>::ruled(h, rule, starts);
-            // A sequence of nans does not affect the others.
+            // A sequence of NaNs does not affect the others.
             let stride = case.stride();
             case.qkv[4 * stride..][..10 * stride].fill(put(f32::NAN));
             for path in SimdMethod::available::<E>() {

@@ -38,7 +38,7 @@ pub(super) fn with_words<R>(words: usize, f: impl FnOnce(*mut f32) -> R) -> R {
     result
 }
 
-/// Returns the bytes of this thread's unused buffers.
+/// Returns the size in bytes of this thread's unused buffers.
 #[cfg(test)]
 pub(super) fn bytes_kept() -> usize {
     FREE_BUFFERS.with_borrow(|free| free.iter().map(|buffer| buffer.capacity() * size_of::<CacheLine>()).sum())

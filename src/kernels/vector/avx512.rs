@@ -162,7 +162,7 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
     unsafe fn exp2(self) -> Self {
         // SAFETY: as the caller promises.
         unsafe {
-            // The smaller operand comes first, so that nan passes.
+            // The smaller operand comes first, so that NaN passes.
             let x = _mm512_max_ps(_mm512_set1_ps(-200.0), self.0);
             let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
             let p = exp2_of_rest(Self(_mm512_sub_ps(x, whole)));
@@ -265,7 +265,7 @@ unsafe fn to_bf16(values: __m512) -> __m256i {
         let bits = _mm512_castps_si512(values);
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
         let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-        // A nan stays a nan and becomes quiet.
+        // A NaN stays a NaN and becomes quiet.
         let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
         let rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x40_0000));
         _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))

@@ -34,7 +34,7 @@ pub(crate) const MAX_LANES: usize = 16;
 /// The argument of [`SimdVector::transpose`], which uses the first [`SimdVector::LANES`] vectors.
 pub(crate) type TransposeBlock<V> = [V; MAX_LANES];
 
-/// A vector of f32. A lane may also hold a word of other bits that is only moved.
+/// A vector of f32. A lane may also hold 32 bits of other data, with which f32 arithmetic is not done.
 ///
 /// # Safety
 /// Every method except [`SimdVector::with`] may be called only inside it, because the methods inline the vector's
@@ -50,7 +50,7 @@ pub(crate) trait SimdVector: Copy {
     /// Returns a vector with the same number in every lane.
     unsafe fn splat(x: f32) -> Self;
 
-    /// Loads the numbers from `from` on.
+    /// Loads consecutive numbers, starting at `from`.
     unsafe fn load(from: *const f32) -> Self;
 
     /// Writes all lanes.
@@ -90,15 +90,16 @@ pub(crate) trait SimdVector: Copy {
     /// Transposes the square of the first `LANES` lanes of the first `LANES` rows.
     unsafe fn transpose(rows: &mut TransposeBlock<Self>);
 
-    /// Loads the first `n` elements from `from` on (at most a full vector) as f32, and fills the rest with zeros. No
-    /// other elements are read.
+    /// Loads `n` elements (at most a full vector), starting at `from`, as f32, and fills the rest with zeros. No other
+    /// elements are read.
     unsafe fn widen<E: Element>(from: *const E, n: usize) -> Self;
 
     /// Returns the two bf16 numbers in each lane's bits as f32: first those of the low halves, then those of the high
     /// halves.
     unsafe fn split_bf16(self) -> [Self; 2];
 
-    /// Writes the first `n` numbers (at most all lanes), each rounded to the nearest element, with ties to even.
+    /// Writes the first `n` numbers (at most all lanes), each rounded to the nearest value of the element type, with
+    /// ties to even.
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize);
 
     /// Adds the product of the number at `a` and the numbers of `b` to each sum, like [`SimdVector::mul_add`].

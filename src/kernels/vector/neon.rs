@@ -93,7 +93,7 @@ impl SimdVector for Neon {
     unsafe fn exp2(self) -> Self {
         // SAFETY: as the caller promises.
         unsafe {
-            // These instructions let nan pass. The lower bound yields 2^-127, whose exponent bits are those of 0.
+            // These instructions let NaN pass. The lower bound yields 2^-127, whose exponent bits are those of 0.
             let x = vmaxq_f32(vdupq_n_f32(-127.0), self.0);
             let x = vminq_f32(vdupq_n_f32(128.0), x);
             let whole = vrndnq_f32(x);

@@ -62,7 +62,7 @@ impl CoalescedLayout {
         self.weights.packing().map_or(self.weights.dtype(dtype), |_| DType::F32)
     }
 
-    /// Returns whether the layout carries packed weights, which lie on the host.
+    /// Returns whether the layout carries packed weights, which are on the host.
     pub fn is_packed(&self) -> bool {
         self.weights.packing().is_some()
     }
@@ -91,7 +91,7 @@ impl CoalescedLayout {
             for (p, offset) in self.params.iter().zip(&self.offsets) {
                 let param = &rank.params()[*p];
                 let at = (self.chunk, *offset);
-                // The words lie on the host.
+                // The words are on the host.
                 let whole = packed_weight_shards::assemble(packing, param, &chunks, at, rank.dtype(), rank.mesh())?;
                 install(param, whole.moved_to(rank.model_place())?)?;
             }

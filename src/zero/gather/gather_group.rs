@@ -95,7 +95,7 @@ impl GatherGroup {
         let launch = |layout: &CoalescedLayout| {
             let _about = timeline::about(|| core.names(&layout.params));
             let _span = timeline::span(timeline::EventCategory::Gather, "launch").of(|| core.names(&layout.params));
-            // The shards lie in one place, because they are of one kind.
+            // The shards are in one place, because they are of one kind.
             let place = layout.params.first().and_then(|p| match &groups[core.place(*p).0].weights {
                 Some(StateStorage::Memory(weights)) => Some(weights.buffer().place()),
                 _ => None,
@@ -206,7 +206,7 @@ impl GatherGroup {
     }
 }
 
-/// Returns whether the shards of a layout, which lie in `place`, are gathered on the GPU, to which they must be copied.
+/// Returns whether the shards of a layout, which are in `place`, are gathered on the GPU, to which they must be copied.
 /// Packed shards are unpacked on the host.
 fn goes_to_gpu<R: StepExecutor>(core: &R, layout: &CoalescedLayout, place: &BufferPlaceOf<R>) -> bool {
     R::Buffer::is_device(core.model_place()) && !R::Buffer::is_device(place) && !layout.is_packed()

@@ -15,7 +15,7 @@ pub(crate) enum LeafPosition {
     Outside,
     /// The unit is a leaf, and not inside another leaf.
     Leaf,
-    /// The unit lies in a leaf, and is gathered with it.
+    /// The unit is in a leaf, and is gathered with it.
     Inside,
 }
 

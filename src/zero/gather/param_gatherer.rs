@@ -5,7 +5,7 @@
 //!   backward   ... gather u1 | run u1, releasing each parameter when its gradient has arrived | gather u0 | ...
 //! ```
 //!
-//! If shards lie in a file, a gather begins by reading them. With `zero_quantized_weights` it carries int8: all ranks,
+//! If shards are in a file, a gather begins by reading them. With `zero_quantized_weights` it carries int8: all ranks,
 //! the owner of a shard included, compute with the received values, while the owner keeps the exact weights that the
 //! optimizer updates.
 //!

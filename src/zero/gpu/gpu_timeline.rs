@@ -18,7 +18,7 @@ impl GpuTimelineSpan {
     /// is recorded.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// A driver error.
     pub fn begin(core: &RankCore) -> Result<Option<Self>> {
         let Some(device) = core.model_place.gpu().filter(|_| timeline::is_recording()) else { return Ok(None) };
         let stream = device.cuda_stream();
@@ -29,7 +29,7 @@ impl GpuTimelineSpan {
     /// Ends the span: all its work has been launched.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// A driver error.
     pub fn end(mut self) -> Result<Self> {
         self.moments[1] = TimedEvent::behind(&self.stream)?;
         Ok(self)
@@ -38,7 +38,7 @@ impl GpuTimelineSpan {
     /// Waits for the GPU and records the span.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// A driver error.
     pub fn record(self, name: &'static str) -> Result<()> {
         let [begin, end] = &self.moments;
         let times = TimedEvent::when([begin, end], &self.stream)?;

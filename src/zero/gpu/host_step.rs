@@ -1,4 +1,4 @@
-//! Weights that lie on a GPU while the step that changes them runs on the host (ZeRO-Offload, arXiv 2101.06840).
+//! Weights that are on a GPU while the step that changes them runs on the host (ZeRO-Offload, arXiv 2101.06840).
 //!
 //! ```text
 //!   master weights, states, gradients on the host -> step -> new weights -> GPU -> in place
@@ -25,10 +25,10 @@ use std::ops::Range;
 /// The number of pending pieces.
 const IN_FLIGHT: usize = 1;
 
-/// A sweep through weights that lie on a GPU.
+/// A sweep through weights that are on a GPU.
 pub(in crate::zero) struct HostStep<'a> {
     core: &'a RankCore,
-    /// The storage of shards of weights; `None` if weights are not sharded, but lie in the parameters' tensors.
+    /// The storage of shards of weights; `None` if weights are not sharded, but are in the parameters' tensors.
     storage: Option<&'a mut StateStorage<RankCore>>,
     device: &'a CudaDevice,
     mode: SweepMode,
@@ -48,7 +48,7 @@ pub(in crate::zero) struct WeightRange {
 }
 
 impl<'a> HostStep<'a> {
-    /// Creates a sweep for the weights of a sub-group, which lie in its `storage` or in the parameters' tensors. If
+    /// Creates a sweep for the weights of a sub-group, which are in its `storage` or in the parameters' tensors. If
     /// they are not on a GPU, or a sweep does not need them, returns their storage.
     pub fn for_weights(
         core: &'a RankCore,

@@ -3,7 +3,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `gradient_pack.rs` | packs gradients into a bucket |
-//! | `device_step.rs` | the optimizer step of a share that lies on the GPU |
+//! | `device_step.rs` | the optimizer step of a share that is on the GPU |
 //! | `host_step.rs` | weights on the GPU that a step on the host changes |
 //! | `gpu_timeline.rs` | records when the model's work ran |
 

@@ -5,7 +5,7 @@
 //!                                                                                             or is added to it
 //! ```
 //!
-//! A large gradient is reduced separately, in the buffer that its layer wrote: a parameter's pieces already lie in it
+//! A large gradient is reduced separately, in the buffer that its layer wrote: a parameter's pieces are already in it
 //! one after the other. Small ones are packed together. From stage 2 on, a gradient is dropped as soon as it is
 //! reduced, while backward continues. At stage 1 every rank holds its full gradient until backward is over, as ZeRO
 //! defines it. At stage 0 the full sum is kept.
@@ -109,7 +109,7 @@ fn travels(config: &Config, dtype: DType) -> (DType, WireFormat) {
 pub(crate) trait GradientBackend: StepExecutor {
     /// A gradient as computed by backward.
     type Grad;
-    /// Returns the bytes of a gradient.
+    /// Returns the size in bytes of a gradient.
     fn bytes(grad: &Self::Grad) -> usize;
     /// Returns the memory tier of a gradient.
     fn tier_of(grad: &Self::Grad) -> MemoryTier;
@@ -261,7 +261,7 @@ impl<C: GradientBackend> GradientReducer<C> {
     }
 
     /// Waits for the oldest reductions until at most `left` are pending, and adds their sums to this rank's share. If
-    /// the share lies on another device, at most `left` sums are still being copied to it afterwards.
+    /// the share is on another device, at most `left` sums are still being copied to it afterwards.
     fn finish(&mut self, core: &C, left: usize) -> Result<()> {
         while let Some(PendingReduction { layout, pending, held }) = self.buckets.due(left) {
             let sum = core.wait(pending)?;

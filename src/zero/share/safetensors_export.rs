@@ -84,7 +84,7 @@ impl RankCore {
     /// Collective: assembles a whole parameter from the elements that each rank owns.
     pub(super) fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
         let (mesh, about) = (self.mesh(), &self.params[param]);
-        // Not decided by how much this rank owns: a parameter with one element lies in only one shard.
+        // Not decided by how much this rank owns: a parameter with one element is in only one shard.
         if mesh.shards() == 1 || !self.placement.optim.is_sharded() {
             return Ok(own);
         }

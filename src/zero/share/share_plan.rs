@@ -13,9 +13,9 @@ use std::sync::Arc;
 /// The places where a rank keeps the parts of its share that are not in files.
 #[derive(Debug, Clone)]
 pub(crate) struct ShardDevices<P> {
-    /// The place of master weights, optimizer states and gradients.
+    /// The location of master weights, optimizer states and gradients.
     pub states: P,
-    /// The place of shards of weights in the model's dtype.
+    /// The location of shards of weights in the model's dtype.
     pub weights: P,
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct SharePlan {
     pub grouping: Arc<ParameterGrouping>,
     /// The dtype that float buffers are cast to (`data_types.buffer_dtype`). `None`: no cast.
     pub buffer_dtype: Option<DType>,
-    /// The number of elements of weights that stay in memory (`max_in_cpu`) if the others lie in files.
+    /// The number of elements of weights that stay in memory (`max_in_cpu`) if the others are in files.
     pub weights_in_memory: Option<usize>,
     /// Whether states are kept on the host (`offload_optimizer`), whatever device runs the model.
     pub offloads_states: bool,
@@ -41,7 +41,7 @@ pub(crate) struct SharePlan {
     pub offloads_weights: bool,
     /// The precision of master weights and optimizer states.
     pub states: StatePrecision,
-    /// The fraction of the sub-groups whose optimizer states lie in files (`ratio`), if any do.
+    /// The fraction of the sub-groups whose optimizer states are in files (`ratio`), if any are.
     pub states_in_files: Option<f64>,
     /// Whether frozen parameters are packed.
     pub packs: bool,
@@ -78,19 +78,19 @@ impl SharePlan {
         self.placement.params.is_sharded() && (shares || weights.packing().is_some())
     }
 
-    /// Returns whether packed shares are unpacked from where they lie. This holds for a single rank without files,
+    /// Returns whether packed shares are unpacked from where they are. This holds for a single rank without files,
     /// because an early copy of them would speed nothing up.
     pub fn unpacks_in_place(&self) -> bool {
         self.mesh.shards() == 1 && !self.has_files()
     }
 
-    /// Returns the places of the share of a model on `device`.
+    /// Returns the locations of the share of a model on `device`.
     pub fn devices(&self, device: &Device) -> ShardDevices<BufferDevice> {
         self.devices_of(BufferDevice::of(device), BufferDevice::Host)
     }
 
-    /// Returns the places of the share of a model in the memory `model`. States lie there too if kernels of a GPU can
-    /// update them there. Weights or states lie on the `host` if they are offloaded.
+    /// Returns the locations of the share of a model in the memory `model`. States are there too if kernels of a GPU
+    /// can update them there. Weights or states are on the `host` if they are offloaded.
     pub fn devices_of<P>(&self, model: P, host: P) -> ShardDevices<P>
     where
         P: Clone,
@@ -149,7 +149,7 @@ impl SharePlan {
         if OptimizerRole::ALL.into_iter().any(|role| self.block(role) > 1) { ALIGN } else { STEP }
     }
 
-    /// Returns whether some states lie in files.
+    /// Returns whether some states are in files.
     pub fn has_files(&self) -> bool {
         self.weights_in_memory.is_some() || self.states_in_files.is_some()
     }

@@ -11,7 +11,7 @@ pub(crate) trait ShareStorage: Sized {
     /// The files of the states that are not in memory.
     type Files: StateFiles<Buffer = Self::Buffer>;
 
-    /// Returns the place of this rank's share, unless it is in files.
+    /// Returns the location of this rank's share, unless it is in files.
     fn share_place(&self) -> &BufferPlaceOf<Self>;
     /// Returns the place where the model computes: that of gathered parameters and of the buffers of collectives.
     fn model_place(&self) -> &BufferPlaceOf<Self>;
@@ -19,7 +19,7 @@ pub(crate) trait ShareStorage: Sized {
     fn ledger(&self) -> &MemoryLedger;
 }
 
-/// The place of a rank's buffer: a kind of memory.
+/// The location of a rank's buffer: a kind of memory.
 pub(crate) type BufferPlaceOf<R> = <<R as ShareStorage>::Buffer as ElementBuffer>::Place;
 
 /// An extent of a file.

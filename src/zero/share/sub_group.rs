@@ -160,7 +160,7 @@ impl<R: ShareStorage> SubGroup<R> {
     /// Returns the sum of the squares of this rank's piece of each slot's gradient.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// A driver error.
     pub fn squares(&self) -> Result<Vec<f64>> {
         let slots = self.slots.iter().zip(&self.grads);
         let in_memory = slots.filter_map(|(slot, grads)| match grads {

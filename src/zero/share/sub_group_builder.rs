@@ -91,7 +91,7 @@ pub(crate) struct SubGroupBuilder<R: ShareStorage = RankCore, C = ArenaBuilder> 
     sharing: ShareLayout,
     files: C,
     ledger: MemoryLedger,
-    /// The places of complete sub-groups that are not in files. Until they are complete, they are on the host.
+    /// The locations of complete sub-groups that are not in files. Until they are complete, they are on the host.
     devices: ShardDevices<BufferPlaceOf<R>>,
     done: Vec<SubGroup<R>>,
     /// The open sub-group of each class.

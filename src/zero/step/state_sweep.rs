@@ -24,12 +24,12 @@ use std::ops::Range;
 
 /// The executor of a [`StateSweep`]: the engine's core, or a rehearsal that only counts.
 pub(crate) trait StepBackend: StepExecutor {
-    /// Updates a sub-group that lies in a GPU's memory. Returns false if a sweep must go through it instead.
+    /// Updates a sub-group that is in a GPU's memory. Returns false if a sweep must go through it instead.
     fn update_on_device(&self, group: &mut SubGroup<Self>, hyperparameters: &Hyperparameters<'_>) -> Result<bool> {
         _ = (group, hyperparameters);
         Ok(false)
     }
-    /// Calls `work` with the parts of a sub-group that lie in its elements `range`, if they have values.
+    /// Calls `work` with the parts of a sub-group that are in its elements `range`, if they have values.
     fn parts(
         &self,
         group: &mut SubGroup<Self>,
@@ -76,7 +76,7 @@ impl<'a, C: StepBackend> StateSweep<'a, C> {
         let largest = spans.iter().map(|span| span.range.len()).max().unwrap_or(0);
         let streams = |span: &SweepSpan| groups[span.group].streams(span.mode);
         let window_len = core.windows().len(largest, spans.iter().map(|s| streams(s).len()).max().unwrap_or(0));
-        // If 8-bit codes lie in a file, windows also begin at its pages.
+        // If 8-bit codes are in a file, windows also begin at its pages.
         let has_codes = groups.iter().flat_map(|g| &g.moments).any(|moment| moment.format.map().is_some());
         let window_len = if has_codes { window_len.next_multiple_of(ALIGN) } else { window_len };
         let plan = spans.iter().flat_map(|span| {

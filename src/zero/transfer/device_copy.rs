@@ -79,7 +79,7 @@ impl DeviceCopy {
     /// Waits until the buffer is in the right place.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// A driver error.
     pub fn wait(self) -> Result<FlatBuffer> {
         match self {
             Self::There(buffer) => Ok(buffer),
@@ -114,7 +114,7 @@ impl DeviceCopyQueues {
     /// Creates a queue. Locking memory waits for all of the GPU's work, even for a collective whose peer has failed.
     ///
     /// # Errors
-    /// An error of the driver: memory that cannot be locked.
+    /// A driver error: memory that cannot be locked.
     pub fn prepare(&self, kind: CopyKind) -> Result<()> {
         self.queue(kind).map(drop)
     }
@@ -122,7 +122,7 @@ impl DeviceCopyQueues {
     /// Begins to copy a buffer to a place. On a GPU it gets room for `capacity` elements.
     ///
     /// # Errors
-    /// An error of the driver: no memory on the GPU, or memory that cannot be locked.
+    /// A driver error: no memory on the GPU, or memory that cannot be locked.
     pub fn send(&self, kind: CopyKind, buffer: FlatBuffer, to: &BufferDevice, capacity: usize) -> Result<DeviceCopy> {
         let hold = |tier, bytes| self.ledger.hold_in(tier, kind.memory_kind(), bytes);
         let (here, len, size) = (buffer.capacity_in_bytes(), buffer.len(), buffer.dtype().size_in_bytes());

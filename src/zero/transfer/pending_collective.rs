@@ -1,7 +1,7 @@
 //! Pending collectives, each with its buffer.
 //!
 //! ```text
-//!   on the host    the communicator has the buffer until it is waited for
+//!   on the host    the communicator holds the buffer until the collective is waited for
 //!   on a GPU       NCCL moves it from GPU to GPU; if that is not possible, a copy on the host is sent, and the result
 //!                  is copied into the buffer's memory; with one rank nothing moves
 //! ```
@@ -42,7 +42,7 @@ pub(crate) enum CollectiveOp {
 }
 
 impl CollectiveOp {
-    /// Begins the collective. The result lies in the memory of `buffer`.
+    /// Begins the collective. The result is in the memory of `buffer`.
     fn begin(self, comm: &dyn Communicator, wire: WireFormat, buffer: Flat, tag: u64) -> Pending<Flat> {
         match self {
             Self::AllReduce => comm.all_reduce_as(wire, buffer, tag),
@@ -99,7 +99,7 @@ impl PendingCollective {
     /// Begins a collective on a buffer.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// A driver error.
     pub fn launch(
         transport: &CollectiveTransport<'_>,
         collective: CollectiveOp,
@@ -127,10 +127,10 @@ impl PendingCollective {
         }
     }
 
-    /// Waits for the result, which lies in the memory of the launched buffer.
+    /// Waits for the result, which is in the memory of the buffer passed to [`launch`](Self::launch).
     ///
     /// # Errors
-    /// A rank has failed, or ranks have diverged; an error of the driver.
+    /// A rank has failed, or ranks have diverged; a driver error.
     pub fn wait(self) -> Result<FlatBuffer> {
         match self {
             Self::Host(pending) => Ok(FlatBuffer::Host(pending.wait()?)),
