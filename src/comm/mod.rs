@@ -95,7 +95,7 @@ use std::time::Duration;
 ///
 /// type Message = Vec<u8>;
 ///
-/// Ranks as threads that send each other messages.
+/// /// Ranks as threads that send each other messages.
 /// struct Channels {
 ///     rank: usize,
 ///     size: usize,
