@@ -89,8 +89,8 @@ const LAMB: &[super::ConfigKey] = keys! {
 
 const MUON: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "null", H, "Learning rate of Muon and AdamW unless muon_lr or adam_lr is set.";
-    "muon_lr": NOT_NEGATIVE, "null", H, "Learning rate of matrices; null: lr, or 0.02 without it. Embeddings and the output projection (embed or lm_head in the name) are not trained as matrices.";
-    "adam_lr": NOT_NEGATIVE, "null", H, "Learning rate of all other parameters, which AdamW trains; null: lr, or 0.0003 without it.";
+    "muon_lr": NOT_NEGATIVE, "null", H, "Learning rate of matrices; null: lr, or 0.02 if lr is not set. Embeddings and the output projection (embed or lm_head in the name) are not trained as matrices.";
+    "adam_lr": NOT_NEGATIVE, "null", H, "Learning rate of all other parameters, which AdamW trains; null: lr, or 0.0003 if lr is not set.";
     "momentum": SHARE, "0.95", H, "Nesterov momentum of matrices; below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay of Muon and AdamW.";
     "ns_method": ConfigValueKind::OneOf(&["gram", "standard"]), "\"gram\"", H, "How matrices are orthogonalized: gram is Newton-Schulz on the Gram matrix in f32, standard is Newton-Schulz on the matrix itself in bf16.";
@@ -169,9 +169,9 @@ const WARMUP_DECAY_LR: &[super::ConfigKey] = keys! {
 
 const WARMUP_COSINE_LR: &[super::ConfigKey] = keys! {
     "total_num_steps": POSITIVE, "-", H, "Required. Number of steps of the complete schedule.";
-    "warmup_min_ratio": NOT_NEGATIVE, "0.0", H, "Share of the optimizer's lr at the start.";
+    "warmup_min_ratio": NOT_NEGATIVE, "0.0", H, "Learning rate at the start, as a share of the optimizer's lr.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
-    "cos_min_ratio": NOT_NEGATIVE, "0.0001", H, "Share of the optimizer's lr at the end.";
+    "cos_min_ratio": NOT_NEGATIVE, "0.0001", H, "Learning rate at the end, as a share of the optimizer's lr.";
     "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is treated as log, as in DeepSpeed, and noted.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };

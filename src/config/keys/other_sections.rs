@@ -77,7 +77,7 @@ const FLOPS_PROFILER: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "Count the operations of matrix products and attention in one step, per unit; also enables wall_clock_breakdown.";
     "recompute_fwd_factor": FLOAT, "0.0", none("recomputation is counted when it runs"), "Extra share of forward operations due to recomputation.";
     "profile_step": COUNT, "1", H, "Number of optimizer steps before the profiled one.";
-    "module_depth": super::ConfigValueKind::Int(-1, i64::MAX), "-1", H, "Number of components of a unit's name to distinguish; -1: all.";
+    "module_depth": super::ConfigValueKind::Int(-1, i64::MAX), "-1", H, "Number of leading components of a unit's name by which units are grouped; -1: all.";
     "top_modules": COUNT, "1", H, "Number of rows in the ranking at each depth.";
     "detailed": Bool, "true", H, "Print a row for each module.";
     "output_file": Str, "null", H, "File for the profile; null: print it.";
@@ -200,7 +200,7 @@ const TENSOR_PARALLEL: &[super::ConfigKey] = keys! {
     "tensor_parallel" | "tp": Object, "{}", H, "Groups of ranks.";
     "injection_policy_tuple": Any, "null", none(ONLY_TP), "Which layers are split.";
     "partition_config": Any, "null", none(ONLY_TP), "Which layers are split.";
-    "preset_model": Any, "null", none(ONLY_TP), "Which layers.";
+    "preset_model": Any, "null", none(ONLY_TP), "Known model.";
     "keep_module_on_host": Bool, "false", none(ONLY_TP), "Split on the CPU.";
     "replace_with_kernel_inject" | "kernel_inject": Bool, "false", none(ONLY_TP), "Inference kernels.";
 };
@@ -247,7 +247,7 @@ const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
     "top_k_attr": Any, "null", S, "Name of an attribute.";
     "has_shared_experts": Any, "null", S, "Shared experts.";
     "shared_experts_pattern": Any, "null", S, "Names of the shared experts.";
-    "shared_experts_gate_pattern": Any, "null", S, "Names of their gates.";
+    "shared_experts_gate_pattern": Any, "null", S, "Names of the shared experts' gates.";
     "expert_activation": Any, "null", S, "Activation.";
 };
 

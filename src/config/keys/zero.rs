@@ -23,7 +23,7 @@ const ZERO: &[super::ConfigKey] = keys! {
     "sub_group_size": COUNT, "1000000000", H, "Elements of a rank's shard updated in each part of an optimizer step.";
     "stage3_prefetch_bucket_size" | "prefetch_bucket_size": COUNT, "50000000", H, "Elements gathered in advance; 0 disables prefetching.";
     "stage3_param_persistence_threshold" | "param_persistence_threshold": COUNT, "100000", H, "Parameters with fewer elements stay gathered.";
-    "stage3_model_persistence_threshold" | "model_persistence_threshold": COUNT, "9223372036854775807", H, "Cap on the elements of all such parameters.";
+    "stage3_model_persistence_threshold" | "model_persistence_threshold": COUNT, "9223372036854775807", H, "Cap on the total number of elements of the parameters that stay gathered.";
     "stage3_max_live_parameters" | "max_live_parameters": COUNT, "1000000000", H, "Elements gathered at the same time before prefetching stops.";
     "stage3_max_reuse_distance" | "max_reuse_distance": COUNT, "1000000000", H, "A parameter used again within this many elements is not released.";
     "stage3_allgather_sequential" | "allgather_sequential": Bool, "false", H, "Gather parameters one at a time: a prefetch bucket of 1.";
@@ -68,7 +68,7 @@ const NOT_SPECULATIVE: &str = "no step is taken before its gradients are checked
 
 const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
     "device": DEVICE, "\"none\"", H, "Location of the parameter shards at stage 3: cpu is host memory, the default unless a GPU runs the model; nvme is one file per rank.";
-    "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` is the user's home folder, a leading `~/.cache/` is `$XDG_CACHE_HOME/` if that is set.";
+    "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` stands for the user's home folder, and a leading `~/.cache/` for `$XDG_CACHE_HOME/` if that variable is set.";
     "buffer_count": COUNT, "5", H, "With nvme: at most buffer_count x buffer_size elements are read ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs buffer_count and buffer_size to be 1 or more.";
     "max_in_cpu": COUNT, "1000000000", H, "With nvme: the first elements of a rank's shards, up to this many, stay in memory.";
@@ -76,8 +76,8 @@ const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
 };
 
 const OFFLOAD_OPTIMIZER: &[super::ConfigKey] = keys! {
-    "device": DEVICE, "\"none\"", H, "Location of master weights, moments and gradient shards from stage 1 on: cpu is host memory, the default unless a GPU runs the model, and the step runs on the CPU; nvme is one file per kind and rank (DeepSpeed: only at stage 3).";
-    "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` is the user's home folder, a leading `~/.cache/` is `$XDG_CACHE_HOME/` if that is set.";
+    "device": DEVICE, "\"none\"", H, "Location of master weights, moments and gradient shards from stage 1 on: cpu is host memory, the default unless a GPU runs the model, and the step runs on the CPU; nvme is one file per kind of state and rank (DeepSpeed: only at stage 3).";
+    "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` stands for the user's home folder, and a leading `~/.cache/` for `$XDG_CACHE_HOME/` if that variable is set.";
     "buffer_count": COUNT, "4", H, "With nvme: the buffers of a step together hold at most this many times the elements of the largest sub-group, plus 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
     "pin_memory": Bool, "true", H, "If a GPU runs the model: gradients are copied to the host during backward, and updated weights are copied back while the next ones are computed, each through two page-locked staging buffers of 4 MiB; false: through ordinary memory, which takes longer.";
     "delayed_update": Bool, "-", H, "Specific to candle-zero; false if absent. If a GPU runs the model, from update `delayed_update_after` on: the update runs on the CPU while the GPU computes the next step with weights that are one update old (ZeRO-Offload, section 5.2). Only with device cpu.";
@@ -95,7 +95,7 @@ const CLASSES: &str = "a unit in Rust has no class path: use names or name_suffi
 const LEAF_MODULE: &[super::ConfigKey] = keys! {
     "classes": StringsOrOne, "[\"transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock\",\"transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock\",\"transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock\"]", none(CLASSES), "Class paths of modules gathered as a whole.";
     "names": StringsOrOne, "[]", H, "Names of units: the prefix of the VarBuilder from which each was built. A name that matches no unit is reported once.";
-    "name_suffixes": StringsOrOne, "[]", H, "Suffixes of such names.";
+    "name_suffixes": StringsOrOne, "[]", H, "Suffixes of unit names.";
 };
 
 const ZENFLOW: &[super::ConfigKey] = keys! {
