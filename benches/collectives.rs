@@ -1,4 +1,4 @@
-//! Measures collectives between two ranks as processes, started by `zerorun`.
+//! Measures collectives between two ranks, which are processes started by `zerorun`.
 //!
 //!     cargo bench --bench collectives
 //!

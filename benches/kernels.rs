@@ -3,9 +3,10 @@
 //!     RAYON_NUM_THREADS=1 cargo bench --bench kernels
 //!     RAYON_NUM_THREADS=2 cargo bench --bench kernels -- peak
 //!
-//! Items are floating point operations, bytes the minimum that must be moved. mini has 2048 tokens (8 samples of 256)
-//! of width 384; gpt2 has 512 tokens (one sample) of width 768. A backward pass starts from a gradient of ones. Its
-//! inputs are looked up in small tables, so it ends by summing the gradients of the rows of these tables.
+//! Items are floating point operations; bytes are the minimum that must be moved. `mini` is a batch of 2048 tokens (8
+//! samples of 256) of width 384; `gpt2` is a batch of 512 tokens (one sample) of width 768. A backward pass starts from
+//! a gradient of ones. The inputs are looked up in small tables, so it ends by summing the gradients of the rows of
+//! these tables.
 #![allow(clippy::unwrap_used)]
 
 mod keep_memory;
@@ -393,8 +394,8 @@ mod registers {
     }
 
     fn multiply_add(rounds: usize) {
-        // SAFETY: every processor has the instructions. The registers that they write are declared, and they access no
-        // memory.
+        // SAFETY: every AArch64 processor has the instructions. The registers that they write are declared, and they
+        // access no memory.
         unsafe {
             asm!(
                 ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25",

@@ -4,8 +4,8 @@
 //!
 //!     cargo bench --bench step
 //!
-//! Also measures the engine's overhead: mini on one rank at stage 0, alternating with the same model and optimizer in a
-//! plain loop.
+//! Also measures the engine's overhead: the model `mini` on one rank at stage 0, alternating with the same model and
+//! optimizer in a plain loop.
 //!
 //!     cargo bench --bench step -- engine_cost [ROUNDS]
 #![allow(clippy::unwrap_used)]
@@ -34,7 +34,7 @@ const MICRO_BATCH: usize = 4;
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let engine_cost = args.iter().position(|arg| arg == "engine_cost");
-    // A rank gets as many threads as in zerorun's division of the cores.
+    // A rank gets as many threads as `zerorun` would give it.
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = if engine_cost.is_some() { cores } else { (cores / RANKS).max(1) }.to_string();
     keep_memory::start_as_a_rank(&[("RAYON_NUM_THREADS", &threads), ("CANDLE_NUM_THREADS", &threads)]);

@@ -3,7 +3,7 @@
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Freed memory stays in the process, as in ranks started by `zerorun` (see `crates/zerorun/src/launch/ranks.rs`).
+/// Makes freed memory stay in the process, as in ranks started by `zerorun` (see `crates/zerorun/src/launch/ranks.rs`).
 const KEEP_MEMORY: (&str, &str) =
     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 

@@ -25,7 +25,7 @@ fn peak_memory_read(bencher: Bencher<'_, '_>) {
     });
 }
 
-/// Measures reading and writing. Reads that the processor makes before it overwrites a line are not counted.
+/// Measures reading and writing. Reads that the processor makes before it overwrites a cache line are not counted.
 #[divan::bench(sample_size = 1, max_time = 1)]
 fn peak_memory_copy(bencher: Bencher<'_, '_>) {
     let (from, mut to) = (vec![1f32; ARRAY / 4], vec![0f32; ARRAY / 4]);

@@ -192,7 +192,7 @@ struct ZerorunArguments {
     command: Vec<OsString>,
 }
 
-/// The launcher that starts the ranks of a hostfile, with DeepSpeed's names.
+/// The launcher that starts the ranks on the hosts of a hostfile, with DeepSpeed's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum HostLauncherFlag {
     /// zerorun on each host, by ssh
@@ -284,12 +284,13 @@ fn hosts(text: &str) -> Option<(usize, usize)> {
 
 /// Parses a command line whose first word is the program's own name.
 pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> std::result::Result<LaunchOptions, CommandLineError> {
-    // A value that is not UTF-8 cannot be a number: the error about its replacement characters names the variable.
+    // A value that is not UTF-8 gets replacement characters. It is then refused as a number, and the error names the
+    // variable.
     let lookup = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
     read_beside(words, &LauncherVariables(&lookup))
 }
 
-/// Returns the command line of `zerorun` without its tools. The help lists these first.
+/// Returns the command line of `zerorun` without its tools. The help lists the tools first.
 pub(crate) fn command() -> clap::Command {
     let template = format!(
         "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n       zerorun COMMAND [OPTIONS]...\n\n{}\n\

@@ -1,7 +1,7 @@
 //! Finds the bytes of a rendered chat template that are the assistant's.
 //!
 //! Neither of the usual methods is correct. The conversation up to a message does not always render as a prefix of the
-//! full text (Qwen3 writes only the thoughts of the last answer), and the text of a marker (`<|im_end|>`) may appear in
+//! full text (Qwen3 writes thoughts only in the last answer), and the text of a marker (`<|im_end|>`) may appear in
 //! a user's message. Therefore, contents are traced: in a second rendering, they contain Unicode private-use
 //! characters. If the two texts are otherwise equal, these characters show where each content begins and ends. The
 //! answers follow from these positions:
@@ -165,7 +165,7 @@ enum MarkPlacement {
     Around,
     /// Around the content without the white space at its ends, which templates strip.
     Inside,
-    /// A single one in the middle, for templates that examine the ends.
+    /// A single character in the middle, for templates that examine the ends.
     Middle,
     /// Around contents that are not empty and around the names of called tools, for templates that check whether the
     /// content is empty.
@@ -285,7 +285,7 @@ fn traced(
 }
 
 impl MessageSpans {
-    /// Returns the answer that a marked range belongs to: the one whose content it contains, or the adjacent one.
+    /// Returns the answer that a marked range belongs to: the one whose content is in the range, or the adjacent one.
     fn owner(&self, conversation: &Conversation, block: &Range<usize>) -> Option<usize> {
         let is_answer = |point: &&MessageBoundary| conversation.is_assistant(point.message);
         let inside = |point: &&MessageBoundary| block.start <= point.at && point.at <= block.end;
@@ -350,7 +350,7 @@ impl MarkCharacters {
         planes.into_iter().find(|plane| !text.as_bytes().contains(&plane.lead))
     }
 
-    /// Returns mark `n`. All marks beyond the plane's size share its last character.
+    /// Returns mark `n`. All marks beyond the plane's size share the plane's last character.
     fn char(self, n: usize) -> char {
         char::from_u32(self.base + n.min(0xFFFD) as u32).unwrap_or(char::MAX)
     }

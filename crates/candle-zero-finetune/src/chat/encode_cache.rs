@@ -115,7 +115,7 @@ impl SafeSplitter {
                 special.insert(text.to_string());
             }
         }
-        // No added token may begin within one of these or extend beyond it.
+        // No added token may begin within a special token or extend beyond it.
         let ends_early = |text: &str| text.find('>').is_some_and(|at| at + 1 < text.len());
         if texts().any(|text| text.bytes().skip(1).any(|byte| byte == b'<') || ends_early(text)) {
             special.clear();
@@ -190,8 +190,8 @@ impl SafeCuts {
 }
 
 /// Returns the end of the smaller piece that begins at `start`. It lies between a run of ASCII letters and any ASCII
-/// except an apostrophe (of a contraction), between a run of digits and any ASCII, and between punctuation and a space
-/// or digit.
+/// character except an apostrophe (of a contraction), between a run of digits and any ASCII character, or between
+/// punctuation and a space or digit.
 fn run_end(bytes: &[u8], start: usize) -> usize {
     let is_end = |at: &usize| match (bytes[at - 1], bytes[*at]) {
         (_, 0x80..) => false,
@@ -202,9 +202,9 @@ fn run_end(bytes: &[u8], start: usize) -> usize {
     (start + 1..bytes.len()).find(is_end).unwrap_or(bytes.len())
 }
 
-/// Returns whether a token contains the two characters of a cut before a space, and those of a cut after the end of a
-/// line. Spaces and ends of lines also count in the form that vocabularies use. `may_be_printed` returns whether a
-/// character may be the printed one before a space.
+/// Returns whether a token contains the two characters of a cut before a space, and whether it contains those of a cut
+/// after the end of a line. Spaces and ends of lines also count in the form that vocabularies use. `may_be_printed`
+/// returns whether a character may be the printed one before a space.
 fn parted(token: &str, may_be_printed: impl Fn(char) -> bool) -> (bool, bool) {
     let is_line = |c: char| matches!(c, '\n' | '\u{10A}');
     let pairs = || token.chars().zip(token.chars().skip(1));

@@ -7,7 +7,7 @@ use minijinja::value::ValueKind;
 /// The parts of a conversation that a template omits.
 #[derive(Debug, Default)]
 pub(crate) struct OmittedTexts {
-    /// Answers of which nothing is written, with the keys of their texts.
+    /// Answers that are not written at all, with the keys of their texts.
     pub lost: Vec<(usize, String)>,
     /// Other omissions, one sentence each.
     pub remarks: Vec<String>,

@@ -34,7 +34,7 @@ const FUEL_LIMITS: [u64; 2] = [2_000_000, 64_000_000];
 /// The maximum length of a conversation for which the first limit suffices, in messages and in bytes.
 const SHORT_CONVERSATION: (usize, usize) = (256, 256 << 10);
 
-/// The number of endless renderings after which no further one is started.
+/// The number of endless renderings after which no further rendering is started.
 const MAX_ENDLESS_RENDERINGS: usize = 3;
 
 /// The name of the template in its environment.
@@ -66,7 +66,7 @@ pub struct Template {
     capabilities: TemplateCapabilities,
     /// All words of the source.
     words: BTreeSet<String>,
-    /// The template for conversations with tools, if it is a different one.
+    /// The separate template for conversations with tools, if there is one.
     tool_use: Option<Box<Template>>,
 }
 
@@ -253,7 +253,7 @@ impl Template {
     }
 
     /// Returns the result of `render` for the conversation with its messages adapted to the template. If a message
-    /// calls tools and has no content, but the template needs content, the message gets an empty one.
+    /// calls tools and has no content, but the template needs content, the message gets empty content.
     fn adapted<T>(
         &self,
         conversation: &Conversation,

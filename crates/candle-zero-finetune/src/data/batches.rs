@@ -130,8 +130,8 @@ impl Batches {
         self.rows.windows(2).map(|ends| row(ends).map(|sample| sample.len()).sum()).max().unwrap_or(0)
     }
 
-    /// Returns the number of steps that go through all rows. The last step may contain rows of the next epoch or empty
-    /// rows.
+    /// Returns the number of steps needed to go through all rows. The last step may contain rows of the next epoch or
+    /// empty rows.
     pub fn steps_per_epoch(&self) -> u64 {
         self.rows_per_epoch().div_ceil(self.rows_per_step()) as u64
     }

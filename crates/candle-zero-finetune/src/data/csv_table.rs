@@ -35,7 +35,7 @@ impl CsvTable {
     ) -> std::io::Result<Result<Self, String>> {
         let head = input.fill_buf()?;
         let first_line = head.split(|byte| matches!(byte, b'\n' | b'\r')).next().unwrap_or_default();
-        // Excel writes this line.
+        // Excel may write a first line such as `sep=;`.
         let declared = match first_line.to_ascii_lowercase()[..] {
             [b's', b'e', b'p', b'=', separator] => Some(separator),
             _ => None,

@@ -169,8 +169,8 @@ impl ParquetRows {
     }
 }
 
-/// Returns the result of `read`, or why it failed. For damaged bytes, the crate mostly returns errors, but slicing and
-/// assertions in its decoders can also panic. A reader that panicked is not used again.
+/// Returns the result of `read`, or why it failed. For damaged bytes, the `parquet` crate mostly returns errors, but
+/// slicing and assertions in its decoders can also panic. A reader that panicked is not used again.
 fn caught<T>(subject: &SandboxSubject, read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     const MAX_SHOWN_CHARS: usize = 200;
     // The usual size of a page in bytes.

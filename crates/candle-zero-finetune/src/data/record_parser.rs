@@ -50,7 +50,7 @@ impl fmt::Display for RecordFormat {
 /// An example to learn, parsed from a record.
 #[derive(Debug)]
 pub(super) enum TrainingExample {
-    /// A conversation, of which the assistant's messages in `learned` are learned.
+    /// A conversation. The assistant's messages that are marked in `learned` are learned.
     Chat { conversation: Conversation, learned: Vec<bool> },
     /// A completion.
     Completion { prompt: String, completion: String },

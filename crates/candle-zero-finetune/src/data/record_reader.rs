@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 /// The number of bytes that are read at once.
 const READ_CHUNK: usize = 1 << 20;
 
-/// The minimum size in bytes of a record of plain text, which extends to the end of its line.
+/// The minimum size in bytes of a record of plain text, except for the last one. Records consist of complete lines.
 const MIN_TEXT_RECORD_BYTES: usize = 64 << 10;
 
 /// The records of a file.

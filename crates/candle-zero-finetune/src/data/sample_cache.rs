@@ -120,7 +120,7 @@ impl<'a> SampleRef<'a> {
         self.bits[i / 8] >> (i % 8) & 1 == 1
     }
 
-    /// Returns the number of tokens that are predicted: all targets except the first token.
+    /// Returns the number of tokens that are predicted: all targets, not counting the sample's first token.
     pub fn predicted(&self) -> usize {
         let all: u32 = self.bits.iter().map(|byte| byte.count_ones()).sum();
         all as usize - usize::from(!self.is_empty() && self.is_target(0))

@@ -188,7 +188,7 @@ impl<'a> TrackedRecord<'a> {
         self.record.try_iter().into_iter().flatten().map(|key| key.to_string()).collect()
     }
 
-    /// Returns the record's name for `name`.
+    /// Returns the record's own name for the key that is read as `name`.
     fn name<'n>(&'n self, name: &'n str) -> &'n str {
         self.columns.of(name).unwrap_or(name)
     }

@@ -311,7 +311,7 @@ impl<'a> GgufVocabulary<'a> {
         let tokenizer = json!({
             "version": "1.0",
             "added_tokens": self.added(),
-            // As in Qwen's own files. llama.cpp omits it.
+            // Qwen's own files contain this normalizer. llama.cpp omits it.
             "normalizer": if name == "qwen2" { json!({"type": "NFC"}) } else { Json::Null },
             "pre_tokenizer": cut.json(),
             "post_processor": byte_level(true),

@@ -1,5 +1,5 @@
 //! Downloads one file. Its bytes are written to a file next to the final path, and an interrupted download resumes
-//! after them.
+//! at their end.
 
 use super::client::{FileStream, HubClient, MAX_ATTEMPTS, RemoteFile, RequestFailure, pause};
 use super::error::HubError;
@@ -72,7 +72,7 @@ impl FileDownload<'_> {
         }
     }
 
-    /// Appends the received bytes after the first `there` bytes.
+    /// Downloads the bytes after the first `there` bytes and appends them.
     fn add(&mut self, into: &mut File, part: &Path, there: u64, remote: &RemoteFile) -> Result<(), RequestFailure> {
         let (repository, file) = (self.repository, self.file);
         let wrong = |source| not_written(repository, file, part, remote, source);

@@ -36,7 +36,7 @@ impl HubSettings {
         let token_file = get("HF_TOKEN_PATH").map(PathBuf::from).or_else(|| Some(hugging_face?.join("token")));
         let token = match get("HF_TOKEN") {
             Some(token) => Some(token.to_string_lossy().into_owned()),
-            // The file is optional. If it cannot be read, the request that lacks the token reports it.
+            // The file is optional. If it cannot be read, the request that lacks the token fails with a message.
             None => token_file.and_then(|path| candle_zero::files::read_text(path, MAX_TOKEN_BYTES).ok()),
         };
         let token = token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty());

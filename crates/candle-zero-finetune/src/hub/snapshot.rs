@@ -90,7 +90,7 @@ impl Snapshot {
         Ok(needed.into_iter().find(|file| !self.has(file)))
     }
 
-    /// Returns the files that the index, which must be in the cache, names.
+    /// Returns the files that the index names. The index must be in the cache.
     pub fn shards(&self) -> Result<BTreeSet<String>> {
         Ok(weight_map(&self.folder.join(INDEX_OF_FOLDER))?.into_values().collect())
     }

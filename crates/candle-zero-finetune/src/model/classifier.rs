@@ -1,4 +1,4 @@
-//! A trained text classifier without an engine: a BERT's folder, its tokenizer, and the labels' names.
+//! A trained text classifier without an engine: the folder of a BERT model, its tokenizer, and the labels' names.
 
 use super::base_model::builder_over;
 use super::encoder_base::EncoderBase;

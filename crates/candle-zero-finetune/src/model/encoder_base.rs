@@ -1,4 +1,4 @@
-//! The encoder that training a classifier starts from: a BERT's folder in Hugging Face's format.
+//! The encoder from which a classifier is trained: the folder of a BERT model in Hugging Face's format.
 
 use super::base_model::{CONFIG, check_rows, check_weight, weights_of};
 use super::output_dir::write_beside;

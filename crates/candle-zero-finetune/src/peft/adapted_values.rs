@@ -1,4 +1,4 @@
-//! Initial values of a model with adapters: those of the base, of an adapter to continue training, and of DoRA's
+//! Initial values of a model with adapters: those of the base, of an adapter whose training is continued, and of DoRA's
 //! magnitudes.
 
 use crate::error::Result;
@@ -84,7 +84,7 @@ impl AdaptedValues {
         Some((name, shape))
     }
 
-    /// Returns elements of a base's weight as the model uses them.
+    /// Returns elements of one of the base's weights as the model uses them.
     fn weights(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
         let Some(PackedWeights { packing, dtype, .. }) =
             self.packed.as_ref().filter(|packed| (packed.rule)(name, shape))

@@ -38,7 +38,7 @@ const UNSUPPORTED_SETTINGS: [&str; 17] = [
 ];
 
 /// Settings that are checked individually, and those that do not change a finished adapter: who wrote it, how it was
-/// initialized, and parts of settings that are refused.
+/// initialized, and details of settings that are refused.
 const HANDLED_SETTINGS: [&str; 25] = [
     "auto_mapping",
     "base_model_name_or_path",

@@ -17,7 +17,7 @@ pub struct ClassificationBatch {
 }
 
 impl ClassificationBatch {
-    /// Builds the micro batch from rows of a [`TrainingTask::Classify`](crate::TrainingTask::Classify), each text in its
+    /// Builds the micro batch from rows for [`TrainingTask::Classify`](crate::TrainingTask::Classify), each text in its
     /// own row ([`SequencePacking::Padded`](crate::SequencePacking::Padded)).
     ///
     /// # Errors

@@ -84,7 +84,7 @@ fn f1([right, found, there]: &[u64; 3]) -> f64 {
     share(2 * right, found + there)
 }
 
-/// Writes accuracy and F1 in a line.
+/// Writes accuracy and F1 on one line.
 impl fmt::Display for ClassificationScores {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "accuracy {:.2} %, macro F1 {:.4}", 100.0 * self.accuracy(), self.macro_f1())

@@ -103,7 +103,7 @@ fn fill(engine: &mut Engine<TrainableModel>, prepared: &PreparedRun, into: &Path
         };
         return Ok(write());
     }
-    // All weights in f32, from which the folder's files are made, in the scratch folder next to it.
+    // All weights in f32, in a file next to `into` in the scratch folder. The files in `into` are made from it.
     let whole = into.with_file_name("weights.safetensors");
     let exported = export(engine, &whole)?;
     if !is_first {
@@ -175,7 +175,7 @@ pub(crate) fn finish(
 }
 
 /// Returns unused folder names: next to the requested folder, in the current folder, in the user's cache, and in the
-/// temporary folder. The number is the same on every rank.
+/// temporary folder. The number of names is the same on every rank.
 fn fallback_folders(to: &Path) -> [PathBuf; 4] {
     let name = to.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let beside = folder_of(to).to_owned();

@@ -153,7 +153,7 @@ pub struct CheckpointOptions {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
     /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. For classification, it is the
-    /// folder of a BERT.
+    /// folder of a BERT model.
     pub model: PathBuf,
     /// The model's name in the adapter's file. Default: its folder.
     pub base_name: Option<String>,
@@ -163,8 +163,8 @@ pub struct Options {
     pub out: PathBuf,
     /// The weights that are trained. Default: LoRA of rank 16 on all projections.
     pub method: TuningMethod,
-    /// The folder of an adapter to continue training. Its settings replace those of the method. Default: a new adapter
-    /// that initially has no effect.
+    /// The folder of an adapter whose training is continued. Its settings replace those of the method. Default: a new
+    /// adapter that initially has no effect.
     pub adapter: Option<PathBuf>,
     /// The objective. Default: to generate the assistant's messages.
     pub objective: Objective,
@@ -194,7 +194,7 @@ pub struct Options {
     /// Whether rows are shuffled by the seed, differently in each epoch, instead of following the order of the data.
     /// Default: true.
     pub shuffle: bool,
-    /// Whether a row holds as many samples without labels as fit, instead of one. Default: true.
+    /// Whether a row holds as many samples as fit, instead of one, if they have no labels. Default: true.
     pub packing: bool,
     /// The handling of samples that are longer than a row. Default: they are cut.
     pub overlong: Truncation,
@@ -217,7 +217,7 @@ pub struct Options {
     /// Whether the run continues from a checkpoint that was saved with other settings. Default: false; the checkpoint
     /// is refused and the error lists the differences.
     pub resume_anyway: bool,
-    /// The seed for the initial adapters, the order and dropout. Default: 42.
+    /// The seed for the initial adapters, the order of the data, and dropout. Default: 42.
     pub seed: u64,
     /// Whether blocks are recomputed in backward instead of keeping their activations. Default: chosen from the
     /// available memory; with a DeepSpeed configuration, false.

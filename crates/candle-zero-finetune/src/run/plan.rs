@@ -27,7 +27,7 @@ pub(super) struct RunPlan {
     pub validation: Option<Batches>,
     /// The number of steps of the run.
     pub total: u64,
-    /// The number of tokens in a row, if rows are shorter than they could be so that an epoch has more steps.
+    /// The number of tokens in a row, if rows are made shorter so that an epoch has more steps.
     pub shorter: Option<usize>,
     /// The chosen stage and offload and the reason, if there was a choice.
     pub chosen: Option<String>,
@@ -35,7 +35,7 @@ pub(super) struct RunPlan {
 
 impl RunPlan {
     /// Creates the plan of a rank that may use `memory` bytes. If the run continues from a checkpoint, `remembered` is
-    /// its number of rows in a step.
+    /// the number of rows in a step that the checkpoint records.
     ///
     /// # Errors
     /// A configuration that cannot be used or that contradicts the options; too little memory, if there is no

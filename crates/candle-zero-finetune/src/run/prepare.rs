@@ -84,8 +84,8 @@ impl StartModel {
         }
     }
 
-    /// Returns the initial values of the parameters of a model for rows of `ctx` tokens, with an adapter to continue
-    /// training if there is one.
+    /// Returns the initial values of the parameters of a model for rows of `ctx` tokens, including those of the adapter
+    /// whose training is continued, if there is one.
     fn values(&mut self, ctx: usize, adapter: Option<Adapter>, options: &Options) -> Result<Arc<dyn InitialValues>> {
         match self {
             Self::Decoder { base, config } => {

@@ -47,7 +47,7 @@ impl std::fmt::Display for RankExitStatus {
 /// The launcher's request to a rank before the rank ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StopRequest {
-    /// None: the rank ended without one.
+    /// No request.
     Nothing,
     /// SIGTERM.
     Terminate,
@@ -73,7 +73,7 @@ pub(super) struct CulpritRank {
 }
 
 impl CulpritRank {
-    /// Describes its end as a clause about "it".
+    /// Describes the rank's end as a clause about "it".
     fn describe_end(&self) -> String {
         let EndedRank { ended, request, .. } = self.end;
         let end = match request {

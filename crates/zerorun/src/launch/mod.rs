@@ -89,7 +89,7 @@ pub(crate) struct LaunchOptions {
 ///
 /// Must be called on the main thread: the kernel kills the ranks when the thread that started them ends.
 pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
-    // Every rank would fail with this error.
+    // Every rank would fail with the same error.
     checked_level()?;
     // Problems with the hosts are reported before anything is built.
     let world = match &options.job_hosts {

@@ -257,8 +257,8 @@ fn common_environment(job: &LocalJob) -> Result<Vec<(&'static str, String)>> {
 /// to 1 GiB.
 ///
 /// A training step allocates the same buffers again and again, and getting pages from the system each time costs up to
-/// a fifth of the step's time. `zerorun` sets the variable for its ranks; a program that is started otherwise must have
-/// it set when it starts.
+/// a fifth of the step's time. `zerorun` sets the variable for its ranks; a program that is started in another way must
+/// have it set when it starts.
 pub(crate) const KEEP_MEMORY: (&str, &str) =
     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 

@@ -14,7 +14,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
-/// The name of this library, followed by the packages that scripts get from its checkout, with their folders in it.
+/// The name of this library, followed by the packages that scripts get from its checkout, with their folders there.
 const OWN_NAME: &str = "candle-zero";
 const OWN_PACKAGES: [(&str, &str); 2] = [(OWN_NAME, ""), ("candle-zero-finetune", "crates/candle-zero-finetune")];
 const OWN_VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -193,8 +193,8 @@ impl SingleFileScript {
         set_default(release, "debug", "line-tables-only");
 
         if let Some(own) = own_checkout {
-            // The ranks must use this zerorun's protocol, so its own checkout replaces the registry's version. A
-            // package of the checkout also uses the library from there.
+            // The ranks must use this zerorun's protocol, so its own checkout replaces the registry's version. The
+            // other packages in the checkout use the library from there as well.
             for (name, folder) in
                 OWN_PACKAGES.iter().filter(|(name, _)| wants_version(&manifest, name)).collect::<Vec<_>>()
             {

@@ -23,7 +23,7 @@ const FILE: &str = ".deepspeed_env";
 pub(crate) fn files(home: Option<&Path>, working: &Path, name: Option<&OsStr>) -> Vec<PathBuf> {
     let name = name.filter(|name| !name.is_empty()).unwrap_or(OsStr::new(FILE));
     let mut files: Vec<PathBuf> = home.into_iter().chain([working]).map(|folder| folder.join(name)).collect();
-    // The name may be absolute, or the home directory may be the working directory.
+    // The paths are equal if the name is absolute or the home directory is the working directory.
     files.dedup();
     files
 }

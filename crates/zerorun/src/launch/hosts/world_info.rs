@@ -121,7 +121,7 @@ impl WorldInfo {
 
     /// Encodes the world info.
     pub(crate) fn encode(&self) -> String {
-        // With Python's spaces, so that both launchers give the same text.
+        // With spaces as Python writes them, so that both launchers give the same text.
         let host = |host: &HostSlots| format!("{}: [{}]", serde_json::json!(host.name), join(&host.slots, ", "));
         let json = format!("{{{}}}", self.hosts.iter().map(host).collect::<Vec<_>>().join(", "));
         to_base64(json.as_bytes())
@@ -225,7 +225,7 @@ mod tests {
         for (name, value) in world.variables(placed) {
             match name {
                 "CUDA_VISIBLE_DEVICES" => process.insert("VISIBLE".into(), json!(value)),
-                // This is torchrun's name for LOCAL_SIZE, which is also set.
+                // The records do not contain this variable: it is torchrun's name for LOCAL_SIZE.
                 "LOCAL_WORLD_SIZE" => None,
                 _ => process.insert(name.into(), json!(value.parse::<usize>().unwrap())),
             };

@@ -290,7 +290,7 @@ fn carry_out(
     let passed_on = Arc::new(AtomicBool::new(false));
     let (pmi, told) = (server.clone(), passed_on.clone());
     *lock(&inbox.running) = Some(RunningAttempt { attempt, pmi, remote_failure: remote_failure.clone(), passed_on });
-    // Only one of several hosts may be left. Its ranks then need no MPI library.
+    // If only one of several hosts is left, its ranks need no MPI library.
     let alone = ranks.len() == 1;
     let asked = Arc::clone(peer);
     job.multi_host = (!alone).then(|| MultiHostContext {

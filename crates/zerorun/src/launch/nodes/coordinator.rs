@@ -29,7 +29,7 @@ const SCALE_UP_DELAY: Duration = Duration::from_secs(10);
 /// The interval at which deadlines are checked.
 const TICK: Duration = Duration::from_millis(200);
 /// The maximum number of bytes in a host's message for each rank of that host: the values of the rank's MPI library,
-/// and more.
+/// and other data.
 const MAX_MESSAGE_BYTES_PER_RANK: usize = 64 << 10;
 /// The exit code if a host is lost or hosts are missing.
 const EXIT_LOST: u8 = 1;
@@ -243,7 +243,7 @@ impl Coordinator {
         self.hosts.insert(node, JoinedHost { connection: number, peer, hello, ahead });
     }
 
-    /// Runs one start of the ranks, until all have ended.
+    /// Starts the ranks once and waits until all have ended.
     fn attempt(&mut self, attempt: u32, restart: u32, note: Option<String>) -> AttemptOutcome {
         let began = Instant::now();
         let ranks: Vec<usize> = self.hosts.values().map(|host| host.hello.ranks).collect();
@@ -400,7 +400,7 @@ fn failure(ended: &[(usize, &AttemptHost)]) -> Option<AttemptFailure> {
     lost.or_else(|| first.or(failed.first()).map(|(.., failure)| failure.clone()))
 }
 
-/// Returns a free port, or a default one if none is found. Programs that do not use the port are unaffected.
+/// Returns a free port, or a default port if none is found. Programs that do not use the port are unaffected.
 fn free_port() -> u16 {
     let found = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| socket.local_addr());
     found.map_or(29501, |address| address.port())

@@ -33,7 +33,7 @@ impl ListenAddresses {
 /// cluster's DNS entries may appear after its pods).
 ///
 /// # Errors
-/// Fails if the port is in use, the name stays unknown, or it belongs to another host.
+/// Fails if the port is in use, the name stays unknown, or the address belongs to another host.
 pub(super) fn listen(
     master_addr: &str,
     bind_addr: Option<&str>,

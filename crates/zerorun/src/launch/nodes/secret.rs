@@ -106,7 +106,7 @@ impl JobSecret {
     }
 }
 
-/// The purpose of a key. No key has two purposes, so a message of one side is never accepted as one of the other side.
+/// The purpose of a key. No key has two purposes, so a message from one side is never accepted as one from the other.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum KeyPurpose {
     /// A host's proof that it knows the secret.
