@@ -193,7 +193,7 @@ fn main() -> ExitCode {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ended {
     Trained,
-    /// A signal requested the end. The last step is saved.
+    /// A signal asked the run to end. The last step is saved.
     Stopped,
 }
 
@@ -249,7 +249,7 @@ fn run<A: Architecture>(
     let sample = args.sample.unwrap_or(if data.is_byte_level() && !in_files { 200 } else { 0 });
     let text = data.is_byte_level();
     if text && vocab != BYTES && engine.rank() == 0 {
-        say(format!("text is read as bytes, {BYTES} tokens; the model has a vocabulary of {vocab}"))?;
+        say(format!("text is read as bytes, so only {BYTES} tokens occur; the model has a vocabulary of {vocab}"))?;
     }
     let mut prompt = vec![];
     data.extend(0, data.len().min(16).min(ctx), &mut prompt);
@@ -374,7 +374,7 @@ fn check_context(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes `args.steps` optimizer steps, each reported by rank 0. With --save, SIGTERM and SIGINT end them after a
+/// Makes `args.steps` optimizer steps, each reported by rank 0. With --save, SIGTERM and SIGINT end training after a
 /// checkpoint.
 fn train<A: Architecture>(
     engine: &mut Engine<LanguageModel<A>>,
@@ -470,8 +470,8 @@ fn train<A: Architecture>(
     Ok(Ended::Trained)
 }
 
-/// Writes a line of metrics. Training is worth more than its log: if a line cannot be written, the log ends with a
-/// message.
+/// Writes a line of metrics. Training matters more than its log: if a line cannot be written, a message
+/// reports this and the log ends.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
         _ = writeln!(std::io::stderr(), "{error}: training continues, and the metrics end here");
@@ -484,7 +484,7 @@ fn is_due(steps: u64, args: &Args) -> bool {
     args.save.is_some() && (steps == args.steps || args.save_every.is_some_and(|every| steps.is_multiple_of(every)))
 }
 
-/// Saves a checkpoint. Training continues meanwhile if it is one of `--save_every`.
+/// Saves a checkpoint. If it is due because of `--save_every`, training continues meanwhile.
 fn save<M>(engine: &mut Engine<M>, args: &Args, sizes: &Value) -> anyhow::Result<()> {
     let Some(dir) = &args.save else { return Ok(()) };
     let steps = engine.global_steps();

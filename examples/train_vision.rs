@@ -405,7 +405,7 @@ impl Images {
             let (x0, y0) = (place(), place());
             let mut colour = || [0; 3].map(|_| random.unit());
             let (inside, mut outside) = (colour(), colour());
-            // To make the shape visible, at least one plane differs strongly.
+            // To make the shape visible, it differs strongly from the background in at least one plane.
             let plane = number / CLASSES % 3;
             outside[plane] = (inside[plane] + 0.5) % 1.0;
             for plane in 0..3 {

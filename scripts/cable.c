@@ -1,5 +1,5 @@
-/* A cable between two network namespaces, of a given rate and delay in each direction: a substitute for `tc qdisc netem` on
- * kernels that lack it. Both ends are TUN devices called `cable`; packets cross in this program.
+/* A cable between two network namespaces, with a given rate and delay in each direction: a substitute for `tc qdisc netem` on
+ * kernels that lack it. Both ends are TUN devices called `cable`; this program carries packets from one to the other.
  *
  *   cc -O2 -pthread -o cable scripts/cable.c
  *   cable NAMESPACE_A NAMESPACE_B BITS_PER_SECOND MICROSECONDS
@@ -26,7 +26,7 @@ struct way {
     int from, to;
     double nanoseconds_per_byte;
     uint64_t delay;
-    /* Packets on their way: filled at `in`, taken at `out`. */
+    /* Packets in transit: added at `in`, removed at `out`. */
     char *data[WAITING];
     ssize_t len[WAITING];
     uint64_t due[WAITING];

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 
-# Licences that allow linking into any program. MPL-2.0 asks for the sources of its own files only (option-ext, of hf-hub).
+# Licences that allow linking into any program. MPL-2.0 (option-ext, for hf-hub) requires only the sources of its own files.
 LICENCES = {
     "0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "CDLA-Permissive-2.0", "ISC",
     "MIT", "MIT-0", "MPL-2.0", "Unicode-3.0", "Unlicense", "Zlib",
@@ -40,7 +40,7 @@ def metadata(target):
 
 
 def is_allowed(licence):
-    """Returns whether an SPDX expression of OR, AND and parentheses can be fulfilled with the allowed licences."""
+    """Returns whether an SPDX expression of OR, AND and parentheses can be satisfied with the allowed licences."""
     words = re.findall(r"\(|\)|[\w.+-]+(?: WITH [\w.+-]+)?", licence.replace("/", " OR "))
 
     def term(at):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks that a module uses only modules of lower floors, as defined in scripts/floors*.txt.
 
-    scripts/check_floors.py              checks every path in the sources of the three packages against the table of each
+    scripts/check_floors.py              checks every path in the sources of the three packages against the package's table
     scripts/check_floors.py --arrows     prints which room of candle-zero uses which other room
 
 The compiler enforces the floors between packages.

@@ -35,7 +35,7 @@ for manifest in Cargo.toml tests/kernels/Cargo.toml; do
 done
 
 # Tests read the environment and the clock. Threads of rayon and of the kernels never end, which would count as a leak. rayon's
-# queues turn integers into pointers, and satisfy only Tree Borrows. The other levels of SIMD contain assembly.
+# queues turn integers into pointers, and satisfy only Tree Borrows. SIMD levels above portable contain assembly.
 export MIRIFLAGS='-Zmiri-disable-isolation -Zmiri-ignore-leaks -Zmiri-permissive-provenance -Zmiri-tree-borrows'
 export RAYON_NUM_THREADS=2 CANDLE_ZERO_SIMD=portable
 

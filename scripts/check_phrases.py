@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Finds phrases that are wrong or worn in technical English, as listed in scripts/phrases.txt.
+"""Finds phrases that are wrong or overused in technical English, as listed in scripts/phrases.txt.
 
     scripts/check_phrases.py [PATH...]       checks the files and folders (default: the whole repository)
     scripts/check_phrases.py --counts ...    prints only the number of findings per folder
@@ -48,7 +48,7 @@ def entries(text):
 
 
 class Passage:
-    """Consecutive lines that form a sentence or a paragraph. White space is reduced to single spaces; each character has a line."""
+    """Consecutive lines that form a sentence or a paragraph. White space becomes single spaces; each character keeps its line."""
 
     def __init__(self, marker=""):
         self.text, self.lines = marker, [0] * len(marker)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Measures the table that compares this library with DeepSpeed (the peer) in docs/performance.md: both do the same work in turn.
+# Measures the figures of the table in docs/performance.md that compares this library with DeepSpeed (the peer). The two take
+# turns at doing the same work.
 # Takes half an hour on two cores, on which nothing else may run.
 #
 #   scripts/compare_table.sh VENV OUT [ROUNDS] [STEPS]

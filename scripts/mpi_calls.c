@@ -1,5 +1,5 @@
-/* Collectives of an MPI library between the ranks of one host, for scripts/collectives_peers.py: GB/s of the whole buffer, as
- * benches/collectives.rs counts them, the median of 25 rounds; and microseconds of a short all-reduce. */
+/* Measures an MPI library's collectives between the ranks of one host, for scripts/collectives_peers.py: the median GB/s of 25
+ * rounds, counted over the whole buffer as in benches/collectives.rs, and the median microseconds of a short all-reduce. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -61,7 +61,7 @@ int main(int argc, char **argv) {
         if (rank == 0) {
             printf("%s %.2f GB/s\n", all[i].name, BYTES / seconds / 1e9);
         }
-        /* Without this, sums of sums would not stay finite. */
+        /* Without this reset, repeated sums would not stay finite. */
         for (int j = 0; j < BYTES / 4; j++) {
             whole[j] = other[j] = 1.0f;
         }

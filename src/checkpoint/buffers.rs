@@ -99,8 +99,8 @@ pub(super) fn read(folder: &Path, entry: &BufferFile) -> Result<Vec<SavedBuffer>
 /// Returns the new values of the model's `buffers`, with their indices, from the buffers `saved` in a checkpoint.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] if a shape or a kind of number differs; with `strict`, also if the model or the
-/// checkpoint lacks a buffer that the other has.
+/// [`CheckpointError::Unusable`] if a buffer has a different shape, or values that its type in the model cannot hold;
+/// with `strict`, also if the model or the checkpoint lacks a buffer that the other has.
 pub(super) fn wanted(
     buffers: &[ModelBuffer],
     saved: &[SavedBuffer],

@@ -174,7 +174,7 @@ fn saved(checkpoint: &Checkpoint) -> Vec<usize> {
     saved.chain(parameters.len()..parameters.len() + checkpoint.buffers().len()).collect()
 }
 
-/// A tensor of the files.
+/// A tensor in the files.
 enum ConsolidatedTensor<'a> {
     Parameter(&'a Parameter),
     Buffer(&'a SavedBuffer),

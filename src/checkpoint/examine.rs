@@ -63,7 +63,7 @@ pub fn list_checkpoints(dir: &Path) -> CheckpointListing {
     CheckpointListing { dir: dir.to_owned(), latest: folder::latest(dir), tags, unfinished: folder::unfinished(dir) }
 }
 
-/// Returns the checkpoint that `latest` of the folder `dir` names, and its manifest; `None` without such a file.
+/// Returns the checkpoint that `latest` in the folder `dir` names, and its manifest; `None` if there is no `latest`.
 #[doc(hidden)]
 pub fn newest_checkpoint(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
     let Some(tag) = folder::latest(dir)? else { return Ok(None) };

@@ -242,7 +242,7 @@ impl OwnerProcess {
         Some(Self { pid, started, system })
     }
 
-    /// Returns whether it is known to have ended: it ran on this system, and no longer does.
+    /// Returns whether the process is known to have ended: it ran on this system, and no longer does.
     fn is_dead(&self) -> bool {
         system().is_some_and(|here| here == self.system) && started(self.pid).is_none_or(|now| now != self.started)
     }
@@ -372,8 +372,9 @@ pub(super) fn give_up(dir: &Path, tag: &str) {
 }
 
 /// Removes all complete checkpoints that were saved without a tag, except the `keep` newest, `saved`, and the one that
-/// `latest` names. The newest are those that `saved` descends from, in order. Checkpoints of other runs, or of this run
-/// before it was resumed from an earlier checkpoint, are removed first, beginning with the fewest steps.
+/// `latest` names. `saved` and the checkpoints that it descends from count as the newest, in this order. Checkpoints of
+/// other runs, or of this run before it was resumed from an earlier checkpoint, are removed first, beginning with those
+/// that have the fewest steps.
 pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
     let latest = latest(dir)?;
     let read = |tag: String| Some((Manifest::read(&dir.join(&tag).join(MANIFEST)).ok()?, tag));
@@ -444,7 +445,7 @@ fn list_checkpoints(dir: &Path) -> String {
 /// Returns an error if `dir`, which has no `latest`, contains checkpoints: it is unknown which one is meant.
 pub(super) fn without_latest(dir: &Path) -> Result<()> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    // Includes those that have lost their manifest: a run that should resume must not silently start from scratch.
+    // Checkpoints that have lost their manifest count too: a run that should resume must not silently start from scratch.
     let mut folders = entries.filter(|e| !e.file_name().to_string_lossy().starts_with('.')).map(|e| e.path());
     if !folders.any(|path| is_tag(&path)) {
         return Ok(());

@@ -82,8 +82,8 @@ impl Checkpoint {
     /// checkpoint.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] with the file that is missing, damaged or not readable, and if the folder has
-    /// checkpoints but no `latest`, and `tag` is `None`.
+    /// [`CheckpointError::Unusable`] if a file is missing, damaged or not readable, with that file; also if `tag` is
+    /// `None` and the folder has checkpoints but no `latest`.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
         let dir = dir.as_ref();
         let tag = match tag {
@@ -225,9 +225,9 @@ struct NeededElements {
     range: Range<usize>,
 }
 
-/// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, into a core. Everything that is needed is
-/// checked before anything changes. If each host has its own folder (`on_each_host`), the newest checkpoint that
-/// is complete over all of them is loaded. Collective.
+/// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, into `core`, this rank's state. Everything
+/// that is needed is checked before anything changes. If each host has its own folder (`on_each_host`), the newest
+/// checkpoint that is complete over all of them is loaded. Collective.
 ///
 /// # Errors
 /// Fails on all ranks if the checkpoint is damaged or belongs to another model or optimizer, and if a collective fails.

@@ -5,7 +5,7 @@
 //!   DIR/TAG/manifest.json                 a description of the content, with a checksum of every file and of itself
 //!   DIR/TAG/rank_00000_of_00002.safetensors
 //!   DIR/TAG/rank_00001_of_00002.safetensors
-//!   DIR/TAG/buffers.safetensors           of a model with buffers, in their own types; rank 0 writes it
+//!   DIR/TAG/buffers.safetensors           if the model has buffers, in their own types; from rank 0
 //!
 //!   save   every rank writes its shards, syncs -> rank 0 writes the manifest, renames the folder, writes `latest`
 //!   load   every rank checks the parts that it needs -> all agree that they are intact -> every rank reads them

@@ -1,5 +1,5 @@
 //! Saves checkpoints: every rank writes its shards at the same time, then rank 0, or the first rank of each host if
-//! each has its own folder, makes a checkpoint of them.
+//! each has its own folder, turns them into a checkpoint.
 //!
 //! ```text
 //!   in the foreground   begin | write share | agree, prepare, agree, publish
@@ -184,7 +184,7 @@ impl SaveJob {
         self.request.dir.join(&self.request.manifest.tag)
     }
 
-    /// Waits for the files and makes a checkpoint of them. Returns the checkpoint, and the upload to start, if any.
+    /// Waits for the files and turns them into a checkpoint. Returns the checkpoint, and the upload to start, if any.
     /// Collective.
     ///
     /// # Errors

@@ -179,13 +179,16 @@ fn hosts_add_their_bytes_a_step_and_a_table() {
     256                   1024          547.4 ms            18.3 %           7.0 MiB           2.4 MiB
     ");
     assert!(
-        text.contains("- each host's link carries 1Gbit,1ms in each direction at a time: 119.6 MB of data"),
+        text.contains("- each host's link carries 1Gbit,1ms in each direction at the same time: 119.6 MB of data"),
         "{text}"
     );
 
     let text = run(&[]);
     assert!(text.contains("--step SECONDS or --measured FILE.jsonl, measured on one host, adds the rest"), "{text}");
-    assert!(text.contains("carries 10Gbit,50us in each direction at a time, the default of --network"), "{text}");
+    assert!(
+        text.contains("carries 10Gbit,50us in each direction at the same time, the default of --network"),
+        "{text}"
+    );
 
     // The metrics of a run on four ranks, in which each step except the first takes 100 ms.
     let metrics = file.with_file_name("metrics.jsonl");

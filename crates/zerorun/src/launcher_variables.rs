@@ -11,8 +11,8 @@
 //! | PALS | `PALS_RANKID` | |
 //! | PMIx | `PMIX_RANK` | |
 //!
-//! The first row whose variable for this host's index is set takes effect. If `mpirun` runs in a Slurm job, its values
-//! are the right ones, so its rows precede that of Slurm.
+//! The first row whose variable for this host's index is set takes effect. Inside a Slurm job, the
+//! values of `mpirun` are the right ones, so its rows precede Slurm's.
 
 use crate::error::{HostsError, RankEnvError, Result};
 use crate::launch::nodes::DEFAULT_PORT;
@@ -33,7 +33,7 @@ const NODE_VARIABLES: [(&str, &[&str]); 8] = [
 const COUNT: &str = "a whole number";
 const PORT: &str = "a port number from 1 to 65535";
 
-/// The environment variables of this process, or invented ones in tests.
+/// The environment variables of this process, or made-up ones in tests.
 pub(super) struct LauncherVariables<'a>(pub(super) &'a dyn Fn(&str) -> Option<String>);
 
 /// A host's index, as given by its launcher.
@@ -102,7 +102,7 @@ impl LauncherVariables<'_> {
         }
     }
 
-    /// Returns the port of the first host from torchrun's variables.
+    /// Returns the first host's port, as given by torchrun's variables.
     ///
     /// # Errors
     /// Fails if the value is not a port.
@@ -118,7 +118,7 @@ impl LauncherVariables<'_> {
     /// Parses `PET_NPROC_PER_NODE`.
     ///
     /// # Errors
-    /// Fails if the value is neither a number nor one of torchrun's words, or if it is `gpu` and there is no GPU.
+    /// Fails if the value is neither a number nor one of torchrun's keywords, or if it is `gpu` and there is no GPU.
     pub(super) fn ranks(&self) -> Result<Option<u16>> {
         let Some(text) = self.get("PET_NPROC_PER_NODE") else { return Ok(None) };
         let refused = |why| HostsError::BadRanks { text: text.clone(), why }.into();
@@ -150,7 +150,7 @@ impl LauncherVariables<'_> {
     /// Returns the address of the first host: from the command line, else torchrun's variables, else `MASTER_ADDR`.
     ///
     /// # Errors
-    /// Fails if the endpoint is invalid, or if nothing gives the address. `nodes` is the number of hosts, for the error.
+    /// Fails if the endpoint is invalid, or if nothing gives the address. The error names `nodes`, the number of hosts.
     pub(super) fn first_host(&self, given: Option<String>, port: Option<u16>, nodes: usize) -> Result<(String, u16)> {
         let (address, at) = self.endpoint()?.map_or((None, None), |(address, port)| (Some(address), port));
         let port = port.or(at).or(self.master_port()?).unwrap_or(DEFAULT_PORT);

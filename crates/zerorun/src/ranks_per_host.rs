@@ -1,4 +1,4 @@
-//! Parses the number of ranks on a host: a number, or one of torchrun's words.
+//! Parses the number of ranks on a host: a number, or one of torchrun's keywords.
 
 /// The maximum number of ranks on a host.
 const MAX_RANKS: u16 = 1024;

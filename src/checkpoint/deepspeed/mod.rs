@@ -103,8 +103,7 @@ impl DeepSpeedCheckpoint {
         let model = ModelFile::open(&model_path)?;
         let world_size = first.world_size;
         if model.world_size != world_size {
-            let problem =
-                format!("dp_world_size is {}, but the optimizer files are for {world_size}", model.world_size);
+            let problem = format!("dp_world_size is {}, but {world_size} in the optimizer files", model.world_size);
             return Err(damaged(&model_path, &problem));
         }
         files.check_world_size(world_size)?;

@@ -50,7 +50,7 @@ pub struct DynamicScaler {
     pub scale_window: i64,
     /// The minimum scale.
     pub min_scale: f64,
-    /// The number of overflows of which only the last one shrinks the scale (`fp16.hysteresis`).
+    /// The number of overflows that it takes to shrink the scale (`fp16.hysteresis`).
     pub delayed_shift: i64,
     /// The number of overflows remaining until the scale shrinks.
     pub cur_hysteresis: i64,

@@ -86,7 +86,7 @@ impl TagFiles {
     }
 }
 
-/// Returns an error about a path that the user can see in the folder.
+/// Returns the error about a file or folder that is not as expected.
 pub(super) fn wrong(path: &Path, problem: String) -> Error {
     CheckpointError::DeepSpeed { path: path.to_owned(), problem }.into()
 }

@@ -1,5 +1,5 @@
-//! Tests with checkpoints of all small sizes. They are written here in DeepSpeed's layout, because only a few were
-//! written by DeepSpeed itself (tests/checkpoint/deepspeed_import.rs).
+//! Tests with small checkpoints of all kinds of sizes. The tests write these in DeepSpeed's layout themselves, because
+//! only a few checkpoints written by DeepSpeed are available (tests/checkpoint/deepspeed_import.rs).
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -295,7 +295,7 @@ fn what_cannot_be_read_is_told() {
             |m| m.push((text("frozen_param_shapes"), dict([("h.w", Int(0))]))),
             "1 parameter is frozen (frozen_param_shapes.h.w)",
         ),
-        (|m| m[1].1 = Int(4), "dp_world_size is 4, but the optimizer files are for 2"),
+        (|m| m[1].1 = Int(4), "dp_world_size is 4, but 2 in the optimizer files"),
         (|m| drop(m.remove(0)), "param_shapes is missing"),
     ];
     for stage in [2, 3] {

@@ -15,7 +15,7 @@ use zip::{CompressionMethod, ZipArchive};
 const MAX_PICKLE_BYTES: u64 = 32 << 20;
 /// The maximum size of the small entries next to the pickle.
 const MAX_NOTE_BYTES: u64 = 64;
-/// The maximum bytes of a storage in memory at once, not counting the elements asked for.
+/// The maximum bytes of a storage in memory at once, not counting the requested elements.
 const READ_CHUNK: usize = 1 << 18;
 
 /// A file of `torch.save`. Only its list of entries stays in memory.

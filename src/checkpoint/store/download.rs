@@ -2,7 +2,7 @@
 //! loaded from there.
 //!
 //! A local file counts only if it matches the checksums of the manifest: files of an interrupted or earlier download
-//! are read, and reused if they are right.
+//! are read, and reused if they match.
 
 use super::DownloadedCheckpoint;
 use super::bucket::{ObjectBucket, buffers_object, objects, rank_object, run, wrong};
@@ -183,7 +183,8 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
         .map_err(io("write"))
 }
 
-/// Checks all checksums of a file in the folder. `number` is a rank, or the number of ranks for the file of buffers.
+/// Checks all checksums of a file in the folder. `number` is a rank; for the file of buffers, it is
+/// the number of ranks.
 fn is_right(folder: &Path, manifest: &Manifest, number: usize) -> Result<()> {
     match (&manifest.buffers, number < manifest.files.len()) {
         (Some(entry), false) => buffers::read(folder, entry).map(drop),

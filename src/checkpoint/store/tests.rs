@@ -1,4 +1,4 @@
-//! Checkpoints that are uploaded to a store in memory and downloaded, interrupted, and damaged there.
+//! Uploads checkpoints to a store in memory and downloads them; some transfers are interrupted, some objects damaged.
 
 use super::bucket::{ObjectBucket, objects, run};
 use super::download::{bring, choose};

@@ -1,4 +1,4 @@
-//! `zerorun check`: reads, checks and resolves a configuration without a job.
+//! `zerorun check`: reads, checks and resolves a configuration without starting a job.
 
 use super::config_diagnostic::{self, ConfigDiagnostic};
 use crate::error::{ConfigError, Error, Result};

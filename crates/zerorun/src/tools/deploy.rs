@@ -10,7 +10,7 @@ use serde_json::json;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// The templates in deploy/, with placeholders between @.
+/// The templates in deploy/, with placeholders of the form `@NAME@`.
 const JOBSET: &str = include_str!("../../deploy/jobset.yaml");
 const MPIJOB: &str = include_str!("../../deploy/mpijob.yaml");
 const SLURM: &str = include_str!("../../deploy/slurm.sh");

@@ -191,7 +191,7 @@ impl MachineReport {
             ),
         ];
         verdicts.push(match (self.disk.is_memory, self.disk.direct_access) {
-            (true, _) => "the folder is in memory: offloading to it saves none".to_owned(),
+            (true, _) => "the folder is in memory: offloading to it saves no memory".to_owned(),
             (false, direct) => format!(
                 "the disk has room for the offloaded state of another {:.0} million parameters; files are accessed {}",
                 each(self.disk.free),

@@ -45,7 +45,8 @@ impl FromStr for GpuCapacity {
             None => size(&plain),
         };
         let known = || GPU_MEMORY_MIB.map(|(name, _)| name).join(", ");
-        let bytes = bytes.ok_or_else(|| format!("known GPUs are {}; or give its memory, such as 24GiB", known()))?;
+        let bytes =
+            bytes.ok_or_else(|| format!("known GPUs are {}; or give the GPU's memory, such as 24GiB", known()))?;
         Ok(Self { name: text.to_owned(), bytes })
     }
 }
@@ -100,7 +101,7 @@ mod tests {
         for wrong in ["", "h101", "0GiB", "GiB", "24", "24GiBs", "99999999999999999999GB", "18446744073709551615GiB"] {
             let why = wrong.parse::<GpuCapacity>().unwrap_err();
             assert!(
-                why.starts_with("known GPUs are t4, ") && why.ends_with("; or give its memory, such as 24GiB"),
+                why.starts_with("known GPUs are t4, ") && why.ends_with("; or give the GPU's memory, such as 24GiB"),
                 "{why}"
             );
         }

@@ -107,7 +107,7 @@ impl HostsForecast {
         let Self { each, network, measured, .. } = self;
         let unsaid = if self.said { "" } else { ", the default of --network" };
         let mut assumed = vec![format!(
-            "each host's link carries {network} in each direction at a time{unsaid}: {} of data a second",
+            "each host's link carries {network} in each direction at the same time{unsaid}: {} of data a second",
             decimal(network.bytes_per_s())
         )];
         assumed.push(match network.busy() {
@@ -115,7 +115,7 @@ impl HostsForecast {
                 "messages take no processor time on the hosts; zerorun bench network measures how much they really take"
                     .into()
             }
-            busy => format!("computing has {:.1} % less of a host's processors while its link is busy", 100.0 * busy),
+            busy => format!("while a host's link is busy, {:.1} % of its processors cannot compute", 100.0 * busy),
         });
         match measured {
             None => {}

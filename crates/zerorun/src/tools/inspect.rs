@@ -165,7 +165,7 @@ fn buffer_json(buffer: &SavedBuffer) -> Value {
     json!({"name": buffer.name, "dtype": buffer.dtype.as_str(), "shape": buffer.shape})
 }
 
-/// Formats one or more names in one column, followed by type and shape.
+/// Formats a buffer's name, type and shape as a line.
 fn buffer_line(buffer: &SavedBuffer) -> String {
     format!("    {:40}{:6}{:?}", buffer.name, buffer.dtype.as_str(), buffer.shape)
 }

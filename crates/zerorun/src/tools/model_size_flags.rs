@@ -37,13 +37,13 @@ pub(super) struct ModelSizeFlags {
     vocab: Option<u32>,
 }
 
-/// Returns the typed value, or that of the preset.
+/// Returns the value given on the command line, or that of the preset.
 fn or(typed: Option<u32>, own: usize) -> usize {
     typed.map_or(own, |n| n as usize)
 }
 
 impl ModelSizeFlags {
-    /// Returns the width: the typed one, or that of the preset `name` if there is such a preset.
+    /// Returns the width given on the command line, or that of the preset `name` if there is such a preset.
     pub(super) fn width(&self, name: Option<&str>) -> Option<u64> {
         let of_llama = |name: &str| LlamaConfig::preset(name).map(|preset| preset.hidden_size).ok();
         let of_gpt = |name: &str| GptConfig::preset(name).map(|preset| preset.n_embd).ok();

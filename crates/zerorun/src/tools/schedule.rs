@@ -85,7 +85,7 @@ impl ScheduleArguments {
         Schedule::new(config.scheduler.as_ref(), Some(optimizer))
     }
 
-    /// Writes one line per step. The inner result is that of the writes.
+    /// Writes one line per step. The inner result says whether the lines could be written.
     fn list(&self, mut schedule: Schedule, out: &mut impl Write) -> Result<std::io::Result<()>> {
         for step in 1..=self.steps {
             let (lr, _) = schedule.in_force()?;
@@ -161,7 +161,7 @@ impl ScheduleCurve {
     fn plot(&self, title: &str) -> String {
         let (least, greatest) = self.bounds();
         let rows = if least == greatest { 1 } else { PLOT_ROWS };
-        // If all values are equal this is NaN, and they are drawn in row 0.
+        // If all values are equal, 0 is divided by 0, and the NaN becomes row 0.
         let row = |value: f64| ((value - least) / (greatest - least) * (rows - 1) as f64).round() as usize;
         let mut text = format!("{title}\n");
         for y in (0..rows).rev() {
@@ -216,7 +216,7 @@ mod tests {
                    +----------
                     1  step 10
         ");
-        // A column of several values shows all of them.
+        // A column that stands for several values shows their complete range.
         let saw = curve((0..1000).map(|i| f64::from(i % 2)));
         assert_eq!(saw.columns.len(), PLOT_COLUMNS);
         assert!(saw.plot("x").lines().filter(|line| line.contains(&"*".repeat(PLOT_COLUMNS))).count() == PLOT_ROWS);

@@ -32,8 +32,8 @@ Examples:
   zerorun finetune Llama-3.2-1B-Instruct --dpo beta=0.1 --data preferences.jsonl --out adapter
   zerorun finetune bert-base-uncased --task classify --data reviews.csv --val 5% --epochs 3 --out model";
 
-/// How long a step and the writes after it may take once a signal has requested the end. A second signal ends the ranks
-/// immediately.
+/// How long a step and the writes after it may take once a signal has asked the run to end. A second signal ends the
+/// ranks immediately.
 const GRACE: Duration = Duration::from_secs(600);
 const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved first; a second signal (Ctrl-C) stops \
                          immediately, and the training since the last checkpoint is lost";

@@ -175,8 +175,8 @@ fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {
     if run.resumed().is_some() { MetricsWriter::resume(path, run.steps()) } else { MetricsWriter::create(path) }
 }
 
-/// Writes a line of metrics. Training matters more than its log: if a line cannot be written, the log ends with a
-/// message.
+/// Writes a line of metrics. Training matters more than its log: if a line cannot be written, a message
+/// reports this and the log ends.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
         eprint(&format!("{error}: training continues, and the metrics end here"));

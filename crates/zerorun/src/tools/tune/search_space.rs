@@ -39,7 +39,8 @@ const OLD_KEYS: [(&str, &str); 2] =
 const BUCKET_SIZES: [u64; 3] = [50_000_000, 500_000_000, 1_000_000_000];
 
 impl SearchSpace {
-    /// Creates the space. `config` is the `original` loaded for `run`; `stages` and `micro_batches` are as typed.
+    /// Creates the space. `config` is the `original` loaded for `run`; `stages` and `micro_batches` are those of the
+    /// command line.
     pub(super) fn new(
         original: &Value,
         (config, run): (&Config, RunValues),

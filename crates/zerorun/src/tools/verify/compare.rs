@@ -39,7 +39,7 @@ enum DifferingValue {
     Loss { micro_step: usize },
     /// The parameter with this name, after the step.
     Parameter(String),
-    /// The number of losses or parameters, because the two jobs did not train in the same way.
+    /// The number of losses or parameters. It differs if the two jobs did not train in the same way.
     Amount,
 }
 

@@ -67,8 +67,8 @@ struct VerifyArguments {
     rank_of: Option<PathBuf>,
 }
 
-/// The prefix of the folder for jobs and logs. The leftovers of a killed verification are removed by the
-/// next one in the same parent folder.
+/// The prefix of the folder for jobs and logs. The leftovers of a killed run are removed by the next run
+/// with the same parent folder.
 const PREFIX: &str = "candle-zero-verify-";
 
 /// The reason why there is no verdict.
@@ -77,7 +77,7 @@ enum VerifyStop {
     SetUp(Error),
     /// A rank failed; the text is the report about it.
     Failed(String),
-    /// A signal requested the end.
+    /// A signal asked the run to end.
     Interrupted(Signal),
 }
 

@@ -9,7 +9,7 @@ use candle_zero::{Engine, Result};
 use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
 
-/// The configuration in a row's folder.
+/// The name of the configuration file in a row's folder.
 pub(super) const CONFIG: &str = "ds_config.json";
 /// The number of tokens per sample.
 const TOKENS_PER_SAMPLE: usize = 48;

@@ -7,7 +7,7 @@ use std::path::Path;
 /// The place of the model state in a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum VerifyRow {
-    /// All states are in memory, at this stage.
+    /// All states are in memory, at this ZeRO stage.
     Stage(u8),
     /// Stage 3, with parameters and optimizer states in host memory.
     Cpu,
@@ -15,7 +15,7 @@ pub(super) enum VerifyRow {
     Nvme,
 }
 
-/// The rows. The others are compared with the first.
+/// The rows. All others are compared with the first one.
 pub(super) const ROWS: [VerifyRow; 6] = [
     VerifyRow::Stage(0),
     VerifyRow::Stage(1),
