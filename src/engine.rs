@@ -96,7 +96,7 @@ pub struct Engine<M> {
     /// The seed for the random numbers drawn in forward.
     seed: u64,
     accumulation: AccumulationProgress,
-    /// The number of forwards in this micro step.
+    /// The number of forward passes in this micro step.
     forwards: u64,
     skipped_steps: u64,
     /// The number of updates that the optimizer states have seen.
@@ -132,7 +132,7 @@ enum MicroStepPhase {
     Forwarded,
     /// After backward: gradients exist.
     Backwarded,
-    /// After a backward inside [`no_sync`](Engine::no_sync): each rank has only its own gradients.
+    /// After a backward pass inside [`no_sync`](Engine::no_sync): each rank has only its own gradients.
     Held,
 }
 
@@ -143,7 +143,7 @@ struct AccumulationProgress {
     micro_steps: u64,
     /// Whether [`no_sync`](Engine::no_sync) is running.
     in_no_sync: bool,
-    /// Whether `no_sync` has left gradients for the next backward or step to reduce.
+    /// Whether `no_sync` has left gradients for the next backward pass or step to reduce.
     holds: bool,
 }
 
@@ -213,7 +213,7 @@ impl<M> Engine<M> {
     /// the accumulation steps. Meanwhile, gradients are reduced over ranks.
     ///
     /// Only this call accumulates gradients of the model's parameters. Candle's own `loss.backward()`, and the backward
-    /// of another engine whose loss passes through this model (a GAN's generator), leave this engine unchanged and
+    /// pass of another engine whose loss passes through this model (a GAN's generator), leave this engine unchanged and
     /// return the gradients of inputs (`Var`s) as usual. At stage 3 they gather parameters: all ranks must run them, in
     /// the same order.
     ///
@@ -473,7 +473,7 @@ impl<M> Engine<M> {
     }
 
     /// Runs a `call` on the model's state with [`attempt`](Self::attempt), after finishing a delayed update, unless a
-    /// backward still needs the weights from before the update.
+    /// backward pass still needs the weights from before the update.
     fn settled<T, E: Into<CollectiveFailure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
         if self.phase != MicroStepPhase::Forwarded {
             self.attempt(|engine| engine.core.settle())?;

@@ -466,7 +466,7 @@ fn number_length(text: &str) -> Option<usize> {
     Some(at)
 }
 
-/// Fails if a word consists of the characters of a number but is not one.
+/// Fails if a word consists only of characters that occur in numbers but is not a number.
 fn broken_number(word: &str) -> std::result::Result<(), BadNumber> {
     let is_number = |c: char| c.is_ascii_digit() || matches!(c, '.' | '-' | '+' | 'e' | 'E');
     let digits = word.trim_start_matches('-');

@@ -17,7 +17,7 @@ pub(crate) struct JsonEntry {
     pub node: JsonNode,
 }
 
-/// Any JSON value. Objects keep the order of the text.
+/// Any JSON value. Objects keep their keys in the order of the text.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum JsonValue {
     Null,

@@ -274,6 +274,6 @@ fn untested(walk: &mut ConfigWalk<'_>, name: Option<&str>, stage: ZeroStage) {
     // optimizer.
     let key = "zero_force_ds_cpu_optimizer";
     if walk.given.contains_key(key) && walk.bool(key) {
-        walk.note(key, "accepted, but has no effect here: there is one optimizer for memory and files");
+        walk.note(key, "accepted, but has no effect here: the same optimizer updates states in memory and in files");
     }
 }

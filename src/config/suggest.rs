@@ -1,4 +1,4 @@
-//! Suggests the key that may be meant by an unknown key.
+//! Suggests the key that an unknown key was probably meant to be.
 
 use super::ConfigRule;
 use super::keys::{ConfigSection, ConfigValueKind, sections};

@@ -101,13 +101,13 @@ impl DeviceFlatRef<'_> {
         }
     }
 
-    /// Returns some of the elements.
+    /// Returns elements `range`.
     ///
     /// # Errors
-    /// Returns an error if there are fewer elements.
+    /// Returns an error if `range` ends after the last element.
     pub fn part(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
         if range.start > range.end || range.end > self.len() {
-            bail!("elements {range:?} of {}", self.len())
+            bail!("elements {range:?} are out of range: there are {}", self.len())
         }
         Ok(match self {
             Self::F32(v) => DeviceFlatRef::F32(v.slice(range)),

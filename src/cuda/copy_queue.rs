@@ -100,12 +100,12 @@ impl CopyQueue {
         let mut copier = CopyThread { stream: context.new_stream().w()?, staging_buffers };
         let (jobs, todo) = channel::<CopyJob>();
         let thread = std::thread::Builder::new().name("gpu-copies".into()).spawn(move || {
-            // Needed even if nothing is copied, because this thread releases the page-locked memory. Each copy binds
-            // the context again and reports any error.
+            // The context is needed even if nothing is copied, because this thread releases the page-locked memory.
+            // Each copy binds it again and reports any error.
             let _ = context.bind_to_thread();
             for CopyJob { request, after, carried, done } in todo {
                 let _here = carried.enter(lane);
-                // No one waits for an abandoned copy.
+                // If the copy was abandoned, no one waits for its result.
                 let _ = done.send(copier.carry(request, &after));
             }
         });

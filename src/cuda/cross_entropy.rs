@@ -98,8 +98,8 @@ pub(crate) enum LossGradientScale<'a> {
     Each(&'a DeviceFlatRef<'a>, f32),
 }
 
-/// Writes the gradients of the losses with respect to the logits to `d`, and the losses. Without `logits`, `d` contains
-/// the logits.
+/// Writes the gradients of the losses with respect to the logits to `d`, and the losses to `losses`, if given. Without
+/// `logits`, `d` must contain the logits, which the gradients replace.
 pub(crate) fn gradients(
     device: &CudaDevice,
     of: &LogitRows<'_>,
@@ -123,7 +123,7 @@ pub(crate) fn gradients(
         LossGradientScale::Each(scales, divisor) => (Some(scales.part(range.clone())?), 1, *divisor),
     };
     if scales.as_ref().is_some_and(|scales| scales.dtype() != DType::F32) {
-        bail!("cross_entropy: the gradient of a loss is f32")
+        bail!("cross_entropy: the gradient of a loss must be f32")
     }
     let Some(targets) = of.targets.0.try_slice(range.clone()) else { bail!("cross_entropy: targets are missing") };
     let losses = match losses {

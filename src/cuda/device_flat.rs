@@ -135,7 +135,7 @@ impl DeviceFlat {
         Ok(())
     }
 
-    /// Makes room for exactly `more` elements, if there is less.
+    /// Makes room for exactly `more` further elements, if there is less room.
     ///
     /// # Errors
     /// Same as for [`with_capacity`](Self::with_capacity): the old and the new buffer exist at the same time for a
@@ -210,7 +210,7 @@ impl DeviceFlat {
     /// Returns elements `range` for kernels to read.
     ///
     /// # Errors
-    /// Returns an error if there are fewer elements.
+    /// Returns an error if `range` ends after the last element.
     pub fn part(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
         match super::elements(&self.storage, range.clone()) {
             Some(elements) if range.end <= self.len => Ok(elements),
@@ -221,7 +221,7 @@ impl DeviceFlat {
     /// Returns elements `range` for kernels to write.
     ///
     /// # Errors
-    /// Returns an error if there are fewer elements.
+    /// Returns an error if `range` ends after the last element.
     pub fn part_mut(&mut self, range: Range<usize>) -> Result<DeviceFlatMut<'_>> {
         let len = self.len;
         match super::elements_mut(&mut self.storage, range.clone()) {

@@ -70,13 +70,13 @@ impl DeviceFlatMut<'_> {
         each!(Self, self, v => v.device_ptr_mut(stream).0)
     }
 
-    /// Returns some of the elements.
+    /// Returns elements `range`.
     ///
     /// # Errors
-    /// Returns an error if there are fewer elements.
+    /// Returns an error if `range` ends after the last element.
     pub fn part(&mut self, range: Range<usize>) -> Result<DeviceFlatMut<'_>> {
         if range.start > range.end || range.end > self.len() {
-            bail!("elements {range:?} of {}", self.len())
+            bail!("elements {range:?} are out of range: there are {}", self.len())
         }
         Ok(match self {
             Self::F32(v) => DeviceFlatMut::F32(v.slice_mut(range)),

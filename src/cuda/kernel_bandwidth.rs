@@ -47,7 +47,7 @@ impl KernelBench {
         let (before, times) = if self.is_judged { (3, 20) } else { (1, 1) };
         let stream = self.device.cuda_stream();
         let event = || stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).unwrap();
-        // Without a wait between the runs, the memory of earlier results is available for the next ones.
+        // No wait separates the runs, so the memory of earlier results stays available for later ones.
         (0..before).for_each(|_| run());
         let begin = event();
         (0..times).for_each(|_| run());

@@ -12,9 +12,9 @@ pub(crate) enum KernelArgument<'a> {
     Read(&'a DeviceFlatRef<'a>),
     /// Elements to write.
     Write(DeviceFlatMut<'a>),
-    /// Numbers of this library for a kernel to read.
+    /// Numbers that this library allocated, for a kernel to read.
     Floats(&'a CudaSlice<f32>),
-    /// Numbers of this library for a kernel to write.
+    /// Numbers that this library allocated, for a kernel to write.
     FloatsMut(&'a mut CudaSlice<f32>),
     /// Sums to write.
     DoublesMut(&'a mut CudaSlice<f64>),

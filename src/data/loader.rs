@@ -137,7 +137,7 @@ impl Loader {
         &self.sampler
     }
 
-    /// Returns the first token of each sample of a micro batch.
+    /// Returns the index of the first token of each sample of a micro batch.
     fn starts(&self, step: u64, accumulation_index: usize) -> impl Iterator<Item = usize> + '_ {
         let sample = move |j| self.first + self.shape.global_sample(step, accumulation_index, j);
         (0..self.shape.micro).map(move |j| self.sampler.start(sample(j)) as usize)

@@ -18,7 +18,7 @@ pub enum SampleOrder {
     },
 }
 
-/// Maps the indices of samples to their first tokens in a token sequence.
+/// Maps the index of a sample to the index of its first token in a token sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sampler {
     order: SampleOrder,
@@ -54,8 +54,8 @@ impl Sampler {
         Self { order, ctx, period }
     }
 
-    /// Returns the first token of global sample `i`. The inputs are the `ctx` tokens from there; the targets start at
-    /// the token after it.
+    /// Returns the index of the first token of global sample `i`. The inputs are the `ctx` tokens from there; the
+    /// targets start at the token after it.
     pub fn start(&self, i: u64) -> u64 {
         match self.order {
             SampleOrder::Sequential => ((u128::from(i) * u128::from(self.ctx)) % u128::from(self.period)) as u64,

@@ -6,9 +6,9 @@ use crate::layout::ZeroStage;
 
 impl<M> Engine<M> {
     /// Runs micro steps whose gradients are not reduced (DeepSpeed's `no_sync`). Inside `run`, each rank accumulates
-    /// its own full gradients, in the dtype of `data_types.grad_accum_dtype`. The first backward after `no_sync`
-    /// reduces this sum together with its own gradients; if there is none, the step that updates the weights reduces
-    /// the sum. This saves one reduction per micro step in `run`, and costs memory for a full gradient, which
+    /// its own full gradients, in the dtype of `data_types.grad_accum_dtype`. The first backward pass after
+    /// `no_sync` reduces this sum together with its own gradients; if there is none, the step that updates the weights
+    /// reduces the sum. This saves one reduction per micro step in `run`, and costs memory for a full gradient, which
     /// [`memory_report`](Self::memory_report) counts. All ranks must call `no_sync` for the same micro steps.
     ///
     /// As in DeepSpeed, [`step`](Self::step) is refused inside `run`: call it after `no_sync`, or omit it. If it is
@@ -169,7 +169,8 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Returns whether there are gradients of a micro step that no step has ended, even if a forward has run since.
+    /// Returns whether there are gradients of a micro step that no step has ended, even if a forward pass has run
+    /// since.
     pub(super) fn has_gradients_of_micro_step(&self) -> bool {
         self.accumulation.holds || matches!(self.phase, MicroStepPhase::Backwarded | MicroStepPhase::Held)
     }

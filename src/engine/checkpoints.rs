@@ -125,8 +125,8 @@ impl<M> Engine<M> {
 
     /// Checks whether [`save_checkpoint`](Self::save_checkpoint) can save into folder `dir`, so that a problem shows up
     /// now instead of after hours of training. A missing folder is created. As after a save, this job locks the folder
-    /// until the engine is dropped: no other job can save into it. Unfinished leftovers of killed jobs in it are
-    /// removed. Collective.
+    /// until the engine is dropped: no other job can save into it. Incomplete leftovers of killed jobs are
+    /// removed from it. Collective.
     ///
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks if any of them cannot write
@@ -163,9 +163,10 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks if the checkpoint is damaged
     /// or belongs to another model or optimizer, or if the folder has checkpoints but neither `tag` nor `latest` names
-    /// one. In that case the engine is unchanged, except that a delayed update has been completed and a forward without
-    /// a backward no longer counts. [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the
-    /// middle of an accumulation; a failed collective.
+    /// one. In that case the engine is unchanged, except that a delayed update has been completed and a forward pass
+    /// without a backward pass no longer counts.
+    /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation; a
+    /// failed collective.
     pub fn load_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,

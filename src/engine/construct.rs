@@ -303,7 +303,7 @@ fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
     Ok(1)
 }
 
-/// Reports if `compress_between_hosts_only` leaves nothing to compress.
+/// Prints a note if `compress_between_hosts_only` leaves nothing to compress.
 fn note_compression(config: &Config, comm: &dyn Communicator) {
     let (compresses, all_here) =
         (config.zero.compresses(config.communication_data_type), comm.ranks_here().len() == comm.size());

@@ -155,14 +155,14 @@ pub enum EngineError {
          eval), or computed only by operations without a backward; compute it from the output of engine.forward"
     )]
     LossReachesNothing,
-    /// `backward` on the loss of an older forward.
+    /// `backward` on the loss of an older forward pass.
     #[error(
         "the loss comes from an older forward, {}; run forward again, call backward on its output, and detach \
          everything that is kept from one step to the next",
         if *.is_old { "before the last update of the weights" } else { "on which backward has already run" }
     )]
     OldLoss {
-        /// Whether the weights have changed since that forward.
+        /// Whether the weights have changed since that forward pass.
         is_old: bool,
     },
     /// The gradient does not match the loss.
@@ -243,7 +243,7 @@ pub enum EngineError {
         #[source]
         source: std::io::Error,
     },
-    /// No backward of the first optimizer step reached these parameters, on any rank.
+    /// No backward pass of the first optimizer step reached these parameters, on any rank.
     #[error(
         "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \
          without a backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and \

@@ -3,14 +3,14 @@
 //! ```text
 //!   forward    run with all weights perturbed up | down | run            -> how the output changes
 //!   backward   gradient of the output x that change                      -> how the loss changes
-//!              gradients of the parameters x their perturbations         -> how it should change, if they are right
-//!   step       both are added up over ranks and compared, before any weight changes
+//!              gradients of the parameters x their perturbations         -> how the loss should change if they are right
+//!   step       both changes in the loss are added up over ranks and compared, before any weight changes
 //! ```
 //!
-//! Both are numbers for one direction, in which each element of each trained parameter randomly goes up or down
-//! (`zero/check/perturbation.rs`). A part of the graph that is cut off, a wrong backward or a dropped term makes them
-//! differ by about the norm of the missing part. Differences that kinks of the loss or rounding may also explain are
-//! checked again in the next steps, each time along a different direction (`gradient_report.rs`).
+//! Both changes are along one direction, in which each element of each trained parameter randomly goes up or down
+//! (`zero/check/perturbation.rs`). A part of the graph that is cut off, a wrong backward pass or a dropped term makes
+//! them differ by about the norm of the missing part. Differences that kinks of the loss or rounding may also explain
+//! are checked again in the next steps, each time along a different direction (`gradient_report.rs`).
 
 use super::Engine;
 use super::gradient_check_state::{
@@ -39,11 +39,11 @@ const MIN_CHANGE_TO_ROUNDING: f64 = 8000.0;
 /// The number of steps after which a check is abandoned if gradients were never finite.
 const MAX_NONFINITE_STEPS: u32 = 64;
 
-/// A forward that a check repeats.
+/// A forward pass that a check repeats.
 struct GradientCheckForward<'a, M> {
-    /// The index of the forward in this thread, counted from 1.
+    /// The index of the forward pass in this thread, counted from 1.
     forward: u64,
-    /// The position in the random number stream where the forward begins.
+    /// The position in the random number stream where the forward pass begins.
     stream: u64,
     /// The number of repetitions so far.
     repetition: u64,
@@ -53,7 +53,7 @@ struct GradientCheckForward<'a, M> {
 }
 
 impl<M> GradientCheckForward<'_, M> {
-    /// Runs the forward again with perturbed parameters and returns its output.
+    /// Runs the forward pass again with perturbed parameters and returns its output.
     fn rerun_forward(&mut self, engine: &Engine<M>, moves: &Perturbation<'_>) -> Result<Tensor> {
         self.repetition += 1;
         let around = CurrentForward { forward: self.forward, repetition: self.repetition };
@@ -65,7 +65,7 @@ impl<M> GradientCheckForward<'_, M> {
     }
 }
 
-/// The outputs of a forward with each group of parameters perturbed up and down.
+/// The outputs of a forward pass with each group of parameters perturbed up and down.
 #[derive(Default)]
 struct PerturbedOutputs {
     moved: Vec<(Tensor, Tensor)>,
@@ -74,9 +74,9 @@ struct PerturbedOutputs {
 }
 
 impl<M> Engine<M> {
-    /// Checks the gradient of every trained parameter in the next micro step. Each forward runs two more times per
-    /// parameter, with that parameter moved slightly up and down, and the next optimizer step compares the change in
-    /// the loss with the gradients computed by backward. Parameters whose result is unclear are checked again in the
+    /// Checks the gradient of every trained parameter in the next micro step. Each forward pass runs two more times
+    /// per parameter, with that parameter moved slightly up and down, and the next optimizer step compares the change
+    /// in the loss with the gradients computed by backward. Parameters whose result is unclear are checked again in the
     /// next steps, up to eight steps in total. Then [`gradient_report`](Self::gradient_report) returns the result. As
     /// soon as a gradient is known to be wrong, the step ends with an error. Collective.
     ///
@@ -107,7 +107,7 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Starts observing forwards, if there is something to check.
+    /// Starts observing forward passes, if there is something to check.
     pub(super) fn arm(&mut self) {
         if !matches!(self.check.phase, CheckPhase::Armed) || !self.trainer.can_train() {
             return;
@@ -115,8 +115,8 @@ impl<M> Engine<M> {
         self.core.arm_check(self.check.looks);
     }
 
-    /// Returns the random stream position of a forward that runs inside another engine's forward; `None` for any other
-    /// forward.
+    /// Returns the random stream position of a forward pass that runs inside one of another engine; `None` for any
+    /// other forward pass.
     pub(super) fn stream_inside(&mut self) -> Option<u64> {
         let around = CURRENT_FORWARD.get();
         if around.forward == 0 {
@@ -134,13 +134,13 @@ impl<M> Engine<M> {
         Some(own)
     }
 
-    /// Returns whether this thread repeats the forward of another engine.
+    /// Returns whether this thread repeats the forward pass of another engine.
     pub(super) fn is_repeating() -> bool {
         CURRENT_FORWARD.get().repetition > 0
     }
 
-    /// Runs `run` as the forward of this engine. During a check, perturbed forwards run first, so that side effects of
-    /// `run` are those of the real forward.
+    /// Runs `run` as the forward pass of this engine. During a check, perturbed forward passes run first, so that side
+    /// effects of `run` are those of the real forward pass.
     pub(super) fn run_forward(
         &mut self,
         stream: u64,
@@ -168,7 +168,7 @@ impl<M> Engine<M> {
         Ok(output)
     }
 
-    /// Runs the forward of this engine inside a repeated forward of another engine.
+    /// Runs the forward pass of this engine inside a repeated forward pass of another engine.
     pub(super) fn repeat_inside(
         &mut self,
         stream: u64,
@@ -177,7 +177,7 @@ impl<M> Engine<M> {
         draw_from((stream, 0), || self.cast(|| self.core.forward_again(&Perturbation::NONE, || run(&self.model))))
     }
 
-    /// Returns the outputs of the coming forward with parameters perturbed, group by group.
+    /// Returns the outputs of the coming forward pass with parameters perturbed, group by group.
     fn try_moves(&mut self, repeat: &mut GradientCheckForward<'_, M>) -> Result<Option<PerturbedOutputs>> {
         let mut tried = PerturbedOutputs::default();
         if self.check.of_each {
@@ -227,7 +227,7 @@ impl<M> Engine<M> {
             });
             let is_enough =
                 change > rounding * MIN_CHANGE_TO_ROUNDING || norm(&bend) > limits.bends * change + rounding * 4.0;
-            // If the forward calls collectives, all ranks must repeat it the same number of times.
+            // If the forward pass calls collectives, all ranks must repeat it the same number of times.
             let any_rank = |own: bool| if repeat.is_together { self.any_rank(own) } else { Ok(own) };
             let (is_bent, is_last) = (any_rank(!is_straight)?, any_rank(is_enough)?);
             if let Some((size, up, down, _)) = smaller.take().filter(|_| is_bent) {
@@ -247,7 +247,7 @@ impl<M> Engine<M> {
         f64::from(largest) * unit_of(output.dtype()).max(self.limits().noise)
     }
 
-    /// Stores, along with the output of a forward, how perturbations changed it.
+    /// Stores, along with the output of a forward pass, how perturbations changed it.
     fn keep_probe(&mut self, PerturbedOutputs { moved, unmoved }: PerturbedOutputs, output: &Tensor) -> Result<()> {
         let about = self.core.last_output();
         if about.is_none() && output.track_op() {
@@ -305,7 +305,7 @@ impl<M> Engine<M> {
         vec![PerturbedGroup::new("all parameters".into(), trained().map(|(id, _)| id).collect())]
     }
 
-    /// Starts measuring the coming backward if a check needs it; returns whether it is measured.
+    /// Starts measuring the coming backward pass if a check needs it; returns whether it is measured.
     pub(super) fn begin_measuring(&mut self) -> bool {
         let measures = matches!(self.check.phase, CheckPhase::Armed);
         if measures {
@@ -314,7 +314,7 @@ impl<M> Engine<M> {
         measures
     }
 
-    /// Ends measuring after the backward.
+    /// Ends measuring after the backward pass.
     pub(super) fn end_measuring(&mut self) {
         let MeasuredGradients { mut outputs, along, unprobed } = self.core.end_measuring();
         if self.check.groups.is_empty() {
@@ -441,7 +441,7 @@ impl<M> Engine<M> {
         error.map_or(Ok(()), |error| Err(error.into()))
     }
 
-    /// Abandons the check if the model fails in a repeated forward.
+    /// Abandons the check if the model fails in a repeated forward pass.
     fn or_give_up<T: Default>(&mut self, probed: Result<T>) -> Result<T> {
         let Err(Error::Candle(error)) = probed else { return probed };
         let why = without_backtrace(&error.to_string());

@@ -12,17 +12,17 @@ use std::path::PathBuf;
 pub const CHECK_GRADIENTS: &str = "CANDLE_ZERO_CHECK_GRADIENTS";
 
 thread_local! {
-    /// The engine forward that this thread runs, and which of its repetitions.
+    /// The engine's forward pass that this thread runs, and which of its repetitions.
     pub(super) static CURRENT_FORWARD: Cell<CurrentForward> = const { Cell::new(CurrentForward { forward: 0, repetition: 0 }) };
     pub(super) static FORWARDS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The position of this thread relative to an engine's forward.
+/// The position of this thread relative to an engine's forward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CurrentForward {
-    /// The index of the forward, counted from 1; 0 outside of any forward.
+    /// The index of the forward pass, counted from 1; 0 outside of any forward pass.
     pub(super) forward: u64,
-    /// 0 for the real forward; otherwise the index of the repetition for a check, counted from 1.
+    /// 0 for the real forward pass; otherwise the index of the repetition for a check, counted from 1.
     pub(super) repetition: u64,
 }
 
@@ -53,8 +53,8 @@ pub(super) struct FiniteDifferenceChecker {
     /// The reason why there is no verdict.
     pub(super) why_not: Option<String>,
     pub(super) groups: Vec<PerturbedGroup>,
-    /// Forwards of this engine inside another engine's forward: that forward, and the random stream positions of the
-    /// first and the next one.
+    /// Forward passes of this engine inside one of another engine: the other engine's pass, and the random stream
+    /// positions of this engine's first and next pass.
     pub(super) inside: Option<(CurrentForward, u64, u64)>,
     pub(super) report: Option<GradientReport>,
 }
@@ -64,9 +64,10 @@ pub(super) enum CheckPhase {
     /// Nothing is checked.
     #[default]
     Idle,
-    /// Forwards are repeated until a backward follows.
+    /// Forward passes are repeated until a backward pass follows.
     Armed,
-    /// The backward has run; all ranks compare in the coming step. The last field is the factor that gradients contain.
+    /// The backward pass has run; all ranks compare in the coming step. The last field is the factor that gradients
+    /// contain.
     Measured(Vec<DirectionalChange>, Vec<DirectionalDerivative>, f64),
 }
 
@@ -75,7 +76,7 @@ pub(super) enum CheckPhase {
 pub(super) struct PerturbedGroup {
     pub(super) name: String,
     pub(super) params: Vec<ParamId>,
-    /// The perturbation relative to the size of each parameter; chosen in the first forward.
+    /// The perturbation relative to the size of each parameter; chosen in the first forward pass.
     pub(super) step: Option<f64>,
     pub(super) looks: DirectionSamples,
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   gap     the change in the loss according to two forward passes, minus the change according to the gradient
-//!   bend    the difference between the mean of both perturbed forwards and the unperturbed one
+//!   bend    the difference between the mean of both perturbed forward passes and the unperturbed one
 //! ```
 //!
 //! Both are zero for a linear loss with a correct gradient. Rounding, random draws and kinks (ReLU, max pooling) make

@@ -22,8 +22,8 @@ impl<M> Engine<M> {
         self.accumulation.micro_steps + 1 >= self.config.batch.gradient_accumulation_steps as u64
     }
 
-    /// Returns whether no accumulation is in progress: the last [`step`](Self::step) ended one, and no backward has run
-    /// since. This is the point for an evaluation or a checkpoint.
+    /// Returns whether no accumulation is in progress: the last [`step`](Self::step) ended one, and no backward pass
+    /// has run since. This is the point for an evaluation or a checkpoint.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor};
@@ -106,7 +106,7 @@ impl<M> Engine<M> {
         self.global_grad_norm()
     }
 
-    /// Returns the loss scale of the coming backward; 1 without fp16.
+    /// Returns the loss scale of the coming backward pass; 1 without fp16.
     pub fn loss_scale(&self) -> f64 {
         self.scaler.scale()
     }

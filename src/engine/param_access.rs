@@ -1,5 +1,5 @@
 //! Access to single parameters by name: values, gradients and optimizer states, like DeepSpeed's `safe_get_*` and
-//! `safe_set_*`, and parameters gathered outside of a forward.
+//! `safe_set_*`, and parameters gathered outside of a forward pass.
 
 use super::{Engine, MicroStepPhase};
 use crate::comm::agree::{agree, rank_failed};
@@ -26,8 +26,8 @@ impl<M> Engine<M> {
     /// [`step`](Self::step) would use it before clipping: reduced over ranks, summed over the micro steps of the
     /// accumulation so far, each divided by `gradient_accumulation_steps`, with the loss scale divided out.
     ///
-    /// A gradient exists from the first backward of an accumulation to its step. The result is `None` at other times,
-    /// for a frozen parameter, and while [`no_sync`](Self::no_sync) holds all gradients.
+    /// A gradient exists from the first backward pass of an accumulation to its step. The result is `None` at other
+    /// times, for a frozen parameter, and while [`no_sync`](Self::no_sync) holds all gradients.
     ///
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param).
@@ -70,7 +70,7 @@ impl<M> Engine<M> {
     }
 
     /// Collective: sets an existing gradient: see [`safe_get_full_grad`](Self::safe_get_full_grad). The next backward
-    /// of the accumulation adds to it. All ranks must give the same `value`.
+    /// pass of the accumulation adds to it. All ranks must give the same `value`.
     ///
     /// # Errors
     /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`EngineError::GradientAbsent`].
@@ -267,7 +267,7 @@ impl<M> Engine<M> {
     }
 
     /// Releases all gathered parameters at stage 3, including those kept by `stage3_param_persistence_threshold`, until
-    /// the next forward or backward needs them (DeepSpeed's call), for example to free memory for an evaluation
+    /// the next forward or backward pass needs them (DeepSpeed's call), for example to free memory for an evaluation
     /// elsewhere. At every stage, free memory is returned to the GPU's driver. All ranks must call it at the same
     /// point.
     ///
@@ -364,7 +364,7 @@ impl<M> Engine<M> {
         on_host(value)
     }
 
-    /// Returns an error if a graph is waiting for its backward.
+    /// Returns an error if a graph is waiting for its backward pass.
     fn not_between_passes(&self, call: &'static str) -> Result<()> {
         self.not_stopped()?;
         match self.phase {

@@ -91,7 +91,7 @@ impl RendezvousMembers {
         if comes
             && let Ok((stream, _)) = self.listener.accept()
             && let Ok(peer) = PeerCredentials::of(&stream)
-            // Connections of other users are ignored.
+            // Connections from other users' processes are ignored.
             && peer.is_own()
         {
             self.connections.push(MemberConnection { stream, process: peer.process, rank: None });

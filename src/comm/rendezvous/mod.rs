@@ -4,7 +4,7 @@
 //! ```text
 //!   rank 0: listens on a socket named by MASTER_PORT <-- JoinRequest -- rank r
 //!           all connected: creates the memory   -- its descriptor, or the reason why there is none --> rank r
-//!   then:   each connection stays open while its processes live; a hang-up means that one has died
+//!   then:   each connection stays open while both its processes live; a hang-up means that one of them has died
 //! ```
 //!
 //! No launcher watches these ranks: rank 0 watches the others, and they watch rank 0. If rank 0 has exited normally,
@@ -93,7 +93,8 @@ mod tests {
         }
     }
 
-    /// Runs the rendezvous with ranks as threads, each with its own variables, and returns each rank's result.
+    /// Runs the rendezvous with ranks as threads, each with its own environment variables, and returns each rank's
+    /// result.
     fn told<const N: usize>(ranks: [RankEnv; N]) -> [String; N] {
         let met = ranks.map(|env| std::thread::spawn(move || meet(&env).map(drop)));
         met.map(|rank| rank.join().unwrap().err().map_or("met".to_string(), |error| error.to_string()))

@@ -20,7 +20,7 @@ const MAX_CPU_ROUNDS: f64 = 200.0;
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[doc(hidden)]
 pub struct NetworkMeasurement {
-    /// The number of ranks of each host.
+    /// The number of ranks on each host.
     pub hosts: Vec<usize>,
     /// The time in seconds that a message of a few bytes takes from one host to another.
     pub one_way_s: f64,
@@ -28,9 +28,9 @@ pub struct NetworkMeasurement {
     pub bytes: usize,
     /// The measurement of MPI's large messages, from each host to the next.
     pub plain: TransferMeasurement,
-    /// The measurement of a reduce-scatter of buffers of `bytes`.
+    /// The measurement of a reduce-scatter of buffers of `bytes` bytes.
     pub reduce_scatter: TransferMeasurement,
-    /// The measurement of an all-gather of buffers of `bytes`.
+    /// The measurement of an all-gather of buffers of `bytes` bytes.
     pub all_gather: TransferMeasurement,
     /// The fraction of a host's CPU time that is used while its network link is busy; `None` if the system does not
     /// report it.
@@ -54,7 +54,8 @@ impl TransferMeasurement {
     }
 }
 
-/// Measures with buffers of about `bytes`, on all ranks at the same time. Returns `None` if all ranks are on one host.
+/// Measures with buffers of about `bytes` bytes, on all ranks at the same time. Returns `None` if all ranks are on one
+/// host.
 ///
 /// # Errors
 /// A collective failed.

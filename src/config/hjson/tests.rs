@@ -175,7 +175,7 @@ fn any_json() -> impl Strategy<Value = serde_json::Value> {
         any::<bool>().prop_map(Value::from),
         any::<i64>().prop_map(Value::from),
         any::<u64>().prop_map(Value::from),
-        any::<f64>().prop_filter("a number of JSON", |x| x.is_finite()).prop_map(Value::from),
+        any::<f64>().prop_filter("a JSON number", |x| x.is_finite()).prop_map(Value::from),
         any::<String>().prop_map(Value::from),
         "[a-z][a-z ]{0,5}".prop_map(Value::from),
     ];
@@ -188,7 +188,7 @@ fn any_json() -> impl Strategy<Value = serde_json::Value> {
     })
 }
 
-/// Writes the same value as Hjson, without outer braces, quotes and commas wherever they are optional.
+/// Writes the same value as Hjson, omitting outer braces, quotes and commas wherever they are optional.
 fn bare(value: &serde_json::Value, indent: usize, into: &mut String) {
     use serde_json::Value;
     use std::fmt::Write;

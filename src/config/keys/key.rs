@@ -10,7 +10,7 @@ pub(crate) enum ConfigValueKind {
     IntNoBool(i64, i64),
     /// A finite number between two bounds.
     Float(f64, f64),
-    /// The same as `Float`, or a list with one number per parameter group (a file has one group).
+    /// The same as `Float`, or a list with one number per parameter group (the engine's builder defines the groups).
     PerGroup(f64, f64),
     Str,
     /// One of these words.
@@ -44,7 +44,7 @@ pub(crate) enum KeyStatus {
     Refused(&'static str),
     /// A number above 1 is an error.
     RefusedAbove1(&'static str),
-    /// Its presence is an error, as in DeepSpeed 0.19.8.
+    /// The key's presence is an error, as in DeepSpeed 0.19.8.
     Removed(&'static str),
     /// The same as `Removed`, unless the key is switched off, which is noted.
     RemovedUnlessOff(&'static str),

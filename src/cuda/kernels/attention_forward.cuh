@@ -70,7 +70,7 @@ __device__ __forceinline__ void attention_forward(const AttentionSizes &s, const
         for (int j = 0; j < G::OTHERS / 2; j++) {
             int column = lane % 2 + 2 * j;
             scores[j] = as.of(of.scores[lane / 2 * G::SCORES + column]);
-            // Nan is ignored.
+            // NaN is ignored.
             if (sees(s, at.len, query, first + column)) highest = fmaxf(highest, scores[j] * as.factor);
         }
         highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));

@@ -7,7 +7,7 @@ struct Add {
     __device__ __forceinline__ N operator()(N a, N b) const { return a + b; }
 };
 
-// Nan is ignored.
+// NaN is ignored.
 struct Larger {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };

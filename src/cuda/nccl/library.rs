@@ -93,7 +93,7 @@ impl NcclLibrary {
         let library = path.display().to_string();
         // SAFETY: loading NCCL runs no code that could interfere with this program.
         let loaded = unsafe { Loaded::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
-            // The error itself only names the call. The system's message is its source.
+            // The error itself only names the call. Its source has the system's message.
             let why = error.source().map_or(error.to_string(), ToString::to_string);
             NcclError::NotFound { library: library.clone(), why }
         })?;
@@ -168,7 +168,7 @@ impl NcclLibrary {
 }
 
 /// # Safety
-/// The pointer leads to a zero-terminated text, or is null.
+/// The pointer points to a zero-terminated text, or is null.
 unsafe fn of_text(text: *const c_char) -> String {
     // SAFETY: as the caller promises.
     if text.is_null() { String::new() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned() }

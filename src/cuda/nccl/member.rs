@@ -136,8 +136,8 @@ impl NcclMember {
     pub fn wait_for(&self, event: &CudaEvent, op: &'static str) -> Result<()> {
         self.wire.context().bind_to_thread().w()?;
         let waited = self.poll(op, self.watch.timeout, || {
-            // Read before the failure is checked: work that an abort released appears complete only after the failure
-            // is set.
+            // The event is queried before the failure is checked: work that an abort released appears complete only
+            // after the failure is set.
             let done = event.try_is_complete().w()?;
             let launch = self.begin_launch()?;
             if !done {

@@ -52,7 +52,7 @@ impl PendingNcclCollective {
 
     /// Waits on the host until the collective is complete. A later [`settle`](Self::settle) does not have to wait.
     ///
-    /// If a peer has failed, a host that first waits for the device in another way waits forever.
+    /// If a peer has failed and the host waits for the device in any other way first, it waits forever.
     ///
     /// # Errors
     /// Returns an error if a peer is lost, does not respond or is in another collective, or if the caller's own

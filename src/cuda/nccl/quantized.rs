@@ -104,8 +104,8 @@ impl NcclComm {
         Ok(BlockQuantizer::new(&self.0.device, &self.0.wire, ints, dtype)?)
     }
 
-    /// Returns how many of `count` elements a piece has at most, a multiple of the block size, and the distance in
-    /// bytes between the `number` pieces that are in memory at a time.
+    /// Returns the maximum number of elements in a piece, a multiple of the block size, and, for a chunk of `count`
+    /// elements, the distance in bytes between the `number` pieces that are in memory at a time.
     fn pieces(&self, ints: IntFormat, count: usize, number: usize) -> (usize, usize) {
         let room = self.0.limits.room / number / ALIGNMENT * ALIGNMENT;
         let step = ints.whole_blocks_in(room).max(BLOCK);

@@ -47,7 +47,7 @@ struct Arrays {
 }
 
 impl Arrays {
-    /// Creates `len` elements after `start` others and before two.
+    /// Creates arrays in which `len` elements follow `start` others and precede two more.
     fn new(device: &CudaDevice, states: usize, (len, start): (usize, usize), half: Option<DType>) -> Self {
         let all = start + len + 2;
         let mut host: Vec<Flat> = vec![Flat::from(numbers(all, len as u64))];
@@ -104,7 +104,7 @@ fn compare(
         let mut ctx = StepContext::new(optimizer.lr() / number as f64, number);
         ctx.grad_scale = 0.37;
         if number == 3 {
-            // A change such as a schedule or a param group makes.
+            // A change like those made by a schedule or a param group.
             (ctx.betas, ctx.eps, ctx.weight_decay) = (Some((0.8, 0.9)), Some(1e-6), Some(0.2));
         }
         let rule = optimizer.elementwise(&ctx).unwrap();
