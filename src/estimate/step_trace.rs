@@ -97,7 +97,7 @@ pub(super) struct SimulatedStep {
 }
 
 impl StepTrace {
-    /// Begins the next segment. No collective may be in flight at the end of the previous one.
+    /// Begins the next segment. No collective may be in flight at the end of the previous segment.
     pub fn begin_part(&mut self) {
         self.parts.push(SimulatedSegment { times: 1, ..SimulatedSegment::default() });
     }

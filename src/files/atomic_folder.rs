@@ -22,8 +22,8 @@ pub struct AtomicFolder {
 }
 
 impl AtomicFolder {
-    /// Creates a folder that becomes `out`, with the permissions of any new folder. The path must contain no links and
-    /// be [free](free_folder), or belong to the caller.
+    /// Creates a folder that becomes `out`, with the permissions of any new folder. The path must contain no links. It
+    /// must be [free](free_folder) or belong to the caller.
     pub fn beside(out: &Path) -> Result<Self> {
         let parent = folder_of(out);
         std::fs::create_dir_all(parent)?;
@@ -58,8 +58,8 @@ impl AtomicFolder {
         sync_folder(folder_of(&self.out))
     }
 
-    /// Exchanges the files with those of the same names in `out`. Files for which `is_own` is true may be replaced;
-    /// everything else there stays.
+    /// Exchanges this folder's files with those of the same names in `out`. Files for which `is_own` is true may be
+    /// replaced; everything else in `out` stays.
     ///
     /// # Errors
     /// A file of the same name does not belong to the caller; a write error.

@@ -72,7 +72,7 @@ impl InputGradSink {
         self.open().filter(|slot| slot.is_empty()).map_or(Ok(()), |slot| slot.add(grad()))
     }
 
-    /// Does [`GradSlot::accumulate`], or nothing if the gradient is not wanted.
+    /// Calls [`GradSlot::accumulate`], or does nothing if the gradient is not wanted.
     pub fn accumulate<E: TensorElement>(
         &self,
         len: usize,
@@ -246,7 +246,7 @@ type BackwardFn = Box<dyn Fn(Grad) -> Result<()> + Send + Sync>;
 struct RecordedOp {
     name: &'static str,
     slot: Arc<GradSlot>,
-    /// `None` once it has run in a backward that runs [`once`].
+    /// `None` once it has run in a backward that was started by [`once`].
     backward: Mutex<Option<BackwardFn>>,
 }
 

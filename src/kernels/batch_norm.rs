@@ -126,7 +126,7 @@ pub struct ChannelStatistics {
     pub inverse: f32,
 }
 
-/// Computes (x - mean) x inverse x weight + bias. Without `affine`, the weight is 1 and the bias 0.
+/// Computes (x - mean) * inverse * weight + bias. Without `affine`, the weight is 1 and the bias 0.
 pub fn forward<E: Element>(
     x: &[E],
     sizes: BatchNormSizes,

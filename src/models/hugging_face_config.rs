@@ -392,7 +392,7 @@ fn block_types<'a>(keys: &JsonKeys<'a>, family: &ModelFamily, blocks: usize) -> 
     }
     let of = |is_full: &dyn Fn(usize) -> bool| (0..blocks).map(|i| if is_full(i) { FULL } else { SLIDING }).collect();
     if family.is_qwen() {
-        // This number may be 0.
+        // Unlike sizes, this number may be 0.
         let first = match keys.get("max_window_layers") {
             None => 28,
             Some(value) => {

@@ -45,7 +45,7 @@ impl TensorBoard {
         Ok(board)
     }
 
-    /// Returns the file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -210,7 +210,7 @@ pub(super) struct BackwardRowStatistics {
 }
 
 /// Converts a tile of scores to probabilities p, and their gradients g to the scores' gradients p (g - along). With a
-/// cap, these are multiplied by its slope, and `scores` contains capped scores.
+/// cap, the results are multiplied by its slope, and `p` contains capped scores at first.
 ///
 /// # Safety
 /// The processor must have the instructions.
