@@ -169,7 +169,7 @@ impl MemoryTier {
         if device.is_cpu() { Self::Host } else { Self::Device }
     }
 
-    /// Returns the tier of buffers in a place.
+    /// Returns the tier of buffers at `place`.
     pub(crate) fn at<B: ElementBuffer>(place: &B::Place) -> Self {
         if B::is_device(place) { Self::Device } else { Self::Host }
     }

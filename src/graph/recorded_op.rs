@@ -220,7 +220,8 @@ impl From<CudaStorage> for ResultStorage {
     }
 }
 
-/// The value of a result for its own backward: shares the result's memory without being part of its graph.
+/// The value of an operation's result, kept for the operation's own backward: shares the result's memory without being
+/// part of its graph.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SavedResult(Arc<OnceLock<Tensor>>);
 

@@ -5,7 +5,7 @@ use super::Element;
 use super::f32_access::{self, as_f32, vectorized};
 use rayon::prelude::*;
 
-/// The lanes of a sum, which are independent additions.
+/// The number of lanes of a sum, which are added up independently.
 const LANES: usize = 8;
 
 /// The three dimensions of the input.

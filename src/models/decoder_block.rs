@@ -90,7 +90,7 @@ impl Module for DecoderBlock {
 }
 
 impl DecoderConfig {
-    /// Returns the configured dropout layer. All layers share a seed, because the draws of a forward are numbered
+    /// Returns the configured dropout layer. All layers can share a seed, because each use has a new draw
     /// ([`Dropout`]).
     pub(super) fn dropout(&self) -> Option<Dropout> {
         (self.dropout > 0.0).then(|| Dropout::new(self.dropout, 0))

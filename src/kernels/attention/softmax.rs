@@ -161,7 +161,7 @@ unsafe fn softmax_of<V: SimdVector>(
     unsafe {
         let (scale, lowest) = (V::splat(scale), V::splat(f32::NEG_INFINITY));
         let at = |key: usize| tile.add(key * BLOCK);
-        // Nan is ignored.
+        // NaN is ignored.
         let mut largest = [lowest; KEYS];
         for key in (0..seen.all).step_by(KEYS) {
             for (i, max) in largest.iter_mut().enumerate() {
