@@ -51,7 +51,7 @@ impl AtomicFolder {
         }
         match renameat_with(CWD, &self.new, CWD, &self.out, RenameFlags::NOREPLACE) {
             Ok(()) => {}
-            // The target is empty, or the system refuses, or the file system does not support such a rename.
+            // The target exists but may be empty, or the system or its file system does not support such a rename.
             Err(Errno::EXIST | Errno::INVAL | Errno::NOSYS) => std::fs::rename(&self.new, &self.out)?,
             Err(errno) => return Err(errno.into()),
         }
@@ -166,8 +166,8 @@ impl AtomicFile {
     }
 }
 
-/// Returns the folder that `out` refers to, if it does not exist or is empty; otherwise, as an error, why it cannot be
-/// written to.
+/// Returns the folder that `out` refers to, if it does not exist or is empty; otherwise returns, as an inner error, why
+/// it cannot be written to.
 pub fn free_folder(out: &Path) -> Result<std::result::Result<PathBuf, &'static str>> {
     // If it is a link, its target is replaced, not the link.
     let out = match out.symlink_metadata() {

@@ -319,7 +319,7 @@ fn blocks(keys: &JsonKeys<'_>, key: &str, default: usize) -> Result<usize> {
     }
 }
 
-/// Reads the padding token. A number below 0 counts from the end.
+/// Reads the padding token. A number below 0 counts from the end of the vocabulary.
 fn padding(keys: &JsonKeys<'_>, family: &ModelFamily, vocab: usize) -> Result<Option<u32>> {
     const KEY: &str = "pad_token_id";
     let Some(value) = keys.get(KEY) else { return Ok(family.padding.filter(|_| !keys.is_null(KEY))) };
