@@ -34,8 +34,8 @@ pub enum MemoryKind {
     SecondCopy,
     /// Gradients that are being reduced, and updated weights that are being gathered.
     Buckets,
-    /// The windows through which the optimizer step moves state between files and the update, copies that direct file
-    /// access needs, and the windows of copies between a GPU and the host.
+    /// The windows through which the optimizer step moves state out of files and back, copies that direct file access
+    /// needs, and the windows of copies between a GPU and the host.
     Staging,
     /// Inputs that recomputing units keep in a file until backward.
     Activations,
