@@ -57,12 +57,12 @@ pub(crate) fn open_direct(path: impl AsRef<Path>) -> Option<File> {
     OpenOptions::new().read(true).write(true).custom_flags(flags).open(path).ok()
 }
 
-/// Opens the file at `path` for reading. Anything that is not a regular file is an error that names its kind: reading a
-/// pipe would block, and a device may never end.
+/// Opens the file at `path` for reading. Anything that is not a regular file is an error that names its kind: reading
+/// from a pipe would block, and reading from a device may never end.
 pub fn open(path: impl AsRef<Path>) -> Result<File> {
     let path = path.as_ref();
-    // Checked before opening, because opening a device can have side effects; and again afterwards, because it may have
-    // changed.
+    // Checked before opening, because opening a device can have side effects; and again afterwards, because the path
+    // may lead to something else by then.
     only_a_file(&path.metadata()?)?;
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
@@ -105,8 +105,8 @@ pub(crate) fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()>
     }
 }
 
-/// Creates the folder `path` and its parents with access only for this user. An existing folder of this user's is
-/// restricted, too.
+/// Creates the folder `path` and its parents with access only for this user. An existing folder that this user
+/// owns is restricted, too.
 pub fn private_folder(path: &Path) -> Result<()> {
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         std::fs::create_dir_all(parent)?;

@@ -34,8 +34,8 @@ pub enum MemoryKind {
     SecondCopy,
     /// Gradients that are being reduced, and updated weights that are being gathered.
     Buckets,
-    /// The windows through which the optimizer step moves state between files and the update, copies that direct file
-    /// access needs, and the windows of copies between a GPU and the host.
+    /// The windows through which the optimizer step moves state out of files and back, copies that direct file access
+    /// needs, and the windows of copies between a GPU and the host.
     Staging,
     /// Inputs that recomputing units keep in a file until backward.
     Activations,
@@ -98,7 +98,8 @@ pub(crate) struct MemoryLedger(Arc<Mutex<LedgerTotals>>);
 #[derive(Debug, Default)]
 struct LedgerTotals {
     tiers: BTreeMap<(MemoryKind, MemoryTier), HeldBytes>,
-    /// Device and host together, including page-locked memory: their peaks need not coincide.
+    /// Device and host together, including page-locked memory. Counted separately, because the peaks of the tiers need
+    /// not coincide.
     memory: BTreeMap<MemoryKind, HeldBytes>,
 }
 
@@ -168,7 +169,7 @@ impl MemoryTier {
         if device.is_cpu() { Self::Host } else { Self::Device }
     }
 
-    /// Returns the tier of buffers in a place.
+    /// Returns the tier of buffers at `place`.
     pub(crate) fn at<B: ElementBuffer>(place: &B::Place) -> Self {
         if B::is_device(place) { Self::Device } else { Self::Host }
     }

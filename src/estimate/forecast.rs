@@ -98,7 +98,7 @@ impl Estimate {
     }
 
     /// Predicts steps on 1, 2, 4 ... hosts with `each` ranks per host, and on `hosts` hosts, up to 1,024 ranks. Each
-    /// rank has the batch that it has in `config`.
+    /// rank keeps the batch size that it has in `config`.
     ///
     /// # Errors
     /// The errors of [`Estimate::with`].

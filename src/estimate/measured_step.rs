@@ -5,8 +5,8 @@ use crate::error::{Error, EstimateError, Result};
 use serde_json::Value;
 use std::path::Path;
 
-/// The first steps of a run, which allocate memory and record the order of units. They are left out if there are at
-/// least as many other steps.
+/// The number of steps at the start of a run that allocate memory and record the order of units. They are left out if
+/// there are at least as many other steps.
 const FIRST_STEPS: usize = 3;
 /// The metrics that report the phases of a step.
 const PHASES: [&str; 3] = ["forward_ms", "backward_ms", "step_ms"];
@@ -87,7 +87,7 @@ impl MeasuredStep {
     }
 
     /// Returns a function that converts an amount of work in a phase to seconds, given `all`, the total work of a step.
-    /// Also returns the seconds of a step that belong to no work.
+    /// Also returns the seconds of a step that no work accounts for.
     pub(super) fn spread(&self, all: PhaseWork) -> (impl Fn(StepPhase, f64) -> f64 + use<>, f64) {
         let by_phase = self.phases.map(|[forward, backward, update]| PhaseWork { forward, backward, update });
         let both = all.forward + all.backward;
@@ -147,7 +147,7 @@ mod tests {
         assert_eq!((measured.steps(), measured.ranks()), (5, Some(2)));
         let cut = format!("{}\n{{\"step\": 8, \"forw", lines.join("\n"));
         assert_eq!(MeasuredStep::of_lines(&cut).unwrap(), measured);
-        // If there are few steps, the later half counts.
+        // If there are few steps, the later half is used.
         assert!((MeasuredStep::of_lines(&lines[..2].join("\n")).unwrap().step_s() - 1.51).abs() < 1e-12);
     }
 

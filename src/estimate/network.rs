@@ -29,7 +29,7 @@ pub struct Network {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RateUnit {
     name: &'static str,
-    /// The bytes per second of one unit, of frames or of data.
+    /// The bytes per second that one unit stands for: of frames, or of data only.
     bytes: u64,
     /// The number of bits in a byte, if the unit counts bits on the wire.
     bits: Option<u64>,
@@ -64,7 +64,7 @@ const LATENCIES: [LatencyUnit; 3] = [
 pub(super) struct TransferTime {
     /// The seconds from its start to its end.
     pub seconds: f64,
-    /// The part of these seconds in which it occupies the host's processors, as if it used all of them.
+    /// The time that it takes from the host's processors, expressed in seconds of all of them.
     pub processors: f64,
 }
 

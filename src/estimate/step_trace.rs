@@ -97,7 +97,7 @@ pub(super) struct SimulatedStep {
 }
 
 impl StepTrace {
-    /// Begins the next segment. No collective may be in flight at the end of the previous one.
+    /// Begins the next segment. No collective may be in flight at the end of the previous segment.
     pub fn begin_part(&mut self) {
         self.parts.push(SimulatedSegment { times: 1, ..SimulatedSegment::default() });
     }
@@ -273,7 +273,7 @@ mod tests {
         (step, wire)
     }
 
-    /// Returns the trace of a backward of four seconds with two buckets, each launched after two seconds. A bucket is
+    /// Returns the trace of a backward of four seconds with two buckets, one launched every two seconds. A bucket is
     /// waited for when the next one is launched, or at the end.
     fn backward(overlaps: bool) -> StepTrace {
         let mut step_trace = StepTrace::default();
@@ -307,7 +307,7 @@ mod tests {
         let step = |overlaps: bool, seconds: f64, processors: f64| {
             backward(overlaps).simulate(|_, work| work, |_| TransferTime { seconds, processors }).step
         };
-        // The first collective overlaps with two seconds of computation, the second one with nothing.
+        // The first collective overlaps with two seconds of computation, the second with nothing.
         assert_eq!(step(true, 1.0, 0.25), 5.25);
         assert_eq!(step(true, 2.0, 1.0), 2.0 + 3.0 + 2.0);
         assert_eq!(step(true, 3.0, 3.0), 2.0 + 3.0 + 2.0 + 3.0, "no processor until the collective ends");

@@ -71,7 +71,7 @@ impl Traffic {
         }
     }
 
-    /// Adds `times` times `other`.
+    /// Adds `other`, multiplied by `times`.
     pub(super) fn add(&mut self, other: &Self, times: u64) {
         // The number of micro steps is not bounded.
         let add = |sum: &mut u64, each: u64| *sum = sum.saturating_add(each.saturating_mul(times));

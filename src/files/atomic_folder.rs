@@ -22,8 +22,8 @@ pub struct AtomicFolder {
 }
 
 impl AtomicFolder {
-    /// Creates a folder that becomes `out`, with the permissions of any new folder. The path must contain no links and
-    /// be [free](free_folder), or belong to the caller.
+    /// Creates a folder that becomes `out`, with the permissions of any new folder. The path must contain no links. It
+    /// must be [free](free_folder) or belong to the caller.
     pub fn beside(out: &Path) -> Result<Self> {
         let parent = folder_of(out);
         std::fs::create_dir_all(parent)?;
@@ -51,15 +51,15 @@ impl AtomicFolder {
         }
         match renameat_with(CWD, &self.new, CWD, &self.out, RenameFlags::NOREPLACE) {
             Ok(()) => {}
-            // The target is empty, or the system refuses, or the file system does not support such a rename.
+            // The target exists but may be empty, or the system or its file system does not support such a rename.
             Err(Errno::EXIST | Errno::INVAL | Errno::NOSYS) => std::fs::rename(&self.new, &self.out)?,
             Err(errno) => return Err(errno.into()),
         }
         sync_folder(folder_of(&self.out))
     }
 
-    /// Exchanges the files with those of the same names in `out`. Files for which `is_own` is true may be replaced;
-    /// everything else there stays.
+    /// Exchanges this folder's files with those of the same names in `out`. Files for which `is_own` is true may be
+    /// replaced; everything else in `out` stays.
     ///
     /// # Errors
     /// A file of the same name does not belong to the caller; a write error.
@@ -166,8 +166,8 @@ impl AtomicFile {
     }
 }
 
-/// Returns the folder that `out` refers to, if it does not exist or is empty; otherwise, as an error, why it cannot be
-/// written to.
+/// Returns the folder that `out` refers to, if it does not exist or is empty; otherwise returns, as an inner error, why
+/// it cannot be written to.
 pub fn free_folder(out: &Path) -> Result<std::result::Result<PathBuf, &'static str>> {
     // If it is a link, its target is replaced, not the link.
     let out = match out.symlink_metadata() {

@@ -69,7 +69,7 @@ pub enum OutputError {
         /// The number of bytes available.
         available: u64,
     },
-    /// A result could not be written to its path and was written to another.
+    /// A result could not be written to its path, and was written to a different one.
     #[error("cannot write to {}: {problem}; the result is in {} instead", path.display(), saved.display())]
     Elsewhere {
         /// The path that was asked for.

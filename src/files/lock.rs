@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// The name of the file in the folder.
+/// The name of the lock file in a locked folder.
 pub(crate) const LOCK: &str = ".candle-zero.lock";
 
 /// The folders that this process has locked, by device and inode. Its engines share these locks if they ask for this.
@@ -202,8 +202,8 @@ fn number(folder: &Path) -> Result<(u64, u64)> {
 
 /// Returns the process that holds a lock on the file with that inode, if the system reports it.
 pub(crate) fn owner(inode: u64) -> Option<u32> {
-    // One read of a large buffer sees a page of locks at one moment. Between two reads, locks move in the list, and a
-    // lock can be missed or seen twice.
+    // One read into a large buffer sees a page of locks as of one moment. Between two reads, locks move in the list,
+    // and a lock can be missed or seen twice.
     let mut locks = Vec::new();
     let mut buffer = vec![0; 1 << 16];
     let mut file = File::open("/proc/locks").ok()?;
@@ -225,8 +225,8 @@ pub(crate) fn owner(inode: u64) -> Option<u32> {
         })
         .collect();
     owners.dedup();
-    // Inodes are unique only per file system, and not all file systems show their device here: if locks of two
-    // processes match, neither is reported.
+    // Inodes are unique only per file system, and this list does not show the device of every file system. So if locks
+    // of two processes match, neither process is reported.
     if let [owner] = owners[..] { Some(owner) } else { None }
 }
 

@@ -1,7 +1,8 @@
 //! Scratch folders, in which outputs are made next to their final path.
 //!
-//! Such a folder is locked as long as its job lives, and contains a marker file. Both identify the leftovers of a
-//! killed job, which the next job that writes next to it removes. Any other folder with a similar name stays.
+//! Such a folder is locked as long as its job lives, and contains a marker file. A marked folder without a lock is left
+//! over from a killed job, and the next job that writes to the same parent folder removes it. Any other folder with a
+//! similar name stays.
 
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use std::fs::{File, Permissions};
@@ -120,7 +121,7 @@ pub fn sweep(parent: &Path, prefix: &str) {
 fn is_marked(folder: &Path) -> bool {
     let mark = folder.join(MARK);
     let is_file = mark.symlink_metadata().is_ok_and(|found| found.is_file());
-    // A job that died, or a full disk, may have left an empty one.
+    // A job that died, or a full disk, may have left only a part of the marker's text.
     is_file && super::read(&mark, MARK_TEXT.len() as u64).is_ok_and(|text| MARK_TEXT.as_bytes().starts_with(&text))
 }
 
@@ -154,7 +155,7 @@ mod tests {
         names
     }
 
-    /// Does what a kill does: the lock is released with the process.
+    /// Does what a kill does: the lock goes, and the folder stays.
     fn kill(scratch: ScratchFolder) -> PathBuf {
         flock(&scratch.folder, FlockOperation::Unlock).unwrap();
         let path = scratch.path.clone();

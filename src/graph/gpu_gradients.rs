@@ -36,7 +36,7 @@ impl Grad {
 }
 
 impl GradSlot {
-    /// Does [`GradSlot::accumulate`] in a GPU's memory.
+    /// The counterpart of [`GradSlot::accumulate`] in a GPU's memory.
     pub fn accumulate_on(
         &self,
         device: &CudaDevice,
@@ -61,7 +61,7 @@ impl GradSlot {
 }
 
 impl InputGradSink {
-    /// Does [`GradSlot::accumulate_on`], or nothing if the gradient is not wanted.
+    /// Calls [`GradSlot::accumulate_on`], or does nothing if the gradient is not wanted.
     pub fn accumulate_on(
         &self,
         device: &CudaDevice,
@@ -72,7 +72,7 @@ impl InputGradSink {
         self.open().map_or(Ok(()), |slot| slot.accumulate_on(device, dtype, len, write))
     }
 
-    /// Does [`InputGradSink::accumulate_zeroed`] in a GPU's memory.
+    /// The counterpart of [`InputGradSink::accumulate_zeroed`] in a GPU's memory.
     pub fn accumulate_zeroed_on(
         &self,
         device: &CudaDevice,

@@ -16,8 +16,8 @@
 //! same way, but has no inputs: when the backward of its token runs, its slot holds the complete gradient.
 //!
 //! Values and gradients of an operation are on the device of its inputs. On the host a gradient is a flat buffer. On a
-//! GPU it is a tensor that is not shared (`gpu_gradients`), and Candle's operations there see tokens and slots as on
-//! the host.
+//! GPU it is a tensor that is not shared (`gpu_gradients`), and Candle's operations there use tokens and slots as
+//! they do on the host.
 //!
 //! Any other tensor that a layer receives (a `Var`, the result of Candle's operations) gets a separate token for that
 //! one use, whose backward hands the slot's content to Candle.

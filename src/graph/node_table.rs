@@ -96,7 +96,7 @@ impl Drop for NodeTableEntry {
     fn drop(&mut self) {
         let Some(id) = self.0.get() else { return };
         let node = unpoisoned(NODES.write()).remove(id);
-        // Dropped outside of the lock: it may hold the last reference to other tensors with nodes.
+        // The node is dropped outside of the lock, because it may hold the last reference to other tensors with nodes.
         drop(node);
     }
 }

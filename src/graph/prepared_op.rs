@@ -1,8 +1,8 @@
 //! An operation whose result was computed beforehand and whose backward is a closure. The engine uses it to enter the
 //! graph.
 //!
-//! Candle's forward of a custom operation returns a new storage. Nothing has to be computed there: the result only has
-//! to depend on the argument, so that the backward runs.
+//! In Candle, the forward of a custom operation returns a new storage. The forward of this operation computes nothing:
+//! its result only has to depend on the argument, so that the backward runs.
 
 use crate::tensor::residency::{storage_on, to_storage, with_view};
 use crate::util::lock;
@@ -18,7 +18,8 @@ struct PreparedOp<B> {
     backward: B,
 }
 
-/// Returns `result` as an operation on `arg` with `backward(arg, gradient)`, which returns the gradient of `arg`.
+/// Returns `result` as the result of an operation on `arg`, whose backward calls `backward(arg, gradient)` to get the
+/// gradient of `arg`.
 pub(crate) fn prepared<B>(name: &'static str, arg: &Tensor, result: (Storage, Shape), backward: B) -> Result<Tensor>
 where
     B: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,

@@ -72,7 +72,7 @@ impl InputGradSink {
         self.open().filter(|slot| slot.is_empty()).map_or(Ok(()), |slot| slot.add(grad()))
     }
 
-    /// Does [`GradSlot::accumulate`], or nothing if the gradient is not wanted.
+    /// Calls [`GradSlot::accumulate`], or does nothing if the gradient is not wanted.
     pub fn accumulate<E: TensorElement>(
         &self,
         len: usize,
@@ -220,7 +220,8 @@ impl From<CudaStorage> for ResultStorage {
     }
 }
 
-/// The value of a result for its own backward: shares the result's memory without being part of its graph.
+/// The value of an operation's result, kept for the operation's own backward: shares the result's memory without being
+/// part of its graph.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SavedResult(Arc<OnceLock<Tensor>>);
 
@@ -246,7 +247,7 @@ type BackwardFn = Box<dyn Fn(Grad) -> Result<()> + Send + Sync>;
 struct RecordedOp {
     name: &'static str,
     slot: Arc<GradSlot>,
-    /// `None` once it has run in a backward that runs [`once`].
+    /// `None` once it has run in a backward that was started by [`once`].
     backward: Mutex<Option<BackwardFn>>,
 }
 

@@ -5,7 +5,7 @@ use super::Element;
 use super::f32_access::{self, as_f32, vectorized};
 use rayon::prelude::*;
 
-/// The lanes of a sum, which are independent additions.
+/// The number of lanes of a sum, which are added up independently.
 const LANES: usize = 8;
 
 /// The three dimensions of the input.
@@ -126,7 +126,7 @@ pub struct ChannelStatistics {
     pub inverse: f32,
 }
 
-/// Computes (x - mean) x inverse x weight + bias. Without `affine`, the weight is 1 and the bias 0.
+/// Computes (x - mean) * inverse * weight + bias. Without `affine`, the weight is 1 and the bias 0.
 pub fn forward<E: Element>(
     x: &[E],
     sizes: BatchNormSizes,

@@ -74,7 +74,7 @@ impl ConvolutionSizes {
         (first..end, if first < end { first * self.stride + ahead - self.padding } else { 0 })
     }
 
-    /// Copies the patches of some columns of one group of one input. They have a row for each channel and tap.
+    /// Copies the patches of some columns of one group of one input. The patches have a row for each channel and tap.
     fn patches(self, x: &[f32], columns: &Range<usize>, patches: &mut [f32]) {
         let width = columns.len();
         for_each_part(self.c_in, ParallelChunks::new(patches, self.kernel * width), |channel, rows| {

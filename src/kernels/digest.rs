@@ -98,7 +98,7 @@ mod tests {
         for len in [0, 1, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 199] {
             assert!(seen.insert(digest(&first[..len])), "{len} bytes");
         }
-        // Stripes and chunks change places.
+        // Stripes, and then chunks, swap places.
         let mut other = first.clone();
         other[..128].rotate_left(64);
         assert!(seen.insert(digest(&other)));

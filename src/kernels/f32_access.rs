@@ -55,7 +55,8 @@ pub(crate) fn as_f32<'a, E: Element>(row: &'a [E], room: &'a mut [f32]) -> &'a [
 /// Computes `y[i] = f(element i of each input)`, for slices of the same length.
 #[inline(always)]
 pub(crate) fn map<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
-    // The conversions of f16 are instructions for slices; those of bf16 vectorize together with the function.
+    // f16 is converted in slices, by the processor's own instructions if it has them; conversions of bf16 vectorize
+    // together with `f`.
     if I::KIND == ElementDtype::F16 || E::KIND == ElementDtype::F16 {
         map_in_blocks(inputs, y, f)
     } else {

@@ -89,7 +89,7 @@ unsafe impl<'a, T: Send> DisjointParts for ParallelChunks<'a, T> {
         let start = (index * self.chunk).min(self.len);
         let len = self.chunk.min(self.len - start);
         // SAFETY: within the slice, which is borrowed mutably for 'a. No other part overlaps, and the caller takes this
-        // one once.
+        // part once.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
     }
 }

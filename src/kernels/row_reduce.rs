@@ -36,7 +36,7 @@ pub(crate) fn reduce<A: Copy, B: Copy>(a: &[A], b: &[B], f: impl Fn(A, B) -> f32
     s0[0]
 }
 
-/// Returns the largest number of a row. Nan is ignored.
+/// Returns the largest number of a row. NaN is ignored.
 #[inline(always)]
 pub(crate) fn maximum(row: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];

@@ -4,7 +4,7 @@
 
 use super::shard::SubGroupFill;
 
-/// Lays shares into sub-groups, in order of registration.
+/// Places shares in sub-groups, in order of registration.
 #[derive(Debug, Clone)]
 pub struct ShareLayout {
     /// Whether a rank owns only its shard of a parameter.
@@ -50,9 +50,9 @@ impl ShareLayout {
         Self { step, weights_in_memory, ..self }
     }
 
-    /// Places the share of a parameter: `shard` elements of each rank if shares are shards, otherwise `whole`, in room
-    /// for complete blocks of `block` elements. Parameters of different classes (numbers from 0) are in different
-    /// sub-groups, because they have different states.
+    /// Places the share of a parameter, which has `shard` elements if shares are shards, otherwise `whole` elements. Its
+    /// room is a number of complete blocks of `block` elements. Parameters of different classes (numbers from 0) are in
+    /// different sub-groups, because they have different states.
     pub fn push(&mut self, shard: usize, whole: usize, class: usize, block: usize) -> SharePosition {
         let share = if self.sharded { shard } else { whole };
         let room = share.next_multiple_of(block).next_multiple_of(self.step);

@@ -48,7 +48,7 @@ impl ZeroStage {
     /// All stages, in order.
     pub const ALL: [Self; 4] = [Self::Zero, Self::One, Self::Two, Self::Three];
 
-    /// Returns the stage of that number, if there is one.
+    /// Returns the stage with that number, if there is one.
     pub fn from_number(n: u64) -> Option<Self> {
         usize::try_from(n).ok().and_then(|n| Self::ALL.get(n).copied())
     }

@@ -52,7 +52,7 @@ pub struct BertBlock {
     drop: Option<Dropout>,
 }
 
-/// Returns the dropout layer, if `p` is above 0. All layers share a seed, because the draws of a forward are numbered
+/// Returns the dropout layer, if `p` is above 0. All layers can share a seed, because each use has a new draw
 /// ([`Dropout`]).
 fn dropout(p: f32) -> Option<Dropout> {
     (p > 0.0).then(|| Dropout::new(p, 0))

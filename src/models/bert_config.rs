@@ -12,8 +12,8 @@ use std::path::Path;
 #[doc(hidden)]
 pub const BERT: &str = "bert";
 
-/// The shape of a BERT (Devlin et al. 2018) with a sequence classification head. The sizes have the names of
-/// `config.json`.
+/// The shape of a BERT (Devlin et al. 2018) with a sequence classification head. The sizes have the names
+/// that `config.json` uses.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BertConfig {
     /// The vocabulary size; token ids are 0 to `vocab_size - 1`.
@@ -177,7 +177,7 @@ impl BertConfig {
     }
 }
 
-/// Returns the class names by their numbers, which start at 0 and have no gap.
+/// Returns the class names in the order of their numbers, which start at 0 and have no gaps.
 fn labels(keys: &JsonKeys<'_>) -> Result<Vec<String>> {
     let Some(found) = keys.get("id2label") else {
         return Ok((0..keys.size("num_labels")?.unwrap_or(2)).map(|i| format!("LABEL_{i}")).collect());

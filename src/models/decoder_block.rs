@@ -90,7 +90,7 @@ impl Module for DecoderBlock {
 }
 
 impl DecoderConfig {
-    /// Returns the configured dropout layer. All layers share a seed, because the draws of a forward are numbered
+    /// Returns the configured dropout layer. All layers can share a seed, because each use has a new draw
     /// ([`Dropout`]).
     pub(super) fn dropout(&self) -> Option<Dropout> {
         (self.dropout > 0.0).then(|| Dropout::new(self.dropout, 0))
@@ -174,8 +174,8 @@ impl BlockNorm {
     }
 }
 
-/// Builds a root-mean-square norm of the configured kind. With `by_head` it normalizes each `width` elements of the
-/// last dimension.
+/// Builds a root-mean-square norm of the configured kind. With `by_head` it normalizes each group of `width`
+/// elements in the last dimension.
 fn rms_norm(config: &DecoderConfig, width: usize, by_head: bool, vb: VarBuilder<'_>) -> Result<RmsNorm> {
     let plus_one = config.norm == NormKind::RmsPlusOne;
     RmsNorm::with(width, RmsNormOptions { eps: config.norm_eps, plus_one, by_head }, vb)

@@ -8,8 +8,8 @@ use crate::nn::{Activation, LoraConfig};
 /// The shape of a decoder: a stack of blocks, each of which adds the output of causal attention to the residual stream,
 /// and then the output of an MLP.
 ///
-/// It is read from the `config.json` of a Hugging Face model ([`DecoderConfig::read`]). The sizes have the names in
-/// such a file.
+/// It is read from the `config.json` of a Hugging Face model ([`DecoderConfig::read`]). The sizes have the names
+/// that such a file uses.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
     /// The naming and storage of parameters.

@@ -319,7 +319,7 @@ fn blocks(keys: &JsonKeys<'_>, key: &str, default: usize) -> Result<usize> {
     }
 }
 
-/// Reads the padding token. A number below 0 counts from the end.
+/// Reads the padding token. A number below 0 counts from the end of the vocabulary.
 fn padding(keys: &JsonKeys<'_>, family: &ModelFamily, vocab: usize) -> Result<Option<u32>> {
     const KEY: &str = "pad_token_id";
     let Some(value) = keys.get(KEY) else { return Ok(family.padding.filter(|_| !keys.is_null(KEY))) };
@@ -330,7 +330,8 @@ fn padding(keys: &JsonKeys<'_>, family: &ModelFamily, vocab: usize) -> Result<Op
     }
 }
 
-/// Reads the activation that `key` names. Without the key it is the tanh approximation of GELU, or SiLU.
+/// Reads the activation that `key` names. Without the key it is the tanh approximation of GELU if `is_gelu`, otherwise
+/// SiLU.
 fn activation(keys: &JsonKeys<'_>, key: &str, is_gelu: bool, is_gated: bool) -> Result<Activation> {
     match keys.text(key)? {
         None if is_gelu => Ok(Activation::GeluTanh),
@@ -392,7 +393,7 @@ fn block_types<'a>(keys: &JsonKeys<'a>, family: &ModelFamily, blocks: usize) -> 
     }
     let of = |is_full: &dyn Fn(usize) -> bool| (0..blocks).map(|i| if is_full(i) { FULL } else { SLIDING }).collect();
     if family.is_qwen() {
-        // This number may be 0.
+        // Unlike sizes, this number may be 0.
         let first = match keys.get("max_window_layers") {
             None => 28,
             Some(value) => {

@@ -174,7 +174,7 @@ impl<A: Architecture> LanguageModel<A> {
     /// different order. If the text is longer than the context, only the last tokens count, as in `last_logits`. Each
     /// added token then shifts the positions of all others, so their cached keys and values become useless. Beyond its
     /// context length, a model therefore recomputes the full context for each token, and the session keeps only the
-    /// tokens. To compute only one token at a time again, start a new session with fewer of the last tokens.
+    /// tokens. To compute only one token at a time again, start a new session with fewer tokens: the last ones.
     ///
     /// If the model's parameters are sharded over several ranks, all ranks must make the same calls, each with its own
     /// session.
@@ -196,7 +196,7 @@ impl<A: Architecture> LanguageModel<A> {
     }
 
     /// Returns `n` tokens that continue `prompt`: the most likely ones at temperature 0, otherwise sampled with `seed`.
-    /// The keys and values of the text are cached in the process ([`LanguageModel::extend`]).
+    /// Until it returns, the keys and values of the text are cached ([`LanguageModel::extend`]).
     ///
     /// # Errors
     /// The errors of [`LanguageModel::last_logits`].

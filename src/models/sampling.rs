@@ -23,7 +23,7 @@ impl TokenRng {
     }
 }
 
-/// Chooses a token from `logits` `[vocab]`: the one with the largest logit (the first of equals) at temperature 0 or
+/// Chooses a token from `logits` `[vocab]`: the one with the largest logit (the first of several) at temperature 0 or
 /// below, otherwise one sampled from softmax(logits / temperature). NaN logits are never chosen unless all are NaN.
 ///
 /// Panics on an empty row.

@@ -48,8 +48,8 @@ impl Session {
         &self.tokens
     }
 
-    /// Sets the text length in tokens that memory is allocated for when the text begins or next outgrows its memory,
-    /// limited by the model's context. Otherwise memory doubles each time.
+    /// Sets the text length, in tokens, for which memory is allocated when the text begins or next outgrows its memory.
+    /// The model's context limits it. Without this call, memory doubles each time.
     pub fn reserve(&mut self, tokens: usize) {
         self.expected = tokens;
     }

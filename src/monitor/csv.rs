@@ -61,7 +61,7 @@ impl Monitor for CsvMonitor {
 fn only_values(file: &File, header: &str) -> std::io::Result<()> {
     let mut begin = vec![0; header.len()];
     let read = file.read_at(&mut begin, 0)?;
-    // The name may have been different in the past, but the first column is always the step.
+    // An earlier run may have written a different name, but the first column is always the step.
     if header.as_bytes().starts_with(&begin[..read]) || begin[..read].starts_with(b"step,") {
         return Ok(());
     }

@@ -7,7 +7,7 @@ use std::io::IsTerminal as _;
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
-/// If no step count is given, the pause between two lines is the elapsed time divided by this number, within the bounds
+/// If `every` is not given, the pause between two lines is the elapsed time divided by this number, within the bounds
 /// below.
 const PAUSE_DIVISOR: u32 = 20;
 const MIN_PAUSE: Duration = Duration::from_secs(1);

@@ -141,8 +141,8 @@ fn answer(mut client: TcpStream, last: &Mutex<LastValues>) -> std::io::Result<()
     client.write_all(format!("HTTP/1.1 {status}\r\n{head} {length}\r\n\r\n{body}").as_bytes())
 }
 
-/// Formats the values in Prometheus's text format. A tag is a label: any text can be one, and no two tags become the
-/// same name.
+/// Formats the values in Prometheus's text format. A tag becomes the value of a label, not a name: such a value
+/// may be any text, so different tags stay different.
 fn text(last: &LastValues) -> String {
     let mut values = "# HELP candle_zero_value Last value of a tag.\n# TYPE candle_zero_value gauge\n".to_string();
     let mut steps = "# HELP candle_zero_step Step of that value; samples of all ranks for the engine's own tags.\n\
@@ -198,7 +198,7 @@ mod tests {
         candle_zero_step{tag="a\"\\\n"} 1
         "#);
         assert!(get(address, "POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
-        // Dropping it frees the port.
+        // Dropping the monitor frees the port.
         drop(prometheus);
         assert_eq!(Prometheus::listen(address.port()).unwrap().address(), address);
     }

@@ -45,7 +45,7 @@ impl TensorBoard {
         Ok(board)
     }
 
-    /// Returns the file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -66,7 +66,7 @@ impl Monitor for TensorBoard {
 }
 
 /// Returns a file name such as `events.out.tfevents.SECONDS.HOST.PROCESS.NUMBER`: TensorBoard looks for the first
-/// words, and the rest makes it unique.
+/// words, and the rest makes the name unique.
 fn file_name() -> String {
     static FILES: AtomicU64 = AtomicU64::new(0);
     let host = host_name();

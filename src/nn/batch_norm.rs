@@ -192,7 +192,7 @@ impl SyncBatchNorm {
         let total: f64 = ranks.iter().map(|rank| rank[0]).sum();
         let features = ranks[0].len() / 2;
         let merged = |feature: usize| {
-            // Merges them as if they were one batch: Chan, Golub and LeVeque 1979.
+            // Merges the ranks' statistics as if all elements were one batch (Chan, Golub and LeVeque 1979).
             let (mut seen, mut mean, mut squares) = (0.0, 0.0, 0.0);
             for rank in &ranks {
                 let [n, its_mean, its_squares] = [rank[0], rank[1 + 2 * feature], rank[2 + 2 * feature]];

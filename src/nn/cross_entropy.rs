@@ -94,8 +94,9 @@ const NAME: &str = "cross_entropy";
 const CHUNK: usize = 52 << 20;
 
 /// Computes [`cross_entropy`] for the logits h w of hidden states `h` `[.., width]`. The logits are never in memory all
-/// at once: they are computed, and turned into gradients, for some rows at a time. `weight` is `[classes, width]` with
-/// [`WeightLayout::OutIn`], otherwise `[width, classes]`. If it is in f32 and `h` has 16 bits, the logits are f32 too.
+/// at once: they are computed, and turned into gradients, for a block of rows at a time. `weight` is `[classes, width]`
+/// with [`WeightLayout::OutIn`], otherwise `[width, classes]`. If it is in f32 and `h` has 16 bits, the logits are f32
+/// too.
 ///
 /// If gradients are needed, they are computed together with the loss, in f32 and without the incoming gradient.
 /// Backward multiplies them by the incoming gradient before they are rounded. Until then the gradients of `h` and

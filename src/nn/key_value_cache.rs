@@ -215,7 +215,7 @@ impl KeyValueCache {
         }
     }
 
-    /// Caches new positions and returns their result. For the first positions, `first` is the result.
+    /// Caches new positions and returns their result, which is `first` for the first positions.
     fn attend<E: TensorElement>(
         &mut self,
         (h, rule): (&AttentionShape, &AttentionRule<'_>),

@@ -154,7 +154,7 @@ struct AdaptedSizes {
 }
 
 impl AdaptedSizes {
-    /// Calls `look` with rows of x in f32 after dropout, some rows at a time.
+    /// Calls `look` with the rows of x in f32 after dropout, a block of rows at a time.
     fn dropped<E: TensorElement>(&self, x: &[E], mut look: impl FnMut(Range<usize>, &[f32])) {
         let LinearSizes { rows, inputs, .. } = self.sizes;
         let Some(mask) = self.mask else { return in_f32(x, rows, inputs, look) };
@@ -252,7 +252,7 @@ fn in_pieces(rows: usize, mut f: impl FnMut(Range<usize>)) {
     (0..rows).step_by(ROWS).for_each(|start| f(start..rows.min(start + ROWS)));
 }
 
-/// Calls `look` with rows of `x` in f32: all rows if they are f32 already, otherwise some at a time.
+/// Calls `look` with rows of `x` in f32: all at once if they are f32 already, otherwise a block at a time.
 fn in_f32<E: TensorElement>(x: &[E], rows: usize, width: usize, mut look: impl FnMut(Range<usize>, &[f32])) {
     if E::KIND == ElementDtype::F32 {
         return look(0..rows, bytemuck::cast_slice(x));

@@ -1,5 +1,5 @@
-//! Sums of a weight and a product of two thin matrices, W + s B A, in f32, computed for a few lines of the weight at a
-//! time.
+//! Sums of a weight and a product of two thin matrices, W + s B A, in f32, computed for a few lines of the weight (its
+//! rows in memory) at a time.
 
 use super::WeightLayout;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
@@ -27,7 +27,7 @@ const CHUNK: usize = 1 << 18;
 const COLUMNS: usize = 256;
 
 impl LowRankUpdate<'_> {
-    /// Returns the number of lines of the weight in memory, and the number of elements in each.
+    /// Returns the number of lines of the weight, and the number of elements in each.
     pub fn lines(&self) -> (usize, usize) {
         match self.layout {
             WeightLayout::OutIn => (self.outputs, self.inputs),

@@ -54,7 +54,7 @@ pub struct KvCacheView<'a, E> {
 
 /// Writes the keys of `h.time` new positions after the `before` cached ones.
 ///
-/// Panics if `to` has no room for them, like [`keep_values`].
+/// Panics if `to` has no room for them, as does [`keep_values`].
 pub fn keep_keys<E: Element>(h: &AttentionShape, rows: MultiHeadRows<'_, E>, before: usize, to: &mut [E]) {
     for_each_head(h, rows, to, |t, row, to| {
         let position = before + t;

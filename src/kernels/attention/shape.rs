@@ -1,10 +1,10 @@
 //! The sizes of an attention operation and of its tiles.
 
-/// The number of queries and of keys of a tile.
+/// The number of queries, and of keys, in a tile.
 pub(super) const BLOCK: usize = 64;
 /// The number of keys or queries of a band, one vector of f32. Tiles on the diagonal are split into bands.
 pub(super) const BAND: usize = 16;
-/// The words of a tile of scores.
+/// The number of words in a tile of scores.
 pub(super) const TILE: usize = BLOCK * BLOCK;
 /// log2(e). Scores are also scaled by it, so that probabilities are powers of 2.
 pub(super) const LOG2_E: f32 = std::f32::consts::LOG2_E;

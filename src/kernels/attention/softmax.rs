@@ -161,7 +161,7 @@ unsafe fn softmax_of<V: SimdVector>(
     unsafe {
         let (scale, lowest) = (V::splat(scale), V::splat(f32::NEG_INFINITY));
         let at = |key: usize| tile.add(key * BLOCK);
-        // Nan is ignored.
+        // NaN is ignored.
         let mut largest = [lowest; KEYS];
         for key in (0..seen.all).step_by(KEYS) {
             for (i, max) in largest.iter_mut().enumerate() {
@@ -210,7 +210,7 @@ pub(super) struct BackwardRowStatistics {
 }
 
 /// Converts a tile of scores to probabilities p, and their gradients g to the scores' gradients p (g - along). With a
-/// cap, these are multiplied by its slope, and `scores` contains capped scores.
+/// cap, the results are multiplied by its slope, and `p` contains capped scores at first.
 ///
 /// # Safety
 /// The processor must have the instructions.

@@ -195,7 +195,7 @@ impl<T> SharedPointer<T> {
     }
 }
 
-/// The rows of a region, for a span of the inner dimension.
+/// A part of the product: the rows of a region, summed over a span of the inner dimension.
 struct GemmPart<'a, E, C> {
     sink: &'a EpilogueOutput<'a, C>,
     a: GemmOperand<E>,
@@ -207,7 +207,7 @@ struct GemmPart<'a, E, C> {
     span: Range<usize>,
     grid: TaskGrid,
     packed_a: SharedPointer<f32>,
-    /// Sums that wait for the other spans, row-major, with rows padded to full vectors.
+    /// Sums to which the other spans are still to be added, row-major, with rows padded to full vectors.
     sums: Option<SharedPointer<f32>>,
     /// The number of finished tasks that pack `a`.
     packed: AtomicUsize,

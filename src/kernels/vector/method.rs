@@ -7,7 +7,7 @@ use crate::kernels::instruction_set::InstructionSet;
 #[cfg(target_arch = "x86_64")]
 use std::sync::LazyLock;
 
-/// A method to compute products: the vectors of a level, and the words that they multiply.
+/// A method of computing products: the vectors of a level, and the words that they multiply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SimdMethod {
     Portable,

@@ -6,7 +6,7 @@
 //! helper leaves with Release, and the caller checks with Acquire whether all have left, so it sees what they wrote,
 //! and may write `job` again. All changes to `state` between opening and that check are read-modify-write operations,
 //! which continue the release sequence of the helpers that left earlier. Between `state` and `asleep`, SeqCst keeps a
-//! helper from falling asleep just as a job opens; the lock `sleeping` does so between its last look and its wait.
+//! helper from falling asleep just as a job opens; the lock `sleeping` does so between a helper's last look and its wait.
 //!
 //! # Checked with loom
 //!
@@ -75,8 +75,8 @@ unsafe impl Sync for WorkerPool {}
 
 impl WorkerPool {
     /// Calls `work` on this thread and concurrently on up to `helpers` helpers. Returns when all calls have returned.
-    /// While there are fewer helpers, `start` is called with the number of the next helper (from 1) to start it; it
-    /// returns false if it cannot.
+    /// While there are fewer helpers, `start` is called to start the next one, with its number (from 1). `start`
+    /// returns false if it cannot do so.
     ///
     /// # Panics
     /// Panics if a call panicked.

@@ -113,8 +113,8 @@ impl GpuLinearBackward {
         if to_x.is_wanted() {
             to_x.give(Grad::OnDevice(g.matmul(&matrix(weight, s.layout)?.t()?)?))?;
         }
-        // This comes last, when nothing else holds the tensor: the gradient before the residual is added to it in
-        // place.
+        // This comes last, when nothing else holds the tensor, because other gradients of the residual are added to it
+        // in place.
         drop(g);
         to_residual.give(if is_own { Grad::OnDevice(dy) } else { Grad::Shared(dy) })
     }

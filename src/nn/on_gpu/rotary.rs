@@ -28,7 +28,7 @@ impl AngleTables {
         let (half, [cos, sin]) = host.tables();
         let some = positions.max(1).next_power_of_two().saturating_mul(half).min(cos.len());
         let angles = Arc::new(RotaryAngles::new(device, half, [&cos[..some], &sin[..some]])?);
-        // The streams of other threads do not wait for the stream of this one.
+        // The streams of other threads do not wait for this thread's stream.
         device.cuda_stream().synchronize().w()?;
         kept.push(angles.clone());
         Ok(angles)
