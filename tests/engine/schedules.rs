@@ -119,7 +119,7 @@ fn a_run_goes_on_from_a_checkpoint_with_the_rate_and_the_betas_that_it_had() {
     }
 }
 
-/// Rises by a thousandth each step, with its own betas.
+/// A rate that rises by a thousandth each step, with its own betas.
 struct Rising;
 
 impl LrSchedule for Rising {

@@ -216,7 +216,7 @@ fn samples_are_made_again_where_the_special_tokens_or_their_file_have_changed() 
     };
     let (before, _) = show();
     let [file] = &files()[..] else { panic!("one file") };
-    // A damaged file: an id, or a bit of the targets.
+    // Damaged files: one bit of an id, or of the targets, is flipped.
     let whole = std::fs::read(file).unwrap();
     for place in [64, 66, 150] {
         let mut bytes = whole.clone();

@@ -435,8 +435,8 @@ fn data(rank: usize, len: usize, dtype: DType) -> Flat {
     Flat::from_f32((0..len).map(|i| value(rank, i)).collect(), dtype)
 }
 
-/// Returns a command that simulates hosts with these numbers of ranks on this host, which differ only in their names.
-/// The program and its arguments are appended. Returns `None` if names cannot be set.
+/// Returns a command that simulates, on this host, several hosts with these numbers of ranks. The simulated hosts differ
+/// only in their names. The program and its arguments are appended. Returns `None` if names cannot be set.
 fn named_hosts(mpi: Mpi, ranks: &[usize]) -> Option<Command> {
     let given = Command::new("unshare").args(["-u", "true"]).output();
     if !given.is_ok_and(|output| output.status.success()) {
@@ -540,7 +540,7 @@ fn sum_of_hosts(code: InterHostFormat, counts: &[usize], parts: &[Flat], owner: 
     rounded
 }
 
-/// Compares collectives in which hosts' sums are sent as codes: their results and their bytes.
+/// Checks collectives in which hosts' sums are sent as codes: their results, and the bytes that they transfer.
 fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
     let (rank, world) = (comm.rank(), comm.size());
     let several = counts.len() > 1;
@@ -560,7 +560,7 @@ fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
             let gathered = comm.all_gather_as(wire, data(rank, n, dtype), 3);
             let parts: Vec<Flat> = (0..world).map(|r| data(r, n * world, dtype)).collect();
             assert!(reduced.wait().unwrap() == sum_of_hosts(code, counts, &parts, rank), "{what}");
-            // Codes arrive from each other host once.
+            // Codes arrive once from each of the other hosts.
             let (report, kind) = (comm.report(), CollectiveKind::ReduceScatter);
             let taken =
                 |of: fn(&comm::CollectiveKindReport) -> u64| (of(&report.kind(kind)) - of(&before.kind(kind))) as usize;

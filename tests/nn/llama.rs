@@ -52,7 +52,7 @@ pub fn model(config: &LlamaConfig, dtype: DType) -> (Llama, Vars, Asked) {
     (llama, vars, asked)
 }
 
-/// Six query heads and two key heads, and no size is a power of two.
+/// Six query heads and two key heads; no dimension of a tensor is a power of two.
 pub fn odd() -> LlamaConfig {
     LlamaConfig {
         hidden_size: 60,

@@ -269,7 +269,7 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
     assert!(others[0] <= others[1], "{others:?}");
 }
 
-/// The tiny model's settings with everything that a stage can offload on the host.
+/// The tiny model's settings, with everything on the host that a stage can offload.
 fn offloaded(stage: u8) -> Value {
     let mut offloaded = zero();
     offloaded["offload_optimizer"] = json!({"device": "cpu"});
@@ -362,7 +362,7 @@ fn a_checkpoint_goes_on_with_states_elsewhere_and_shards_of_groups_change_no_bit
                 engine.step()?;
             }
             if save {
-                // Saved by another thread, while the next backward runs.
+                // Saved by another thread, while the next backward pass runs.
                 let options = SaveOptions { in_background: true, ..SaveOptions::default() };
                 engine.save_checkpoint_with(folder.path(), None, json!({}), &options)?;
                 backward(&mut engine, 1)?;
@@ -560,7 +560,7 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
             Ok(step(&mut engine, 50).unwrap_err())
         });
         let errors: Vec<_> = errors.unwrap().into_iter().map(|error| error.unwrap().to_string()).collect();
-        // The rank that found it first; the other may have been informed of it.
+        // The error of the rank whose GPU was full first; the other rank may have been informed by it.
         let own = errors.iter().find(|error| error.starts_with("the GPU of rank")).unwrap();
         assert!(errors.iter().all(|error| error.contains(" has no memory left; ")), "{errors:?}");
         println!("stage {stage}: {}", own.replace("rank 1", "rank 0"));

@@ -195,7 +195,7 @@ fn a_rank_holds_its_part_of_a_group_and_gathers_it_from_the_group() {
     use candle_zero::comm::CollectiveKind::{AllGather, ReduceScatter};
     // Of N parts, a rank takes N - 1 from others: 3 of 4 become 1 of 2.
     assert!(3 * wire(&groups, AllGather) < 2 * wire(&plain, AllGather) + 4096);
-    // One part more for each other group.
+    // In groups, a rank takes one more part for each other group.
     assert_eq!(3 * wire(&groups, ReduceScatter), 4 * wire(&plain, ReduceScatter));
 }
 
