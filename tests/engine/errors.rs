@@ -321,7 +321,7 @@ fn write_filled(path: &Path, tensors: &[(&str, Dtype, &[usize])], fill: u8) {
     safetensors::serialize_to_file(views, None, path).unwrap();
 }
 
-/// Returns the error about a weight file for a linear layer with 4 inputs and 3 outputs, which is the same on all ranks.
+/// Returns the error, the same on all ranks, about a weight file for a linear layer with 4 inputs and 3 outputs.
 fn refusal(tensors: &[(&str, Dtype, &[usize])]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");

@@ -35,7 +35,7 @@ fn with_each<T: Fn() + Copy>(test: T, mut f: impl FnMut(Mpi)) {
     match there.len() {
         2 => {}
         0 => skipped(test, "no MPI library; scripts/fetch_mpi.sh fetches two"),
-        _ => skipped_in_part(test, format!("of the MPI libraries only {there:?}; scripts/fetch_mpi.sh fetches two")),
+        _ => skipped_in_part(test, format!("only the MPI library {there:?}; scripts/fetch_mpi.sh fetches two")),
     }
     there.into_iter().for_each(&mut f);
 }
@@ -55,12 +55,12 @@ fn config(stage: usize) -> String {
     format!("{}/ds_configs/zero{stage}.json", repository().display())
 }
 
-/// Trains `nano` for three steps at a stage, started by `start`.
+/// Trains `nano` for three steps at a stage, with `start` as the beginning of the command.
 pub fn train(start: Command, train_gpt: &Path, stage: usize, folder: &Path, name: &str) -> Vec<[String; 2]> {
     train_by(start, train_gpt, &config(stage), &folder.join(format!("{name}-{stage}.jsonl")))
 }
 
-/// Trains with a configuration, and with the file for metrics.
+/// Does the same with a configuration, and writes the metrics to a file.
 fn train_by(mut start: Command, train_gpt: &Path, config: &str, metrics: &Path) -> Vec<[String; 2]> {
     let name = metrics.display();
     start

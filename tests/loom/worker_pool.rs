@@ -188,7 +188,7 @@ fn no_more_helpers_enter_than_the_job_has_places() {
             if is_helper() {
                 entered.fetch_add(1, Ordering::Relaxed);
             } else {
-                // Lets both helpers run without a switch that counts.
+                // Lets both helpers run, without a switch that counts towards the limit.
                 loom::thread::yield_now();
                 loom::thread::yield_now();
             }

@@ -47,7 +47,8 @@ impl Branches {
         Tensor::stack(&losses, 0)?.sum_all()
     }
 
-    /// Returns the same loss, with gradients of zero for what is not used: each unused parameter times zeros is added.
+    /// Returns the same loss as `loss`, but unused parameters have gradients of zero, because their outputs times zeros are
+    /// added.
     fn loss_with_zeros(&self, x: &Tensor, path: Way) -> Result<Tensor> {
         let mut zeros = vec![];
         let mut x = x.clone();

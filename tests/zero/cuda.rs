@@ -19,7 +19,7 @@ use std::time::Duration;
 mod offload;
 
 const STEPS: usize = 10;
-/// Relative, because f32 sums are computed in a different order.
+/// The relative tolerance: f32 sums are computed in a different order.
 const CPU_TOLERANCE: f32 = 1e-4;
 
 /// Whether a GPU answers; `test` is skipped otherwise.
@@ -87,7 +87,7 @@ fn an_absent_parameter_is_an_error_with_its_name() {
     }
 }
 
-/// Set for a child process, which runs the body of a single test.
+/// The variable that is set for a child process, which runs the body of a single test.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
 /// Runs `test` alone in a process with a variable of the mock, because other tests use the same GPUs. Returns its output.
@@ -223,7 +223,8 @@ fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
                 [MemoryKind::Parameters, MemoryKind::MasterWeights, MemoryKind::Moments].map(formula).iter().sum();
             // NCCL's buffer for sums, which is held as long as the engine lives.
             let room = report.row(MemoryKind::Buckets).device.held;
-            // Each parameter has a leaf of a byte and a token of an f32 in the graph, and a byte if it is absent.
+            // In the graph, each parameter has a leaf of one byte and a token of one f32. If it is absent, it has one byte
+            // more.
             let others = tensors * if stage == 3 { 6 } else { 5 };
             assert_eq!(bytes, state + room + others, "stage {stage}, {format}, rank {rank}: {report}");
         }

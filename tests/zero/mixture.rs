@@ -126,7 +126,7 @@ fn tokens(sample: usize) -> Tensor {
     Tensor::from_iter(values, &Device::Cpu).unwrap().reshape((TOKENS, WIDTH)).unwrap()
 }
 
-/// Whether a rank routes to no expert in a micro step, which may be one of the first step.
+/// Whether a rank routes to no expert in a micro step. That may happen in the first optimizer step, too.
 type ToNobody = fn(micro: usize, rank: usize) -> bool;
 
 fn nobody(_: usize, _: usize) -> bool {

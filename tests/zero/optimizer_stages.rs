@@ -22,7 +22,7 @@ fn optimizers() -> [Value; 4] {
     ]
 }
 
-/// Keys besides the ZeRO section. The model, the schedule and the optimizer see the same at any number of ranks.
+/// Keys besides the ZeRO section. The model, the schedule and the optimizer get the same inputs at any number of ranks.
 fn with(optimizer: &Value, more: Value) -> Value {
     let mut keys = json!({"optimizer": optimizer, "zero_allow_untested_optimizer": true,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_min_lr": 1e-3}}});

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 const WIDTH: usize = 6;
 
-/// A function of its input.
+/// A model, as a function of its input.
 type Model = Box<dyn Fn(&Tensor) -> Result<Tensor> + Send>;
 type Build = fn(VarBuilder<'_>) -> Result<Model>;
 

@@ -54,7 +54,7 @@ const EXIT_MEMORY: i32 = 102;
 /// The exit code with which the library's sandbox ends a process after an error message.
 const EXIT_SANDBOX: i32 = 1;
 
-/// The variable that makes this program run cases itself: `SECONDS`, or empty for one input.
+/// The variable that makes this program run cases itself. Its value is `SECONDS`, or empty for one input.
 const WORKER: &str = "CANDLE_ZERO_FUZZ_WORKER";
 
 /// The command line.
@@ -350,7 +350,7 @@ impl Worker {
                 case = (done, Instant::now(), computed);
             }
             let problem = if memory > 2 * MOST_MEMORY {
-                format!("memory of {} MiB and more", memory >> 20)
+                format!("memory of {} MiB or more", memory >> 20)
             } else if computed.saturating_sub(case.2) > MOST_TIME || case.1.elapsed() > MOST_WAITING {
                 format!("a case of more than {} s", MOST_TIME.as_secs())
             } else {
