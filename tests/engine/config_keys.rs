@@ -1,4 +1,4 @@
-//! Configuration keys that change the messages, and how a checkpoint is loaded.
+//! Configuration keys that change which messages are printed and how a checkpoint is loaded.
 
 use crate::support::processes::{as_program, stderr};
 use crate::support::tiny::{Shape, Tiny, batch, config, train};

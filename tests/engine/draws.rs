@@ -164,7 +164,7 @@ fn masks_after_a_checkpoint_are_those_of_the_run_left_alone_also_after_the_batch
     };
     let mut left_alone = on_cpu().initialize(Scaled::new, config(json!({}))).unwrap();
     (0..3).for_each(|_| _ = micro_step(&mut left_alone));
-    // From here on a step has two micro steps.
+    // From here on, a step has two micro steps.
     left_alone.set_train_batch_size(2).unwrap();
     (0..2).for_each(|_| _ = micro_step(&mut left_alone));
     left_alone.save_checkpoint(folder.path(), None, Value::Null).unwrap();

@@ -321,7 +321,7 @@ fn write_filled(path: &Path, tensors: &[(&str, Dtype, &[usize])], fill: u8) {
     safetensors::serialize_to_file(views, None, path).unwrap();
 }
 
-/// Returns the error about a weight file for a linear layer with 4 inputs and 3 outputs; it is the same on all ranks.
+/// Returns the error, the same on all ranks, about a weight file for a linear layer with 4 inputs and 3 outputs.
 fn refusal(tensors: &[(&str, Dtype, &[usize])]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -455,7 +455,7 @@ fn a_sharded_parameter_of_another_engine_is_said_to_be_that() {
     }
 }
 
-/// Builds a model with one parameter, whose shape may have no elements, and a layer that trains.
+/// Builds a model with a trainable layer and one more parameter, whose shape may have no elements.
 fn with_parameter(
     name: &'static str,
     shape: &'static [usize],

@@ -346,7 +346,7 @@ fn the_multiply_adds_of_the_nano_gpt_are_those_of_the_formula_to_the_unit() {
         assert_eq!((outside.forward_macs, outside.backward_macs), (3 * head, 0));
         assert_eq!(outside.parameters as u64, (vocab + time + 2) * width);
         if !recompute {
-            // 6 operations for each token and each parameter of a matrix, plus attention.
+            // 6 operations for each token and each matrix element, plus attention.
             let matrices = 4 * 12 * width * width + vocab * width;
             assert_eq!(profile.flops(), 6 * matrices * tokens + 4 * 7 * attention);
         }

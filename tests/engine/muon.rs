@@ -183,7 +183,7 @@ fn a_checkpoint_has_of_each_parameter_what_there_is_and_goes_on_at_any_stage() {
     assert_eq!(written as usize, 4 * (2 * MATRICES + 3 * (elements("fp32") - MATRICES)));
     checkpoint.verify(|_| {}).unwrap();
 
-    // A parameter that Adam trains now lacks Adam's states.
+    // A parameter that Adam now trains lacks Adam's states.
     let groups = vec![ParameterGroup::new().names(["head.weight"]).use_muon(false)];
     let mut engine = start(Engine::builder().parameter_groups(groups), 0).unwrap();
     let error = engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).unwrap_err().to_string();

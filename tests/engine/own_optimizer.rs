@@ -57,7 +57,7 @@ impl Optimizer for Own {
             buffer[i] = 0.9 * buffer[i] + g;
             *p -= lr * buffer[i];
             steps[i] += 1.0;
-            assert_eq!(steps[i], ctx.step as f32, "the state that was there");
+            assert_eq!(steps[i], ctx.step as f32, "the state of the previous steps");
         }
         if let Some(half) = half {
             half.copy_cast(FlatRef::F32(param));

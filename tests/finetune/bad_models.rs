@@ -1,4 +1,4 @@
-//! Invalid model folders and descriptions: the error names the problem, and no weights are read before it.
+//! Invalid model folders and descriptions: the error names the problem, and comes before any weights are read.
 
 use crate::fixtures::{MODELS, base, copy, json, path};
 use candle_core::{DType, Device};

@@ -25,7 +25,7 @@ const THOUGHTLESS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '
                            {% set c = c.split('</think>')[-1] %}{% endif %}{{ c }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}\
                            {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// Contents go through a filter that also accepts values other than text.
+/// A template that passes contents through a filter that also accepts values other than text.
 const TRIMS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{{ m.content | trim }}{{ '<|im_end|>\\n' }}\
                      {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
@@ -39,7 +39,7 @@ const LAST: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{
                     {% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}\
                     {{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}";
 
-/// Blocks around pieces of an answer, as in a template that changes what it writes.
+/// Blocks around pieces of an answer, in a template that changes the text of the answer.
 const PIECES: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}\
                       {% for part in m.content.split('E') %}{% generation %}{{ part | upper }}{% endgeneration %}{{ 'E' }}{% endfor %}\
                       {% generation %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}\

@@ -1,4 +1,4 @@
-//! Preference optimization, with the model without its adapters as reference, matches PyTorch step by step.
+//! Preference optimization matches PyTorch step by step. Its reference is the model without its adapters.
 
 use crate::fixtures::{base, json as record, numbers, path};
 use candle_core::{Device, Tensor};

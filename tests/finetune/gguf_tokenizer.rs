@@ -78,11 +78,11 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
             Template::open(place, tokenizer).unwrap().render(&chat, true).unwrap()
         };
         assert_eq!(text(&file, &found), text(folder.path(), &own));
-        // A folder that contains only the file gives the same result, and files next to it take precedence.
+        // A folder that contains only the file gives the same result.
         assert_eq!(Tokenizer::open(file.parent().unwrap()).unwrap().fingerprint(), found.fingerprint());
         let base = BaseModel::open(&file).unwrap();
         assert_eq!(base.tokenizer_path(), file);
-        // The named tokens come from the tokenizer, or from separate files.
+        // Tokenizer files next to the GGUF file take precedence over it.
         for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
             std::fs::copy(folder.path().join(name), file.with_file_name(name)).unwrap();
         }

@@ -216,7 +216,7 @@ fn samples_are_made_again_where_the_special_tokens_or_their_file_have_changed() 
     };
     let (before, _) = show();
     let [file] = &files()[..] else { panic!("one file") };
-    // A damaged file: an id, or a bit of the targets.
+    // Damaged files: one bit of an id, or of the targets, is flipped.
     let whole = std::fs::read(file).unwrap();
     for place in [64, 66, 150] {
         let mut bytes = whole.clone();
@@ -255,7 +255,7 @@ fn a_merged_model_has_all_templates_of_the_base_as_a_folder_and_as_gguf() {
         let names = metadata.get("tokenizer.chat_templates").map(|names| format!("{names:?}"));
         (text("tokenizer.chat_template"), text("tokenizer.chat_template.tool_use"), names)
     };
-    // As a list.
+    // The templates are in a list.
     let entry = |name: &str, template: &str| json!({"name": name, "template": template});
     settings["chat_template"] = json!([entry("default", "usual"), entry("tool_use", "tools")]);
     std::fs::write(&config, settings.to_string()).unwrap();
@@ -269,7 +269,7 @@ fn a_merged_model_has_all_templates_of_the_base_as_a_folder_and_as_gguf() {
         (Some("usual".to_owned()), Some("tools".to_owned()), Some(r#"Array([String("tool_use")])"#.to_owned()));
     assert_eq!(keys("list.gguf"), expected);
 
-    // As files.
+    // The templates are in files.
     settings.as_object_mut().unwrap().remove("chat_template");
     std::fs::write(&config, settings.to_string()).unwrap();
     std::fs::create_dir(desk.model.join("additional_chat_templates")).unwrap();

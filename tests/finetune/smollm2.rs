@@ -61,7 +61,7 @@ fn the_real_model_has_the_logits_and_losses_of_transformers() {
     }
 }
 
-/// Returns numbers in [-1, 1) by the rule of recipe.py.
+/// Returns number `i` of a sequence in [-1, 1), by the rule in recipe.py.
 fn uniform(seed: u64, i: u64) -> f32 {
     let z = ((seed << 32) + i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -70,7 +70,7 @@ fn uniform(seed: u64, i: u64) -> f32 {
     ((z >> 40) as f64 / f64::from(1 << 23) - 1.0) as f32
 }
 
-/// Returns the adapter that the record starts with: A by a rule, B zero.
+/// Returns the adapter that the record starts with: A from [`uniform`], B zero.
 fn initial(config: &DecoderConfig, lora: &LoraConfig) -> Adapter {
     const ORDER: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
     let tensor = |(name, shape): (String, Vec<usize>)| {

@@ -292,7 +292,7 @@ struct Ended {
 
 impl Ended {
     /// Checks that each of the other ranks reported `what` and was not stopped, and that `zerorun` ended with `code`
-    /// and blames the right rank with `deed`.
+    /// and blamed the right rank for `deed`.
     fn check(&self, what: &str, code: i32, deed: &str) {
         let Self { rank: culprit, status, errors } = self;
         for rank in (0..RANKS).filter(|rank| rank != culprit) {

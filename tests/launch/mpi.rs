@@ -35,7 +35,7 @@ fn with_each<T: Fn() + Copy>(test: T, mut f: impl FnMut(Mpi)) {
     match there.len() {
         2 => {}
         0 => skipped(test, "no MPI library; scripts/fetch_mpi.sh fetches two"),
-        _ => skipped_in_part(test, format!("of the MPI libraries only {there:?}; scripts/fetch_mpi.sh fetches two")),
+        _ => skipped_in_part(test, format!("only the MPI library {there:?}; scripts/fetch_mpi.sh fetches two")),
     }
     there.into_iter().for_each(&mut f);
 }
@@ -55,12 +55,12 @@ fn config(stage: usize) -> String {
     format!("{}/ds_configs/zero{stage}.json", repository().display())
 }
 
-/// Trains `nano` for three steps at a stage, started by `start`.
+/// Trains `nano` for three steps at a stage, with `start` as the beginning of the command.
 pub fn train(start: Command, train_gpt: &Path, stage: usize, folder: &Path, name: &str) -> Vec<[String; 2]> {
     train_by(start, train_gpt, &config(stage), &folder.join(format!("{name}-{stage}.jsonl")))
 }
 
-/// Trains with a configuration, and with the file for metrics.
+/// Does the same with a configuration, and writes the metrics to a file.
 fn train_by(mut start: Command, train_gpt: &Path, config: &str, metrics: &Path) -> Vec<[String; 2]> {
     let name = metrics.display();
     start
@@ -435,8 +435,8 @@ fn data(rank: usize, len: usize, dtype: DType) -> Flat {
     Flat::from_f32((0..len).map(|i| value(rank, i)).collect(), dtype)
 }
 
-/// Returns a command that simulates hosts with these numbers of ranks on this host, which differ only in their names.
-/// The program and its arguments are appended. Returns `None` if names cannot be set.
+/// Returns a command that simulates, on this host, several hosts with these numbers of ranks. The simulated hosts differ
+/// only in their names. The program and its arguments are appended. Returns `None` if names cannot be set.
 fn named_hosts(mpi: Mpi, ranks: &[usize]) -> Option<Command> {
     let given = Command::new("unshare").args(["-u", "true"]).output();
     if !given.is_ok_and(|output| output.status.success()) {
@@ -540,7 +540,7 @@ fn sum_of_hosts(code: InterHostFormat, counts: &[usize], parts: &[Flat], owner: 
     rounded
 }
 
-/// Compares collectives in which hosts' sums are sent as codes: their results and their bytes.
+/// Checks collectives in which hosts' sums are sent as codes: their results, and the bytes that they transfer.
 fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
     let (rank, world) = (comm.rank(), comm.size());
     let several = counts.len() > 1;
@@ -560,7 +560,7 @@ fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
             let gathered = comm.all_gather_as(wire, data(rank, n, dtype), 3);
             let parts: Vec<Flat> = (0..world).map(|r| data(r, n * world, dtype)).collect();
             assert!(reduced.wait().unwrap() == sum_of_hosts(code, counts, &parts, rank), "{what}");
-            // Codes arrive from each other host once.
+            // Codes arrive once from each of the other hosts.
             let (report, kind) = (comm.report(), CollectiveKind::ReduceScatter);
             let taken =
                 |of: fn(&comm::CollectiveKindReport) -> u64| (of(&report.kind(kind)) - of(&before.kind(kind))) as usize;

@@ -238,7 +238,7 @@ fn a_host_that_is_taken_away_at_random_is_named_on_the_other_within_15_s_and_not
     }
 }
 
-/// Removes a host from a job of two, `moment` after its second step.
+/// Removes a host from a job of two hosts, `moment` after the job's second step.
 fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str) {
     let training = Training::new();
     let mut both = [0, 1].map(|node| start(&mut training.of(launcher(hosts, node, ""), "cut", 10_000, false)));

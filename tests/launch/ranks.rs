@@ -275,7 +275,7 @@ fn as_a_rank() {
         drop(communicator);
         again.barrier().wait().unwrap();
         drop(again);
-        // Between two communicators, the rank has not left the job.
+        // A rank that has no communicator for a moment has not left the job.
         comm::from_env(&env).unwrap().barrier().wait().unwrap();
         return;
     }

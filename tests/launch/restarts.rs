@@ -1,4 +1,4 @@
-//! `zerorun --max_restarts`: which jobs restart, with which settings, and what remains of them.
+//! `zerorun --max_restarts`: which jobs restart, with which settings, and what a failed start leaves behind.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
@@ -238,7 +238,7 @@ fn what_cannot_be_started_is_not_started_again() {
     std::fs::write(&broken, "#!/no/such/shell\n").unwrap();
     let output = zerorun().args(["--max_restarts", "3"]).arg(&broken).output().unwrap();
     assert_eq!((output.status.code(), told(&output).len()), (Some(2), 1), "{}", stderr(&output));
-    // The same applies if this happens only at a restart.
+    // The same applies to a program that can be started once, but not again.
     let output = Script::new("rm $0; exit 3").run("--max_restarts 3");
     assert_eq!(output.status.code(), Some(2));
     assert_eq!(told(&output).len(), 2, "{}", stderr(&output));
@@ -252,7 +252,7 @@ fn names_in(dir: &Path) -> BTreeSet<std::ffi::OsString> {
 #[test]
 fn no_start_leaves_a_process_or_shared_memory() {
     let shared_memory = names_in(Path::new("/dev/shm"));
-    // At each start, rank 0 and its helper sleep. Rank 1 waits for them and fails.
+    // At each start, rank 0 and its helper sleep. Rank 1 waits until they run, and then fails.
     let script = Script::new(
         "me=$ZERORUN_RESTART\n\
          if [ $RANK = 1 ]; then\n\

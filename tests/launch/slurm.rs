@@ -1,5 +1,5 @@
-//! The same program under Slurm's `srun`, on two nodes whose daemons the tests start: each rank is a task, or each node
-//! has a launcher.
+//! Training under Slurm's `srun`, on two nodes whose daemons the tests start: each rank is a task, or each node has a
+//! launcher.
 
 use crate::mpi::train;
 use crate::nodes::{cluster, done};
@@ -24,7 +24,7 @@ fn slurm<T: Fn() + Copy>(test: T) -> Option<Slurm> {
 /// Returns an `srun` command for four tasks, each of which is a rank. The program and its arguments are appended.
 fn four_tasks(slurm: &Slurm, options: &str) -> Command {
     let mut srun = slurm.srun(&format!("--mpi=pmi2 -N 2 -n 4 {options}"));
-    // MPICH's UCX addresses are lines of PMI 1 longer than 1024 bytes, which Slurm 22.05 sometimes reads only in part.
+    // MPICH sends UCX addresses as PMI 1 lines of more than 1024 bytes, which Slurm 22.05 sometimes reads only in part.
     srun.env("MPIR_CVAR_CH4_NETMOD", "ofi");
     srun
 }

@@ -200,7 +200,7 @@ fn auto_stands_for_the_steps_and_the_width_of_the_run() {
     });
     std::fs::write(folder.path("ds_config.json"), config.to_string()).unwrap();
     let run = folder.run(1, &["--steps", "6"]);
-    // The rate rises to the optimizer's within two steps, and falls in the remaining four.
+    // The learning rate rises to that of the optimizer section within two steps, and falls in the remaining four.
     let rates: Vec<f64> = run.steps.iter().map(|step| step["lr"].as_f64().unwrap()).collect();
     assert_eq!(rates, [0.0, 0.0, 0.125, 0.25, 0.1875, 0.125]);
     let said = stderr(&run.output);

@@ -110,7 +110,7 @@ fn consolidated_weights_are_weights_to_start_from() {
         if arch == "llama" {
             assert!(config["rope_theta"].is_number() && config["rms_norm_eps"].is_number(), "{config}");
         }
-        // Tried with both the folder and the file in it.
+        // Starts from an exported file, the consolidated folder, or the file in that folder.
         let begin = |init: &str| {
             let output = folder.train(1, &[&model[..], &["--steps", "1", "--init", init]].concat());
             assert!(output.status.success(), "{arch}: {}", stderr(&output));

@@ -32,7 +32,7 @@ pub enum Plant {
     RelaxedLookAtPublication,
     /// A piece is published before its data is written.
     PublicationBeforeData,
-    /// Both slots of a rank are the same one.
+    /// Both of a rank's slots are the same slot.
     OneSlot,
     /// No order between `published` and `sleepers`.
     NoTotalOrder,
@@ -178,7 +178,7 @@ pub fn wake(word: &Word32) {
     }
 }
 
-/// Sleeps until `word` is no longer `seen`, or a nap is over.
+/// Sleeps until `word` is no longer `seen`, or until the nap is over.
 pub fn sleep_on(word: &Word32, seen: u32, _millis: u32) {
     match word.sleep {
         Sleep::Never => panic!("a thread falls asleep"),

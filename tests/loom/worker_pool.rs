@@ -1,8 +1,8 @@
 //! The pool of the kernels' helper threads, run by loom in every order that the memory model allows.
 //!
 //! `src/kernels/worker_pool/protocol.rs` is compiled here unchanged; `pool_primitives.rs` gives it atomic words, locks
-//! and pauses that loom observes. A helper here is a thread that calls `help` until a last job ends it: the real ones
-//! never end. The last tests plant an error in the primitives and pass when loom finds it.
+//! and pauses that loom observes. In these tests, a helper is a thread that calls `help` until a last job ends it; the
+//! real helpers never end. The last tests plant an error in the primitives and pass when loom finds it.
 //!
 //!     cargo test --release --manifest-path tests/loom/Cargo.toml --test worker_pool
 
@@ -188,7 +188,7 @@ fn no_more_helpers_enter_than_the_job_has_places() {
             if is_helper() {
                 entered.fetch_add(1, Ordering::Relaxed);
             } else {
-                // Lets both helpers run without a switch that counts.
+                // Lets both helpers run, without a switch that counts towards the limit.
                 loom::thread::yield_now();
                 loom::thread::yield_now();
             }

@@ -40,7 +40,7 @@ extern "C" __global__ void forgotten_barrier(const float *values, float *reverse
     reversed[threadIdx.x] = shared[blockDim.x - 1 - threadIdx.x];
 }
 
-// Half of a warp's lanes wait for all of them, the others for the block.
+// Half of a warp's lanes wait for the whole warp, the others for the whole block.
 extern "C" __global__ void waits_for_ever(float *values) {
     if (threadIdx.x % 2 == 0) __syncwarp();
     else __syncthreads();

@@ -39,7 +39,7 @@ fn answer(value: impl std::fmt::Debug) {
     println!("answer: {value:?}");
 }
 
-/// The text with which a child ended, without the number of the allocation.
+/// The mock's message about the fault that ended a child.
 fn fault_of(output: &Output) -> String {
     assert!(!output.status.success(), "the fault was not found: {}", String::from_utf8_lossy(&output.stdout));
     let stderr = String::from_utf8_lossy(&output.stderr);

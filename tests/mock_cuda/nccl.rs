@@ -93,7 +93,7 @@ fn unique_id() -> Id {
     id
 }
 
-/// One rank, on the device with its number, with a stream for its own work and one for collectives.
+/// One rank, on the device of the same index, with a stream for its own work and one for collectives.
 struct Rank {
     rank: usize,
     device: Device,

@@ -108,7 +108,7 @@ fn a_view_of_a_tensor_is_attended_to_as_its_copy() {
     }
 }
 
-/// Set for a child process, which runs the body of a single test.
+/// The variable that is set for a child process, which runs the body of a single test.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
 #[test]

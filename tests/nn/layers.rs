@@ -17,7 +17,7 @@ fn numbers(n: usize, seed: u32) -> Vec<f32> {
     (0..n as u32).map(|i| mix(i) as f32 / 2f32.powi(31) - 1.0).collect()
 }
 
-/// A tensor of such numbers, rounded to `dtype`.
+/// A tensor of [`numbers`], rounded to `dtype`.
 pub fn tensor(shape: &[usize], seed: u32, dtype: DType) -> Tensor {
     let data = numbers(shape.iter().product(), seed);
     Tensor::from_vec(data, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()

@@ -52,7 +52,7 @@ pub fn model(config: &LlamaConfig, dtype: DType) -> (Llama, Vars, Asked) {
     (llama, vars, asked)
 }
 
-/// Six query heads and two key heads, and no size is a power of two.
+/// Six query heads and two key heads; no dimension of a tensor is a power of two.
 pub fn odd() -> LlamaConfig {
     LlamaConfig {
         hidden_size: 60,
@@ -160,7 +160,7 @@ fn logits_are_those_of_candle_transformers_llama() {
         let theirs = reference::Llama::load(vb, &sizes).unwrap();
         let inputs = ids(2, 40, config.vocab as u32, 1);
         let ours = llama.forward(&inputs).unwrap();
-        // Their model returns only the last position's logits.
+        // The model of candle-transformers returns only the last position's logits.
         for time in [1, 2, 17, 40] {
             let mut cache = reference::Cache::new(false, DType::F32, &sizes, &Device::Cpu).unwrap();
             let want =

@@ -62,7 +62,7 @@ fn limited(folder: &Path, seconds: u32) -> Command {
     command.args(["-k", "5", &seconds.to_string()]).env_clear().stdin(Stdio::null());
     let path = format!("{}:{}", folder.join("bin").display(), std::env::var("PATH").unwrap_or_default());
     command.env("PATH", path).env("HOME", "/tmp").env("RAYON_NUM_THREADS", "1");
-    // Both hosts are the same machine, so MPICH's transport would bypass the cable through memory.
+    // Both hosts are the same machine, so MPICH's transport would use shared memory instead of the cable.
     command.env("UCX_TLS", "tcp,self");
     if let Some(skips) = std::env::var_os("CANDLE_ZERO_SIMD") {
         command.env("CANDLE_ZERO_SIMD", skips);

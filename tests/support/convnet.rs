@@ -101,7 +101,7 @@ impl Net {
     }
 }
 
-/// Returns three images for a sample number, and their classes.
+/// Returns the three images of the sample with this index, and their classes.
 pub fn batch(sample: usize, dtype: DType) -> (Tensor, Tensor) {
     let pixel = |i: usize| (((sample * 131 + i * 37) % 101) as f32 / 50.0 - 1.0) * (1.0 + sample as f32 * 0.1);
     let x = Tensor::from_iter((0..3 * 2 * 4 * 4).map(pixel), &Device::Cpu).unwrap();

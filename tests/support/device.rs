@@ -2,8 +2,8 @@
 
 use candle_core::{Device, Result};
 
-/// Returns the CPU or, with feature `cuda` and the variable `CANDLE_ZERO_TEST_DEVICE=cuda`, a GPU for each rank, which
-/// ranks share if there are too few.
+/// Returns the CPU or, with feature `cuda` and the variable `CANDLE_ZERO_TEST_DEVICE=cuda`, the GPU of a rank. Ranks
+/// share GPUs if there are too few.
 pub fn of_rank(rank: usize) -> Result<Device> {
     #[cfg(feature = "cuda")]
     if std::env::var_os("CANDLE_ZERO_TEST_DEVICE").is_some_and(|d| d == "cuda") {
@@ -21,7 +21,7 @@ pub fn of_rank(rank: usize) -> Result<Device> {
 pub fn gpu(rank: usize) -> Result<Device> {
     use candle_core::cuda_backend::{WrapErr, cudarc::driver::CudaContext};
     let gpus = usize::try_from(CudaContext::device_count().w()?).unwrap();
-    // Without GPUs, number 0 leads to the driver's error.
+    // If there are no GPUs, requesting GPU 0 returns the driver's error.
     Device::new_cuda(rank % gpus.max(1))
 }
 

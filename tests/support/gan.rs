@@ -31,7 +31,7 @@ pub struct Gan {
     pub discriminator: Engine<Net>,
 }
 
-/// Returns numbers between -1 and 1 by a rule.
+/// Returns numbers between -1 and 1 that depend only on the seed.
 fn values(seed: usize, shape: (usize, usize)) -> Result<Tensor> {
     let value = |i: usize| (((i * 7919 + seed * 104_729 + 13) % 2003) as f32 / 1001.5) - 1.0;
     Tensor::from_iter((0..shape.0 * shape.1).map(value), &Device::Cpu)?.reshape(shape)

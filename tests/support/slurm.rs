@@ -93,7 +93,7 @@ impl Slurm {
              PartitionName=all Nodes=ALL Default=YES\n"
         );
         std::fs::write(self.file("slurm.conf"), text).unwrap();
-        // Slurmd does not start if it must detect the version. Nothing uses cgroups.
+        // Slurmd does not start if it must detect the version of cgroups, so the file names one. Nothing uses cgroups.
         std::fs::write(self.file("cgroup.conf"), "CgroupPlugin=cgroup/v1\n").unwrap();
         std::fs::write(self.file("hosts"), format!("127.0.0.1 localhost\n10.77.0.1 {a}\n10.77.0.2 {b}\n")).unwrap();
     }

@@ -88,7 +88,7 @@ impl Tiny {
     }
 }
 
-/// Returns two sequences for a sample number, and their targets.
+/// Returns the two sequences of the sample with this index, and their targets.
 pub fn batch(sample: usize) -> (Tensor, Tensor) {
     // Each token follows from the one before, so there is something to learn.
     let token = |i: usize| ((0..i).fold(sample * 13 + 1, |t, _| (5 * t + 3) % VOCAB) % VOCAB) as u32;

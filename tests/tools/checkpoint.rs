@@ -24,7 +24,7 @@ fn save_model<M: 'static>(
     build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M> + Sync,
 ) -> PathBuf {
     let exported = dir.join("exported.safetensors");
-    // The export of another model would not be replaced.
+    // An existing export of a different model would not be replaced.
     _ = std::fs::remove_file(&exported);
     let ranks = threads::run(2, |comm| -> Result<()> {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
@@ -265,7 +265,7 @@ fn consolidated_values_are_the_exported_ones_rounded_as_asked() {
         assert_exported(&tensors(&out.join("model.safetensors")), &exported, dtype, "");
         assert!(stdout(&output).contains("There is no config.json: its parameters are not"), "{}", stdout(&output));
     }
-    // Nothing else is left next to them.
+    // Nothing else is left next to the three outputs.
     assert_eq!(names_in(&dir.path().join("deep")).len(), 3);
 }
 

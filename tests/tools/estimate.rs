@@ -17,12 +17,12 @@ use std::path::Path;
 /// The counts of a rank.
 struct Counted {
     memory: MemoryReport,
-    /// After some steps, and after some more.
+    /// After `STEPS[0]` steps, and after `STEPS[1]` more.
     comm: [CommReport; 2],
     disk: [OffloadReport; 2],
 }
 
-/// The number of steps before the first count, and from there to the second.
+/// The number of steps before the first count, and between the two counts.
 const STEPS: [usize; 2] = [3, 2];
 
 fn train<A: Architecture<Config: Sync>>(
@@ -152,7 +152,7 @@ fn stages_in_memory_are_counted_to_the_byte() {
     ] {
         let mut zero = json!({"stage": stage});
         check::<GptLayers>("nano", &nano(), world, &config(accumulation, zero.clone(), more.clone()), None);
-        // Small buckets, everything released that can be released, and the other value of every option.
+        // Small buckets, everything released that can be released, and other options with non-default values.
         zero.as_object_mut().unwrap().extend(
             json!({
                 "reduce_bucket_size": 20_000, "allgather_bucket_size": 30_000, "sub_group_size": 100_000,
@@ -348,7 +348,7 @@ fn muon_is_counted_to_the_byte_as_its_first_rank_has_it() {
         let shapes = Shapes::preset("nano").unwrap();
         let options = EstimateOptions { disk_access: Some(DiskAccess::Cached), ..EstimateOptions::default() };
         let estimate = Estimate::with(&shapes, &Config::load(config.clone(), world).unwrap(), options).unwrap();
-        // In a batch, the first rank has the costliest matrix.
+        // In a batch of Muon's matrices, the first rank has the costliest one.
         let ranks = train::<GptLayers>(world, &nano(), &config, options.disk_access);
         compare(&estimate, &ranks[..1], &format!("{world} ranks, {config}"));
     }

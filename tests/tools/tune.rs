@@ -90,7 +90,7 @@ fn the_fastest_within_the_limit_is_written_and_failures_are_rows() {
     assert!(output.status.success(), "{}", stderr(&output));
     let text = stdout(&output);
     let rows: Vec<&str> = text.lines().take_while(|line| !line.is_empty()).collect();
-    // Sorted by speed. Steps 3 to 5 count, and the script becomes faster.
+    // Sorted by speed. Steps 3 to 5 count, and each of them is faster than the step before.
     assert!(rows[0].starts_with("stage 2, micro batch 2, overlap_comm true, reduce_bucket_size 1000000000"), "{text}");
     assert!(rows[0].contains("3011 tokens/s, 3.0 ms a step, 2.9 KiB"), "{text}");
     let find = |start: &str| *rows.iter().find(|row| row.starts_with(start)).unwrap();

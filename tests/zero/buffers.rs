@@ -237,7 +237,7 @@ fn a_file_must_have_the_buffers_in_their_shape_and_kind() {
         Ok(())
     };
     let of = |t: candle_core::Result<Tensor>| error_from(&[weight.clone(), ids(t.unwrap())], build);
-    // As Hugging Face writes them, in i64, and with the counter of PyTorch's batch norm.
+    // Position ids as Hugging Face writes them, in i64, and the counter of PyTorch's batch norm.
     let right = Tensor::new(&[[0i64, 1, 2]], &Device::Cpu).unwrap();
     let counter = ("norm.num_batches_tracked", Tensor::new(7i64, &Device::Cpu).unwrap());
     assert!(error_from(&[weight.clone(), ids(right), counter], build).is_none());
@@ -277,7 +277,7 @@ fn one_buffer_has_one_shape_and_one_type() {
     assert!(matches!(&other, Error::Param(_)), "{other}");
 }
 
-/// The errors of 3 ranks whose model is built with the rank's number.
+/// The errors of 3 ranks whose models depend on the rank's index.
 fn errors_of_ranks(
     stage: u8,
     build: impl Fn(usize, VarBuilder<'_>) -> candle_core::Result<()> + Sync,

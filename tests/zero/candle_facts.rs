@@ -169,7 +169,7 @@ fn an_op_on_untracked_tensors_has_no_backward() {
     assert_eq!(CALLS.load(Ordering::SeqCst), 0);
 }
 
-/// Why parameters are the right operands: their gradients then come before those of the layers below.
+/// Why parameters are the right-hand operands: their gradients then come before those of the layers below.
 #[test]
 fn the_right_operand_is_finished_first() {
     static LEFT: AtomicUsize = AtomicUsize::new(0);

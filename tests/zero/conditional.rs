@@ -1,5 +1,5 @@
-//! Models of which a step uses only a part: heads that take turns, layers that are dropped, an early exit, ranks that go
-//! different ways. A missing gradient is an error in the first step, or zeros on request.
+//! Models of which a step uses only a part: heads that take turns, layers that are dropped, an early exit, ranks that take
+//! different paths. A missing gradient is an error in the first step, or zeros on request.
 
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor};
@@ -47,7 +47,8 @@ impl Branches {
         Tensor::stack(&losses, 0)?.sum_all()
     }
 
-    /// Returns the same loss, with gradients of zero for what is not used: each unused parameter times zeros is added.
+    /// Returns the same loss as `loss`, but unused parameters have gradients of zero, because their outputs times zeros are
+    /// added.
     fn loss_with_zeros(&self, x: &Tensor, path: Way) -> Result<Tensor> {
         let mut zeros = vec![];
         let mut x = x.clone();
@@ -197,7 +198,7 @@ fn what_no_micro_step_reaches_is_an_error_of_the_first_step_that_names_it_and_th
     }
 }
 
-/// Layers are dropped and heads chosen by the step, the same on all ranks.
+/// The micro step determines which layers are dropped and which heads are used, in the same way on all ranks.
 fn dropped(micro: usize, _: usize) -> Way {
     let kept = |layer: usize| !(micro + layer).is_multiple_of(3);
     Way { layers: [0, 1, 2].map(kept), heads: [true, micro >= 6] }

@@ -19,7 +19,7 @@ use std::time::Duration;
 mod offload;
 
 const STEPS: usize = 10;
-/// Relative, because f32 sums are computed in a different order.
+/// The relative tolerance: f32 sums are computed in a different order.
 const CPU_TOLERANCE: f32 = 1e-4;
 
 /// Whether a GPU answers; `test` is skipped otherwise.
@@ -87,7 +87,7 @@ fn an_absent_parameter_is_an_error_with_its_name() {
     }
 }
 
-/// Set for a child process, which runs the body of a single test.
+/// The variable that is set for a child process, which runs the body of a single test.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
 /// Runs `test` alone in a process with a variable of the mock, because other tests use the same GPUs. Returns its output.
@@ -223,7 +223,8 @@ fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
                 [MemoryKind::Parameters, MemoryKind::MasterWeights, MemoryKind::Moments].map(formula).iter().sum();
             // NCCL's buffer for sums, which is held as long as the engine lives.
             let room = report.row(MemoryKind::Buckets).device.held;
-            // Each parameter has a leaf of a byte and a token of an f32 in the graph, and a byte if it is absent.
+            // In the graph, each parameter has a leaf of one byte and a token of one f32. If it is absent, it has one byte
+            // more.
             let others = tensors * if stage == 3 { 6 } else { 5 };
             assert_eq!(bytes, state + room + others, "stage {stage}, {format}, rank {rank}: {report}");
         }
@@ -269,7 +270,7 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
     assert!(others[0] <= others[1], "{others:?}");
 }
 
-/// The tiny model's settings with everything that a stage can offload on the host.
+/// The tiny model's settings, with everything on the host that a stage can offload.
 fn offloaded(stage: u8) -> Value {
     let mut offloaded = zero();
     offloaded["offload_optimizer"] = json!({"device": "cpu"});
@@ -362,7 +363,7 @@ fn a_checkpoint_goes_on_with_states_elsewhere_and_shards_of_groups_change_no_bit
                 engine.step()?;
             }
             if save {
-                // Saved by another thread, while the next backward runs.
+                // Saved by another thread, while the next backward pass runs.
                 let options = SaveOptions { in_background: true, ..SaveOptions::default() };
                 engine.save_checkpoint_with(folder.path(), None, json!({}), &options)?;
                 backward(&mut engine, 1)?;
@@ -560,7 +561,7 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
             Ok(step(&mut engine, 50).unwrap_err())
         });
         let errors: Vec<_> = errors.unwrap().into_iter().map(|error| error.unwrap().to_string()).collect();
-        // The rank that found it first; the other may have been informed of it.
+        // The error of the rank whose GPU was full first; the other rank may have been informed by it.
         let own = errors.iter().find(|error| error.starts_with("the GPU of rank")).unwrap();
         assert!(errors.iter().all(|error| error.contains(" has no memory left; ")), "{errors:?}");
         println!("stage {stage}: {}", own.replace("rank 1", "rank 0"));

@@ -1,4 +1,4 @@
-//! The guarantees of ZeRO: every stage computes the same results, with any model; and the facts about Candle that this needs.
+//! The guarantees of ZeRO: every stage computes the same results, with any model; and the facts about Candle on which this relies.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

@@ -82,10 +82,10 @@ impl Module for Mixture {
 /// How the model is put together.
 #[derive(Debug, Clone, Copy)]
 struct Build {
-    /// Mixtures are marked as leaves in the model.
+    /// Whether mixtures are marked as leaves in the model.
     leaf: bool,
     recompute: bool,
-    /// The result of a mixture is added to its input; otherwise only the result is passed on.
+    /// Whether the result of a mixture is added to its input. Otherwise, only the result is passed on.
     residual: bool,
 }
 
@@ -126,7 +126,7 @@ fn tokens(sample: usize) -> Tensor {
     Tensor::from_iter(values, &Device::Cpu).unwrap().reshape((TOKENS, WIDTH)).unwrap()
 }
 
-/// Whether a rank routes to no expert in a micro step, which may be one of the first step.
+/// Whether a rank routes to no expert in a micro step. That may happen in the first optimizer step, too.
 type ToNobody = fn(micro: usize, rank: usize) -> bool;
 
 fn nobody(_: usize, _: usize) -> bool {
@@ -188,7 +188,8 @@ fn gathering() -> [Value; 4] {
 }
 
 fn stages_agree(world: usize, residual: bool, to_nobody: ToNobody) {
-    // A recomputing unit adds up the gradients of its input separately, so the two round differently.
+    // A recomputing unit adds up the gradients of its input separately, which changes the rounding. So runs with and
+    // without recomputation have separate references.
     for (accumulation, recompute) in [(1, false), (1, true), (2, false), (2, true)] {
         let build = Build { residual, recompute, ..LEAF };
         let reference = train(world, build, &config(0, accumulation, json!({}), json!({})), to_nobody);

@@ -1,5 +1,5 @@
 //! The guarantee of equal bits holds for every optimizer: stages 0 to 3, in memory and in files, give the same losses,
-//! norms and parameters; and so far as rounding allows, so do 1, 2 and 3 ranks.
+//! norms and parameters; and as far as rounding allows, so do 1, 2 and 3 ranks.
 
 use crate::support::tiny::{Outcome, Shape, config, train};
 use candle_core::{Device, Tensor};
@@ -22,7 +22,7 @@ fn optimizers() -> [Value; 4] {
     ]
 }
 
-/// Keys besides the ZeRO section. The model, the schedule and the optimizer see the same at any number of ranks.
+/// Keys besides the ZeRO section. The model, the schedule and the optimizer get the same inputs at any number of ranks.
 fn with(optimizer: &Value, more: Value) -> Value {
     let mut keys = json!({"optimizer": optimizer, "zero_allow_untested_optimizer": true,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_min_lr": 1e-3}}});
@@ -129,7 +129,7 @@ fn norms_of_more_parameters_than_one_message_holds_are_those_of_all_ranks() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("model.safetensors");
         let ranks = threads::run(world, |comm| {
-            // Each parameter has two different numbers, one per rank.
+            // Each parameter has two elements with different values, one for each rank.
             let init = Init::Randn { mean: 0.0, stdev: 1.0 };
             let param = |vb: &VarBuilder<'_>, i: usize| vb.get_with_hints(2, &format!("p{i}"), init);
             let build =

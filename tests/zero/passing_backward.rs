@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 const WIDTH: usize = 6;
 
-/// A function of its input.
+/// A model, as a function of its input.
 type Model = Box<dyn Fn(&Tensor) -> Result<Tensor> + Send>;
 type Build = fn(VarBuilder<'_>) -> Result<Model>;
 
@@ -134,7 +134,7 @@ fn train(world: usize, build: Build, config: &Value, disturbed: bool) -> (Vec<Se
             let loss = loss_of(&y)?;
             let other = Var::from_tensor(&x)?;
             let late = if disturbed {
-                // On the very graph that the engine differentiates next; twice, as Candle allows.
+                // Plain backward passes on the very graph that the engine differentiates next; Candle allows several.
                 loss.backward()?;
                 loss.backward()?;
                 Some(loss_of(&engine.forward(|model| model(&other))?)?)
@@ -214,7 +214,7 @@ fn what_a_plain_backward_gathered_is_gone_after_the_engines_next_call() {
             engine.backward(&loss)?;
             engine.step()?;
             assert_eq!(gathered(&engine), 0, "{name}");
-            // Between backward and step, where the weights are about to change.
+            // A plain backward pass between `backward` and `step`, when the weights are about to change.
             let first = loss_of(&engine.forward(|model| model(&ids))?)?;
             let late = loss_of(&engine.forward(|model| model(&other))?)?;
             engine.backward(&first)?;

@@ -219,7 +219,7 @@ struct Program {
     engines: Vec<How>,
 }
 
-/// Rules for the trained parameters. None thaws the base, which may be packed.
+/// Rules for the trained parameters. None of them thaws the base, which may be packed.
 const RULES: [fn(&str) -> bool; 5] = [
     |name| !name.contains("base"),
     |name| name.contains("down") || name.contains("up") || name.starts_with("head"),

@@ -124,7 +124,7 @@ fn a_quantized_base_is_packed_at_rest_and_on_the_wire() {
     }
 }
 
-/// With the defaults of stage 3, which keep all that is gathered from forward to backward.
+/// Uses the defaults of stage 3, which keep everything that the forward pass gathers until the backward pass.
 #[test]
 fn of_a_quantized_base_no_more_than_the_blocks_at_work_are_ever_unpacked() {
     let sizes = GptConfig { n_layer: 8, ..gpt() };
@@ -157,7 +157,7 @@ fn of_a_quantized_base_no_more_than_the_blocks_at_work_are_ever_unpacked() {
         let most = if world == 1 { of_block * 5 / 4 } else { of_block * 2 + outside };
         assert!(gathered <= most, "world {world}: {gathered} bytes gathered, of {most}\n{report}");
         let packed = 8 * of_block / 4 * 17 / 32;
-        // Parameters that are not packed exist once.
+        // Parameters that are not packed are stored only once.
         assert!(parameters <= (packed + outside) * 11 / 10, "world {world}: {parameters} bytes at rest\n{report}");
     }
 }
@@ -172,7 +172,7 @@ fn a_quantized_base_is_saved_and_loaded_to_the_bit_at_another_stage_and_number_o
                 let shape = Shape { units: true, layers: 2, ..Shape::default() };
                 let ranks = threads::run(world, |comm| {
                     let builder = with(Engine::builder().communicator(comm).device(Device::Cpu), packing);
-                    // A different seed, and everything is loaded: no value of this engine remains.
+                    // The seed differs and everything is loaded, so no initial value of this engine remains.
                     let builder = if load.is_some() && packing == PACKINGS[1] { builder.seed(5) } else { builder };
                     let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config.clone())?;
                     if let Some(load) = load {

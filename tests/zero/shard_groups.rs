@@ -103,7 +103,7 @@ fn groups_change_no_bit_of_other_optimizers_and_formats() {
         json!({"gradient_clipping": 0.0, "prescale_gradients": true}),
     ];
     for top in &tops {
-        // Gradients are divided before their sum only without a reduce-scatter.
+        // Gradients are divided before they are summed only if there is no reduce-scatter.
         let zero = if top.get("prescale_gradients").is_some() { json!({"reduce_scatter": false}) } else { json!({}) };
         let of = |ranks| train(4, SHAPE, &grouped(ranks, 2, &zero, top), STEPS);
         let plain = of(None);
@@ -195,7 +195,7 @@ fn a_rank_holds_its_part_of_a_group_and_gathers_it_from_the_group() {
     use candle_zero::comm::CollectiveKind::{AllGather, ReduceScatter};
     // Of N parts, a rank takes N - 1 from others: 3 of 4 become 1 of 2.
     assert!(3 * wire(&groups, AllGather) < 2 * wire(&plain, AllGather) + 4096);
-    // One part more for each other group.
+    // In groups, a rank takes one more part for each other group.
     assert_eq!(3 * wire(&groups, ReduceScatter), 4 * wire(&plain, ReduceScatter));
 }
 

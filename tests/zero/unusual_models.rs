@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 
 const WIDTH: usize = 6;
 
-/// A model is its loss as a function of the input.
+/// A model, represented by its loss as a function of the input.
 type Model = Box<dyn Fn(&Tensor) -> Result<Tensor>>;
 /// Runs one micro step up to and including backward, and returns the loss.
 type MicroStep = fn(&mut Engine<Model>, &Tensor, usize) -> candle_zero::Result<Tensor>;
@@ -214,7 +214,7 @@ fn nested(vb: &VarBuilder<'_>, outer_recomputes: bool, inner_recomputes: bool) -
         inner: Unit<Linear>,
     }
     impl Module for Outer {
-        /// Its own parameters before and after the inner unit.
+        /// Uses its own parameters both before and after the inner unit.
         fn forward(&self, x: &Tensor) -> Result<Tensor> {
             let y = self.inner.forward(&self.before.forward(x)?)?.tanh()?;
             self.before.forward(&y)

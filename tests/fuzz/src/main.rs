@@ -54,7 +54,7 @@ const EXIT_MEMORY: i32 = 102;
 /// The exit code with which the library's sandbox ends a process after an error message.
 const EXIT_SANDBOX: i32 = 1;
 
-/// The variable that makes this program run cases itself: `SECONDS`, or empty for one input.
+/// The variable that makes this program run cases itself. Its value is `SECONDS`, or empty for one input.
 const WORKER: &str = "CANDLE_ZERO_FUZZ_WORKER";
 
 /// The command line.
@@ -63,7 +63,7 @@ struct Options {
     seconds: f64,
     seed: u64,
     first: u64,
-    /// The difference between the numbers of successive cases.
+    /// The difference between the indices of successive cases.
     step: u64,
     jobs: usize,
     input: Option<PathBuf>,
@@ -171,10 +171,10 @@ fn write_seeds(options: &Options, folder: &Path) -> std::io::Result<()> {
 
 // ---- the process that runs cases -------------------------------------------------------------------------------------
 
-/// The numbers that such a process writes for the one that watches it.
+/// The numbers that a process running cases writes for the process that watches it.
 #[derive(Default, Clone, Copy)]
 struct Progress {
-    /// The current case.
+    /// The index of the current case.
     case: u64,
     /// The number of cases that are done.
     done: u64,
@@ -350,7 +350,7 @@ impl Worker {
                 case = (done, Instant::now(), computed);
             }
             let problem = if memory > 2 * MOST_MEMORY {
-                format!("memory of {} MiB and more", memory >> 20)
+                format!("memory of {} MiB or more", memory >> 20)
             } else if computed.saturating_sub(case.2) > MOST_TIME || case.1.elapsed() > MOST_WAITING {
                 format!("a case of more than {} s", MOST_TIME.as_secs())
             } else {
@@ -503,7 +503,7 @@ fn report(target: &Target, options: &Options, case: u64, failure: Failure) {
     }
 }
 
-/// Runs targets with faults, and checks that each of them is found.
+/// Runs targets with faults, and checks that each fault is found.
 fn find_planted() -> ExitCode {
     let mut are_found = true;
     for target in &PLANTED {

@@ -100,7 +100,7 @@ fn gradients_leave_while_backward_runs_and_weights_come_back_while_the_next_are_
         let number = |event: &Value, key: &str| event[key].as_f64().unwrap();
         all.map(|event| (number(event, "ts"), number(event, "ts") + number(event, "dur"))).collect()
     };
-    // Counts the copies that began while such work was running.
+    // Counts the copies of this kind that began while work of that kind was running.
     let beside = |copy: &str, work: &str| {
         let work = times(work);
         times(copy).iter().filter(|copy| work.iter().any(|work| work.0 < copy.0 && copy.0 < work.1)).count()

@@ -31,7 +31,7 @@
 #undef __shared__
 #undef __constant__
 #undef __launch_bounds__
-#ifndef MOCK_LIST_KERNELS  // otherwise it stays, and marks kernels in the preprocessor's output
+#ifndef MOCK_LIST_KERNELS  // otherwise __global__ stays, and marks kernels in the preprocessor's output
 #define __global__
 #endif
 #define __device__
