@@ -39,8 +39,8 @@ fn listen() -> io::Result<Arc<AtomicBool>> {
     Ok(asked)
 }
 
-/// Returns a predicate for the signals that this process ignores, as listed by the kernel; at the start these are the
-/// signals that it was started to ignore.
+/// Returns a predicate for the signals that this process ignores, as listed by the kernel; when the process starts,
+/// these are the signals that its parent made it ignore.
 pub fn ignored_signals() -> impl Fn(i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = ignored_mask(&status);

@@ -1,5 +1,5 @@
 //! Measures the speed of a folder: the engine's own transfers, and the optimizer step over files, compared with plain
-//! loops. `zerorun bench disk` prints it.
+//! loops. `zerorun bench disk` prints the results.
 //!
 //! ```text
 //!   reserve, fill -> 3 rounds of [write, read] with every kind of access        sequential
@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Every pass begins with none of its files in the page cache, and ends when everything that it wrote is on the disk.
-//! Passes that are compared take turns, because the bandwidth of a disk that others use changes from minute to minute.
+//! Passes that are compared take turns, because the bandwidth of a shared disk changes from minute to minute.
 //! The reported times are medians.
 
 use super::aligned_buffer::AlignedBuffer;

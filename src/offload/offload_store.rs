@@ -148,7 +148,7 @@ impl OffloadStore {
         folder.map_or(Ok(()), |folder| Err(folder.too_small(SpaceDemand { asked, got, ..*full })))
     }
 
-    /// Begins to write `values` of a recomputing unit to a file. Their memory is then freed.
+    /// Begins to write `values` of a recomputing unit to a file. Their memory is freed when that is done.
     pub fn spill(&self, values: Flat) -> Result<SpilledTensor> {
         self.spill.write(values)
     }

@@ -71,7 +71,7 @@ impl WeightFile {
     /// Releases the memory of pages that were read, which the map would otherwise keep until it is dropped. The pages
     /// of a parameter that was read are seldom needed again, and would then come from the system's cache.
     fn release(&self, bytes: Range<usize>) {
-        // SAFETY: the map is of a file and never written, so its pages are the file's whenever they are read again.
+        // SAFETY: the map is of a file and never written to, so pages that are read again have the file's content.
         let _ = unsafe {
             self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, bytes.start, bytes.end - bytes.start)
         };

@@ -7,9 +7,9 @@
 //!
 //! A byte holds two elements, the first in its high half, as in bitsandbytes. A partial block occupies the space of a
 //! full one. The scale of a block is its largest magnitude. With double quantization, the mean of the scales of 256
-//! blocks is subtracted, and they become codes of the [dynamic map](super::dynamic_map), as in bitsandbytes. However,
-//! bitsandbytes takes the mean over a complete tensor, whereas candle-zero takes a separate mean for each group of 256
-//! blocks, so that the group can be packed independently of the others.
+//! blocks is subtracted, and the results become codes of the [dynamic map](super::dynamic_map), as in bitsandbytes.
+//! However, bitsandbytes takes the mean over a complete tensor, whereas candle-zero takes a separate mean for each
+//! group of 256 blocks, so that the group can be packed independently of the others.
 
 use super::cast::{narrow, widen};
 use super::dynamic_map::{MIN_SCALE, SIGNED as SCALES, largest};
@@ -80,7 +80,7 @@ pub enum Nf4Scales {
 }
 
 impl Nf4Scales {
-    /// Returns the number of elements that are packed independently of all others.
+    /// Returns the number of elements that are packed together, independently of all others.
     pub(super) fn unit(self) -> usize {
         match self {
             Self::Bf16 => BLOCK,

@@ -63,7 +63,7 @@ impl Drop for ProfilerSpan {
     }
 }
 
-/// Records a half of a micro step, until the result is dropped.
+/// Records one half of a micro step, until the result is dropped.
 pub(crate) fn record(half: MicroStepHalf) -> ProfilerSpan {
     ProfilerSpan(switch(Some((half, ROOT))))
 }

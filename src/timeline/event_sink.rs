@@ -113,7 +113,7 @@ impl EventSink {
         if !memory.has_writer {
             let sink = self.clone();
             let writer = std::thread::Builder::new().name("timeline".into()).spawn(move || sink.write_now_and_then());
-            // Without a writer thread, the thread that fills the memory writes.
+            // Without a writer thread, events are written by the thread that fills the memory.
             memory.has_writer = writer.is_ok();
         }
         engine

@@ -152,7 +152,7 @@ impl Drop for EngineThreadGuard {
     }
 }
 
-/// Opens a level of sections; the last section ends with it.
+/// Opens a level of sections. When the level ends, its last section ends too.
 pub(crate) fn sections() -> SectionsGuard {
     let is_on = is_recording();
     if is_on {

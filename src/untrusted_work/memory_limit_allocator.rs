@@ -69,25 +69,25 @@ fn size(layout: Layout) -> isize {
 unsafe impl GlobalAlloc for SandboxAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(size(layout));
-        // SAFETY: the caller keeps the promises of this function.
+        // SAFETY: the caller upholds this function's contract.
         noted(unsafe { System.alloc(layout) })
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(size(layout));
-        // SAFETY: the caller keeps the promises of this function.
+        // SAFETY: the caller upholds this function's contract.
         noted(unsafe { System.alloc_zeroed(layout) })
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new: usize) -> *mut u8 {
         count(new.cast_signed().saturating_sub(size(layout)));
-        // SAFETY: the caller keeps the promises of this function.
+        // SAFETY: the caller upholds this function's contract.
         noted(unsafe { System.realloc(pointer, layout, new) })
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         count(-size(layout));
-        // SAFETY: the caller keeps the promises of this function.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { System.dealloc(pointer, layout) };
     }
 }

@@ -535,7 +535,7 @@ fn what_was_just_saved_and_what_latest_names_is_always_kept() {
     let quiet = SaveOptions { save_latest: false, keep: Some(2), ..SaveOptions::default() };
     alone(|engine| {
         engine.save_checkpoint_with(dir.path(), None, Value::Null, &quiet)?;
-        // As an editor writes it.
+        // With a final line break, as an editor would write it.
         std::fs::write(dir.path().join("latest"), "global_step0\n").unwrap();
         for _ in 1..=3 {
             train(engine)?;

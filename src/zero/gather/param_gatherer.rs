@@ -92,7 +92,7 @@ enum GatherState<R: StepExecutor> {
     InFlight(PendingGather<R>),
     /// All parameters are in memory.
     Gathered,
-    /// Some or all parameters are in memory: backward releases one after the other.
+    /// Some or all parameters are in memory: backward releases them one after the other.
     Partly,
 }
 
@@ -229,7 +229,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         *depth = self.depth;
         *is_behind = false;
         let passed = *passed;
-        // Its parameters that are still in memory are released in the process.
+        // Gathering the unit again first releases those of its parameters that are still in memory.
         self.ensure_gathered(core, unit, AfterGather::Used)?;
         let differs = self.ranks_differ[unit];
         let state = &mut self.units[unit];
@@ -372,7 +372,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         &mut self.traces[usize::from(core.is_evaluating())]
     }
 
-    /// Replaces the traces from now on. Returns the previous ones.
+    /// Replaces the traces, and returns the previous ones.
     pub fn exchange_traces(&mut self, traces: [UnitTrace; 2]) -> [UnitTrace; 2] {
         std::mem::replace(&mut self.traces, traces)
     }

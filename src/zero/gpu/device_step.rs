@@ -26,7 +26,7 @@ pub(in crate::zero) fn update(
     let mut steps = MultiTensorStep::new(device);
     for (slot, grads) in slots.iter().zip(grads).filter(|(slot, _)| !slot.owned.is_empty()) {
         let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
-        let rule = optimizer.elementwise(&ctx).expect("a share is on a GPU if kernels can update it");
+        let rule = optimizer.elementwise(&ctx).expect("a share is on a GPU only if kernels can update it");
         let GradientShare::Memory(grads) = grads else { unreachable!("a vote leaves no gradient absent") };
         let grad = grads.buffer().on_device().part(0..slot.owned.len())?;
         let moments = moments.iter_mut().map(|moment| moment.storage.on_device(slot.range()));
@@ -51,7 +51,7 @@ pub(in crate::zero) fn update(
     }
     steps.run()?;
     if weights.is_none() {
-        // Tensors may be used on streams other than this library's. Those wait for the work launched so far.
+        // Tensors may be used on streams other than this library's. Those streams wait for the work launched so far.
         let stream = device.cuda_stream();
         for slot in slots.iter().filter(|slot| !slot.owned.is_empty()) {
             change(&core.params[slot.param].tensor, |mut whole| {

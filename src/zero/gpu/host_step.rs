@@ -49,7 +49,7 @@ pub(in crate::zero) struct WeightRange {
 
 impl<'a> HostStep<'a> {
     /// Creates a sweep for the weights of a sub-group, which are in its `storage` or in the parameters' tensors. If
-    /// they are not on a GPU, or a sweep does not need them, returns their storage.
+    /// they are not on a GPU, or the sweep does not need them, returns their storage instead.
     pub fn for_weights(
         core: &'a RankCore,
         storage: &'a mut Option<StateStorage<RankCore>>,

@@ -35,7 +35,7 @@ impl GradientBackend for RankCore {
 
     fn sum(a: Grad, b: Grad) -> Result<Grad> {
         if a.dtype() != b.dtype() {
-            // One of them may already be a sum, of micro steps that were not reduced.
+            // One of them may already be a sum over micro steps that were not reduced.
             let mut sum = a.into_own()?;
             let all = 0..sum.len();
             b.view(|values| sum.slice_mut(all).add_scaled(values, 1.0))?;

@@ -79,7 +79,7 @@ impl SharePlan {
     }
 
     /// Returns whether packed shares are unpacked from where they are. This holds for a single rank without files,
-    /// because an early copy of them would speed nothing up.
+    /// because an early copy of them would not speed anything up.
     pub fn unpacks_in_place(&self) -> bool {
         self.mesh.shards() == 1 && !self.has_files()
     }
@@ -101,8 +101,8 @@ impl SharePlan {
         }
     }
 
-    /// Returns the kinds of copies between the host and a GPU that runs the model, whose parameters are trained or
-    /// frozen.
+    /// Returns the kinds of copies that are made between the host and a GPU that runs the model. `trains` states
+    /// whether any parameters are trained.
     #[cfg(feature = "cuda")]
     pub fn copy_kinds(&self, trains: bool) -> impl Iterator<Item = CopyKind> + use<> {
         let on_host = self.devices_of(false, true);
@@ -138,7 +138,7 @@ impl SharePlan {
         (0..self.grouping.state_names(role).len()).map(format).collect()
     }
 
-    /// Returns how many elements of a role's parameters must lie together on one rank.
+    /// Returns how many elements of a role's parameters must be on one rank together.
     pub fn block(&self, role: OptimizerRole) -> usize {
         self.formats(role).into_iter().map(StateFormat::block).max().unwrap_or(1)
     }

@@ -374,7 +374,7 @@ impl VarBuilderBackendInner {
         let known = &mut self.params[id];
         if known.unit != unit {
             // One unit would release a parameter that another unit is using. The root's parameters are available to all
-            // of them.
+            // units.
             known.unit = ROOT;
         }
         Some(known)
