@@ -114,7 +114,7 @@ fn watch() {
 
 /// Runs `work` on `bytes` bytes of `subject`. A panic is returned as an error with its text.
 pub fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> T) -> Result<T, String> {
-    /// The number of bytes that take a second on a slow machine.
+    /// The number of bytes that a slow machine processes per second.
     const BYTES_PER_SECOND: u64 = 256 << 10;
     begin();
     if DEPTH.get() > 0 {
@@ -186,8 +186,8 @@ pub fn explain_limits() {
         let of = ["thread pool", "failed to spawn thread", "stack", "Cannot allocate memory", "Resource temporarily"];
         match of.iter().any(|of| text.contains(of)) {
             true => {
-                // For example "assertion `left != right` failed: mmap failed to allocate stack: ...", with the two values
-                // on the lines below.
+                // For example "assertion `left != right` failed: mmap failed to allocate stack: ...", with the two
+                // values on the lines below.
                 let line = text.lines().next().unwrap_or_default();
                 let what = line.split_once(" failed: ").map_or(line, |(_, what)| what);
                 signals::end("", &format!("{} ({what})", signals::PROCESS_LIMITS_PROBLEM))

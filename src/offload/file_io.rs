@@ -293,7 +293,7 @@ impl FileIoShared {
     ) {
         let access = self.chosen.of_file(arena.allows_direct());
         // SAFETY: see the `Send` of requests: these bytes are in a live buffer, and only this thread uses them
-        // meanwhile.
+        // in the meantime.
         let memory = unsafe { std::slice::from_raw_parts_mut(memory, len) };
         self.meter.begin();
         let moved = match direction {
@@ -454,7 +454,7 @@ mod tests {
             let path = tempfile::tempdir().unwrap();
             let arena = arena(path.path(), 8);
             let io = io(block_pages * ALIGN, threads, if direct { DiskAccess::Direct } else { DiskAccess::Cached });
-            // One piece lies beyond the end of the file.
+            // One piece is beyond the end of the file.
             let piece = |i: usize| {
                 let at = if i == bad { 9 } else { i } * ALIGN;
                 ArenaPiece { arena: arena.clone(), at: at as u64, memory: i * ALIGN..(i + 1) * ALIGN }

@@ -22,7 +22,7 @@ pub(super) struct SpillFile {
 pub(crate) struct SpilledTensor {
     spill: Arc<SpillFile>,
     at: u64,
-    /// The bytes of the extent.
+    /// The size of the extent in bytes.
     room: usize,
     len: usize,
     dtype: DType,

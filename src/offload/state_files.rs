@@ -39,7 +39,7 @@ pub(crate) trait StateFiles {
     fn write(&self, staging: Self::Staging, extent: &Self::Extent, range: Range<usize>) -> Self::Transfer;
     /// Waits for a window, and returns its memory.
     fn wait(&self, transfer: Self::Transfer) -> Result<Self::Staging>;
-    /// Begins to fill parts of a buffer: each of `pieces` goes to the given element of the buffer and those after it.
+    /// Begins to fill parts of a buffer: each of `pieces` is read to the position that it gives, counted in elements.
     fn fill(&self, buffer: Self::Buffer, pieces: Vec<(Self::Extent, Range<usize>, usize)>) -> Self::Reading;
     /// Waits until the parts are filled.
     fn filled(&self, reading: Self::Reading) -> Result<Self::Buffer>;

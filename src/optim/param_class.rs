@@ -1,4 +1,4 @@
-//! Parameter classes, by which sub-groups are divided.
+//! Parameter classes, by which parameters are divided into sub-groups.
 
 use crate::precision::{Nf4Scales, WeightPacking};
 use candle_core::DType;

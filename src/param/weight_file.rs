@@ -34,7 +34,7 @@ impl WeightFile {
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
-        // SAFETY: the map is only read. A file that another process truncates meanwhile would raise SIGBUS; nothing in
+        // SAFETY: the map is only read. A file that another process truncates would raise SIGBUS; nothing in
         // candle-zero writes weights in place, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let bad = |e: safetensors::SafeTensorError| {
@@ -50,7 +50,7 @@ impl WeightFile {
             Error::from(ParamError::BadWeightFile { path: path.to_owned(), why })
         };
         let (header, metadata) = SafeTensors::read_metadata(&map).map_err(bad)?;
-        // read_metadata has checked that the header's tensors lie inside the file without gaps.
+        // read_metadata has checked that the header's tensors are inside the file without gaps.
         Ok(Self { path: path.to_owned(), data_start: header + 8, map, metadata })
     }
 

@@ -1,4 +1,4 @@
-//! NF4: sixteen levels of a normal distribution, with one scale per block (arXiv 2305.14314, section 3).
+//! NF4: sixteen levels derived from a normal distribution, with one scale per block (arXiv 2305.14314, section 3).
 //!
 //! ```text
 //!   scales of 16 bits   | scale (bf16) 32 bytes of codes | ... a block of 64 elements each
@@ -19,13 +19,13 @@ use crate::kernels::simd::SimdLoop;
 /// The number of elements that share a scale.
 pub(super) const BLOCK: usize = 64;
 
-/// The bytes of a block's codes.
+/// The size in bytes of a block's codes.
 const CODES: usize = BLOCK / 2;
 
 /// The number of blocks whose scales are quantized together.
 const NESTED_BLOCKS: usize = 256;
 
-/// The bytes before the codes of nested scales: their offset and their scale.
+/// The size in bytes of what precedes the codes of nested scales: their offset and their scale.
 const NESTED_HEAD: usize = 2 * size_of::<f32>();
 
 /// The values of the sixteen codes.

@@ -56,7 +56,7 @@ pub struct FlopsProfile {
 }
 
 impl FlopsProfile {
-    /// Returns a report of the recorded spans; `units` has the name and parameters of each unit.
+    /// Returns a report of the recorded spans; `units` has the name and the number of parameters of each unit.
     pub(crate) fn new(
         units: Vec<(String, usize)>,
         spent: &BTreeMap<(MicroStepHalf, UnitId), ProfiledCost>,

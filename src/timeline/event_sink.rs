@@ -15,9 +15,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// The interval between writes: a killed process loses at most the events of this period.
+/// The interval between writes: a killed process loses at most the events of one interval.
 const WRITE_INTERVAL: Duration = Duration::from_millis(250);
-/// The number of events in memory; the thread that records one more writes them.
+/// The maximum number of events in memory; the thread that reaches it writes them to the file.
 const MAX_BUFFERED_EVENTS: usize = 1 << 14;
 /// The maximum number of events of a process: no viewer opens a trace of more than a few hundred MB.
 const MAX_EVENTS: usize = 1 << 20;

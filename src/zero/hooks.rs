@@ -31,7 +31,7 @@ const RED_ZONE: usize = 16 << 20;
 
 /// Methods for the engine.
 impl RankCore {
-    /// Runs a model. Parameters outside of units stay in memory meanwhile.
+    /// Runs a model. Parameters outside of units stay in memory while it runs.
     pub fn forward(self: &Arc<Self>, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.begin_call()?;
         if !self.is_evaluating() {

@@ -294,8 +294,9 @@ impl RankCore {
         self.gpus.get().into_iter().for_each(GpuCollectives::abort);
     }
 
-    /// Collective, after all ranks have been compared: from now on NCCL connects the GPUs of all ranks, if models compute
-    /// on them and NCCL can. Resources whose later creation would make the GPU wait for all its work are created now.
+    /// Collective, after all ranks have been compared: from now on NCCL connects the GPUs of all ranks, if models
+    /// compute on them and NCCL can. Resources whose later creation would make the GPU wait for all its work are
+    /// created now.
     ///
     /// # Errors
     /// An error of NCCL or of the driver; a failed collective.

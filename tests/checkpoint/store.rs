@@ -34,7 +34,7 @@ fn step(engine: &mut Engine<Tiny>) -> Result<()> {
     engine.step()
 }
 
-/// Threads as ranks of two hosts.
+/// The communicator of a thread that acts as a rank on one of two hosts.
 struct OnHosts {
     inner: Arc<dyn Communicator>,
     here: Range<usize>,

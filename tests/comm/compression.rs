@@ -245,7 +245,7 @@ fn an_overflow_on_one_rank_is_seen_through_quantized_gradients() {
 
 // ---- a nano GPT ------------------------------------------------------------------------------------------------
 
-/// Samples of a step, over all ranks.
+/// The number of samples in a step, over all ranks.
 const NANO_BATCH: usize = 8;
 
 /// Returns the mean loss over ranks of every step, and rank 0's communication reports after the first step and after

@@ -10,8 +10,8 @@
 //! optimizer updates.
 //!
 //! A leaf is gathered with all units inside. Ranks use different parameters of it, so each rank releases values when
-//! its own gradients arrive. The counts and the state of the unit depend only on its events, which all ranks have in
-//! common. If unused parameters are ignored, this holds for all units.
+//! its own gradients arrive. The gatherer's counts and the unit's state depend only on the unit's events, which all
+//! ranks have in common. If unused parameters are ignored, this holds for all units.
 //!
 //! On several hosts, with `zero_hpz_partition_size`, each rank of a group within a host keeps a part of the unit that a
 //! forward has gathered. The unit is gathered from these parts until weights change, without traffic between hosts.

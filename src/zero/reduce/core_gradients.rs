@@ -76,7 +76,7 @@ impl GradientBackend for RankCore {
     }
 }
 
-/// Prepares one gradient with its padding, in its own buffer if that is not shared.
+/// Prepares one gradient with its padding, in the gradient's own buffer if it has one.
 fn prepare(plan: &ReducePlan, padded: usize, ArrivedGradient { grad, .. }: ArrivedGradient<Grad>) -> Result<Flat> {
     match grad {
         Grad::Own(mut flat) if flat.dtype() == plan.dtype => {

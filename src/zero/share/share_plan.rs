@@ -71,8 +71,8 @@ impl SharePlan {
 
     /// Returns whether a rank holds only its shard of a parameter with weights in this format, and gathers the whole
     /// parameter when it is needed. Otherwise the parameter's tensor always holds all of it. Stage 3 always shards
-    /// packed parameters. It shards the others too, except on a single rank with a packed model that keeps its weights
-    /// where the model computes: that rank would hold the unpacked parameters twice.
+    /// packed parameters. It shards other parameters too, except on a single rank with a packed model that keeps its
+    /// weights where the model computes: that rank would hold the unpacked parameters twice.
     pub fn shards(&self, weights: WeightFormat) -> bool {
         let shares = self.mesh.shards() > 1 || self.offloads_weights || !self.packs;
         self.placement.params.is_sharded() && (shares || weights.packing().is_some())

@@ -29,7 +29,7 @@ pub(crate) trait StepBackend: StepExecutor {
         _ = (group, hyperparameters);
         Ok(false)
     }
-    /// Calls `work` with the parts of a sub-group that are in its elements `range`, if they have values.
+    /// Calls `work` with the parts of parameters that are in elements `range` of a sub-group, if they have values.
     fn parts(
         &self,
         group: &mut SubGroup<Self>,
