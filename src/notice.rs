@@ -15,7 +15,7 @@ pub enum LogLevel {
     Info,
     /// Only problems that do not end the training.
     Warning,
-    /// Nothing: only a run that fails still reports its error.
+    /// No messages. A run that fails still reports its error.
     Error,
     /// The same as `Error`.
     Critical,

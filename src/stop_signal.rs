@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex};
 /// An environment variable that `zerorun` sets for its ranks.
 pub const RESTART: &str = "ZERORUN_RESTART";
 
-/// Returns whether SIGTERM, SIGINT or SIGHUP (a closed terminal) has arrived. After the first call they have no other
-/// effect.
+/// Returns whether SIGTERM, SIGINT or SIGHUP (a closed terminal) has arrived. After the first call, the first such
+/// signal has no other effect.
 pub(crate) fn asked_to_stop() -> io::Result<bool> {
     static STOP_FLAG: Mutex<Option<Arc<AtomicBool>>> = Mutex::new(None);
     let mut asked = lock(&STOP_FLAG);
@@ -39,8 +39,8 @@ fn listen() -> io::Result<Arc<AtomicBool>> {
     Ok(asked)
 }
 
-/// Returns a predicate for the signals that this process ignores, as listed by the kernel; at the start these are the
-/// signals that it was started to ignore.
+/// Returns a predicate for the signals that this process ignores, as listed by the kernel; when the process starts,
+/// these are the signals that its parent made it ignore.
 pub fn ignored_signals() -> impl Fn(i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = ignored_mask(&status);

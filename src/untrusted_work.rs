@@ -106,7 +106,7 @@ fn watch() {
         true
     };
     loop {
-        // The count runs the check on every slot.
+        // `count` visits every slot, so the check runs on each of them.
         let running = lock(&SLOTS).iter().filter(|slot| is_at_work(slot)).count();
         std::thread::sleep(if running > 0 { CHECK_INTERVAL } else { CHECK_INTERVAL * 10 });
     }
@@ -114,7 +114,7 @@ fn watch() {
 
 /// Runs `work` on `bytes` bytes of `subject`. A panic is returned as an error with its text.
 pub fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> T) -> Result<T, String> {
-    /// The number of bytes that take a second on a slow machine.
+    /// The number of bytes that a slow machine processes per second.
     const BYTES_PER_SECOND: u64 = 256 << 10;
     begin();
     if DEPTH.get() > 0 {
@@ -151,7 +151,7 @@ impl Drop for SandboxGuard {
 fn text_of(panic: Box<dyn Any + Send>) -> String {
     const MAX_SHOWN_CHARS: usize = 200;
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    // A text that is not valid UTF-8 is included with all its bytes.
+    // Truncated: the message about a text that is not valid UTF-8 contains all its bytes.
     text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").chars().take(MAX_SHOWN_CHARS).collect()
 }
 
@@ -171,8 +171,8 @@ fn begin() {
     });
 }
 
-/// From now on, a panic because a thread or a stack cannot be created ends the process with an error that names the
-/// cause: too little memory within the limits set for this process (`ulimit`).
+/// From now on, a panic that occurs because a thread or a stack cannot be created ends the process with an error that
+/// names the cause: too little memory within the limits set for this process (`ulimit`).
 pub fn explain_limits() {
     use rustix::process::Resource;
     let is_set = |resource| rustix::process::getrlimit(resource).current.is_some();
@@ -186,7 +186,8 @@ pub fn explain_limits() {
         let of = ["thread pool", "failed to spawn thread", "stack", "Cannot allocate memory", "Resource temporarily"];
         match of.iter().any(|of| text.contains(of)) {
             true => {
-                // "assertion `left != right` failed: mmap failed to allocate stack: ..." and the two values below.
+                // For example "assertion `left != right` failed: mmap failed to allocate stack: ...", with the two
+                // values on the lines below.
                 let line = text.lines().next().unwrap_or_default();
                 let what = line.split_once(" failed: ").map_or(line, |(_, what)| what);
                 signals::end("", &format!("{} ({what})", signals::PROCESS_LIMITS_PROBLEM))

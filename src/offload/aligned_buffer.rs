@@ -1,4 +1,4 @@
-//! Page-aligned memory, which files are read into and written from without a copy.
+//! Page-aligned memory: files are read into it, and written from it, without a copy.
 
 use super::transfer_buffer::TransferBuffer;
 use crate::precision::{FlatMut, prefer_huge};

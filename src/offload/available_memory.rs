@@ -15,8 +15,8 @@ struct CgroupLimit {
     left: u64,
 }
 
-/// Returns the number of bytes that this process can still allocate, including the page cache; 0 if the system does not
-/// report it.
+/// Returns the number of bytes that this process can still allocate, including the page cache, or 0 if the system does
+/// not report this number.
 #[doc(hidden)]
 pub fn available_memory() -> u64 {
     available(&read_file)
@@ -105,7 +105,7 @@ impl CgroupMount {
     /// Returns the folders of the group `path` and of those above it, as far as this mount shows them.
     fn folders(&self, path: &str) -> Vec<PathBuf> {
         let path = Path::new(path);
-        // A path that is not below the mounted group, or leads out of it, belongs to another view.
+        // A path that is not below the mounted group, or leads out of it, belongs to a different view of the hierarchy.
         let below = path.strip_prefix(&self.root).ok().filter(|below| !below.iter().any(|word| word == ".."));
         let below = below.unwrap_or(Path::new(""));
         below.ancestors().map(|below| self.point.join(below)).collect()
@@ -124,7 +124,7 @@ impl CgroupVersion {
     fn group(self, folder: &Path, read: FileReader<'_>) -> Option<CgroupLimit> {
         let number = |name: &str| read(&folder.join(name))?.trim().parse::<u64>().ok();
         let (limits, used, cached): (&[&str], _, [&str; 2]) = match self {
-            // Above `memory.high` the kernel throttles a group so much that it hardly runs.
+            // Above `memory.high` the kernel throttles a group so much that its processes hardly run.
             Self::Two => (&["memory.max", "memory.high"], "memory.current", ["inactive_file", "active_file"]),
             Self::One => {
                 (&["memory.limit_in_bytes"], "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"])

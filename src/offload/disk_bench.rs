@@ -1,5 +1,5 @@
 //! Measures the speed of a folder: the engine's own transfers, and the optimizer step over files, compared with plain
-//! loops. `zerorun bench disk` prints it.
+//! loops. `zerorun bench disk` prints the results.
 //!
 //! ```text
 //!   reserve, fill -> 3 rounds of [write, read] with every kind of access        sequential
@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Every pass begins with none of its files in the page cache, and ends when everything that it wrote is on the disk.
-//! Passes that are compared take turns, because the bandwidth of a disk that others use changes from minute to minute.
+//! Passes that are compared take turns, because the bandwidth of a shared disk changes from minute to minute.
 //! The reported times are medians.
 
 use super::aligned_buffer::AlignedBuffer;
@@ -40,8 +40,8 @@ const ROUNDS: usize = 3;
 /// The bytes that one system call of the plain loops transfers.
 const PLAIN_BLOCK: usize = 1 << 20;
 
-/// The bytes of one transfer of the sequential passes: as many as one f32 stream of a window has in a step with direct
-/// access.
+/// The size in bytes of one transfer of the sequential passes: as many bytes as one f32 stream of a window has in a
+/// step with direct access.
 const CHUNK: usize = 16 << 20;
 
 /// The step's kinds of state, in the order of its streams: kind, name, dtype, whether it is read, whether it is
@@ -96,7 +96,7 @@ pub struct DiskBenchReport {
 /// The block size and the number of pending requests, as in the `aio` section of a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct IoRequestSettings {
-    /// The bytes of a request.
+    /// The size of a request in bytes.
     pub block_size: usize,
     /// The number of pending requests per unit of `intra_op_parallelism`.
     pub queue_depth: usize,
@@ -109,7 +109,7 @@ pub struct IoRequestSettings {
 pub struct DiskPassTiming {
     /// The median of the rounds.
     pub seconds: f64,
-    /// The bytes read and written, divided by the median.
+    /// The number of bytes read and written per second, by the median.
     pub bytes_per_s: f64,
     /// The seconds of every round.
     pub rounds: Vec<f64>,
@@ -136,7 +136,7 @@ pub struct StepBench {
     pub elements: usize,
     /// The number of elements of a window.
     pub window: usize,
-    /// The bytes that a step reads and writes.
+    /// The number of bytes that a step reads and writes.
     pub bytes: u64,
     /// One thread that reads every stream of a window in blocks of 1 MiB and writes back the streams that a step
     /// changes, without the update. The faster loop is the reference.
@@ -183,7 +183,7 @@ pub struct PipelineBench {
     /// The times of the pipeline.
     #[serde(flatten)]
     pub timing: DiskPassTiming,
-    /// The bytes per second relative to those of the faster plain loop.
+    /// The speed in bytes per second, relative to that of the faster plain loop.
     pub of_plain: f64,
 }
 

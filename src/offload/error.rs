@@ -6,7 +6,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OffloadError {
-    /// A path in `nvme_path` to which state cannot be offloaded.
+    /// A value of `nvme_path` to which state cannot be offloaded.
     #[error("cannot offload to {}: {problem}", path.display())]
     Folder {
         /// The folder of `nvme_path`.
@@ -24,7 +24,7 @@ pub enum OffloadError {
     Busy {
         /// The folder of `nvme_path`.
         path: PathBuf,
-        /// The process that locked it, if the system reports it.
+        /// The process that holds the lock, if the system reports the process.
         owner: Option<u32>,
     },
     /// A disk that cannot hold the offloaded state.

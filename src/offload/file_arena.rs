@@ -48,7 +48,7 @@ struct ArenaReservation {
     bytes: u64,
     given_back: u64,
     held: MemoryLedgerEntry,
-    /// The file as it was when it was last mapped.
+    /// The last mapping of the file, which may have grown since.
     map: Option<Arc<MmapRaw>>,
 }
 

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 /// The upper bound on the number of threads, regardless of `aio`.
 const MAX_THREADS: usize = 64;
 
-/// The maximum bytes of a request. Every thread may keep this much memory for a copy.
+/// The maximum size of a request in bytes. Every thread may keep this much memory for a copy.
 const MAX_BLOCK_BYTES: usize = 16 << 20;
 
 /// The maximum number of bytes that [`FileIo::write_and_drop`] leaves unwritten, unless a single transfer is larger.
@@ -123,7 +123,7 @@ pub(crate) fn threads(aio: &Aio) -> usize {
     aio.queue_depth.saturating_mul(aio.intra_op_parallelism).clamp(1, MAX_THREADS)
 }
 
-/// Returns the maximum bytes of a request.
+/// Returns the maximum size of a request in bytes.
 pub(crate) fn block_size(aio: &Aio) -> usize {
     aio.block_size.clamp(ALIGN, MAX_BLOCK_BYTES) / ALIGN * ALIGN
 }
@@ -255,8 +255,8 @@ impl FileIoShared {
         loop {
             let mut queue = self.lock();
             let request = loop {
-                // Done even if a request is already waiting: the memory for it must not be added to what this thread
-                // keeps.
+                // Done even if a request is already waiting: its memory must not be allocated in addition to the memory
+                // that this thread keeps.
                 if !self.chosen.is_direct() {
                     bounce = BounceBuffer::default();
                 }
@@ -293,7 +293,7 @@ impl FileIoShared {
     ) {
         let access = self.chosen.of_file(arena.allows_direct());
         // SAFETY: see the `Send` of requests: these bytes are in a live buffer, and only this thread uses them
-        // meanwhile.
+        // in the meantime.
         let memory = unsafe { std::slice::from_raw_parts_mut(memory, len) };
         self.meter.begin();
         let moved = match direction {
@@ -313,7 +313,7 @@ impl FileIoShared {
 
 impl<B: TransferBuffer> BlockCompletion for FileTransferShared<B> {
     fn is_over(&self, result: std::result::Result<(), Error>, shared: &FileIoShared) {
-        // Both locks are taken in the order of `submit`.
+        // Both locks are taken in the same order as in `submit`.
         let mut queue = shared.lock();
         let mut state = lock(&self.state);
         if let Err(error) = result {
@@ -454,7 +454,7 @@ mod tests {
             let path = tempfile::tempdir().unwrap();
             let arena = arena(path.path(), 8);
             let io = io(block_pages * ALIGN, threads, if direct { DiskAccess::Direct } else { DiskAccess::Cached });
-            // One piece lies beyond the end of the file.
+            // One piece is beyond the end of the file.
             let piece = |i: usize| {
                 let at = if i == bad { 9 } else { i } * ALIGN;
                 ArenaPiece { arena: arena.clone(), at: at as u64, memory: i * ALIGN..(i + 1) * ALIGN }

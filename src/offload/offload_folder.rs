@@ -32,7 +32,7 @@ pub(crate) struct OffloadFolder {
     /// The bytes that this rank's files have received, and the bytes that they have requested.
     got: AtomicU64,
     asked: AtomicU64,
-    /// Whether a file's request was refused.
+    /// Whether a file's request for space was refused.
     is_full: AtomicBool,
     /// The bytes that were free when the folder was opened, and the device number of the file system.
     free: u64,
@@ -131,7 +131,7 @@ impl OffloadFolder {
     pub fn ask_for(&self, bytes: u64) -> bool {
         self.asked.fetch_add(bytes, Ordering::Relaxed);
         let Some(TmpfsMemory { free, now, is_full }) = &self.memory else { return true };
-        // 0 if the system does not report it.
+        // `free` is 0 if the system does not report it.
         let fits = *free == 0 || bytes.saturating_add(free / TMPFS_RESERVE_DIVISOR) <= now();
         is_full.fetch_or(!fits, Ordering::Relaxed);
         fits
@@ -174,7 +174,7 @@ impl OffloadFolder {
         if memory > 0 {
             return OffloadError::Memory { path, needed: asked, available: memory }.into();
         }
-        // With a quota, or if another process takes the free space, less is available than what is free.
+        // With a quota, or if another process takes the free space, less is available than was free.
         let available = if free < asked { free } else { got };
         OffloadError::Space { path, needed: asked, available }.into()
     }
@@ -233,7 +233,7 @@ fn lock(path: &Path) -> Result<Arc<FolderLock>> {
 }
 
 /// Returns the number of bytes that this user may still write to the disk of `path`, or of its nearest existing
-/// ancestor; 0 if the system does not report it.
+/// ancestor; 0 if the system does not report this number.
 #[doc(hidden)]
 pub fn free(path: &Path) -> u64 {
     let there = path.ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));

@@ -47,7 +47,7 @@ pub(crate) struct StateFileContent {
 }
 
 impl OffloadStore {
-    /// Opens the folders that `config` names. Returns `None` if it names none.
+    /// Opens the folders that `config` names. Returns `None` if it does not name any.
     pub fn open(
         config: &Config,
         is_first_rank: bool,
@@ -56,7 +56,7 @@ impl OffloadStore {
     ) -> Result<Option<Arc<Self>>> {
         let mut folders: Vec<Arc<OffloadFolder>> = Vec::new();
         let mut folder = |path: &Path| -> Result<Arc<OffloadFolder>> {
-            // A folder with two names is locked only once.
+            // A folder that is given by two paths is locked only once.
             let same = |known: &&Arc<OffloadFolder>| {
                 std::fs::canonicalize(known.path()).ok() == std::fs::canonicalize(path).ok()
             };
@@ -148,7 +148,7 @@ impl OffloadStore {
         folder.map_or(Ok(()), |folder| Err(folder.too_small(SpaceDemand { asked, got, ..*full })))
     }
 
-    /// Begins to write `values` of a recomputing unit to a file. Their memory is then freed.
+    /// Begins to write `values` of a recomputing unit to a file. Their memory is freed when that is done.
     pub fn spill(&self, values: Flat) -> Result<SpilledTensor> {
         self.spill.write(values)
     }

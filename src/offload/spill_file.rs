@@ -22,7 +22,7 @@ pub(super) struct SpillFile {
 pub(crate) struct SpilledTensor {
     spill: Arc<SpillFile>,
     at: u64,
-    /// The bytes of the extent.
+    /// The size of the extent in bytes.
     room: usize,
     len: usize,
     dtype: DType,
@@ -45,7 +45,7 @@ impl SpillFile {
         Some((at, room))
     }
 
-    /// Begins to write `values`, whose memory is then freed.
+    /// Begins to write `values`. Their memory is freed when that is done.
     pub fn write(self: &Arc<Self>, values: Flat) -> Result<SpilledTensor> {
         let (len, dtype) = (values.len(), values.dtype());
         let room = values.size_in_bytes().next_multiple_of(ALIGN);

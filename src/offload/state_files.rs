@@ -39,11 +39,11 @@ pub(crate) trait StateFiles {
     fn write(&self, staging: Self::Staging, extent: &Self::Extent, range: Range<usize>) -> Self::Transfer;
     /// Waits for a window, and returns its memory.
     fn wait(&self, transfer: Self::Transfer) -> Result<Self::Staging>;
-    /// Begins to fill parts of a buffer: each of `pieces` goes to the given element of the buffer and those after it.
+    /// Begins to fill parts of a buffer: each of `pieces` is read to the position that it gives, counted in elements.
     fn fill(&self, buffer: Self::Buffer, pieces: Vec<(Self::Extent, Range<usize>, usize)>) -> Self::Reading;
     /// Waits until the parts are filled.
     fn filled(&self, reading: Self::Reading) -> Result<Self::Buffer>;
-    /// Begins to write a state, whose memory is then free. Waits first if many bytes are still unwritten.
+    /// Begins to write a state, whose memory is freed when that is done. Waits first if many bytes are still unwritten.
     fn store(&self, memory: TrackedBuffer<Self::Buffer>, extent: &Self::Extent, range: Range<usize>) -> Self::Writing;
     /// Waits until the state is written.
     fn written(&self, writing: Self::Writing) -> Result<()>;

@@ -12,14 +12,14 @@ pub(crate) unsafe trait TransferBuffer: Send + 'static {
     fn bytes(&mut self) -> &mut [u8];
 }
 
-// SAFETY: the bytes are those of a vector.
+// SAFETY: the bytes are those of a vector, which are on the heap.
 unsafe impl TransferBuffer for Flat {
     fn bytes(&mut self) -> &mut [u8] {
         self.as_bytes_mut()
     }
 }
 
-// SAFETY: the bytes are those of a vector.
+// SAFETY: the bytes are those of a vector, which are on the heap.
 unsafe impl TransferBuffer for TrackedBuffer {
     fn bytes(&mut self) -> &mut [u8] {
         self.as_bytes_mut()

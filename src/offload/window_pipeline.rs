@@ -44,7 +44,8 @@ pub(crate) struct WindowSettings {
 }
 
 impl Default for WindowSettings {
-    /// Returns the settings for a sweep through parameters only. It has no such keys, and always uses a pipeline.
+    /// Returns the settings for a sweep through parameters only. The configuration has no keys for it, and it always
+    /// uses a pipeline.
     fn default() -> Self {
         Self { read_ahead: true, write_behind: true, buffer_count: None, access: DiskAccess::Direct }
     }
@@ -278,7 +279,7 @@ mod tests {
         ) {
             let window = window_len(DiskAccess::Direct, largest.max(len), count, buffers);
             prop_assert!(window.is_multiple_of(STEP) && window >= STEP);
-            // Their memory is what `buffer_count` allows, except for the rounding to complete steps.
+            // The windows' memory is what `buffer_count` allows, except for the rounding up to multiples of `STEP`.
             prop_assert!(window * buffers <= count * largest.max(len) + buffers * STEP);
             let mut end = 0;
             for range in pieces(len, window) {

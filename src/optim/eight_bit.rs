@@ -1,4 +1,4 @@
-//! Optimizers with 8-bit states (arXiv 2110.02861), under bitsandbytes' names.
+//! Optimizers with 8-bit states (arXiv 2110.02861), named as in bitsandbytes.
 //!
 //! States are dequantized to f32 for a step and quantized again after it. The weights are updated with the values
 //! before quantization. As in bitsandbytes, parameters with few elements, such as norms and biases, keep f32 states.

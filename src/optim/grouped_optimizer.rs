@@ -33,7 +33,7 @@ impl OptimizerGroup {
         self.set_lr.unwrap_or_else(|| self.schedule.lr())
     }
 
-    /// After a step of the schedule, if there is one, drops the rate that was set.
+    /// After an optimizer step, drops the rate that was set, if a schedule changes the rate.
     fn follow_schedule(&mut self) {
         self.set_lr = self.set_lr.filter(|_| !self.is_scheduled);
     }
@@ -47,9 +47,9 @@ pub(crate) struct GroupStepSettings<'a> {
 }
 
 impl GroupedOptimizer {
-    /// Settles the groups of registered parameters (given by the number of each parameter's group), and gives each
-    /// group its schedule: the user's `own`, or the configuration's. Also returns the indices of the user's groups that
-    /// select nothing.
+    /// Settles the groups of registered parameters (`parameter_groups` has the number of each parameter's group), and
+    /// gives each group its schedule: the user's `own`, or the configuration's. Also returns the indices of the user's
+    /// groups that select nothing.
     ///
     /// # Errors
     /// The errors of a schedule.

@@ -1,4 +1,4 @@
-//! Parameter classes, by which sub-groups are divided.
+//! Parameter classes, by which parameters are divided into sub-groups.
 
 use crate::precision::{Nf4Scales, WeightPacking};
 use candle_core::DType;
@@ -20,7 +20,7 @@ impl OptimizerRole {
 /// The format in which a parameter's weights are stored and communicated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum WeightFormat {
-    /// The model's dtype, with master weights if that has 16 bits and the weights are trained.
+    /// The model's dtype, with master weights if that dtype has 16 bits and the weights are trained.
     Model,
     /// F32 in a 16-bit model.
     F32,
@@ -29,7 +29,7 @@ pub(crate) enum WeightFormat {
 }
 
 impl WeightFormat {
-    /// Returns the dtype that the model computes with, in a model of `dtype`.
+    /// Returns the dtype in which a model of `dtype` computes with weights in this format.
     pub fn dtype(self, dtype: DType) -> DType {
         if self == Self::F32 { DType::F32 } else { dtype }
     }

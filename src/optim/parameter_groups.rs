@@ -315,7 +315,8 @@ impl ParameterGrouping {
 
     /// Drops the groups without parameters and numbers the others: the given ones in their order, then the rest. Within
     /// each, the main optimizer's parameters come first, then its auxiliary's. `groups` contains the number of each
-    /// parameter's group, before and after. Also returns which of the given groups are dropped.
+    /// parameter's group: the old one on entry, the new one on return. Also returns which of the given groups are
+    /// dropped.
     pub(super) fn settle(&self, mut groups: Vec<&mut usize>) -> (Vec<GroupSettings>, Vec<usize>) {
         let mut used: Vec<usize> = groups.iter().map(|group| **group).collect();
         used.sort_unstable();

@@ -337,7 +337,7 @@ impl Schedule {
         };
     }
 
-    /// Returns DeepSpeed's counter: applied optimizer steps - 1.
+    /// Returns DeepSpeed's counter: the number of applied optimizer steps minus 1.
     pub fn last_batch_iteration(&self) -> i64 {
         self.last_batch_iteration
     }

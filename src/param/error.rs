@@ -243,7 +243,7 @@ pub enum ParamError {
         /// The problem.
         why: String,
     },
-    /// A file of an index that cannot be read.
+    /// A file that an index names and that cannot be read.
     #[error(
         "{} names {}, which has {tensors} of its tensors but cannot be read: {why}; all files of an index are needed",
         index.display(), path.display()

@@ -62,9 +62,9 @@ pub(crate) struct Param {
     pub role: OptimizerRole,
     /// The number of weight updates that were made before its own first one, while it was frozen.
     pub updates_before: AtomicU64,
-    /// The index of its parameter group.
+    /// The index of the parameter group.
     pub group: usize,
-    /// Whether it is trained, or frozen. The graph reads this too.
+    /// Whether the parameter is trained; otherwise it is frozen. The graph reads this too.
     pub trained: Arc<AtomicBool>,
     /// The model's tensor: the result of a capture operation on an empty leaf.
     pub tensor: Tensor,

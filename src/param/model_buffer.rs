@@ -35,7 +35,7 @@ pub(crate) struct ModelBuffer {
     pub name: String,
     /// The model's tensor, a variable.
     pub tensor: Tensor,
-    /// The units under construction when it was requested.
+    /// The units that were under construction when the buffer was requested.
     pub units: Vec<UnitId>,
     /// The buffer's entry in the ledger.
     #[allow(dead_code, reason = "held for its Drop")]

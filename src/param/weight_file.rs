@@ -34,7 +34,7 @@ impl WeightFile {
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
-        // SAFETY: the map is only read. A file that another process truncates meanwhile would raise SIGBUS; nothing in
+        // SAFETY: the map is only read. A file that another process truncates would raise SIGBUS; nothing in
         // candle-zero writes weights in place, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let bad = |e: safetensors::SafeTensorError| {
@@ -50,7 +50,7 @@ impl WeightFile {
             Error::from(ParamError::BadWeightFile { path: path.to_owned(), why })
         };
         let (header, metadata) = SafeTensors::read_metadata(&map).map_err(bad)?;
-        // read_metadata has checked that the header's tensors lie inside the file without gaps.
+        // read_metadata has checked that the header's tensors are inside the file without gaps.
         Ok(Self { path: path.to_owned(), data_start: header + 8, map, metadata })
     }
 
@@ -71,7 +71,7 @@ impl WeightFile {
     /// Releases the memory of pages that were read, which the map would otherwise keep until it is dropped. The pages
     /// of a parameter that was read are seldom needed again, and would then come from the system's cache.
     fn release(&self, bytes: Range<usize>) {
-        // SAFETY: the map is of a file and never written, so its pages are the file's whenever they are read again.
+        // SAFETY: the map is of a file and never written to, so pages that are read again have the file's content.
         let _ = unsafe {
             self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, bytes.start, bytes.end - bytes.start)
         };

@@ -15,7 +15,7 @@ use std::path::{Component, Path, PathBuf};
 pub const FILE_OF_FOLDER: &str = "model.safetensors";
 pub const INDEX_OF_FOLDER: &str = "model.safetensors.index.json";
 
-/// The maximum bytes of an index, which has a line of about a hundred bytes for each tensor.
+/// The maximum size in bytes of an index, which has a line of about a hundred bytes for each tensor.
 const MAX_INDEX: u64 = 256 << 20;
 
 /// Memory-mapped safetensors files of f32, f16 or bf16 tensors.

@@ -83,7 +83,7 @@ impl WeightSource {
         }
     }
 
-    /// Returns the requested initialization if it determines the values. Files do not use it.
+    /// Returns the requested initialization if it determines the values. Values from files do not depend on it.
     pub(crate) fn hint(&self, init: Init) -> Init {
         if let Self::Files(_) = self { Init::Const(0.0) } else { init }
     }

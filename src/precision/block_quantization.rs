@@ -6,10 +6,11 @@
 //!   bytes      | scale (f32) 128 codes   | scale (f32) 128 codes   | ...          |      int4: two codes in a byte
 //! ```
 //!
-//! A block's scale is its largest magnitude over the largest code, and an element is rounded to the nearest multiple of
-//! the scale (ties to even). The error is at most half a step, and zeros stay zeros. A block that contains an infinity
-//! or a NaN is decoded to elements that are all non-finite, so that an overflow is still detected. The result depends
-//! only on the values: rounding is not stochastic, and every CPU produces the same bytes from finite values.
+//! A block's scale is its largest magnitude divided by the largest code, and an element is rounded to the nearest
+//! multiple of the scale (ties to even). The error is at most half a step, and zeros stay zeros. A block that contains
+//! an infinity or a NaN is decoded to elements that are all non-finite, so that an overflow is still detected. The
+//! result depends only on the values: rounding is not stochastic, and every CPU produces the same bytes from finite
+//! values.
 
 use super::cast::{narrow, widen};
 use super::{FlatMut, FlatRef};
@@ -18,7 +19,7 @@ use crate::kernels::simd::{SimdLoop, level};
 /// The number of elements that share a scale.
 pub const BLOCK: usize = 128;
 
-/// The bytes of a scale.
+/// The size of a scale in bytes.
 const SCALE: usize = size_of::<f32>();
 
 /// Adding this number to an f32 of small magnitude leaves its nearest integer (ties to even) in the low bits.

@@ -129,7 +129,7 @@ fn map(mut dst: FlatMut<'_>, src: FlatRef<'_>, f: impl Fn(f32, f32) -> f32) {
         (FlatMut::F32(d), FlatRef::BF16(s)) => return map_direct(d, s, f),
         (FlatMut::BF16(d), FlatRef::F32(s)) => return map_direct(d, s, f),
         (FlatMut::BF16(d), FlatRef::BF16(s)) => return map_direct(d, s, f),
-        // The instructions that convert f16 work on slices.
+        // Handled below: the instructions that convert f16 work on slices.
         (FlatMut::F16(_), _) | (_, FlatRef::F16(_)) => {}
     }
     let (mut a, mut b) = ([0f32; BLOCK], [0f32; BLOCK]);

@@ -29,8 +29,8 @@ pub(crate) struct DynamicMap {
     /// The bound between each value and the next. A number on a bound belongs to the lower value. The last bound is
     /// infinity.
     bounds: [f32; 256],
-    /// For each lookup entry, first of positive and then of negative numbers: the lowest code that a number of this
-    /// entry may have. No entry has more than two codes.
+    /// For each lookup entry, first for positive and then for negative numbers: the lowest code of the numbers that are
+    /// looked up there. The numbers of one entry have at most two different codes.
     first: Box<[[u8; LOOKUP_ENTRIES]; 2]>,
 }
 

@@ -115,7 +115,7 @@ impl Flat {
         each!(Flat, self, v => v.capacity()) * self.dtype().size_in_bytes()
     }
 
-    /// Makes room for exactly `more` elements.
+    /// Makes room for exactly `more` further elements.
     pub fn reserve_exact(&mut self, more: usize) {
         each!(Flat, self, v => {
             v.reserve_exact(more);
@@ -198,7 +198,7 @@ impl Flat {
         }
         let bytes = len * self.dtype().size_in_bytes();
         let start: *mut MaybeUninit<u8> = each!(Flat, self, v => v.as_mut_ptr().cast());
-        // SAFETY: the allocation has room for `len` elements, is borrowed mutably for as long as the result, and
+        // SAFETY: the allocation has room for `len` elements and is borrowed mutably for as long as the result lives;
         // uninitialized bytes are not claimed to be initialized.
         unsafe { std::slice::from_raw_parts_mut(start, bytes) }
     }

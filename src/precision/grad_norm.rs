@@ -14,7 +14,7 @@ pub(crate) const CHUNK: usize = 64 * 1024;
 /// The number of elements that are widened together.
 const BLOCK: usize = 1024;
 
-/// The independent sums per chunk, enough to hide the latency of an addition.
+/// The number of independent sums per chunk, enough to hide the latency of an addition.
 pub(crate) const LANES: usize = 16;
 
 /// The number that DeepSpeed adds to the norm before it compares it with the maximum norm.

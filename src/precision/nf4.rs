@@ -1,4 +1,4 @@
-//! NF4: sixteen levels of a normal distribution, with one scale per block (arXiv 2305.14314, section 3).
+//! NF4: sixteen levels derived from a normal distribution, with one scale per block (arXiv 2305.14314, section 3).
 //!
 //! ```text
 //!   scales of 16 bits   | scale (bf16) 32 bytes of codes | ... a block of 64 elements each
@@ -7,9 +7,9 @@
 //!
 //! A byte holds two elements, the first in its high half, as in bitsandbytes. A partial block occupies the space of a
 //! full one. The scale of a block is its largest magnitude. With double quantization, the mean of the scales of 256
-//! blocks is subtracted, and they become codes of the [dynamic map](super::dynamic_map), as in bitsandbytes. However,
-//! bitsandbytes takes the mean over a complete tensor, whereas candle-zero takes a separate mean for each group of 256
-//! blocks, so that the group can be packed independently of the others.
+//! blocks is subtracted, and the results become codes of the [dynamic map](super::dynamic_map), as in bitsandbytes.
+//! However, bitsandbytes takes the mean over a complete tensor, whereas candle-zero takes a separate mean for each
+//! group of 256 blocks, so that the group can be packed independently of the others.
 
 use super::cast::{narrow, widen};
 use super::dynamic_map::{MIN_SCALE, SIGNED as SCALES, largest};
@@ -19,13 +19,13 @@ use crate::kernels::simd::SimdLoop;
 /// The number of elements that share a scale.
 pub(super) const BLOCK: usize = 64;
 
-/// The bytes of a block's codes.
+/// The size in bytes of a block's codes.
 const CODES: usize = BLOCK / 2;
 
 /// The number of blocks whose scales are quantized together.
 const NESTED_BLOCKS: usize = 256;
 
-/// The bytes before the codes of nested scales: their offset and their scale.
+/// The size in bytes of what precedes the codes of nested scales: their offset and their scale.
 const NESTED_HEAD: usize = 2 * size_of::<f32>();
 
 /// The values of the sixteen codes.
@@ -80,7 +80,7 @@ pub enum Nf4Scales {
 }
 
 impl Nf4Scales {
-    /// Returns the number of elements that are packed independently of all others.
+    /// Returns the number of elements that are packed together, independently of all others.
     pub(super) fn unit(self) -> usize {
         match self {
             Self::Bf16 => BLOCK,

@@ -22,7 +22,7 @@ impl RoundingDice {
         Self { key: mix(mix(key.wrapping_add(state)).wrapping_add(step)) }
     }
 
-    /// Returns sixteen random bits of an element, in the low half.
+    /// Returns sixteen random bits for an element, in the low half of the result.
     #[inline(always)]
     fn roll(self, element: u64) -> u32 {
         // A finalizer in which every output bit depends on every input bit.

@@ -16,7 +16,7 @@ pub struct ModuleProfile {
     pub name: String,
     /// The number of elements of its parameters.
     pub parameters: usize,
-    /// The multiply-adds in forward. The mean cross entropy of a projection also computes its gradients there.
+    /// The multiply-adds in forward, in which `linear_cross_entropy` also computes its gradients.
     pub forward_macs: u64,
     /// The multiply-adds in backward, including recomputation.
     pub backward_macs: u64,
@@ -56,7 +56,7 @@ pub struct FlopsProfile {
 }
 
 impl FlopsProfile {
-    /// Returns a report of the recorded spans; `units` has the name and parameters of each unit.
+    /// Returns a report of the recorded spans; `units` has the name and the number of parameters of each unit.
     pub(crate) fn new(
         units: Vec<(String, usize)>,
         spent: &BTreeMap<(MicroStepHalf, UnitId), ProfiledCost>,

@@ -19,10 +19,10 @@ pub(crate) enum MicroStepHalf {
     Backward,
 }
 
-/// The half of a micro step and the unit to which work belongs.
+/// The half of a micro step, and the unit, to which work belongs.
 type ProfiledPart = (MicroStepHalf, UnitId);
 
-/// The time and multiply-adds of work.
+/// The time and the multiply-adds of some work.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct ProfiledCost {
     pub time: Duration,
@@ -63,7 +63,7 @@ impl Drop for ProfilerSpan {
     }
 }
 
-/// Records a half of a micro step, until the result is dropped.
+/// Records one half of a micro step, until the result is dropped.
 pub(crate) fn record(half: MicroStepHalf) -> ProfilerSpan {
     ProfilerSpan(switch(Some((half, ROOT))))
 }

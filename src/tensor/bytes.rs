@@ -165,7 +165,8 @@ pub(crate) fn of_bytes(dtype: DType, bytes: &[u8]) -> Result<CpuStorage> {
         _ => bail!("a tensor of {dtype:?} cannot be created from bytes"))
 }
 
-/// Replaces the elements of `tensor`, a complete storage, with `bytes`, for all holders of the tensor.
+/// Replaces the elements of `tensor`, which must occupy its entire storage, with `bytes`, for all holders of the
+/// tensor.
 pub(crate) fn set_bytes(tensor: &Tensor, bytes: &[u8]) -> Result<()> {
     if bytes.len() != tensor.elem_count() * tensor.dtype().size_in_bytes() {
         bail!("{} bytes for a tensor of shape {:?} and {:?}", bytes.len(), tensor.shape(), tensor.dtype())

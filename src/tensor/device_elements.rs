@@ -22,7 +22,7 @@ pub(crate) fn is_supported(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
 }
 
-/// Returns a tensor of this memory, without a graph.
+/// Returns a tensor with this memory, without a graph.
 pub(crate) fn tensor_of(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
 }

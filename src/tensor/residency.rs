@@ -72,7 +72,7 @@ pub(crate) fn is_out_of_memory(error: &Error) -> bool {
 const SHARDED: &str = "is sharded and not gathered now";
 
 /// Returns the error with which this library's operation `op` refuses to compute with a storage of `dtype`, if that
-/// marks a parameter of `shape` as absent.
+/// dtype marks a parameter of `shape` as absent.
 pub(crate) fn refusal(dtype: DType, shape: &Shape, op: &str) -> Option<Error> {
     (dtype == ABSENT).then(|| {
         let dims = shape.dims();

@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::sync::Arc;
 
-/// The subject of an event, which is its category in the trace.
+/// The kind of work that an event records: its category in the trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EventCategory {
     /// An engine call.
@@ -53,7 +53,7 @@ impl EventCategory {
     }
 }
 
-/// The row of a rank in which an event is shown.
+/// The row, within its rank, in which an event is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TimelineLane {
     /// The thread that calls the engine.
@@ -141,7 +141,7 @@ pub(super) struct TimelineEvent {
     pub lane: usize,
     pub kind: EventCategory,
     pub name: &'static str,
-    /// The object of the work, such as a unit or parameters.
+    /// The subject of the work, such as a unit or parameters.
     pub of: Option<Arc<str>>,
     /// Named numbers; entries with an empty name are ignored.
     pub numbers: [(&'static str, u64); 2],

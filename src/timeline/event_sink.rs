@@ -15,9 +15,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// The interval between writes: a killed process loses at most the events of this period.
+/// The interval between writes: a killed process loses at most the events of one interval.
 const WRITE_INTERVAL: Duration = Duration::from_millis(250);
-/// The number of events in memory; the thread that records one more writes them.
+/// The maximum number of events in memory; the thread that reaches it writes them to the file.
 const MAX_BUFFERED_EVENTS: usize = 1 << 14;
 /// The maximum number of events of a process: no viewer opens a trace of more than a few hundred MB.
 const MAX_EVENTS: usize = 1 << 20;
@@ -113,7 +113,7 @@ impl EventSink {
         if !memory.has_writer {
             let sink = self.clone();
             let writer = std::thread::Builder::new().name("timeline".into()).spawn(move || sink.write_now_and_then());
-            // Without a writer thread, the thread that fills the memory writes.
+            // Without a writer thread, events are written by the thread that fills the memory.
             memory.has_writer = writer.is_ok();
         }
         engine

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// The prefix of the names of part files.
 pub(super) const PART_PREFIX: &str = "part-";
 
-/// A job that is recorded. Its part files are deleted when it is dropped.
+/// A job that is recorded. Its part files are deleted when this value is dropped.
 pub struct JobTimeline {
     file: PathBuf,
     parts: ScratchFolder,

@@ -5,8 +5,8 @@
 //!   (thread_state.rs) (event_sink.rs)                                   (event_sink.rs)   (trace.rs, job_timeline.rs)
 //! ```
 //!
-//! A span is a guard: the time between its creation and its end is an event. Spans cost one relaxed load while no
-//! engine of the process records. An engine records if [`EngineBuilder::timeline`](crate::EngineBuilder::timeline),
+//! A span is a guard: the time between its creation and its end is an event. Spans cost one relaxed atomic load while
+//! no engine of the process records. An engine records if [`EngineBuilder::timeline`](crate::EngineBuilder::timeline),
 //! `zerorun --timeline` or the environment requests it. A thread records for the engine whose call it runs, and work
 //! that it hands to another thread carries the engine and the subject along (`CarriedContext`).
 

@@ -15,7 +15,7 @@ struct ThreadContext {
     track: Option<(Arc<EngineTrack>, TimelineLane)>,
     /// The subject of the work.
     of: Option<Arc<str>>,
-    /// The sections that have not ended, from the outermost in.
+    /// The sections that have not ended, the outermost first.
     sections: Vec<TimelineSpan>,
 }
 
@@ -46,7 +46,7 @@ impl TimelineSpan {
         )))
     }
 
-    /// Sets the object of the work.
+    /// Sets the subject of the work.
     pub fn of(mut self, of: impl FnOnce() -> String) -> Self {
         if let Some((_, event)) = &mut self.0 {
             event.of = Some(of().into());
@@ -54,7 +54,7 @@ impl TimelineSpan {
         self
     }
 
-    /// Sets the object of the work to that of the context in which the work was handed over.
+    /// Sets the subject of the work to that of the context in which the work was handed over.
     pub fn of_carried(mut self, carried: &CarriedContext) -> Self {
         if let (Some((_, event)), Some(carried)) = (&mut self.0, &carried.0) {
             event.of = carried.of.clone();
@@ -152,7 +152,7 @@ impl Drop for EngineThreadGuard {
     }
 }
 
-/// Opens a level of sections; the last section ends with it.
+/// Opens a level of sections. When the level ends, its last section ends too.
 pub(crate) fn sections() -> SectionsGuard {
     let is_on = is_recording();
     if is_on {

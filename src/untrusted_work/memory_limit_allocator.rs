@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicIsize, Ordering};
 #[derive(Debug, Clone, Copy)]
 pub struct SandboxAllocator;
 
-/// The number of bytes that a thread counts locally.
+/// The number of bytes that a thread counts before it adds them to [`HELD_BYTES`].
 const LOCAL_COUNT_BYTES: isize = 256 << 10;
 
-/// The bytes held by all sandboxed work, in multiples of about [`LOCAL_COUNT_BYTES`].
+/// The number of bytes held by all sandboxed work, in multiples of about [`LOCAL_COUNT_BYTES`].
 static HELD_BYTES: AtomicIsize = AtomicIsize::new(0);
 
 /// The allocations of this thread's work.
@@ -69,25 +69,25 @@ fn size(layout: Layout) -> isize {
 unsafe impl GlobalAlloc for SandboxAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(size(layout));
-        // SAFETY: the caller keeps the promises of this function.
+        // SAFETY: the caller upholds this function's contract.
         noted(unsafe { System.alloc(layout) })
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(size(layout));
-        // SAFETY: the caller keeps the promises of this function.
+        // SAFETY: the caller upholds this function's contract.
         noted(unsafe { System.alloc_zeroed(layout) })
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new: usize) -> *mut u8 {
         count(new.cast_signed().saturating_sub(size(layout)));
-        // SAFETY: the caller keeps the promises of this function.
+        // SAFETY: the caller upholds this function's contract.
         noted(unsafe { System.realloc(pointer, layout, new) })
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         count(-size(layout));
-        // SAFETY: the caller keeps the promises of this function.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { System.dealloc(pointer, layout) };
     }
 }

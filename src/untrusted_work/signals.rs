@@ -1,8 +1,8 @@
 //! The end of a process that cannot continue: with an error, from any point in the program.
 //!
-//! A stack overflow or a failed allocation kills a process by a signal. If that happens in sandboxed work, or for lack
-//! of memory, the signal's handler writes an error and ends the process itself. Handlers and allocators may neither
-//! allocate nor take locks: the text is written in pieces, by system calls.
+//! A stack overflow or a failed allocation kills a process with a signal. If that happens in sandboxed work, or for
+//! lack of memory, the signal's handler writes an error and ends the process itself. Handlers and allocators may
+//! neither allocate nor take locks: the text is written in pieces, by system calls.
 
 use std::cell::Cell;
 use std::mem::MaybeUninit;

@@ -31,7 +31,7 @@ const RED_ZONE: usize = 16 << 20;
 
 /// Methods for the engine.
 impl RankCore {
-    /// Runs a model. Parameters outside of units stay in memory meanwhile.
+    /// Runs a model. Parameters outside of units stay in memory while it runs.
     pub fn forward(self: &Arc<Self>, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.begin_call()?;
         if !self.is_evaluating() {
@@ -212,7 +212,7 @@ impl RankCore {
         Ok(())
     }
 
-    /// Opens a span for a unit's forward in the timeline, which begins now.
+    /// Opens a span in the timeline for a unit's forward, which begins now.
     pub(super) fn forward_span(&self, unit: UnitId) -> TimelineSpan {
         timeline::span(timeline::EventCategory::Unit, "forward").of(|| self.unit_name(unit))
     }
@@ -256,7 +256,7 @@ impl RankCore {
         self.in_forward.load(Ordering::Relaxed)
     }
 
-    /// Returns whether a model is only evaluated.
+    /// Returns whether a model is only being evaluated.
     pub(crate) fn is_evaluating(&self) -> bool {
         self.evaluating.load(Ordering::Relaxed)
     }

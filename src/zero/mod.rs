@@ -7,13 +7,13 @@
 //! | `reduce/` | gradients: bucket them, reduce them, add them to the share |
 //! | `step/` | the optimizer step: vote, update, publish |
 //! | `transfer/` | pending collectives and copies between host and GPU |
-//! | `gpu/` | work on the GPU: packs gradients, steps a share that lies there, times the model's work |
-//! | `check/` | checks that gradients are right, and finds mistakes in a program and ranks that differ |
+//! | `gpu/` | work on the GPU: packs gradients, updates the shares on it, times the model's work |
+//! | `check/` | checks that gradients are right, and finds mistakes in a program and differences between ranks |
 //!
 //! | file | contents |
 //! | --- | --- |
 //! | `rank_core.rs` | the state of one rank, shared by engine and graph |
-//! | `step_executor.rs` | the interface of a rank that decisions use: the core, or a rehearsal that only counts |
+//! | `step_executor.rs` | the interface through which decisions act on a rank: the core, or a rehearsal that only counts |
 //! | `engine_step_executor.rs` | the core as a `StepExecutor` |
 //! | `hooks.rs` | forward and backward, as called by engine, units and parameters |
 //! | `model_buffers.rs` | tensors that are not parameters: the same on all ranks |

@@ -14,7 +14,7 @@ pub(crate) struct ModelBuffers {
     sync: BufferSync,
 }
 
-/// The values that a unit's buffers had before its forward, by buffer number: only of those that the forward changed.
+/// The values that a unit's buffers had before its forward, by buffer number, for the buffers that the forward changed.
 #[derive(Default)]
 pub(super) struct SavedBuffers(Vec<(usize, Vec<u8>)>);
 

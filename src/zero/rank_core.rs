@@ -67,7 +67,7 @@ pub(crate) struct RankCore {
     /// The thread that has launched the model's work so far.
     #[cfg(feature = "cuda")]
     pub(super) launches_on: Mutex<ThreadId>,
-    /// The GPUs of all ranks, if NCCL joins them.
+    /// The GPUs of all ranks, if NCCL connects them.
     #[cfg(feature = "cuda")]
     pub(super) gpus: OnceLock<GpuCollectives>,
     pub(super) ledger: MemoryLedger,
@@ -94,7 +94,7 @@ pub(crate) struct RankCore {
     pub(super) rounding: Option<AtomicU64>,
     /// The number of the current update, on which rounding depends.
     pub(super) update: AtomicU64,
-    /// Whether a model is only evaluated: nothing is recorded or kept.
+    /// Whether a model is only being evaluated: nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
     /// Whether the engine's forward is running.
     pub(super) in_forward: AtomicBool,
@@ -118,7 +118,7 @@ pub(crate) enum DelayedUpdate {
     None,
     /// The update runs on a thread, which has the states of all trained sub-groups and their gradients.
     Running(JoinHandle<Result<Vec<SubGroup<RankCore>>>>),
-    /// The states are back. The new weights of each trained sub-group still have to be put in their place.
+    /// The states are back. The new weights of each trained sub-group still have to be put in place.
     Ready(Vec<Option<TrackedBuffer<FlatBuffer>>>),
     /// The update failed, which ends training because states are lost. Contains the reason.
     Failed(String),
@@ -294,8 +294,9 @@ impl RankCore {
         self.gpus.get().into_iter().for_each(GpuCollectives::abort);
     }
 
-    /// Collective, after all ranks have been compared: from now on NCCL joins the GPUs of all ranks, if models compute
-    /// on them and NCCL can. Resources whose later creation would make the GPU wait for all its work are created now.
+    /// Collective, after all ranks have been compared: from now on NCCL connects the GPUs of all ranks, if models
+    /// compute on them and NCCL can. Resources whose later creation would make the GPU wait for all its work are
+    /// created now.
     ///
     /// # Errors
     /// An error of NCCL or of the driver; a failed collective.
@@ -396,7 +397,7 @@ impl RankCore {
         self.share_plan.shards(self.params[param].weights)
     }
 
-    /// Returns the bytes of model state, next to the ZeRO formula.
+    /// Returns the bytes of model state, together with those that the ZeRO formula gives.
     pub fn memory_report(&self) -> MemoryReport {
         #[cfg(feature = "cuda")]
         drop(self.join_update());

@@ -1,4 +1,4 @@
-//! The interface of a rank that the decisions of a training step use.
+//! The interface through which the decisions of a training step act on a rank.
 //!
 //! Decisions are written once, over [`StepExecutor`]. They are carried out by the engine's core, or by the rehearsal of
 //! an estimate, which has sizes in place of values and counts transferred bytes. The work that either does with values
@@ -43,7 +43,7 @@ pub(crate) trait StepExecutor: ShareStorage {
     type PendingCopy;
 
     fn info(&self) -> RankInfo<'_>;
-    /// Returns whether a model is only evaluated.
+    /// Returns whether a model is only being evaluated.
     fn is_evaluating(&self) -> bool;
     /// Returns this rank's share.
     fn groups(&self) -> MutexGuard<'_, Vec<SubGroup<Self>>>;
@@ -147,7 +147,8 @@ pub(crate) trait StepExecutor: ShareStorage {
         }
     }
 
-    /// Returns the ledger's counts next to the formula, for gradients that are accumulated in `accumulate`.
+    /// Returns the ledger's counts, together with those that the ZeRO formula gives, for gradients that are
+    /// accumulated in `accumulate`.
     fn ledger_report(&self, accumulate: DType) -> MemoryReport {
         let RankInfo { mesh, params, zero, dtype, .. } = self.info();
         let mut bytes = ModelBytes::default();
@@ -171,7 +172,7 @@ pub(crate) trait StepExecutor: ShareStorage {
                     let own = format.bytes(group.len);
                     let whole = match zero.stage.placement().optim.is_sharded() {
                         true => group.slots.iter().map(|slot| format.bytes(params[slot.param].numel)).sum(),
-                        // A partly filled block takes up a full block.
+                        // A partly filled block takes up the space of a full one.
                         false => own,
                     };
                     add(&mut bytes.moments, StateBytes { whole, own });

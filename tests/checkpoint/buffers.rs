@@ -32,7 +32,7 @@ fn saved(dir: &Path, stage: u8, options: &SaveOptions) -> (Vec<f32>, Vec<f32>) {
         engine.save_checkpoint_with(dir, Some("three"), Value::Null, options)?;
         let state = state(&mut engine)?;
         if options.in_background {
-            // Changes the buffers while they may still be being written.
+            // Changes the buffers while the save may still be writing them.
             let batch = batch(5, DType::F32);
             engine.forward(|net| net.loss(&batch))?;
             engine.wait_for_checkpoint()?;

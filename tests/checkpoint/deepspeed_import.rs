@@ -137,7 +137,7 @@ fn the_tag_can_be_given_or_the_folder_itself() {
 
 // ---- damaged copies ----------------------------------------------------------------------------
 
-/// A copy that can be damaged.
+/// A copy of a checkpoint, which a test damages.
 struct Copy(tempfile::TempDir);
 
 impl Copy {

@@ -64,8 +64,8 @@ fn state(engine: &mut Engine<Tiny>, dir: &Path) -> Result<Vec<u64>> {
     Ok(all)
 }
 
-/// Loads the damaged checkpoint `two` of `dir` and returns the errors of all ranks. The engine is unchanged, and `one`
-/// loads.
+/// Loads the damaged checkpoint `two` of `dir` and returns the errors of all ranks. Checks that the engine is
+/// unchanged, and that `one` still loads.
 fn refusals(dir: &Path, tag: Option<&str>) -> Vec<String> {
     let states = folder();
     let ranks = with_engine(2, |engine| {
@@ -292,8 +292,7 @@ fn small_disk_program() {
             let mut saved = Ok(());
             for i in 0..8 {
                 saved = engine.save_checkpoint_with(&dir, Some(&format!("more{i}")), Value::Null, &options).map(drop);
-                // The error of a background save is returned by the step that follows, after the step itself has been
-                // made.
+                // The error of a background save is returned by the next step, after that step itself is complete.
                 saved = saved.and_then(|()| step(engine));
                 if saved.is_err() {
                     break;

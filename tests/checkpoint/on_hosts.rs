@@ -20,7 +20,7 @@ fn folder() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Threads as ranks of hosts.
+/// The communicator of a thread that acts as a rank on one of several hosts.
 struct OnHosts {
     inner: Arc<dyn Communicator>,
     here: Range<usize>,

@@ -535,7 +535,7 @@ fn what_was_just_saved_and_what_latest_names_is_always_kept() {
     let quiet = SaveOptions { save_latest: false, keep: Some(2), ..SaveOptions::default() };
     alone(|engine| {
         engine.save_checkpoint_with(dir.path(), None, Value::Null, &quiet)?;
-        // As an editor writes it.
+        // With a final line break, as an editor would write it.
         std::fs::write(dir.path().join("latest"), "global_step0\n").unwrap();
         for _ in 1..=3 {
             train(engine)?;
@@ -554,7 +554,7 @@ fn what_was_just_saved_and_what_latest_names_is_always_kept() {
     };
     train_and_save(1);
     assert_eq!(names(dir.path()), ["global_step0", "global_step1", "global_step2", "global_step3", "latest"]);
-    // Nothing is removed if `latest` cannot be read, and the save succeeds nevertheless.
+    // Nothing is removed if `latest` cannot be read, and the save still succeeds.
     std::fs::write(dir.path().join("latest"), [0xff]).unwrap();
     train_and_save(4);
     let all = ["global_step0", "global_step1", "global_step2", "global_step3", "global_step4", "latest"];

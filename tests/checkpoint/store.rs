@@ -34,7 +34,7 @@ fn step(engine: &mut Engine<Tiny>) -> Result<()> {
     engine.step()
 }
 
-/// Threads as ranks of two hosts.
+/// The communicator of a thread that acts as a rank on one of two hosts.
 struct OnHosts {
     inner: Arc<dyn Communicator>,
     here: Range<usize>,
@@ -94,7 +94,7 @@ fn hosts_with_folders_of_their_own_send_what_each_has_also_where_ranks_form_grou
 
 /// Saves two checkpoints, discards the folder, and loads the second one on a different number of ranks.
 #[test]
-#[ignore = "a program of other tests"]
+#[ignore = "a program for other tests"]
 fn program() {
     let url = std::env::var("URL_OF_TEST").unwrap();
     let (dir, again) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());

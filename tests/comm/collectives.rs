@@ -292,7 +292,7 @@ fn a_rank_that_has_left_is_named_although_another_one_is_awaited_first() {
             Ok(Some(error))
         }
         1 => {
-            // This rank computes until rank 0 has been informed.
+            // This rank computes until rank 0 has its error.
             told.wait();
             Ok(Some(comm.barrier().wait().unwrap_err()))
         }

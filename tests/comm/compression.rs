@@ -36,7 +36,7 @@ fn gradient(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 31 + rank * 17) % 1009) as f32 * 0.37 - 150.0).collect()
 }
 
-/// The weights after one step of SGD with learning rate 1 from zeros: the gradient, negative.
+/// The weights after one step of SGD with learning rate 1, starting from zeros: the negated gradient.
 fn stepped(world: usize, len: usize, config: &Value) -> Vec<f32> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -245,7 +245,7 @@ fn an_overflow_on_one_rank_is_seen_through_quantized_gradients() {
 
 // ---- a nano GPT ------------------------------------------------------------------------------------------------
 
-/// Samples of a step, over all ranks.
+/// The number of samples in a step, over all ranks.
 const NANO_BATCH: usize = 8;
 
 /// Returns the mean loss over ranks of every step, and rank 0's communication reports after the first step and after

@@ -7,15 +7,15 @@ use serde_json::{Value, json};
 
 const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 3 };
 
-/// Elements of every parameter of the tiny model.
+/// Returns the number of elements of each parameter of the tiny model.
 fn numels() -> Vec<usize> {
     let block = [WIDTH, WIDTH, WIDTH * 3 * WIDTH, 3 * WIDTH, WIDTH * WIDTH, WIDTH];
     let blocks = (0..SHAPE.layers).flat_map(|_| block);
     [VOCAB * WIDTH].into_iter().chain(blocks).chain([WIDTH * VOCAB, VOCAB]).collect()
 }
 
-/// Bytes of gradients and parameters per step: the difference between a longer and a shorter run, so that the start does
-/// not count.
+/// Returns the bytes of gradients and parameters per step: the difference between a longer and a shorter run, so that
+/// the start does not count.
 fn per_step(world: usize, config: &Value) -> Vec<(CommReport, u64)> {
     let of = |steps| train(world, SHAPE, config, steps);
     let bytes = |o: &Outcome| o.comm.data_wire_bytes();

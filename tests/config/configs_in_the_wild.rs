@@ -13,7 +13,7 @@ fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
     value[key].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// A path under the name that messages use.
+/// A path with the section name that messages use.
 fn canonical(path: &str) -> String {
     path.replace("bfloat16", "bf16")
 }

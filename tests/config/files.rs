@@ -254,7 +254,7 @@ fn sgd_and_every_schedule_resolve() {
         schedule("OneCycle", json!({"cycle_min_lr": [1e-4], "cycle_max_lr": 1})),
         SchedulerConfig::OneCycle(OneCycleConfig::new(1e-4, 1.0))
     );
-    // The fall is like the rise.
+    // By default, the falling half of the cycle has the same settings as the rising half.
     assert_eq!(
         schedule(
             "OneCycle",

@@ -44,7 +44,7 @@ fn load(case: &Value) -> Result<Config> {
     Config::load(path, world_size)
 }
 
-/// Returns the difference between our answer and the recorded one; `None` if there is none.
+/// Returns the difference between candle-zero's result and the recorded one; `None` if there is none.
 fn check(case: &Value) -> Option<String> {
     let expect = &case["expect"];
     if case["area"] == "config-default" {

@@ -13,7 +13,7 @@ fn number(v: &Value) -> usize {
     v.as_u64().unwrap() as usize
 }
 
-/// Returns the indices of items in groups; `closes` ends a group after an item.
+/// Returns the indices of items in groups; `closes` returns whether a group ends after an item.
 fn grouped(n: usize, mut closes: impl FnMut(usize) -> bool) -> Vec<Vec<usize>> {
     let mut groups = vec![vec![]];
     for i in 0..n {

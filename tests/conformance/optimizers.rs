@@ -223,7 +223,7 @@ fn recorded_weights_and_states_are_met() {
                     () if exact_betas && hyper["bias_correction"] == false => 4e-6,
                     // Newton-Schulz in bf16.
                     () if hyper["ns_method"] == "standard" && shape.len() > 1 => 2e-2,
-                    // The portable level rounds each product before it adds it, whereas PyTorch does not; the recorded
+                    // The portable level rounds each product before adding it, whereas PyTorch does not; the recorded
                     // values themselves are 9e-7 from the formula in f64.
                     () if hyper["ns_method"] == "gram" && shape.len() > 1 && products_are_rounded() => 2e-6,
                     () => 1e-6,

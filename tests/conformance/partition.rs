@@ -1,14 +1,16 @@
 //! Splitting a sequence of items into contiguous parts, as DeepSpeed's pipeline and loaders do, but nothing in
 //! candle-zero does.
 
-/// Bounds of `parts` contiguous parts of `items` items, as even as possible; the first parts get one more.
+/// Returns the bounds of `parts` contiguous parts of `items` items, as equal as possible; the first parts get one more
+/// item.
 pub fn partition_uniform(items: usize, parts: usize) -> Vec<usize> {
     let (each, more) = (items / parts, items % parts);
     (0..=parts).map(|p| p * each + p.min(more)).collect()
 }
 
-/// Bounds of `parts` contiguous parts whose sums differ as little as possible between the heaviest and the lightest;
-/// of equally good splits, the later one. If there are no more items than parts, one item each.
+/// Returns the bounds of `parts` contiguous parts, such that the sums of the heaviest and the lightest part differ as
+/// little as possible; among equally good splits, the one with the later bound. If there are no more items than parts,
+/// each part has at most one item.
 pub fn partition_balanced(weights: &[u64], parts: usize) -> Vec<usize> {
     let n = weights.len();
     if n <= parts {

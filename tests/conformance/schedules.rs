@@ -6,7 +6,8 @@ use candle_zero::error::{ConfigError, Error, OptimError};
 use candle_zero::optim::{Momentum, Schedule};
 use serde_json::{Value, json};
 
-/// A recorded case as a configuration with the one parameter group `group`: a list is reduced to its entry.
+/// Loads a recorded case as a configuration with the one parameter group `group`: each list is reduced to the group's
+/// entry.
 fn load(case: &Value, group: usize, base_lr: &Value) -> Result<Config, Vec<ConfigProblem>> {
     let mut params = case["params"].clone();
     let groups = case["group_lrs"].as_array().map_or(1, Vec::len);
@@ -75,7 +76,7 @@ fn check_momentum(case: &Value, expect: &Value, step: usize, schedule: &Schedule
     );
 }
 
-/// Every group of a case has a separate schedule, because the engine has one optimizer and one group.
+/// Checks a case group by group, with a separate schedule for each, because a configuration describes only one group.
 fn check(case: &Value, rates: &Value, expect: &Value, rtol: f64) {
     let groups = case["group_lrs"].as_array().unwrap();
     let skipped: Vec<u64> =
@@ -166,9 +167,9 @@ fn the_conformance_cases_hold() {
             }
             verdicts += 1;
         } else if let Some(ok) = expect["ok"].as_bool() {
-            // DeepSpeed takes `true` as a number outside the sections that pydantic reads; candle-zero does not.
+            // DeepSpeed accepts `true` as a number outside the sections that pydantic reads; candle-zero does not.
             let ok = ok && id != "lr-55";
-            // With one group, for which lists of two are wrong.
+            // A configuration has one group, for which lists of two numbers are wrong.
             let case = json!({"type": input["type"], "params": input["params"]});
             assert_eq!(refused_keys(&case).is_empty(), ok, "{id}");
             verdicts += 1;

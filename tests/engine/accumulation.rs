@@ -52,7 +52,7 @@ enum Reduce {
     InStep,
     /// In the second and the last backward.
     Twice,
-    /// In the last backward; no step ends the micro steps before it.
+    /// In the last backward; `step` is not called in the micro steps before it.
     WithoutSteps,
 }
 

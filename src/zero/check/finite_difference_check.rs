@@ -33,7 +33,8 @@ impl RankCore {
         self.check.armed.store(true, Ordering::Relaxed);
     }
 
-    /// Returns whether a forward runs for a check: like a training forward, but without lasting effects.
+    /// Returns whether a forward is running for a check: it does the same as a training forward, but without lasting
+    /// effects.
     pub fn is_checking(&self) -> bool {
         self.check.shifts.load(Ordering::Relaxed)
     }

@@ -61,7 +61,7 @@ pub(crate) struct FiniteDifferenceCheck {
 /// The data of a check in progress.
 #[derive(Default)]
 pub(super) struct GradientCheckState {
-    /// The distance that parameters are moved, relative to the size of each.
+    /// The distance by which parameters are moved, relative to the size of each.
     pub(super) relative: f64,
     pub(super) seed: u64,
     /// The direction: 1 is up, -1 is down.
@@ -146,7 +146,7 @@ impl FiniteDifferenceCheck {
         };
         let mut wide = Flat::with_capacity(candle_core::DType::F32, grad.len());
         grad.view(|values| wide.extend_cast(values))?;
-        let Flat::F32(grad) = wide else { unreachable!("it was created so") };
+        let Flat::F32(grad) = wide else { unreachable!("the copy was created in f32") };
         let sums = |change: &[f32]| {
             let terms = grad.iter().zip(change).map(|(grad, change)| f64::from(*grad) * f64::from(*change));
             terms.fold((0.0, 0.0), |(sum, squares), term| (sum + term, squares + term * term))

@@ -36,7 +36,7 @@ impl RankCore {
     }
 
     fn look_at(&self, which: impl Fn(&Param) -> bool) -> Result<()> {
-        // A check restores the parameters that it moves, and an evaluation is followed by a forward.
+        // A check restores the parameters that it moves; after an evaluation, the next forward looks for writes.
         if self.is_checking() || self.is_evaluating() {
             return Ok(());
         }

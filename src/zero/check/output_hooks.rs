@@ -98,7 +98,7 @@ impl RankCore {
         lock(&self.outputs.0).reached += 1;
     }
 
-    /// Checks what the backward of `loss`, which is over, has reached.
+    /// Checks what the finished backward of `loss` has reached.
     ///
     /// # Errors
     /// [`EngineError::LossReachesNothing`]; [`EngineError::OldLoss`].

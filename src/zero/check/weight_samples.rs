@@ -9,7 +9,8 @@ use candle_core::Device;
 /// The number of elements that are remembered per parameter.
 const SAMPLES_PER_PARAMETER: usize = 16;
 
-/// Elements of each parameter, as the engine has left them. `None` for parameters that have not been in memory since.
+/// Elements of each parameter, as the engine last left them. `None` for parameters that have not been in memory since
+/// then.
 #[derive(Default)]
 pub(crate) struct WeightSamples(Vec<Option<[u32; SAMPLES_PER_PARAMETER]>>);
 

@@ -22,19 +22,19 @@ pub(crate) struct CoalescedLayout {
     pub offsets: Vec<usize>,
     /// The number of elements of a rank's chunk.
     pub chunk: usize,
-    /// The format of the weights, if the layout carries weights: elements of packed ones are words.
+    /// The format of the weights, if the layout carries weights. The elements of packed weights are words.
     weights: WeightFormat,
 }
 
 impl CoalescedLayout {
-    /// Creates one layout for each large parameter, and one for all others that are packed alike.
+    /// Creates one layout for each large parameter, and one for all small parameters of the same weight format.
     pub fn split(params: &[ParamId], all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Vec<Self> {
         let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
         let alone = large.into_iter().map(|p| vec![p]);
         alone.chain(Self::group_by_format(small, all)).map(|params| Self::of_weights(params, all, mesh, wire)).collect()
     }
 
-    /// Groups parameters whose weights have the same format, and can share a collective.
+    /// Groups parameters whose weights have the same format, so that each group can share a collective.
     pub fn group_by_format(params: Vec<ParamId>, all: &[Param]) -> impl Iterator<Item = Vec<ParamId>> + use<> {
         let mut alike: BTreeMap<WeightFormat, Vec<ParamId>> = BTreeMap::new();
         params.into_iter().for_each(|p| alike.entry(all[p].weights).or_default().push(p));

@@ -1,4 +1,4 @@
-//! A second instance of a model, over the weights of the first, for evaluation.
+//! A second instance of a model, for evaluation, which shares the weights of the first.
 //!
 //! Candle records an operation whenever one of its arguments is recorded, such as a parameter's tensor, and keeps the
 //! arguments for as long as the result. The tensors of this instance share the parameters' storages, whether gathered

@@ -46,9 +46,9 @@ pub(super) type SecondaryShards<R> = Option<Vec<(<R as ShareStorage>::Buffer, Me
 /// The handling of a group after it has been gathered.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum AfterGather {
-    /// The group is used, and gathered in the same way the next time.
+    /// The parameters are used, and gathered in the same way the next time.
     Used,
-    /// This rank's group of ranks keeps a copy, from which it is gathered the next time.
+    /// This rank's group of ranks keeps a copy, from which the parameters are gathered the next time.
     Kept,
 }
 

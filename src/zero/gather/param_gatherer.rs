@@ -10,8 +10,8 @@
 //! optimizer updates.
 //!
 //! A leaf is gathered with all units inside. Ranks use different parameters of it, so each rank releases values when
-//! its own gradients arrive. The counts and the state of the unit depend only on its events, which all ranks have in
-//! common. If unused parameters are ignored, this holds for all units.
+//! its own gradients arrive. The gatherer's counts and the unit's state depend only on the unit's events, which all
+//! ranks have in common. If unused parameters are ignored, this holds for all units.
 //!
 //! On several hosts, with `zero_hpz_partition_size`, each rank of a group within a host keeps a part of the unit that a
 //! forward has gathered. The unit is gathered from these parts until weights change, without traffic between hosts.
@@ -92,7 +92,7 @@ enum GatherState<R: StepExecutor> {
     InFlight(PendingGather<R>),
     /// All parameters are in memory.
     Gathered,
-    /// Some or all parameters are in memory: backward releases one after the other.
+    /// Some or all parameters are in memory: backward releases them one after the other.
     Partly,
 }
 
@@ -229,7 +229,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         *depth = self.depth;
         *is_behind = false;
         let passed = *passed;
-        // Its parameters that are still in memory are released in the process.
+        // Gathering the unit again first releases those of its parameters that are still in memory.
         self.ensure_gathered(core, unit, AfterGather::Used)?;
         let differs = self.ranks_differ[unit];
         let state = &mut self.units[unit];
@@ -372,7 +372,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         &mut self.traces[usize::from(core.is_evaluating())]
     }
 
-    /// Replaces the traces from now on. Returns the previous ones.
+    /// Replaces the traces, and returns the previous ones.
     pub fn exchange_traces(&mut self, traces: [UnitTrace; 2]) -> [UnitTrace; 2] {
         std::mem::replace(&mut self.traces, traces)
     }

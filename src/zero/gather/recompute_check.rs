@@ -2,7 +2,7 @@
 //!
 //! If it does not, the gradients of its second run are those of a different function from the one whose loss was
 //! computed. A digest of the first output is kept, and every backward compares the second output with it. This costs
-//! one more pass over the unit's output, which is small next to matrix products that read it many times.
+//! one more pass over the unit's output, which is little compared with matrix products that read it many times.
 
 use crate::kernels::digest::digest;
 use crate::tensor::residency::with_view;
@@ -18,8 +18,8 @@ pub(super) struct OutputDigest {
 enum ValuesDigest {
     /// A digest of the bits.
     Bits(u64),
-    /// The sum and the sum of squares, in f32, of a tensor on a GPU. They stay there too. A kernel that computes them
-    /// in a fixed order produces the same bits from the same values.
+    /// The sum and the sum of squares, in f32, of a tensor on a GPU. The sums stay there too. A kernel that computes
+    /// them in a fixed order produces the same bits from the same values.
     Sums(Tensor),
 }
 

@@ -112,8 +112,8 @@ pub fn unit<M>(vb: VarBuilder<'_>, build: impl FnOnce(VarBuilder<'_>) -> Result<
 
 impl<M> Unit<M> {
     /// Sets whether the unit recomputes. With `true`, backward runs the unit's forward again instead of keeping its
-    /// activations: only the unit's input stays in memory, and a step takes about a third longer. Without an engine it
-    /// has no effect.
+    /// activations: only the unit's input stays in memory, and a step takes about a third longer. Without an engine
+    /// this has no effect.
     ///
     /// Losses keep the same bits, and so do gradients, with one exception: a sum of gradients that has terms from
     /// inside and from outside of the unit. This concerns an input that the unit uses several times and other parts of
@@ -133,8 +133,8 @@ impl<M> Unit<M> {
     /// Makes this unit a leaf: it is gathered together with all units inside. Use it for modules of which ranks run
     /// different parts, such as the experts of a mixture. All ranks must run the leaf itself. Parameters that a rank's
     /// run does not use get a gradient of zeros. [`EngineBuilder::leaf_units`](crate::EngineBuilder::leaf_units) and
-    /// `zero_optimization.leaf_module` do the same. Call it while the model is built; without an engine it has no
-    /// effect.
+    /// `zero_optimization.leaf_module` do the same. Call this while the model is being built; without an engine it has
+    /// no effect.
     ///
     /// The gradients of a leaf are held until backward ends. At stage 3, the values that a rank has not used are held
     /// too, unless the leaf recomputes ([`checkpointed`](Self::checkpointed)).

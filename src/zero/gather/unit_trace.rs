@@ -19,16 +19,17 @@ impl UnitEvent {
     }
 }
 
-/// A recording of unit events, or a position in a complete one. A micro step that differs from the record replaces it.
+/// A recording of unit events; once it is complete, a position in it. A micro step that differs from the recording
+/// replaces it.
 #[derive(Debug, Default)]
 pub(crate) struct UnitTrace {
     events: Vec<UnitEvent>,
     /// The number of events of this micro step so far.
     at: usize,
     complete: bool,
-    /// The number of micro steps that differed from the record.
+    /// The number of micro steps that differed from the recording.
     changes: u64,
-    /// Whether this micro step differs from the record.
+    /// Whether this micro step differs from the recording.
     differs: bool,
 }
 

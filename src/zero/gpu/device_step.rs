@@ -26,7 +26,7 @@ pub(in crate::zero) fn update(
     let mut steps = MultiTensorStep::new(device);
     for (slot, grads) in slots.iter().zip(grads).filter(|(slot, _)| !slot.owned.is_empty()) {
         let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
-        let rule = optimizer.elementwise(&ctx).expect("a share is on a GPU if kernels can update it");
+        let rule = optimizer.elementwise(&ctx).expect("a share is on a GPU only if kernels can update it");
         let GradientShare::Memory(grads) = grads else { unreachable!("a vote leaves no gradient absent") };
         let grad = grads.buffer().on_device().part(0..slot.owned.len())?;
         let moments = moments.iter_mut().map(|moment| moment.storage.on_device(slot.range()));
@@ -39,7 +39,7 @@ pub(in crate::zero) fn update(
                 None => (weights, None),
             };
             // SAFETY: the steps run below. Until then this function owns the buffers, and the core owns the tensors of
-            // parameters, whose memory only this engine replaces. Slots share no elements. All of them are used on
+            // parameters, whose memory only this engine replaces. Slots share no elements. All this memory is used on
             // Candle's stream, or by collectives, which wait for it and for which it waits. Use of a tensor on another
             // stream is announced below.
             unsafe { steps.add(&rule, param, &grad, moments, half) }
@@ -51,7 +51,7 @@ pub(in crate::zero) fn update(
     }
     steps.run()?;
     if weights.is_none() {
-        // Tensors may be used on streams other than this library's. Those wait for the work launched so far.
+        // Tensors may be used on streams other than this library's. Those streams wait for the work launched so far.
         let stream = device.cuda_stream();
         for slot in slots.iter().filter(|slot| !slot.owned.is_empty()) {
             change(&core.params[slot.param].tensor, |mut whole| {

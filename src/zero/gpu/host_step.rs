@@ -32,7 +32,7 @@ pub(in crate::zero) struct HostStep<'a> {
     storage: Option<&'a mut StateStorage<RankCore>>,
     device: &'a CudaDevice,
     mode: SweepMode,
-    /// Whether the step computes the weights anew from master weights.
+    /// Whether the step recomputes the weights from master weights.
     made_anew: bool,
     under_way: VecDeque<(WeightRange, DeviceCopy)>,
 }
@@ -49,7 +49,7 @@ pub(in crate::zero) struct WeightRange {
 
 impl<'a> HostStep<'a> {
     /// Creates a sweep for the weights of a sub-group, which are in its `storage` or in the parameters' tensors. If
-    /// they are not on a GPU, or a sweep does not need them, returns their storage.
+    /// they are not on a GPU, or the sweep does not need them, returns their storage instead.
     pub fn for_weights(
         core: &'a RankCore,
         storage: &'a mut Option<StateStorage<RankCore>>,
@@ -64,8 +64,8 @@ impl<'a> HostStep<'a> {
         }
     }
 
-    /// Returns the number of elements that are visited together. If they are only read, all of them are visited
-    /// together.
+    /// Returns the number of elements that are visited together. If the sweep only reads weights, all of them are
+    /// visited together.
     pub fn piece(&self) -> usize {
         if self.mode.changes() { UPDATE_CHUNK } else { usize::MAX }
     }

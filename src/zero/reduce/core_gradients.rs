@@ -35,7 +35,7 @@ impl GradientBackend for RankCore {
 
     fn sum(a: Grad, b: Grad) -> Result<Grad> {
         if a.dtype() != b.dtype() {
-            // One of them may already be a sum, of micro steps that were not reduced.
+            // One of them may already be a sum over micro steps that were not reduced.
             let mut sum = a.into_own()?;
             let all = 0..sum.len();
             b.view(|values| sum.slice_mut(all).add_scaled(values, 1.0))?;
@@ -76,7 +76,7 @@ impl GradientBackend for RankCore {
     }
 }
 
-/// Prepares one gradient with its padding, in its own buffer if that is not shared.
+/// Prepares one gradient with its padding, in the gradient's own buffer if it has one.
 fn prepare(plan: &ReducePlan, padded: usize, ArrivedGradient { grad, .. }: ArrivedGradient<Grad>) -> Result<Flat> {
     match grad {
         Grad::Own(mut flat) if flat.dtype() == plan.dtype => {

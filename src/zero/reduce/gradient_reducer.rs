@@ -12,8 +12,8 @@
 //!
 //! A parameter whose gradient may be missing on some ranks (`ignore_unused_parameters`, the experts of a leaf unit)
 //! waits until this rank's backward is over: Candle offers no earlier point at which it is known that a gradient will
-//! not come. Then all such gradients are reduced in one order, with zeros for missing ones, so that ranks on which
-//! different ones are missing still issue the same collectives.
+//! not come. Then all such gradients are reduced in a fixed order, with zeros for missing ones, so that ranks on which
+//! different gradients are missing still issue the same collectives.
 //!
 //! With `zero_quantized_gradients`, a rank sends its gradients as int4, in blocks that depend only on the parameter and
 //! the number of ranks. Sums are always formed in f32, and at stage 0 they are transferred exactly. With
@@ -218,7 +218,7 @@ impl<C: GradientBackend> GradientReducer<C> {
     }
 
     /// Holds a gradient until backward ends. A parameter that is used inside and outside of a recomputing unit has a
-    /// gradient from each. Ranks may differ in that too, so the sum is reduced.
+    /// gradient from each use. Ranks may differ in that too, so the sum is reduced.
     fn wait_for_others(&mut self, ArrivedGradient { param, grad, held }: ArrivedGradient<C::Grad>) -> Result<()> {
         let arrived = match self.waiting.remove(&param) {
             Some(first) => ArrivedGradient { grad: C::sum(first.grad, grad)?, ..first },
@@ -305,7 +305,7 @@ impl<C: GradientBackend> GradientReducer<C> {
             let known = group.take_grads(slot, core)?;
             let fits = sum.dtype() == accumulate && chunks[0].1 == 0 && sum.len() >= len;
             if known.is_none() && params.len() == 1 && fits {
-                // A large parameter's pieces lie one after the other, as in its share.
+                // A large parameter's pieces are stored one after the other, as in its share.
                 sum.truncate(len);
                 // A GPU's memory cannot be freed in part: both buffers exist for a short time.
                 let bucket = C::Buffer::is_device(&sum.place()).then(|| core.hold(MemoryKind::Buckets, &sum));

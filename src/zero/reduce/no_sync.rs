@@ -8,12 +8,12 @@ use crate::zero::rank_core::RankCore;
 use crate::zero::share::sub_group::GradientShare;
 
 impl RankCore {
-    /// Sets whether gradients are kept by the rank that made them from now on, or reduced.
+    /// Sets whether, from now on, gradients are kept by the rank that computed them, or reduced.
     pub fn hold_unreduced(&self, holds: bool) {
         lock(&self.unreduced).holds = holds;
     }
 
-    /// Returns whether gradients are kept by the rank that made them.
+    /// Returns whether gradients are kept by the rank that computed them.
     pub(in crate::zero) fn holds_unreduced(&self) -> bool {
         lock(&self.unreduced).holds
     }

@@ -1,5 +1,5 @@
 //! Gradients of micro steps that are not reduced (`no_sync`): this rank's own full gradients, kept until a backward
-//! that reduces.
+//! reduces them.
 
 use crate::graph::Grad;
 use crate::memory::{MemoryKind, MemoryLedger, TrackedBuffer};

@@ -1,8 +1,8 @@
 //! Checks once for parameters that no backward reaches: they are an error, or get zeros.
 //!
 //! The first accumulation is judged as a whole and over all ranks, so that a model whose micro steps or ranks alternate
-//! between its parts is not an error. A checkpoint of a run that has made steps was judged when that run began: a run
-//! that loads it may skip a part in its first step.
+//! between its parts is not an error. The model of a run that has made steps was judged when that run began: a run
+//! that loads its checkpoint may skip a part in its first step.
 
 use super::gradient_reducer::is_expected;
 use crate::error::{EngineError, Result};

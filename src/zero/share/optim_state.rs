@@ -198,7 +198,7 @@ impl<'a> OptimStateView<'a> {
         }
     }
 
-    /// Returns elements `range` of these in f32: in place, or converted in `room`. The range begins at a block
+    /// Returns range `range` of these elements in f32: in place, or converted in `room`. The range begins at a block
     /// boundary.
     pub fn in_f32<'s>(&'s mut self, range: Range<usize>, room: &'s mut [f32]) -> &'s mut [f32] {
         if let Self::Floats(FlatMut::F32(own)) = self {
@@ -217,7 +217,7 @@ impl<'a> OptimStateView<'a> {
         }
     }
 
-    /// Converts elements `range` of these, which begin at a block boundary, to f32.
+    /// Converts range `range` of these elements to f32. The range begins at a block boundary.
     fn widen(&self, range: Range<usize>, values: &mut [f32]) {
         match self {
             Self::Floats(own) => FlatMut::F32(values).copy_cast(own.as_ref().slice(range)),
@@ -227,8 +227,8 @@ impl<'a> OptimStateView<'a> {
         }
     }
 
-    /// Sets elements `range` of these, which begin at a block boundary, to `values`, rounded to nearest or
-    /// stochastically. For stochastic rounding, `chance` has the index of the first element in its parameter.
+    /// Sets range `range` of these elements to `values`, rounded to nearest or stochastically. The range begins at a
+    /// block boundary. For stochastic rounding, `chance` has the index of the first element in its parameter.
     pub fn narrow(&mut self, range: Range<usize>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
         match self {
             Self::Floats(own) => round(own.reborrow().slice(range), values, chance),
@@ -240,7 +240,7 @@ impl<'a> OptimStateView<'a> {
     }
 }
 
-/// Writes `values` into `own` in its format: rounded to nearest, or stochastically if the format is bfloat16.
+/// Writes `values` into `own` in the format of `own`: rounded to nearest, or stochastically if the format is bfloat16.
 pub(in crate::zero) fn round(own: FlatMut<'_>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
     match (own, chance) {
         (FlatMut::BF16(own), Some((dice, first))) => dice.round(values, own, first),

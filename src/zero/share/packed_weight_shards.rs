@@ -39,8 +39,8 @@ pub(in crate::zero) fn rounded(packing: WeightPacking, values: FlatRef<'_>, dtyp
     rounded
 }
 
-/// Assembles a whole parameter from the words of all shards. Each shard has `chunk` words, and the parameter's own
-/// begin at `offset` in it.
+/// Assembles a whole parameter from the words of all ranks. Each rank's chunk has `chunk` words, in which those of this
+/// parameter begin at `offset`.
 pub(in crate::zero) fn assemble<B: ElementBuffer>(
     packing: WeightPacking,
     param: &Param,

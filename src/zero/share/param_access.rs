@@ -16,7 +16,7 @@ impl RankCore {
     pub fn own_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
         let owned = self.owned(param);
         if self.params[param].packing().is_some() {
-            // Unpacked in one call: each piece would read all words again.
+            // Unpacked in one call: separate calls would each read all words again.
             return self.own_values(state, param, owned);
         }
         let mut own = Flat::with_capacity(DType::F32, owned.len());

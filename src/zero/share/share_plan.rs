@@ -71,15 +71,15 @@ impl SharePlan {
 
     /// Returns whether a rank holds only its shard of a parameter with weights in this format, and gathers the whole
     /// parameter when it is needed. Otherwise the parameter's tensor always holds all of it. Stage 3 always shards
-    /// packed parameters. It shards the others too, except on a single rank with a packed model that keeps its weights
-    /// where the model computes: that rank would hold the unpacked parameters twice.
+    /// packed parameters. It shards other parameters too, except on a single rank with a packed model that keeps its
+    /// weights where the model computes: that rank would hold the unpacked parameters twice.
     pub fn shards(&self, weights: WeightFormat) -> bool {
         let shares = self.mesh.shards() > 1 || self.offloads_weights || !self.packs;
         self.placement.params.is_sharded() && (shares || weights.packing().is_some())
     }
 
     /// Returns whether packed shares are unpacked from where they are. This holds for a single rank without files,
-    /// because an early copy of them would speed nothing up.
+    /// because an early copy of them would not speed anything up.
     pub fn unpacks_in_place(&self) -> bool {
         self.mesh.shards() == 1 && !self.has_files()
     }
@@ -101,8 +101,8 @@ impl SharePlan {
         }
     }
 
-    /// Returns the kinds of copies between the host and a GPU that runs the model, whose parameters are trained or
-    /// frozen.
+    /// Returns the kinds of copies that are made between the host and a GPU that runs the model. `trains` states
+    /// whether any parameters are trained.
     #[cfg(feature = "cuda")]
     pub fn copy_kinds(&self, trains: bool) -> impl Iterator<Item = CopyKind> + use<> {
         let on_host = self.devices_of(false, true);
@@ -138,7 +138,7 @@ impl SharePlan {
         (0..self.grouping.state_names(role).len()).map(format).collect()
     }
 
-    /// Returns how many elements of a role's parameters must lie together on one rank.
+    /// Returns how many elements of a role's parameters must be on one rank together.
     pub fn block(&self, role: OptimizerRole) -> usize {
         self.formats(role).into_iter().map(StateFormat::block).max().unwrap_or(1)
     }

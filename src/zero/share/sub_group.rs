@@ -1,9 +1,9 @@
 //! This rank's share of the model, sub-group by sub-group, as the optimizer works through it.
 //!
-//! A sub-group is a run of parameters of one class whose shares lie one after the other, in one buffer or one extent of
-//! a file per kind of state. Each class has separate sub-groups because its states differ: Muon's matrices and AdamW's
-//! vectors have different states, and frozen parameters have only weights. The optimizer step goes from sub-group to
-//! sub-group.
+//! A sub-group is a run of parameters of one class whose shares are stored one after the other, in one buffer or one
+//! file extent per kind of state. Each class has separate sub-groups because its states differ: Muon's matrices and
+//! AdamW's vectors have different states, and frozen parameters have only weights. The optimizer step goes from
+//! sub-group to sub-group.
 //!
 //! | | stage 0 | stages 1, 2 | stage 3 |
 //! |---|---|---|---|

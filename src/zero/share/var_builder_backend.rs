@@ -231,7 +231,7 @@ impl VarBuilderBackendInner {
         let shard = plan.mesh.shard(cut, plan.mesh.shard_of(plan.rank));
         let (id, class) = (self.params.len(), ParamClass::new(kept.role, is_trained, weights));
         self.inits.push(self.source.hint(init));
-        // In f32: the master weights begin at the full precision of the source.
+        // Read in f32: the master weights begin with the full precision of the source.
         let (tensor, residency) = if plan.shards(weights) {
             let (source, start) = (&self.source, shard.start);
             let mut read = |part: Range<usize>| source.values(name, &shape, init, start + part.start..start + part.end);
@@ -240,7 +240,7 @@ impl VarBuilderBackendInner {
         } else {
             let values = match packing {
                 None if !is_trained => {
-                    // No state needs full precision.
+                    // No state of a frozen parameter needs full precision.
                     self.groups.push_share(id, cut, FlatRef::F32(&[]), class)?;
                     let mut whole = Flat::with_capacity(dtype, numel);
                     for part in pieces(numel, LOAD_CHUNK) {
@@ -374,7 +374,7 @@ impl VarBuilderBackendInner {
         let known = &mut self.params[id];
         if known.unit != unit {
             // One unit would release a parameter that another unit is using. The root's parameters are available to all
-            // of them.
+            // units.
             known.unit = ROOT;
         }
         Some(known)

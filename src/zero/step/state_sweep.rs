@@ -29,7 +29,7 @@ pub(crate) trait StepBackend: StepExecutor {
         _ = (group, hyperparameters);
         Ok(false)
     }
-    /// Calls `work` with the parts of a sub-group that are in its elements `range`, if they have values.
+    /// Calls `work` with the parts of parameters that are in elements `range` of a sub-group, if they have values.
     fn parts(
         &self,
         group: &mut SubGroup<Self>,
@@ -76,7 +76,7 @@ impl<'a, C: StepBackend> StateSweep<'a, C> {
         let largest = spans.iter().map(|span| span.range.len()).max().unwrap_or(0);
         let streams = |span: &SweepSpan| groups[span.group].streams(span.mode);
         let window_len = core.windows().len(largest, spans.iter().map(|s| streams(s).len()).max().unwrap_or(0));
-        // If 8-bit codes are in a file, windows also begin at its pages.
+        // If 8-bit codes are in a file, windows must also begin at its page boundaries.
         let has_codes = groups.iter().flat_map(|g| &g.moments).any(|moment| moment.format.map().is_some());
         let window_len = if has_codes { window_len.next_multiple_of(ALIGN) } else { window_len };
         let plan = spans.iter().flat_map(|span| {
@@ -91,7 +91,7 @@ impl<'a, C: StepBackend> StateSweep<'a, C> {
         Self { core, window_len, pipeline: Some(pipeline), _room }
     }
 
-    /// Calls `work` with all parts of the next span, in order, each with its range of the slot's elements, and
+    /// Calls `work` with all parts of the next span, in order, each with its range of the slot's elements, and calls
     /// `complete` when all parts of a slot have been visited.
     pub fn visit(
         &mut self,
@@ -190,7 +190,7 @@ impl StepBackend for RankCore {
                     _ if !mode.has_moments() => FlatRef::F32(&[]),
                     GradientShare::Memory(grads) => grads.buffer().slice(in_slot.clone()),
                     share => {
-                        from_file = staged.next().expect("gradients lie in the window").part(part.clone());
+                        from_file = staged.next().expect("the window contains the gradients").part(part.clone());
                         if matches!(share, GradientShare::Absent) {
                             from_file.fill_zero();
                         }

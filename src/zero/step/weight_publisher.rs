@@ -1,4 +1,4 @@
-//! Brings updated weights from the shard of the rank that owns them to all ranks, if parameters are not sharded.
+//! Brings updated weights from the rank that owns their shard to all ranks, if parameters are not sharded.
 
 use crate::comm::WireFormat;
 use crate::error::Result;

@@ -160,7 +160,7 @@ fn rough_direction<C: StepBackend>(
     let mesh = core.mesh();
     let SubGroupPosition { param, owned, .. } = slot_of(groups, item).clone();
     let (numel, shard_len) = (core.params()[param].numel, core.params()[param].shard_len(mesh));
-    // Room for all shards, padding included: the others arrive in the same buffer.
+    // Room for all shards, padding included: the other ranks' shards arrive in the same buffer.
     let room = shard_len * mesh.shards();
     let mut values = C::Buffer::with_capacity(core.share_place(), DType::F32, room)?;
     let _held = core.hold(MemoryKind::Buckets, &values);

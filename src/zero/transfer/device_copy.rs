@@ -48,7 +48,8 @@ impl CopyKind {
     }
 }
 
-/// The total bytes of the windows of each kind of copy. With two windows of 4 MiB a GPU's bus reaches its bandwidth.
+/// The total bytes of the windows of each kind of copy. Two windows of 4 MiB suffice for the full bandwidth of a GPU's
+/// bus.
 pub(crate) const WINDOWS_BYTES: usize = 8 << 20;
 
 /// The number of elements of weights that are updated together while earlier ones are being copied: a few windows.
