@@ -474,7 +474,7 @@ fn train<A: Architecture>(
 /// reports this and the log ends.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
-        _ = writeln!(std::io::stderr(), "{error}: training continues, and the metrics end here");
+        _ = writeln!(std::io::stderr(), "{error}: training continues, but no more metrics are written");
         *metrics = None;
     }
 }

@@ -277,7 +277,7 @@ pub(super) fn create_all(dir: &Path) -> IoResult<()> {
 pub(super) fn not_written(path: &Path, source: &std::io::Error) -> Error {
     let fix = match source.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free space there, or save elsewhere",
-        _ => "correct that, or save elsewhere",
+        _ => "correct this, or save elsewhere",
     };
     let problem = format!("it cannot be written ({source}); {fix}; earlier checkpoints are not affected");
     CheckpointError::Unusable { path: path.to_owned(), problem }.into()

@@ -230,7 +230,7 @@ pub enum CommError {
     /// The ranks of one host are not consecutive.
     #[error(
         "ranks {first} and {second} are on host {host}, but ranks between them are not: the ranks of a host must be \
-         consecutive; start them by slots (mpirun --map-by slot, srun --distribution block)"
+         consecutive; place them slot by slot (mpirun --map-by slot, srun --distribution block)"
     )]
     HostsMixed {
         /// The host.

@@ -96,7 +96,7 @@ impl fmt::Display for CollectiveFingerprint {
         let of = |names: &[&'static str], i: u64| names.get(i as usize).copied().unwrap_or("unknown");
         let dtype = of(&["bytes", "f32", "bf16", "f16", "f64"], self.dtype % (1 << WIRE_SHIFT));
         let wire = of(&WIRE_FORMATS, self.dtype >> WIRE_SHIFT);
-        write!(f, "{kind} no. {} of {} {dtype}{wire} (content {:08x})", self.sequence, self.elements, self.tag as u32)
+        write!(f, "{kind} no. {} with {} {dtype}{wire} (content {:08x})", self.sequence, self.elements, self.tag as u32)
     }
 }
 

@@ -105,7 +105,8 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
     let inferred = |index: usize| if positive[index].is_none() { " (derived)" } else { "" };
     let product = product(m, g)?;
     if t == product && m > MAX_MICRO_BATCH {
-        let found = format!("{t} samples per step on {} are {m} per rank in each forward pass", counted(world, "rank"));
+        let found =
+            format!("{t} samples per step on {} amount to {m} per rank in each forward pass", counted(world, "rank"));
         return Err((
             0,
             format!(

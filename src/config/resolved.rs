@@ -346,7 +346,7 @@ impl OffloadParam {
 pub struct Aio {
     /// `block_size`: the bytes of a request, a multiple of 4 KiB and at most 16 MiB. Default 1 MiB.
     pub block_size: usize,
-    /// `queue_depth`: the number of requests in flight for each of `intra_op_parallelism`. Default 8.
+    /// `queue_depth`: the number of requests in flight per unit of `intra_op_parallelism`. Default 8.
     pub queue_depth: usize,
     /// `intra_op_parallelism`. Default 1.
     pub intra_op_parallelism: usize,
@@ -604,7 +604,7 @@ pub enum SchedulerConfig {
         lr_range_test_step_size: u64,
         /// The increase, as a multiple of the initial rate. Default 1.
         lr_range_test_step_rate: f64,
-        /// Whether the rate rises in stairs instead of continuously. Default false.
+        /// Whether the rate rises in a staircase instead of continuously. Default false.
         lr_range_test_staircase: bool,
     },
 }

@@ -19,7 +19,7 @@ const MARK_TEXT: &str =
 /// The number of letters and digits that make a name unique.
 const UNIQUE_CHARS: usize = 6;
 
-/// A folder for files that are not complete yet. It is removed with its content when this is dropped.
+/// A folder for files that are not complete yet. It is removed with its contents when this value is dropped.
 #[derive(Debug)]
 pub struct ScratchFolder {
     path: PathBuf,
@@ -74,7 +74,7 @@ impl ScratchFolder {
         &self.path
     }
 
-    /// Leaves the folder and its content to the user: it is no longer removed.
+    /// Leaves the folder and its contents to the user: it is no longer removed.
     pub fn keep(mut self) -> PathBuf {
         self.is_kept = true;
         _ = std::fs::remove_file(self.path.join(MARK));
@@ -125,7 +125,7 @@ fn is_marked(folder: &Path) -> bool {
     is_file && super::read(&mark, MARK_TEXT.len() as u64).is_ok_and(|text| MARK_TEXT.as_bytes().starts_with(&text))
 }
 
-/// Removes a folder and its content; the marker is removed last.
+/// Removes a folder and its contents; the marker is removed last.
 fn remove(folder: &Path) -> Result<()> {
     for entry in std::fs::read_dir(folder)?.flatten().filter(|entry| entry.file_name() != MARK) {
         match entry.file_type()?.is_dir() {
@@ -167,7 +167,7 @@ mod tests {
     fn what_a_killed_job_left_goes_and_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
-        // Folders of others with similar names.
+        // Folders with similar names that candle-zero did not create.
         for name in ["notes", "abcdef", "abcdefg", "abc-ef"] {
             std::fs::create_dir(at(&format!("{WRITING}{name}"))).unwrap();
             std::fs::write(at(&format!("{WRITING}{name}/thesis")), name).unwrap();

@@ -41,7 +41,7 @@ impl SimdLoop for DigestChunk<'_> {
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Absorbs one stripe: products of the halves of each word under a key that changes from stripe to stripe, and the word
-/// itself in the neighboring lane (the inner loop of XXH3, Collet 2019).
+/// itself in the neighbouring lane (the inner loop of XXH3, Collet 2019).
 #[inline(always)]
 fn absorb(stripe: &[u8; 8 * LANES], keys: &mut [u64; LANES], sums: &mut [u64; LANES]) {
     let (numbers, _) = stripe.as_chunks::<8>();

@@ -1,4 +1,4 @@
-//! Pooling and resampling of planes `[planes, height, width]` in f32: maxima, means, nearest-neighbor and bilinear
+//! Pooling and resampling of planes `[planes, height, width]` in f32: maxima, means, nearest-neighbour and bilinear
 //! interpolation.
 //!
 //! Each result depends on a few elements of its plane, and backward passes its gradient to the same elements.
@@ -137,7 +137,7 @@ impl InterpolationGrid {
             for ((top, bottom, down), y) in self.rows.iter().zip(y.chunks_exact_mut(self.columns.len())) {
                 let [top, bottom] = [top, bottom].map(|row| &x[row * self.size[1]..][..self.size[1]]);
                 for ((left, right, across), y) in self.columns.iter().zip(y) {
-                    // A neighbor with weight 0 is not read: it may be infinite.
+                    // A neighbour with weight 0 is not read: it may be infinite.
                     let between = |row: &[f32]| {
                         if *across == 0.0 { row[*left] } else { row[*left] * (1.0 - across) + row[*right] * across }
                     };

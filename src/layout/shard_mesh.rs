@@ -34,7 +34,7 @@ impl ShardMesh {
         Self { world_size, shards: world_size }
     }
 
-    /// Divides state within each group of `shards` neighboring ranks.
+    /// Divides state within each group of `shards` neighbouring ranks.
     ///
     /// # Panics
     /// If the groups would not have the same number of ranks.

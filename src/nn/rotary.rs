@@ -38,7 +38,9 @@ impl Rotary {
     /// No frequencies, or a frequency that is NaN or infinite.
     pub fn from_frequencies(ctx: usize, frequencies: Vec<f64>) -> Result<Self> {
         if frequencies.is_empty() || frequencies.iter().any(|frequency| !frequency.is_finite()) {
-            bail!("rotary: the frequencies are {frequencies:?}; each pair of a head needs a finite number")
+            bail!(
+                "rotary: the frequencies are {frequencies:?}; each pair of elements of a head needs a finite frequency"
+            )
         }
         let tables = Arc::new(rope::RotaryTable::new(ctx, &frequencies));
         Ok(Self {

@@ -1,4 +1,4 @@
-//! Resizes images and sequences by nearest-neighbor or linear interpolation.
+//! Resizes images and sequences by nearest-neighbour or linear interpolation.
 
 use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};

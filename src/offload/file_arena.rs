@@ -207,7 +207,7 @@ impl FileArena {
         let page = rustix::param::page_size();
         let (start, end) = (at / page * page, (at + len).next_multiple_of(page).min(map.len()));
         // SAFETY: the range is within the mapping. The mapping is shared, so releasing pages loses nothing: written
-        // data is in the page cache, and a thread that is copying a neighboring block in one of the pages gets the page
+        // data is in the page cache, and a thread that is copying a neighbouring block in one of the pages gets the page
         // back at once.
         unsafe {
             let start = map.as_mut_ptr().add(start);
@@ -243,7 +243,7 @@ impl FileArena {
             rustix::fs::fadvise(&self.cached, 0, None, advice).map_err(|errno| self.error("evict", errno.into()))
         };
         advise(Advice::DontNeed)?;
-        // When a page is examined, the system must not read its neighbors.
+        // When a page is examined, the system must not read its neighbours.
         advise(Advice::Random)?;
         let pages = lock(&self.reserved).bytes / ALIGN as u64;
         let is_there = |i: u64| {

@@ -86,7 +86,7 @@ impl IntFormat {
         match self {
             Self::Int8 => codes.iter_mut().zip(values).for_each(|(c, x)| *c = code(*x) as u8),
             Self::Int4 => {
-                // Pairs come from the two halves of a block, not from neighbors, because vectors are packed this way.
+                // Pairs come from the two halves of a block, not from neighbours, because vectors are packed this way.
                 let (low, high) = values.split_at(codes.len());
                 let pairs = codes.iter_mut().zip(low).zip(high);
                 pairs.for_each(|((c, low), high)| *c = (code(*low) & 0xf | code(*high) << 4) as u8);

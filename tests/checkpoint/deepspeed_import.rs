@@ -23,7 +23,7 @@ fn all<T: Fn()>(test: T) -> Vec<PathBuf> {
     let mut folders = tiny().to_vec();
     match std::fs::read_dir(&shared) {
         Ok(entries) => folders.extend(entries.map(|e| e.unwrap().path()).filter(|path| path.is_dir())),
-        Err(e) => skipped_in_part(test, format_args!("the larger checkpoints of {}: {e}", shared.display())),
+        Err(e) => skipped_in_part(test, format_args!("the larger checkpoints in {}: {e}", shared.display())),
     }
     folders
 }

@@ -277,8 +277,8 @@ fn a_folder_that_cannot_be_saved_into_is_found_without_a_save() {
             text.replace(dir.path().to_str().unwrap(), "DIR")
         };
         insta::assert_snapshot!(error(&dir.path().join("file")), @"the checkpoint DIR/file cannot be used: it is a file, but checkpoints are saved to a folder; give another path");
-        insta::assert_snapshot!(error(&dir.path().join("file/below")), @"the checkpoint DIR/file/below cannot be used: it cannot be written (File exists (os error 17)); correct that, or save elsewhere; earlier checkpoints are not affected");
-        insta::assert_snapshot!(error(Path::new("/proc/x")), @"the checkpoint /proc/x cannot be used: it cannot be written (No such file or directory (os error 2)); correct that, or save elsewhere; earlier checkpoints are not affected");
+        insta::assert_snapshot!(error(&dir.path().join("file/below")), @"the checkpoint DIR/file/below cannot be used: it cannot be written (File exists (os error 17)); correct this, or save elsewhere; earlier checkpoints are not affected");
+        insta::assert_snapshot!(error(Path::new("/proc/x")), @"the checkpoint /proc/x cannot be used: it cannot be written (No such file or directory (os error 2)); correct this, or save elsewhere; earlier checkpoints are not affected");
         // A refused call has no consequences.
         train(engine, 1)?;
         engine.check_save_dir(dir.path().join("new/ck"))?;

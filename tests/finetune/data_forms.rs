@@ -251,22 +251,22 @@ fn calls_of_tools_are_learned_in_each_form_or_the_record_is_refused() {
         );
         holds(
             &made(THOUGHTLESS, &text, TrainingTask::Generate, ""),
-            &["⟦fly({\"up\": 100})<|im_end|>⟧", "has tools that the template does not write"],
+            &["⟦fly({\"up\": 100})<|im_end|>⟧", "has tools that the template does not render"],
         );
         let without = made(CHATML, &text, TrainingTask::Generate, "");
-        holds(&without, &["refused", "the template does not write the tool_calls of message 2"]);
+        holds(&without, &["refused", "the template does not render the tool_calls of message 2"]);
     }
     // A value that is not an object stays a text, with a note.
     let text = format!(
         r#"{{"messages": [{ask}, {{"role": "assistant", "content": "", "tool_calls": [{{"type": "function", "function": {{"name": "fly", "arguments": "up"}}}}]}}]}}"#
     );
     holds(&made(TOOLS, &text, TrainingTask::Generate, ""), &["calls a tool with arguments that are not a JSON object"]);
-    // An answer with a call that the template does not write.
+    // An answer with a call that the template does not render.
     let text =
         format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": "Yes.", {calls}}}], "tools": {tools}}}"#);
     holds(
         &made(CHATML, &text, TrainingTask::Generate, ""),
-        &["⟦Yes.<|im_end|>⟧", "has tool_calls that the template does not write", "has tools that"],
+        &["⟦Yes.<|im_end|>⟧", "has tool_calls that the template does not render", "has tools that"],
     );
     // Tool results.
     let talk = r#"{"conversations": [{"from": "human", "value": "hi"}, {"from": "function_call", "value": "{\"name\":\"f\",\"arguments\":{}}"}, {"from": "observation", "value": "RESULT"}, {"from": "gpt", "value": "one"}], "tools": "[]"}"#;
@@ -410,20 +410,20 @@ fn what_the_template_does_not_write_of_an_answer_is_said() {
     );
     holds(
         &made(THOUGHTLESS, &thought, TrainingTask::Generate, ""),
-        &["⟦\n\n4<|im_end|>⟧", "has thoughts, up to </think>, that the template does not write"],
+        &["⟦\n\n4<|im_end|>⟧", "has thoughts, up to </think>, that the template does not render"],
     );
     holds(&made(CHATML, &thought, TrainingTask::Generate, ""), &["⟦<think>", "!thoughts"]);
     let reasoned = r#"{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}]}"#;
     holds(
         &made(CHATML, reasoned, TrainingTask::Generate, ""),
-        &["⟦4<|im_end|>⟧", "has reasoning_content that the template does not write"],
+        &["⟦4<|im_end|>⟧", "has reasoning_content that the template does not render"],
     );
     let silent = "{% for m in messages %}{% if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}";
     let text =
         format!("{{\"messages\": [{}, {}, {}]}}", turn("system", "S"), turn("user", "a"), turn("assistant", "b"));
     holds(
         &made(silent, &text, TrainingTask::Generate, ""),
-        &["⟦b<|im_end|>⟧", "has a system message that the template does not write completely"],
+        &["⟦b<|im_end|>⟧", "has a system message that the template does not render completely"],
     );
     let object = format!(
         "{{\"messages\": [{}, {}, {{\"role\": \"tool\", \"content\": {{\"t\": \"x\"}}}}, {}]}}",
@@ -612,7 +612,7 @@ proptest! {
         }
         for text in said {
             prop_assert!(
-                learned.contains(&text) || made.contains("refused") || made.contains("that the template does not write"),
+                learned.contains(&text) || made.contains("refused") || made.contains("that the template does not render"),
                 "{} is lost in:\n{}", text, made
             );
         }

@@ -95,7 +95,7 @@ fn a_run_on_a_model_by_its_name_fetches_it_once_and_ends_as_one_on_its_folder() 
     assert_eq!(Adapter::read(&by_name).unwrap().base.unwrap(), NAME);
     let files: Vec<&str> = said.lines().filter(|line| line.starts_with("zerorun: ")).collect();
     assert!(files.len() == 7 && files.contains(&"zerorun: model.safetensors, 397.2 KiB"), "{said}");
-    assert!(said.contains("org/tiny at commit 0123456789ab: 23.2 KiB of 5 files to fetch"), "{said}");
+    assert!(said.contains("org/tiny at commit 0123456789ab: fetching 23.2 KiB (5 files)"), "{said}");
 
     // Only the necessary files were fetched, once each. The ranks requested nothing.
     let requests = server.requests();
@@ -199,7 +199,7 @@ fn shards_are_those_of_the_index() {
     let index = r#"{"weight_map": {"a": "model-00009-of-00009.safetensors"}}"#;
     let home = tempfile::tempdir().unwrap();
     let server = Server::start(&path("models/qwen3"), &[("model.safetensors.index.json", index)]);
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: org/tiny has no model-00009-of-00009.safetensors: model.safetensors.index.json names it; use another revision");
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: org/tiny has no model-00009-of-00009.safetensors: the repository is incomplete (model.safetensors.index.json lists this file); use another revision");
     let home = tempfile::tempdir().unwrap();
     let index = r#"{"weight_map": {"a": "../../../../token"}}"#;
     let server = Server::start(&path("models/qwen3"), &[("model.safetensors.index.json", index)]);
@@ -236,7 +236,7 @@ fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
     // No response delivers any byte after the first 1000.
     server.set(Faults { ends: vec![1000; 9], ..Faults::default() });
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: received only 1000 B of 397.2 KiB of model.safetensors in org/tiny (Peer disconnected, several times); the received part is kept: run the command again to resume from there");
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: received only 1000 B of the 397.2 KiB of model.safetensors in org/tiny (after several attempts; the last one failed: Peer disconnected); the received part is kept: run the command again to resume from there");
     assert_eq!(of_weights(&server).len(), 4);
     let content = home.path().join("hub/models--org--tiny/blobs").join(digest(server.file("model.safetensors")));
     let part = PathBuf::from(format!("{}.candle-zero.part", content.display()));
@@ -267,7 +267,7 @@ fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     std::fs::remove_file(&content).unwrap();
     std::fs::remove_dir_all(home.path().join("out")).unwrap();
     server.set(Faults { wrong_bytes: 2, ..Faults::default() });
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: model.safetensors of org/tiny did not match its checksum, twice; something changes it in transit: check HF_ENDPOINT and proxies");
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: model.safetensors of org/tiny did not match its checksum in two downloads; something is changing it in transit: check HF_ENDPOINT and proxies");
     assert!(!content.exists() && !part.exists());
 }
 
@@ -293,7 +293,7 @@ fn a_private_model_comes_with_the_right_token_which_no_other_host_sees() {
     private();
     insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: there is no public repository org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)
 ");
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[("HF_TOKEN", "hf_wrong")]), @"zerorun: this token gives access to no repository org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[("HF_TOKEN", "hf_wrong")]), @"zerorun: this token can access no repository named org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)
 ");
     private();
     // The file in which huggingface_hub stores the token.
@@ -321,10 +321,10 @@ fn what_cannot_be_fetched_is_refused_with_what_to_do() {
     insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "Cargo.toml")]), @"zerorun: SSL_CERT_FILE is Cargo.toml, but must be a file with certificates in PEM format");
     insta::assert_snapshot!(plain(NAME, &[("HF_ENDPOINT", "http://127.0.0.1:9")]), @"zerorun: cannot reach http://127.0.0.1:9 for the list of files of org/tiny: io: Connection refused (os error 111); check the network, HTTPS_PROXY and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use files fetched before, or give a folder");
     insta::assert_snapshot!(refused("config.json", 403, "GatedRepo", "Access to model org/tiny is restricted."), @"zerorun: config.json of org/tiny requires accepting the model's conditions: accept them at ENDPOINT/org/tiny, and give a token of the account that did (HF_TOKEN)");
-    insta::assert_snapshot!(refused("config.json", 403, "", "Your token has no right to this."), @"zerorun: ENDPOINT refuses config.json of org/tiny (HTTP 403): Your token has no right to this; give a token of an account that may read it (HF_TOKEN)");
-    insta::assert_snapshot!(refused("", 401, "", "Invalid credentials in Authorization header"), @"zerorun: ENDPOINT refuses the list of files of org/tiny (HTTP 401): Invalid credentials in Authorization header; give a token of an account that may read it (HF_TOKEN)");
-    insta::assert_snapshot!(refused("", 429, "", ""), @"zerorun: ENDPOINT answered HTTP 429 to the request for the list of files of org/tiny; too many requests came from this address: wait a few minutes, or give a token (HF_TOKEN)");
-    insta::assert_snapshot!(refused("", 502, "", ""), @"zerorun: ENDPOINT answered HTTP 502 to the request for the list of files of org/tiny; try again later");
+    insta::assert_snapshot!(refused("config.json", 403, "", "Your token has no right to this."), @"zerorun: ENDPOINT refuses access to config.json of org/tiny (HTTP 403): Your token has no right to this; give a token of an account that may read it (HF_TOKEN)");
+    insta::assert_snapshot!(refused("", 401, "", "Invalid credentials in Authorization header"), @"zerorun: ENDPOINT refuses access to the list of files of org/tiny (HTTP 401): Invalid credentials in Authorization header; give a token of an account that may read it (HF_TOKEN)");
+    insta::assert_snapshot!(refused("", 429, "", ""), @"zerorun: ENDPOINT answered the request for the list of files of org/tiny with HTTP 429; too many requests came from this address: wait a few minutes, or give a token (HF_TOKEN)");
+    insta::assert_snapshot!(refused("", 502, "", ""), @"zerorun: ENDPOINT answered the request for the list of files of org/tiny with HTTP 502; try again later");
     insta::assert_snapshot!(refused("", 404, "", ""), @"zerorun: there is no public repository org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)");
     let text = with(Faults { size: Some(1 << 60), ..Faults::default() });
     let (before, after) = (text.find("where ").unwrap() + 6, text.find(" is free").unwrap());

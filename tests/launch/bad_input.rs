@@ -257,7 +257,7 @@ fn models_that_there_are_not() {
     "#);
     folder.write("huge.json", config(json!({"train_batch_size": 1_000_000_000_000u64})).to_string());
     insta::assert_snapshot!(folder.mistake("--ds_config huge.json"), @r#"
-    error: huge.json: line 1, column 53: `train_batch_size`: 1000000000000 samples per step on 1 rank are 1000000000000 per rank in each forward pass; the maximum is 4294967296: set gradient_accumulation_steps, or use a smaller batch
+    error: huge.json: line 1, column 53: `train_batch_size`: 1000000000000 samples per step on 1 rank amount to 1000000000000 per rank in each forward pass; the maximum is 4294967296: set gradient_accumulation_steps, or use a smaller batch
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -364,7 +364,7 @@ fn outputs_that_cannot_be_written() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("--save /proc/x"), @r#"
-    error: the checkpoint /proc/x cannot be used: it cannot be written (No such file or directory (os error 2)); correct that, or save elsewhere; earlier checkpoints are not affected
+    error: the checkpoint /proc/x cannot be used: it cannot be written (No such file or directory (os error 2)); correct this, or save elsewhere; earlier checkpoints are not affected
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -379,8 +379,8 @@ fn metrics_on_a_full_disk_end_and_training_goes_on() {
     let told: Vec<&str> = errors.lines().filter(|line| line.contains("/dev/full")).collect();
     assert_eq!(
         told,
-        ["cannot write /dev/full: No space left on device (os error 28): training continues, and the metrics end \
-             here"]
+        ["cannot write /dev/full: No space left on device (os error 28): training continues, but no more metrics \
+             are written"]
     );
 }
 

@@ -27,7 +27,7 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// `zero` with the optimizer's states, the parameters or both in files of `folder`.
+/// `zero` with the optimizer's states, the parameters or both in files in `folder`.
 fn offloaded(zero: &Value, folder: &Path, optimizer: Value, param: Value) -> Value {
     let mut zero = zero.clone();
     for (key, section) in [("offload_optimizer", optimizer), ("offload_param", param)] {

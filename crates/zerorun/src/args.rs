@@ -192,7 +192,7 @@ struct ZerorunArguments {
     command: Vec<OsString>,
 }
 
-/// The launcher that starts the ranks on the hosts of a hostfile, with DeepSpeed's names.
+/// The launcher that starts the ranks on the hosts in a hostfile, with DeepSpeed's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum HostLauncherFlag {
     /// zerorun on each host, by ssh
@@ -546,10 +546,12 @@ mod tests {
         assert_eq!((node.nodes, node.min_nodes, node.node, node.master_addr.as_str()), (4, 2, 3, "first"));
         assert!(matches!(typed("--nnodes 1 x.rs").unwrap().job_hosts, JobHosts::Alone));
         let JobHosts::Hosts(hosts) = typed("-H hosts -e a:1 --num_gpus 2 x.rs").unwrap().job_hosts else {
-            panic!("the hosts of a file")
+            panic!("the hosts in a hostfile")
         };
         assert_eq!((hosts.selection.exclude.as_str(), hosts.selection.num_gpus), ("a:1", Some(2)));
-        let JobHosts::Hosts(hosts) = typed("-H hosts x.rs").unwrap().job_hosts else { panic!("the hosts of a file") };
+        let JobHosts::Hosts(hosts) = typed("-H hosts x.rs").unwrap().job_hosts else {
+            panic!("the hosts in a hostfile")
+        };
         assert_eq!(hosts.selection, HostSelection::default());
     }
 
@@ -585,7 +587,7 @@ mod tests {
     fn a_hostfile_says_more_than_the_variables() {
         let options =
             beside("PET_NNODES=2 PET_NPROC_PER_NODE=4 PET_MASTER_ADDR=b PET_MAX_RESTARTS=2", "-H hosts x.rs").unwrap();
-        let JobHosts::Hosts(hosts) = options.job_hosts else { panic!("the hosts of a file") };
+        let JobHosts::Hosts(hosts) = options.job_hosts else { panic!("the hosts in a hostfile") };
         assert_eq!((hosts.selection, hosts.master_addr, options.max_restarts), (HostSelection::default(), None, 0));
     }
 
@@ -622,7 +624,7 @@ mod tests {
         assert_eq!(hosts("-H hosts --launcher mpich x.rs"), Some((MpirunFlavor::Mpich, vec![])));
         let quoted = ["zerorun", "-H", "hosts", "--launcher", "OpenMPI", "--launcher_args", "--bind-to none", "x.rs"];
         let JobHosts::Hosts(hosts) = read(quoted.map(OsString::from)).unwrap().job_hosts else {
-            panic!("the hosts of a file")
+            panic!("the hosts in a hostfile")
         };
         let MpirunOptions { kind, args } = hosts.mpirun.unwrap();
         assert_eq!((kind, args), (MpirunFlavor::OpenMpi, vec!["--bind-to".into(), "none".into()]));

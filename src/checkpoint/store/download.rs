@@ -130,7 +130,7 @@ async fn missing(bucket: &ObjectBucket, tag: &str) -> Result<std::result::Result
     Ok(if missing.is_empty() { Ok(manifest.global_steps) } else { Err(format!("it lacks {}", list(&missing))) })
 }
 
-/// Downloads the files of `tag` into `dir`, replacing its content, and checks every byte. Until the result is dropped,
+/// Downloads the files of `tag` into `dir`, replacing its contents, and checks every byte. Until the result is dropped,
 /// no other job writes there.
 pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: bool) -> Result<FolderLock> {
     let manifest = bucket.manifest(tag).await?;

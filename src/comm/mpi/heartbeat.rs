@@ -69,7 +69,8 @@ impl HostHeartbeat {
             let (mut last_turn, mut next_beat) = (Instant::now(), Instant::now());
             while !stopped.load(Ordering::Relaxed) && !link.has_failed() {
                 let now = Instant::now();
-                // A suspended job does not listen, so the time of the suspension is not silence of the others.
+                // A suspended job does not listen, so the time for which it was suspended does not count as silence
+                // from the others.
                 let passed = now.duration_since(last_turn).min(HEARTBEAT_INTERVAL);
                 let beats = now >= next_beat;
                 (last_turn, next_beat) = (now, if beats { now + HEARTBEAT_INTERVAL } else { next_beat });

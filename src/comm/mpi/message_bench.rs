@@ -19,7 +19,7 @@ type Result<T> = std::result::Result<T, CommError>;
 
 impl MpiRank {
     /// Sends `bytes` from this host to the next one, and receives as many from the previous one, all ranks of a host
-    /// together. All ranks call it at the same time, while no collective is in progress.
+    /// together. All ranks must call this at the same time, while no collective is in progress.
     ///
     /// # Errors
     /// MPI failed, or a rank has given up.

@@ -29,7 +29,7 @@ struct HostIdentity {
 }
 
 impl HostIdentity {
-    /// Identifies this host: its name, its boot ID, and the namespaces of processes and network addresses.
+    /// Identifies this host: its name, its boot ID, and its PID and network namespaces.
     fn here() -> Self {
         let kernel = |file: &str| std::fs::read_to_string(format!("/proc/sys/kernel/{file}")).unwrap_or_default();
         let (name, boot) = (kernel("hostname").trim().to_string(), kernel("random/boot_id"));
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn ranks_of_a_host_with_others_between_them_are_refused() {
-        insta::assert_snapshot!(of("aba", 0).unwrap_err(), @"ranks 0 and 2 are on host host-a, but ranks between them are not: the ranks of a host must be consecutive; start them by slots (mpirun --map-by slot, srun --distribution block)");
+        insta::assert_snapshot!(of("aba", 0).unwrap_err(), @"ranks 0 and 2 are on host host-a, but ranks between them are not: the ranks of a host must be consecutive; place them slot by slot (mpirun --map-by slot, srun --distribution block)");
     }
 
     #[test]

@@ -105,7 +105,7 @@ impl ShmExchange {
         self.pieces.region().world_size()
     }
 
-    /// Sets the thread that runs the next collective: the one that needs its result, or the comm thread next to a
+    /// Sets the thread that runs the next collective: the one that needs its result, or the comm thread, alongside a
     /// thread that computes.
     pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThread) {
         self.spin_limits = match (self.roomy, runner) {

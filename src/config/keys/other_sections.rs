@@ -124,7 +124,7 @@ const COMET: &[super::ConfigKey] = keys! {
     "samples_log_interval": POSITIVE, "100", S, "Samples between two records.";
     "project": Str, "null", S, "Project.";
     "workspace": Str, "null", S, "Workspace.";
-    "api_key": Str, "null", S, "Key of the service.";
+    "api_key": Str, "null", S, "API key.";
     "experiment_name": Str, "null", S, "Name of the run.";
     "experiment_key": Str, "null", S, "Key of the run.";
     "online": Bool, "null", S, "Send immediately.";
@@ -217,7 +217,7 @@ const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
     "autoep_size": INT, "1", S, "Ranks that share the experts.";
     "expert_tensor_parallel_size": INT, "1", S, "Ranks that share one expert.";
     "validate_folding_routing": Bool, "false", S, "Check routing.";
-    "async_split_plan": Bool, "false", S, "Plan ahead.";
+    "async_split_plan": Bool, "false", S, "Copy the numbers of tokens that ranks exchange to the host on a separate stream.";
     "preset_model": Any, "null", S, "Known model.";
     "moe_layer_pattern": Any, "null", S, "Names of layers.";
     "expert_pattern": Any, "null", S, "Names of experts.";
@@ -235,7 +235,7 @@ const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
     "comm_qp_margin": INT, "4", S, "Queue margin.";
     "comm_max_tokens_per_rank": INT, "0", S, "Maximum number of tokens per rank.";
     "num_expert_groups": Any, "null", S, "Groups of experts.";
-    "num_limited_groups": Any, "null", S, "Groups used.";
+    "num_limited_groups": Any, "null", S, "Number of expert groups that a token may use.";
     "score_func": Any, "\"auto\"", S, "Routing function.";
     "top_k": Any, "\"auto\"", S, "Experts per token.";
     "load_balance_coeff": Any, "null", S, "Must be null.";
@@ -273,8 +273,8 @@ const WEIGHT_QUANTIZATION: &[super::ConfigKey] = keys! {
 const DATA_EFFICIENCY: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", R, "Select samples or tokens, which would change the training data.";
     "seed": INT, "1234", R, "Seed for sampling.";
-    "data_sampling": Object, "{}", S, "Which samples.";
-    "data_routing": Object, "{}", S, "Which tokens.";
+    "data_sampling": Object, "{}", S, "Selection of samples.";
+    "data_routing": Object, "{}", S, "Selection of tokens.";
 };
 
 const DATA_SAMPLING: &[super::ConfigKey] = keys! {

@@ -60,7 +60,7 @@ struct SgdMomentum {
     }
 };
 
-// Four neighbors, read and written together.
+// Four neighbours, read and written together.
 template <class T>
 struct alignas(4 * sizeof(T)) Four {
     T at[4];

@@ -148,8 +148,8 @@ impl NcclMember {
         waited.inspect_err(|why| self.fail(why))
     }
 
-    /// Ends the communicator and everything in progress. `why` is the reason, unless an earlier one exists. Streams
-    /// continue, without results.
+    /// Ends the communicator and everything in progress. `why` is the reason, unless an earlier one exists. Work on
+    /// the streams continues, but its results are meaningless.
     pub fn fail(&self, why: &NcclError) {
         self.fail_locked(&mut lock(&self.state), why);
     }
@@ -157,7 +157,8 @@ impl NcclMember {
     fn fail_locked(&self, state: &mut NcclCommState, why: &NcclError) {
         state.failure.get_or_insert_with(|| why.clone());
         if let Some(OwnedNcclComm(comm)) = state.comm.take() {
-            // SAFETY: an existing communicator, taken out of its only place.
+            // SAFETY: the communicator exists. It was taken out of the only place that holds it, so nothing uses it
+            // afterwards.
             unsafe { (self.library.abort)(comm) };
         }
     }
@@ -223,9 +224,9 @@ impl NcclMember {
 impl Drop for NcclMember {
     fn drop(&mut self) {
         let Some(OwnedNcclComm(comm)) = lock(&self.state).comm.take() else { return };
-        // SAFETY: an existing communicator, taken out of its only place. If no collective is in progress, destroying it
-        // is quick. If collectives have not ended, if a peer has failed or if this rank panics, it is aborted, which is
-        // quick too.
+        // SAFETY: the communicator exists. It was taken out of the only place that holds it, so nothing uses it
+        // afterwards. If no collective is in progress, destroying it is quick. If collectives have not ended, if a peer
+        // has failed or if this rank panics, it is aborted, which is quick too.
         unsafe {
             match std::thread::panicking() || self.leave(comm).is_err() {
                 false => (self.library.destroy)(comm),
@@ -266,8 +267,8 @@ impl NcclLaunch<'_> {
         Ok(self.state.room.as_ref().map_or(0, |room| room.device_ptr(wire).0))
     }
 
-    /// Sums `count` elements of every rank's `from` for each rank, in any order. `to` may be this rank's part of
-    /// `from`.
+    /// Adds up the `from` of all ranks, in any order, and gives each rank `count` elements of the sum. `to` may be this
+    /// rank's part of `from`.
     ///
     /// # Safety
     /// Same as for [`all_gather`](Self::all_gather), with size x count elements at `from` and count at `to`.

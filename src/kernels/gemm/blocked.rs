@@ -291,7 +291,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     }
 
     /// Returns the number of steps of `b` that are packed together. If columns are contiguous, panels are packed one
-    /// after the other. Otherwise, a few steps of all panels are packed in turn, so that neighbors in a row are read
+    /// after the other. Otherwise, a few steps of all panels are packed in turn, so that neighbours in a row are read
     /// together.
     fn turn(&self) -> usize {
         if self.b.inner_stride == 1 { usize::MAX } else { PREFETCH_STEPS }

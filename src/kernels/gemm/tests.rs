@@ -32,7 +32,7 @@ fn each_level_has_a_method_of_its_own() {
     assert_eq!(methods.len(), InstructionSet::available().count());
 }
 
-/// Returns the relative distance between neighboring numbers.
+/// Returns the relative distance between neighbouring numbers.
 fn epsilon<E: Element>() -> f64 {
     match E::KIND {
         crate::kernels::element::ElementDtype::F32 => 1.2e-7,

@@ -61,7 +61,7 @@ impl Avx512Bf16 {
         }
     }
 
-    /// Returns words of neighbors in bf16: first the numbers of `first`, then those of `second`.
+    /// Returns words of neighbours in bf16: first the numbers of `first`, then those of `second`.
     #[inline(always)]
     pub(crate) unsafe fn row(first: Self, second: Self) -> Self {
         // SAFETY: the caller is inside `with`; types of the same 64 bytes.

@@ -1,4 +1,4 @@
-//! Vectors of f32 in registers, with which products and attention are written once for all SIMD levels.
+//! Vectors of f32 in registers, used to write products and attention once for all SIMD levels.
 //!
 //! A kernel is a function that is generic over [`SimdVector`], is marked `#[inline(always)]` like every method here,
 //! and is called inside [`SimdVector::with`], which compiles it for the instructions of the vector.
@@ -34,7 +34,7 @@ pub(crate) const MAX_LANES: usize = 16;
 /// The argument of [`SimdVector::transpose`], which uses the first [`SimdVector::LANES`] vectors.
 pub(crate) type TransposeBlock<V> = [V; MAX_LANES];
 
-/// A vector of f32. A lane may also hold 32 bits of other data, with which f32 arithmetic is not done.
+/// A vector of f32. A lane may also hold 32 bits of other data, on which no f32 arithmetic is performed.
 ///
 /// # Safety
 /// Every method except [`SimdVector::with`] may be called only inside it, because the methods inline the vector's

@@ -1,4 +1,4 @@
-//! 32-bit words along the inner dimension of a product: one f32, or two neighboring bf16. Elements of f16, and of bf16
+//! 32-bit words along the inner dimension of a product: one f32, or two neighbouring bf16. Elements of f16, and of bf16
 //! on processors without the bf16 instructions, are widened to f32.
 
 #[cfg(target_arch = "x86_64")]
@@ -38,7 +38,7 @@ pub(crate) trait PackElementsToWords<E: Element>: PackedWords {
     /// `n` elements can be read.
     unsafe fn along(from: *const E, n: usize) -> Self::V;
 
-    /// Returns one word for each of `n` neighbors across the inner dimension, and zeros in the other lanes. The
+    /// Returns one word for each of `n` neighbours across the inner dimension, and zeros in the other lanes. The
     /// elements of a word are `stride` apart. `depth` of them exist, and the others are 0.
     ///
     /// # Safety

@@ -35,9 +35,9 @@ pub(crate) enum CollectiveOp {
     AllReduce,
     ReduceScatter,
     AllGather,
-    /// An all-gather within each group of this number of neighboring ranks.
+    /// An all-gather within each group of this number of neighbouring ranks.
     GatherWithin(usize),
-    /// A sum over all ranks, scattered within each group of this number of neighboring ranks.
+    /// A sum over all ranks, scattered within each group of this number of neighbouring ranks.
     ReduceToGroups(usize),
 }
 

@@ -191,7 +191,7 @@ pub(super) fn find(
     for answer in answers {
         let (target, has_end) = turns
             .target(&text, &trace.points, answer)
-            .ok_or(FinetuneError::Spans { message: answer + 1, reason: "the template does not write its content" })?;
+            .ok_or(FinetuneError::Spans { message: answer + 1, reason: "the template does not render its content" })?;
         targets.push((target, answer));
         if !has_end {
             endless.push(answer);

@@ -101,12 +101,12 @@ impl OmittedTexts {
                 TextFoundInRendering::Some
                     if key == "content" && THINKING_TAGS.iter().any(|tag| text.contains(tag)) =>
                 {
-                    self.add_remark("have thoughts, up to </think>, that the template does not write");
+                    self.add_remark("have thoughts, up to </think>, that the template does not render");
                 }
                 TextFoundInRendering::Some => {
-                    self.add_remark(format!("have {key} that the template does not write completely"))
+                    self.add_remark(format!("have {key} that the template does not render completely"))
                 }
-                TextFoundInRendering::None => self.add_remark(format!("have {key} that the template does not write")),
+                TextFoundInRendering::None => self.add_remark(format!("have {key} that the template does not render")),
             }
         }
     }
@@ -118,7 +118,7 @@ impl OmittedTexts {
         let role = role.as_str().unwrap_or_default();
         for (_, own, marked_text) in texts_of(conversation, traced, message) {
             if part(&own, marked_text, traced, text) != TextFoundInRendering::All {
-                self.add_remark(format!("have a {role} message that the template does not write completely"));
+                self.add_remark(format!("have a {role} message that the template does not render completely"));
             }
         }
         let content = field(&conversation.messages[message], "content");

@@ -85,8 +85,8 @@ impl DateTime {
     }
 }
 
-/// Formats the time `seconds` after 1970 in UTC as Python's strftime does. `%-d` is `%d` without leading zeros or
-/// blanks. Unknown directives are left unchanged.
+/// Formats the time `seconds` after the start of 1970 in UTC as Python's strftime does. `%-d` is `%d` without leading
+/// zeros or blanks. Unknown directives are left unchanged.
 pub(super) fn strftime(format: &str, seconds: u64) -> String {
     let time = DateTime::new(seconds);
     let (mut text, mut rest) = (String::new(), format.chars());

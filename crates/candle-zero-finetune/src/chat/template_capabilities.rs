@@ -18,12 +18,12 @@ pub(super) struct TemplateCapabilities {
 /// The form in which the arguments of a call must be passed so that they are written as JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum ToolArgumentsFormat {
-    /// Unchanged: the template writes both forms in the same way, or writes neither.
+    /// Unchanged: the template renders both forms in the same way, or renders neither.
     #[default]
     Any,
-    /// An object, which the template writes as JSON. The template would encode a JSON text a second time.
+    /// An object, which the template renders as JSON. The template would encode a JSON text a second time.
     Object,
-    /// A JSON text, which the template writes unchanged.
+    /// A JSON text, which the template renders unchanged.
     Text,
 }
 
@@ -116,7 +116,7 @@ fn reads_parts(template: &impl ChatRenderer) -> bool {
     ["user", "assistant"].iter().all(|role| text(role).as_ref().is_some_and(is_plain))
 }
 
-/// Determines how a template writes the arguments of a call.
+/// Determines how a template renders the arguments of a call.
 fn arguments_of(template: &impl ChatRenderer) -> ToolArgumentsFormat {
     let text = r#"{"zkey": "zvalue"}"#;
     let rendered = |arguments: Value| {

@@ -201,8 +201,8 @@ impl Tokenizer {
     }
 }
 
-/// Finds added tokens that prevent the library from encoding. A token that the normalizer reduces to nothing is found
-/// everywhere, and the search never ends. If the normalizer makes two tokens equal, the library finds one of them at
+/// Finds added tokens that prevent the tokenizers crate from encoding. A token that the normalizer reduces to nothing is
+/// found everywhere, and the search never ends. If the normalizer makes two tokens equal, the crate finds one of them at
 /// random, differently in each process.
 fn problem_of_added_tokens(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Option<String>> {
     let Some(normalizer) = inner.get_normalizer() else { return Ok(None) };

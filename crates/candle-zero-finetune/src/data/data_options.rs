@@ -35,7 +35,7 @@ pub struct DataOptions {
     pub ctx: usize,
     /// The handling of longer samples.
     pub overlong: Truncation,
-    /// Whether a record that cannot be used is an error, rather than counted.
+    /// Whether a record that cannot be used causes an error instead of being skipped and counted.
     pub strict: bool,
     /// The names of the labels, in the order of their indices. If empty, all labels of the files are used, sorted.
     pub labels: Vec<String>,

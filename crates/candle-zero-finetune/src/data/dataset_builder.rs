@@ -295,20 +295,20 @@ impl DatasetBuilder<'_> {
         for (message, keys) in omitted.lost {
             if is_learned(message) {
                 return Err(format!(
-                    "the template does not write the {keys} of message {}, so an empty answer would be learned; use a \
+                    "the template does not render the {keys} of message {}, so an empty answer would be learned; use a \
                      model whose chat template does, or omit the record",
                     message + 1
                 ));
             }
-            notes.push(RecordNote::Remark(format!("have an earlier answer whose {keys} the template does not write")));
+            notes.push(RecordNote::Remark(format!("have an earlier answer whose {keys} the template does not render")));
         }
         notes.extend(omitted.remarks.into_iter().map(RecordNote::Remark));
         if conversation.tools.len().is_some_and(|tools| tools > 0) && !template.mentions("tools") {
-            notes.push(RecordNote::Remark("have tools that the template does not write".into()));
+            notes.push(RecordNote::Remark("have tools that the template does not render".into()));
         }
         if conversation.messages.iter().any(|message| template.keeps_text(message)) {
             let why =
-                "call a tool with arguments that are not a JSON object: the template writes them as a quoted string";
+                "call a tool with arguments that are not a JSON object: the template renders them as a quoted string";
             notes.push(RecordNote::Remark(why.into()));
         }
         if traced.endless.iter().any(|message| is_learned(*message)) {

@@ -249,7 +249,7 @@ impl<'a> HubClient<'a> {
             (401 | 403, _) => HubError::Refused { repository, file, endpoint, status, said, has_token }.into(),
             (404, _) if file == LISTING_NAME => HubError::NoRepository { repository, endpoint, has_token }.into(),
             (408 | 416 | 500..=504, _) => {
-                RequestFailure::Passing(format!("{endpoint} answered HTTP {status}"), Some(status))
+                RequestFailure::Passing(format!("{endpoint} answered with HTTP {status}"), Some(status))
             }
             _ => self.no_answer(&file, status, said).into(),
         })

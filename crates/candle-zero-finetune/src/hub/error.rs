@@ -26,7 +26,7 @@ pub enum HubError {
     #[error(
         "{} {repository} at {endpoint}, and no local file or folder has that name; check its spelling, and for a private \
          repository give a token of an account that may read it (HF_TOKEN)",
-        if *has_token { "this token gives access to no repository" } else { "there is no public repository" }
+        if *has_token { "this token can access no repository named" } else { "there is no public repository" }
     )]
     NoRepository {
         /// The repository.
@@ -61,7 +61,7 @@ pub enum HubError {
     },
     /// A token that is refused or missing.
     #[error(
-        "{endpoint} refuses {file} of {repository} (HTTP {status}){}; {}",
+        "{endpoint} refuses access to {file} of {repository} (HTTP {status}){}; {}",
         if said.is_empty() { String::new() } else { format!(": {said}") },
         if *has_token { "give a token that may read it (HF_TOKEN); this one is not accepted" }
         else { "give a token of an account that may read it (HF_TOKEN)" }
@@ -106,7 +106,7 @@ pub enum HubError {
         reason: String,
     },
     /// A server that answers with an error status.
-    #[error("{endpoint} answered HTTP {status} to the request for {file} of {repository}{}; {}",
+    #[error("{endpoint} answered the request for {file} of {repository} with HTTP {status}{}; {}",
         if said.is_empty() { String::new() } else { format!(" ({said})") },
         if *status == 429 { "too many requests came from this address: wait a few minutes, or give a token (HF_TOKEN)" }
         else { "try again later" }
@@ -140,8 +140,8 @@ pub enum HubError {
     },
     /// A file that was not downloaded completely.
     #[error(
-        "received only {done} of {size} of {file} in {repository} ({reason}, several times); the received part is kept: \
-         run the command again to resume from there"
+        "received only {done} of the {size} of {file} in {repository} (after several attempts; the last one failed: \
+         {reason}); the received part is kept: run the command again to resume from there"
     )]
     Interrupted {
         /// The repository.
@@ -157,8 +157,8 @@ pub enum HubError {
     },
     /// A file whose content does not match its checksum.
     #[error(
-        "{file} of {repository} did not match its checksum, twice; something changes it in transit: check HF_ENDPOINT \
-         and proxies"
+        "{file} of {repository} did not match its checksum in two downloads; something is changing it in transit: check \
+         HF_ENDPOINT and proxies"
     )]
     Damaged {
         /// The repository.

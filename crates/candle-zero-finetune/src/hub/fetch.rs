@@ -39,8 +39,8 @@ impl Repository {
     ///
     /// # Errors
     /// A repository or revision that does not exist or may not be read; a repository without a model in safetensors; a
-    /// Hub that cannot be reached; bytes that do not arrive; a full disk. The received part of a file is kept, and the
-    /// next call resumes after it.
+    /// Hub that cannot be reached; a download that stalls or is cut off; a full disk. The received part of a file is
+    /// kept, and the next call resumes after it.
     pub fn fetch(&self, parts: FileSelection, tell: &mut dyn FnMut(FetchProgress<'_>)) -> Result<PathBuf> {
         let settings = HubSettings::from_env()?;
         if settings.is_offline {
@@ -71,7 +71,12 @@ impl Repository {
                 for shard in &shards {
                     // The name becomes part of an address.
                     if !is_part(shard) || !names.contains(shard.as_str()) {
-                        return Err(fetch.lacks(shard, format!("{INDEX_OF_FOLDER} names it; use another revision")));
+                        return Err(fetch.lacks(
+                            shard,
+                            format!(
+                                "the repository is incomplete ({INDEX_OF_FOLDER} lists this file); use another revision"
+                            ),
+                        ));
                     }
                 }
                 fetch.complete(shards.iter().map(String::as_str).collect())?;
@@ -165,7 +170,7 @@ impl SnapshotFetch<'_, '_> {
             let (commit, folder) = (&self.commit[..self.commit.len().min(12)], folder.display());
             let bytes = binary(needed);
             notice::emit(&format!(
-                "{repository} at commit {commit}: {bytes} of {} to fetch into {folder}",
+                "{repository} at commit {commit}: fetching {bytes} ({}) into {folder}",
                 counted(count, "file")
             ));
         }

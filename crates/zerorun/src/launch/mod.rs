@@ -50,7 +50,7 @@ use std::time::Duration;
 pub(crate) enum JobHosts {
     /// On this host.
     Alone,
-    /// On the hosts of a file; this launcher starts a launcher on each.
+    /// On the hosts in a hostfile; this launcher starts a launcher on each.
     Hosts(nodes::ssh::MultiHostOptions),
     /// On several hosts, on each of which something else starts a launcher.
     Nodes(nodes::NodeOptions),
@@ -134,7 +134,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
     });
     let several = !matches!(options.job_hosts, JobHosts::Alone);
     if several && recorded.is_some() {
-        eprint("zerorun: no timeline is recorded: it is only available on one host");
+        eprint("zerorun: no timeline is recorded: timelines are available only on a single host");
     }
     let recorded = recorded.filter(|_| !several);
     let recorded = recorded.as_deref().map(timeline::JobTimeline::begin).transpose()?;
@@ -172,7 +172,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         (_, None) => restarts::run_by(options.backend, job, &rule),
     };
     match recorded.map(timeline::JobTimeline::finish) {
-        Some(Ok(summary)) => eprint(&format!("zerorun: {summary}; open it in https://ui.perfetto.dev")),
+        Some(Ok(summary)) => eprint(&format!("zerorun: {summary}; open it at https://ui.perfetto.dev")),
         // The result of the job takes precedence.
         Some(Err(error)) => eprint(&format!("zerorun: {error}")),
         None => {}

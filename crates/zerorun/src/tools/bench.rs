@@ -122,9 +122,9 @@ impl NetworkBenchArguments {
 fn network_table(network: &network_bench::NetworkMeasurement) -> String {
     let ranks: Vec<String> = network.hosts.iter().map(usize::to_string).collect();
     let mut text = format!(
-        "{} with {} ranks; {:.1} us one way; buffers of {:.1} MiB\n\n{:32}{:>16}{:>12}{:>16}{:>20}\n",
+        "{} with {} ranks; one-way latency {:.1} us; buffers of {:.1} MiB\n\n{:32}{:>16}{:>12}{:>16}{:>20}\n",
         counted(ranks.len(), "host"),
-        ranks.join(", "),
+        ranks.join(" + "),
         network.one_way_s * 1e6,
         network.bytes as f64 / f64::from(1 << 20),
         "fastest of 3",

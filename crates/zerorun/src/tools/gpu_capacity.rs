@@ -63,8 +63,8 @@ impl GpuCapacity {
                 binary(left)
             ),
             None => format!(
-                "of the {has} of each GPU ({name}), model state takes at most {takes}: it does not fit, and {} is \
-                 missing; use a higher stage, more ranks, or offload_optimizer and offload_param",
+                "of the {has} of each GPU ({name}), model state takes at most {takes}: it does not fit ({} more is \
+                 needed); use a higher stage, more ranks, or offload_optimizer and offload_param",
                 binary(need - bytes)
             ),
         }
@@ -111,6 +111,6 @@ mod tests {
     fn a_verdict_has_what_is_left_or_missing() {
         let gpu = GpuCapacity { name: "24GiB".into(), bytes: 24 << 30 };
         insta::assert_snapshot!(gpu.verdict(4 << 30), @"of the 24.0 GiB of each GPU (24GiB), model state takes at most 4.0 GiB: it fits, and 20.0 GiB is left for activations and CUDA's own memory");
-        insta::assert_snapshot!(gpu.verdict(25 << 30), @"of the 24.0 GiB of each GPU (24GiB), model state takes at most 25.0 GiB: it does not fit, and 1.0 GiB is missing; use a higher stage, more ranks, or offload_optimizer and offload_param");
+        insta::assert_snapshot!(gpu.verdict(25 << 30), @"of the 24.0 GiB of each GPU (24GiB), model state takes at most 25.0 GiB: it does not fit (1.0 GiB more is needed); use a higher stage, more ranks, or offload_optimizer and offload_param");
     }
 }

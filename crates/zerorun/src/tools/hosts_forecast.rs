@@ -84,7 +84,7 @@ pub(super) struct HostsForecast {
 
 /// The effects that no forecast includes.
 pub(super) const NOT_INCLUDED: [&str; 2] = [
-    "slow starts of TCP after a pause, lost packets, and other traffic on the network",
+    "TCP slow start after idle periods, lost packets, and other traffic on the network",
     "ranks that wait for one another because they differ in speed, and the optimizer's share per rank, which becomes \
      smaller on more hosts",
 ];

@@ -112,7 +112,7 @@ const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
     (&["nproc_per_node", "num_processes", "num_workers_per_node", "n_gpus", "gpus"], "-n N, the number of ranks"),
     (
         &["train_on_inputs", "train_on_input", "completion_only_loss", "assistant_only_loss"],
-        "no flag: the model learns the assistant's messages, and plain texts completely",
+        "no flag: the model learns the assistant's messages, and all of a plain text",
     ),
     (
         &["chat_template", "template", "prompt_template"],

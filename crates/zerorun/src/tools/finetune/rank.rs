@@ -179,7 +179,7 @@ fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {
 /// reports this and the log ends.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
-        eprint(&format!("{error}: training continues, and the metrics end here"));
+        eprint(&format!("{error}: training continues, but no more metrics are written"));
         *metrics = None;
     }
 }
