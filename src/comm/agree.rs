@@ -35,7 +35,7 @@ pub fn rank_pointed_at(message: &str) -> Option<usize> {
 }
 
 /// Collective: returns the value of `own` if all ranks have one. If this rank has one and another rank does not,
-/// `elsewhere` makes the error, given the first such rank.
+/// `elsewhere` makes the error, given the number in the job of the first such rank.
 ///
 /// # Errors
 /// [`CollectiveFailure::InStep`] on all ranks if one failed; [`CollectiveFailure::OutOfStep`] if the collective failed.
@@ -46,7 +46,7 @@ pub(crate) fn agree<T>(
 ) -> Result<T, CollectiveFailure> {
     let failed = comm.gather_bytes(vec![u8::from(own.is_err())]).wait()?;
     match (own, failed.iter().position(|flag| *flag != [0])) {
-        (Ok(_), Some(rank)) => Err(CollectiveFailure::InStep(elsewhere(rank))),
+        (Ok(_), Some(rank)) => Err(CollectiveFailure::InStep(elsewhere(comm.in_job(rank)))),
         (own, _) => own.map_err(CollectiveFailure::InStep),
     }
 }

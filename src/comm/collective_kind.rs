@@ -16,11 +16,23 @@ pub enum CollectiveKind {
     Control = 4,
     /// A wait until all ranks have arrived.
     Barrier = 5,
+    /// A message to another rank.
+    Send = 6,
+    /// A message from another rank.
+    Receive = 7,
 }
 
 impl CollectiveKind {
     /// All kinds.
-    pub const ALL: [Self; 5] = [Self::AllReduce, Self::ReduceScatter, Self::AllGather, Self::Control, Self::Barrier];
+    pub const ALL: [Self; 7] = [
+        Self::AllReduce,
+        Self::ReduceScatter,
+        Self::AllGather,
+        Self::Control,
+        Self::Barrier,
+        Self::Send,
+        Self::Receive,
+    ];
 
     /// Returns the number of elements of a control message: its 8-byte numbers.
     pub(super) fn control_elements(message: &[u8]) -> usize {
@@ -35,6 +47,8 @@ impl CollectiveKind {
             Self::AllGather => "all_gather",
             Self::Control => "control",
             Self::Barrier => "barrier",
+            Self::Send => "send",
+            Self::Receive => "receive",
         }
     }
 }

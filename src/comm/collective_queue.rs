@@ -11,23 +11,18 @@
 //! woken for short collectives: they start when a thread waits for them, with the next long one, or after
 //! [`MAX_QUEUE_DELAY`].
 
+use super::abort_signal::AbortSignal;
 use super::backend::CollectiveBackend;
 use super::engine_call;
-use super::mpi::MpiRank;
-use super::shm::exchange::{CollectiveThread, ShmExchange};
-use super::shm::rank_state::PeerFailure;
-use super::shm::region::SharedMemoryRegion;
+use super::shm::exchange::CollectiveThread;
 use super::stats::counters::CommCounters;
-use super::{CollectiveKind, CommLog, CommReport, Communicator, Pending, WireFormat};
-use crate::error::{CommError, Result, without_backtrace};
-use crate::precision::Flat;
+use super::{CollectiveKind, CommLog, Pending};
+use crate::error::CommError;
 use crate::timeline::{self, TimelineLane};
 use crate::util::{lock, unpoisoned};
 use std::collections::VecDeque;
-use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, TryRecvError};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -145,20 +140,13 @@ impl CollectiveQueue {
     }
 }
 
-/// A communicator for ranks in shared memory, as processes or as threads, and over MPI for several hosts.
-pub struct CpuCommunicator {
-    region: Arc<SharedMemoryRegion>,
-    rank: usize,
-    world_size: usize,
-    ranks_here: Range<usize>,
-    abort_signal: Arc<AbortSignal>,
-    counters: Arc<CommCounters>,
+/// The queue of a communicator, and the thread that runs its collectives while no other thread waits for them.
+pub(super) struct CollectiveLauncher {
     queue: Arc<CollectiveQueue>,
     comm_thread: Option<JoinHandle<()>>,
-    heartbeat: Option<HeartbeatThread>,
+    abort_signal: Arc<AbortSignal>,
+    counters: Arc<CommCounters>,
     log: Mutex<Option<Arc<CommLog>>>,
-    /// The maximum time that a rank waits for another.
-    timeout: Duration,
 }
 
 /// The backend and the state needed to run a job.
@@ -170,109 +158,24 @@ struct CollectiveWorker {
     failed: Option<CommError>,
 }
 
-/// Notifies the other ranks, once, that this rank gives up. Shared by the training thread and the comm thread.
-struct AbortSignal {
-    region: Arc<SharedMemoryRegion>,
-    rank: usize,
-    /// This rank's index in the shared memory region.
-    local_rank: usize,
-    /// The connection to other hosts, if there are any.
-    mpi: Option<MpiRank>,
-    /// The reason that this rank has reported.
-    why: OnceLock<String>,
-}
-
-impl AbortSignal {
-    fn abort(&self, why: &str) {
-        // A backtrace would clutter the other ranks' own messages.
-        let why = without_backtrace(why);
-        if self.why.set(why.clone()).is_ok() {
-            self.region.abort(self.local_rank, &why);
-            self.mpi.iter().for_each(|mpi| mpi.abort(&why));
-        }
-    }
-
-    /// Returns the error of every collective of this rank after it has given up.
-    fn error(&self) -> Option<CommError> {
-        self.why.get().map(|why| CommError::GaveUp { rank: self.rank, why: why.clone() })
-    }
-}
-
-impl CpuCommunicator {
-    /// Joins the job of `region` as `rank`. A wait of more than `timeout` for a peer is an error.
+impl CollectiveLauncher {
+    /// Starts the comm thread, called `name`, for collectives of `backend`.
     ///
     /// # Errors
-    /// The rank is already taken, or a thread cannot be started.
-    pub(crate) fn new(region: Arc<SharedMemoryRegion>, rank: usize, timeout: Duration) -> Result<Self> {
-        Self::with(region, rank, timeout, None)
-    }
-
-    /// Joins the job as `rank`, with the other ranks of this host in `region` and those of other hosts over `mpi`.
-    ///
-    /// # Errors
-    /// The errors of [`CpuCommunicator::new`].
-    pub(super) fn across_hosts(
-        region: Arc<SharedMemoryRegion>,
-        rank: usize,
-        timeout: Duration,
-        mpi: MpiRank,
-    ) -> Result<Self> {
-        Self::with(region, rank, timeout, Some(mpi))
-    }
-
-    fn with(region: Arc<SharedMemoryRegion>, rank: usize, timeout: Duration, mpi: Option<MpiRank>) -> Result<Self> {
-        let local_rank = rank - mpi.as_ref().map_or(0, MpiRank::first);
-        let world_size = mpi.as_ref().map_or(region.world_size(), MpiRank::world_size);
-        region.enter(local_rank)?;
-        let exchange = ShmExchange::new(region.clone(), local_rank, timeout).numbered_from(rank - local_rank);
-        let backend = match &mpi {
-            Some(mpi) if world_size > region.world_size() => {
-                CollectiveBackend::MultiHost(mpi.collectives(exchange, timeout))
-            }
-            _ => CollectiveBackend::SingleHost(exchange),
-        };
-        let why = OnceLock::new();
-        let abort_signal = Arc::new(AbortSignal { region: region.clone(), rank, local_rank, mpi, why });
+    /// The system starts no thread.
+    pub(super) fn start(
+        name: String,
+        backend: CollectiveBackend,
+        abort_signal: Arc<AbortSignal>,
+    ) -> std::io::Result<Self> {
         let counters = Arc::new(CommCounters::default());
         let worker =
             CollectiveWorker { backend, abort_signal: abort_signal.clone(), counters: counters.clone(), failed: None };
         let queue = CollectiveQueue { jobs: Mutex::default(), changed: Condvar::new(), worker: Mutex::new(worker) };
         let queue = Arc::new(queue);
-        let spawn_failed = |e| {
-            abort_signal.abort("it could not start a thread");
-            CommError::Region { action: "start a thread for", source: Arc::new(e) }
-        };
         let served = queue.clone();
-        let comm_thread = std::thread::Builder::new()
-            .name(format!("comm-{rank}"))
-            .spawn(move || served.serve())
-            .map_err(spawn_failed)?;
-        // Ranks that are threads live and die with the process that would watch them.
-        let heartbeat = if region.is_shared_between_processes() {
-            Some(HeartbeatThread::start(region.clone(), local_rank).map_err(spawn_failed)?)
-        } else {
-            None
-        };
-        let first = rank - local_rank;
-        let ranks_here = first..first + region.world_size();
-        Ok(Self {
-            region,
-            rank,
-            world_size,
-            ranks_here,
-            abort_signal,
-            counters,
-            queue,
-            comm_thread: Some(comm_thread),
-            heartbeat,
-            log: Mutex::default(),
-            timeout,
-        })
-    }
-
-    /// Notifies the other ranks that this rank has panicked.
-    pub(super) fn abort_in_panic(&self) {
-        self.abort_signal.abort("it panicked; see its own output");
+        let comm_thread = Some(std::thread::Builder::new().name(name).spawn(move || served.serve())?);
+        Ok(Self { queue, comm_thread, abort_signal, counters, log: Mutex::default() })
     }
 
     /// Waits until all launched collectives are done.
@@ -280,7 +183,17 @@ impl CpuCommunicator {
         self.queue.run_until(|| self.queue.jobs().waiting.is_empty().then_some(()));
     }
 
-    fn launch<T: Send + 'static>(
+    pub(super) fn counters(&self) -> &Arc<CommCounters> {
+        &self.counters
+    }
+
+    /// Logs collectives in `log` from now on.
+    pub(super) fn log_into(&self, log: Option<Arc<CommLog>>) {
+        *lock(&self.log) = log;
+    }
+
+    /// Launches a collective of this many elements and bytes.
+    pub(super) fn launch<T: Send + 'static>(
         &self,
         kind: CollectiveKind,
         (elements, bytes): (usize, usize),
@@ -334,133 +247,15 @@ impl CpuCommunicator {
     }
 }
 
-/// Returns the number of elements and of bytes.
-fn size(flat: &Flat) -> (usize, usize) {
-    (flat.len(), flat.size_in_bytes())
-}
-
-impl Communicator for CpuCommunicator {
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn size(&self) -> usize {
-        self.world_size
-    }
-
-    fn all_reduce_as(&self, wire: WireFormat, input: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(CollectiveKind::AllReduce, size(&input), move |backend| backend.all_reduce(wire, input, tag))
-    }
-
-    fn reduce_scatter_as(&self, wire: WireFormat, input: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(CollectiveKind::ReduceScatter, size(&input), move |backend| {
-            backend.reduce_scatter(wire, input, tag)
-        })
-    }
-
-    fn all_gather_as(&self, wire: WireFormat, shard: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(CollectiveKind::AllGather, size(&shard), move |backend| backend.all_gather(wire, shard, tag))
-    }
-
-    fn ranks_here(&self) -> Range<usize> {
-        self.ranks_here.clone()
-    }
-
-    fn all_gather_within_as(&self, wire: WireFormat, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(CollectiveKind::AllGather, size(&shard), move |backend| {
-            backend.all_gather_within(wire, ranks, shard, tag)
-        })
-    }
-
-    fn reduce_to_groups_as(&self, wire: WireFormat, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(CollectiveKind::ReduceScatter, size(&input), move |backend| {
-            backend.reduce_to_groups(wire, ranks, input, tag)
-        })
-    }
-
-    fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
-        self.launch(CollectiveKind::Control, (CollectiveKind::control_elements(&bytes), bytes.len()), move |backend| {
-            backend.gather_bytes(&bytes)
-        })
-    }
-
-    fn barrier(&self) -> Pending<()> {
-        self.launch(CollectiveKind::Barrier, (0, 0), CollectiveBackend::barrier)
-    }
-
-    fn abort(&self, why: &str) {
-        self.abort_signal.abort(why);
-    }
-
-    fn timeout(&self) -> Duration {
-        self.timeout
-    }
-
-    fn failure(&self) -> Option<CommError> {
-        let op = || "a collective between GPUs".to_string();
-        let first = self.ranks_here.start;
-        if let Some((peer, fault)) = self.region.first_failure().filter(|(peer, _)| first + peer != self.rank) {
-            let failure = PeerFailure { peer, fault, why: self.region.explained(peer, fault) };
-            return Some(failure.error(first, self.rank - first, op(), self.timeout));
-        }
-        let (peer, why) = self.region.remote_death()?;
-        Some(CommError::RankAborted { rank: self.rank, peer, why, op: op() })
-    }
-
-    fn report(&self) -> CommReport {
-        self.counters.report()
-    }
-
-    fn log_into(&self, log: Option<Arc<CommLog>>) {
-        *lock(&self.log) = log;
-    }
-}
-
-impl Drop for CpuCommunicator {
-    /// Leaves the job. Launched collectives finish first because peers depend on them, unless this rank panics.
+impl Drop for CollectiveLauncher {
+    /// Waits for the launched collectives, because peers depend on them.
     fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.abort_in_panic();
-        }
         self.queue.close();
         if let Some(thread) = self.comm_thread.take() {
-            // A panic of the comm thread has already been printed; the state below notifies the peers.
+            // A panic of the comm thread has already been printed; this notifies the peers.
             if thread.join().is_err() {
                 self.abort_signal.abort("its communication thread panicked");
             }
-        }
-        self.region.finish(self.abort_signal.local_rank);
-        self.heartbeat.take();
-    }
-}
-
-/// The thread that shows the other processes that this one is alive.
-struct HeartbeatThread {
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl HeartbeatThread {
-    fn start(region: Arc<SharedMemoryRegion>, rank: usize) -> std::io::Result<Self> {
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = stop.clone();
-        let thread = std::thread::Builder::new().name(format!("heart-{rank}")).spawn(move || {
-            while !stopped.load(Ordering::Relaxed) {
-                region.heartbeat(rank).fetch_add(1, Ordering::Relaxed);
-                std::thread::park_timeout(Duration::from_millis(250));
-            }
-        })?;
-        Ok(Self { stop, thread: Some(thread) })
-    }
-}
-
-impl Drop for HeartbeatThread {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
-            thread.thread().unpark();
-            // The loop above cannot panic.
-            let _ = thread.join();
         }
     }
 }
@@ -468,6 +263,9 @@ impl Drop for HeartbeatThread {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::rank_presence::RankPresence;
+    use super::super::shm::exchange::ShmExchange;
+    use super::super::shm::region::SharedMemoryRegion;
     use super::*;
 
     /// Returns how often the threads of this process with that name have gone to sleep.
@@ -489,7 +287,9 @@ mod tests {
     fn an_idle_comm_thread_sleeps_and_a_short_job_still_begins_by_itself() {
         // No other test has this many ranks, so the thread's name is unique.
         let region = Arc::new(SharedMemoryRegion::anonymous(38).unwrap());
-        let rank = CpuCommunicator::new(region, 37, Duration::from_secs(10)).unwrap();
+        let presence = RankPresence::enter(region.clone(), 37, Duration::from_secs(10), None).unwrap();
+        let backend = CollectiveBackend::SingleHost(ShmExchange::new(region, 37, Duration::from_secs(10)));
+        let rank = CollectiveLauncher::start("comm-37".into(), backend, presence.abort_signal().clone()).unwrap();
         std::thread::sleep(MAX_QUEUE_DELAY * (IDLE_POLLS_BEFORE_SLEEP + 60));
         let before = sleeps("comm-37");
         std::thread::sleep(MAX_QUEUE_DELAY * 60);

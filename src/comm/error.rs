@@ -36,6 +36,17 @@ pub enum CommError {
         /// The state of the rank's first process.
         state: String,
     },
+    /// The ranks cannot be divided into groups.
+    #[error(
+        "rank {rank} cannot make groups of ranks: {why} (every rank must be in exactly one group, and all ranks must \
+         pass the same groups in the same order)"
+    )]
+    Groups {
+        /// This rank.
+        rank: usize,
+        /// The problem.
+        why: String,
+    },
     /// NCCL failed, and no failed rank is known.
     #[error("collectives between GPUs fail on rank {rank}: {why}; set CANDLE_ZERO_NCCL=off to run without NCCL")]
     Gpus {

@@ -67,6 +67,11 @@ impl CollectiveFingerprint {
         Self { sequence, kind: kind as u64, dtype, elements: elements as u64, tag }
     }
 
+    /// Returns the same description of an operation of another kind.
+    pub(super) fn of_kind(self, kind: CollectiveKind) -> Self {
+        Self { kind: kind as u64, ..self }
+    }
+
     pub(super) fn words(&self) -> [u64; Self::WORDS] {
         [self.sequence, self.kind, self.dtype, self.elements, self.tag]
     }

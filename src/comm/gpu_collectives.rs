@@ -194,10 +194,12 @@ impl GpuCollectives {
             CollectiveKind::AllReduce => self.nccl.all_reduce(sums, buffer),
             CollectiveKind::ReduceScatter => self.nccl.reduce_scatter(sums, buffer),
             CollectiveKind::AllGather => self.nccl.all_gather(codes, buffer),
-            CollectiveKind::Control | CollectiveKind::Barrier => unreachable!("these have no elements on a GPU"),
+            CollectiveKind::Control | CollectiveKind::Barrier | CollectiveKind::Send | CollectiveKind::Receive => {
+                unreachable!("{} has no elements on a GPU", kind.name())
+            }
         };
         lock(&self.room).resize(self.nccl.room_bytes());
-        let launched = launched.map_err(|error| error_of(error, self.comm.rank(), &*self.comm))?;
+        let launched = launched.map_err(|error| error_of(error, self.comm.in_job(self.comm.rank()), &*self.comm))?;
         let shown = (kind, bytes, timeline::carry());
         Ok(PendingGpuCollective { nccl: self.nccl.clone(), comm: self.comm.clone(), mine, all, launched, shown })
     }
@@ -228,7 +230,7 @@ impl PendingGpuCollective {
     pub fn wait(self) -> Result<DeviceFlat> {
         let Self { nccl, comm, mine, all, launched, shown: (kind, bytes, carried) } = self;
         let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&carried);
-        let (rank, ended) = (comm.rank(), |error: Error| {
+        let (rank, ended) = (comm.in_job(comm.rank()), |error: Error| {
             nccl.abort();
             error
         });
@@ -236,7 +238,7 @@ impl PendingGpuCollective {
             let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("eight bytes"));
             let theirs = CollectiveFingerprint::from_words(std::array::from_fn(word));
             if theirs != mine {
-                let (here, there) = (mine.to_string(), theirs.to_string());
+                let (here, there, peer) = (mine.to_string(), theirs.to_string(), comm.in_job(peer));
                 return Err(ended(CommError::Diverged { rank, here, peer, there }.into()));
             }
         }

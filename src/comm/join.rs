@@ -3,6 +3,7 @@
 //! A process joins the ranks' shared memory once, and stays until it ends: all its engines, concurrent or
 //! successive, issue their collectives through one queue, in the order in which the program runs them.
 
+use super::cpu_communicator::JobGroup;
 use super::mpi::MpiRank;
 use super::rank_env::RankEnv;
 use super::shm::region::SharedMemoryRegion;
@@ -10,8 +11,10 @@ use super::{CommLog, CommReport, Communicator, CpuCommunicator, Pending, SoloCom
 use crate::error::{CommError, Result};
 use crate::precision::Flat;
 use crate::util::lock;
+use candle_core::DType;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -24,9 +27,9 @@ use std::time::Duration;
 /// MPI fails; with torchrun's variables, ranks do not connect within [`RankEnv::timeout`] or disagree about the job.
 pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
-        _ if env.world_size > 1 && env.mpi => Ok(Arc::new(JobCommunicator(joined_by_mpi(env)?))),
-        Some(fd) if env.world_size > 1 => Ok(Arc::new(JobCommunicator(communicator_of_process(fd, env)?))),
-        None if env.world_size > 1 => Ok(Arc::new(JobCommunicator(joined_by_rendezvous(env)?))),
+        _ if env.world_size > 1 && env.mpi => Ok(Arc::new(JobCommunicator::new(joined_by_mpi(env)?))),
+        Some(fd) if env.world_size > 1 => Ok(Arc::new(JobCommunicator::new(communicator_of_process(fd, env)?))),
+        None if env.world_size > 1 => Ok(Arc::new(JobCommunicator::new(joined_by_rendezvous(env)?))),
         _ => Ok(Arc::new(SoloCommunicator::default())),
     }
 }
@@ -104,16 +107,28 @@ fn cpus_of(list: &str) -> usize {
     list.split(',').filter_map(count).sum()
 }
 
-/// A handle to the process's communicator.
+/// A handle to the process's communicator, or to that of a group of its ranks.
 struct JobCommunicator(Arc<CpuCommunicator>);
 
+impl JobCommunicator {
+    fn new(comm: Arc<CpuCommunicator>) -> Self {
+        comm.presence().handles().fetch_add(1, Ordering::Relaxed);
+        Self(comm)
+    }
+}
+
 impl Drop for JobCommunicator {
-    /// Finishes launched collectives first because peers depend on them, unless this rank panics.
+    /// Finishes launched collectives first because peers depend on them, unless this rank panics. The last handle also
+    /// waits until launched messages are sent; an earlier one must not, because a message may wait for what this rank
+    /// does next.
     fn drop(&mut self) {
+        let is_last = self.0.presence().handles().fetch_sub(1, Ordering::Relaxed) == 1;
         if std::thread::panicking() {
-            self.0.abort_in_panic();
-        } else {
-            self.0.finish_launched();
+            return self.0.abort_in_panic();
+        }
+        self.0.finish_launched();
+        if is_last {
+            self.0.presence().links().finish_sends();
         }
     }
 }
@@ -165,6 +180,25 @@ impl Communicator for JobCommunicator {
 
     fn barrier(&self) -> Pending<()> {
         self.0.barrier()
+    }
+
+    fn send(&self, to: usize, data: Flat, tag: u64) -> Pending<()> {
+        self.0.send(to, data, tag)
+    }
+
+    fn receive(&self, from: usize, dtype: DType, len: usize, tag: u64) -> Pending<Flat> {
+        self.0.receive(from, dtype, len, tag)
+    }
+
+    fn in_job(&self, rank: usize) -> usize {
+        self.0.in_job(rank)
+    }
+
+    fn group(&self, groups: &[Vec<usize>]) -> Result<Arc<dyn Communicator>> {
+        Ok(match self.0.group_of(groups)? {
+            JobGroup::Several(group) => Arc::new(Self::new(group)),
+            JobGroup::Alone(group) => group,
+        })
     }
 
     fn timeout(&self) -> Duration {

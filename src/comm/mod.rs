@@ -17,6 +17,7 @@
 //! Elements are sent unchanged or as small integers with a scale per block, everywhere or only between hosts:
 //! [`WireFormat`].
 
+mod abort_signal;
 #[doc(hidden)]
 pub mod agree;
 mod backend;
@@ -24,6 +25,7 @@ mod backend;
 pub mod clock_skew;
 mod collective_kind;
 mod collective_queue;
+mod cpu_communicator;
 mod default_collectives;
 pub(crate) mod engine_call;
 pub(crate) mod error;
@@ -31,10 +33,14 @@ mod fingerprint;
 #[cfg(feature = "cuda")]
 pub(crate) mod gpu_collectives;
 mod join;
+mod links;
+mod message_call;
 mod mpi;
 mod pending;
+mod point_to_point;
 #[doc(hidden)]
 pub mod rank_env;
+mod rank_presence;
 mod rendezvous;
 #[doc(hidden)]
 pub mod shm;
@@ -45,8 +51,8 @@ pub mod threads;
 mod wire;
 
 pub use collective_kind::CollectiveKind;
-pub use collective_queue::CpuCommunicator;
 pub(crate) use collective_queue::{MAX_QUEUE_DELAY, SHORT_BYTES};
+pub use cpu_communicator::CpuCommunicator;
 pub(crate) use fingerprint::content_of;
 pub use join::from_env;
 #[doc(hidden)]
@@ -68,8 +74,9 @@ pub use stats::counters::{CollectiveKindReport, CommReport};
 pub use wire::format::WireFormat;
 pub use wire::inter_host::InterHostFormat;
 
-use crate::error::CommError;
+use crate::error::{CommError, Result};
 use crate::precision::Flat;
+use candle_core::DType;
 use default_collectives::DefaultCollectives;
 use std::ops::Range;
 use std::sync::Arc;
@@ -239,6 +246,57 @@ pub trait Communicator: Send + Sync {
         by_default(self).barrier()
     }
 
+    /// Sends `data` to rank `to`, which calls [`receive`](Self::receive) with the same dtype, number of elements and
+    /// `tag`. Messages from one rank to another arrive in the order of these calls; messages between different ranks,
+    /// and collectives, are independent of each other. The result is available when `data` is on its way, which may be only
+    /// when the other rank has called `receive`: before waiting for it, launch what that rank waits for.
+    ///
+    /// # Errors
+    /// By default an error, because messages cannot be built on collectives: a communicator of your own must implement them for
+    /// pipelines, experts and sequences that are divided among ranks.
+    fn send(&self, to: usize, data: Flat, tag: u64) -> Pending<()> {
+        _ = (to, data, tag);
+        Pending::from_fn(|| Err(not_implemented("send").into()))
+    }
+
+    /// Receives `len` elements from rank `from`, which calls [`send`](Self::send).
+    ///
+    /// # Errors
+    /// By default an error, as for [`send`](Self::send).
+    fn receive(&self, from: usize, dtype: DType, len: usize, tag: u64) -> Pending<Flat> {
+        _ = (from, dtype, len, tag);
+        Pending::from_fn(|| Err(not_implemented("receive").into()))
+    }
+
+    /// Sends a part of `input` to every rank and receives a part from every rank: `sent[r]` elements go to rank r and
+    /// `received[r]` elements come from it. The parts are adjacent, in rank order, in `input` and in the result. Every
+    /// rank passes the numbers that fit those of the others, and the same `tag`.
+    ///
+    /// # Errors
+    /// Ranks that pass numbers that do not fit have diverged.
+    fn all_to_all(&self, input: Flat, sent: &[usize], received: &[usize], tag: u64) -> Pending<Flat> {
+        all_to_all(self, input, sent, received, tag)
+    }
+
+    /// Returns the number in the job of rank `rank` of this communicator, for errors: the same, unless this communicator
+    /// is that of a group.
+    fn in_job(&self, rank: usize) -> usize {
+        rank
+    }
+
+    /// Collective: divides the job into `groups`, each a list of ranks, and returns the communicator of this rank's
+    /// group, in which ranks are counted from 0 in ascending order. Every rank passes the same groups, and is in one of
+    /// them. A failure of any rank of the job ends the collectives of all groups. The same groups again give the same
+    /// communicator.
+    ///
+    /// # Errors
+    /// The groups are not a division of the ranks, other ranks pass different ones, or the job was divided into groups
+    /// in too many ways. By default an error, because groups cannot be built on collectives of all ranks.
+    fn group(&self, groups: &[Vec<usize>]) -> Result<Arc<dyn Communicator>> {
+        _ = groups;
+        Err(not_implemented("group").into())
+    }
+
     /// Returns the failure of another rank, if this one knows of one, without waiting. It ends waits for operations
     /// that involve the other ranks but are not collectives of this communicator. By default no failure is known.
     fn failure(&self) -> Option<CommError> {
@@ -261,6 +319,59 @@ pub trait Communicator: Send + Sync {
     fn log_into(&self, log: Option<Arc<CommLog>>) {
         _ = log;
     }
+}
+
+/// Returns the error of a method that a user-defined communicator does not have.
+fn not_implemented(method: &str) -> CommError {
+    CommError::other(format!(
+        "this communicator has no Communicator::{method}, which pipelines and groups of ranks need; implement it, or \
+         start the ranks with zerorun, mpirun or srun"
+    ))
+}
+
+/// Implements `Communicator::all_to_all` with one message to and from each other rank.
+fn all_to_all<C: Communicator + ?Sized>(
+    comm: &C,
+    input: Flat,
+    sent: &[usize],
+    received: &[usize],
+    tag: u64,
+) -> Pending<Flat> {
+    let (rank, size, dtype) = (comm.rank(), comm.size(), input.dtype());
+    assert!(
+        sent.len() == size && received.len() == size,
+        "all_to_all on rank {rank}: `sent` and `received` need {size} numbers, one for each rank, but have {} and {}",
+        sent.len(),
+        received.len()
+    );
+    let total: usize = sent.iter().sum();
+    assert_eq!(
+        total,
+        input.len(),
+        "all_to_all on rank {rank}: the numbers in `sent` must add up to the input's length"
+    );
+    assert_eq!(sent[rank], received[rank], "all_to_all on rank {rank}: a rank receives what it sends to itself");
+    let mut start = 0;
+    let mut own = Flat::zeros(dtype, 0);
+    let mut sending = Vec::new();
+    for (to, len) in sent.iter().enumerate() {
+        let part = input.slice(start..start + len).to_flat();
+        start += len;
+        if to == rank { own = part } else { sending.push(comm.send(to, part, tag)) }
+    }
+    let others = (0..size).filter(|from| *from != rank);
+    let coming: Vec<_> = others.map(|from| comm.receive(from, dtype, received[from], tag)).collect();
+    let len = received.iter().sum();
+    Pending::from_fn(move || {
+        let mut whole = Flat::with_capacity(dtype, len);
+        let (mut own, mut coming) = (Some(own), coming.into_iter());
+        for from in 0..size {
+            let part = if from == rank { own.take() } else { coming.next().map(Pending::wait).transpose()? };
+            whole.extend_cast(part.as_ref().map(Flat::as_ref).expect("a part from every rank"));
+        }
+        sending.into_iter().try_for_each(Pending::wait)?;
+        Ok(whole)
+    })
 }
 
 /// Returns the default collectives of `comm`, all built on its `gather_bytes`.

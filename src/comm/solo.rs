@@ -1,17 +1,27 @@
 //! A world of one rank: every collective is the identity. Nothing is sent, so nothing is rounded.
 
+use super::rank_presence::RankPresence;
 use super::stats::counters::{CommCounters, ReceivedBytes};
 use super::{CollectiveKind, CommReport, Communicator, Pending, WireFormat};
+use crate::error::{CommError, Result};
 use crate::precision::Flat;
+use std::sync::Arc;
 use std::time::Duration;
 
-/// The communicator of a job of one rank.
-#[derive(Debug, Default)]
+/// The communicator of a job of one rank, or of a group of one rank.
+#[derive(Default)]
 pub struct SoloCommunicator {
     counters: CommCounters,
+    /// This rank's place in a job of several ranks, of which it is a group.
+    job: Option<Arc<RankPresence>>,
 }
 
 impl SoloCommunicator {
+    /// Returns the communicator of a group of one rank.
+    pub(super) fn in_job(presence: Arc<RankPresence>) -> Self {
+        Self { counters: CommCounters::default(), job: Some(presence) }
+    }
+
     fn count<T: Send + 'static>(&self, kind: CollectiveKind, elements: usize, value: T) -> Pending<T> {
         self.counters.add(kind, elements, ReceivedBytes::default(), Duration::ZERO);
         Pending::ready(value)
@@ -55,7 +65,28 @@ impl Communicator for SoloCommunicator {
         self.count(CollectiveKind::Barrier, 0, ())
     }
 
-    fn abort(&self, _why: &str) {}
+    fn abort(&self, why: &str) {
+        self.job.iter().for_each(|presence| presence.abort_signal().abort(why));
+    }
+
+    fn in_job(&self, _: usize) -> usize {
+        self.job.as_ref().map_or(0, |presence| presence.rank())
+    }
+
+    fn group(&self, groups: &[Vec<usize>]) -> Result<Arc<dyn Communicator>> {
+        let expected = groups.iter().flatten().eq([&0]);
+        let why = || format!("this communicator has one rank; pass [[0]] instead of {groups:?}");
+        let alone = Self { counters: CommCounters::default(), job: self.job.clone() };
+        if expected { Ok(Arc::new(alone)) } else { Err(CommError::Groups { rank: self.in_job(0), why: why() }.into()) }
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.job.as_ref()?.failure("a collective between GPUs")
+    }
+
+    fn timeout(&self) -> Duration {
+        self.job.as_ref().map_or(Duration::from_secs(600), |presence| presence.timeout())
+    }
 
     fn report(&self) -> CommReport {
         self.counters.report()

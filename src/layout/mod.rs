@@ -1,6 +1,7 @@
 //! The distribution of elements among ranks: pure integer arithmetic, without tensors or communication.
 
 mod bucket_layout;
+mod rank_mesh;
 mod shard;
 mod shard_mesh;
 mod share_layout;
@@ -8,6 +9,7 @@ mod stage;
 
 pub use bucket_layout::BucketFill;
 pub(crate) use bucket_layout::{PACKED_BELOW, chunk_offsets};
+pub use rank_mesh::{MeshAxis, MeshError, RankMesh};
 pub use shard::{ShardCut, SubGroupFill, shard_len, shard_range};
 pub use shard_mesh::ShardMesh;
 pub(crate) use share_layout::{ShareLayout, SharePosition, groups_in_memory};

@@ -14,7 +14,7 @@ fn value(rank: usize, i: usize) -> f32 {
     ((i * 7 + rank * 13) % 101) as f32 - 50.0
 }
 
-fn all<T: Send>(world: usize, f: impl Fn(Arc<dyn Communicator>) -> candle_zero::Result<T> + Sync) -> Vec<T> {
+pub(super) fn all<T: Send>(world: usize, f: impl Fn(Arc<dyn Communicator>) -> candle_zero::Result<T> + Sync) -> Vec<T> {
     threads::run(world, f).unwrap().into_iter().map(|r| r.unwrap()).collect()
 }
 

@@ -6,5 +6,6 @@ mod support;
 
 mod collectives;
 mod compression;
+mod messages;
 mod own_communicator;
 mod wire_bytes;

@@ -8,6 +8,7 @@ use crate::support::processes::{
 use crate::support::skips::{skipped, skipped_in_part};
 use candle_core::DType;
 use candle_zero::comm::{self, CollectiveKind, Communicator, InterHostFormat, RankEnv, WireFormat, threads};
+use candle_zero::layout::{MeshAxis, RankMesh};
 use candle_zero::precision::{Flat, FlatRef, IntFormat};
 use serde_json::{Value, json};
 use std::fs::File;
@@ -591,7 +592,34 @@ fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
     println!("rank {rank} of {world} has the same bits");
 }
 
-/// The program that the tests below start on each rank.
+/// Sends messages between all ranks and runs collectives in the groups of two meshes, at the same time.
+fn messages_and_groups(comm: &dyn Communicator, n: usize) -> candle_zero::Result<Vec<Flat>> {
+    let (rank, world) = (comm.rank(), comm.size());
+    let peers: Vec<usize> = (0..world).filter(|peer| *peer != rank).collect();
+    let sent: Vec<_> = peers.iter().map(|to| comm.send(*to, data(rank, n, DType::BF16), 3)).collect();
+    let mut results = Vec::new();
+    let inner = RankMesh::new(world, &[(MeshAxis::Pipeline, 2)]).expect("an even number of ranks");
+    for mesh in [inner, inner.with_outermost(MeshAxis::Pipeline)] {
+        for axis in [MeshAxis::Data, MeshAxis::Pipeline] {
+            let group = comm.group(&mesh.groups(&[axis]))?;
+            let sum = group.reduce_scatter(data(rank, n * group.size(), DType::F32), 4);
+            let whole = group.all_gather(data(rank, n, DType::BF16), 5);
+            let mean = group.all_reduce(data(rank, n, DType::F32), 6);
+            results.extend([sum.wait()?, whole.wait()?, mean.wait()?]);
+            let counts = vec![n / 2; group.size()];
+            let exchanged = group.all_to_all(data(rank, n / 2 * group.size(), DType::F16), &counts, &counts, 7);
+            results.push(exchanged.wait()?);
+            group.barrier().wait()?;
+        }
+    }
+    for from in peers {
+        results.push(comm.receive(from, DType::BF16, n, 3).wait()?);
+    }
+    sent.into_iter().try_for_each(comm::Pending::wait)?;
+    Ok(results)
+}
+
+/// The program that the next tests start on each rank.
 #[test]
 #[ignore = "started on each rank by the tests below"]
 fn as_a_rank() {
@@ -631,6 +659,19 @@ fn as_a_rank() {
             assert_eq!(bytes, expected as u64, "rank {rank} of {counts:?}");
             println!("rank {rank} of {world} has the same bits");
         }
+        ("groups", counts) => {
+            let counts: Vec<usize> = counts.split(' ').map(|count| count.parse().unwrap()).collect();
+            for n in [0, 5, 1_000_003] {
+                let here = messages_and_groups(&*comm, n).unwrap();
+                let there = threads::run(world, |comm| messages_and_groups(&*comm, n)).unwrap().remove(rank);
+                assert!(here == there.unwrap(), "rank {rank} of {counts:?}: {n}");
+            }
+            let received = comm.report().kind(CollectiveKind::Receive);
+            let host = |rank: usize| (0..).find(|host| rank < counts[..=*host].iter().sum()).unwrap();
+            let others = (0..world).filter(|other| host(*other) != host(rank)).count() as u64;
+            assert_eq!(received.between_hosts_bytes * (world as u64 - 1), received.wire_bytes * others);
+            println!("rank {rank} of {world} has the same bits");
+        }
         ("host-sums", counts) => {
             let counts: Vec<usize> = counts.split(' ').map(|count| count.parse().unwrap()).collect();
             compare_with_sums_of_hosts(&*comm, &counts);
@@ -668,6 +709,15 @@ fn as_a_rank() {
         }
         ("gives-up", _) if last => comm.abort("the test wants it"),
         ("leaves", _) if last => {}
+        ("no-message-gives-up", _) if last => comm.abort("the test wants it"),
+        ("no-message-leaves", _) if last => {}
+        ("no-message-differs", _) if last => drop(comm.send(0, data(rank, 5, DType::F32), 8).wait()),
+        (way, _) if way.starts_with("no-message") => {
+            // Only rank 0 waits for the last rank; the others wait for rank 0.
+            let from = if rank == 0 { world - 1 } else { 0 };
+            let error = comm.receive(from, DType::F32, 5, 7).wait().unwrap_err();
+            println!("rank {rank} reports: {error}");
+        }
         ("gives-up" | "leaves" | "differs", n) => {
             // The last rank's few elements are sent as raw parts, regardless of the others.
             let n = if last { 8 } else { n.parse().unwrap_or(4) };
@@ -694,6 +744,53 @@ fn collectives_on_two_hosts_are_those_of_threads_to_the_bit() {
         let raw = [[2, 2], [1, 1], [1, 2], [3, 1]].map(|ranks| ("raw", ranks));
         for (way, ranks) in raw.into_iter().chain([[3, 3], [2, 4], [4, 2]].map(|ranks| ("chain", ranks))) {
             compare_with_threads(mpi, hosts.mpirun(mpi, ranks).unwrap(), way, &ranks);
+        }
+    });
+}
+
+#[test]
+fn messages_and_groups_across_hosts_have_the_bits_of_threads() {
+    let test = messages_and_groups_across_hosts_have_the_bits_of_threads;
+    let Some(hosts) = hosts(test) else { return };
+    with_each(test, |mpi| {
+        for ranks in [[2, 2], [1, 3], [1, 1], [2, 4]] {
+            compare_with_threads(mpi, hosts.mpirun(mpi, ranks).unwrap(), "groups", &ranks);
+        }
+    });
+}
+
+#[test]
+fn messages_and_groups_of_processes_have_the_bits_of_threads() {
+    let mut start = zerorun();
+    start.args(["-n", "4"]).arg(std::env::current_exe().unwrap()).args(as_program(module_path!(), "as_a_rank"));
+    let output = start.env(ROLE, "groups 4").output().unwrap();
+    let right = stdout(&output).matches("has the same bits").count();
+    assert!(output.status.success() && right == 4, "{} {}", stdout(&output), stderr(&output));
+}
+
+#[test]
+fn a_rank_that_waits_for_a_message_of_another_host_is_told_why_it_does_not_come() {
+    let test = a_rank_that_waits_for_a_message_of_another_host_is_told_why_it_does_not_come;
+    let Some(hosts) = hosts(test) else { return };
+    let [_, second] = hosts.names();
+    with_each(test, |mpi| {
+        for (role, words) in [
+            (
+                "no-message-gives-up",
+                format!(
+                    "rank 3 stopped (on host {second}: the test wants it) while rank 0 waited in send no. 1 of 5 f32"
+                ),
+            ),
+            ("no-message-leaves", "rank 3 left the job while rank 0 waited".to_string()),
+            (
+                "no-message-differs",
+                "rank 0 is in send no. 1 of 5 f32 (content 00000007), rank 3 in send no. 1 of 5 f32 (content 00000008)"
+                    .to_string(),
+            ),
+        ] {
+            let output = in_role(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), role);
+            assert!(told_to(0, &output).contains(&words), "{mpi:?} {role}: {} {}", stdout(&output), stderr(&output));
+            assert!(output.status.code() != Some(124), "{mpi:?} {role}: it hung");
         }
     });
 }

@@ -1,18 +1,26 @@
 //! The protocol between ranks, run by loom in every order that the memory model allows.
 //!
-//! `src/comm/shm/pieces.rs` and `src/comm/shm/rank_state.rs` are compiled here unchanged; `region.rs` gives them memory
+//! `src/comm/shm/pieces.rs`, `published_count.rs` and `rank_state.rs` are compiled here unchanged; `region.rs` gives them memory
 //! that loom observes. The last tests plant an error in that memory and pass when loom finds it.
 //!
 //!     cargo test --release --manifest-path tests/loom/Cargo.toml
 
+#[path = "../../src/comm/shm/mailbox.rs"]
+#[allow(dead_code)]
+mod mailbox;
+mod mailbox_memory;
 #[path = "../../src/comm/shm/pieces.rs"]
 #[allow(dead_code)]
 mod pieces;
+#[path = "../../src/comm/shm/published_count.rs"]
+mod published_count;
 #[path = "../../src/comm/shm/rank_state.rs"]
 #[allow(dead_code)]
 mod rank_state;
 mod region;
 
+use mailbox::{MailboxReceiver, MailboxSender};
+use mailbox_memory::Mailbox;
 use pieces::{PieceSlots, SpinLimits};
 use rank_state::{PeerFailure, RankFault};
 use region::{Plant, SharedMemoryRegion, Sleep};
@@ -246,4 +254,49 @@ fn loom_finds_a_text_that_is_read_while_it_is_written() {
         };
         assert_found(found(plant, Sleep::Never, look), RACE);
     }
+}
+
+/// Sends three packets through a mailbox of two.
+fn messages(switches: Option<usize>, sleep: Sleep, plant: Plant) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = switches;
+    model.max_branches = 10_000;
+    let wait = move |ready: &dyn Fn() -> bool, nap: &dyn Fn()| {
+        while !ready() {
+            if sleep == Sleep::Never { loom::thread::yield_now() } else { nap() }
+        }
+    };
+    model.check(move || {
+        let mailbox = Mailbox::new(sleep, plant);
+        let sending = mailbox.clone();
+        let sender = loom::thread::spawn(move || {
+            let mut sender = MailboxSender::new(sending);
+            for k in 1..4 {
+                wait(&|| sender.has_room(), &|| sender.sleep(1));
+                sender.send([k], 1, |slot| slot[0] = byte(0, k));
+            }
+        });
+        let mut receiver = MailboxReceiver::new(mailbox);
+        for k in 1..4 {
+            wait(&|| receiver.has_packet(), &|| receiver.sleep(1));
+            assert_eq!(receiver.header(), [k]);
+            receiver.receive(1, |packet| assert_eq!(packet, [byte(0, k)]));
+        }
+        sender.join().unwrap();
+    });
+}
+
+#[test]
+fn packets_of_a_mailbox_arrive_complete_in_every_order() {
+    messages(None, Sleep::Never, Plant::None);
+    messages(Some(4), Sleep::UntilWoken, Plant::None);
+}
+
+#[test]
+fn loom_finds_a_packet_that_is_published_before_its_data() {
+    for plant in [Plant::RelaxedPublication, Plant::RelaxedLookAtPublication] {
+        let found = std::panic::catch_unwind(|| messages(None, Sleep::Never, plant));
+        assert!(found.is_err(), "{plant:?}");
+    }
+    assert!(std::panic::catch_unwind(|| messages(Some(4), Sleep::UntilWoken, Plant::NoTotalOrder)).is_err());
 }

@@ -20,6 +20,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 pub const SLOT_BYTES: usize = 4;
+pub const CHANNELS: usize = 1;
 pub const TEXT_BYTES: usize = 8;
 
 /// A deliberate deviation of the memory from what the protocol requires.
@@ -55,7 +56,7 @@ pub enum Sleep {
 
 /// A counter of the changes that end a nap.
 #[derive(Default)]
-struct Changes {
+pub struct Changes {
     count: Mutex<u32>,
     more: Condvar,
 }
@@ -83,7 +84,7 @@ pub struct Word<A> {
 macro_rules! word {
     ($atomic:ty, $number:ty) => {
         impl Word<$atomic> {
-            fn new(sleep: Sleep, changes: &Arc<Changes>) -> Self {
+            pub fn new(sleep: Sleep, changes: &Arc<Changes>) -> Self {
                 Self {
                     value: <$atomic>::new(0),
                     load: Ordering::Acquire,
@@ -93,6 +94,17 @@ macro_rules! word {
                     queue: Mutex::new(()),
                     woken: Condvar::new(),
                     changes: changes.clone(),
+                }
+            }
+
+            /// Lets this word deviate as planned.
+            #[allow(dead_code)]
+            pub fn plant(&mut self, plant: Plant) {
+                match plant {
+                    Plant::RelaxedPublication => self.store = Ordering::Relaxed,
+                    Plant::RelaxedLookAtPublication => self.load = Ordering::Relaxed,
+                    Plant::NoTotalOrder => self.fences = false,
+                    _ => {}
                 }
             }
 
@@ -243,11 +255,10 @@ impl SharedMemoryRegion {
             };
             match plant {
                 Plant::None | Plant::PublicationBeforeData | Plant::OneSlot => {}
-                Plant::RelaxedPublication => block.published.store = Ordering::Relaxed,
-                Plant::RelaxedLookAtPublication => block.published.load = Ordering::Relaxed,
+                Plant::RelaxedPublication | Plant::RelaxedLookAtPublication => block.published.plant(plant),
                 Plant::NoTotalOrder => {
-                    block.published.fences = false;
-                    block.sleepers.fences = false;
+                    block.published.plant(plant);
+                    block.sleepers.plant(plant);
                 }
                 Plant::RelaxedState => block.state.store = Ordering::Relaxed,
                 Plant::RelaxedLookAtState => block.state.load = Ordering::Relaxed,
@@ -260,6 +271,11 @@ impl SharedMemoryRegion {
 
     pub fn world_size(&self) -> usize {
         self.blocks.len()
+    }
+
+    /// Returns the seat of a rank: there is one channel here.
+    pub fn seat(&self, _channel: usize, rank: usize) -> usize {
+        rank
     }
 
     pub fn published(&self, rank: usize) -> &Word32 {

@@ -5,13 +5,13 @@
 //! Waits for this host's ranks make progress on messages too: those ranks may, through other hosts, depend on what this
 //! rank has sent.
 
-use super::link::{MessageTag, MpiLink, MpiTransfer};
-use super::peer_exit_notices::PeerExitNotices;
+use super::group_link::GroupLink;
+use super::link::{MessageTag, MpiTransfer};
+use super::message_wait::{MessageWait, POLL_SLEEP};
 use super::topology::HostTopology;
 use crate::comm::collective_kind::CollectiveKind;
 use crate::comm::fingerprint::CollectiveFingerprint;
 use crate::comm::shm::exchange::ShmExchange;
-use crate::comm::shm::pieces::SpinLimits;
 use crate::comm::stats::counters::ReceivedBytes;
 use crate::comm::wire::format::WireFormat;
 use crate::error::CommError;
@@ -27,13 +27,8 @@ const MAX_SENT_BYTES: usize = 16 << 20;
 /// The number of messages in flight to and from each other rank: the network is not idle while a received message is
 /// processed, nor while a library asks the other side for permission to send.
 pub(super) const MESSAGES_IN_FLIGHT: usize = 4;
-/// How long a thread sleeps between checks of an awaited message, once its spin limit is exceeded.
-const POLL_SLEEP: Duration = Duration::from_micros(50);
 /// How long the failure of a rank on another host may go unnoticed after its consequence has been noticed on this host.
 const REMOTE_FAILURE_DELAY: Duration = Duration::from_millis(100);
-/// How often a wait checks for failed ranks, and after how many checks of the message it reads a clock.
-const FAILURE_CHECK_INTERVAL: Duration = Duration::from_millis(20);
-const POLLS_PER_CLOCK_READ: u32 = 200;
 pub(super) type Result<T> = std::result::Result<T, CommError>;
 
 /// Returns the maximum number of bytes of a message if a rank sends one to each of `peers` ranks at a time.
@@ -45,10 +40,10 @@ pub(super) fn message_bytes(peers: usize) -> usize {
 pub(super) struct InterHostExchange {
     /// The exchange with the ranks of this host, counted from 0.
     pub(super) local: ShmExchange,
-    pub(super) link: Arc<MpiLink>,
+    pub(super) link: GroupLink,
+    /// The hosts of the ranks that take part, which are counted from 0.
     pub(super) hosts: Arc<HostTopology>,
-    peer_exit_notices: Arc<PeerExitNotices>,
-    timeout: Duration,
+    wait: MessageWait,
     /// The current collective, and the engine call in which it was launched.
     current: Option<CollectiveFingerprint>,
     sequence: u64,
@@ -61,20 +56,13 @@ pub(super) struct InterHostExchange {
 }
 
 impl InterHostExchange {
-    pub(super) fn new(
-        local: ShmExchange,
-        link: Arc<MpiLink>,
-        hosts: Arc<HostTopology>,
-        peer_exit_notices: Arc<PeerExitNotices>,
-        timeout: Duration,
-    ) -> Self {
-        let messages = peer_exit_notices.clone();
+    pub(super) fn new(local: ShmExchange, link: GroupLink, hosts: Arc<HostTopology>, wait: MessageWait) -> Self {
+        let messages = wait.peer_exit_notices.clone();
         Self {
             local: local.waiting_with(move || messages.progress()),
             link,
             hosts,
-            peer_exit_notices,
-            timeout,
+            wait,
             current: None,
             sequence: 0,
             call: 0,
@@ -132,8 +120,8 @@ impl InterHostExchange {
         }
         let until = Instant::now() + REMOTE_FAILURE_DELAY;
         loop {
-            match self.peer_exit_notices.failure() {
-                Ok(Some((from, why))) => return self.aborted(from, &why),
+            match self.wait.peer_exit_notices.failure() {
+                Ok(Some((from, why))) => return self.wait.aborted(from, &why, self.op()),
                 Ok(None) if Instant::now() < until => std::thread::sleep(POLL_SLEEP),
                 _ => return error,
             }
@@ -158,7 +146,8 @@ impl InterHostExchange {
             let theirs = CollectiveFingerprint::from_words(words);
             if theirs != mine {
                 let (here, there) = (mine.within(self.call), theirs.within(call));
-                return Err(CommError::Diverged { rank: self.rank(), here, peer: *peer, there });
+                let (rank, peer) = (self.link.in_job(self.rank()), self.link.in_job(*peer));
+                return Err(CommError::Diverged { rank, here, peer, there });
             }
         }
         Ok(())
@@ -196,53 +185,9 @@ impl InterHostExchange {
     }
 
     /// Waits for a message from a rank of another host.
-    pub(super) fn finish(&mut self, peer: usize, mut transfer: MpiTransfer) -> Result<Vec<u8>> {
-        let (mut turns, mut waited, mut last) = (0u32, Duration::ZERO, None::<Instant>);
-        let SpinLimits { spins, yields } = self.local.spin_limits();
-        while !transfer.is_done()? {
-            turns += 1;
-            match turns {
-                turn if turn < spins => std::hint::spin_loop(),
-                turn if turn < spins + yields => std::thread::yield_now(),
-                _ => std::thread::sleep(POLL_SLEEP),
-            }
-            if turns.is_multiple_of(POLLS_PER_CLOCK_READ) {
-                let now = Instant::now();
-                let passed = now.duration_since(*last.get_or_insert(now));
-                if passed >= FAILURE_CHECK_INTERVAL {
-                    // As in shared memory, a job that was stopped for an hour has not waited for an hour.
-                    waited += passed.min(Duration::from_secs(1));
-                    last = Some(now);
-                    self.watch(peer)?;
-                    if waited > self.timeout {
-                        let (rank, op, limit) = (self.rank(), self.op(), self.timeout);
-                        return Err(CommError::Timeout { rank, peer, op, limit });
-                    }
-                }
-            }
-        }
-        Ok(transfer.into_bytes())
-    }
-
-    /// Checks for failed ranks while `peer` is awaited.
-    fn watch(&mut self, peer: usize) -> Result<()> {
-        if let Some(error) = self.local.failed_peer() {
-            return Err(error);
-        }
-        if let Some((from, why)) = self.peer_exit_notices.failure()? {
-            return Err(self.aborted(from, &why));
-        }
-        if self.peer_exit_notices.has_left(peer) {
-            let (rank, op) = (self.rank(), self.op());
-            return Err(CommError::RankLeft { rank, peer, op });
-        }
-        Ok(())
-    }
-
-    /// Returns the error for when rank `from` of another host has given up.
-    fn aborted(&self, from: usize, why: &str) -> CommError {
-        let why = format!("on host {}: {why}", self.hosts.name_of(from));
-        CommError::RankAborted { rank: self.rank(), peer: from, why, op: self.op() }
+    pub(super) fn finish(&mut self, peer: usize, transfer: MpiTransfer) -> Result<Vec<u8>> {
+        let peer = self.link.in_job(peer);
+        self.wait.finish(peer, transfer, self.local.spin_limits(), &|| self.op())
     }
 
     /// Returns the name of the current collective, for messages.

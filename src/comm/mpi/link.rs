@@ -25,7 +25,14 @@ pub(super) enum MessageTag {
     Beat = 4,
     /// Elements in MPI's own large messages, for measurements.
     Plain = 5,
+    /// The description of a message from one rank to another.
+    MessageHeader = 6,
+    /// Elements of such a message.
+    MessageData = 7,
 }
+
+/// The number of kinds that a channel has room for.
+const MAX_TAGS: usize = 8;
 
 impl MessageTag {
     /// Returns the maximum number of bytes sent as one MPI message. Libraries send up to 64 KiB at once; they announce
@@ -33,7 +40,7 @@ impl MessageTag {
     fn packet_bytes(self) -> usize {
         match self {
             Self::Plain => c_int::MAX as usize,
-            Self::Header | Self::Data | Self::Status | Self::Beat => 60 << 10,
+            Self::Header | Self::Data | Self::Status | Self::Beat | Self::MessageHeader | Self::MessageData => 60 << 10,
         }
     }
 }
@@ -95,7 +102,18 @@ impl MpiLink {
 
     /// Begins to send.
     pub(super) fn send(self: &Arc<Self>, to: usize, tag: MessageTag, bytes: Vec<u8>) -> Result<MpiTransfer, CommError> {
-        self.begin(to, tag, bytes, true)
+        self.send_on(0, to, tag, bytes)
+    }
+
+    /// Begins to send in a channel. Messages of different channels do not meet.
+    pub(super) fn send_on(
+        self: &Arc<Self>,
+        channel: usize,
+        to: usize,
+        tag: MessageTag,
+        bytes: Vec<u8>,
+    ) -> Result<MpiTransfer, CommError> {
+        self.begin((to, channel, tag), bytes, true)
     }
 
     /// Begins to receive `len` bytes.
@@ -105,13 +123,23 @@ impl MpiLink {
         tag: MessageTag,
         len: usize,
     ) -> Result<MpiTransfer, CommError> {
-        self.begin(from, tag, vec![0; len], false)
+        self.receive_on(0, from, tag, len)
+    }
+
+    /// Begins to receive `len` bytes in a channel.
+    pub(super) fn receive_on(
+        self: &Arc<Self>,
+        channel: usize,
+        from: usize,
+        tag: MessageTag,
+        len: usize,
+    ) -> Result<MpiTransfer, CommError> {
+        self.begin((from, channel, tag), vec![0; len], false)
     }
 
     fn begin(
         self: &Arc<Self>,
-        peer: usize,
-        tag: MessageTag,
+        (peer, channel, tag): (usize, usize, MessageTag),
         bytes: Vec<u8>,
         sends: bool,
     ) -> Result<MpiTransfer, CommError> {
@@ -119,6 +147,7 @@ impl MpiLink {
         let mut transfer = MpiTransfer { link: self.clone(), requests: VecDeque::new(), memory };
         let (byte, world) = (self.library.byte, self.library.world);
         let peer = c_int::try_from(peer).expect("a rank of MPI");
+        let number = (channel * MAX_TAGS + tag as usize) as c_int;
         let (call, name) = if sends { (&self.library.isend, "MPI_Isend") } else { (&self.library.irecv, "MPI_Irecv") };
         let _calling = lock(&self.calling);
         // Both sides split a message in the same way; an empty message is a packet too.
@@ -130,7 +159,7 @@ impl MpiLink {
             // done, as `MpiTransfer` returns them only then and never frees them before.
             let code = unsafe {
                 let packet = memory.cast::<u8>().add(start);
-                call(packet.cast(), count, byte, peer, tag as c_int, world, &mut request)
+                call(packet.cast(), count, byte, peer, number, world, &mut request)
             };
             self.library.check(name, code)?;
             transfer.requests.push_back(request);

@@ -18,6 +18,7 @@ mod all_gather;
 mod chain_reduce;
 mod chain_roles;
 mod direct_reduce;
+mod group_link;
 mod heartbeat;
 mod hierarchical;
 mod host_sum_reduce;
@@ -26,6 +27,8 @@ mod intra_host;
 mod library;
 mod link;
 mod message_bench;
+mod message_wait;
+mod messages;
 mod partial_sum;
 mod peer_exit_notices;
 mod preflight;
@@ -34,6 +37,7 @@ mod traffic;
 mod traffic_plan;
 
 pub(super) use hierarchical::HierarchicalCollectives;
+pub(super) use messages::MpiMessages;
 pub(crate) use traffic_plan::{InterHostTransfer, UniformHosts};
 
 use super::rank_env::RankEnv;
@@ -41,9 +45,11 @@ use super::shm::exchange::ShmExchange;
 use super::shm::rank_state::RankFault;
 use super::shm::region::SharedMemoryRegion;
 use crate::error::{CommError, Error, Result};
+use group_link::GroupLink;
 use heartbeat::HostHeartbeat;
 use inter_host::InterHostExchange;
 use link::MpiLink;
+use message_wait::MessageWait;
 use peer_exit_notices::PeerExitNotices;
 use std::sync::{Arc, Mutex, OnceLock};
 use topology::HostTopology;
@@ -130,13 +136,32 @@ impl MpiRank {
     }
 
     pub(super) fn collectives(&self, local: ShmExchange, timeout: std::time::Duration) -> HierarchicalCollectives {
-        HierarchicalCollectives::new(InterHostExchange::new(
-            local,
-            self.link.clone(),
-            self.hosts.clone(),
-            self.peer_exit_notices.clone(),
-            timeout,
-        ))
+        let link = GroupLink::of_job(self.link.clone());
+        HierarchicalCollectives::new(InterHostExchange::new(local, link, self.hosts.clone(), self.wait(timeout)))
+    }
+
+    /// Returns the collectives of the group `members`, which are ranks of several hosts and use `channel`.
+    pub(super) fn group_collectives(
+        &self,
+        local: ShmExchange,
+        members: Arc<[usize]>,
+        channel: usize,
+        timeout: std::time::Duration,
+    ) -> HierarchicalCollectives {
+        let hosts = Arc::new(self.hosts.within(&members));
+        let link = GroupLink::of_group(self.link.clone(), members, channel);
+        HierarchicalCollectives::new(InterHostExchange::new(local, link, hosts, self.wait(timeout)))
+    }
+
+    /// Returns the messages between this rank and `peer`, a rank of another host, in a channel.
+    pub(super) fn messages(&self, channel: usize, peer: usize, timeout: std::time::Duration) -> MpiMessages {
+        MpiMessages::new(self.link.clone(), self.wait(timeout), channel, peer)
+    }
+
+    fn wait(&self, timeout: std::time::Duration) -> MessageWait {
+        let (region, peer_exit_notices, hosts) =
+            (self.region.clone(), self.peer_exit_notices.clone(), self.hosts.clone());
+        MessageWait { region, peer_exit_notices, hosts, rank: self.link.rank(), timeout }
     }
 
     /// Waits until the ranks of other hosts have left too, as finalizing MPI would, unless one of them gives up.

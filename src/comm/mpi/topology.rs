@@ -90,6 +90,18 @@ impl HostTopology {
         Ok(Self { ranks, names, own })
     }
 
+    /// Returns the topology of a group of ranks, which are counted from 0: `members` are their numbers here, in
+    /// ascending order.
+    pub(super) fn within(&self, members: &[usize]) -> Self {
+        let place = |rank: usize| members.partition_point(|member| *member < rank);
+        let hosts = self.ranks.iter().zip(&self.names).enumerate();
+        let kept = hosts.map(|(host, (ranks, name))| (host, place(ranks.start)..place(ranks.end), name));
+        let kept: Vec<_> = kept.filter(|(_, ranks, _)| !ranks.is_empty()).collect();
+        let own = kept.iter().position(|(host, ..)| *host == self.own).expect("this rank is a member");
+        let ranks = kept.iter().map(|(_, ranks, _)| ranks.clone()).collect();
+        Self { ranks, names: kept.into_iter().map(|(_, _, name)| name.clone()).collect(), own }
+    }
+
     /// Returns a topology of `hosts` hosts with `each` ranks each, for estimates.
     pub(super) fn even(hosts: usize, each: usize) -> Self {
         let ranks = (0..hosts).map(|host| host * each..(host + 1) * each).collect();
@@ -195,6 +207,13 @@ mod tests {
         assert_eq!(hosts.remote_ranks().collect::<Vec<_>>(), [0..2, 3..6]);
         assert_eq!(hosts.remote().collect::<Vec<_>>(), [0, 1, 3, 4, 5]);
         assert_eq!(hosts.name_of(4), "host-c");
+    }
+
+    #[test]
+    fn a_group_has_the_hosts_of_its_members() {
+        let hosts = of("aabbbccd", 3).unwrap().within(&[0, 3, 4, 7]);
+        assert_eq!(hosts.host_ranks(), [0..1, 1..3, 3..4]);
+        assert_eq!((hosts.local_ranks(), hosts.world_size(), hosts.name_of(3)), (1..3, 4, "host-d"));
     }
 
     #[test]

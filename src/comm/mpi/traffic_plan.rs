@@ -64,6 +64,8 @@ impl UniformHosts {
                 vec![self.gather(code.map_or(elements * size, |code| code.encoded_len(elements)))]
             }
             CollectiveKind::Barrier => vec![self.gather(1)],
+            // A message may stay on a host; a schedule of messages knows which do not.
+            CollectiveKind::Send | CollectiveKind::Receive => Vec::new(),
         }
     }
 

@@ -48,7 +48,7 @@ pub(in crate::comm) enum CollectiveThread {
 pub(in crate::comm) struct ShmExchange {
     pieces: PieceSlots,
     timeout: Duration,
-    /// The rank that this world's rank 0 has in the complete job, for messages.
+    /// The number of the region's rank 0 in the job, for messages.
     first: usize,
     /// The number of collectives begun so far.
     sequence: u64,
@@ -67,12 +67,28 @@ pub(in crate::comm) struct ShmExchange {
 }
 
 impl ShmExchange {
+    /// Returns the side of `rank` in exchanges between all ranks of the region.
     pub(in crate::comm) fn new(region: Arc<SharedMemoryRegion>, rank: usize, timeout: Duration) -> Self {
-        let ranks = region.world_size();
+        Self::with(PieceSlots::new(region, rank, 0), timeout)
+    }
+
+    /// Returns the side of the rank at position `rank` of the group `members`, which uses `channel`.
+    pub(in crate::comm) fn of_group(
+        region: Arc<SharedMemoryRegion>,
+        channel: usize,
+        members: Vec<usize>,
+        rank: usize,
+        timeout: Duration,
+    ) -> Self {
+        Self::with(PieceSlots::of_group(region, channel, members, rank), timeout)
+    }
+
+    fn with(pieces: PieceSlots, timeout: Duration) -> Self {
+        let ranks = pieces.region().world_size();
         let roomy = std::env::var_os(BOUND).is_some()
             || std::thread::available_parallelism().is_ok_and(|cores| cores.get() >= ranks);
         Self {
-            pieces: PieceSlots::new(region, rank, 0),
+            pieces,
             timeout,
             first: 0,
             sequence: 0,
@@ -86,7 +102,7 @@ impl ShmExchange {
         }
     }
 
-    /// Sets the rank that rank 0 of this world has in the complete job.
+    /// Sets the number that the region's rank 0 has in the job.
     pub(in crate::comm) fn numbered_from(self, first: usize) -> Self {
         Self { first, ..self }
     }
@@ -102,7 +118,12 @@ impl ShmExchange {
     }
 
     pub(in crate::comm) fn size(&self) -> usize {
-        self.pieces.region().world_size()
+        self.pieces.size()
+    }
+
+    /// Returns the number that a rank of this group has in the job.
+    fn in_job(&self, rank: usize) -> usize {
+        self.first + self.pieces.in_region(rank)
     }
 
     /// Sets the thread that runs the next collective: the one that needs its result, or the comm thread, alongside a
@@ -194,7 +215,7 @@ impl ShmExchange {
         if self.pieces.spin_for(peer, self.spin_limits) {
             return Ok(());
         }
-        let beat = || self.pieces.region().heartbeat(peer).load(Ordering::Relaxed);
+        let beat = || self.pieces.region().heartbeat(self.pieces.in_region(peer)).load(Ordering::Relaxed);
         let clock = clock.get_or_insert_with(|| PeerWaitTimer::new(Instant::now()));
         clock.watch(beat());
         let overdue = || {
@@ -202,27 +223,14 @@ impl ShmExchange {
                 beside();
             }
             clock.turn(Instant::now(), beat());
-            if clock.silence > HEARTBEAT_TIMEOUT {
-                Some(RankFault::Silent)
-            } else if clock.waited > self.timeout {
-                Some(RankFault::Late)
-            } else {
-                None
-            }
+            clock.fault(self.timeout)
         };
         self.pieces.sleep_for(peer, overdue).map_err(|failure| self.error(failure))
     }
 
     /// Returns the failure as this rank reports it.
     fn error(&self, failure: PeerFailure) -> CommError {
-        failure.error(self.first, self.rank(), self.op(), self.timeout)
-    }
-
-    /// Returns the failure of a peer that can no longer take part, while this rank waits for something else.
-    pub(in crate::comm) fn failed_peer(&self) -> Option<CommError> {
-        let region = self.pieces.region();
-        let (peer, fault) = region.first_failure().filter(|(peer, _)| *peer != self.rank())?;
-        Some(self.error(PeerFailure { peer, fault, why: region.explained(peer, fault) }))
+        failure.error(self.first, self.pieces.in_region(self.rank()), self.op(), self.timeout)
     }
 
     /// Returns the name of the current collective, for messages.
@@ -237,13 +245,13 @@ impl ShmExchange {
             return Ok(());
         }
         let (here, there) = (mine.within(self.call), theirs.within(call));
-        Err(CommError::Diverged { rank: self.first + self.rank(), here, peer: self.first + peer, there })
+        Err(CommError::Diverged { rank: self.in_job(self.rank()), here, peer: self.in_job(peer), there })
     }
 }
 
 impl PeerFailure {
-    /// Returns the failure as reported by rank `rank`, which waits in `op` for at most `limit`. Rank 0 of its world is
-    /// rank `first` of the job.
+    /// Returns the failure as reported by rank `rank` of the region, which waits in `op` for at most `limit`. The
+    /// region's rank 0 is rank `first` of the job.
     pub(in crate::comm) fn error(self, first: usize, rank: usize, op: String, limit: Duration) -> CommError {
         let Self { peer, fault, why } = self;
         let (rank, peer) = (first + rank, first + peer);
@@ -261,7 +269,7 @@ impl PeerFailure {
 ///
 /// Both count turns of the waiting loop rather than clock time: if the complete job was stopped for an hour (Ctrl-Z)
 /// and resumes, no rank has waited for an hour.
-struct PeerWaitTimer {
+pub(in crate::comm) struct PeerWaitTimer {
     last_turn: Instant,
     waited: Duration,
     beat: u64,
@@ -269,23 +277,34 @@ struct PeerWaitTimer {
 }
 
 impl PeerWaitTimer {
-    fn new(now: Instant) -> Self {
+    pub(in crate::comm) fn new(now: Instant) -> Self {
         Self { last_turn: now, waited: Duration::ZERO, beat: 0, silence: Duration::ZERO }
     }
 
     /// Switches to another rank's heartbeat.
-    fn watch(&mut self, beat: u64) {
+    pub(in crate::comm) fn watch(&mut self, beat: u64) {
         (self.beat, self.silence) = (beat, Duration::ZERO);
     }
 
     /// Counts a turn of the loop. A beat of 0 belongs to a rank without a heartbeat: a thread, or a rank that has not
     /// started yet.
-    fn turn(&mut self, now: Instant, beat: u64) {
+    pub(in crate::comm) fn turn(&mut self, now: Instant, beat: u64) {
         let passed = now.duration_since(self.last_turn).min(MAX_COUNTED_TURN);
         self.last_turn = now;
         self.waited += passed;
         self.silence = if beat == self.beat && beat != 0 { self.silence + passed } else { Duration::ZERO };
         self.beat = beat;
+    }
+
+    /// Returns the fault of the awaited rank, if it has been silent for too long or the wait exceeds `timeout`.
+    pub(in crate::comm) fn fault(&self, timeout: Duration) -> Option<RankFault> {
+        if self.silence > HEARTBEAT_TIMEOUT {
+            Some(RankFault::Silent)
+        } else if self.waited > timeout {
+            Some(RankFault::Late)
+        } else {
+            None
+        }
     }
 }
 
@@ -331,7 +350,7 @@ mod tests {
         let world = 3;
         let region = Arc::new(SharedMemoryRegion::anonymous(world).unwrap());
         let before = u32::MAX - 4;
-        (0..world).for_each(|r| region.published(r).store(before, Ordering::Relaxed));
+        (0..world).for_each(|r| region.published(region.seat(0, r)).store(before, Ordering::Relaxed));
         std::thread::scope(|scope| {
             for rank in 0..world {
                 let region = region.clone();

@@ -11,29 +11,24 @@
 //!
 //! # Orderings
 //!
-//! `published` is stored with Release (and stronger) after the piece's data and header, and loaded with Acquire before
-//! a peer reads them. The same pair orders a peer's reads of piece k before this rank's writes of piece k+2. Between
-//! `published` and `sleepers`, SeqCst keeps a rank from falling asleep just as the piece that it awaits arrives.
+//! [`PublishedCount`] is raised with Release (and stronger) after the piece's data and header, and loaded with Acquire before
+//! a peer reads them. The same pair orders a peer's reads of piece k before this rank's writes of piece k+2.
 //! [`super::rank_state`] describes what `state` orders. Nothing else carries an ordering.
 //!
 //! # Checked with loom
 //!
-//! `tests/loom` compiles this file and `rank_state.rs` with loom's memory in place of [`super::region`] and runs them
+//! `tests/loom` compiles this file, `published_count.rs` and `rank_state.rs` with loom's memory in place of [`super::region`] and runs them
 //! in every order in which their accesses can take effect: two ranks and three pieces, the third of which uses the slot
 //! of the first. If ranks sleep, threads are interrupted at most four times, and with three ranks once. Ranks that give up
 //! or leave are run with one and two pieces. Loom finds no race on slots or texts, no wrong byte, no sleep that nothing
 //! ends, and no failure that is reported wrongly; and it finds the deliberate mistakes of its tests, such as a
 //! publication before the data or without Release. It does not cover time limits, heartbeats or the kernel's futex.
 
-use super::rank_state::{PeerFailure, RankFault, RankState};
-use super::region::{SLOT_BYTES, SharedMemoryRegion, sleep_on, spin_loop, wake, yield_now};
+use super::published_count::PublishedCount;
+use super::rank_state::{PeerFailure, RankFault};
+use super::region::{SLOT_BYTES, SharedMemoryRegion, spin_loop, yield_now};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-
-/// How long a waiting rank sleeps before it checks the peers' states: this long for up to [`FEW_RANKS`] ranks, and
-/// longer for more ranks, because many ranks on few cores would otherwise do nothing but check.
-const NAP_MILLIS: u32 = 20;
-const FEW_RANKS: usize = 64;
 
 /// The number of turns of a wait before the thread sleeps. It spins first, for some ten microseconds. Then it yields to
 /// other threads between checks: the thread of the awaited rank may be on this core.
@@ -43,9 +38,20 @@ pub(crate) struct SpinLimits {
     pub yields: u32,
 }
 
-/// One rank's pieces, and its view of its peers' pieces.
+/// Returns the length of the naps of a sleeping wait, between which it checks the peers' states.
+pub(super) fn nap_millis(ranks: usize) -> u32 {
+    // Of many ranks on few cores, all would otherwise do nothing but check.
+    const FEW_RANKS: usize = 64;
+    20 * ranks.div_ceil(FEW_RANKS) as u32
+}
+
+/// One rank's pieces, and its view of its peers' pieces. Ranks are counted within their group.
 pub(super) struct PieceSlots {
     region: Arc<SharedMemoryRegion>,
+    channel: usize,
+    /// The ranks of the group, in ascending order, as the region counts them.
+    members: Vec<usize>,
+    /// This rank's position among them.
     rank: usize,
     /// The number of pieces published so far, modulo 2^32. The last of them is the current one.
     published: u32,
@@ -53,10 +59,16 @@ pub(super) struct PieceSlots {
 }
 
 impl PieceSlots {
-    /// Returns the pieces of a rank that has published `published` of them.
+    /// Returns the pieces of a rank that exchanges them with all others, and has published `published` of them.
     pub(super) fn new(region: Arc<SharedMemoryRegion>, rank: usize, published: u32) -> Self {
-        let crowds = region.world_size().div_ceil(FEW_RANKS) as u32;
-        Self { region, rank, published, nap_millis: NAP_MILLIS * crowds }
+        let all = (0..region.world_size()).collect();
+        Self { published, ..Self::of_group(region, 0, all, rank) }
+    }
+
+    /// Returns the pieces of the rank at position `rank` of the group `members`, which uses `channel`.
+    pub(super) fn of_group(region: Arc<SharedMemoryRegion>, channel: usize, members: Vec<usize>, rank: usize) -> Self {
+        let nap_millis = nap_millis(region.world_size());
+        Self { region, channel, members, rank, published: 0, nap_millis }
     }
 
     /// Limits the length of naps, after which waits check the peers' states.
@@ -72,6 +84,16 @@ impl PieceSlots {
         self.rank
     }
 
+    /// Returns the number of ranks in the group.
+    pub(super) fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Returns the number that the region gives to a rank of the group.
+    pub(super) fn in_region(&self, rank: usize) -> usize {
+        self.members[rank]
+    }
+
     /// Returns the number of pieces published so far, modulo 2^32.
     #[cfg(test)]
     pub(super) fn published(&self) -> u32 {
@@ -84,18 +106,12 @@ impl PieceSlots {
         assert!(len <= SLOT_BYTES, "a piece of {len} bytes");
         let next = self.published.wrapping_add(1);
         let parity = (next & 1) as usize;
-        // SAFETY: the slot is this rank's and holds SLOT_BYTES. No peer reads it now: see the module's documentation.
-        fill(unsafe { std::slice::from_raw_parts_mut(self.region.slot_mut(self.rank, parity), len) });
+        // SAFETY: the slot is this rank's and holds SLOT_BYTES. No peer reads it now: see the module's argument.
+        fill(unsafe { std::slice::from_raw_parts_mut(self.region.slot_mut(self.seat(self.rank), parity), len) });
         for (i, word) in header.into_iter().enumerate() {
-            self.region.header_word(self.rank, parity, i).store(word, Ordering::Relaxed);
+            self.region.header_word(self.seat(self.rank), parity, i).store(word, Ordering::Relaxed);
         }
-        let word = self.region.published(self.rank);
-        // In the total order of all SeqCst operations either this store comes before the sleeper's check of the word,
-        // and it does not sleep, or its count comes before the check of the count here, and it is woken.
-        word.store(next, Ordering::SeqCst);
-        if self.region.sleepers(self.rank).load(Ordering::SeqCst) > 0 {
-            wake(word);
-        }
+        self.count(self.rank).publish(next);
         self.published = next;
     }
 
@@ -121,24 +137,25 @@ impl PieceSlots {
         mut overdue: impl FnMut() -> Option<RankFault>,
     ) -> Result<(), PeerFailure> {
         loop {
-            let seen = self.region.published(peer).load(Ordering::Acquire);
-            let trouble = self.look_at_ranks();
+            let seen = self.count(peer).get();
+            let trouble = self.check_ranks();
             // In this order: a peer that published and then failed or left has done its part of this piece.
             if self.has_published(peer) {
                 return Ok(());
             }
             trouble?;
             if let Some(fault) = overdue() {
+                let peer = self.in_region(peer);
                 self.region.record_first_failure(peer, fault);
                 return Err(PeerFailure { peer, fault, why: String::new() });
             }
-            self.sleep_until_published(peer, seen);
+            self.count(peer).sleep_while(seen, self.nap_millis);
         }
     }
 
     /// Returns the header of the current piece of `peer`, which has published it.
     pub(super) fn header<const N: usize>(&self, peer: usize) -> [u64; N] {
-        std::array::from_fn(|i| self.region.header_word(peer, self.parity(), i).load(Ordering::Relaxed))
+        std::array::from_fn(|i| self.region.header_word(self.seat(peer), self.parity(), i).load(Ordering::Relaxed))
     }
 
     /// Returns bytes of the current piece of `peer`, which has published it.
@@ -146,7 +163,7 @@ impl PieceSlots {
         assert!(peer != self.rank && offset + len <= SLOT_BYTES);
         // SAFETY: inside the slot. The peer published this piece (Acquire in has_published) and does not write the slot
         // again before this rank publishes its next piece, which needs &mut self and so ends this borrow.
-        unsafe { std::slice::from_raw_parts(self.region.slot(peer, self.parity()).add(offset), len) }
+        unsafe { std::slice::from_raw_parts(self.region.slot(self.seat(peer), self.parity()).add(offset), len) }
     }
 
     /// Returns which of a rank's two slots has the current piece.
@@ -156,56 +173,23 @@ impl PieceSlots {
 
     /// Returns whether `peer` has published the current piece (or, one ahead, the next one).
     fn has_published(&self, peer: usize) -> bool {
-        let published = self.region.published(peer).load(Ordering::Acquire);
-        published.wrapping_sub(self.published) as i32 >= 0
+        self.count(peer).get().wrapping_sub(self.published) as i32 >= 0
     }
 
-    /// Sleeps until `peer` has published more than `seen` pieces or has left, or about one nap is over.
-    fn sleep_until_published(&self, peer: usize, seen: u32) {
-        let (word, sleepers) = (self.region.published(peer), self.region.sleepers(peer));
-        sleepers.fetch_add(1, Ordering::SeqCst);
-        if word.load(Ordering::SeqCst) == seen {
-            sleep_on(word, seen, self.nap_millis);
-        }
-        sleepers.fetch_sub(1, Ordering::SeqCst);
+    /// Returns the number of pieces that `peer` has published.
+    fn count(&self, peer: usize) -> PublishedCount<'_> {
+        let seat = self.seat(peer);
+        PublishedCount { word: self.region.published(seat), sleepers: self.region.sleepers(seat) }
+    }
+
+    fn seat(&self, rank: usize) -> usize {
+        self.region.seat(self.channel, self.members[rank])
     }
 
     /// Returns an error if the job cannot continue: a rank has died or given up, or a rank that this piece needs has
     /// left.
-    fn look_at_ranks(&self) -> Result<(), PeerFailure> {
-        let seen = self.look_at_states();
-        // The first failure explains all later ones, which are often only its consequences. It is read after the
-        // states, because it was recorded before any consequence that they show.
-        match self.region.first_failure() {
-            Some((peer, fault)) if peer != self.rank => match (fault, self.region.state(peer)) {
-                (RankFault::Left | RankFault::Silent | RankFault::Late, _) => {
-                    Err(PeerFailure { peer, fault, why: String::new() })
-                }
-                (_, RankState::Dead(why)) => Err(PeerFailure { peer, fault: RankFault::Died, why }),
-                (_, RankState::Aborted(why)) => Err(PeerFailure { peer, fault: RankFault::GaveUp, why }),
-                // The failure is recorded a moment before the state. The text is already available.
-                (RankFault::Died | RankFault::GaveUp, _) => {
-                    Err(PeerFailure { peer, fault, why: self.region.explained(peer, fault) })
-                }
-            },
-            _ => seen,
-        }
-    }
-
-    /// Does the same check with only the states of the ranks.
-    fn look_at_states(&self) -> Result<(), PeerFailure> {
-        for peer in 0..self.region.world_size() {
-            match self.region.state(peer) {
-                RankState::Dead(why) => return Err(PeerFailure { peer, fault: RankFault::Died, why }),
-                RankState::Aborted(why) => return Err(PeerFailure { peer, fault: RankFault::GaveUp, why }),
-                // A rank that has left publishes nothing more.
-                RankState::Finished if !self.has_published(peer) => {
-                    self.region.record_first_failure(peer, RankFault::Left);
-                    return Err(PeerFailure { peer, fault: RankFault::Left, why: String::new() });
-                }
-                RankState::Finished | RankState::Running | RankState::Absent => {}
-            }
-        }
-        Ok(())
+    fn check_ranks(&self) -> Result<(), PeerFailure> {
+        let needs = |peer: usize| self.members.binary_search(&peer).is_ok_and(|peer| !self.has_published(peer));
+        self.region.check_ranks(self.in_region(self.rank), needs)
     }
 }

@@ -7,7 +7,7 @@
 //! therefore cannot be taken for the first failure, and a rank that finds the first failure can read its text. Loom
 //! checks both: see [`super::pieces`].
 
-use super::region::{FailureText, SharedMemoryRegion, TEXT_BYTES, wake};
+use super::region::{CHANNELS, FailureText, SharedMemoryRegion, TEXT_BYTES, wake};
 use std::sync::atomic::Ordering;
 
 /// The state of a rank in the job.
@@ -109,6 +109,12 @@ impl SharedMemoryRegion {
         (rank < self.world_size()).then_some((rank, fault))
     }
 
+    /// Returns the first failure of the job if it is that of another rank than `rank`.
+    pub(crate) fn failure_of_other(&self, rank: usize) -> Option<PeerFailure> {
+        let (peer, fault) = self.first_failure().filter(|(peer, _)| *peer != rank)?;
+        Some(PeerFailure { peer, fault, why: self.explained(peer, fault) })
+    }
+
     /// Returns the text of the first failure, which was written before the failure was recorded.
     pub(crate) fn explained(&self, rank: usize, fault: RankFault) -> String {
         self.read_text(rank, if fault == RankFault::Died { FailureText::Cause } else { FailureText::LastWords })
@@ -139,7 +145,45 @@ impl SharedMemoryRegion {
     fn leave(&self, rank: usize, state: u32) {
         let living = |now| (now <= RUNNING).then_some(state);
         let _ = self.state_word(rank).fetch_update(Ordering::AcqRel, Ordering::Acquire, living);
-        wake(self.published(rank));
+        (0..CHANNELS).for_each(|channel| wake(self.published(self.seat(channel, rank))));
+    }
+
+    /// Returns an error if `rank` cannot continue: any rank has died or given up, or one that it still `needs` has left.
+    pub(super) fn check_ranks(&self, rank: usize, needs: impl Fn(usize) -> bool) -> Result<(), PeerFailure> {
+        let seen = self.check_states(needs);
+        // The first failure explains all later ones, which are often only its consequences. In this order: it was
+        // recorded before any consequence that has been seen.
+        match self.first_failure() {
+            Some((peer, fault)) if peer != rank => match (fault, self.state(peer)) {
+                (RankFault::Left | RankFault::Silent | RankFault::Late, _) => {
+                    Err(PeerFailure { peer, fault, why: String::new() })
+                }
+                (_, RankState::Dead(why)) => Err(PeerFailure { peer, fault: RankFault::Died, why }),
+                (_, RankState::Aborted(why)) => Err(PeerFailure { peer, fault: RankFault::GaveUp, why }),
+                // The failure is recorded a moment before the state. The text is already available.
+                (RankFault::Died | RankFault::GaveUp, _) => {
+                    Err(PeerFailure { peer, fault, why: self.explained(peer, fault) })
+                }
+            },
+            _ => seen,
+        }
+    }
+
+    /// Does the same check with only the states of the ranks.
+    fn check_states(&self, needs: impl Fn(usize) -> bool) -> Result<(), PeerFailure> {
+        for peer in 0..self.world_size() {
+            match self.state(peer) {
+                RankState::Dead(why) => return Err(PeerFailure { peer, fault: RankFault::Died, why }),
+                RankState::Aborted(why) => return Err(PeerFailure { peer, fault: RankFault::GaveUp, why }),
+                // A rank that has left publishes nothing more.
+                RankState::Finished if needs(peer) => {
+                    self.record_first_failure(peer, RankFault::Left);
+                    return Err(PeerFailure { peer, fault: RankFault::Left, why: String::new() });
+                }
+                RankState::Finished | RankState::Running | RankState::Absent => {}
+            }
+        }
+        Ok(())
     }
 
     fn write_text(&self, rank: usize, which: FailureText, text: &str) {

@@ -2,13 +2,16 @@
 //!
 //! ```text
 //!   page 0            magic, version, world size, first failure, whether all ranks are started, failure elsewhere
-//!   page 1 + r        control block of rank r: published pieces, state, heartbeat, headers, failure texts
-//!   then, per rank    two slots of SLOT_BYTES: the data of an even and of an odd piece
+//!   2 pages per rank  control block: state, heartbeat, failure texts; published pieces and headers of each channel
+//!   per seat          two slots of SLOT_BYTES: the data of an even and of an odd piece
+//!   per pair, channel a mailbox: see `super::mailbox`
 //! ```
 //!
+//! A channel is a set of slots for the collectives of one division of the ranks into groups; channel 0 is for those of
+//! all ranks. A rank has a seat in every channel. Memory that is never touched takes no space.
+//!
 //! `zerorun` creates the region as a memfd and the ranks inherit it, or rank 0 creates it and hands it to the others.
-//! It has no name, needs no /dev/shm, and disappears with the last process. Ranks as threads share the same layout in
-//! anonymous memory.
+//! It has no name, needs no /dev/shm, and disappears with the last process. Ranks as threads use the same layout.
 //!
 //! A rank's block is written only by that rank, with one exception: `cause` and the transition from a living state to
 //! DEAD are written by the launcher or, if there is none, by the one rank that has claimed them. This file defines
@@ -22,14 +25,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 // Loom has its own versions of these: see `super::pieces`.
 pub(in crate::comm) use std::hint::spin_loop;
+pub(in crate::comm) use std::sync::atomic::{AtomicU32 as Word32, AtomicU64 as Word64};
 pub(in crate::comm) use std::thread::yield_now;
 
 const MAGIC: u64 = 0x6361_6e64_6c65_7a30; // "candlez0"
-const VERSION: u64 = 5;
+const VERSION: u64 = 6;
 const PAGE: usize = 4096;
 /// The number of bytes of one rank's data in one piece; each rank has two such slots. Small enough to stay in cache.
 pub(in crate::comm) const SLOT_BYTES: usize = 1 << 17;
-/// How long a rank sleeps before it checks on its own whether all ranks have been started.
+/// The number of bytes of a mailbox.
+pub(in crate::comm) const MAILBOX_BYTES: usize = PAGE + (1 << 18);
+/// The number of channels: the one of all ranks, and those of groups.
+pub(in crate::comm) const CHANNELS: usize = 16;
+/// How long a rank sleeps before it checks on its own whether all ranks are started.
 const ENTRY_NAP_MILLIS: u32 = 900;
 /// The maximum number of bytes of a rank's reason for giving up, and of the cause of its death.
 pub(in crate::comm) const TEXT_BYTES: usize = 1024;
@@ -41,17 +49,23 @@ const REMOTE_DEATH: usize = 40;
 const REMOTE_DEATH_LEN: usize = 48;
 const REMOTE_DEATH_TEXT: usize = 2048;
 
-// Offsets inside a control block. The futex word has its own cache line.
-const PUBLISHED: usize = 0;
-const SLEEPERS: usize = 4;
+// Offsets inside a control block.
 const STATE: usize = 64;
 const TEXT_LEN: usize = 68;
 const CAUSE_LEN: usize = 72;
 const CAUSE_CLAIMED: usize = 76;
 const HEARTBEAT: usize = 128;
-const HEADERS: usize = 192; // two of 64 bytes each
 const TEXT: usize = 1024;
 const CAUSE: usize = 2048;
+const SEATS: usize = PAGE;
+const BLOCK: usize = 2 * PAGE;
+
+// Offsets inside a seat, of which a control block has one per channel. The futex word has its own cache line.
+const PUBLISHED: usize = 0;
+const SLEEPERS: usize = 4;
+const HEADERS: usize = 64; // two, of 64 bytes
+const SEAT: usize = 256;
+const _: () = assert!(CHANNELS * SEAT <= PAGE);
 
 /// A failure text in a rank's control block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,24 +76,28 @@ pub(in crate::comm) enum FailureText {
     Cause,
 }
 
-/// The shared memory of one job: a control block and two data slots per rank.
+/// The shared memory of one job: a control block, data slots and mailboxes per rank.
 pub struct SharedMemoryRegion {
     map: MmapRaw,
-    fd: Option<OwnedFd>,
+    fd: OwnedFd,
     world_size: usize,
+    /// Whether the ranks are processes rather than threads of this one.
+    between_processes: bool,
 }
 
 impl SharedMemoryRegion {
     /// Creates a region that child processes inherit (the memfd is not closed on exec). Called by the launcher, or by a
     /// rank.
     pub fn create(world_size: usize) -> Result<Self> {
+        Self::make(world_size, rustix::fs::MemfdFlags::empty())
+    }
+
+    fn make(world_size: usize, flags: rustix::fs::MemfdFlags) -> Result<Self> {
         let system = |source| CommError::Region { action: "create", source: Arc::new(source) };
-        let fd = rustix::fs::memfd_create("candle-zero", rustix::fs::MemfdFlags::empty())
-            .map_err(|e| system(std::io::Error::from(e)))?;
-        let bytes = Self::bytes(world_size);
-        rustix::fs::ftruncate(&fd, bytes as u64).map_err(|e| system(std::io::Error::from(e)))?;
-        let map = MmapOptions::new().len(bytes).map_raw(&fd).map_err(system)?;
-        let region = Self { map, fd: Some(fd), world_size };
+        let fd = rustix::fs::memfd_create("candle-zero", flags).map_err(|e| system(std::io::Error::from(e)))?;
+        rustix::fs::ftruncate(&fd, Self::file_bytes(world_size)).map_err(|e| system(std::io::Error::from(e)))?;
+        let map = MmapOptions::new().len(Self::bytes(world_size)).map_raw(&fd).map_err(system)?;
+        let region = Self { map, fd, world_size, between_processes: true };
         region.write_header();
         Ok(region)
     }
@@ -91,8 +109,8 @@ impl SharedMemoryRegion {
         // SAFETY: fcntl only inspects the number; a closed descriptor gives an error.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
         let stat = rustix::fs::fstat(borrowed).map_err(|e| foreign(format!("a closed descriptor ({e})")))?;
-        let bytes = Self::bytes(world_size);
-        if stat.st_size as u64 != bytes as u64 {
+        let bytes = Self::file_bytes(world_size);
+        if stat.st_size as u64 != bytes {
             return Err(foreign(format!("{} bytes instead of the {bytes} bytes of {world_size} ranks", stat.st_size)));
         }
         // SAFETY: the launcher passed the descriptor to this process for this purpose, and `comm::from_env`, the only
@@ -110,7 +128,7 @@ impl SharedMemoryRegion {
             .len(bytes)
             .map_raw(&fd)
             .map_err(|source| CommError::Region { action: "map", source: Arc::new(source) })?;
-        let region = Self { map, fd: Some(fd), world_size };
+        let region = Self { map, fd, world_size, between_processes: true };
         let header = [region.word(0), region.word(8), region.word(16)].map(|w| w.load(Ordering::Acquire));
         if header != [MAGIC, VERSION, world_size as u64] {
             return Err(CommError::ForeignRegion { fd: number, found: format!("a header {header:x?}") }.into());
@@ -120,12 +138,7 @@ impl SharedMemoryRegion {
 
     /// Creates a region that only this process can access, for ranks as threads.
     pub fn anonymous(world_size: usize) -> Result<Self> {
-        let map = MmapOptions::new()
-            .len(Self::bytes(world_size))
-            .map_anon()
-            .map_err(|source| CommError::Region { action: "map", source: Arc::new(source) })?;
-        let region = Self { map: map.into(), fd: None, world_size };
-        region.write_header();
+        let region = Self { between_processes: false, ..Self::make(world_size, rustix::fs::MemfdFlags::CLOEXEC)? };
         region.let_in();
         Ok(region)
     }
@@ -142,16 +155,36 @@ impl SharedMemoryRegion {
     }
 
     /// Returns the descriptor to hand to child processes.
-    ///
-    /// # Panics
-    /// The region was made by [`SharedMemoryRegion::anonymous`] and has no descriptor.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_ref().expect("an anonymous region has no descriptor").as_fd()
+        self.fd.as_fd()
     }
 
-    /// Returns whether ranks are processes (a memfd) rather than threads (anonymous memory).
+    /// Returns whether ranks are processes rather than threads of one process.
     pub(in crate::comm) fn is_shared_between_processes(&self) -> bool {
-        self.fd.is_some()
+        self.between_processes
+    }
+
+    /// Returns the index of the seat of `rank` in a channel.
+    pub(in crate::comm) fn seat(&self, channel: usize, rank: usize) -> usize {
+        assert!(channel < CHANNELS && rank < self.world_size, "rank {rank} in channel {channel}");
+        channel * self.world_size + rank
+    }
+
+    /// Maps the memory for the messages of one rank to another in a channel. Both do so separately, when they first need it.
+    ///
+    /// # Errors
+    /// The system does not map it.
+    pub(in crate::comm) fn map_mailbox(
+        &self,
+        channel: usize,
+        from: usize,
+        to: usize,
+    ) -> std::result::Result<MmapRaw, CommError> {
+        assert!(to < self.world_size, "from rank {from} to rank {to}");
+        let pair = self.seat(channel, from) * self.world_size + to;
+        let at = Self::bytes(self.world_size) + pair * MAILBOX_BYTES;
+        let map = MmapOptions::new().offset(at as u64).len(MAILBOX_BYTES).map_raw(&self.fd);
+        map.map_err(|source| CommError::Region { action: "map", source: Arc::new(source) })
     }
 
     /// Joins as `rank`, and waits until all ranks have been started.
@@ -172,15 +205,15 @@ impl SharedMemoryRegion {
         wake(all_started);
     }
 
-    /// Returns the number of pieces that `rank` has published, modulo 2^32. Waiting ranks sleep on this word.
-    pub(in crate::comm) fn published(&self, rank: usize) -> &AtomicU32 {
-        self.word32(self.block(rank) + PUBLISHED)
+    /// Returns the number of pieces published in a seat, modulo 2^32; the word on which waiting ranks sleep.
+    pub(in crate::comm) fn published(&self, seat: usize) -> &AtomicU32 {
+        self.word32(self.seat_offset(seat) + PUBLISHED)
     }
 
-    /// Returns the number of threads that sleep on [`published`](Self::published) of `rank`. A thread that is killed
-    /// while it sleeps stays counted, which only causes unnecessary wakes.
-    pub(in crate::comm) fn sleepers(&self, rank: usize) -> &AtomicU32 {
-        self.word32(self.block(rank) + SLEEPERS)
+    /// Returns the number of threads that sleep on [`published`](Self::published) of a seat. A thread that is killed in
+    /// its sleep stays counted, which only causes unnecessary wakes.
+    pub(in crate::comm) fn sleepers(&self, seat: usize) -> &AtomicU32 {
+        self.word32(self.seat_offset(seat) + SLEEPERS)
     }
 
     /// Returns the state of `rank`, as a number.
@@ -234,22 +267,22 @@ impl SharedMemoryRegion {
         self.word(self.block(rank) + HEARTBEAT)
     }
 
-    /// Returns a word of the header of `rank`'s even (0) or odd (1) piece.
-    pub(in crate::comm) fn header_word(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
+    /// Returns a word of the header of a seat's even (0) or odd (1) piece.
+    pub(in crate::comm) fn header_word(&self, seat: usize, parity: usize, word: usize) -> &AtomicU64 {
         assert!(parity < 2 && word < 8);
-        self.word(self.block(rank) + HEADERS + parity * 64 + word * 8)
+        self.word(self.seat_offset(seat) + HEADERS + parity * 64 + word * 8)
     }
 
-    /// Returns the start of the even (0) or odd (1) slot of `rank`, to read; SLOT_BYTES long, aligned to a page.
-    pub(in crate::comm) fn slot(&self, rank: usize, parity: usize) -> *const u8 {
-        self.slot_mut(rank, parity)
+    /// Returns the start of the even (0) or odd (1) slot of a seat, to read; SLOT_BYTES long, aligned to a page.
+    pub(in crate::comm) fn slot(&self, seat: usize, parity: usize) -> *const u8 {
+        self.slot_mut(seat, parity)
     }
 
     /// Returns the start of a slot, to write.
-    pub(in crate::comm) fn slot_mut(&self, rank: usize, parity: usize) -> *mut u8 {
-        assert!(rank < self.world_size && parity < 2);
-        let offset = PAGE * (1 + self.world_size) + (rank * 2 + parity) * SLOT_BYTES;
-        // SAFETY: the offset is inside the mapping, which `bytes` sized for all ranks.
+    pub(in crate::comm) fn slot_mut(&self, seat: usize, parity: usize) -> *mut u8 {
+        assert!(seat < CHANNELS * self.world_size && parity < 2);
+        let offset = PAGE + BLOCK * self.world_size + (seat * 2 + parity) * SLOT_BYTES;
+        // SAFETY: the offset is inside the mapping, which `bytes` sized for all seats.
         unsafe { self.map.as_mut_ptr().add(offset) }
     }
 
@@ -277,13 +310,25 @@ impl SharedMemoryRegion {
         self.word32(self.block(rank) + at)
     }
 
+    /// Returns the number of bytes without mailboxes, which are mapped one by one.
     fn bytes(world_size: usize) -> usize {
-        PAGE * (1 + world_size) + world_size * 2 * SLOT_BYTES
+        PAGE + BLOCK * world_size + CHANNELS * world_size * 2 * SLOT_BYTES
+    }
+
+    /// Returns the number of bytes with the mailboxes of all pairs of ranks.
+    fn file_bytes(world_size: usize) -> u64 {
+        (Self::bytes(world_size) + CHANNELS * world_size * world_size * MAILBOX_BYTES) as u64
     }
 
     fn block(&self, rank: usize) -> usize {
         assert!(rank < self.world_size, "rank {rank} of {}", self.world_size);
-        PAGE * (1 + rank)
+        PAGE + BLOCK * rank
+    }
+
+    fn seat_offset(&self, seat: usize) -> usize {
+        let (channel, rank) = (seat / self.world_size, seat % self.world_size);
+        assert!(channel < CHANNELS, "seat {seat} of {} ranks", self.world_size);
+        self.block(rank) + SEATS + channel * SEAT
     }
 
     fn word(&self, offset: usize) -> &AtomicU64 {

@@ -70,7 +70,8 @@ impl WireFormat {
             CollectiveKind::ReduceScatter => coded(elements / world),
             CollectiveKind::AllReduce => coded(elements.div_ceil(world)) + exact(elements.div_ceil(world)),
             CollectiveKind::AllGather | CollectiveKind::Control => coded(elements),
-            CollectiveKind::Barrier => 0,
+            CollectiveKind::Barrier | CollectiveKind::Send => 0,
+            CollectiveKind::Receive => return exact(elements),
         };
         of_each * (world - 1)
     }

@@ -1,0 +1,127 @@
+//! The links of a rank to each other rank, and their threads.
+
+use super::abort_signal::AbortSignal;
+use super::mpi::MpiMessages;
+use super::shm::message::MailboxMessages;
+use crate::error::CommError;
+use crate::util::lock;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex, Weak};
+use std::thread::JoinHandle;
+
+/// A link of this rank. Communicators use different channels: the messages of each have their own order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct LinkId {
+    pub peer: usize,
+    pub direction: LinkDirection,
+    pub channel: usize,
+}
+
+/// The direction of a link, as seen by this rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum LinkDirection {
+    Sending,
+    Receiving,
+}
+
+/// This rank's end of a link.
+pub(super) enum LinkEnd {
+    /// The peer is on this host.
+    Local(MailboxMessages),
+    /// The peer is on another host.
+    Remote(MpiMessages),
+}
+
+/// A link's end, and what its thread has done with it.
+pub(super) struct LinkWorker {
+    pub end: LinkEnd,
+    /// The number of messages so far.
+    pub sequence: u64,
+    pub abort_signal: Arc<AbortSignal>,
+    /// The first failure, which every later message repeats.
+    pub failed: Option<CommError>,
+}
+
+pub(super) type LinkJob = Box<dyn FnOnce(&mut LinkWorker) + Send>;
+
+struct LinkThread {
+    jobs: Sender<LinkJob>,
+    /// The launched messages whose result may still be asked for.
+    wanted: Vec<Weak<()>>,
+    thread: JoinHandle<()>,
+}
+
+impl LinkThread {
+    fn start(id: LinkId, end: LinkEnd, abort_signal: &Arc<AbortSignal>) -> Result<Self, CommError> {
+        let (jobs, launched) = mpsc::channel::<LinkJob>();
+        let mut worker = LinkWorker { end, sequence: 0, abort_signal: abort_signal.clone(), failed: None };
+        let name = match id.direction {
+            LinkDirection::Sending => format!("to-{}", id.peer),
+            LinkDirection::Receiving => format!("from-{}", id.peer),
+        };
+        let thread = std::thread::Builder::new().name(name).spawn(move || {
+            for job in launched {
+                job(&mut worker);
+            }
+        });
+        let thread = thread.map_err(|source| abort_signal.thread_not_started(source))?;
+        Ok(Self { jobs, wanted: Vec::new(), thread })
+    }
+}
+
+/// The links of a rank to all others, made when they are first used.
+#[derive(Default)]
+pub(super) struct PointToPointLinks(Mutex<BTreeMap<LinkId, LinkThread>>);
+
+impl PointToPointLinks {
+    /// Waits until all launched messages to other ranks are sent. Those from other ranks may never come.
+    pub(super) fn finish_sends(&self) {
+        let (done, waiting) = mpsc::channel::<()>();
+        let is_sending = |(id, _): &(&LinkId, &LinkThread)| id.direction == LinkDirection::Sending;
+        for (_, link) in lock(&self.0).iter().filter(is_sending) {
+            let done = done.clone();
+            _ = link.jobs.send(Box::new(move |_| drop(done)));
+        }
+        drop(done);
+        // Ends when all jobs above have run or were dropped.
+        _ = waiting.recv();
+    }
+
+    /// Ends the links' threads once all launched messages are done. A message that nobody waits for, and that may never
+    /// come, is left to its thread, which ends when the other rank leaves.
+    pub(super) fn close(&self, abort_signal: &AbortSignal) {
+        for (id, LinkThread { jobs, wanted, thread }) in std::mem::take(&mut *lock(&self.0)) {
+            drop(jobs);
+            if id.direction == LinkDirection::Receiving && wanted.iter().all(|wanted| wanted.strong_count() == 0) {
+                continue;
+            }
+            // A panic of the thread has already been printed; this notifies the peers.
+            if thread.join().is_err() {
+                abort_signal.abort("its message thread panicked; see its own output");
+            }
+        }
+    }
+
+    /// Appends a job to a link, whose end `open` opens if this is its first. `wanted` lives as long as the result may be
+    /// asked for.
+    pub(super) fn push(
+        &self,
+        id: LinkId,
+        abort_signal: &Arc<AbortSignal>,
+        open: impl FnOnce() -> Result<LinkEnd, CommError>,
+        (job, wanted): (LinkJob, &Arc<()>),
+    ) -> Result<(), CommError> {
+        let mut links = lock(&self.0);
+        let link = match links.entry(id) {
+            Entry::Occupied(link) => link.into_mut(),
+            Entry::Vacant(place) => place.insert(LinkThread::start(id, open()?, abort_signal)?),
+        };
+        link.wanted.retain(|wanted| wanted.strong_count() > 0);
+        link.wanted.push(Arc::downgrade(wanted));
+        // The thread ends only if it panics; the message's result is then reported as lost.
+        _ = link.jobs.send(job);
+        Ok(())
+    }
+}

@@ -1,0 +1,47 @@
+//! MPI's messages among the ranks of the job or of one of its groups, which are counted from 0.
+
+use super::link::{MessageTag, MpiLink, MpiTransfer};
+use crate::error::CommError;
+use std::sync::Arc;
+
+/// The link of a rank to the other ranks of its group. Messages of different channels do not meet.
+#[derive(Clone)]
+pub(super) struct GroupLink {
+    link: Arc<MpiLink>,
+    /// The members' numbers in the job, in ascending order; those of all ranks if it is `None`.
+    members: Option<Arc<[usize]>>,
+    channel: usize,
+}
+
+impl GroupLink {
+    /// Returns the link to all ranks of the job.
+    pub(super) fn of_job(link: Arc<MpiLink>) -> Self {
+        Self { link, members: None, channel: 0 }
+    }
+
+    /// Returns the link to the ranks `members` of the job, which use `channel`.
+    pub(super) fn of_group(link: Arc<MpiLink>, members: Arc<[usize]>, channel: usize) -> Self {
+        Self { link, members: Some(members), channel }
+    }
+
+    /// Returns this rank's position in the group.
+    pub(super) fn rank(&self) -> usize {
+        let rank = self.link.rank();
+        self.members.as_ref().map_or(rank, |members| members.partition_point(|member| *member < rank))
+    }
+
+    /// Returns the number of a rank of the group in the job.
+    pub(super) fn in_job(&self, rank: usize) -> usize {
+        self.members.as_ref().map_or(rank, |members| members[rank])
+    }
+
+    /// Begins to send.
+    pub(super) fn send(&self, to: usize, tag: MessageTag, bytes: Vec<u8>) -> Result<MpiTransfer, CommError> {
+        self.link.send_on(self.channel, self.in_job(to), tag, bytes)
+    }
+
+    /// Begins to receive `len` bytes.
+    pub(super) fn receive(&self, from: usize, tag: MessageTag, len: usize) -> Result<MpiTransfer, CommError> {
+        self.link.receive_on(self.channel, self.in_job(from), tag, len)
+    }
+}

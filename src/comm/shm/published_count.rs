@@ -1,0 +1,43 @@
+//! A count that one rank raises, and on which others sleep until it has changed.
+//!
+//! # Orderings
+//!
+//! The count is stored with Release (and stronger), and loaded with Acquire. Between it and the number of sleepers,
+//! SeqCst keeps a thread from falling asleep just as the count changes. Loom checks this: see [`super::pieces`].
+
+use super::region::{Word32, sleep_on, wake};
+use std::sync::atomic::Ordering;
+
+/// A count in shared memory, modulo 2^32.
+#[derive(Clone, Copy)]
+pub(super) struct PublishedCount<'a> {
+    pub word: &'a Word32,
+    /// The number of threads that sleep on the word.
+    pub sleepers: &'a Word32,
+}
+
+impl PublishedCount<'_> {
+    /// Returns the count. What was written before it was stored can be read afterwards.
+    pub fn get(self) -> u32 {
+        self.word.load(Ordering::Acquire)
+    }
+
+    /// Stores the next count, and wakes those who sleep.
+    pub fn publish(self, next: u32) {
+        // In the total order of all SeqCst operations either this store comes before the sleeper's check of the word,
+        // and it does not sleep, or its count comes before the check of the count here, and it is woken.
+        self.word.store(next, Ordering::SeqCst);
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            wake(self.word);
+        }
+    }
+
+    /// Sleeps until the count is no longer `seen`, the word's owner has left, or about one nap is over.
+    pub fn sleep_while(self, seen: u32, nap_millis: u32) {
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        if self.word.load(Ordering::SeqCst) == seen {
+            sleep_on(self.word, seen, nap_millis);
+        }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
