@@ -23,6 +23,7 @@ mod gradient_check_state;
 mod gradient_report;
 mod metrics;
 mod param_access;
+mod pipeline;
 mod reporter;
 mod step_clock;
 mod trainable;
@@ -34,6 +35,7 @@ pub use builder::EngineBuilder;
 #[doc(hidden)]
 pub use gradient_check_state::CHECK_GRADIENTS;
 pub use gradient_report::{GradientCheckVerdict, GradientReport, GradientRow};
+pub use pipeline::PipelineEngine;
 
 use crate::checkpoint::store::CheckpointUpload;
 use crate::checkpoint::{LastCheckpoint, LockedFolders, SaveJob};
@@ -227,7 +229,7 @@ impl<M> Engine<M> {
         self.attempt(|engine| {
             let scaled = engine.scaled(loss)?;
             let measures = engine.begin_measuring();
-            engine.cast(|| engine.core.backward(&scaled))?;
+            engine.cast(|| engine.core.backward(&scaled, true))?;
             if measures {
                 engine.end_measuring();
             }
@@ -461,15 +463,18 @@ impl<M> Engine<M> {
         self.core.follow_thread()?;
         call(self).map_err(|failure| match failure.into() {
             CollectiveFailure::InStep(error) => error,
-            CollectiveFailure::OutOfStep(error) => {
-                let error = self.core.name_parts(error);
-                let why = without_backtrace(&error.to_string());
-                self.core.abort(&why);
-                self.stopped = Some(why);
-                TimelineRecorder::flush(self.recorder.as_ref());
-                error
-            }
+            CollectiveFailure::OutOfStep(error) => self.stop(error),
         })
+    }
+
+    /// Notifies the other ranks of an error that leaves this rank out of step, and refuses further calls.
+    fn stop(&mut self, error: Error) -> Error {
+        let error = self.core.name_parts(error);
+        let why = without_backtrace(&error.to_string());
+        self.core.abort(&why);
+        self.stopped = Some(why);
+        TimelineRecorder::flush(self.recorder.as_ref());
+        error
     }
 
     /// Runs a `call` on the model's state with [`attempt`](Self::attempt), after finishing a delayed update, unless a

@@ -53,6 +53,7 @@
 //! | vote | the collective before an update: gradient norm, overflow and mean loss over all ranks | no common term |
 //! | publish | bring updated shards to all ranks (stages 1 and 2) | all-gather of updated parameters |
 //! | ledger | the record of allocated model-state memory by kind: see [`Engine::memory_report`] | no common term |
+//! | pipeline stage, chunk | consecutive layers that one rank holds; one of several such stages of a rank | the same |
 //! | rehearsal | a step that allocates and transfers nothing and only counts, for [`estimate`] | dry run |
 //!
 //! # Data flow
@@ -100,6 +101,7 @@ pub mod offload;
 pub mod optim;
 #[doc(hidden)]
 pub mod param;
+pub mod pipeline;
 pub mod precision;
 pub mod profiler;
 #[doc(hidden)]
@@ -132,6 +134,11 @@ pub const CHECKOUT: &str = env!("CARGO_MANIFEST_DIR");
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// Compiles and runs the code of docs/pipeline.md as doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/pipeline.md")]
+struct PipelinePage;
 
 /// Compiles and runs the code of docs/frozen.md as doc tests.
 #[cfg(doctest)]

@@ -117,6 +117,7 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[DeepSpeedState]) ->
         states: None,
         block: 0,
         updates_before: 0,
+        pipeline_rank: 0,
     });
     let updates = from.global_steps().saturating_sub(from.skipped_steps());
     Manifest {
@@ -126,6 +127,7 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[DeepSpeedState]) ->
         is_named: true,
         previous: None,
         world_size: 1,
+        pipeline_ranks: 1,
         stage: from.stage(),
         dtype: dtype.into(),
         global_steps: from.global_steps(),

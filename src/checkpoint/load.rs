@@ -239,7 +239,7 @@ pub(crate) fn load(
     options: &LoadOptions,
     on_each_host: bool,
 ) -> Result<Option<Checkpoint>, CollectiveFailure> {
-    let comm = core.comm();
+    let comm = core.job();
     let wanted = |path: &Path, manifest: &Manifest| wanted(core, trainer, path, manifest, options);
     let opened = match on_each_host {
         true => open_on_hosts(comm, dir, tag, wanted)?,
@@ -311,7 +311,11 @@ fn wanted(
     let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: path.join(MANIFEST), problem });
     let saved: BTreeMap<&str, usize> =
         manifest.parameters.iter().enumerate().map(|(i, p)| (p.name.as_str(), i)).collect();
-    let own: BTreeSet<&str> = core.params().iter().map(|p| p.name.as_str()).collect();
+    let own: BTreeSet<&str> = match core.pipeline() {
+        // The other stages need the others.
+        Some(position) => position.all_names.iter().map(String::as_str).collect(),
+        None => core.params().iter().map(|p| p.name.as_str()).collect(),
+    };
     if options.load_module_strict {
         let missing: Vec<&str> = own.iter().copied().filter(|name| !saved.contains_key(name)).collect();
         let extra: Vec<&str> = saved.keys().copied().filter(|name| !own.contains(name)).collect();
@@ -404,7 +408,7 @@ fn trained_since(name: &str, what: &str) -> String {
 fn go_on_rounding(core: &RankCore, checkpoint: &Checkpoint) {
     let Some(seed) = checkpoint.manifest.rounding_seed else { return };
     core.go_on_rounding(seed);
-    if core.rounding_seed().is_none() && core.comm().rank() == 0 {
+    if core.rounding_seed().is_none() && core.job().rank() == 0 {
         emit(&format!(
             "checkpoint {}: its states were rounded stochastically and are rounded to nearest from now on; to continue \
              as before, call EngineBuilder::stochastic_rounding(true)",

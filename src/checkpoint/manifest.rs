@@ -17,8 +17,10 @@ pub(super) const MANIFEST: &str = "manifest.json";
 pub(super) const FORMAT: &str = "candle-zero checkpoint";
 
 /// The format version that is written. Version 1 had no buffers, blocks, frozen parameters, predecessors, learning rates
-/// set by the user, or rounding seed; its readers reject fields that they do not know.
+/// set by the user, or rounding seed; its readers reject fields that they do not know. The last version is written only
+/// for a pipeline.
 pub(super) const VERSION: u32 = 2;
+pub(super) const PIPELINE_VERSION: u32 = 3;
 
 /// The oldest format version that is read.
 const OLDEST_VERSION: u32 = 1;
@@ -41,6 +43,9 @@ pub struct Manifest {
     pub previous: Option<String>,
     /// The number of ranks that saved it.
     pub world_size: usize,
+    /// The number of ranks along the pipeline that saved it; 1 without a pipeline.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub pipeline_ranks: usize,
     /// The ZeRO stage that it was saved at. Loading does not depend on it.
     pub stage: u8,
     /// The precision of the model's parameters. The files contain f32.
@@ -101,6 +106,21 @@ pub struct Parameter {
     /// The number of updates before the first one of this parameter, if it was frozen until then.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub updates_before: u64,
+    /// The position in the pipeline of the ranks that saved it.
+    #[serde(default, skip_serializing_if = "is_first")]
+    pub pipeline_rank: usize,
+}
+
+fn one() -> usize {
+    1
+}
+
+fn is_one(count: &usize) -> bool {
+    *count == 1
+}
+
+fn is_first(position: &usize) -> bool {
+    *position == 0
 }
 
 fn is_zero(count: &u64) -> bool {
@@ -234,9 +254,11 @@ impl Manifest {
         if end != ending(body) {
             return Err(damaged("its checksum does not match"));
         }
-        if let Some(version) = version.filter(|v| !(u64::from(OLDEST_VERSION)..=u64::from(VERSION)).contains(v)) {
+        if let Some(version) =
+            version.filter(|v| !(u64::from(OLDEST_VERSION)..=u64::from(PIPELINE_VERSION)).contains(v))
+        {
             return Err(format!(
-                "its format has version {version}, but this program reads versions {OLDEST_VERSION} to {VERSION}; load it with \
+                "its format has version {version}, but this program reads versions {OLDEST_VERSION} to {PIPELINE_VERSION}; load it with \
                  the release that wrote it"
             ));
         }
@@ -256,6 +278,13 @@ impl Manifest {
             self.world_size > 0 && ranks == self.world_size,
             format!("{} of {}", counted(ranks, "file"), counted(self.world_size, "rank")),
         )?;
+        let along = self.pipeline_ranks;
+        say(
+            along > 0 && self.world_size.is_multiple_of(along),
+            format!("{} along a pipeline, of {}", counted(along, "rank"), counted(self.world_size, "rank")),
+        )?;
+        let stray = self.parameters.iter().find(|p| p.pipeline_rank >= along);
+        say(stray.is_none(), format!("position {} in a pipeline of {along}", stray.map_or(0, |p| p.pipeline_rank)))?;
         // Counters must have room to increase, and must be exact in f64.
         let counters = [self.global_steps, self.skipped_steps, self.global_samples, self.optimizer_steps];
         let next = self.last_batch_iteration.checked_add(1).and_then(|n| u64::try_from(n).ok());
@@ -317,6 +346,8 @@ impl Manifest {
         let has = |state: &String| self.parameters.iter().map(|p| p.has(state)).collect();
         RankFileLayout {
             world_size: self.world_size,
+            pipeline_ranks: self.pipeline_ranks,
+            positions: self.parameters.iter().map(|p| p.pipeline_rank).collect(),
             cuts: self.parameters.iter().map(Parameter::cut).collect(),
             states: self.states.iter().map(has).collect(),
         }
@@ -341,6 +372,7 @@ pub(super) mod tests {
             tag: tag.into(),
             is_named: false,
             previous: None,
+            pipeline_ranks: 1,
             world_size: 1,
             stage: 0,
             dtype: "f32".into(),

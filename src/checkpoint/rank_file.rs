@@ -49,7 +49,8 @@ impl RankFileHeader {
         let mut tensors = Map::new();
         let mut end = 0u64;
         for (number, state) in states.iter().enumerate() {
-            for (param, name) in names.iter().enumerate().filter(|(param, _)| layout.states[number][*param]) {
+            let is_in = |param: usize| layout.states[number][param] && layout.is_in(param, rank);
+            for (param, name) in names.iter().enumerate().filter(|(param, _)| is_in(*param)) {
                 let (start, len) = (end, layout.shard(number, param, rank).len());
                 end += len as u64 * 4;
                 let info = json!({"dtype": "F32", "shape": [len], "data_offsets": [start, end]});
@@ -260,7 +261,8 @@ mod tests {
         // Neither pieces, blocks nor pages end at parameter boundaries.
         let numels = [WRITE_BUFFER_BYTES / 4 + 12_345, 3, WRITE_BUFFER_BYTES / 2 + 1];
         let cuts = numels.map(ShardCut::anywhere).to_vec();
-        let layout = RankFileLayout { world_size: 1, cuts, states: vec![vec![true; 3]] };
+        let (positions, states) = (vec![0; 3], vec![vec![true; 3]]);
+        let layout = RankFileLayout { world_size: 1, pipeline_ranks: 1, positions, cuts, states };
         let mut file = RankFileWriter::create(folder.path(), &layout, &["a", "b", "c"], &["fp32".into()], 0).unwrap();
         let value = |i: usize| (i.wrapping_mul(2_654_435_761) >> 8) as u32 as f32;
         let mut before = 0;

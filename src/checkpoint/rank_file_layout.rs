@@ -12,6 +12,9 @@
 //! elements in the sections of the missing ones.
 //!
 //! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on the stage.
+//!
+//! In a pipeline, the files of the ranks at its first position come first, then those of the second, ... A file has only
+//! the parameters of its position, each divided among the files of that position.
 
 use crate::layout::ShardCut;
 use std::ops::Range;
@@ -26,6 +29,10 @@ pub(super) const PAGE: usize = 4096;
 #[derive(Debug, Clone)]
 pub(super) struct RankFileLayout {
     pub world_size: usize,
+    /// The number of ranks along the pipeline; 1 without one.
+    pub pipeline_ranks: usize,
+    /// The position in the pipeline of the ranks that save each parameter.
+    pub positions: Vec<usize>,
     /// The division of each parameter into shards.
     pub cuts: Vec<ShardCut>,
     /// For each state and parameter, whether the parameter has the state.
@@ -46,7 +53,17 @@ pub(super) struct SavedPiece {
 impl RankFileLayout {
     /// Returns the elements of a state of parameter `param` that the file of `rank` contains.
     pub fn shard(&self, state: usize, param: usize, rank: usize) -> Range<usize> {
-        if self.states[state][param] { self.cuts[param].shard(self.world_size, rank) } else { 0..0 }
+        let pieces = self.world_size / self.pipeline_ranks;
+        if self.states[state][param] && self.is_in(param, rank) {
+            self.cuts[param].shard(pieces, rank % pieces)
+        } else {
+            0..0
+        }
+    }
+
+    /// Returns whether the file of `rank` contains a part of parameter `param`, which may be empty.
+    pub fn is_in(&self, param: usize, rank: usize) -> bool {
+        self.positions[param] == rank / (self.world_size / self.pipeline_ranks)
     }
 
     /// Returns the number of data bytes in `rank`'s file.
@@ -101,16 +118,19 @@ mod tests {
     proptest! {
         #[test]
         fn pieces_cover_a_range_once_and_places_never_overlap(
-            numels in prop::collection::vec((0usize..50, 1usize..9), 1..8), world_size in 1usize..6,
+            numels in prop::collection::vec((0usize..50, 1usize..9, 0usize..3), 1..8), pieces in 1usize..6,
+            pipeline_ranks in 1usize..4,
             has in prop::collection::vec(prop::collection::vec(any::<bool>(), 8), 1..4),
         ) {
             let states: Vec<Vec<bool>> = has.iter().map(|has| has[..numels.len()].to_vec()).collect();
-            let cuts = numels.iter().map(|(numel, block)| ShardCut { numel: *numel, block: *block }).collect();
-            let layout = RankFileLayout { world_size, cuts, states: states.clone() };
+            let cuts = numels.iter().map(|(numel, block, _)| ShardCut { numel: *numel, block: *block }).collect();
+            let positions = numels.iter().map(|(_, _, position)| position % pipeline_ranks).collect();
+            let world_size = pieces * pipeline_ranks;
+            let layout = RankFileLayout { world_size, pipeline_ranks, positions, cuts, states: states.clone() };
             let places = RankFileOffsets::new(layout.clone());
             let mut used: Vec<Vec<u8>> = (0..world_size).map(|rank| vec![0; layout.bytes(rank) as usize]).collect();
             for (state, has) in states.iter().enumerate() {
-                for (param, (numel, _)) in numels.iter().enumerate() {
+                for (param, (numel, ..)) in numels.iter().enumerate() {
                     let mut next = 0;
                     for piece in places.pieces(state, param, 0..*numel) {
                         prop_assert_eq!(piece.elements.start, next);

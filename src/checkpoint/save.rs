@@ -13,7 +13,7 @@
 use super::buffers;
 use super::folder;
 use super::lineage::{LastCheckpoint, LockedFolders, try_to_write};
-use super::manifest::{FORMAT, FileEntry, Manifest, Parameter, VERSION, automatic_tag, file_name};
+use super::manifest::{FORMAT, FileEntry, Manifest, PIPELINE_VERSION, Parameter, VERSION, automatic_tag, file_name};
 use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
 use super::rank_file::RankFileWriter;
 use super::rank_file_layout::RankFileLayout;
@@ -23,15 +23,17 @@ use super::training_progress::TrainingProgress;
 use crate::comm::Communicator;
 use crate::comm::agree::{CollectiveFailure, agree, gather_u64, text_of_rank_0, texts};
 use crate::config::{Config, TagValidation};
-use crate::error::{CheckpointError, Result};
+use crate::error::{CheckpointError, CommError, Result};
 use crate::notice::{emit, warn};
 use crate::optim::GroupedOptimizer;
+use crate::param::ParamId;
 use crate::timeline;
 use crate::util::host_name;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::state_access;
 use crate::zero::share::state_access::{ParamStateKind, WEIGHTS};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -95,7 +97,7 @@ enum WriteJob {
 /// A rank's file, and the time that writing it took.
 type WrittenFile = (FileEntry, Duration);
 
-/// Returns the manifest of the current state, without files. Without a tag it is named `global_stepN`.
+/// Returns the manifest of the current state of this rank's parameters, without files. Without a tag it is named `global_stepN`.
 pub(crate) fn manifest(
     core: &RankCore,
     trainer: &GroupedOptimizer,
@@ -115,15 +117,18 @@ pub(crate) fn manifest(
         let updates_before = p.updates_before.load(Ordering::Relaxed);
         let block = p.cut().block;
         let block = if block > 1 { block as u64 } else { 0 };
-        Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec(), states, block, updates_before }
+        let pipeline_rank = core.pipeline().map_or(0, |position| position.comm.rank());
+        Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec(), states, block, updates_before, pipeline_rank }
     });
+    let pipeline_ranks = core.pipeline().map_or(1, |position| position.comm.size());
     Manifest {
         format: FORMAT.into(),
-        version: VERSION,
+        version: if pipeline_ranks > 1 { PIPELINE_VERSION } else { VERSION },
         tag: tag.map_or_else(|| automatic_tag(progress.global_steps), str::to_owned),
         is_named: tag.is_some(),
         previous: None,
-        world_size: core.comm().size(),
+        world_size: core.job().size(),
+        pipeline_ranks,
         stage: config.zero.stage as u8,
         dtype: format!("{:?}", core.dtype()).to_lowercase(),
         global_steps: progress.global_steps,
@@ -155,10 +160,11 @@ impl SaveJob {
         mut request: SaveRequest,
         locked: &mut LockedFolders,
     ) -> Result<Self, CollectiveFailure> {
+        request.manifest.parameters = of_all_stages(&core, request.manifest.parameters)?;
         let buffers = snapshot_of_buffers(&core, &request.dir)?;
         request.manifest.buffers = buffers.as_deref().map(buffers::entry);
         let (hosts, lock);
-        (request.manifest.tag, hosts, lock) = begin(core.comm(), &request, locked)?;
+        (request.manifest.tag, hosts, lock) = begin(core.job(), &request, locked)?;
         // Another thread may read GPU memory on another stream, so all work on the GPU must be complete.
         core.synchronize()?;
         let share = ShareToSave::new(core.clone(), &request, buffers, trainer);
@@ -193,7 +199,7 @@ impl SaveJob {
         let Self { core, request, writing, hosts, lock: _lock } = self;
         let SaveRequest { dir, manifest, options, shows_statistics, upload_to, .. } = request;
         let _span = timeline::span(timeline::EventCategory::Checkpoint, "end save").of(|| manifest.tag.clone());
-        let (comm, is_first) = (core.comm(), core.comm().rank() == 0);
+        let (comm, is_first) = (core.job(), core.job().rank() == 0);
         let give_up = |failure: &CollectiveFailure| {
             if let (true, CollectiveFailure::InStep(_)) = (hosts.makes_folder(), failure) {
                 folder::give_up(&dir, &manifest.tag);
@@ -225,7 +231,7 @@ impl SaveJob {
             emit(&format!("checkpoint {}: {bytes} bytes written in {seconds:.3} s, {rate:.0} MB/s", manifest.tag));
         }
         agree(comm, published, failed_elsewhere(&dir))?;
-        let (folder, rank, piece) = (dir.join(&manifest.tag), comm.rank(), core.piece());
+        let (folder, rank, piece) = (dir.join(&manifest.tag), comm.rank(), core.file_index());
         let sending = upload_to.map(|url| UploadRequest { url, folder, rank, piece, is_latest: options.save_latest });
         Ok((LastCheckpoint::new(&dir, &manifest.tag, &manifest), sending))
     }
@@ -258,8 +264,10 @@ struct ShareToSave {
     folder: PathBuf,
     layout: RankFileLayout,
     states: Vec<String>,
-    /// The optimizer states of each parameter.
-    moments: Vec<&'static [&'static str]>,
+    /// The names of all parameters.
+    names: Vec<String>,
+    /// This rank's parameters among them, with their optimizer states.
+    own: BTreeMap<usize, (ParamId, &'static [&'static str])>,
     /// The file of buffers, on rank 0.
     buffers: Option<Arc<[u8]>>,
 }
@@ -271,27 +279,30 @@ impl ShareToSave {
         buffers: Option<Vec<u8>>,
         trainer: &GroupedOptimizer,
     ) -> Self {
-        let moments = core.params().iter().map(|p| core.moments(p, trainer)).collect();
+        let names: Vec<String> = manifest.parameters.iter().map(|p| p.name.clone()).collect();
+        let copied = core.pipeline().and_then(|position| position.copied);
+        let own = core.params().iter().enumerate().filter(|(param, _)| copied != Some(*param));
+        let numbers: BTreeMap<&str, usize> = names.iter().enumerate().map(|(i, name)| (name.as_str(), i)).collect();
+        let own = own.map(|(param, p)| (numbers[p.name.as_str()], (param, core.moments(p, trainer)))).collect();
         let folder = folder::saving(dir, &manifest.tag);
         let buffers = buffers.map(Arc::from);
-        Self { core, folder, layout: manifest.layout(), states: manifest.states.clone(), moments, buffers }
+        Self { core, folder, layout: manifest.layout(), states: manifest.states.clone(), names, own, buffers }
     }
 
     fn write(&self) -> Result<WrittenFile> {
         let _span = timeline::span(timeline::EventCategory::Checkpoint, "write share");
         let start = Instant::now();
         let wrong = |source| folder::not_written(&self.folder, &source);
-        let piece = self.core.piece();
+        let rank = self.core.file_index();
         if let Some(bytes) = &self.buffers {
             buffers::write(&self.folder, bytes)?;
         }
-        let names: Vec<&str> = self.core.params().iter().map(|p| p.name.as_str()).collect();
-        let mut file =
-            RankFileWriter::create(&self.folder, &self.layout, &names, &self.states, piece).map_err(wrong)?;
+        let names: Vec<&str> = self.names.iter().map(String::as_str).collect();
+        let mut file = RankFileWriter::create(&self.folder, &self.layout, &names, &self.states, rank).map_err(wrong)?;
         for (state, name) in self.states.iter().enumerate() {
-            for param in 0..names.len() {
-                let Some(kind) = ParamStateKind::named(name, self.moments[param]) else { continue };
-                let own = self.layout.shard(state, param, piece);
+            for (number, (param, moments)) in &self.own {
+                let (param, Some(kind)) = (*param, ParamStateKind::named(name, moments)) else { continue };
+                let own = self.layout.shard(state, *number, rank);
                 let owned = self.core.owned(param);
                 // States are read in pieces of this rank's share; the pieces begin at offsets that file access allows.
                 for part in state_access::pieces(&owned) {
@@ -308,14 +319,36 @@ impl ShareToSave {
     }
 }
 
+/// Collective in a pipeline: returns the parameters of all its ranks, in the order of the complete model.
+fn of_all_stages(core: &RankCore, own: Vec<Parameter>) -> Result<Vec<Parameter>> {
+    let Some(position) = core.pipeline() else { return Ok(own) };
+    let own: Vec<(usize, Parameter)> = position
+        .in_model
+        .iter()
+        .copied()
+        .zip(own)
+        .enumerate()
+        .filter(|(param, _)| position.copied != Some(*param))
+        .map(|(_, numbered)| numbered)
+        .collect();
+    let text = serde_json::to_string(&own).unwrap_or_else(|e| unreachable!("strings and numbers are valid JSON: {e}"));
+    let mut all = BTreeMap::new();
+    for text in texts(&*position.comm, &text)? {
+        let of_rank: Vec<(usize, Parameter)> = serde_json::from_str(&text)
+            .map_err(|e| CommError::other(format!("a rank of the pipeline sent damaged names of parameters: {e}")))?;
+        all.extend(of_rank);
+    }
+    Ok(all.into_values().collect())
+}
+
 /// Collective for a model with buffers: returns their file, on rank 0.
 fn snapshot_of_buffers(core: &RankCore, dir: &Path) -> Result<Option<Vec<u8>>, CollectiveFailure> {
     let list = core.buffers().list();
     if list.is_empty() {
         return Ok(None);
     }
-    let own = if core.comm().rank() == 0 { buffers::snapshot(list, dir) } else { Ok(None) };
-    agree(core.comm(), own, failed_elsewhere(dir))
+    let own = if core.job().rank() == 0 { buffers::snapshot(list, dir) } else { Ok(None) };
+    agree(core.job(), own, failed_elsewhere(dir))
 }
 
 /// Begins a checkpoint. Returns the tag that all ranks use, the ranks of each folder, and the lock on the folder on the
@@ -368,10 +401,10 @@ pub fn keep_newest(dir: &Path, keep: usize, tag: &str) {
 /// Returns the files of all ranks, and the seconds that the slowest rank took.
 fn gather_entries(core: &RankCore, (own, time): WrittenFile, hosts: &RanksByFolder) -> Result<(Vec<FileEntry>, f64)> {
     let sum = u64::from_str_radix(&own.header_checksum, 16).unwrap_or_else(|e| unreachable!("hexadecimal: {e}"));
-    let all = gather_u64(core.comm(), &[own.bytes, own.header_bytes, sum, time.as_secs_f64().to_bits()])?;
+    let all = gather_u64(core.job(), &[own.bytes, own.header_bytes, sum, time.as_secs_f64().to_bits()])?;
     let seconds = all.iter().map(|rank| f64::from_bits(rank[3])).fold(0.0, f64::max);
-    let comm = core.comm();
-    let names = if hosts.are_several() { core.by_piece(texts(comm, &host_name())?) } else { Vec::new() };
+    let comm = core.job();
+    let names = if hosts.are_several() { core.by_file(texts(comm, &host_name())?) } else { Vec::new() };
     let entry = |(piece, n): (usize, Vec<u64>)| FileEntry {
         name: file_name(piece, comm.size()),
         bytes: n[0],
@@ -379,5 +412,5 @@ fn gather_entries(core: &RankCore, (own, time): WrittenFile, hosts: &RanksByFold
         header_checksum: format!("{:016x}", n[2]),
         host: names.get(piece).cloned(),
     };
-    Ok((core.by_piece(all).into_iter().enumerate().map(entry).collect(), seconds))
+    Ok((core.by_file(all).into_iter().enumerate().map(entry).collect(), seconds))
 }

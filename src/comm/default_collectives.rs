@@ -12,7 +12,7 @@ use super::Pending;
 use super::collective_kind::CollectiveKind;
 use super::fingerprint::CollectiveFingerprint;
 use super::shm::collectives::sum_exact;
-use super::shm::partition::{RankGroup, of_group};
+use super::shm::partition::{StridedRanks, of_group};
 use super::shm::quantized::sum_blocks;
 use super::wire::format::WireFormat;
 use crate::error::CommError;
@@ -47,7 +47,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
 
     /// Implements `Communicator::all_gather_within_as`.
     pub fn all_gather_within(self, wire: WireFormat, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
-        let (group, len) = (RankGroup::neighbours(self.rank, ranks), shard.len());
+        let (group, len) = (StridedRanks::neighbours(self.rank, ranks), shard.len());
         self.all_gather(wire, shard, tag).map(move |whole| of_group(whole, group, len))
     }
 
@@ -56,7 +56,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         let (world, rank) = (self.size, self.rank);
         assert!(world.is_multiple_of(ranks), "{world} ranks in groups of {ranks}");
         assert!(input.len().is_multiple_of(world), "{} elements in {world} equal chunks", input.len());
-        let (owners, chunk) = (RankGroup::across(rank, ranks, world), input.len() / world);
+        let (owners, chunk) = (StridedRanks::across(rank, ranks, world), input.len() / world);
         let call = CollectiveFingerprint::new(0, CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
         let arriving = self.exchange(call, encoded(WireFormat::Exact, input.as_ref()));
         Pending::from_fn(move || {

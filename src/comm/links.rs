@@ -89,7 +89,7 @@ impl PointToPointLinks {
         _ = waiting.recv();
     }
 
-    /// Ends the links' threads once all launched messages are done. A message that nobody waits for, and that may never
+    /// Ends the links' threads once all launched messages are done. A message that is not awaited, and that may never
     /// come, is left to its thread, which ends when the other rank leaves.
     pub(super) fn close(&self, abort_signal: &AbortSignal) {
         for (id, LinkThread { jobs, wanted, thread }) in std::mem::take(&mut *lock(&self.0)) {

@@ -14,6 +14,7 @@ mod monitoring;
 mod note;
 mod offload;
 mod optim;
+mod pipeline;
 mod print;
 #[cfg(test)]
 mod reference;
@@ -32,6 +33,7 @@ pub use crate::notice::LogLevel;
 pub use error::{ConfigProblem, ConfigRule, TextPosition};
 pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring};
 pub use note::ConfigNote;
+pub use pipeline::PipelineConfig;
 pub use resolved::*;
 pub use run_values::RunValues;
 pub use schema::json_schema;

@@ -4,8 +4,9 @@ use super::json_node::{JsonNode, JsonValue};
 use super::note::shown;
 use super::walk::ConfigWalk;
 use super::{
-    Config, ConfigNote, ConfigProblem, ConfigRule, Fp16, GradientOp, LeafModule, Precision, RunValues, StatePrecision,
-    TagValidation, ZeroConfig, batch, monitoring, offload, optim, scheduler, value_conversion,
+    Config, ConfigNote, ConfigProblem, ConfigRule, Fp16, GradientOp, LeafModule, PipelineConfig, Precision, RunValues,
+    StatePrecision, TagValidation, ZeroConfig, batch, monitoring, offload, optim, pipeline, scheduler,
+    value_conversion,
 };
 use crate::layout::ZeroStage;
 use candle_core::DType;
@@ -15,6 +16,14 @@ use serde_json::Value;
 pub(super) struct ConfigRejection {
     pub problems: Vec<ConfigProblem>,
     pub notes: Vec<ConfigNote>,
+}
+
+/// Returns the section `pipeline` of a configuration that may have problems.
+pub(super) fn pipeline_section(root: &JsonNode, run: &RunValues) -> PipelineConfig {
+    match &root.value {
+        JsonValue::Object(entries) => pipeline::resolve(&mut ConfigWalk::new(entries, run)),
+        _ => PipelineConfig::default(),
+    }
 }
 
 /// Resolves a complete tree.
@@ -44,6 +53,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
     zero.offload_optimizer = offload::optimizer(walk_ref, zero.stage, optimizer.as_ref());
     zero.offload_param = offload::param(walk_ref, zero.stage);
     let activation_checkpointing = activation_checkpointing(walk_ref);
+    let pipeline = pipeline::resolve(walk_ref);
     if walk.bool("flops_profiler.enabled") {
         walk.set("wall_clock_breakdown", true.into());
     }
@@ -71,6 +81,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
         zero,
         optimizer,
         gradient_check: walk.bool("gradient_check"),
+        pipeline,
         allows_untested_optimizer: walk.bool("zero_allow_untested_optimizer"),
         scheduler,
         steps_per_print: walk.int("steps_per_print").and_then(|n| u64::try_from(n).ok()),

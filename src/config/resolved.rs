@@ -1,6 +1,6 @@
 //! The configuration that the engine uses, with every default filled in and every rule checked.
 
-use super::{ConfigNote, Monitoring};
+use super::{ConfigNote, Monitoring, PipelineConfig};
 use crate::layout::{ShardMesh, ZeroStage};
 use candle_core::DType;
 use std::path::{Path, PathBuf};
@@ -53,6 +53,8 @@ pub struct Config {
     pub monitoring: Monitoring,
     /// `gradient_check`: compare the gradient of the first step with finite differences of the loss. Default true.
     pub gradient_check: bool,
+    /// `pipeline`: how many ranks form a pipeline, and how layers are divided among its stages.
+    pub pipeline: PipelineConfig,
     /// The `seed` of the initial weights. Default 42.
     pub seed: u64,
     /// `activation_checkpointing.every_unit`, or another key of that section that requests it: every unit recomputes

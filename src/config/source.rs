@@ -2,7 +2,7 @@
 
 use super::hjson::{self, HjsonError};
 use super::json_node::JsonNode;
-use super::{Config, ConfigNote, RunValues, resolve};
+use super::{Config, ConfigNote, PipelineConfig, RunValues, resolve};
 use crate::error::{ConfigError, Error, Result};
 use crate::files;
 use serde_json::Value;
@@ -45,26 +45,60 @@ impl Config {
         if world_size == 0 {
             return Err(ConfigError::NoRanks.into());
         }
-        let (origin, root) = match source.into() {
-            ConfigSource::Resolved(config) if config.world_size == world_size => return Ok(*config),
-            ConfigSource::Resolved(config) => {
+        let (origin, root) = match source.into().open()? {
+            OpenedSource::Resolved(config) if config.world_size == world_size => return Ok(*config),
+            OpenedSource::Resolved(config) => {
                 return Err(ConfigError::WorldSize { resolved: config.world_size, world_size }.into());
             }
-            ConfigSource::Value(value) => ("the configuration value".to_string(), JsonNode::from_value(&value)),
-            ConfigSource::Text(text) => {
+            OpenedSource::Root(origin, root) => (origin, root),
+        };
+        resolve::resolve(&root, world_size, run)
+            .map_err(|refused| Error::from(ConfigError::Problems { origin, problems: refused.problems }))
+    }
+}
+
+/// A source that has been read.
+enum OpenedSource {
+    Resolved(Box<Config>),
+    /// The name of the source, and its values.
+    Root(String, JsonNode),
+}
+
+impl ConfigSource {
+    fn open(self) -> Result<OpenedSource> {
+        let (origin, root) = match self {
+            Self::Resolved(config) => return Ok(OpenedSource::Resolved(config)),
+            Self::Value(value) => ("the configuration value".to_string(), JsonNode::from_value(&value)),
+            Self::Text(text) => {
                 let origin = "the configuration text".to_string();
                 let root = read(&origin, text.as_bytes())?;
                 (origin, root)
             }
-            ConfigSource::Path(path) => {
+            Self::Path(path) => {
                 let bytes = read_file(&path)?;
                 let origin = path.display().to_string();
                 let root = read(&origin, &bytes)?;
                 (origin, root)
             }
         };
-        resolve::resolve(&root, world_size, run)
-            .map_err(|refused| Error::from(ConfigError::Problems { origin, problems: refused.problems }))
+        Ok(OpenedSource::Root(origin, root))
+    }
+
+    /// Reads only `pipeline`, on which the number of ranks depends that the rest is resolved for.
+    ///
+    /// # Errors
+    /// Problems with that section; others are found when the complete configuration is read.
+    pub(crate) fn pipeline(&self, run: &RunValues) -> Result<PipelineConfig> {
+        let (origin, root) = match self.clone().open()? {
+            OpenedSource::Resolved(config) => return Ok(config.pipeline),
+            OpenedSource::Root(origin, root) => (origin, root),
+        };
+        let mut problems = resolve::resolve(&root, 1, run).err().map_or(Vec::new(), |rejection| rejection.problems);
+        problems.retain(|problem| problem.path == "pipeline" || problem.path.starts_with("pipeline."));
+        if problems.is_empty() {
+            return Ok(resolve::pipeline_section(&root, run));
+        }
+        Err(ConfigError::Problems { origin, problems }.into())
     }
 }
 

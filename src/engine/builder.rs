@@ -2,11 +2,13 @@
 
 use super::Engine;
 use super::config_comparison::SharedContent;
+use super::pipeline::PipelineSetup;
 use crate::comm::Communicator;
 use crate::comm::RankEnv;
-use crate::config::{Config, ConfigSource, RunValues};
-use crate::error::Result;
+use crate::config::{Config, ConfigNote, ConfigSource, PipelineConfig, RunValues};
+use crate::error::{EngineError, Result};
 use crate::kernels;
+use crate::layout::ZeroStage;
 use crate::monitor::{Monitor, MonitorOpener};
 use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup, TrainableFilter};
@@ -21,14 +23,14 @@ use std::sync::Arc;
 /// Options of an engine that are not part of its configuration.
 #[derive(Default)]
 pub struct EngineBuilder {
-    communicator: Option<Arc<dyn Communicator>>,
+    pub(super) communicator: Option<Arc<dyn Communicator>>,
     device: Option<Device>,
     pub(super) seed: Option<u64>,
     init_from: Option<PathBuf>,
     initial_values: Option<Arc<dyn InitialValues>>,
     pub(super) disk_access: Option<DiskAccess>,
     pub(super) schedule: Option<Arc<dyn LrSchedule>>,
-    run_values: RunValues,
+    pub(super) run_values: RunValues,
     pub(super) monitors: Vec<MonitorOpener>,
     pub(super) optimizer: Option<Arc<dyn Optimizer>>,
     pub(super) parameter_groups: Vec<ParameterGroup>,
@@ -42,6 +44,8 @@ pub struct EngineBuilder {
     gradient_check: Option<bool>,
     pub(super) leaf_units: Vec<String>,
     pub(super) shared_content: Vec<SharedContent>,
+    /// This rank's position in a pipeline, if there is one.
+    pub(super) pipeline: Option<PipelineSetup>,
 }
 
 impl Engine<()> {
@@ -282,26 +286,53 @@ impl EngineBuilder {
             None => crate::device::default()?,
         };
         // Ranks that are threads share a file.
-        let ranks_are_processes = is_process_of_several && comm.size() > 1;
-        let recorder = TimelineRecorder::open(self.timeline.clone(), comm.rank(), ranks_are_processes);
+        let job = self.pipeline.as_ref().map_or(&comm, PipelineSetup::job);
+        let ranks_are_processes = is_process_of_several && job.size() > 1;
+        let recorder = TimelineRecorder::open(self.timeline.clone(), job.rank(), ranks_are_processes);
         let recorder = recorder.inspect_err(|e| comm.abort(&e.to_string()))?;
         let _here = timeline::enter(recorder.as_ref());
         let _span = timeline::span(timeline::EventCategory::Engine, "initialize");
         let _call = crate::comm::engine_call::during("initialize");
         let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|mut config| {
+            if let (None, Some(stages @ 2..)) = (&self.pipeline, config.pipeline.stages) {
+                let why = format!(
+                    "pipeline.stages is {stages}, but the model is not given as layers; use \
+                     EngineBuilder::initialize_pipeline, or remove the key"
+                );
+                return Err(EngineError::Pipeline { why }.into());
+            }
+            if self.pipeline.is_some() && config.zero.stage > ZeroStage::One {
+                let why = format!(
+                    "zero_optimization.stage is {}, but gradients and parameters of a pipeline's stages are not sharded; \
+                     use stage 0 or 1",
+                    config.zero.stage
+                );
+                return Err(EngineError::Pipeline { why }.into());
+            }
+            if self.pipeline.is_none() && config.pipeline != PipelineConfig::default() {
+                let message = "no effect: the model is not given as layers (EngineBuilder::initialize_pipeline)".into();
+                config.notes.push(ConfigNote { path: "pipeline".into(), message });
+            }
             config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
-            config.gradient_check = self.gradient_check.unwrap_or(config.gradient_check);
-            let seed = self.seed.unwrap_or(config.seed);
-            let source = match (&self.initial_values, &self.init_from) {
-                (Some(values), _) => WeightSource::Given { values: values.clone(), seed },
-                (None, Some(path)) => WeightSource::files(path)?,
-                (None, None) => WeightSource::Random { seed },
-            };
+            // Moved weights of one stage would need forwards of all stages.
+            config.gradient_check = self.gradient_check.unwrap_or(config.gradient_check) && self.pipeline.is_none();
+            let source = self.weight_source(self.seed.unwrap_or(config.seed))?;
             Engine::new(build, config, source, comm.clone(), device, self)
         });
         let mut engine = engine.inspect_err(|e| comm.abort(&e.to_string()))?;
         engine.recorder = recorder;
         Ok(engine)
+    }
+}
+
+impl EngineBuilder {
+    /// Returns the source of the parameters' initial values.
+    pub(super) fn weight_source(&self, seed: u64) -> Result<WeightSource> {
+        Ok(match (&self.initial_values, &self.init_from) {
+            (Some(values), _) => WeightSource::Given { values: values.clone(), seed },
+            (None, Some(path)) => WeightSource::files(path)?,
+            (None, None) => WeightSource::Random { seed },
+        })
     }
 }
 

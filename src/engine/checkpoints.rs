@@ -109,7 +109,7 @@ impl<M> Engine<M> {
     pub fn wait_for_upload(&mut self) -> Result<()> {
         let _call = during("wait_for_upload");
         match self.upload.take() {
-            Some(upload) => self.attempt(|engine| upload.wait(engine.core.comm())),
+            Some(upload) => self.attempt(|engine| upload.wait(engine.core.job())),
             None => Ok(()),
         }
     }
@@ -118,7 +118,7 @@ impl<M> Engine<M> {
     fn start_upload(&mut self, sending: Option<UploadRequest>) -> std::result::Result<(), CollectiveFailure> {
         if let Some(sending) = sending {
             let url = sending.url.clone();
-            self.upload = agree(self.core.comm(), CheckpointUpload::start(sending), failed_elsewhere(Path::new(&url)))?;
+            self.upload = agree(self.core.job(), CheckpointUpload::start(sending), failed_elsewhere(Path::new(&url)))?;
         }
         Ok(())
     }
@@ -136,7 +136,7 @@ impl<M> Engine<M> {
         self.not_stopped()?;
         let on_each_host = self.config.use_node_local_storage;
         self.attempt(|engine| {
-            checkpoint::check_dir(engine.core.comm(), dir.as_ref(), on_each_host, &mut engine.locked_folders)
+            checkpoint::check_dir(engine.core.job(), dir.as_ref(), on_each_host, &mut engine.locked_folders)
         })
     }
 
@@ -181,7 +181,7 @@ impl<M> Engine<M> {
             let Some(url) = address(dir.as_ref()) else {
                 return checkpoint::load(core, trainer, dir.as_ref(), tag, options, on_each_host);
             };
-            match fetch(core.comm(), url, tag)? {
+            match fetch(core.job(), url, tag)? {
                 // `fetched` keeps the folder locked until all ranks have loaded the checkpoint.
                 Some(fetched) => checkpoint::load(core, trainer, &fetched.dir, Some(&fetched.tag), options, true),
                 None => Ok(None),

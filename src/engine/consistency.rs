@@ -78,6 +78,7 @@ pub(super) fn check_same_on_all_ranks(
         Config { notes: Vec::new(), ..config.clone() },
         RankConfig::data_hash(data)
     );
+    check_same_on_all_stages(core, config, custom, trainer, (weights, data))?;
     let init_hashes: Vec<u64> = inits.iter().map(|init| fnv1a(format!("{init:?}").as_bytes())).collect();
     let buffer_hashes = core.buffers().hashes()?;
     let mine = EngineFingerprint {
@@ -111,6 +112,7 @@ pub(super) fn check_same_on_all_ranks(
     }
     let other = (0..all.len()).find(|r| all[*r].of_all_else() != mine.of_all_else()).unwrap_or(other);
     let theirs = all[other];
+    let (rank, other) = (core.comm().in_job(rank), core.comm().in_job(other));
     Err(if model(mine) != model(theirs) {
         EngineError::ModelsDiffer { rank, other, mine: mine.describe(), theirs: theirs.describe() }.into()
     } else if mine.config != theirs.config {
@@ -121,6 +123,46 @@ pub(super) fn check_same_on_all_ranks(
         EngineError::RoundingDiffers { rank, other }.into()
     } else {
         KernelError::LevelsDiffer { rank, other, level: checked_level()?.name() }.into()
+    })
+}
+
+/// Collective among all ranks of the job: returns an error if the stages of a pipeline differ in anything but their parts
+/// of the model.
+fn check_same_on_all_stages(
+    core: &RankCore,
+    config: &Config,
+    custom: CustomComponents,
+    trainer: &GroupedOptimizer,
+    (weights, data): (u64, &[SharedContent]),
+) -> Result<()> {
+    let Some(position) = core.pipeline() else { return Ok(()) };
+    let text = format!(
+        "{:?} {custom:?} {trainer:?} {:x}",
+        Config { notes: Vec::new(), ..config.clone() },
+        RankConfig::data_hash(data)
+    );
+    let rounding = of_all(&core.rounding_seed().map_or([0, 0], |seed| [1, seed]));
+    let simd = checked_level()?.name();
+    let mine = [fnv1a(text.as_bytes()), position.fingerprint, weights, rounding, fnv1a(simd.as_bytes())];
+    let (job, rank) = (&*position.job, position.job.rank());
+    let all = gather_u64(job, &mine)?;
+    // All ranks reach the same decision.
+    let Some(first) = (0..mine.len()).find(|at| all.iter().any(|theirs| theirs[*at] != all[0][*at])) else {
+        return Ok(());
+    };
+    let other = (0..all.len()).find(|rank| all[*rank][first] != mine[first]).unwrap_or(0);
+    Err(match first {
+        0 => return Err(RankConfig::new(config, custom, trainer, &[], data).differs(job, other)?),
+        1 => {
+            let why = format!(
+                "rank {rank} and rank {other} have different models, or divide the model differently among stages; start \
+                 the same program on all ranks"
+            );
+            EngineError::Pipeline { why }.into()
+        }
+        2 => EngineError::WeightsDiffer { rank, other }.into(),
+        3 => EngineError::RoundingDiffers { rank, other }.into(),
+        _ => KernelError::LevelsDiffer { rank, other, level: simd }.into(),
     })
 }
 

@@ -7,6 +7,7 @@
 use super::config_comparison::CustomComponents;
 use super::consistency::check_same_on_all_ranks;
 use super::gradient_check_state::FiniteDifferenceChecker;
+use super::pipeline::PipelineSetup;
 use super::reporter::EngineReporter;
 use super::step_clock::StepClock;
 use super::{AccumulatedLoss, AccumulationProgress, Engine, EngineBuilder, MicroStepPhase};
@@ -31,6 +32,7 @@ use crate::zero::share::share_plan::SharePlan;
 use crate::zero::share::var_builder_backend::VarBuilderBackend;
 use candle_core::Device;
 use candle_nn::VarBuilder;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -60,20 +62,25 @@ impl<M> Engine<M> {
             monitors,
             leaf_units,
             shared_content,
+            pipeline,
             ..
         } = options;
         let own = CustomComponents { optimizer: optimizer.is_some(), schedule: schedule.is_some(), buffer_sync };
-        if comm.rank() == 0 {
+        let reports = comm.rank() == 0 && pipeline.as_ref().is_none_or(PipelineSetup::reports);
+        if reports {
             report_notes(&config, own);
         }
         if let Some(url) = &config.upload_checkpoints_to {
             checkpoint::store::check(url)?;
         }
-        let reporter = EngineReporter::open(&config.monitoring, &*comm, monitors)?;
+        let reporter = EngineReporter::open(&config.monitoring, &*comm, reports, monitors)?;
         let (ledger, link) = (MemoryLedger::default(), EngineLink::default());
         let weights = source.fingerprint();
-        let grouping = grouping(&config, optimizer, parameter_groups, trainable, quantized)?;
-        let offload = open_offload(&config, &*comm, disk_access, &ledger)?;
+        let copied = pipeline.as_ref().and_then(PipelineSetup::copied);
+        let grouping = grouping(&config, optimizer, parameter_groups, (trainable, copied), quantized)?;
+        // Ranks of all stages share the disks of their host.
+        let job = pipeline.as_ref().map_or(&comm, PipelineSetup::job).clone();
+        let offload = open_offload(&config, &*job, disk_access, &ledger)?;
         check_groups(&config, &*comm)?;
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
@@ -87,19 +94,29 @@ impl<M> Engine<M> {
             ledger.clone(),
         );
         registry.also_buffers(buffer_rule);
+        if let Some(pipeline) = &pipeline {
+            registry.part_of(pipeline.names().map(String::from).collect());
+        }
         let (model, mut registered) = build_model(build, registry, &config, &device)
             .map_err(|error| naming_what_is_held(error, &ledger, comm.rank()))?;
-        grouping.kept_modules().check(registered.names())?;
-        mark_leaves(&mut registered, &config.zero.leaf_module, &leaf_units, comm.rank())?;
-        if let Some(offload) = &offload {
-            choose_access(offload, &*comm)?;
+        match &pipeline {
+            Some(pipeline) => grouping.kept_modules().check(pipeline.names())?,
+            None => {
+                grouping.kept_modules().check(registered.names())?;
+                mark_leaves(&mut registered, &config.zero.leaf_module, &leaf_units, comm.rank())?;
+            }
         }
-        let trainer = trainer(grouping, &mut registered, schedule, &config, comm.rank())?;
+        if let Some(offload) = &offload {
+            choose_access(offload, &*job)?;
+        }
+        let trainer = trainer(grouping, &mut registered, schedule, &config, (pipeline.as_ref(), reports))?;
         let inits = std::mem::take(&mut registered.inits);
+        let pipeline = pipeline.map(|setup| setup.position(registered.params.iter().map(|param| param.name.as_str())));
         let second_group = second_group(&config, &*comm)?;
         note_compression(&config, &*comm);
         let core = Arc::new(RankCore::new(RankCoreParts {
             comm,
+            pipeline,
             second_group,
             zero: config.zero.clone(),
             reduce_plan,
@@ -183,14 +200,14 @@ fn grouping(
     config: &Config,
     own: Option<Arc<dyn Optimizer>>,
     parameter_groups: Vec<ParameterGroup>,
-    trainable: Option<TrainableFilter>,
+    (trainable, copied): (Option<TrainableFilter>, Option<String>),
     quantized: Option<(WeightPacking, TrainableFilter)>,
 ) -> Result<Arc<ParameterGrouping>> {
     let optimizer = match own {
         Some(own) => Some(allowed(own, config)?),
         None => config.optimizer.as_ref().map(|config| Arc::from(optim::from_config(config))),
     };
-    let grouping = ParameterGrouping::new(optimizer, parameter_groups)?.trainable(trainable);
+    let grouping = ParameterGrouping::new(optimizer, parameter_groups)?.trainable(trainable).copied(copied);
     let grouping = grouping.keep_f32(&config.keep_in_fp32_modules);
     let quantized = match quantized {
         None if config.zero.quantized_nontrainable_weights => Some(frozen_matrices(&grouping)),
@@ -330,22 +347,30 @@ fn trainer(
     registered: &mut RegisteredModel,
     schedule: Option<Arc<dyn LrSchedule>>,
     config: &Config,
-    rank: usize,
+    (pipeline, reports): (Option<&PipelineSetup>, bool),
 ) -> Result<GroupedOptimizer> {
     let freezing: Vec<usize> = grouping.freezing().collect();
-    let groups = registered.params.iter_mut().map(|param| &mut param.group).collect();
-    let (trainer, empty) = GroupedOptimizer::new(grouping, groups, schedule, config.scheduler.as_ref())?;
+    let mut trains = registered.params.iter().any(|param| param.is_trained() && param.numel > 0);
+    let mut count = registered.params.len();
+    let mut used: BTreeSet<usize> = registered.params.iter().map(|param| param.group).collect();
+    if let Some(pipeline) = pipeline {
+        // Groups have the same numbers on all ranks, whichever parameters these have.
+        (used, trains) = pipeline.used_by_any_stage(&used, trains)?;
+        count = pipeline.names().count();
+    }
+    let (groups, used): (_, Vec<usize>) =
+        (registered.params.iter_mut().map(|param| &mut param.group).collect(), used.into_iter().collect());
+    let (trainer, empty) = GroupedOptimizer::new(grouping, (groups, &used), schedule, config.scheduler.as_ref())?;
     if let Some(index) = empty.iter().copied().find(|index| freezing.contains(index)) {
         return Err(ParamError::NothingFrozen { index }.into());
     }
-    let count = registered.params.len();
-    if trainer.can_train() && !registered.params.iter().any(|param| param.is_trained() && param.numel > 0) {
+    if trainer.can_train() && !trains {
         return Err(ParamError::NothingTrained { count }.into());
     }
-    for group in empty.iter().filter(|_| rank == 0) {
+    for group in empty.iter().filter(|_| reports) {
         emit(&format!("parameter group {group} (from 0) selects no remaining parameter and is dropped"));
     }
-    for group in trainer.with_ignored_rates().iter().filter(|_| rank == 0) {
+    for group in trainer.with_ignored_rates().iter().filter(|_| reports) {
         emit(&format!(
             "parameter group {group} (from 0): its learning rate has no effect because the schedule sets {:e} in the \
              first step; give the scheduler a list of rates, one per group, or remove the scheduler",

@@ -258,6 +258,12 @@ pub enum EngineError {
         /// The names of the first few parameters.
         names: String,
     },
+    /// The model or the ranks do not form the requested pipeline.
+    #[error("cannot train in a pipeline: {why}")]
+    Pipeline {
+        /// The problem, and what to do.
+        why: String,
+    },
     /// A recomputed unit produced a different output in backward.
     #[error(
         "unit {unit} gave a different output when backward ran it again: gradients would be those of a different \

@@ -27,17 +27,19 @@ pub(super) struct EngineReporter {
 }
 
 impl EngineReporter {
-    /// Opens the monitors on rank 0, and the log of collectives.
-    pub fn open(config: &Monitoring, comm: &dyn Communicator, more: Vec<MonitorOpener>) -> Result<Self> {
+    /// Opens the monitors on the rank that `reports`, and the log of collectives.
+    pub fn open(config: &Monitoring, comm: &dyn Communicator, reports: bool, more: Vec<MonitorOpener>) -> Result<Self> {
         let (rank, world_size) = (comm.rank(), comm.size());
-        if let (0, Some(file)) = (rank, config.flops_profiler.as_ref().and_then(|config| config.output_file.as_ref())) {
+        if let (true, Some(file)) =
+            (reports, config.flops_profiler.as_ref().and_then(|config| config.output_file.as_ref()))
+        {
             let folder = folder_of(file);
             let probe = tempfile::tempfile_in(folder);
             probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
             let wrong = |source| Error::Io { action: "write", path: file.into(), source };
             only_earlier(file, FlopsProfile::REPORT_PREFIX, "profile").map_err(wrong)?;
         }
-        let monitors = if rank == 0 { Monitors::open(config, more)? } else { Monitors::default() };
+        let monitors = if reports { Monitors::open(config, more)? } else { Monitors::default() };
         let comm_log = config.comms_logger.as_ref().map(|config| Arc::new(CommLog::new(config, rank, world_size)));
         if let Some(log) = &comm_log {
             comm.log_into(Some(log.clone()));

@@ -55,7 +55,7 @@ pub use shapes::{Shapes, UnitRule};
 pub use traffic::{CollectiveCounts, Traffic};
 
 use crate::config::Config;
-use crate::error::{ModelError, Result};
+use crate::error::{EngineError, ModelError, Result};
 use crate::memory::MemoryReport;
 use rehearsal::Rehearsal;
 use serde::Serialize;
@@ -99,6 +99,13 @@ impl Estimate {
             let allowed = format!("at most {MAX_PARAMETERS}");
             let found = parameters.to_string();
             return Err(ModelError::Config { key: "number of parameters", found, allowed }.into());
+        }
+        if let Some(stages @ 2..) = config.pipeline.stages {
+            let why = format!(
+                "pipeline.stages is {stages}, but the memory of pipelines cannot be estimated yet; remove the key to see \
+                 that of the same ranks without a pipeline"
+            );
+            return Err(EngineError::Pipeline { why }.into());
         }
         let (params, leaves) = shapes.registered(config)?;
         let rehearsal = Rehearsal::new(&params, leaves, config, options)?.with_buffers(shapes.buffer_bytes());

@@ -33,6 +33,7 @@ use crate::zero::share::sub_group::{SubGroup, SubGroupPosition, SweepMode, place
 use crate::zero::share::sub_group_builder;
 use crate::zero::share::sub_group_builder::{SubGroupBuilder, SubGroupStateKind};
 use crate::zero::step::sharded_step::{update, vote};
+use crate::zero::step::stage_vote::StageVote;
 use crate::zero::step::state_sweep;
 use crate::zero::step::state_sweep::ParamSlice;
 use crate::zero::step_executor::{RankInfo, StepExecutor};
@@ -457,6 +458,10 @@ impl StepExecutor for Rehearsal<'_> {
         let launched = self.count(CommKind::Control, values.len(), DType::F64, WireFormat::Exact);
         self.step_trace.borrow_mut().wait(launched);
         Ok(vec![values])
+    }
+
+    fn vote_of_all_stages(&self, own: StageVote) -> Result<StageVote> {
+        Ok(own)
     }
 
     fn copy(&self, _: &Param, range: Range<usize>, to: &mut MetaBuffer) -> Result<()> {

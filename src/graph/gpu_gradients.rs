@@ -47,6 +47,7 @@ impl GradSlot {
         if !self.is_open() {
             return Ok(());
         }
+        self.compute_deferred()?;
         let Some(grad) = self.take() else {
             let made = cuda::written(device, dtype, len, |grad| write(grad, false))?;
             return self.add(Grad::of_storage(made, len));

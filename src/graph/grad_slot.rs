@@ -10,8 +10,8 @@ use crate::tensor::residency::{storage_on, to_storage, with_view};
 use crate::util::lock;
 use candle_core::{DType, Device, Result, Shape, Tensor, op::BackpropOp};
 use std::cell::Cell;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// The gradient of one tensor, or a part of it.
 #[derive(Debug)]
@@ -106,9 +106,46 @@ pub(crate) fn abandon() {
 #[derive(Default)]
 pub(crate) struct GradSlot {
     grad: Mutex<Option<(u64, Grad)>>,
+    /// The parts that are computed later, in the order of arrival, with the generation in which each has arrived.
+    later: Mutex<Vec<(u64, DeferredPart)>>,
     before: Mutex<Vec<BackwardHook>>,
     /// Decides whether gradients are taken now. They always are if there is no gate.
     gate: Option<GradGate>,
+}
+
+/// Computes a part of a gradient and delivers it to the slot.
+type DeferredPart = Box<dyn FnOnce(Arc<GradSlot>) -> Result<()> + Send>;
+
+/// A gradient, parts of which have not been computed. They keep what they need in memory.
+pub(crate) struct DeferredGradient {
+    /// The sum of the parts that were computed at once.
+    first: Option<Grad>,
+    later: Vec<DeferredPart>,
+}
+
+impl DeferredGradient {
+    /// Takes what has arrived in `slot`, if anything has.
+    pub fn taken_from(slot: &GradSlot) -> Option<Self> {
+        let (first, later) = (slot.take(), slot.take_later());
+        (first.is_some() || !later.is_empty()).then_some(Self { first, later })
+    }
+
+    /// Returns the number of parts that are computed later.
+    #[cfg(test)]
+    pub fn parts_left(&self) -> usize {
+        self.later.len()
+    }
+
+    /// Computes the gradient: the sum of its parts, added in the order in which a complete backward adds them.
+    pub fn compute(self) -> Result<Grad> {
+        let slot = Arc::new(GradSlot::default());
+        self.first.map_or(Ok(()), |first| slot.add(first))?;
+        self.later.into_iter().try_for_each(|part| part(slot.clone()))?;
+        match slot.take() {
+            Some(grad) => Ok(grad),
+            None => candle_core::bail!("a layer deferred the gradient of a weight and then delivered none"),
+        }
+    }
 }
 
 /// Decides, for the backward that this thread runs, whether a slot takes gradients.
@@ -139,6 +176,7 @@ impl GradSlot {
         if !self.is_open() {
             return Ok(());
         }
+        self.compute_deferred()?;
         let sum = match (self.take(), grad) {
             (None, grad) => grad,
             (Some(Grad::Shared(a)), Grad::Shared(b)) => Grad::Shared((a + b)?),
@@ -156,9 +194,31 @@ impl GradSlot {
         Ok(())
     }
 
+    /// Adds a part that is computed later.
+    pub(super) fn add_later(&self, part: DeferredPart) {
+        lock(&self.later).push((PASS.get(), part));
+    }
+
+    /// Takes the parts that are computed later and have arrived in this backward.
+    fn take_later(&self) -> Vec<DeferredPart> {
+        let parts = std::mem::take(&mut *lock(&self.later));
+        parts.into_iter().filter(|(pass, _)| *pass == PASS.get()).map(|(_, part)| part).collect()
+    }
+
+    /// Computes the parts that were left for later, because a part that must follow them is about to arrive.
+    pub(super) fn compute_deferred(&self) -> Result<()> {
+        if lock(&self.later).is_empty() {
+            return Ok(());
+        }
+        if let Some(deferred) = DeferredGradient::taken_from(self) {
+            self.put(deferred.compute()?);
+        }
+        Ok(())
+    }
+
     /// Returns whether no gradient has arrived.
     pub fn is_empty(&self) -> bool {
-        lock(&self.grad).as_ref().is_none_or(|(pass, _)| *pass != PASS.get())
+        lock(&self.later).is_empty() && lock(&self.grad).as_ref().is_none_or(|(pass, _)| *pass != PASS.get())
     }
 
     /// Registers `hook` to run before the operation that made the tensor is differentiated.
@@ -195,6 +255,7 @@ impl GradSlot {
         if !self.is_open() {
             return Ok(());
         }
+        self.compute_deferred()?;
         let Some(grad) = self.take() else {
             let mut values = buffer::<E>(len);
             write(&mut values, false)?;

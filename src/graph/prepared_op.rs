@@ -4,6 +4,7 @@
 //! In Candle, the forward of a custom operation returns a new storage. The forward of this operation computes nothing:
 //! its result only has to depend on the argument, so that the backward runs.
 
+use crate::precision::Flat;
 use crate::tensor::residency::{storage_on, to_storage, with_view};
 use crate::util::lock;
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -25,6 +26,12 @@ where
     B: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
 {
     arg.apply_op1(PreparedOp { name, result: Mutex::new(Some(result)), backward })
+}
+
+/// Returns a scalar whose derivative with respect to `output` is `grad`: its backward seeds the graph with it.
+pub(crate) fn seeded(output: &Tensor, grad: Tensor) -> Result<Tensor> {
+    let zero = storage_on(output.device(), to_storage(Flat::zeros(output.dtype(), 1)))?;
+    prepared("seed", output, (zero, Shape::from(())), move |_, _| Ok(Some(grad.clone())))
 }
 
 /// Creates a token's result: one element on `device`.

@@ -1,53 +1,15 @@
 //! Records an operation of this library: its inputs, the destinations of their gradients, and its result.
 
+use super::backward_flags::{is_deferring, is_once, is_without_gradients};
 use super::grad_slot::{Grad, GradSlot, abandon};
 use super::node_table::{GraphNode, node_of, with_token};
-use super::prepared_op::{one, prepared};
+use super::prepared_op::{copy_of, one, prepared};
 use crate::kernels::buffer;
 use crate::tensor::element::TensorElement;
 use crate::util::lock;
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Storage, Tensor};
-use std::cell::Cell;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Storage, Tensor, Var};
 use std::sync::{Arc, Mutex, OnceLock};
-
-thread_local! {
-    static WITHOUT_GRADIENTS: Cell<bool> = const { Cell::new(false) };
-    static ONCE: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Sets a flag of this thread while `run` runs, and resets it even if that panics.
-fn with_flag<T>(flag: &'static std::thread::LocalKey<Cell<bool>>, run: impl FnOnce() -> T) -> T {
-    struct ThreadFlagGuard(&'static std::thread::LocalKey<Cell<bool>>, bool);
-    impl Drop for ThreadFlagGuard {
-        fn drop(&mut self) {
-            self.0.set(self.1);
-        }
-    }
-    let _reset = ThreadFlagGuard(flag, flag.replace(true));
-    run()
-}
-
-/// Runs `run` without recording operations: results have no graph, and nothing is kept for a backward.
-pub(crate) fn without_gradients<T>(run: impl FnOnce() -> T) -> T {
-    with_flag(&WITHOUT_GRADIENTS, run)
-}
-
-/// Runs a backward that is the only one of its graph. Each operation drops its kept data as soon as it has run, so that
-/// activations are freed while backward proceeds.
-pub(crate) fn once<T>(backward: impl FnOnce() -> T) -> T {
-    with_flag(&ONCE, backward)
-}
-
-/// Returns whether operations are not recorded.
-pub(crate) fn is_without_gradients() -> bool {
-    WITHOUT_GRADIENTS.get()
-}
-
-/// Returns whether the current backward is the only one of its graph.
-pub(crate) fn is_once() -> bool {
-    ONCE.get()
-}
 
 /// The destination of one input's gradient.
 #[derive(Clone)]
@@ -61,6 +23,24 @@ impl InputGradSink {
 
     pub(super) fn open(&self) -> Option<&GradSlot> {
         self.0.as_deref().filter(|slot| slot.is_open())
+    }
+
+    /// Calls `weight_gradient` with the gradient of a layer's output, to deliver that of the layer's weight: at once,
+    /// or, if backward is divided and the weight is a parameter, later and with a copy.
+    pub fn now_or_later<E: TensorElement>(
+        &self,
+        grad: &[E],
+        weight_gradient: impl Fn(&[E], &InputGradSink) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        match self.open() {
+            Some(slot) if is_deferring() && slot.is_behind_a_gate() => {
+                let grad = grad.to_vec();
+                slot.add_later(Box::new(move |slot| weight_gradient(&grad, &Self(Some(slot)))));
+                Ok(())
+            }
+            Some(_) => weight_gradient(grad, self),
+            None => Ok(()),
+        }
     }
 
     /// Delivers a gradient, or a part of it.
@@ -144,7 +124,7 @@ impl<const N: usize> OpInputs<N> {
     pub fn of(inputs: [Option<&Tensor>; N]) -> Result<Self> {
         let mut tokens = Vec::new();
         let mut sink = |input: Option<&Tensor>| -> Result<InputGradSink> {
-            let Some(input) = input.filter(|input| input.track_op() && !WITHOUT_GRADIENTS.get()) else {
+            let Some(input) = input.filter(|input| input.track_op() && !is_without_gradients()) else {
                 return Ok(InputGradSink(None));
             };
             let GraphNode { token, slot, .. } = match node_of(input) {
@@ -275,7 +255,7 @@ impl RecordedOp {
             )
         };
         let result = backward(grad);
-        if result.is_err() || !ONCE.get() {
+        if result.is_err() || !is_once() {
             *lock(&self.backward) = Some(backward);
         }
         if result.is_err() {
@@ -333,4 +313,24 @@ impl CustomOp2 for JoinTokensOp {
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, token_grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         Ok((Some(token_grad.clone()), Some(token_grad.clone())))
     }
+}
+
+/// Returns a scalar whose backward delivers `of_output`, the gradient of `output`, after `of_weight`, a part of the
+/// gradient of `weight`.
+pub(crate) fn delivering(output: &Tensor, of_output: Tensor, weight: &Tensor, of_weight: Grad) -> Result<Tensor> {
+    let (storage, _) = one(output.device())?;
+    let of_weight = Mutex::new(Some(of_weight));
+    let result = OpInputs::of([Some(output), Some(weight)])?;
+    result.result("delivered-gradients", ResultStorage(storage), Shape::from(()), move |_, [to_output, to_weight]| {
+        lock(&of_weight).take().map_or(Ok(()), |grad| to_weight.give(grad))?;
+        to_output.give(Grad::Shared(of_output.clone()))
+    })
+}
+
+/// Returns the input of a part of a graph that is differentiated by itself, as the result of an operation of this
+/// library: the gradients of its uses are added up as in the middle of a graph.
+pub(crate) fn part_input(input: &Var) -> Result<Tensor> {
+    let (storage, shape) = copy_of(input)?;
+    OpInputs::of([Some(input.as_tensor())])?
+        .result("part-input", ResultStorage(storage), shape, |grad, [to_x]| to_x.give(grad))
 }

@@ -43,69 +43,140 @@ impl DecoderSizes for DecoderConfig {
 #[derive(Debug, Clone)]
 pub struct DecoderLayers<C = DecoderConfig> {
     embedding: Embedding,
-    embedding_scale: Option<f64>,
-    positions: Option<Embedding>,
-    drop: Option<Dropout>,
+    input: DecoderInput,
     blocks: Vec<Unit<DecoderBlock>>,
-    norm: BlockNorm,
-    /// The output projection, or `None` if the token embedding is used.
-    head: Option<Linear>,
-    logit_soft_cap: Option<f64>,
+    output: DecoderOutput,
     sizes: PhantomData<fn() -> C>,
 }
 
 impl<C> DecoderLayers<C> {
     /// Builds the layers of a valid `config`.
     pub(super) fn build(config: &DecoderConfig, vb: VarBuilder<'_>) -> Result<Self> {
-        let (d, vocab) = (config.hidden_size, config.vocab);
-        let [embedding, blocks, norm] = match config.naming {
-            ParameterNaming::Llama | ParameterNaming::Phi3 => ["embed_tokens", "layers", "norm"],
-            ParameterNaming::Gpt2 => ["wte", "h", "ln_f"],
-        };
-        let inner = match config.prefix.trim_end_matches('.') {
-            "" => vb.clone(),
-            prefix => vb.pp(prefix),
-        };
-        let embedding = Embedding::new(vocab, d, inner.pp(embedding))?.padding(config.padding);
-        let learned = config.learned_positions.map(|rows| Embedding::new(rows, d, inner.pp("wpe")));
-        let positions = learned.transpose()?;
+        let embedding = config.token_embedding(&vb)?;
+        let input = DecoderInput::new(config, &vb)?;
         let mut rotaries = SharedRotaries::default();
-        let mut units = Vec::with_capacity(config.blocks.len());
-        for (i, rule) in config.blocks.iter().enumerate() {
-            let rotary = rotaries.of(config, rule)?;
-            let block = unit(inner.pp(format!("{blocks}.{i}")), |vb| DecoderBlock::new(config, rule, rotary, vb))?;
-            units.push(block.checkpointed(config.checkpoint_activations));
-        }
-        let norm = BlockNorm::new(config, inner.pp(norm))?;
-        let untied = !config.tie_word_embeddings;
-        let head =
-            untied.then(|| Linear::with_init(d, vocab, false, normal(INITIAL_STD), vb.pp("lm_head"))).transpose()?;
-        let (embedding_scale, logit_soft_cap) = (config.embedding_scale, config.logit_soft_cap);
-        let drop = config.dropout();
-        let sizes = PhantomData;
-        Ok(Self { embedding, embedding_scale, positions, drop, blocks: units, norm, head, logit_soft_cap, sizes })
+        let blocks = (0..config.blocks.len()).map(|block| config.block(block, &mut rotaries, &vb));
+        let blocks = blocks.collect::<Result<_>>()?;
+        let output = DecoderOutput::new(config, &vb)?;
+        Ok(Self { embedding, input, blocks, output, sizes: PhantomData })
     }
 
     /// Returns the input of the first block for tokens from position `first` on.
     fn embedded(&self, ids: &Tensor, first: usize, sequences: Option<&Sequences>) -> Result<Tensor> {
-        let mut x = self.embedding.forward(ids)?;
+        self.input.forward(self.embedding.forward(ids)?, first, sequences)
+    }
+}
+
+impl DecoderConfig {
+    /// Returns the builder of everything but the output projection.
+    fn inner<'a>(&self, vb: &VarBuilder<'a>) -> VarBuilder<'a> {
+        match self.prefix.trim_end_matches('.') {
+            "" => vb.clone(),
+            prefix => vb.pp(prefix),
+        }
+    }
+
+    /// Returns the names of the embedding, the list of blocks, and the last norm.
+    fn layer_names(&self) -> [&'static str; 3] {
+        match self.naming {
+            ParameterNaming::Llama | ParameterNaming::Phi3 => ["embed_tokens", "layers", "norm"],
+            ParameterNaming::Gpt2 => ["wte", "h", "ln_f"],
+        }
+    }
+
+    /// Builds the token embedding.
+    pub(super) fn token_embedding(&self, vb: &VarBuilder<'_>) -> Result<Embedding> {
+        let [name, ..] = self.layer_names();
+        Ok(Embedding::new(self.vocab, self.hidden_size, self.inner(vb).pp(name))?.padding(self.padding))
+    }
+
+    /// Builds a block, which shares rotary tables with others.
+    pub(super) fn block(
+        &self,
+        block: usize,
+        rotaries: &mut SharedRotaries,
+        vb: &VarBuilder<'_>,
+    ) -> Result<Unit<DecoderBlock>> {
+        let ([_, name, _], rule) = (self.layer_names(), &self.blocks[block]);
+        let rotary = rotaries.of(self, rule)?;
+        let unit = unit(self.inner(vb).pp(format!("{name}.{block}")), |vb| DecoderBlock::new(self, rule, rotary, vb))?;
+        Ok(unit.checkpointed(self.checkpoint_activations))
+    }
+}
+
+/// The layers between the token embedding and the first block: its scale, learned positions, dropout.
+#[derive(Debug, Clone)]
+pub(super) struct DecoderInput {
+    embedding_scale: Option<f64>,
+    positions: Option<Embedding>,
+    drop: Option<Dropout>,
+}
+
+impl DecoderInput {
+    pub(super) fn new(config: &DecoderConfig, vb: &VarBuilder<'_>) -> Result<Self> {
+        let learned = config.learned_positions;
+        let learned = learned.map(|rows| Embedding::new(rows, config.hidden_size, config.inner(vb).pp("wpe")));
+        let (embedding_scale, drop) = (config.embedding_scale, config.dropout());
+        Ok(Self { embedding_scale, positions: learned.transpose()?, drop })
+    }
+
+    /// Returns the input of the first block for the embeddings `x` `[batch, time, hidden_size]` of tokens from position
+    /// `first` on.
+    pub(super) fn forward(&self, mut x: Tensor, first: usize, sequences: Option<&Sequences>) -> Result<Tensor> {
         if let Some(factor) = self.embedding_scale {
             x = scaled(&x, rounded(factor, x.dtype()))?;
         }
         if let Some(table) = &self.positions {
-            let (batch, time) = ids.dims2()?;
+            let (batch, time, _) = x.dims3()?;
             // Looks positions up for every sequence rather than broadcasting one row over the batch: the lookup's
             // backward sums the batch in f32, but a broadcast's backward sums it in the storage dtype.
             let positions = match sequences {
-                Some(sequences) => sequences.positions_on(ids.device())?,
+                Some(sequences) => sequences.positions_on(x.device())?,
                 None => {
                     let positions = (0..batch).flat_map(|_| (first..first + time).map(|position| position as u32));
-                    Tensor::from_iter(positions, ids.device())?.reshape((batch, time))?
+                    Tensor::from_iter(positions, x.device())?.reshape((batch, time))?
                 }
             };
             x = add(&x, &table.forward(&positions)?)?;
         }
         self.drop.as_ref().map_or(Ok(x.clone()), |drop| drop.forward(&x))
+    }
+}
+
+/// The layers after the last block: the last norm, and the output projection unless it is the token embedding.
+#[derive(Debug, Clone)]
+pub(super) struct DecoderOutput {
+    norm: BlockNorm,
+    /// The output projection, or `None` if the token embedding is used.
+    head: Option<Linear>,
+    logit_soft_cap: Option<f64>,
+}
+
+impl DecoderOutput {
+    pub(super) fn new(config: &DecoderConfig, vb: &VarBuilder<'_>) -> Result<Self> {
+        let ([_, _, name], untied) = (config.layer_names(), !config.tie_word_embeddings);
+        let norm = BlockNorm::new(config, config.inner(vb).pp(name))?;
+        let (width, vocab, init) = (config.hidden_size, config.vocab, normal(INITIAL_STD));
+        let head = untied.then(|| Linear::with_init(width, vocab, false, init, vb.pp("lm_head"))).transpose()?;
+        Ok(Self { norm, head, logit_soft_cap: config.logit_soft_cap })
+    }
+
+    /// Returns the input of the output projection.
+    pub(super) fn states(&self, x: &Tensor) -> Result<Tensor> {
+        self.norm.forward(x)
+    }
+
+    /// Returns the weight of the output projection: its own, or that of the `embedding`.
+    pub(super) fn weight<'a>(&'a self, embedding: Option<&'a Embedding>) -> &'a Tensor {
+        match (&self.head, embedding) {
+            (Some(head), _) => head.weight(),
+            (None, Some(embedding)) => embedding.weight(),
+            (None, None) => unreachable!("an output without a projection has an embedding"),
+        }
+    }
+
+    pub(super) fn logit_soft_cap(&self) -> Option<f64> {
+        self.logit_soft_cap
     }
 }
 
@@ -120,10 +191,10 @@ fn rounded(factor: f64, dtype: DType) -> f64 {
 
 /// The rotary tables, shared by blocks with the same configuration.
 #[derive(Default)]
-struct SharedRotaries(Vec<(BlockConfig, Rotary)>);
+pub(super) struct SharedRotaries(Vec<(BlockConfig, Rotary)>);
 
 impl SharedRotaries {
-    fn of(&mut self, config: &DecoderConfig, rule: &BlockConfig) -> Result<Option<Rotary>> {
+    pub(super) fn of(&mut self, config: &DecoderConfig, rule: &BlockConfig) -> Result<Option<Rotary>> {
         if config.learned_positions.is_some() {
             return Ok(None);
         }
@@ -156,7 +227,7 @@ impl<C: DecoderSizes> Architecture for DecoderLayers<C> {
                 block.run(x, BlockContext { sequences: sequences.as_ref(), cache: None })
             })?;
         }
-        self.norm.forward(&x)
+        self.output.states(&x)
     }
 
     fn blocks(&self) -> usize {
@@ -168,14 +239,14 @@ impl<C: DecoderSizes> Architecture for DecoderLayers<C> {
         for (block, cache) in self.blocks.iter().zip(caches) {
             x = block.evaluate(|block| block.run(&x, BlockContext { sequences: None, cache: Some(cache) }))?;
         }
-        self.norm.forward(&x)
+        self.output.states(&x)
     }
 
     fn output(&self) -> &Tensor {
-        self.head.as_ref().map_or(self.embedding.weight(), Linear::weight)
+        self.output.weight(Some(&self.embedding))
     }
 
     fn logit_soft_cap(&self) -> Option<f64> {
-        self.logit_soft_cap
+        self.output.logit_soft_cap()
     }
 }

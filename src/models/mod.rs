@@ -8,6 +8,7 @@ mod config_checks;
 mod decoder;
 mod decoder_block;
 mod decoder_config;
+mod decoder_pipeline;
 pub(crate) mod error;
 mod gpt;
 mod gpt_config;
@@ -28,6 +29,7 @@ pub use bert_config::{BERT, BertConfig};
 pub use decoder::{Decoder, DecoderLayers, DecoderSizes};
 pub use decoder_block::DecoderBlock;
 pub use decoder_config::{BlockConfig, DecoderConfig, NormKind, ParameterNaming};
+pub use decoder_pipeline::{DecoderBatch, decoder_pipeline};
 pub use gpt::{Gpt, GptLayers};
 pub use gpt_config::GptConfig;
 #[doc(hidden)]

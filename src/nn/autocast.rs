@@ -64,22 +64,25 @@ fn linear<L: TensorElement>(
             L::narrow(dy, &mut g);
             Ok(())
         })?;
-        let g = Matrix::new(&g[..], s.rows, s.outputs);
+        let rows = Matrix::new(&g[..], s.rows, s.outputs);
         if to_bias.is_wanted() {
             let mut sums = vec![0f32; s.outputs];
-            column_sums(g, &mut sums);
+            column_sums(rows, &mut sums);
             to_bias.give_sums::<f32>(&sums)?;
         }
-        to_weight.accumulate::<f32>(s.inputs * s.outputs, |dw, add| {
-            let mut low = buffer::<L>(dw.len());
-            s.weight_gradient(&kept, g, &mut low, Epilogue::default());
-            put(&low, dw, add);
-            Ok(())
+        let kept = kept.clone();
+        to_weight.now_or_later(&g, move |g, to_weight| {
+            to_weight.accumulate::<f32>(s.inputs * s.outputs, |dw, add| {
+                let mut low = buffer::<L>(dw.len());
+                s.weight_gradient(&kept, Matrix::new(g, s.rows, s.outputs), &mut low, Epilogue::default());
+                put(&low, dw, add);
+                Ok(())
+            })
         })?;
         to_x.accumulate::<f32>(s.rows * s.inputs, |dx, add| {
             let w = rounded::<L>(&weight)?;
             let mut low = buffer::<L>(dx.len());
-            s.input_gradient(g, &w, &mut low, Epilogue::default());
+            s.input_gradient(rows, &w, &mut low, Epilogue::default());
             put(&low, dx, add);
             Ok(())
         })

@@ -18,6 +18,7 @@ use crate::kernels::element::Element as _;
 use crate::kernels::gemm::{Epilogue, Matrix, column_sums};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Result, Tensor};
+use std::sync::Arc;
 
 /// Returns whether a parameter is wider than the activations.
 pub(super) fn is_wider(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> bool {
@@ -82,7 +83,7 @@ fn linear<E: TensorElement>(
     let mut low = buffer::<E>(y.len());
     E::narrow(&y, &mut low);
     drop(y);
-    let (kept_x, dtypes) = (SavedTensor::of(&x), (weight.dtype(), bias.as_ref().map(Tensor::dtype)));
+    let (kept_x, dtypes) = (Arc::new(SavedTensor::of(&x)), (weight.dtype(), bias.as_ref().map(Tensor::dtype)));
     inputs.result(NAME, E::storage(low), shape, move |grad, [to_x, to_weight, to_bias]| {
         let mut wide = buffer::<f32>(grad.len());
         grad.read::<E, _>(NAME, |dy| {
@@ -95,22 +96,22 @@ fn linear<E: TensorElement>(
             column_sums(g, &mut sums);
             with_element!(dtype, NAME, P => to_bias.give_sums::<P>(&sums))?;
         }
-        if to_weight.is_wanted() {
+        let kept_x = kept_x.clone();
+        to_weight.now_or_later(&wide, move |g, to_weight| {
             let product = |dw: &mut [f32], add: bool| {
                 let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
                 with_wide(&kept_x.get()?, |x| {
-                    s.weight_gradient(x, g, dw, epilogue);
+                    s.weight_gradient(x, Matrix::new(g, s.rows, s.outputs), dw, epilogue);
                     Ok(())
                 })
             };
             if dtypes.0 == DType::F32 {
-                to_weight.accumulate::<f32>(s.inputs * s.outputs, product)?;
-            } else {
-                let mut sums = buffer::<f32>(s.inputs * s.outputs);
-                product(&mut sums, false)?;
-                with_element!(dtypes.0, NAME, P => to_weight.give_sums::<P>(&sums))?;
+                return to_weight.accumulate::<f32>(s.inputs * s.outputs, product);
             }
-        }
+            let mut sums = buffer::<f32>(s.inputs * s.outputs);
+            product(&mut sums, false)?;
+            with_element!(dtypes.0, NAME, P => to_weight.give_sums::<P>(&sums))
+        })?;
         if to_x.is_wanted() {
             let mut sums = buffer::<f32>(s.rows * s.inputs);
             with_wide(&weight, |w| {

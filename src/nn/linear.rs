@@ -83,7 +83,7 @@ pub fn linear_then(
         })?;
         let kept = then.activation.filter(|_| keeps).map(|activation| (activation, Arc::new(before)));
         let remake = kept.clone().filter(|_| residual.is_none());
-        let backward = LinearBackward { x: SavedTensor::of(&x), weight, sizes, kept };
+        let backward = Arc::new(LinearBackward { x: SavedTensor::of(&x), weight, sizes, kept });
         let y = inputs.result(NAME, E::storage(y), shape.clone(), move |grad, sinks| backward.run(grad, sinks))?;
         if let Some((activation, before)) = remake {
             can_remake(&y, move || {
@@ -107,7 +107,7 @@ struct LinearBackward<E> {
 }
 
 impl<E: TensorElement> LinearBackward<E> {
-    fn run(&self, grad: Grad, [x, residual, weight, bias]: &[InputGradSink; 4]) -> Result<()> {
+    fn run(self: &Arc<Self>, grad: Grad, [x, residual, weight, bias]: &[InputGradSink; 4]) -> Result<()> {
         let Some((activation, before)) = &self.kept else {
             grad.read::<E, _>(NAME, |g| self.deliver(g, x, weight, bias))?;
             return residual.give(grad);
@@ -122,25 +122,36 @@ impl<E: TensorElement> LinearBackward<E> {
     }
 
     /// Delivers the gradients, given the gradient `g` of the product.
-    fn deliver(&self, g: &[E], x: &InputGradSink, weight: &InputGradSink, bias: &InputGradSink) -> Result<()> {
+    fn deliver(
+        self: &Arc<Self>,
+        g: &[E],
+        x: &InputGradSink,
+        weight: &InputGradSink,
+        bias: &InputGradSink,
+    ) -> Result<()> {
         let s = self.sizes;
-        let g = Matrix::new(g, s.rows, s.outputs);
         if bias.is_wanted() {
             let mut sums = vec![0f32; s.outputs];
-            column_sums(g, &mut sums);
+            column_sums(Matrix::new(g, s.rows, s.outputs), &mut sums);
             bias.give_sums::<E>(&sums)?;
         }
-        weight.accumulate::<E>(s.inputs * s.outputs, |dw, add| {
-            let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
-            with_elements::<E, _>(&self.x.get()?, NAME, |x| {
-                s.weight_gradient(x, g, dw, epilogue);
-                Ok(())
-            })
-        })?;
+        let this = self.clone();
+        weight.now_or_later(g, move |g, weight| this.deliver_weight_gradient(g, weight))?;
         x.accumulate::<E>(s.rows * s.inputs, |dx, add| {
             let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
             with_elements::<E, _>(&self.weight, NAME, |w| {
-                s.input_gradient(g, w, dx, epilogue);
+                s.input_gradient(Matrix::new(g, s.rows, s.outputs), w, dx, epilogue);
+                Ok(())
+            })
+        })
+    }
+
+    fn deliver_weight_gradient(&self, g: &[E], weight: &InputGradSink) -> Result<()> {
+        let s = self.sizes;
+        weight.accumulate::<E>(s.inputs * s.outputs, |dw, add| {
+            let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
+            with_elements::<E, _>(&self.x.get()?, NAME, |x| {
+                s.weight_gradient(x, Matrix::new(g, s.rows, s.outputs), dw, epilogue);
                 Ok(())
             })
         })

@@ -55,11 +55,11 @@ impl GroupedOptimizer {
     /// The errors of a schedule.
     pub fn new(
         grouping: Arc<ParameterGrouping>,
-        parameter_groups: Vec<&mut usize>,
+        (parameter_groups, used): (Vec<&mut usize>, &[usize]),
         own: Option<Arc<dyn LrSchedule>>,
         scheduler: Option<&SchedulerConfig>,
     ) -> Result<(Self, Vec<usize>)> {
-        let (settled, empty) = grouping.settle(parameter_groups);
+        let (settled, empty) = grouping.settle(parameter_groups, used);
         let main = grouping.optimizer(OptimizerRole::Main).map(|o| o.momentum());
         let cycles = matches!(main, Some(Momentum::Betas(..)));
         let count = settled.len();

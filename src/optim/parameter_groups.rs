@@ -173,6 +173,8 @@ pub(crate) struct ParameterGrouping {
     trainable: Option<TrainableFilter>,
     quantized: Option<(WeightPacking, TrainableFilter)>,
     kept_modules: Vec<String>,
+    /// A parameter of which this rank has a copy, and which another rank trains.
+    copied: Option<String>,
 }
 
 /// The settings of a group that has parameters.
@@ -209,6 +211,12 @@ impl ParameterGrouping {
         Self { trainable: rule, ..self }
     }
 
+    /// Declares that another rank trains parameter `name`.
+    #[must_use]
+    pub fn copied(self, name: Option<String>) -> Self {
+        Self { copied: name, ..self }
+    }
+
     /// Packs the frozen parameters that `rule` selects.
     #[must_use]
     pub fn quantized(self, rule: Option<(WeightPacking, TrainableFilter)>) -> Self {
@@ -243,12 +251,12 @@ impl ParameterGrouping {
         }
     }
 
-    /// Returns whether a parameter is trained at the start.
+    /// Returns whether a parameter is trained at the start, on this rank.
     pub fn trains(&self, name: &str, shape: &[usize]) -> bool {
-        self.trains_rule()(name, shape)
+        self.copied.as_deref() != Some(name) && self.trains_rule()(name, shape)
     }
 
-    /// Returns [`trains`](Self::trains) as a separate predicate.
+    /// Returns whether a parameter is trained at the start, on any rank, as a separate predicate.
     pub fn trains_rule(&self) -> TrainableFilter {
         let (given, trainable) = (self.given.clone(), self.trainable.clone());
         Arc::new(move |name, shape| {
@@ -315,12 +323,9 @@ impl ParameterGrouping {
 
     /// Drops the groups without parameters and numbers the others: the given ones in their order, then the rest. Within
     /// each, the main optimizer's parameters come first, then its auxiliary's. `groups` contains the number of each
-    /// parameter's group: the old one on entry, the new one on return. Also returns which of the given groups are
-    /// dropped.
-    pub(super) fn settle(&self, mut groups: Vec<&mut usize>) -> (Vec<GroupSettings>, Vec<usize>) {
-        let mut used: Vec<usize> = groups.iter().map(|group| **group).collect();
-        used.sort_unstable();
-        used.dedup();
+    /// parameter's group: the old one on entry, the new one on return. `used`, in ascending order, are the old ones that
+    /// have parameters, on this rank or another one. Also returns which of the given groups are dropped.
+    pub(super) fn settle(&self, mut groups: Vec<&mut usize>, used: &[usize]) -> (Vec<GroupSettings>, Vec<usize>) {
         for group in &mut groups {
             **group = used.binary_search(group).unwrap_or_else(|_| unreachable!("it is one of those used"));
         }

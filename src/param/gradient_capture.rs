@@ -14,7 +14,7 @@
 
 use super::ParamId;
 use crate::graph::prepared_op::{one, prepared};
-use crate::graph::{Grad, GradSlot, only_while, with_token};
+use crate::graph::{DeferredGradient, GradSlot, only_while, with_token};
 use crate::tensor::residency::empty_leaf;
 use candle_core::{Device, Result, Shape, Storage, Tensor};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub(crate) trait GradientSink: Send + Sync {
     /// computed if an operation can do without them.
     fn takes_gradients(&self) -> bool;
     /// Takes the gradient of `param`, which is complete as far as this backward is concerned.
-    fn gradient_arrived(&self, param: ParamId, grad: Grad) -> Result<()>;
+    fn gradient_arrived(&self, param: ParamId, grad: DeferredGradient) -> Result<()>;
     /// Reports that a backward in which gradients do not count has differentiated all uses of `param`.
     fn passed_by(&self, param: ParamId) -> Result<()>;
 }
@@ -45,7 +45,7 @@ pub(crate) fn capture(
     let complete = slot.clone();
     let leaf = empty_leaf(device, &Shape::from(1))?;
     let token = prepared("capture-gradient", &leaf, one(device)?, move |_, _| {
-        match complete.take() {
+        match DeferredGradient::taken_from(&complete) {
             _ if !sink.takes_gradients() => sink.passed_by(param)?,
             Some(grad) => sink.gradient_arrived(param, grad)?,
             None => {}
@@ -55,4 +55,74 @@ pub(crate) fn capture(
     let tensor = with_token(token, slot, "parameter", (storage, shape))?;
     only_while(&tensor, trained);
     Ok(tensor)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::graph::deferring;
+    use crate::nn::{WeightLayout, linear};
+    use std::sync::Mutex;
+
+    /// The gradients that have arrived.
+    #[derive(Default)]
+    struct Arrived(Mutex<Vec<DeferredGradient>>);
+
+    impl GradientSink for Arrived {
+        fn takes_gradients(&self) -> bool {
+            true
+        }
+
+        fn gradient_arrived(&self, _: ParamId, grad: DeferredGradient) -> Result<()> {
+            self.0.lock().unwrap().push(grad);
+            Ok(())
+        }
+
+        fn passed_by(&self, _: ParamId) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    fn ramp(shape: (usize, usize)) -> Tensor {
+        let values: Vec<f32> = (0..shape.0 * shape.1).map(|i| (i as f32 * 0.37).sin()).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    }
+
+    /// Returns how many parts of the gradient of a weight that `forward` uses were left for later, and the gradient.
+    fn gradient_of(is_divided: bool, forward: impl Fn(&Tensor) -> Result<Tensor>) -> (usize, Vec<f32>) {
+        let arrived = Arc::new(Arrived::default());
+        let storage = (
+            ramp((4, 4)).storage_and_layout().0.try_clone(&candle_core::Layout::contiguous(16)).unwrap(),
+            Shape::from((4, 4)),
+        );
+        let weight = capture(0, Arc::new(AtomicBool::new(true)), arrived.clone(), &Device::Cpu, storage).unwrap();
+        let loss = forward(&weight).unwrap().sqr().unwrap().sum_all().unwrap();
+        if is_divided {
+            deferring(|| loss.backward()).unwrap()
+        } else {
+            loss.backward().unwrap()
+        };
+        let grad = arrived.0.lock().unwrap().pop().unwrap();
+        let later = grad.parts_left();
+        (later, grad.compute().unwrap().read::<f32, _>("test", |values| Ok(values.to_vec())).unwrap())
+    }
+
+    #[test]
+    fn the_gradient_of_a_weight_is_left_for_later_and_has_the_same_bits() {
+        let once = |w: &Tensor| linear(&ramp((3, 4)), w, None, WeightLayout::OutIn);
+        let twice =
+            |w: &Tensor| linear(&linear(&ramp((3, 4)), w, None, WeightLayout::OutIn)?, w, None, WeightLayout::InOut);
+        // An operation of Candle's delivers at once, in the middle of those that do not.
+        let mixed = |w: &Tensor| {
+            let y = linear(&ramp((3, 4)), w, None, WeightLayout::OutIn)?;
+            linear(&y.matmul(&w.sqr()?)?, w, None, WeightLayout::InOut)
+        };
+        assert_eq!(gradient_of(false, once).0, 0);
+        assert_eq!(gradient_of(true, once), (1, gradient_of(false, once).1));
+        assert_eq!(gradient_of(true, twice), (2, gradient_of(false, twice).1));
+        let (later, grad) = gradient_of(true, mixed);
+        assert!(later < 2);
+        assert_eq!(grad, gradient_of(false, mixed).1);
+    }
 }

@@ -3,6 +3,7 @@
 use super::rank_core::RankCore;
 use super::share::share_storage::ShareStorage;
 use super::share::sub_group::SubGroup;
+use super::step::stage_vote::StageVote;
 use super::step_executor::{RankInfo, StepExecutor};
 use super::transfer::device_copy::{CopyKind, DeviceCopy};
 use super::transfer::pending_collective::{CollectiveOp, CollectiveTransport, PendingCollective};
@@ -109,6 +110,10 @@ impl StepExecutor for RankCore {
 
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
         self.comm.gather_f64(values).wait()
+    }
+
+    fn vote_of_all_stages(&self, own: StageVote) -> Result<StageVote> {
+        self.pipeline.as_ref().map_or(Ok(own.clone()), |position| position.vote(own))
     }
 
     fn copy(&self, param: &Param, range: Range<usize>, to: &mut FlatBuffer) -> Result<()> {

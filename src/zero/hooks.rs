@@ -13,13 +13,17 @@ use super::check::gradient_check_state::count_collective_step;
 use super::gather::unit_trace::UnitEvent;
 use super::model_buffers::{ModelBuffers, SavedBuffers};
 use super::rank_core::RankCore;
+use super::reduce::divided_backward::WaitingGradients;
 use crate::error::Result;
 use crate::graph::prepared_op::{copy_of, prepared};
-use crate::graph::{Grad, abandon, node_of, once, without_gradients};
+use crate::graph::{Grad, abandon, deferring, node_of, once, without_gradients};
 use crate::param::{ParamId, ROOT, UnitId};
+use crate::precision::Flat;
+use crate::tensor::residency;
 use crate::timeline::{self, TimelineSpan};
 use crate::util::lock;
 use candle_core::Tensor;
+use candle_core::backprop::GradStore;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
@@ -89,8 +93,9 @@ impl RankCore {
     }
 
     /// Differentiates `loss`. When this returns, all gradients are reduced and added to this rank's share, and no
-    /// parameter is gathered.
-    pub fn backward(&self, loss: &Tensor) -> Result<()> {
+    /// parameter is gathered. Returns the gradients of variables that are not parameters. A pipeline stage, unlike a
+    /// complete model (`is_complete`), may have no parameters.
+    pub fn backward(&self, loss: &Tensor, is_complete: bool) -> Result<GradStore> {
         self.begin_call()?;
         // Failed backward passes may have left gradients in the parameters' slots.
         abandon();
@@ -99,14 +104,24 @@ impl RankCore {
             let _sections = timeline::sections();
             let _own = ThreadIdGuard::with(&self.backward_on, Some(thread::current().id()));
             self.begin_backward(ROOT)?;
-            once(|| on_big_stack(|| loss.backward())).map(drop)
+            once(|| on_big_stack(|| loss.backward()))
         };
         #[cfg(feature = "cuda")]
         let on_gpu = super::gpu::gpu_timeline::GpuTimelineSpan::begin(self)?;
-        run().map_err(|e| self.explain(e))?;
-        self.judge_reached(loss)?;
+        let of_variables = run().map_err(|e| self.explain(e))?;
+        if is_complete {
+            self.judge_reached(loss)?;
+        }
         #[cfg(feature = "cuda")]
         let on_gpu = on_gpu.map(super::gpu::gpu_timeline::GpuTimelineSpan::end).transpose()?;
+        self.end_backward()?;
+        #[cfg(feature = "cuda")]
+        on_gpu.map_or(Ok(()), |work| work.record("backward"))?;
+        Ok(of_variables)
+    }
+
+    /// Reduces gradients that still wait for it, and releases all parameters.
+    fn end_backward(&self) -> Result<()> {
         let end = || {
             if self.holds_unreduced() {
                 self.keep_unreduced();
@@ -116,10 +131,63 @@ impl RankCore {
             }
             self.release_all()
         };
-        end().map_err(|error| self.naming_what_is_held(error))?;
-        #[cfg(feature = "cuda")]
-        on_gpu.map_or(Ok(()), |work| work.record("backward"))?;
-        Ok(())
+        end().map_err(|error| self.naming_what_is_held(error))
+    }
+
+    /// Differentiates a part of a model like [`backward`](Self::backward), and returns the gradient of `param` too instead
+    /// of reducing it.
+    pub fn backward_diverting(&self, scalar: &Tensor, param: ParamId) -> Result<(GradStore, Option<Grad>)> {
+        let (grads, diverted) = self.diverted.during(param, || self.backward(scalar, false));
+        Ok((grads?, diverted))
+    }
+
+    /// Differentiates a part of a model up to its input, and returns the gradients of variables that are not parameters.
+    /// The gradients of parameters wait in memory for [`backward_weights`](Self::backward_weights).
+    pub fn backward_inputs(&self, scalar: &Tensor) -> Result<(GradStore, WaitingGradients)> {
+        self.begin_call()?;
+        abandon();
+        let run = || {
+            let _sections = timeline::sections();
+            let _own = ThreadIdGuard::with(&self.backward_on, Some(thread::current().id()));
+            self.begin_backward(ROOT)?;
+            once(|| deferring(|| on_big_stack(|| scalar.backward())))
+        };
+        let (of_variables, waiting) = self.divided.during(run);
+        let of_variables = of_variables.map_err(|e| self.explain(e))?;
+        self.release_all()?;
+        Ok((of_variables, waiting))
+    }
+
+    /// Computes gradients that [`backward_inputs`](Self::backward_inputs) has left, and reduces them. Returns the gradient
+    /// of parameter `diverted` instead of reducing it.
+    pub fn backward_weights(&self, waiting: WaitingGradients, diverted: Option<ParamId>) -> Result<Option<Grad>> {
+        self.begin_call()?;
+        let run = || {
+            let _sections = timeline::sections();
+            timeline::section(timeline::EventCategory::Unit, "backward of weights", || self.unit_name(ROOT));
+            waiting.into_iter().try_for_each(|(param, grad)| self.gradient_arrived(param, grad.compute()?))
+        };
+        let (result, grad) = match diverted {
+            Some(param) => self.diverted.during(param, run),
+            None => (run(), None),
+        };
+        result.map_err(|e| self.explain(e))?;
+        self.end_backward()?;
+        Ok(grad)
+    }
+
+    /// Returns the number of the parameter of that name.
+    pub fn param_named(&self, name: &str) -> Option<ParamId> {
+        self.params.iter().position(|param| param.name == name)
+    }
+
+    /// Replaces the values of a parameter that this rank keeps in full and does not train.
+    pub fn replace_frozen(&self, param: ParamId, values: Flat) -> Result<()> {
+        let param = &self.params[param];
+        assert!(!param.is_trained() && !self.shards_params(), "{} is trained or sharded", param.name);
+        let storage = residency::storage_on(param.tensor.device(), residency::to_storage(values))?;
+        residency::fill(&param.tensor, storage)?;
+        self.remember_weights()
     }
 
     /// Ends an optimizer step: drops gradients, and gathers persistent parameters again if weights changed.
@@ -162,6 +230,7 @@ impl RankCore {
                 self.measure(param, grad)?;
             }
         }
+        let grad = grad.and_then(|grad| self.diverted.pass(param, grad));
         let arrived = match grad.map_or(Ok(None), |grad| self.to_reduce(param, grad))? {
             Some(grad) => lock(&self.gradients).arrive(self, param, grad),
             None => Ok(()),

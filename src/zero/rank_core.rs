@@ -10,10 +10,13 @@ use super::check::weight_samples::WeightSamples;
 use super::gather::leaf_units::{LeafPosition, LeafUnits};
 use super::gather::param_gatherer::ParamGatherer;
 use super::model_buffers::ModelBuffers;
+use super::reduce::diverted_gradient::DivertedGradient;
+use super::reduce::divided_backward::DividedBackward;
 use super::reduce::gradient_reducer::{GradientReducer, ReducePlan};
 use super::reduce::unreduced_gradients::UnreducedGradients;
 use super::share::share_plan::SharePlan;
 use super::share::sub_group::{SubGroup, places};
+use super::step::stage_vote::PipelinePosition;
 use super::step_executor::StepExecutor;
 #[cfg(feature = "cuda")]
 use super::transfer::device_copy::DeviceCopyQueues;
@@ -24,8 +27,8 @@ use crate::config::ZeroConfig;
 #[cfg(feature = "cuda")]
 use crate::cuda::memory_pool;
 use crate::error::{EngineError, Error, ParamError, Result};
-use crate::graph::Grad;
-use crate::layout::Placement;
+use crate::graph::DeferredGradient;
+use crate::layout::{MeshAxis, Placement};
 use crate::memory::{MemoryLedger, MemoryReport, MemoryTier};
 use crate::offload::{OffloadReport, OffloadStore};
 use crate::param::gradient_capture::GradientSink;
@@ -47,6 +50,8 @@ use {crate::memory::TrackedBuffer, crate::tensor::flat_buffer::FlatBuffer, std::
 /// The partitioned state of one rank.
 pub(crate) struct RankCore {
     pub(super) comm: Arc<dyn Communicator>,
+    /// This rank among the stages of a pipeline, if there is one.
+    pub(super) pipeline: Option<PipelinePosition>,
     pub(super) placement: Placement,
     pub(super) zero: ZeroConfig,
     pub(super) dtype: DType,
@@ -89,6 +94,9 @@ pub(crate) struct RankCore {
     pub(super) gradients: Mutex<GradientReducer<RankCore>>,
     /// Gradients that are not reduced yet.
     pub(super) unreduced: Mutex<UnreducedGradients>,
+    /// The gradient that is handed to the caller of backward.
+    pub(super) diverted: DivertedGradient,
+    pub(super) divided: DividedBackward,
     pub(super) recomputation: RecomputeSettings,
     /// The seed for stochastic rounding. `None`: rounding to nearest.
     pub(super) rounding: Option<AtomicU64>,
@@ -127,6 +135,8 @@ pub(crate) enum DelayedUpdate {
 /// The parts that a core is made of.
 pub(crate) struct RankCoreParts {
     pub comm: Arc<dyn Communicator>,
+    /// This rank among the stages of a pipeline, if there is one.
+    pub pipeline: Option<PipelinePosition>,
     pub zero: ZeroConfig,
     /// The number of ranks in a group that keeps a second copy of gathered parameters. 1: no group keeps one.
     pub second_group: usize,
@@ -204,8 +214,12 @@ impl GradientSink for EngineLink {
         self.core().map_or(Ok(()), |core| core.passed_by(param))
     }
 
-    fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
-        self.core().map_or(Ok(()), |core| core.gradient_arrived(param, grad))
+    fn gradient_arrived(&self, param: ParamId, grad: DeferredGradient) -> candle_core::Result<()> {
+        let Some(core) = self.core() else { return Ok(()) };
+        match core.divided.keep(param, grad) {
+            Some(grad) => core.gradient_arrived(param, grad.compute()?),
+            None => Ok(()),
+        }
     }
 }
 
@@ -226,7 +240,7 @@ impl RankCore {
     /// Creates the core of a registered model.
     pub fn new(parts: RankCoreParts) -> Self {
         let RankCoreParts { comm, zero, second_group, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
-        let RankCoreParts { rounding, registered, buffer_sync, ledger, offload, .. } = parts;
+        let RankCoreParts { rounding, registered, buffer_sync, ledger, offload, pipeline, .. } = parts;
         let RegisteredModel { params, units, leaves, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
         let gather = ParamGatherer::new(&params, &leaves, &zero, &share_plan);
@@ -235,6 +249,7 @@ impl RankCore {
         let model_place = params.first().map_or(BufferDevice::Host, |p| BufferDevice::of(p.tensor.device()));
         Self {
             comm,
+            pipeline,
             placement: zero.stage.placement(),
             dtype,
             second_group,
@@ -263,6 +278,8 @@ impl RankCore {
             gather: Mutex::new(gather),
             gradients: Mutex::new(gradients),
             unreduced: Mutex::default(),
+            diverted: DivertedGradient::default(),
+            divided: DividedBackward::default(),
             recomputation,
             rounding: rounding.map(AtomicU64::new),
             update: AtomicU64::new(0),
@@ -276,15 +293,37 @@ impl RankCore {
         }
     }
 
-    /// Returns the index of the piece of all state for which this rank is responsible: the number of its file in
-    /// checkpoints.
-    pub fn piece(&self) -> usize {
-        self.share_plan.mesh.piece_of(self.comm.rank())
+    /// Returns the communicator of the complete job: of all stages of a pipeline.
+    pub fn job(&self) -> &dyn Communicator {
+        self.pipeline.as_ref().map_or(&*self.comm, |position| &*position.job)
     }
 
-    /// Sorts one value per rank into the order of the ranks' pieces.
-    pub fn by_piece<T>(&self, of_ranks: Vec<T>) -> Vec<T> {
-        self.share_plan.mesh.by_piece(of_ranks)
+    /// Returns this rank's position in a pipeline, if there is one.
+    pub fn pipeline(&self) -> Option<&PipelinePosition> {
+        self.pipeline.as_ref()
+    }
+
+    /// Returns the index of this rank's file in checkpoints.
+    pub fn file_index(&self) -> usize {
+        self.file_index_of(self.job().rank())
+    }
+
+    fn file_index_of(&self, rank: usize) -> usize {
+        let mesh = self.share_plan.mesh;
+        match &self.pipeline {
+            None => mesh.piece_of(rank),
+            Some(PipelinePosition { mesh: ranks, .. }) => {
+                let piece = mesh.piece_of(ranks.coordinate(rank, MeshAxis::Data));
+                ranks.coordinate(rank, MeshAxis::Pipeline) * mesh.world_size() + piece
+            }
+        }
+    }
+
+    /// Sorts one value per rank of the job into the order of their files in checkpoints.
+    pub fn by_file<T>(&self, of_ranks: Vec<T>) -> Vec<T> {
+        let mut all: Vec<(usize, T)> = of_ranks.into_iter().enumerate().collect();
+        all.sort_by_key(|(rank, _)| self.file_index_of(*rank));
+        all.into_iter().map(|(_, of_rank)| of_rank).collect()
     }
 
     /// Tells the other ranks that this one gives up, and why.

@@ -7,6 +7,7 @@
 
 use super::share::share_storage::{BufferPlaceOf, ShareStorage};
 use super::share::sub_group::SubGroup;
+use super::step::stage_vote::StageVote;
 use super::transfer::device_copy::CopyKind;
 use super::transfer::pending_collective::CollectiveOp;
 use crate::comm::WireFormat;
@@ -73,6 +74,8 @@ pub(crate) trait StepExecutor: ShareStorage {
     fn arrived(&self, moving: Self::PendingCopy) -> Result<Self::Buffer>;
     /// Gathers a few numbers of every rank, in rank order.
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>>;
+    /// Returns the votes of all pipeline stages together; without a pipeline its own.
+    fn vote_of_all_stages(&self, own: StageVote) -> Result<StageVote>;
     /// Appends elements `range` of a whole parameter to a buffer.
     fn copy(&self, param: &Param, range: Range<usize>, to: &mut Self::Buffer) -> Result<()>;
     /// Puts a whole parameter into its tensor.

@@ -218,8 +218,15 @@ fn a_manifest_that_lies_is_refused() {
     lie(&["states"], &|m| m["states"] = json!([]));
     lie(&["unknown field"], &|m| m["more"] = json!(1));
     lie(&["format"], &|m| m["format"] = json!("another"));
-    lie(&["version 3", "reads versions 1 to 2"], &|m| m["version"] = json!(3));
-    lie(&["version 0", "reads versions 1 to 2"], &|m| m["version"] = json!(0));
+    lie(&["version 4", "reads versions 1 to 3"], &|m| m["version"] = json!(4));
+    lie(&["version 0", "reads versions 1 to 3"], &|m| m["version"] = json!(0));
+    for ranks in [0, 3, u64::MAX] {
+        lie(&["along a pipeline"], &|m| m["pipeline_ranks"] = json!(ranks));
+    }
+    lie(&["position 2 in a pipeline of 2"], &|m| {
+        m["pipeline_ranks"] = json!(2);
+        m["parameters"][0]["pipeline_rank"] = json!(2);
+    });
     lie(&["its learning rates"], &|m| m["set_lr"] = json!([-1.0]));
     lie(&["header is damaged"], &|m| m["files"][1]["header_checksum"] = json!("0"));
 }

@@ -665,7 +665,7 @@ fn features_whose_silent_loss_would_change_training_are_refused() {
         ),
         (json!({"tensor_parallel": {"autotp_size": 2}}), "tensor_parallel.autotp_size"),
         (json!({"tensor_parallel": {"tp": {"tp_size": 2}}}), "tensor_parallel.tensor_parallel.tp_size"),
-        (json!({"pipeline": {"stages": 2}}), "pipeline.stages"),
+        (json!({"pipeline": {"seed_layers": true}}), "pipeline.seed_layers"),
         (json!({"expert_parallel": {"enabled": true}}), "expert_parallel.enabled"),
         (json!({"sequence_parallel_size": 2}), "sequence_parallel_size"),
         (json!({"managed_gradient_accumulation": false}), "managed_gradient_accumulation"),

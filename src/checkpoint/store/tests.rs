@@ -81,7 +81,14 @@ impl Store {
 fn save(dir: &Path, tag: &str, steps: u64) -> PathBuf {
     let folder = dir.join(tag);
     std::fs::create_dir_all(&folder).unwrap();
-    let weights = Parameter { name: "w".into(), shape: vec![ELEMENTS], states: None, block: 0, updates_before: 0 };
+    let weights = Parameter {
+        name: "w".into(),
+        shape: vec![ELEMENTS],
+        states: None,
+        block: 0,
+        updates_before: 0,
+        pipeline_rank: 0,
+    };
     let mut saved = Manifest { global_steps: steps, world_size: 2, parameters: vec![weights], ..manifest(tag) };
     let layout = saved.layout();
     saved.files = (0..2)

@@ -24,7 +24,7 @@ use super::{chain_reduce, direct_reduce, host_sum_reduce};
 use crate::comm::collective_kind::CollectiveKind;
 use crate::comm::shm::collectives::{gather_of, piece_of};
 use crate::comm::shm::exchange::CollectiveThread;
-use crate::comm::shm::partition::{RankGroup, by_rank, of_group};
+use crate::comm::shm::partition::{StridedRanks, by_rank, of_group};
 use crate::comm::stats::counters::ReceivedBytes;
 use crate::comm::wire::format::WireFormat;
 use crate::precision::Flat;
@@ -125,11 +125,11 @@ impl HierarchicalCollectives {
         if self.groups_lie_on_one_host(ranks) {
             self.0.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
             let here = self.0.rank() - self.0.hosts.local_ranks().start;
-            return gather_of(&mut self.0.local, wire, RankGroup::neighbours(here, ranks), shard);
+            return gather_of(&mut self.0.local, wire, StridedRanks::neighbours(here, ranks), shard);
         }
         let len = shard.len();
         let whole = self.all_gather(wire, shard, tag)?;
-        Ok(of_group(whole, RankGroup::neighbours(self.0.rank(), ranks), len))
+        Ok(of_group(whole, StridedRanks::neighbours(self.0.rank(), ranks), len))
     }
 
     /// Runs a reduce-scatter to all ranks, then a gather of the sums of the ranks that have the same position in their
@@ -144,7 +144,7 @@ impl HierarchicalCollectives {
     ) -> Result<Flat> {
         by_rank(&mut input, ranks, self.0.size());
         let mut sum = self.reduce_scatter(wire, input, tag)?;
-        let (group, len) = (RankGroup::across(self.0.rank(), ranks, self.0.size()), sum.len());
+        let (group, len) = (StridedRanks::across(self.0.rank(), ranks, self.0.size()), sum.len());
         let bytes = sum.size_in_bytes();
         let hosts = self.0.hosts.clone();
         if self.groups_lie_on_one_host(ranks) && hosts.host_ranks().iter().all(|host| host.len() == hosts.lanes()) {

@@ -1,7 +1,7 @@
 //! The collectives in shared memory, as sequences of pieces.
 
 use super::exchange::ShmExchange;
-use super::partition::{RankGroup, by_rank, give_each, given, others, pieces};
+use super::partition::{StridedRanks, by_rank, give_each, given, others, pieces};
 use super::quantized;
 use super::region::SLOT_BYTES;
 use super::streaming_copy;
@@ -44,7 +44,7 @@ pub(in crate::comm) fn reduce_scatter(
 /// Gathers the shards. The result is in the memory of `shard` if its capacity is sufficient.
 pub(in crate::comm) fn all_gather(ex: &mut ShmExchange, wire: WireFormat, shard: Flat, tag: u64) -> Result<Flat> {
     ex.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
-    gather_of(ex, wire, RankGroup::all(ex.size()), shard)
+    gather_of(ex, wire, StridedRanks::all(ex.size()), shard)
 }
 
 /// Gathers the shards of this rank's group of `ranks` consecutive ranks. All groups have the same size.
@@ -57,7 +57,7 @@ pub(in crate::comm) fn all_gather_within(
 ) -> Result<Flat> {
     ex.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
     assert!(ex.size().is_multiple_of(ranks), "{} ranks in groups of {ranks}", ex.size());
-    gather_of(ex, wire, RankGroup::neighbours(ex.rank(), ranks), shard)
+    gather_of(ex, wire, StridedRanks::neighbours(ex.rank(), ranks), shard)
 }
 
 /// Runs a reduce-scatter to all ranks, then a gather of the sums of the ranks that have the same position in their
@@ -73,14 +73,14 @@ pub(in crate::comm) fn reduce_to_groups(
     by_rank(&mut input, ranks, ex.size());
     let sum = reduce_scatter(ex, wire, input, tag)?;
     // Every group must have the same sums, so they are sent without quantization.
-    gather_of(ex, WireFormat::Exact, RankGroup::across(ex.rank(), ranks, ex.size()), sum)
+    gather_of(ex, WireFormat::Exact, StridedRanks::across(ex.rank(), ranks, ex.size()), sum)
 }
 
 /// Concatenates the shards of the ranks of a group. The other ranks take part, in their own groups.
 pub(in crate::comm) fn gather_of(
     ex: &mut ShmExchange,
     wire: WireFormat,
-    group: RankGroup,
+    group: StridedRanks,
     mut shard: Flat,
 ) -> Result<Flat> {
     if let WireFormat::Blocks(ints) = wire {
@@ -121,7 +121,7 @@ pub(in crate::comm) fn all_reduce(ex: &mut ShmExchange, wire: WireFormat, mut in
         let whole = input.room_bytes(chunk * ex.size());
         gather_piece(
             ex,
-            RankGroup::all(ex.size()),
+            StridedRanks::all(ex.size()),
             whole,
             OwnShardLocation::At(own * size),
             range.start * size..range.end * size,
@@ -251,7 +251,7 @@ enum OwnShardLocation<'a> {
 /// first rank's part arrives.
 fn gather_piece(
     ex: &mut ShmExchange,
-    group: RankGroup,
+    group: StridedRanks,
     whole: &mut [MaybeUninit<u8>],
     own: OwnShardLocation<'_>,
     range: Range<usize>,

@@ -19,13 +19,13 @@ pub(in crate::comm) fn others(world: usize, rank: usize) -> impl Iterator<Item =
 
 /// Ranks that gather among themselves: every `step`-th rank from `first` on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::comm) struct RankGroup {
+pub(in crate::comm) struct StridedRanks {
     first: usize,
     step: usize,
     count: usize,
 }
 
-impl RankGroup {
+impl StridedRanks {
     pub(in crate::comm) fn all(world: usize) -> Self {
         Self { first: 0, step: 1, count: world }
     }
@@ -56,7 +56,7 @@ impl RankGroup {
 }
 
 /// Returns the shards of a group, of `len` elements each, out of those of all ranks.
-pub(in crate::comm) fn of_group(mut whole: Flat, group: RankGroup, len: usize) -> Flat {
+pub(in crate::comm) fn of_group(mut whole: Flat, group: StridedRanks, len: usize) -> Flat {
     let bytes = len * whole.dtype().size_in_bytes();
     for (place, rank) in group.ranks().enumerate() {
         whole.as_bytes_mut().copy_within(rank * bytes..(rank + 1) * bytes, place * bytes);
@@ -128,7 +128,7 @@ mod tests {
             let mut flat = Flat::from((0..world * len).map(|i| i as f32).collect::<Vec<_>>());
             by_rank(&mut flat, ranks, world);
             for rank in 0..world {
-                let group = RankGroup::across(rank, ranks, world);
+                let group = StridedRanks::across(rank, ranks, world);
                 let chunk = rank % ranks * copies + group.place(rank);
                 let expected: Vec<f32> = (0..len).map(|i| value(chunk, i)).collect();
                 assert_eq!(
@@ -143,7 +143,7 @@ mod tests {
     #[test]
     fn groups_and_what_lies_across_them_meet_in_one_rank() {
         for rank in 0..12 {
-            let (group, across) = (RankGroup::neighbours(rank, 3), RankGroup::across(rank, 3, 12));
+            let (group, across) = (StridedRanks::neighbours(rank, 3), StridedRanks::across(rank, 3, 12));
             assert_eq!((group.len(), across.len()), (3, 4));
             assert_eq!(group.ranks().filter(|r| across.ranks().any(|a| a == *r)).collect::<Vec<_>>(), [rank]);
             assert_eq!((group.place(rank), across.place(rank)), (rank % 3, rank / 3));

@@ -5,7 +5,7 @@
 //! sent.
 
 use super::exchange::ShmExchange;
-use super::partition::{RankGroup, give_each, given, pieces};
+use super::partition::{StridedRanks, give_each, given, pieces};
 use super::region::SLOT_BYTES;
 use crate::error::CommError;
 use crate::kernels::simd::{SimdLoop, level};
@@ -35,7 +35,7 @@ pub(in crate::comm) fn reduce_piece(
 pub(in crate::comm) fn gather_of(
     ex: &mut ShmExchange,
     ints: IntFormat,
-    group: RankGroup,
+    group: StridedRanks,
     mut shard: Flat,
 ) -> Result<Flat, CommError> {
     let (rank, chunk) = (ex.rank(), shard.len());

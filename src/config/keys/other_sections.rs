@@ -60,7 +60,7 @@ const CHECKPOINT: &[super::ConfigKey] = keys! {
 };
 
 const PARALLEL_WRITE: &[super::ConfigKey] = keys! {
-    "pipeline_stage": Bool, "false", none("there are no pipeline stages"), "Pipeline stages write their layers.";
+    "pipeline_stage": Bool, "false", none("every rank writes its own parts"), "Pipeline stages write their layers.";
 };
 
 const WRITER: &[super::ConfigKey] = keys! {
@@ -176,15 +176,15 @@ const COMPILE: &[super::ConfigKey] = keys! {
     "passes": Strings, "null", S, "Passes to run: z1, z3, autosp, autotp.";
 };
 
-const NO_PIPELINE: &str = "pipeline parallelism is not implemented";
-
 const PIPELINE: &[super::ConfigKey] = keys! {
-    "stages": AutoOr(&POSITIVE), "\"auto\"", refused_above_one(NO_PIPELINE), "Pipeline stages.";
-    "partition": Str, "\"best\"", refuse(NO_PIPELINE), "Distribution of layers.";
-    "seed_layers": Bool, "false", refuse(NO_PIPELINE), "A seed per layer.";
-    "activation_checkpoint_interval": COUNT, "0", refuse(NO_PIPELINE), "Layers per checkpoint.";
-    "pipe_partitioned": Bool, "true", refuse(NO_PIPELINE), "Split activations.";
-    "grad_partitioned": Bool, "true", refuse(NO_PIPELINE), "Split gradients.";
+    "stages": AutoOr(&POSITIVE), "\"auto\"", H, "Number of ranks along the pipeline; auto: all ranks. Above 1 only for models that are given as layers (EngineBuilder::initialize_pipeline).";
+    "partition": Str, "\"best\"", H, "How layers are divided among stages. best and parameters: about the same number of parameters; uniform: the same number of layers; type:TEXT: the same number of layers whose type contains TEXT, in any case.";
+    "schedule": OneOf(&["1f1b", "interleaved", "zero_bubble", "zbv"]), "\"1f1b\"", H, "Order of forward and backward passes: 1F1B; 1F1B with several chunks of the model per rank; 1F1B with divided backwards; divided backwards with two chunks per rank in the shape of a V. Specific to candle-zero.";
+    "chunks": POSITIVE, "1", H, "Number of chunks of the model per rank: 1 with 1f1b, at least 2 with interleaved, 2 with zbv, any with zero_bubble. Specific to candle-zero.";
+    "seed_layers": Bool, "false", refuse("initial weights follow from the seed and the parameter's name, wherever it is"), "A seed per layer.";
+    "activation_checkpoint_interval": COUNT, "0", refuse("recompute blocks with activation_checkpointing or in the model"), "Layers per checkpoint.";
+    "pipe_partitioned": Bool, "true", none(ONLY_TP), "Split activations.";
+    "grad_partitioned": Bool, "true", none(ONLY_TP), "Split gradients.";
 };
 
 const NO_TP: &str =

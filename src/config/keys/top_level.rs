@@ -64,7 +64,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "comet": Object, "{}", S, "Comet.";
     "autotuning": Object, "{}", S, "Search for good settings.";
     "compile": Object, "{}", S, "PyTorch's compiler.";
-    "pipeline": Object, "{}", S, "Pipeline parallelism.";
+    "pipeline": Object, "{}", H, "Pipeline parallelism: ranks hold consecutive layers.";
     "tensor_parallel": Object, "{}", S, "Tensor parallelism.";
     "expert_parallel": Object, "{}", S, "Expert parallelism.";
     "hybrid_engine": Object, "{}", S, "Generation during training.";

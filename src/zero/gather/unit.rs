@@ -16,15 +16,15 @@ use super::recompute_check::OutputDigest;
 use super::recompute_input::RecomputeInput;
 use super::unit_trace::UnitEvent;
 use crate::error::EngineError;
-use crate::graph::prepared_op::{copy_of, prepared};
+use crate::graph::prepared_op::{copy_of, prepared, seeded};
 use crate::graph::{
-    Grad, OpInputs, ResultStorage, autocast, autocast_format, draw_from, node_of, once, stream_position,
+    Grad, OpInputs, ResultStorage, autocast, autocast_format, draw_from, node_of, once, part_input, stream_position,
     without_gradients,
 };
 use crate::param::UnitId;
 use crate::precision::Flat;
 use crate::profiler::spans::{self, MicroStepHalf};
-use crate::tensor::residency::{empty_leaf, storage_on, to_storage};
+use crate::tensor::residency::empty_leaf;
 use crate::timeline;
 use crate::zero::hooks::before_backward;
 use crate::zero::model_buffers::SavedBuffers;
@@ -267,7 +267,7 @@ impl<M> Unit<M> {
         let _profile = spans::enter(MicroStepHalf::Backward, unit);
         let forward = || {
             let input = Var::from_tensor(&core.kept_input(&first.input)?)?;
-            let x = if first.adds_up { adding_up(&input)? } else { input.as_tensor().clone() };
+            let x = if first.adds_up { part_input(&input)? } else { input.as_tensor().clone() };
             let y = core.with_buffers_of_then(&first.buffers, || run(&self.inner, &x))?;
             if !first.output.is_again(&y)? {
                 return Err(core.stash(EngineError::RecomputationDiffers { unit: core.unit_name(unit) }.into()));
@@ -275,10 +275,7 @@ impl<M> Unit<M> {
             Ok((input, y))
         };
         core.nested_backward(unit, forward, |(input, y)| {
-            // A scalar whose derivative with respect to y is `grad`: its backward seeds the graph with it.
-            let zero = storage_on(y.device(), to_storage(Flat::zeros(y.dtype(), 1)))?;
-            let grad = grad.clone();
-            let seed = prepared("seed", &y, (zero, Shape::from(())), move |_, _| Ok(Some(grad.clone())))?;
+            let seed = seeded(&y, grad.clone())?;
             Ok(once(|| seed.backward())?.remove(input.as_tensor()))
         })
     }
@@ -322,13 +319,6 @@ struct FirstForward {
     output: OutputDigest,
     /// The buffers as they were before the first run.
     buffers: SavedBuffers,
-}
-
-/// Returns the variable as the result of an operation of this library.
-fn adding_up(input: &Var) -> Result<Tensor> {
-    let (storage, shape) = copy_of(input)?;
-    OpInputs::of([Some(input.as_tensor())])?
-        .result("unit-input", ResultStorage(storage), shape, |grad, [to_x]| to_x.give(grad))
 }
 
 /// A unit's number and its engine.

@@ -6,10 +6,14 @@
 //! | `core_gradients.rs` | the part of this that needs values: sums gradients, and packs them into buckets |
 //! | `bucket_queue.rs` | the parameters that share a bucket, and the pending buckets |
 //! | `unreduced_gradients.rs`, `no_sync.rs` | gradients that stay on their rank until they are reduced |
+//! | `divided_backward.rs` | gradients that wait for the second part of a divided backward |
+//! | `diverted_gradient.rs` | a gradient that goes to the caller of backward |
 //! | `unused_params.rs` | parameters that no backward reaches |
 
 pub(in crate::zero) mod bucket_queue;
 mod core_gradients;
+pub(in crate::zero) mod diverted_gradient;
+pub(crate) mod divided_backward;
 pub(crate) mod gradient_reducer;
 mod no_sync;
 pub(in crate::zero) mod unreduced_gradients;

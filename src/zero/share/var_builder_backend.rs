@@ -46,6 +46,8 @@ struct VarBuilderBackendInner {
     buffers: Vec<ModelBuffer>,
     /// Selects further buffers, in addition to those recognized by their names and types.
     buffer_rule: Option<BufferFilter>,
+    /// The names of the complete model's parameters, if this rank builds only a part of the model.
+    complete: Option<BTreeSet<String>>,
     by_name: HashMap<String, usize>,
     units: Vec<String>,
     leaves: LeafUnits,
@@ -83,6 +85,7 @@ impl VarBuilderBackend {
             inits: Vec::new(),
             buffers: Vec::new(),
             buffer_rule: None,
+            complete: None,
             by_name: HashMap::new(),
             units: vec![String::new()],
             leaves: LeafUnits::default(),
@@ -126,6 +129,17 @@ impl VarBuilderBackend {
         registry
     }
 
+    /// Declares that this rank builds a part of a model whose parameters have these names. The part may have none.
+    pub fn part_of(&self, complete: BTreeSet<String>) {
+        lock(&self.0).complete = Some(complete);
+    }
+
+    /// Finds tensors in `source` when the model asks whether they exist.
+    pub fn with_source(self, source: WeightSource) -> Self {
+        lock(&self.0).source = source;
+        self
+    }
+
     /// From now on, also turns the tensors that `rule` selects by name and shape into buffers.
     pub fn also_buffers(&self, rule: Option<BufferFilter>) {
         lock(&self.0).buffer_rule = rule;
@@ -166,16 +180,27 @@ impl VarBuilderBackend {
         for (tensor, values) in std::mem::take(&mut inner.waiting) {
             residency::fill(&tensor, values)?;
         }
-        if params.is_empty() {
+        if params.is_empty() && inner.complete.is_none() {
             return Err(ParamError::NoParameters.into());
         }
         let buffers = std::mem::take(&mut inner.buffers);
         let names = params.iter().map(|p| p.name.as_str()).chain(buffers.iter().map(|b| b.name.as_str()));
-        inner.source.check_all_used(&names.collect::<BTreeSet<_>>())?;
+        let elsewhere = inner.complete.iter().flatten().map(String::as_str);
+        inner.source.check_all_used(&names.chain(elsewhere).collect::<BTreeSet<_>>())?;
         let (units, used_by) = (std::mem::take(&mut inner.units), std::mem::take(&mut inner.used_by));
         let leaves = std::mem::take(&mut inner.leaves);
         let inits = std::mem::take(&mut inner.inits);
         Ok(RegisteredModel { params, units, leaves, used_by, groups: inner.groups.finish()?, buffers, inits })
+    }
+}
+
+impl VarBuilderBackend {
+    /// Takes the parameters that a part of a model has registered, which may be none, and the names of its buffers.
+    pub fn take(&self) -> (Vec<Param>, Vec<String>) {
+        let mut inner = lock(&self.0);
+        inner.by_name.clear();
+        let buffers = std::mem::take(&mut inner.buffers).into_iter().map(|buffer| buffer.name).collect();
+        (std::mem::take(&mut inner.params), buffers)
     }
 }
 

@@ -3,6 +3,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `sharded_step.rs` | the vote and the update |
+//! | `stage_vote.rs` | the vote of the stages of a pipeline |
 //! | `hyperparameters.rs` | the optimizer's settings for each parameter |
 //! | `state_sweep.rs` | a sweep through the share, in memory and in files |
 //! | `stored_states.rs` | states in formats other than f32, and their conversion to f32 and back |
@@ -14,6 +15,7 @@
 mod delayed_update;
 pub(in crate::zero) mod hyperparameters;
 pub(crate) mod sharded_step;
+pub(crate) mod stage_vote;
 pub(crate) mod state_sweep;
 mod stored_states;
 mod weight_publisher;

@@ -9,6 +9,7 @@
 //! ```
 
 use super::hyperparameters::{Hyperparameters, needs};
+use super::stage_vote::StageVote;
 use super::state_sweep::{ParamSlice, StepBackend, sweep};
 use super::weight_publisher::WeightPublisher;
 use super::whole_param_step::{trust_ratios, update_whole};
@@ -51,7 +52,7 @@ impl Vote {
 /// groups.
 pub(crate) fn vote<R: StepExecutor>(core: &R, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
     let _span = timeline::span(timeline::EventCategory::Optimizer, "vote");
-    let mut sum = 0f64;
+    let mut squares = Vec::new();
     for group in core.groups().iter_mut().filter(|group| group.class.is_trained()) {
         for slot in 0..group.slots.len() {
             if group.grad_file.is_none() && matches!(group.grads[slot], GradientShare::Absent) {
@@ -62,9 +63,14 @@ pub(crate) fn vote<R: StepExecutor>(core: &R, loss: f64, loss_is_finite: bool, a
                 writing.take().map_or(Ok(()), |writing| files.written(writing))?;
             }
         }
-        // Added one after the other, because the ends of sub-groups must not change the sum.
-        group.squares()?.into_iter().for_each(|squares| sum += squares);
+        squares.extend(group.slots.iter().map(|slot| slot.param).zip(group.squares()?));
     }
+    // Added one after the other, in the order of registration: neither the ends of sub-groups nor those of pipeline
+    // stages change the sum.
+    squares.sort_by_key(|(param, _)| *param);
+    let StageVote { squares, loss, loss_is_finite } =
+        core.vote_of_all_stages(StageVote { squares, loss, loss_is_finite })?;
+    let sum: f64 = squares.into_iter().fold(0.0, |sum, (_, squares)| sum + squares);
     let overflow = !loss_is_finite || !sum.is_finite();
     let votes = core.gather_f64(vec![sum, f64::from(u8::from(overflow)), loss])?;
     Ok(Vote {

@@ -9,7 +9,7 @@ use std::path::Path;
 
 /// The losses, parameters, time and memory of one rank.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct RankLog {
+pub(super) struct RankResults {
     /// The names of the parameters.
     pub names: Vec<String>,
     /// The bits of the losses: for each step, those of its micro steps.
@@ -68,7 +68,7 @@ impl FirstDifference {
 
 /// Returns the first difference of `other` from `reference`, step by step. Within a step, losses come before
 /// parameters.
-pub(super) fn first_difference(reference: &[RankLog], other: &[RankLog]) -> Option<FirstDifference> {
+pub(super) fn first_difference(reference: &[RankResults], other: &[RankResults]) -> Option<FirstDifference> {
     let steps = reference.iter().chain(other).map(|log| log.losses.len().max(log.parameters.len())).max()?;
     (0..steps).find_map(|step| {
         let ranks = 0..reference.len().max(other.len());
@@ -99,7 +99,7 @@ fn first_unequal<T: PartialEq>(a: Option<&Vec<T>>, b: Option<&Vec<T>>) -> Option
     }
 }
 
-impl RankLog {
+impl RankResults {
     pub fn write(&self, path: &Path) -> Result<()> {
         let write = || {
             let file = new_beside(folder_of(path), "rank-")?;
@@ -121,18 +121,18 @@ mod tests {
     use super::*;
 
     /// Two ranks, three steps of two micro steps, two parameters.
-    fn job() -> Vec<RankLog> {
-        let log = |rank: u32| RankLog {
+    fn job() -> Vec<RankResults> {
+        let log = |rank: u32| RankResults {
             names: vec!["wte".to_string(), "h.0".to_string()],
             losses: (0..3).map(|step| vec![100 * rank + step, 7]).collect(),
             parameters: (0..3).map(|step| vec![step, step + 50]).collect(),
-            ..RankLog::default()
+            ..RankResults::default()
         };
         vec![log(0), log(1)]
     }
 
     /// Returns the message about the first difference of a job after `change` from the original, if there is one.
-    fn said(change: impl FnOnce(&mut Vec<RankLog>)) -> Option<String> {
+    fn said(change: impl FnOnce(&mut Vec<RankResults>)) -> Option<String> {
         let mut other = job();
         change(&mut other);
         first_difference(&job(), &other).map(|difference| difference.to_string())
@@ -146,15 +146,15 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_named() {
-        let bit = |job: &mut Vec<RankLog>| job[1].parameters[1][1] ^= 1;
+        let bit = |job: &mut Vec<RankResults>| job[1].parameters[1][1] ^= 1;
         assert_eq!(said(bit).unwrap(), "step 2, rank 1: parameter h.0");
-        let loss = |job: &mut Vec<RankLog>| {
+        let loss = |job: &mut Vec<RankResults>| {
             bit(job);
             job[0].losses[2][1] ^= 1;
             job[1].losses[2][0] ^= 1;
         };
         assert_eq!(said(loss).unwrap(), "step 2, rank 1: parameter h.0", "earlier steps first");
-        let both = |job: &mut Vec<RankLog>| {
+        let both = |job: &mut Vec<RankResults>| {
             bit(job);
             job[1].losses[1][0] ^= 1;
         };
@@ -184,7 +184,7 @@ mod tests {
         let mut log = job().remove(1);
         (log.parameters[2][0], log.ms_per_step) = (u64::MAX, 0.1);
         log.write(&path).unwrap();
-        assert_eq!(RankLog::read(&path).unwrap(), log);
-        assert!(RankLog::read(&folder.path().join("none")).is_err());
+        assert_eq!(RankResults::read(&path).unwrap(), log);
+        assert!(RankResults::read(&folder.path().join("none")).is_err());
     }
 }

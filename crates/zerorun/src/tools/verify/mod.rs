@@ -16,7 +16,7 @@ use crate::launch::ranks::{self, LocalJob, RunEnd};
 use crate::launch::signals::{self, LauncherEvent};
 use candle_zero::files::ScratchFolder;
 use clap::Parser;
-use compare::{FirstDifference, RankLog};
+use compare::{FirstDifference, RankResults};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -136,7 +136,7 @@ impl VerifyArguments {
             told &= print(verify_rows::HEAD);
         }
         for (number, precision) in VerifyDtype::ALL.into_iter().enumerate() {
-            let mut reference: Option<Vec<RankLog>> = None;
+            let mut reference: Option<Vec<RankResults>> = None;
             for (of_precision, row) in ROWS.into_iter().enumerate() {
                 let number = number * ROWS.len() + of_precision;
                 let logs = self.train(row, precision, &folder.path().join(number.to_string()), number, &events)?;
@@ -164,7 +164,7 @@ impl VerifyArguments {
         folder: &Path,
         number: usize,
         events: &Receiver<LauncherEvent>,
-    ) -> Result<Vec<RankLog>, VerifyStop> {
+    ) -> Result<Vec<RankResults>, VerifyStop> {
         let wrong = |source| Error::Io { action: "write", path: folder.to_owned(), source };
         std::fs::create_dir(folder).map_err(wrong)?;
         let config = verify_rows::config(row, precision, folder).to_string();
@@ -195,7 +195,7 @@ impl VerifyArguments {
         };
         match ranks::run(&job, events)? {
             RunEnd::Well | RunEnd::Unwritten => {
-                Ok((0..ranks).map(|rank| RankLog::read(&train::file(folder, rank))).collect::<Result<_>>()?)
+                Ok((0..ranks).map(|rank| RankResults::read(&train::file(folder, rank))).collect::<Result<_>>()?)
             }
             RunEnd::Elsewhere => unreachable!("the ranks are on this host"),
             RunEnd::Interrupted(signal) => Err(VerifyStop::Interrupted(signal)),

@@ -1,6 +1,6 @@
 //! A rank of one row: trains, and writes its log.
 
-use super::compare::RankLog;
+use super::compare::RankResults;
 use candle_core::DType;
 use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
 use candle_zero::memory::MemoryReport;
@@ -29,7 +29,7 @@ pub(super) fn run(folder: &Path, steps: u32) -> Result<()> {
     let shape = BatchShape::new(&batch, engine.world_size(), engine.rank());
     let order = SampleOrder::Shuffled { seed: engine.config().seed };
     let loader = Loader::new(TokenData::embedded(), order, shape, TOKENS_PER_SAMPLE, sizes.vocab, engine.device())?;
-    let mut log = RankLog { names: engine.parameter_names(), ..RankLog::default() };
+    let mut log = RankResults { names: engine.parameter_names(), ..RankResults::default() };
     let mut times = Vec::new();
     for step in 0..u64::from(steps) {
         let mut losses = Vec::new();

@@ -1,6 +1,6 @@
 //! The compared jobs: the rows of the table, and the configuration of each.
 
-use super::compare::{FirstDifference, RankLog};
+use super::compare::{FirstDifference, RankResults};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -108,11 +108,11 @@ pub(super) const HEAD: &str = "precision  states in        losses            par
 pub(super) fn line(
     row: VerifyRow,
     precision: VerifyDtype,
-    logs: &[RankLog],
+    logs: &[RankResults],
     difference: Option<&FirstDifference>,
 ) -> String {
     let [losses, parameters] = fingerprints(logs);
-    let mib = |bytes: fn(&RankLog) -> usize| most(logs, bytes) as f64 / f64::from(1 << 20);
+    let mib = |bytes: fn(&RankResults) -> usize| most(logs, bytes) as f64 / f64::from(1 << 20);
     let verdict = match (row, difference) {
         (VerifyRow::Stage(0), _) => String::new(),
         (_, None) => "same".to_string(),
@@ -133,7 +133,7 @@ pub(super) fn line(
 pub(super) fn json(
     row: VerifyRow,
     precision: VerifyDtype,
-    logs: &[RankLog],
+    logs: &[RankResults],
     difference: Option<&FirstDifference>,
 ) -> Value {
     let [losses, parameters] = fingerprints(logs);
@@ -146,7 +146,7 @@ pub(super) fn json(
 }
 
 /// Returns fingerprints of all losses of all ranks, and of the final parameters.
-fn fingerprints(logs: &[RankLog]) -> [String; 2] {
+fn fingerprints(logs: &[RankResults]) -> [String; 2] {
     let hash = |numbers: Vec<u64>| {
         let bytes: Vec<u8> = numbers.into_iter().flat_map(u64::to_le_bytes).collect();
         format!("{:016x}", twox_hash::XxHash3_64::oneshot(&bytes))
@@ -157,10 +157,10 @@ fn fingerprints(logs: &[RankLog]) -> [String; 2] {
 }
 
 /// Returns the largest number of bytes of any rank.
-fn most(logs: &[RankLog], bytes: fn(&RankLog) -> usize) -> usize {
+fn most(logs: &[RankResults], bytes: fn(&RankResults) -> usize) -> usize {
     logs.iter().map(bytes).max().unwrap_or(0)
 }
 
-fn slowest(logs: &[RankLog]) -> f64 {
+fn slowest(logs: &[RankResults]) -> f64 {
     logs.iter().map(|log| log.ms_per_step).fold(0.0, f64::max)
 }

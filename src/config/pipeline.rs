@@ -1,0 +1,53 @@
+//! Reads `pipeline`: how many ranks form a pipeline, and how layers are divided among its stages.
+
+use super::ConfigRule;
+use super::walk::ConfigWalk;
+use crate::pipeline::{PartitionMethod, PipelineScheduleKind};
+
+/// The `pipeline` section.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PipelineConfig {
+    /// `stages`: the number of ranks along the pipeline; `None`: all ranks.
+    pub stages: Option<usize>,
+    /// `partition`: how layers are divided among stages.
+    pub partition: PartitionMethod,
+    /// `schedule`: the order of forward and backward passes.
+    pub schedule: PipelineScheduleKind,
+    /// `chunks`: the number of chunks of the model per rank. Default 1.
+    pub chunks: usize,
+}
+
+impl Default for PipelineConfig {
+    fn default() -> Self {
+        Self {
+            stages: None,
+            partition: PartitionMethod::default(),
+            schedule: PipelineScheduleKind::default(),
+            chunks: 1,
+        }
+    }
+}
+
+const PARTITION: &str = "pipeline.partition";
+
+/// Reads the section. Problems are collected in `walk`.
+pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> PipelineConfig {
+    let stages = walk.int("pipeline.stages").and_then(|stages| usize::try_from(stages).ok());
+    let name = walk.str("pipeline.schedule").unwrap_or_default();
+    let schedule = PipelineScheduleKind::ALL.into_iter().find(|kind| kind.name() == name).unwrap_or_default();
+    let chunks = walk.int("pipeline.chunks").and_then(|chunks| usize::try_from(chunks).ok()).unwrap_or(1);
+    let partition = match walk.str("pipeline.partition").unwrap_or("best").to_string().as_str() {
+        "best" | "parameters" => PartitionMethod::Parameters,
+        "uniform" => PartitionMethod::Uniform,
+        other => match other.strip_prefix("type:").filter(|text| !text.is_empty()) {
+            Some(text) => PartitionMethod::LayerKind(text.to_string()),
+            None => {
+                let message = format!("{other:?} found: it must be best, parameters, uniform or type:TEXT");
+                walk.problem(ConfigRule::Range, PARTITION, walk.place(PARTITION), message);
+                PartitionMethod::default()
+            }
+        },
+    };
+    PipelineConfig { stages, partition, schedule, chunks }
+}

@@ -1,0 +1,238 @@
+//! Activations and gradients as messages between the stages of a pipeline.
+//!
+//! ```text
+//!   header   rank, dimensions, dtype, position in the random stream     each f32 carries 16 bits of a number
+//!   data     the elements, in row-major order
+//! ```
+
+use crate::comm::{Communicator, Pending};
+use crate::error::{EngineError, Result};
+use crate::pipeline::{PipelineMessage, PipelineSchedule};
+use crate::precision::Flat;
+use crate::tensor::residency::{storage_on, to_storage, with_view};
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Device, Shape, Tensor};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+/// The maximum number of dimensions of an activation.
+const MAX_DIMS: usize = 6;
+/// The number of words of a header.
+const WORDS: usize = 3 + MAX_DIMS;
+/// The number of f32 elements that carry a word.
+const PARTS: usize = 4;
+
+/// The direction of a message between two stages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum BoundaryMessage {
+    /// The output of a stage, for the next one.
+    Activation,
+    /// The gradient of a stage's input, for the stage before.
+    Gradient,
+    /// The gradient of the rows that the first stage looks up in a tied weight, for the last stage.
+    LookedUp,
+    /// The new values of a tied weight, for the first stage.
+    TiedWeight,
+}
+
+/// An activation or its gradient, and the position in the random stream after the layers so far.
+#[derive(Debug, Clone)]
+pub(super) struct BoundaryTensor {
+    pub tensor: Tensor,
+    pub next_draw: u64,
+}
+
+/// The boundaries of this rank's stages.
+pub(super) struct StageBoundaries {
+    /// The ranks along the pipeline.
+    comm: Arc<dyn Communicator>,
+    device: Device,
+    /// The messages on their way to other ranks.
+    sending: VecDeque<Pending<()>>,
+    /// The tags of the messages of this step that each rank will still send to this one, in the order of sending.
+    expected: BTreeMap<usize, VecDeque<u64>>,
+    /// The messages that were sent before one that this rank has needed earlier, by tag.
+    early: BTreeMap<u64, BoundaryTensor>,
+}
+
+impl StageBoundaries {
+    pub fn new(comm: Arc<dyn Communicator>, device: Device) -> Self {
+        Self { comm, device, sending: VecDeque::new(), expected: BTreeMap::new(), early: BTreeMap::new() }
+    }
+
+    /// Begins a step: from now on, ranks send in the order of `schedule`, which may differ from that in which this rank
+    /// needs the messages.
+    pub fn begin_step(&mut self, schedule: PipelineSchedule) {
+        let own = self.comm.rank();
+        let tags = |from: usize| {
+            schedule.messages(from, own).into_iter().map(|PipelineMessage { is_gradient, boundary, micro_batch }| {
+                let kind = if is_gradient { BoundaryMessage::Gradient } else { BoundaryMessage::Activation };
+                tag(kind, boundary, micro_batch)
+            })
+        };
+        self.early.clear();
+        self.expected = (0..schedule.ranks()).map(|from| (from, tags(from).collect())).collect();
+    }
+
+    /// Sends the message of micro batch `micro_batch` that crosses the boundary before stage `boundary` to rank `to`.
+    ///
+    /// # Errors
+    /// The tensor's values cannot be read.
+    pub fn send(
+        &mut self,
+        message: BoundaryMessage,
+        (boundary, micro_batch): (usize, usize),
+        to: usize,
+        BoundaryTensor { tensor, next_draw }: &BoundaryTensor,
+    ) -> Result<()> {
+        let (tag, dims) = (tag(message, boundary, micro_batch), tensor.dims());
+        assert!(dims.len() <= MAX_DIMS, "{} dimensions", dims.len());
+        let data = with_view(tensor, |values| values.to_flat())?;
+        let mut words = [0; WORDS];
+        words[..3].copy_from_slice(&[dims.len() as u64, code_of(data.dtype()), *next_draw]);
+        words[3..].iter_mut().zip(dims).for_each(|(word, dim)| *word = *dim as u64);
+        self.sending.extend([self.comm.send(to, header_of(words), tag), self.comm.send(to, data, tag)]);
+        Ok(())
+    }
+
+    /// Receives the message of micro batch `micro_batch` that crosses the boundary before stage `boundary` from rank
+    /// `from`.
+    ///
+    /// # Errors
+    /// A rank has failed, or is in a different operation.
+    pub fn receive(
+        &mut self,
+        message: BoundaryMessage,
+        (boundary, micro_batch): (usize, usize),
+        from: usize,
+    ) -> Result<BoundaryTensor> {
+        let wanted = tag(message, boundary, micro_batch);
+        if let Some(arrived) = self.early.remove(&wanted) {
+            return Ok(arrived);
+        }
+        while let Some(next) = self.expected.get_mut(&from).and_then(VecDeque::pop_front).filter(|next| *next != wanted)
+        {
+            let early = self.receive_next(from, next)?;
+            self.early.insert(next, early);
+        }
+        self.receive_next(from, wanted)
+    }
+
+    /// Receives the next message of rank `from`, which must have this tag.
+    fn receive_next(&self, from: usize, tag: u64) -> Result<BoundaryTensor> {
+        let words = words_of(&self.comm.receive(from, DType::F32, WORDS * PARTS, tag).wait()?);
+        let dims: Vec<usize> = words[3..][..words[0] as usize].iter().map(|dim| *dim as usize).collect();
+        let (shape, dtype) = (Shape::from(dims), dtype_of(words[1]));
+        let data = self.comm.receive(from, dtype, shape.elem_count(), tag).wait()?;
+        let storage = storage_on(&self.device, to_storage(data))?;
+        let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
+        Ok(BoundaryTensor { tensor, next_draw: words[2] })
+    }
+
+    /// Waits until all messages are on their way.
+    pub fn finish(&mut self) -> Result<()> {
+        self.finish_until(0)
+    }
+
+    /// Waits until all messages but the newest `messages` are on their way.
+    pub fn finish_until(&mut self, messages: usize) -> Result<()> {
+        let newest = 2 * messages;
+        while self.sending.len() > newest
+            && let Some(oldest) = self.sending.pop_front()
+        {
+            oldest.wait()?;
+        }
+        Ok(())
+    }
+}
+
+/// Checks that the output of `stage` can be an input of the next one.
+pub(super) fn check_boundary(stage: usize, output: &Tensor) -> Result<()> {
+    let (dtype, dims) = (output.dtype(), output.dims().len());
+    let has_gradient = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+    let problem = match has_gradient {
+        true if dims <= MAX_DIMS => return Ok(()),
+        true => format!("{dims} dimensions, but at most {MAX_DIMS} are possible"),
+        false => format!("the dtype {dtype:?}, but only f32, bf16 and f16 are possible"),
+    };
+    let why = format!(
+        "the output of stage {stage} has {problem}; merge this stage's last layer and the next layer into one layer, or \
+         choose another pipeline.partition"
+    );
+    Err(EngineError::Pipeline { why }.into())
+}
+
+/// Returns the tag of a message, which both sides compute.
+fn tag(message: BoundaryMessage, boundary: usize, micro_batch: usize) -> u64 {
+    (message as u64) << 60 | (boundary as u64 & 0xf_ffff) << 40 | (micro_batch as u64 & 0xff_ffff_ffff)
+}
+
+fn code_of(dtype: DType) -> u64 {
+    match dtype {
+        DType::BF16 => 1,
+        DType::F16 => 2,
+        _ => 0,
+    }
+}
+
+fn dtype_of(code: u64) -> DType {
+    match code {
+        1 => DType::BF16,
+        2 => DType::F16,
+        _ => DType::F32,
+    }
+}
+
+/// Returns words as elements of 16 bits each.
+fn header_of(words: [u64; WORDS]) -> Flat {
+    let parts = words.into_iter().flat_map(|word| (0..PARTS).map(move |part| (word >> (16 * part) & 0xffff) as f32));
+    Flat::from(parts.collect::<Vec<_>>())
+}
+
+fn words_of(header: &Flat) -> [u64; WORDS] {
+    let part = |word: usize, part: usize| (header.as_ref().get(PARTS * word + part) as u64) << (16 * part);
+    std::array::from_fn(|word| (0..PARTS).map(|at| part(word, at)).sum())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::comm::threads;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_header_has_the_words_that_it_was_made_of(words in proptest::array::uniform9(any::<u64>())) {
+            prop_assert_eq!(words_of(&header_of(words)), words);
+        }
+    }
+
+    #[test]
+    fn a_tensor_crosses_a_boundary_with_its_shape_dtype_and_bits() {
+        let tensor = |dtype| {
+            let values = (0..24).map(|i| (i as f32 * 0.37).sin()).collect::<Vec<_>>();
+            Tensor::from_vec(values, (2, 3, 4), &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+        };
+        let dtypes = [DType::F32, DType::BF16, DType::F16];
+        let results = threads::run(2, |comm| {
+            let mut boundaries = StageBoundaries::new(comm.clone(), Device::Cpu);
+            for (micro_batch, dtype) in dtypes.into_iter().enumerate() {
+                let (place, sent) =
+                    ((1, micro_batch), BoundaryTensor { tensor: tensor(dtype), next_draw: u64::MAX - 7 });
+                if comm.rank() == 0 {
+                    boundaries.send(BoundaryMessage::Activation, place, 1, &sent)?;
+                    continue;
+                }
+                let arrived = boundaries.receive(BoundaryMessage::Activation, place, 0)?;
+                assert_eq!((arrived.tensor.dims(), arrived.tensor.dtype()), (&[2, 3, 4][..], dtype));
+                let bits =
+                    |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>();
+                assert_eq!(bits(&arrived.tensor).unwrap(), bits(&sent.tensor).unwrap());
+                assert_eq!(arrived.next_draw, u64::MAX - 7);
+            }
+            boundaries.finish()
+        });
+        results.unwrap().into_iter().for_each(|result| result.unwrap());
+    }
+}

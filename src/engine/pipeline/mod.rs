@@ -1,0 +1,24 @@
+//! Training in a pipeline: each rank runs the operations of its stages in the order of the schedule.
+//!
+//! ```text
+//!   forward    activation of the previous stage --> [layers of the stage] --> activation to the next stage
+//!   backward   gradient to the previous stage  <-- [layers of the stage] <-- gradient of the next stage
+//!   step       vote of all stages -> clip -> update, each stage its own parameters
+//! ```
+//!
+//! | file | contents |
+//! | --- | --- |
+//! | `pipeline_engine.rs` | the engine: one optimizer step, operation by operation |
+//! | `stage_calls.rs` | the forward and backward of one stage, as calls of the stage's engine |
+//! | `boundary.rs` | activations and gradients as messages between stages |
+//! | `tied_weight.rs` | an embedding that is also the output projection |
+//! | `setup.rs` | ranks, stages and parameters: who holds what |
+
+mod boundary;
+mod pipeline_engine;
+mod setup;
+mod stage_calls;
+mod tied_weight;
+
+pub use pipeline_engine::PipelineEngine;
+pub(super) use setup::PipelineSetup;

@@ -1,0 +1,529 @@
+//! The engine of a pipeline: one optimizer step, operation by operation.
+
+use super::boundary::{BoundaryMessage, BoundaryTensor, StageBoundaries, check_boundary};
+use super::setup::PipelineSetup;
+use super::tied_weight::TiedWeight;
+use crate::checkpoint::{LoadOptions, LoadedCheckpoint};
+use crate::comm::RankEnv;
+use crate::config::{Config, ConfigSource};
+use crate::engine::{Engine, EngineBuilder};
+use crate::error::{EngineError, Result};
+use crate::graph::prepared_op::seeded;
+use crate::graph::{delivering, part_input, without_gradients};
+use crate::memory::MemoryReport;
+use crate::pipeline::{PipelineLayer, PipelineModule, PipelineOp, PipelinePass, PipelineSchedule};
+use crate::tensor::residency;
+use crate::zero::reduce::divided_backward::WaitingGradients;
+use candle_core::{Device, Tensor, Var};
+use candle_nn::VarBuilder;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// The layers of one stage.
+type StageLayers<B> = Vec<Box<dyn PipelineLayer<B>>>;
+
+/// The layers of this rank.
+struct RankLayers<B> {
+    stages: BTreeMap<usize, StageLayers<B>>,
+    /// The first layer, on the rank of the last stage, if the two share a weight.
+    lookup: Option<Box<dyn PipelineLayer<B>>>,
+}
+
+/// Trains a model whose layers are divided among ranks (DeepSpeed's `PipelineEngine`).
+///
+/// A rank builds, reads and keeps only the parameters of its stages. Losses, gradient norms and weights are the bits of
+/// one rank that accumulates the gradients of the same micro batches.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_nn::{Activation, linear};
+/// use candle_zero::Engine;
+/// use candle_zero::pipeline::PipelineModule;
+///
+/// let module = PipelineModule::new(
+///     |(x, _): &(Tensor, Tensor)| Ok(x.clone()),
+///     |y, (_, target)| y.sub(target)?.sqr()?.mean_all(),
+/// );
+/// let module = module
+///     .layer("fc1", |vb| linear(4, 16, vb))
+///     .layer("act", |_| Ok(Activation::Silu))
+///     .layer("fc2", |vb| linear(16, 1, vb));
+/// let config = r#"{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
+///                  "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}"#;
+/// // All ranks form one pipeline: here of one rank, as which this program runs.
+/// let mut engine = Engine::builder().initialize_pipeline(module, config)?;
+/// let batch = (Tensor::ones((2, 4), candle_core::DType::F32, &Device::Cpu)?, Tensor::zeros((2, 1), candle_core::DType::F32, &Device::Cpu)?);
+/// let first = engine.train_batch(|_| Ok(batch.clone()))?;
+/// let second = engine.train_batch(|_| Ok(batch.clone()))?;
+/// assert!(second < first);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct PipelineEngine<B> {
+    engine: Engine<RankLayers<B>>,
+    module: PipelineModule<B>,
+    boundaries: StageBoundaries,
+    /// The messages between the first stage and the last one, which have their own order.
+    tied_messages: StageBoundaries,
+    schedule: PipelineSchedule,
+    /// The number of pipelines, and the one that this rank is in.
+    pipelines: usize,
+    pipeline: usize,
+    /// The number of ranks along the pipeline, and this one's position.
+    ranks: usize,
+    rank: usize,
+    /// The weight that the first layer and the last one share, if it is trained.
+    tied: Option<TiedWeight>,
+}
+
+/// A forward whose backward has not run.
+struct HeldForward {
+    /// The stage's input, if a stage before needs its gradient.
+    input: Option<Var>,
+    /// The stage's output, or the loss.
+    output: Tensor,
+}
+
+/// The state of one optimizer step.
+struct PipelineStep<B> {
+    schedule: PipelineSchedule,
+    /// The last operation of this rank on which the first stage's backward of each micro batch depends.
+    lookup_after: Vec<usize>,
+    batches: Vec<B>,
+    /// The forwards in flight, by stage and micro batch.
+    held: BTreeMap<(usize, usize), HeldForward>,
+    /// The gradients of parameters between the two parts of a divided backward, by stage and micro batch.
+    waiting: BTreeMap<(usize, usize), WaitingGradients>,
+    /// The tensors that stages of this rank have for each other, by the later stage and the micro batch.
+    activations: BTreeMap<(usize, usize), BoundaryTensor>,
+    gradients: BTreeMap<(usize, usize), BoundaryTensor>,
+}
+
+impl EngineBuilder {
+    /// Divides the layers of `module` among the ranks of a pipeline, as the configuration's `pipeline` says, and builds
+    /// those of this rank's stages. If `pipeline.stages` is smaller than the number of ranks, which it must divide, there
+    /// are several pipelines, which train different micro batches. Collective.
+    ///
+    /// # Errors
+    /// The errors of [`initialize`](Self::initialize); numbers of ranks, chunks and layers that do not fit each other;
+    /// ZeRO stage 2 or 3.
+    pub fn initialize_pipeline<B>(
+        mut self,
+        module: PipelineModule<B>,
+        config: impl Into<ConfigSource>,
+    ) -> Result<PipelineEngine<B>> {
+        let config = config.into();
+        let job = match self.communicator.take() {
+            Some(job) => job,
+            None => crate::comm::from_env(&RankEnv::from_env()?)?,
+        };
+        let section = config.pipeline(&self.run_values).inspect_err(|error| job.abort(&error.to_string()))?;
+        let setup = self
+            .weight_source(0)
+            .and_then(|source| PipelineSetup::new(&module, &section, &job, (source, self.buffer_rule.as_ref())));
+        let setup = setup.inspect_err(|error| job.abort(&error.to_string()))?;
+        let (along, cuts) = (setup.along.clone(), setup.cuts.clone());
+        let ranks = along.size();
+        let stages = PipelineSchedule::new(section.schedule, ranks, section.chunks, ranks);
+        let stages = stages.map_err(|error| EngineError::Pipeline { why: error.to_string() })?;
+        let (pipelines, pipeline) = (setup.data.size(), setup.data.rank());
+        let (is_first, is_last, tied) = (setup.is_first, setup.is_last, setup.tied.clone());
+        let (job, ends) = (setup.job.clone(), setup.ends);
+        let build = |vb: VarBuilder<'_>| {
+            let stage = |stage: usize| -> candle_core::Result<(usize, StageLayers<B>)> {
+                let layers = cuts.layers_of(stage).map(|layer| module.build(layer, vb.clone()));
+                Ok((stage, layers.collect::<candle_core::Result<_>>()?))
+            };
+            let stages = stages.stages_of(along.rank()).into_iter().map(stage);
+            let stages = stages.collect::<candle_core::Result<_>>()?;
+            let needs_lookup = is_last && tied.is_some();
+            Ok(RankLayers { stages, lookup: needs_lookup.then(|| module.build(0, vb)).transpose()? })
+        };
+        let mut builder = self.communicator(setup.data.clone());
+        builder.pipeline = Some(setup);
+        let mut engine = builder.initialize(build, config)?;
+        let micro_batches = engine.config().batch.gradient_accumulation_steps;
+        let schedule = PipelineSchedule::new(section.schedule, ranks, section.chunks, micro_batches);
+        let schedule = schedule.map_err(|error| EngineError::Pipeline { why: error.to_string() }.into());
+        let schedule = engine.in_step(schedule)?;
+        let tied = match &tied {
+            Some(name) => TiedWeight::agreed(&engine, name, &*along, ends, (is_first, is_last))?,
+            None => None,
+        };
+        let boundaries = StageBoundaries::new(along.clone(), engine.device().clone());
+        let tied_messages = StageBoundaries::new(job, engine.device().clone());
+        Ok(PipelineEngine {
+            engine,
+            module,
+            boundaries,
+            tied_messages,
+            schedule,
+            pipelines,
+            pipeline,
+            ranks,
+            rank: along.rank(),
+            tied,
+        })
+    }
+}
+
+impl<B> PipelineEngine<B> {
+    /// Runs one optimizer step: `gradient_accumulation_steps` micro batches through all stages, and an update. `next`
+    /// returns micro batch i of the step, the same on all ranks of a pipeline. Returns the mean loss over micro batches
+    /// and pipelines, on every rank. Collective.
+    ///
+    /// # Errors
+    /// The error of `next` or of a layer; a number of micro batches that the schedule does not have; the errors of
+    /// [`Engine::step`].
+    pub fn train_batch(&mut self, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
+        self.engine.check_in_step()?;
+        let start = Instant::now();
+        let micro_batches = self.schedule.micro_batches();
+        let ran = self.run_micro_batches(next);
+        self.engine.in_step(ran)?;
+        self.engine.end_micro_batches(micro_batches, start);
+        let stepped = self.engine.step();
+        if self.engine.check_in_step().is_ok() {
+            // Also if a background save has failed: the step is complete.
+            let published = self.publish_tied();
+            self.engine.in_step(published)?;
+        }
+        stepped.map(|()| self.engine.mean_loss())
+    }
+
+    /// Runs the forward and backward passes of a step.
+    fn run_micro_batches(&mut self, next: impl FnMut(usize) -> Result<B>) -> Result<()> {
+        let schedule = self.schedule;
+        let mut step = PipelineStep {
+            schedule,
+            lookup_after: schedule.needed_by_first_stage(self.rank),
+            batches: (0..schedule.micro_batches()).map(next).collect::<Result<_>>()?,
+            held: BTreeMap::new(),
+            waiting: BTreeMap::new(),
+            activations: BTreeMap::new(),
+            gradients: BTreeMap::new(),
+        };
+        self.boundaries.begin_step(schedule);
+        for (done, op) in schedule.operations(self.rank).into_iter().enumerate() {
+            match op.pass {
+                PipelinePass::Forward => self.forward(&mut step, op)?,
+                PipelinePass::Backward | PipelinePass::BackwardInput => self.backward(&mut step, op)?,
+                PipelinePass::BackwardWeight => self.backward_weights(&mut step, op)?,
+            }
+            self.accumulate_tied(&step, Some(done))?;
+        }
+        self.accumulate_tied(&step, None)?;
+        self.boundaries.finish()?;
+        self.tied_messages.finish()
+    }
+
+    /// Evaluates `micro_batches` micro batches without training: dropout is off, and no activations are kept. `next` returns
+    /// micro batch i, the same on all ranks of a pipeline. Returns the mean loss over micro batches and pipelines, on
+    /// every rank. Collective.
+    ///
+    /// # Errors
+    /// The error of `next` or of a layer; a failed collective.
+    pub fn eval_batch(&mut self, micro_batches: usize, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
+        self.engine.check_in_step()?;
+        let mean = self.evaluate(micro_batches, next);
+        let mean = self.engine.in_step(mean)?;
+        self.engine.mean_of_last_stage(mean)
+    }
+
+    /// Runs the forward passes of micro batches, and returns the mean loss on the rank of the last stage.
+    fn evaluate(&mut self, micro_batches: usize, mut next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
+        let schedule = self.schedule;
+        let (last, mut sum) = (schedule.stages() - 1, 0.0);
+        for micro_batch in 0..micro_batches {
+            let (batch, module) = (next(micro_batch)?, &self.module);
+            let mut passed = None;
+            for stage in schedule.stages_of(self.rank) {
+                let place = (stage, micro_batch);
+                let x = match stage.checked_sub(1).map(|before| schedule.rank_of(before)) {
+                    None => module.input(&batch)?,
+                    Some(rank) if rank == self.rank => passed.take().expect("the previous stage has run"),
+                    Some(rank) => self.boundaries.receive(BoundaryMessage::Activation, place, rank)?.tensor,
+                };
+                let output = self.engine.evaluate_stage(|layers| {
+                    let output = layers.stages[&stage].iter().try_fold(x, |x, layer| layer.forward(&x, &batch))?;
+                    if stage == last { module.loss(&output, &batch) } else { Ok(output) }
+                })?;
+                if stage == last {
+                    sum += self.engine.loss_value(&output)?;
+                    continue;
+                }
+                check_boundary(stage, &output)?;
+                let sent = BoundaryTensor { tensor: output, next_draw: 0 };
+                match schedule.rank_of(stage + 1) {
+                    rank if rank == self.rank => passed = Some(sent.tensor),
+                    rank => self.boundaries.send(BoundaryMessage::Activation, (stage + 1, micro_batch), rank, &sent)?,
+                }
+                // The first stages would otherwise run ahead, and keep the activations of all micro batches.
+                self.boundaries.finish_until(2 * self.ranks)?;
+            }
+        }
+        self.boundaries.finish()?;
+        Ok(sum / micro_batches.max(1) as f64)
+    }
+
+    /// Saves a checkpoint of all stages, as [`Engine::save_checkpoint`] does. Any number of ranks and stages can load it,
+    /// with a pipeline or without one. Collective.
+    ///
+    /// # Errors
+    /// The same as [`Engine::save_checkpoint`].
+    pub fn save_checkpoint(
+        &mut self,
+        dir: impl AsRef<Path>,
+        tag: Option<&str>,
+        client_state: serde_json::Value,
+    ) -> Result<PathBuf> {
+        self.engine.save_checkpoint(dir, tag, client_state)
+    }
+
+    /// Loads a checkpoint, whether a pipeline has saved it or not, as [`Engine::load_checkpoint`] does. Collective.
+    ///
+    /// # Errors
+    /// The same as [`Engine::load_checkpoint`].
+    pub fn load_checkpoint(
+        &mut self,
+        dir: impl AsRef<Path>,
+        tag: Option<&str>,
+        options: &LoadOptions,
+    ) -> Result<Option<LoadedCheckpoint>> {
+        self.engine.load_checkpoint(dir, tag, options)
+    }
+
+    /// Returns a parameter in f32, if a stage of this rank has it. Collective among the ranks that train this rank's
+    /// stages on other data.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn parameter(&mut self, name: &str) -> Result<Option<Tensor>> {
+        match self.engine.param_named(name) {
+            Some(_) => self.engine.safe_get_full_fp32_param(name).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// Returns the names of the parameters of this rank's stages.
+    pub fn parameter_names(&self) -> Vec<String> {
+        self.engine.parameter_names()
+    }
+
+    /// Returns the number of optimizer steps, including skipped ones.
+    pub fn global_steps(&self) -> u64 {
+        self.engine.global_steps()
+    }
+
+    /// Returns the number of samples that all pipelines together have processed.
+    pub fn global_samples(&self) -> u64 {
+        self.engine.global_samples()
+    }
+
+    /// Returns the number of optimizer steps that changed nothing.
+    pub fn skipped_steps(&self) -> u64 {
+        self.engine.skipped_steps()
+    }
+
+    /// Returns the gradient norm of the last step over all stages, before clipping.
+    pub fn global_grad_norm(&self) -> Option<f64> {
+        self.engine.global_grad_norm()
+    }
+
+    /// Returns the learning rate of each param group.
+    pub fn lr(&self) -> Vec<f64> {
+        self.engine.lr()
+    }
+
+    /// Returns the memory of this rank's stages by kind.
+    pub fn memory_report(&self) -> MemoryReport {
+        self.engine.memory_report()
+    }
+
+    /// Returns which of the pipelines this rank is in, from 0, and how many there are. The ranks of a pipeline train the same
+    /// micro batches, and different pipelines different ones (DeepSpeed's data parallel rank and size).
+    pub fn data_position(&self) -> (usize, usize) {
+        (self.pipeline, self.pipelines)
+    }
+
+    /// Returns the device on which this rank computes, and which the tensors of micro batches must be on.
+    pub fn device(&self) -> &Device {
+        self.engine.device()
+    }
+
+    /// Sets the learning rate of all param groups, as [`Engine::set_lr`] does. Collective.
+    ///
+    /// # Errors
+    /// The same as [`Engine::set_lr`].
+    pub fn set_lr(&mut self, lr: f64) -> Result<()> {
+        self.engine.set_lr(lr)
+    }
+
+    /// Returns the loss scale of the next step (fp16).
+    pub fn loss_scale(&self) -> f64 {
+        self.engine.loss_scale()
+    }
+
+    /// Waits until a background save is complete, as [`Engine::wait_for_checkpoint`] does. Collective.
+    ///
+    /// # Errors
+    /// The same as [`Engine::wait_for_checkpoint`].
+    pub fn wait_for_checkpoint(&mut self) -> Result<()> {
+        self.engine.wait_for_checkpoint()
+    }
+
+    /// Returns the configuration.
+    pub fn config(&self) -> &Config {
+        self.engine.config()
+    }
+
+    /// Returns the position of this rank in its pipeline, and the number of ranks there.
+    pub fn position(&self) -> (usize, usize) {
+        (self.rank, self.ranks)
+    }
+
+    fn forward(&mut self, step: &mut PipelineStep<B>, op: PipelineOp) -> Result<()> {
+        let PipelineOp { stage, micro_batch, .. } = op;
+        let place = (stage, micro_batch);
+        let batch = &step.batches[micro_batch];
+        let BoundaryTensor { tensor, next_draw } = match stage.checked_sub(1) {
+            None => BoundaryTensor { tensor: self.module.input(batch)?, next_draw: 0 },
+            Some(before) => match step.schedule.rank_of(before) {
+                rank if rank == self.rank => step.activations.remove(&place).expect("the previous stage has run"),
+                rank => self.boundaries.receive(BoundaryMessage::Activation, place, rank)?,
+            },
+        };
+        let looks_up = stage == 0 && self.tied.is_some();
+        let mut input = if stage > 0 { Some(Var::from_tensor(&tensor)?) } else { None };
+        let (module, is_last) = (&self.module, stage + 1 == step.schedule.stages());
+        let (output, next_draw) = self.engine.forward_stage(micro_batch, next_draw, |layers| {
+            let mut layers = layers.stages[&stage].iter();
+            if looks_up && let Some(lookup) = layers.next() {
+                // The last stage differentiates the lookup.
+                let rows = without_gradients(|| lookup.forward(&tensor, batch))?.detach();
+                input = Some(Var::from_tensor(&rows)?);
+            }
+            let first = input.as_ref().map_or(Ok(tensor.clone()), part_input)?;
+            // Backward needs only its place in the graph.
+            input.as_ref().map_or(Ok(()), |input| residency::clear(input))?;
+            let output = layers.try_fold(first, |x, layer| layer.forward(&x, batch))?;
+            if is_last { module.loss(&output, batch) } else { Ok(output) }
+        })?;
+        if !is_last {
+            check_boundary(stage, &output)?;
+            let sent = BoundaryTensor { tensor: output.detach(), next_draw };
+            let next = (stage + 1, micro_batch);
+            match step.schedule.rank_of(stage + 1) {
+                rank if rank == self.rank => drop(step.activations.insert(next, sent)),
+                rank => self.boundaries.send(BoundaryMessage::Activation, next, rank, &sent)?,
+            }
+        }
+        step.held.insert(place, HeldForward { input, output });
+        Ok(())
+    }
+
+    fn backward(&mut self, step: &mut PipelineStep<B>, op: PipelineOp) -> Result<()> {
+        let PipelineOp { stage, micro_batch, .. } = op;
+        let place = (stage, micro_batch);
+        let HeldForward { input, output } = step.held.remove(&place).expect("the stage's forward has run");
+        let of_input = input.as_ref().map(Var::as_tensor);
+        let is_last = stage + 1 == step.schedule.stages();
+        let scalar = if is_last {
+            self.engine.scaled_loss(&output)?
+        } else {
+            let next = (stage + 1, micro_batch);
+            let grad = match step.schedule.rank_of(stage + 1) {
+                rank if rank == self.rank => step.gradients.remove(&next).expect("the next stage has run"),
+                rank => self.boundaries.receive(BoundaryMessage::Gradient, next, rank)?,
+            };
+            seeded(&output, grad.tensor)?
+        };
+        let grad = match (op.pass, self.tied.as_mut().filter(|_| is_last)) {
+            (PipelinePass::BackwardInput, _) => {
+                let (grad, waiting) = self.engine.backward_stage_inputs(&scalar, of_input)?;
+                step.waiting.insert(place, waiting);
+                grad
+            }
+            (_, Some(tied)) => {
+                let (grad, of_output) = self.engine.backward_diverting(&scalar, of_input, tied.param)?;
+                tied.kept.push_back((micro_batch, of_output));
+                grad
+            }
+            (_, None) => self.engine.backward_stage(&scalar, of_input)?,
+        };
+        if let Some(tensor) = grad {
+            let sent = BoundaryTensor { tensor, next_draw: 0 };
+            match (stage.checked_sub(1), &mut self.tied) {
+                (Some(before), _) => match step.schedule.rank_of(before) {
+                    rank if rank == self.rank => drop(step.gradients.insert(place, sent)),
+                    rank => self.boundaries.send(BoundaryMessage::Gradient, place, rank, &sent)?,
+                },
+                (None, Some(tied)) if tied.is_last => tied.looked_up.push_back(sent.tensor),
+                (None, _) => {
+                    let [_, rank] = self.tied.as_ref().map_or([0; 2], |tied| tied.ends);
+                    self.tied_messages.send(BoundaryMessage::LookedUp, place, rank, &sent)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs the second part of a divided backward.
+    fn backward_weights(&mut self, step: &mut PipelineStep<B>, op: PipelineOp) -> Result<()> {
+        let PipelineOp { stage, micro_batch, .. } = op;
+        let waiting = step.waiting.remove(&(stage, micro_batch)).expect("the first part has run");
+        let tied = self.tied.as_mut().filter(|_| stage + 1 == step.schedule.stages());
+        let of_output = self.engine.backward_stage_weights(waiting, tied.as_ref().map(|tied| tied.param))?;
+        if let (Some(tied), Some(of_output)) = (tied, of_output) {
+            tied.kept.push_back((micro_batch, of_output));
+        }
+        Ok(())
+    }
+
+    /// Completes gradients of the tied weight, and accumulates them: all of them, or after operation `done` of this rank
+    /// those whose other part arrives without anything more from this rank.
+    fn accumulate_tied(&mut self, step: &PipelineStep<B>, done: Option<usize>) -> Result<()> {
+        let Some(tied) = self.tied.as_mut().filter(|tied| tied.is_last) else { return Ok(()) };
+        // Of the newest ones, the first stage's part is still on its way: this rank does not wait for it.
+        let newest = if done.is_some() { self.ranks } else { 0 };
+        while tied.kept.len() > newest {
+            if done.is_some_and(|done| step.lookup_after[tied.kept[0].0] > done) {
+                return Ok(());
+            }
+            let of_rows = match tied.is_first {
+                true => tied.looked_up.pop_front(),
+                false => {
+                    let place = (0, tied.kept[0].0);
+                    Some(self.tied_messages.receive(BoundaryMessage::LookedUp, place, tied.ends[0])?.tensor)
+                }
+            };
+            let (Some((micro_batch, of_output)), Some(of_rows)) = (tied.kept.pop_front(), of_rows) else {
+                return Ok(());
+            };
+            let (batch, module) = (&step.batches[micro_batch], &self.module);
+            let weight = self.engine.weight(tied.param);
+            let (scalar, _) = self.engine.forward_stage(micro_batch, 0, |layers| {
+                let lookup = layers.lookup.as_ref().expect("the rank of the last stage has the lookup");
+                let rows = lookup.forward(&module.input(batch)?, batch)?;
+                delivering(&rows, of_rows, &weight, of_output)
+            })?;
+            self.engine.backward_stage(&scalar, None)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the first stage the new values of the tied weight.
+    fn publish_tied(&mut self) -> Result<()> {
+        let Some(tied) = self.tied.as_ref().filter(|tied| tied.is_first != tied.is_last) else { return Ok(()) };
+        if !self.engine.was_step_applied() {
+            return Ok(());
+        }
+        if tied.is_last {
+            let weight = BoundaryTensor { tensor: self.engine.weight(tied.param).detach(), next_draw: 0 };
+            self.tied_messages.send(BoundaryMessage::TiedWeight, (0, 0), tied.ends[0], &weight)?;
+            return self.tied_messages.finish();
+        }
+        let weight = self.tied_messages.receive(BoundaryMessage::TiedWeight, (0, 0), tied.ends[1])?.tensor;
+        self.engine.replace_weight(tied.param, &weight)
+    }
+}

@@ -1,0 +1,51 @@
+//! A weight that the first layer and the last one share: a token embedding that is also the output projection.
+//!
+//! ```text
+//!   last stage    backward of micro batch i: the output's part of the gradient, kept until the lookup's part is known
+//!   first stage   backward of micro batch i: the gradient of the looked-up rows ----> last stage: adds it, accumulates
+//!   step          last stage: update ----> first stage: the new weight
+//! ```
+//!
+//! On one rank the gradient of a micro batch is that of the output plus that of the lookup, which is added row by row; the
+//! sum is then accumulated. The last stage forms the same sum in the same order: it owns the weight, and differentiates
+//! the lookup again for the gradient that the first stage sends. The first stage has a copy that it does not train.
+
+use crate::comm::Communicator;
+use crate::engine::Engine;
+use crate::error::Result;
+use crate::graph::Grad;
+use crate::param::ParamId;
+use candle_core::Tensor;
+use std::collections::VecDeque;
+
+/// The part of this rank in training a tied weight.
+pub(super) struct TiedWeight {
+    pub param: ParamId,
+    /// The ranks of the job that hold the first stage and the last one.
+    pub ends: [usize; 2],
+    pub is_first: bool,
+    pub is_last: bool,
+    /// The output's parts of the gradient, by micro batch, oldest first.
+    pub kept: VecDeque<(usize, Grad)>,
+    /// The gradients of looked-up rows that this rank, which holds both stages, has computed, oldest first.
+    pub looked_up: VecDeque<Tensor>,
+}
+
+impl TiedWeight {
+    /// Collective along the pipeline: returns this rank's part in training the weight `name`. `None` if the weight is
+    /// frozen, or this rank does not have it.
+    pub fn agreed<M>(
+        engine: &Engine<M>,
+        name: &str,
+        along: &dyn Communicator,
+        ends: [usize; 2],
+        (is_first, is_last): (bool, bool),
+    ) -> Result<Option<Self>> {
+        let own = engine.param_named(name);
+        let trained = is_last && own.is_some_and(|(_, is_trained)| is_trained);
+        let trained = along.gather_f64(vec![f64::from(u8::from(trained))]).wait()?;
+        let param = own.filter(|_| trained.iter().any(|trained| trained[0] != 0.0));
+        let (kept, looked_up) = (VecDeque::new(), VecDeque::new());
+        Ok(param.map(|(param, _)| Self { param, ends, is_first, is_last, kept, looked_up }))
+    }
+}

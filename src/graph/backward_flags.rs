@@ -1,0 +1,53 @@
+//! Flags of this thread, which say how operations are recorded and differentiated.
+
+use std::cell::Cell;
+
+thread_local! {
+    static WITHOUT_GRADIENTS: Cell<bool> = const { Cell::new(false) };
+    static ONCE: Cell<bool> = const { Cell::new(false) };
+    static DEFERRING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Sets a flag of this thread while `run` runs, and resets it even if that panics.
+fn with_flag<T>(flag: &'static std::thread::LocalKey<Cell<bool>>, run: impl FnOnce() -> T) -> T {
+    struct ThreadFlagGuard(&'static std::thread::LocalKey<Cell<bool>>, bool);
+    impl Drop for ThreadFlagGuard {
+        fn drop(&mut self) {
+            self.0.set(self.1);
+        }
+    }
+    let _reset = ThreadFlagGuard(flag, flag.replace(true));
+    run()
+}
+
+/// Runs `run` without recording operations: results have no graph, and nothing is kept for a backward.
+pub(crate) fn without_gradients<T>(run: impl FnOnce() -> T) -> T {
+    with_flag(&WITHOUT_GRADIENTS, run)
+}
+
+/// Runs a backward that is the only one of its graph. Each operation drops its kept data as soon as it has run, so that
+/// activations are freed while backward proceeds.
+pub(crate) fn once<T>(backward: impl FnOnce() -> T) -> T {
+    with_flag(&ONCE, backward)
+}
+
+/// Runs the first part of a divided backward (arXiv 2401.10241), in which layers may leave the gradients of their weights
+/// for later. What arrives in a parameter's slot becomes a [`DeferredGradient`](super::DeferredGradient).
+pub(crate) fn deferring<T>(backward: impl FnOnce() -> T) -> T {
+    with_flag(&DEFERRING, backward)
+}
+
+/// Returns whether operations are not recorded.
+pub(crate) fn is_without_gradients() -> bool {
+    WITHOUT_GRADIENTS.get()
+}
+
+/// Returns whether the current backward is the only one of its graph.
+pub(crate) fn is_once() -> bool {
+    ONCE.get()
+}
+
+/// Returns whether the backward that this thread runs leaves gradients of weights for later.
+pub(super) fn is_deferring() -> bool {
+    DEFERRING.get()
+}

@@ -1,0 +1,97 @@
+//! A decoder as layers of a pipeline: the token embedding, what follows it, each block, and the output with the loss.
+
+use super::decoder::{DecoderInput, DecoderOutput, SharedRotaries};
+use super::decoder_block::{BlockContext, DecoderBlock};
+use super::{DecoderConfig, DecoderSizes};
+use crate::error::Result;
+use crate::nn::{Embedding, LossOptions, Sequences, WeightLayout, linear_cross_entropy_with};
+use crate::pipeline::{PipelineLayer, PipelineModule};
+use crate::util::lock;
+use crate::zero::Unit;
+use candle_core::Tensor;
+use candle_nn::VarBuilder;
+use std::sync::{Arc, Mutex};
+
+/// A micro batch of tokens for a language model.
+#[derive(Debug, Clone)]
+pub struct DecoderBatch {
+    /// The ids, `[batch, time]` (u32).
+    pub ids: Tensor,
+    /// The token after each id, `[batch, time]` (u32, or i64 in which -100 does not count).
+    pub targets: Tensor,
+    /// The texts that each row contains, if it is not one.
+    pub sequences: Option<Sequences>,
+    /// The divisor of the sum of cross entropies. Default: the number of targets that count in this micro batch.
+    pub divisor: Option<f64>,
+}
+
+impl DecoderBatch {
+    /// Returns a micro batch in which each row is one text and every target counts.
+    pub fn new(ids: Tensor, targets: Tensor) -> Self {
+        Self { ids, targets, sequences: None, divisor: None }
+    }
+}
+
+/// Returns a language model as layers of a pipeline, whose output is the loss: the mean cross entropy of the targets, as
+/// in [`LanguageModel::loss_packed`](super::LanguageModel::loss_packed). Names and initial values of the parameters are
+/// those of the [`Decoder`](super::Decoder), [`Gpt`](super::Gpt) or [`Llama`](super::Llama) with the same sizes.
+///
+/// # Errors
+/// Invalid sizes.
+pub fn decoder_pipeline(sizes: &impl DecoderSizes) -> Result<PipelineModule<DecoderBatch>> {
+    let config = Arc::new(sizes.decoder()?);
+    let rotaries = Arc::new(Mutex::new(SharedRotaries::default()));
+    let of = |config: &Arc<DecoderConfig>| config.clone();
+    let module = PipelineModule::new(|batch: &DecoderBatch| Ok(batch.ids.clone()), |loss, _| Ok(loss.clone()));
+    let (embedding, input, output) = (of(&config), of(&config), of(&config));
+    let mut module = module
+        .layer("", move |vb| embedding.token_embedding(&vb))
+        .layer("", move |vb| DecoderInput::new(&input, &vb).map(InputLayer));
+    for block in 0..config.blocks.len() {
+        let (config, rotaries) = (of(&config), rotaries.clone());
+        module = module.layer("", move |vb| config.block(block, &mut lock(&rotaries), &vb).map(BlockLayer));
+    }
+    Ok(module.layer("", move |vb| OutputLayer::new(&output, &vb)))
+}
+
+/// The scale, positions and dropout after the token embedding.
+struct InputLayer(DecoderInput);
+
+impl PipelineLayer<DecoderBatch> for InputLayer {
+    fn forward(&self, x: &Tensor, batch: &DecoderBatch) -> candle_core::Result<Tensor> {
+        self.0.forward(x.clone(), 0, batch.sequences.as_ref())
+    }
+}
+
+/// One block.
+struct BlockLayer(Unit<DecoderBlock>);
+
+impl PipelineLayer<DecoderBatch> for BlockLayer {
+    fn forward(&self, x: &Tensor, batch: &DecoderBatch) -> candle_core::Result<Tensor> {
+        let sequences = batch.sequences.clone();
+        self.0.forward_by(x, move |block, x| block.run(x, BlockContext { sequences: sequences.as_ref(), cache: None }))
+    }
+}
+
+/// The last norm, the output projection and the loss.
+struct OutputLayer {
+    output: DecoderOutput,
+    /// The token embedding, if it is the output projection.
+    embedding: Option<Embedding>,
+}
+
+impl OutputLayer {
+    fn new(config: &DecoderConfig, vb: &VarBuilder<'_>) -> candle_core::Result<Self> {
+        let embedding = config.tie_word_embeddings.then(|| config.token_embedding(vb)).transpose()?;
+        Ok(Self { output: DecoderOutput::new(config, vb)?, embedding })
+    }
+}
+
+impl PipelineLayer<DecoderBatch> for OutputLayer {
+    fn forward(&self, x: &Tensor, batch: &DecoderBatch) -> candle_core::Result<Tensor> {
+        let options = LossOptions { soft_cap: self.output.logit_soft_cap(), divisor: batch.divisor };
+        let states = self.output.states(x)?;
+        let weight = self.output.weight(self.embedding.as_ref());
+        linear_cross_entropy_with(&states, weight, WeightLayout::OutIn, &batch.targets, options)
+    }
+}

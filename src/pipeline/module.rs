@@ -1,0 +1,133 @@
+//! A model as a list of layers, which the stages of a pipeline share.
+
+use candle_core::{Result, Tensor};
+use candle_nn::{Module, VarBuilder};
+
+/// A layer of a [`PipelineModule`]. Every [`Module`] is one.
+///
+/// `B` is a micro batch. Every stage has it, so that layers may use more of it than what the layer before returns, such
+/// as the positions at which texts begin.
+pub trait PipelineLayer<B>: Send {
+    /// Returns the layer's output for the output of the layer before.
+    ///
+    /// # Errors
+    /// Any error of the layer's operations.
+    fn forward(&self, x: &Tensor, batch: &B) -> Result<Tensor>;
+}
+
+impl<B, M: Module + Send> PipelineLayer<B> for M {
+    fn forward(&self, x: &Tensor, _: &B) -> Result<Tensor> {
+        Module::forward(self, x)
+    }
+}
+
+type LayerBuilder<B> = Box<dyn Fn(VarBuilder<'_>) -> Result<Box<dyn PipelineLayer<B>>>>;
+type BatchFn<B> = Box<dyn Fn(&B) -> Result<Tensor>>;
+type LossFn<B> = Box<dyn Fn(&Tensor, &B) -> Result<Tensor>>;
+
+/// The rule that cuts a model into stages: `pipeline.partition`.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum PartitionMethod {
+    /// Stages have about the same number of parameters (`parameters`, `best`).
+    #[default]
+    Parameters,
+    /// Stages have the same number of layers (`uniform`).
+    Uniform,
+    /// Stages have the same number of layers whose kind contains this text (`type:TEXT`), in any case.
+    LayerKind(String),
+}
+
+/// A model as layers that run one after the other (DeepSpeed's `PipelineModule`). A rank builds only those of its
+/// stages.
+///
+/// ```
+/// use candle_core::Tensor;
+/// use candle_nn::{Activation, linear};
+/// use candle_zero::pipeline::PipelineModule;
+///
+/// // A micro batch: inputs and targets.
+/// let module = PipelineModule::new(
+///     |(x, _): &(Tensor, Tensor)| Ok(x.clone()),
+///     |y, (_, target)| y.sub(target)?.sqr()?.mean_all(),
+/// );
+/// let module = module
+///     .layer("fc1", |vb| linear(4, 16, vb))
+///     .layer("act", |_| Ok(Activation::Silu))
+///     .layer("fc2", |vb| linear(16, 1, vb));
+/// assert_eq!(module.len(), 3);
+/// ```
+pub struct PipelineModule<B> {
+    input: BatchFn<B>,
+    layers: Vec<LayerSpec<B>>,
+    loss: LossFn<B>,
+}
+
+/// A layer that is built on the rank that needs it.
+struct LayerSpec<B> {
+    /// The prefix of its parameters' names.
+    prefix: String,
+    kind: &'static str,
+    build: LayerBuilder<B>,
+}
+
+impl<B> PipelineModule<B> {
+    /// Returns a model without layers. `input` returns the first layer's input, and `loss` the loss, a scalar, from the
+    /// last layer's output.
+    pub fn new(
+        input: impl Fn(&B) -> Result<Tensor> + 'static,
+        loss: impl Fn(&Tensor, &B) -> Result<Tensor> + 'static,
+    ) -> Self {
+        Self { input: Box::new(input), layers: Vec::new(), loss: Box::new(loss) }
+    }
+
+    /// Appends a layer, whose parameters' names begin with `prefix`; an empty prefix adds nothing to them.
+    #[must_use]
+    pub fn layer<L: PipelineLayer<B> + 'static>(
+        mut self,
+        prefix: impl Into<String>,
+        build: impl Fn(VarBuilder<'_>) -> Result<L> + 'static,
+    ) -> Self {
+        let build: LayerBuilder<B> = Box::new(move |vb| Ok(Box::new(build(vb)?)));
+        self.layers.push(LayerSpec { prefix: prefix.into(), kind: std::any::type_name::<L>(), build });
+        self
+    }
+
+    /// Returns the number of layers.
+    pub fn len(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Returns whether there is no layer.
+    pub fn is_empty(&self) -> bool {
+        self.layers.is_empty()
+    }
+
+    /// Returns the kind of a layer: the name of its type, without modules and generic arguments.
+    pub(crate) fn kind(&self, layer: usize) -> &'static str {
+        let kind = self.layers[layer].kind;
+        let kind = kind.split_once('<').map_or(kind, |(kind, _)| kind);
+        kind.rsplit_once("::").map_or(kind, |(_, kind)| kind)
+    }
+
+    /// Returns whether the kind of a layer contains `text` in any case.
+    pub(crate) fn is_of_kind(&self, layer: usize, text: &str) -> bool {
+        self.kind(layer).to_lowercase().contains(&text.to_lowercase())
+    }
+
+    /// Builds a layer.
+    pub(crate) fn build(&self, layer: usize, vb: VarBuilder<'_>) -> Result<Box<dyn PipelineLayer<B>>> {
+        let LayerSpec { prefix, build, .. } = &self.layers[layer];
+        build(if prefix.is_empty() { vb } else { vb.pp(prefix) })
+    }
+
+    /// Returns the first layer's input.
+    pub(crate) fn input(&self, batch: &B) -> Result<Tensor> {
+        (self.input)(batch)
+    }
+
+    /// Returns the loss for the last layer's output.
+    pub(crate) fn loss(&self, output: &Tensor, batch: &B) -> Result<Tensor> {
+        (self.loss)(output, batch)
+    }
+}

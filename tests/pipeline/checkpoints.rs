@@ -1,0 +1,109 @@
+//! Checkpoints of pipelines load at any number of ranks and stages, with and without a pipeline, and training continues
+//! with the same bits.
+
+use super::models::{batch, builder, config, gpt2, llama};
+use candle_zero::checkpoint::{Checkpoint, LoadOptions};
+use candle_zero::comm::{Communicator, threads};
+use candle_zero::models::{Decoder, DecoderBatch, DecoderConfig, decoder_pipeline};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::sync::Arc;
+
+const MICRO_BATCHES: usize = 4;
+/// The steps before the checkpoint, and all steps.
+const SAVED: usize = 3;
+const STEPS: usize = 6;
+
+/// The ranks that train.
+#[derive(Debug, Clone, Copy)]
+enum Ranks {
+    /// A pipeline: the number of ranks, and of chunks per rank.
+    Pipeline(usize, usize),
+    /// No pipeline: the number of ranks, all with the same data, and the ZeRO stage.
+    Plain(usize, u8),
+}
+
+/// The loss of each step, on rank 0.
+fn train(
+    model: &DecoderConfig,
+    ranks: Ranks,
+    dir: &Path,
+    load: bool,
+    save: bool,
+    steps: std::ops::Range<usize>,
+) -> Vec<f64> {
+    let options = |builder| builder;
+    let (dir, state) = (dir.to_owned(), Value::Null);
+    let results = match ranks {
+        Ranks::Pipeline(ranks, chunks) => threads::run(ranks, |comm: Arc<dyn Communicator>| {
+            let kind = if chunks == 1 { "1f1b" } else { "interleaved" };
+            let mut config = config(MICRO_BATCHES);
+            config["pipeline"] = json!({"stages": ranks, "schedule": kind, "chunks": chunks});
+            let mut engine = builder(comm, options).initialize_pipeline(decoder_pipeline(model)?, config)?;
+            if load {
+                assert!(engine.load_checkpoint(&dir, None, &LoadOptions::default())?.is_some());
+                assert_eq!(engine.global_steps() as usize, steps.start);
+            }
+            let mut losses = Vec::new();
+            for step in steps.clone() {
+                losses.push(engine.train_batch(|micro_batch| Ok(batch(step, micro_batch)))?);
+            }
+            if save {
+                engine.save_checkpoint(&dir, None, state.clone())?;
+            }
+            Ok(losses)
+        }),
+        Ranks::Plain(ranks, stage) => threads::run(ranks, |comm: Arc<dyn Communicator>| {
+            let mut config = config(MICRO_BATCHES);
+            config["zero_optimization"]["stage"] = stage.into();
+            let mut engine = builder(comm, options).initialize(|vb| Decoder::new(model, vb), config)?;
+            if load {
+                assert!(engine.load_checkpoint(&dir, None, &LoadOptions::default())?.is_some());
+            }
+            let mut losses = Vec::new();
+            for step in steps.clone() {
+                let mut sum = 0.0;
+                for micro_batch in 0..MICRO_BATCHES {
+                    let DecoderBatch { ids, targets, .. } = batch(step, micro_batch);
+                    let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+                    sum += f64::from(loss.to_scalar::<f32>()?);
+                    engine.backward(&loss)?;
+                    engine.step()?;
+                }
+                losses.push(sum / MICRO_BATCHES as f64);
+            }
+            if save {
+                engine.save_checkpoint(&dir, None, state.clone())?;
+            }
+            Ok(losses)
+        }),
+    };
+    results.unwrap().into_iter().map(|result| result.unwrap()).next().unwrap()
+}
+
+#[test]
+fn a_checkpoint_of_a_pipeline_continues_anywhere_and_one_of_anywhere_in_a_pipeline() {
+    for model in [llama(false), gpt2(0.0)] {
+        let folder = tempfile::tempdir().unwrap();
+        let expected = train(&model, Ranks::Plain(1, 0), folder.path(), false, false, 0..STEPS);
+        for from in [Ranks::Pipeline(4, 1), Ranks::Pipeline(2, 2), Ranks::Plain(1, 0)] {
+            let dir = folder.path().join(format!("{from:?}"));
+            assert_eq!(train(&model, from, &dir, false, true, 0..SAVED), expected[..SAVED], "{from:?}");
+            let checkpoint = Checkpoint::open(&dir, None).unwrap().unwrap();
+            let manifest = checkpoint.manifest();
+            let (names, mut sorted) = (&manifest.parameters, manifest.parameters.clone());
+            sorted.dedup_by(|a, b| a.name == b.name);
+            assert_eq!(names, &sorted, "each parameter is saved once");
+            checkpoint.verify(|_| {}).unwrap();
+            for to in [Ranks::Pipeline(2, 1), Ranks::Pipeline(4, 1), Ranks::Pipeline(2, 2), Ranks::Plain(1, 0)] {
+                let found = train(&model, to, &dir, true, false, SAVED..STEPS);
+                assert_eq!(found, expected[SAVED..], "{from:?} to {to:?}");
+            }
+            // Ranks that repeat the same data have the same mean gradient, up to rounding of the sum over ranks.
+            let found = train(&model, Ranks::Plain(3, 3), &dir, true, true, SAVED..SAVED + 1);
+            assert!((found[0] - expected[SAVED]).abs() < 1e-6, "{from:?} to stage 3: {found:?} {expected:?}");
+            let back = train(&model, Ranks::Pipeline(4, 1), &dir, true, false, SAVED + 1..SAVED + 2);
+            assert!((back[0] - expected[SAVED + 1]).abs() < 1e-4, "{from:?} and back: {back:?} {expected:?}");
+        }
+    }
+}

@@ -1,0 +1,7 @@
+//! Pipelines: the bits of one rank that accumulates, for every schedule and number of ranks.
+#![allow(clippy::unwrap_used)]
+
+mod checkpoints;
+mod models;
+mod parts_of_a_model;
+mod same_bits;

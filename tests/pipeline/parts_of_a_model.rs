@@ -1,0 +1,235 @@
+//! Files of weights, param groups, frozen parts and stages without parameters work when a model's parts are on different
+//! ranks. Models and configurations that cannot be divided are refused.
+
+use super::same_bits::{Batch, LAYERS, Model, batch, config, loss, module, parameters, residual};
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{Activation, VarBuilder};
+use candle_zero::comm::{Communicator, SoloCommunicator, threads};
+use candle_zero::engine::{EngineBuilder, PipelineEngine};
+use candle_zero::nn::Linear;
+use candle_zero::optim::{LrSchedule, ParameterGroup};
+use candle_zero::pipeline::PipelineModule;
+use candle_zero::{Engine, Result};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+type Weights = Vec<(String, Vec<f32>)>;
+
+fn builder(comm: Arc<dyn Communicator>) -> EngineBuilder {
+    Engine::builder().communicator(comm).device(Device::Cpu).gradient_check(false)
+}
+
+/// Trains for two steps of four micro batches, and returns the weights of all ranks, sorted by name.
+fn piped(
+    ranks: usize,
+    module: fn() -> PipelineModule<Batch>,
+    config: &Value,
+    options: impl Fn(EngineBuilder) -> EngineBuilder + Sync,
+) -> Weights {
+    let run = |comm| {
+        let mut engine = options(builder(comm)).initialize_pipeline(module(), config.clone())?;
+        (0..2).try_for_each(|step| engine.train_batch(|at| Ok(batch(step, at, 0))).map(drop))?;
+        parameters(&mut engine)
+    };
+    let mut all: Weights = threads::run(ranks, run).unwrap().into_iter().flat_map(|rank| rank.unwrap()).collect();
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    all
+}
+
+/// Returns the same for one rank without a pipeline.
+fn plain(config: &Value, options: impl Fn(EngineBuilder) -> EngineBuilder) -> Weights {
+    let builder = options(builder(Arc::new(SoloCommunicator::default())));
+    let mut engine = builder.initialize(Model::new, config.clone()).unwrap();
+    for step in 0..2 {
+        for micro_batch in 0..4 {
+            let batch = batch(step, micro_batch, 0);
+            let loss = engine.forward(|model| model.loss(&batch)).unwrap();
+            engine.backward(&loss).unwrap();
+            engine.step().unwrap();
+        }
+    }
+    let mut names = engine.parameter_names();
+    names.sort();
+    let values = |engine: &mut Engine<Model>, name: String| {
+        let values = engine.safe_get_full_fp32_param(&name).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+        (name, values)
+    };
+    names.into_iter().map(|name| values(&mut engine, name)).collect()
+}
+
+#[test]
+fn weights_are_read_from_a_file_of_the_complete_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let mut engine =
+        builder(Arc::new(SoloCommunicator::default())).seed(77).initialize(Model::new, config(4, 0)).unwrap();
+    engine.save_16bit_model(folder.path(), "model.safetensors").unwrap();
+    assert!(path.exists());
+    let options = |builder: EngineBuilder| builder.init_from(&path);
+    assert!(plain(&config(4, 0), options) == piped(2, module, &config(4, 0), options));
+    // A tensor that no stage has.
+    let other = || module().layer("more", |vb| Linear::new(3, 3, vb));
+    let run = |comm| options(builder(comm)).initialize_pipeline(other(), config(4, 0)).map(drop);
+    let error = threads::run(2, run).unwrap().into_iter().find_map(std::result::Result::err).unwrap();
+    assert!(error.to_string().contains("more.weight"), "{error}");
+}
+
+/// A different rate for each group.
+#[derive(Debug)]
+struct Rates;
+
+impl LrSchedule for Rates {
+    fn lr(&self, _: u64) -> f64 {
+        1e-2
+    }
+
+    fn lr_of_group(&self, _: u64, group: usize) -> f64 {
+        1e-2 / (1.0 + group as f64)
+    }
+}
+
+#[test]
+fn param_groups_have_the_same_numbers_on_all_ranks() {
+    let groups = [vec!["head.*"], vec!["layer.0.*", "layer.4.*"]];
+    let options = |builder: EngineBuilder| {
+        let groups = groups.iter().map(|names| ParameterGroup::default().names(names.clone()));
+        builder.parameter_groups(groups.collect::<Vec<_>>()).schedule(Rates)
+    };
+    assert!(plain(&config(4, 0), options) == piped(3, module, &config(4, 0), options));
+    // Frozen, on one rank only.
+    let options = |builder: EngineBuilder| {
+        builder.parameter_groups(vec![ParameterGroup::default().names(["layer.0.*"]).frozen()])
+    };
+    assert!(plain(&config(4, 0), options) == piped(4, module, &config(4, 0), options));
+}
+
+#[test]
+fn a_stage_may_have_no_parameters_or_none_that_are_trained() {
+    let expected = plain(&config(4, 0), |builder| builder);
+    let mut uniform = config(4, 0);
+    // One layer per stage: that with the activation has no parameters.
+    uniform["pipeline"] = json!({"partition": "uniform"});
+    assert!(piped(LAYERS + 2, module, &uniform, |builder| builder) == expected);
+    let head = |builder: EngineBuilder| builder.trainable(|name, _| name.starts_with("head"));
+    assert!(piped(2, module, &config(4, 0), head) == plain(&config(4, 0), head));
+}
+
+fn refused(ranks: usize, module: fn() -> PipelineModule<Batch>, config: impl Fn(usize) -> Value + Sync) -> String {
+    let run = |comm: Arc<dyn Communicator>| {
+        let config = config(comm.rank());
+        let mut engine = builder(comm).initialize_pipeline(module(), config)?;
+        engine.train_batch(|at| Ok(batch(0, at, 0))).map(drop)
+    };
+    threads::run(ranks, run).unwrap().into_iter().find_map(Result::err).unwrap().to_string()
+}
+
+#[test]
+fn what_a_pipeline_cannot_have_is_refused_in_words() {
+    struct Counting(Linear);
+    impl candle_nn::Module for Counting {
+        fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+            self.0.forward(x)
+        }
+    }
+    let with_buffer = || {
+        module().layer("counting", |vb: VarBuilder<'_>| {
+            vb.get(1, "running_mean")?;
+            Ok(Counting(Linear::new(3, 3, vb)?))
+        })
+    };
+    let section = |section: Value| {
+        move |_: usize| {
+            let mut config = config(4, 0);
+            config["pipeline"] = section.clone();
+            config
+        }
+    };
+    insta::assert_snapshot!(refused(2, with_buffer, |_| config(4, 0)), @"cannot train in a pipeline: layer 8 has a buffer, counting.running_mean; buffers are not supported in pipelines: compute such values in the layer instead of requesting them from the VarBuilder");
+    insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:transformer"}))), @r#"cannot train in a pipeline: pipeline.partition is type:transformer, and the 2 stages need at least one layer each whose type has "transformer" in its name, but only 0 were found; the types are Activation, Linear, Residual"#);
+    insta::assert_snapshot!(refused(2, module, section(json!({"chunks": 1u64 << 40, "schedule": "interleaved"}))), @"cannot train in a pipeline: 2 ranks along the pipeline (pipeline.stages; auto: all ranks) with 1099511627776 chunks each (pipeline.chunks) need more stages than the model's 8 layers; use fewer");
+    insta::assert_snapshot!(refused(2, module, section(json!({"schedule": "interleaved", "chunks": 1}))), @"cannot train in a pipeline: pipeline.chunks is 1, but pipeline.schedule interleaved needs 2 or more chunks per rank; use 1f1b for 1");
+    insta::assert_snapshot!(refused(2, module, section(json!({"schedule": "eager"}))), @r#"the configuration value: `pipeline.schedule`: expected one of "1f1b", "interleaved", "zero_bubble", "zbv", found the string "eager""#);
+    insta::assert_snapshot!(
+        refused(2, module, |_| {
+            let mut config = config(5, 0);
+            config["pipeline"] = json!({"schedule": "interleaved", "chunks": 2});
+            config
+        }),
+        @"cannot train in a pipeline: there are 5 micro batches per step (gradient_accumulation_steps), but pipeline.schedule interleaved on 2 ranks needs a number that is divisible by 2; use a multiple of 2"
+    );
+    insta::assert_snapshot!(refused(2, module, |_| config(4, 2)), @"cannot train in a pipeline: zero_optimization.stage is 2, but gradients and parameters of a pipeline's stages are not sharded; use stage 0 or 1");
+}
+
+#[test]
+fn ranks_with_different_configurations_or_models_are_told_before_they_train() {
+    let rate = |rank: usize| {
+        let mut config = config(4, 0);
+        config["optimizer"]["params"]["lr"] = json!(1e-2 / (1.0 + rank as f64));
+        config
+    };
+    let error = refused(2, module, rate);
+    assert!(error.contains("optimizer.params.lr"), "{error}");
+    let micro_batches = |rank: usize| config(4 + rank, 0);
+    let error = refused(2, module, micro_batches);
+    assert!(error.contains("gradient_accumulation_steps"), "{error}");
+    let run = |comm: Arc<dyn Communicator>| {
+        let module = if comm.rank() == 0 { module().layer("more", residual) } else { module() };
+        builder(comm).initialize_pipeline(module, config(4, 0)).map(drop)
+    };
+    let error = threads::run(2, run).unwrap().swap_remove(0).unwrap_err().to_string();
+    assert!(error.contains("rank 0 and rank 1 have different models"), "{error}");
+}
+
+#[test]
+fn integers_between_stages_are_refused_on_one_rank_and_on_two() {
+    struct Ids;
+    impl candle_nn::Module for Ids {
+        fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+            x.to_dtype(DType::U32)
+        }
+    }
+    let module = || {
+        let module = PipelineModule::new(|(x, _): &Batch| Ok(x.clone()), |y, (_, target)| loss(y, target));
+        module
+            .layer("ids", |_| Ok(Ids))
+            .layer("head", |vb| Linear::new(24, 3, vb))
+            .layer("act", |_| Ok(Activation::Gelu))
+    };
+    let three_chunks = |_: usize| {
+        let mut config = config(2, 0);
+        config["pipeline"] = json!({"schedule": "interleaved", "chunks": 3});
+        config
+    };
+    let on_one = refused(1, module, three_chunks);
+    insta::assert_snapshot!(on_one, @"cannot train in a pipeline: the output of stage 0 has the dtype U32, but only f32, bf16 and f16 are possible; merge this stage's last layer and the next layer into one layer, or choose another pipeline.partition");
+    let on_two = refused(3, module, |_| config(3, 0));
+    assert!(on_two.contains("the dtype U32"), "{on_two}");
+}
+
+#[test]
+fn an_engine_whose_batch_has_failed_is_out_of_step() {
+    let results = threads::run(2, |comm| {
+        let rank = comm.rank();
+        let mut engine: PipelineEngine<Batch> = builder(comm).initialize_pipeline(module(), config(4, 0))?;
+        let missing = || candle_core::Error::Msg("no file".into());
+        let next = |at| if (rank, at) == (1, 2) { Err(missing().into()) } else { Ok(batch(0, at, 0)) };
+        let first = engine.train_batch(next).unwrap_err().to_string();
+        let second = engine.train_batch(|at| Ok(batch(0, at, 0))).unwrap_err().to_string();
+        Ok((first, second))
+    });
+    let [other, own] = [0, 1].map(|rank| results.as_ref().unwrap()[rank].as_ref().unwrap().clone());
+    assert!(own.0.contains("no file") && other.0.contains("rank 1 stopped"), "{own:?} {other:?}");
+    assert!(own.1.contains("no file") && other.1.contains("rank 1"), "{own:?} {other:?}");
+}
+
+#[test]
+fn each_rank_knows_which_data_it_trains() {
+    let mut two_stages = config(4, 0);
+    two_stages["pipeline"] = json!({"stages": 2});
+    let positions = threads::run(4, |comm| {
+        let engine = builder(comm).initialize_pipeline(module(), two_stages.clone())?;
+        Ok((engine.position(), engine.data_position()))
+    });
+    let positions: Vec<_> = positions.unwrap().into_iter().map(|rank| rank.unwrap()).collect();
+    assert_eq!(positions, [((0, 2), (0, 2)), ((1, 2), (0, 2)), ((0, 2), (1, 2)), ((1, 2), (1, 2))]);
+}
