@@ -11,6 +11,7 @@ mod engines;
 mod faults;
 mod mpi;
 mod nodes;
+mod pipeline;
 mod port;
 mod ranks;
 mod recorded;

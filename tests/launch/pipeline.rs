@@ -1,0 +1,89 @@
+//! Pipelines as jobs of processes: `examples/train_pipeline.rs` under zerorun, with ranks that are killed.
+
+use crate::support::processes::{descendants, example, runs, start, stderr, wait_up_to, zerorun};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+const STEPS: usize = 8;
+
+fn command(dir: &Path, ranks: usize, pipeline: &Value, options: &[&str]) -> Command {
+    let config = json!({
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 1}, "pipeline": pipeline,
+    });
+    let path = dir.join("config.json");
+    std::fs::write(&path, config.to_string()).unwrap();
+    let mut command = zerorun();
+    command.args(["-n", &ranks.to_string()]).args(options).arg(example("train_pipeline")).arg("--ds_config").arg(path);
+    command.args(["--steps", &STEPS.to_string(), "--resume", "--save_every", "2", "--save"]).arg(dir.join("saved"));
+    command.arg("--metrics").arg(dir.join("metrics.jsonl"));
+    command
+}
+
+/// Returns the steps, and the content of the files of the last checkpoint.
+fn results(dir: &Path) -> (Vec<Value>, Vec<(String, Vec<u8>)>) {
+    let steps = std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
+    let steps = steps.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let last = dir.join("saved").join(std::fs::read_to_string(dir.join("saved/latest")).unwrap().trim());
+    let mut files: Vec<(String, Vec<u8>)> = std::fs::read_dir(last)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
+        .map(|path| (path.file_name().unwrap().to_str().unwrap().into(), std::fs::read(path).unwrap()))
+        .collect();
+    files.sort();
+    (steps, files)
+}
+
+fn trained(ranks: usize, pipeline: &Value) -> (Vec<Value>, Vec<(String, Vec<u8>)>) {
+    let dir = tempfile::tempdir().unwrap();
+    let output = command(dir.path(), ranks, pipeline, &[]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    results(dir.path())
+}
+
+#[test]
+fn a_pipeline_of_processes_has_the_losses_and_norms_of_one() {
+    let (expected, _) = trained(1, &json!({}));
+    assert_eq!(expected.len(), STEPS);
+    assert!(expected[STEPS - 1]["loss"].as_f64() < expected[0]["loss"].as_f64());
+    for pipeline in
+        [json!({}), json!({"schedule": "interleaved", "chunks": 2}), json!({"schedule": "zbv", "chunks": 2})]
+    {
+        assert_eq!(trained(2, &pipeline).0, expected, "{pipeline}");
+    }
+    assert_eq!(trained(3, &json!({"schedule": "zero_bubble"})).0, expected);
+}
+
+#[test]
+fn a_job_whose_ranks_are_killed_ends_with_the_same_bytes() {
+    // A campaign sets more.
+    let kills: u64 = std::env::var("CANDLE_ZERO_PIPELINE_KILLS").map_or(2, |kills| kills.parse().unwrap());
+    let pipelines = [json!({}), json!({"schedule": "zero_bubble"}), json!({"stages": 2})];
+    let expected = pipelines.each_ref().map(|pipeline| trained(4, pipeline));
+    for kill in 0..kills {
+        let at = kill as usize % pipelines.len();
+        let dir = tempfile::tempdir().unwrap();
+        let job = start(&mut command(dir.path(), 4, &pipelines[at], &["--max_restarts", "2"]));
+        // An arbitrary moment of an arbitrary step, on each rank in turn.
+        let step = kill.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        let lines = || std::fs::read_to_string(dir.path().join("metrics.jsonl")).map_or(0, |text| text.lines().count());
+        let after = step as usize % (STEPS - 1);
+        wait_up_to(Duration::from_secs(120), "the step", || (lines() >= after).then_some(()));
+        std::thread::sleep(Duration::from_millis(step % 97));
+        let pid = i32::try_from(job.id()).unwrap();
+        let ranks: Vec<i32> = descendants(pid).into_iter().filter(|pid| runs(*pid)).collect();
+        if let Some(rank) = ranks.get(kill as usize % ranks.len().max(1)) {
+            let rank = rustix::process::Pid::from_raw(*rank).unwrap();
+            _ = rustix::process::kill_process(rank, rustix::process::Signal::KILL);
+        }
+        let output = job.wait_with_output().unwrap();
+        assert!(output.status.success(), "kill {kill} after step {after}: {}", stderr(&output));
+        let (steps, files) = results(dir.path());
+        assert_eq!(steps, expected[at].0, "kill {kill} after step {after}");
+        assert!(files == expected[at].1, "kill {kill} after step {after}: other bytes in the checkpoint");
+    }
+}
