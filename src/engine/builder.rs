@@ -195,7 +195,7 @@ impl EngineBuilder {
     /// Sets whether the gradient of the first step is compared with the change in the loss when the weights are moved
     /// slightly up and down, which costs two extra forward passes once. If a part of the graph is cut off, an
     /// operation's backward is wrong or a second-order term is dropped, the step fails with
-    /// [`EngineError::WrongGradient`](crate::error::EngineError::WrongGradient) before any weight changes. Default: the
+    /// [`EngineError::WrongGradient`] before any weight changes. Default: the
     /// configuration's `gradient_check`, or true without it.
     #[must_use]
     pub fn gradient_check(mut self, gradient_check: bool) -> Self {

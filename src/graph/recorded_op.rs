@@ -227,7 +227,7 @@ type BackwardFn = Box<dyn Fn(Grad) -> Result<()> + Send + Sync>;
 struct RecordedOp {
     name: &'static str,
     slot: Arc<GradSlot>,
-    /// `None` once it has run in a backward that was started by [`once`].
+    /// `None` once it has run in a backward that was started by [`once`](super::once).
     backward: Mutex<Option<BackwardFn>>,
 }
 
