@@ -53,14 +53,17 @@ fn every_bundled_configuration_loads_without_notes_under_1_2_and_4_ranks() {
         ("zero2_cpu_offload.json", ZeroStage::Two, "f32", 4, (1e-3, 20)),
         ("zero3_nvme.json", ZeroStage::Three, "f32", 4, (1e-3, 20)),
         ("infinity.json", ZeroStage::Three, "bf16", 1, (3e-4, 5)),
+        ("pipeline.json", ZeroStage::One, "f32", 1, (1e-3, 20)),
     ];
     for (name, stage, format, micro, (lr, warmup_num_steps)) in table {
         for world_size in [1, 2, 4] {
             let config = Config::load(bundled(name), world_size).unwrap_or_else(|e| panic!("{e}"));
             assert_eq!(config.zero.stage, stage, "{name}");
-            assert_eq!(config.batch.train_batch_size, micro * world_size);
+            // A pipeline has several micro batches in flight.
+            let accumulation = if name == "pipeline.json" { 8 } else { 1 };
+            assert_eq!(config.batch.train_batch_size, micro * accumulation * world_size);
             let batch = (config.batch.train_micro_batch_size_per_gpu, config.batch.gradient_accumulation_steps);
-            assert_eq!(batch, (micro, 1));
+            assert_eq!(batch, (micro, accumulation));
             let found = match config.precision {
                 Precision::F32 => "f32",
                 Precision::Bf16 { .. } => "bf16",

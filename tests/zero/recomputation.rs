@@ -80,7 +80,8 @@ fn randomness_that_cannot_be_drawn_again_is_an_error_that_names_the_unit_and_the
             assert!(named, "{what}");
             assert!(error.to_string().contains("candle_zero::nn::Dropout"), "{what}");
         }
-        let config = config(3, 1, json!({}), json!({}));
+        // The check compares losses of several forward passes, each of which has different noise.
+        let config = config(3, 1, json!({}), json!({"gradient_check": false}));
         step(&build(noise, false), &config).unwrap();
     }
 }
