@@ -73,11 +73,7 @@ pub(super) fn check_same_on_all_ranks(
     model += &format!("{:?};", core.leaves());
     model.extend(buffers.iter().map(|b| format!("{} {:?} {:?};", b.name, b.tensor.shape(), b.tensor.dtype())));
     let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
-    let text = format!(
-        "{:?} {custom:?} {trainer:?} {groups:?} {:x}",
-        Config { notes: Vec::new(), ..config.clone() },
-        RankConfig::data_hash(data)
-    );
+    let text = format!("{} {groups:?}", configuration(config, custom, trainer, data));
     check_same_on_all_stages(core, config, custom, trainer, (weights, data))?;
     let init_hashes: Vec<u64> = inits.iter().map(|init| fnv1a(format!("{init:?}").as_bytes())).collect();
     let buffer_hashes = core.buffers().hashes()?;
@@ -88,7 +84,7 @@ pub(super) fn check_same_on_all_ranks(
         config: fnv1a(text.as_bytes()),
         weights,
         simd: fnv1a(checked_level()?.name().as_bytes()),
-        rounding: of_all(&core.rounding_seed().map_or([0, 0], |seed| [1, seed])),
+        rounding: rounding_of(core),
         inits: of_all(&init_hashes),
         buffers: of_all(&buffer_hashes),
     };
@@ -136,12 +132,7 @@ fn check_same_on_all_stages(
     (weights, data): (u64, &[SharedContent]),
 ) -> Result<()> {
     let Some(position) = core.pipeline() else { return Ok(()) };
-    let text = format!(
-        "{:?} {custom:?} {trainer:?} {:x}",
-        Config { notes: Vec::new(), ..config.clone() },
-        RankConfig::data_hash(data)
-    );
-    let rounding = of_all(&core.rounding_seed().map_or([0, 0], |seed| [1, seed]));
+    let (text, rounding) = (configuration(config, custom, trainer, data), rounding_of(core));
     let simd = checked_level()?.name();
     let mine = [fnv1a(text.as_bytes()), position.fingerprint, weights, rounding, fnv1a(simd.as_bytes())];
     let (job, rank) = (&*position.job, position.job.rank());
@@ -164,6 +155,22 @@ fn check_same_on_all_stages(
         3 => EngineError::RoundingDiffers { rank, other }.into(),
         _ => KernelError::LevelsDiffer { rank, other, level: simd }.into(),
     })
+}
+
+/// Returns the text of everything that is configured, apart from the group of each parameter.
+fn configuration(
+    config: &Config,
+    custom: CustomComponents,
+    trainer: &GroupedOptimizer,
+    data: &[SharedContent],
+) -> String {
+    let config = Config { notes: Vec::new(), ..config.clone() };
+    format!("{config:?} {custom:?} {trainer:?} {:x}", RankConfig::data_hash(data))
+}
+
+/// Returns a hash of whether states are rounded stochastically, and with which seed.
+fn rounding_of(core: &RankCore) -> u64 {
+    of_all(&core.rounding_seed().map_or([0, 0], |seed| [1, seed]))
 }
 
 fn of_all(hashes: &[u64]) -> u64 {

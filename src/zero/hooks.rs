@@ -100,15 +100,9 @@ impl RankCore {
         // Failed backward passes may have left gradients in the parameters' slots.
         abandon();
         self.begin_counting();
-        let run = || {
-            let _sections = timeline::sections();
-            let _own = ThreadIdGuard::with(&self.backward_on, Some(thread::current().id()));
-            self.begin_backward(ROOT)?;
-            once(|| on_big_stack(|| loss.backward()))
-        };
         #[cfg(feature = "cuda")]
         let on_gpu = super::gpu::gpu_timeline::GpuTimelineSpan::begin(self)?;
-        let of_variables = run().map_err(|e| self.explain(e))?;
+        let of_variables = self.differentiate(loss).map_err(|e| self.explain(e))?;
         if is_complete {
             self.judge_reached(loss)?;
         }
@@ -118,6 +112,14 @@ impl RankCore {
         #[cfg(feature = "cuda")]
         on_gpu.map_or(Ok(()), |work| work.record("backward"))?;
         Ok(of_variables)
+    }
+
+    /// Runs the backward of a graph on this thread, in which parameters' gradients count.
+    fn differentiate(&self, scalar: &Tensor) -> candle_core::Result<GradStore> {
+        let _sections = timeline::sections();
+        let _own = ThreadIdGuard::with(&self.backward_on, Some(thread::current().id()));
+        self.begin_backward(ROOT)?;
+        once(|| on_big_stack(|| scalar.backward()))
     }
 
     /// Reduces gradients that still wait for it, and releases all parameters.
@@ -146,13 +148,7 @@ impl RankCore {
     pub fn backward_inputs(&self, scalar: &Tensor) -> Result<(GradStore, WaitingGradients)> {
         self.begin_call()?;
         abandon();
-        let run = || {
-            let _sections = timeline::sections();
-            let _own = ThreadIdGuard::with(&self.backward_on, Some(thread::current().id()));
-            self.begin_backward(ROOT)?;
-            once(|| deferring(|| on_big_stack(|| scalar.backward())))
-        };
-        let (of_variables, waiting) = self.divided.during(run);
+        let (of_variables, waiting) = self.divided.during(|| deferring(|| self.differentiate(scalar)));
         let of_variables = of_variables.map_err(|e| self.explain(e))?;
         self.release_all()?;
         Ok((of_variables, waiting))

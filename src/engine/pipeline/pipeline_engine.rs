@@ -69,8 +69,7 @@ pub struct PipelineEngine<B> {
     /// The number of pipelines, and the one that this rank is in.
     pipelines: usize,
     pipeline: usize,
-    /// The number of ranks along the pipeline, and this one's position.
-    ranks: usize,
+    /// This rank's position along the pipeline.
     rank: usize,
     /// The weight that the first layer and the last one share, if it is trained.
     tied: Option<TiedWeight>,
@@ -86,9 +85,6 @@ struct HeldForward {
 
 /// The state of one optimizer step.
 struct PipelineStep<B> {
-    schedule: PipelineSchedule,
-    /// The last operation of this rank on which the first stage's backward of each micro batch depends.
-    lookup_after: Vec<usize>,
     batches: Vec<B>,
     /// The forwards in flight, by stage and micro batch.
     held: BTreeMap<(usize, usize), HeldForward>,
@@ -105,7 +101,7 @@ impl EngineBuilder {
     /// are several pipelines, which train different micro batches. Collective.
     ///
     /// # Errors
-    /// The errors of [`initialize`](Self::initialize); numbers of ranks, chunks and layers that do not fit each other;
+    /// The errors of [`initialize`](Self::initialize); numbers of ranks, chunks, layers and micro batches that do not fit;
     /// ZeRO stage 2 or 3.
     pub fn initialize_pipeline<B>(
         mut self,
@@ -122,12 +118,9 @@ impl EngineBuilder {
             .weight_source(0)
             .and_then(|source| PipelineSetup::new(&module, &section, &job, (source, self.buffer_rule.as_ref())));
         let setup = setup.inspect_err(|error| job.abort(&error.to_string()))?;
-        let (along, cuts) = (setup.along.clone(), setup.cuts.clone());
-        let ranks = along.size();
-        let stages = PipelineSchedule::new(section.schedule, ranks, section.chunks, ranks);
-        let stages = stages.map_err(|error| EngineError::Pipeline { why: error.to_string() })?;
+        let (along, cuts, stages) = (setup.along.clone(), setup.cuts.clone(), setup.stages);
         let (pipelines, pipeline) = (setup.data.size(), setup.data.rank());
-        let (is_first, is_last, tied) = (setup.is_first, setup.is_last, setup.tied.clone());
+        let (is_last, tied) = (setup.is_last, setup.tied.clone());
         let (job, ends) = (setup.job.clone(), setup.ends);
         let build = |vb: VarBuilder<'_>| {
             let stage = |stage: usize| -> candle_core::Result<(usize, StageLayers<B>)> {
@@ -143,11 +136,11 @@ impl EngineBuilder {
         builder.pipeline = Some(setup);
         let mut engine = builder.initialize(build, config)?;
         let micro_batches = engine.config().batch.gradient_accumulation_steps;
-        let schedule = PipelineSchedule::new(section.schedule, ranks, section.chunks, micro_batches);
+        let schedule = PipelineSchedule::new(section.schedule, along.size(), section.chunks, micro_batches);
         let schedule = schedule.map_err(|error| EngineError::Pipeline { why: error.to_string() }.into());
         let schedule = engine.in_step(schedule)?;
         let tied = match &tied {
-            Some(name) => TiedWeight::agreed(&engine, name, &*along, ends, (is_first, is_last))?,
+            Some(name) => TiedWeight::agreed(&engine, name, &*along, ends, schedule)?,
             None => None,
         };
         let boundaries = StageBoundaries::new(along.clone(), engine.device().clone());
@@ -160,7 +153,6 @@ impl EngineBuilder {
             schedule,
             pipelines,
             pipeline,
-            ranks,
             rank: along.rank(),
             tied,
         })
@@ -173,8 +165,7 @@ impl<B> PipelineEngine<B> {
     /// and pipelines, on every rank. Collective.
     ///
     /// # Errors
-    /// The error of `next` or of a layer; a number of micro batches that the schedule does not have; the errors of
-    /// [`Engine::step`].
+    /// The error of `next` or of a layer; the errors of [`Engine::step`].
     pub fn train_batch(&mut self, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
         self.engine.check_in_step()?;
         let start = Instant::now();
@@ -195,8 +186,6 @@ impl<B> PipelineEngine<B> {
     fn run_micro_batches(&mut self, next: impl FnMut(usize) -> Result<B>) -> Result<()> {
         let schedule = self.schedule;
         let mut step = PipelineStep {
-            schedule,
-            lookup_after: schedule.needed_by_first_stage(self.rank),
             batches: (0..schedule.micro_batches()).map(next).collect::<Result<_>>()?,
             held: BTreeMap::new(),
             waiting: BTreeMap::new(),
@@ -259,7 +248,7 @@ impl<B> PipelineEngine<B> {
                     rank => self.boundaries.send(BoundaryMessage::Activation, (stage + 1, micro_batch), rank, &sent)?,
                 }
                 // The first stages would otherwise run ahead, and keep the activations of all micro batches.
-                self.boundaries.finish_until(2 * self.ranks)?;
+                self.boundaries.finish_until(2 * self.schedule.ranks())?;
             }
         }
         self.boundaries.finish()?;
@@ -379,7 +368,7 @@ impl<B> PipelineEngine<B> {
 
     /// Returns the position of this rank in its pipeline, and the number of ranks there.
     pub fn position(&self) -> (usize, usize) {
-        (self.rank, self.ranks)
+        (self.rank, self.schedule.ranks())
     }
 
     fn forward(&mut self, step: &mut PipelineStep<B>, op: PipelineOp) -> Result<()> {
@@ -388,14 +377,14 @@ impl<B> PipelineEngine<B> {
         let batch = &step.batches[micro_batch];
         let BoundaryTensor { tensor, next_draw } = match stage.checked_sub(1) {
             None => BoundaryTensor { tensor: self.module.input(batch)?, next_draw: 0 },
-            Some(before) => match step.schedule.rank_of(before) {
+            Some(before) => match self.schedule.rank_of(before) {
                 rank if rank == self.rank => step.activations.remove(&place).expect("the previous stage has run"),
                 rank => self.boundaries.receive(BoundaryMessage::Activation, place, rank)?,
             },
         };
         let looks_up = stage == 0 && self.tied.is_some();
         let mut input = if stage > 0 { Some(Var::from_tensor(&tensor)?) } else { None };
-        let (module, is_last) = (&self.module, stage + 1 == step.schedule.stages());
+        let (module, is_last) = (&self.module, stage + 1 == self.schedule.stages());
         let (output, next_draw) = self.engine.forward_stage(micro_batch, next_draw, |layers| {
             let mut layers = layers.stages[&stage].iter();
             if looks_up && let Some(lookup) = layers.next() {
@@ -413,7 +402,7 @@ impl<B> PipelineEngine<B> {
             check_boundary(stage, &output)?;
             let sent = BoundaryTensor { tensor: output.detach(), next_draw };
             let next = (stage + 1, micro_batch);
-            match step.schedule.rank_of(stage + 1) {
+            match self.schedule.rank_of(stage + 1) {
                 rank if rank == self.rank => drop(step.activations.insert(next, sent)),
                 rank => self.boundaries.send(BoundaryMessage::Activation, next, rank, &sent)?,
             }
@@ -427,12 +416,12 @@ impl<B> PipelineEngine<B> {
         let place = (stage, micro_batch);
         let HeldForward { input, output } = step.held.remove(&place).expect("the stage's forward has run");
         let of_input = input.as_ref().map(Var::as_tensor);
-        let is_last = stage + 1 == step.schedule.stages();
+        let is_last = stage + 1 == self.schedule.stages();
         let scalar = if is_last {
             self.engine.scaled_loss(&output)?
         } else {
             let next = (stage + 1, micro_batch);
-            let grad = match step.schedule.rank_of(stage + 1) {
+            let grad = match self.schedule.rank_of(stage + 1) {
                 rank if rank == self.rank => step.gradients.remove(&next).expect("the next stage has run"),
                 rank => self.boundaries.receive(BoundaryMessage::Gradient, next, rank)?,
             };
@@ -454,7 +443,7 @@ impl<B> PipelineEngine<B> {
         if let Some(tensor) = grad {
             let sent = BoundaryTensor { tensor, next_draw: 0 };
             match (stage.checked_sub(1), &mut self.tied) {
-                (Some(before), _) => match step.schedule.rank_of(before) {
+                (Some(before), _) => match self.schedule.rank_of(before) {
                     rank if rank == self.rank => drop(step.gradients.insert(place, sent)),
                     rank => self.boundaries.send(BoundaryMessage::Gradient, place, rank, &sent)?,
                 },
@@ -472,7 +461,7 @@ impl<B> PipelineEngine<B> {
     fn backward_weights(&mut self, step: &mut PipelineStep<B>, op: PipelineOp) -> Result<()> {
         let PipelineOp { stage, micro_batch, .. } = op;
         let waiting = step.waiting.remove(&(stage, micro_batch)).expect("the first part has run");
-        let tied = self.tied.as_mut().filter(|_| stage + 1 == step.schedule.stages());
+        let tied = self.tied.as_mut().filter(|_| stage + 1 == self.schedule.stages());
         let of_output = self.engine.backward_stage_weights(waiting, tied.as_ref().map(|tied| tied.param))?;
         if let (Some(tied), Some(of_output)) = (tied, of_output) {
             tied.kept.push_back((micro_batch, of_output));
@@ -485,9 +474,9 @@ impl<B> PipelineEngine<B> {
     fn accumulate_tied(&mut self, step: &PipelineStep<B>, done: Option<usize>) -> Result<()> {
         let Some(tied) = self.tied.as_mut().filter(|tied| tied.is_last) else { return Ok(()) };
         // Of the newest ones, the first stage's part is still on its way: this rank does not wait for it.
-        let newest = if done.is_some() { self.ranks } else { 0 };
+        let newest = if done.is_some() { self.schedule.ranks() } else { 0 };
         while tied.kept.len() > newest {
-            if done.is_some_and(|done| step.lookup_after[tied.kept[0].0] > done) {
+            if done.is_some_and(|done| tied.looked_up_after[tied.kept[0].0] > done) {
                 return Ok(());
             }
             let of_rows = match tied.is_first {

@@ -27,6 +27,8 @@ pub(in crate::engine) struct PipelineSetup {
     pub(super) data: Arc<dyn Communicator>,
     /// The layers of each stage.
     pub(super) cuts: StageCuts,
+    /// A schedule that has the stages of each rank, but not yet the number of micro batches.
+    pub(super) stages: PipelineSchedule,
     /// The complete job, and the ranks in it that hold the first stage and the last one of this pipeline.
     pub(super) job: Arc<dyn Communicator>,
     mesh: RankMesh,
@@ -63,40 +65,40 @@ impl PipelineSetup {
         let mesh = if several_hosts { mesh.with_outermost(MeshAxis::Pipeline) } else { mesh };
         let along = job.group(&mesh.groups(&[MeshAxis::Pipeline]))?;
         let data = job.group(&mesh.groups(&[MeshAxis::Data]))?;
-        let first =
+        let stages =
             PipelineSchedule::new(config.schedule, ranks, config.chunks, ranks).map_err(|e| refused(e.to_string()))?;
         let layers = LayerParameters::of(module, source, is_buffer)?;
         check_number_of_stages(config, (ranks, module.len()))?;
         let cuts = match &config.partition {
-            PartitionMethod::Uniform => uniform_cuts(module.len(), first.stages()),
+            PartitionMethod::Uniform => uniform_cuts(module.len(), stages.stages()),
             PartitionMethod::Parameters => {
                 let weights: Vec<f64> = layers.elements.iter().map(|elements| *elements as f64).collect();
-                balanced_cuts(&weights, &vec![1.0; first.stages()])
+                balanced_cuts(&weights, &vec![1.0; stages.stages()])
             }
             PartitionMethod::LayerKind(text) => {
                 let selected: Vec<bool> = (0..module.len()).map(|layer| module.is_of_kind(layer, text)).collect();
                 let found = selected.iter().filter(|selected| **selected).count();
-                if found < first.stages() {
+                if found < stages.stages() {
                     let kinds: BTreeSet<&str> = (0..module.len()).map(|layer| module.kind(layer)).collect();
                     let kinds = kinds.into_iter().collect::<Vec<_>>().join(", ");
                     let why = format!(
                         "pipeline.partition is type:{text}, and the {} need at least one layer each whose type has \
                          {text:?} in its name, but only {found} were found; the types are {kinds}",
-                        counted(first.stages(), "stage")
+                        counted(stages.stages(), "stage")
                     );
                     return Err(refused(why).into());
                 }
-                kind_cuts(&selected, first.stages())
+                kind_cuts(&selected, stages.stages())
             }
         };
         let cuts = cuts.map_err(|e| refused(e.to_string()))?;
-        let is_first = first.rank_of(0) == along.rank();
-        let is_last = first.rank_of(first.stages() - 1) == along.rank();
-        let tied = layers.tied.filter(|_| first.stages() > 1);
-        let end = |stage: usize| mesh.moved(job.rank(), MeshAxis::Pipeline, first.rank_of(stage));
-        let (job, ends) = (job.clone(), [0, first.stages() - 1].map(end));
+        let is_first = stages.rank_of(0) == along.rank();
+        let is_last = stages.rank_of(stages.stages() - 1) == along.rank();
+        let tied = layers.tied.filter(|_| stages.stages() > 1);
+        let end = |stage: usize| mesh.moved(job.rank(), MeshAxis::Pipeline, stages.rank_of(stage));
+        let (job, ends) = (job.clone(), [0, stages.stages() - 1].map(end));
         let (numbers, fingerprint) = (layers.numbers, fnv1a(format!("{} {cuts:?}", layers.shapes).as_bytes()));
-        Ok(Self { along, data, cuts, job, mesh, ends, tied, is_first, is_last, numbers, fingerprint })
+        Ok(Self { along, data, cuts, stages, job, mesh, ends, tied, is_first, is_last, numbers, fingerprint })
     }
 
     /// Returns the communicator of all ranks of the job.

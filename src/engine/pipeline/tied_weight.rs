@@ -15,6 +15,7 @@ use crate::engine::Engine;
 use crate::error::Result;
 use crate::graph::Grad;
 use crate::param::ParamId;
+use crate::pipeline::PipelineSchedule;
 use candle_core::Tensor;
 use std::collections::VecDeque;
 
@@ -25,6 +26,8 @@ pub(super) struct TiedWeight {
     pub ends: [usize; 2],
     pub is_first: bool,
     pub is_last: bool,
+    /// The last operation of this rank on which the first stage's backward of each micro batch depends.
+    pub looked_up_after: Vec<usize>,
     /// The output's parts of the gradient, by micro batch, oldest first.
     pub kept: VecDeque<(usize, Grad)>,
     /// The gradients of looked-up rows that this rank, which holds both stages, has computed, oldest first.
@@ -39,13 +42,23 @@ impl TiedWeight {
         name: &str,
         along: &dyn Communicator,
         ends: [usize; 2],
-        (is_first, is_last): (bool, bool),
+        schedule: PipelineSchedule,
     ) -> Result<Option<Self>> {
+        let rank = along.rank();
+        let is_first = schedule.rank_of(0) == rank;
+        let is_last = schedule.rank_of(schedule.stages() - 1) == rank;
         let own = engine.param_named(name);
         let trained = is_last && own.is_some_and(|(_, is_trained)| is_trained);
         let trained = along.gather_f64(vec![f64::from(u8::from(trained))]).wait()?;
         let param = own.filter(|_| trained.iter().any(|trained| trained[0] != 0.0));
-        let (kept, looked_up) = (VecDeque::new(), VecDeque::new());
-        Ok(param.map(|(param, _)| Self { param, ends, is_first, is_last, kept, looked_up }))
+        Ok(param.map(|(param, _)| Self {
+            param,
+            ends,
+            is_first,
+            is_last,
+            looked_up_after: schedule.needed_by_first_stage(rank),
+            kept: VecDeque::new(),
+            looked_up: VecDeque::new(),
+        }))
     }
 }
