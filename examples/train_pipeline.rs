@@ -1,9 +1,9 @@
-//! Trains a GPT-2 whose blocks are divided among ranks: a pipeline, for hosts that share a slow cable.
+//! Trains a GPT-2 whose blocks are divided among ranks: a pipeline, for hosts that are connected by a slow network.
 //!
 //!     zerorun --num_ranks 2 examples/train_pipeline.rs --ds_config ds_configs/pipeline.json --steps 100
 //!
-//! The section `pipeline` of the configuration says how. Every rank reads the data of its pipeline: the first stage uses
-//! the inputs, the last one the targets.
+//! The section `pipeline` of the configuration determines how the blocks are divided. Every rank reads the data of its
+//! pipeline: the first stage uses the inputs, the last one the targets.
 
 use candle_zero::Engine;
 use candle_zero::checkpoint::LoadOptions;
@@ -51,7 +51,7 @@ fn main() -> anyhow::Result<()> {
     let builder = Engine::builder().same_on_all_ranks(data.name(), data.fingerprint());
     let mut engine = builder.initialize_pipeline(decoder_pipeline(&model)?, args.ds.ds_config.as_path())?;
 
-    // The ranks of a pipeline train the same micro batches, and different pipelines different ones.
+    // The ranks of a pipeline train on the same micro batches, and different pipelines on different ones.
     let (pipeline, pipelines) = engine.data_position();
     let shape = BatchShape::new(&engine.config().batch, pipelines, pipeline);
     let order = SampleOrder::Shuffled { seed: engine.config().seed };

@@ -150,7 +150,7 @@ pub(super) fn fetch(
         if round.iter().all(Option::is_none) {
             break;
         }
-        // The first byte tells whether the sender has failed.
+        // The first byte indicates whether the sender has failed.
         let mut message = vec![0u8; 1 + ROUND_BYTES as usize];
         if let (Some((part, at)), None) = (&round[comm.rank()], &failed) {
             let (bytes, rest) = (&mut message[1..][..(at.end - at.start) as usize], at.start);

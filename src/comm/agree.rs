@@ -35,7 +35,7 @@ pub fn rank_pointed_at(message: &str) -> Option<usize> {
 }
 
 /// Collective: returns the value of `own` if all ranks have one. If this rank has one and another rank does not,
-/// `elsewhere` makes the error, given the number in the job of the first such rank.
+/// `elsewhere` makes the error, given the job-wide number of the first such rank.
 ///
 /// # Errors
 /// [`CollectiveFailure::InStep`] on all ranks if one failed; [`CollectiveFailure::OutOfStep`] if the collective failed.
@@ -90,7 +90,7 @@ pub(crate) fn gather(comm: &dyn Communicator, bytes: Vec<u8>) -> Result<Vec<Vec<
     Ok(of_equal_length(comm.gather_bytes(bytes).wait()?, comm.size(), comm.rank())?)
 }
 
-/// Collective: returns the `numbers` of every rank, in rank order. All ranks pass the same count of numbers.
+/// Collective: returns the `numbers` of every rank, in rank order. All ranks pass equally many numbers.
 ///
 /// # Errors
 /// The collective failed.

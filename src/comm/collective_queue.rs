@@ -1,4 +1,5 @@
-//! Collectives in two halves: they are launched into the queue of this rank, and waited for where the result is needed.
+//! Collectives, each split into a launch and a wait: they are launched into the queue of this rank, and waited for
+//! where their results are needed.
 //!
 //! ```text
 //!   launch ----> jobs, in issue order ----> comm thread: while the training thread computes
@@ -30,7 +31,8 @@ use std::time::{Duration, Instant};
 pub(crate) const SHORT_BYTES: usize = 16 << 10;
 /// The maximum time that a short collective stays in the queue while no thread waits for it.
 pub(crate) const MAX_QUEUE_DELAY: Duration = Duration::from_millis(5);
-/// The number of unsuccessful checks, one per [`MAX_QUEUE_DELAY`], after which the comm thread sleeps until a job arrives.
+/// The number of unsuccessful checks, one per [`MAX_QUEUE_DELAY`], after which the comm thread sleeps until a job
+/// arrives.
 const IDLE_POLLS_BEFORE_SLEEP: u32 = 100;
 
 type CollectiveJob = Box<dyn FnOnce(&mut CollectiveWorker) + Send>;
@@ -162,7 +164,7 @@ impl CollectiveLauncher {
     /// Starts the comm thread, called `name`, for collectives of `backend`.
     ///
     /// # Errors
-    /// The system starts no thread.
+    /// The system cannot start a thread.
     pub(super) fn start(
         name: String,
         backend: CollectiveBackend,

@@ -127,7 +127,7 @@ impl CpuCommunicator {
         &self.presence
     }
 
-    /// Returns the number in the job of another rank of this communicator.
+    /// Returns the job-wide number of another rank of this communicator.
     fn peer_in_job(&self, rank: usize) -> usize {
         assert!(
             rank < self.size && rank != self.rank,
@@ -153,7 +153,7 @@ impl CpuCommunicator {
         let all = agree::gather_u64(self, &[division.as_ref().map_or(0, hash)])?;
         let groups = division.map_err(refused)?;
         if let Some(peer) = all.iter().position(|hash| *hash != all[rank]) {
-            let why = format!("rank {peer} passes other groups than this rank, which passes {}", listed(&groups));
+            let why = format!("rank {peer} passes different groups than this rank, which passes {}", listed(&groups));
             return Err(refused(why).into());
         }
         let mut made = lock(&self.groups);

@@ -86,8 +86,8 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         })
     }
 
-    /// Implements `Communicator::all_reduce_as`. Summands are sent unchanged; the receiver encodes those that would have
-    /// been sent encoded.
+    /// Implements `Communicator::all_reduce_as`. Summands are sent unchanged; the receiver encodes those that would
+    /// have been sent encoded.
     pub fn all_reduce(self, wire: WireFormat, mut input: Flat, tag: u64) -> Pending<Flat> {
         let (world, len, dtype) = (self.size, input.len(), input.dtype());
         let call = CollectiveFingerprint::new(0, CollectiveKind::AllReduce, wire, dtype, len, tag);

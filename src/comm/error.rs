@@ -268,7 +268,7 @@ pub enum CommError {
     RanksMissing {
         /// The number of ranks that connected.
         came: usize,
-        /// The number of all ranks.
+        /// The total number of ranks.
         world: usize,
         /// The numbers of the missing ranks.
         missing: String,
@@ -287,7 +287,7 @@ pub enum CommError {
     FirstMissing {
         /// This rank.
         rank: usize,
-        /// The number of all ranks.
+        /// The total number of ranks.
         world: usize,
         /// `MASTER_PORT`.
         port: u16,
@@ -407,7 +407,7 @@ pub enum RankEnvError {
     SeveralHosts {
         /// The number of ranks on this host.
         local_world: usize,
-        /// The number of all ranks.
+        /// The total number of ranks.
         world: usize,
         /// The number of hosts, if all have the same number of ranks.
         hosts: usize,

@@ -168,8 +168,8 @@ impl GpuCollectives {
     }
 
     /// Begins an all-reduce, a reduce-scatter or an all-gather, whose result is in the memory of `buffer`. All ranks
-    /// launch the same ones in the same order, which is checked when a rank waits for them. Elements are sent unchanged or
-    /// as integers; a format that applies only between hosts is handled by the communicator instead.
+    /// launch the same ones in the same order, which is checked when a rank waits for them. Elements are sent unchanged
+    /// or as integers; a format that applies only between hosts is handled by the communicator instead.
     ///
     /// # Errors
     /// NCCL failed, or a rank has failed.

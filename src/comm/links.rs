@@ -76,7 +76,7 @@ impl LinkThread {
 pub(super) struct PointToPointLinks(Mutex<BTreeMap<LinkId, LinkThread>>);
 
 impl PointToPointLinks {
-    /// Waits until all launched messages to other ranks are sent. Those from other ranks may never come.
+    /// Waits until all launched messages to other ranks are sent. Those from other ranks may never arrive.
     pub(super) fn finish_sends(&self) {
         let (done, waiting) = mpsc::channel::<()>();
         let is_sending = |(id, _): &(&LinkId, &LinkThread)| id.direction == LinkDirection::Sending;
@@ -90,7 +90,7 @@ impl PointToPointLinks {
     }
 
     /// Ends the links' threads once all launched messages are done. A message that is not awaited, and that may never
-    /// come, is left to its thread, which ends when the other rank leaves.
+    /// arrive, is left to its thread, which ends when the other rank leaves.
     pub(super) fn close(&self, abort_signal: &AbortSignal) {
         for (id, LinkThread { jobs, wanted, thread }) in std::mem::take(&mut *lock(&self.0)) {
             drop(jobs);
@@ -104,8 +104,8 @@ impl PointToPointLinks {
         }
     }
 
-    /// Appends a job to a link, whose end `open` opens if this is its first. `wanted` lives as long as the result may be
-    /// asked for.
+    /// Appends a job to a link. If it is the link's first job, `open` opens this rank's end of the link. `wanted` lives
+    /// as long as the result may be asked for.
     pub(super) fn push(
         &self,
         id: LinkId,

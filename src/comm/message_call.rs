@@ -4,7 +4,7 @@ use super::CollectiveKind;
 use super::fingerprint::CollectiveFingerprint;
 use crate::error::CommError;
 
-/// The description of a message, which both sides must share, and the engine call that has launched it.
+/// The description of a message, which must be the same on both sides, and the engine call that launched the message.
 #[derive(Clone, Copy)]
 pub(super) struct MessageCall {
     pub fingerprint: CollectiveFingerprint,

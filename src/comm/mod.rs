@@ -5,11 +5,11 @@
 //!          <--- Pending::wait ---
 //! ```
 //!
-//! [`Communicator`] is the engine's interface: rank, size, and collectives on flat buffers in two halves, launch and
-//! wait. [`SoloCommunicator`] is a world of one rank. [`CpuCommunicator`] serves every other world: ranks as threads of
-//! one process ([`threads`]) over anonymous memory, ranks as processes over a memfd made by `zerorun` (`shm`) or, if
-//! they were started individually, by rank 0 (`rendezvous`), or ranks on several hosts (`mpi`). A program can provide
-//! its own communicator.
+//! [`Communicator`] is the engine's interface: rank, size, and collectives on flat buffers, each split into a launch
+//! and a wait. [`SoloCommunicator`] is a world of one rank. [`CpuCommunicator`] serves every other world: ranks as
+//! threads of one process ([`threads`]) over anonymous memory, ranks as processes over a memfd made by `zerorun`
+//! (`shm`) or, if they were started individually, by rank 0 (`rendezvous`), or ranks on several hosts (`mpi`). A
+//! program can provide its own communicator.
 //!
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces in which a buffer is
 //! sent. This makes stages 0 to 3 give the same bits.
@@ -248,12 +248,13 @@ pub trait Communicator: Send + Sync {
 
     /// Sends `data` to rank `to`, which calls [`receive`](Self::receive) with the same dtype, number of elements and
     /// `tag`. Messages from one rank to another arrive in the order of these calls; messages between different ranks,
-    /// and collectives, are independent of each other. The result is available when `data` is on its way, which may be only
-    /// when the other rank has called `receive`: before waiting for it, launch what that rank waits for.
+    /// and collectives, are independent of each other. The result is available when `data` is on its way, which may not
+    /// be before the other rank has called `receive`: before waiting for the result, launch everything that the other
+    /// rank waits for.
     ///
     /// # Errors
-    /// By default an error, because messages cannot be built on collectives: a communicator of your own must implement them for
-    /// pipelines, experts and sequences that are divided among ranks.
+    /// By default an error, because messages cannot be built on collectives: a custom communicator must implement them
+    /// for pipelines, experts and sequences that are divided among ranks.
     fn send(&self, to: usize, data: Flat, tag: u64) -> Pending<()> {
         _ = (to, data, tag);
         Pending::from_fn(|| Err(not_implemented("send").into()))
@@ -270,28 +271,28 @@ pub trait Communicator: Send + Sync {
 
     /// Sends a part of `input` to every rank and receives a part from every rank: `sent[r]` elements go to rank r and
     /// `received[r]` elements come from it. The parts are adjacent, in rank order, in `input` and in the result. Every
-    /// rank passes the numbers that fit those of the others, and the same `tag`.
+    /// rank passes counts that match those of the others, and the same `tag`.
     ///
     /// # Errors
-    /// Ranks that pass numbers that do not fit have diverged.
+    /// If the ranks' counts do not match, the ranks have diverged, which is an error.
     fn all_to_all(&self, input: Flat, sent: &[usize], received: &[usize], tag: u64) -> Pending<Flat> {
         all_to_all(self, input, sent, received, tag)
     }
 
-    /// Returns the number in the job of rank `rank` of this communicator, for errors: the same, unless this communicator
-    /// is that of a group.
+    /// Returns the job-wide number of rank `rank` of this communicator, for use in error messages. The two differ only
+    /// if this is the communicator of a group.
     fn in_job(&self, rank: usize) -> usize {
         rank
     }
 
     /// Collective: divides the job into `groups`, each a list of ranks, and returns the communicator of this rank's
     /// group, in which ranks are counted from 0 in ascending order. Every rank passes the same groups, and is in one of
-    /// them. A failure of any rank of the job ends the collectives of all groups. The same groups again give the same
-    /// communicator.
+    /// them. A failure of any rank of the job ends the collectives of all groups. Calling this again with the same
+    /// groups returns the same communicator.
     ///
     /// # Errors
-    /// The groups are not a division of the ranks, other ranks pass different ones, or the job was divided into groups
-    /// in too many ways. By default an error, because groups cannot be built on collectives of all ranks.
+    /// The groups are not a partition of the ranks, other ranks pass different groups, or the job was divided into
+    /// groups in too many ways. By default an error, because groups cannot be built on collectives of all ranks.
     fn group(&self, groups: &[Vec<usize>]) -> Result<Arc<dyn Communicator>> {
         _ = groups;
         Err(not_implemented("group").into())
@@ -303,13 +304,13 @@ pub trait Communicator: Send + Sync {
         None
     }
 
-    /// Returns how long a rank waits for another, also when it polls [`failure`](Self::failure). By default ten
+    /// Returns how long a rank waits for another, including when it polls [`failure`](Self::failure). By default ten
     /// minutes.
     fn timeout(&self) -> Duration {
         Duration::from_secs(600)
     }
 
-    /// Returns calls and bytes so far; an empty report if a communicator does not count them.
+    /// Returns the calls and bytes so far, or an empty report if a communicator does not count them.
     fn report(&self) -> CommReport {
         CommReport::default()
     }
@@ -321,7 +322,7 @@ pub trait Communicator: Send + Sync {
     }
 }
 
-/// Returns the error of a method that a user-defined communicator does not have.
+/// Returns the error of a method that a user-defined communicator does not implement.
 fn not_implemented(method: &str) -> CommError {
     CommError::other(format!(
         "this communicator has no Communicator::{method}, which pipelines and groups of ranks need; implement it, or \

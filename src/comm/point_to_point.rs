@@ -1,13 +1,13 @@
-//! Messages from one rank to another, in two halves: launched, and waited for where they are needed.
+//! Messages from one rank to another. They are launched first, and waited for where they are needed.
 //!
 //! ```text
-//!   send      jobs of the link to that rank ----> its thread: packets into the mailbox, or messages of MPI
+//!   send      jobs of the link to that rank ----> its thread: packets into the mailbox, or MPI messages
 //!   receive   jobs of the link from that rank --> its thread: fingerprints equal? -> packets out of the mailbox
 //! ```
 //!
-//! A pair of ranks has one link per direction and communicator, whose messages arrive in the order in which they were launched. Links are
-//! independent of each other and of collectives: each has a thread, started with its first message, so that ranks may
-//! launch messages to different ranks in any order.
+//! A pair of ranks has one link per direction and communicator, whose messages arrive in the order in which they were
+//! launched. Links are independent of each other and of collectives: each has a thread, started with its first message,
+//! so that ranks may launch messages to different ranks in any order.
 
 use super::Pending;
 use super::collective_kind::CollectiveKind;
@@ -72,7 +72,7 @@ pub(super) fn send(
     )
 }
 
-/// Launches the receipt of a message of that dtype and number of elements from `peer`, a rank of the job.
+/// Starts receiving a message with the given dtype and number of elements from `peer`, a rank of the job.
 pub(super) fn receive(
     presence: &Arc<RankPresence>,
     counters: &Arc<CommCounters>,
@@ -135,7 +135,7 @@ fn launch<T: Send + 'static>(
     });
     let (open, wanted) = (|| open(presence, id), Arc::new(()));
     if let Err(error) = presence.links().push(id, presence.abort_signal(), open, (job, &wanted)) {
-        // The result may never be asked for, and the other rank waits.
+        // Abort now: the result may never be asked for, while the other rank is waiting.
         presence.abort_signal().abort(&error.to_string());
         return Pending::from_fn(move || Err(error.into()));
     }

@@ -17,7 +17,7 @@
 //!
 //! PMIx provides a process's rank (within `PMIX_NAMESPACE`), not the number of ranks: the user sets it with
 //! `WORLD_SIZE`, as DeepSpeed's launcher does for MPICH, and MPI confirms it. PALS and jsrun do not provide the number
-//! of ranks on a host: [`RankEnv`] then has the number of all ranks.
+//! of ranks on a host: [`RankEnv`] then has the total number of ranks.
 //!
 //! Ranks started by an MPI launcher (all rows but the first) are connected by MPI, on one host or several. Ranks of
 //! `zerorun` are connected by MPI if it has started them on several hosts, or with `--backend mpi`. Ranks of the first

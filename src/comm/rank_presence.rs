@@ -65,7 +65,7 @@ impl RankPresence {
         self.rank
     }
 
-    /// Returns the number of all ranks of the job.
+    /// Returns the total number of ranks of the job.
     pub(super) fn world_size(&self) -> usize {
         self.mpi.as_ref().map_or(self.region.world_size(), MpiRank::world_size)
     }

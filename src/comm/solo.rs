@@ -12,7 +12,7 @@ use std::time::Duration;
 #[derive(Default)]
 pub struct SoloCommunicator {
     counters: CommCounters,
-    /// This rank's place in a job of several ranks, of which it is a group.
+    /// This rank's place in a job of several ranks, in which it forms a group by itself.
     job: Option<Arc<RankPresence>>,
 }
 

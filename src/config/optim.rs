@@ -149,7 +149,7 @@ fn muon(walk: &mut ConfigWalk<'_>) -> MuonConfig {
     let momentum = walk.float(&of("momentum"));
     if momentum == 1.0 {
         let place = walk.place(&of("momentum"));
-        walk.problem(ConfigRule::Range, &of("momentum"), place, "1 found: it must be at least 0 and below 1");
+        walk.problem(ConfigRule::Range, &of("momentum"), place, "expected a number of at least 0 and below 1, found 1");
     }
     let rate = |key: &str, default: f64| {
         let given = |key: &str| walk.get(&of(key)).and_then(Value::as_f64);

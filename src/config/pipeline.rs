@@ -43,7 +43,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> PipelineConfig {
         other => match other.strip_prefix("type:").filter(|text| !text.is_empty()) {
             Some(text) => PartitionMethod::LayerKind(text.to_string()),
             None => {
-                let message = format!("{other:?} found: it must be best, parameters, uniform or type:TEXT");
+                let message = format!("expected best, parameters, uniform or type:TEXT, found {other:?}");
                 walk.problem(ConfigRule::Range, PARTITION, walk.place(PARTITION), message);
                 PartitionMethod::default()
             }

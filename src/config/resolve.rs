@@ -387,9 +387,7 @@ fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usi
         let divisors: Vec<String> =
             (1..=world_size).filter(|n| world_size.is_multiple_of(*n)).map(|n| n.to_string()).collect();
         let allowed = divisors.join(", ");
-        let text = format!(
-            "{found} found: it must divide the number of ranks, {world_size}; the allowed values are {allowed}"
-        );
+        let text = format!("expected a divisor of the number of ranks, {world_size} (one of {allowed}), found {found}");
         walk.problem(ConfigRule::Range, key, place, text);
     }
     if zero.hpz_partition_size > 1 {

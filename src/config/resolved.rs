@@ -270,7 +270,7 @@ impl ZeroConfig {
     }
 
     /// Returns how `world_size` ranks divide the sharded state. If the groups do not fit that number, as may happen in
-    /// an estimate for another number of ranks, the state is divided among all ranks.
+    /// an estimate for a different number of ranks, the state is divided among all ranks.
     pub(crate) fn mesh(&self, world_size: usize) -> ShardMesh {
         let ranks = self.mics_shard_size.filter(|ranks| world_size.is_multiple_of(*ranks));
         ranks.map_or(ShardMesh::among_all(world_size), |ranks| ShardMesh::in_groups(world_size, ranks))

@@ -207,7 +207,7 @@ fn cycled_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer:
     for (key, beta) in [("cycle_min_mom", cycle.cycle_min_mom), ("cycle_max_mom", cycle.cycle_max_mom)] {
         if beta == 1.0 {
             let place = walk.place(&of(key));
-            walk.problem(ConfigRule::Range, &of(key), place, "1 found: it must be at least 0 and below 1");
+            walk.problem(ConfigRule::Range, &of(key), place, "expected a number of at least 0 and below 1, found 1");
         }
     }
     let per_step = cycle.cycle_max_mom * cycle.decay_mom_rate / cycle.decay_step_size;

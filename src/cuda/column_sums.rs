@@ -74,8 +74,8 @@ impl PartialColumnSums {
             bail!("column sums: the gradient has {} elements, but there are {width} columns", grad.len())
         }
         let function = KERNELS.function(device, &format!("sum_parts_{}", suffix(grad.dtype())))?;
-        // SAFETY: the kernel takes a width, as many chunks of that width as the second number says, and a gradient of
-        // that width.
+        // SAFETY: the kernel takes a width, as many chunks of that width as the second number specifies, and a gradient
+        // of that width.
         unsafe { function.run(over(width), arguments![width, chunks, &self.sums, grad, add]) }
     }
 }

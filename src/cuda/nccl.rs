@@ -69,7 +69,7 @@ const SHORT_BYTES: usize = 32 << 10;
 /// The bytes of peers' elements that are in memory at a time: enough for one exchange to use a link well.
 const PEER_BUFFER_BYTES: usize = 64 << 20;
 
-/// The method by which sums over ranks are formed.
+/// The method by which sums over ranks are computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum NcclSumMode {
     /// Sums in rank order in f32, rounded once: the same bits as collectives through host memory, for any number of

@@ -314,7 +314,8 @@ impl EngineBuilder {
                 config.notes.push(ConfigNote { path: "pipeline".into(), message });
             }
             config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
-            // Moved weights of one stage would need forwards of all stages.
+            // The check is off in a pipeline: moving the weights of one stage would require forward passes through all
+            // stages.
             config.gradient_check = self.gradient_check.unwrap_or(config.gradient_check) && self.pipeline.is_none();
             let source = self.weight_source(self.seed.unwrap_or(config.seed))?;
             Engine::new(build, config, source, comm.clone(), device, self)

@@ -128,7 +128,7 @@ impl Estimate {
     }
 }
 
-/// Returns the configuration for another number of ranks with the same number of samples per rank.
+/// Returns the configuration for a different number of ranks with the same number of samples per rank.
 fn with_ranks(config: &Config, ranks: usize) -> Config {
     let of_rank = config.batch.train_micro_batch_size_per_gpu.saturating_mul(config.batch.gradient_accumulation_steps);
     let batch = BatchConfig { train_batch_size: of_rank.saturating_mul(ranks), ..config.batch };

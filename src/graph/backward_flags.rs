@@ -1,4 +1,4 @@
-//! Flags of this thread, which say how operations are recorded and differentiated.
+//! Flags of this thread, which determine how operations are recorded and differentiated.
 
 use std::cell::Cell;
 
@@ -20,19 +20,19 @@ fn with_flag<T>(flag: &'static std::thread::LocalKey<Cell<bool>>, run: impl FnOn
     run()
 }
 
-/// Runs `run` without recording operations: results have no graph, and nothing is kept for a backward.
+/// Runs `run` without recording operations: results have no graph, and nothing is kept for a backward pass.
 pub(crate) fn without_gradients<T>(run: impl FnOnce() -> T) -> T {
     with_flag(&WITHOUT_GRADIENTS, run)
 }
 
-/// Runs a backward that is the only one of its graph. Each operation drops its kept data as soon as it has run, so that
-/// activations are freed while backward proceeds.
+/// Runs a backward pass that is the only one of its graph. Each operation drops its kept data as soon as it has run, so
+/// that activations are freed while backward proceeds.
 pub(crate) fn once<T>(backward: impl FnOnce() -> T) -> T {
     with_flag(&ONCE, backward)
 }
 
-/// Runs the first part of a divided backward (arXiv 2401.10241), in which layers may leave the gradients of their weights
-/// for later. What arrives in a parameter's slot becomes a [`DeferredGradient`](super::DeferredGradient).
+/// Runs the first part of a divided backward pass (arXiv 2401.10241), in which layers may leave the gradients of their
+/// weights for later. What arrives in a parameter's slot becomes a [`DeferredGradient`](super::DeferredGradient).
 pub(crate) fn deferring<T>(backward: impl FnOnce() -> T) -> T {
     with_flag(&DEFERRING, backward)
 }
@@ -42,12 +42,12 @@ pub(crate) fn is_without_gradients() -> bool {
     WITHOUT_GRADIENTS.get()
 }
 
-/// Returns whether the current backward is the only one of its graph.
+/// Returns whether the current backward pass is the only one of its graph.
 pub(crate) fn is_once() -> bool {
     ONCE.get()
 }
 
-/// Returns whether the backward that this thread runs leaves gradients of weights for later.
+/// Returns whether the backward pass that this thread runs leaves gradients of weights for later.
 pub(super) fn is_deferring() -> bool {
     DEFERRING.get()
 }

@@ -106,7 +106,7 @@ pub(crate) fn abandon() {
 #[derive(Default)]
 pub(crate) struct GradSlot {
     grad: Mutex<Option<(u64, Grad)>>,
-    /// The parts that are computed later, in the order of arrival, with the generation in which each has arrived.
+    /// The parts that are computed later, in the order of arrival, with the generation in which each of them arrived.
     later: Mutex<Vec<(u64, DeferredPart)>>,
     before: Mutex<Vec<BackwardHook>>,
     /// Decides whether gradients are taken now. They always are if there is no gate.
@@ -116,7 +116,7 @@ pub(crate) struct GradSlot {
 /// Computes a part of a gradient and delivers it to the slot.
 type DeferredPart = Box<dyn FnOnce(Arc<GradSlot>) -> Result<()> + Send>;
 
-/// A gradient, parts of which have not been computed. They keep what they need in memory.
+/// A gradient, some parts of which have not been computed yet. These parts keep the data that they need in memory.
 pub(crate) struct DeferredGradient {
     /// The sum of the parts that were computed at once.
     first: Option<Grad>,
@@ -124,7 +124,7 @@ pub(crate) struct DeferredGradient {
 }
 
 impl DeferredGradient {
-    /// Takes what has arrived in `slot`, if anything has.
+    /// Takes the gradient that has arrived in `slot`, if there is one.
     pub fn taken_from(slot: &GradSlot) -> Option<Self> {
         let (first, later) = (slot.take(), slot.take_later());
         (first.is_some() || !later.is_empty()).then_some(Self { first, later })

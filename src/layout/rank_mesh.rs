@@ -1,4 +1,5 @@
-//! The mesh of ranks: which ranks train different data, hold different blocks, sequences, experts or parts of tensors.
+//! The mesh of ranks: which ranks train on different data, or hold different blocks, sequences, experts or parts of
+//! tensors.
 //!
 //! ```text
 //!   8 ranks, data 2 x pipeline 2 x tensor 2                coordinates of rank 5: data 1, pipeline 0, tensor 1
@@ -9,19 +10,19 @@
 //!                                                          its group along data        1 5
 //! ```
 //!
-//! Every rank has one coordinate per axis, and its number counts through the coordinates: those of the last axis
-//! change fastest. Ranks that differ only in their coordinate along an axis form a group along that axis. A collective
-//! along an axis is one among the ranks of each group.
+//! Every rank has one coordinate per axis. Ranks are numbered in the order of their coordinates, of which those of the
+//! last axis change fastest. Ranks that differ only in their coordinate along an axis form a group along that axis. A
+//! collective along an axis is one among the ranks of each group.
 //!
-//! The mesh says which rank computes what. Among which ranks the shards of a parameter lie is a different question,
-//! which [`ShardMesh`](super::ShardMesh) answers for the ranks of one group along the data axis.
+//! The mesh determines which rank computes what. [`ShardMesh`](super::ShardMesh) determines how the shards of a
+//! parameter are distributed among the ranks of one group along the data axis.
 
 use std::fmt;
 
 /// The relation of the ranks along one axis of the mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum MeshAxis {
-    /// The ranks train different micro batches: data parallelism, under any ZeRO stage.
+    /// The ranks train on different micro batches: data parallelism, under any ZeRO stage.
     Data,
     /// The ranks hold consecutive blocks of the model, and pass activations on: pipeline parallelism.
     Pipeline,
@@ -63,8 +64,8 @@ pub enum MeshError {
     EmptyAxis(MeshAxis),
     /// An axis is given twice.
     RepeatedAxis(MeshAxis),
-    /// The lengths of the given axes have a product that does not divide the number of ranks or, if the data axis is among
-    /// them, is not that number.
+    /// The product of the lengths of the given axes does not divide the number of ranks or, if the data axis is among
+    /// them, does not equal it.
     Indivisible {
         /// The number of ranks.
         world_size: usize,
@@ -72,7 +73,7 @@ pub enum MeshError {
         ranks: Option<usize>,
         /// Whether the data axis is among the axes.
         with_data: bool,
-        /// The axes, as `pipeline 2 x tensor 3`.
+        /// The axes, in the form `pipeline 2 x tensor 3`.
         axes: String,
     },
 }
@@ -91,8 +92,8 @@ impl fmt::Display for MeshError {
                 let axes = if axes.is_empty() { "no axis" } else { axes };
                 write!(
                     f,
-                    "{world_size} ranks cannot be divided into {axes}, which needs {needed}; start another number of \
-                     ranks or change the lengths of the axes"
+                    "{world_size} ranks cannot be divided into {axes}, which needs {needed}; start a different number \
+                     of ranks or change the lengths of the axes"
                 )
             }
         }
@@ -162,7 +163,7 @@ impl RankMesh {
     }
 
     /// Returns the same mesh with this axis outermost, so that its groups have the largest distance between ranks: the
-    /// ranks of a host are consecutive, and the outermost axis is the one that goes from host to host.
+    /// ranks of a host are consecutive, and the outermost axis is the one that extends from host to host.
     #[must_use]
     pub fn with_outermost(self, axis: MeshAxis) -> Self {
         let mut order = self.order;
@@ -171,7 +172,7 @@ impl RankMesh {
         Self { order, ..self }
     }
 
-    /// Returns the number of all ranks.
+    /// Returns the total number of ranks.
     pub fn world_size(self) -> usize {
         self.lengths.iter().product()
     }
@@ -207,7 +208,7 @@ impl RankMesh {
         groups.enumerate().filter(|(rank, group)| group[0] == *rank).map(|(_, group)| group).collect()
     }
 
-    /// Returns the distance between ranks that are neighbors along an axis.
+    /// Returns the distance between ranks that are neighbours along an axis.
     fn stride(self, axis: MeshAxis) -> usize {
         self.order.iter().rev().take_while(|inner| **inner != axis).map(|inner| self.len(*inner)).product()
     }
@@ -257,8 +258,8 @@ mod tests {
     #[test]
     fn a_mesh_that_does_not_fit_the_ranks_is_refused() {
         let refused = |world_size, axes: &[_]| RankMesh::new(world_size, axes).unwrap_err().to_string();
-        insta::assert_snapshot!(refused(6, &[(Pipeline, 4)]), @"6 ranks cannot be divided into pipeline 4, which needs a multiple of 4 ranks; start another number of ranks or change the lengths of the axes");
-        insta::assert_snapshot!(refused(8, &[(Data, 2), (Tensor, 2)]), @"8 ranks cannot be divided into data 2 x tensor 2, which needs exactly 4 ranks; start another number of ranks or change the lengths of the axes");
+        insta::assert_snapshot!(refused(6, &[(Pipeline, 4)]), @"6 ranks cannot be divided into pipeline 4, which needs a multiple of 4 ranks; start a different number of ranks or change the lengths of the axes");
+        insta::assert_snapshot!(refused(8, &[(Data, 2), (Tensor, 2)]), @"8 ranks cannot be divided into data 2 x tensor 2, which needs exactly 4 ranks; start a different number of ranks or change the lengths of the axes");
         insta::assert_snapshot!(refused(8, &[(Pipeline, 0)]), @"the pipeline axis has length 0; it must be at least 1");
         insta::assert_snapshot!(refused(8, &[(Pipeline, 2), (Pipeline, 2)]), @"the pipeline axis is given twice; give each axis once");
         assert!(RankMesh::new(8, &[(Pipeline, usize::MAX), (Tensor, 3)]).is_err());

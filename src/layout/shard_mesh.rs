@@ -12,11 +12,11 @@
 //!   piece    0       2         1       3
 //! ```
 //!
-//! The data-parallel world consists of all ranks: batches, means and sums extend over it. A rank holds the shard of its
-//! position in its group. The ranks with the same position in the other groups hold the same shard. Each of them is
-//! responsible for one piece of the shard: it sums the piece's squares for the norm and saves the piece. The pieces are
-//! the shards of a job without groups, so the same numbers are added up in the same order. Without groups a shard is a
-//! piece.
+//! The data-parallel world consists of all ranks: batches, means and sums extend over it. A rank holds the shard that
+//! corresponds to its position in its group. The ranks with the same position in the other groups hold the same shard.
+//! Each of them is responsible for one piece of the shard: it sums the piece's squares for the norm and saves the
+//! piece. The pieces are the shards of a job without groups, so the same numbers are added up in the same order.
+//! Without groups a shard is a piece.
 
 use super::shard::ShardCut;
 use std::ops::Range;
@@ -46,7 +46,7 @@ impl ShardMesh {
         Self { world_size, shards }
     }
 
-    /// Returns the number of all ranks.
+    /// Returns the total number of ranks.
     pub fn world_size(self) -> usize {
         self.world_size
     }

@@ -16,7 +16,7 @@ pub struct ShareLayout {
     sub_group_size: usize,
     /// The open sub-group of each class.
     rules: Vec<SubGroupFill>,
-    /// The number of elements of weights in memory so far; `None` from the first share on that does not stay in memory.
+    /// The number of elements of weights in memory so far; `None` once a share does not stay in memory.
     kept: Option<usize>,
 }
 
@@ -50,9 +50,9 @@ impl ShareLayout {
         Self { step, weights_in_memory, ..self }
     }
 
-    /// Places the share of a parameter, which has `shard` elements if shares are shards, otherwise `whole` elements. Its
-    /// room is a number of complete blocks of `block` elements. Parameters of different classes (numbers from 0) are in
-    /// different sub-groups, because they have different states.
+    /// Places the share of a parameter, which has `shard` elements if shares are shards, otherwise `whole` elements.
+    /// Its room is a number of complete blocks of `block` elements. Parameters of different classes (numbers from 0)
+    /// are in different sub-groups, because they have different states.
     pub fn push(&mut self, shard: usize, whole: usize, class: usize, block: usize) -> SharePosition {
         let share = if self.sharded { shard } else { whole };
         let room = share.next_multiple_of(block).next_multiple_of(self.step);

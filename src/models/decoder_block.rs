@@ -9,7 +9,7 @@ use crate::nn::{
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-/// One transformer block: y = x + attention(norm(x)), then y + mlp(norm(y)). The added terms may be normed too.
+/// One transformer block: y = x + attention(norm(x)), then y + mlp(norm(y)). The added terms may be normalized too.
 #[derive(Debug, Clone)]
 pub struct DecoderBlock {
     before_attention: BlockNorm,
@@ -96,7 +96,7 @@ impl DecoderConfig {
         (self.dropout > 0.0).then(|| Dropout::new(self.dropout, 0))
     }
 
-    /// Builds the projection `name` of a block. `is_residual` tells whether it is onto the residual stream.
+    /// Builds the projection `name` of a block. `is_residual`: whether its output is added to the residual stream.
     fn projection(
         &self,
         name: &str,

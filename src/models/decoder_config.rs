@@ -38,9 +38,9 @@ pub struct DecoderConfig {
     pub norm: NormKind,
     /// The number added to the variance or the mean square in norms.
     pub norm_eps: f64,
-    /// Whether the outputs of attention and the MLP are also normed before they are added (Gemma 2 and 3).
+    /// Whether the outputs of attention and the MLP are also normalized before they are added (Gemma 2 and 3).
     pub norms_after: bool,
-    /// Whether the heads of queries and keys are normed before they are rotated (Qwen 3, Gemma 3).
+    /// Whether the heads of queries and keys are normalized before they are rotated (Qwen 3, Gemma 3).
     pub query_key_norms: bool,
     /// Whether the projections to queries, keys and values have biases.
     pub qkv_bias: bool,

@@ -19,7 +19,7 @@ pub struct DecoderBatch {
     pub ids: Tensor,
     /// The token after each id, `[batch, time]` (u32, or i64 in which -100 does not count).
     pub targets: Tensor,
-    /// The texts that each row contains, if it is not one.
+    /// The texts that each row contains, if rows may contain more than one.
     pub sequences: Option<Sequences>,
     /// The divisor of the sum of cross entropies. Default: the number of targets that count in this micro batch.
     pub divisor: Option<f64>,
@@ -76,7 +76,7 @@ impl PipelineLayer<DecoderBatch> for BlockLayer {
 /// The last norm, the output projection and the loss.
 struct OutputLayer {
     output: DecoderOutput,
-    /// The token embedding, if it is the output projection.
+    /// The token embedding, if it is also the output projection.
     embedding: Option<Embedding>,
 }
 

@@ -244,7 +244,7 @@ fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
         _ => (bias, bias),
     };
     if family.is_gemma() {
-        keys.only("use_bidirectional_attention", false, "a language model sees no later token")?;
+        keys.only("use_bidirectional_attention", false, "a language model does not see later tokens")?;
     }
     let cap = |key: &str, default: f64| match keys.is_null(key) || family.is_gemma3() {
         true => keys.positive(key),

@@ -31,7 +31,7 @@ impl MetricsWriter {
     ///
     /// # Errors
     /// [`Error::Io`], also for a pipe, and for a file that contains anything other than metrics, which is left
-    /// unchanged; [`MonitorError::MetricsBusy`] if another process writes the file.
+    /// unchanged; [`MonitorError::MetricsBusy`] if another process is writing to the file.
     pub fn create(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let wrong = |source| Error::Io { action: "create", path: path.into(), source };
@@ -66,7 +66,7 @@ impl MetricsWriter {
     /// since they will be written again. If there is no file, it is created.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`MonitorError::MetricsBusy`] if another process writes the file.
+    /// [`Error::Io`]; [`MonitorError::MetricsBusy`] if another process is writing to the file.
     pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
         let path = path.as_ref();
         let wrong = |source| Error::Io { action: "resume", path: path.into(), source };

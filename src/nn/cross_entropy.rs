@@ -21,10 +21,10 @@ use std::sync::Mutex;
 ///
 /// `logits` is `[.., classes]` (f32, bf16, f16); `targets` is u32 or i64 with the shape of the logits' leading
 /// dimensions. Rows whose target is -100 (of i64) do not count, as with PyTorch's `ignore_index`: padding, or a prompt
-/// that must not be learned. The mean is over the other rows, separately for each micro batch and rank. All arithmetic
-/// is in f32, except that the sum for the mean is in f64. The gradient, (softmax - onehot) * (incoming gradient / rows
-/// that count), is computed in f32 with the incoming gradient, which may contain a loss scale, and rounded once to the
-/// logits' dtype.
+/// that the model must not be trained on. The mean is over the other rows, separately for each micro batch and rank.
+/// All arithmetic is in f32, except that the sum for the mean is in f64. The gradient, (softmax - onehot) * (incoming
+/// gradient / rows that count), is computed in f32 with the incoming gradient, which may contain a loss scale, and
+/// rounded once to the logits' dtype.
 ///
 /// # Errors
 /// Shapes that do not match, no rows that count, or a target that is not a class. The message names the target, its

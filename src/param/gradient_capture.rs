@@ -113,7 +113,7 @@ mod tests {
         let once = |w: &Tensor| linear(&ramp((3, 4)), w, None, WeightLayout::OutIn);
         let twice =
             |w: &Tensor| linear(&linear(&ramp((3, 4)), w, None, WeightLayout::OutIn)?, w, None, WeightLayout::InOut);
-        // An operation of Candle's delivers at once, in the middle of those that do not.
+        // One of Candle's own operations, between two that defer their gradients, delivers its gradient immediately.
         let mixed = |w: &Tensor| {
             let y = linear(&ramp((3, 4)), w, None, WeightLayout::OutIn)?;
             linear(&y.matmul(&w.sqr()?)?, w, None, WeightLayout::InOut)

@@ -96,7 +96,8 @@ impl ModelBuffer {
             None => Ok(()),
             Some(found) => {
                 let (name, shape) = (self.name.clone(), self.tensor.dims().to_vec());
-                let [found, expected] = [found, expected].map(|(count, dtype)| format!("{count} of {dtype:?}"));
+                let [found, expected] =
+                    [found, expected].map(|(count, dtype)| format!("{count} elements of type {dtype:?}"));
                 Err(ParamError::BufferChanged { name, shape, found, expected }.into())
             }
         }

@@ -5,17 +5,18 @@ use super::schedule::{PipelineOp, PipelinePass, PipelineSchedule};
 /// A message between two stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct PipelineMessage {
-    /// Whether it is the gradient of an activation, for the previous stage, and not an activation for the next stage.
+    /// Whether it is the gradient of an activation, for the previous stage, rather than an activation, for the next
+    /// one.
     pub is_gradient: bool,
-    /// The later one of the two stages.
+    /// The later of the two stages.
     pub boundary: usize,
     /// The micro batch of the step.
     pub micro_batch: usize,
 }
 
 impl PipelineSchedule {
-    /// Returns the messages of rank `from` to rank `to`. With several chunks per rank, their order may differ from that in
-    /// which `to` needs them: the links from stage to stage are then one link between two ranks.
+    /// Returns the messages from rank `from` to rank `to`, in the order of sending. With several chunks per rank, `to`
+    /// may need them in a different order, because several pairs of stages then share the link between the two ranks.
     pub(crate) fn messages(self, from: usize, to: usize) -> Vec<PipelineMessage> {
         if from == to {
             return Vec::new();

@@ -1,12 +1,12 @@
-//! A model as a list of layers, which the stages of a pipeline share.
+//! A model as a list of layers, which is divided among the stages of a pipeline.
 
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
 /// A layer of a [`PipelineModule`]. Every [`Module`] is one.
 ///
-/// `B` is a micro batch. Every stage has it, so that layers may use more of it than what the layer before returns, such
-/// as the positions at which texts begin.
+/// `B` is a micro batch. Every stage has all of it, so a layer may use parts of it in addition to the output of the
+/// layer before, such as the positions at which texts begin.
 pub trait PipelineLayer<B>: Send {
     /// Returns the layer's output for the output of the layer before.
     ///
@@ -34,12 +34,12 @@ pub enum PartitionMethod {
     Parameters,
     /// Stages have the same number of layers (`uniform`).
     Uniform,
-    /// Stages have the same number of layers whose kind contains this text (`type:TEXT`), in any case.
+    /// Stages have the same number of layers whose kind contains this text (`type:TEXT`), ignoring case.
     LayerKind(String),
 }
 
-/// A model as layers that run one after the other (DeepSpeed's `PipelineModule`). A rank builds only those of its
-/// stages.
+/// A model as layers that run one after the other (DeepSpeed's `PipelineModule`). A rank builds only the layers of its
+/// own stages.
 ///
 /// ```
 /// use candle_core::Tensor;
@@ -72,8 +72,8 @@ struct LayerSpec<B> {
 }
 
 impl<B> PipelineModule<B> {
-    /// Returns a model without layers. `input` returns the first layer's input, and `loss` the loss, a scalar, from the
-    /// last layer's output.
+    /// Returns a model without layers. `input` returns the first layer's input, and `loss` computes the loss, a scalar,
+    /// from the last layer's output.
     pub fn new(
         input: impl Fn(&B) -> Result<Tensor> + 'static,
         loss: impl Fn(&Tensor, &B) -> Result<Tensor> + 'static,
@@ -98,7 +98,7 @@ impl<B> PipelineModule<B> {
         self.layers.len()
     }
 
-    /// Returns whether there is no layer.
+    /// Returns whether there are no layers.
     pub fn is_empty(&self) -> bool {
         self.layers.is_empty()
     }
@@ -110,7 +110,7 @@ impl<B> PipelineModule<B> {
         kind.rsplit_once("::").map_or(kind, |(_, kind)| kind)
     }
 
-    /// Returns whether the kind of a layer contains `text` in any case.
+    /// Returns whether the kind of a layer contains `text`, ignoring case.
     pub(crate) fn is_of_kind(&self, layer: usize, text: &str) -> bool {
         self.kind(layer).to_lowercase().contains(&text.to_lowercase())
     }

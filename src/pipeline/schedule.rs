@@ -7,14 +7,15 @@
 //!   rank 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3                  1
 //! ```
 //!
-//! A model is cut into stages. With one chunk per rank, stage s belongs to rank s. With several, rank r holds the stages
-//! r, r + p, r + 2p, ... of p ranks (interleaved, arXiv 2104.04473), which shortens the wait for the first and the last
-//! micro batch, or the stages r and 2p - 1 - r (V shape). Zero-bubble schedules (arXiv 2401.10241) divide a backward
-//! into the gradient of the input, for which the previous stage waits, and the gradients of the weights, which fill what
-//! would be waiting time.
+//! A model is cut into stages. With one chunk per rank, stage s belongs to rank s. With several, rank r holds the
+//! stages r, r + p, r + 2p, ... of p ranks (interleaved, arXiv 2104.04473), which shortens the wait for the first and
+//! the last micro batch, or the stages r and 2p - 1 - r (V shape). Zero-bubble schedules (arXiv 2401.10241) divide a
+//! backward pass into the gradient of the input, for which the previous stage waits, and the gradients of the weights,
+//! which are computed in time that would otherwise be spent waiting.
 //!
-//! Every stage sees the micro batches in their order, forward and backward: its gradients are summed in the order in
-//! which one rank with accumulation sums them. The lists are those of `torch.distributed.pipelining.schedules`.
+//! Every stage processes the micro batches in order, forward and backward, so its gradients are summed in the order in
+//! which one rank with accumulation sums them. The lists of operations are those of
+//! `torch.distributed.pipelining.schedules`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -28,9 +29,9 @@ pub enum PipelineScheduleKind {
     OneForwardOneBackward,
     /// 1F1B with several chunks of the model per rank: `ScheduleInterleaved1F1B`.
     Interleaved,
-    /// 1F1B with divided backwards, with one or several chunks per rank: `ScheduleInterleavedZeroBubble`.
+    /// 1F1B with divided backward passes and one or several chunks per rank: `ScheduleInterleavedZeroBubble`.
     ZeroBubble,
-    /// Divided backwards with two chunks per rank in the shape of a V: `ScheduleZBVZeroBubble`.
+    /// Divided backward passes with two chunks per rank, in the shape of a V: `ScheduleZBVZeroBubble`.
     ZeroBubbleV,
 }
 
@@ -48,7 +49,7 @@ impl PipelineScheduleKind {
         }
     }
 
-    /// Returns whether backwards are divided into the gradients of inputs and of weights.
+    /// Returns whether backward passes are divided into the gradients of inputs and those of weights.
     pub fn divides_backward(self) -> bool {
         matches!(self, Self::ZeroBubble | Self::ZeroBubbleV)
     }
@@ -57,13 +58,13 @@ impl PipelineScheduleKind {
 /// The work of one operation on one micro batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PipelinePass {
-    /// The forward of the stage.
+    /// The forward pass of the stage.
     Forward,
-    /// The complete backward of the stage.
+    /// The complete backward pass of the stage.
     Backward,
-    /// The part of the backward that gives the gradient of the stage's input.
+    /// The part of the backward pass that computes the gradient of the stage's input.
     BackwardInput,
-    /// The part of the backward that gives the gradients of the stage's weights.
+    /// The part of the backward pass that computes the gradients of the stage's weights.
     BackwardWeight,
 }
 
@@ -79,7 +80,7 @@ pub struct PipelineOp {
 }
 
 impl fmt::Display for PipelineOp {
-    /// Writes the operation as torch does: `2F0` is the forward of micro batch 0 in stage 2.
+    /// Writes the operation as torch does: `2F0` is the forward pass of micro batch 0 in stage 2.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let pass = match self.pass {
             PipelinePass::Forward => 'F',
@@ -104,7 +105,7 @@ pub enum ScheduleError {
         /// The number of chunks per rank.
         found: usize,
     },
-    /// The micro batches do not divide into rounds.
+    /// The micro batches cannot be divided into rounds of equal length.
     MicroBatches {
         /// The kind.
         kind: PipelineScheduleKind,
@@ -199,7 +200,7 @@ impl PipelineSchedule {
         self.ranks
     }
 
-    /// Returns the number of stages: those of all ranks.
+    /// Returns the total number of stages of all ranks.
     pub fn stages(self) -> usize {
         self.ranks * self.chunks
     }
@@ -229,26 +230,27 @@ impl PipelineSchedule {
         match self.kind {
             PipelineScheduleKind::OneForwardOneBackward => self.alternating(rank, 1, None),
             PipelineScheduleKind::Interleaved => self.alternating(rank, 2, None),
-            // The gradients of weights lag behind those of inputs, by as many as the rank waits for at the end.
+            // The gradients of weights lag behind those of inputs by `rank` operations, and fill the wait at the end.
             PipelineScheduleKind::ZeroBubble => self.alternating(rank, 1, Some(rank)),
             PipelineScheduleKind::ZeroBubbleV => self.v_shaped(rank),
         }
     }
 
-    /// Returns into how many rounds the micro batches are divided: in each, every chunk of a rank has its turn once.
+    /// Returns the number of rounds into which the micro batches are divided. Each chunk of a rank has one turn per
+    /// round.
     fn rounds(self) -> usize {
         (self.micro_batches / self.ranks).max(1)
     }
 
-    /// Returns forwards first, `per_hop` more than on the next rank; then forwards and backwards in turn; then the remaining
-    /// backwards. If backwards are divided, the gradients of weights begin after `lag` of those
-    /// of inputs.
+    /// Returns a list of forward passes, `per_hop` more than on the next rank, then of forward and backward passes in
+    /// turn, then of the remaining backward passes. If backward passes are divided, the gradients of weights begin
+    /// after `lag` of those of inputs.
     fn alternating(self, rank: usize, per_hop: usize, lag: Option<usize>) -> Vec<PipelineOp> {
         let Self { ranks, chunks, micro_batches, .. } = self;
         let per_round = micro_batches / self.rounds();
         let total = chunks * micro_batches;
         let first = ((chunks - 1) * per_round + per_hop * (ranks - 1 - rank)).min(total);
-        // The chunk of the i-th forward; backwards visit the chunks in the opposite order.
+        // The chunk of the i-th forward pass; backward passes visit the chunks in the opposite order.
         let chunk = |i: usize| i / per_round % chunks;
         let forward_stage = |i: usize| chunk(i) * ranks + rank;
         let backward_stage = |i: usize| (chunks - 1 - chunk(i)) * ranks + rank;
@@ -272,21 +274,21 @@ impl PipelineSchedule {
         ops.list
     }
 
-    /// Returns the schedule in the shape of a V: a micro batch goes through the first chunks down to the last rank, and
-    /// through the second chunks back up to the first (arXiv 2401.10241, section 6).
+    /// Returns the operations of the schedule in the shape of a V: a micro batch goes through the first chunks down to
+    /// the last rank, and through the second chunks back up to the first (arXiv 2401.10241, section 6).
     fn v_shaped(self, rank: usize) -> Vec<PipelineOp> {
         use PipelinePass::{BackwardInput, BackwardWeight, Forward};
         let Self { ranks, micro_batches, .. } = self;
         let (down, up) = (rank, self.stages() - 1 - rank);
         let to_last = ranks - rank;
-        // The pattern needs this many micro batches; those that do not exist are left out in the end.
+        // The pattern needs this many micro batches; those that do not exist are left out at the end.
         let all = micro_batches.max(2 * ranks - 1);
         let mut ops = OpList::default();
-        // Until the first micro batch has come back up to this rank.
+        // Forward passes until the first micro batch has returned to this rank.
         (0..2 * to_last - 1).for_each(|_| ops.push(down, Forward));
         (0..rank).for_each(|_| [up, down].into_iter().for_each(|stage| ops.push(stage, Forward)));
         (0..to_last).for_each(|_| [Forward, BackwardInput, BackwardWeight].into_iter().for_each(|p| ops.push(up, p)));
-        // Steady: a micro batch goes in at each end, and one comes out.
+        // Steady state: for each micro batch that enters a chunk, another one leaves it.
         while ops.count(up, Forward) < ops.count(down, Forward) || ops.count(down, Forward) < all {
             if ops.count(down, Forward) < all {
                 ops.push(down, Forward);
@@ -294,7 +296,7 @@ impl PipelineSchedule {
             [BackwardInput, BackwardWeight].into_iter().for_each(|pass| ops.push(down, pass));
             [Forward, BackwardInput, BackwardWeight].into_iter().for_each(|pass| ops.push(up, pass));
         }
-        // The last backwards, with the gradients of weights where the rank would wait.
+        // The last backward passes, with gradients of weights where the rank would otherwise wait.
         (0..rank).for_each(|_| [down, up].into_iter().for_each(|stage| ops.push(stage, BackwardInput)));
         (0..to_last).for_each(|_| [BackwardInput, BackwardWeight].into_iter().for_each(|pass| ops.push(down, pass)));
         for stage in [up, down] {

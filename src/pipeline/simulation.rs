@@ -1,7 +1,7 @@
 //! The timing of a schedule: when each operation runs if operations and messages take given times.
 //!
-//! An operation begins when its rank has finished the one before it in its list, and what it needs has arrived: a
-//! forward needs the forward of the previous stage, a backward that of the next stage.
+//! An operation begins when its rank has finished the previous one in its list and its input has arrived: a forward
+//! pass needs the result of the previous stage, and a backward pass that of the next stage.
 
 use super::schedule::{PipelineOp, PipelinePass, PipelineSchedule};
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,11 +9,11 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The seconds that one micro batch takes in a stage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StageCost {
-    /// The forward.
+    /// The forward pass.
     pub forward: f64,
-    /// The part of the backward for the gradient of the input.
+    /// The part of the backward pass for the gradient of the input.
     pub backward_input: f64,
-    /// The part of the backward for the gradients of the weights.
+    /// The part of the backward pass for the gradients of the weights.
     pub backward_weight: f64,
 }
 
@@ -31,9 +31,9 @@ impl StageCost {
 /// The timing of one step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimulatedPipeline {
-    /// The seconds from the first operation's begin to the last one's end.
+    /// The seconds from the start of the first operation to the end of the last one.
     pub seconds: f64,
-    /// The seconds in which each rank computes.
+    /// The seconds during which each rank computes.
     pub busy: Vec<f64>,
 }
 
@@ -49,11 +49,11 @@ impl SimulatedPipeline {
 }
 
 impl PipelineSchedule {
-    /// Computes the timing of one step: `costs` are those of each stage, and a message between ranks takes `message`
+    /// Computes the timing of one step: `costs` has one entry per stage, and a message between ranks takes `message`
     /// seconds.
     ///
     /// # Panics
-    /// There is not one cost for each stage.
+    /// `costs` does not have exactly one entry per stage.
     pub fn simulate(self, costs: &[StageCost], message: f64) -> SimulatedPipeline {
         assert_eq!(costs.len(), self.stages(), "a cost for each stage");
         let lists: Vec<Vec<PipelineOp>> = (0..self.ranks()).map(|rank| self.operations(rank)).collect();
@@ -87,8 +87,8 @@ impl PipelineSchedule {
         SimulatedPipeline { seconds: free.into_iter().fold(0.0, f64::max), busy }
     }
 
-    /// Returns the largest number of micro batches of each stage of a rank whose activations it holds at the same time:
-    /// those whose forward has run and whose backward has not ended.
+    /// Returns the maximum number of activations that a rank holds at the same time, counted per micro batch and stage:
+    /// those whose forward pass has run and whose backward pass is not complete.
     pub fn held_activations(self, rank: usize) -> usize {
         let (mut held, mut most) = (0usize, 0);
         for op in self.operations(rank) {
@@ -102,12 +102,12 @@ impl PipelineSchedule {
         most
     }
 
-    /// Returns for each micro batch the last operation of `rank`, by its position in the rank's list, on which the first
-    /// stage's backward of that micro batch depends.
+    /// Returns, for each micro batch, the last operation of `rank` (as its position in the rank's list) on which the
+    /// first stage's backward pass of that micro batch depends.
     pub(crate) fn needed_by_first_stage(self, rank: usize) -> Vec<usize> {
         let lists: Vec<Vec<PipelineOp>> = (0..self.ranks()).map(|rank| self.operations(rank)).collect();
         let mut needed = vec![0; self.micro_batches()];
-        // How far each rank comes if this one stops after `at` operations.
+        // How far each rank gets if this one stops after `at` operations.
         let mut next = vec![0; self.ranks()];
         let mut ended = BTreeSet::new();
         for at in 0..lists[rank].len() {
@@ -176,7 +176,7 @@ mod tests {
                 (p - 1.0) / (m + p - 1.0),
             );
             near(bubble(PipelineScheduleKind::Interleaved, ranks, 2, micro_batches), (p - 1.0) / (2.0 * m + p - 1.0));
-            // A third of what 1F1B waits, and nothing in steady state for the V.
+            // A third of the time that 1F1B waits; for the V, no waiting in the steady state.
             near(bubble(PipelineScheduleKind::ZeroBubble, ranks, 1, micro_batches), (p - 1.0) / (3.0 * m + p - 1.0));
             near(bubble(PipelineScheduleKind::ZeroBubbleV, ranks, 2, micro_batches), (p - 1.0) / (6.0 * m + p - 1.0));
         }
@@ -193,11 +193,11 @@ mod tests {
                     };
                     let rule = (ranks - rank).min(micro_batches);
                     assert_eq!(of(PipelineScheduleKind::OneForwardOneBackward, 1), Some(rule));
-                    // With one chunk, the memory of 1F1B on the first rank.
+                    // With one chunk, at most the memory of 1F1B on the first rank.
                     assert!(
                         of(PipelineScheduleKind::ZeroBubble, 1).is_none_or(|held| held <= ranks.min(micro_batches))
                     );
-                    // Two chunks of half a rank's model.
+                    // Two chunks, each with half of a rank's layers.
                     assert!(of(PipelineScheduleKind::ZeroBubbleV, 2).is_none_or(|held| held <= 2 * ranks));
                 }
             }

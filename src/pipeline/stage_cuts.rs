@@ -53,7 +53,7 @@ impl StageCuts {
     }
 }
 
-/// Divides `layers` layers into stages of equal length; the first stages have one more where they do not divide
+/// Divides `layers` layers into stages of equal length; if that is not possible, the first stages have one more
 /// (`partition: uniform`).
 ///
 /// # Errors
@@ -64,10 +64,10 @@ pub fn uniform_cuts(layers: usize, stages: usize) -> Result<StageCuts, TooManySt
     Ok(StageCuts { bounds: (0..=stages).map(|stage| stage * each + stage.min(more)).collect() })
 }
 
-/// Divides layers of these weights into stages, so that the largest sum of weights of a stage, multiplied by the
-/// stage's `slowness`, is as small as possible. Of equally good divisions it is the most even one: that with the smallest
-/// sum of squares. Weights are numbers of parameters (`partition: parameters`), or measured seconds; the slowness of equal
-/// hosts is 1.
+/// Divides layers with these weights into stages so that the largest sum of weights of a stage, multiplied by the
+/// stage's `slowness`, is as small as possible. Of equally good divisions, it returns the most even one: the one with
+/// the smallest sum of squares. Weights are numbers of parameters (`partition: parameters`), or measured seconds; the
+/// slowness of equal hosts is 1.
 ///
 /// # Errors
 /// There are more stages than layers.
@@ -83,8 +83,8 @@ pub fn balanced_cuts(weights: &[f64], slowness: &[f64]) -> Result<StageCuts, Too
     Ok(StageCuts { bounds })
 }
 
-/// Returns the division with the smallest total, and that total. `add` adds a stage's cost to that of the stages before, or
-/// refuses it.
+/// Returns the division with the smallest total, and that total. `add` adds a stage's cost to the total of the stages
+/// before it, or returns `None` to reject the stage.
 fn best_cuts(
     layers: usize,
     slowness: &[f64],
@@ -94,7 +94,7 @@ fn best_cuts(
     // best[j]: the smallest total for the first j layers in the stages so far.
     let mut best: Vec<Option<f64>> = vec![None; layers + 1];
     best[0] = Some(0.0);
-    // The first layer of each stage, by its end.
+    // The first layer of each stage, indexed by the end of the stage.
     let mut starts = Vec::with_capacity(slowness.len());
     for slow in slowness {
         let mut next: Vec<Option<f64>> = vec![None; layers + 1];
@@ -103,7 +103,7 @@ fn best_cuts(
             for (begin, earlier) in best[..end].iter().enumerate() {
                 let total = earlier.and_then(|earlier| add(earlier, cost(begin, end, *slow)));
                 let Some(total) = total else { continue };
-                // The last begin among equals: the stage has few layers.
+                // Of equally good starts, the last one: the stage has few layers.
                 if next[end].is_none_or(|known| total <= known) {
                     (next[end], start[end]) = (Some(total), begin);
                 }
@@ -151,7 +151,7 @@ mod tests {
         let weights = [3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0];
         assert_eq!(lengths(&balanced_cuts(&weights, &[1.0; 2]).unwrap()), [4, 4]);
         assert_eq!(lengths(&balanced_cuts(&weights, &[1.0; 4]).unwrap()), [1, 3, 3, 1]);
-        // A heavy embedding: the other stages are even, not just below its weight.
+        // With a heavy embedding, the other stages are even, and not merely lighter than it.
         let mut weights = vec![4.3];
         weights.extend([1.0; 16]);
         assert_eq!(lengths(&balanced_cuts(&weights, &[1.0; 7]).unwrap()), [1, 3, 3, 3, 3, 2, 2]);

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! A backward that is not the engine's may pass through the model: Candle's own `loss.backward()`, or that of another
-//! engine. It may come at any time, and nothing reports its end. Gradients of parameters do not count in it. The
+//! engine. It may run at any time, and nothing reports its end. Gradients of parameters do not count in it. The
 //! parameters that it needs are gathered for it, and released once it has passed or at the engine's next call.
 
 use super::check::gradient_check_state::count_collective_step;
@@ -122,7 +122,7 @@ impl RankCore {
         once(|| on_big_stack(|| scalar.backward()))
     }
 
-    /// Reduces gradients that still wait for it, and releases all parameters.
+    /// Reduces the remaining gradients, and releases all parameters.
     fn end_backward(&self) -> Result<()> {
         let end = || {
             if self.holds_unreduced() {
@@ -136,15 +136,15 @@ impl RankCore {
         end().map_err(|error| self.naming_what_is_held(error))
     }
 
-    /// Differentiates a part of a model like [`backward`](Self::backward), and returns the gradient of `param` too instead
-    /// of reducing it.
+    /// Differentiates a part of a model like [`backward`](Self::backward), and also returns the gradient of `param`
+    /// instead of reducing it.
     pub fn backward_diverting(&self, scalar: &Tensor, param: ParamId) -> Result<(GradStore, Option<Grad>)> {
         let (grads, diverted) = self.diverted.during(param, || self.backward(scalar, false));
         Ok((grads?, diverted))
     }
 
-    /// Differentiates a part of a model up to its input, and returns the gradients of variables that are not parameters.
-    /// The gradients of parameters wait in memory for [`backward_weights`](Self::backward_weights).
+    /// Differentiates a part of a model up to its input, and returns the gradients of variables that are not
+    /// parameters. The gradients of parameters wait in memory for [`backward_weights`](Self::backward_weights).
     pub fn backward_inputs(&self, scalar: &Tensor) -> Result<(GradStore, WaitingGradients)> {
         self.begin_call()?;
         abandon();
@@ -154,8 +154,8 @@ impl RankCore {
         Ok((of_variables, waiting))
     }
 
-    /// Computes gradients that [`backward_inputs`](Self::backward_inputs) has left, and reduces them. Returns the gradient
-    /// of parameter `diverted` instead of reducing it.
+    /// Computes gradients that [`backward_inputs`](Self::backward_inputs) has left, and reduces them. Returns the
+    /// gradient of parameter `diverted` instead of reducing it.
     pub fn backward_weights(&self, waiting: WaitingGradients, diverted: Option<ParamId>) -> Result<Option<Grad>> {
         self.begin_call()?;
         let run = || {
@@ -172,7 +172,7 @@ impl RankCore {
         Ok(grad)
     }
 
-    /// Returns the number of the parameter of that name.
+    /// Returns the index of the parameter with that name.
     pub fn param_named(&self, name: &str) -> Option<ParamId> {
         self.params.iter().position(|param| param.name == name)
     }
@@ -378,7 +378,7 @@ pub(super) fn before_backward(
 
 /// Methods for buffers, and for layers that compute together with those of other ranks.
 impl RankCore {
-    /// Collective: gathers a few numbers of every rank, in rank order.
+    /// Collective: gathers a few numbers from every rank, in rank order.
     pub fn numbers_of_all(&self, own: Vec<f64>) -> candle_core::Result<Vec<Vec<f64>>> {
         count_collective_step();
         self.comm().gather_f64(own).wait().map_err(|e| self.stash(e))

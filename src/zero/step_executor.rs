@@ -89,7 +89,7 @@ pub(crate) trait StepExecutor: ShareStorage {
         self.info().mesh
     }
 
-    /// Returns the total number of ranks, over which means and sums are formed.
+    /// Returns the total number of ranks, over which means and sums are computed.
     fn world_size(&self) -> usize {
         self.mesh().world_size()
     }

@@ -42,7 +42,7 @@ proptest! {
     }
 }
 
-/// Returns the values that arrive if `values` travel as `ints`.
+/// Returns the values that arrive if `values` are sent as `ints`.
 fn arrived(ints: IntFormat, values: &[f32], dtype: DType) -> Flat {
     let sent = Flat::from_f32(values.to_vec(), dtype);
     let mut bytes = vec![0; ints.encoded_len(sent.len())];
@@ -177,7 +177,7 @@ fn bytes_of_blocks_are_counted_with_their_scales_beside_what_they_would_have_bee
             let bytes = |kind| (report.kind(kind).wire_bytes, report.kind(kind).exact_bytes);
             assert_eq!(bytes(CollectiveKind::ReduceScatter), (codes, exact));
             assert_eq!(bytes(CollectiveKind::AllGather), (codes, exact / 2));
-            assert_eq!(bytes(CollectiveKind::AllReduce), (codes + exact, 2 * exact), "the sums travel unquantized");
+            assert_eq!(bytes(CollectiveKind::AllReduce), (codes + exact, 2 * exact), "the sums are sent unquantized");
             assert_eq!(report.data_wire_bytes(), 3 * codes + exact);
             let text = report.to_string();
             let line = format!("quantized: {} bytes of gradients and weights instead of", 3 * codes + exact);

@@ -1,4 +1,4 @@
-//! Gradients and weights that travel in fewer bytes: `communication_data_type`, `zero_quantized_gradients` and
+//! Gradients and weights that are sent in fewer bytes: `communication_data_type`, `zero_quantized_gradients` and
 //! `zero_quantized_weights`. Values, bytes, and settings that must not change them.
 
 use crate::support::tiny::{Outcome, Shape, config, train};
@@ -309,7 +309,8 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
         let (bytes, would_be) = bytes_per_step(&both, STEPS, kind);
         let (without, same) = bytes_per_step(&exact, STEPS, kind);
         assert_eq!(without, same);
-        // The bytes counted as saved are those that a run without the keys sends, except for padding to complete blocks.
+        // The bytes counted as saved are those that a run without the keys sends, except for padding to complete
+        // blocks.
         assert!((would_be / without - 1.0).abs() < 0.01, "{kind:?}: {would_be}, {without}");
         println!("{kind:?}: {without} bytes a step, now {bytes}: {:.2} times fewer", without / bytes);
         assert!(without / bytes > least, "{kind:?}: {without} / {bytes}");
@@ -317,7 +318,7 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
     }
     println!("in total {:.2} times fewer", total.0 / total.1);
     assert!(total.0 / total.1 > 4.0);
-    // Half as many where gradients travel in 16 bits.
+    // Half as many if gradients are sent in 16 bits.
     let bf16 = train_nano(2, &nano_config(2, [false; 2], json!({"communication_data_type": "bf16"})), STEPS).1;
     let gradients = |reports| bytes_per_step(reports, STEPS, CollectiveKind::ReduceScatter).0;
     assert_eq!(gradients(&exact), 2.0 * gradients(&bf16));

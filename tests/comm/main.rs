@@ -1,4 +1,4 @@
-//! Collectives: their results, their errors, and the bytes that travel.
+//! Collectives: their results, their errors, and the bytes that are sent.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

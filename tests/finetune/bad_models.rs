@@ -120,7 +120,7 @@ fn descriptions_that_this_library_does_not_compute_with_are_refused() {
     insta::assert_snapshot!(with("gemma3", "layer_types", json!(["chunked_attention", "full_attention", "full_attention"])), @r#"DIR/config.json: layer_types is a list with "chunked_attention", but must be a list of full_attention and sliding_attention"#);
     insta::assert_snapshot!(with("qwen2", "layer_types", json!(["full_attention", "sliding_attention"])), @"DIR/config.json: use_sliding_window is false, but must be true if layer_types contains sliding_attention");
     insta::assert_snapshot!(with("gemma2", "sliding_window", Value::Null), @"DIR/config.json: sliding_window is null, but must be a number if layer_types contains sliding_attention");
-    insta::assert_snapshot!(with("gemma3", "use_bidirectional_attention", json!(true)), @"DIR/config.json: use_bidirectional_attention is true, but must be false: a language model sees no later token");
+    insta::assert_snapshot!(with("gemma3", "use_bidirectional_attention", json!(true)), @"DIR/config.json: use_bidirectional_attention is true, but must be false: a language model does not see later tokens");
     insta::assert_snapshot!(with("gpt2", "n_head", json!(5)), @"DIR/config.json: n_embd is 48, but must be a multiple of n_head (5)");
     insta::assert_snapshot!(with("gpt2", "scale_attn_by_inverse_layer_idx", json!(true)), @"DIR/config.json: scale_attn_by_inverse_layer_idx is true, but must be false: all layers scale attention's scores in the same way");
     insta::assert_snapshot!(with("gpt2", "activation_function", json!("relu")), @r#"DIR/config.json: activation_function is "relu", but must be silu, swish, gelu, gelu_new or gelu_pytorch_tanh"#);

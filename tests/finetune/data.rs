@@ -131,7 +131,7 @@ fn completions_texts_and_labels_end_as_their_task_needs() {
         shown("d.jsonl", pair, RecordFormat::Preference, TrainingTask::Prefer),
         ["a?[ yes<|im_end|>]", "a?[ no<|im_end|>]"]
     );
-    // Both answers contain the prompt as messages. Earlier answers are not learned.
+    // Both answers contain the prompt as messages. Earlier answers are not trained on.
     let turn = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
     let (ask, said) = (turn("user", "q"), turn("assistant", "same"));
     let chat = |end| format!("[{ask}, {said}, {ask}, {}]", turn("assistant", end));

@@ -1,5 +1,5 @@
-//! Records from other people's files: what they mark as learned is learned, or the user is informed. Tests keys, formats
-//! and templates.
+//! Records from other people's files: the model is trained on what they mark as targets, or the user is informed. Tests
+//! keys, formats and templates.
 
 use super::data::Desk;
 use crate::support::processes::repository;
@@ -183,10 +183,10 @@ fn weights_of_messages_and_records_say_what_is_learned() {
     }
     let part =
         r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]}"#;
-    holds(&generate(part), &["refused", "message 2: its weight is 0.5", "0 (not learned) or 1"]);
+    holds(&generate(part), &["refused", "message 2: its weight is 0.5", "0 (not trained on) or 1"]);
     let user =
         r#"{"messages": [{"role": "user", "content": "a", "train": true}, {"role": "assistant", "content": "b"}]}"#;
-    holds(&generate(user), &["refused", "message 1: it has train, but only the assistant's messages are learned"]);
+    holds(&generate(user), &["refused", "message 1: it has train, but only the assistant's messages are trained on"]);
     holds(&generate(&user.replace("train", "weight").replace("true", "1")), &["⟦b<|im_end|>⟧"]);
     let detail = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train_detail": [1]}]}"#;
     holds(&generate(detail), &["refused", "train_detail"]);
@@ -347,7 +347,7 @@ fn pairs_of_answers_are_read_in_each_form() {
         &["refused", "without a common beginning"],
     );
     let same = r#"{"prompt": "a?", "chosen": "same", "rejected": "same"}"#;
-    holds(&made(CHATML, same, TrainingTask::Prefer, ""), &["has the same answer as chosen and rejected"]);
+    holds(&made(CHATML, same, TrainingTask::Prefer, ""), &["has identical chosen and rejected answers"]);
     holds(
         &made(CHATML, r#"{"prompt": "a", "chosen": " ", "rejected": "x"}"#, TrainingTask::Prefer, ""),
         &["an empty answer"],
@@ -450,16 +450,16 @@ fn the_end_of_an_answer_is_learned_or_missing_by_name() {
         ("{% for m in messages %}{{ m.role }}: {{ m.content }} ###\n{% endfor %}", " ###"),
     ] {
         let made = made(source, &text, TrainingTask::Generate, "");
-        holds(&made, &[&format!("ONE{end}⟧"), &format!("TWO{end}⟧"), "!end is not learned"]);
+        holds(&made, &[&format!("ONE{end}⟧"), &format!("TWO{end}⟧"), "!end is not trained on"]);
     }
     let endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}";
     holds(
         &made(endless, &text, TrainingTask::Generate, ""),
-        &["ONE⟧", "TWO⟧", "has an answer whose end is not learned"],
+        &["ONE⟧", "TWO⟧", "has an answer whose end is not trained on"],
     );
     let open = BLOCKS.replace("{% generation %}{{ '<|im_end|>' }}{% endgeneration %}", "{{ '<|im_end|>' }}");
-    holds(&made(&open, &text, TrainingTask::Generate, ""), &["⟦ONE⟧<|im_end|>", "end is not learned"]);
-    holds(&made(BLOCKS, &text, TrainingTask::Generate, ""), &["⟦ONE<|im_end|>⟧", "!end is not learned"]);
+    holds(&made(&open, &text, TrainingTask::Generate, ""), &["⟦ONE⟧<|im_end|>", "end is not trained on"]);
+    holds(&made(BLOCKS, &text, TrainingTask::Generate, ""), &["⟦ONE<|im_end|>⟧", "!end is not trained on"]);
 }
 
 #[test]
@@ -557,7 +557,7 @@ fn empty_answers_and_texts_as_they_stand_are_said() {
     let generate = |text: &str| made(CHATML, text, TrainingTask::Generate, "");
     holds(
         &generate("{\"prompt\": \"c\", \"completion\": \"\"}"),
-        &["an empty answer", "learned verbatim, without the model's chat template"],
+        &["an empty answer", "used verbatim, without the model's chat template"],
     );
     holds(
         &generate("{\"prompt\": \"c\", \"completion\": \"d\"}"),

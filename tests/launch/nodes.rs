@@ -555,5 +555,5 @@ fn a_launcher_of_a_hostfile_that_cannot_start_its_ranks_ends_the_job() {
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     let told = stderr(&output);
     let line = told.lines().find(|line| line.contains("the launcher on host")).unwrap_or(&told);
-    insta::assert_snapshot!(line, @"zerorun: the launcher on host far.invalid ended with exit code 127, and the others wait for it; see its output above");
+    insta::assert_snapshot!(line, @"zerorun: the launcher on host far.invalid ended with exit code 127, and the others are waiting for it; see its output above");
 }

@@ -60,7 +60,7 @@ fn a_pipeline_of_processes_has_the_losses_and_norms_of_one() {
 
 #[test]
 fn a_job_whose_ranks_are_killed_ends_with_the_same_bytes() {
-    // A campaign sets more.
+    // A long campaign sets a larger number.
     let kills: u64 = std::env::var("CANDLE_ZERO_PIPELINE_KILLS").map_or(2, |kills| kills.parse().unwrap());
     let pipelines = [json!({}), json!({"schedule": "zero_bubble"}), json!({"stages": 2})];
     let expected = pipelines.each_ref().map(|pipeline| trained(4, pipeline));

@@ -1,5 +1,5 @@
 //! Offload to files does not change a single bit: losses, norms and parameters are those of a run in memory, wherever
-//! states are stored and however they travel.
+//! states are stored and however they are transferred.
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train, train_with};
 use candle_core::{DType, Device, Tensor};

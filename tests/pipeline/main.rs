@@ -1,4 +1,4 @@
-//! Pipelines: the bits of one rank that accumulates, for every schedule and number of ranks.
+//! Pipelines: the same bits as one rank that accumulates gradients, for every schedule and number of ranks.
 #![allow(clippy::unwrap_used)]
 
 mod checkpoints;

@@ -52,7 +52,8 @@ pub(super) fn config(micro_batches: usize) -> Value {
     })
 }
 
-/// Returns a micro batch in which tokens repeat, so that rows of the embedding have several terms.
+/// Returns a micro batch in which tokens repeat, so that the gradients of the embedding's rows are sums of several
+/// terms.
 pub(super) fn batch(step: usize, micro_batch: usize) -> DecoderBatch {
     let token = |i: usize| ((i * i + 3 * i + step * 5 + micro_batch * 11) % (VOCAB / 2)) as u32;
     let tokens = |from: usize| Tensor::from_iter((from..from + 2 * CTX).map(token), &Device::Cpu).unwrap();
@@ -177,7 +178,8 @@ fn gpt2_with_its_tied_embedding_has_the_bits_of_one_rank() {
 
 #[test]
 fn a_tied_weight_waits_for_no_backward_that_the_same_rank_runs_later() {
-    // One round of 3 micro batches: the last stage has run all backwards before its rank's first stage runs one.
+    // One round of 3 micro batches: the last stage has run all of its backward passes before the first stage on the
+    // same rank runs one.
     compare_with(&gpt2(0.0), 3, &[(2, TWO), (2, ("zero_bubble", 2)), (2, V_SHAPED)], |builder| builder);
 }
 

@@ -1,4 +1,4 @@
-//! Files of weights, param groups, frozen parts and stages without parameters work when a model's parts are on different
+//! Weight files, param groups, frozen parts and stages without parameters work when a model's parts are on different
 //! ranks. Models and configurations that cannot be divided are refused.
 
 use super::same_bits::{Batch, LAYERS, Model, batch, config, loss, module, parameters, residual};
@@ -107,7 +107,7 @@ fn param_groups_have_the_same_numbers_on_all_ranks() {
 fn a_stage_may_have_no_parameters_or_none_that_are_trained() {
     let expected = plain(&config(4, 0), |builder| builder);
     let mut uniform = config(4, 0);
-    // One layer per stage: that with the activation has no parameters.
+    // One layer per stage: the stage with the activation has no parameters.
     uniform["pipeline"] = json!({"partition": "uniform"});
     assert!(piped(LAYERS + 2, module, &uniform, |builder| builder) == expected);
     let head = |builder: EngineBuilder| builder.trainable(|name, _| name.starts_with("head"));

@@ -173,7 +173,7 @@ pub fn pids(dir: &Path, count: usize) -> Vec<i32> {
     })
 }
 
-/// Returns whether a process runs. A zombie or a process that no longer exists does not.
+/// Returns whether a process is running. A zombie is not, and neither is a process that no longer exists.
 pub fn runs(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))

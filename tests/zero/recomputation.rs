@@ -109,7 +109,7 @@ fn what_can_be_drawn_again_trains() {
 
 #[test]
 fn inputs_that_do_not_lie_row_by_row_are_recomputed_to_the_bit() {
-    // A sum along strided rows is formed in a different order than one along contiguous rows.
+    // A sum along strided rows is computed in a different order than one along contiguous rows.
     let sum: Noise = |x| x.t()?.sum_keepdim(0)?.broadcast_add(&x.t()?)?.t();
     for (recompute, config) in [0, 3].into_iter().flat_map(ways) {
         let ranks = threads::run(1, |comm| {
@@ -202,7 +202,7 @@ fn gradients_are_the_same_bits_but_for_an_input_that_is_used_several_times_insid
                 if inside == 1 || outside == 0 {
                     assert!(kept[0] == again[0], "the parameter before the unit: {what}");
                 }
-                // Otherwise it is the same sum, formed in a different order.
+                // Otherwise it is the same sum, computed in a different order.
                 for (a, b) in kept[0].iter().zip(&again[0]).map(|(a, b)| (f32::from_bits(*a), f32::from_bits(*b))) {
                     assert!((a - b).abs() <= tolerance * a.abs().max(1.0), "{a} {b}: {what}");
                 }

@@ -16,7 +16,7 @@ pub(super) struct ChainRole {
     pub after: Option<usize>,
     /// The rank of the last host from which this rank receives the sums of its chunk.
     pub giver: usize,
-    /// Whether this rank's host is the first; `last` tells whether it is the last.
+    /// Whether this rank's host is the first; `last`: whether it is the last.
     pub first: bool,
     pub last: bool,
 }

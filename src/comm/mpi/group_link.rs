@@ -1,10 +1,10 @@
-//! MPI's messages among the ranks of the job or of one of its groups, which are counted from 0.
+//! MPI messages among the ranks of the job or of one of its groups, which are counted from 0.
 
 use super::link::{MessageTag, MpiLink, MpiTransfer};
 use crate::error::CommError;
 use std::sync::Arc;
 
-/// The link of a rank to the other ranks of its group. Messages of different channels do not meet.
+/// The link of a rank to the other ranks of its group. Messages of different channels are kept apart.
 #[derive(Clone)]
 pub(super) struct GroupLink {
     link: Arc<MpiLink>,
@@ -30,7 +30,7 @@ impl GroupLink {
         self.members.as_ref().map_or(rank, |members| members.partition_point(|member| *member < rank))
     }
 
-    /// Returns the number of a rank of the group in the job.
+    /// Returns the job-wide number of a rank of the group.
     pub(super) fn in_job(&self, rank: usize) -> usize {
         self.members.as_ref().map_or(rank, |members| members[rank])
     }

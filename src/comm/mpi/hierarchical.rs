@@ -197,8 +197,8 @@ impl HierarchicalCollectives {
         gather(&mut self.0, &mut bytes, 1)
     }
 
-    /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on, which
-    /// is the position of the first chunk or of this rank's chunk.
+    /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on,
+    /// which is the position of the first chunk or of this rank's chunk.
     fn reduce(&mut self, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
         let (wire, algorithm) = sum_of(&self.0.hosts, wire, input.dtype(), input.len() / self.0.size());
         match algorithm {

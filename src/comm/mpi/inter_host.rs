@@ -1,9 +1,9 @@
 //! One rank's side of a collective across hosts: the ranks of its host, its messages to other hosts, and its waits.
 //!
 //! A message is a header, which names the collective that a rank is in, or data. All sends and receives are
-//! non-blocking; a wait for a message ends with an error if a rank has failed or left, or if the time limit has expired.
-//! Waits for this host's ranks make progress on messages too: those ranks may, through other hosts, depend on what this
-//! rank has sent.
+//! non-blocking; a wait for a message ends with an error if a rank has failed or left, or if the time limit has
+//! expired. Waits for this host's ranks make progress on messages too: those ranks may, through other hosts, depend on
+//! what this rank has sent.
 
 use super::group_link::GroupLink;
 use super::link::{MessageTag, MpiTransfer};
@@ -128,7 +128,7 @@ impl InterHostExchange {
         }
     }
 
-    /// Tells the ranks with which data will be exchanged which collective this is, and checks that theirs is the same.
+    /// Announces this collective to the ranks with which data will be exchanged, and checks that theirs is the same.
     pub(super) fn announce_collective(&mut self, peers: &[usize]) -> Result<()> {
         let mine = self.current.expect("a collective has begun");
         let arriving = self.receive_each(peers, MessageTag::Header, 8 * (CollectiveFingerprint::WORDS + 1))?;

@@ -1,7 +1,8 @@
 //! Messages between this process and those of other hosts, over MPI.
 //!
 //! All messages are sent and received without blocking, and progress is made by polling, so that a wait can end with an
-//! error when a rank is gone. No call in this module waits for another process, except [`MpiLink::gather`] at the start.
+//! error when a rank is gone. No call in this module waits for another process, except [`MpiLink::gather`] at the
+//! start.
 
 use super::library::MpiLibrary;
 use crate::error::CommError;
@@ -105,7 +106,7 @@ impl MpiLink {
         self.send_on(0, to, tag, bytes)
     }
 
-    /// Begins to send in a channel. Messages of different channels do not meet.
+    /// Begins to send in a channel. Messages of different channels are kept apart.
     pub(super) fn send_on(
         self: &Arc<Self>,
         channel: usize,

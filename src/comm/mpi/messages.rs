@@ -1,4 +1,4 @@
-//! Messages of one rank to another on a different host.
+//! Messages from one rank to another on a different host.
 
 use super::link::{MessageTag, MpiLink, MpiTransfer};
 use super::message_wait::MessageWait;

@@ -130,7 +130,7 @@ impl MpiRank {
         self.hosts.local_ranks().start
     }
 
-    /// Returns the number of all ranks.
+    /// Returns the total number of ranks.
     pub(super) fn world_size(&self) -> usize {
         self.hosts.world_size()
     }

@@ -28,8 +28,8 @@ use std::ops::Range;
 const SHORT_BYTES: usize = 256 << 10;
 /// The number of bytes of a partial sum of one element.
 const PARTIAL_SUM_BYTES: usize = size_of::<f32>();
-/// The number of blocks of a sum per host that it passes, if it is long enough: hosts work on different blocks at a
-/// time.
+/// The number of blocks of a sum per host that it passes, if it is long enough: hosts work on different blocks at the
+/// same time.
 const BLOCKS_PER_HOST: usize = 8;
 /// The minimum number of bytes of a message for which a sum is split into more blocks.
 pub(super) const MIN_MESSAGE_BYTES: usize = 16 << 10;

@@ -247,8 +247,8 @@ enum OwnShardLocation<'a> {
 }
 
 /// Writes bytes `range` of the parts of a group's ranks, this one included, to their positions in `whole`. Pieces must
-/// come in order: a part that lies at the start, in the first rank's position, is moved to its own position before the
-/// first rank's part arrives.
+/// be passed in order: a part that lies at the start, in the first rank's position, is moved to its own position before
+/// the first rank's part arrives.
 fn gather_piece(
     ex: &mut ShmExchange,
     group: StridedRanks,

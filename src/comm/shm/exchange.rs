@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// The number of words of a piece's header: the fingerprint, and the engine call, which is only for messages.
+/// The number of words of a piece's header: the fingerprint, and the engine call, which is used only in error messages.
 const HEADER_WORDS: usize = CollectiveFingerprint::WORDS + 1;
 /// The spin limits of the comm thread, which competes for CPU time with the computing thread.
 const COMM_THREAD_SPINS: SpinLimits = SpinLimits { spins: 500, yields: 20 };

@@ -31,7 +31,7 @@ impl MailboxSender {
         self.sent.wrapping_sub(self.mailbox.received().get()) < PACKETS
     }
 
-    /// Sleeps until the receiver has read another packet, or about one nap is over.
+    /// Sleeps until the receiver has read another packet, or until about one nap has passed.
     pub(super) fn sleep(&self, nap_millis: u32) {
         let received = self.mailbox.received();
         received.sleep_while(self.sent.wrapping_sub(PACKETS), nap_millis);
@@ -41,8 +41,8 @@ impl MailboxSender {
     pub(super) fn send<const N: usize>(&mut self, header: [u64; N], len: usize, fill: impl FnOnce(&mut [u8])) {
         assert!(len <= PACKET_BYTES && self.has_room(), "a packet of {len} bytes");
         let slot = (self.sent % PACKETS) as usize;
-        // SAFETY: the slot holds PACKET_BYTES, and this end is the only one to write it. The receiver has read the slot's
-        // previous packet (Acquire in has_room) and does not read it before the next one is published below.
+        // SAFETY: the slot holds PACKET_BYTES, and this end is the only one to write it. The receiver has read the
+        // slot's previous packet (Acquire in has_room) and does not read it before the next one is published below.
         fill(unsafe { std::slice::from_raw_parts_mut(self.mailbox.slot_mut(slot), len) });
         for (i, word) in header.into_iter().enumerate() {
             self.mailbox.header_word(slot, i).store(word, Ordering::Relaxed);
@@ -69,7 +69,7 @@ impl MailboxReceiver {
         self.mailbox.sent().get() != self.received
     }
 
-    /// Sleeps until a packet arrives, or about one nap is over.
+    /// Sleeps until a packet arrives, or until about one nap has passed.
     pub(super) fn sleep(&self, nap_millis: u32) {
         self.mailbox.sent().sleep_while(self.received, nap_millis);
     }

@@ -29,7 +29,7 @@ impl Mailbox {
     /// Opens the mailbox for the messages of one rank of the region to another in a channel.
     ///
     /// # Errors
-    /// The system does not map its memory.
+    /// The system cannot map its memory.
     pub(super) fn open(region: &SharedMemoryRegion, channel: usize, from: usize, to: usize) -> Result<Self, CommError> {
         Ok(Self { map: region.map_mailbox(channel, from, to)? })
     }
@@ -62,12 +62,12 @@ impl Mailbox {
         unsafe { Word64::from_ptr(self.map.as_mut_ptr().add(offset).cast()) }
     }
 
-    /// Returns the start of a packet's data, to read; PACKET_BYTES long.
+    /// Returns the start of a packet's data, PACKET_BYTES long, for reading.
     pub(super) fn slot(&self, slot: usize) -> *const u8 {
         self.slot_mut(slot)
     }
 
-    /// Returns the start of a packet's data, to write.
+    /// Returns the start of a packet's data, for writing.
     pub(super) fn slot_mut(&self, slot: usize) -> *mut u8 {
         assert!(slot < PACKETS as usize);
         // SAFETY: inside the mapping.

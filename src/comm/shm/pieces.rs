@@ -11,18 +11,19 @@
 //!
 //! # Orderings
 //!
-//! [`PublishedCount`] is raised with Release (and stronger) after the piece's data and header, and loaded with Acquire before
-//! a peer reads them. The same pair orders a peer's reads of piece k before this rank's writes of piece k+2.
+//! [`PublishedCount`] is raised with Release (and stronger) after the piece's data and header, and loaded with Acquire
+//! before a peer reads them. The same pair orders a peer's reads of piece k before this rank's writes of piece k+2.
 //! [`super::rank_state`] describes what `state` orders. Nothing else carries an ordering.
 //!
 //! # Checked with loom
 //!
-//! `tests/loom` compiles this file, `published_count.rs` and `rank_state.rs` with loom's memory in place of [`super::region`] and runs them
-//! in every order in which their accesses can take effect: two ranks and three pieces, the third of which uses the slot
-//! of the first. If ranks sleep, threads are interrupted at most four times, and with three ranks once. Ranks that give up
-//! or leave are run with one and two pieces. Loom finds no race on slots or texts, no wrong byte, no sleep that nothing
-//! ends, and no failure that is reported wrongly; and it finds the deliberate mistakes of its tests, such as a
-//! publication before the data or without Release. It does not cover time limits, heartbeats or the kernel's futex.
+//! `tests/loom` compiles this file, `published_count.rs` and `rank_state.rs` with loom's memory in place of
+//! [`super::region`] and runs them in every order in which their accesses can take effect: two ranks and three pieces,
+//! the third of which uses the slot of the first. If ranks sleep, threads are interrupted at most four times, and with
+//! three ranks once. Ranks that give up or leave are run with one and two pieces. Loom finds no race on slots or texts,
+//! no wrong byte, no thread that sleeps forever, and no failure that is reported incorrectly. It finds the deliberate
+//! mistakes of its tests, such as a publication before the data or without Release. It does not cover time limits,
+//! heartbeats or the kernel's futex.
 
 use super::published_count::PublishedCount;
 use super::rank_state::{PeerFailure, RankFault};
@@ -40,7 +41,7 @@ pub(crate) struct SpinLimits {
 
 /// Returns the length of the naps of a sleeping wait, between which it checks the peers' states.
 pub(super) fn nap_millis(ranks: usize) -> u32 {
-    // Of many ranks on few cores, all would otherwise do nothing but check.
+    // Otherwise, many ranks on few cores would do nothing but check.
     const FEW_RANKS: usize = 64;
     20 * ranks.div_ceil(FEW_RANKS) as u32
 }

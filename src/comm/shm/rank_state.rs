@@ -148,7 +148,8 @@ impl SharedMemoryRegion {
         (0..CHANNELS).for_each(|channel| wake(self.published(self.seat(channel, rank))));
     }
 
-    /// Returns an error if `rank` cannot continue: any rank has died or given up, or one that it still `needs` has left.
+    /// Returns an error if `rank` cannot continue: any rank has died or given up, or one that it still `needs` has
+    /// left.
     pub(super) fn check_ranks(&self, rank: usize, needs: impl Fn(usize) -> bool) -> Result<(), PeerFailure> {
         let seen = self.check_states(needs);
         // The first failure explains all later ones, which are often only its consequences. In this order: it was

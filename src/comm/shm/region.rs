@@ -35,7 +35,7 @@ const PAGE: usize = 4096;
 pub(in crate::comm) const SLOT_BYTES: usize = 1 << 17;
 /// The number of bytes of a mailbox.
 pub(in crate::comm) const MAILBOX_BYTES: usize = PAGE + (1 << 18);
-/// The number of channels: the one of all ranks, and those of groups.
+/// The number of channels: one for all ranks, and the others for groups.
 pub(in crate::comm) const CHANNELS: usize = 16;
 /// How long a rank sleeps before it checks on its own whether all ranks are started.
 const ENTRY_NAP_MILLIS: u32 = 900;
@@ -170,10 +170,11 @@ impl SharedMemoryRegion {
         channel * self.world_size + rank
     }
 
-    /// Maps the memory for the messages of one rank to another in a channel. Both do so separately, when they first need it.
+    /// Maps the memory for the messages of one rank to another in a channel. Both ranks do so separately, when they
+    /// first need it.
     ///
     /// # Errors
-    /// The system does not map it.
+    /// The system cannot map it.
     pub(in crate::comm) fn map_mailbox(
         &self,
         channel: usize,
@@ -273,12 +274,13 @@ impl SharedMemoryRegion {
         self.word(self.seat_offset(seat) + HEADERS + parity * 64 + word * 8)
     }
 
-    /// Returns the start of the even (0) or odd (1) slot of a seat, to read; SLOT_BYTES long, aligned to a page.
+    /// Returns the start of the even (0) or odd (1) slot of a seat, for reading. It is SLOT_BYTES long and aligned to a
+    /// page.
     pub(in crate::comm) fn slot(&self, seat: usize, parity: usize) -> *const u8 {
         self.slot_mut(seat, parity)
     }
 
-    /// Returns the start of a slot, to write.
+    /// Returns the start of a slot, for writing.
     pub(in crate::comm) fn slot_mut(&self, seat: usize, parity: usize) -> *mut u8 {
         assert!(seat < CHANNELS * self.world_size && parity < 2);
         let offset = PAGE + BLOCK * self.world_size + (seat * 2 + parity) * SLOT_BYTES;
@@ -286,12 +288,12 @@ impl SharedMemoryRegion {
         unsafe { self.map.as_mut_ptr().add(offset) }
     }
 
-    /// Returns a text of `rank`, to read; TEXT_BYTES long.
+    /// Returns a text of `rank`, TEXT_BYTES long, for reading.
     pub(in crate::comm) fn text(&self, rank: usize, which: FailureText) -> *const u8 {
         self.text_mut(rank, which)
     }
 
-    /// Returns a text of `rank`, to write.
+    /// Returns a text of `rank`, for writing.
     pub(in crate::comm) fn text_mut(&self, rank: usize, which: FailureText) -> *mut u8 {
         let at = match which {
             FailureText::LastWords => TEXT,

@@ -194,7 +194,7 @@ const ONE_CYCLE: &[super::ConfigKey] = keys! {
 
 const LR_RANGE_TEST: &[super::ConfigKey] = keys! {
     "lr_range_test_min_lr": RATE_PER_GROUP, "0.001", H, "Learning rate at the start.";
-    "lr_range_test_step_size": POSITIVE, "2000", H, "Number of steps in which the learning rate grows by min_lr times step_rate.";
+    "lr_range_test_step_size": POSITIVE, "2000", H, "Number of steps over which the learning rate grows by min_lr times step_rate.";
     "lr_range_test_step_rate": NOT_NEGATIVE, "1.0", H, "Growth rate of the learning rate.";
     "lr_range_test_staircase": Bool, "false", H, "The learning rate grows in one jump after every lr_range_test_step_size steps.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";

@@ -52,7 +52,7 @@ const AIO: &[super::ConfigKey] = keys! {
 const CHECKPOINT: &[super::ConfigKey] = keys! {
     "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "If ranks save under different tags: Ignore and Warn use rank 0's tag, silently or with a warning; Fail is an error.";
     "load_universal": Bool, "false", none("every checkpoint loads at any number of ranks"), "Load the universal layout.";
-    "use_node_local_storage": Bool, "false", H, "The ranks of each host save to a folder on that host's local disk, and hosts exchange the data that they need on loading.";
+    "use_node_local_storage": Bool, "false", H, "The ranks of each host save to a folder on that host's local disk, and hosts exchange the data that they need when a checkpoint is loaded.";
     "upload_to": Str, "null", H, "Address of an object store, `s3://BUCKET/PREFIX` or `file:///FOLDER`, to which each checkpoint is uploaded once it is on disk, while training continues. Needs feature s3. Specific to candle-zero.";
     "parallel_write": Object, "{}", S, "How writing is divided.";
     "checkpoint_serialization": Bool, "true", none("files are safetensors"), "PyTorch's zip format.";
@@ -178,10 +178,10 @@ const COMPILE: &[super::ConfigKey] = keys! {
 
 const PIPELINE: &[super::ConfigKey] = keys! {
     "stages": AutoOr(&POSITIVE), "\"auto\"", H, "Number of ranks along the pipeline; auto: all ranks. Above 1 only for models that are given as layers (EngineBuilder::initialize_pipeline).";
-    "partition": Str, "\"best\"", H, "How layers are divided among stages. best and parameters: about the same number of parameters; uniform: the same number of layers; type:TEXT: the same number of layers whose type contains TEXT, in any case.";
-    "schedule": OneOf(&["1f1b", "interleaved", "zero_bubble", "zbv"]), "\"1f1b\"", H, "Order of forward and backward passes: 1F1B; 1F1B with several chunks of the model per rank; 1F1B with divided backwards; divided backwards with two chunks per rank in the shape of a V. Specific to candle-zero.";
+    "partition": Str, "\"best\"", H, "How layers are divided among stages. best and parameters: about the same number of parameters; uniform: the same number of layers; type:TEXT: the same number of layers whose type name contains TEXT, ignoring case.";
+    "schedule": OneOf(&["1f1b", "interleaved", "zero_bubble", "zbv"]), "\"1f1b\"", H, "Order of forward and backward passes: 1F1B; 1F1B with several chunks of the model per rank; 1F1B with divided backward passes; divided backward passes with two chunks per rank, in the shape of a V. Specific to candle-zero.";
     "chunks": POSITIVE, "1", H, "Number of chunks of the model per rank: 1 with 1f1b, at least 2 with interleaved, 2 with zbv, any with zero_bubble. Specific to candle-zero.";
-    "seed_layers": Bool, "false", refuse("initial weights follow from the seed and the parameter's name, wherever it is"), "A seed per layer.";
+    "seed_layers": Bool, "false", refuse("initial weights are derived from the seed and the parameter's name, whichever stage holds the parameter"), "A seed per layer.";
     "activation_checkpoint_interval": COUNT, "0", refuse("recompute blocks with activation_checkpointing or in the model"), "Layers per checkpoint.";
     "pipe_partitioned": Bool, "true", none(ONLY_TP), "Split activations.";
     "grad_partitioned": Bool, "true", none(ONLY_TP), "Split gradients.";

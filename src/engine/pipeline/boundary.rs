@@ -22,12 +22,12 @@ const WORDS: usize = 3 + MAX_DIMS;
 /// The number of f32 elements that carry a word.
 const PARTS: usize = 4;
 
-/// The direction of a message between two stages.
+/// The kind of a message between two stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BoundaryMessage {
     /// The output of a stage, for the next one.
     Activation,
-    /// The gradient of a stage's input, for the stage before.
+    /// The gradient of a stage's input, for the previous stage.
     Gradient,
     /// The gradient of the rows that the first stage looks up in a tied weight, for the last stage.
     LookedUp,
@@ -51,7 +51,7 @@ pub(super) struct StageBoundaries {
     sending: VecDeque<Pending<()>>,
     /// The tags of the messages of this step that each rank will still send to this one, in the order of sending.
     expected: BTreeMap<usize, VecDeque<u64>>,
-    /// The messages that were sent before one that this rank has needed earlier, by tag.
+    /// The messages that have arrived but that this rank does not need yet, by tag.
     early: BTreeMap<u64, BoundaryTensor>,
 }
 
@@ -60,8 +60,8 @@ impl StageBoundaries {
         Self { comm, device, sending: VecDeque::new(), expected: BTreeMap::new(), early: BTreeMap::new() }
     }
 
-    /// Begins a step: from now on, ranks send in the order of `schedule`, which may differ from that in which this rank
-    /// needs the messages.
+    /// Begins a step: from now on, ranks send in the order of `schedule`, which may differ from the order in which this
+    /// rank needs the messages.
     pub fn begin_step(&mut self, schedule: PipelineSchedule) {
         let own = self.comm.rank();
         let tags = |from: usize| {
@@ -146,7 +146,7 @@ impl StageBoundaries {
     }
 }
 
-/// Checks that the output of `stage` can be an input of the next one.
+/// Checks that the output of `stage` can be the input of the next one.
 pub(super) fn check_boundary(stage: usize, output: &Tensor) -> Result<()> {
     let (dtype, dims) = (output.dtype(), output.dims().len());
     let has_gradient = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);

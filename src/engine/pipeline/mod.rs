@@ -9,7 +9,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `pipeline_engine.rs` | the engine: one optimizer step, operation by operation |
-//! | `stage_calls.rs` | the forward and backward of one stage, as calls of the stage's engine |
+//! | `stage_calls.rs` | the forward and backward passes of one stage, as calls to the stage's engine |
 //! | `boundary.rs` | activations and gradients as messages between stages |
 //! | `tied_weight.rs` | an embedding that is also the output projection |
 //! | `setup.rs` | ranks, stages and parameters: who holds what |

@@ -26,14 +26,14 @@ type StageLayers<B> = Vec<Box<dyn PipelineLayer<B>>>;
 /// The layers of this rank.
 struct RankLayers<B> {
     stages: BTreeMap<usize, StageLayers<B>>,
-    /// The first layer, on the rank of the last stage, if the two share a weight.
+    /// The first layer, on the rank of the last stage, if the first and the last layer share a weight.
     lookup: Option<Box<dyn PipelineLayer<B>>>,
 }
 
 /// Trains a model whose layers are divided among ranks (DeepSpeed's `PipelineEngine`).
 ///
-/// A rank builds, reads and keeps only the parameters of its stages. Losses, gradient norms and weights are the bits of
-/// one rank that accumulates the gradients of the same micro batches.
+/// A rank builds, reads and keeps only the parameters of its stages. Losses, gradient norms and weights have the same
+/// bits as those of one rank that accumulates the gradients of the same micro batches.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -51,7 +51,7 @@ struct RankLayers<B> {
 ///     .layer("fc2", |vb| linear(16, 1, vb));
 /// let config = r#"{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
 ///                  "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}"#;
-/// // All ranks form one pipeline: here of one rank, as which this program runs.
+/// // All ranks form one pipeline. This program runs as a single rank.
 /// let mut engine = Engine::builder().initialize_pipeline(module, config)?;
 /// let batch = (Tensor::ones((2, 4), candle_core::DType::F32, &Device::Cpu)?, Tensor::zeros((2, 1), candle_core::DType::F32, &Device::Cpu)?);
 /// let first = engine.train_batch(|_| Ok(batch.clone()))?;
@@ -75,9 +75,9 @@ pub struct PipelineEngine<B> {
     tied: Option<TiedWeight>,
 }
 
-/// A forward whose backward has not run.
+/// A forward pass whose backward pass has not run yet.
 struct HeldForward {
-    /// The stage's input, if a stage before needs its gradient.
+    /// The stage's input, if the previous stage needs its gradient.
     input: Option<Var>,
     /// The stage's output, or the loss.
     output: Tensor,
@@ -86,23 +86,23 @@ struct HeldForward {
 /// The state of one optimizer step.
 struct PipelineStep<B> {
     batches: Vec<B>,
-    /// The forwards in flight, by stage and micro batch.
+    /// The forward passes whose backward passes have not run yet, by stage and micro batch.
     held: BTreeMap<(usize, usize), HeldForward>,
-    /// The gradients of parameters between the two parts of a divided backward, by stage and micro batch.
+    /// The gradients of parameters between the two parts of a divided backward pass, by stage and micro batch.
     waiting: BTreeMap<(usize, usize), WaitingGradients>,
-    /// The tensors that stages of this rank have for each other, by the later stage and the micro batch.
+    /// The tensors that stages of this rank pass to each other, by the later stage and the micro batch.
     activations: BTreeMap<(usize, usize), BoundaryTensor>,
     gradients: BTreeMap<(usize, usize), BoundaryTensor>,
 }
 
 impl EngineBuilder {
-    /// Divides the layers of `module` among the ranks of a pipeline, as the configuration's `pipeline` says, and builds
-    /// those of this rank's stages. If `pipeline.stages` is smaller than the number of ranks, which it must divide, there
-    /// are several pipelines, which train different micro batches. Collective.
+    /// Divides the layers of `module` among the ranks of a pipeline, as the configuration's section `pipeline`
+    /// specifies, and builds those of this rank's stages. If `pipeline.stages` is smaller than the number of ranks,
+    /// which it must divide, there are several pipelines, which train on different micro batches. Collective.
     ///
     /// # Errors
-    /// The errors of [`initialize`](Self::initialize); numbers of ranks, chunks, layers and micro batches that do not fit;
-    /// ZeRO stage 2 or 3.
+    /// The errors of [`initialize`](Self::initialize); numbers of ranks, chunks, layers and micro batches that are
+    /// incompatible; ZeRO stage 2 or 3.
     pub fn initialize_pipeline<B>(
         mut self,
         module: PipelineModule<B>,
@@ -175,7 +175,7 @@ impl<B> PipelineEngine<B> {
         self.engine.end_micro_batches(micro_batches, start);
         let stepped = self.engine.step();
         if self.engine.check_in_step().is_ok() {
-            // Also if a background save has failed: the step is complete.
+            // This runs even if a background save has failed, because the step is complete.
             let published = self.publish_tied();
             self.engine.in_step(published)?;
         }
@@ -206,9 +206,9 @@ impl<B> PipelineEngine<B> {
         self.tied_messages.finish()
     }
 
-    /// Evaluates `micro_batches` micro batches without training: dropout is off, and no activations are kept. `next` returns
-    /// micro batch i, the same on all ranks of a pipeline. Returns the mean loss over micro batches and pipelines, on
-    /// every rank. Collective.
+    /// Evaluates `micro_batches` micro batches without training: dropout is off, and no activations are kept. `next`
+    /// returns micro batch i, the same on all ranks of a pipeline. Returns the mean loss over micro batches and
+    /// pipelines, on every rank. Collective.
     ///
     /// # Errors
     /// The error of `next` or of a layer; a failed collective.
@@ -255,8 +255,8 @@ impl<B> PipelineEngine<B> {
         Ok(sum / micro_batches.max(1) as f64)
     }
 
-    /// Saves a checkpoint of all stages, as [`Engine::save_checkpoint`] does. Any number of ranks and stages can load it,
-    /// with a pipeline or without one. Collective.
+    /// Saves a checkpoint of all stages, as [`Engine::save_checkpoint`] does. Any number of ranks and stages can load
+    /// it, with a pipeline or without one. Collective.
     ///
     /// # Errors
     /// The same as [`Engine::save_checkpoint`].
@@ -269,7 +269,7 @@ impl<B> PipelineEngine<B> {
         self.engine.save_checkpoint(dir, tag, client_state)
     }
 
-    /// Loads a checkpoint, whether a pipeline has saved it or not, as [`Engine::load_checkpoint`] does. Collective.
+    /// Loads a checkpoint, whether or not it was saved by a pipeline, as [`Engine::load_checkpoint`] does. Collective.
     ///
     /// # Errors
     /// The same as [`Engine::load_checkpoint`].
@@ -283,7 +283,7 @@ impl<B> PipelineEngine<B> {
     }
 
     /// Returns a parameter in f32, if a stage of this rank has it. Collective among the ranks that train this rank's
-    /// stages on other data.
+    /// stages on different data.
     ///
     /// # Errors
     /// A failed collective.
@@ -329,13 +329,13 @@ impl<B> PipelineEngine<B> {
         self.engine.memory_report()
     }
 
-    /// Returns which of the pipelines this rank is in, from 0, and how many there are. The ranks of a pipeline train the same
-    /// micro batches, and different pipelines different ones (DeepSpeed's data parallel rank and size).
+    /// Returns which of the pipelines this rank is in, from 0, and how many there are. The ranks of a pipeline train on
+    /// the same micro batches, and different pipelines on different ones (DeepSpeed's data parallel rank and size).
     pub fn data_position(&self) -> (usize, usize) {
         (self.pipeline, self.pipelines)
     }
 
-    /// Returns the device on which this rank computes, and which the tensors of micro batches must be on.
+    /// Returns the device on which this rank computes, and on which the tensors of micro batches must be.
     pub fn device(&self) -> &Device {
         self.engine.device()
     }
@@ -457,7 +457,7 @@ impl<B> PipelineEngine<B> {
         Ok(())
     }
 
-    /// Runs the second part of a divided backward.
+    /// Runs the second part of a divided backward pass.
     fn backward_weights(&mut self, step: &mut PipelineStep<B>, op: PipelineOp) -> Result<()> {
         let PipelineOp { stage, micro_batch, .. } = op;
         let waiting = step.waiting.remove(&(stage, micro_batch)).expect("the first part has run");
@@ -469,11 +469,11 @@ impl<B> PipelineEngine<B> {
         Ok(())
     }
 
-    /// Completes gradients of the tied weight, and accumulates them: all of them, or after operation `done` of this rank
-    /// those whose other part arrives without anything more from this rank.
+    /// Completes gradients of the tied weight, and accumulates them: after operation `done` of this rank, those whose
+    /// other part arrives without any further operation of this rank; if `done` is `None`, all of them.
     fn accumulate_tied(&mut self, step: &PipelineStep<B>, done: Option<usize>) -> Result<()> {
         let Some(tied) = self.tied.as_mut().filter(|tied| tied.is_last) else { return Ok(()) };
-        // Of the newest ones, the first stage's part is still on its way: this rank does not wait for it.
+        // The first stage's part of the newest ones is still on its way, and this rank does not wait for it.
         let newest = if done.is_some() { self.schedule.ranks() } else { 0 };
         while tied.kept.len() > newest {
             if done.is_some_and(|done| tied.looked_up_after[tied.kept[0].0] > done) {
@@ -501,7 +501,7 @@ impl<B> PipelineEngine<B> {
         Ok(())
     }
 
-    /// Gives the first stage the new values of the tied weight.
+    /// Sends the new values of the tied weight to the first stage.
     fn publish_tied(&mut self) -> Result<()> {
         let Some(tied) = self.tied.as_ref().filter(|tied| tied.is_first != tied.is_last) else { return Ok(()) };
         if !self.engine.was_step_applied() {

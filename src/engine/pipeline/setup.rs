@@ -1,5 +1,5 @@
-//! The ranks of a pipeline and what each of them holds: the stages, their layers, and the numbers of their parameters in
-//! the complete model.
+//! The ranks of a pipeline and what each of them holds: the stages, their layers, and the indices of their parameters
+//! in the complete model.
 
 use crate::comm::Communicator;
 use crate::comm::agree::texts;
@@ -21,13 +21,13 @@ use std::sync::Arc;
 
 /// This rank among those of a pipeline.
 pub(in crate::engine) struct PipelineSetup {
-    /// The ranks along the pipeline; this rank's position is its rank in it.
+    /// The ranks along the pipeline. This rank's number among them is its position.
     pub(super) along: Arc<dyn Communicator>,
-    /// The ranks that train the same stages on other data.
+    /// The ranks that train the same stages on different data.
     pub(super) data: Arc<dyn Communicator>,
     /// The layers of each stage.
     pub(super) cuts: StageCuts,
-    /// A schedule that has the stages of each rank, but not yet the number of micro batches.
+    /// A schedule that determines the stages of each rank, but not yet the number of micro batches.
     pub(super) stages: PipelineSchedule,
     /// The complete job, and the ranks in it that hold the first stage and the last one of this pipeline.
     pub(super) job: Arc<dyn Communicator>,
@@ -38,7 +38,7 @@ pub(in crate::engine) struct PipelineSetup {
     /// Whether this rank holds the first stage, and the last one.
     pub(super) is_first: bool,
     pub(super) is_last: bool,
-    /// The number of each parameter in the complete model, by its name.
+    /// The index of each parameter in the complete model, by name.
     numbers: BTreeMap<String, usize>,
     /// The names and shapes of the complete model's parameters, and the cuts, as a hash.
     fingerprint: u64,
@@ -48,8 +48,8 @@ impl PipelineSetup {
     /// Collective: divides the ranks of a job into pipelines, and the model's layers among their ranks.
     ///
     /// # Errors
-    /// Numbers that do not fit each other; a layer that cannot be built; a parameter that two layers share, unless it is
-    /// the only one of the first layer and the other layer is the last.
+    /// Numbers of ranks, chunks and layers that are incompatible; a layer that cannot be built; a parameter that two
+    /// layers share, unless it is the only one of the first layer and the other layer is the last.
     pub(super) fn new<B>(
         module: &PipelineModule<B>,
         config: &PipelineConfig,
@@ -116,7 +116,8 @@ impl PipelineSetup {
         self.tied.clone().filter(|_| self.is_first && !self.is_last)
     }
 
-    /// Collective along the pipeline: returns the numbers that are in `used` on any rank, and whether any `trains`.
+    /// Collective along the pipeline: returns the indices that are in `used` on any rank, and whether any rank
+    /// `trains`.
     pub(in crate::engine) fn used_by_any_stage(
         &self,
         used: &BTreeSet<usize>,
@@ -129,7 +130,7 @@ impl PipelineSetup {
         Ok((used, words().any(|mut words| words.next() == Some("1"))))
     }
 
-    /// Returns whether this rank prints and reports for all.
+    /// Returns whether this rank prints and reports for all ranks of its pipeline.
     pub(in crate::engine) fn reports(&self) -> bool {
         self.along.rank() == 0
     }
@@ -152,7 +153,7 @@ impl PipelineSetup {
     }
 }
 
-/// Checks that each stage can have a layer.
+/// Checks that each stage can have at least one layer.
 fn check_number_of_stages(config: &PipelineConfig, (ranks, layers): (usize, usize)) -> Result<()> {
     let stages = ranks.checked_mul(config.chunks);
     if stages.is_some_and(|stages| stages <= layers) {

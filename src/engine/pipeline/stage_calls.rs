@@ -1,4 +1,4 @@
-//! The forward and backward of a pipeline stage, as calls of the stage's engine.
+//! The forward and backward passes of a pipeline stage, as calls to the stage's engine.
 
 use crate::comm::engine_call::during;
 use crate::engine::step_clock::MicroStepCall;
@@ -48,7 +48,7 @@ impl<M> Engine<M> {
         self.attempt(|engine| engine.cast(|| engine.core.evaluate(|| run(&engine.model))))
     }
 
-    /// Checks that a loss of an evaluation has one element, and returns it.
+    /// Checks that the loss of an evaluation has one element, and returns its value.
     pub(super) fn loss_value(&self, loss: &Tensor) -> Result<f64> {
         match loss.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?[..] {
             [value] => Ok(value),
@@ -56,14 +56,14 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Returns the scalar from which the backward of the last stage begins.
+    /// Returns the scalar from which the backward pass of the last stage begins.
     pub(super) fn scaled_loss(&mut self, loss: &Tensor) -> Result<Tensor> {
         self.check_loss(loss)?;
         self.attempt(|engine| engine.scaled(loss))
     }
 
-    /// Runs the backward of the last stage, and returns the gradients of `input` and of parameter `tied`, which another
-    /// stage uses too.
+    /// Runs the backward pass of the last stage, and returns the gradients of `input` and of parameter `tied`, which
+    /// another stage uses too.
     pub(super) fn backward_diverting(
         &mut self,
         scalar: &Tensor,
@@ -85,8 +85,8 @@ impl<M> Engine<M> {
         gradient_of(grads, input)
     }
 
-    /// Runs the first part of a divided backward: returns the gradient of `input`, and the gradients of the parameters,
-    /// which are not computed yet.
+    /// Runs the first part of a divided backward pass. Returns the gradient of `input`, and the gradients of the
+    /// parameters, which are not computed yet.
     pub(super) fn backward_stage_inputs(
         &mut self,
         scalar: &Tensor,
@@ -98,7 +98,8 @@ impl<M> Engine<M> {
         Ok((gradient_of(grads, input)?, waiting))
     }
 
-    /// Runs the second part of a divided backward. Returns the gradient of parameter `tied`, which another stage uses too.
+    /// Runs the second part of a divided backward pass. Returns the gradient of parameter `tied`, which another stage
+    /// uses too.
     pub(super) fn backward_stage_weights(
         &mut self,
         waiting: WaitingGradients,
@@ -113,8 +114,8 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Runs a part of a step that involves other ranks. After an error, which leaves this rank out of step, the others are
-    /// notified, and further calls are refused.
+    /// Runs a part of a step that involves other ranks. After an error, which leaves this rank out of step, the others
+    /// are notified, and further calls are refused.
     pub(super) fn in_step<T>(&mut self, run: Result<T>) -> Result<T> {
         run.map_err(|error| if self.stopped.is_some() { error } else { self.stop(error) })
     }
@@ -124,8 +125,8 @@ impl<M> Engine<M> {
         self.not_stopped()
     }
 
-    /// Counts the micro batches of a step that began at `start`, and whose backwards have run, so that the next call of
-    /// [`step`](Engine::step) updates the weights.
+    /// Counts the micro batches of a step that began at `start` and whose backward passes have run, so that the next
+    /// call of [`step`](Engine::step) updates the weights.
     pub(super) fn end_micro_batches(&mut self, micro_batches: usize, start: Instant) {
         let earlier = micro_batches as u64 - 1;
         self.reporter.micro_step = Some(start);
@@ -145,7 +146,7 @@ impl<M> Engine<M> {
         self.attempt(|engine| engine.core.replace_frozen(param, values))
     }
 
-    /// Returns the number of the parameter of that name on this rank, and whether it is trained here.
+    /// Returns the index of the parameter with that name on this rank, and whether it is trained here.
     pub(super) fn param_named(&self, name: &str) -> Option<(ParamId, bool)> {
         let param = self.core.param_named(name)?;
         Some((param, self.core.params()[param].is_trained()))

@@ -6,9 +6,10 @@
 //!   step          last stage: update ----> first stage: the new weight
 //! ```
 //!
-//! On one rank the gradient of a micro batch is that of the output plus that of the lookup, which is added row by row; the
-//! sum is then accumulated. The last stage forms the same sum in the same order: it owns the weight, and differentiates
-//! the lookup again for the gradient that the first stage sends. The first stage has a copy that it does not train.
+//! On one rank the gradient of a micro batch is that of the output plus that of the lookup, which is added row by row;
+//! the sum is then accumulated. The last stage computes the same sum in the same order: it owns the weight, and
+//! differentiates the lookup again for the gradient that the first stage sends. The first stage has a copy that it does
+//! not train.
 
 use crate::comm::Communicator;
 use crate::engine::Engine;
@@ -19,14 +20,14 @@ use crate::pipeline::PipelineSchedule;
 use candle_core::Tensor;
 use std::collections::VecDeque;
 
-/// The part of this rank in training a tied weight.
+/// This rank's role in training a tied weight.
 pub(super) struct TiedWeight {
     pub param: ParamId,
     /// The ranks of the job that hold the first stage and the last one.
     pub ends: [usize; 2],
     pub is_first: bool,
     pub is_last: bool,
-    /// The last operation of this rank on which the first stage's backward of each micro batch depends.
+    /// The last operation of this rank on which the first stage's backward pass of each micro batch depends.
     pub looked_up_after: Vec<usize>,
     /// The output's parts of the gradient, by micro batch, oldest first.
     pub kept: VecDeque<(usize, Grad)>,
@@ -35,7 +36,7 @@ pub(super) struct TiedWeight {
 }
 
 impl TiedWeight {
-    /// Collective along the pipeline: returns this rank's part in training the weight `name`. `None` if the weight is
+    /// Collective along the pipeline: returns this rank's role in training the weight `name`. `None` if the weight is
     /// frozen, or this rank does not have it.
     pub fn agreed<M>(
         engine: &Engine<M>,

@@ -70,8 +70,8 @@ pub(super) unsafe fn by_columns<W: PackElementsToWords<E>, E: Element>(
     dst: &mut [f32],
 ) {
     let (used, filling) = dst.split_at_mut(rows.len().div_ceil(W::DEPTH) * width);
-    // SAFETY: as the caller promises; the words of a row are a multiple of a vector, and a next row is only read if it
-    // exists.
+    // SAFETY: as the caller promises; the words of a row are a multiple of a vector, and the next row is read only if
+    // it exists.
     unsafe {
         W::V::with(
             #[inline(always)]
@@ -105,7 +105,7 @@ pub(super) unsafe fn transposed<W: PackElementsToWords<E>, E: Element>(
 ) {
     assert!(padded <= BLOCK && padded.is_multiple_of(MAX_LANES) && words.is_multiple_of(MAX_LANES));
     let dst = dst[..words * BLOCK].as_mut_ptr();
-    // SAFETY: as the caller promises; full squares within the block.
+    // SAFETY: as the caller promises; only full squares inside the block are accessed.
     unsafe {
         W::V::with(
             #[inline(always)]

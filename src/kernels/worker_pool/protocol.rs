@@ -10,19 +10,20 @@
 //!
 //! # Checked with loom
 //!
-//! `tests/loom` compiles this file with loom's atomic words, cells and locks in place of [`super::primitives`], and runs
-//! two jobs of two parts, in every order in which their accesses can take effect. One helper that keeps looking is
+//! `tests/loom` compiles this file with loom's atomic words, cells and locks in place of [`super::primitives`], and
+//! runs two jobs of two parts, in every order in which their accesses can take effect. One helper that keeps looking is
 //! interrupted at most six times, one that sleeps four times, two helpers once if they keep looking and twice if they
-//! sleep, and two callers three times. Loom finds no race on `job` or on what the parts write, no part that is run twice or
-//! not at all, no helper that works on a job that has returned or enters one twice, no panic that is lost or left for
-//! the next job, and no sleep that nothing ends. The pool never ends its helpers, so there is no end to check.
+//! sleep, and two callers three times. Loom finds no race on `job` or on what the parts write, no part that is run
+//! twice or not at all, no helper that works on a job that has returned or enters one twice, no panic that is lost or
+//! left for the next job, and no helper that sleeps forever. The pool never ends its helpers, so there is no end to
+//! check.
 //!
 //! It finds the deliberate mistakes in its tests: a job that is opened, looked at, left, closed or waited for with
 //! Relaxed, one that stays open for helpers, SeqCst that orders nothing, and a missing wake-up. These were made in this
 //! file by hand, one by one, and each was found too: waking without the lock, falling asleep without a second look,
-//! `asleep` that is never counted, closing that does not wait, no closing when the caller panics, a helper's panic that
-//! is not caught or not cleared, entering without taking a place, entering a different job from the one looked at, and
-//! looking for any job instead of a new one. Relaxed in `enter` alone is not found, because the look before it also
+//! `asleep` that is never incremented, closing that does not wait, no closing when the caller panics, a helper's panic
+//! that is not caught or not cleared, entering without taking a place, entering a different job from the one looked at,
+//! and looking for any job instead of a new one. Relaxed in `enter` alone is not found, because the look before it also
 //! uses Acquire. The check does not cover the clock, a job number that wraps around, or the start of threads.
 
 use super::primitives::{AtomicU64, AtomicUsize, CallerMutex, Condvar, JobCell, Lookout, Mutex, MutexGuard, pause};

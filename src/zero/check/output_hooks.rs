@@ -87,7 +87,7 @@ impl RankCore {
         Ok(())
     }
 
-    /// Begins to count for a backward.
+    /// Starts counting the outputs and parameters that a backward pass reaches.
     pub(in crate::zero) fn begin_counting(&self) {
         let mut outputs = lock(&self.outputs.0);
         (outputs.met, outputs.reached) = (0, 0);

@@ -1,16 +1,16 @@
-//! Gradients of parameters between the two parts of a divided backward: the first computes the gradient of a pipeline
-//! stage's input, the second those of the stage's weights.
+//! Gradients of parameters between the two parts of a divided backward pass: the first computes the gradient of a
+//! pipeline stage's input, the second those of the stage's weights.
 
 use crate::graph::DeferredGradient;
 use crate::param::ParamId;
 use crate::util::lock;
 use std::sync::Mutex;
 
-/// The gradients that a backward has left for later, in the order of arrival. They keep the inputs of their layers in
-/// memory.
+/// The gradients that a backward pass has left for later, in the order of arrival. They keep the inputs of their layers
+/// in memory.
 pub(crate) type WaitingGradients = Vec<(ParamId, DeferredGradient)>;
 
-/// Whether a backward is divided, and what waits for its second part.
+/// Whether the backward pass is divided, and the gradients that wait for its second part.
 #[derive(Default)]
 pub(in crate::zero) struct DividedBackward(Mutex<Option<WaitingGradients>>);
 
@@ -22,7 +22,7 @@ impl DividedBackward {
         (result, lock(&self.0).take().unwrap_or_default())
     }
 
-    /// Keeps a gradient if this backward is divided; otherwise returns it.
+    /// Keeps a gradient if this backward pass is divided; otherwise returns it.
     pub fn keep(&self, param: ParamId, grad: DeferredGradient) -> Option<DeferredGradient> {
         match &mut *lock(&self.0) {
             Some(waiting) => {

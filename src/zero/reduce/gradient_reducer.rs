@@ -16,7 +16,7 @@
 //! different gradients are missing still issue the same collectives.
 //!
 //! With `zero_quantized_gradients`, a rank sends its gradients as int4, in blocks that depend only on the parameter and
-//! the number of ranks. Sums are always formed in f32, and at stage 0 they are transferred exactly. With
+//! the number of ranks. Sums are always computed in f32, and at stage 0 they are transferred exactly. With
 //! `compress_between_hosts_only`, only the sum of a host's ranks is coded, or rounded to `communication_data_type`.
 //!
 //! Every stage reduces in every micro step, even if it could wait for the accumulation boundary: the result is a sum

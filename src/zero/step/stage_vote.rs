@@ -28,7 +28,7 @@ pub(crate) struct PipelinePosition {
     /// All ranks of the job, and their arrangement.
     pub job: Arc<dyn Communicator>,
     pub mesh: RankMesh,
-    /// The number of each parameter of this rank in the complete model.
+    /// The index in the complete model of each of this rank's parameters.
     pub in_model: Vec<usize>,
     /// Whether this rank holds the last stage, which computes the loss.
     pub is_last: bool,

@@ -58,7 +58,7 @@ pub(crate) struct TracedConversation {
     pub rendered: RenderedConversation,
     /// The message of each target, if known.
     pub owners: Vec<Option<usize>>,
-    /// Messages whose end is not learned.
+    /// Messages whose end is not trained on.
     pub endless: Vec<usize>,
     pub(super) trace: Option<MessageSpans>,
 }

@@ -78,7 +78,7 @@ impl OmittedTexts {
                 && !own.is_empty()
                 && !marked_text.is_none_or(is_learned)
             {
-                self.add_remark(format!("have {key} that is written but not learned"));
+                self.add_remark(format!("have {key} that is written but not trained on"));
             }
             parts.push((key, text, part));
         }
@@ -111,7 +111,7 @@ impl OmittedTexts {
         }
     }
 
-    /// Records the omissions of a message that is not learned.
+    /// Records the omissions of a message that the model is not trained on.
     fn add_unlearned(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
         let text = &traced.rendered.text;
         let role = field(&conversation.messages[message], "role");

@@ -8,7 +8,8 @@ use minijinja::value::{Value, ValueKind};
 /// The reason why messages cannot be used.
 pub(super) type RecordProblem = String;
 
-/// Messages with role and content, and for each of them whether it is learned, if the message itself specifies this.
+/// Messages with role and content, and for each of them whether the model is trained on it, if the message itself
+/// specifies this.
 #[derive(Debug, Default, Clone)]
 pub(super) struct ChatMessages {
     pub list: Vec<Value>,
@@ -110,7 +111,7 @@ impl ChatMessages {
                 name if IMAGE_KEYS.contains(&name) && !is_empty => return Err(picture(name)),
                 name if UNSUPPORTED_MASK_KEYS.contains(&name) && value.is_true() => {
                     return Err(format!(
-                        "it has {name}, which is not supported; set weight to 0 in messages that must not be learned"
+                        "it has {name}, which is not supported; set weight to 0 in messages that must not be trained on"
                     ));
                 }
                 "value" | "content" if name == "value" && has("content").is_some() => {}
@@ -174,7 +175,7 @@ pub(super) fn picture(name: &str) -> RecordProblem {
     )
 }
 
-/// Returns whether a message is learned, if the message itself specifies this.
+/// Returns whether the model is trained on a message, if the message itself specifies this.
 fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordProblem> {
     let mut learned = None;
     for name in WEIGHT_KEYS {
@@ -183,7 +184,7 @@ fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordPr
         // Only answers can have a weight. The weight of a question has no meaning.
         if said && !is_assistant && name != "weight" {
             return Err(format!(
-                "it has {name}, but only the assistant's messages are learned; remove the key from other messages"
+                "it has {name}, but only the assistant's messages are trained on; remove the key from other messages"
             ));
         }
         learned = Some(said && learned.unwrap_or(true));
@@ -206,7 +207,7 @@ pub(crate) fn weight(name: &str, value: &Value) -> Result<Option<bool>, RecordPr
         Some(0.0) => Ok(Some(false)),
         Some(1.0) => Ok(Some(true)),
         _ => Err(format!(
-            "its {name} is {value}, but must be 0 (not learned) or 1; repeat what counts more, or give its file a \
+            "its {name} is {value}, but must be 0 (not trained on) or 1; repeat what counts more, or give its file a \
              weight (data.jsonl:2.5)"
         )),
     }

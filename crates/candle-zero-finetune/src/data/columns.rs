@@ -1,5 +1,5 @@
-//! The names of columns: those that define a record's format, those that change what is learned, and the user's own
-//! names.
+//! The names of columns: those that define a record's format, those that change what the model is trained on, and the
+//! user's own names.
 
 use crate::error::FinetuneError;
 use candle_zero::util::list;
@@ -30,7 +30,7 @@ pub(super) const FORMAT_KEYS: [&str; 21] = [
     "functions",
 ];
 
-/// Other keys that define or change what is learned from a record.
+/// Other keys that define or change what the model is trained on.
 pub(super) const PREFERRED_KEYS: [&str; 2] = ["preferred_output", "non_preferred_output"];
 pub(super) const VARIABLE_KEYS: [&str; 2] = ["chat_template_kwargs", "documents"];
 pub(super) const WEIGHT_KEYS: [&str; 6] = ["weight", "loss_weight", "sample_weight", "train", "training", "trainable"];

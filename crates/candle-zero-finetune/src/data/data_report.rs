@@ -26,7 +26,7 @@ pub struct DataReport {
     pub targets: u64,
     /// The records that could not be used.
     pub broken: RecordLineNumbers,
-    /// The conversations with an empty answer. Only the end of such an answer is learned.
+    /// The conversations with an empty answer. The model is trained only on the end of such an answer.
     pub empty_answers: RecordLineNumbers,
     /// The samples that were cut at the context length after their last target.
     pub truncated: RecordLineNumbers,
@@ -40,7 +40,7 @@ pub struct DataReport {
     pub dropped: RecordLineNumbers,
     /// The texts that were cut into pieces of the context length, without any loss.
     pub cut: RecordLineNumbers,
-    /// The samples with an answer that is learned without its end.
+    /// The samples with an answer whose end is not trained on.
     #[serde(default)]
     pub endless: RecordLineNumbers,
     /// Other remarks on records, one sentence each.
@@ -135,7 +135,7 @@ impl DataReport {
     pub fn notes(&self) -> Vec<String> {
         let kinds = [
             (&self.broken, "could not be used"),
-            (&self.empty_answers, "have an empty answer, of which only the end is learned"),
+            (&self.empty_answers, "have an empty answer, of which only the end is trained on"),
             (&self.truncated, "are longer than the context and lost text, but no targets"),
             (&self.truncated_targets, "are longer than the context and lost targets"),
             (&self.targets_beyond, "were omitted because all targets are beyond the context"),
@@ -144,8 +144,8 @@ impl DataReport {
             (&self.cut, "were split into pieces for being longer than the context"),
             (
                 &self.endless,
-                "have an answer whose end is not learned, because neither the template nor the tokenizer has a text or \
-                 token for it",
+                "have an answer whose end is not trained on, because neither the template nor the tokenizer has a text \
+                 or token for it",
             ),
         ];
         let remarks = self.remarks.iter().map(|(what, lines)| (lines, what.as_str()));

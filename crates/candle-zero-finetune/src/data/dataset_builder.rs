@@ -216,7 +216,7 @@ impl DatasetBuilder<'_> {
                     [Ok(Some(chosen)), Ok(Some(rejected))] => {
                         if chosen == rejected {
                             notes.push(RecordNote::Remark(
-                                "have the same answer as chosen and rejected, which teaches nothing".into(),
+                                "have identical chosen and rejected answers, which teach nothing".into(),
                             ));
                         }
                         vec![(chosen, 0), (rejected, 1)]
@@ -295,8 +295,8 @@ impl DatasetBuilder<'_> {
         for (message, keys) in omitted.lost {
             if is_learned(message) {
                 return Err(format!(
-                    "the template does not render the {keys} of message {}, so an empty answer would be learned; use a \
-                     model whose chat template does, or omit the record",
+                    "the template does not render the {keys} of message {}, so an empty answer would be trained on; \
+                     use a model whose chat template does, or omit the record",
                     message + 1
                 ));
             }
@@ -322,8 +322,8 @@ impl DatasetBuilder<'_> {
                 None if !all => {
                     return Err(
                         "it is uncertain which message each {% generation %} block of the chat template belongs \
-                                to, and not all answers are learned; in a copy of it, write one block around each \
-                                answer"
+                                to, and not all answers are trained on; in a copy of it, write one block around \
+                                each answer"
                             .into(),
                     );
                 }

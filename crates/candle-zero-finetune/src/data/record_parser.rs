@@ -50,11 +50,11 @@ impl fmt::Display for RecordFormat {
 /// An example to learn, parsed from a record.
 #[derive(Debug)]
 pub(super) enum TrainingExample {
-    /// A conversation. The assistant's messages that are marked in `learned` are learned.
+    /// A conversation. The model is trained on the assistant's messages that are marked in `learned`.
     Chat { conversation: Conversation, learned: Vec<bool> },
     /// A completion.
     Completion { prompt: String, completion: String },
-    /// A text, all of which is learned.
+    /// A text, all of which the model is trained on.
     Text(String),
     /// The label of a text.
     Label { text: String, label: String },
@@ -117,12 +117,13 @@ impl RecordParser<'_> {
                     fields.refuse(
                         &PREFERENCE_KEYS,
                         "it looks like a rating of a single answer (KTO), which is not supported, and if it were \
-                         ignored, bad answers would be learned like good ones; omit the bad ones and the column, or \
-                         make pairs of chosen and rejected",
+                         ignored, bad answers would be trained on like good ones; omit the bad ones and the column, \
+                         or make pairs of chosen and rejected",
                     )?;
                     if let Some(rank) = fields.rank() {
-                        remarks
-                            .push(format!("have a {rank}, which is ignored: good and bad answers are learned alike"));
+                        remarks.push(format!(
+                            "have a {rank}, which is ignored: good and bad answers are trained on alike"
+                        ));
                     }
                 }
             }
@@ -201,7 +202,7 @@ impl RecordParser<'_> {
     fn remark_without_template(&self, example: &TrainingExample, remarks: &mut Vec<String>) {
         if self.has_template && matches!(example, TrainingExample::Completion { .. }) {
             remarks.push(
-                "are learned verbatim, without the model's chat template; for an instruct model give messages, or \
+                "are used verbatim, without the model's chat template; for an instruct model give messages, or \
                  --columns instruction=prompt,output=completion"
                     .into(),
             );
@@ -306,8 +307,8 @@ fn label_name(label: &Value) -> Result<String, RecordProblem> {
     }
 }
 
-/// Builds a conversation from messages and the record's system text and tools. The assistant's messages from index
-/// `from` on are learned, unless their weight excludes them.
+/// Builds a conversation from messages and the record's system text and tools. The model is trained on the assistant's
+/// messages from index `from` on, unless their weight excludes them.
 fn chat(
     messages: ChatMessages,
     from: Option<usize>,

@@ -129,7 +129,7 @@ impl<'a> TrackedRecord<'a> {
         Ok(variables)
     }
 
-    /// Returns whether the record is to be learned at all, according to its weight.
+    /// Returns whether the model is trained on the record at all, according to its weight.
     pub(super) fn is_learned(&self) -> Result<bool, String> {
         let mut is_learned = true;
         for name in WEIGHT_KEYS {
@@ -150,7 +150,7 @@ impl<'a> TrackedRecord<'a> {
         })
     }
 
-    /// Refuses values under these names that were not read, because they change what is to be learned.
+    /// Refuses values under these names that were not read, because they change what the model is trained on.
     pub(super) fn refuse(&self, names: &[&str], why: &str) -> Result<(), String> {
         match self.left().into_iter().find(|key| names.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
             Some(key) => Err(format!("it has {key}: {why}; skip it with --columns ignore={key}")),

@@ -173,7 +173,7 @@ impl<'a> GgufArchitecture<'a> {
         let model = Self { architecture, config };
         let first = config.blocks.first().map(|block| block.rotary);
         if config.learned_positions.is_none() && config.blocks.iter().any(|block| Some(block.rotary) != first) {
-            return Err("its blocks rotate positions in different ways, for which GGUF has no keys".into());
+            return Err("its blocks use different settings for rotary positions, for which GGUF has no keys".into());
         }
         Ok(model)
     }

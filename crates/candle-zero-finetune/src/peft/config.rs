@@ -135,7 +135,7 @@ impl PeftConfig {
     }
 
     /// Returns the text of a file for adapters of these projections, with the keys that all versions of PEFT since 0.10
-    /// read. `is_conv1d` says whether their weights have shape `[in, out]`.
+    /// read. `is_conv1d` indicates whether their weights have shape `[in, out]`.
     pub fn write<'a>(&self, modules: impl IntoIterator<Item = &'a str>, is_conv1d: bool) -> String {
         let LoraConfig { r, alpha, dropout, ref targets, rslora, dora } = self.lora;
         let targets: BTreeSet<&str> = match targets {

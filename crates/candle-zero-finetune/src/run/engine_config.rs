@@ -6,7 +6,7 @@ use candle_zero::config::{Config, RunValues, read_value};
 use serde_json::{Map, Value, json};
 
 /// Returns the file's configuration, or an empty one, with batch, optimizer, clipping and precision filled in. If
-/// neither the file nor the options set the number of rows in a step, it is `rows`. The second returned value says
+/// neither the file nor the options set the number of rows in a step, it is `rows`. The second returned value indicates
 /// whether this is the case.
 pub(super) fn filled_in(options: &Options, world: usize, rows: usize, hidden_size: usize) -> Result<(Value, bool)> {
     let mut config = match &options.ds_config {

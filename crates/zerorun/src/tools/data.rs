@@ -29,8 +29,8 @@ enum DataCommand {
     Show(ShowDataArguments),
 }
 
-/// Print the detected format of data files, the lines that cannot be used, and the first samples. The text to be
-/// learned is green on a terminal, and in brackets otherwise
+/// Print the detected format of data files, the lines that cannot be used, and the first samples. The training
+/// targets are green on a terminal, and in brackets otherwise
 ///
 /// Files are tokenized into the cache that `zerorun finetune` reads, unless they are already there.
 ///

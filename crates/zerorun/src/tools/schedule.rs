@@ -85,7 +85,7 @@ impl ScheduleArguments {
         Schedule::new(config.scheduler.as_ref(), Some(optimizer))
     }
 
-    /// Writes one line per step. The inner result says whether the lines could be written.
+    /// Writes one line per step. The inner result indicates whether the lines could be written.
     fn list(&self, mut schedule: Schedule, out: &mut impl Write) -> Result<std::io::Result<()>> {
         for step in 1..=self.steps {
             let (lr, _) = schedule.in_force()?;

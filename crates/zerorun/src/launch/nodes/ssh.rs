@@ -166,8 +166,8 @@ fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent
                 EXIT_UNREACHABLE => Some(format!("zerorun: host {host} cannot be reached, or its launcher was killed")),
                 // After a failure of the job, the launcher of the first host ends too.
                 code if since >= SHUTDOWN_TIMEOUT => Some(format!(
-                    "zerorun: the launcher on host {host} ended with exit code {code}, and the others wait for it; see \
-                     its output above"
+                    "zerorun: the launcher on host {host} ended with exit code {code}, and the others are waiting for \
+                     it; see its output above"
                 )),
                 _ => None,
             };

@@ -4,7 +4,7 @@
 use clap::error::{ContextKind, ContextValue};
 use clap::{Error, error::ErrorKind};
 
-/// The flags of other trainers, each with its replacement in `zerorun finetune`.
+/// The flags of other trainers, each with its replacement in `zerorun finetune` or the reason why there is none.
 const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
     (&["num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"], "--epochs E"),
     (&["max_steps", "max_train_steps", "num_steps", "iters"], "--steps N"),
@@ -106,23 +106,29 @@ const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
     (&["shuffle", "disable_shuffling", "shuffle_data"], "--order shuffled or sequential"),
     (&["beta", "dpo_beta", "pref_beta", "rl", "loss_type", "rlhf_type"], "--dpo beta=0.1"),
     (&["logging_dir", "report_to", "log_file", "run_name"], "--metrics FILE.jsonl, which has a line for each step"),
-    (&["logging_steps", "logging_strategy"], "no flag: every step is reported, and --metrics FILE.jsonl writes it"),
+    (
+        &["logging_steps", "logging_strategy"],
+        "there is no such flag: every step is reported, and --metrics FILE.jsonl writes each report to a file",
+    ),
     (&["test_prompt", "sample_prompt"], "--prompt TEXT"),
     (&["max_new_tokens"], "--max_tokens N"),
     (&["nproc_per_node", "num_processes", "num_workers_per_node", "n_gpus", "gpus"], "-n N, the number of ranks"),
     (
         &["train_on_inputs", "train_on_input", "completion_only_loss", "assistant_only_loss"],
-        "no flag: the model learns the assistant's messages, and all of a plain text",
+        "there is no such flag: the model is trained on the assistant's messages, and on all of a plain text",
     ),
     (
         &["chat_template", "template", "prompt_template"],
-        "no flag: the model's own chat template is used; edit its chat_template.jinja to change it",
+        "there is no such flag: the model's own chat template is used; edit its chat_template.jinja to change it",
     ),
     (
         &["push_to_hub", "hub_model_id", "hub_token", "token", "hf_token"],
-        "no flag: the result stays on this machine; a token to fetch models is read from HF_TOKEN",
+        "there is no such flag: the result stays on this machine; a token to fetch models is read from HF_TOKEN",
     ),
-    (&["group_by_length", "length_group"], "no flag: samples are packed into rows, so there is little padding"),
+    (
+        &["group_by_length", "length_group"],
+        "there is no such flag: samples are packed into rows, so there is little padding",
+    ),
     (&["overwrite_output_dir", "overwrite", "force"], "another --out, or remove the folder: it is not overwritten"),
 ];
 
@@ -133,7 +139,7 @@ pub(super) fn explained(mut error: Error) -> Error {
     }
     let Some(ContextValue::String(found)) = error.get(ContextKind::InvalidArg) else { return error };
     let Some(here) = written_here(found) else { return error };
-    let tip = format!("write {here}");
+    let tip = if here.starts_with("there is") { here.to_owned() } else { format!("write {here}") };
     // Clap's own suggestion would be misleading.
     error.remove(ContextKind::SuggestedArg);
     error.remove(ContextKind::TrailingArg);
@@ -167,6 +173,7 @@ mod tests {
         insta::assert_snapshot!(message("--learning-rate=2e-5"), @"error: unexpected argument '--learning-rate' found||  tip: write --lr RATE");
         insta::assert_snapshot!(message("--model"), @"error: unexpected argument '--model' found||  tip: write the model as the first argument, without a flag: zerorun finetune MODEL --data FILE --out DIR");
         insta::assert_snapshot!(message("--epoch"), @"error: unexpected argument '--epoch' found||  tip: write --epochs E");
+        insta::assert_snapshot!(message("--template"), @"error: unexpected argument '--template' found||  tip: there is no such flag: the model's own chat template is used; edit its chat_template.jinja to change it");
     }
 
     #[test]
