@@ -43,7 +43,7 @@ impl DecoderSizes for DecoderConfig {
 #[derive(Debug, Clone)]
 pub struct DecoderLayers<C = DecoderConfig> {
     embedding: Embedding,
-    input: DecoderInput,
+    input: DecoderInputLayers,
     blocks: Vec<Unit<DecoderBlock>>,
     output: DecoderOutput,
     sizes: PhantomData<fn() -> C>,
@@ -53,7 +53,7 @@ impl<C> DecoderLayers<C> {
     /// Builds the layers of a valid `config`.
     pub(super) fn build(config: &DecoderConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let embedding = config.token_embedding(&vb)?;
-        let input = DecoderInput::new(config, &vb)?;
+        let input = DecoderInputLayers::new(config, &vb)?;
         let mut rotaries = SharedRotaries::default();
         let blocks = (0..config.blocks.len()).map(|block| config.block(block, &mut rotaries, &vb));
         let blocks = blocks.collect::<Result<_>>()?;
@@ -106,13 +106,13 @@ impl DecoderConfig {
 
 /// The layers between the token embedding and the first block: its scale, learned positions, dropout.
 #[derive(Debug, Clone)]
-pub(super) struct DecoderInput {
+pub(super) struct DecoderInputLayers {
     embedding_scale: Option<f64>,
     positions: Option<Embedding>,
     drop: Option<Dropout>,
 }
 
-impl DecoderInput {
+impl DecoderInputLayers {
     pub(super) fn new(config: &DecoderConfig, vb: &VarBuilder<'_>) -> Result<Self> {
         let learned = config.learned_positions;
         let learned = learned.map(|rows| Embedding::new(rows, config.hidden_size, config.inner(vb).pp("wpe")));

@@ -1,6 +1,6 @@
 //! A decoder as layers of a pipeline: the token embedding, what follows it, each block, and the output with the loss.
 
-use super::decoder::{DecoderInput, DecoderOutput, SharedRotaries};
+use super::decoder::{DecoderInputLayers, DecoderOutput, SharedRotaries};
 use super::decoder_block::{BlockContext, DecoderBlock};
 use super::{DecoderConfig, DecoderSizes};
 use crate::error::Result;
@@ -46,7 +46,7 @@ pub fn decoder_pipeline(sizes: &impl DecoderSizes) -> Result<PipelineModule<Deco
     let (embedding, input, output) = (of(&config), of(&config), of(&config));
     let mut module = module
         .layer("", move |vb| embedding.token_embedding(&vb))
-        .layer("", move |vb| DecoderInput::new(&input, &vb).map(InputLayer));
+        .layer("", move |vb| DecoderInputLayers::new(&input, &vb).map(InputLayer));
     for block in 0..config.blocks.len() {
         let (config, rotaries) = (of(&config), rotaries.clone());
         module = module.layer("", move |vb| config.block(block, &mut lock(&rotaries), &vb).map(BlockLayer));
@@ -55,7 +55,7 @@ pub fn decoder_pipeline(sizes: &impl DecoderSizes) -> Result<PipelineModule<Deco
 }
 
 /// The scale, positions and dropout after the token embedding.
-struct InputLayer(DecoderInput);
+struct InputLayer(DecoderInputLayers);
 
 impl PipelineLayer<DecoderBatch> for InputLayer {
     fn forward(&self, x: &Tensor, batch: &DecoderBatch) -> candle_core::Result<Tensor> {

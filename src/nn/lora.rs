@@ -48,7 +48,7 @@ pub(super) fn are_off() -> bool {
 }
 
 /// The operands of one use of an adapter.
-pub(super) struct LoraUse<'a> {
+pub(super) struct LoraOperands<'a> {
     /// The matrix A, `[r, in]`.
     pub a: &'a Tensor,
     /// The matrix B, `[out, r]`.
@@ -70,7 +70,7 @@ pub(super) fn linear_then(
     weight: &Tensor,
     bias: Option<&Tensor>,
     layout: WeightLayout,
-    adapter: &LoraUse<'_>,
+    adapter: &LoraOperands<'_>,
     then: LinearEpilogue<'_>,
 ) -> Result<Tensor> {
     let sizes = LinearSizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
@@ -90,7 +90,7 @@ pub(super) fn linear_then(
     if then.activation.is_some() { follow(y, then) } else { Ok(y) }
 }
 
-impl LoraUse<'_> {
+impl LoraOperands<'_> {
     fn check(&self, sizes: LinearSizes) -> Result<()> {
         let (rank, inputs) = self.a.dims2()?;
         let outputs = self.b.dim(0)?;
@@ -118,7 +118,7 @@ fn composed(
     weight: &Tensor,
     bias: Option<&Tensor>,
     sizes: LinearSizes,
-    adapter: &LoraUse<'_>,
+    adapter: &LoraOperands<'_>,
 ) -> Result<Tensor> {
     let dropped = match adapter.mask {
         Some(mask) => dropout(x, mask.p, mask.seed, mask.draw)?,
@@ -270,7 +270,7 @@ fn fused<E: TensorElement>(
     weight: &Tensor,
     bias: Option<&Tensor>,
     sizes: LinearSizes,
-    adapter: &LoraUse<'_>,
+    adapter: &LoraOperands<'_>,
     residual: Option<&Tensor>,
 ) -> Result<Tensor> {
     let shape = sizes.result_shape(x.shape());

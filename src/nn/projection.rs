@@ -1,6 +1,6 @@
 //! A linear layer in either orientation of the weight, with or without a low-rank adapter.
 
-use super::lora::{self, LoraUse};
+use super::lora::{self, LoraOperands};
 use super::{Dropout, LinearEpilogue, LoraConfig, WeightLayout, linear_then, normal};
 use crate::graph::hold_still;
 use candle_core::{Result, Tensor};
@@ -82,7 +82,7 @@ impl Projection {
         };
         let mask = adapter.dropout.as_ref().map(Dropout::draw).transpose()?.flatten();
         let (a, b, magnitude) = (&adapter.a, &adapter.b, adapter.magnitude.as_ref());
-        let adapter = LoraUse { a, b, magnitude, scale: adapter.scale, mask };
+        let adapter = LoraOperands { a, b, magnitude, scale: adapter.scale, mask };
         lora::linear_then(x, weight, bias, self.layout, &adapter, then)
     }
 }

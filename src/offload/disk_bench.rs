@@ -146,13 +146,13 @@ pub struct StepBench {
     /// The update of the same number of elements, in memory.
     pub update: DiskPassTiming,
     /// The pipeline with an update that takes as long as the disk access.
-    pub balanced: DiskOverlapBench,
+    pub balanced: DiskOverlapResult,
 }
 
 /// The maximum gain from overlapping: the step with its update repeated until computing takes as long as the disk needs
 /// for a step with neither flag.
 #[derive(Debug, Clone, Serialize)]
-pub struct DiskOverlapBench {
+pub struct DiskOverlapResult {
     /// The number of times that each window is updated.
     pub updates: usize,
     /// The step with neither flag.
@@ -367,7 +367,7 @@ impl DiskBenchRun<'_> {
         })
     }
 
-    fn balanced(&mut self, io: &FileIo, adam: &mut DiskBenchAdam, updates: usize) -> Result<DiskOverlapBench> {
+    fn balanced(&mut self, io: &FileIo, adam: &mut DiskBenchAdam, updates: usize) -> Result<DiskOverlapResult> {
         let flags = [false, true];
         let mut rounds = flags.map(|_| Vec::new());
         for _ in 0..ROUNDS {
@@ -378,7 +378,7 @@ impl DiskBenchRun<'_> {
         }
         let [one_after_the_other, overlapped] = rounds.map(|r| DiskPassTiming::new(self.files.bytes_of_step(), r));
         let speedup = one_after_the_other.seconds / overlapped.seconds;
-        Ok(DiskOverlapBench { updates, one_after_the_other, overlapped, speedup })
+        Ok(DiskOverlapResult { updates, one_after_the_other, overlapped, speedup })
     }
 
     fn sweep(&mut self, access: DiskAccess, settings: &[Aio]) -> Result<Vec<RequestSweepRow>> {

@@ -24,7 +24,7 @@
 use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result, message_bytes};
 use super::intra_host::IntraHostSum;
 use super::link::{MessageTag, MpiTransfer};
-use super::partial_sum::{SlotLayout, Summand, add};
+use super::partial_sum::{PartialSumTerm, SlotLayout, add};
 use super::topology::HostTopology;
 use super::traffic::MIN_MESSAGE_BYTES;
 use crate::comm::shm::partition::pieces;
@@ -188,11 +188,11 @@ fn sum_of(code: InterHostFormat, codes: &[Vec<u8>], own: &[f32], place: usize) -
         return Vec::new();
     }
     let read = |codes| match code.ints_or_dtype() {
-        Ok(ints) => Summand::Blocks(ints, codes),
-        Err(dtype) => Summand::Exact(FlatRef::of_bytes(dtype, codes)),
+        Ok(ints) => PartialSumTerm::Blocks(ints, codes),
+        Err(dtype) => PartialSumTerm::Exact(FlatRef::of_bytes(dtype, codes)),
     };
-    let mut parts: Vec<Summand<'_>> = codes.iter().map(|codes| read(codes)).collect();
-    parts.insert(place, Summand::Exact(FlatRef::F32(own)));
+    let mut parts: Vec<PartialSumTerm<'_>> = codes.iter().map(|codes| read(codes)).collect();
+    parts.insert(place, PartialSumTerm::Exact(FlatRef::F32(own)));
     let mut sum = vec![0f32; own.len()];
     add(&mut sum, true, &parts);
     sum

@@ -1,7 +1,7 @@
 //! The contribution of this host's ranks to partial sums: they share their parts, and each adds up some of the chunks.
 
 use super::inter_host::{InterHostExchange, Result};
-use super::partial_sum::{SlotLayout, Summand, add};
+use super::partial_sum::{PartialSumTerm, SlotLayout, add};
 use crate::comm::shm::partition::pieces;
 use crate::comm::shm::region::SLOT_BYTES;
 use crate::comm::wire::format::WireFormat;
@@ -63,19 +63,20 @@ impl IntraHostSum<'_> {
                     WireFormat::Blocks(ints) if *owner != rank => {
                         own_codes.resize(ints.encoded_len(len), 0);
                         ints.encode(own, &mut own_codes);
-                        Summand::Blocks(ints, &own_codes)
+                        PartialSumTerm::Blocks(ints, &own_codes)
                     }
-                    _ => Summand::Exact(own),
+                    _ => PartialSumTerm::Exact(own),
                 };
                 let part = |r: usize| {
                     let (offset, bytes) = (layout.offset(r, *owner, len), layout.part(r, *owner, len));
                     let part = inter_host.local.coded(r - here.start, offset, bytes, len * layout.size);
                     match layout.wire {
-                        WireFormat::Blocks(ints) if *owner != r => Summand::Blocks(ints, part),
-                        _ => Summand::Exact(FlatRef::of_bytes(self.input.dtype(), part)),
+                        WireFormat::Blocks(ints) if *owner != r => PartialSumTerm::Blocks(ints, part),
+                        _ => PartialSumTerm::Exact(FlatRef::of_bytes(self.input.dtype(), part)),
                     }
                 };
-                let parts: Vec<Summand<'_>> = here.clone().map(|r| if r == rank { own } else { part(r) }).collect();
+                let parts: Vec<PartialSumTerm<'_>> =
+                    here.clone().map(|r| if r == rank { own } else { part(r) }).collect();
                 add(&mut sum[inside.clone()], self.begins, &parts);
             }
         }

@@ -15,7 +15,7 @@ const SUM_CHUNK: usize = 8 * BLOCK;
 
 /// One rank's part of a sum.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Summand<'a> {
+pub(super) enum PartialSumTerm<'a> {
     /// Exact elements.
     Exact(FlatRef<'a>),
     /// Blocks of integers, from the start of a block on.
@@ -23,14 +23,14 @@ pub(super) enum Summand<'a> {
 }
 
 /// Adds `parts` to `sum` in their order. If the sum `begins` with the first part, its initial content is ignored.
-pub(super) fn add(sum: &mut [f32], begins: bool, parts: &[Summand<'_>]) {
+pub(super) fn add(sum: &mut [f32], begins: bool, parts: &[PartialSumTerm<'_>]) {
     level().run(AddSummands { sum, begins, parts });
 }
 
 struct AddSummands<'a> {
     sum: &'a mut [f32],
     begins: bool,
-    parts: &'a [Summand<'a>],
+    parts: &'a [PartialSumTerm<'a>],
 }
 
 impl SimdLoop for AddSummands<'_> {
@@ -45,9 +45,9 @@ impl SimdLoop for AddSummands<'_> {
             for (place, part) in parts.iter().enumerate() {
                 let first = begins && place == 0;
                 match part {
-                    Summand::Exact(values) if first => widen(sum, values.slice(start..end)),
-                    Summand::Exact(values) => accumulate(sum, values.slice(start..end)),
-                    Summand::Blocks(ints, codes) => {
+                    PartialSumTerm::Exact(values) if first => widen(sum, values.slice(start..end)),
+                    PartialSumTerm::Exact(values) => accumulate(sum, values.slice(start..end)),
+                    PartialSumTerm::Blocks(ints, codes) => {
                         for (i, sum) in sum.chunks_mut(BLOCK).enumerate() {
                             let nth = start / BLOCK + i;
                             if first {
@@ -167,10 +167,10 @@ mod tests {
                     let mut sum = vec![f32::NAN; len];
                     let bounds: Vec<usize> = [0].into_iter().chain(cuts.clone()).chain([world]).collect();
                     for host in bounds.windows(2) {
-                        let parts: Vec<Summand<'_>> = (host[0]..host[1])
+                        let parts: Vec<PartialSumTerm<'_>> = (host[0]..host[1])
                             .map(|rank| match wire {
-                                WireFormat::Blocks(ints) if rank != owner => Summand::Blocks(ints, &coded[rank]),
-                                _ => Summand::Exact(parts[rank].as_ref()),
+                                WireFormat::Blocks(ints) if rank != owner => PartialSumTerm::Blocks(ints, &coded[rank]),
+                                _ => PartialSumTerm::Exact(parts[rank].as_ref()),
                             })
                             .collect();
                         add(&mut sum, host[0] == 0, &parts);

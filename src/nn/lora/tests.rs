@@ -59,7 +59,8 @@ fn operands(case: Case) -> Vec<Tensor> {
 }
 
 fn run(case: Case, t: &[Tensor]) -> Result<Tensor> {
-    let adapter = LoraUse { a: &t[2], b: &t[3], magnitude: case.dora.then_some(&t[6]), scale: SCALE, mask: case.mask };
+    let adapter =
+        LoraOperands { a: &t[2], b: &t[3], magnitude: case.dora.then_some(&t[6]), scale: SCALE, mask: case.mask };
     let then = LinearEpilogue { activation: case.activation, residual: case.residual.then_some(&t[5]) };
     linear_then(&t[0], &t[1], case.bias.then_some(&t[4]), case.layout, &adapter, then)
 }

@@ -6,7 +6,7 @@ use candle_zero::comm::{self, RankEnv};
 use candle_zero::config::Aio;
 use candle_zero::monitor::Progress;
 use candle_zero::offload::disk_bench::{
-    DiskBenchReport, DiskBenchSettings, DiskOverlapBench, DiskPassTiming, IoRequestSettings, measure,
+    DiskBenchReport, DiskBenchSettings, DiskOverlapResult, DiskPassTiming, IoRequestSettings, measure,
 };
 use candle_zero::util::counted;
 use clap::{Args, Parser, Subcommand};
@@ -269,7 +269,7 @@ impl fmt::Display for DiskBenchTable<'_> {
             row(format!("engine, {flags}"), &piped.timing)?;
         }
         writeln!(f, "{:40}{:>12}{:>12.2}", "update only, in memory", "", step.update.seconds)?;
-        let DiskOverlapBench { updates, one_after_the_other, overlapped, speedup } = &step.balanced;
+        let DiskOverlapResult { updates, one_after_the_other, overlapped, speedup } = &step.balanced;
         writeln!(f, "\nthe update repeated to take as long as the disk ({})", counted(*updates, "time"))?;
         writeln!(f, "{:40}{:>12}{:>12.2}", "engine, no flag", "", one_after_the_other.seconds)?;
         let both = "engine, pipeline_read, pipeline_write";
@@ -416,7 +416,7 @@ mod tests {
                 plain: vec![PlainLoopBench { access: DiskAccess::Direct, timing: timing(10.0) }],
                 pipeline: vec![piped(false, false, 0.7), piped(true, true, 1.1)],
                 update: timing(2.5),
-                balanced: DiskOverlapBench {
+                balanced: DiskOverlapResult {
                     updates: 4,
                     one_after_the_other: timing(20.0),
                     overlapped: timing(11.0),

@@ -51,14 +51,14 @@ struct ShowDataArguments {
 
     /// Task: assistant answers, preferences between answers, or text labels
     #[arg(long, value_enum, default_value_t)]
-    task: ShowTaskFlag,
+    task: ShowTaskArg,
 
     #[command(flatten)]
     samples: SampleFlags,
 }
 
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
-enum ShowTaskFlag {
+enum ShowTaskArg {
     #[default]
     Generate,
     Prefer,
@@ -100,9 +100,9 @@ impl ShowDataArguments {
         let longest = || base.as_ref().map_or_else(described, |base| base.config().ctx);
         let usual = || longest().min(DataOptions::USUAL_CTX);
         let task = match self.task {
-            ShowTaskFlag::Generate => TrainingTask::Generate,
-            ShowTaskFlag::Prefer => TrainingTask::Prefer,
-            ShowTaskFlag::Classify => TrainingTask::Classify,
+            ShowTaskArg::Generate => TrainingTask::Generate,
+            ShowTaskArg::Prefer => TrainingTask::Prefer,
+            ShowTaskArg::Classify => TrainingTask::Classify,
         };
         let options = DataOptions {
             overlong: self.samples.overlong(),

@@ -1,7 +1,7 @@
 //! `zerorun estimate`: computes the bytes of a training run before it runs.
 
 use super::gpu_capacity::GpuCapacity;
-use super::hosts_forecast::{self, ForecastArguments, HostsForecast};
+use super::hosts_forecast::{self, ForecastArguments, MultiHostForecast};
 use super::model_size_flags::ModelSizeFlags;
 use crate::error::{OptimError, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
@@ -243,7 +243,7 @@ struct EstimateReport {
     config: Config,
     estimate: Estimate,
     need: HostMemoryNeed,
-    hosts: Option<HostsForecast>,
+    hosts: Option<MultiHostForecast>,
     /// The GPU of each rank, if its memory is known.
     gpu: Option<GpuCapacity>,
     deepspeed: bool,
@@ -265,7 +265,7 @@ impl EstimateReport {
             assumed
                 .push("files are accessed as this machine would choose now, without the page cache if possible".into());
         }
-        assumed.extend(self.hosts.iter().flat_map(HostsForecast::assumed));
+        assumed.extend(self.hosts.iter().flat_map(MultiHostForecast::assumed));
         assumed
     }
 
@@ -341,7 +341,7 @@ impl EstimateReport {
         );
         self.write_memory(&mut text);
         self.write_step(&mut text);
-        text.extend(self.hosts.as_ref().map(HostsForecast::text));
+        text.extend(self.hosts.as_ref().map(MultiHostForecast::text));
         let on_gpu = self.gpu.as_ref().map(|gpu| gpu.verdict(self.estimate.device_bytes() as u64));
         for verdict in on_gpu.into_iter().chain(self.need.verdicts()) {
             _ = writeln!(text, "\n{verdict}");

@@ -56,7 +56,7 @@ impl ForecastArguments {
         hosts: usize,
         estimate: &Estimate,
         (shapes, config, options): (&Shapes, &Config, EstimateOptions),
-    ) -> Result<HostsForecast> {
+    ) -> Result<MultiHostForecast> {
         let measured = match (&self.measured, self.step) {
             (Some(path), _) => Some(MeasuredStep::metrics(path)?),
             (None, Some(step)) => Some(MeasuredStep::seconds(step)?),
@@ -66,12 +66,12 @@ impl ForecastArguments {
         let forecast = estimate.forecast(hosts, &network, measured.as_ref())?;
         let rows = Estimate::weak_scaling(shapes, config, options, (hosts, each), &network, measured.as_ref())?;
         let said = self.network.is_some();
-        Ok(HostsForecast { each, network, said, measured, forecast, rows })
+        Ok(MultiHostForecast { each, network, said, measured, forecast, rows })
     }
 }
 
 /// The forecast, with its network and measurement.
-pub(super) struct HostsForecast {
+pub(super) struct MultiHostForecast {
     /// The number of ranks of each host.
     pub each: usize,
     network: Network,
@@ -89,7 +89,7 @@ pub(super) const NOT_INCLUDED: [&str; 2] = [
      smaller on more hosts",
 ];
 
-impl HostsForecast {
+impl MultiHostForecast {
     pub(super) fn json(&self) -> Value {
         let Self { each, network, measured, forecast, rows, .. } = self;
         json!({

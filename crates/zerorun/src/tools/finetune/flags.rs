@@ -29,7 +29,7 @@ pub(super) struct FinetuneFlags {
 
     /// Task: text generation, or text classification (BERT models)
     #[arg(long, value_enum, default_value_t)]
-    task: FinetuneTaskFlag,
+    task: FinetuneTaskArg,
 
     /// Adapter settings: r, alpha, dropout, targets (all-linear, or names joined by +), rslora, dora [default:
     /// r=16,alpha=32,targets=all-linear]
@@ -169,7 +169,7 @@ enum FinetuneDtype {
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
-enum FinetuneTaskFlag {
+enum FinetuneTaskArg {
     #[default]
     Generate,
     Classify,
@@ -224,10 +224,10 @@ impl FinetuneFlags {
         if self.full && self.dpo.is_some() {
             return Err("--dpo needs adapters: the model without them is the reference; leave out --full".into());
         }
-        if self.task == FinetuneTaskFlag::Classify && self.dpo.is_some() {
+        if self.task == FinetuneTaskArg::Classify && self.dpo.is_some() {
             return Err("--dpo is for language models: leave out --dpo or --task classify".into());
         }
-        if self.task == FinetuneTaskFlag::Classify && !self.prompt.is_empty() {
+        if self.task == FinetuneTaskArg::Classify && !self.prompt.is_empty() {
             return Err("--prompt is for language models: a classifier does not answer prompts".into());
         }
         Ok(())
@@ -236,7 +236,7 @@ impl FinetuneFlags {
     /// Returns the options of the run, with the resolved model.
     pub(super) fn options(&self, model: ResolvedModel) -> Result<Options> {
         let lora = || self.lora.clone().unwrap_or_default();
-        let classify = self.task == FinetuneTaskFlag::Classify;
+        let classify = self.task == FinetuneTaskArg::Classify;
         let adapts = self.qlora || self.lora.is_some() || self.adapter.is_some();
         let full = self.full || classify && !adapts;
         let sources = |files: &[String]| files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>();
