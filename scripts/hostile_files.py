@@ -238,8 +238,8 @@ def bomb(r, folder):
         if kind == "bom":
             (model / "config.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(config).encode())
         elif kind == "config":
-            key = r.choice([k for k in config if isinstance(config[k], int)])
-            config[key] = r.choice([0, -1, 2**31, 2**40, 2**62, 2**63, 10**30, None, "x", [1], 1e308])
+            for key in r.sample([k for k in config if isinstance(config[k], int)], r.choice([1, 1, 2, 3])):
+                config[key] = r.choice([0, -1, 2**20, 2**28, 2**31, 2**40, 2**62, 2**63, 10**30, None, "x", [1], 1e308])
             (model / "config.json").write_text(r.choice([json.dumps(config), json.dumps(config), "[" * 200000, '{"a":' * 200000]))
         else:
             length = r.choice([0, 8, 2**40, 2**63, 2**64 - 1])

@@ -37,6 +37,10 @@ const MAX_PARAMETERS: u128 = 1 << 50;
 /// The largest number of positions; above it, f32 cannot tell positions apart.
 pub(super) const MAX_POSITIONS: usize = 1 << 24;
 
+/// The maximum number of elements of a head: rotary positions have a table of that length, which is computed before the
+/// weights show whether the size is right.
+pub(super) const MAX_HEAD_DIM: usize = 1 << 14;
+
 /// The maximum number of blocks of a model.
 pub(super) const MAX_BLOCKS: usize = 1 << 14;
 

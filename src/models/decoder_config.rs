@@ -1,6 +1,6 @@
 //! A decoder as one configuration, with the options in which Llama, Mistral, Qwen, Gemma, Phi and GPT-2 differ.
 
-use super::config_checks::{MAX_POSITIONS, refused, require_blocks, require_parameters, require_sizes};
+use super::config_checks::{MAX_HEAD_DIM, MAX_POSITIONS, refused, require_blocks, require_parameters, require_sizes};
 use super::rotary_config::RotaryConfig;
 use crate::Result;
 use crate::nn::{Activation, LoraConfig};
@@ -164,6 +164,9 @@ impl DecoderConfig {
             ("head_dim", self.head_dim),
         ])?;
         require_blocks("num_hidden_layers", self.blocks.len())?;
+        if self.head_dim > MAX_HEAD_DIM {
+            return Err(refused("head_dim", self.head_dim, &format!("at most {MAX_HEAD_DIM}")));
+        }
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         if !heads.is_multiple_of(kv_heads) {
             let allowed =
