@@ -5,6 +5,7 @@
 //!   forward      [gather -> unit -> release] ...
 //!   backward     loss x scale / accumulation -> [gather -> unit -> capture gradients -> reduce] ...
 //!   step         at the accumulation boundary: vote -> scaler -> clip -> update -> publish -> schedule
+//!                every so many steps, with local_steps: exchange between islands -> outer step -> publish
 //! ```
 //!
 //! The engine itself contains no arithmetic: each action named above has its own module.
@@ -21,6 +22,8 @@ mod eval_model;
 mod finite_difference_check;
 mod gradient_check_state;
 mod gradient_report;
+mod island_checkpoints;
+mod islands;
 mod metrics;
 mod param_access;
 mod pipeline;
@@ -53,6 +56,7 @@ use crate::zero::rank_core::RankCore;
 use crate::zero::step::sharded_step::Vote;
 use candle_core::{DType, Device, Tensor};
 use gradient_check_state::FiniteDifferenceChecker;
+use islands::Islands;
 use reporter::EngineReporter;
 use std::sync::Arc;
 use step_clock::{MicroStepCall, StepClock};
@@ -89,6 +93,8 @@ pub struct Engine<M> {
     core: Arc<RankCore>,
     trainer: GroupedOptimizer,
     scaler: LossScaler,
+    /// The exchanges with the other islands, if the ranks take local steps.
+    islands: Option<Islands>,
     device: Device,
     phase: MicroStepPhase,
     losses: AccumulatedLoss,
@@ -294,6 +300,7 @@ impl<M> Engine<M> {
         self.was_applied = applies;
         self.global_steps += 1;
         self.global_samples += self.config.batch.train_batch_size as u64;
+        let weights_changed = self.exchange_between_islands(applies)? | weights_changed;
         self.core.end_step(weights_changed)
     }
 
@@ -437,13 +444,13 @@ impl<M> Engine<M> {
         Ok(any)
     }
 
-    /// Collective: returns the `values` of every rank, in rank order.
+    /// Collective: returns the `values` of every rank of the job, in rank order.
     ///
     /// # Errors
     /// A failed collective.
     pub fn gather_f64(&self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
         let _call = during("gather_f64");
-        self.core.comm().gather_f64(values.to_vec()).wait()
+        self.job().gather_f64(values.to_vec()).wait()
     }
 
     /// Collective: makes all ranks' buffers equal, by the rule of [`EngineBuilder::buffer_sync`]; without a rule, all

@@ -26,6 +26,8 @@ pub enum MemoryKind {
     MasterWeights,
     /// The optimizer states.
     Moments,
+    /// The weights after the last exchange between islands, and the momentum of the outer optimizer (`local_steps`).
+    OuterStates,
     /// Small parameters that stay gathered at stage 3 (`stage3_param_persistence_threshold`).
     Persistent,
     /// Parameters gathered for use at stage 3, and pending gathers.
@@ -70,6 +72,7 @@ impl MemoryKind {
             Self::Gradients => "gradients",
             Self::MasterWeights => "master weights",
             Self::Moments => "moments",
+            Self::OuterStates => "outer states",
             Self::Persistent => "persistent",
             Self::Gathered => "gathered",
             Self::SecondCopy => "second copy",
@@ -252,6 +255,7 @@ pub(crate) struct ModelBytes {
     pub grads: StateBytes,
     pub master: StateBytes,
     pub moments: StateBytes,
+    pub outer: StateBytes,
 }
 
 impl MemoryReport {
@@ -280,7 +284,7 @@ impl MemoryReport {
             let padding = if sharded { own as f64 - exact } else { 0.0 };
             MemoryRow { formula: Some(exact), padding, ..free(kind) }
         };
-        let rows = vec![
+        let mut rows = vec![
             row(MemoryKind::Parameters, bytes.params, placement.params.is_sharded()),
             row(MemoryKind::Gradients, bytes.grads, placement.grads.is_sharded()),
             row(MemoryKind::MasterWeights, bytes.master, placement.optim.is_sharded()),
@@ -294,6 +298,10 @@ impl MemoryReport {
             free(MemoryKind::GradientCheck),
             free(MemoryKind::Buffers),
         ];
+        if bytes.outer.own > 0 {
+            let after_moments = 1 + rows.iter().position(|row| row.kind == MemoryKind::Moments).unwrap_or(0);
+            rows.insert(after_moments, row(MemoryKind::OuterStates, bytes.outer, placement.optim.is_sharded()));
+        }
         let (world_size, copies) = (mesh.world_size(), mesh.copies());
         Self { stage: stage.number(), world_size, copies, parameters, frozen, rows }
     }

@@ -128,6 +128,8 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[DeepSpeedState]) ->
         previous: None,
         world_size: 1,
         pipeline_ranks: 1,
+        islands: 1,
+        island_samples: vec![],
         stage: from.stage(),
         dtype: dtype.into(),
         global_steps: from.global_steps(),

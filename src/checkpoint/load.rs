@@ -225,6 +225,14 @@ struct NeededElements {
     range: Range<usize>,
 }
 
+/// Returns the tag and the number of islands of checkpoint `tag` of folder `dir`, or of the one that `latest` names;
+/// `None` if it cannot be read, which loading it reports.
+pub(crate) fn islands_of(dir: &Path, tag: Option<&str>) -> Option<(String, usize)> {
+    let tag = tag.map_or_else(|| folder::latest(dir).ok().flatten(), |tag| Some(tag.to_owned()))?;
+    let manifest = Manifest::read(&folder::existing(dir, &tag).ok()?.join(MANIFEST)).ok()?;
+    Some((tag, manifest.islands))
+}
+
 /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, into `core`, this rank's state. Everything
 /// that is needed is checked before anything changes. If each host has its own folder (`on_each_host`), the newest
 /// checkpoint that is complete over all of them is loaded. Collective.
@@ -330,7 +338,7 @@ fn wanted(
     }
     let mut states = vec![WEIGHTS];
     if options.load_optimizer_states && !options.load_module_only {
-        states.extend(trainer.all_state_names());
+        states.extend(core.all_state_names(trainer));
         let (saved, own) = (manifest.set_lr.as_ref().map(Vec::len), trainer.lr().len());
         if let Some(saved) = saved.filter(|saved| *saved != own) {
             return Err(wrong(format!(
@@ -343,7 +351,7 @@ fn wanted(
     let mut wanted = Vec::new();
     for name in states {
         for (param, own) in core.params().iter().enumerate() {
-            let Some(kind) = ParamStateKind::named(name, core.moments(own, trainer)) else { continue };
+            let Some(kind) = ParamStateKind::named(name, core.state_names(own, trainer)) else { continue };
             let Some(&saved) = saved.get(own.name.as_str()) else { continue };
             let found = &manifest.parameters[saved];
             if found.shape != own.shape.dims() {
@@ -361,7 +369,12 @@ fn wanted(
                 Some(_) if was_frozen => return Err(wrong(trained_since(&own.name, "was frozen"))),
                 _ => {}
             }
-            let state = manifest.states.iter().position(|s| s == name && found.has(s)).ok_or_else(|| {
+            let state = manifest.states.iter().position(|s| s == name && found.has(s));
+            if state.is_none() && matches!(kind, ParamStateKind::Outer(_)) {
+                // The engine begins local steps anew.
+                continue;
+            }
+            let state = state.ok_or_else(|| {
                 let of = if found.states.is_some() { format!(" of {}", own.name) } else { String::new() };
                 wrong(format!(
                     "it has the states {}{of}, but this optimizer needs {name}; train with the optimizer that was \

@@ -18,7 +18,7 @@ pub(super) const FORMAT: &str = "candle-zero checkpoint";
 
 /// The format version that is written. Version 1 had no buffers, blocks, frozen parameters, predecessors, learning
 /// rates set by the user, or rounding seed; its readers reject fields that they do not know. Version 3 is written only
-/// for a pipeline of several ranks.
+/// for a pipeline of several ranks and for islands.
 pub(super) const VERSION: u32 = 2;
 pub(super) const PIPELINE_VERSION: u32 = 3;
 
@@ -46,6 +46,12 @@ pub struct Manifest {
     /// The number of ranks along the pipeline that saved it; 1 without a pipeline.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub pipeline_ranks: usize,
+    /// The number of islands that took local steps, each of which saved its own checkpoint; 1 without local steps.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub islands: usize,
+    /// The samples of the island since the last exchange of each fragment.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub island_samples: Vec<u64>,
     /// The ZeRO stage that it was saved at. Loading does not depend on it.
     pub stage: u8,
     /// The precision of the model's parameters. The files contain f32.
@@ -211,6 +217,12 @@ pub(super) fn file_name(rank: usize, world_size: usize) -> String {
 }
 
 impl Manifest {
+    /// Returns the manifest of one of several islands, with its samples since the last exchange of each fragment.
+    pub(crate) fn of_islands(self, islands: usize, island_samples: Vec<u64>) -> Self {
+        let version = if islands > 1 { PIPELINE_VERSION } else { self.version };
+        Self { version, islands, island_samples, ..self }
+    }
+
     /// Returns the text of the manifest file.
     pub(super) fn to_text(&self) -> String {
         let body = serde_json::to_string_pretty(self)

@@ -51,8 +51,8 @@ pub use import_deepspeed::import;
 #[doc(hidden)]
 pub use import_deepspeed::new_checkpoint_path;
 pub(crate) use lineage::{LastCheckpoint, LockedFolders};
-pub(crate) use load::load;
 pub use load::{Checkpoint, LoadOptions, LoadedCheckpoint};
+pub(crate) use load::{islands_of, load};
 pub use manifest::{BufferFile, FileEntry, Manifest, Parameter};
 pub(crate) use rank_agreement::failed_elsewhere;
 #[doc(hidden)]

@@ -31,7 +31,7 @@ use crate::timeline;
 use crate::util::host_name;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::state_access;
-use crate::zero::share::state_access::{ParamStateKind, WEIGHTS};
+use crate::zero::share::state_access::{OptimStateNames, ParamStateKind, WEIGHTS};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -107,10 +107,10 @@ pub(crate) fn manifest(
     client_state: Value,
     options: &SaveOptions,
 ) -> Manifest {
-    let all = trainer.all_state_names();
+    let all = core.all_state_names(trainer);
     let states = std::iter::once(WEIGHTS).chain(all.iter().copied());
     let parameters = core.params().iter().map(|p| {
-        let own = core.moments(p, trainer);
+        let own: Vec<&str> = core.state_names(p, trainer).iter().collect();
         let is_left_out = options.exclude_frozen_parameters && !p.is_trained();
         let states = std::iter::once(WEIGHTS).chain(own.iter().copied()).filter(|_| !is_left_out);
         let states = (is_left_out || own.len() < all.len()).then(|| states.map(str::to_owned).collect());
@@ -129,6 +129,8 @@ pub(crate) fn manifest(
         previous: None,
         world_size: core.job().size(),
         pipeline_ranks,
+        islands: 1,
+        island_samples: vec![],
         stage: config.zero.stage as u8,
         dtype: format!("{:?}", core.dtype()).to_lowercase(),
         global_steps: progress.global_steps,
@@ -267,7 +269,7 @@ struct ShareToSave {
     /// The names of all parameters.
     names: Vec<String>,
     /// This rank's parameters among them, with their optimizer states.
-    own: BTreeMap<usize, (ParamId, &'static [&'static str])>,
+    own: BTreeMap<usize, (ParamId, OptimStateNames)>,
     /// The file of buffers, on rank 0.
     buffers: Option<Arc<[u8]>>,
 }
@@ -283,7 +285,7 @@ impl ShareToSave {
         let copied = core.pipeline().and_then(|position| position.copied);
         let own = core.params().iter().enumerate().filter(|(param, _)| copied != Some(*param));
         let numbers: BTreeMap<&str, usize> = names.iter().enumerate().map(|(i, name)| (name.as_str(), i)).collect();
-        let own = own.map(|(param, p)| (numbers[p.name.as_str()], (param, core.moments(p, trainer)))).collect();
+        let own = own.map(|(param, p)| (numbers[p.name.as_str()], (param, core.state_names(p, trainer)))).collect();
         let folder = folder::saving(dir, &manifest.tag);
         let buffers = buffers.map(Arc::from);
         Self { core, folder, layout: manifest.layout(), states: manifest.states.clone(), names, own, buffers }
@@ -300,8 +302,8 @@ impl ShareToSave {
         let names: Vec<&str> = self.names.iter().map(String::as_str).collect();
         let mut file = RankFileWriter::create(&self.folder, &self.layout, &names, &self.states, rank).map_err(wrong)?;
         for (state, name) in self.states.iter().enumerate() {
-            for (number, (param, moments)) in &self.own {
-                let (param, Some(kind)) = (*param, ParamStateKind::named(name, moments)) else { continue };
+            for (number, (param, states)) in &self.own {
+                let (param, Some(kind)) = (*param, ParamStateKind::named(name, *states)) else { continue };
                 let own = self.layout.shard(state, *number, rank);
                 let owned = self.core.owned(param);
                 // States are read in pieces of this rank's share; the pieces begin at offsets that file access allows.

@@ -10,6 +10,7 @@ pub(crate) mod error;
 mod hjson;
 mod json_node;
 mod keys;
+mod local_steps;
 mod monitoring;
 mod note;
 mod offload;
@@ -31,6 +32,7 @@ mod walk;
 #[doc(inline)]
 pub use crate::notice::LogLevel;
 pub use error::{ConfigProblem, ConfigRule, TextPosition};
+pub use local_steps::{IslandWire, LocalStepsConfig};
 pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring};
 pub use note::ConfigNote;
 pub use pipeline::PipelineConfig;

@@ -5,7 +5,7 @@ use super::note::shown;
 use super::walk::ConfigWalk;
 use super::{
     Config, ConfigNote, ConfigProblem, ConfigRule, Fp16, GradientOp, LeafModule, PipelineConfig, Precision, RunValues,
-    StatePrecision, TagValidation, ZeroConfig, batch, monitoring, offload, optim, pipeline, scheduler,
+    StatePrecision, TagValidation, ZeroConfig, batch, local_steps, monitoring, offload, optim, pipeline, scheduler,
     value_conversion,
 };
 use crate::layout::ZeroStage;
@@ -54,6 +54,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
     zero.offload_param = offload::param(walk_ref, zero.stage);
     let activation_checkpointing = activation_checkpointing(walk_ref);
     let pipeline = pipeline::resolve(walk_ref);
+    let local_steps = local_steps::resolve(walk_ref);
     if walk.bool("flops_profiler.enabled") {
         walk.set("wall_clock_breakdown", true.into());
     }
@@ -82,6 +83,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
         optimizer,
         gradient_check: walk.bool("gradient_check"),
         pipeline,
+        local_steps,
         allows_untested_optimizer: walk.bool("zero_allow_untested_optimizer"),
         scheduler,
         steps_per_print: walk.int("steps_per_print").and_then(|n| u64::try_from(n).ok()),

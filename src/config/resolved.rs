@@ -55,6 +55,9 @@ pub struct Config {
     pub gradient_check: bool,
     /// `pipeline`: how many ranks form a pipeline, and how layers are divided among its stages.
     pub pipeline: PipelineConfig,
+    /// `local_steps`: islands of ranks exchange what they learned only every so many steps; `None`: all ranks form one
+    /// island.
+    pub local_steps: Option<super::LocalStepsConfig>,
     /// The `seed` of the initial weights. Default 42.
     pub seed: u64,
     /// `activation_checkpointing.every_unit`, or another key of that section that requests it: every unit recomputes
@@ -259,6 +262,14 @@ pub enum OffloadTo {
         /// `nvme_path`.
         path: PathBuf,
     },
+}
+
+impl Config {
+    /// Returns the number of ranks among which state is sharded: those of an island, if ranks take local steps.
+    pub(crate) fn ranks_per_island(&self) -> usize {
+        let islands = self.local_steps.as_ref().and_then(|config| config.islands).unwrap_or(1);
+        self.world_size / islands.clamp(1, self.world_size.max(1))
+    }
 }
 
 impl ZeroConfig {

@@ -2,6 +2,7 @@
 
 use super::Engine;
 use super::config_comparison::SharedContent;
+use super::islands::IslandRanks;
 use super::pipeline::PipelineSetup;
 use crate::comm::Communicator;
 use crate::comm::RankEnv;
@@ -15,6 +16,7 @@ use crate::optim::{LrSchedule, Optimizer, ParameterGroup, TrainableFilter};
 use crate::param::{BufferFilter, BufferSync, InitialValues, WeightSource};
 use crate::precision::WeightPacking;
 use crate::timeline::{self, TimelineRecorder};
+use crate::util::counted;
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use std::path::PathBuf;
@@ -318,7 +320,9 @@ impl EngineBuilder {
             // stages.
             config.gradient_check = self.gradient_check.unwrap_or(config.gradient_check) && self.pipeline.is_none();
             let source = self.weight_source(self.seed.unwrap_or(config.seed))?;
-            Engine::new(build, config, source, comm.clone(), device, self)
+            let islands = self.islands(&mut config, &comm)?;
+            let comm = islands.as_ref().map_or(&comm, |islands| &islands.island).clone();
+            Engine::new(build, config, source, comm, device, (self, islands))
         });
         let mut engine = engine.inspect_err(|e| comm.abort(&e.to_string()))?;
         engine.recorder = recorder;
@@ -327,6 +331,32 @@ impl EngineBuilder {
 }
 
 impl EngineBuilder {
+    /// Collective if ranks take local steps: divides them into islands, and completes the configuration.
+    fn islands(&self, config: &mut Config, job: &Arc<dyn Communicator>) -> Result<Option<IslandRanks>> {
+        let Some(local_steps) = &mut config.local_steps else { return Ok(None) };
+        let refused = |why: String| Err(EngineError::LocalSteps { why }.into());
+        if self.pipeline.is_some() {
+            return refused("the stages of a pipeline cannot be islands; remove local_steps or the pipeline".into());
+        }
+        let ranks = IslandRanks::new(local_steps, job)?;
+        if ranks.count() == 1 {
+            config.local_steps = None;
+            let message =
+                "no effect: all ranks are on one island; set islands to a number, or start several hosts".into();
+            config.notes.push(ConfigNote { path: "local_steps".into(), message });
+            return Ok(None);
+        }
+        local_steps.islands = Some(ranks.count());
+        let size = ranks.island.size();
+        match config.zero.mics_shard_size {
+            Some(shards) if !size.is_multiple_of(shards) => refused(format!(
+                "zero_optimization.mics_shard_size is {shards}, but an island has {}; use a divisor of that",
+                counted(size, "rank")
+            )),
+            _ => Ok(Some(ranks)),
+        }
+    }
+
     /// Returns the source of the parameters' initial values.
     pub(super) fn weight_source(&self, seed: u64) -> Result<WeightSource> {
         Ok(match (&self.initial_values, &self.init_from) {

@@ -60,14 +60,15 @@ impl<M> Engine<M> {
         self.wait_for_upload()?;
         self.between_steps("save_checkpoint")?;
         let progress = self.progress();
+        let (dir, options) = self.of_island(dir.as_ref(), options);
         let mut manifest =
-            checkpoint::manifest(&self.core, &self.trainer, &self.config, progress, tag, client_state, options);
-        manifest.previous =
-            self.last_checkpoint.as_ref().and_then(|last| last.previous_of(dir.as_ref(), &manifest.tag));
+            checkpoint::manifest(&self.core, &self.trainer, &self.config, progress, tag, client_state, &options);
+        manifest = self.manifest_of_island(manifest)?;
+        manifest.previous = self.last_checkpoint.as_ref().and_then(|last| last.previous_of(&dir, &manifest.tag));
         let _here = timeline::enter(self.recorder.as_ref());
         let _span = timeline::span(timeline::EventCategory::Checkpoint, "save").of(|| manifest.tag.clone());
         let request = SaveRequest {
-            dir: dir.as_ref().to_owned(),
+            dir,
             manifest,
             options: options.clone(),
             validation: self.config.tag_validation,
@@ -93,7 +94,7 @@ impl<M> Engine<M> {
     pub fn wait_for_checkpoint(&mut self) -> Result<()> {
         let _call = during("wait_for_checkpoint");
         if let Some(saving) = self.saving.take() {
-            let (last, sending) = self.attempt(|_| saving.end())?;
+            let (last, sending) = self.attempt(|engine| engine.end_in_order(saving))?;
             self.last_checkpoint = last;
             self.attempt(|engine| engine.start_upload(sending))?;
         }
@@ -135,9 +136,8 @@ impl<M> Engine<M> {
     pub fn check_save_dir(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         self.not_stopped()?;
         let on_each_host = self.config.use_node_local_storage;
-        self.attempt(|engine| {
-            checkpoint::check_dir(engine.core.job(), dir.as_ref(), on_each_host, &mut engine.locked_folders)
-        })
+        let (dir, _) = self.of_island(dir.as_ref(), &SaveOptions::default());
+        self.attempt(|engine| checkpoint::check_dir(engine.core.job(), &dir, on_each_host, &mut engine.locked_folders))
     }
 
     /// Returns an error, before training, if [`export_safetensors`](Self::export_safetensors) could not write `path`
@@ -176,10 +176,12 @@ impl<M> Engine<M> {
         let _call = during("load_checkpoint");
         self.wait_for_checkpoint()?;
         self.between_steps("load_checkpoint")?;
+        let saved = self.saved_by_islands(dir.as_ref(), tag)?;
         let load = |engine: &mut Self| {
             let (core, trainer, on_each_host) = (&engine.core, &engine.trainer, engine.config.use_node_local_storage);
             let Some(url) = address(dir.as_ref()) else {
-                return checkpoint::load(core, trainer, dir.as_ref(), tag, options, on_each_host);
+                let (dir, tag) = saved.as_ref().map_or((dir.as_ref(), tag), |saved| (&saved.dir, saved.tag.as_deref()));
+                return checkpoint::load(core, trainer, dir, tag, options, on_each_host);
             };
             match fetch(core.job(), url, tag)? {
                 // `fetched` keeps the folder locked until all ranks have loaded the checkpoint.
@@ -204,6 +206,7 @@ impl<M> Engine<M> {
         if self.global_steps > 0 {
             self.core.unused_was_judged();
         }
+        self.settled(|engine| engine.resume_local_steps(checkpoint.manifest(), options, saved.as_ref()))?;
         Ok(Some(checkpoint.into_loaded()))
     }
 
@@ -215,7 +218,7 @@ impl<M> Engine<M> {
     /// collective.
     pub fn export_safetensors(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let _call = during("export_safetensors");
-        self.attempt(|engine| engine.core.export(path.as_ref(), DType::F32))
+        self.export(path.as_ref(), DType::F32)
     }
 
     /// Collective: writes full parameters in the model's compute precision (DeepSpeed's call; an f32 model's parameters
@@ -233,7 +236,15 @@ impl<M> Engine<M> {
             // If this fails, writing the file fails too, with an error for all ranks.
             _ = std::fs::create_dir_all(dir);
         }
-        self.attempt(|engine| engine.core.export(&path, dtype))
+        self.export(&path, dtype)
+    }
+
+    /// Collective: writes full parameters; with local steps, those of the first island.
+    fn export(&mut self, path: &Path, dtype: DType) -> Result<()> {
+        match self.island() {
+            Some((1.., _)) => self.not_stopped(),
+            _ => self.attempt(|engine| engine.core.export(path, dtype)),
+        }
     }
 
     /// Returns the parameters' names, in order of registration.
@@ -252,7 +263,7 @@ impl<M> Engine<M> {
     /// returns the error.
     pub(super) fn end_saving(&mut self) -> Result<()> {
         let Some(saving) = self.saving.take() else { return Ok(()) };
-        let ended = saving.end().and_then(|(last, sending)| {
+        let ended = self.end_in_order(saving).and_then(|(last, sending)| {
             self.last_checkpoint = last;
             self.start_upload(sending)
         });

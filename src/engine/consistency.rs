@@ -1,6 +1,7 @@
 //! Checks that all ranks start training with the same model, configuration, data and weights.
 
 use super::config_comparison::{CustomComponents, RankConfig, SharedContent};
+use super::islands::IslandRanks;
 use crate::comm::agree::gather_u64;
 use crate::config::Config;
 use crate::error::{EngineError, KernelError, Result};
@@ -58,6 +59,7 @@ impl EngineFingerprint {
 /// groups, round states differently, or compute at different SIMD levels.
 pub(super) fn check_same_on_all_ranks(
     core: &RankCore,
+    islands: Option<&IslandRanks>,
     config: &Config,
     custom: CustomComponents,
     trainer: &GroupedOptimizer,
@@ -93,7 +95,9 @@ pub(super) fn check_same_on_all_ranks(
         .map(|numbers| EngineFingerprint::of_numbers(numbers))
         .collect();
     let rank = core.comm().rank();
-    let Some(other) = (0..all.len()).find(|r| all[*r] != mine) else { return Ok(()) };
+    let Some(other) = (0..all.len()).find(|r| all[*r] != mine) else {
+        return islands.map_or(Ok(()), |islands| check_same_on_all_islands(islands, mine));
+    };
     if all.iter().all(|rank| rank.of_all_else() == mine.of_all_else()) {
         // All ranks reach this point.
         return Err(initial_values_differ(core, inits, &[init_hashes, buffer_hashes].concat())?);
@@ -120,6 +124,34 @@ pub(super) fn check_same_on_all_ranks(
     } else {
         KernelError::LevelsDiffer { rank, other, level: checked_level()?.name() }.into()
     })
+}
+
+/// Collective among all ranks of the job: returns an error if islands differ in anything, given what is the same on all
+/// ranks of this one.
+fn check_same_on_all_islands(islands: &IslandRanks, mine: EngineFingerprint) -> Result<()> {
+    let all: Vec<EngineFingerprint> = gather_u64(islands.across(), &mine.numbers())?
+        .iter()
+        .map(|numbers| EngineFingerprint::of_numbers(numbers))
+        .collect();
+    let Some(other) = (0..all.len()).find(|island| all[*island] != mine) else { return Ok(()) };
+    let theirs = all[other];
+    let model = |f: EngineFingerprint| (f.parameters, f.elements, f.model);
+    let what = if model(mine) != model(theirs) {
+        "models"
+    } else if mine.config != theirs.config {
+        "configurations or data"
+    } else if [mine.weights, mine.inits, mine.buffers] != [theirs.weights, theirs.inits, theirs.buffers] {
+        "initial weights"
+    } else if mine.rounding != theirs.rounding {
+        "seeds of stochastic rounding"
+    } else {
+        "SIMD levels"
+    };
+    let why = format!(
+        "island {} and island {other} have different {what}; start the same program with the same files on all ranks",
+        islands.number()
+    );
+    Err(EngineError::LocalSteps { why }.into())
 }
 
 /// Collective among all ranks of the job: returns an error if the stages of a pipeline differ in anything but their parts

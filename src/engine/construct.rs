@@ -7,6 +7,7 @@
 use super::config_comparison::CustomComponents;
 use super::consistency::check_same_on_all_ranks;
 use super::gradient_check_state::FiniteDifferenceChecker;
+use super::islands::{IslandRanks, Islands};
 use super::pipeline::PipelineSetup;
 use super::reporter::EngineReporter;
 use super::step_clock::StepClock;
@@ -44,7 +45,7 @@ impl<M> Engine<M> {
         source: WeightSource,
         comm: Arc<dyn Communicator>,
         device: Device,
-        options: EngineBuilder,
+        (options, islands): (EngineBuilder, Option<IslandRanks>),
     ) -> Result<Self> {
         if let Some(level) = config.monitoring.log_level {
             suppress_below(level);
@@ -66,7 +67,8 @@ impl<M> Engine<M> {
             ..
         } = options;
         let own = CustomComponents { optimizer: optimizer.is_some(), schedule: schedule.is_some(), buffer_sync };
-        let reports = comm.rank() == 0 && pipeline.as_ref().is_none_or(PipelineSetup::reports);
+        let first_island = islands.as_ref().is_none_or(|islands| islands.number() == 0);
+        let reports = comm.rank() == 0 && first_island && pipeline.as_ref().is_none_or(PipelineSetup::reports);
         if reports {
             report_notes(&config, own);
         }
@@ -78,8 +80,12 @@ impl<M> Engine<M> {
         let weights = source.fingerprint();
         let copied = pipeline.as_ref().and_then(PipelineSetup::copied);
         let grouping = grouping(&config, optimizer, parameter_groups, (trainable, copied), quantized)?;
-        // Ranks of all stages share the disks of their host.
-        let job = pipeline.as_ref().map_or(&comm, PipelineSetup::job).clone();
+        // Ranks of all stages and islands share the disks of their host.
+        let job = match (&pipeline, &islands) {
+            (Some(pipeline), _) => pipeline.job().clone(),
+            (None, Some(islands)) => islands.job().clone(),
+            (None, None) => comm.clone(),
+        };
         let offload = open_offload(&config, &*job, disk_access, &ledger)?;
         check_groups(&config, &*comm)?;
         let reduce_plan =
@@ -133,10 +139,14 @@ impl<M> Engine<M> {
             offload,
         }));
         link.connect(&core);
-        check_same_on_all_ranks(&core, &config, own, &trainer, weights, &inits, &shared_content)?;
+        check_same_on_all_ranks(&core, islands.as_ref(), &config, own, &trainer, weights, &inits, &shared_content)?;
         #[cfg(feature = "cuda")]
         core.join_gpus()?;
         core.refresh()?;
+        let islands = match (islands, &config.local_steps) {
+            (Some(ranks), Some(config)) => Some(Islands::begin(ranks, config, &core)?),
+            _ => None,
+        };
         report_delay(&core, &config);
         let mut engine = Self {
             check: FiniteDifferenceChecker::of_first_step(config.gradient_check),
@@ -144,6 +154,7 @@ impl<M> Engine<M> {
             for_eval: None,
             core,
             trainer,
+            islands,
             scaler: LossScaler::new(&config.precision, config.zero.stage),
             config,
             device,
@@ -283,7 +294,7 @@ fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[S
 
 /// Returns an error unless each group of `mics_shard_size` ranks is on one host, or one group contains all ranks.
 fn check_groups(config: &Config, comm: &dyn Communicator) -> Result<()> {
-    let (mesh, here) = (config.zero.mesh(config.world_size), comm.ranks_here());
+    let (mesh, here) = (config.zero.mesh(config.ranks_per_island()), comm.ranks_here());
     match mesh.copies() == 1 || lie_on_one_host(mesh.shards(), &here) {
         true => Ok(()),
         false => Err(not_on_one_host("mics_shard_size", mesh.shards(), here)),

@@ -264,6 +264,12 @@ pub enum EngineError {
         /// The problem, and what to do.
         why: String,
     },
+    /// The job, the configuration or a call does not fit local steps.
+    #[error("cannot take local steps: {why}")]
+    LocalSteps {
+        /// The problem, and what to do.
+        why: String,
+    },
     /// A recomputed unit produced a different output in backward.
     #[error(
         "unit {unit} gave a different output when backward ran it again: gradients would be those of a different \

@@ -1,7 +1,7 @@
 //! An engine's metrics: counters, rates, memory, traffic and times.
 
 use super::Engine;
-use crate::comm::CommReport;
+use crate::comm::{CommReport, Communicator};
 use crate::config::Config;
 use crate::memory::MemoryReport;
 use crate::offload::OffloadReport;
@@ -133,12 +133,17 @@ impl<M> Engine<M> {
 
     /// Returns this rank, from 0.
     pub fn rank(&self) -> usize {
-        self.core.comm().rank()
+        self.job().rank()
     }
 
     /// Returns the number of ranks.
     pub fn world_size(&self) -> usize {
-        self.core.comm().size()
+        self.job().size()
+    }
+
+    /// Returns all ranks of the job: those of all islands.
+    pub(super) fn job(&self) -> &dyn Communicator {
+        self.islands.as_ref().map_or(self.core.comm(), |islands| &**islands.ranks.job())
     }
 
     /// Returns the resolved configuration.

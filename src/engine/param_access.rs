@@ -244,12 +244,12 @@ impl<M> Engine<M> {
         self.not_between_passes(CALL)?;
         self.same_on_all_ranks(CALL, &[hash(names.join("\n").as_bytes()), modifier_rank as f64])?;
         let params = names.iter().map(|name| self.param(name)).collect::<Result<Vec<_>>>()?;
-        let ranks = self.world_size();
+        let ranks = self.core.comm().size();
         if modifier_rank >= ranks {
             return Err(EngineError::NoSuchRank { call: CALL, rank: modifier_rank, ranks }.into());
         }
         self.wait_for_checkpoint()?;
-        let modifies = self.rank() == modifier_rank;
+        let modifies = self.core.comm().rank() == modifier_rank;
         let mut whole = Vec::new();
         for param in &params {
             let values = self.attempt(|engine| engine.core.whole_f32(*param))?;

@@ -47,7 +47,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A collective in flight, with its result.
-pub(super) struct InFlightCollective {
+pub(super) struct RehearsedCollective {
     result: MetaBuffer,
     launched: Option<LaunchedCollectiveId>,
     _copy: Option<MemoryLedgerEntry>,
@@ -149,7 +149,13 @@ impl<'a> Rehearsal<'a> {
             }
         }
         if options.disk_access.is_none() {
-            let kinds = [MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::MasterWeights, MemoryKind::Moments];
+            let kinds = [
+                MemoryKind::Parameters,
+                MemoryKind::Gradients,
+                MemoryKind::MasterWeights,
+                MemoryKind::Moments,
+                MemoryKind::OuterStates,
+            ];
             let bytes = kinds.map(|kind| ledger.bytes_in(MemoryTier::File, kind).held as u64).iter().sum::<u64>();
             files.access = DiskAccess::fastest(bytes.saturating_mul(world_size as u64), true);
         }
@@ -352,7 +358,7 @@ impl ShareStorage for Rehearsal<'_> {
 }
 
 impl StepExecutor for Rehearsal<'_> {
-    type Pending = InFlightCollective;
+    type Pending = RehearsedCollective;
     type PendingCopy = (MetaBuffer, [MemoryLedgerEntry; 2]);
 
     fn info(&self) -> RankInfo<'_> {
@@ -390,7 +396,7 @@ impl StepExecutor for Rehearsal<'_> {
         wire: WireFormat,
         mut buffer: MetaBuffer,
         _: &[ParamId],
-    ) -> Result<InFlightCollective> {
+    ) -> Result<RehearsedCollective> {
         let (len, dtype, world) = (buffer.len(), buffer.dtype(), self.world_size());
         // Data that leaves a GPU is sent from a copy on the host.
         let copied = MetaBuffer::is_device(&buffer.place()) && world > 1;
@@ -421,10 +427,10 @@ impl StepExecutor for Rehearsal<'_> {
         };
         let bytes = len.max(buffer.len()) * dtype.size_in_bytes();
         let copy = copied.then(|| self.ledger.hold(MemoryKind::Buckets, bytes));
-        Ok(InFlightCollective { result: buffer, launched, _copy: copy })
+        Ok(RehearsedCollective { result: buffer, launched, _copy: copy })
     }
 
-    fn wait(&self, InFlightCollective { result, launched, .. }: InFlightCollective) -> Result<MetaBuffer> {
+    fn wait(&self, RehearsedCollective { result, launched, .. }: RehearsedCollective) -> Result<MetaBuffer> {
         if let Some(launched) = launched {
             self.step_trace.borrow_mut().wait(launched);
         }

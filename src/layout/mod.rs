@@ -1,6 +1,7 @@
 //! The distribution of elements among ranks: pure integer arithmetic, without tensors or communication.
 
 mod bucket_layout;
+mod fragments;
 mod rank_mesh;
 mod shard;
 mod shard_mesh;
@@ -9,6 +10,7 @@ mod stage;
 
 pub use bucket_layout::BucketFill;
 pub(crate) use bucket_layout::{PACKED_BELOW, chunk_offsets};
+pub(crate) use fragments::{FragmentSchedule, fragments_of};
 pub use rank_mesh::{MeshAxis, MeshError, RankMesh};
 pub use shard::{ShardCut, SubGroupFill, shard_len, shard_range};
 pub use shard_mesh::ShardMesh;

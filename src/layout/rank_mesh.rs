@@ -22,6 +22,9 @@ use std::fmt;
 /// The relation of the ranks along one axis of the mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum MeshAxis {
+    /// The ranks train their own copies of the model, and exchange what they have learned only every so many steps (local
+    /// steps).
+    Island,
     /// The ranks train on different micro batches: data parallelism, under any ZeRO stage.
     Data,
     /// The ranks hold consecutive blocks of the model, and pass activations on: pipeline parallelism.
@@ -36,11 +39,12 @@ pub enum MeshAxis {
 
 impl MeshAxis {
     /// All axes in their usual order, the outermost first.
-    pub const ALL: [Self; 5] = [Self::Data, Self::Pipeline, Self::Sequence, Self::Expert, Self::Tensor];
+    pub const ALL: [Self; 6] = [Self::Island, Self::Data, Self::Pipeline, Self::Sequence, Self::Expert, Self::Tensor];
 
     /// Returns the name for messages.
     pub fn name(self) -> &'static str {
         match self {
+            Self::Island => "island",
             Self::Data => "data",
             Self::Pipeline => "pipeline",
             Self::Sequence => "sequence",
@@ -102,26 +106,26 @@ impl fmt::Display for MeshError {
 
 impl std::error::Error for MeshError {}
 
-/// The arrangement of all ranks along five axes, most of which usually have length 1.
+/// The arrangement of all ranks along six axes, most of which usually have length 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RankMesh {
     /// The axes from the outermost to the innermost.
-    order: [MeshAxis; 5],
+    order: [MeshAxis; 6],
     /// The number of ranks along each axis, indexed as `MeshAxis::ALL`.
-    lengths: [usize; 5],
+    lengths: [usize; 6],
 }
 
 impl RankMesh {
     /// Arranges all ranks along the data axis.
     pub fn data(world_size: usize) -> Self {
         assert!(world_size > 0, "a job has at least one rank");
-        let mut lengths = [1; 5];
+        let mut lengths = [1; 6];
         lengths[MeshAxis::Data as usize] = world_size;
         Self { order: MeshAxis::ALL, lengths }
     }
 
     /// Arranges `world_size` ranks along the given axes; the data axis takes all ranks that are left. The axes keep
-    /// their usual order: data outermost, tensor innermost.
+    /// their usual order: islands outermost, tensor innermost.
     ///
     /// # Errors
     /// [`MeshError`]: an axis has length 0 or is given twice, or the lengths do not divide the number of ranks.
@@ -135,7 +139,7 @@ impl RankMesh {
     /// # Ok::<(), candle_zero::layout::MeshError>(())
     /// ```
     pub fn new(world_size: usize, axes: &[(MeshAxis, usize)]) -> Result<Self, MeshError> {
-        let mut lengths = [0; 5];
+        let mut lengths = [0; 6];
         for (axis, len) in axes {
             match (len, lengths[*axis as usize]) {
                 (0, _) => return Err(MeshError::EmptyAxis(*axis)),
@@ -230,7 +234,7 @@ impl fmt::Display for RankMesh {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use MeshAxis::{Data, Expert, Pipeline, Sequence, Tensor};
+    use MeshAxis::{Data, Expert, Island, Pipeline, Sequence, Tensor};
     use proptest::prelude::*;
 
     #[test]
@@ -267,12 +271,15 @@ mod tests {
     }
 
     fn meshes() -> impl Strategy<Value = RankMesh> {
-        let lengths = (1usize..4, 1usize..4, 1usize..3, 1usize..3, 1usize..4);
-        (lengths, 0usize..5, any::<bool>()).prop_map(|((data, pipeline, sequence, expert, tensor), axis, moved)| {
-            let axes = [(Pipeline, pipeline), (Sequence, sequence), (Expert, expert), (Tensor, tensor)];
-            let mesh = RankMesh::new(data * pipeline * sequence * expert * tensor, &axes).unwrap();
-            if moved { mesh.with_outermost(MeshAxis::ALL[axis]) } else { mesh }
-        })
+        let lengths = (1usize..3, 1usize..4, 1usize..4, 1usize..3, 1usize..3, 1usize..4);
+        (lengths, 0usize..6, any::<bool>()).prop_map(
+            |((island, data, pipeline, sequence, expert, tensor), axis, moved)| {
+                let axes =
+                    [(Island, island), (Pipeline, pipeline), (Sequence, sequence), (Expert, expert), (Tensor, tensor)];
+                let mesh = RankMesh::new(island * data * pipeline * sequence * expert * tensor, &axes).unwrap();
+                if moved { mesh.with_outermost(MeshAxis::ALL[axis]) } else { mesh }
+            },
+        )
     }
 
     proptest! {
@@ -291,7 +298,7 @@ mod tests {
 
         #[test]
         fn groups_along_some_axes_divide_the_ranks_and_meet_groups_along_the_others_once(
-            mesh in meshes(), chosen in proptest::collection::vec(any::<bool>(), 5),
+            mesh in meshes(), chosen in proptest::collection::vec(any::<bool>(), 6),
         ) {
             let (along, across): (Vec<_>, Vec<_>) =
                 MeshAxis::ALL.into_iter().partition(|axis| chosen[*axis as usize]);

@@ -171,6 +171,9 @@ pub(crate) trait StepExecutor: ShareStorage {
             if group.class.is_trained() {
                 add(&mut bytes.grads, of(accumulate.size_in_bytes()));
                 add(&mut bytes.master, of(if group.master.is_some() { 4 } else { 0 }));
+                for _ in &group.outer {
+                    add(&mut bytes.outer, of(DType::F32.size_in_bytes()));
+                }
                 for format in group.moments.iter().map(|moment| moment.format) {
                     let own = format.bytes(group.len);
                     let whole = match zero.stage.placement().optim.is_sharded() {

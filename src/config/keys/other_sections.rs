@@ -23,6 +23,7 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("compile", true, COMPILE).status(none("Rust is already compiled"))
         .when_off("accepted, but has no effect here: Rust is already compiled").unchecked(),
     ConfigSection::new("pipeline", false, PIPELINE),
+    ConfigSection::new("local_steps", false, LOCAL_STEPS),
     ConfigSection::new("tensor_parallel", true, TENSOR_PARALLEL).when_off(OFF),
     ConfigSection::new("tensor_parallel.tensor_parallel", true, TP),
     ConfigSection::new("expert_parallel", false, EXPERT_PARALLEL)
@@ -185,6 +186,18 @@ const PIPELINE: &[super::ConfigKey] = keys! {
     "activation_checkpoint_interval": COUNT, "0", refuse("recompute blocks with activation_checkpointing or in the model"), "Layers per checkpoint.";
     "pipe_partitioned": Bool, "true", none(ONLY_TP), "Split activations.";
     "grad_partitioned": Bool, "true", none(ONLY_TP), "Split gradients.";
+};
+
+const LOCAL_STEPS: &[super::ConfigKey] = keys! {
+    "steps": POSITIVE, "100", H, "Steps that an island takes by itself between two exchanges (H).";
+    "islands": AutoOr(&POSITIVE), "\"auto\"", H, "Number of islands, of equally many consecutive ranks; auto: one per host.";
+    "outer_lr": NOT_NEGATIVE, "0.7", H, "Learning rate of the outer optimizer, SGD on the mean change of the weights. With outer_momentum 0, 1 makes the islands' mean the new weights.";
+    "outer_momentum": SHARE, "0.9", H, "Momentum of the outer optimizer; 0: no buffer.";
+    "nesterov": Bool, "true", H, "Nesterov momentum.";
+    "fragments": POSITIVE, "1", H, "Number of parts of the model that take turns in being exchanged, each once in `steps` steps (Streaming DiLoCo).";
+    "fragment_delay": COUNT, "0", H, "Steps between the beginning of an exchange and its effect, during which training continues; below `steps`.";
+    "fragment_alpha": SHARE, "0.0", H, "Share of an island's own weights that stays when an exchange takes effect.";
+    "wire_dtype": OneOf(&["fp32", "bf16", "int8", "int4"]), "\"fp32\"", H, "Format in which islands send the changes of their weights.";
 };
 
 const NO_TP: &str =

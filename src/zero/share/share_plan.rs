@@ -1,6 +1,6 @@
 //! The division of parameters among ranks, and the memory or files in which a rank keeps its share.
 
-use crate::config::{Config, StatePrecision};
+use crate::config::{Config, LocalStepsConfig, StatePrecision};
 use crate::layout::{Placement, ShardMesh};
 use crate::offload::{ALIGN, STEP};
 use crate::optim::{OptimizerRole, ParameterGrouping, StateFormat, WeightFormat};
@@ -45,6 +45,29 @@ pub(crate) struct SharePlan {
     pub states_in_files: Option<f64>,
     /// Whether frozen parameters are packed.
     pub packs: bool,
+    /// The names of the states of the outer optimizer, if ranks take local steps.
+    pub outer_states: &'static [&'static str],
+}
+
+/// The name of the weights after the last exchange between islands.
+pub(crate) const OUTER_WEIGHTS: &str = "outer_weights";
+
+/// The name of the momentum of the outer optimizer.
+pub(crate) const OUTER_MOMENTUM: &str = "outer_momentum";
+
+/// The name of the mean change of fragments that have been exchanged and have not taken effect, if a checkpoint is saved
+/// then.
+pub(crate) const OUTER_CHANGE: &str = "outer_change";
+
+/// Returns the names of the states of the outer optimizer.
+fn outer_states(config: Option<&LocalStepsConfig>) -> &'static [&'static str] {
+    let Some(config) = config else { return &[] };
+    match (config.outer.momentum > 0.0, config.fragment_delay > 0) {
+        (false, false) => &[OUTER_WEIGHTS],
+        (true, false) => &[OUTER_WEIGHTS, OUTER_MOMENTUM],
+        (false, true) => &[OUTER_WEIGHTS, OUTER_CHANGE],
+        (true, true) => &[OUTER_WEIGHTS, OUTER_MOMENTUM, OUTER_CHANGE],
+    }
 }
 
 impl SharePlan {
@@ -53,7 +76,7 @@ impl SharePlan {
         let zero = &config.zero;
         Self {
             rank,
-            mesh: zero.mesh(config.world_size),
+            mesh: zero.mesh(config.ranks_per_island()),
             placement: zero.stage.placement(),
             dtype: config.precision.dtype(),
             buffer_dtype: config.buffer_dtype,
@@ -65,6 +88,7 @@ impl SharePlan {
             states: config.states,
             weights_in_memory: zero.param_files().map(|files| files.max_in_cpu),
             states_in_files: zero.optimizer_files().map(|files| files.ratio),
+            outer_states: outer_states(config.local_steps.as_ref()),
             grouping,
         }
     }

@@ -28,14 +28,19 @@ pub(crate) enum ParamStateKind {
     Weights,
     /// An optimizer state of the parameter.
     Moment(usize),
+    /// A state of the outer optimizer, by index.
+    Outer(usize),
 }
 
 impl ParamStateKind {
-    /// Returns the state that checkpoints call `name`, for a parameter with the optimizer states `moments`.
-    pub fn named(name: &str, moments: &[&str]) -> Option<Self> {
-        match moments.iter().position(|moment| *moment == name) {
+    /// Returns the state that checkpoints call `name`, for a parameter with these states of the optimizer and of the
+    /// outer optimizer.
+    pub fn named(name: &str, states: OptimStateNames) -> Option<Self> {
+        let at = |names: &[&str]| names.iter().position(|own| *own == name);
+        match at(states.moments) {
             None if name == WEIGHTS => Some(Self::Weights),
-            place => place.map(Self::Moment),
+            None => at(states.outer).map(Self::Outer),
+            moment => moment.map(Self::Moment),
         }
     }
 
@@ -46,7 +51,23 @@ impl ParamStateKind {
         match self {
             Self::Weights => group.master.as_mut().or(group.weights.as_mut()),
             Self::Moment(i) => group.moments.get_mut(*i).map(|moment| &mut moment.storage),
+            Self::Outer(i) => group.outer.get_mut(*i),
         }
+    }
+}
+
+/// The names of a parameter's states besides its weights.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OptimStateNames {
+    /// Those of the optimizer.
+    pub moments: &'static [&'static str],
+    /// Those of the outer optimizer, if ranks take local steps.
+    pub outer: &'static [&'static str],
+}
+
+impl OptimStateNames {
+    pub fn iter(self) -> impl Iterator<Item = &'static str> {
+        self.moments.iter().chain(self.outer).copied()
     }
 }
 
@@ -54,6 +75,19 @@ impl RankCore {
     /// Returns the names of a parameter's optimizer states.
     pub fn moments(&self, param: &Param, trainer: &GroupedOptimizer) -> &'static [&'static str] {
         if param.is_trained() { trainer.state_names(param.group) } else { &[] }
+    }
+
+    /// Returns the names of a parameter's states besides its weights.
+    pub fn state_names(&self, param: &Param, trainer: &GroupedOptimizer) -> OptimStateNames {
+        let outer = if param.is_trained() { self.share_plan.outer_states } else { &[] };
+        OptimStateNames { moments: self.moments(param, trainer), outer }
+    }
+
+    /// Returns the names of all states besides weights.
+    pub fn all_state_names(&self, trainer: &GroupedOptimizer) -> Vec<&'static str> {
+        let mut all = trainer.all_state_names();
+        all.extend(self.share_plan.outer_states);
+        all
     }
 
     /// Returns the elements of parameter `param` whose optimizer state this rank holds.
@@ -136,7 +170,7 @@ impl RankCore {
             let mut groups = lock(&self.groups);
             let group = &mut groups[group];
             let place = group.slots[slot].place(&part);
-            let SubGroup { weights, master, moments, .. } = group;
+            let SubGroup { weights, master, moments, outer, .. } = group;
             match state {
                 ParamStateKind::Weights => {
                     for storage in weights.iter_mut().chain(master) {
@@ -146,6 +180,11 @@ impl RankCore {
                 ParamStateKind::Moment(i) => {
                     if let Some(moment) = moments.get_mut(i) {
                         moment.write(place, values.as_ref(), self.io())?;
+                    }
+                }
+                ParamStateKind::Outer(i) => {
+                    if let Some(storage) = outer.get_mut(i) {
+                        self.set(storage, place, values.as_ref())?;
                     }
                 }
             }

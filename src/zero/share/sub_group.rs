@@ -87,6 +87,8 @@ pub(crate) struct SubGroup<R: ShareStorage> {
     /// The file extent of gradients, if they are not in memory.
     pub grad_file: Option<FileExtentOf<R>>,
     pub moments: Vec<OptimState<R>>,
+    /// The states of the outer optimizer, if ranks take local steps. An optimizer step does not touch them.
+    pub outer: Vec<StateStorage<R>>,
 }
 
 /// The states that a sweep through a share loads into memory, and whether it changes them.

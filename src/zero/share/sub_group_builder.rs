@@ -32,6 +32,8 @@ pub(crate) enum SubGroupStateKind {
     Gradients,
     /// The optimizer state with this name.
     Moment(&'static str),
+    /// The state of the outer optimizer with this name.
+    Outer(&'static str),
 }
 
 impl SubGroupStateKind {
@@ -41,6 +43,7 @@ impl SubGroupStateKind {
             Self::Master => MemoryKind::MasterWeights,
             Self::Gradients => MemoryKind::Gradients,
             Self::Moment(_) => MemoryKind::Moments,
+            Self::Outer(_) => MemoryKind::OuterStates,
         }
     }
 }
@@ -235,6 +238,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
             grads: Vec::new(),
             grad_file: None,
             moments: Vec::new(),
+            outer: Vec::new(),
         })
     }
 
@@ -280,6 +284,13 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
                 }
                 let moments = states.map(|(_, format)| OptimState::in_memory(ledger, &devices.states, format, len));
                 group.moments = moments.collect::<Result<_>>()?;
+                // Between two exchanges nothing reads them, so they need no room on a GPU.
+                let host = || R::Buffer::zeros(&R::Buffer::host(), DType::F32, len);
+                let outer = plan
+                    .outer_states
+                    .iter()
+                    .map(|_| Ok(StateStorage::Memory(TrackedBuffer::new(ledger, MemoryKind::OuterStates, host()?))));
+                group.outer = outer.collect::<Result<_>>()?;
                 continue;
             }
             let grads = files.begin(SubGroupStateKind::Gradients, class, plan.grad_dtype)?;
@@ -289,6 +300,11 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
                 OptimState::in_file(ledger, format, extent, len)
             });
             group.moments = moments.collect::<Result<_>>()?;
+            for name in plan.outer_states {
+                let extent = files.begin(SubGroupStateKind::Outer(name), class, DType::F32)?;
+                files.grow(&extent, len)?;
+                group.outer.push(StateStorage::File(extent));
+            }
             files.grow(&grads, len)?;
             group.grad_file = Some(grads);
         }
@@ -331,7 +347,7 @@ impl StateFileBuilder<RankCore> for ArenaBuilder {
             SubGroupStateKind::Weights => ("parameters", Some(class)),
             SubGroupStateKind::Master => ("master weights", Some(class)),
             SubGroupStateKind::Gradients => ("gradients", None),
-            SubGroupStateKind::Moment(name) => (name, None),
+            SubGroupStateKind::Moment(name) | SubGroupStateKind::Outer(name) => (name, None),
         };
         let offload = self.offload.as_ref().expect("a state in a file has one");
         Ok(FileExtent::at_end_of(&offload.file(StateFileContent { kind: state.kind(), name, class })?, dtype))

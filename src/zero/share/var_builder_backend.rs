@@ -116,6 +116,7 @@ impl VarBuilderBackend {
             grouping: Arc::default(),
             weights_in_memory: None,
             states_in_files: None,
+            outer_states: &[],
         };
         let registry = Self::new(
             plan,

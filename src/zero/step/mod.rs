@@ -3,6 +3,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `sharded_step.rs` | the vote and the update |
+//! | `outer_step.rs` | the outer step of local steps, between islands |
 //! | `stage_vote.rs` | the vote of the stages of a pipeline |
 //! | `hyperparameters.rs` | the optimizer's settings for each parameter |
 //! | `state_sweep.rs` | a sweep through the share, in memory and in files |
@@ -14,6 +15,7 @@
 #[cfg(feature = "cuda")]
 mod delayed_update;
 pub(in crate::zero) mod hyperparameters;
+pub(crate) mod outer_step;
 pub(crate) mod sharded_step;
 pub(crate) mod stage_vote;
 pub(crate) mod state_sweep;

@@ -1,0 +1,333 @@
+//! Local steps: the islands of a job, and the exchange of what they have learned.
+//!
+//! ```text
+//!   island 0   step step ... step | send fragment ... | receive: outer step, publish | step ...
+//!   island 1   step step ... step | send fragment ... | receive: outer step, publish | step ...
+//!                   H steps           delay steps
+//! ```
+//!
+//! An island is a group of consecutive ranks that train as one data-parallel job, under any ZeRO stage. A rank exchanges
+//! its pieces of the parameters with the ranks at the same position on the other islands: it sends its change, weighted
+//! by the samples of its island, and receives the sum.
+
+use super::Engine;
+use crate::comm::engine_call::during;
+use crate::comm::{CommReport, Communicator, Pending, WireFormat};
+use crate::config::{LocalStepsConfig, OptimizerConfig};
+use crate::error::{EngineError, Error, Result};
+use crate::layout::{FragmentSchedule, MeshAxis, RankMesh, fragments_of};
+use crate::memory::MemoryLedgerEntry;
+use crate::optim::{self, Optimizer};
+use crate::param::ParamId;
+use crate::precision::{Flat, FlatMut};
+use crate::timeline;
+use crate::util::{counted, fnv1a};
+use crate::zero::rank_core::RankCore;
+use crate::zero::step::outer_step::MeanChange;
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// This rank's island among those of the job.
+#[derive(Clone)]
+pub(super) struct IslandRanks {
+    /// The ranks of this island.
+    pub island: Arc<dyn Communicator>,
+    /// The ranks at this rank's position on all islands, in the order of the islands.
+    across: Arc<dyn Communicator>,
+    job: Arc<dyn Communicator>,
+}
+
+impl IslandRanks {
+    /// Collective: divides the ranks of a job into islands.
+    ///
+    /// # Errors
+    /// The ranks cannot be divided into so many islands of equal size.
+    pub fn new(config: &LocalStepsConfig, job: &Arc<dyn Communicator>) -> Result<Self> {
+        let here = job.ranks_here();
+        let hosts = match job.size().is_multiple_of(here.len()) {
+            true => job.size() / here.len(),
+            false => 1,
+        };
+        let islands = config.islands.unwrap_or(hosts);
+        let mesh = RankMesh::new(job.size(), &[(MeshAxis::Island, islands)]).map_err(|_| {
+            let ranks = counted(job.size(), "rank");
+            let why = format!(
+                "local_steps.islands is {islands}, but {ranks} cannot be divided into so many islands of equal size; use \
+                 a divisor of {}, or start another number of ranks",
+                job.size()
+            );
+            EngineError::LocalSteps { why }
+        })?;
+        Ok(Self {
+            island: job.group(&mesh.groups(&[MeshAxis::Data]))?,
+            across: job.group(&mesh.groups(&[MeshAxis::Island]))?,
+            job: job.clone(),
+        })
+    }
+
+    /// Returns all ranks of the job.
+    pub fn job(&self) -> &Arc<dyn Communicator> {
+        &self.job
+    }
+
+    /// Returns the ranks at this rank's position on all islands.
+    pub fn across(&self) -> &dyn Communicator {
+        &*self.across
+    }
+
+    /// Returns the number of islands.
+    pub fn count(&self) -> usize {
+        self.across.size()
+    }
+
+    /// Returns the number of this rank's island.
+    pub fn number(&self) -> usize {
+        self.across.rank()
+    }
+
+    /// Returns the folder in which this island saves its checkpoints.
+    pub fn folder(&self, dir: &Path) -> PathBuf {
+        match self.number() {
+            0 => dir.to_owned(),
+            island => dir.join(format!("island_{island}")),
+        }
+    }
+}
+
+/// The exchanges of this rank's island with the others.
+pub(super) struct Islands {
+    pub ranks: IslandRanks,
+    config: LocalStepsConfig,
+    schedule: FragmentSchedule,
+    outer: Box<dyn Optimizer>,
+    /// The parameters of each fragment.
+    fragments: Vec<Vec<ParamId>>,
+    /// The samples of this island since the last exchange of each fragment.
+    pub samples: Vec<u64>,
+    in_flight: VecDeque<FragmentExchange>,
+}
+
+/// A fragment that has been sent, and has not taken effect.
+struct FragmentExchange {
+    fragment: usize,
+    /// The number of elements, without padding.
+    len: usize,
+    progress: ExchangeProgress,
+    held: MemoryLedgerEntry,
+}
+
+enum ExchangeProgress {
+    /// Each rank receives the sum of its part.
+    Summing(Pending<Flat>),
+    /// All parts of the sum are gathered.
+    Gathering(Pending<Flat>),
+    /// The sum is among the states of this rank.
+    Stored,
+}
+
+impl Islands {
+    /// Begins local steps with the weights of `core`, which are the same on all islands.
+    pub fn begin(ranks: IslandRanks, config: &LocalStepsConfig, core: &RankCore) -> Result<Self> {
+        let schedule = FragmentSchedule::new(config.steps, config.fragments, config.fragment_delay);
+        let (params, elements): (Vec<_>, Vec<_>) = core.trained_params().map(|(id, param)| (id, param.numel)).unzip();
+        let mut fragments = vec![Vec::new(); schedule.fragments()];
+        let of = fragments_of(&elements, fragments.len());
+        params.into_iter().zip(of).for_each(|(param, fragment)| fragments[fragment].push(param));
+        core.begin_local_steps()?;
+        Ok(Self {
+            ranks,
+            config: *config,
+            schedule,
+            outer: optim::from_config(&OptimizerConfig::Sgd(config.outer)),
+            samples: vec![0; fragments.len()],
+            fragments,
+            in_flight: VecDeque::new(),
+        })
+    }
+
+    /// Collective among all ranks of the job if a fragment is sent or arrives after this step: counts the samples of step
+    /// `step`, sends the fragment whose turn it is, and takes the outer step on the one that arrives. Returns whether
+    /// weights have changed.
+    pub fn after_step(&mut self, core: &RankCore, step: u64, samples: u64) -> Result<bool> {
+        self.samples.iter_mut().for_each(|sum| *sum += samples);
+        self.advance(step)?;
+        let sent = self.schedule.sent_after(step);
+        let arriving = self.schedule.arrives_after(step);
+        if sent.is_none() && arriving.is_none() {
+            return Ok(false);
+        }
+        let _span = timeline::span(timeline::EventCategory::Optimizer, "exchange between islands");
+        if let Some(fragment) = sent {
+            core.settle()?;
+            self.send(core, fragment)?;
+        }
+        match arriving {
+            Some(fragment) => self.receive(core, fragment, self.config.fragment_alpha as f32),
+            None => Ok(false),
+        }
+    }
+
+    /// Ends all exchanges: those in flight take effect now, and then every fragment is exchanged. Afterwards all islands
+    /// have the same weights.
+    pub fn synchronize(&mut self, core: &RankCore) -> Result<()> {
+        let alpha = self.config.fragment_alpha as f32;
+        while let Some(fragment) = self.in_flight.front().map(|exchange| exchange.fragment) {
+            self.receive(core, fragment, alpha)?;
+        }
+        for fragment in 0..self.fragments.len() {
+            self.send(core, fragment)?;
+            self.receive(core, fragment, 0.0)?;
+        }
+        Ok(())
+    }
+
+    /// Sends this island's change of a fragment.
+    fn send(&mut self, core: &RankCore, fragment: usize) -> Result<()> {
+        let across = &self.ranks.across;
+        let own = std::mem::take(&mut self.samples[fragment]) as f64;
+        let all: f64 = across.gather_f64(vec![own]).wait()?.iter().flatten().sum();
+        let weight = if all > 0.0 { own / all } else { 1.0 / across.size() as f64 };
+        let change = core.change_since_exchange(&self.fragments[fragment], weight as f32)?;
+        let len = change.len();
+        let (dtype, wire) = self.config.wire.encoding();
+        let chunk = len.div_ceil(across.size()).next_multiple_of(wire.alignment());
+        let mut sent = Flat::from_f32(change, dtype);
+        sent.extend_zeros(chunk * across.size() - len);
+        let held = core.hold_exchange(sent.capacity_in_bytes());
+        let sum = across.reduce_scatter_as(wire, sent, tag(fragment));
+        self.in_flight.push_back(FragmentExchange { fragment, len, progress: ExchangeProgress::Summing(sum), held });
+        Ok(())
+    }
+
+    /// Halfway through the delay, goes from the sums to the gather.
+    fn advance(&mut self, step: u64) -> Result<()> {
+        let (schedule, half) = (self.schedule, self.config.fragment_delay.div_ceil(2));
+        let Some(due) = step.checked_sub(half).and_then(|sent| schedule.sent_after(sent)) else { return Ok(()) };
+        let (across, wire) = (self.ranks.across.clone(), self.config.wire.encoding().1);
+        match self.in_flight.iter_mut().find(|exchange| exchange.fragment == due) {
+            Some(exchange) => exchange.gather(&*across, wire),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits for a fragment that was sent, and takes the outer step on it. `alpha` is the share of an island's own weights
+    /// that stays.
+    fn receive(&mut self, core: &RankCore, fragment: usize, alpha: f32) -> Result<bool> {
+        // A run that has just begun, or resumed, may not have sent it.
+        let Some(at) = self.in_flight.iter().position(|exchange| exchange.fragment == fragment) else {
+            return Ok(false);
+        };
+        let Some(mut exchange) = self.in_flight.remove(at) else { return Ok(false) };
+        let change = match exchange.sum(&*self.ranks.across, self.config.wire.encoding().1)? {
+            Some(own) => MeanChange::Received(own),
+            None => MeanChange::Stored,
+        };
+        core.outer_step(&self.fragments[fragment], change, &*self.outer, alpha)?;
+        Ok(true)
+    }
+
+    /// Collective among all ranks of the job: waits for the fragments in flight and puts their sums among the states, from
+    /// where they take effect when they are due. Checkpoints then contain them.
+    pub fn store_exchanges(&mut self, core: &RankCore) -> Result<()> {
+        for exchange in &mut self.in_flight {
+            if let Some(sum) = exchange.sum(&*self.ranks.across, self.config.wire.encoding().1)? {
+                core.store_change(&self.fragments[exchange.fragment], sum)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins with weights that are the same on all islands.
+    pub fn begin_anew(&mut self) {
+        self.samples.fill(0);
+        self.in_flight.clear();
+    }
+
+    /// Continues a run that was saved after `step` steps, with these samples since the last exchange of each fragment. If
+    /// changes were `stored`, the fragments in flight are among the states.
+    pub fn resume(&mut self, core: &RankCore, step: u64, samples: &[u64], stored: bool) {
+        self.begin_anew();
+        if samples.len() == self.samples.len() {
+            self.samples.copy_from_slice(samples);
+        }
+        let first = (step + 1).saturating_sub(self.config.fragment_delay).max(1);
+        let sent = (first..=step).filter(|_| stored).filter_map(|sent| self.schedule.sent_after(sent));
+        self.in_flight = sent.map(|fragment| FragmentExchange::stored(fragment, core.hold_exchange(0))).collect();
+    }
+}
+
+impl FragmentExchange {
+    fn stored(fragment: usize, held: MemoryLedgerEntry) -> Self {
+        Self { fragment, len: 0, progress: ExchangeProgress::Stored, held }
+    }
+
+    /// Begins the gather of the sums, if they are not being gathered yet.
+    fn gather(&mut self, across: &dyn Communicator, wire: WireFormat) -> Result<()> {
+        self.progress = match std::mem::replace(&mut self.progress, ExchangeProgress::Stored) {
+            ExchangeProgress::Summing(sum) => {
+                ExchangeProgress::Gathering(across.all_gather_as(wire, sum.wait()?, tag(self.fragment)))
+            }
+            other => other,
+        };
+        Ok(())
+    }
+
+    /// Waits for the sum of all islands; `None` if it is among the states, where the caller puts it otherwise.
+    fn sum(&mut self, across: &dyn Communicator, wire: WireFormat) -> Result<Option<Vec<f32>>> {
+        self.gather(across, wire)?;
+        let ExchangeProgress::Gathering(pending) = std::mem::replace(&mut self.progress, ExchangeProgress::Stored)
+        else {
+            return Ok(None);
+        };
+        let sum = pending.wait()?;
+        let mut own = vec![0.0; self.len];
+        FlatMut::F32(&mut own).copy_cast(sum.slice(0..self.len));
+        self.held.resize(0);
+        Ok(Some(own))
+    }
+}
+
+/// Returns the identity of a fragment's exchange, which is compared between islands.
+fn tag(fragment: usize) -> u64 {
+    fnv1a(format!("fragment {fragment}").as_bytes())
+}
+
+impl<M> Engine<M> {
+    /// Collective among all ranks of the job: ends the current window of local steps early, so that all islands have the
+    /// same weights. Without `local_steps` it does nothing.
+    ///
+    /// Call it after the last step, before weights are evaluated or exported, unless the last step ended a window.
+    ///
+    /// # Errors
+    /// [`EngineError::MidAccumulation`] in the middle of an accumulation; a failed collective.
+    pub fn synchronize_islands(&mut self) -> Result<()> {
+        let _call = during("synchronize_islands");
+        self.wait_for_checkpoint()?;
+        self.between_steps("synchronize_islands")?;
+        self.forget_forward();
+        self.settled(|engine| {
+            let Some(islands) = &mut engine.islands else { return Ok::<(), Error>(()) };
+            islands.synchronize(&engine.core)?;
+            engine.core.refresh()
+        })
+    }
+
+    /// Returns the number of this rank's island and the number of islands, if the ranks take local steps.
+    pub fn island(&self) -> Option<(usize, usize)> {
+        self.islands.as_ref().map(|islands| (islands.ranks.number(), islands.ranks.count()))
+    }
+
+    /// Returns the bytes and calls of this rank's exchanges with other islands so far.
+    pub fn island_report(&self) -> Option<CommReport> {
+        self.islands.as_ref().map(|islands| islands.ranks.across.report())
+    }
+
+    /// Exchanges what islands have learned, if it is due after this step. `applied` states whether the step changed
+    /// weights. Returns whether the exchange did.
+    pub(super) fn exchange_between_islands(&mut self, applied: bool) -> Result<bool> {
+        let Some(islands) = &mut self.islands else { return Ok(false) };
+        let samples = self.config.batch.train_batch_size / islands.ranks.count();
+        islands.after_step(&self.core, self.global_steps, if applied { samples as u64 } else { 0 })
+    }
+}

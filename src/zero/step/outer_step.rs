@@ -1,0 +1,252 @@
+//! The outer step of local steps: what an island has learned since the last exchange, and the step on the mean of what
+//! all islands have learned (DiLoCo, arXiv 2311.08105).
+//!
+//! ```text
+//!   begin     outer weights = weights                                          the same on all islands
+//!   change    outer weights - weights of this rank's pieces                     the pseudo-gradient
+//!   mean      of all islands, weighted by their samples                         `engine/islands.rs`
+//!   update    SGD on the outer weights; weights = alpha weights + (1 - alpha) outer weights -> publish
+//! ```
+//!
+//! The outer states are shards like those of the optimizer: each rank exchanges its pieces with the ranks that have the
+//! same pieces on other islands.
+
+use super::weight_publisher::WeightPublisher;
+use crate::error::Result;
+use crate::memory::{MemoryKind, MemoryLedgerEntry};
+use crate::optim::{Optimizer, StepContext};
+use crate::param::{Param, ParamId};
+use crate::precision::{Flat, FlatMut, FlatRef};
+use crate::tensor::residency;
+use crate::zero::rank_core::RankCore;
+use crate::zero::share::share_plan::{OUTER_CHANGE, OUTER_MOMENTUM, OUTER_WEIGHTS};
+use crate::zero::share::state_access::{ParamStateKind, pieces};
+use candle_core::DType;
+use std::ops::Range;
+
+/// The mean change of all islands.
+pub(crate) enum MeanChange {
+    /// Of this rank's pieces, as it was received.
+    Received(Vec<f32>),
+    /// Of everything that this rank owns, among its states.
+    Stored,
+}
+
+impl RankCore {
+    /// Returns the trained parameters, in order of registration.
+    pub fn trained_params(&self) -> impl Iterator<Item = (ParamId, &Param)> {
+        self.params.iter().enumerate().filter(|(_, param)| param.is_trained())
+    }
+
+    /// Begins local steps: the outer weights become those of the model, and the momentum zero.
+    pub fn begin_local_steps(&self) -> Result<()> {
+        self.copy_weights(ParamStateKind::Weights, self.outer(OUTER_WEIGHTS))?;
+        if !self.has_outer(OUTER_MOMENTUM) {
+            return Ok(());
+        }
+        self.of_owned_parts(|param, part| {
+            let zeros = Flat::zeros(DType::F32, part.len());
+            self.write_state(self.outer(OUTER_MOMENTUM), param, part, |_| Ok(zeros.clone()))
+        })
+    }
+
+    /// Copies all weights of trained parameters, in f32, from one state to another.
+    fn copy_weights(&self, from: ParamStateKind, to: ParamStateKind) -> Result<()> {
+        self.of_owned_parts(|param, part| {
+            let weights = self.state_values(from, param, part.clone())?;
+            self.set_values(to, param, part, weights)
+        })
+    }
+
+    /// Collective among the ranks of an island: the weights become the outer weights.
+    pub fn take_outer_weights(&self) -> Result<()> {
+        self.copy_weights(self.outer(OUTER_WEIGHTS), ParamStateKind::Weights)?;
+        let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
+        self.trained_params().try_for_each(|(param, _)| publisher.push(self, param))?;
+        publisher.finish(self)
+    }
+
+    /// Calls `work` with every part of a trained parameter that this rank owns, as file access allows.
+    fn of_owned_parts(&self, mut work: impl FnMut(ParamId, Range<usize>) -> Result<()>) -> Result<()> {
+        self.trained_params()
+            .try_for_each(|(param, _)| pieces(&self.owned(param)).try_for_each(|part| work(param, part)))
+    }
+
+    /// Returns the state of the outer optimizer that is called `name`.
+    pub fn outer(&self, name: &str) -> ParamStateKind {
+        let at = self.share_plan.outer_states.iter().position(|own| *own == name);
+        ParamStateKind::Outer(at.expect("a state that local steps need"))
+    }
+
+    fn has_outer(&self, name: &str) -> bool {
+        self.share_plan.outer_states.contains(&name)
+    }
+
+    /// Returns the ledger's entry of an exchange with a buffer of `bytes` bytes.
+    pub fn hold_exchange(&self, bytes: usize) -> MemoryLedgerEntry {
+        self.ledger.hold(MemoryKind::Buckets, bytes)
+    }
+
+    /// Returns the difference between the outer weights and the weights of this rank's pieces of `params`, times
+    /// `weight`.
+    pub fn change_since_exchange(&self, params: &[ParamId], weight: f32) -> Result<Vec<f32>> {
+        let mut change = Vec::with_capacity(self.pieces_len(params, self.comm.rank()));
+        for param in params {
+            let (owned, piece) = (self.owned(*param), self.piece_of(*param, self.comm.rank()));
+            for part in pieces(&owned) {
+                let own = part.start.max(piece.start)..part.end.min(piece.end);
+                if own.is_empty() {
+                    continue;
+                }
+                let outer = self.state_values(self.outer(OUTER_WEIGHTS), *param, part.clone())?;
+                let weights = self.state_values(ParamStateKind::Weights, *param, part.clone())?;
+                let own = own.start - part.start..own.end - part.start;
+                change.extend(outer[own.clone()].iter().zip(&weights[own]).map(|(outer, own)| (outer - own) * weight));
+            }
+        }
+        Ok(change)
+    }
+
+    /// Collective among the ranks of an island: takes the outer step on the mean change of `params`, and makes the weights
+    /// `alpha` times themselves plus the rest times the outer weights.
+    pub fn outer_step(&self, params: &[ParamId], change: MeanChange, outer: &dyn Optimizer, alpha: f32) -> Result<()> {
+        let mut changes = match change {
+            MeanChange::Received(own) => Some(self.changes_of_pieces(params, own)?),
+            MeanChange::Stored => None,
+        };
+        let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
+        for param in params {
+            let owned = self.owned(*param);
+            let received = changes.as_mut().map(|changes| changes.take(self, *param, &owned));
+            for part in pieces(&owned) {
+                let stored;
+                let change = match &received {
+                    Some(received) => &received[part.start - owned.start..part.end - owned.start],
+                    None => {
+                        stored = self.state_values(self.outer(OUTER_CHANGE), *param, part.clone())?;
+                        &stored
+                    }
+                };
+                self.outer_step_of(*param, part, change, outer, alpha)?;
+            }
+            publisher.push(self, *param)?;
+        }
+        publisher.finish(self)
+    }
+
+    /// Collective among the ranks of an island: keeps the mean change of `params`, as it was received, among the states.
+    pub fn store_change(&self, params: &[ParamId], own: Vec<f32>) -> Result<()> {
+        let mut changes = self.changes_of_pieces(params, own)?;
+        for param in params {
+            let owned = self.owned(*param);
+            let change = changes.take(self, *param, &owned);
+            for part in pieces(&owned) {
+                let values = change[part.start - owned.start..part.end - owned.start].to_vec();
+                self.set_values(self.outer(OUTER_CHANGE), *param, part, values)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the outer step of a part of a parameter.
+    fn outer_step_of(
+        &self,
+        param: ParamId,
+        part: Range<usize>,
+        change: &[f32],
+        optimizer: &dyn Optimizer,
+        alpha: f32,
+    ) -> Result<()> {
+        let mut outer = self.state_values(self.outer(OUTER_WEIGHTS), param, part.clone())?;
+        let mut momentum = match self.has_outer(OUTER_MOMENTUM) {
+            true => Some(self.state_values(self.outer(OUTER_MOMENTUM), param, part.clone())?),
+            false => None,
+        };
+        let mut state: Vec<&mut [f32]> = momentum.iter_mut().map(Vec::as_mut_slice).collect();
+        // The momentum begins with zeros, so the first step needs no rule of its own.
+        let ctx = StepContext::new(optimizer.lr(), 2);
+        optimizer.update(&ctx, &mut outer, FlatRef::F32(change), &mut state, None);
+        let mut weights = outer.clone();
+        if alpha > 0.0 {
+            let own = self.state_values(ParamStateKind::Weights, param, part.clone())?;
+            weights.iter_mut().zip(own).for_each(|(new, own)| *new = alpha * own + (1.0 - alpha) * *new);
+        }
+        self.set_values(ParamStateKind::Weights, param, part.clone(), weights)?;
+        if let Some(momentum) = momentum {
+            self.set_values(self.outer(OUTER_MOMENTUM), param, part.clone(), momentum)?;
+        }
+        self.set_values(self.outer(OUTER_WEIGHTS), param, part, outer)
+    }
+
+    /// Sets elements of a parameter's state, which this rank owns, and those of its tensor if this rank holds it in full.
+    fn set_values(&self, state: ParamStateKind, param: ParamId, range: Range<usize>, values: Vec<f32>) -> Result<()> {
+        if state == ParamStateKind::Weights && !self.shards(param) {
+            residency::with_values(&self.params[param].tensor, |whole| {
+                whole.slice_mut(range.clone()).copy_cast(FlatRef::F32(&values));
+            })?;
+        }
+        let values = Flat::from(values);
+        self.write_state(state, param, range, |_| Ok(values.clone()))
+    }
+
+    /// Returns elements `range` of a parameter's state, in f32. They must be one of the [`pieces`] of the owned elements.
+    fn state_values(&self, state: ParamStateKind, param: ParamId, range: Range<usize>) -> Result<Vec<f32>> {
+        let mut values = vec![0.0; range.len()];
+        self.read_state(state, param, range, |read| FlatMut::F32(&mut values).copy_cast(read))?;
+        Ok(values)
+    }
+
+    /// Returns the elements of a parameter for which a rank is responsible.
+    fn piece_of(&self, param: ParamId, rank: usize) -> Range<usize> {
+        let mesh = self.share_plan.mesh;
+        mesh.piece(self.params[param].cut(), mesh.piece_of(rank))
+    }
+
+    /// Returns the number of elements of `params` for which a rank is responsible.
+    fn pieces_len(&self, params: &[ParamId], rank: usize) -> usize {
+        params.iter().map(|param| self.piece_of(*param, rank).len()).sum()
+    }
+
+    /// Collective among the ranks of an island if several of them hold the same elements: returns the changes of all
+    /// pieces that this rank holds, given those of its own.
+    fn changes_of_pieces(&self, params: &[ParamId], mut own: Vec<f32>) -> Result<PieceChanges> {
+        let mesh = self.share_plan.mesh;
+        if self.placement.optim.is_sharded() && mesh.copies() == 1 {
+            let rank = self.comm.rank();
+            return Ok(PieceChanges { stride: own.len(), all: Flat::from(own), next: vec![(rank, 0)] });
+        }
+        let ranks = 0..self.comm.size();
+        let stride = ranks.clone().map(|rank| self.pieces_len(params, rank)).max().unwrap_or(0);
+        own.resize(stride, 0.0);
+        let all = self.comm.all_gather(Flat::from(own), self.tag(params)).wait()?;
+        Ok(PieceChanges { stride, all, next: ranks.map(|rank| (rank, 0)).collect() })
+    }
+}
+
+/// The changes of the pieces of some ranks, one rank after the other, each in the order of its parameters.
+struct PieceChanges {
+    /// The number of elements from one rank's pieces to the next one's.
+    stride: usize,
+    all: Flat,
+    /// The ranks, and the number of elements of each that have been taken.
+    next: Vec<(usize, usize)>,
+}
+
+impl PieceChanges {
+    /// Takes the next parameter's changes: elements `owned` of it.
+    fn take(&mut self, core: &RankCore, param: ParamId, owned: &Range<usize>) -> Vec<f32> {
+        let mut changes = vec![0.0; owned.len()];
+        for (at, (rank, taken)) in self.next.iter_mut().enumerate() {
+            let piece = core.piece_of(param, *rank);
+            let from = at * self.stride + *taken;
+            *taken += piece.len();
+            let here = piece.start.max(owned.start)..piece.end.min(owned.end);
+            if here.is_empty() {
+                continue;
+            }
+            let values = self.all.slice(from + here.start - piece.start..from + here.end - piece.start);
+            FlatMut::F32(&mut changes[here.start - owned.start..here.end - owned.start]).copy_cast(values);
+        }
+        changes
+    }
+}
