@@ -279,6 +279,10 @@ fn run<A: Architecture>(
         }
         return Ok(Ended::Stopped);
     }
+    if args.export.is_some() || sample > 0 {
+        // With local steps, the weights are those of all islands.
+        engine.synchronize_islands()?;
+    }
     if let Some(path) = &args.export {
         engine.export_safetensors(path)?;
     }

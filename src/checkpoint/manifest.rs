@@ -385,6 +385,8 @@ pub(super) mod tests {
             is_named: false,
             previous: None,
             pipeline_ranks: 1,
+            islands: 1,
+            island_samples: vec![],
             world_size: 1,
             stage: 0,
             dtype: "f32".into(),

@@ -58,8 +58,7 @@ impl EngineFingerprint {
 /// different `weights` (a hash), initializers (`inits`) or buffers, have a different optimizer, schedule or param
 /// groups, round states differently, or compute at different SIMD levels.
 pub(super) fn check_same_on_all_ranks(
-    core: &RankCore,
-    islands: Option<&IslandRanks>,
+    (core, islands): (&RankCore, Option<&IslandRanks>),
     config: &Config,
     custom: CustomComponents,
     trainer: &GroupedOptimizer,

@@ -139,7 +139,7 @@ impl<M> Engine<M> {
             offload,
         }));
         link.connect(&core);
-        check_same_on_all_ranks(&core, islands.as_ref(), &config, own, &trainer, weights, &inits, &shared_content)?;
+        check_same_on_all_ranks((&core, islands.as_ref()), &config, own, &trainer, weights, &inits, &shared_content)?;
         #[cfg(feature = "cuda")]
         core.join_gpus()?;
         core.refresh()?;

@@ -3,6 +3,7 @@
 
 mod bad_input;
 mod checkpoints;
+mod convergence;
 mod reference;
 mod stages;
 
