@@ -24,6 +24,7 @@ use crate::timeline;
 use crate::util::{counted, fnv1a};
 use crate::zero::rank_core::RankCore;
 use crate::zero::step::outer_step::MeanChange;
+use candle_core::DType;
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -188,13 +189,14 @@ impl Islands {
         let own = std::mem::take(&mut self.samples[fragment]) as f64;
         let all: f64 = across.gather_f64(vec![own]).wait()?.iter().flatten().sum();
         let weight = if all > 0.0 { own / all } else { 1.0 / across.size() as f64 };
-        let change = core.change_since_exchange(&self.fragments[fragment], weight as f32)?;
-        let len = change.len();
         let (dtype, wire) = self.config.wire.encoding();
-        let chunk = len.div_ceil(across.size()).next_multiple_of(wire.alignment());
-        let mut sent = Flat::from_f32(change, dtype);
-        sent.extend_zeros(chunk * across.size() - len);
-        let held = core.hold_exchange(sent.capacity_in_bytes());
+        let len = core.pieces_len(&self.fragments[fragment], core.comm().rank());
+        let padded = exchanged_len(len, across.size(), wire);
+        let mut held = core.hold_exchange(padded * DType::F32.size_in_bytes());
+        let mut change = core.change_since_exchange(&self.fragments[fragment], weight as f32, padded)?;
+        change.resize(padded, 0.0);
+        let sent = Flat::from_f32(change, dtype);
+        held.resize(sent.capacity_in_bytes());
         let sum = across.reduce_scatter_as(wire, sent, tag(fragment));
         self.in_flight.push_back(FragmentExchange { fragment, len, progress: ExchangeProgress::Summing(sum), held });
         Ok(())
@@ -233,6 +235,7 @@ impl Islands {
         for exchange in &mut self.in_flight {
             if let Some(sum) = exchange.sum(&*self.ranks.across, self.config.wire.encoding().1)? {
                 core.store_change(&self.fragments[exchange.fragment], sum)?;
+                exchange.held.resize(0);
             }
         }
         Ok(())
@@ -280,12 +283,25 @@ impl FragmentExchange {
         else {
             return Ok(None);
         };
-        let sum = pending.wait()?;
-        let mut own = vec![0.0; self.len];
-        FlatMut::F32(&mut own).copy_cast(sum.slice(0..self.len));
-        self.held.resize(0);
-        Ok(Some(own))
+        let mut sum = pending.wait()?;
+        sum.truncate(self.len);
+        Ok(Some(match sum {
+            Flat::F32(own) => own,
+            sum => {
+                self.held.resize(sum.capacity_in_bytes() + self.len * DType::F32.size_in_bytes());
+                let mut own = vec![0.0; self.len];
+                FlatMut::F32(&mut own).copy_cast(sum.as_ref());
+                drop(sum);
+                self.held.resize(self.len * DType::F32.size_in_bytes());
+                own
+            }
+        }))
     }
+}
+
+/// Returns the number of elements, with padding, that `len` elements take in an exchange between `islands` islands.
+pub(crate) fn exchanged_len(len: usize, islands: usize, wire: WireFormat) -> usize {
+    len.div_ceil(islands).next_multiple_of(wire.alignment()) * islands
 }
 
 /// Returns the identity of a fragment's exchange, which is compared between islands.

@@ -87,10 +87,10 @@ impl RankCore {
         self.ledger.hold(MemoryKind::Buckets, bytes)
     }
 
-    /// Returns the difference between the outer weights and the weights of this rank's pieces of `params`, times
-    /// `weight`.
-    pub fn change_since_exchange(&self, params: &[ParamId], weight: f32) -> Result<Vec<f32>> {
-        let mut change = Vec::with_capacity(self.pieces_len(params, self.comm.rank()));
+    /// Returns the difference between the outer weights and the weights of this rank's pieces of `params`, times `weight`,
+    /// in a buffer with room for `capacity` elements.
+    pub fn change_since_exchange(&self, params: &[ParamId], weight: f32, capacity: usize) -> Result<Vec<f32>> {
+        let mut change = Vec::with_capacity(capacity);
         for param in params {
             let (owned, piece) = (self.owned(*param), self.piece_of(*param, self.comm.rank()));
             for part in pieces(&owned) {
@@ -116,19 +116,14 @@ impl RankCore {
         };
         let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
         for param in params {
-            let owned = self.owned(*param);
-            let received = changes.as_mut().map(|changes| changes.take(self, *param, &owned));
-            for part in pieces(&owned) {
-                let stored;
-                let change = match &received {
-                    Some(received) => &received[part.start - owned.start..part.end - owned.start],
-                    None => {
-                        stored = self.state_values(self.outer(OUTER_CHANGE), *param, part.clone())?;
-                        &stored
-                    }
+            for part in pieces(&self.owned(*param)) {
+                let change = match &changes {
+                    Some(received) => received.of(self, *param, &part),
+                    None => self.state_values(self.outer(OUTER_CHANGE), *param, part.clone())?,
                 };
-                self.outer_step_of(*param, part, change, outer, alpha)?;
+                self.outer_step_of(*param, part, &change, outer, alpha)?;
             }
+            changes.iter_mut().for_each(|changes| changes.advance(self, *param));
             publisher.push(self, *param)?;
         }
         publisher.finish(self)
@@ -138,12 +133,11 @@ impl RankCore {
     pub fn store_change(&self, params: &[ParamId], own: Vec<f32>) -> Result<()> {
         let mut changes = self.changes_of_pieces(params, own)?;
         for param in params {
-            let owned = self.owned(*param);
-            let change = changes.take(self, *param, &owned);
-            for part in pieces(&owned) {
-                let values = change[part.start - owned.start..part.end - owned.start].to_vec();
+            for part in pieces(&self.owned(*param)) {
+                let values = changes.of(self, *param, &part);
                 self.set_values(self.outer(OUTER_CHANGE), *param, part, values)?;
             }
+            changes.advance(self, *param);
         }
         Ok(())
     }
@@ -203,7 +197,7 @@ impl RankCore {
     }
 
     /// Returns the number of elements of `params` for which a rank is responsible.
-    fn pieces_len(&self, params: &[ParamId], rank: usize) -> usize {
+    pub fn pieces_len(&self, params: &[ParamId], rank: usize) -> usize {
         params.iter().map(|param| self.piece_of(*param, rank).len()).sum()
     }
 
@@ -213,13 +207,15 @@ impl RankCore {
         let mesh = self.share_plan.mesh;
         if self.placement.optim.is_sharded() && mesh.copies() == 1 {
             let rank = self.comm.rank();
-            return Ok(PieceChanges { stride: own.len(), all: Flat::from(own), next: vec![(rank, 0)] });
+            let held = self.hold_exchange(0);
+            return Ok(PieceChanges { stride: own.len(), all: Flat::from(own), next: vec![(rank, 0)], _held: held });
         }
         let ranks = 0..self.comm.size();
         let stride = ranks.clone().map(|rank| self.pieces_len(params, rank)).max().unwrap_or(0);
         own.resize(stride, 0.0);
+        let _held = self.hold_exchange(stride * ranks.len() * DType::F32.size_in_bytes());
         let all = self.comm.all_gather(Flat::from(own), self.tag(params)).wait()?;
-        Ok(PieceChanges { stride, all, next: ranks.map(|rank| (rank, 0)).collect() })
+        Ok(PieceChanges { stride, all, next: ranks.map(|rank| (rank, 0)).collect(), _held })
     }
 }
 
@@ -230,23 +226,28 @@ struct PieceChanges {
     all: Flat,
     /// The ranks, and the number of elements of each that have been taken.
     next: Vec<(usize, usize)>,
+    _held: MemoryLedgerEntry,
 }
 
 impl PieceChanges {
-    /// Takes the next parameter's changes: elements `owned` of it.
-    fn take(&mut self, core: &RankCore, param: ParamId, owned: &Range<usize>) -> Vec<f32> {
-        let mut changes = vec![0.0; owned.len()];
-        for (at, (rank, taken)) in self.next.iter_mut().enumerate() {
+    /// Returns the changes of elements `part` of the next parameter.
+    fn of(&self, core: &RankCore, param: ParamId, part: &Range<usize>) -> Vec<f32> {
+        let mut changes = vec![0.0; part.len()];
+        for (at, (rank, taken)) in self.next.iter().enumerate() {
             let piece = core.piece_of(param, *rank);
-            let from = at * self.stride + *taken;
-            *taken += piece.len();
-            let here = piece.start.max(owned.start)..piece.end.min(owned.end);
+            let here = piece.start.max(part.start)..piece.end.min(part.end);
             if here.is_empty() {
                 continue;
             }
-            let values = self.all.slice(from + here.start - piece.start..from + here.end - piece.start);
-            FlatMut::F32(&mut changes[here.start - owned.start..here.end - owned.start]).copy_cast(values);
+            let first = at * self.stride + *taken;
+            let values = self.all.slice(first + here.start - piece.start..first + here.end - piece.start);
+            FlatMut::F32(&mut changes[here.start - part.start..here.end - part.start]).copy_cast(values);
         }
         changes
+    }
+
+    /// Goes on to the parameter after `param`.
+    fn advance(&mut self, core: &RankCore, param: ParamId) {
+        self.next.iter_mut().for_each(|(rank, taken)| *taken += core.piece_of(param, *rank).len());
     }
 }
