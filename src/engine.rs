@@ -24,6 +24,7 @@ mod gradient_check_state;
 mod gradient_report;
 mod island_checkpoints;
 mod islands;
+mod local_steps;
 mod metrics;
 mod param_access;
 mod pipeline;

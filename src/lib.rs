@@ -54,6 +54,8 @@
 //! | publish | bring updated shards to all ranks (stages 1 and 2) | all-gather of updated parameters |
 //! | ledger | the record of allocated model-state memory by kind: see [`Engine::memory_report`] | no common term |
 //! | pipeline stage, chunk | consecutive layers that one rank holds; one of several such stages of a rank | the same |
+//! | island, local steps | ranks that train by themselves for many steps; these steps | DiLoCo worker, inner steps |
+//! | outer step | the update with the mean change of all islands | the same (DiLoCo) |
 //! | rehearsal | a step that allocates and transfers nothing and only counts, for [`estimate`] | dry run |
 //!
 //! # Data flow
@@ -62,6 +64,7 @@
 //! parameter   init -> share -> [gather -> unit forward -> release] -> [gather -> unit backward -> release]
 //! gradient    capture -> bucket -> reduce on the communication thread -> this rank's share
 //! step        vote (overflow, norm) -> clip -> update, sub-group by sub-group -> publish
+//! islands     change since the last exchange -> mean over islands -> outer step -> publish
 //! ```
 //!
 //! To read the sources, begin with `src/engine.rs`. `docs/architecture.md` follows these lines through the files.
@@ -139,6 +142,11 @@ struct Readme;
 #[cfg(doctest)]
 #[doc = include_str!("../docs/pipeline.md")]
 struct PipelinePage;
+
+/// Compiles and runs the code of docs/local_steps.md as doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/local_steps.md")]
+struct LocalStepsPage;
 
 /// Compiles and runs the code of docs/frozen.md as doc tests.
 #[cfg(doctest)]

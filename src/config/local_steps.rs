@@ -1,10 +1,7 @@
 //! Reads `local_steps`: islands of ranks that exchange what they learned only every so many steps.
 
+use super::ConfigRule;
 use super::walk::ConfigWalk;
-use super::{ConfigRule, SgdConfig};
-use crate::comm::WireFormat;
-use crate::precision::IntFormat;
-use candle_core::DType;
 
 /// The `local_steps` section.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -14,8 +11,12 @@ pub struct LocalStepsConfig {
     pub steps: u64,
     /// `islands`: the number of islands; `None`: one per host.
     pub islands: Option<usize>,
-    /// `outer_lr`, `outer_momentum` and `nesterov`: the outer optimizer.
-    pub outer: SgdConfig,
+    /// `outer_lr`: the learning rate of the outer optimizer. Default 0.7.
+    pub outer_lr: f64,
+    /// `outer_momentum`: the momentum of the outer optimizer. Default 0.9.
+    pub outer_momentum: f64,
+    /// `nesterov`: whether the outer optimizer uses Nesterov momentum. Default true.
+    pub nesterov: bool,
     /// `fragments`: the number of parts of the model that take turns in being exchanged. Default 1.
     pub fragments: u64,
     /// `fragment_delay`: the number of steps that an exchange may take while training continues. Default 0.
@@ -46,16 +47,6 @@ impl IslandWire {
     pub(super) const NAMES: [&str; 4] = ["fp32", "bf16", "int8", "int4"];
 
     const ALL: [Self; 4] = [Self::F32, Self::Bf16, Self::Int8, Self::Int4];
-
-    /// Returns the dtype of the buffer that is sent, and its encoding.
-    pub(crate) fn encoding(self) -> (DType, WireFormat) {
-        match self {
-            Self::F32 => (DType::F32, WireFormat::Exact),
-            Self::Bf16 => (DType::BF16, WireFormat::Exact),
-            Self::Int8 => (DType::F32, WireFormat::Blocks(IntFormat::Int8)),
-            Self::Int4 => (DType::F32, WireFormat::Blocks(IntFormat::Int4)),
-        }
-    }
 }
 
 /// Reads the section; `None` if it is absent. Problems are collected in `walk`.
@@ -80,20 +71,14 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
             format!("expected less than {steps} (local_steps.steps), {why}; found {fragment_delay}"),
         );
     }
-    let outer = SgdConfig {
-        lr: walk.float("local_steps.outer_lr"),
-        momentum: walk.float("local_steps.outer_momentum"),
-        dampening: 0.0,
-        weight_decay: 0.0,
-        // Without momentum there is nothing to look ahead with.
-        nesterov: walk.bool("local_steps.nesterov") && walk.float("local_steps.outer_momentum") > 0.0,
-    };
     let wire =
         walk.str("local_steps.wire_dtype").and_then(|name| IslandWire::NAMES.iter().position(|own| *own == name));
     Some(LocalStepsConfig {
         steps,
         islands: walk.int("local_steps.islands").and_then(|islands| usize::try_from(islands).ok()),
-        outer,
+        outer_lr: walk.float("local_steps.outer_lr"),
+        outer_momentum: walk.float("local_steps.outer_momentum"),
+        nesterov: walk.bool("local_steps.nesterov"),
         fragments,
         fragment_delay,
         fragment_alpha: walk.float("local_steps.fragment_alpha"),

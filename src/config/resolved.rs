@@ -272,6 +272,22 @@ impl Config {
     }
 }
 
+impl Config {
+    /// Returns the configuration of one island of a job on `hosts` hosts, and the number of islands: as if the job had
+    /// only the ranks of the island.
+    pub(crate) fn of_island(&self, hosts: usize) -> (Self, usize) {
+        let mut config = self.clone();
+        let islands = self.local_steps.map_or(1, |local_steps| local_steps.islands.unwrap_or(hosts.max(1)));
+        config.local_steps = self.local_steps.filter(|_| islands > 1 && self.world_size.is_multiple_of(islands));
+        match &mut config.local_steps {
+            Some(local_steps) => local_steps.islands = Some(1),
+            None => return (config, 1),
+        }
+        config.world_size /= islands;
+        (config, islands)
+    }
+}
+
 impl ZeroConfig {
     /// Returns whether weights, or gradients sent as `communication`, are sent in a compressed form: as integers or in
     /// 16 bits.

@@ -92,7 +92,7 @@ impl<M> Engine<M> {
         } else if saved.is_some_and(|saved| saved.is_own) {
             islands.resume(&self.core, self.global_steps, &manifest.island_samples, has(OUTER_CHANGE));
         } else {
-            // The weights of island 0 are no others' starting point; the outer weights are everybody's.
+            // The weights of island 0 are not those of the others; the outer weights are the same everywhere.
             self.core.take_outer_weights()?;
             self.core.refresh()?;
             islands.begin_anew();

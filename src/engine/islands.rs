@@ -10,12 +10,10 @@
 //! its pieces of the parameters with the ranks at the same position on the other islands: it sends its change, weighted
 //! by the samples of its island, and receives the sum.
 
-use super::Engine;
-use crate::comm::engine_call::during;
-use crate::comm::{CommReport, Communicator, Pending, WireFormat};
-use crate::config::{LocalStepsConfig, OptimizerConfig};
-use crate::error::{EngineError, Error, Result};
-use crate::layout::{FragmentSchedule, MeshAxis, RankMesh, fragments_of};
+use crate::comm::{Communicator, Pending, WireFormat};
+use crate::config::{LocalStepsConfig, OptimizerConfig, SgdConfig};
+use crate::error::{EngineError, Result};
+use crate::layout::{FragmentSchedule, MeshAxis, RankMesh, exchanged_len, fragments_of};
 use crate::memory::MemoryLedgerEntry;
 use crate::optim::{self, Optimizer};
 use crate::param::ParamId;
@@ -23,7 +21,7 @@ use crate::precision::{Flat, FlatMut};
 use crate::timeline;
 use crate::util::{counted, fnv1a};
 use crate::zero::rank_core::RankCore;
-use crate::zero::step::outer_step::MeanChange;
+use crate::zero::step::outer_step::{MeanChange, encoding};
 use candle_core::DType;
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -132,6 +130,14 @@ impl Islands {
     pub fn begin(ranks: IslandRanks, config: &LocalStepsConfig, core: &RankCore) -> Result<Self> {
         let schedule = FragmentSchedule::new(config.steps, config.fragments, config.fragment_delay);
         let (params, elements): (Vec<_>, Vec<_>) = core.trained_params().map(|(id, param)| (id, param.numel)).unzip();
+        if schedule.fragments() > params.len() {
+            let why = format!(
+                "local_steps.fragments is {}, but the model has {}; use at most as many fragments",
+                config.fragments,
+                counted(params.len(), "trained parameter")
+            );
+            return Err(EngineError::LocalSteps { why }.into());
+        }
         let mut fragments = vec![Vec::new(); schedule.fragments()];
         let of = fragments_of(&elements, fragments.len());
         params.into_iter().zip(of).for_each(|(param, fragment)| fragments[fragment].push(param));
@@ -140,7 +146,7 @@ impl Islands {
             ranks,
             config: *config,
             schedule,
-            outer: optim::from_config(&OptimizerConfig::Sgd(config.outer)),
+            outer: outer_optimizer(config),
             samples: vec![0; fragments.len()],
             fragments,
             in_flight: VecDeque::new(),
@@ -189,9 +195,9 @@ impl Islands {
         let own = std::mem::take(&mut self.samples[fragment]) as f64;
         let all: f64 = across.gather_f64(vec![own]).wait()?.iter().flatten().sum();
         let weight = if all > 0.0 { own / all } else { 1.0 / across.size() as f64 };
-        let (dtype, wire) = self.config.wire.encoding();
+        let (dtype, wire) = encoding(self.config.wire);
         let len = core.pieces_len(&self.fragments[fragment], core.comm().rank());
-        let padded = exchanged_len(len, across.size(), wire);
+        let padded = exchanged_len(len, across.size(), wire.alignment());
         let mut held = core.hold_exchange(padded * DType::F32.size_in_bytes());
         let mut change = core.change_since_exchange(&self.fragments[fragment], weight as f32, padded)?;
         change.resize(padded, 0.0);
@@ -206,7 +212,7 @@ impl Islands {
     fn advance(&mut self, step: u64) -> Result<()> {
         let (schedule, half) = (self.schedule, self.config.fragment_delay.div_ceil(2));
         let Some(due) = step.checked_sub(half).and_then(|sent| schedule.sent_after(sent)) else { return Ok(()) };
-        let (across, wire) = (self.ranks.across.clone(), self.config.wire.encoding().1);
+        let (across, wire) = (self.ranks.across.clone(), encoding(self.config.wire).1);
         match self.in_flight.iter_mut().find(|exchange| exchange.fragment == due) {
             Some(exchange) => exchange.gather(&*across, wire),
             None => Ok(()),
@@ -221,7 +227,7 @@ impl Islands {
             return Ok(false);
         };
         let Some(mut exchange) = self.in_flight.remove(at) else { return Ok(false) };
-        let change = match exchange.sum(&*self.ranks.across, self.config.wire.encoding().1)? {
+        let change = match exchange.sum(&*self.ranks.across, encoding(self.config.wire).1)? {
             Some(own) => MeanChange::Received(own),
             None => MeanChange::Stored,
         };
@@ -233,7 +239,7 @@ impl Islands {
     /// where they take effect when they are due. Checkpoints then contain them.
     pub fn store_exchanges(&mut self, core: &RankCore) -> Result<()> {
         for exchange in &mut self.in_flight {
-            if let Some(sum) = exchange.sum(&*self.ranks.across, self.config.wire.encoding().1)? {
+            if let Some(sum) = exchange.sum(&*self.ranks.across, encoding(self.config.wire).1)? {
                 core.store_change(&self.fragments[exchange.fragment], sum)?;
                 exchange.held.resize(0);
             }
@@ -299,51 +305,15 @@ impl FragmentExchange {
     }
 }
 
-/// Returns the number of elements, with padding, that `len` elements take in an exchange between `islands` islands.
-pub(crate) fn exchanged_len(len: usize, islands: usize, wire: WireFormat) -> usize {
-    len.div_ceil(islands).next_multiple_of(wire.alignment()) * islands
+/// Returns the outer optimizer.
+fn outer_optimizer(config: &LocalStepsConfig) -> Box<dyn Optimizer> {
+    let (lr, momentum) = (config.outer_lr, config.outer_momentum);
+    // Without momentum there is nothing to look ahead with.
+    let nesterov = config.nesterov && momentum > 0.0;
+    optim::from_config(&OptimizerConfig::Sgd(SgdConfig { lr, momentum, dampening: 0.0, weight_decay: 0.0, nesterov }))
 }
 
 /// Returns the identity of a fragment's exchange, which is compared between islands.
 fn tag(fragment: usize) -> u64 {
     fnv1a(format!("fragment {fragment}").as_bytes())
-}
-
-impl<M> Engine<M> {
-    /// Collective among all ranks of the job: ends the current window of local steps early, so that all islands have the
-    /// same weights. Without `local_steps` it does nothing.
-    ///
-    /// Call it after the last step, before weights are evaluated or exported, unless the last step ended a window.
-    ///
-    /// # Errors
-    /// [`EngineError::MidAccumulation`] in the middle of an accumulation; a failed collective.
-    pub fn synchronize_islands(&mut self) -> Result<()> {
-        let _call = during("synchronize_islands");
-        self.wait_for_checkpoint()?;
-        self.between_steps("synchronize_islands")?;
-        self.forget_forward();
-        self.settled(|engine| {
-            let Some(islands) = &mut engine.islands else { return Ok::<(), Error>(()) };
-            islands.synchronize(&engine.core)?;
-            engine.core.refresh()
-        })
-    }
-
-    /// Returns the number of this rank's island and the number of islands, if the ranks take local steps.
-    pub fn island(&self) -> Option<(usize, usize)> {
-        self.islands.as_ref().map(|islands| (islands.ranks.number(), islands.ranks.count()))
-    }
-
-    /// Returns the bytes and calls of this rank's exchanges with other islands so far.
-    pub fn island_report(&self) -> Option<CommReport> {
-        self.islands.as_ref().map(|islands| islands.ranks.across.report())
-    }
-
-    /// Exchanges what islands have learned, if it is due after this step. `applied` states whether the step changed
-    /// weights. Returns whether the exchange did.
-    pub(super) fn exchange_between_islands(&mut self, applied: bool) -> Result<bool> {
-        let Some(islands) = &mut self.islands else { return Ok(false) };
-        let samples = self.config.batch.train_batch_size / islands.ranks.count();
-        islands.after_step(&self.core, self.global_steps, if applied { samples as u64 } else { 0 })
-    }
 }

@@ -107,8 +107,10 @@ impl Estimate {
             );
             return Err(EngineError::Pipeline { why }.into());
         }
+        let (config, islands) = &config.of_island(options.hosts);
         let (params, leaves) = shapes.registered(config)?;
         let rehearsal = Rehearsal::new(&params, leaves, config, options)?.with_buffers(shapes.buffer_bytes());
+        let _in_flight = rehearsal.exchange(*islands);
         let (step, step_trace) = rehearsal.train()?;
         Ok(Self { memory: rehearsal.report(), step, step_trace })
     }

@@ -13,6 +13,7 @@ use super::traffic::Traffic;
 use crate::comm::{CollectiveKind as CommKind, WireFormat};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
+use crate::layout::{FragmentSchedule, exchanged_len, fragments_of};
 use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry, MemoryReport, MemoryTier, TrackedBuffer};
 use crate::offload::{DiskAccess, StateWindow, WindowSettings};
 use crate::optim;
@@ -32,6 +33,7 @@ use crate::zero::share::state_storage::lie_on_gpu;
 use crate::zero::share::sub_group::{SubGroup, SubGroupPosition, SweepMode, places};
 use crate::zero::share::sub_group_builder;
 use crate::zero::share::sub_group_builder::{SubGroupBuilder, SubGroupStateKind};
+use crate::zero::step::outer_step::encoding;
 use crate::zero::step::sharded_step::{update, vote};
 use crate::zero::step::stage_vote::StageVote;
 use crate::zero::step::state_sweep;
@@ -187,6 +189,44 @@ impl<'a> Rehearsal<'a> {
         self.buffers = bytes;
         self._whole.push(self.ledger.hold_in(self.tier, MemoryKind::Buffers, bytes));
         self
+    }
+
+    /// Counts the memory of the exchanges between islands, and returns the entries of those that are in flight while the
+    /// model trains.
+    pub fn exchange(&self, islands: usize) -> Vec<MemoryLedgerEntry> {
+        let Some(config) = &self.config.local_steps else { return Vec::new() };
+        let schedule = FragmentSchedule::new(config.steps, config.fragments, config.fragment_delay);
+        let trained: Vec<&Param> = self.params.iter().filter(|param| param.is_trained()).collect();
+        let elements: Vec<usize> = trained.iter().map(|param| param.numel).collect();
+        // An engine refuses more fragments than parameters.
+        let fragments = schedule.fragments().min(trained.len().max(1));
+        let of = fragments_of(&elements, fragments);
+        let (mesh, placement) = (self.mesh(), self.placement());
+        let len = |fragment: usize, rank: usize| -> usize {
+            let params = trained.iter().zip(&of).filter(|(_, of)| **of == fragment);
+            params.map(|(param, _)| mesh.piece(param.cut(), mesh.piece_of(rank)).len()).sum()
+        };
+        let (dtype, wire) = encoding(config.wire);
+        let wide = DType::F32.size_in_bytes();
+        let buffers = |bytes: usize| self.ledger.hold(MemoryKind::Buckets, bytes);
+        let sent = |fragment: usize| exchanged_len(len(fragment, 0), islands, wire.alignment());
+        for fragment in 0..fragments {
+            drop(buffers(sent(fragment) * wide));
+            let is_wide = dtype == DType::F32;
+            let received = match is_wide {
+                true => sent(fragment) * wide,
+                false => len(fragment, 0) * wide,
+            };
+            let wire_copy = if is_wide { 0 } else { sent(fragment) * dtype.size_in_bytes() };
+            drop(buffers(received + wire_copy));
+            if !placement.optim.is_sharded() || mesh.copies() > 1 {
+                let longest = (0..mesh.world_size()).map(|rank| len(fragment, rank)).max().unwrap_or(0);
+                let _received = buffers(received);
+                drop(buffers(longest * mesh.world_size() * wide));
+            }
+        }
+        let in_flight = (fragments - schedule.most_in_flight().min(fragments))..fragments;
+        in_flight.map(|fragment| buffers(sent(fragment) * dtype.size_in_bytes())).collect()
     }
 
     /// Trains for some steps, and returns the traffic and the trace of one of them.

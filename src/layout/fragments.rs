@@ -32,6 +32,12 @@ impl FragmentSchedule {
         usize::try_from(self.fragments).unwrap_or(usize::MAX)
     }
 
+    /// Returns the largest number of fragments that have been sent and have not taken effect during a step.
+    pub fn most_in_flight(self) -> usize {
+        let sent = (u128::from(self.delay) * u128::from(self.fragments)).div_ceil(u128::from(self.steps));
+        usize::try_from(sent).unwrap_or(usize::MAX).min(self.fragments())
+    }
+
     /// Returns the fragment that is sent after step `step`, counted from 1.
     pub fn sent_after(self, step: u64) -> Option<usize> {
         let in_window = step.checked_sub(1)? % self.steps + 1;
@@ -61,6 +67,12 @@ pub(crate) fn fragments_of(elements: &[usize], fragments: usize) -> Vec<usize> {
     elements.iter().map(&mut fragment).collect()
 }
 
+/// Returns the number of elements that `len` elements take in an exchange between `islands` islands: each sums a part of
+/// them, whose length is a multiple of `alignment`.
+pub(crate) fn exchanged_len(len: usize, islands: usize, alignment: usize) -> usize {
+    len.div_ceil(islands).next_multiple_of(alignment) * islands
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -87,7 +99,7 @@ mod tests {
                     (1..=steps).filter_map(|step| schedule.sent_after(window * steps + step)).collect();
                 prop_assert_eq!(sent, (0..schedule.fragments()).collect::<Vec<_>>());
             }
-            let mut in_flight = std::collections::BTreeSet::new();
+            let (mut in_flight, mut most) = (std::collections::BTreeSet::new(), 0);
             for step in 1..=4 * steps {
                 if let Some(fragment) = schedule.sent_after(step) {
                     prop_assert!(in_flight.insert(fragment));
@@ -95,7 +107,9 @@ mod tests {
                 if let Some(fragment) = schedule.arrives_after(step) {
                     prop_assert!(in_flight.remove(&fragment));
                 }
+                most = most.max(in_flight.len());
             }
+            prop_assert_eq!(most, schedule.most_in_flight());
         }
 
         #[test]

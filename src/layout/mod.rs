@@ -10,7 +10,7 @@ mod stage;
 
 pub use bucket_layout::BucketFill;
 pub(crate) use bucket_layout::{PACKED_BELOW, chunk_offsets};
-pub(crate) use fragments::{FragmentSchedule, fragments_of};
+pub(crate) use fragments::{FragmentSchedule, exchanged_len, fragments_of};
 pub use rank_mesh::{MeshAxis, MeshError, RankMesh};
 pub use shard::{ShardCut, SubGroupFill, shard_len, shard_range};
 pub use shard_mesh::ShardMesh;

@@ -54,6 +54,7 @@ fn every_bundled_configuration_loads_without_notes_under_1_2_and_4_ranks() {
         ("zero3_nvme.json", ZeroStage::Three, "f32", 4, (1e-3, 20)),
         ("infinity.json", ZeroStage::Three, "bf16", 1, (3e-4, 5)),
         ("pipeline.json", ZeroStage::One, "f32", 1, (1e-3, 20)),
+        ("local_steps.json", ZeroStage::One, "f32", 4, (1e-3, 20)),
     ];
     for (name, stage, format, micro, (lr, warmup_num_steps)) in table {
         for world_size in [1, 2, 4] {

@@ -1,4 +1,4 @@
-//! What does not fit local steps is an error that says what to do.
+//! Configurations, models and calls that do not fit local steps are errors that name the remedy.
 
 use super::{Model, config, engine, on_ranks, train};
 use candle_core::Device;
@@ -45,6 +45,13 @@ fn ranks_that_cannot_be_divided_into_islands_are_named() {
     let mut groups = config(&json!({}), 3, 2);
     groups["zero_optimization"]["mics_shard_size"] = json!(4);
     insta::assert_snapshot!(run(4, 2, groups), @"cannot take local steps: zero_optimization.mics_shard_size is 4, but an island has 2 ranks; use a divisor of that");
+}
+
+#[test]
+fn more_fragments_than_parameters_are_refused() {
+    let section = json!({"steps": 1_000_000_000_000u64, "fragments": 1_000_000_000_000u64});
+    let refused = error(2, |comm| engine(comm, config(&section, 1, 2)));
+    insta::assert_snapshot!(refused, @"cannot take local steps: local_steps.fragments is 1000000000000, but the model has 4 trained parameters; use at most as many fragments");
 }
 
 #[test]

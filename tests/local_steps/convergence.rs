@@ -52,6 +52,7 @@ fn trained(comm: Arc<dyn Communicator>, local_steps: Option<Value>, steps: usize
         engine.backward(&loss)?;
         engine.step()?;
     }
+    let report = engine.island_report().unwrap_or_else(|| engine.comm_report());
     engine.synchronize_islands()?;
     let (mut sum, mut batches) = (0.0, 0);
     let starts: Vec<usize> = (split..data.len() - SEQUENCE - 1).step_by(SEQUENCE).collect();
@@ -60,7 +61,6 @@ fn trained(comm: Arc<dyn Communicator>, local_steps: Option<Value>, steps: usize
         sum += f64::from(engine.eval(|model| model.loss(&inputs, &targets))?.to_scalar::<f32>()?);
         batches += 1;
     }
-    let report = engine.island_report().unwrap_or_else(|| engine.comm_report());
     Ok((sum / f64::from(batches), report.data_wire_bytes()))
 }
 

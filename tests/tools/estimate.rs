@@ -243,6 +243,22 @@ fn patterns_that_freeze_nothing_or_everything_are_errors_with_the_pattern() {
 }
 
 #[test]
+fn the_states_and_exchanges_of_islands_are_counted_to_the_byte() {
+    // The exchange is not in the counted steps: it is not part of every step.
+    for (stage, world, section, more) in [
+        (0, 4, json!({"steps": 3, "islands": 2}), json!({})),
+        (1, 4, json!({"steps": 3, "islands": 2, "wire_dtype": "bf16"}), bf16()),
+        (2, 3, json!({"steps": 3, "islands": 3, "wire_dtype": "int4", "outer_momentum": 0.0}), bf16()),
+        (3, 4, json!({"steps": 3, "islands": 2, "fragments": 3}), json!({})),
+        (3, 2, json!({"steps": 3, "islands": 2, "wire_dtype": "int8"}), bf16()),
+    ] {
+        let mut config = config(1, json!({"stage": stage}), more);
+        config["local_steps"] = section;
+        check::<GptLayers>("nano", &nano(), world, &config, None);
+    }
+}
+
+#[test]
 fn offloaded_state_is_counted_to_the_byte() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let nvme = |more: Value| {

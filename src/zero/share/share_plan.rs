@@ -62,7 +62,7 @@ pub(crate) const OUTER_CHANGE: &str = "outer_change";
 /// Returns the names of the states of the outer optimizer.
 fn outer_states(config: Option<&LocalStepsConfig>) -> &'static [&'static str] {
     let Some(config) = config else { return &[] };
-    match (config.outer.momentum > 0.0, config.fragment_delay > 0) {
+    match (config.outer_momentum > 0.0, config.fragment_delay > 0) {
         (false, false) => &[OUTER_WEIGHTS],
         (true, false) => &[OUTER_WEIGHTS, OUTER_MOMENTUM],
         (false, true) => &[OUTER_WEIGHTS, OUTER_CHANGE],

@@ -59,9 +59,9 @@ impl ParamStateKind {
 /// The names of a parameter's states besides its weights.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OptimStateNames {
-    /// Those of the optimizer.
+    /// The states of the optimizer.
     pub moments: &'static [&'static str],
-    /// Those of the outer optimizer, if ranks take local steps.
+    /// The states of the outer optimizer, if ranks take local steps.
     pub outer: &'static [&'static str],
 }
 

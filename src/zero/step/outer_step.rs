@@ -12,11 +12,13 @@
 //! same pieces on other islands.
 
 use super::weight_publisher::WeightPublisher;
+use crate::comm::WireFormat;
+use crate::config::IslandWire;
 use crate::error::Result;
 use crate::memory::{MemoryKind, MemoryLedgerEntry};
 use crate::optim::{Optimizer, StepContext};
 use crate::param::{Param, ParamId};
-use crate::precision::{Flat, FlatMut, FlatRef};
+use crate::precision::{Flat, FlatMut, FlatRef, IntFormat};
 use crate::tensor::residency;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::share_plan::{OUTER_CHANGE, OUTER_MOMENTUM, OUTER_WEIGHTS};
@@ -24,11 +26,21 @@ use crate::zero::share::state_access::{ParamStateKind, pieces};
 use candle_core::DType;
 use std::ops::Range;
 
+/// Returns the dtype of the buffer in which islands send their changes, and its encoding.
+pub(crate) fn encoding(wire: IslandWire) -> (DType, WireFormat) {
+    match wire {
+        IslandWire::F32 => (DType::F32, WireFormat::Exact),
+        IslandWire::Bf16 => (DType::BF16, WireFormat::Exact),
+        IslandWire::Int8 => (DType::F32, WireFormat::Blocks(IntFormat::Int8)),
+        IslandWire::Int4 => (DType::F32, WireFormat::Blocks(IntFormat::Int4)),
+    }
+}
+
 /// The mean change of all islands.
 pub(crate) enum MeanChange {
-    /// Of this rank's pieces, as it was received.
+    /// The change of this rank's pieces, as it was received.
     Received(Vec<f32>),
-    /// Of everything that this rank owns, among its states.
+    /// The change is among this rank's states, for everything that it owns.
     Stored,
 }
 
@@ -157,7 +169,7 @@ impl RankCore {
             false => None,
         };
         let mut state: Vec<&mut [f32]> = momentum.iter_mut().map(Vec::as_mut_slice).collect();
-        // The momentum begins with zeros, so the first step needs no rule of its own.
+        // The momentum begins with zeros, so the first step needs no special rule.
         let ctx = StepContext::new(optimizer.lr(), 2);
         optimizer.update(&ctx, &mut outer, FlatRef::F32(change), &mut state, None);
         let mut weights = outer.clone();
@@ -202,7 +214,7 @@ impl RankCore {
     }
 
     /// Collective among the ranks of an island if several of them hold the same elements: returns the changes of all
-    /// pieces that this rank holds, given those of its own.
+    /// pieces that this rank holds, given the changes of this rank's pieces.
     fn changes_of_pieces(&self, params: &[ParamId], mut own: Vec<f32>) -> Result<PieceChanges> {
         let mesh = self.share_plan.mesh;
         if self.placement.optim.is_sharded() && mesh.copies() == 1 {
@@ -246,7 +258,7 @@ impl PieceChanges {
         changes
     }
 
-    /// Goes on to the parameter after `param`.
+    /// Continues with the parameter after `param`.
     fn advance(&mut self, core: &RankCore, param: ParamId) {
         self.next.iter_mut().for_each(|(rank, taken)| *taken += core.piece_of(param, *rank).len());
     }

@@ -1,0 +1,45 @@
+//! The engine's calls for local steps.
+
+use super::Engine;
+use crate::comm::CommReport;
+use crate::comm::engine_call::during;
+use crate::error::{Error, Result};
+
+impl<M> Engine<M> {
+    /// Collective among all ranks of the job: ends the current window of local steps early, so that all islands have the
+    /// same weights. Without `local_steps` it does nothing.
+    ///
+    /// Call it after the last step, before weights are evaluated or exported, unless the last step ended a window.
+    ///
+    /// # Errors
+    /// [`EngineError::MidAccumulation`] in the middle of an accumulation; a failed collective.
+    pub fn synchronize_islands(&mut self) -> Result<()> {
+        let _call = during("synchronize_islands");
+        self.wait_for_checkpoint()?;
+        self.between_steps("synchronize_islands")?;
+        self.forget_forward();
+        self.settled(|engine| {
+            let Some(islands) = &mut engine.islands else { return Ok::<(), Error>(()) };
+            islands.synchronize(&engine.core)?;
+            engine.core.refresh()
+        })
+    }
+
+    /// Returns the number of this rank's island and the number of islands, if the ranks take local steps.
+    pub fn island(&self) -> Option<(usize, usize)> {
+        self.islands.as_ref().map(|islands| (islands.ranks.number(), islands.ranks.count()))
+    }
+
+    /// Returns the bytes and calls of this rank's exchanges with other islands so far.
+    pub fn island_report(&self) -> Option<CommReport> {
+        self.islands.as_ref().map(|islands| islands.ranks.across().report())
+    }
+
+    /// Exchanges what islands have learned, if it is due after this step. `applied` states whether the step changed
+    /// weights. Returns whether the exchange did.
+    pub(super) fn exchange_between_islands(&mut self, applied: bool) -> Result<bool> {
+        let Some(islands) = &mut self.islands else { return Ok(false) };
+        let samples = self.config.batch.train_batch_size / islands.ranks.count();
+        islands.after_step(&self.core, self.global_steps, if applied { samples as u64 } else { 0 })
+    }
+}
