@@ -1,22 +1,18 @@
 //! Parses the command line. Everything after the script's name belongs to the script.
 
+use super::host_flags::HostFlags;
 use super::launcher_variables::LauncherVariables;
 use super::ranks_per_host;
-use crate::error::{HostsError, Result};
+use crate::error::Result;
+use crate::launch::LaunchOptions;
 use crate::launch::comm_backend::CommBackend;
 use crate::launch::console::CommandLineError;
 use crate::launch::core_binding::CoreBinding;
 use crate::launch::hosts::core_list::CoreList;
-use crate::launch::hosts::host_filter::HostSelection;
-use crate::launch::mpirun::{MpirunFlavor, MpirunOptions};
-use crate::launch::nodes::NodeOptions;
-use crate::launch::nodes::listen_address::BIND_ADDR;
-use crate::launch::nodes::ssh::{MultiHostOptions, SECRET_FROM_STDIN};
-use crate::launch::{JobHosts, LaunchOptions};
 use crate::tools;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, ValueEnum};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -42,11 +38,6 @@ A script is one Rust file. It may begin with its manifest:
   fn main() { ... }
 
 Without a manifest it gets candle-zero, candle-core, candle-nn and anyhow.";
-
-const HOSTS: &str = "Several hosts";
-
-/// The maximum number of hosts in a job.
-const MAX_NODES: usize = 4096;
 
 const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
 
@@ -86,67 +77,8 @@ struct ZerorunArguments {
           value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,
 
-    /// Run over ssh on the hosts listed in this file, one per line as `NAME slots=RANKS`
-    #[arg(short = 'H', long, value_name = "FILE", help_heading = HOSTS)]
-    hostfile: Option<PathBuf>,
-
-    /// With --hostfile: use only these hosts and slots, such as HOST@HOST:0,2
-    #[arg(short, long, value_name = "FILTER", default_value = "", hide_default_value = true, requires = "hostfile", help_heading = HOSTS)]
-    include: String,
-
-    /// With --hostfile: use all hosts and slots except these
-    #[arg(short, long, value_name = "FILTER", default_value = "", hide_default_value = true, requires = "hostfile", help_heading = HOSTS)]
-    exclude: String,
-
-    /// With --hostfile: use the first N hosts
-    #[arg(long = "num_nodes", alias = "num-nodes", value_name = "N", requires = "hostfile", help_heading = HOSTS)]
-    num_nodes: Option<usize>,
-
-    /// With --hostfile: port for ssh
-    #[arg(long = "ssh_port", alias = "ssh-port", value_name = "PORT", requires = "hostfile", help_heading = HOSTS)]
-    ssh_port: Option<u16>,
-
-    /// With --hostfile: use ssh even if there is only one host, and even for the local host
-    #[arg(long = "force_multi", alias = "force-multi", requires = "hostfile", help_heading = HOSTS)]
-    force_multi: bool,
-
-    /// With --hostfile: launcher of the ranks, either zerorun on each host (by ssh) or mpirun on this host
-    #[arg(long, value_enum, ignore_case = true, default_value = "ssh", requires = "hostfile", help_heading = HOSTS)]
-    launcher: HostLauncherFlag,
-
-    /// With --launcher openmpi or mpich: arguments for mpirun, separated by spaces, quoted as one argument
-    #[arg(long = "launcher_args", alias = "launcher-args", value_name = "ARGS", allow_hyphen_values = true,
-          requires = "hostfile", help_heading = HOSTS)]
-    launcher_args: Option<String>,
-
-    /// Without --hostfile: number of hosts on which something else starts zerorun, or auto: the number on which mpirun,
-    /// srun or jsrun started it. With FEWEST:N, a job restarted by --max_restarts may continue with as few as FEWEST
-    /// hosts [also: $PET_NNODES]
-    #[arg(long, value_name = "N", conflicts_with = "hostfile", help_heading = HOSTS)]
-    nnodes: Option<String>,
-
-    /// With --nnodes: this host's number, from 0 [default: from the launcher that started zerorun, see docs/cluster.md]
-    #[arg(long = "node_rank", alias = "node-rank", value_name = "R", help_heading = HOSTS)]
-    node_rank: Option<usize>,
-
-    /// Address of host 0 [default: the first name in the hostfile; with --nnodes also: $PET_RDZV_ENDPOINT,
-    /// $PET_MASTER_ADDR]
-    #[arg(long = "master_addr", alias = "master-addr", value_name = "ADDRESS", help_heading = HOSTS)]
-    master_addr: Option<String>,
-
-    /// On host 0, if the others reach it at another address (NAT, a published container port): the local address to
-    /// listen on, such as 0.0.0.0 [default: the address of --master_addr]
-    #[arg(long = BIND_ADDR, alias = "bind-addr", value_name = "ADDRESS", help_heading = HOSTS)]
-    bind_addr: Option<String>,
-
-    /// With --max_restarts: minimum number of hosts to continue with when others fail [default: all]
-    #[arg(long = "min_nodes", alias = "min-nodes", value_name = "M", help_heading = HOSTS)]
-    min_nodes: Option<usize>,
-
-    /// With --nnodes: read the secret from the first line of standard input, and end the job on this host when standard
-    /// input ends
-    #[arg(long = SECRET_FROM_STDIN, hide = true)]
-    until_stdin_ends: bool,
+    #[command(flatten)]
+    hosts: HostFlags,
 
     /// Bind each rank to its own cores: the host's physical cores, divided evenly. A rank gets one thread per core
     #[arg(long = "bind_cores_to_rank", alias = "bind-cores-to-rank")]
@@ -192,24 +124,13 @@ struct ZerorunArguments {
     command: Vec<OsString>,
 }
 
-/// The launcher that starts the ranks on the hosts in a hostfile, with DeepSpeed's names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum HostLauncherFlag {
-    /// zerorun on each host, by ssh
-    Ssh,
-    /// Open MPI's mpirun
-    Openmpi,
-    /// MPICH's mpirun, or another that accepts its arguments
-    Mpich,
-}
-
 impl ZerorunArguments {
     /// Fills in, from the variables of another launcher, the options that the command line omits. A hostfile needs none
     /// of them.
     fn fill_in(&mut self, given: &ArgMatches, variables: &LauncherVariables<'_>) -> Result<()> {
         const RESTARTS: &str = "PET_MAX_RESTARTS";
         let is_default = |name: &str| given.value_source(name) == Some(ValueSource::DefaultValue);
-        if self.hostfile.is_some() {
+        if self.hosts.hostfile.is_some() {
             return Ok(());
         }
         if is_default("max_restarts") {
@@ -218,68 +139,13 @@ impl ZerorunArguments {
         if is_default("ranks") {
             self.ranks = variables.ranks()?.unwrap_or(self.ranks);
         }
-        self.nnodes = self.nnodes.take().or_else(|| variables.get("PET_NNODES"));
+        self.hosts.nnodes = self.hosts.nnodes.take().or_else(|| variables.get("PET_NNODES"));
         self.master_port = match self.master_port {
-            None if self.nnodes.is_none() => variables.master_port()?,
+            None if self.hosts.nnodes.is_none() => variables.master_port()?,
             port => port,
         };
         Ok(())
     }
-
-    /// Returns where the ranks run. With `--nnodes`, also fills in the port where the hosts connect.
-    fn job_hosts(&mut self, own_ranks: bool, variables: &LauncherVariables<'_>) -> Result<JobHosts> {
-        if let Some(file) = &self.hostfile {
-            let selection = HostSelection {
-                include: self.include.clone(),
-                exclude: self.exclude.clone(),
-                num_nodes: self.num_nodes,
-                num_gpus: own_ranks.then_some(usize::from(self.ranks)),
-            };
-            let kind = match self.launcher {
-                HostLauncherFlag::Ssh => None,
-                HostLauncherFlag::Openmpi => Some(MpirunFlavor::OpenMpi),
-                HostLauncherFlag::Mpich => Some(MpirunFlavor::Mpich),
-            };
-            let words = self.launcher_args.as_deref().unwrap_or_default().split_whitespace();
-            let args: Vec<String> = words.map(String::from).collect();
-            return Ok(JobHosts::Hosts(MultiHostOptions {
-                file: file.clone(),
-                selection,
-                min_nodes: self.min_nodes,
-                master_addr: self.master_addr.clone(),
-                bind_addr: self.bind_addr.clone(),
-                ssh_port: self.ssh_port,
-                force_multi: self.force_multi,
-                mpirun: kind.map(|kind| MpirunOptions { kind, args }),
-            }));
-        }
-        let Some(text) = &self.nnodes else { return Ok(JobHosts::Alone) };
-        let range = match text.trim() {
-            "auto" => None,
-            _ => Some(hosts(text).ok_or_else(|| HostsError::BadNodes { text: text.clone() })?),
-        };
-        let alone = !self.until_stdin_ends;
-        if alone && range.is_some_and(|(_, nodes)| nodes == 1) {
-            return Ok(JobHosts::Alone);
-        }
-        let (node, nodes) = variables.node(self.node_rank, range.map(|(_, nodes)| nodes))?;
-        if alone && nodes == 1 {
-            return Ok(JobHosts::Alone);
-        }
-        let (master_addr, port) = variables.first_host(self.master_addr.clone(), self.master_port, nodes)?;
-        self.master_port = Some(port);
-        let fewest = range.map_or(nodes, |(fewest, _)| fewest);
-        let min_nodes = self.min_nodes.unwrap_or(fewest).min(nodes);
-        let (bind_addr, until_stdin_ends) = (self.bind_addr.clone(), self.until_stdin_ends);
-        Ok(JobHosts::Nodes(NodeOptions { nodes, min_nodes, node, master_addr, bind_addr, until_stdin_ends }))
-    }
-}
-
-/// Parses the minimum and the maximum number of hosts from `N` or `FEWEST:N`.
-fn hosts(text: &str) -> Option<(usize, usize)> {
-    let (fewest, most) = text.split_once(':').unwrap_or((text, text));
-    let number = |text: &str| text.trim().parse::<usize>().ok().filter(|number| *number > 0);
-    number(fewest).zip(number(most)).filter(|(fewest, most)| fewest <= most && *most <= MAX_NODES)
 }
 
 /// Parses a command line whose first word is the program's own name.
@@ -312,11 +178,13 @@ fn read_beside(
     let mut typed = typed.map_err(|e| CommandLineError(e.format(&mut reader)))?;
     let filled_in = typed.fill_in(&matches, variables);
     filled_in.map_err(|error| CommandLineError(reader.error(ErrorKind::ValueValidation, error)))?;
-    let wrong = [wrong_min_ranks, wrong_min_nodes, wrong_backend, wrong_launcher];
-    if let Some(text) = wrong.iter().find_map(|wrong| wrong(&typed)) {
+    let wrong = [wrong_min_ranks, wrong_backend, wrong_launcher];
+    let text = wrong.iter().find_map(|wrong| wrong(&typed)).or_else(|| typed.hosts.wrong_min_nodes(typed.max_restarts));
+    if let Some(text) = text {
         return Err(CommandLineError(reader.error(ErrorKind::ArgumentConflict, text)));
     }
-    let job_hosts = typed.job_hosts(own_ranks, variables);
+    let own_ranks = own_ranks.then_some(usize::from(typed.ranks));
+    let job_hosts = typed.hosts.job_hosts(own_ranks, &mut typed.master_port, variables);
     let job_hosts = job_hosts.map_err(|error| CommandLineError(reader.error(ErrorKind::ValueValidation, error)))?;
     let mut command = typed.command.into_iter();
     let script = command.next().map(PathBuf::from).unwrap_or_default();
@@ -348,7 +216,7 @@ fn read_beside(
 
 /// Returns the conflict of `--backend` with the other options, if any.
 fn wrong_backend(typed: &ZerorunArguments) -> Option<String> {
-    let several = typed.hostfile.is_some() || typed.nnodes.is_some();
+    let several = typed.hosts.hostfile.is_some() || typed.hosts.nnodes.is_some();
     (several && typed.backend == Some(CommBackend::Shm)).then(|| {
         "--backend shm is for ranks on one host, and hosts share no memory: leave it out, so that the ranks use MPI"
             .to_string()
@@ -357,50 +225,18 @@ fn wrong_backend(typed: &ZerorunArguments) -> Option<String> {
 
 /// Returns the conflict of `--launcher` with the other options, if any.
 fn wrong_launcher(typed: &ZerorunArguments) -> Option<String> {
-    let Some(name) = typed.launcher.to_possible_value().filter(|_| typed.launcher != HostLauncherFlag::Ssh) else {
-        return typed.launcher_args.as_ref().map(|_| {
-            "--launcher_args is for mpirun: give --launcher openmpi or --launcher mpich, or leave it out".to_string()
-        });
-    };
-    let ours = [
+    let own = [
         ("--max_restarts", typed.max_restarts > 0),
-        ("--min_nodes", typed.min_nodes.is_some()),
         ("--bind_cores_to_rank", typed.bind_cores_to_rank),
         ("--prometheus", typed.prometheus.is_some()),
-        ("--ssh_port", typed.ssh_port.is_some()),
-        ("--force_multi", typed.force_multi),
-        ("--bind_addr", typed.bind_addr.is_some()),
     ];
-    ours.iter().find(|(_, is_given)| *is_given).map(|(option, _)| {
-        format!(
-            "{option} is for ranks that zerorun starts, but with --launcher {} mpirun starts them: leave it out, pass \
-             mpirun's equivalent in --launcher_args, or use --launcher ssh",
-            name.get_name()
-        )
-    })
-}
-
-/// Returns the conflict of `--min_nodes` with the other options, if any.
-fn wrong_min_nodes(typed: &ZerorunArguments) -> Option<String> {
-    let fewest = typed.min_nodes?;
-    if typed.hostfile.is_none() && typed.nnodes.is_none() {
-        return Some(format!(
-            "--min_nodes {fewest} is the minimum number of hosts after a restart, but this job has one host: give \
-             --hostfile or --nnodes, or leave it out"
-        ));
-    }
-    (typed.max_restarts == 0 || fewest == 0).then(|| {
-        format!(
-            "--min_nodes {fewest} is the minimum number of hosts after a restart: give at least 1, and a \
-             --max_restarts of at least 1, or leave it out"
-        )
-    })
+    typed.hosts.wrong_launcher(&own)
 }
 
 /// Returns the conflict of `--min_ranks` with the other options, if any.
 fn wrong_min_ranks(typed: &ZerorunArguments) -> Option<String> {
     let (fewest, ranks) = (typed.min_ranks?, typed.ranks);
-    if typed.hostfile.is_some() || typed.nnodes.is_some() {
+    if typed.hosts.hostfile.is_some() || typed.hosts.nnodes.is_some() {
         return Some(format!(
             "--min_ranks {fewest} is for one host; on several, each keeps its ranks: give --min_nodes, or leave it out"
         ));
@@ -441,7 +277,10 @@ fn duration(text: &str) -> std::result::Result<Duration, String> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::launch::JobHosts;
+    use crate::launch::hosts::host_filter::HostSelection;
     use crate::launch::hosts::recorded_cases;
+    use crate::launch::mpirun::{MpirunFlavor, MpirunOptions};
     use crate::launch::nodes::DEFAULT_PORT;
     use serde_json::json;
 
@@ -662,16 +501,16 @@ mod tests {
         let number = |number: Option<usize>| number.map_or(-1, |number| number as i64);
         let words: Vec<&str> = typed.command.iter().map(|word| word.to_str().unwrap()).collect();
         let found = json!({
-            "include": typed.include,
-            "exclude": typed.exclude,
-            "num_nodes": number(typed.num_nodes),
+            "include": typed.hosts.include,
+            "exclude": typed.hosts.exclude,
+            "num_nodes": number(typed.hosts.num_nodes),
             "master_port": typed.master_port.unwrap_or(DEFAULT_PORT),
-            "master_addr": typed.master_addr.unwrap_or_default(),
-            "node_rank": number(typed.node_rank),
-            "force_multi": typed.force_multi,
+            "master_addr": typed.hosts.master_addr.unwrap_or_default(),
+            "node_rank": number(typed.hosts.node_rank),
+            "force_multi": typed.hosts.force_multi,
             "bind_cores_to_rank": typed.bind_cores_to_rank,
             "bind_core_list": typed.bind_core_list.map(|list| list.cores().to_vec()),
-            "ssh_port": typed.ssh_port,
+            "ssh_port": typed.hosts.ssh_port,
             "user_script": words[0],
             "user_args": words[1..],
         });

@@ -1,11 +1,13 @@
 //! The `zerorun` command: starts a training script as N ranks on one or several hosts, or runs a tool.
 //!
-//! The first word decides. If it names a tool, `tools` runs it. Otherwise `args` parses the command line,
+//! The first word decides. If it names a tool, `tools` runs it. Otherwise `args` parses the command line (with
+//! `host_flags`, which tools have too),
 //! `launcher_variables` adds the variables of another launcher, and `launch` starts the script.
 
 mod args;
 mod completions;
 mod error;
+mod host_flags;
 mod launch;
 mod launcher_variables;
 mod man;

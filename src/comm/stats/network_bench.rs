@@ -93,6 +93,21 @@ pub fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMe
     }))
 }
 
+/// Measures the bytes per second that come into a host in an all-gather of about `bytes` bytes. Collective. Returns
+/// `None` if all ranks are on one host.
+///
+/// # Errors
+/// A collective failed.
+#[doc(hidden)]
+pub fn rate_between_hosts(comm: &dyn Communicator, bytes: usize) -> Result<Option<f64>> {
+    if comm.ranks_here().len() == comm.size() {
+        return Ok(None);
+    }
+    let chunk = (bytes / size_of::<f32>()).div_ceil(comm.size());
+    let gather = || comm.all_gather(Flat::F32(vec![1.0; chunk]), 1).wait().map(drop);
+    Ok(Some(fastest(comm, CollectiveKind::AllGather, gather)?.rate()))
+}
+
 /// Returns the fraction of CPU time used on the host where it is largest. The collectives run on the communication
 /// threads, as during computation.
 fn busy(

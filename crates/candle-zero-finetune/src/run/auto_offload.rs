@@ -7,15 +7,44 @@ use crate::data::sample_cache::own_cache;
 use crate::error::Result;
 use crate::peft::qlora::{PACKING, is_quantized};
 use candle_zero::comm::Communicator;
+use candle_zero::comm::stats::network_bench::rate_between_hosts;
 use candle_zero::estimate::Shapes;
 use candle_zero::models::{ActivationPass, Decoder};
 use candle_zero::nn::is_adapter;
 use candle_zero::util::fnv1a;
 use serde_json::Value;
 
+/// The ranks of a run.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RunRanks {
+    pub world: usize,
+    /// This rank.
+    pub rank: usize,
+    /// The number of ranks on each host; all ranks if hosts have different numbers.
+    pub per_host: usize,
+    /// The bytes per second that come into a host from the others, if they were measured.
+    pub network: Option<f64>,
+}
+
+/// The number of bytes with which the network is measured: 0.1 s at 1 Gbit/s.
+const MEASURED_BYTES: usize = 4 << 20;
+
+impl RunRanks {
+    /// Returns the ranks of a communicator. Measures the network between hosts if `measures`, which must be the same on
+    /// all ranks. Collective.
+    pub fn of(comm: &dyn Communicator, measures: bool) -> Result<Self> {
+        let (world, here) = (comm.size(), comm.ranks_here().len());
+        let of_ranks = comm.gather_f64(vec![here as f64]).wait()?;
+        let is_same = of_ranks.into_iter().flatten().all(|ranks| ranks == here as f64);
+        let per_host = if is_same && world.is_multiple_of(here) { here } else { world };
+        let network = if measures && per_host < world { rate_between_hosts(comm, MEASURED_BYTES)? } else { None };
+        Ok(Self { world, rank: comm.rank(), per_host, network })
+    }
+}
+
 /// Returns the number of bytes that every rank may use, which is the minimum over all ranks. Collective.
 pub(super) fn memory_of_all(comm: &dyn Communicator) -> Result<u64> {
-    let own = memory_of_rank(comm.size()).unwrap_or(u64::MAX) as f64;
+    let own = memory_of_rank(comm.ranks_here().len()).unwrap_or(u64::MAX) as f64;
     let of_ranks = comm.gather_f64(vec![own]).wait()?;
     Ok(of_ranks.into_iter().flatten().fold(own, f64::min) as u64)
 }
@@ -25,11 +54,11 @@ pub(super) fn memory_of_all(comm: &dyn Communicator) -> Result<u64> {
 ///
 /// # Errors
 /// Errors of [`MemoryDemand::choose`].
-pub(crate) fn fitted(
+pub(super) fn fitted(
     prepared: &PreparedRun,
     config: Value,
     memory: u64,
-    ranks: usize,
+    ranks: RunRanks,
 ) -> Result<(Value, Option<String>)> {
     let options = &prepared.options;
     let sizes = match &prepared.start {
@@ -54,8 +83,17 @@ pub(crate) fn fitted(
     let out = std::path::absolute(&options.out).unwrap_or_else(|_| options.out.clone());
     let folder = own_cache()?.join(format!("offload/{:016x}", fnv1a(out.as_os_str().as_encoded_bytes())));
     let (recompute, activations) = (options.recompute, &activations);
-    let demand =
-        MemoryDemand { shapes: &shapes, config: &config, recompute, ranks, activations, memory, folder: &folder };
+    let demand = MemoryDemand {
+        shapes: &shapes,
+        config: &config,
+        recompute,
+        ranks: ranks.world,
+        ranks_per_host: ranks.per_host,
+        network: ranks.network,
+        activations,
+        memory,
+        folder: &folder,
+    };
     let choice = demand.choose()?;
     Ok((choice.config, Some(choice.why)))
 }

@@ -10,7 +10,7 @@
 //! The rows of a step depend only on its number, so a run that resumes from a checkpoint does exactly what an
 //! uninterrupted run would have done, bit for bit.
 
-use super::auto_offload::memory_of_all;
+use super::auto_offload::{RunRanks, memory_of_all};
 use super::export;
 use super::learning_rate::LearningRates;
 use super::model_card::{ModelCard, RunOutcome};
@@ -96,7 +96,8 @@ impl FineTune {
         let memory = memory_of_all(&*comm)?;
         let remembered = remembered_batch(&prepared, &*comm)?;
         let abort = |error: &Error| comm.abort(&error.to_string());
-        let plan = RunPlan::new(&prepared, memory, comm.size(), comm.rank(), remembered).inspect_err(abort)?;
+        let ranks = RunRanks::of(&*comm, prepared.options.ds_config.is_none())?;
+        let plan = RunPlan::new(&prepared, memory, ranks, remembered).inspect_err(abort)?;
         // Checkpoints contain the client state of rank 0.
         let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
         let identity = identity.transpose().inspect_err(abort)?;
@@ -509,6 +510,7 @@ impl FineTune {
     pub fn finish(mut self) -> Result<()> {
         let saved = self.engine.wait_for_checkpoint();
         self.report_failed_save(saved)?;
+        self.engine.synchronize_islands()?;
         let (made, skipped) =
             (self.engine.global_steps() - self.first_step, self.engine.skipped_steps() - self.skipped_before);
         if made > 0 && skipped == made {

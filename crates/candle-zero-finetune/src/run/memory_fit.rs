@@ -5,6 +5,7 @@
 //! the memory is chosen. Smaller micro batches are tried before the next candidate, because on a CPU they cost little.
 
 use crate::error::{FinetuneError, Result};
+use candle_zero::comm::CollectiveKind;
 use candle_zero::config::Config;
 use candle_zero::estimate::{Estimate, EstimateOptions, Shapes};
 use candle_zero::util::binary;
@@ -23,6 +24,10 @@ pub struct MemoryDemand<'a> {
     pub recompute: Option<bool>,
     /// The number of ranks of the job.
     pub ranks: usize,
+    /// The number of ranks on each host.
+    pub ranks_per_host: usize,
+    /// The bytes per second that come into a host from the others, if they are known.
+    pub network: Option<f64>,
     /// Returns the size in bytes of the activations of a micro batch with this number of rows, with or without
     /// recomputed blocks. An example is
     /// [`DecoderConfig::activation_bytes`](candle_zero::models::DecoderConfig::activation_bytes).
@@ -47,6 +52,8 @@ pub struct MemoryFit {
     pub parameters_in_files: bool,
     /// Whether blocks are recomputed in backward.
     pub recompute: bool,
+    /// Whether each host holds all shards (`mics_shard_size`), so that gathers stay within it.
+    pub within_hosts: bool,
     /// The number of rows in a rank's micro batch.
     pub micro_batch: usize,
     /// The maximum memory of a rank in bytes.
@@ -73,11 +80,18 @@ impl MemoryDemand<'_> {
         let most = (self.memory as f64 * USABLE_MEMORY) as u64;
         let sizes = self.micro_batches()?;
         let (mut first, mut least): (Option<MemoryFit>, Option<MemoryFit>) = (None, None);
-        for candidate in self.candidates() {
+        let candidates = self.candidates();
+        // Between hosts, gathers take the longest: shards within each host come first, whatever they leave in files.
+        let over_all = |candidate: &PlacementCandidate| PlacementCandidate { shards: ShardRanks::All, ..*candidate };
+        let over_all: Vec<_> = match self.ranks_per_host < self.ranks {
+            true => candidates.iter().filter(|candidate| candidate.place.stage() == 3).map(over_all).collect(),
+            false => Vec::new(),
+        };
+        for candidate in candidates.into_iter().chain(over_all) {
             for size in &sizes {
                 let choice = self.needs(&candidate, *size)?;
                 if choice.bytes <= most {
-                    return Ok(self.explained(choice, first));
+                    return self.explained(choice, first);
                 }
                 if least.as_ref().is_none_or(|least| choice.bytes < least.bytes) {
                     least = Some(choice.clone());
@@ -122,7 +136,11 @@ impl MemoryDemand<'_> {
         };
         let in_memory: Vec<StatePlacement> = in_memory.into_iter().filter(is_of_use).collect();
         let on_disk = [StatePlacement::OptimizerInFiles, StatePlacement::AllInFiles];
-        let with = |recompute| move |place: &StatePlacement| PlacementCandidate { place: *place, recompute };
+        let shards = match self.ranks_per_host < self.ranks {
+            true => ShardRanks::OfHost(self.ranks_per_host),
+            false => ShardRanks::All,
+        };
+        let with = |recompute| move |place: &StatePlacement| PlacementCandidate { place: *place, recompute, shards };
         let mut all: Vec<PlacementCandidate> = in_memory.iter().map(with(false)).collect();
         all.extend(in_memory.iter().map(with(true)));
         all.extend(on_disk.iter().flat_map(|place| [with(false)(place), with(true)(place)]));
@@ -149,8 +167,11 @@ impl MemoryDemand<'_> {
 
     /// Returns the memory needs of a candidate.
     fn needs(&self, candidate: &PlacementCandidate, micro_batch: usize) -> Result<MemoryFit> {
-        let PlacementCandidate { place, recompute } = *candidate;
-        let zero = place.section(self.folder);
+        let PlacementCandidate { place, recompute, shards } = *candidate;
+        let mut zero = place.section(self.folder);
+        if let (ShardRanks::OfHost(ranks), 3) = (shards, place.stage()) {
+            zero["mics_shard_size"] = json!(ranks);
+        }
         let config = self.load(&zero, Some(micro_batch), recompute)?;
         let state = Estimate::with(self.shapes, &config, EstimateOptions { recompute, ..EstimateOptions::default() })?
             .host_bytes();
@@ -160,6 +181,7 @@ impl MemoryDemand<'_> {
             optimizer_in_files: matches!(place, StatePlacement::OptimizerInFiles | StatePlacement::AllInFiles),
             parameters_in_files: place == StatePlacement::AllInFiles,
             recompute,
+            within_hosts: zero.get("mics_shard_size").is_some(),
             micro_batch,
             bytes: state.saturating_add((self.activations)(micro_batch, recompute)) as u64,
             why: String::new(),
@@ -167,7 +189,7 @@ impl MemoryDemand<'_> {
     }
 
     /// Adds the reason to the choice. `first` did not fit.
-    fn explained(&self, mut choice: MemoryFit, first: Option<MemoryFit>) -> MemoryFit {
+    fn explained(&self, mut choice: MemoryFit, first: Option<MemoryFit>) -> Result<MemoryFit> {
         let (bytes, memory) = (binary(choice.bytes), binary(self.memory));
         choice.why = format!("{}: at most {bytes} of {memory} per rank", choice.words(Some(self.folder)));
         if let Some(first) = first {
@@ -176,7 +198,56 @@ impl MemoryDemand<'_> {
         if self.shapes.is_quantized() {
             choice.why += ". Packed weights stay packed only at stage 3";
         }
-        choice
+        if self.ranks_per_host < self.ranks {
+            choice.why += &self.between_hosts(&choice)?;
+        }
+        Ok(choice)
+    }
+
+    /// Returns what a step moves between hosts with a choice, and with the others.
+    fn between_hosts(&self, choice: &MemoryFit) -> Result<String> {
+        let hosts = self.ranks / self.ranks_per_host;
+        let over_all = |stage: u8| -> Result<[u64; 2]> {
+            let config = self.load(&json!({ "stage": stage }), Some(choice.micro_batch), choice.recompute)?;
+            let options = EstimateOptions { recompute: choice.recompute, ..EstimateOptions::default() };
+            let step = Estimate::with(self.shapes, &config, options)?.step;
+            // A rank receives everything but its own part; a host, everything but the parts of its ranks.
+            let into_host =
+                |bytes: u64| bytes as f64 * self.ranks as f64 / (self.ranks as f64 - 1.0) * (1.0 - 1.0 / hosts as f64);
+            let gathers = step.kind(CollectiveKind::AllGather).wire_bytes;
+            let sums =
+                step.kind(CollectiveKind::ReduceScatter).wire_bytes + step.kind(CollectiveKind::AllReduce).wire_bytes;
+            Ok([gathers, sums].map(|bytes| into_host(bytes) as u64))
+        };
+        let moved = |bytes: u64| match self.network {
+            Some(rate) => {
+                format!("{} ({:.2} s at the measured {}/s)", binary(bytes), bytes as f64 / rate, binary(rate as u64))
+            }
+            None => binary(bytes),
+        };
+        let [gathers, sums] = over_all(choice.stage)?;
+        Ok(match (choice.stage, choice.within_hosts) {
+            (3, true) => format!(
+                ". Each of the {hosts} hosts holds all shards (mics_shard_size), so a step brings only gradients into it, {}; \
+                 with shards over all hosts it would be {}",
+                moved(sums),
+                moved(gathers + sums)
+            ),
+            (3, false) => format!(
+                ". Shards are divided among all {hosts} hosts, because a host cannot hold all of them: a step brings {} into \
+                 each host",
+                moved(gathers + sums)
+            ),
+            _ => {
+                let [shard_gathers, shard_sums] = over_all(3)?;
+                format!(
+                    ". Every rank holds all parameters, so a step brings only gradients and updated weights into each of the \
+                     {hosts} hosts, {}; with shards over all hosts (stage 3) it would be {}",
+                    moved(gathers + sums),
+                    moved(shard_gathers + shard_sums)
+                )
+            }
+        })
     }
 }
 
@@ -200,6 +271,17 @@ impl MemoryFit {
 struct PlacementCandidate {
     place: StatePlacement,
     recompute: bool,
+    /// The ranks among which stage 3 shards.
+    shards: ShardRanks,
+}
+
+/// The ranks among which stage 3 shards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ShardRanks {
+    /// All ranks of the job.
+    All,
+    /// This many ranks of each host.
+    OfHost(usize),
 }
 
 /// The location of states.
@@ -265,6 +347,16 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     fn choose(preset: &str, method: Tuning, ranks: usize, gib: f64) -> Result<MemoryFit> {
+        on_hosts(preset, method, (ranks, ranks, None), gib)
+    }
+
+    /// Chooses for a number of ranks, of which so many are on each host, and a network between hosts.
+    fn on_hosts(
+        preset: &str,
+        method: Tuning,
+        (ranks, ranks_per_host, network): (usize, usize, Option<f64>),
+        gib: f64,
+    ) -> Result<MemoryFit> {
         let config = LlamaConfig { ctx: 1024, ..LlamaConfig::preset(preset)? };
         let lora = (method != Tuning::Full).then(LoraConfig::default);
         let config = DecoderConfig { lora, ..config.decoder()? };
@@ -282,8 +374,11 @@ mod tests {
         };
         let json = json!({"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"}});
         let memory = (gib * GIB as f64) as u64;
-        let (activations, folder) = (&activations, Path::new("/scratch"));
-        MemoryDemand { shapes: &shapes, config: &json, recompute: None, ranks, activations, memory, folder }.choose()
+        let (activations, folder, config) = (&activations, Path::new("/scratch"), &json);
+        let (shapes, recompute, network) = (&shapes, None, network);
+        let demand =
+            MemoryDemand { shapes, config, recompute, ranks, ranks_per_host, network, activations, memory, folder };
+        demand.choose()
     }
 
     #[test]
@@ -304,6 +399,19 @@ mod tests {
         insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 2, 6.0), @"stage 3, micro batches of 2 rows, blocks recomputed in backward: at most 4.1 GiB of 6.0 GiB per rank; stage 3, micro batches of 4 rows would need 17.4 GiB. Packed weights stay packed only at stage 3");
         insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 1, 6.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row, blocks recomputed in backward: at most 4.8 GiB of 6.0 GiB per rank; stage 3, micro batches of 8 rows would need 33.5 GiB. Packed weights stay packed only at stage 3");
         insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 1, 1.0), @"this run needs 2.1 GiB per rank even with all states in files, but only 1.0 GiB per rank is available (1 rank); use a shorter context or a smaller model, or give the job more memory");
+    }
+
+    #[test]
+    fn each_host_holds_all_shards_if_it_can_and_the_reason_says_what_crosses_the_network() {
+        let why = |method, gib| match on_hosts("llama-3.2-1b", method, (4, 2, Some(117e6)), gib) {
+            Ok(choice) => choice.why,
+            Err(error) => error.to_string(),
+        };
+        insta::assert_snapshot!(why(Tuning::Lora, 64.0), @"");
+        insta::assert_snapshot!(why(Tuning::Lora, 4.0), @"");
+        insta::assert_snapshot!(why(Tuning::Qlora, 4.0), @"");
+        insta::assert_snapshot!(why(Tuning::Full, 8.0), @"");
+        insta::assert_snapshot!(why(Tuning::Full, 1.5), @"");
     }
 
     #[test]

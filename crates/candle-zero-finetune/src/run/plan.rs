@@ -1,6 +1,6 @@
 //! Derives the engine's configuration, batches and steps from the prepared inputs and the number of ranks.
 
-use super::auto_offload::fitted;
+use super::auto_offload::{RunRanks, fitted};
 use super::batch_size::{BatchSizing, epochs_for};
 use super::engine_config;
 use super::learning_rate::LearningRates;
@@ -40,20 +40,15 @@ impl RunPlan {
     /// # Errors
     /// A configuration that cannot be used or that contradicts the options; too little memory, if there is no
     /// configuration.
-    pub fn new(
-        prepared: &PreparedRun,
-        memory: u64,
-        world: usize,
-        rank: usize,
-        remembered: Option<usize>,
-    ) -> Result<Self> {
+    pub fn new(prepared: &PreparedRun, memory: u64, ranks: RunRanks, remembered: Option<usize>) -> Result<Self> {
+        let RunRanks { world, rank, .. } = ranks;
         let options = &prepared.options;
         let order = options.shuffle.then_some(options.seed).map_or(RowOrder::Sequential, RowOrder::Shuffled);
         let unit = world.max(1).saturating_mul(options.micro_batch.max(1));
         let usual = prepared.packing();
         let pace = BatchSizing::new(&prepared.training, usual, order, unit, remembered);
         let (config, takes_pace) = engine_config::filled_in(options, world, pace.rows, prepared.hidden_size())?;
-        let (config, chosen) = fitted(prepared, config, memory, world)?;
+        let (config, chosen) = fitted(prepared, config, memory, ranks)?;
         let resolve =
             |warmup, steps| engine_config::resolve(&config, options, world, prepared.hidden_size(), warmup, steps);
         let shape = BatchShape::new(&resolve(1, 2)?.batch, world, rank);
@@ -210,17 +205,18 @@ pub(super) fn remembered_batch(prepared: &PreparedRun, comm: &dyn Communicator) 
 }
 
 impl PreparedRun {
-    /// Checks, before any rank is started, that a run on `world` ranks can be planned and, if requested, may continue
-    /// from its newest checkpoint.
+    /// Checks, before any rank is started, that a run on `world` ranks, of which `per_host` are on each host, can be
+    /// planned and, if requested, may continue from its newest checkpoint.
     ///
     /// # Errors
     /// A configuration that cannot be used or that contradicts the options; too little memory, if there is no
     /// configuration; [`FinetuneError::OtherRun`], [`FinetuneError::StepsMade`]; folders and files of the configuration
     /// that conflict with others; a disk without room for the result.
-    pub fn check_for(&self, world: usize) -> Result<()> {
+    pub fn check_for(&self, world: usize, per_host: usize) -> Result<()> {
         let saved = self.saved();
         let remembered = saved.as_ref().and_then(SavedRun::batch);
-        let plan = RunPlan::new(self, memory_of_rank(world).unwrap_or(u64::MAX), world, 0, remembered)?;
+        let ranks = RunRanks { world, rank: 0, per_host, network: None };
+        let plan = RunPlan::new(self, memory_of_rank(per_host).unwrap_or(u64::MAX), ranks, remembered)?;
         self.options.outputs_with(&plan.config).check()?;
         self.check_room()?;
         match saved {

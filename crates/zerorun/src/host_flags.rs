@@ -1,0 +1,198 @@
+//! The flags for jobs on several hosts, which scripts and `zerorun finetune` have in common.
+
+use super::launcher_variables::LauncherVariables;
+use crate::error::{HostsError, Result};
+use crate::launch::JobHosts;
+use crate::launch::hosts::host_filter::HostSelection;
+use crate::launch::mpirun::{MpirunFlavor, MpirunOptions};
+use crate::launch::nodes::NodeOptions;
+use crate::launch::nodes::listen_address::BIND_ADDR;
+use crate::launch::nodes::ssh::{MultiHostOptions, SECRET_FROM_STDIN};
+use clap::{Args, ValueEnum};
+use std::path::PathBuf;
+
+/// The heading in the help.
+const HOSTS: &str = "Several hosts";
+
+/// The maximum number of hosts in a job.
+const MAX_NODES: usize = 4096;
+
+/// The flags for jobs on several hosts.
+#[derive(Debug, Args)]
+pub(super) struct HostFlags {
+    /// Run over ssh on the hosts listed in this file, one per line as `NAME slots=RANKS`
+    #[arg(short = 'H', long, value_name = "FILE", help_heading = HOSTS)]
+    pub(super) hostfile: Option<PathBuf>,
+
+    /// With --hostfile: use only these hosts and slots, such as HOST@HOST:0,2
+    #[arg(short, long, value_name = "FILTER", default_value = "", hide_default_value = true, requires = "hostfile", help_heading = HOSTS)]
+    pub(super) include: String,
+
+    /// With --hostfile: use all hosts and slots except these
+    #[arg(short, long, value_name = "FILTER", default_value = "", hide_default_value = true, requires = "hostfile", help_heading = HOSTS)]
+    pub(super) exclude: String,
+
+    /// With --hostfile: use the first N hosts
+    #[arg(long = "num_nodes", alias = "num-nodes", value_name = "N", requires = "hostfile", help_heading = HOSTS)]
+    pub(super) num_nodes: Option<usize>,
+
+    /// With --hostfile: port for ssh
+    #[arg(long = "ssh_port", alias = "ssh-port", value_name = "PORT", requires = "hostfile", help_heading = HOSTS)]
+    pub(super) ssh_port: Option<u16>,
+
+    /// With --hostfile: use ssh even if there is only one host, and even for the local host
+    #[arg(long = "force_multi", alias = "force-multi", requires = "hostfile", help_heading = HOSTS)]
+    pub(super) force_multi: bool,
+
+    /// With --hostfile: launcher of the ranks, either zerorun on each host (by ssh) or mpirun on this host
+    #[arg(long, value_enum, ignore_case = true, default_value = "ssh", requires = "hostfile", help_heading = HOSTS)]
+    launcher: HostLauncherFlag,
+
+    /// With --launcher openmpi or mpich: arguments for mpirun, separated by spaces, quoted as one argument
+    #[arg(long = "launcher_args", alias = "launcher-args", value_name = "ARGS", allow_hyphen_values = true,
+          requires = "hostfile", help_heading = HOSTS)]
+    pub(super) launcher_args: Option<String>,
+
+    /// Without --hostfile: number of hosts on which something else starts zerorun, or auto: the number on which mpirun,
+    /// srun or jsrun started it. With FEWEST:N, a job restarted by --max_restarts may continue with as few as FEWEST
+    /// hosts [also: $PET_NNODES]
+    #[arg(long, value_name = "N", conflicts_with = "hostfile", help_heading = HOSTS)]
+    pub(super) nnodes: Option<String>,
+
+    /// With --nnodes: this host's number, from 0 [default: from the launcher that started zerorun, see docs/cluster.md]
+    #[arg(long = "node_rank", alias = "node-rank", value_name = "R", help_heading = HOSTS)]
+    pub(super) node_rank: Option<usize>,
+
+    /// Address of host 0 [default: the first name in the hostfile; with --nnodes also: $PET_RDZV_ENDPOINT,
+    /// $PET_MASTER_ADDR]
+    #[arg(long = "master_addr", alias = "master-addr", value_name = "ADDRESS", help_heading = HOSTS)]
+    pub(super) master_addr: Option<String>,
+
+    /// On host 0, if the others reach it at another address (NAT, a published container port): the local address to
+    /// listen on, such as 0.0.0.0 [default: the address of --master_addr]
+    #[arg(long = BIND_ADDR, alias = "bind-addr", value_name = "ADDRESS", help_heading = HOSTS)]
+    pub(super) bind_addr: Option<String>,
+
+    /// With --max_restarts: minimum number of hosts to continue with when others fail [default: all]
+    #[arg(long = "min_nodes", alias = "min-nodes", value_name = "M", help_heading = HOSTS)]
+    pub(super) min_nodes: Option<usize>,
+
+    /// With --nnodes: read the secret from the first line of standard input, and end the job on this host when standard
+    /// input ends
+    #[arg(long = SECRET_FROM_STDIN, hide = true)]
+    pub(super) until_stdin_ends: bool,
+}
+
+/// The launcher that starts the ranks on the hosts in a hostfile, with DeepSpeed's names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum HostLauncherFlag {
+    /// zerorun on each host, by ssh
+    Ssh,
+    /// Open MPI's mpirun
+    Openmpi,
+    /// MPICH's mpirun, or another that accepts its arguments
+    Mpich,
+}
+
+impl HostFlags {
+    /// Returns where the ranks run, `own_ranks` on each host if the user gave their number. With `--nnodes`, also fills in
+    /// the port where the hosts connect.
+    pub(super) fn job_hosts(
+        &self,
+        own_ranks: Option<usize>,
+        master_port: &mut Option<u16>,
+        variables: &LauncherVariables<'_>,
+    ) -> Result<JobHosts> {
+        if let Some(file) = &self.hostfile {
+            let selection = HostSelection {
+                include: self.include.clone(),
+                exclude: self.exclude.clone(),
+                num_nodes: self.num_nodes,
+                num_gpus: own_ranks,
+            };
+            let kind = match self.launcher {
+                HostLauncherFlag::Ssh => None,
+                HostLauncherFlag::Openmpi => Some(MpirunFlavor::OpenMpi),
+                HostLauncherFlag::Mpich => Some(MpirunFlavor::Mpich),
+            };
+            let words = self.launcher_args.as_deref().unwrap_or_default().split_whitespace();
+            let args: Vec<String> = words.map(String::from).collect();
+            return Ok(JobHosts::Hosts(MultiHostOptions {
+                file: file.clone(),
+                selection,
+                min_nodes: self.min_nodes,
+                master_addr: self.master_addr.clone(),
+                bind_addr: self.bind_addr.clone(),
+                ssh_port: self.ssh_port,
+                force_multi: self.force_multi,
+                mpirun: kind.map(|kind| MpirunOptions { kind, args }),
+            }));
+        }
+        let Some(text) = &self.nnodes else { return Ok(JobHosts::Alone) };
+        let range = match text.trim() {
+            "auto" => None,
+            _ => Some(hosts(text).ok_or_else(|| HostsError::BadNodes { text: text.clone() })?),
+        };
+        let alone = !self.until_stdin_ends;
+        if alone && range.is_some_and(|(_, nodes)| nodes == 1) {
+            return Ok(JobHosts::Alone);
+        }
+        let (node, nodes) = variables.node(self.node_rank, range.map(|(_, nodes)| nodes))?;
+        if alone && nodes == 1 {
+            return Ok(JobHosts::Alone);
+        }
+        let (master_addr, port) = variables.first_host(self.master_addr.clone(), *master_port, nodes)?;
+        *master_port = Some(port);
+        let fewest = range.map_or(nodes, |(fewest, _)| fewest);
+        let min_nodes = self.min_nodes.unwrap_or(fewest).min(nodes);
+        let (bind_addr, until_stdin_ends) = (self.bind_addr.clone(), self.until_stdin_ends);
+        Ok(JobHosts::Nodes(NodeOptions { nodes, min_nodes, node, master_addr, bind_addr, until_stdin_ends }))
+    }
+    /// Returns the conflict of `--launcher` with the other options, if any, given which options of the command line that
+    /// only `zerorun` can carry out are set.
+    pub(super) fn wrong_launcher(&self, own: &[(&str, bool)]) -> Option<String> {
+        let Some(name) = self.launcher.to_possible_value().filter(|_| self.launcher != HostLauncherFlag::Ssh) else {
+            return self.launcher_args.as_ref().map(|_| {
+                "--launcher_args is for mpirun: give --launcher openmpi or --launcher mpich, or leave it out"
+                    .to_string()
+            });
+        };
+        let ours = [
+            ("--min_nodes", self.min_nodes.is_some()),
+            ("--ssh_port", self.ssh_port.is_some()),
+            ("--force_multi", self.force_multi),
+            ("--bind_addr", self.bind_addr.is_some()),
+        ];
+        own.iter().chain(&ours).find(|(_, is_given)| *is_given).map(|(option, _)| {
+            format!(
+                "{option} is for ranks that zerorun starts, but with --launcher {} mpirun starts them: leave it out, pass \
+                 mpirun's equivalent in --launcher_args, or use --launcher ssh",
+                name.get_name()
+            )
+        })
+    }
+
+    /// Returns the conflict of `--min_nodes` with the other options, if any.
+    pub(super) fn wrong_min_nodes(&self, max_restarts: u32) -> Option<String> {
+        let fewest = self.min_nodes?;
+        if self.hostfile.is_none() && self.nnodes.is_none() {
+            return Some(format!(
+                "--min_nodes {fewest} is the minimum number of hosts after a restart, but this job has one host: give \
+                 --hostfile or --nnodes, or leave it out"
+            ));
+        }
+        (max_restarts == 0 || fewest == 0).then(|| {
+            format!(
+                "--min_nodes {fewest} is the minimum number of hosts after a restart: give at least 1, and a \
+                 --max_restarts of at least 1, or leave it out"
+            )
+        })
+    }
+}
+
+/// Parses the minimum and the maximum number of hosts from `N` or `FEWEST:N`.
+fn hosts(text: &str) -> Option<(usize, usize)> {
+    let (fewest, most) = text.split_once(':').unwrap_or((text, text));
+    let number = |text: &str| text.trim().parse::<usize>().ok().filter(|number| *number > 0);
+    number(fewest).zip(number(most)).filter(|(fewest, most)| fewest <= most && *most <= MAX_NODES)
+}
