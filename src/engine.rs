@@ -264,11 +264,9 @@ impl<M> Engine<M> {
         }
         let watch = self.watch(MicroStepCall::Step);
         let updates = self.is_gradient_accumulation_boundary();
-        if updates {
-            self.attempt(Self::optimizer_step)?;
-        }
+        let exchanged = updates && self.attempt(Self::optimizer_step)?;
         self.end_watch(watch);
-        self.core.forget_outputs(updates && self.was_applied);
+        self.core.forget_outputs(updates && self.was_applied || exchanged);
         if updates {
             self.attempt(Self::tell)?;
         }
@@ -280,8 +278,9 @@ impl<M> Engine<M> {
         self.failed_save.take().map_or(Ok(()), Err)
     }
 
-    /// Runs the optimizer step: vote, scaler, clip, update, publish.
-    fn optimizer_step(&mut self) -> Result<()> {
+    /// Runs the optimizer step: vote, scaler, clip, update, publish. Returns whether an exchange between islands changed
+    /// weights.
+    fn optimizer_step(&mut self) -> Result<bool> {
         self.core.look_for_writes()?;
         self.core.reduce_unreduced()?;
         self.core.settle()?;
@@ -301,8 +300,9 @@ impl<M> Engine<M> {
         self.was_applied = applies;
         self.global_steps += 1;
         self.global_samples += self.config.batch.train_batch_size as u64;
-        let weights_changed = self.exchange_between_islands(applies)? | weights_changed;
-        self.core.end_step(weights_changed)
+        let exchanged = self.exchange_between_islands(applies)?;
+        self.core.end_step(weights_changed || exchanged)?;
+        Ok(exchanged)
     }
 
     /// Returns an error if `call` is not allowed at this point of a micro step.
@@ -362,8 +362,8 @@ impl<M> Engine<M> {
             _ => Ok(!overflow),
         };
         let applies = applies.and_then(|applies| self.scaler.update(overflow).map(|()| applies));
-        if !matches!(applies, Ok(false)) {
-            // From here on, the state that is being saved changes, or the engine stops.
+        if self.islands.is_some() || !matches!(applies, Ok(false)) {
+            // From here on, the state that is being saved changes, or the engine stops. Islands end a save together.
             self.end_saving()?;
         }
         applies

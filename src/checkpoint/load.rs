@@ -225,12 +225,11 @@ struct NeededElements {
     range: Range<usize>,
 }
 
-/// Returns the tag and the number of islands of checkpoint `tag` of folder `dir`, or of the one that `latest` names;
-/// `None` if it cannot be read, which loading it reports.
-pub(crate) fn islands_of(dir: &Path, tag: Option<&str>) -> Option<(String, usize)> {
+/// Returns the manifest of checkpoint `tag` of folder `dir`, or of the one that `latest` names; `None` if it cannot be
+/// read, which loading it reports.
+pub(crate) fn peek(dir: &Path, tag: Option<&str>) -> Option<Manifest> {
     let tag = tag.map_or_else(|| folder::latest(dir).ok().flatten(), |tag| Some(tag.to_owned()))?;
-    let manifest = Manifest::read(&folder::existing(dir, &tag).ok()?.join(MANIFEST)).ok()?;
-    Some((tag, manifest.islands))
+    Manifest::read(&folder::existing(dir, &tag).ok()?.join(MANIFEST)).ok()
 }
 
 /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, into `core`, this rank's state. Everything

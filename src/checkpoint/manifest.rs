@@ -46,12 +46,9 @@ pub struct Manifest {
     /// The number of ranks along the pipeline that saved it; 1 without a pipeline.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub pipeline_ranks: usize,
-    /// The number of islands that took local steps, each of which saved its own checkpoint; 1 without local steps.
-    #[serde(default = "one", skip_serializing_if = "is_one")]
-    pub islands: usize,
-    /// The samples of the island since the last exchange of each fragment.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub island_samples: Vec<u64>,
+    /// The island's part of local steps, if ranks took any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub islands: Option<IslandProgress>,
     /// The ZeRO stage that it was saved at. Loading does not depend on it.
     pub stage: u8,
     /// The precision of the model's parameters. The files contain f32.
@@ -90,6 +87,23 @@ pub struct Manifest {
     pub config: Value,
     /// The client state.
     pub client_state: Value,
+}
+
+/// The progress of an island between two exchanges.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct IslandProgress {
+    /// The number of islands, each of which has saved its own checkpoint.
+    pub islands: usize,
+    /// A random number that the checkpoints of all islands have in common.
+    pub save: u64,
+    /// `local_steps.steps`, `local_steps.fragments` and `local_steps.fragment_delay`.
+    pub schedule: [u64; 3],
+    /// The samples of the island since the last exchange of each fragment.
+    pub samples: Vec<u64>,
+    /// The fragments that have been sent and have not taken effect. Their mean changes are among the states.
+    pub in_flight: Vec<usize>,
 }
 
 /// A parameter.
@@ -217,10 +231,9 @@ pub(super) fn file_name(rank: usize, world_size: usize) -> String {
 }
 
 impl Manifest {
-    /// Returns the manifest of one of several islands, with its samples since the last exchange of each fragment.
-    pub(crate) fn of_islands(self, islands: usize, island_samples: Vec<u64>) -> Self {
-        let version = if islands > 1 { PIPELINE_VERSION } else { self.version };
-        Self { version, islands, island_samples, ..self }
+    /// Returns the manifest of one of several islands.
+    pub(crate) fn of_island(self, progress: IslandProgress) -> Self {
+        Self { version: PIPELINE_VERSION, islands: Some(progress), ..self }
     }
 
     /// Returns the text of the manifest file.
@@ -385,8 +398,7 @@ pub(super) mod tests {
             is_named: false,
             previous: None,
             pipeline_ranks: 1,
-            islands: 1,
-            island_samples: vec![],
+            islands: None,
             world_size: 1,
             stage: 0,
             dtype: "f32".into(),

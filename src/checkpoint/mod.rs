@@ -52,13 +52,13 @@ pub use import_deepspeed::import;
 pub use import_deepspeed::new_checkpoint_path;
 pub(crate) use lineage::{LastCheckpoint, LockedFolders};
 pub use load::{Checkpoint, LoadOptions, LoadedCheckpoint};
-pub(crate) use load::{islands_of, load};
-pub use manifest::{BufferFile, FileEntry, Manifest, Parameter};
+pub(crate) use load::{load, peek};
+pub use manifest::{BufferFile, FileEntry, IslandProgress, Manifest, Parameter};
 pub(crate) use rank_agreement::failed_elsewhere;
 #[doc(hidden)]
 pub use safetensors_files::{TensorEntry, create, write_json, write_model_files};
 pub use save::SaveOptions;
 #[doc(hidden)]
 pub use save::keep_newest;
-pub(crate) use save::{SaveJob, SaveRequest, check_dir, manifest};
+pub(crate) use save::{IslandOfJob, SaveJob, SaveRequest, check_dir, manifest};
 pub(crate) use training_progress::TrainingProgress;

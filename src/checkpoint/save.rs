@@ -76,6 +76,32 @@ pub(crate) struct SaveRequest {
     pub on_each_host: bool,
     /// The object store that receives a copy.
     pub upload_to: Option<String>,
+    /// This rank's island, if each island of the job saves its own checkpoint.
+    pub island: Option<IslandOfJob>,
+}
+
+/// One of the islands that save at the same time.
+pub(crate) struct IslandOfJob {
+    pub number: usize,
+    /// All ranks of the job.
+    pub job: Arc<dyn Communicator>,
+}
+
+impl IslandOfJob {
+    /// Collective among the ranks of all islands: returns the error of any of them to all.
+    pub fn agree<T>(
+        own: Result<T, CollectiveFailure>,
+        island: Option<&Self>,
+        dir: &Path,
+    ) -> Result<T, CollectiveFailure> {
+        let Some(Self { job, .. }) = island else { return own };
+        let own = match own {
+            Err(CollectiveFailure::InStep(error)) => Err(error),
+            Err(out_of_step) => return Err(out_of_step),
+            Ok(own) => Ok(own),
+        };
+        agree(&**job, own, failed_elsewhere(dir))
+    }
 }
 
 /// A save in progress.
@@ -129,8 +155,7 @@ pub(crate) fn manifest(
         previous: None,
         world_size: core.job().size(),
         pipeline_ranks,
-        islands: 1,
-        island_samples: vec![],
+        islands: None,
         stage: config.zero.stage as u8,
         dtype: format!("{:?}", core.dtype()).to_lowercase(),
         global_steps: progress.global_steps,
@@ -166,7 +191,8 @@ impl SaveJob {
         let buffers = snapshot_of_buffers(&core, &request.dir)?;
         request.manifest.buffers = buffers.as_deref().map(buffers::entry);
         let (hosts, lock);
-        (request.manifest.tag, hosts, lock) = begin(core.job(), &request, locked)?;
+        let begun = begin(core.job(), &request, locked);
+        (request.manifest.tag, hosts, lock) = IslandOfJob::agree(begun, request.island.as_ref(), &request.dir)?;
         // Another thread may read GPU memory on another stream, so all work on the GPU must be complete.
         core.synchronize()?;
         let share = ShareToSave::new(core.clone(), &request, buffers, trainer);
@@ -199,7 +225,8 @@ impl SaveJob {
     /// Fails on all ranks if a rank could not write a file, and if a collective fails.
     pub fn end(self) -> Result<(Option<LastCheckpoint>, Option<UploadRequest>), CollectiveFailure> {
         let Self { core, request, writing, hosts, lock: _lock } = self;
-        let SaveRequest { dir, manifest, options, shows_statistics, upload_to, .. } = request;
+        let SaveRequest { dir, manifest, options, shows_statistics, upload_to, island, .. } = request;
+        let island = island.as_ref();
         let _span = timeline::span(timeline::EventCategory::Checkpoint, "end save").of(|| manifest.tag.clone());
         let (comm, is_first) = (core.job(), core.job().rank() == 0);
         let give_up = |failure: &CollectiveFailure| {
@@ -214,7 +241,8 @@ impl SaveJob {
                 Err(CheckpointError::Unusable { path: dir.clone(), problem }.into())
             }),
         };
-        let own = agree(comm, written, failed_elsewhere(&dir)).inspect_err(give_up)?;
+        let own = agree(comm, written, failed_elsewhere(&dir));
+        let own = IslandOfJob::agree(own, island, &dir).inspect_err(give_up)?;
         let (files, seconds) = gather_entries(&core, own, &hosts)?;
         let manifest = Manifest { files, ..manifest.clone() };
         // All folders get the manifest of rank 0.
@@ -225,14 +253,30 @@ impl SaveJob {
         };
         let prepare = || folder::prepare(&dir, &manifest.tag, &text, options.save_latest);
         let prepared = hosts.makes_folder().then(prepare).transpose();
-        let prepared = agree(comm, prepared, failed_elsewhere(&dir)).inspect_err(give_up)?;
-        let published = prepared.map_or(Ok(()), |prepared| publish(prepared, &dir, &manifest.tag, &options));
+        let prepared = agree(comm, prepared, failed_elsewhere(&dir));
+        let prepared = IslandOfJob::agree(prepared, island, &dir).inspect_err(give_up)?;
+        let publish = || prepared.map_or(Ok(()), |prepared| publish(prepared, &dir, &manifest.tag, &options));
+        // Whatever `latest` names on island 0 exists on all islands.
+        let published = match island {
+            None => publish(),
+            Some(IslandOfJob { number: 0, .. }) => {
+                IslandOfJob::agree(Ok(()), island, &dir).inspect_err(give_up)?;
+                publish()
+            }
+            Some(_) => {
+                let published = publish();
+                let published = agree(comm, published, failed_elsewhere(&dir));
+                IslandOfJob::agree(published, island, &dir)?;
+                Ok(())
+            }
+        };
         if let (true, true, Ok(())) = (is_first, shows_statistics, &published) {
             let bytes: u64 = manifest.files.iter().map(|file| file.bytes).sum();
             let rate = bytes as f64 / seconds.max(1e-9) / 1e6;
             emit(&format!("checkpoint {}: {bytes} bytes written in {seconds:.3} s, {rate:.0} MB/s", manifest.tag));
         }
-        agree(comm, published, failed_elsewhere(&dir))?;
+        let published = agree(comm, published, failed_elsewhere(&dir));
+        IslandOfJob::agree(published, island, &dir)?;
         let (folder, rank, piece) = (dir.join(&manifest.tag), comm.rank(), core.file_index());
         let sending = upload_to.map(|url| UploadRequest { url, folder, rank, piece, is_latest: options.save_latest });
         Ok((LastCheckpoint::new(&dir, &manifest.tag, &manifest), sending))

@@ -2,6 +2,7 @@
 
 use super::ConfigRule;
 use super::walk::ConfigWalk;
+use serde_json::Value;
 
 /// The `local_steps` section.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -21,7 +22,8 @@ pub struct LocalStepsConfig {
     pub fragments: u64,
     /// `fragment_delay`: the number of steps that an exchange may take while training continues. Default 0.
     pub fragment_delay: u64,
-    /// `fragment_alpha`: the share of an island's own weights that stays when an exchange arrives. Default 0.
+    /// `fragment_alpha`: the share of an island's own weights that stays when an exchange takes effect. Default 0, or 0.5
+    /// with a delay.
     pub fragment_alpha: f64,
     /// `wire_dtype`: the format in which pseudo-gradients are sent.
     pub wire: IslandWire,
@@ -71,17 +73,34 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
             format!("expected less than {steps} (local_steps.steps), {why}; found {fragment_delay}"),
         );
     }
+    let [outer_lr, outer_momentum] = ["outer_lr", "outer_momentum"].map(|key| walk.float(&format!("{SECTION}.{key}")));
+    let alpha = walk.get("local_steps.fragment_alpha").and_then(Value::as_f64);
+    let mut refuse = |key: &str, message: String| {
+        let path = format!("{SECTION}.{key}");
+        let place = walk.place(&path);
+        walk.problem(ConfigRule::Range, &path, place, message);
+    };
+    if outer_lr == 0.0 {
+        refuse("outer_lr", "expected more than 0, found 0: nothing that an island learns would be kept".into());
+    }
+    if outer_momentum >= 1.0 {
+        refuse("outer_momentum", format!("expected less than 1, found {outer_momentum}: the weights would diverge"));
+    }
+    if alpha.is_some_and(|alpha| alpha >= 1.0) {
+        refuse("fragment_alpha", "expected less than 1, found 1: no exchange would have an effect".into());
+    }
     let wire =
         walk.str("local_steps.wire_dtype").and_then(|name| IslandWire::NAMES.iter().position(|own| *own == name));
     Some(LocalStepsConfig {
         steps,
         islands: walk.int("local_steps.islands").and_then(|islands| usize::try_from(islands).ok()),
-        outer_lr: walk.float("local_steps.outer_lr"),
-        outer_momentum: walk.float("local_steps.outer_momentum"),
+        outer_lr,
+        outer_momentum,
         nesterov: walk.bool("local_steps.nesterov"),
         fragments,
         fragment_delay,
-        fragment_alpha: walk.float("local_steps.fragment_alpha"),
+        // What an island learns while an exchange is on its way is in its own weights only.
+        fragment_alpha: alpha.unwrap_or(if fragment_delay > 0 { 0.5 } else { 0.0 }),
         wire: wire.map_or(IslandWire::F32, |at| IslandWire::ALL[at]),
     })
 }

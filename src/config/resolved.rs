@@ -278,12 +278,12 @@ impl Config {
     pub(crate) fn of_island(&self, hosts: usize) -> (Self, usize) {
         let mut config = self.clone();
         let islands = self.local_steps.map_or(1, |local_steps| local_steps.islands.unwrap_or(hosts.max(1)));
-        config.local_steps = self.local_steps.filter(|_| islands > 1 && self.world_size.is_multiple_of(islands));
+        config.local_steps = self.local_steps.filter(|_| islands > 1);
         match &mut config.local_steps {
             Some(local_steps) => local_steps.islands = Some(1),
             None => return (config, 1),
         }
-        config.world_size /= islands;
+        config.world_size = (self.world_size / islands).max(1);
         (config, islands)
     }
 }

@@ -338,6 +338,11 @@ impl EngineBuilder {
         if self.pipeline.is_some() {
             return refused("the stages of a pipeline cannot be islands; remove local_steps or the pipeline".into());
         }
+        if let Some(url) = &config.upload_checkpoints_to {
+            return refused(format!(
+                "checkpoint.upload_to is {url}, but the checkpoints of islands are not uploaded; remove one of the two keys"
+            ));
+        }
         let ranks = IslandRanks::new(local_steps, job)?;
         if ranks.count() == 1 {
             config.local_steps = None;

@@ -4,7 +4,7 @@ use super::{AccumulatedLoss, Engine, MicroStepPhase};
 use crate::checkpoint::failed_elsewhere;
 use crate::checkpoint::store::{CheckpointUpload, UploadRequest, address, fetch};
 use crate::checkpoint::{
-    self, LoadOptions, LoadedCheckpoint, Manifest, SaveJob, SaveOptions, SaveRequest, TrainingProgress,
+    self, IslandOfJob, LoadOptions, LoadedCheckpoint, Manifest, SaveJob, SaveOptions, SaveRequest, TrainingProgress,
 };
 use crate::comm::agree::{CollectiveFailure, agree};
 use crate::comm::engine_call::during;
@@ -75,6 +75,7 @@ impl<M> Engine<M> {
             shows_statistics: self.config.shows_save_statistics,
             on_each_host: self.config.use_node_local_storage,
             upload_to: self.config.upload_checkpoints_to.clone(),
+            island: self.island_of_job(),
         };
         let saving = self.settled(|engine| {
             SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.locked_folders)
@@ -94,7 +95,7 @@ impl<M> Engine<M> {
     pub fn wait_for_checkpoint(&mut self) -> Result<()> {
         let _call = during("wait_for_checkpoint");
         if let Some(saving) = self.saving.take() {
-            let (last, sending) = self.attempt(|engine| engine.end_in_order(saving))?;
+            let (last, sending) = self.attempt(|_| saving.end())?;
             self.last_checkpoint = last;
             self.attempt(|engine| engine.start_upload(sending))?;
         }
@@ -137,7 +138,11 @@ impl<M> Engine<M> {
         self.not_stopped()?;
         let on_each_host = self.config.use_node_local_storage;
         let (dir, _) = self.of_island(dir.as_ref(), &SaveOptions::default());
-        self.attempt(|engine| checkpoint::check_dir(engine.core.job(), &dir, on_each_host, &mut engine.locked_folders))
+        let island = self.island_of_job();
+        self.attempt(|engine| {
+            let checked = checkpoint::check_dir(engine.core.job(), &dir, on_each_host, &mut engine.locked_folders);
+            IslandOfJob::agree(checked, island.as_ref(), &dir)
+        })
     }
 
     /// Returns an error, before training, if [`export_safetensors`](Self::export_safetensors) could not write `path`
@@ -176,12 +181,14 @@ impl<M> Engine<M> {
         let _call = during("load_checkpoint");
         self.wait_for_checkpoint()?;
         self.between_steps("load_checkpoint")?;
-        let saved = self.saved_by_islands(dir.as_ref(), tag)?;
+        let saved = self.saved_by_islands(dir.as_ref(), tag, options)?;
+        let island = self.island_of_job();
         let load = |engine: &mut Self| {
             let (core, trainer, on_each_host) = (&engine.core, &engine.trainer, engine.config.use_node_local_storage);
             let Some(url) = address(dir.as_ref()) else {
                 let (dir, tag) = saved.as_ref().map_or((dir.as_ref(), tag), |saved| (&saved.dir, saved.tag.as_deref()));
-                return checkpoint::load(core, trainer, dir, tag, options, on_each_host);
+                let loaded = checkpoint::load(core, trainer, dir, tag, options, on_each_host);
+                return IslandOfJob::agree(loaded, island.as_ref(), dir);
             };
             match fetch(core.job(), url, tag)? {
                 // `fetched` keeps the folder locked until all ranks have loaded the checkpoint.
@@ -241,10 +248,14 @@ impl<M> Engine<M> {
 
     /// Collective: writes full parameters; with local steps, those of the first island.
     fn export(&mut self, path: &Path, dtype: DType) -> Result<()> {
-        match self.island() {
-            Some((1.., _)) => self.not_stopped(),
-            _ => self.attempt(|engine| engine.core.export(path, dtype)),
-        }
+        let island = self.island_of_job();
+        self.attempt(|engine| {
+            let exported = match island {
+                Some(IslandOfJob { number: 1.., .. }) => Ok(()),
+                _ => engine.core.export(path, dtype),
+            };
+            IslandOfJob::agree(exported, island.as_ref(), path)
+        })
     }
 
     /// Returns the parameters' names, in order of registration.
@@ -263,7 +274,7 @@ impl<M> Engine<M> {
     /// returns the error.
     pub(super) fn end_saving(&mut self) -> Result<()> {
         let Some(saving) = self.saving.take() else { return Ok(()) };
-        let ended = self.end_in_order(saving).and_then(|(last, sending)| {
+        let ended = saving.end().and_then(|(last, sending)| {
             self.last_checkpoint = last;
             self.start_upload(sending)
         });

@@ -361,7 +361,8 @@ impl<M> Engine<M> {
             own.extend([change.difference, change.bend, change.bend_squares, change.noise]);
             own.extend([compared.product, compared.squares.sqrt()]);
         }
-        let all = self.gather_f64(&own)?;
+        // An island has all that it needs, and only an island without overflow comes here.
+        let all = self.core.comm().gather_f64(own).wait()?;
         let sum = |at: usize| all.iter().map(|rank| rank.get(at).copied().unwrap_or(f64::NAN)).sum::<f64>();
         let limits = self.limits();
         let mut is_finite = true;

@@ -6,13 +6,15 @@
 //!   DIR/island_1/latest, DIR/island_1/TAG/...      island 1
 //! ```
 //!
-//! Island 0 publishes its checkpoint last, so whatever `latest` names there exists on all islands.
+//! Island 0 publishes its checkpoint last, and only if all others have published theirs. The checkpoints of one save have a
+//! random number in common.
 
 use super::Engine;
-use crate::checkpoint::{self, LastCheckpoint, LoadOptions, Manifest, SaveJob, SaveOptions, store::UploadRequest};
-use crate::comm::agree::{CollectiveFailure, text_of_rank_0};
-use crate::error::Result;
-use crate::zero::share::share_plan::{OUTER_CHANGE, OUTER_WEIGHTS};
+use crate::checkpoint::{self, IslandOfJob, LoadOptions, Manifest, SaveOptions};
+use crate::comm::agree::{CollectiveFailure, gather_u64, text_of_rank_0};
+use crate::error::{EngineError, Result};
+use crate::zero::share::share_plan::{OUTER_MOMENTUM, OUTER_WEIGHTS};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::{Path, PathBuf};
 
 /// The checkpoint that an island loads.
@@ -33,45 +35,81 @@ impl<M> Engine<M> {
         (islands.ranks.folder(dir), SaveOptions { keep, ..options.clone() })
     }
 
+    /// Returns this rank's island, for the agreement of all islands.
+    pub(super) fn island_of_job(&self) -> Option<IslandOfJob> {
+        let ranks = &self.islands.as_ref()?.ranks;
+        Some(IslandOfJob { number: ranks.number(), job: ranks.job().clone() })
+    }
+
     /// Collective if ranks take local steps: completes the manifest, and puts exchanges in flight among the states.
     pub(super) fn manifest_of_island(&mut self, manifest: Manifest) -> Result<Manifest> {
         self.attempt(|engine| {
             let Some(islands) = &mut engine.islands else { return Ok::<_, CollectiveFailure>(manifest) };
+            // A new hasher has random keys.
+            let save = RandomState::new().build_hasher().finish();
+            let save = gather_u64(&**islands.ranks.job(), &[save])?[0][0];
             islands.store_exchanges(&engine.core)?;
-            Ok(manifest.of_islands(islands.ranks.count(), islands.samples.clone()))
+            Ok(manifest.of_island(islands.progress(save)))
         })
     }
 
-    /// Collective: ends a save, on island 0 after all others.
-    pub(super) fn end_in_order(
-        &self,
-        saving: SaveJob,
-    ) -> Result<(Option<LastCheckpoint>, Option<UploadRequest>), CollectiveFailure> {
-        let Some(islands) = &self.islands else { return saving.end() };
-        let others_have_saved = || islands.ranks.job().barrier().wait();
-        if islands.ranks.number() == 0 {
-            others_have_saved()?;
-            return saving.end();
-        }
-        let ended = saving.end();
-        others_have_saved()?;
-        ended
-    }
-
     /// Collective if ranks take local steps: returns the checkpoint that this island loads.
-    pub(super) fn saved_by_islands(&mut self, dir: &Path, tag: Option<&str>) -> Result<Option<SavedByIslands>> {
+    ///
+    /// # Errors
+    /// On all ranks: the checkpoints of the islands are not from one save.
+    pub(super) fn saved_by_islands(
+        &mut self,
+        dir: &Path,
+        tag: Option<&str>,
+        options: &LoadOptions,
+    ) -> Result<Option<SavedByIslands>> {
+        let with_states = options.load_optimizer_states && !options.load_module_only;
+        let (rank, on_each_host) = (self.rank(), self.config.use_node_local_storage);
         self.attempt(|engine| {
             let Some(islands) = &engine.islands else { return Ok::<_, CollectiveFailure>(None) };
-            let found = match engine.rank() {
-                0 => checkpoint::islands_of(dir, tag).map_or(String::new(), |(tag, count)| format!("{count} {tag}")),
+            let job = &**islands.ranks.job();
+            let found = match rank {
+                0 => checkpoint::peek(dir, tag).map_or(String::new(), |manifest| {
+                    let islands = manifest.islands.as_ref().map_or(1, |progress| progress.islands);
+                    format!("{islands} {}", manifest.tag)
+                }),
                 _ => String::new(),
             };
-            let found = text_of_rank_0(&**islands.ranks.job(), &found)?;
-            let (count, found) = found.split_once(' ').unwrap_or(("0", ""));
-            let is_own = count.parse() == Ok(islands.ranks.count());
-            let dir = if is_own { islands.ranks.folder(dir) } else { dir.to_owned() };
-            let tag = if is_own { Some(found.to_owned()) } else { tag.map(str::to_owned) };
-            Ok(Some(SavedByIslands { dir, tag, is_own }))
+            let found = text_of_rank_0(job, &found)?;
+            let refused = |why: String| CollectiveFailure::InStep(EngineError::LocalSteps { why }.into());
+            let Some((count, found)) = found.split_once(' ') else {
+                return Ok(Some(SavedByIslands { dir: dir.to_owned(), tag: tag.map(str::to_owned), is_own: false }));
+            };
+            let is_same_count = count.parse() == Ok(islands.ranks.count());
+            if on_each_host && !is_same_count {
+                return Err(refused(format!(
+                    "checkpoint {found} of {} is from {count} islands, but this job has {}, and with \
+                     checkpoint.use_node_local_storage each host has only its own; start as many islands as saved it, or \
+                     copy the first island's checkpoint to all hosts and remove the key",
+                    dir.display(),
+                    islands.ranks.count()
+                )));
+            }
+            if !is_same_count || !with_states {
+                return Ok(Some(SavedByIslands { dir: dir.to_owned(), tag: Some(found.to_owned()), is_own: false }));
+            }
+            let own = islands.ranks.folder(dir);
+            let manifest = checkpoint::peek(&own, Some(found));
+            let progress = manifest.as_ref().and_then(|manifest| manifest.islands.as_ref());
+            let id = progress.map_or([0, 0], |progress| [1, progress.save]);
+            let all = gather_u64(job, &id)?;
+            if let Some(other) = all.iter().position(|id| *id != all[0]) {
+                let why = match all[other][0] {
+                    0 => format!("rank {other} cannot read its island's part of it"),
+                    _ => format!("its part of rank {other}'s island is from another save"),
+                };
+                return Err(refused(format!(
+                    "checkpoint {found} of {} is not complete: {why}; load another tag, or remove the island_* folders and \
+                     start another number of islands to begin with the first island's part",
+                    dir.display()
+                )));
+            }
+            Ok(Some(SavedByIslands { dir: own, tag: Some(found.to_owned()), is_own: true }))
         })
     }
 
@@ -89,13 +127,20 @@ impl<M> Engine<M> {
         if !with_states {
             self.core.begin_local_steps()?;
             islands.begin_anew();
-        } else if saved.is_some_and(|saved| saved.is_own) {
-            islands.resume(&self.core, self.global_steps, &manifest.island_samples, has(OUTER_CHANGE));
-        } else {
-            // The weights of island 0 are not those of the others; the outer weights are the same everywhere.
-            self.core.take_outer_weights()?;
-            self.core.refresh()?;
-            islands.begin_anew();
+            return Ok(());
+        }
+        if !has(OUTER_MOMENTUM) {
+            self.core.clear_outer_momentum()?;
+        }
+        match (saved, &manifest.islands) {
+            (Some(SavedByIslands { is_own: true, .. }), Some(progress)) => islands.resume(&self.core, progress),
+            _ => {
+                // The weights of island 0 are not those of the others; the outer weights are the same everywhere.
+                let trained: Vec<_> = self.core.trained_params().map(|(param, _)| param).collect();
+                self.core.take_outer_weights(&trained)?;
+                self.core.refresh()?;
+                islands.begin_anew();
+            }
         }
         Ok(())
     }

@@ -10,20 +10,23 @@
 //! its pieces of the parameters with the ranks at the same position on the other islands: it sends its change, weighted
 //! by the samples of its island, and receives the sum.
 
+use crate::checkpoint::IslandProgress;
+use crate::comm::agree::gather_u64;
 use crate::comm::{Communicator, Pending, WireFormat};
 use crate::config::{LocalStepsConfig, OptimizerConfig, SgdConfig};
 use crate::error::{EngineError, Result};
 use crate::layout::{FragmentSchedule, MeshAxis, RankMesh, exchanged_len, fragments_of};
 use crate::memory::MemoryLedgerEntry;
+use crate::notice::emit;
 use crate::optim::{self, Optimizer};
 use crate::param::ParamId;
 use crate::precision::{Flat, FlatMut};
 use crate::timeline;
-use crate::util::{counted, fnv1a};
+use crate::util::{counted, fnv1a, list};
 use crate::zero::rank_core::RankCore;
 use crate::zero::step::outer_step::{MeanChange, encoding};
 use candle_core::DType;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -41,14 +44,12 @@ impl IslandRanks {
     /// Collective: divides the ranks of a job into islands.
     ///
     /// # Errors
-    /// The ranks cannot be divided into so many islands of equal size.
+    /// The ranks cannot be divided into so many islands of equal size, or hosts have different numbers of ranks.
     pub fn new(config: &LocalStepsConfig, job: &Arc<dyn Communicator>) -> Result<Self> {
-        let here = job.ranks_here();
-        let hosts = match job.size().is_multiple_of(here.len()) {
-            true => job.size() / here.len(),
-            false => 1,
+        let islands = match config.islands {
+            Some(islands) => islands,
+            None => hosts_of_equal_size(&**job)?,
         };
-        let islands = config.islands.unwrap_or(hosts);
         let mesh = RankMesh::new(job.size(), &[(MeshAxis::Island, islands)]).map_err(|_| {
             let ranks = counted(job.size(), "rank");
             let why = format!(
@@ -103,7 +104,7 @@ pub(super) struct Islands {
     /// The parameters of each fragment.
     fragments: Vec<Vec<ParamId>>,
     /// The samples of this island since the last exchange of each fragment.
-    pub samples: Vec<u64>,
+    samples: Vec<u64>,
     in_flight: VecDeque<FragmentExchange>,
 }
 
@@ -157,7 +158,7 @@ impl Islands {
     /// `step`, sends the fragment whose turn it is, and takes the outer step on the one that arrives. Returns whether
     /// weights have changed.
     pub fn after_step(&mut self, core: &RankCore, step: u64, samples: u64) -> Result<bool> {
-        self.samples.iter_mut().for_each(|sum| *sum += samples);
+        self.samples.iter_mut().for_each(|sum| *sum = sum.saturating_add(samples));
         self.advance(step)?;
         let sent = self.schedule.sent_after(step);
         let arriving = self.schedule.arrives_after(step);
@@ -165,14 +166,17 @@ impl Islands {
             return Ok(false);
         }
         let _span = timeline::span(timeline::EventCategory::Optimizer, "exchange between islands");
+        // A delayed update would overwrite the result.
+        let settled = core.is_behind();
+        core.settle()?;
         if let Some(fragment) = sent {
-            core.settle()?;
             self.send(core, fragment)?;
         }
-        match arriving {
-            Some(fragment) => self.receive(core, fragment, self.config.fragment_alpha as f32),
-            None => Ok(false),
-        }
+        let received = match arriving {
+            Some(fragment) => self.receive(core, fragment, self.config.fragment_alpha as f32)?,
+            None => false,
+        };
+        Ok(settled || received)
     }
 
     /// Ends all exchanges: those in flight take effect now, and then every fragment is exchanged. Afterwards all islands
@@ -184,17 +188,24 @@ impl Islands {
         }
         for fragment in 0..self.fragments.len() {
             self.send(core, fragment)?;
-            self.receive(core, fragment, 0.0)?;
+            if !self.receive(core, fragment, 0.0)? {
+                // No island has learned anything, but islands may have kept a share of their own weights.
+                core.take_outer_weights(&self.fragments[fragment])?;
+            }
         }
         Ok(())
     }
 
-    /// Sends this island's change of a fragment.
+    /// Sends this island's change of a fragment, if any island has trained since the last exchange.
     fn send(&mut self, core: &RankCore, fragment: usize) -> Result<()> {
         let across = &self.ranks.across;
         let own = std::mem::take(&mut self.samples[fragment]) as f64;
         let all: f64 = across.gather_f64(vec![own]).wait()?.iter().flatten().sum();
-        let weight = if all > 0.0 { own / all } else { 1.0 / across.size() as f64 };
+        if all == 0.0 {
+            // Nothing has changed, and the momentum alone must not change weights.
+            return Ok(());
+        }
+        let weight = own / all;
         let (dtype, wire) = encoding(self.config.wire);
         let len = core.pieces_len(&self.fragments[fragment], core.comm().rank());
         let padded = exchanged_len(len, across.size(), wire.alignment());
@@ -253,16 +264,37 @@ impl Islands {
         self.in_flight.clear();
     }
 
-    /// Continues a run that was saved after `step` steps, with these samples since the last exchange of each fragment. If
-    /// changes were `stored`, the fragments in flight are among the states.
-    pub fn resume(&mut self, core: &RankCore, step: u64, samples: &[u64], stored: bool) {
-        self.begin_anew();
-        if samples.len() == self.samples.len() {
-            self.samples.copy_from_slice(samples);
+    /// Returns what a checkpoint says about this island. `save` identifies the save.
+    pub fn progress(&self, save: u64) -> IslandProgress {
+        IslandProgress {
+            islands: self.ranks.count(),
+            save,
+            schedule: self.schedule_numbers(),
+            samples: self.samples.clone(),
+            in_flight: self.in_flight.iter().map(|exchange| exchange.fragment).collect(),
         }
-        let first = (step + 1).saturating_sub(self.config.fragment_delay).max(1);
-        let sent = (first..=step).filter(|_| stored).filter_map(|sent| self.schedule.sent_after(sent));
-        self.in_flight = sent.map(|fragment| FragmentExchange::stored(fragment, core.hold_exchange(0))).collect();
+    }
+
+    fn schedule_numbers(&self) -> [u64; 3] {
+        [self.config.steps, self.config.fragments, self.config.fragment_delay]
+    }
+
+    /// Continues a run that this island has saved. The fragments in flight are among the states. With another schedule
+    /// they are dropped, and the samples are counted anew.
+    pub fn resume(&mut self, core: &RankCore, saved: &IslandProgress) {
+        self.begin_anew();
+        if saved.schedule != self.schedule_numbers() || saved.samples.len() != self.samples.len() {
+            if self.ranks.job().rank() == 0 {
+                emit(
+                    "local_steps: the checkpoint was saved with other values of steps, fragments or fragment_delay; \
+                     exchanges that had begun are dropped",
+                );
+            }
+            return;
+        }
+        self.samples.copy_from_slice(&saved.samples);
+        let in_flight = saved.in_flight.iter().filter(|fragment| **fragment < self.fragments.len());
+        self.in_flight = in_flight.map(|fragment| FragmentExchange::stored(*fragment, core.hold_exchange(0))).collect();
     }
 }
 
@@ -303,6 +335,23 @@ impl FragmentExchange {
             }
         }))
     }
+}
+
+/// Collective: returns the number of hosts, which have equally many ranks.
+fn hosts_of_equal_size(job: &dyn Communicator) -> Result<usize> {
+    let here = job.ranks_here();
+    let all = gather_u64(job, &[here.start as u64, here.len() as u64])?;
+    let hosts: BTreeSet<(u64, u64)> = all.iter().map(|host| (host[0], host[1])).collect();
+    if hosts.iter().any(|(_, ranks)| *ranks != all[0][1]) {
+        let ranks: Vec<String> = hosts.iter().map(|(_, ranks)| ranks.to_string()).collect();
+        let why = format!(
+            "local_steps.islands is \"auto\", one island per host, but the hosts have {} ranks; start equally many ranks on \
+             each host, or give a number of islands",
+            list(&ranks)
+        );
+        return Err(EngineError::LocalSteps { why }.into());
+    }
+    Ok(hosts.len())
 }
 
 /// Returns the outer optimizer.

@@ -3,7 +3,7 @@
 use super::Engine;
 use crate::comm::CommReport;
 use crate::comm::engine_call::during;
-use crate::error::{Error, Result};
+use crate::error::{EngineError, Error, Result};
 
 impl<M> Engine<M> {
     /// Collective among all ranks of the job: ends the current window of local steps early, so that all islands have the
@@ -23,6 +23,16 @@ impl<M> Engine<M> {
             islands.synchronize(&engine.core)?;
             engine.core.refresh()
         })
+    }
+
+    /// Returns an error if ranks take local steps: `call` would change weights that the islands have in common.
+    pub(super) fn not_on_islands(&self, call: &str) -> Result<()> {
+        let Some(_) = &self.islands else { return Ok(()) };
+        let why = format!(
+            "{call} would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load \
+             that"
+        );
+        Err(EngineError::LocalSteps { why }.into())
     }
 
     /// Returns the number of this rank's island and the number of islands, if the ranks take local steps.

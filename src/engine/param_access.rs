@@ -59,6 +59,7 @@ impl<M> Engine<M> {
     /// these cases nothing has changed.
     pub fn safe_set_full_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_full_fp32_param";
+        self.not_on_islands(CALL)?;
         let values = self.values_of(CALL, value)?;
         let param = self.agreed_param(CALL, name, "", Some((value, &values)))?;
         self.check_shape(param, value)?;
@@ -141,6 +142,7 @@ impl<M> Engine<M> {
     /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases nothing has changed.
     pub fn safe_set_local_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_local_fp32_param";
+        self.not_on_islands(CALL)?;
         self.is_sharded(CALL, "safe_set_full_fp32_param")?;
         self.not_between_passes(CALL)?;
         let param = self.agreed_param(CALL, name, "", None)?;
@@ -241,15 +243,16 @@ impl<M> Engine<M> {
         run: impl FnOnce(&mut [Tensor]) -> candle_core::Result<()>,
     ) -> Result<()> {
         const CALL: &str = "gathered_mut";
+        self.not_on_islands(CALL)?;
         self.not_between_passes(CALL)?;
         self.same_on_all_ranks(CALL, &[hash(names.join("\n").as_bytes()), modifier_rank as f64])?;
         let params = names.iter().map(|name| self.param(name)).collect::<Result<Vec<_>>>()?;
-        let ranks = self.core.comm().size();
+        let ranks = self.world_size();
         if modifier_rank >= ranks {
             return Err(EngineError::NoSuchRank { call: CALL, rank: modifier_rank, ranks }.into());
         }
         self.wait_for_checkpoint()?;
-        let modifies = self.core.comm().rank() == modifier_rank;
+        let modifies = self.rank() == modifier_rank;
         let mut whole = Vec::new();
         for param in &params {
             let values = self.attempt(|engine| engine.core.whole_f32(*param))?;

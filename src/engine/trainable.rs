@@ -1,7 +1,7 @@
 //! Changes to the set of trained parameters while an engine runs, for gradual unfreezing.
 
 use super::Engine;
-use crate::error::{EngineError, ParamError, Result};
+use crate::error::{ParamError, Result};
 
 impl<M> Engine<M> {
     /// Trains the parameters for which `rule`, given their name and shape, returns true, and freezes all others, from
@@ -18,11 +18,7 @@ impl<M> Engine<M> {
     /// [`EngineError::TrainableDiffers`](crate::error::EngineError::TrainableDiffers) if ranks have different rules;
     /// too little space for a file. In all these cases, nothing has changed. Also fails if a collective fails.
     pub fn set_trainable(&mut self, rule: impl Fn(&str, &[usize]) -> bool) -> Result<()> {
-        if self.islands.is_some() {
-            let why = "set_trainable would change which parameters islands exchange; call it without local_steps, or \
-                       select the parameters with EngineBuilder::trainable";
-            return Err(EngineError::LocalSteps { why: why.into() }.into());
-        }
+        self.not_on_islands("set_trainable")?;
         self.wait_for_checkpoint()?;
         self.between_steps("set_trainable")?;
         let params = self.core.params();

@@ -32,6 +32,12 @@ fn numbers_that_do_not_fit_each_other_are_named_with_their_place() {
       `local_steps.outer_momentum`: expected 0 to 1, found 1.5
       `local_steps.wire_dtype`: expected one of "fp32", "bf16", "int8", "int4", found the string "int2"
     "#);
+    insta::assert_snapshot!(problems(json!({"outer_lr": 0, "outer_momentum": 1, "fragment_alpha": 1})), @"
+    the configuration value has 3 problems:
+      `local_steps.outer_lr`: expected more than 0, found 0: nothing that an island learns would be kept
+      `local_steps.outer_momentum`: expected less than 1, found 1: the weights would diverge
+      `local_steps.fragment_alpha`: expected less than 1, found 1: no exchange would have an effect
+    ");
     insta::assert_snapshot!(problems(json!({"step": 4})), @"the configuration value: `local_steps.step`: not a key of `local_steps`; did you mean `local_steps.steps`?");
 }
 
@@ -92,9 +98,21 @@ fn what_local_steps_exclude_is_refused_and_the_engine_continues() {
     let refused = on_ranks(2, |comm| {
         let mut engine = engine(comm, config(&json!({"steps": 2}), 1, 2))?;
         train(&mut engine, 1..=1)?;
-        let refused = engine.set_trainable(|_, _| true).unwrap_err().to_string();
+        let zeros = candle_core::Tensor::zeros((8, 6), candle_core::DType::F32, &Device::Cpu)?;
+        let refused = [
+            engine.set_trainable(|_, _| true).unwrap_err(),
+            engine.safe_set_full_fp32_param("first.weight", &zeros).unwrap_err(),
+            engine.safe_set_local_fp32_param("first.weight", &zeros).unwrap_err(),
+            engine.gathered_mut(&["first.weight"], 0, |_| Ok(())).unwrap_err(),
+        ];
+        let refused = refused.map(|error| error.to_string()).join("\n");
         train(&mut engine, 2..=3)?;
         Ok(refused)
     });
-    insta::assert_snapshot!(refused[0], @"cannot take local steps: set_trainable would change which parameters islands exchange; call it without local_steps, or select the parameters with EngineBuilder::trainable");
+    insta::assert_snapshot!(refused[0], @"
+    cannot take local steps: set_trainable would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that
+    cannot take local steps: safe_set_full_fp32_param would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that
+    cannot take local steps: safe_set_local_fp32_param would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that
+    cannot take local steps: gathered_mut would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that
+    ");
 }

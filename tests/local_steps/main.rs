@@ -4,6 +4,7 @@
 mod bad_input;
 mod checkpoints;
 mod convergence;
+mod faults;
 mod reference;
 mod stages;
 

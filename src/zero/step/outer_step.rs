@@ -52,7 +52,15 @@ impl RankCore {
 
     /// Begins local steps: the outer weights become those of the model, and the momentum zero.
     pub fn begin_local_steps(&self) -> Result<()> {
-        self.copy_weights(ParamStateKind::Weights, self.outer(OUTER_WEIGHTS))?;
+        self.of_owned_parts(|param, part| {
+            let weights = self.state_values(ParamStateKind::Weights, param, part.clone())?;
+            self.set_values(self.outer(OUTER_WEIGHTS), param, part, weights)
+        })?;
+        self.clear_outer_momentum()
+    }
+
+    /// Sets the momentum of the outer optimizer, if it has one, to zero.
+    pub fn clear_outer_momentum(&self) -> Result<()> {
         if !self.has_outer(OUTER_MOMENTUM) {
             return Ok(());
         }
@@ -62,19 +70,16 @@ impl RankCore {
         })
     }
 
-    /// Copies all weights of trained parameters, in f32, from one state to another.
-    fn copy_weights(&self, from: ParamStateKind, to: ParamStateKind) -> Result<()> {
-        self.of_owned_parts(|param, part| {
-            let weights = self.state_values(from, param, part.clone())?;
-            self.set_values(to, param, part, weights)
-        })
-    }
-
-    /// Collective among the ranks of an island: the weights become the outer weights.
-    pub fn take_outer_weights(&self) -> Result<()> {
-        self.copy_weights(self.outer(OUTER_WEIGHTS), ParamStateKind::Weights)?;
+    /// Collective among the ranks of an island: the weights of `params` become their outer weights.
+    pub fn take_outer_weights(&self, params: &[ParamId]) -> Result<()> {
         let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
-        self.trained_params().try_for_each(|(param, _)| publisher.push(self, param))?;
+        for param in params {
+            for part in pieces(&self.owned(*param)) {
+                let weights = self.state_values(self.outer(OUTER_WEIGHTS), *param, part.clone())?;
+                self.set_values(ParamStateKind::Weights, *param, part, weights)?;
+            }
+            publisher.push(self, *param)?;
+        }
         publisher.finish(self)
     }
 

@@ -422,6 +422,8 @@ impl FineTune {
     ///
     /// Without validation data.
     pub fn validate(&mut self) -> Result<Validation> {
+        // With local steps, the weights that islands have in common are validated.
+        self.engine.synchronize_islands()?;
         let batches = self.validation.as_ref().expect("a run with validation has data for it");
         let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
         let mut sums = vec![];
