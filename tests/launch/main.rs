@@ -9,6 +9,7 @@ mod bad_input;
 mod cores;
 mod engines;
 mod faults;
+mod finetune_hosts;
 mod mpi;
 mod nodes;
 mod pipeline;

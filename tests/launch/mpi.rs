@@ -31,7 +31,7 @@ pub fn hosts<T: Fn()>(test: T) -> Option<Hosts> {
 }
 
 /// Calls `f` with each MPI library that was fetched.
-fn with_each<T: Fn() + Copy>(test: T, mut f: impl FnMut(Mpi)) {
+pub fn with_each<T: Fn() + Copy>(test: T, mut f: impl FnMut(Mpi)) {
     let there: Vec<Mpi> = Mpi::ALL.into_iter().filter(|mpi| mpi.folder().is_some()).collect();
     match there.len() {
         2 => {}

@@ -65,9 +65,9 @@ fn trained(comm: Arc<dyn Communicator>, local_steps: Option<Value>, steps: usize
 }
 
 #[test]
-#[ignore = "takes minutes; run it with: cargo test --release --test local_steps -- --ignored --nocapture"]
+#[ignore = "takes half an hour; run it with: cargo test --release --test local_steps -- --ignored --nocapture"]
 fn fifty_local_steps_on_four_islands_are_within_one_percent_of_synchronous_training() {
-    let steps = std::env::var("CANDLE_ZERO_STEPS").map_or(600, |steps| steps.parse().unwrap());
+    let steps = std::env::var("CANDLE_ZERO_STEPS").map_or(10_000, |steps| steps.parse().unwrap());
     let (synchronous, all_bytes) = on_ranks(ISLANDS, |comm| trained(comm, None, steps))[0];
     eprintln!("synchronous: validation loss {synchronous:.4}, {all_bytes} bytes");
     for (section, share) in [

@@ -9,40 +9,41 @@ use crate::launch::nodes::NodeOptions;
 use crate::launch::nodes::listen_address::BIND_ADDR;
 use crate::launch::nodes::ssh::{MultiHostOptions, SECRET_FROM_STDIN};
 use clap::{Args, ValueEnum};
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 /// The heading in the help.
-const HOSTS: &str = "Several hosts";
+pub(crate) const HOSTS: &str = "Several hosts";
 
 /// The maximum number of hosts in a job.
 const MAX_NODES: usize = 4096;
 
 /// The flags for jobs on several hosts.
 #[derive(Debug, Args)]
-pub(super) struct HostFlags {
+pub(crate) struct HostFlags {
     /// Run over ssh on the hosts listed in this file, one per line as `NAME slots=RANKS`
     #[arg(short = 'H', long, value_name = "FILE", help_heading = HOSTS)]
-    pub(super) hostfile: Option<PathBuf>,
+    pub(crate) hostfile: Option<PathBuf>,
 
     /// With --hostfile: use only these hosts and slots, such as HOST@HOST:0,2
     #[arg(short, long, value_name = "FILTER", default_value = "", hide_default_value = true, requires = "hostfile", help_heading = HOSTS)]
-    pub(super) include: String,
+    pub(crate) include: String,
 
     /// With --hostfile: use all hosts and slots except these
     #[arg(short, long, value_name = "FILTER", default_value = "", hide_default_value = true, requires = "hostfile", help_heading = HOSTS)]
-    pub(super) exclude: String,
+    pub(crate) exclude: String,
 
     /// With --hostfile: use the first N hosts
     #[arg(long = "num_nodes", alias = "num-nodes", value_name = "N", requires = "hostfile", help_heading = HOSTS)]
-    pub(super) num_nodes: Option<usize>,
+    pub(crate) num_nodes: Option<usize>,
 
     /// With --hostfile: port for ssh
     #[arg(long = "ssh_port", alias = "ssh-port", value_name = "PORT", requires = "hostfile", help_heading = HOSTS)]
-    pub(super) ssh_port: Option<u16>,
+    pub(crate) ssh_port: Option<u16>,
 
     /// With --hostfile: use ssh even if there is only one host, and even for the local host
     #[arg(long = "force_multi", alias = "force-multi", requires = "hostfile", help_heading = HOSTS)]
-    pub(super) force_multi: bool,
+    pub(crate) force_multi: bool,
 
     /// With --hostfile: launcher of the ranks, either zerorun on each host (by ssh) or mpirun on this host
     #[arg(long, value_enum, ignore_case = true, default_value = "ssh", requires = "hostfile", help_heading = HOSTS)]
@@ -51,36 +52,36 @@ pub(super) struct HostFlags {
     /// With --launcher openmpi or mpich: arguments for mpirun, separated by spaces, quoted as one argument
     #[arg(long = "launcher_args", alias = "launcher-args", value_name = "ARGS", allow_hyphen_values = true,
           requires = "hostfile", help_heading = HOSTS)]
-    pub(super) launcher_args: Option<String>,
+    pub(crate) launcher_args: Option<String>,
 
     /// Without --hostfile: number of hosts on which something else starts zerorun, or auto: the number on which mpirun,
     /// srun or jsrun started it. With FEWEST:N, a job restarted by --max_restarts may continue with as few as FEWEST
     /// hosts [also: $PET_NNODES]
     #[arg(long, value_name = "N", conflicts_with = "hostfile", help_heading = HOSTS)]
-    pub(super) nnodes: Option<String>,
+    pub(crate) nnodes: Option<String>,
 
     /// With --nnodes: this host's number, from 0 [default: from the launcher that started zerorun, see docs/cluster.md]
     #[arg(long = "node_rank", alias = "node-rank", value_name = "R", help_heading = HOSTS)]
-    pub(super) node_rank: Option<usize>,
+    pub(crate) node_rank: Option<usize>,
 
     /// Address of host 0 [default: the first name in the hostfile; with --nnodes also: $PET_RDZV_ENDPOINT,
     /// $PET_MASTER_ADDR]
     #[arg(long = "master_addr", alias = "master-addr", value_name = "ADDRESS", help_heading = HOSTS)]
-    pub(super) master_addr: Option<String>,
+    pub(crate) master_addr: Option<String>,
 
     /// On host 0, if the others reach it at another address (NAT, a published container port): the local address to
     /// listen on, such as 0.0.0.0 [default: the address of --master_addr]
     #[arg(long = BIND_ADDR, alias = "bind-addr", value_name = "ADDRESS", help_heading = HOSTS)]
-    pub(super) bind_addr: Option<String>,
+    pub(crate) bind_addr: Option<String>,
 
     /// With --max_restarts: minimum number of hosts to continue with when others fail [default: all]
     #[arg(long = "min_nodes", alias = "min-nodes", value_name = "M", help_heading = HOSTS)]
-    pub(super) min_nodes: Option<usize>,
+    pub(crate) min_nodes: Option<usize>,
 
     /// With --nnodes: read the secret from the first line of standard input, and end the job on this host when standard
     /// input ends
     #[arg(long = SECRET_FROM_STDIN, hide = true)]
-    pub(super) until_stdin_ends: bool,
+    pub(crate) until_stdin_ends: bool,
 }
 
 /// The launcher that starts the ranks on the hosts in a hostfile, with DeepSpeed's names.
@@ -97,7 +98,7 @@ enum HostLauncherFlag {
 impl HostFlags {
     /// Returns where the ranks run, `own_ranks` on each host if the user gave their number. With `--nnodes`, also fills in
     /// the port where the hosts connect.
-    pub(super) fn job_hosts(
+    pub(crate) fn job_hosts(
         &self,
         own_ranks: Option<usize>,
         master_port: &mut Option<u16>,
@@ -150,7 +151,7 @@ impl HostFlags {
     }
     /// Returns the conflict of `--launcher` with the other options, if any, given which options of the command line that
     /// only `zerorun` can carry out are set.
-    pub(super) fn wrong_launcher(&self, own: &[(&str, bool)]) -> Option<String> {
+    pub(crate) fn wrong_launcher(&self, own: &[(&str, bool)]) -> Option<String> {
         let Some(name) = self.launcher.to_possible_value().filter(|_| self.launcher != HostLauncherFlag::Ssh) else {
             return self.launcher_args.as_ref().map(|_| {
                 "--launcher_args is for mpirun: give --launcher openmpi or --launcher mpich, or leave it out"
@@ -173,7 +174,7 @@ impl HostFlags {
     }
 
     /// Returns the conflict of `--min_nodes` with the other options, if any.
-    pub(super) fn wrong_min_nodes(&self, max_restarts: u32) -> Option<String> {
+    pub(crate) fn wrong_min_nodes(&self, max_restarts: u32) -> Option<String> {
         let fewest = self.min_nodes?;
         if self.hostfile.is_none() && self.nnodes.is_none() {
             return Some(format!(
@@ -195,4 +196,69 @@ fn hosts(text: &str) -> Option<(usize, usize)> {
     let (fewest, most) = text.split_once(':').unwrap_or((text, text));
     let number = |text: &str| text.trim().parse::<usize>().ok().filter(|number| *number > 0);
     number(fewest).zip(number(most)).filter(|(fewest, most)| fewest <= most && *most <= MAX_NODES)
+}
+
+/// Returns the words of a command line without the options under the heading [`HOSTS`] and without the option `also`,
+/// which may differ from host to host. `command` defines the command line.
+pub(crate) fn without_host_flags(words: Vec<OsString>, command: &clap::Command, also: &str) -> Vec<OsString> {
+    let options = command.get_arguments().filter(|arg| arg.get_help_heading() == Some(HOSTS) || arg.get_id() == also);
+    let options: Vec<&clap::Arg> = options.collect();
+    let named = |name: &str| {
+        options.iter().find(|arg| {
+            let long = name.strip_prefix("--");
+            let longs = arg.get_long().into_iter().chain(arg.get_all_aliases().unwrap_or_default());
+            long.is_some_and(|long| longs.into_iter().any(|own| own == long))
+                || arg.get_short().is_some_and(|short| name.strip_prefix('-') == Some(short.to_string().as_str()))
+        })
+    };
+    let (mut kept, mut words) = (Vec::new(), words.into_iter());
+    while let Some(word) = words.next() {
+        if word == "--" {
+            kept.push(word);
+            break;
+        }
+        let text = word.to_string_lossy().into_owned();
+        let (name, value) = text.split_once('=').map_or((text.as_str(), None), |(name, value)| (name, Some(value)));
+        // `-n2`
+        let joined = text.strip_prefix('-').filter(|rest| !rest.starts_with('-') && rest.chars().count() > 1);
+        let joined = joined.and_then(|rest| named(&format!("-{}", rest.chars().next()?)));
+        match named(name) {
+            Some(option) if value.is_none() && option.get_action().takes_values() => _ = words.next(),
+            Some(_) => {}
+            None if joined.is_some() => {}
+            None => kept.push(word),
+        }
+    }
+    kept.extend(words);
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{CommandFactory, Parser};
+
+    #[derive(Parser)]
+    struct Arguments {
+        #[arg(short = 'n', long = "num_ranks", visible_alias = "num_gpus")]
+        _ranks: u16,
+        #[command(flatten)]
+        _hosts: HostFlags,
+        #[arg(long, num_args = 1..)]
+        _data: Vec<String>,
+    }
+
+    #[test]
+    fn options_that_differ_from_host_to_host_are_left_out_in_every_spelling() {
+        let command = Arguments::command();
+        let kept = |words: &str| {
+            let words = words.split(' ').map(OsString::from).collect();
+            let kept = without_host_flags(words, &command, "_ranks");
+            kept.join(OsString::from(" ").as_os_str()).to_string_lossy().into_owned()
+        };
+        assert_eq!(kept("a --nnodes 2 --node_rank=1 --node-rank 1 --data x y -n 2 --out o"), "a --data x y --out o");
+        assert_eq!(kept("a -n2 -n=2 --num_gpus 3 -H hosts --force_multi b"), "a b");
+        assert_eq!(kept("--prompt hi -- --nnodes 2"), "--prompt hi -- --nnodes 2");
+        assert_eq!(kept("--noise 2 -x3"), "--noise 2 -x3");
+    }
 }

@@ -34,7 +34,7 @@ const COUNT: &str = "a whole number";
 const PORT: &str = "a port number from 1 to 65535";
 
 /// The environment variables of this process, or made-up ones in tests.
-pub(super) struct LauncherVariables<'a>(pub(super) &'a dyn Fn(&str) -> Option<String>);
+pub(crate) struct LauncherVariables<'a>(pub(crate) &'a dyn Fn(&str) -> Option<String>);
 
 /// A host's index, as given by its launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,9 +1,10 @@
 //! The transport between the ranks of one host.
 
 /// The transport between the ranks of one host.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum CommBackend {
     /// Shared memory
+    #[default]
     Shm,
     /// MPI, with the library found as under mpirun
     Mpi,

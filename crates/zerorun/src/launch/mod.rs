@@ -38,6 +38,7 @@ use candle_zero::{Result, timeline};
 use comm_backend::CommBackend;
 use console::{eprint, print};
 use core_binding::CoreBinding;
+use hosts::world_info::WorldInfo;
 use nodes::ssh::JobWideOptions;
 use ranks::LocalJob;
 use script::ScriptTarget;
@@ -93,12 +94,12 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
     checked_level()?;
     // Problems with the hosts are reported before anything is built.
     let world = match &options.job_hosts {
-        JobHosts::Hosts(hosts) => Some((hosts, hosts.world()?)),
+        JobHosts::Hosts(hosts) => Some(hosts.world()?),
         JobHosts::Alone | JobHosts::Nodes(_) => None,
     };
     // With several hosts in a hostfile, each host's launcher checks its own cores.
     let here = match (&options.job_hosts, &world) {
-        (_, Some((hosts, world))) if hosts.mpirun.is_none() => hosts.only_here(world),
+        (JobHosts::Hosts(hosts), Some(world)) if hosts.mpirun.is_none() => hosts.only_here(world),
         (_, Some(_)) => None,
         _ => Some(options.ranks),
     };
@@ -154,23 +155,13 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         cores,
         devices: None,
     };
-    let rule = restarts::RestartPolicy { max_restarts: options.max_restarts, min_ranks: options.min_ranks };
-    let ended = match (&options.job_hosts, world) {
-        (JobHosts::Nodes(node), _) => nodes::run(job, node, options.max_restarts),
-        (_, Some((hosts, world))) => match (here, &hosts.mpirun) {
-            (Some(ranks), _) => {
-                let devices = Some(world.devices(0));
-                let job = LocalJob { world: ranks, devices, ..job };
-                restarts::run_by(options.backend, job, &restarts::RestartPolicy { min_ranks: ranks, ..rule })
-            }
-            (None, Some(mpirun)) => mpirun::become_mpirun(&job, mpirun, &world, hosts.master_addr.as_deref()),
-            (None, None) => {
-                let whole = JobWideOptions { max_restarts: options.max_restarts, binding: options.binding.as_ref() };
-                nodes::ssh::run(&job, hosts, &world, &whole)
-            }
-        },
-        (_, None) => restarts::run_by(options.backend, job, &rule),
+    let run = RunOptions {
+        backend: options.backend,
+        max_restarts: options.max_restarts,
+        min_ranks: Some(options.min_ranks),
+        binding: options.binding.as_ref(),
     };
+    let ended = run_on(job, &options.job_hosts, world.as_ref(), &run);
     match recorded.map(timeline::JobTimeline::finish) {
         Some(Ok(summary)) => eprint(&format!("zerorun: {summary}; open it at https://ui.perfetto.dev")),
         // The result of the job takes precedence.
@@ -178,4 +169,43 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         None => {}
     }
     ended
+}
+
+/// How the ranks of a job are run.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct RunOptions<'a> {
+    /// The transport between ranks that are all on this host.
+    pub(crate) backend: CommBackend,
+    pub(crate) max_restarts: u32,
+    /// The minimum number of ranks after a restart on one host; `None`: all.
+    pub(crate) min_ranks: Option<usize>,
+    pub(crate) binding: Option<&'a CoreBinding>,
+}
+
+/// Runs the program of `job` on the hosts, which are those of `world` with a hostfile. Returns the exit code.
+///
+/// Must be called on the main thread.
+pub(crate) fn run_on(
+    job: LocalJob,
+    job_hosts: &JobHosts,
+    world: Option<&WorldInfo>,
+    options: &RunOptions<'_>,
+) -> Result<u8> {
+    let max_restarts = options.max_restarts;
+    let rule = restarts::RestartPolicy { max_restarts, min_ranks: options.min_ranks.unwrap_or(job.world) };
+    match (job_hosts, world) {
+        (JobHosts::Nodes(node), _) => nodes::run(job, node, max_restarts),
+        (JobHosts::Hosts(hosts), Some(world)) => match (hosts.only_here(world), &hosts.mpirun) {
+            (_, Some(mpirun)) => mpirun::become_mpirun(&job, mpirun, world, hosts.master_addr.as_deref()),
+            (Some(ranks), None) => {
+                let job = LocalJob { world: ranks, devices: Some(world.devices(0)), ..job };
+                restarts::run(options.backend, job, &restarts::RestartPolicy { min_ranks: ranks, ..rule })
+            }
+            (None, None) => {
+                let whole = JobWideOptions { max_restarts, binding: options.binding };
+                nodes::ssh::run(&job, hosts, world, &whole)
+            }
+        },
+        _ => restarts::run(options.backend, job, &rule),
+    }
 }

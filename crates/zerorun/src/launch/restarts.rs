@@ -77,14 +77,9 @@ pub(super) fn pause_after(soon: usize) -> Duration {
     INITIAL_BACKOFF.saturating_mul(2u32.saturating_pow(doublings)).min(MAX_BACKOFF)
 }
 
-/// Runs the job, restarts it according to the policy, and returns the launcher's exit code. Must be called on the main
-/// thread.
-pub(crate) fn run(job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
-    run_by(CommBackend::Shm, job, policy)
-}
-
-/// Does the same, with ranks that communicate over `backend`.
-pub(crate) fn run_by(backend: CommBackend, mut job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
+/// Runs the job, whose ranks communicate over `backend`, restarts it according to the policy, and returns the launcher's
+/// exit code. Must be called on the main thread.
+pub(crate) fn run(backend: CommBackend, mut job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
     let (_, events) = signals::listen()?;
     let mut failed = Vec::new();
     loop {

@@ -1,22 +1,27 @@
 //! `zerorun finetune`: fine-tunes a model on data files.
 //!
-//! The initial process checks everything once and tokenizes the data. The ranks that it
-//! starts do the training (`rank`). They are started from the same executable with the same arguments and `--as_rank=MODEL`.
+//! The initial process checks everything once and tokenizes the data. The ranks that it starts do the training (`rank`), on
+//! this host or on several. They are started from the same executable with the same arguments and `--as_rank=MODEL`.
 
 mod flags;
 mod foreign_flags;
 mod rank;
 
 use crate::error::{LaunchError, Result};
+use crate::host_flags::{HOSTS, HostFlags, without_host_flags};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
-use crate::launch::{ranks, restarts};
+use crate::launch::hosts::world_info::WorldInfo;
+use crate::launch::nodes::NodeOptions;
+use crate::launch::{self, JobHosts, RunOptions, ranks};
+use crate::launcher_variables::LauncherVariables;
 use crate::tools::resolve_model::ResolvedModel;
 use crate::tools::sample_flags::FileProgress;
 use candle_zero::files::OutputKind;
 use candle_zero::util::counted;
 use candle_zero_finetune::hub::FileSelection;
 use candle_zero_finetune::{EncoderBase, Options, PreparedRun};
-use clap::{CommandFactory as _, Parser, error::ErrorKind};
+use clap::parser::ValueSource;
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, error::ErrorKind};
 use flags::FinetuneFlags;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -51,7 +56,7 @@ const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved fi
 #[derive(Debug, Parser)]
 #[command(name = "finetune", bin_name = "zerorun finetune", after_help = EXAMPLES)]
 struct FinetuneArguments {
-    /// Number of ranks (processes)
+    /// Number of ranks (processes) on each host. With --hostfile, overrides its slots
     #[arg(short = 'n', long = "num_ranks", visible_alias = "num_gpus", alias = "num-ranks", value_name = "N",
           default_value = "1", value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: u16,
@@ -59,6 +64,14 @@ struct FinetuneArguments {
     /// Maximum number of job restarts after a rank failure; with --save and --resume, training resumes
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
     max_restarts: u32,
+
+    #[command(flatten)]
+    hosts: HostFlags,
+
+    /// The port where the hosts connect [default: 29500]
+    #[arg(long = "master_port", alias = "master-port", value_name = "PORT",
+          value_parser = clap::value_parser!(u16).range(1..), help_heading = HOSTS)]
+    master_port: Option<u16>,
 
     #[command(flatten)]
     flags: FinetuneFlags,
@@ -75,48 +88,89 @@ pub(super) fn command() -> clap::Command {
 
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
-    let arguments =
-        FinetuneArguments::try_parse_from(&words).map_err(|error| CommandLineError(foreign_flags::explained(error)))?;
-    if let Err(text) = arguments.flags.check() {
-        return Err(CommandLineError(FinetuneArguments::command().error(ErrorKind::ArgumentConflict, text)));
+    let refused =
+        |text: String| Err(CommandLineError(FinetuneArguments::command().error(ErrorKind::ArgumentConflict, text)));
+    let matches = FinetuneArguments::command()
+        .try_get_matches_from(&words)
+        .and_then(|matches| Ok((FinetuneArguments::from_arg_matches(&matches)?, matches)));
+    let (mut arguments, matches) = matches.map_err(|error| CommandLineError(foreign_flags::explained(error)))?;
+    let own = [("--max_restarts", arguments.max_restarts > 0)];
+    let hosts = &arguments.hosts;
+    let wrong = hosts.wrong_launcher(&own).or_else(|| hosts.wrong_min_nodes(arguments.max_restarts));
+    if let Some(text) = arguments.flags.check().err().or(wrong) {
+        return refused(text);
     }
-    Ok(arguments.run(words))
+    let variables = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+    let own_ranks = matches.value_source("ranks") != Some(ValueSource::DefaultValue);
+    let own_ranks = own_ranks.then_some(usize::from(arguments.ranks));
+    let job_hosts = match arguments.as_rank {
+        // The launcher of the host has read the flags.
+        Some(_) => JobHosts::Alone,
+        None => {
+            let variables = LauncherVariables(&variables);
+            match arguments.hosts.job_hosts(own_ranks, &mut arguments.master_port, &variables) {
+                Ok(job_hosts) => job_hosts,
+                Err(error) => return refused(error.to_string()),
+            }
+        }
+    };
+    Ok(arguments.run(words, &job_hosts))
 }
 
 impl FinetuneArguments {
-    fn run(&self, words: Vec<OsString>) -> ExitCode {
+    fn run(&self, words: Vec<OsString>, job_hosts: &JobHosts) -> ExitCode {
         if let Some(path) = &self.as_rank {
             return match self.flags.options(ResolvedModel::found(&self.flags.model, path)) {
                 Ok(options) => rank::run(options, &self.flags),
                 Err(error) => refused(&error, EXIT_SETUP),
             };
         }
-        match self.launch(words) {
+        match self.launch(words, job_hosts) {
             Ok(code) => ExitCode::from(code),
             Err(error) => refused(&error, EXIT_SETUP),
         }
     }
 
     /// Checks everything, downloads the model if needed, and starts the ranks. Returns their exit code.
-    fn launch(&self, words: Vec<OsString>) -> Result<u8> {
-        if let Some(processes) = started_as_one_of(|name| std::env::var(name).ok()) {
+    fn launch(&self, words: Vec<OsString>, job_hosts: &JobHosts) -> Result<u8> {
+        let is_alone = matches!(job_hosts, JobHosts::Alone);
+        if let Some(processes) = started_as_one_of(|name| std::env::var(name).ok()).filter(|_| is_alone) {
             return Err(LaunchError::ToolInRanks { tool: "finetune", processes }.into());
         }
+        let world = match job_hosts {
+            JobHosts::Hosts(hosts) => Some(hosts.world()?),
+            JobHosts::Alone | JobHosts::Nodes(_) => None,
+        };
+        let own = usize::from(self.ranks);
+        let (ranks, per_host) = match (job_hosts, &world) {
+            (JobHosts::Nodes(node), _) => (node.nodes * own, own),
+            (_, Some(world)) => {
+                let slots: Vec<usize> = world.hosts().iter().map(|host| host.slots.len()).collect();
+                (slots.iter().sum(), slots.iter().copied().max().unwrap_or(1))
+            }
+            (_, None) => (own, own),
+        };
         let model = ResolvedModel::find(&self.flags.model, FileSelection::All)?;
         let path = model.path.clone();
         let options = self.flags.options(model)?;
-        let _claims = options.claim(|outputs| match &self.flags.metrics {
-            Some(path) => outputs.writes("--metrics", path, OutputKind::Lines),
-            None => outputs,
-        })?;
-        prepare(options, usize::from(self.ranks))?;
-        self.start(words, &path)
+        // The first host's ranks write the result.
+        let writes = !matches!(job_hosts, JobHosts::Nodes(NodeOptions { node: 1.., .. }));
+        let claim = || {
+            options.claim(|outputs| match &self.flags.metrics {
+                Some(path) => outputs.writes("--metrics", path, OutputKind::Lines),
+                None => outputs,
+            })
+        };
+        let _claims = writes.then(claim).transpose()?;
+        prepare(options, (ranks, per_host), writes)?;
+        self.start(words, &path, job_hosts, world)
     }
 
     /// Starts the ranks and returns their exit code.
-    fn start(&self, mut words: Vec<OsString>, model: &Path) -> Result<u8> {
+    fn start(&self, words: Vec<OsString>, model: &Path, job_hosts: &JobHosts, world: Option<WorldInfo>) -> Result<u8> {
         let mut as_rank = OsString::from("--as_rank=");
         as_rank.push(model);
+        let mut words = without_host_flags(words, &FinetuneArguments::command(), "ranks");
         // Inserted directly after the name of the tool, because at the end it could follow a `--`.
         words.insert(1, as_rank);
         let program = std::env::current_exe()
@@ -129,7 +183,7 @@ impl FinetuneArguments {
             grace: GRACE,
             on_signal: Some(ON_SIGNAL),
             script: None,
-            master_port: None,
+            master_port: self.master_port,
             prometheus: None,
             restart: 0,
             timeline: None,
@@ -137,8 +191,12 @@ impl FinetuneArguments {
             cores: None,
             devices: None,
         };
-        let rule = restarts::RestartPolicy { max_restarts: self.max_restarts, min_ranks: usize::from(self.ranks) };
-        restarts::run(job, &rule)
+        launch::run_on(
+            job,
+            job_hosts,
+            world.as_ref(),
+            &RunOptions { max_restarts: self.max_restarts, ..RunOptions::default() },
+        )
     }
 }
 
@@ -149,13 +207,17 @@ fn started_as_one_of(variable: impl Fn(&str) -> Option<String>) -> Option<usize>
     names.iter().find_map(|name| variable(name)?.trim().parse().ok().filter(|processes| *processes > 1))
 }
 
-/// Checks everything that can be wrong before a rank is started, tokenizes the data, and reports the findings.
-fn prepare(options: Options, ranks: usize) -> Result<()> {
+/// Checks everything that can be wrong before a rank is started, tokenizes the data, and reports the findings, on the first
+/// host. `ranks` has the numbers of all ranks and of those on a host.
+fn prepare(options: Options, ranks: (usize, usize), reports: bool) -> Result<()> {
     let mut progress = FileProgress::default();
     let prepared = PreparedRun::new(options, &mut |at| progress.report(at));
     progress.finish();
     let prepared = prepared?;
-    prepared.check_for(ranks)?;
+    prepared.check_for(ranks.0, ranks.1)?;
+    if !reports {
+        return Ok(());
+    }
     for note in prepared.encoder().map(EncoderBase::notes).unwrap_or_default() {
         eprint(note);
     }
