@@ -135,7 +135,7 @@ enum OrderFlag {
 /// One line of the metrics file, which describes one optimizer step.
 #[derive(Serialize)]
 struct StepMetrics {
-    /// The index of the step, from 0.
+    /// The index of the step, counted from 0.
     step: u64,
     /// The mean over ranks and micro batches.
     loss: f64,

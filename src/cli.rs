@@ -47,8 +47,8 @@ pub fn ds_config_from_args() -> Result<PathBuf> {
     find_ds_config(std::env::args_os(), script.map(|script| format!("zerorun {}", script.to_string_lossy())))
 }
 
-/// Does the same as [`ds_config_from_args`] for a `main` that leaves wrong arguments to this call, like clap's `parse`:
-/// the message goes to stderr, without a backtrace, and the process exits with code 2.
+/// Does the same as [`ds_config_from_args`] for a `main` that leaves the handling of wrong arguments to this call, as
+/// with clap's `parse`: the message goes to stderr, without a backtrace, and the process exits with code 2.
 pub fn ds_config_or_exit() -> PathBuf {
     ds_config_from_args().unwrap_or_else(|error| {
         // A closed stderr does not change the exit code.
@@ -100,7 +100,7 @@ mod tests {
     fn under_zerorun_the_script_is_named_rather_than_the_program_in_the_cache() {
         let args = ["/home/me/.cache/zerorun/target/release/train-3601f999f4ad10ba"].map(OsString::from);
         let error = find_ds_config(args.into_iter(), Some("zerorun train.rs".into())).unwrap_err();
-        insta::assert_snapshot!(error, @"the argument --ds_config is missing; start it as: zerorun train.rs --ds_config FILE");
+        insta::assert_snapshot!(error, @"the argument --ds_config is missing; run: zerorun train.rs --ds_config FILE");
     }
 
     #[test]
@@ -125,11 +125,11 @@ mod tests {
         ];
         let text = all.map(|result| result.unwrap_err().to_string()).join("\n");
         insta::assert_snapshot!(text, @r#"
-        the argument --ds_config is missing; start it as: train --ds_config FILE
-        --ds_config needs a file; start it as: train --ds_config FILE
-        --ds_config needs a file; start it as: train --ds_config FILE
-        --ds_config needs a file; start it as: train --ds_config FILE
-        --ds_config is given twice; start it as: train --ds_config FILE
+        the argument --ds_config is missing; run: train --ds_config FILE
+        --ds_config needs a file; run: train --ds_config FILE
+        --ds_config needs a file; run: train --ds_config FILE
+        --ds_config needs a file; run: train --ds_config FILE
+        --ds_config is given twice; run: train --ds_config FILE
         "#);
     }
 

@@ -44,7 +44,7 @@ impl LockedFolders {
     /// Creates `dir` if it does not exist, and locks it for this process.
     ///
     /// # Errors
-    /// [`CheckpointError::Busy`] if another job saves there; [`CheckpointError::Unusable`] if it cannot be written.
+    /// [`CheckpointError::Busy`] if another job saves there; [`CheckpointError::Unusable`] if it cannot be written to.
     pub fn lock(&mut self, dir: &Path) -> Result<()> {
         if dir.exists() && !dir.is_dir() {
             let problem = "it is a file, but checkpoints are saved to a folder; give another path".into();

@@ -90,7 +90,7 @@ pub(crate) fn gather(comm: &dyn Communicator, bytes: Vec<u8>) -> Result<Vec<Vec<
     Ok(of_equal_length(comm.gather_bytes(bytes).wait()?, comm.size(), comm.rank())?)
 }
 
-/// Collective: returns the `numbers` of every rank, in rank order. All ranks pass equally many numbers.
+/// Collective: returns the `numbers` of every rank, in rank order. All ranks pass lists of the same length.
 ///
 /// # Errors
 /// The collective failed.

@@ -151,7 +151,7 @@ use std::time::Duration;
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
 pub trait Communicator: Send + Sync {
-    /// This rank, from 0.
+    /// This rank, counted from 0.
     fn rank(&self) -> usize;
 
     /// Number of ranks.

@@ -36,7 +36,9 @@ impl ConfigWalk<'_> {
                 self.note(&path, format!("\"auto\": {before} {value}{after}"));
                 self.set(&path, value);
             }
-            Err((rule, text)) => self.problem(rule, &path, node.place, format!("\"auto\" of this run: {text}")),
+            Err((rule, text)) => {
+                self.problem(rule, &path, node.place, format!("the value of \"auto\" in this run: {text}"))
+            }
         }
     }
 

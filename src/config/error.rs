@@ -82,7 +82,7 @@ pub enum ConfigError {
         world_size: usize,
     },
     /// A script was started without its configuration.
-    #[error("{problem}; start it as: {program} --ds_config FILE")]
+    #[error("{problem}; run: {program} --ds_config FILE")]
     Argument {
         /// The problem with the arguments.
         problem: String,
@@ -94,9 +94,9 @@ pub enum ConfigError {
 /// A position in a text, counted from 1. Columns count characters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TextPosition {
-    /// The line, from 1.
+    /// The line, counted from 1.
     pub line: usize,
-    /// The column in characters, from 1.
+    /// The column in characters, counted from 1.
     pub column: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Reads `local_steps`: islands of ranks that exchange what they learned only every so many steps.
+//! Reads `local_steps`: islands of ranks that exchange what they have learned only once every so many steps.
 
 use super::ConfigRule;
 use super::walk::ConfigWalk;

@@ -82,7 +82,7 @@ fn of(key: &str) -> String {
 
 fn betas(walk: &ConfigWalk<'_>) -> (f64, f64) {
     let betas = walk.get(&of("betas")).and_then(Value::as_array).map(Vec::as_slice);
-    let Some([beta1, beta2]) = betas else { panic!("betas are two numbers of the table") };
+    let Some([beta1, beta2]) = betas else { panic!("the table of keys guarantees that betas are two numbers") };
     (beta1.as_f64().unwrap_or_default(), beta2.as_f64().unwrap_or_default())
 }
 

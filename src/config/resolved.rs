@@ -55,8 +55,8 @@ pub struct Config {
     pub gradient_check: bool,
     /// `pipeline`: how many ranks form a pipeline, and how layers are divided among its stages.
     pub pipeline: PipelineConfig,
-    /// `local_steps`: islands of ranks exchange what they learned only every so many steps; `None`: all ranks form one
-    /// island.
+    /// `local_steps`: islands of ranks exchange what they have learned only once every so many steps; `None`: all ranks
+    /// form one island.
     pub local_steps: Option<super::LocalStepsConfig>,
     /// The `seed` of the initial weights. Default 42.
     pub seed: u64,

@@ -21,7 +21,8 @@ pub fn json_schema() -> Value {
     root
 }
 
-/// Returns the name of a section's definition. A table of parameters has its first type as a suffix.
+/// Returns the name of a section's definition. The name for a table of parameters ends in the
+/// table's first type.
 fn name(section: &ConfigSection) -> String {
     match section.types.first() {
         Some(of_type) => format!("{}.{of_type}", section.path),

@@ -119,7 +119,7 @@ impl Loader {
     }
 
     /// Moves to a position that [`position`](Self::position) returned, at no cost. The first micro batch of optimizer
-    /// step s (from 0) is at s x accumulation.
+    /// step s (counted from 0) is at s x accumulation.
     pub fn set_position(&mut self, position: u64) {
         self.position = position;
     }

@@ -21,9 +21,8 @@ const MAX_CHECKED_AT_START: usize = 64 << 20;
 const FINGERPRINT_PIECE_TOKENS: usize = 4 << 10;
 const FINGERPRINT_PIECES: usize = 256;
 
-/// The default data: sources and documents of this project as they were on one day. They are frozen so that the losses
-/// of a first training run, and the tables made from them, change only with the training code and not with every edited
-/// line.
+/// The default data: a snapshot of this project's sources and documents. It is frozen so that the losses of a first
+/// training run, and the tables made from them, change only with the training code and not with every edited line.
 const CORPUS: &str = include_str!("corpus.txt");
 
 /// A sequence of tokens.

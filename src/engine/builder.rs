@@ -153,7 +153,7 @@ impl EngineBuilder {
         self
     }
 
-    /// Sets param groups with their own learning rate, weight decay or betas, the same on all ranks. A parameter
+    /// Sets parameter groups with their own learning rate, weight decay or betas, the same on all ranks. A parameter
     /// belongs to the first group that selects it; parameters that no group selects form a last group.
     #[must_use]
     pub fn parameter_groups(mut self, groups: Vec<ParameterGroup>) -> Self {

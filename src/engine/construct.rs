@@ -206,7 +206,7 @@ fn report_notes(config: &Config, own: CustomComponents) {
     }
 }
 
-/// Returns the optimizer, from the user or the configuration, with the user's param groups.
+/// Returns the optimizer, from the user or the configuration, with the user's parameter groups.
 fn grouping(
     config: &Config,
     own: Option<Arc<dyn Optimizer>>,
@@ -352,7 +352,7 @@ fn choose_access(offload: &OffloadStore, comm: &dyn Communicator) -> Result<()> 
     Ok(())
 }
 
-/// Assigns parameters to their param groups and makes the optimizer.
+/// Assigns parameters to their parameter groups and makes the optimizer.
 fn trainer(
     grouping: Arc<ParameterGrouping>,
     registered: &mut RegisteredModel,
@@ -379,12 +379,12 @@ fn trainer(
         return Err(ParamError::NothingTrained { count }.into());
     }
     for group in empty.iter().filter(|_| reports) {
-        emit(&format!("parameter group {group} (from 0) selects no remaining parameter and is dropped"));
+        emit(&format!("parameter group {group} (counted from 0) selects no remaining parameter and is dropped"));
     }
     for group in trainer.with_ignored_rates().iter().filter(|_| reports) {
         emit(&format!(
-            "parameter group {group} (from 0): its learning rate has no effect because the schedule sets {:e} in the \
-             first step; give the scheduler a list of rates, one per group, or remove the scheduler",
+            "parameter group {group} (counted from 0): its learning rate has no effect because the schedule sets {:e} \
+             in the first step; give the scheduler a list of rates, one per group, or remove the scheduler",
             trainer.lr()[*group]
         ));
     }

@@ -83,7 +83,7 @@ pub enum EngineError {
         /// The rate.
         lr: f64,
     },
-    /// The number of learning rates differs from the number of param groups.
+    /// The number of learning rates differs from the number of parameter groups.
     #[error(
         "found {} for {}; give one for each group, in get_lr's order",
         crate::util::counted(*found, "learning rate"),
@@ -92,7 +92,7 @@ pub enum EngineError {
     LearningRates {
         /// The number of learning rates given.
         found: usize,
-        /// The number of param groups.
+        /// The number of parameter groups.
         groups: usize,
     },
     /// An attempt to set a gradient that does not exist.
@@ -197,9 +197,9 @@ pub enum EngineError {
         loss: f64,
         /// The rank.
         rank: usize,
-        /// The optimizer step, from 0.
+        /// The optimizer step, counted from 0.
         step: u64,
-        /// The micro step, from 0.
+        /// The micro step, counted from 0.
         micro_step: u64,
     },
     /// A gradient is NaN or infinite in f32 training.
@@ -210,7 +210,7 @@ pub enum EngineError {
     NonFiniteGradient {
         /// The parameter and the rank, as far as this rank knows them.
         where_: String,
-        /// The optimizer step, from 0.
+        /// The optimizer step, counted from 0.
         step: u64,
     },
     /// Gradients overflow although the dynamic loss scale is at its minimum.
@@ -246,11 +246,12 @@ pub enum EngineError {
     /// No backward pass of the first optimizer step reached these parameters, on any rank.
     #[error(
         "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \
-         without a backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and \
-         sdpa do; replace the operation with a layer of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, \
-         softmax(D::Minus1), rope_slow; freezing these parameters leaves the graph cut, and others learn from an \
-         incomplete gradient; or the model does not use them: if that is intended, set \
-         zero_optimization.ignore_unused_parameters to true, or call EngineBuilder::ignore_unused_parameters"
+         without a backward cuts the graph between them and the loss, as candle_nn's LayerNorm, RmsNorm, \
+         softmax_last_dim, rope and sdpa do: replace the operation with a layer of candle_zero::nn, or with \
+         layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow (freezing these parameters would leave the \
+         graph cut, and other parameters would learn from an incomplete gradient); or the model does not use them: if \
+         that is intended, set zero_optimization.ignore_unused_parameters to true, or call \
+         EngineBuilder::ignore_unused_parameters"
     )]
     NoGradient {
         /// The number of parameters.

@@ -177,7 +177,7 @@ impl<M> Engine<M> {
         draw_from((stream, 0), || self.cast(|| self.core.forward_again(&Perturbation::NONE, || run(&self.model))))
     }
 
-    /// Returns the outputs of the coming forward pass with parameters perturbed, group by group.
+    /// Returns the outputs of the next forward pass with parameters perturbed, group by group.
     fn try_moves(&mut self, repeat: &mut GradientCheckForward<'_, M>) -> Result<Option<PerturbedOutputs>> {
         let mut tried = PerturbedOutputs::default();
         if self.check.of_each {
@@ -305,7 +305,7 @@ impl<M> Engine<M> {
         vec![PerturbedGroup::new("all parameters".into(), trained().map(|(id, _)| id).collect())]
     }
 
-    /// Starts measuring the coming backward pass if a check needs it; returns whether it is measured.
+    /// Starts measuring the next backward pass if a check needs it; returns whether it is measured.
     pub(super) fn begin_measuring(&mut self) -> bool {
         let measures = matches!(self.check.phase, CheckPhase::Armed);
         if measures {

@@ -66,8 +66,8 @@ pub(super) enum CheckPhase {
     Idle,
     /// Forward passes are repeated until a backward pass follows.
     Armed,
-    /// The backward pass has run; all ranks compare in the coming step. The last field is the factor that gradients
-    /// contain.
+    /// The backward pass has run; all ranks compare in the step that follows. The last field is the factor that
+    /// gradients contain.
     Measured(Vec<DirectionalChange>, Vec<DirectionalDerivative>, f64),
 }
 

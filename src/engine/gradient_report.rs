@@ -92,7 +92,7 @@ pub struct GradientRow {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct GradientReport {
-    /// The optimizer step, from 0; the last one, if there were several.
+    /// The optimizer step, counted from 0; the last one, if there were several.
     pub step: u64,
     /// One row for all parameters, or one for each.
     pub rows: Vec<GradientRow>,

@@ -54,7 +54,7 @@ impl IslandRanks {
             let ranks = counted(job.size(), "rank");
             let why = format!(
                 "local_steps.islands is {islands}, but {ranks} cannot be divided into so many islands of equal size; use \
-                 a divisor of {}, or start another number of ranks",
+                 a divisor of {}, or start a different number of ranks",
                 job.size()
             );
             EngineError::LocalSteps { why }

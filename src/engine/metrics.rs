@@ -15,8 +15,8 @@ impl<M> Engine<M> {
         self.global_samples
     }
 
-    /// Returns whether the coming [`step`](Self::step) updates the weights. As in DeepSpeed, after a step this refers
-    /// to the next one. To find out after a step whether it has ended an accumulation, call
+    /// Returns whether the next [`step`](Self::step) updates the weights, as in DeepSpeed, even if a step has just
+    /// ended. To find out after a step whether it has ended an accumulation, call
     /// [`is_between_accumulations`](Self::is_between_accumulations).
     pub fn is_gradient_accumulation_boundary(&self) -> bool {
         self.accumulation.micro_steps + 1 >= self.config.batch.gradient_accumulation_steps as u64
@@ -69,7 +69,7 @@ impl<M> Engine<M> {
         self.was_applied
     }
 
-    /// Returns the learning rates of the coming optimizer step, one per param group: first the groups given to the
+    /// Returns the learning rates of the next optimizer step, one per parameter group: first the groups given to the
     /// [builder](super::EngineBuilder::parameter_groups) that have parameters, in their order, then the group of all
     /// other parameters. With Muon each group counts as two: its matrices and its other parameters.
     #[doc(alias = "get_lr")]
@@ -77,7 +77,7 @@ impl<M> Engine<M> {
         self.trainer.lr()
     }
 
-    /// Returns the momentum of the coming optimizer step, one per param group, in the order of
+    /// Returns the momentum of the next optimizer step, one per parameter group, in the order of
     /// [`lr`](Self::lr).
     #[doc(alias = "get_mom")]
     pub fn momentum(&self) -> Vec<Momentum> {
@@ -106,7 +106,7 @@ impl<M> Engine<M> {
         self.global_grad_norm()
     }
 
-    /// Returns the loss scale of the coming backward pass; 1 without fp16.
+    /// Returns the loss scale of the next backward pass; 1 without fp16.
     pub fn loss_scale(&self) -> f64 {
         self.scaler.scale()
     }
@@ -131,7 +131,7 @@ impl<M> Engine<M> {
         self.clock.last
     }
 
-    /// Returns this rank, from 0.
+    /// Returns this rank, counted from 0.
     pub fn rank(&self) -> usize {
         self.job().rank()
     }

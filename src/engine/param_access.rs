@@ -22,7 +22,7 @@ impl<M> Engine<M> {
         self.shaped(param, whole)
     }
 
-    /// Collective: returns the full gradient of parameter `name`, in f32 and the parameter's shape, as the coming
+    /// Collective: returns the full gradient of parameter `name`, in f32 and the parameter's shape, as the next
     /// [`step`](Self::step) would use it before clipping: reduced over ranks, summed over the micro steps of the
     /// accumulation so far, each divided by `gradient_accumulation_steps`, with the loss scale divided out.
     ///

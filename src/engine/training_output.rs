@@ -142,7 +142,7 @@ impl<M> Engine<M> {
     }
 
     /// Returns the line that is printed for `steps_per_print`. As in DeepSpeed, the learning rate and momentum are
-    /// those of the coming step.
+    /// those of the next step.
     fn progress_line(&self) -> String {
         let momentum = |momentum: &Momentum| match momentum {
             Momentum::Betas(a, b) => format!("[{a:?}, {b:?}]"),

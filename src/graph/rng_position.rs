@@ -31,7 +31,7 @@ pub(crate) struct RngStreamKey {
     pub step: u64,
     /// The micro step within the optimizer step.
     pub micro_step: u64,
-    /// The index of the forward in the micro step, from 0.
+    /// The index of the forward in the micro step, counted from 0.
     pub forward: u64,
 }
 

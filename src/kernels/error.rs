@@ -7,8 +7,7 @@
 pub enum KernelError {
     /// No level has this name.
     #[error(
-        "environment variable CANDLE_ZERO_SIMD is `{found}`, which is not a SIMD level; this processor allows {} or \
-         auto",
+        "environment variable CANDLE_ZERO_SIMD is `{found}`, which is not a SIMD level; use {} or auto",
         available.join(", ")
     )]
     UnknownLevel {
@@ -32,7 +31,7 @@ pub enum KernelError {
     },
     /// The processor lacks the level's instructions.
     #[error(
-        "environment variable CANDLE_ZERO_SIMD is `{found}`, which this processor lacks; it allows {} or auto",
+        "environment variable CANDLE_ZERO_SIMD is `{found}`, which this processor does not support; use {} or auto",
         available.join(", ")
     )]
     LevelNotAvailable {

@@ -153,9 +153,9 @@ mod tests {
     fn the_errors_say_what_was_found_and_what_is_allowed() {
         let available = vec!["avx2", "portable"];
         let unknown = KernelError::UnknownLevel { found: "AVX2".into(), available: available.clone() };
-        insta::assert_snapshot!(unknown, @"environment variable CANDLE_ZERO_SIMD is `AVX2`, which is not a SIMD level; this processor allows avx2, portable or auto");
+        insta::assert_snapshot!(unknown, @"environment variable CANDLE_ZERO_SIMD is `AVX2`, which is not a SIMD level; use avx2, portable or auto");
         let lacking = KernelError::LevelNotAvailable { found: "avx512".into(), available };
-        insta::assert_snapshot!(lacking, @"environment variable CANDLE_ZERO_SIMD is `avx512`, which this processor lacks; it allows avx2, portable or auto");
+        insta::assert_snapshot!(lacking, @"environment variable CANDLE_ZERO_SIMD is `avx512`, which this processor does not support; use avx2, portable or auto");
         let error = wanted("sse9").expect_err("no such level");
         assert!(error.contains("`sse9`"), "{error}");
     }

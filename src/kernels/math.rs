@@ -1,5 +1,5 @@
 //! Exponential and activation functions of one f32 as a few multiplications and additions. Loops over them vectorize,
-//! unlike a call of the C library's functions for each element.
+//! unlike calls to the C library's functions for each element.
 //!
 //! They use no fused multiply-add and no table: every machine and every vector width produces the same bits.
 
@@ -212,7 +212,7 @@ fn exponent_of_odds(t: f32, high: f32) -> f32 {
 }
 
 /// Returns 2^t to be added to 1, for a t within the bounds of [`exponent_of_odds`]. It is accurate to a few units in
-/// the last place, as t itself is not more accurate.
+/// the last place, because t itself is no more accurate.
 #[inline(always)]
 fn odds(t: f32) -> f32 {
     // t = n + f with |f| <= 1/2, exactly.

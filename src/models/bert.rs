@@ -52,8 +52,8 @@ pub struct BertBlock {
     drop: Option<Dropout>,
 }
 
-/// Returns the dropout layer, if `p` is above 0. All layers can share a seed, because each use has a new draw
-/// ([`Dropout`]).
+/// Returns the dropout layer, if `p` is above 0. All layers can share a seed, because each use draws new random
+/// numbers ([`Dropout`]).
 fn dropout(p: f32) -> Option<Dropout> {
     (p > 0.0).then(|| Dropout::new(p, 0))
 }

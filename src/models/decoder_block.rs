@@ -90,8 +90,8 @@ impl Module for DecoderBlock {
 }
 
 impl DecoderConfig {
-    /// Returns the configured dropout layer. All layers can share a seed, because each use has a new draw
-    /// ([`Dropout`]).
+    /// Returns the configured dropout layer. All layers can share a seed, because each use draws new random
+    /// numbers ([`Dropout`]).
     pub(super) fn dropout(&self) -> Option<Dropout> {
         (self.dropout > 0.0).then(|| Dropout::new(self.dropout, 0))
     }

@@ -61,7 +61,8 @@ pub enum ModelError {
     },
     /// The input has more tokens than the model has positions.
     #[error(
-        "{length} tokens exceed the model's context of {context}; cut the input or build the model with ctx >= {length}"
+        "{length} tokens exceed the model's context of {context}; shorten the input, or build the model \
+         with ctx >= {length}"
     )]
     SequenceTooLong {
         /// The number of tokens in the input.

@@ -340,12 +340,12 @@ struct NonIgnoredRows {
     rows: Vec<usize>,
     /// The targets of the rows.
     targets: Vec<u32>,
-    /// The number of all rows.
+    /// The total number of rows.
     all: usize,
 }
 
 impl NonIgnoredRows {
-    /// Returns the rows that count, their targets, and the number of all rows.
+    /// Returns the rows that count, their targets, and the total number of rows.
     #[cfg(feature = "cuda")]
     fn parts(&self) -> (&[usize], &[u32], usize) {
         (&self.rows, &self.targets, self.all)

@@ -81,7 +81,7 @@ fn fix_of(source: &std::io::Error) -> &'static str {
             "free space there, or set nvme_path to a folder on a larger disk"
         }
         std::io::ErrorKind::FileTooLarge => {
-            "raise the limit of file sizes (`ulimit -f`), or set nvme_path to a folder on a file system that allows \
+            "raise the limit on file sizes (`ulimit -f`), or set nvme_path to a folder on a file system that allows \
              larger files"
         }
         _ => "check the disk's health, or set nvme_path to a folder on another disk",

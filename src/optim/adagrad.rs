@@ -29,7 +29,7 @@ impl Adagrad {
     }
 
     fn constants(&self, ctx: &StepContext) -> AdagradConstants {
-        assert!(ctx.step > 0, "optimizer steps count from 1");
+        assert!(ctx.step > 0, "optimizer steps are counted from 1");
         AdagradConstants {
             grad_scale: ctx.grad_scale,
             l2: ctx.weight_decay.unwrap_or(self.config.weight_decay) as f32,

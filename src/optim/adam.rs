@@ -52,7 +52,7 @@ impl Adam {
     }
 
     fn constants(&self, ctx: &StepContext) -> AdamConstants {
-        assert!(ctx.step > 0, "optimizer steps count from 1");
+        assert!(ctx.step > 0, "optimizer steps are counted from 1");
         let AdamConfig { lr: _, betas, eps, weight_decay, bias_correction, decoupled } = self.config;
         let betas = ctx.betas.unwrap_or(betas);
         let (eps, weight_decay) = (ctx.eps.unwrap_or(eps), ctx.weight_decay.unwrap_or(weight_decay));

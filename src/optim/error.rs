@@ -32,7 +32,7 @@ pub enum OptimError {
         problem: &'static str,
     },
     /// The optimizer cannot work with a parameter group.
-    #[error("parameter group {index} (from 0): {problem}")]
+    #[error("parameter group {index} (counted from 0): {problem}")]
     ParameterGroup {
         /// The index of the group among those given.
         index: usize,
@@ -53,7 +53,7 @@ pub enum OptimError {
     },
     /// The optimizer cannot work with a value of a schedule.
     #[error(
-        "the schedule has {found} as {what} of optimizer step {step} (allowed: {allowed}): correct the schedule \
+        "the schedule sets {what} to {found} in optimizer step {step} (allowed: {allowed}): correct the schedule \
          (OneCycle: lower decay_mom_rate), or train for fewer steps"
     )]
     ScheduleValue {

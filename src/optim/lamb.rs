@@ -38,7 +38,7 @@ impl Lamb {
     }
 
     fn constants(&self, ctx: &StepContext) -> LambConstants {
-        assert!(ctx.step > 0, "optimizer steps count from 1");
+        assert!(ctx.step > 0, "optimizer steps are counted from 1");
         let LambConfig { betas, eps, weight_decay, bias_correction, eps_inside_sqrt, .. } = self.config;
         let betas = ctx.betas.unwrap_or(betas);
         let (eps, weight_decay) = (ctx.eps.unwrap_or(eps), ctx.weight_decay.unwrap_or(weight_decay));

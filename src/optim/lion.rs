@@ -30,7 +30,7 @@ impl Lion {
     }
 
     fn constants(&self, ctx: &StepContext) -> LionConstants {
-        assert!(ctx.step > 0, "optimizer steps count from 1");
+        assert!(ctx.step > 0, "optimizer steps are counted from 1");
         let LionConfig { lr: _, betas, weight_decay } = self.config;
         let (betas, weight_decay) = (ctx.betas.unwrap_or(betas), ctx.weight_decay.unwrap_or(weight_decay));
         let (beta1, beta2) = (betas.0 as f32, betas.1 as f32);

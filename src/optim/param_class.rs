@@ -81,7 +81,7 @@ impl ParamClass {
         Self { training: if is_trained { ParamTraining::By(role) } else { ParamTraining::Frozen }, weights }
     }
 
-    /// Returns the index of the class, from 0.
+    /// Returns the index of the class, counted from 0.
     pub fn index(self) -> usize {
         let training = self.role().map_or(OptimizerRole::ALL.len(), |role| role as usize);
         training * WeightFormat::COUNT + self.weights.index()

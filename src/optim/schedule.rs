@@ -1,7 +1,8 @@
 //! Learning rate and momentum by step: DeepSpeed's five schedules with its arithmetic, or a custom schedule.
 //!
 //! DeepSpeed's counter `it` starts at -1. Constructing a schedule already applies the values of `it = -1`, so optimizer
-//! step n (from 1) runs with those of `it = n - 2`, and the first **two** steps of a warm-up run at its minimum.
+//! step n (counted from 1) runs with those of `it = n - 2`, and the first **two** steps of a warm-up run at its
+//! minimum.
 
 mod one_cycle;
 mod warmup;
@@ -444,7 +445,7 @@ mod tests {
             schedule.step();
             assert_eq!(schedule.in_force().is_ok(), allowed, "{beta1} {beta2}");
             if let (1.0, Err(error)) = (beta1, schedule.in_force()) {
-                insta::assert_snapshot!(error, @"the schedule has 1 as beta1 of optimizer step 2 (allowed: a number of at least 0 and below 1): correct the schedule (OneCycle: lower decay_mom_rate), or train for fewer steps");
+                insta::assert_snapshot!(error, @"the schedule sets beta1 to 1 in optimizer step 2 (allowed: a number of at least 0 and below 1): correct the schedule (OneCycle: lower decay_mom_rate), or train for fewer steps");
             }
         }
     }

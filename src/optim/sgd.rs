@@ -29,7 +29,7 @@ impl Sgd {
     }
 
     fn constants(&self, ctx: &StepContext) -> SgdConstants {
-        assert!(ctx.step > 0, "optimizer steps count from 1");
+        assert!(ctx.step > 0, "optimizer steps are counted from 1");
         let weight_decay = ctx.weight_decay.unwrap_or(self.config.weight_decay);
         let (lr, scale, l2) = (ctx.lr as f32, ctx.grad_scale, weight_decay as f32);
         let momentum = self.config.momentum as f32;

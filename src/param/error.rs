@@ -40,8 +40,8 @@ pub enum ParamError {
     },
     /// A group that freezes no parameter.
     #[error(
-        "parameter group {index} (from 0) is frozen but selects no parameter that earlier groups left; correct its \
-         names, or remove it"
+        "parameter group {index} (counted from 0) is frozen but selects no parameter that earlier groups left; correct \
+         its names, or remove it"
     )]
     NothingFrozen {
         /// The group's index.
@@ -93,7 +93,7 @@ pub enum ParamError {
         path: PathBuf,
         /// The tensor, by the model's name for it.
         name: String,
-        /// The index of the first such value in it, in row-major order, from 0.
+        /// The index of the first such value in it, in row-major order, counted from 0.
         element: usize,
         /// The value: NaN or infinite.
         value: f32,

@@ -71,11 +71,11 @@ pub enum PipelinePass {
 /// One operation of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PipelineOp {
-    /// The stage, from 0.
+    /// The stage, counted from 0.
     pub stage: usize,
     /// The work.
     pub pass: PipelinePass,
-    /// The micro batch of the step, from 0.
+    /// The micro batch of the step, counted from 0.
     pub micro_batch: usize,
 }
 

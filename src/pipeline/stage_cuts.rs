@@ -9,7 +9,7 @@ use std::ops::Range;
 /// The layers of each stage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StageCuts {
-    /// The first layer of each stage, and the number of all layers.
+    /// The first layer of each stage, and the total number of layers.
     bounds: Vec<usize>,
 }
 

@@ -49,7 +49,7 @@ impl DynamicMap {
         let mut values = vec![0.0, 1.0];
         for (decade, size) in DECADE_ENDS.into_iter().enumerate() {
             let count: usize = if signed { 1 << decade } else { 2 << decade };
-            // The centers of equal parts of 0.1..1.
+            // The centres of equal parts of 0.1..1.
             let step = (1.0f32 - 0.1) / count as f32;
             let edge = |i: usize| {
                 let from_below = i < count.div_ceil(2);
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn the_maps_have_the_values_that_were_published() {
-        // By decade: the center of 0.1..1, the centers of its halves, of its quarters, and further halvings.
+        // By decade: the centre of 0.1..1, the centres of its halves, of its quarters, and further halvings.
         let close = |x: f32, y: f64| (f64::from(x) / y - 1.0).abs() < 1e-6;
         assert_eq!(
             [SIGNED.values[127], SIGNED.values[255], UNSIGNED.values[0], UNSIGNED.values[255]],

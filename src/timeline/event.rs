@@ -89,7 +89,7 @@ const LANES_PER_ENGINE: usize = 100;
 const FIRST_FILE: usize = 10;
 
 impl TimelineLane {
-    /// Returns the lane's number within its rank, from 1 (viewers use 0 for the idle thread).
+    /// Returns the lane's number within its rank, counted from 1 (viewers use 0 for the idle thread).
     pub(super) fn number(self, engine: usize) -> usize {
         engine * LANES_PER_ENGINE
             + match self {

@@ -282,7 +282,7 @@ fn without_a_checkpoint_nothing_is_loaded_and_a_wrong_tag_is_an_error_that_names
     });
 }
 
-/// Makes one step on two ranks and loads with `options`; returns the steps, the rate, and the states after the load.
+/// Takes one step on two ranks and loads with `options`; returns the steps, the rate, and the states after the load.
 fn loaded_with(dir: &Path, options: LoadOptions) -> (u64, f64, Vec<(String, Vec<u32>)>) {
     let again = folder();
     let settings = config(2, 1, zero(), json!({}));

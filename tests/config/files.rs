@@ -878,7 +878,7 @@ fn a_resolved_configuration_is_taken_as_it_is_for_the_same_world_only() {
     insta::assert_snapshot!(Config::load(config, 4).unwrap_err(), @"the Config was resolved for 2 ranks, but the run has 4; load it again from its file or text: the batch keys depend on the number of ranks");
 }
 
-/// Honored keys with compatible values.
+/// Honoured keys with compatible values.
 fn any_config() -> impl Strategy<Value = Value> {
     let device = || prop::option::of(prop::sample::select(vec!["none", "cpu", "nvme"]));
     let offload = (device(), device(), 4..9_u32, 1..9_u32, 0.0..=1.0, any::<[bool; 2]>()).prop_map(

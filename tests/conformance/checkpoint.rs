@@ -1,4 +1,4 @@
-//! Recorded behavior of DeepSpeed's checkpoints: tags, resuming, loading with a different number of ranks; and of its
+//! Recorded behaviour of DeepSpeed's checkpoints: tags, resuming, loading with a different number of ranks; and of its
 //! coalesced reductions.
 
 use crate::support::recorded::is_left_out;

@@ -1,4 +1,4 @@
-//! Recorded behavior of DeepSpeed's configuration, case by case.
+//! Recorded behaviour of DeepSpeed's configuration, case by case.
 
 use crate::support::recorded::is_left_out;
 use candle_zero::config::{BatchConfig, Config};

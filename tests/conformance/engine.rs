@@ -1,4 +1,4 @@
-//! Recorded behavior of DeepSpeed's engine besides its traces: reduction of gradients, counters, exact values at stage
+//! Recorded behaviour of DeepSpeed's engine besides its traces: reduction of gradients, counters, exact values at stage
 //! 3, and which configurations train with which optimizer.
 
 use crate::support::processes::{as_program, stdout};

@@ -1,4 +1,4 @@
-//! Accounts for every recorded case of DeepSpeed's behavior: it is in a fixture, which a test of its area runs, or in
+//! Accounts for every recorded case of DeepSpeed's behaviour: it is in a fixture, which a test of its area runs, or in
 //! the list of those that are left out (tests/fixtures/left_out.json), with the reason.
 
 use crate::support::recorded::{is_left_out, left_out};

@@ -1,4 +1,4 @@
-//! Recorded behavior of DeepSpeed and PyTorch, case by case.
+//! Recorded behaviour of DeepSpeed and PyTorch, case by case.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

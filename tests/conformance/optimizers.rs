@@ -123,7 +123,7 @@ impl Run {
         }
     }
 
-    /// Makes one step with the buffers split at `cuts`, the last part first.
+    /// Takes one step with the buffers split at `cuts`, the last part first.
     fn step(&mut self, grad: FlatRef<'_>, grad_scale: f32, cuts: &[usize], mut half: Option<&mut Flat>) {
         self.step += 1;
         let optimizer = match self.optimizer.takes("", &self.shape) {

@@ -58,8 +58,8 @@ fn a_groups_own_rate_that_the_schedule_replaces_is_said() {
         [(constant(json!(1e-2)), true), (constant(json!([5e-5, 1e-2])), false), (Value::Null, false)]
     {
         let text = stderr(&process("group_with_a_rate", &config(1, 1, json!({}), json!({"scheduler": scheduler}))));
-        let said = "parameter group 0 (from 0): its learning rate has no effect because the schedule sets 1e-2 in the \
-                    first step";
+        let said = "parameter group 0 (counted from 0): its learning rate has no effect because the schedule sets 1e-2 \
+                    in the first step";
         assert_eq!(text.contains(said), is_said, "{scheduler}: {text}");
     }
 }

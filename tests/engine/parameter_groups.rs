@@ -190,9 +190,9 @@ fn numbers_that_no_optimizer_takes_are_refused_with_the_group() {
         let groups = vec![ParameterGroup::new().names(["a"]), group];
         start(Engine::builder().parameter_groups(groups), config).map(|_| ()).unwrap_err().to_string()
     };
-    insta::assert_snapshot!(refused(ParameterGroup::new().lr(-1.0)), @"parameter group 1 (from 0): lr is -1; it must be a finite number of at least 0");
-    insta::assert_snapshot!(refused(ParameterGroup::new().weight_decay(f64::NAN)), @"parameter group 1 (from 0): weight_decay is NaN; it must be a finite number of at least 0");
-    insta::assert_snapshot!(refused(ParameterGroup::new().betas(0.9, 1.0)), @"parameter group 1 (from 0): betas are 0.9, 1; each must be at least 0 and below 1");
+    insta::assert_snapshot!(refused(ParameterGroup::new().lr(-1.0)), @"parameter group 1 (counted from 0): lr is -1; it must be a finite number of at least 0");
+    insta::assert_snapshot!(refused(ParameterGroup::new().weight_decay(f64::NAN)), @"parameter group 1 (counted from 0): weight_decay is NaN; it must be a finite number of at least 0");
+    insta::assert_snapshot!(refused(ParameterGroup::new().betas(0.9, 1.0)), @"parameter group 1 (counted from 0): betas are 0.9, 1; each must be at least 0 and below 1");
 }
 
 #[test]

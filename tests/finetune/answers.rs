@@ -1,5 +1,5 @@
-//! A model's answers: how a prompt becomes ids, where an answer ends, and the same text from a model and from an
-//! engine.
+//! A model's answers: how a prompt becomes ids, where an answer ends, and that a model and an engine produce the same
+//! text.
 
 use crate::fixtures::{base, copy, path};
 use candle_core::{DType, Device, Tensor};
@@ -174,7 +174,7 @@ fn wrong_prompts_and_numbers_are_refused() {
         let never = |_: &mut _, _: &[u32]| unreachable!();
         generator.answer(prompt, &sampling, never, |_| ControlFlow::Continue(())).unwrap_err().to_string()
     };
-    insta::assert_snapshot!(refused(&[], sampling(1)), @"the prompt has no tokens, but at least one is required; give a text");
+    insta::assert_snapshot!(refused(&[], sampling(1)), @"the prompt has no tokens, but at least one is required; give some text");
     insta::assert_snapshot!(refused(&[1], sampling(0)), @"max_tokens is 0, but must be at least 1");
     let hot = Sampling { temperature: f64::INFINITY, ..sampling(1) };
     insta::assert_snapshot!(refused(&[1], hot), @"temperature is inf, but must be 0 or a positive finite number");

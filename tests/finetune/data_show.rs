@@ -173,5 +173,5 @@ fn a_damaged_file_is_made_again_with_the_reason() {
     std::fs::write(&path, bytes).unwrap();
     let second = desk.shown(&words);
     assert_eq!(stdout(&second), first);
-    assert!(stderr(&second).contains(".samples: it is damaged; it is rebuilt"), "{}", stderr(&second));
+    assert!(stderr(&second).contains(".samples: it is damaged, so it will be rebuilt"), "{}", stderr(&second));
 }

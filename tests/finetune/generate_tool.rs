@@ -36,7 +36,7 @@ fn the_likeliest_tokens_are_those_of_the_library_each_time() {
     assert_eq!(stdout(&output), format!("{}\n", tokenizer.decode(&want, true).unwrap()));
     let said = stderr(&output);
     assert!(said.contains(" prompt token") && said.contains(", 11 generated tokens after the first at "), "{said}");
-    assert!(said.contains("the answer was cut at 12 tokens, by --max_tokens"), "{said}");
+    assert!(said.contains("the answer was cut off at 12 tokens by --max_tokens"), "{said}");
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn an_answer_ends_with_the_context_of_the_model() {
     let tokenizer = Tokenizer::open(gpt2).unwrap();
     let room = 128 - tokenizer.encode(&prompt).unwrap().ids.len();
     let said = stderr(&output);
-    assert!(said.contains(&format!("the answer was cut at {room} tokens, by the context")), "{said}");
+    assert!(said.contains(&format!("the answer was cut off at {room} tokens by the context length")), "{said}");
     let output = generate(gpt2, &["--raw", "--prompt", &"word ".repeat(200)]);
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains(" tokens, but the model's context of 128 tokens must also hold the answer"));
@@ -130,7 +130,7 @@ fn wrong_command_lines_models_and_prompts_end_with_code_2_and_their_names() {
     std::fs::write(&file, r#"{"role": "user"}"#).unwrap();
     insta::assert_snapshot!(text(&["--messages", file.to_str().unwrap()]), @r#"zerorun: the conversation is not a list of messages with role and content: in DIR/messages.json, found an object instead of a list; write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]"#);
     insta::assert_snapshot!(text(&["--messages", "/no/such.json"]), @"zerorun: cannot read /no/such.json: No such file or directory (os error 2)");
-    insta::assert_snapshot!(text(&["--prompt", "", "--raw"]), @"zerorun: the prompt has no tokens, but at least one is required; give a text");
+    insta::assert_snapshot!(text(&["--prompt", "", "--raw"]), @"zerorun: the prompt has no tokens, but at least one is required; give some text");
     insta::assert_snapshot!(text(&["--max_tokens", "0"]), @"zerorun: max_tokens is 0, but must be at least 1");
     insta::assert_snapshot!(text(&["--temperature=-1"]), @"zerorun: temperature is -1, but must be 0 or a positive finite number");
     insta::assert_snapshot!(text(&["--top_p", "2"]), @"zerorun: top_p is 2, but must be above 0 and at most 1");

@@ -1,5 +1,6 @@
-//! A checkpoint is continued only by the run that saved it, or the difference is reported; cached samples are used only
-//! with the model files that they were made for; merged models have all of the base's templates; seeds take effect.
+//! Only the run that saved a checkpoint resumes from it; otherwise, the differences are reported. Cached samples are
+//! used only with the model files that they were made for; merged models have all of the base's templates; seeds take
+//! effect.
 
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -223,7 +224,7 @@ fn samples_are_made_again_where_the_special_tokens_or_their_file_have_changed() 
         bytes[place] ^= 1;
         std::fs::write(file, &bytes).unwrap();
         let (shown, said) = show();
-        assert!(said.contains("it is damaged; it is rebuilt"), "{place}: {said}");
+        assert!(said.contains("it is damaged, so it will be rebuilt"), "{place}: {said}");
         assert_eq!(shown.replace("from the cache", ""), before.replace("from the cache", ""));
         assert_eq!(std::fs::read(file).unwrap(), whole);
     }

@@ -411,7 +411,7 @@ fn with_several_ranks_the_last_lines_tell_the_cause() {
     [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (derived) * 1 (derived) * 2; choose a train_batch_size that is a multiple of 2
     zerorun: rank 0 failed first: it ended with exit code 1 after T s
     zerorun:   | error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (derived) * 1 (derived) * 2; choose a train_batch_size that is a multiple of 2
-    zerorun:   rank 0: ended with exit code 1 by itself
+    zerorun:   rank 0: exit code 1, not stopped by zerorun
     exit status: 1
     "#);
     insta::assert_snapshot!(any_rank(folder.mistake_of_two("--ds_config ok.json --data missing.txt")), @r#"
@@ -419,7 +419,7 @@ fn with_several_ranks_the_last_lines_tell_the_cause() {
     [rank 0] error: cannot read missing.txt: No such file or directory (os error 2)
     zerorun: rank 0 failed first: it ended with exit code 1 after T s
     zerorun:   | error: cannot read missing.txt: No such file or directory (os error 2)
-    zerorun:   rank 0: ended with exit code 1 by itself
+    zerorun:   rank 0: exit code 1, not stopped by zerorun
     exit status: 1
     "#);
     // With little data, both ranks check all tokens.
@@ -430,7 +430,7 @@ fn with_several_ranks_the_last_lines_tell_the_cause() {
     [rank 0] error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255): use data with that vocabulary, or a model with a vocabulary of 257 or more
     zerorun: rank 0 failed first: it ended with exit code 1 after T s
     zerorun:   | error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255): use data with that vocabulary, or a model with a vocabulary of 257 or more
-    zerorun:   rank 0: ended with exit code 1 by itself
+    zerorun:   rank 0: exit code 1, not stopped by zerorun
     exit status: 1
     "#);
 }

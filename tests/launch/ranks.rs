@@ -134,7 +134,7 @@ fn the_first_failure_gives_the_exit_code_and_all_others_are_stopped_within_5_sec
         [
             "zerorun:   rank 0: stopped by zerorun with SIGTERM",
             "zerorun:   rank 2: killed by zerorun with SIGKILL (SIGTERM did not help)",
-            "zerorun:   rank 3: ended with exit code 9 by itself",
+            "zerorun:   rank 3: exit code 9, not stopped by zerorun",
             "zerorun:   rank 4: had already finished",
         ]
     );
@@ -304,7 +304,7 @@ fn ranks_share_memory_and_a_rank_that_dies_is_named_to_the_others() {
     let errors = stderr(&failed);
     assert!(errors.contains("[rank 0] told: rank 1 died (its process was killed by SIGKILL (9))"), "{errors}");
     assert!(errors.contains("zerorun: rank 1 failed first: it was killed by SIGKILL (9)"), "{errors}");
-    assert!(errors.contains("zerorun:   rank 0: ended with exit code 5 by itself"), "{errors}");
+    assert!(errors.contains("zerorun:   rank 0: exit code 5, not stopped by zerorun"), "{errors}");
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! A run that resumes is that which never stopped; with another number of islands it begins with the weights that all of
-//! them share.
+//! A run that resumes has the same bits as one that never stopped; with a different number of islands, it begins with
+//! the weights that all of them share.
 
 use super::{config, engine, on_ranks, train, weights};
 use candle_zero::checkpoint::LoadOptions;

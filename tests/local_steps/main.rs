@@ -1,4 +1,4 @@
-//! Local steps: islands of ranks that exchange what they learned only every so many steps.
+//! Local steps: islands of ranks that exchange what they have learned only once every so many steps.
 #![allow(clippy::unwrap_used)]
 
 mod bad_input;

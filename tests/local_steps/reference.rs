@@ -1,5 +1,5 @@
-//! The outer step is that of a reference recorded with PyTorch (scripts/record_local_steps.py), and that of stage 0 where
-//! both mean the same.
+//! The outer step matches a reference recorded with PyTorch (scripts/record_local_steps.py) and, in the case in which
+//! the two are equivalent, stage 0.
 
 use super::{BATCH, Model, batch, config, engine, on_ranks, train, weights};
 use candle_core::Device;

@@ -189,7 +189,7 @@ fn a_rank_that_leaves_too_early_is_blamed() {
     );
 }
 
-/// Rank 0 fails while ranks 1 and 2 wait; each gives up in turn, and is not taken for the cause.
+/// Rank 0 fails while ranks 1 and 2 wait; each gives up in turn, and is not mistaken for the cause.
 #[test]
 fn every_rank_is_told_the_failure_that_came_first() {
     in_every_order(

@@ -242,7 +242,7 @@ fn generation_continues_by_the_logits_of_the_last_tokens() {
 fn wrong_inputs_are_refused_by_name() {
     let (llama, ..) = model(&odd(), DType::F32);
     let text = |r: Result<Tensor>| r.unwrap_err().to_string();
-    insta::assert_snapshot!(text(llama.forward(&ids(1, 41, 77, 0))), @"41 tokens exceed the model's context of 40; cut the input or build the model with ctx >= 41");
+    insta::assert_snapshot!(text(llama.forward(&ids(1, 41, 77, 0))), @"41 tokens exceed the model's context of 40; shorten the input, or build the model with ctx >= 41");
     insta::assert_snapshot!(text(llama.forward(&ids(1, 9, 1000, 80))), @"token id 80 at position 0 (counted over the flattened ids) is outside the embedding's table of 77 rows; ids must be below 77: the tokenizer and the model's vocabulary must agree");
     let built =
         Llama::new(&LlamaConfig { num_key_value_heads: 4, ..odd() }, VarBuilder::zeros(DType::F32, &Device::Cpu));

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 const MICRO_BATCHES: usize = 4;
-/// The steps before the checkpoint, and all steps.
+/// The number of steps before the checkpoint, and the total number of steps.
 const SAVED: usize = 3;
 const STEPS: usize = 6;
 

@@ -83,8 +83,8 @@ fn a_level_that_is_not_there_is_refused_with_those_that_are() {
     let (_, available) = level_of(&report_at("auto"));
     let allowed = format!("{} or auto", available.join(", "));
     let lacking = LEVELS.iter().filter(|level| !available.iter().any(|has| has == *level));
-    let lacking = lacking.map(|level| (*level, "which this processor lacks; it allows"));
-    for (level, why) in lacking.chain([("sse9", "which is not a SIMD level; this processor allows")]) {
+    let lacking = lacking.map(|level| (*level, "which this processor does not support; use"));
+    for (level, why) in lacking.chain([("sse9", "which is not a SIMD level; use")]) {
         let expected = format!("zerorun: environment variable CANDLE_ZERO_SIMD is `{level}`, {why} {allowed}\n");
         for words in [vec!["report"], vec!["-n", "2", "no_such_script.rs"]] {
             let output = zerorun().args(&words).env("CANDLE_ZERO_SIMD", level).output().unwrap();

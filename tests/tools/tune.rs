@@ -270,12 +270,12 @@ fn the_bundled_example_is_tuned_within_a_limit_and_resumed() {
     let after = times();
     assert_eq!((&before[..3], before[3] != after[3]), (&after[..3], true));
 
-    // By the estimate, a state of 16 bytes per parameter is too large, so nothing is run.
+    // According to the estimate, a state of 16 bytes per parameter is too large, so nothing is run.
     let args = ["--memory_limit", "1MiB", "--stages", "0", "--micro_batches", "1", "--results_dir", "other"];
     let output = folder.tune(&args, &train_gpt, &["--model", "nano", "--sample", "0"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(
-        stdout(&output).contains("not run: the model's state alone needs 12.9 MiB by the estimate"),
+        stdout(&output).contains("not run: according to the estimate, the model's state alone needs 12.9 MiB"),
         "{}",
         stdout(&output)
     );

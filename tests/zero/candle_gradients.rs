@@ -113,7 +113,12 @@ fn conv_transpose1d_of_several_samples_is_wrong() {
 #[test]
 fn conv2d_has_no_gradient_where_rows_and_columns_leave_over_different_numbers() {
     let stride: Function = |a| a[0].conv2d(&a[1], 1, 2, 1, 1);
-    is_refused("conv2d with a stride", "an image of other sizes", stride, &[&[2, 3, 5, 6], &[4, 3, 3, 3]]);
+    is_refused(
+        "conv2d with a stride",
+        "the advice to use an image of a different size",
+        stride,
+        &[&[2, 3, 5, 6], &[4, 3, 3, 3]],
+    );
 }
 
 #[test]
@@ -137,9 +142,9 @@ fn upsampling_forgets_what_else_its_input_is_used_for_and_has_no_gradient_for_ot
     let instead = "nn::upsample_nearest2d";
     // An earlier gradient of the input is replaced.
     let twice: Function = |a| &a[0].upsample_nearest2d(8, 8)?.narrow(2, 0, 4)?.narrow(3, 0, 4)? + (&a[0] * 3.0)?;
-    is_wrong("upsample_nearest2d of what is used twice", instead, twice, &[&[1, 2, 4, 4]]);
+    is_wrong("upsample_nearest2d of an input that is used twice", instead, twice, &[&[1, 2, 4, 4]]);
     let twice: Function = |a| &a[0].upsample_nearest1d(8)?.narrow(2, 0, 4)? + (&a[0] * 3.0)?;
-    is_wrong("upsample_nearest1d of what is used twice", "nn::upsample_nearest1d", twice, &[&[1, 2, 4]]);
+    is_wrong("upsample_nearest1d of an input that is used twice", "nn::upsample_nearest1d", twice, &[&[1, 2, 4]]);
     is_refused("upsample_nearest2d", instead, |a| a[0].upsample_nearest2d(5, 7), &[&[1, 2, 3, 3]]);
     is_refused("upsample_nearest2d", instead, |a| a[0].upsample_nearest2d(6, 9), &[&[1, 2, 3, 3]]);
     is_refused("upsample_nearest1d", "nn::upsample_nearest1d", |a| a[0].upsample_nearest1d(5), &[&[1, 2, 3]]);

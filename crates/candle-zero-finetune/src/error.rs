@@ -233,7 +233,7 @@ pub enum FinetuneError {
          copy of the chat template"
     )]
     Spans {
-        /// The number of the message in the conversation, from 1.
+        /// The number of the message in the conversation, counted from 1.
         message: usize,
         /// The problem.
         reason: &'static str,
@@ -254,7 +254,7 @@ pub enum FinetuneError {
         reason: String,
     },
     /// An empty prompt.
-    #[error("the prompt has no tokens, but at least one is required; give a text")]
+    #[error("the prompt has no tokens, but at least one is required; give some text")]
     EmptyPrompt,
     /// A prompt that leaves no room for an answer.
     #[error(

@@ -370,7 +370,7 @@ mod tests {
         insta::assert_snapshot!(wrong("--nnodes 2 --master_addr a x.rs"), @"zerorun: --nnodes 2 needs --node_rank; give each host its number from 0 to 1, and all hosts the first host's address");
         insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 1 x.rs"), @"zerorun: --nnodes 2 needs --master_addr; give each host its number from 0 to 1, and all hosts the first host's address");
         insta::assert_snapshot!(wrong("--nnodes 2 --hostfile hosts x.rs"), @"zerorun: the argument '--nnodes <N>' cannot be used with '--hostfile <FILE>'");
-        insta::assert_snapshot!(wrong("--min_nodes 1 --max_restarts 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart, but this job has one host: give --hostfile or --nnodes, or leave it out");
+        insta::assert_snapshot!(wrong("--min_nodes 1 --max_restarts 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart, but this job has one host: give --hostfile or --nnodes, or leave --min_nodes out");
         insta::assert_snapshot!(wrong("--hostfile hosts --min_nodes 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart: give at least 1, and a --max_restarts of at least 1, or leave it out");
         insta::assert_snapshot!(wrong("--hostfile hosts --max_restarts 1 --min_ranks 1 x.rs"), @"zerorun: --min_ranks 1 is for one host; on several, each keeps its ranks: give --min_nodes, or leave it out");
         assert!(wrong("--include a x.rs").contains("--hostfile"), "{}", wrong("--include a x.rs"));
@@ -467,8 +467,8 @@ mod tests {
         };
         let MpirunOptions { kind, args } = hosts.mpirun.unwrap();
         assert_eq!((kind, args), (MpirunFlavor::OpenMpi, vec!["--bind-to".into(), "none".into()]));
-        insta::assert_snapshot!(wrong("-H hosts --launcher openmpi --max_restarts 2 x.rs"), @"zerorun: --max_restarts is for ranks that zerorun starts, but with --launcher openmpi mpirun starts them: leave it out, pass mpirun's equivalent in --launcher_args, or use --launcher ssh");
-        insta::assert_snapshot!(wrong("-H hosts --launcher_args -v x.rs"), @"zerorun: --launcher_args is for mpirun: give --launcher openmpi or --launcher mpich, or leave it out");
+        insta::assert_snapshot!(wrong("-H hosts --launcher openmpi --max_restarts 2 x.rs"), @"zerorun: --max_restarts is for ranks that zerorun starts, but with --launcher openmpi, mpirun starts them: leave it out, pass mpirun's equivalent in --launcher_args, or use --launcher ssh");
+        insta::assert_snapshot!(wrong("-H hosts --launcher_args -v x.rs"), @"zerorun: --launcher_args is for mpirun: give --launcher openmpi or --launcher mpich, or leave --launcher_args out");
         insta::assert_snapshot!(wrong("-H hosts --launcher slurm x.rs"), @r"
         zerorun: invalid value 'slurm' for '--launcher <LAUNCHER>'
           [possible values: ssh, openmpi, mpich]

@@ -154,7 +154,7 @@ impl HostFlags {
     pub(crate) fn wrong_launcher(&self, own: &[(&str, bool)]) -> Option<String> {
         let Some(name) = self.launcher.to_possible_value().filter(|_| self.launcher != HostLauncherFlag::Ssh) else {
             return self.launcher_args.as_ref().map(|_| {
-                "--launcher_args is for mpirun: give --launcher openmpi or --launcher mpich, or leave it out"
+                "--launcher_args is for mpirun: give --launcher openmpi or --launcher mpich, or leave --launcher_args out"
                     .to_string()
             });
         };
@@ -166,7 +166,7 @@ impl HostFlags {
         ];
         own.iter().chain(&ours).find(|(_, is_given)| *is_given).map(|(option, _)| {
             format!(
-                "{option} is for ranks that zerorun starts, but with --launcher {} mpirun starts them: leave it out, pass \
+                "{option} is for ranks that zerorun starts, but with --launcher {}, mpirun starts them: leave it out, pass \
                  mpirun's equivalent in --launcher_args, or use --launcher ssh",
                 name.get_name()
             )

@@ -1,4 +1,4 @@
-//! Waits for a message to or from a rank of another host: they end with an error if a rank has failed or left.
+//! Waiting for messages to or from ranks of other hosts. A wait ends with an error if a rank has failed or left.
 
 use super::link::MpiTransfer;
 use super::peer_exit_notices::PeerExitNotices;
@@ -15,7 +15,8 @@ pub(super) const POLL_SLEEP: Duration = Duration::from_micros(50);
 const FAILURE_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 const POLLS_PER_CLOCK_READ: u32 = 200;
 
-/// The state that a wait for another host watches: the ranks of this host, and the notices of those of others.
+/// The state that a wait for another host watches: the ranks of this host, and the exit notices of the ranks of
+/// other hosts.
 #[derive(Clone)]
 pub(super) struct MessageWait {
     pub region: Arc<SharedMemoryRegion>,

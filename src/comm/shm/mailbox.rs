@@ -6,8 +6,8 @@
 //! ```
 //!
 //! A pair of ranks has one mailbox per direction: a ring of `PACKETS` packets. Packet k lies in slot k % PACKETS; the
-//! sender writes it once the receiver has read packet k - PACKETS. Each of the two counts is raised by one side and
-//! awaited by the other, with the orderings of [`PublishedCount`](super::published_count::PublishedCount), so that
+//! sender writes it once the receiver has read packet k - PACKETS. Each of the two counts is incremented by one side
+//! and awaited by the other, with the orderings of [`PublishedCount`](super::published_count::PublishedCount), so that
 //! each side's accesses to a slot happen before those of the other. `tests/loom` compiles this file with loom's memory
 //! in place of `mailbox_memory.rs`.
 

@@ -6,14 +6,14 @@
 //! ```
 //!
 //! A piece is in the even or the odd slot of its rank. Piece k+2 overwrites piece k. This is safe because a rank
-//! writes k+2 only after it saw every peer publish k+1, and a peer publishes k+1 only after it has read all of k. One
-//! wait per piece is therefore enough.
+//! writes k+2 only after it has seen every peer publish k+1, and a peer publishes k+1 only after it has read all of k.
+//! One wait per piece is therefore enough.
 //!
 //! # Orderings
 //!
-//! [`PublishedCount`] is raised with Release (and stronger) after the piece's data and header, and loaded with Acquire
-//! before a peer reads them. The same pair orders a peer's reads of piece k before this rank's writes of piece k+2.
-//! [`super::rank_state`] describes what `state` orders. Nothing else carries an ordering.
+//! [`PublishedCount`] is incremented with Release (or a stronger ordering) after the piece's data and header, and
+//! loaded with Acquire before a peer reads them. The same pair orders a peer's reads of piece k before this rank's
+//! writes of piece k+2. [`super::rank_state`] describes what `state` orders. Nothing else carries an ordering.
 //!
 //! # Checked with loom
 //!
@@ -116,7 +116,7 @@ impl PieceSlots {
         self.published = next;
     }
 
-    /// Waits for the current piece of `peer` without sleep. Returns whether it arrived.
+    /// Waits for the current piece of `peer` without sleeping. Returns whether it arrived.
     pub(super) fn spin_for(&self, peer: usize, spin_limits: SpinLimits) -> bool {
         let SpinLimits { spins, yields } = spin_limits;
         for turn in 0..spins + yields {

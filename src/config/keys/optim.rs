@@ -47,7 +47,7 @@ const ADAM: &[super::ConfigKey] = keys! {
 const SGD: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
     "momentum": NOT_NEGATIVE, "0.0", H, "Momentum; 0: no buffer.";
-    "dampening": FLOAT, "0.0", H, "The gradient enters the momentum with the factor 1 - dampening.";
+    "dampening": FLOAT, "0.0", H, "The gradient is multiplied by 1 - dampening before it is added to the momentum.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Added to the gradient.";
     "nesterov": Bool, "false", H, "Nesterov momentum; needs momentum > 0 and dampening 0.";
     "maximize": Bool, "false", refuse("the loss is always minimized"), "Maximize the loss.";

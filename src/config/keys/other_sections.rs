@@ -190,14 +190,14 @@ const PIPELINE: &[super::ConfigKey] = keys! {
 
 const LOCAL_STEPS: &[super::ConfigKey] = keys! {
     "steps": POSITIVE, "100", H, "Steps that an island takes by itself between two exchanges (H).";
-    "islands": AutoOr(&POSITIVE), "\"auto\"", H, "Number of islands, of equally many consecutive ranks; auto: one per host.";
-    "outer_lr": NOT_NEGATIVE, "0.7", H, "Learning rate of the outer optimizer (above 0), SGD on the mean change of the weights. With outer_momentum 0, 1 makes the islands' mean the new weights.";
+    "islands": AutoOr(&POSITIVE), "\"auto\"", H, "Number of islands, each with the same number of consecutive ranks; auto: one per host.";
+    "outer_lr": NOT_NEGATIVE, "0.7", H, "Learning rate of the outer optimizer (above 0), SGD on the mean change of the weights. With outer_momentum 0, a learning rate of 1 makes the islands' mean the new weights.";
     "outer_momentum": SHARE, "0.9", H, "Momentum of the outer optimizer, below 1; 0: no buffer.";
     "nesterov": Bool, "true", H, "Nesterov momentum.";
     "fragments": POSITIVE, "1", H, "Number of parts of the model that take turns in being exchanged, each once in `steps` steps (Streaming DiLoCo).";
     "fragment_delay": COUNT, "0", H, "Steps between the beginning of an exchange and its effect, during which training continues; below `steps`.";
     "fragment_alpha": SHARE, "null", H, "Share of an island's own weights that stays when an exchange takes effect, below 1; null: 0, or 0.5 with fragment_delay, during which an island learns what the exchange does not contain.";
-    "wire_dtype": OneOf(&["fp32", "bf16", "int8", "int4"]), "\"fp32\"", H, "Format in which islands send the changes of their weights.";
+    "wire_dtype": OneOf(&["fp32", "bf16", "int8", "int4"]), "\"fp32\"", H, "Format in which islands send the changes in their weights.";
 };
 
 const NO_TP: &str =
@@ -230,7 +230,7 @@ const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
     "autoep_size": INT, "1", S, "Ranks that share the experts.";
     "expert_tensor_parallel_size": INT, "1", S, "Ranks that share one expert.";
     "validate_folding_routing": Bool, "false", S, "Check routing.";
-    "async_split_plan": Bool, "false", S, "Copy the numbers of tokens that ranks exchange to the host on a separate stream.";
+    "async_split_plan": Bool, "false", S, "On a separate stream, copy to the host the numbers of tokens that ranks exchange.";
     "preset_model": Any, "null", S, "Known model.";
     "moe_layer_pattern": Any, "null", S, "Names of layers.";
     "expert_pattern": Any, "null", S, "Names of experts.";

@@ -329,8 +329,9 @@ impl<B> PipelineEngine<B> {
         self.engine.memory_report()
     }
 
-    /// Returns which of the pipelines this rank is in, from 0, and how many there are. The ranks of a pipeline train on
-    /// the same micro batches, and different pipelines on different ones (DeepSpeed's data parallel rank and size).
+    /// Returns which of the pipelines this rank is in, counted from 0, and how many there are. The ranks of a pipeline
+    /// train on the same micro batches, and different pipelines on different ones (DeepSpeed's data parallel rank and
+    /// size).
     pub fn data_position(&self) -> (usize, usize) {
         (self.pipeline, self.pipelines)
     }
@@ -340,7 +341,7 @@ impl<B> PipelineEngine<B> {
         self.engine.device()
     }
 
-    /// Sets the learning rate of all param groups, as [`Engine::set_lr`] does. Collective.
+    /// Sets the learning rate of all parameter groups, as [`Engine::set_lr`] does. Collective.
     ///
     /// # Errors
     /// The same as [`Engine::set_lr`].

@@ -6,7 +6,7 @@ use super::shape::{AttentionShape, BAND, BLOCK, LOG2_E};
 /// A rule that defines how scores become probabilities, and which keys a query sees.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionRule<'a> {
-    /// The factor of the products of queries and keys.
+    /// The factor by which the products of queries and keys are multiplied.
     pub scale: f32,
     /// The c in c tanh(score / c), which limits scaled scores.
     pub soft_cap: Option<f32>,
@@ -23,9 +23,9 @@ pub struct AttentionRule<'a> {
 /// x).
 #[derive(Debug, Clone, Copy)]
 pub struct SoftCap {
-    /// The factor of the product.
+    /// The factor by which the product is multiplied.
     pub inner: f32,
-    /// The factor of the hyperbolic tangent.
+    /// The factor by which the hyperbolic tangent is multiplied.
     pub outer: f32,
 }
 

@@ -1,5 +1,5 @@
 //! Products of one, two or four rows with `b` read from its original memory: each word is loaded, or transposed in
-//! registers, and multiplied at once. The sums have the same bits as those of the microkernels.
+//! registers, and multiplied immediately. The sums have the same bits as those of the microkernels.
 
 use super::arithmetic::ElementArithmetic;
 use super::microkernel::{AccumulatorInit, StridedWords, load_sums, store_sums};

@@ -76,8 +76,8 @@ unsafe impl Sync for WorkerPool {}
 
 impl WorkerPool {
     /// Calls `work` on this thread and concurrently on up to `helpers` helpers. Returns when all calls have returned.
-    /// While there are fewer helpers, `start` is called to start the next one, with its number (from 1). `start`
-    /// returns false if it cannot do so.
+    /// While there are fewer helpers, `start` is called to start the next one, with its number (counted from 1).
+    /// `start` returns false if it cannot do so.
     ///
     /// # Panics
     /// Panics if a call panicked.

@@ -71,7 +71,7 @@ impl RankCore {
         output
     }
 
-    /// Begins to measure the coming backward.
+    /// Begins to measure the next backward.
     pub fn begin_measuring(&self) {
         let mut state = lock(&self.check.state);
         state.along = vec![DirectionalGradient::default(); self.params.len()];

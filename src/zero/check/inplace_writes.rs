@@ -1,4 +1,4 @@
-//! Finds writes into parameters that the engine does not make: Candle's in-place calls (`slice_set`, `zero_set`,
+//! Finds writes to parameters by anything other than the engine: Candle's in-place calls (`slice_set`, `zero_set`,
 //! `Var::set`) on one of the model's tensors.
 //!
 //! The optimizer's own copy of the weights does not contain such writes, so the next update would silently overwrite

@@ -6,7 +6,7 @@
 //! | `gradient_check_state.rs` | the state of a check |
 //! | `perturbation.rs` | the direction in which parameters are perturbed |
 //! | `forward_outputs.rs`, `output_hooks.rs` | outputs of forward passes: whether a loss belongs to this step |
-//! | `weight_samples.rs`, `inplace_writes.rs` | writes into parameters that the engine does not make |
+//! | `weight_samples.rs`, `inplace_writes.rs` | writes to parameters by anything other than the engine |
 //! | `rank_divergence.rs` | the parts of the model that ranks ran when their calls differed |
 
 mod finite_difference_check;

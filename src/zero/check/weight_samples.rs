@@ -1,4 +1,4 @@
-//! A few elements of each parameter, by which writes into it are found.
+//! A few elements of each parameter, by which writes to it are found.
 
 use crate::error::{ParamError, Result};
 use crate::param::Param;

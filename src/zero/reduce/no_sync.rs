@@ -29,7 +29,7 @@ impl RankCore {
         lock(&self.unreduced).waits = true;
     }
 
-    /// Hands over the sums of the parameters that the current backward has not reached.
+    /// Hands over the gradient sums of the parameters that the current backward has not reached.
     pub(in crate::zero) fn release_unreduced(&self) -> Result<()> {
         let mut unreduced = lock(&self.unreduced);
         unreduced.waits = false;

@@ -1,4 +1,5 @@
-//! Runs fuzz targets with any Rust, without libFuzzer: random changes to seeds, each input in a process that may fail.
+//! Runs fuzz targets with any Rust toolchain, without libFuzzer: random changes to seeds, each input in a process that
+//! may fail.
 //!
 //! ```text
 //! candle-zero-fuzz [--target NAME]... [--seconds 10] [--seed 1] [--first 0] [--jobs 1]     all targets, or some
@@ -9,8 +10,9 @@
 //!
 //! Case N of a target depends only on the seed and N. Each target runs for `--seconds`, and `--jobs` of them run at a time.
 //! With one target, all jobs run different cases of it. A panic, a signal, a case of more than 10 seconds, and more
-//! than 1 GiB of memory are failures: the input is made smaller for a few seconds and written to `artifacts/`, and the exit
-//! code is 1. If the library's sandbox ends the process with an error message, that is not a failure.
+//! than 1 GiB of memory are failures: the program spends a few seconds shrinking the input and writes it to
+//! `artifacts/`, and the exit code is 1. If the library's sandbox ends the process with an error message, that is not a
+//! failure.
 
 use candle_zero::untrusted_work::SandboxAllocator;
 use candle_zero_fuzz::mutator;
@@ -265,7 +267,7 @@ fn run_cases(options: &Options) -> ExitCode {
             progress.case += step;
             if progress.done % 4096 == 0 {
                 // The library's notices are of no use if nothing fails.
-                // SAFETY: a file of this process is made empty.
+                // SAFETY: descriptor 2 is this process's own message file; truncating it affects no memory.
                 unsafe { libc::ftruncate(2, 0) };
             }
         }
@@ -402,7 +404,7 @@ fn try_input(target: &Target, data: &[u8]) -> Option<Failure> {
     }
 }
 
-/// Makes a failing input smaller by leaving out parts of it, for a few seconds.
+/// Spends a few seconds shrinking a failing input by leaving out parts of it.
 fn minimized(target: &Target, data: Vec<u8>, signature: &str) -> Vec<u8> {
     let end = Instant::now() + MINIMIZING;
     let mut data = data;

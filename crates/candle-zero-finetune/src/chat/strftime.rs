@@ -5,9 +5,9 @@ struct DateTime {
     year: i64,
     month: usize,
     day: i64,
-    /// The day of the year, from 1.
+    /// The day of the year, counted from 1.
     day_of_year: i64,
-    /// The day of the week, from 0 (Sunday).
+    /// The day of the week, counted from 0 (Sunday).
     weekday: usize,
     hour: u64,
     minute: u64,

@@ -19,7 +19,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileReadProgress {
-    /// The index of the file, from 0.
+    /// The index of the file, counted from 0.
     pub file: usize,
     /// Bytes of records read so far.
     pub bytes: u64,

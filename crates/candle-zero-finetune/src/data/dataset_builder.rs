@@ -79,7 +79,7 @@ impl DatasetBuilder<'_> {
         // The previous holder of the lock may have built it.
         match open()? {
             Ok(found) => return Ok(found),
-            Err(why) if path.exists() => notice::emit(&format!("{}: {why}; it is rebuilt", path.display())),
+            Err(why) if path.exists() => notice::emit(&format!("{}: {why}, so it will be rebuilt", path.display())),
             Err(_) => (),
         }
         let mut writer = SampleCacheWriter::new(&path).map_err(io)?;

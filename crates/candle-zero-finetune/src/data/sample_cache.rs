@@ -90,7 +90,7 @@ pub struct SampleRef<'a> {
     bits: &'a [u8],
     /// The index of the sample's label, if it has one.
     pub label: u32,
-    /// The line that the sample comes from, from 1.
+    /// The line that the sample comes from, counted from 1.
     pub line: u64,
 }
 

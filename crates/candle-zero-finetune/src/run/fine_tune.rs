@@ -268,7 +268,7 @@ impl FineTune {
     }
 
     /// Runs the next step as [`step`](Self::step) does. Calls `tell` after each of this rank's micro batches with its
-    /// number, from 1, and the number of micro batches in the step.
+    /// number, counted from 1, and the number of micro batches in the step.
     ///
     /// # Errors
     /// See [`step`](Self::step).

@@ -117,8 +117,8 @@ impl StartModel {
 }
 
 impl PreparedRun {
-    /// Checks the options, opens the model, and tokenizes the data or maps earlier results. `progress` is called with
-    /// the progress of a data file.
+    /// Checks the options, opens the model, and tokenizes the data, or memory-maps the tokenized data of an earlier
+    /// run. `progress` is called with the progress of a data file.
     ///
     /// # Errors
     /// Invalid options; errors of [`BaseModel::open`], [`Tokenizer::open`], [`Template::open`] and

@@ -7,7 +7,7 @@ use serde::Serialize;
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct StepReport {
-    /// The index of the step, from 0.
+    /// The index of the step, counted from 0.
     pub step: u64,
     /// The mean loss over the target tokens of the step, over its pairs, or over its labelled texts.
     pub loss: f64,

@@ -22,7 +22,7 @@ pub enum LaunchError {
     Frontmatter {
         /// The script.
         path: PathBuf,
-        /// The line in the script, from 1.
+        /// The line in the script, counted from 1.
         line: usize,
         /// The problem.
         problem: String,

@@ -117,7 +117,10 @@ pub(super) fn of_failure(first: &CulpritRank, after: Duration, words: &[String],
     for end in ended_ranks.iter().filter(|end| end.rank != first.rank) {
         let what = match (end.request, end.ended) {
             (_, RankExitStatus::Code(0)) if end.before_failure => "had already finished".to_string(),
-            (StopRequest::Nothing, ended) => format!("{ended} by itself"),
+            (StopRequest::Nothing, RankExitStatus::Code(code)) => format!("exit code {code}, not stopped by zerorun"),
+            (StopRequest::Nothing, RankExitStatus::Signal(number)) => {
+                format!("killed by {}, which zerorun did not send", signals::name(number))
+            }
             (StopRequest::Terminate, _) => "stopped by zerorun with SIGTERM".to_string(),
             (StopRequest::Kill, _) => "killed by zerorun with SIGKILL (SIGTERM did not help)".to_string(),
         };
@@ -172,7 +175,7 @@ mod tests {
         zerorun: rank 1 failed first: it ended with exit code 3 after 12.3 s
         zerorun:   | Error: no more
         zerorun:   |     disk
-        zerorun:   rank 0: ended with exit code 101 by itself
+        zerorun:   rank 0: exit code 101, not stopped by zerorun
         zerorun:   ranks 2-3, 5: stopped by zerorun with SIGTERM
         zerorun:   rank 4: killed by zerorun with SIGKILL (SIGTERM did not help)
         zerorun:   rank 6: had already finished

@@ -8,7 +8,7 @@
 /// A script split into manifest and code.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct ScriptParts {
-    /// The TOML text between the fences, and the script's line where it begins, from 1. `None` if there is no
+    /// The TOML text between the fences, and the script's line where it begins, counted from 1. `None` if there is no
     /// frontmatter.
     pub(super) manifest: Option<(String, usize)>,
     /// The complete script, with `//` in front of the `#!` line and of each line of the frontmatter.
@@ -18,7 +18,7 @@ pub(super) struct ScriptParts {
 /// A problem in the frontmatter.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct FrontmatterProblem {
-    /// The line in the script, from 1.
+    /// The line in the script, counted from 1.
     pub(super) line: usize,
     pub(super) found: String,
     pub(super) fix: String,

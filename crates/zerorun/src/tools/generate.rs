@@ -257,8 +257,9 @@ impl AnswerGenerator<'_> {
         }
         eprint(&format!("zerorun: {}", GenerationSpeed { prompt: prompt.len(), times: &times }.text()));
         if !answer.ended {
-            let why = if sampling.max_tokens < self.sampling.max_tokens { "the context" } else { "--max_tokens" };
-            eprint(&format!("zerorun: the answer was cut at {} tokens, by {why}", answer.ids.len()));
+            let why =
+                if sampling.max_tokens < self.sampling.max_tokens { "the context length" } else { "--max_tokens" };
+            eprint(&format!("zerorun: the answer was cut off at {} tokens by {why}", answer.ids.len()));
         }
         Ok(true)
     }

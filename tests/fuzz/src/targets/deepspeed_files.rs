@@ -43,7 +43,7 @@ impl DeepSpeedFile {
     pub fn pickle(&self) -> Vec<u8> {
         let entries = entries(&self.bytes);
         let pickle = entries.into_iter().find(|(name, _)| name.ends_with("/data.pkl"));
-        pickle.expect("a file of torch.save has a pickle").1
+        pickle.expect("a file written by torch.save contains a pickle").1
     }
 
     /// Returns the file with a different pickle.

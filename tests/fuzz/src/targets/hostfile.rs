@@ -1,5 +1,5 @@
-//! Texts about hosts: hostfiles and the selection among their hosts, world infos, lists of cores, and files of
-//! variables. The first byte selects one.
+//! Texts about hosts: hostfiles and the selection among their hosts, encoded world info (the slots of each host), lists
+//! of cores, and files of variables. The first byte selects one.
 
 use super::{join, split};
 use crate::launch::hosts::core_list::{CoreList, ranges};

@@ -21,7 +21,7 @@ pub enum HostsError {
     BadEntry {
         /// The hostfile.
         path: PathBuf,
-        /// The line, from 1.
+        /// The line, counted from 1.
         line: usize,
         /// The beginning of the line.
         text: String,
@@ -35,7 +35,7 @@ pub enum HostsError {
     OptionAsHost {
         /// The hostfile.
         path: PathBuf,
-        /// The line, from 1.
+        /// The line, counted from 1.
         line: usize,
         /// The name.
         host: String,
@@ -48,7 +48,7 @@ pub enum HostsError {
     DuplicateHost {
         /// The hostfile.
         path: PathBuf,
-        /// The line of the second entry, from 1.
+        /// The line of the second entry, counted from 1.
         line: usize,
         /// The host.
         host: String,
@@ -64,7 +64,7 @@ pub enum HostsError {
     TooManySlots {
         /// The hostfile.
         path: PathBuf,
-        /// The line, from 1.
+        /// The line, counted from 1.
         line: usize,
         /// The host.
         host: String,
@@ -411,7 +411,7 @@ pub enum HostsError {
         /// The number of slots.
         count: usize,
     },
-    /// A world info cannot be read.
+    /// World info that cannot be read.
     #[error(
         "cannot read the world info: {problem}; it must be the base64 of {{\"HOST\": [SLOT, ...], ...}}, as the \
          launcher wrote it"
@@ -430,7 +430,7 @@ pub enum HostsError {
     BadVariable {
         /// The file.
         path: PathBuf,
-        /// The line, from 1.
+        /// The line, counted from 1.
         line: usize,
         /// The beginning of the line.
         text: String,
@@ -443,7 +443,7 @@ pub enum HostsError {
     BadVariableName {
         /// The file.
         path: PathBuf,
-        /// The line, from 1.
+        /// The line, counted from 1.
         line: usize,
         /// The text in place of the name.
         name: String,

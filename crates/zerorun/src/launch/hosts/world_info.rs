@@ -127,7 +127,7 @@ impl WorldInfo {
         to_base64(json.as_bytes())
     }
 
-    /// Decodes a world info.
+    /// Decodes world info.
     pub(crate) fn decode(text: &str) -> Result<Self, HostsError> {
         let problem = |problem: String| HostsError::WorldInfo { problem };
         let json = from_base64(text).ok_or_else(|| problem(format!("`{}` is not URL-safe base64", shown(text))))?;

@@ -111,12 +111,12 @@ pub(super) fn clock_ahead(hello: &HostHello) -> i64 {
 /// so this is only a warning.
 pub(super) fn folders<'a>(own: &'a HostHello, other: &'a HostHello) -> impl Iterator<Item = String> + 'a {
     own.folders.iter().filter_map(move |(folder, here)| {
-        let difference = checksums::difference(here, other.folders.get(folder)?)?;
+        let (first, second) = (name(own), name(other));
+        let there = other.folders.get(folder)?;
+        let difference = checksums::difference([(first.as_str(), here), (second.as_str(), there)])?;
         Some(format!(
-            "zerorun: warning: folder {folder} differs between hosts {} and {}: {}; copy the same files to both, \
-             unless the job itself writes there",
-            name(own),
-            name(other),
+            "zerorun: warning: the folder {folder} differs between hosts {first} and {second}: {}; copy the same files \
+             to both, unless the job itself writes there",
             printable(&difference, MAX_SHOWN_CHARS)
         ))
     })

@@ -1,6 +1,7 @@
 //! The checksums that the launchers of a job's hosts compare: of the program, and of the files and folders that its
 //! arguments name.
 
+use candle_zero::util::counted;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -66,7 +67,7 @@ fn list(folder: &Path, prefix: &str, to: &mut FileChecksums) {
             && found.is_file()
         {
             let sum =
-                if found.len() <= MAX_COMPARED_BYTES { checksum(&path) } else { Ok(format!("{} bytes", found.len())) };
+                if found.len() <= MAX_COMPARED_BYTES { checksum(&path) } else { Ok(counted(found.len(), "byte")) };
             to.insert(name, sum.unwrap_or_else(|error| format!("unreadable ({error})")));
         }
     }
@@ -80,17 +81,17 @@ fn checksum(path: &Path) -> std::io::Result<String> {
         (XxHash3_64::new(), BufReader::new(file).take(MAX_FILE_BYTES), vec![0; 1 << 20]);
     loop {
         match from.read(&mut buffer)? {
-            0 => return Ok(format!("{bytes} bytes with checksum {:x}", hash.finish())),
+            0 => return Ok(format!("{} with checksum {:x}", counted(bytes, "byte"), hash.finish())),
             read => hash.write(&buffer[..read]),
         }
     }
 }
 
-/// Describes the first file that differs between two folders.
-pub(super) fn difference(a: &FileChecksums, b: &FileChecksums) -> Option<String> {
+/// Describes the first file that differs between the folders of two hosts, each given with the host's name.
+pub(super) fn difference([(on_a, a), (on_b, b)]: [(&str, &FileChecksums); 2]) -> Option<String> {
     let name = a.keys().chain(b.keys()).filter(|name| a.get(*name) != b.get(*name)).min()?;
     let of = |sums: &FileChecksums| sums.get(name).map_or("missing".to_string(), Clone::clone);
-    Some(format!("{name} is {} and {}", of(a), of(b)))
+    Some(format!("{name} is {} on {on_a} and {} on {on_b}", of(a), of(b)))
 }
 
 #[cfg(test)]
@@ -117,13 +118,20 @@ mod tests {
             write(at, ".hidden", &at.to_string());
         }
         assert_eq!(sums(0).keys().collect::<Vec<_>>(), ["c.txt", "part/b.txt"]);
-        assert_eq!(difference(&sums(0), &sums(1)), None);
+        let difference = || difference([("x", &sums(0)), ("y", &sums(1))]);
+        assert_eq!(difference(), None);
         write(1, "part/b.txt", "to bE");
-        let told = difference(&sums(0), &sums(1)).unwrap();
-        assert!(told.starts_with("part/b.txt is 5 bytes with checksum ") && told.contains(" and 5 bytes "), "{told}");
+        let told = difference().unwrap();
+        assert!(
+            told.starts_with("part/b.txt is 5 bytes with checksum ") && told.contains(" on x and 5 bytes "),
+            "{told}"
+        );
         write(0, "a.txt", "");
-        let told = difference(&sums(0), &sums(1)).unwrap();
-        assert!(told.starts_with("a.txt is 0 bytes with checksum ") && told.ends_with(" and missing"), "{told}");
+        let told = difference().unwrap();
+        assert!(
+            told.starts_with("a.txt is 0 bytes with checksum ") && told.ends_with(" on x and missing on y"),
+            "{told}"
+        );
         (0..MAX_FILES).for_each(|i| write(0, &format!("many/{i:04}"), ""));
         assert_eq!(sums(0).len(), MAX_FILES);
     }

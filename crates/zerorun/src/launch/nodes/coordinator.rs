@@ -83,7 +83,7 @@ struct JoinedHost {
     ahead: i64,
 }
 
-/// The first host's state of the job.
+/// The state of the job, as kept by the first host.
 struct Coordinator {
     policy: ElasticPolicy,
     /// This host.
@@ -191,7 +191,9 @@ impl Coordinator {
             }
             if let Some((node, PeerEvent::Message(LauncherMessage::Signal(signal)))) = self.next() {
                 let name = self.hosts.get(&node).map_or("?".into(), |host| admission::name(&host.hello));
-                return Err(format!("zerorun: stopped by signal {signal} to the launcher on host {name}"));
+                return Err(format!(
+                    "zerorun: stopped by signal {signal}, which was sent to the launcher on host {name}"
+                ));
             }
         }
     }
@@ -467,7 +469,7 @@ mod tests {
         let member = |node: usize, host: &str, clock: u64| {
             let (sender, heard) = channel();
             let folders =
-                BTreeMap::from([("data".into(), BTreeMap::from([("a.txt".into(), format!("{node} bytes"))]))]);
+                BTreeMap::from([("data".into(), BTreeMap::from([("a.txt".into(), format!("{} bytes", 2 * node))]))]);
             let hello = HostHello { node, clock, folders, launcher: node as u64 + 1, ..hello(host) };
             let session = joined(address, &hello).unwrap();
             (LauncherPeer::over(session, MAX_MESSAGE_BYTES, move |heard| _ = sender.send(heard)).unwrap(), heard)
@@ -483,7 +485,7 @@ mod tests {
         assert_eq!(notes[0], notes[1]);
         insta::assert_snapshot!(notes[0], @"
         zerorun: warning: the clock of host b is 120 s behind the first host's: the times of logs and checkpoints cannot be compared; synchronize both clocks with a time server
-        zerorun: warning: folder data differs between hosts a and b: a.txt is 0 bytes and 1 bytes; copy the same files to both, unless the job itself writes there
+        zerorun: warning: the folder data differs between hosts a and b: a.txt is 0 bytes on a and 2 bytes on b; copy the same files to both, unless the job itself writes there
         ");
     }
 

@@ -62,8 +62,8 @@ pub(super) fn listen(
         // On Debian, for example, /etc/hosts maps a host's own name to a loopback address. Other hosts resolve it
         // differently.
         eprint(&format!(
-            "zerorun: {name} is {} on this host, which no other host can reach, so the hosts can connect to all \
-             addresses of this host; set --{BIND_ADDR} to the one to use",
+            "zerorun: on this host, {name} resolves to {}, which other hosts cannot reach, so zerorun listens on all \
+             addresses of this host; set --{BIND_ADDR} to choose one",
             addresses[0].ip()
         ));
         drop(listeners);

@@ -1,8 +1,8 @@
 //! The secret that the launchers of a job share. It proves that a host belongs to the job, and seals later messages.
 //! The secret itself is never sent over the network.
 //!
-//! Keys are derived from it and from random numbers of both sides for each connection, so messages recorded from one
-//! connection are useless on another.
+//! For each connection, keys are derived from it and from random numbers that both sides contribute, so messages
+//! recorded from one connection are useless on another.
 
 use crate::error::{HostsError, LaunchError, Result};
 use candle_zero::files::read_text;

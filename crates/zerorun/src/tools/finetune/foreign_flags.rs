@@ -11,12 +11,12 @@ const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
     (&["learning_rate"], "--lr RATE"),
     (
         &["per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "device_batch_size"],
-        "--micro_batch ROWS, the rows that a rank computes at once (--batch sets those of a step)",
+        "--micro_batch ROWS, the number of rows that a rank processes at a time (--batch sets the number per step)",
     ),
     (&["per_device_eval_batch_size", "eval_batch_size"], "--micro_batch ROWS, which validation uses too"),
     (
         &["gradient_accumulation_steps", "gradient_accumulation"],
-        "--batch ROWS, the rows of a step: micro batch x accumulation steps x ranks",
+        "--batch ROWS, the number of rows per step: micro batch x accumulation steps x ranks",
     ),
     (&["batch_size", "train_batch_size", "global_batch_size", "total_batch_size"], "--batch ROWS"),
     (
@@ -129,7 +129,10 @@ const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
         &["group_by_length", "length_group"],
         "there is no such flag: samples are packed into rows, so there is little padding",
     ),
-    (&["overwrite_output_dir", "overwrite", "force"], "another --out, or remove the folder: it is not overwritten"),
+    (
+        &["overwrite_output_dir", "overwrite", "force"],
+        "there is no such flag: an existing folder is never overwritten; give a different --out, or remove the folder",
+    ),
 ];
 
 /// Adds this tool's flag to the error about an unknown flag, if another trainer has that flag.

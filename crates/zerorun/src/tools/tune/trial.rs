@@ -304,12 +304,12 @@ mod tests {
     #[test]
     fn the_reason_is_what_the_first_rank_to_fail_says() {
         let two = "[rank 1] error: rank 0 stopped (no data)\nzerorun: rank 0 failed first: it ended with exit code 1 after 1 s\n\
-                   zerorun:   | error: no data\nzerorun:   rank 1: ended with exit code 1 by itself\n";
+                   zerorun:   | error: no data\nzerorun:   rank 1: exit code 1, not stopped by zerorun\n";
         assert_eq!(reason_in(two), "error: no data");
         let panic = "zerorun: rank 0 failed: it ended with exit code 101 after 1 s\n\
                      zerorun:   | thread 'main' (7) panicked at src/x.rs:1:2:\nzerorun:   | index out of bounds\n";
         assert_eq!(reason_in(panic), "index out of bounds (thread 'main' (7) panicked at src/x.rs:1:2:)");
-        let silent = "step 1\nlast line\nzerorun: rank 1: ended with exit code 1 by itself\n";
+        let silent = "step 1\nlast line\nzerorun: rank 1: exit code 1, not stopped by zerorun\n";
         assert_eq!(reason_in(silent), "last line");
         assert_eq!(reason_in("starting\nerror: no memory is left\ngoodbye\n"), "error: no memory is left");
         assert_eq!(reason_in(" \n"), "it printed nothing");

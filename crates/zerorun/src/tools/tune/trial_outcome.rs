@@ -113,7 +113,7 @@ impl fmt::Display for TrialOutcome {
             Self::Failed { reason } | Self::OutOfMemory { reason } => write!(f, "failed: {reason}"),
             Self::TimedOut { seconds } => write!(f, "failed: it took longer than {seconds} s"),
             Self::TooLarge { needs } => {
-                write!(f, "not run: the model's state alone needs {} by the estimate", binary(*needs))
+                write!(f, "not run: according to the estimate, the model's state alone needs {}", binary(*needs))
             }
             Self::NotRun { reason } => write!(f, "not run: {reason}"),
         }

@@ -27,7 +27,7 @@ pub(super) struct RankResults {
 /// The first difference between two jobs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FirstDifference {
-    /// The step, from 1.
+    /// The step, counted from 1.
     step: usize,
     rank: usize,
     what: DifferingValue,
