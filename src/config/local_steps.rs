@@ -99,7 +99,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
         nesterov: walk.bool("local_steps.nesterov"),
         fragments,
         fragment_delay,
-        // What an island learns while an exchange is on its way is in its own weights only.
+        // The exchange does not contain what an island learns while it is on its way.
         fragment_alpha: alpha.unwrap_or(if fragment_delay > 0 { 0.5 } else { 0.0 }),
         wire: wire.map_or(IslandWire::F32, |at| IslandWire::ALL[at]),
     })

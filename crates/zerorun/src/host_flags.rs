@@ -179,7 +179,7 @@ impl HostFlags {
         if self.hostfile.is_none() && self.nnodes.is_none() {
             return Some(format!(
                 "--min_nodes {fewest} is the minimum number of hosts after a restart, but this job has one host: give \
-                 --hostfile or --nnodes, or leave it out"
+                 --hostfile or --nnodes, or leave --min_nodes out"
             ));
         }
         (max_restarts == 0 || fewest == 0).then(|| {
