@@ -109,7 +109,7 @@ impl<M> Engine<M> {
             Some(pipeline) => grouping.kept_modules().check(pipeline.names())?,
             None => {
                 grouping.kept_modules().check(registered.names())?;
-                mark_leaves(&mut registered, &config.zero.leaf_module, &leaf_units, comm.rank())?;
+                mark_leaves(&mut registered, &config.zero.leaf_module, &leaf_units, reports)?;
             }
         }
         if let Some(offload) = &offload {
@@ -118,8 +118,10 @@ impl<M> Engine<M> {
         let trainer = trainer(grouping, &mut registered, schedule, &config, (pipeline.as_ref(), reports))?;
         let inits = std::mem::take(&mut registered.inits);
         let pipeline = pipeline.map(|setup| setup.position(registered.params.iter().map(|param| param.name.as_str())));
-        let second_group = second_group(&config, &*comm)?;
-        note_compression(&config, &*comm);
+        let second_group = second_group(&config, &*comm, reports)?;
+        if reports {
+            note_compression(&config, &*comm);
+        }
         let core = Arc::new(RankCore::new(RankCoreParts {
             comm,
             pipeline,
@@ -147,7 +149,9 @@ impl<M> Engine<M> {
             (Some(ranks), Some(config)) => Some(Islands::begin(ranks, config, &core)?),
             _ => None,
         };
-        report_delay(&core, &config);
+        if reports {
+            report_delay(&core, &config);
+        }
         let mut engine = Self {
             check: FiniteDifferenceChecker::of_first_step(config.gradient_check),
             model,
@@ -186,10 +190,10 @@ impl<M> Engine<M> {
     }
 }
 
-/// Reports on rank 0 why updates that should be delayed are not.
+/// Reports why updates that should be delayed are not.
 fn report_delay(core: &RankCore, config: &Config) {
     let wanted = config.zero.offload_optimizer.as_ref().is_some_and(|offload| offload.delayed_update_after.is_some());
-    if let (true, 0, Some(why)) = (wanted, core.comm().rank(), core.hindrance_to_delay()) {
+    if let (true, Some(why)) = (wanted, core.hindrance_to_delay()) {
         emit(&format!("offload_optimizer.delayed_update: no update is delayed: {why}"));
     }
 }
@@ -272,9 +276,9 @@ fn build_model<M>(
 }
 
 /// Marks the units that the configuration and the builder name as leaves.
-fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[String], rank: usize) -> Result<()> {
+fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[String], reports: bool) -> Result<()> {
     let RegisteredModel { units, leaves, .. } = registered;
-    for name in leaves.mark_named(units, config).into_iter().filter(|_| rank == 0) {
+    for name in leaves.mark_named(units, config).into_iter().filter(|_| reports) {
         emit(&format!(
             "config: zero_optimization.leaf_module: no unit has the name or suffix {name}, so it has no effect"
         ));
@@ -311,7 +315,7 @@ fn not_on_one_host(key: &'static str, found: usize, here: Range<usize>) -> Error
 }
 
 /// Returns the size of the groups that keep a second copy of gathered parameters; 1 if there is no second copy.
-fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
+fn second_group(config: &Config, comm: &dyn Communicator, reports: bool) -> Result<usize> {
     let (ranks, here) = (config.zero.hpz_partition_size, comm.ranks_here());
     if ranks == 1 {
         return Ok(1);
@@ -325,7 +329,7 @@ fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
     } else {
         return Err(not_on_one_host("zero_hpz_partition_size", ranks, here));
     };
-    if comm.rank() == 0 {
+    if reports {
         emit(&format!("config: zero_optimization.zero_hpz_partition_size has no effect: {why}"));
     }
     Ok(1)
@@ -335,7 +339,7 @@ fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
 fn note_compression(config: &Config, comm: &dyn Communicator) {
     let (compresses, all_here) =
         (config.zero.compresses(config.communication_data_type), comm.ranks_here().len() == comm.size());
-    if config.zero.compress_between_hosts_only && compresses && all_here && comm.rank() == 0 {
+    if config.zero.compress_between_hosts_only && compresses && all_here {
         emit(
             "config: zero_optimization.compress_between_hosts_only: all ranks are on one host, so nothing is compressed",
         );
