@@ -260,7 +260,7 @@ mod tests {
                         JsonValue::Bool(_) => &["boolean"],
                         JsonValue::Int(_) | JsonValue::Long(_) => &["integer", "number"],
                         JsonValue::Float(_) => &["integer", "number"],
-                        JsonValue::String(_) => &["string", "enum"],
+                        JsonValue::String(_) => &["string", "enum", "const"],
                         JsonValue::List(_) => &["array"],
                         JsonValue::Null | JsonValue::Object(_) => &["null"],
                     };

@@ -293,7 +293,9 @@ impl Islands {
             return;
         }
         self.samples.copy_from_slice(&saved.samples);
-        let in_flight = saved.in_flight.iter().filter(|fragment| **fragment < self.fragments.len());
+        // Without a delay, nothing is in flight between two steps.
+        let exists = |fragment: &&usize| **fragment < self.fragments.len() && self.config.fragment_delay > 0;
+        let in_flight = saved.in_flight.iter().filter(exists);
         self.in_flight = in_flight.map(|fragment| FragmentExchange::stored(*fragment, core.hold_exchange(0))).collect();
     }
 }

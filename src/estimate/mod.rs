@@ -121,7 +121,7 @@ impl Estimate {
         let options = EstimateOptions { hosts: (options.hosts / islands).max(1), ..options };
         let (params, leaves) = shapes.registered(config)?;
         let rehearsal = Rehearsal::new(&params, leaves, config, options)?.with_buffers(shapes.buffer_bytes());
-        let _in_flight = rehearsal.exchange(*islands);
+        let _in_flight = rehearsal.exchange(*islands)?;
         let (step, step_trace) = rehearsal.train()?;
         Ok(Self { memory: rehearsal.report(), step, step_trace })
     }

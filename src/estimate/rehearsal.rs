@@ -38,6 +38,7 @@ use crate::zero::step::sharded_step::{update, vote};
 use crate::zero::step::stage_vote::StageVote;
 use crate::zero::step::state_sweep;
 use crate::zero::step::state_sweep::ParamSlice;
+use crate::zero::step::weight_publisher::WeightPublisher;
 use crate::zero::step_executor::{RankInfo, StepExecutor};
 use crate::zero::transfer::device_copy::{CopyKind, UPDATE_CHUNK, WINDOWS_BYTES, windows_tier};
 use crate::zero::transfer::pending_collective::CollectiveOp;
@@ -193,10 +194,11 @@ impl<'a> Rehearsal<'a> {
 
     /// Counts the memory of the exchanges between islands, and returns the entries of those that are in flight while the
     /// model trains.
-    pub fn exchange(&self, islands: usize) -> Vec<MemoryLedgerEntry> {
-        let Some(config) = &self.config.local_steps else { return Vec::new() };
+    pub fn exchange(&self, islands: usize) -> Result<Vec<MemoryLedgerEntry>> {
+        let Some(config) = &self.config.local_steps else { return Ok(Vec::new()) };
         let schedule = FragmentSchedule::new(config.steps, config.fragments, config.fragment_delay);
-        let trained: Vec<&Param> = self.params.iter().filter(|param| param.is_trained()).collect();
+        let trained = self.params.iter().enumerate().filter(|(_, param)| param.is_trained());
+        let (trained_ids, trained): (Vec<ParamId>, Vec<&Param>) = trained.unzip();
         let elements: Vec<usize> = trained.iter().map(|param| param.numel).collect();
         // An engine refuses more fragments than parameters.
         let fragments = schedule.fragments().min(trained.len().max(1));
@@ -219,14 +221,17 @@ impl<'a> Rehearsal<'a> {
             };
             let wire_copy = if is_wide { 0 } else { sent(fragment) * dtype.size_in_bytes() };
             drop(buffers(received + wire_copy));
-            if !placement.optim.is_sharded() || mesh.copies() > 1 {
-                let longest = (0..mesh.world_size()).map(|rank| len(fragment, rank)).max().unwrap_or(0);
-                let _received = buffers(received);
-                drop(buffers(longest * mesh.world_size() * wide));
-            }
+            let _received = buffers(received);
+            let gathers = !placement.optim.is_sharded() || mesh.copies() > 1;
+            let longest = (0..mesh.world_size()).map(|rank| len(fragment, rank)).max().unwrap_or(0);
+            let _gathered = gathers.then(|| buffers(longest * mesh.world_size() * wide));
+            let mut publisher = WeightPublisher::new(self.zero().allgather_bucket_size);
+            let ids = trained_ids.iter().zip(&of).filter(|(_, of)| **of == fragment);
+            ids.map(|(id, _)| *id).try_for_each(|id| publisher.push(self, id))?;
+            publisher.finish(self)?;
         }
         let in_flight = (fragments - schedule.most_in_flight().min(fragments))..fragments;
-        in_flight.map(|fragment| buffers(sent(fragment) * dtype.size_in_bytes())).collect()
+        Ok(in_flight.map(|fragment| buffers(sent(fragment) * dtype.size_in_bytes())).collect())
     }
 
     /// Trains for some steps, and returns the traffic and the trace of one of them.

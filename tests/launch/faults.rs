@@ -391,7 +391,7 @@ fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
     // Candle adds a backtrace to its messages. The messages of the other ranks stay readable.
     let ended = Run::start(Case { backtrace: "1", ..slow }).end();
     ended.check("rank 3 stopped (failed on purpose)", 7, "it ended with exit code 7");
-    let report = "\nzerorun:   | error: failed on purpose\nzerorun:   ranks 0-2: ended";
+    let report = "\nzerorun:   | error: failed on purpose\nzerorun:   ranks 0-2: exit code 1, not stopped by zerorun";
     assert!(ended.errors.contains(report), "{}", ended.errors);
     let never = Case { linger_ms: 100_000, ..case(0, "backward", 1, Deed::Fail) };
     let ended = Run::start(never).end();

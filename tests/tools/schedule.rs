@@ -156,5 +156,5 @@ fn a_momentum_that_reaches_one_is_shown_until_there() {
     let shown = lines(&output);
     // Four steps of the cycle and one for the start; 0.99 x 1.008 is below 1, 0.99 x 1.012 is not.
     assert_eq!((shown.len(), output.status.code()), (7, Some(2)));
-    assert!(stderr(&output).contains("as beta1 of optimizer step 8"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("sets beta1 to 1.00188 in optimizer step 8"), "{}", stderr(&output));
 }

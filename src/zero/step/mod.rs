@@ -20,5 +20,5 @@ pub(crate) mod sharded_step;
 pub(crate) mod stage_vote;
 pub(crate) mod state_sweep;
 mod stored_states;
-mod weight_publisher;
+pub(crate) mod weight_publisher;
 mod whole_param_step;

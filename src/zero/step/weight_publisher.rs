@@ -11,7 +11,7 @@ use crate::zero::reduce::bucket_queue::{BucketQueue, IN_FLIGHT};
 use crate::zero::step_executor::StepExecutor;
 
 /// Publishes every rank's updated shards to all ranks, `allgather_bucket_size` elements at a time.
-pub(super) struct WeightPublisher<R: StepExecutor> {
+pub(crate) struct WeightPublisher<R: StepExecutor> {
     buckets: BucketQueue<ParamId, PendingPublication<R>>,
 }
 
