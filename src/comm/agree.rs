@@ -82,6 +82,16 @@ pub(crate) fn texts(comm: &dyn Communicator, text: &str) -> Result<Vec<String>> 
     Ok(all.iter().zip(&lengths).map(text).collect())
 }
 
+/// Collective: returns the number of ranks on each host, in the order of the hosts.
+///
+/// # Errors
+/// The collective failed.
+#[doc(hidden)]
+pub fn ranks_per_host(comm: &dyn Communicator) -> Result<Vec<usize>> {
+    let firsts = gather_u64(comm, &[comm.ranks_here().start as u64])?;
+    Ok(firsts.chunk_by(|a, b| a == b).map(<[_]>::len).collect())
+}
+
 /// Collective: returns the `bytes` of every rank, in rank order. All ranks pass the same number of bytes.
 ///
 /// # Errors

@@ -44,53 +44,62 @@ pub enum IslandWire {
     Int4,
 }
 
-impl IslandWire {
-    /// The names in configurations.
-    pub(super) const NAMES: [&str; 4] = ["fp32", "bf16", "int8", "int4"];
-
-    const ALL: [Self; 4] = [Self::F32, Self::Bf16, Self::Int8, Self::Int4];
-}
-
 /// Reads the section; `None` if it is absent. Problems are collected in `walk`.
 pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
     walk.get(SECTION).filter(|section| !section.is_null())?;
     let steps = walk.count("local_steps.steps");
     let fragments = walk.count("local_steps.fragments");
     let fragment_delay = walk.count("local_steps.fragment_delay");
-    let mut refuse = |key: &str, message: String| {
+    let [outer_lr, outer_momentum] = ["outer_lr", "outer_momentum"].map(|key| walk.float(&format!("{SECTION}.{key}")));
+    let alpha = walk.get("local_steps.fragment_alpha").and_then(Value::as_f64);
+    let mut refuse = |rule: ConfigRule, key: &str, message: String| {
         let path = format!("{SECTION}.{key}");
         let place = walk.place(&path);
-        walk.problem(ConfigRule::Conflict, &path, place, message);
+        walk.problem(rule, &path, place, message);
     };
     if fragments > steps {
         let why = "because each fragment is exchanged once in so many steps";
-        refuse("fragments", format!("expected at most {steps} (local_steps.steps), {why}; found {fragments}"));
+        refuse(
+            ConfigRule::Conflict,
+            "fragments",
+            format!("expected at most {steps} (local_steps.steps), {why}; found {fragments}"),
+        );
     }
     if fragment_delay >= steps {
         let why = "because a fragment takes effect before it is sent again";
         refuse(
+            ConfigRule::Conflict,
             "fragment_delay",
             format!("expected less than {steps} (local_steps.steps), {why}; found {fragment_delay}"),
         );
     }
-    let [outer_lr, outer_momentum] = ["outer_lr", "outer_momentum"].map(|key| walk.float(&format!("{SECTION}.{key}")));
-    let alpha = walk.get("local_steps.fragment_alpha").and_then(Value::as_f64);
-    let mut refuse = |key: &str, message: String| {
-        let path = format!("{SECTION}.{key}");
-        let place = walk.place(&path);
-        walk.problem(ConfigRule::Range, &path, place, message);
-    };
     if outer_lr == 0.0 {
-        refuse("outer_lr", "expected more than 0, found 0: nothing that an island learns would be kept".into());
+        refuse(
+            ConfigRule::Range,
+            "outer_lr",
+            "expected more than 0, found 0: nothing that an island learns would be kept".into(),
+        );
     }
     if outer_momentum >= 1.0 {
-        refuse("outer_momentum", format!("expected less than 1, found {outer_momentum}: the weights would diverge"));
+        refuse(
+            ConfigRule::Range,
+            "outer_momentum",
+            format!("expected less than 1, found {outer_momentum}: the weights would diverge"),
+        );
     }
     if alpha.is_some_and(|alpha| alpha >= 1.0) {
-        refuse("fragment_alpha", "expected less than 1, found 1: no exchange would have an effect".into());
+        refuse(
+            ConfigRule::Range,
+            "fragment_alpha",
+            "expected less than 1, found 1: no exchange would have an effect".into(),
+        );
     }
-    let wire =
-        walk.str("local_steps.wire_dtype").and_then(|name| IslandWire::NAMES.iter().position(|own| *own == name));
+    let wire = match walk.str("local_steps.wire_dtype") {
+        Some("bf16") => IslandWire::Bf16,
+        Some("int8") => IslandWire::Int8,
+        Some("int4") => IslandWire::Int4,
+        _ => IslandWire::F32,
+    };
     Some(LocalStepsConfig {
         steps,
         islands: walk.int("local_steps.islands").and_then(|islands| usize::try_from(islands).ok()),
@@ -101,7 +110,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
         fragment_delay,
         // The exchange does not contain what an island learns while it is on its way.
         fragment_alpha: alpha.unwrap_or(if fragment_delay > 0 { 0.5 } else { 0.0 }),
-        wire: wire.map_or(IslandWire::F32, |at| IslandWire::ALL[at]),
+        wire,
     })
 }
 

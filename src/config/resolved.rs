@@ -270,9 +270,7 @@ impl Config {
         let islands = self.local_steps.as_ref().and_then(|config| config.islands).unwrap_or(1);
         self.world_size / islands.clamp(1, self.world_size.max(1))
     }
-}
 
-impl Config {
     /// Returns the configuration of one island of a job on `hosts` hosts, and the number of islands: as if the job had
     /// only the ranks of the island.
     pub(crate) fn of_island(&self, hosts: usize) -> (Self, usize) {

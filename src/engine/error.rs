@@ -1,5 +1,7 @@
 //! Errors of training.
 
+use crate::util::counted;
+
 /// Returns advice about non-finite numbers in optimizer step `step`.
 fn nonfinite_advice(step: u64) -> &'static str {
     match step {
@@ -427,5 +429,17 @@ fn remedy_of_overflow(adapts: bool) -> &'static str {
              (fp16.initial_scale_power)"
         }
         false => "let the loss scale adapt (fp16.loss_scale 0), or set a smaller one",
+    }
+}
+
+impl EngineError {
+    /// Returns the error of a number of islands that does not divide the number of ranks.
+    pub(crate) fn indivisible_islands(islands: usize, ranks: usize) -> Self {
+        let why = format!(
+            "local_steps.islands is {islands}, but {} cannot be divided into so many islands of equal size; use a divisor \
+             of {ranks}, or start a different number of ranks",
+            counted(ranks, "rank")
+        );
+        Self::LocalSteps { why }
     }
 }

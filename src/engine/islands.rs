@@ -11,7 +11,7 @@
 //! by the samples of its island, and receives the sum.
 
 use crate::checkpoint::IslandProgress;
-use crate::comm::agree::gather_u64;
+use crate::comm::agree::ranks_per_host;
 use crate::comm::{Communicator, Pending, WireFormat};
 use crate::config::{LocalStepsConfig, OptimizerConfig, SgdConfig};
 use crate::error::{EngineError, Result};
@@ -26,7 +26,7 @@ use crate::util::{counted, fnv1a, list};
 use crate::zero::rank_core::RankCore;
 use crate::zero::step::outer_step::{MeanChange, encoding};
 use candle_core::DType;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -50,15 +50,8 @@ impl IslandRanks {
             Some(islands) => islands,
             None => hosts_of_equal_size(&**job)?,
         };
-        let mesh = RankMesh::new(job.size(), &[(MeshAxis::Island, islands)]).map_err(|_| {
-            let ranks = counted(job.size(), "rank");
-            let why = format!(
-                "local_steps.islands is {islands}, but {ranks} cannot be divided into so many islands of equal size; use \
-                 a divisor of {}, or start a different number of ranks",
-                job.size()
-            );
-            EngineError::LocalSteps { why }
-        })?;
+        let mesh = RankMesh::new(job.size(), &[(MeshAxis::Island, islands)])
+            .map_err(|_| EngineError::indivisible_islands(islands, job.size()))?;
         Ok(Self {
             island: job.group(&mesh.groups(&[MeshAxis::Data]))?,
             across: job.group(&mesh.groups(&[MeshAxis::Island]))?,
@@ -341,11 +334,9 @@ impl FragmentExchange {
 
 /// Collective: returns the number of hosts, which have equally many ranks.
 fn hosts_of_equal_size(job: &dyn Communicator) -> Result<usize> {
-    let here = job.ranks_here();
-    let all = gather_u64(job, &[here.start as u64, here.len() as u64])?;
-    let hosts: BTreeSet<(u64, u64)> = all.iter().map(|host| (host[0], host[1])).collect();
-    if hosts.iter().any(|(_, ranks)| *ranks != all[0][1]) {
-        let ranks: Vec<String> = hosts.iter().map(|(_, ranks)| ranks.to_string()).collect();
+    let hosts = ranks_per_host(job)?;
+    if hosts.iter().any(|ranks| *ranks != hosts[0]) {
+        let ranks: Vec<String> = hosts.iter().map(usize::to_string).collect();
         let why = format!(
             "local_steps.islands is \"auto\", one island per host, but the hosts have {} ranks; start equally many ranks on \
              each host, or give a number of islands",

@@ -57,7 +57,6 @@ pub use traffic::{CollectiveCounts, Traffic};
 use crate::config::Config;
 use crate::error::{EngineError, ModelError, Result};
 use crate::memory::MemoryReport;
-use crate::util::counted;
 use rehearsal::Rehearsal;
 use serde::Serialize;
 use step_trace::StepTrace;
@@ -111,12 +110,7 @@ impl Estimate {
         let world_size = config.world_size;
         let (config, islands) = &config.of_island(options.hosts);
         if !world_size.is_multiple_of(*islands) {
-            let why = format!(
-                "local_steps.islands is {islands}, but {} cannot be divided into so many islands of equal size; use a divisor \
-                 of {world_size}, or another number of ranks",
-                counted(world_size, "rank")
-            );
-            return Err(EngineError::LocalSteps { why }.into());
+            return Err(EngineError::indivisible_islands(*islands, world_size).into());
         }
         let options = EstimateOptions { hosts: (options.hosts / islands).max(1), ..options };
         let (params, leaves) = shapes.registered(config)?;

@@ -293,7 +293,7 @@ impl RankCore {
         }
     }
 
-    /// Returns the communicator of the complete job: of all stages of a pipeline.
+    /// Returns the communicator of the ranks that save one checkpoint: of all stages of a pipeline, or of an island.
     pub fn job(&self) -> &dyn Communicator {
         self.pipeline.as_ref().map_or(&*self.comm, |position| &*position.job)
     }

@@ -1,7 +1,7 @@
 //! Parses the command line. Everything after the script's name belongs to the script.
 
 use super::host_flags::HostFlags;
-use super::launcher_variables::LauncherVariables;
+use super::launcher_variables::{LauncherVariables, of_process};
 use super::ranks_per_host;
 use crate::error::Result;
 use crate::launch::LaunchOptions;
@@ -150,10 +150,7 @@ impl ZerorunArguments {
 
 /// Parses a command line whose first word is the program's own name.
 pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> std::result::Result<LaunchOptions, CommandLineError> {
-    // A value that is not UTF-8 gets replacement characters. It is then refused as a number, and the error names the
-    // variable.
-    let lookup = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-    read_beside(words, &LauncherVariables(&lookup))
+    read_beside(words, &LauncherVariables(&of_process))
 }
 
 /// Returns the command line of `zerorun` without its tools. The help lists the tools first.

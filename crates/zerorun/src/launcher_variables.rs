@@ -36,6 +36,12 @@ const PORT: &str = "a port number from 1 to 65535";
 /// The environment variables of this process, or made-up ones in tests.
 pub(crate) struct LauncherVariables<'a>(pub(crate) &'a dyn Fn(&str) -> Option<String>);
 
+/// Returns an environment variable of this process. A value that is not UTF-8 gets replacement characters. It is then
+/// refused as a number, and the error names the variable.
+pub(crate) fn of_process(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
+
 /// A host's index, as given by its launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NodeNumber {

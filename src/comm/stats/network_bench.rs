@@ -1,5 +1,6 @@
 //! The performance of the network between hosts: MPI's own messages, compared with this library's collectives.
 
+use crate::comm::agree::ranks_per_host;
 use crate::comm::mpi::{MpiRank, entered};
 use crate::comm::{CollectiveKind, Communicator};
 use crate::error::Result;
@@ -61,14 +62,7 @@ impl TransferMeasurement {
 /// A collective failed.
 #[doc(hidden)]
 pub fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMeasurement>> {
-    let firsts = comm.gather_f64(vec![comm.ranks_here().start as f64]).wait()?;
-    let mut hosts: Vec<(f64, usize)> = Vec::new();
-    for first in firsts.into_iter().flatten() {
-        match hosts.last_mut() {
-            Some((of, ranks)) if *of == first => *ranks += 1,
-            _ => hosts.push((first, 1)),
-        }
-    }
+    let hosts = ranks_per_host(comm)?;
     let (Some(place), true) = (entered(), hosts.len() > 1) else { return Ok(None) };
     let chunk = (bytes / size_of::<f32>()).div_ceil(comm.size());
     let bytes = chunk * comm.size() * size_of::<f32>();
@@ -79,18 +73,9 @@ pub fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMe
     let reduce_scatter = fastest(comm, CollectiveKind::ReduceScatter, || {
         comm.reduce_scatter(Flat::F32(vec![1.0; chunk * comm.size()]), 1).wait().map(drop)
     })?;
-    let all_gather =
-        fastest(comm, CollectiveKind::AllGather, || comm.all_gather(Flat::F32(vec![1.0; chunk]), 1).wait().map(drop))?;
+    let all_gather = all_gather(comm, chunk)?;
     let busy = busy(comm, chunk, [plain, reduce_scatter, all_gather])?;
-    Ok(Some(NetworkMeasurement {
-        hosts: hosts.into_iter().map(|(_, ranks)| ranks).collect(),
-        one_way_s: one_way,
-        bytes,
-        plain,
-        reduce_scatter,
-        all_gather,
-        busy,
-    }))
+    Ok(Some(NetworkMeasurement { hosts, one_way_s: one_way, bytes, plain, reduce_scatter, all_gather, busy }))
 }
 
 /// Measures the bytes per second that come into a host in an all-gather of about `bytes` bytes. Collective. Returns
@@ -104,8 +89,12 @@ pub fn rate_between_hosts(comm: &dyn Communicator, bytes: usize) -> Result<Optio
         return Ok(None);
     }
     let chunk = (bytes / size_of::<f32>()).div_ceil(comm.size());
-    let gather = || comm.all_gather(Flat::F32(vec![1.0; chunk]), 1).wait().map(drop);
-    Ok(Some(fastest(comm, CollectiveKind::AllGather, gather)?.rate()))
+    Ok(Some(all_gather(comm, chunk)?.rate()))
+}
+
+/// Measures an all-gather of `chunk` f32 from each rank.
+fn all_gather(comm: &dyn Communicator, chunk: usize) -> Result<TransferMeasurement> {
+    fastest(comm, CollectiveKind::AllGather, || comm.all_gather(Flat::F32(vec![1.0; chunk]), 1).wait().map(drop))
 }
 
 /// Returns the fraction of CPU time used on the host where it is largest. The collectives run on the communication

@@ -224,13 +224,12 @@ impl RankCore {
         let mesh = self.share_plan.mesh;
         if self.placement.optim.is_sharded() && mesh.copies() == 1 {
             let rank = self.comm.rank();
-            let held = self.hold_exchange(0);
-            return Ok(PieceChanges { stride: own.len(), all: Flat::from(own), next: vec![(rank, 0)], _held: held });
+            return Ok(PieceChanges { stride: own.len(), all: Flat::from(own), next: vec![(rank, 0)], _held: None });
         }
         let ranks = 0..self.comm.size();
         let stride = ranks.clone().map(|rank| self.pieces_len(params, rank)).max().unwrap_or(0);
         own.resize(stride, 0.0);
-        let _held = self.hold_exchange(stride * ranks.len() * DType::F32.size_in_bytes());
+        let _held = Some(self.hold_exchange(stride * ranks.len() * DType::F32.size_in_bytes()));
         let all = self.comm.all_gather(Flat::from(own), self.tag(params)).wait()?;
         Ok(PieceChanges { stride, all, next: ranks.map(|rank| (rank, 0)).collect(), _held })
     }
@@ -243,7 +242,8 @@ struct PieceChanges {
     all: Flat,
     /// The ranks, and the number of elements of each that have been taken.
     next: Vec<(usize, usize)>,
-    _held: MemoryLedgerEntry,
+    /// The ledger's entry, unless the caller holds one for the only rank's changes.
+    _held: Option<MemoryLedgerEntry>,
 }
 
 impl PieceChanges {

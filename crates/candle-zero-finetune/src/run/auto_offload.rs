@@ -7,6 +7,7 @@ use crate::data::sample_cache::own_cache;
 use crate::error::Result;
 use crate::peft::qlora::{PACKING, is_quantized};
 use candle_zero::comm::Communicator;
+use candle_zero::comm::agree::ranks_per_host;
 use candle_zero::comm::stats::network_bench::rate_between_hosts;
 use candle_zero::estimate::Shapes;
 use candle_zero::models::{ActivationPass, Decoder};
@@ -33,10 +34,8 @@ impl RunRanks {
     /// Returns the ranks of a communicator. Measures the network between hosts if `measures`, which must be the same on
     /// all ranks. Collective.
     pub fn of(comm: &dyn Communicator, measures: bool) -> Result<Self> {
-        let (world, here) = (comm.size(), comm.ranks_here().len());
-        let of_ranks = comm.gather_f64(vec![here as f64]).wait()?;
-        let is_same = of_ranks.into_iter().flatten().all(|ranks| ranks == here as f64);
-        let per_host = if is_same && world.is_multiple_of(here) { here } else { world };
+        let (world, hosts) = (comm.size(), ranks_per_host(comm)?);
+        let per_host = if hosts.iter().all(|ranks| *ranks == hosts[0]) { hosts[0] } else { world };
         let network = if measures && per_host < world { rate_between_hosts(comm, MEASURED_BYTES)? } else { None };
         Ok(Self { world, rank: comm.rank(), per_host, network })
     }

@@ -57,6 +57,16 @@ pub(crate) enum JobHosts {
     Nodes(nodes::NodeOptions),
 }
 
+impl JobHosts {
+    /// Returns the hosts and slots of a hostfile, if there is one.
+    pub(crate) fn world(&self) -> Result<Option<WorldInfo>> {
+        match self {
+            Self::Hosts(hosts) => hosts.world().map(Some),
+            Self::Alone | Self::Nodes(_) => Ok(None),
+        }
+    }
+}
+
 /// The options for starting a script: the parsed and checked command line of `zerorun SCRIPT`.
 #[derive(Debug)]
 pub(crate) struct LaunchOptions {
@@ -93,10 +103,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
     // Every rank would fail with the same error.
     checked_level()?;
     // Problems with the hosts are reported before anything is built.
-    let world = match &options.job_hosts {
-        JobHosts::Hosts(hosts) => Some(hosts.world()?),
-        JobHosts::Alone | JobHosts::Nodes(_) => None,
-    };
+    let world = options.job_hosts.world()?;
     // With several hosts in a hostfile, each host's launcher checks its own cores.
     let here = match (&options.job_hosts, &world) {
         (JobHosts::Hosts(hosts), Some(world)) if hosts.mpirun.is_none() => hosts.only_here(world),

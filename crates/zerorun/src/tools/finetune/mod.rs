@@ -13,7 +13,7 @@ use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refuse
 use crate::launch::hosts::world_info::WorldInfo;
 use crate::launch::nodes::NodeOptions;
 use crate::launch::{self, JobHosts, RunOptions, ranks};
-use crate::launcher_variables::LauncherVariables;
+use crate::launcher_variables::{LauncherVariables, of_process};
 use crate::tools::resolve_model::ResolvedModel;
 use crate::tools::sample_flags::FileProgress;
 use candle_zero::files::OutputKind;
@@ -100,19 +100,16 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     if let Some(text) = arguments.flags.check().err().or(wrong) {
         return refused(text);
     }
-    let variables = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
     let own_ranks = matches.value_source("ranks") != Some(ValueSource::DefaultValue);
     let own_ranks = own_ranks.then_some(usize::from(arguments.ranks));
     let job_hosts = match arguments.as_rank {
         // The launcher of the host has read the flags.
         Some(_) => JobHosts::Alone,
-        None => {
-            let variables = LauncherVariables(&variables);
-            match arguments.hosts.job_hosts(own_ranks, &mut arguments.master_port, &variables) {
-                Ok(job_hosts) => job_hosts,
-                Err(error) => return refused(error.to_string()),
-            }
-        }
+        None => match arguments.hosts.job_hosts(own_ranks, &mut arguments.master_port, &LauncherVariables(&of_process))
+        {
+            Ok(job_hosts) => job_hosts,
+            Err(error) => return refused(error.to_string()),
+        },
     };
     Ok(arguments.run(words, &job_hosts))
 }
@@ -137,10 +134,7 @@ impl FinetuneArguments {
         if let Some(processes) = started_as_one_of(|name| std::env::var(name).ok()).filter(|_| is_alone) {
             return Err(LaunchError::ToolInRanks { tool: "finetune", processes }.into());
         }
-        let world = match job_hosts {
-            JobHosts::Hosts(hosts) => Some(hosts.world()?),
-            JobHosts::Alone | JobHosts::Nodes(_) => None,
-        };
+        let world = job_hosts.world()?;
         let own = usize::from(self.ranks);
         let (ranks, per_host) = match (job_hosts, &world) {
             (JobHosts::Nodes(node), _) => (node.nodes * own, own),
