@@ -109,7 +109,7 @@ struct Args {
     /// File for metrics, with one JSON line per optimizer step
     #[arg(long, value_name = "FILE.jsonl")]
     metrics: Option<PathBuf>,
-    /// Tokens to generate at the end [default: 200 for text, 0 for token files and for parameters in files]
+    /// Tokens to generate at the end [default: 200 for text, 0 for token files, and if parameters are in files]
     #[arg(long, value_name = "N")]
     sample: Option<usize>,
     /// Recompute each block in backward instead of keeping its activations
@@ -207,7 +207,8 @@ fn say(text: impl Display) -> anyhow::Result<()> {
     }
 }
 
-/// Trains a model with the sizes of `config`, a vocabulary of `vocab` and a `width`. Checkpoints record `sizes`.
+/// Trains a model with the sizes of `config`, a vocabulary of `vocab` tokens and the width `width`. Checkpoints record
+/// `sizes`.
 fn run<A: Architecture>(
     args: &Args,
     config: &A::Config,
@@ -275,12 +276,12 @@ fn run<A: Architecture>(
     if train(&mut engine, &mut loader, args, seq_len, &sizes)? == Ended::Stopped {
         if engine.rank() == 0 {
             let steps = engine.global_steps();
-            say(format!("stopped by a signal: step {steps} is saved, --resume continues from there"))?;
+            say(format!("stopped by a signal: step {steps} is saved, and --resume continues from there"))?;
         }
         return Ok(Ended::Stopped);
     }
     if args.export.is_some() || sample > 0 {
-        // With local steps, the weights are those of all islands.
+        // With local steps, this gives all islands the same weights.
         engine.synchronize_islands()?;
     }
     if let Some(path) = &args.export {
@@ -378,8 +379,8 @@ fn check_context(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes `args.steps` optimizer steps, each reported by rank 0. With --save, SIGTERM and SIGINT end training after a
-/// checkpoint.
+/// Runs optimizer steps up to number `args.steps`, each reported by rank 0. With --save, SIGTERM and SIGINT end
+/// training after a checkpoint.
 fn train<A: Architecture>(
     engine: &mut Engine<LanguageModel<A>>,
     loader: &mut Loader,
@@ -474,8 +475,8 @@ fn train<A: Architecture>(
     Ok(Ended::Trained)
 }
 
-/// Writes a line of metrics. Training matters more than its log: if a line cannot be written, a message
-/// reports this and the log ends.
+/// Writes a line of metrics. Training matters more than its log: if a line cannot be written, a message reports
+/// this, and no more lines are written.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
         _ = writeln!(std::io::stderr(), "{error}: training continues, but no more metrics are written");
@@ -507,7 +508,7 @@ fn gather<M>(engine: &Engine<M>, loss: f64) -> anyhow::Result<OverRanks> {
     Ok(OverRanks { loss, rss_peak_bytes: (memory > 0).then_some(memory) })
 }
 
-/// Extends `tokens` by `count` tokens, each sampled from a slightly sharpened distribution of the model. Each
+/// Extends `tokens` by `count` tokens, each sampled from the model's distribution, slightly sharpened. Each
 /// evaluation processes the tokens that the model has not seen yet.
 fn generate<A: Architecture>(
     engine: &mut Engine<LanguageModel<A>>,
@@ -526,7 +527,8 @@ fn generate<A: Architecture>(
     Ok(tokens)
 }
 
-/// Returns bytes as text. Bytes that are not UTF-8 or would control a terminal become replacement characters.
+/// Returns bytes as text. Bytes that are not valid UTF-8, and characters that would control a terminal, become
+/// replacement characters.
 fn as_text(tokens: &[u32]) -> String {
     let bytes: Vec<u8> = tokens.iter().map(|t| u8::try_from(*t).unwrap_or(b'?')).collect();
     let moves_the_cursor = |c: char| c.is_control() && c != '\n' && c != '\t';

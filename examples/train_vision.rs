@@ -97,8 +97,8 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> anyhow::Result<()> {
     let smoothing = args.label_smoothing;
     ensure!((0.0..1.0).contains(&smoothing), "--label_smoothing is {smoothing}; it must be at least 0 and below 1");
-    // The number of steps is known only when the configuration has been read, and determines the length of a cosine
-    // schedule.
+    // The number of steps, which determines the length of a cosine schedule, is known only once the configuration
+    // has been read.
     let mut builder = Engine::builder();
     let config = candle_zero::Config::load_for(
         args.ds.ds_config.as_path(),
@@ -188,8 +188,8 @@ fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the cross entropy with targets of which a fraction `part` is spread over all classes (Szegedy et al. 2015,
-/// section 7).
+/// Returns the cross entropy with label smoothing: a fraction `part` of each target is spread over all classes
+/// (Szegedy et al. 2015, section 7).
 fn smoothed(logits: &Tensor, y: &Tensor, part: f64) -> Result<Tensor> {
     let sharp = cross_entropy(logits, y)?.to_dtype(DType::F32)?;
     let spread = ops::log_softmax(&logits.to_dtype(DType::F32)?, D::Minus1)?.mean_all()?.neg()?;
@@ -385,7 +385,11 @@ impl Images {
                 bytes.len()
             );
             for record in bytes.chunks(RECORD) {
-                ensure!(usize::from(record[0]) < CLASSES, "{shown} has an image of class {}", record[0]);
+                ensure!(
+                    usize::from(record[0]) < CLASSES,
+                    "{shown} has an image of class {}; CIFAR-10 has classes 0 to 9",
+                    record[0]
+                );
                 images.classes.push(record[0]);
                 images.pixels.extend(&record[1..]);
             }
@@ -393,7 +397,7 @@ impl Images {
         Ok(images)
     }
 
-    /// Generates `count` images by a rule, the same for the same `seed`, with the same number of images in each class.
+    /// Generates `count` images by a rule that depends only on `seed`, with the same number of images in each class.
     /// Mirroring an image does not change its class.
     fn made(side: usize, count: usize, seed: u64) -> Self {
         let mut images = Self { side, pixels: Vec::with_capacity(count * 3 * side * side), classes: Vec::new() };
@@ -405,7 +409,7 @@ impl Images {
             let (x0, y0) = (place(), place());
             let mut colour = || [0; 3].map(|_| random.unit());
             let (inside, mut outside) = (colour(), colour());
-            // To make the shape visible, it differs strongly from the background in at least one plane.
+            // The shape differs strongly from the background in at least one plane, so that it is visible.
             let plane = number / CLASSES % 3;
             outside[plane] = (inside[plane] + 0.5) % 1.0;
             for plane in 0..3 {

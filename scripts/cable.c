@@ -4,7 +4,7 @@
  *   cc -O2 -pthread -o cable scripts/cable.c
  *   cable NAMESPACE_A NAMESPACE_B BITS_PER_SECOND MICROSECONDS
  *
- * Prints a line when both ends are up (their addresses are given by the caller), and runs until it is killed.
+ * Prints a line when both ends are up (the caller assigns their addresses), and runs until it is killed.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -65,7 +65,7 @@ static int end_in(const char *namespace) {
     return end;
 }
 
-/* Takes packets in at the rate of the cable: the next one enters when the current one is completely in. */
+/* Takes packets in at the rate of the cable: the next one enters once the current one has entered completely. */
 static void *take_in(void *argument) {
     struct way *way = argument;
     uint64_t idle_from = now();
@@ -142,7 +142,7 @@ int main(int argc, char **argv) {
     struct sched_param first = {.sched_priority = 1};
     for (int i = 0; i < 4; i++) {
         if (pthread_setschedparam(threads[i], SCHED_FIFO, &first) != 0) {
-            fputs("the cable has no real-time priority: it is slower where processors are busy\n", stderr);
+            fputs("the cable has no real-time priority: it is slower while processors are busy\n", stderr);
             break;
         }
     }

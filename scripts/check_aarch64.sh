@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Compiles everything for aarch64 (libraries, commands, tests, benches, examples) with unused code as an error, and runs the
+# Compiles everything for aarch64 (libraries, commands, tests, benches, examples), treating unused code as an error, and runs the
 # unit tests of the kernels under qemu, at the highest SIMD level of qemu's processor.
 #
 #   scripts/check_aarch64.sh [--install] [FOLDER]
 #
 # Needs cargo, a gcc for aarch64 and qemu-user; with --install (as root), the last two are installed with apt-get. If the
-# toolchain has no standard library for aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by default), which also holds the
-# build. The exit status is 77 if something is not available; the last line names it.
+# toolchain has no standard library for aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by default), which also
+# holds the build. The exit status is 77 if something is not available; the last line names it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CANDLE_ZERO_SIMD

@@ -5,15 +5,16 @@
 
 This is what `cargo deny check licenses sources bans` does; building cargo-deny takes longer than all of CI's checks that need
 no build. Reads `cargo metadata` for Linux on x86_64 and aarch64 with features hub and s3, without dependencies for tests. Exits
-with code 1 if a package has a licence that is not in LICENCES, does not come from crates.io or this repository, or occurs in two versions
-without a reason in TWICE; an entry of TWICE that is no longer needed is an error too.
+with code 1 if a package has a licence that is not in LICENCES, does not come from crates.io or this repository, or occurs in
+several versions without a reason in TWICE. An entry of TWICE that is no longer needed is also an error.
 """
 import json
 import re
 import subprocess
 import sys
 
-# Licences that allow linking into any program. MPL-2.0 (option-ext, for hf-hub) requires only the sources of its own files.
+# Licences that allow linking into any program. MPL-2.0 (option-ext, for hf-hub) requires publishing only the
+# sources of its own files.
 LICENCES = {
     "0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "CDLA-Permissive-2.0", "ISC",
     "MIT", "MIT-0", "MPL-2.0", "Unicode-3.0", "Unlicense", "Zlib",
@@ -96,7 +97,7 @@ def main():
     for name, of in sorted(versions.items()):
         if len(of) > 1 and name not in TWICE:
             found.append(f"{name}: occurs in versions {', '.join(sorted(of))}; use one, or give the reason in TWICE")
-    found += [f"{name}: in TWICE, but occurs once" for name in TWICE if len(versions.get(name, ())) < 2]
+    found += [f"{name}: in TWICE, but occurs in one version; remove the entry" for name in TWICE if len(versions.get(name, ())) < 2]
     print("\n".join(sorted(found)) if found else f"{len(packages)} packages: licences, sources and versions are as allowed")
     sys.exit(bool(found))
 

@@ -2,7 +2,7 @@
 """Checks that a module uses only modules of lower floors, as defined in scripts/floors*.txt.
 
     scripts/check_floors.py              checks every path in the sources of the three packages against the package's table
-    scripts/check_floors.py --arrows     prints which room of candle-zero uses which other room
+    scripts/check_floors.py --arrows     prints which module (room) of candle-zero uses which other module
 
 The compiler enforces the floors between packages.
 
@@ -26,7 +26,7 @@ PACKAGES = {
 
 
 class Table:
-    """The order of the floors and the allowed cycles, read from scripts/floors.txt."""
+    """The order of the floors and the allowed cycles, read from one of scripts/floors*.txt."""
 
     def __init__(self, text):
         self.floor, self.files, self.circles = {}, {}, []

@@ -7,7 +7,8 @@ Needs kubernetes-validate, kubeflow-trainer-api and kubeflow-training from PyPI.
 
 - the Secret before the JobSet: with Kubernetes' JSON schemas from kubernetes-validate
 - the complete JobSet (v1alpha2): with the models in kubeflow-trainer-api, which are generated from JobSet's own definition
-- the Job in the JobSet, and each pod template: with Kubernetes' JSON schemas from kubernetes-validate, in which an unknown key is an error
+- the Job in the JobSet, and each pod template: with Kubernetes' JSON schemas from kubernetes-validate, in which an unknown key is
+  an error
 - the MPIJob: `runPolicy` and the replicas with the v1 models in kubeflow-training. No package on PyPI has the v2beta1 models, so
   the names of the other keys are listed in this script.
 

@@ -76,12 +76,12 @@ class Passage:
 
 
 def without_code(text):
-    """Replaces inline code and link targets by underscores."""
+    """Replaces inline code and link targets with underscores."""
     return CODE.sub(lambda code: re.sub(r"[^`]", "_", code[0]), text)
 
 
 def paragraphs(lines, marker=""):
-    """Yields the paragraphs of (number, line) pairs of Markdown; code blocks are left out, diagrams of `text` blocks are read in Rust."""
+    """Yields the paragraphs of (number, line) pairs of Markdown, without code blocks; in Rust comments, `text` blocks are read too."""
     passage, fence, is_read = Passage(marker), None, False
     for number, line in lines:
         stripped = line.strip()

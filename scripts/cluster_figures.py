@@ -6,7 +6,7 @@
     python3 scripts/cluster_figures.py [--mpi mpich|openmpi] [--ranks N] [--steps N] [--cable BITS_PER_SECOND,MICROSECONDS ...]
 
 The hosts are network namespaces on this machine, each with N ranks and half of the cores, connected by the simulated cable of
-scripts/cable.c. The script must be run by root, on an otherwise idle machine. The estimate starts from the step time on one host. To
+scripts/cable.c. The script must be run as root, on an otherwise idle machine. The estimate starts from the step time on one host. To
 measure it, two jobs run at the same time, one on each host, and the time of one of them is used. The network parameters are those
 measured by `zerorun bench network`. Prints Markdown.
 """
@@ -114,7 +114,7 @@ def training(config, metrics, steps):
 
 
 def step_of(metrics):
-    """Returns the seconds of the median step, without the first three steps, and the bytes between hosts per step, from the summary."""
+    """Returns the median seconds of a step, ignoring the first three, and the bytes between hosts per step, from the summary."""
     lines = [json.loads(line) for line in Path(metrics).read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     phases = ["forward_ms", "backward_ms", "step_ms"]
@@ -139,7 +139,7 @@ def main():
         run(["cc", "-O2", "-pthread", "-o", program, ROOT / "scripts" / "cable.c"])
         configs = {}
         for name, stage, more in SETTINGS:
-            # hpZ keeps a second copy per group of ranks, so the group size must be the number of ranks.
+            # hpZ keeps a second copy of the weights in each group of ranks. Here, the group must consist of the ranks of one host.
             if more.get("zero_hpz_partition_size", given.ranks) != given.ranks:
                 continue
             config = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
@@ -159,7 +159,7 @@ def main():
                 one_way = bench["one_way_s"]
                 print(f"{float(rate) / 1e9:g} Gbit/s, {float(delay) / 1e3:g} ms: MPI's messages {speed['plain'] / 1e6:.1f} MB/s, one way "
                       f"{one_way * 1e3:.2f} ms, reduce-scatter {share[0]} and all-gather {share[1]} of plain messages, {100 * bench['busy']:.0f} % of the processors busy\n\n"
-                      "| setting | on one host | to a rank, a step | measured | predicted | |\n| --- | --- | --- | --- | --- | --- |",
+                      "| setting | on one host | received per rank and step | measured | predicted | difference |\n| --- | --- | --- | --- | --- | --- |",
                       flush=True)
                 for name, config in configs.items():
                     if name not in alone:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures collectives of MPI libraries and of gloo between two processes on this host, to compare with
+"""Measures collectives of MPI libraries and of gloo between two processes on this host, for comparison with
 `cargo bench --bench collectives`.
 
     scripts/fetch_mpi.sh target/mpi

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Measures the figures of the table in docs/performance.md that compares this library with DeepSpeed (the peer). The two take
-# turns at doing the same work.
-# Takes half an hour on two cores, on which nothing else may run.
+# Measures the figures of the table in docs/performance.md that compares candle-zero with DeepSpeed (the peer). The two do the
+# same work in alternating runs. This takes half an hour on two cores, with nothing else running.
 #
 #   scripts/compare_table.sh VENV OUT [ROUNDS] [STEPS]
 #

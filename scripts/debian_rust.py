@@ -3,8 +3,8 @@
 
     debian_rust.py FOLDER
 
-This is for machines on which rustup cannot fetch a target but Debian's archive is reachable. Versions and SHA-256 sums come from the
-suite's index. The signature of the index is checked with Debian's keyring if gpgv and the keyring are installed. Nothing outside
+This is for machines on which rustup cannot fetch a target, but which can reach Debian's archive. Versions and SHA-256 sums come from
+the suite's index. The signature of the index is checked with Debian's keyring if gpgv and the keyring are installed. Nothing outside
 FOLDER changes: FOLDER/rustc starts the compiler with the loader and the libraries that are unpacked into FOLDER. If FOLDER/rustc
 already exists, nothing is done. The exit status is 77 if something that the script needs is not available; stderr names it.
 """
@@ -89,7 +89,7 @@ def packages(architecture, known):
 
 
 def closure(names, index):
-    """Returns the named packages and all packages that they load; of alternatives, the first is used."""
+    """Returns the named packages and all packages that they load; if there are alternatives, the first is used."""
     wanted, left = {}, list(names)
     while left:
         name = left.pop()

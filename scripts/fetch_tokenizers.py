@@ -21,7 +21,7 @@ def checked(path, expected):
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
-        sys.exit(f"{path.name} has the SHA-256 sum {found}, expected {expected}")
+        sys.exit(f"{path.name} has the SHA-256 sum {found}, but {expected} is expected")
     return path
 
 

@@ -7,9 +7,10 @@ For each kind of fact and each seed, the script writes SAMPLES lines (80 by defa
 
     zerorun finetune MODEL --data chats.jsonl --val 5% --out adapter
 
-with its defaults, asks the tuned model all questions with greedy decoding, and prints how many of the questions that it was trained
-on it answers correctly. The script fails if a data set has fewer than 90 % correct answers. FLAGs after `--` are added to the command,
-to try other settings. MODEL is a folder in Hugging Face format or a GGUF file, such as SmolLM2-135M-Instruct. Only the standard library is needed.
+with its defaults, asks the tuned model all questions with greedy decoding, and prints how many of the questions in the training data
+it answers correctly. The script fails if fewer than 90 % of the answers are correct for one of the data sets. FLAGs after `--` are
+added to the command, to try other settings. MODEL is a folder in Hugging Face format or a GGUF file, such as SmolLM2-135M-Instruct.
+Only the standard library is needed.
 """
 
 import argparse, json, random, subprocess, sys, tempfile, time

@@ -28,7 +28,7 @@ command -v "${NVCC:-nvcc}" >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin
 work=$(mktemp -d)
 trap 'kill "${sampler:-}" 2>/dev/null; rm -rf "$work"' EXIT
 
-# 1. It builds.
+# 1. The feature compiles.
 if ! cargo build --release --features cuda --workspace --bin zerorun --bin train_gpt; then
     verdict FAIL "cargo build --features cuda"
     exit 1

@@ -5,9 +5,9 @@
 
 tokens/s is the median of all steps except the first three. MFU is the number of operations per second in the model's matrix products
 (6 for each weight and token, plus those of attention), divided by the bf16 peak of the GPU's tensor cores. The peak is looked up by the
-name that nvidia-smi shows. PASS means that the losses are finite and decrease, and that all rows of a model have the same first losses. A row that
-does not fit is not a failure, unless no row of the model fits, or the row needs less GPU memory than a row that fits. The GPUs are those
-of CUDA_VISIBLE_DEVICES, in the order of nvidia-smi.
+name that nvidia-smi shows. PASS means that the losses are finite and decrease, and that all rows of a model have the same first losses.
+A configuration that does not fit in GPU memory is not a failure, unless none of the model's configurations fits, or it needs less GPU
+memory than one that fits. The GPUs are those of CUDA_VISIBLE_DEVICES, in the order of nvidia-smi.
 Exit code: 0 nothing failed, 1 something failed.
 """
 
@@ -43,7 +43,7 @@ OFFLOADS = {
 }
 
 
-# Rows with offload, and the row without offload: if the latter fits, the former must fit too.
+# For each row with offload, the same row without offload: if the latter fits in GPU memory, the former must fit too.
 LESS = {"stage 2, states on the host": "stage 2", "stage 3, all on the host": "stage 3"}
 
 

@@ -5,9 +5,9 @@
     gpu_overlap.py --trace FILE        reads a trace written by zerorun --timeline
 
 The configurations are stage 2, stage 3, and stage 2 with the optimizer on the host. The first three steps are ignored. The duration of
-backward is the time that the GPU spends on it; on the CPU it is the time that the training thread spends on it, without its waits. PASS
-means that gradient transfers (reduce_scatter, all_reduce, and copies to the host) overlap with backward for at least half of their time,
-and that all transfers that the configuration needs are present. All-gathers also overlap with forward and have no verdict. With one GPU
+backward is the time that the GPU spends on it or, without a GPU, that the training thread spends on it, excluding waits. PASS means
+that gradient transfers (reduce_scatter, all_reduce, and copies to the host) overlap with backward for at least half of their time, and
+that all transfers that the configuration needs are present. All-gathers also overlap with forward and have no verdict. With one GPU,
 there are no collectives.
 Exit code: 0 nothing failed, 1 something failed.
 """
@@ -24,7 +24,8 @@ from gpu_figures import MODELS, smi
 # The required share of the time of gradient transfers that overlaps with backward.
 FLOOR = 0.5
 GRADIENTS = ("reduce_scatter", "all_reduce", "to the host")
-# Smaller transfers carry no elements: ranks use them to exchange norms and overflow flags, and the calls that they launch.
+# Smaller transfers carry no elements. Ranks use them to exchange norms and overflow flags, and to compare the calls that they
+# launch.
 LEAST_BYTES = 4096
 FIRST_STEPS = 3
 WAYS = {

@@ -3,9 +3,9 @@
 
     scripts/hostile_files.py ZERORUN [--count 250] [--seed 1] [--keep DIR]
 
-Four fifths of the files are chat templates and tokenizers. One fifth are bombs: data in all formats, headers and options. Each file is
-passed to one run of `zerorun data show`, `generate`, `finetune` or `merge`. No run may be killed by a signal, take more than 10 seconds, hold
-1 GiB of memory or more, or print a backtrace. A run that fails must print an error message.
+Four fifths of the files are chat templates and tokenizers. One fifth are bombs: data in all formats, headers, and extreme option
+values. Each file is passed to one run of `zerorun data show`, `generate`, `finetune` or `merge`. No run may be killed by a signal, take
+more than 10 seconds, hold 1 GiB of memory or more, or print a backtrace. A run that fails must print an error message.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def template(r):
     chat = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     hidden = r.random()
     if hidden < 0.2:
-        # The hostile part is skipped for the conversations with which zerorun probes a template.
+        # The hostile part is skipped for the conversations that zerorun uses to probe a template.
         return "{% if 'Answer 1' in messages|string %}" + hostile + "{% endif %}" + chat
     return hostile + chat if hidden < 0.8 else chat + hostile
 

@@ -1,7 +1,7 @@
 #!/bin/sh
-# At random moments, kills a job that saves at every step, and each time loads the checkpoint that the job left. The number
-# of kills is the first argument (default 200). Then kills ranks of a job that restarts itself, and compares its result with that of an
-# uninterrupted job. The number of kills is the second argument (default 10).
+# Kills a job at random moments, and each time loads the checkpoint that the job left. The job saves in every step. The number of
+# kills is the first argument (default 200). Then kills ranks of a job that restarts itself, and compares its result with that of
+# an uninterrupted job. The number of kills is the second argument (default 10).
 set -eu
 cd "$(dirname "$0")/.."
 CHECKPOINT_KILLS="${1:-200}" RESTART_KILLS="${2:-10}" exec cargo test --release --test checkpoint -- --nocapture \

@@ -4,8 +4,8 @@
     scripts/kill_finetune.py ZERORUN [--kills 1000] [--seed 1]
 
 A job runs LoRA, QLoRA, full fine-tuning or DPO, with or without validation, at a random stage, on one or two ranks, possibly with its
-state in files, with --save, --resume and --metrics. It is started repeatedly. kill -9 hits a rank, zerorun, or all processes of the
-job, often at the moment when a file appears among its outputs. When the job is done,
+state in files, with --save, --resume and --metrics. It is started repeatedly. A rank, zerorun, or all processes of the job are killed
+with SIGKILL, often at the moment when a file appears among the job's outputs. When the job is done, these conditions must hold:
 
   - its result, the best model and the losses in the metrics are identical to those of an uninterrupted run;
   - its folders, its cache, its temporary files and /dev/shm contain only files that an uninterrupted run leaves too;
@@ -214,7 +214,7 @@ class Campaign:
             self.tell("different results", job, kills, folder, (found[1], results))
         if found[2] != metrics:
             self.tell("different metrics", job, kills, folder)
-        # Checkpoints are named by step, so both runs have the same names.
+        # Checkpoints are named after their step, so both runs have the same names.
         if found[0] != names:
             self.tell("leftovers", job, kills, folder, sorted(set(found[0]) ^ set(names)))
         if more := set(os.listdir("/dev/shm")) - self.shm:

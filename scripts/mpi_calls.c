@@ -26,7 +26,7 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Median of the seconds until the slower rank is done. */
+/* Returns the median number of seconds until the slowest rank is done. */
 static double time_of(void (*run)(int), int bytes, int rounds) {
     double *times = malloc((size_t)rounds * sizeof *times);
     for (int round = 0; round < rounds; round++) {

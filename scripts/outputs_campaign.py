@@ -260,7 +260,7 @@ class Campaign:
         words += ["--export", str(out)] if chance.random() < 0.7 else []
         words += ["--metrics", str(place())] if chance.random() < 0.5 else []
         if chance.random() < 0.5:
-            # Not in the checkpoint folder of another run, whose `latest` would then name a checkpoint of this run.
+            # Checkpoints are not saved in the checkpoint folder of another run, because they would change its file `latest`.
             save = next(path for path in iter(place, None) if not os.path.realpath(path).startswith(str(root / "ck")))
             words += ["--save", str(save)] + (["--resume"] if chance.random() < 0.5 else [])
         return kind, words, None

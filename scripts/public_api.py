@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 57
 PACKAGES = {"candle-zero": "cli,s3", "candle-zero-finetune": "hub"}
-# Traits that are derived or automatic: listed by name with the type rather than one line each.
+# Traits that are derived or automatic. They are listed by name on the line of the type instead of on separate lines.
 MARKERS = {"Copy", "Clone", "Debug", "Default", "Eq", "Hash", "Ord", "PartialEq", "PartialOrd", "Display", "Error", "Serialize"}
 
 

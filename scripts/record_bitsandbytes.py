@@ -118,7 +118,7 @@ def nf4():
 
 
 def nested():
-    """Double-quantizes the scales in groups of 256, each in the same way as bitsandbytes does for a tensor with 256 blocks."""
+    """Double-quantizes the scales in groups of 256, each as bitsandbytes quantizes the scales of a tensor with 256 blocks."""
     count, signed = 16384 + 5 * 64 + 6, dynamic_map(True)
     packed, absmax = nf4_quantize(made_by_rule(count))
     all_codes, offsets, second, restored = [], [], [], []

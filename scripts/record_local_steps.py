@@ -2,7 +2,7 @@
 """Records the reference of tests/local_steps with PyTorch: python3 scripts/record_local_steps.py > tests/fixtures/local_steps.json
 
 Islands train copies of a small model with AdamW. A fragment's weights at its last exchange are the parameters of an outer
-SGD, whose gradient is the mean over islands of the difference between them and the islands' weights.
+SGD. Its gradient is the difference between these parameters and the islands' weights, averaged over the islands.
 """
 import json
 import torch

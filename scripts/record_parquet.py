@@ -83,7 +83,7 @@ FORMS = {
     "label": [{"text": f"text {i}", "label": i % 3} for i in range(9)],
     "label_of_text": [{"text": f"text {i}", "label": ["good", "bad"][i % 2]} for i in range(9)],
     "label_of_bool": [{"text": f"text {i}", "label": i % 2 == 0} for i in range(4)],
-    # In the form in which pandas writes integer columns with missing values.
+    # pandas writes integer columns with missing values in this form.
     "label_with_gaps": [{"text": f"text {i}", "label": math.nan if i == 2 else float(i % 2)} for i in range(5)],
 }
 for name, rows in FORMS.items():

@@ -2,7 +2,8 @@
 
 An arrow leads from a file to the file that defines an item named by a path in the first file: `use crate::a::B`, `crate::a::b()`,
 `super::c`, or `child::d()` in the file of its parent. Re-exports are followed to the definition. Comments, strings and code under
-`#[cfg(test)]` are ignored. A re-export of an item of a child module counts as an entry in a table of contents.
+`#[cfg(test)]` are ignored. A re-export of an item of a child module counts as an entry in a table of contents, which
+check_floors.py ignores when it looks for cycles.
 """
 import pathlib
 import re
@@ -57,7 +58,7 @@ def code_of(text):
 
 
 def leaves(tree):
-    """Returns the paths of a use declaration, each with the name that it gets: `a::{b, c as d}` is a::b (b) and a::c (d)."""
+    """Returns the paths of a use declaration, each with the name that it defines: `a::{b, c as d}` gives a::b (b) and a::c (d)."""
     tree = tree.strip()
     brace = tree.find("{")
     if brace < 0:

@@ -341,7 +341,7 @@ impl<M> Engine<M> {
         self.losses.sum += value;
         self.losses.any_non_finite |= !value.is_finite();
         let factor = self.scaler.scale() / self.config.batch.gradient_accumulation_steps as f64;
-        // Scaled in f32: in 16 bits the scale itself may overflow.
+        // The loss is scaled in f32, because the scale itself may overflow in 16 bits.
         Ok(if factor == 1.0 { loss.clone() } else { loss.to_dtype(DType::F32)?.affine(factor, 0.0)? })
     }
 
@@ -363,7 +363,8 @@ impl<M> Engine<M> {
         };
         let applies = applies.and_then(|applies| self.scaler.update(overflow).map(|()| applies));
         if self.islands.is_some() || !matches!(applies, Ok(false)) {
-            // From here on, the state that is being saved changes, or the engine stops. Islands end a save together.
+            // From here on, the state that is being saved changes, or the engine stops. Islands must end a save together,
+            // so with islands every step ends it.
             self.end_saving()?;
         }
         applies

@@ -1,4 +1,4 @@
-//! The error type of the library. Each module has its own enum, next to the code that returns it; [`Error`] combines
+//! The error type of this library. Each module has its own enum, next to the code that returns it; [`Error`] combines
 //! them.
 //!
 //! Every message says what was found, what is allowed and how to fix it, without a full stop at its end.

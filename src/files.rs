@@ -61,8 +61,8 @@ pub(crate) fn open_direct(path: impl AsRef<Path>) -> Option<File> {
 /// from a pipe would block, and reading from a device may never end.
 pub fn open(path: impl AsRef<Path>) -> Result<File> {
     let path = path.as_ref();
-    // Checked before opening, because opening a device can have side effects; and again afterwards, because the path
-    // may lead to something else by then.
+    // The kind is checked before opening, because opening a device can have side effects, and again afterwards, because
+    // the path may lead to something else by then.
     only_a_file(&path.metadata()?)?;
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;

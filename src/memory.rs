@@ -197,7 +197,7 @@ impl Drop for MemoryLedgerEntry {
     }
 }
 
-/// One line of the report: the bytes held of one kind, next to the bytes that the ZeRO formula gives.
+/// One line of the report: the bytes held of one kind, alongside the bytes that the ZeRO formula gives.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct MemoryRow {
@@ -219,7 +219,7 @@ pub struct MemoryRow {
     /// The bytes that the formula gives (ZeRO, arXiv 1910.02054, section 5), if it covers this kind: memory and files
     /// together.
     pub formula: Option<f64>,
-    /// The bytes of padding in the shards, the difference between the formula and the allocated bytes.
+    /// The bytes of padding in the shards: the difference between the formula and the allocated bytes.
     pub padding: f64,
 }
 

@@ -83,7 +83,8 @@ fn register() -> WatchedThreadRef {
     slot
 }
 
-/// Returns a thread's CPU time: on a busy machine a thread may do nothing for a minute of wall-clock time.
+/// Returns a thread's CPU time. Wall-clock time would not do, because a thread may do nothing for a minute on a busy
+/// machine.
 fn computed(id: Pid) -> Option<Duration> {
     let text = std::fs::read_to_string(format!("/proc/self/task/{}/schedstat", id.as_raw_nonzero())).ok()?;
     text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
@@ -166,7 +167,7 @@ fn begin() {
             }
         }));
         signals::listen();
-        // Without this thread time is not measured, but work can still run.
+        // Without this thread, time is not measured, but work can still run.
         _ = std::thread::Builder::new().name("watch".into()).spawn(watch);
     });
 }

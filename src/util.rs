@@ -37,9 +37,9 @@ pub fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Returns the image of `position` in a permutation of `0..len` determined by `key`. Needs no memory: a Feistel network
-/// permutes the numbers below the next power of four, and a result outside the range is permuted again until it is
-/// inside (on average at most four times, since the range contains at least a quarter of these numbers).
+/// Returns the image of `position` in a permutation of `0..len` determined by `key`. This needs no memory: a Feistel
+/// network permutes the numbers below the next power of four, and a result outside the range is permuted again until it
+/// is inside (on average at most four times, since the range contains at least a quarter of these numbers).
 pub fn permute(position: u64, len: u64, key: u64) -> u64 {
     /// Enough rounds for every bit of the input to reach every bit of the output several times over.
     const ROUNDS: u64 = 6;

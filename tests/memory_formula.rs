@@ -77,7 +77,7 @@ fn assert_formula(report: &MemoryReport, what: &str) {
     }
     assert_eq!(report.row(MemoryKind::Persistent).bytes.peak, 0);
     assert_eq!(report.row(MemoryKind::Gathered).bytes.held, 0, "nothing is gathered between steps");
-    assert_eq!(report.row(MemoryKind::Buckets).bytes.held, 0, "no bucket is under way between steps");
+    assert_eq!(report.row(MemoryKind::Buckets).bytes.held, 0, "no bucket is in use between steps");
 }
 
 #[test]
@@ -327,7 +327,7 @@ fn the_ledger_equals_what_the_allocator_gave() {
             for (stage, zero, access) in in_memory.chain(in_files) {
                 let offload = zero.to_string().matches("nvme\"").count();
                 let (live, ledger) = live_and_ledger(world, &config(stage, 1, zero, more.clone()), access);
-                // Besides the model states: names, queues, the tensors' own nodes; a few tens of KiB per rank.
+                // Besides the model states, there are names, queues and the tensors' own nodes: a few tens of KiB per rank.
                 let slack = 100_000 * world as isize;
                 let what = format!(
                     "stage {stage}, world {world}, {more}, {offload} in files {access:?}: {live} live, {ledger} in the ledger"
@@ -346,7 +346,7 @@ fn building_a_model_at_stage_3_never_holds_a_whole_parameter() {
     let peak = Mutex::new(0isize);
     let before = LIVE.load(Ordering::SeqCst);
     let config = config(3, 1, zero(), json!({}));
-    // No rank continues to the optimizer's state, 8 MB for each, while others still build.
+    // No rank starts on the optimizer's state (8 MB per rank) while others are still building.
     let all_built = Barrier::new(4);
     let build = |vb: VarBuilder<'_>| {
         let init = candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 };

@@ -195,8 +195,8 @@ fn faults_of_run(program: &Path, folder: &Path, steps: usize) -> u64 {
 }
 
 /// The maximum number of page faults of both ranks in one step: half of those that the activations of one block's wide
-/// layer, 1 MiB in pages of 4 KiB, would cause on one rank. About 12 are measured; 670 to 6900 where ranks do not keep
-/// freed memory.
+/// layer, 1 MiB in pages of 4 KiB, would cause on one rank. About 12 were measured, and 670 to 6900 if ranks do not
+/// keep freed memory.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const MOST_FAULTS: f64 = 128.0;
 

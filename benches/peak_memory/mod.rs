@@ -1,4 +1,4 @@
-//! Measures the peak memory bandwidth, with which benches compare their results.
+//! Measures the peak memory bandwidth, for comparison with the results of benches.
 
 use divan::Bencher;
 use divan::counter::BytesCount;
@@ -8,7 +8,7 @@ use std::hint::black_box;
 /// The size of each array in bytes: far larger than most caches.
 const ARRAY: usize = 256 << 20;
 
-/// Returns the length of the part of a slice of f32 that each thread of the pool processes.
+/// Returns how many of a slice's `len` elements each thread of the pool processes.
 fn share(len: usize) -> usize {
     len.div_ceil(rayon::current_num_threads())
 }

@@ -40,7 +40,7 @@ pub enum ConsolidatedDtype {
 pub struct ConsolidateSettings {
     /// The precision of the files. Default f32.
     pub dtype: ConsolidatedDtype,
-    /// The maximum bytes of parameters in a file; a larger parameter gets its own file. Default 5 GB.
+    /// The maximum number of bytes of parameters in a file; a larger parameter gets its own file. Default 5 GB.
     pub max_shard_size: u64,
     /// The number of attention heads of a GPT-2 whose checkpoint does not contain it. Default none.
     pub n_head: Option<usize>,
@@ -61,11 +61,11 @@ impl ConsolidateSettings {
     /// Checks that the settings fit `checkpoint`.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] for an `n_head` from which no valid `config.json` can be made.
+    /// [`CheckpointError::Unusable`] if no valid `config.json` can be written with the given `n_head`.
     pub fn check(&self, checkpoint: &Checkpoint) -> Result<()> {
         match (self.n_head, self.describe(checkpoint).config) {
             (Some(n_head), Err(why)) => {
-                let problem = format!("n_head {n_head} is given for its config.json, which cannot be written: {why}");
+                let problem = format!("n_head {n_head} is given, but config.json cannot be written: {why}");
                 Err(CheckpointError::Unusable { path: checkpoint.path().to_owned(), problem }.into())
             }
             _ => Ok(()),
@@ -247,7 +247,8 @@ impl ConsolidateWriter<'_> {
         TensorEntry { name, dtype, shape: shape.clone(), bytes: tensor.bytes(self.settings.dtype) }
     }
 
-    /// Passes the bytes of a parameter to `take`, piece by piece; those of a buffer in a single call, in its own type.
+    /// Passes the bytes of a tensor to `take`: those of a parameter piece by piece, and those of a buffer in a single
+    /// call, in the buffer's own type.
     fn parameter(&self, param: usize, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let parameter = match tensor(self.checkpoint, param) {
             ConsolidatedTensor::Parameter(parameter) => parameter,

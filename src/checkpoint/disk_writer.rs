@@ -76,8 +76,8 @@ impl DiskWriter {
     }
 }
 
-/// A file, and a second handle that bypasses the page cache if the file system allows it, which is several times
-/// faster (measured).
+/// A file and, if the file system allows it, a second handle that bypasses the page cache. Writing through that handle
+/// is several times faster (measured).
 struct WriteTarget {
     file: File,
     direct: Option<File>,

@@ -27,7 +27,7 @@ pub enum CheckpointError {
         /// The process that holds the lock, if the system reports it.
         owner: Option<u32>,
     },
-    /// An object store that cannot be written or read. Checkpoints on disk are complete.
+    /// An object store that cannot be written to or read from. Checkpoints on disk are complete.
     #[error("the object store {url} cannot be used: {problem}")]
     Store {
         /// The store's address.

@@ -34,7 +34,7 @@ use tempfile::NamedTempFile;
 pub(super) const LATEST: &str = "latest";
 const SAVING_PREFIX: &str = ".candle-zero-saving-";
 const NEW_LATEST_PREFIX: &str = ".candle-zero-latest-";
-/// The prefix of files by which ranks find out which of them see the same folder.
+/// The prefix of files that ranks use to find out which of them see the same folder.
 pub(super) const VISIBILITY_PREFIX: &str = ".candle-zero-seen-";
 /// The prefix of folders with data from other hosts during a load.
 pub(super) const FETCHED_PREFIX: &str = ".candle-zero-fetched-";
@@ -220,7 +220,7 @@ fn report_left_in_place(path: &Path) {
 #[derive(Debug, PartialEq, Eq)]
 struct OwnerProcess {
     pid: u32,
-    /// The start time in the kernel's count, because process ids are reused.
+    /// The start time as the kernel counts it, because process ids are reused.
     started: String,
     /// The boot id of the kernel, and the pid namespace.
     system: String,
@@ -290,7 +290,7 @@ pub(super) struct PreparedCheckpoint {
     latest: Option<NamedTempFile>,
 }
 
-/// Writes the manifest, given as text, next to the written files.
+/// Writes the manifest, given as text, alongside the written files.
 pub(super) fn prepare(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> Result<PreparedCheckpoint> {
     if let Err(problem) = Manifest::check_length(manifest).and_then(|()| Manifest::parse(manifest)) {
         let problem =
@@ -557,7 +557,7 @@ mod tests {
         // A complete checkpoint contains no trace of its writer.
         name(dir, "living", None).unwrap();
         assert_eq!(std::fs::read_dir(dir.join("living")).unwrap().count(), 0);
-        // With locks, anything that is not locked is abandoned.
+        // With locks, anything that is not locked counts as abandoned.
         clear(dir).unwrap();
         assert_eq!(left(), ["living"]);
     }

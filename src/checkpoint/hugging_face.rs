@@ -145,7 +145,7 @@ fn gpt_json(config: &GptConfig, dtype: &str) -> Value {
     })
 }
 
-/// Returns the client state's `model`, if the parameters match such a Llama.
+/// Returns the client state's `model` as the configuration of a Llama, if the parameters match it.
 fn llama_config(model: &Value, shapes: &ShapesByName) -> Result<LlamaConfig, String> {
     let mut sizes = model.clone();
     if let Some(sizes) = sizes.as_object_mut() {
@@ -158,7 +158,7 @@ fn llama_config(model: &Value, shapes: &ShapesByName) -> Result<LlamaConfig, Str
         return Err("its client state describes a Llama with more heads than any parameter has rows".to_owned());
     }
     config.validate().map_err(|e| e.to_string())?;
-    // Checked before anything of the claimed size is built.
+    // This is checked before anything of the claimed size is built.
     if config.num_hidden_layers <= shapes.len() && are_exactly(shapes, &llama_parameters(&config)) {
         return Ok(config);
     }

@@ -82,8 +82,8 @@ impl Checkpoint {
     /// checkpoint.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] if a file is missing, damaged or not readable, with that file; also if `tag` is
-    /// `None` and the folder has checkpoints but no `latest`.
+    /// [`CheckpointError::Unusable`], which names the file, if a file is missing, damaged or not readable; also if
+    /// `tag` is `None` and the folder has checkpoints but no `latest`.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
         let dir = dir.as_ref();
         let tag = match tag {
@@ -226,7 +226,7 @@ struct NeededElements {
 }
 
 /// Returns the manifest of checkpoint `tag` of folder `dir`, or of the one that `latest` names; `None` if it cannot be
-/// read, which loading it reports.
+/// read: loading the checkpoint then reports why.
 pub(crate) fn peek(dir: &Path, tag: Option<&str>) -> Option<Manifest> {
     let tag = tag.map_or_else(|| folder::latest(dir).ok().flatten(), |tag| Some(tag.to_owned()))?;
     Manifest::read(&folder::existing(dir, &tag).ok()?.join(MANIFEST)).ok()
@@ -319,7 +319,7 @@ fn wanted(
     let saved: BTreeMap<&str, usize> =
         manifest.parameters.iter().enumerate().map(|(i, p)| (p.name.as_str(), i)).collect();
     let own: BTreeSet<&str> = match core.pipeline() {
-        // The other stages need the others.
+        // The other stages of the pipeline need the other parameters.
         Some(position) => position.all_names.iter().map(String::as_str).collect(),
         None => core.params().iter().map(|p| p.name.as_str()).collect(),
     };

@@ -6,10 +6,10 @@
 //!   one host     the manifest                                              -> all
 //! ```
 //!
-//! On every host, a save renames the tag's folder and then makes `latest` name the tag. A job that died during this
-//! may have left a tag that `latest` names on some hosts and that other hosts lack. That tag is passed over in favour of
-//! the one that `latest` names on the other hosts. If every host names a tag and it is incomplete, it has been damaged
-//! since it was saved, which is an error.
+//! On every host, a save renames the tag's folder and then makes `latest` name the tag. A job that died in between may
+//! have left a tag that `latest` names on some hosts and that other hosts lack. That tag is passed over in favour of
+//! the one that `latest` names on the other hosts. If all hosts name the same tag and it is incomplete, it has been
+//! damaged since it was saved, which is an error.
 
 use super::folder;
 use super::manifest::{MANIFEST, Manifest};

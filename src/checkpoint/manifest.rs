@@ -46,7 +46,7 @@ pub struct Manifest {
     /// The number of ranks along the pipeline that saved it; 1 without a pipeline.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub pipeline_ranks: usize,
-    /// The island's part of local steps, if ranks took any.
+    /// The island's progress through its local steps, if its ranks took any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub islands: Option<IslandProgress>,
     /// The ZeRO stage that it was saved at. Loading does not depend on it.
@@ -100,9 +100,9 @@ pub struct IslandProgress {
     pub save: u64,
     /// `local_steps.steps`, `local_steps.fragments` and `local_steps.fragment_delay`.
     pub schedule: [u64; 3],
-    /// The samples of the island since the last exchange of each fragment.
+    /// For each fragment, the number of samples that the island has trained on since the fragment's last exchange.
     pub samples: Vec<u64>,
-    /// The fragments that have been sent and have not taken effect. Their mean changes are among the states.
+    /// The fragments that have been sent and have not yet taken effect. Their mean changes are among the states.
     pub in_flight: Vec<usize>,
 }
 
@@ -351,7 +351,11 @@ impl Manifest {
             let bytes = file.header_bytes.checked_add(layout.bytes(rank));
             say(
                 bytes == Some(file.bytes),
-                format!("{name} has {} bytes, but the shapes of its parameters need {bytes:?}", file.bytes),
+                format!(
+                    "{name} has {} bytes, but the shapes of its parameters need {}",
+                    file.bytes,
+                    bytes.unwrap_or(u64::MAX)
+                ),
             )?;
         }
         Ok(())

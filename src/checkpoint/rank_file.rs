@@ -124,7 +124,7 @@ impl RankFileWriter {
         let mut header = Vec::with_capacity(self.header.bytes);
         header.extend((self.header.bytes as u64 - 8).to_le_bytes());
         header.extend(text.as_bytes());
-        // The format allows spaces there.
+        // The format allows spaces after the JSON.
         header.resize(self.header.bytes, b' ');
         self.file.write_all_at(&header, 0)?;
         self.file.sync_all()?;
@@ -224,7 +224,7 @@ impl RankFileReader {
         self.read(range, |part| bytes.copy_from_slice(part))
     }
 
-    /// Passes the values of bytes `range` of the data to `take`, piece by piece.
+    /// Passes bytes `range` of the data to `take`, piece by piece.
     pub fn read(&mut self, range: Range<u64>, mut take: impl FnMut(&[u8])) -> Result<()> {
         let mut at = range.start;
         for block in Self::blocks_of(&range) {

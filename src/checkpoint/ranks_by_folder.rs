@@ -95,7 +95,7 @@ impl RanksByFolder {
     }
 }
 
-/// Creates a file in `dir` that no other save removes. It is removed when dropped.
+/// Creates a file in `dir` that no other save removes. It is removed when the returned value is dropped.
 fn marker(dir: &Path) -> std::io::Result<NamedTempFile> {
     create_all(dir)?;
     let marker = new_beside(dir, VISIBILITY_PREFIX)?;

@@ -91,7 +91,7 @@ fn header(entries: &[TensorEntry]) -> Vec<u8> {
         header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]}));
     }
     let mut header = Value::Object(header).to_string().into_bytes();
-    // The format requires data aligned to 8 bytes, and allows spaces there.
+    // The format requires data aligned to 8 bytes, and allows spaces after the JSON.
     header.resize(header.len().next_multiple_of(8), b' ');
     header
 }

@@ -1,5 +1,5 @@
-//! Saves checkpoints: every rank writes its shards at the same time, then rank 0, or the first rank of each host if
-//! each has its own folder, turns them into a checkpoint.
+//! Saves checkpoints: all ranks write their shards at the same time; then rank 0, or the first rank of each host if
+//! each has its own folder, turns the files into a checkpoint.
 //!
 //! ```text
 //!   in the foreground   begin | write share | agree, prepare, agree, publish
@@ -88,7 +88,7 @@ pub(crate) struct IslandOfJob {
 }
 
 impl IslandOfJob {
-    /// Collective among the ranks of all islands: returns the error of any of them to all.
+    /// Collective among the ranks of all islands: if any rank has an error, returns an error on all of them.
     pub fn agree<T>(
         own: Result<T, CollectiveFailure>,
         island: Option<&Self>,
@@ -123,7 +123,8 @@ enum WriteJob {
 /// A rank's file, and the time that writing it took.
 type WrittenFile = (FileEntry, Duration);
 
-/// Returns the manifest of the current state of this rank's parameters, without files. Without a tag it is named `global_stepN`.
+/// Returns the manifest of the current state of this rank's parameters, without files. Without a tag, the checkpoint is
+/// named `global_stepN`.
 pub(crate) fn manifest(
     core: &RankCore,
     trainer: &GroupedOptimizer,
@@ -283,8 +284,8 @@ impl SaveJob {
     }
 }
 
-/// Checks that all ranks can save into `dir`, which is created and locked for this job as by a save. Leftovers of dead
-/// jobs in it are removed. Collective.
+/// Checks that all ranks can save into `dir`, which is created and locked for this job, as a save would do. Leftovers
+/// of dead jobs in it are removed. Collective.
 ///
 /// # Errors
 /// Fails on all ranks if a save into `dir` would fail, and if a collective fails.
@@ -387,7 +388,7 @@ fn of_all_stages(core: &RankCore, own: Vec<Parameter>) -> Result<Vec<Parameter>>
     Ok(all.into_values().collect())
 }
 
-/// Collective for a model with buffers: returns their file, on rank 0.
+/// Collective for a model with buffers: returns the content of their file on rank 0, and `None` on the other ranks.
 fn snapshot_of_buffers(core: &RankCore, dir: &Path) -> Result<Option<Vec<u8>>, CollectiveFailure> {
     let list = core.buffers().list();
     if list.is_empty() {

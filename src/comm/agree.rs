@@ -35,7 +35,7 @@ pub fn rank_pointed_at(message: &str) -> Option<usize> {
 }
 
 /// Collective: returns the value of `own` if all ranks have one. If this rank has one and another rank does not,
-/// `elsewhere` makes the error, given the job-wide number of the first such rank.
+/// `elsewhere` creates the error, given the job-wide number of the first such rank.
 ///
 /// # Errors
 /// [`CollectiveFailure::InStep`] on all ranks if one failed; [`CollectiveFailure::OutOfStep`] if the collective failed.

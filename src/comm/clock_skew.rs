@@ -3,7 +3,7 @@
 /// The tolerated difference between a host's clock and the first host's, in seconds.
 const MAX_SKEW_SECS: u64 = 30;
 
-/// Returns the time of this host's clock, in seconds since 1970.
+/// Returns the time of this host's clock, in seconds since the start of 1970.
 #[doc(hidden)]
 pub fn seconds() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())

@@ -21,7 +21,7 @@ use std::time::Duration;
 pub struct CpuCommunicator {
     // Dropped in this order: a rank leaves the job after its launched collectives.
     launcher: CollectiveLauncher,
-    /// The groups made so far; the one at position i uses channel i + 1.
+    /// The groups created so far; the one at position i uses channel i + 1.
     groups: Mutex<Vec<(Vec<Vec<usize>>, JobGroup)>>,
     presence: Arc<RankPresence>,
     /// This rank's position among `members`.
@@ -29,7 +29,7 @@ pub struct CpuCommunicator {
     size: usize,
     /// The members' numbers in the job, in ascending order, if this is a group.
     members: Option<Arc<[usize]>>,
-    /// The channel of its collectives in shared memory: 0 for the job.
+    /// The channel of this communicator's collectives in shared memory: 0 for the job.
     channel: usize,
     ranks_here: Range<usize>,
 }

@@ -86,8 +86,8 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         })
     }
 
-    /// Implements `Communicator::all_reduce_as`. Summands are sent unchanged; the receiver encodes those that would
-    /// have been sent encoded.
+    /// Implements `Communicator::all_reduce_as`. Summands are sent unchanged; the receiver encodes those that a better
+    /// implementation would have sent encoded.
     pub fn all_reduce(self, wire: WireFormat, mut input: Flat, tag: u64) -> Pending<Flat> {
         let (world, len, dtype) = (self.size, input.len(), input.dtype());
         let call = CollectiveFingerprint::new(0, CollectiveKind::AllReduce, wire, dtype, len, tag);
@@ -210,7 +210,7 @@ fn encoded(wire: WireFormat, values: FlatRef<'_>) -> Vec<u8> {
     }
 }
 
-/// Decodes received elements into `at ..` of `values`.
+/// Decodes received elements into elements `at ..` of `values`.
 fn decode(wire: WireFormat, bytes: &[u8], values: &mut Flat, at: usize, len: usize) {
     match wire {
         WireFormat::Exact | WireFormat::BetweenHosts(_) => {

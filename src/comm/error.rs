@@ -185,8 +185,8 @@ pub enum CommError {
     },
     /// An MPI library lacks a function.
     #[error(
-        "{library} has no {symbol}: it is not an MPI library that this program can use; those of MPICH, Intel MPI and \
-         Open MPI 4 or later are"
+        "{library} has no {symbol}: it is not an MPI library that this program can use; use MPICH, Intel MPI, or \
+         Open MPI 4 or later"
     )]
     MpiLacks {
         /// The library file.
@@ -368,7 +368,7 @@ impl CommError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RankEnvError {
-    /// Some of the variables that define a process's rank are set, others are missing.
+    /// Some of the variables that define a process's rank are set, and others are missing.
     #[error("{set} is set but {missing} is not: a rank needs both; start the program with zerorun, or unset {set}")]
     Incomplete {
         /// A variable that is set.

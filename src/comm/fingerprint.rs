@@ -1,4 +1,5 @@
-//! A rank's description of a collective, compared before its data is touched.
+//! A rank's description of a collective, which is compared with those of other ranks before the collective's data is
+//! touched.
 
 use super::collective_kind::CollectiveKind;
 use super::engine_call;

@@ -79,7 +79,7 @@ fn hindrance(capabilities: &[NcclCapability]) -> Option<&'static str> {
     if capabilities.iter().any(|capability| !capability.usable) {
         Some("it is off or not found on a rank")
     } else if pairs().any(|(a, b)| a.fast != b.fast) {
-        Some("ranks disagree on its sums")
+        Some("CANDLE_ZERO_NCCL is fast on some ranks and exact on others")
     } else if pairs().any(|(a, b)| a.is_on(b)) {
         Some("ranks share a GPU")
     } else if pairs().any(|(a, b)| (a.host, a.process) == (b.host, b.process) && !(a.apart && b.apart)) {
@@ -320,7 +320,10 @@ mod tests {
         let without = NcclCapability { usable: false, ..capability(2, 2) };
         assert_eq!(hindrance(&[capability(1, 1), without]), Some("it is off or not found on a rank"));
         let fast = NcclCapability { fast: true, ..capability(2, 2) };
-        assert_eq!(hindrance(&[capability(1, 1), fast]), Some("ranks disagree on its sums"));
+        assert_eq!(
+            hindrance(&[capability(1, 1), fast]),
+            Some("CANDLE_ZERO_NCCL is fast on some ranks and exact on others")
+        );
         assert!(hindrance(&[capability(1, 1), capability(1, 2)]).unwrap().contains("threads of one process"));
         let apart = |gpu| NcclCapability { apart: true, ..capability(1, gpu) };
         assert_eq!(hindrance(&[apart(1), apart(2)]), None);

@@ -34,7 +34,7 @@ pub(super) enum LinkEnd {
     Remote(MpiMessages),
 }
 
-/// A link's end, and what its thread has done with it.
+/// This rank's end of a link, and the state of the thread that serves it.
 pub(super) struct LinkWorker {
     pub end: LinkEnd,
     /// The number of messages so far.
@@ -71,12 +71,13 @@ impl LinkThread {
     }
 }
 
-/// The links of a rank to all others, made when they are first used.
+/// The links of a rank to all others, opened when they are first used.
 #[derive(Default)]
 pub(super) struct PointToPointLinks(Mutex<BTreeMap<LinkId, LinkThread>>);
 
 impl PointToPointLinks {
-    /// Waits until all launched messages to other ranks are sent. Those from other ranks may never arrive.
+    /// Waits until all launched messages to other ranks are sent. It does not wait for those from other ranks, which
+    /// may never arrive.
     pub(super) fn finish_sends(&self) {
         let (done, waiting) = mpsc::channel::<()>();
         let is_sending = |(id, _): &(&LinkId, &LinkThread)| id.direction == LinkDirection::Sending;
@@ -85,7 +86,7 @@ impl PointToPointLinks {
             _ = link.jobs.send(Box::new(move |_| drop(done)));
         }
         drop(done);
-        // Ends when all jobs above have run or were dropped.
+        // Ends when all jobs above have run or been dropped.
         _ = waiting.recv();
     }
 

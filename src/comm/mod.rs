@@ -7,7 +7,7 @@
 //!
 //! [`Communicator`] is the engine's interface: rank, size, and collectives on flat buffers, each split into a launch
 //! and a wait. [`SoloCommunicator`] is a world of one rank. [`CpuCommunicator`] serves every other world: ranks as
-//! threads of one process ([`threads`]) over anonymous memory, ranks as processes over a memfd made by `zerorun`
+//! threads of one process ([`threads`]) over anonymous memory, ranks as processes over a memfd created by `zerorun`
 //! (`shm`) or, if they were started individually, by rank 0 (`rendezvous`), or ranks on several hosts (`mpi`). A
 //! program can provide its own communicator.
 //!
@@ -91,9 +91,9 @@ use std::time::Duration;
 /// # Implementing a communicator
 /// Four methods are enough: [`rank`](Self::rank), [`size`](Self::size), [`gather_bytes`](Self::gather_bytes) and
 /// [`abort`](Self::abort). All others are built on these, with the same bits as over shared memory. Override those that
-/// your network does better; of the sums and gathers, override the methods whose names end in `_as`, which the others
+/// your network can do better; of the sums and gathers, override the methods whose names end in `_as`, which the others
 /// call. Collectives run in the order in which they are launched, while results may be waited for in any order: a
-/// separate thread that runs one collective after the other is a good communicator.
+/// separate thread that runs one collective after another works well.
 ///
 /// ```
 /// use candle_zero::comm::{Communicator, Pending};
@@ -203,7 +203,8 @@ pub trait Communicator: Send + Sync {
         by_default(self).all_gather(wire, shard, tag)
     }
 
-    /// Returns the ranks on this rank's host, itself included, which have consecutive numbers. By default all ranks.
+    /// Returns the ranks on this rank's host, itself included, which have consecutive numbers. By default, these are
+    /// all ranks.
     fn ranks_here(&self) -> Range<usize> {
         0..self.size()
     }
@@ -236,7 +237,7 @@ pub trait Communicator: Send + Sync {
         by_default(self).reduce_to_groups(wire, ranks, input, tag)
     }
 
-    /// Gathers the values of all ranks on every rank, in rank order. For a few numbers: votes, norms, metrics.
+    /// Gathers the values of all ranks on every rank, in rank order. Intended for a few numbers: votes, norms, metrics.
     fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {
         by_default(self).gather_f64(&values)
     }
@@ -253,8 +254,8 @@ pub trait Communicator: Send + Sync {
     /// rank waits for.
     ///
     /// # Errors
-    /// By default an error, because messages cannot be built on collectives: a custom communicator must implement them
-    /// for pipelines, experts and sequences that are divided among ranks.
+    /// The default implementation returns an error, because messages cannot be built on collectives: a custom
+    /// communicator must implement them for pipelines, experts and sequences that are divided among ranks.
     fn send(&self, to: usize, data: Flat, tag: u64) -> Pending<()> {
         _ = (to, data, tag);
         Pending::from_fn(|| Err(not_implemented("send").into()))
@@ -263,7 +264,7 @@ pub trait Communicator: Send + Sync {
     /// Receives `len` elements from rank `from`, which calls [`send`](Self::send).
     ///
     /// # Errors
-    /// By default an error, as for [`send`](Self::send).
+    /// The default implementation returns an error, as for [`send`](Self::send).
     fn receive(&self, from: usize, dtype: DType, len: usize, tag: u64) -> Pending<Flat> {
         _ = (from, dtype, len, tag);
         Pending::from_fn(|| Err(not_implemented("receive").into()))
@@ -292,14 +293,16 @@ pub trait Communicator: Send + Sync {
     ///
     /// # Errors
     /// The groups are not a partition of the ranks, other ranks pass different groups, or the job was divided into
-    /// groups in too many ways. By default an error, because groups cannot be built on collectives of all ranks.
+    /// groups in too many ways. The default implementation returns an error, because groups cannot be built on
+    /// collectives of all ranks.
     fn group(&self, groups: &[Vec<usize>]) -> Result<Arc<dyn Communicator>> {
         _ = groups;
         Err(not_implemented("group").into())
     }
 
-    /// Returns the failure of another rank, if this one knows of one, without waiting. It ends waits for operations
-    /// that involve the other ranks but are not collectives of this communicator. By default no failure is known.
+    /// Returns the failure of another rank, if this one knows of one, without waiting. Such a failure ends waits for
+    /// operations that involve the other ranks but are not collectives of this communicator. By default no failure is
+    /// known.
     fn failure(&self) -> Option<CommError> {
         None
     }

@@ -48,7 +48,7 @@ impl<T> Pending<T> {
     ///
     /// # Errors
     /// [`CommError`](crate::error::CommError): a peer died, gave up, left, fell silent or diverged, or the time limit
-    /// is exceeded.
+    /// was exceeded.
     pub fn wait(self) -> Result<T> {
         match self.0 {
             PendingState::Ready(value) => Ok(value),

@@ -1,4 +1,4 @@
-//! The environment variables by which launchers tell a process its rank.
+//! The environment variables through which launchers tell a process its rank.
 //!
 //! The first matching row applies. A row matches if its rank or its world is set. `WORLD_SIZE=1` on its own means rank
 //! 0 of 1.

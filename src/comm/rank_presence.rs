@@ -25,7 +25,7 @@ pub(super) struct RankPresence {
     mpi: Option<MpiRank>,
     abort_signal: Arc<AbortSignal>,
     links: PointToPointLinks,
-    /// The number of handles of the process to its communicators.
+    /// The number of the process's handles to its communicators.
     handles: AtomicUsize,
     heartbeat: Option<HeartbeatThread>,
     timeout: Duration,

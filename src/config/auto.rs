@@ -1,4 +1,4 @@
-//! Resolves `"auto"` to the value that the run knows, as the Hugging Face Trainer does, or to the key's default.
+//! Resolves `"auto"` to the run's own value, as the Hugging Face Trainer does, or to the key's default.
 
 use super::json_node::{JsonEntry, JsonNode};
 use super::keys::{ConfigKey, ConfigSection};

@@ -18,7 +18,7 @@ pub struct LocalStepsConfig {
     pub outer_momentum: f64,
     /// `nesterov`: whether the outer optimizer uses Nesterov momentum. Default true.
     pub nesterov: bool,
-    /// `fragments`: the number of parts of the model that take turns in being exchanged. Default 1.
+    /// `fragments`: the number of parts of the model that take turns being exchanged. Default 1.
     pub fragments: u64,
     /// `fragment_delay`: the number of steps that an exchange may take while training continues. Default 0.
     pub fragment_delay: u64,
@@ -66,7 +66,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
         );
     }
     if fragment_delay >= steps {
-        let why = "because a fragment takes effect before it is sent again";
+        let why = "because a fragment must take effect before it is sent again";
         refuse(
             ConfigRule::Conflict,
             "fragment_delay",
@@ -108,7 +108,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
         nesterov: walk.bool("local_steps.nesterov"),
         fragments,
         fragment_delay,
-        // The exchange does not contain what an island learns while it is on its way.
+        // The exchange does not contain what an island learns while the exchange is on its way.
         fragment_alpha: alpha.unwrap_or(if fragment_delay > 0 { 0.5 } else { 0.0 }),
         wire,
     })

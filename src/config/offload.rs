@@ -101,20 +101,20 @@ pub(super) fn optimizer(
 ) -> Option<OffloadOptimizer> {
     let to = OPTIMIZER.to(walk, stage)?;
     let (least, why) = match optimizer {
-        Some(OptimizerConfig::Adam(_)) => (4, ": Adam needs gradient, weights and two moments"),
+        Some(OptimizerConfig::Adam(_)) => (4, ": Adam needs the gradient, the weights and two moments"),
         Some(OptimizerConfig::Sgd(sgd)) if sgd.momentum != 0.0 => {
-            (3, ": SGD with momentum needs gradient, weights and momentum")
+            (3, ": SGD with momentum needs the gradient, the weights and the momentum")
         }
-        Some(OptimizerConfig::Lion(_)) => (3, ": Lion needs gradient, weights and momentum"),
-        Some(OptimizerConfig::Adagrad(_)) => (3, ": Adagrad needs gradient, weights and the sum of squares"),
-        Some(OptimizerConfig::Lamb(_)) => (4, ": Lamb needs gradient, weights and two moments"),
-        Some(OptimizerConfig::Muon(_)) => (4, ": Muon's AdamW needs gradient, weights and two moments"),
+        Some(OptimizerConfig::Lion(_)) => (3, ": Lion needs the gradient, the weights and the momentum"),
+        Some(OptimizerConfig::Adagrad(_)) => (3, ": Adagrad needs the gradient, the weights and the sum of squares"),
+        Some(OptimizerConfig::Lamb(_)) => (4, ": Lamb needs the gradient, the weights and two moments"),
+        Some(OptimizerConfig::Muon(_)) => (4, ": Muon's AdamW needs the gradient, the weights and two moments"),
         Some(OptimizerConfig::EightBit(EightBitConfig { kind: EightBit::Lion(_), .. })) => {
-            (3, ": Lion8bit needs gradient, weights and momentum")
+            (3, ": Lion8bit needs the gradient, the weights and the momentum")
         }
-        Some(OptimizerConfig::EightBit(_)) => (4, ": Adam needs gradient, weights and two moments"),
+        Some(OptimizerConfig::EightBit(_)) => (4, ": Adam needs the gradient, the weights and two moments"),
         // SGD, or an optimizer that the file does not name.
-        _ => (2, ": a step needs gradient and weights"),
+        _ => (2, ": a step needs the gradient and the weights"),
     };
     Some(OffloadOptimizer {
         buffer_count: OPTIMIZER.count(walk, "buffer_count", &to, least, why),

@@ -18,7 +18,7 @@ pub(super) struct ConfigRejection {
     pub notes: Vec<ConfigNote>,
 }
 
-/// Returns the section `pipeline` of a configuration that may have problems.
+/// Returns the `pipeline` section of a configuration that may have problems.
 pub(super) fn pipeline_section(root: &JsonNode, run: &RunValues) -> PipelineConfig {
     match &root.value {
         JsonValue::Object(entries) => pipeline::resolve(&mut ConfigWalk::new(entries, run)),
@@ -252,7 +252,7 @@ fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
     }
     check_safe_modules(walk);
     let key = "torch_autocast.dtype";
-    // The names that DeepSpeed accepts. Without a name, PyTorch's default for the CPU.
+    // The names are those that DeepSpeed accepts. Without a name, PyTorch's default for the CPU applies.
     let name = walk.str(key).map_or_else(|| "bfloat16".to_string(), str::to_lowercase);
     let (rule, text) = match name.strip_prefix("torch.").unwrap_or(&name) {
         "bf16" | "bfloat16" => return Some(DType::BF16),
@@ -333,8 +333,8 @@ fn check_gradients(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Preci
         let middle = matches!(stage, ZeroStage::One | ZeroStage::Two);
         if !middle || walk.float("gradient_clipping") != 0.0 || offloaded || f32_sums {
             let place = walk.place(norm);
-            let text = "false needs stage 1 or 2, gradient_clipping 0, no offloaded optimizer, and not stage 1 with \
-                        bf16 and f32 accumulation";
+            let text = "false needs stage 1 or 2, gradient_clipping 0 and no offloaded optimizer, and is not possible at \
+                        stage 1 with bf16 and f32 accumulation";
             walk.problem(ConfigRule::Conflict, norm, place, text);
         }
     }
@@ -363,7 +363,7 @@ fn check_zero(walk: &mut ConfigWalk<'_>, stage: ZeroStage) {
     }
 }
 
-/// Checks `compress_between_hosts_only` when nothing is compressed.
+/// Notes that `compress_between_hosts_only` has no effect if nothing is compressed.
 fn check_compression(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig) {
     let key = "zero_optimization.compress_between_hosts_only";
     if walk.bool(key) && !zero.compresses(dtype(walk.str("communication_data_type"))) {
@@ -395,9 +395,10 @@ fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usi
     if zero.hpz_partition_size > 1 {
         let hpz = zero.hpz_partition_size;
         let text = format!(
-            "{found} found, and zero_hpz_partition_size {hpz}: parameters that are sharded among {found} ranks are \
-             only gathered from these, so a second copy would be no faster to reach; remove zero_hpz_partition_size if memory \
-             can hold all states of a group, or mics_shard_size if it can hold only the parameters"
+            "{found} is given together with zero_hpz_partition_size {hpz}: parameters that are sharded among {found} \
+             ranks are gathered only from these ranks, so a second copy would be no faster to reach; remove \
+             zero_hpz_partition_size if memory can hold all states of a group, or mics_shard_size if it can hold only \
+             the parameters"
         );
         walk.problem(ConfigRule::Conflict, key, place, text);
     }
@@ -447,7 +448,7 @@ fn check_data_types(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Prec
     }
 }
 
-/// Checks `vocabulary_size`. As in DeepSpeed, it only causes a hint.
+/// Checks `vocabulary_size`. As in DeepSpeed, it only produces a hint.
 fn check_vocabulary(walk: &mut ConfigWalk<'_>) {
     const TILE: i64 = 8;
     if let Some(size) = walk.int("vocabulary_size").filter(|size| size % TILE != 0) {
@@ -489,7 +490,8 @@ fn check_data_efficiency(walk: &mut ConfigWalk<'_>) {
     }
 }
 
-/// Returns whether every unit recomputes: by this engine's own key or, with a note, by any other key that asks for it.
+/// Returns whether every unit recomputes: if candle-zero's own key says so or, with a note, if any other key asks for
+/// it.
 fn activation_checkpointing(walk: &mut ConfigWalk<'_>) -> bool {
     let path = |key: &str| format!("activation_checkpointing.{key}");
     if let Some(on) = walk.get(&path("every_unit")).and_then(Value::as_bool) {
@@ -500,8 +502,8 @@ fn activation_checkpointing(walk: &mut ConfigWalk<'_>) -> bool {
     let key = key.or(walk.int(&path("number_checkpoints")).map(|_| "number_checkpoints"));
     if let Some(key) = key {
         let text = "treated as `every_unit`: every unit recomputes its forward pass during backward, which takes about a \
-                    third more time and gives the same results except for rounding (in DeepSpeed only calls of \
-                    deepspeed.checkpointing do); set `every_unit` of this section to true or false to choose";
+                    third more time and gives the same results except for rounding (in DeepSpeed, only calls to \
+                    deepspeed.checkpointing recompute); set `every_unit` of this section to true or false to choose";
         walk.note(&path(key), text);
     }
     key.is_some()

@@ -656,7 +656,7 @@ pub struct OneCycleConfig {
     pub cycle_second_stair_count: u64,
     /// The number of steps per decay after the cycle. Default 0: no decay.
     pub decay_step_size: f64,
-    /// Whether beta1 falls while the rate rises and rises while it falls, and beta2 is 0.99. Default true.
+    /// Whether beta1 falls while the rate rises and rises while the rate falls, and beta2 is 0.99. Default true.
     pub cycle_momentum: bool,
     /// beta1 at the top of the cycle, and at the first step. Default 0.8.
     pub cycle_min_mom: f64,

@@ -73,7 +73,7 @@ fn given_rate(walk: &mut ConfigWalk<'_>, key: &str) -> Option<PerGroup> {
     };
     if let PerGroup::Each(rates) = &rate {
         let groups = rates.len();
-        walk.note(&of(key), format!("a list of {groups}: for an engine with {groups} parameter groups"));
+        walk.note(&of(key), format!("a list of {groups} numbers: it needs an engine with {groups} parameter groups"));
     }
     Some(rate)
 }
@@ -198,7 +198,7 @@ fn one_cycle(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerConfig>) -> 
     Some(cycle)
 }
 
-/// Checks the momentum of the cycle, and notes where it has no effect or will stop training.
+/// Checks the momentum of the cycle, and notes if it has no effect or will stop training.
 fn cycled_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer: Option<&OptimizerConfig>) {
     if optimizer.is_some_and(|optimizer| !optimizer.has_betas()) {
         let text = "has no effect on an optimizer without betas, which keeps its momentum, as in DeepSpeed";

@@ -84,7 +84,7 @@ impl ConfigSource {
         Ok(OpenedSource::Root(origin, root))
     }
 
-    /// Reads only `pipeline`, on which the number of ranks depends that the rest is resolved for.
+    /// Reads only `pipeline`, which determines the number of ranks that the other sections are resolved for.
     ///
     /// # Errors
     /// Problems with that section; others are found when the complete configuration is read.

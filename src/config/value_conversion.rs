@@ -214,7 +214,7 @@ pub(crate) fn found(node: &JsonNode) -> String {
             format!("the string \"{}...\"", s.chars().take(MAX_SHOWN_CHARS).collect::<String>().escape_debug())
         }
         JsonValue::String(s) => format!("the string \"{}\"", s.escape_debug()),
-        JsonValue::List(items) => format!("a list of {}", items.len()),
+        JsonValue::List(items) => format!("a list of length {}", items.len()),
         JsonValue::Object(_) => "an object".into(),
     }
 }

@@ -84,7 +84,7 @@ pub(crate) fn backward<const N: usize>(
     })
 }
 
-const TWO_FORMATS: &str = "operands of different formats";
+const TWO_FORMATS: &str = "the operands have different formats";
 
 /// Returns the rows of queries, keys and values.
 fn rows<'a, E: AttentionElement, const N: usize>(
@@ -115,7 +115,7 @@ enum QkvGradients<'a, E> {
     Fused(&'a mut CudaSlice<E>),
 }
 
-/// Computes [`forward`] for one format. The log-sum-exp is in powers of 2, `[batch, time, heads]`.
+/// Computes [`forward`] for one format. The log-sum-exp is to base 2 and has shape `[batch, time, heads]`.
 fn forward_of<E: AttentionElement>(
     device: &CudaDevice,
     of: (&AttentionShape, &AttentionRule<'_>),

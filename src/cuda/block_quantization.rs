@@ -175,7 +175,7 @@ mod tests {
         values
     }
 
-    /// Uploads these bytes for each part, with some bytes between them that no kernel may touch.
+    /// Uploads the bytes of each part, separated by bytes that no kernel may touch.
     fn upload(device: &CudaDevice, parts: &[Vec<u8>], apart: usize) -> CudaSlice<u8> {
         let mut all = vec![0x55u8; apart * parts.len() + 4];
         parts.iter().enumerate().for_each(|(i, part)| all[i * apart..i * apart + part.len()].copy_from_slice(part));
@@ -197,7 +197,7 @@ mod tests {
             let parts = RankChunks { number: 3, count: len, elements_apart: len + 1, bytes_apart: apart };
             for without in [None, Some(0), Some(2), Some(3)] {
                 let (address, used) = elements.address_mut(&stream).unwrap();
-                // SAFETY: four parts of elements, and room for the codes of three.
+                // SAFETY: the addresses are those of four parts of elements and of room for the codes of three.
                 unsafe {
                     coder.encode(parts, without, address, bytes.device_ptr_mut(&stream).0).unwrap();
                     coder.decode(parts, bytes.device_ptr(&stream).0, address).unwrap();
@@ -231,7 +231,7 @@ mod tests {
             let apart = ints.encoded_len(len).next_multiple_of(4);
             let (bytes, mut values) = (upload(&device, &codes, apart), DeviceFlat::of(&device, own.as_ref()).unwrap());
             let (address, used) = values.address_mut(&stream).unwrap();
-            // SAFETY: the elements, and the codes of as many elements of three others.
+            // SAFETY: the addresses are those of the elements and of the codes of as many elements of three other ranks.
             unsafe {
                 coder.sum(len, (address, address), (bytes.device_ptr(&stream).0, apart), (rank, 4)).unwrap();
             }
@@ -272,7 +272,7 @@ mod tests {
             let mut elements = DeviceFlat::of(&device, values.as_ref()).unwrap();
             let mut bytes = upload(&device, &[vec![]], apart);
             let (address, used) = elements.address_mut(&stream).unwrap();
-            // SAFETY: the elements, and room for their codes.
+            // SAFETY: the addresses are those of the elements and of room for their codes.
             unsafe {
                 coder.encode(parts, None, address, bytes.device_ptr_mut(&stream).0).unwrap();
                 coder.decode(parts, bytes.device_ptr(&stream).0, address).unwrap();

@@ -15,7 +15,7 @@ const MAX_CHUNKS: usize = 128;
 /// The numbers of columns and lanes of a block in column_sums.cuh.
 const BLOCK: (u32, u32) = (32, 8);
 
-/// The split of rows into chunks for sums over them. It depends only on the number of rows.
+/// The split of rows into chunks that are summed separately. It depends only on the number of rows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowChunking {
     pub rows: usize,

@@ -91,8 +91,8 @@ impl CopyQueue {
     /// # Errors
     /// Returns an error if the driver cannot lock more memory.
     pub fn new(device: &CudaDevice, bytes: usize, pinned: bool, lane: TimelineLane) -> Result<Self> {
-        // A separate cudarc context, with the same primary context as Candle's: with a second stream in Candle's
-        // context, cudarc would record events around every kernel of the model.
+        // The queue has a separate cudarc context with the same primary context as Candle's, because a second stream in
+        // Candle's context would make cudarc record events around every kernel of the model.
         let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
         let staging_buffers = (0..STAGING_BUFFERS)
             .map(|_| StagingBuffer::new(&context, bytes / STAGING_BUFFERS, pinned))
@@ -122,7 +122,8 @@ impl CopyQueue {
         let device = from.device().clone();
         self.begin(&device, CopyRequest::Down(from), |copied| match copied {
             CompletedCopy::OnHost(to, from) => {
-                // Dropped in the calling thread, so that the memory is freed in the order of that thread's launches.
+                // The source is dropped in the calling thread, so that its memory is freed in the order of that
+                // thread's launches.
                 drop(from);
                 Some(to)
             }
@@ -191,7 +192,7 @@ impl CopyThread {
                 (CompletedCopy::OnDevice(to), result)
             }
         };
-        // Also after an error: the memory is not released while the GPU may still use it.
+        // The stream is awaited even after an error, so that no memory is released while the GPU may still use it.
         let idle = self.stream.synchronize().w();
         result.and(idle).map(|()| copied)
     }
@@ -201,7 +202,7 @@ impl CopyThread {
         let _span = timeline::span(EventCategory::Copy, "to the host").with("bytes", to.len() as u64);
         let (address, _used) = from.address_mut(stream)?;
         let mut under_way: [Option<(CudaEvent, Range<usize>)>; STAGING_BUFFERS] = [const { None }; STAGING_BUFFERS];
-        // After the last piece, the staging buffers are emptied.
+        // The last steps, which have no piece, only empty the staging buffers.
         let steps =
             pieces(to.len(), staging_buffers[0].len()).map(Some).chain(std::iter::repeat_n(None, STAGING_BUFFERS));
         for (number, piece) in steps.enumerate() {
@@ -214,8 +215,8 @@ impl CopyThread {
             }
             let Some(piece) = piece else { continue };
             let bytes = &mut staging.bytes_mut()?[..piece.len()];
-            // SAFETY: the buffer, which the copy owns, has as many bytes from there on, and nothing else uses the
-            // staging buffer until the event after this copy, or the stream at the end of `carry`, has been waited for.
+            // SAFETY: the buffer, which the copy owns, contains all bytes of the piece, and nothing else uses the staging
+            // buffer until the event after this copy, or the stream at the end of `carry`, has been waited for.
             unsafe { driver::memcpy_dtoh_async(bytes, address + piece.start as CUdeviceptr, stream.cu_stream()) }
                 .w()?;
             *under_way = Some((stream.record_event(BLOCKING_SYNC).w()?, piece));
@@ -256,7 +257,7 @@ impl StagingBuffer {
         if !pinned {
             return Ok(Self::Ordinary(vec![0; bytes]));
         }
-        // The driver's error text is the one for a GPU that is out of memory.
+        // The driver's error text would claim that the GPU is out of memory.
         let refused = |error: DriverError| {
             Error::Msg(format!(
                 "the system cannot lock {bytes} bytes of memory for copies between the GPU and the host (CUDA error \

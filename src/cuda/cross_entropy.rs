@@ -85,7 +85,7 @@ pub(crate) fn losses(
         bail!("cross_entropy: the buffer for losses is shorter than the number of rows")
     };
     let arguments = arguments![of.classes, logits, targets, of.cap(), sign, DeviceFlatMut::F32(losses)];
-    // SAFETY: the kernel takes a block for each row of classes, a target and a loss for each.
+    // SAFETY: the kernel takes a block, a target and a loss for each row of logits.
     unsafe { kernel(device, "losses", logits.dtype())?.run(of.launch(), arguments) }
 }
 
@@ -135,7 +135,7 @@ pub(crate) fn gradients(
     };
     let (kernel, launch) = (kernel(device, "gradient", d.dtype())?, of.launch());
     let arguments = arguments![of.classes, logits, targets, of.cap(), scales.as_ref(), stride, divisor, d, losses];
-    // SAFETY: the kernel takes a block for each row of classes, a target, a loss and a scale for each.
+    // SAFETY: the kernel takes a block, a target, a loss and a scale for each row of logits.
     unsafe { kernel.run(launch, arguments) }
 }
 

@@ -12,8 +12,8 @@ const KERNELS: KernelModule = module!("dropout");
 const GROUP: u64 = 64;
 const COUNTERS: u64 = 16;
 
-/// Computes x / (1 - p) for kept elements, and 0 where the random word of position `offset + i` drops the element. The
-/// bits are those of the host.
+/// Computes x / (1 - p) for kept elements, and 0 for each element i that the random word of position `offset + i` drops.
+/// The bits are those of the host.
 pub(crate) fn dropout(
     device: &CudaDevice,
     x: &DeviceFlatRef<'_>,

@@ -30,7 +30,7 @@ pub(crate) fn look_up(
 ) -> Result<CudaStorage> {
     let (rows, count) = (table.len().checked_div(width).unwrap_or(0), ids.len() * width);
     if let Some(id) = ids.iter().find(|id| **id != NO_ROW && **id as usize >= rows) {
-        bail!("embedding: row {id} of {rows}")
+        bail!("embedding: row {id} was requested, but the table has {rows} rows")
     }
     written(device, dtype, count, |y| {
         if count == 0 {

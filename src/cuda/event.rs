@@ -1,4 +1,5 @@
-//! The times of GPU events on the host's clock, so that a timeline shows how long the GPU took, rather than the host.
+//! The times of GPU events on the host's clock, so that a timeline shows how long the GPU took rather than how long the
+//! host took.
 
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;

@@ -1,12 +1,12 @@
 #![allow(clippy::unwrap_used)]
-//! Measures what share of a GPU's bandwidth each kernel reaches. `scripts/gpu_check.sh` runs it, and this command does
-//! too:
+//! Measures what share of a GPU's bandwidth each kernel reaches. `scripts/gpu_check.sh` runs this measurement. It can also
+//! be run with this command:
 //!
 //!     cargo test --release --features cuda --lib cuda::kernel_bandwidth -- --ignored --nocapture
 //!
 //! A kernel's bandwidth is the minimum number of bytes that it must move divided by its time on the GPU, averaged over
 //! many launches. The reference is the driver's own copy within the GPU's memory, in the same run. Attention, which is
-//! limited by arithmetic, is shown next to a product of cuBLAS and has no minimum.
+//! limited by arithmetic, is shown alongside a matrix product of cuBLAS and has no minimum.
 
 use super::cross_entropy::{self, DeviceTargets, LogitRows, LossGradientScale};
 use super::embedding::{self, EmbeddingRowUses};
@@ -208,10 +208,10 @@ fn tables(bench: &mut KernelBench) {
     let (device, n) = (bench.device.clone(), bench.elements);
     let [table, dy, mut grad] = bench.halves();
     let (table, dy) = (&all(&table), &all(&dy));
-    // Rows so wide that there are only a few ids, which are copied from the host.
+    // The rows are so wide that there are only a few ids, which are copied from the host.
     let width = n.min(8192);
     let rows = n / width;
-    // Each row once, in a permuted order. The number of rows is a power of two.
+    // Each row occurs once, in a permuted order. The number of rows is a power of two.
     let ids: Vec<u32> = (0..rows).map(|i| (i * 77 % rows) as u32).collect();
     bench.row("embedding, forward", 4 * n, MIN_SUMMING_SHARE, || {
         drop(embedding::look_up(&device, &ids, table, width, DType::BF16).unwrap());
@@ -257,8 +257,8 @@ fn attentions(bench: &KernelBench) {
         let forward = || attention::forward(device, (&h, &rule), qkv).unwrap();
         let (out, lse) = forward();
         let out = &elements(&out, 0..dout.len()).unwrap();
-        // Half of the pairs of positions, in two products, each with two operations per element. Backward has five
-        // products.
+        // Forward computes two products over half of the pairs of positions, with two operations per element. Backward
+        // computes five such products.
         let operations = 0.5 * (batch * heads * time * time * head) as f64 * 2.0 * 2.0;
         show(format!("attention, heads of {head}, forward"), operations, bench.seconds(|| drop(forward())));
         let backward = || drop(attention::backward(device, (&h, &rule), qkv, (out, &lse, dout)).unwrap());

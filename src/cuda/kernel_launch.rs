@@ -85,7 +85,8 @@ impl KernelFunction {
     /// Runs the kernel on its stream.
     ///
     /// # Safety
-    /// The kernel takes arguments of these types in this order, and stays within them with this launch's threads.
+    /// The kernel must take arguments of these types in this order, and this launch's threads must stay within their
+    /// bounds.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.

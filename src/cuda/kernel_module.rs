@@ -30,7 +30,7 @@ macro_rules! module {
 pub(crate) use module;
 
 impl KernelModule {
-    /// Creates a module of kernels that a device knows by `name`.
+    /// Creates a module, which devices know by `name`.
     pub const fn new(name: &'static str, ptx: &'static str) -> Self {
         Self { name, ptx }
     }
@@ -38,21 +38,21 @@ impl KernelModule {
     /// Returns one of the kernels on a device.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses the PTX, because the GPU is older than the PTX's target.
+    /// Returns an error if the driver refuses the PTX, as it does if the GPU is older than the PTX's target.
     pub fn function(self, device: &CudaDevice, kernel: &str) -> Result<KernelFunction> {
         let function = device.get_or_load_custom_func(kernel, self.name, self.ptx)?.into_cuda_function();
         Ok(KernelFunction { function, stream: device.cuda_stream() })
     }
 }
 
-/// A kernel on the stream of Candle's device, or on a different stream.
+/// A kernel and the stream on which it runs, which is that of Candle's device or a different one.
 pub(crate) struct KernelFunction {
     function: CudaFunction,
     stream: Arc<CudaStream>,
 }
 
 impl KernelFunction {
-    /// Returns the kernel with `bytes` of shared memory per launch, which may exceed the default of 48 KiB per block.
+    /// Returns the kernel with up to `bytes` of shared memory per block, which may exceed the default of 48 KiB.
     ///
     /// # Errors
     /// Returns an error if the device has less shared memory.
@@ -73,7 +73,7 @@ impl KernelFunction {
     }
 }
 
-/// Returns a launch whose threads process `count` elements in turns.
+/// Returns a launch whose threads process `count` elements in a grid-stride loop.
 pub(crate) fn over(count: usize) -> LaunchConfig {
     let blocks = count.div_ceil(THREADS as usize).clamp(1, MAX_BLOCKS);
     LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 }

@@ -15,11 +15,11 @@ fn of(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>> {
     if !context.has_async_alloc() {
         return Ok(None);
     }
-    // SAFETY: the device of an existing context.
+    // SAFETY: the device belongs to an existing context.
     Ok(Some(unsafe { result::device::get_mem_pool(context.cu_device()) }.w()?))
 }
 
-/// From now on, keeps freed memory in this process for later allocations instead of returning it to the system.
+/// Keeps memory that is freed from now on in this process for later allocations instead of returning it to the system.
 ///
 /// # Errors
 /// Returns an error if the driver reports one.
@@ -27,7 +27,7 @@ pub(crate) fn keep(device: &CudaDevice) -> Result<()> {
     let Some(pool) = of(device)? else { return Ok(()) };
     let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
     let mut bytes = u64::MAX;
-    // SAFETY: the device's own pool, which always exists; the attribute is a 64-bit number, which is copied.
+    // SAFETY: the pool is the device's own, which always exists; the attribute is a 64-bit number, which is copied.
     unsafe { result::mem_pool::set_attribute(pool, threshold, (&raw mut bytes).cast::<c_void>()) }.w()
 }
 

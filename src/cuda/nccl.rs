@@ -9,7 +9,7 @@
 //!
 //! | file | contents |
 //! | --- | --- |
-//! | `library.rs` | the library's functions |
+//! | `library.rs` | NCCL's functions |
 //! | `member.rs` | a rank's communicator: calls, waits on the host, failures |
 //! | `quantized.rs` | collectives that transfer elements as integers |
 //! | `pending.rs` | a collective in progress and its buffers |
@@ -63,10 +63,11 @@ type Result<T> = std::result::Result<T, NcclError>;
 
 const KERNELS: KernelModule = module!("nccl_sum");
 
-/// The bytes up to which an exact all-reduce is a single exchange. Up to this size, exchanging everything takes less
-/// time than a second step.
+/// The size in bytes up to which an exact all-reduce is a single exchange. Up to this size, exchanging everything takes
+/// less time than a second step.
 const SHORT_BYTES: usize = 32 << 10;
-/// The bytes of peers' elements that are in memory at a time: enough for one exchange to use a link well.
+/// The size in bytes of the peers' elements that are in memory at a time, large enough for one exchange to use a link
+/// well.
 const PEER_BUFFER_BYTES: usize = 64 << 20;
 
 /// The method by which sums over ranks are computed.
@@ -151,8 +152,8 @@ impl NcclComm {
         self.counted_on(shard.resize(count * self.size()))?;
         let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
         self.launch("an all-gather", shard, count * self.size(), |launch, whole| {
-            // SAFETY: the elements of every rank fit there, and belong to this launch. This rank's elements are first
-            // copied to their place.
+            // SAFETY: the elements of every rank fit in the buffer, which belongs to this launch. This rank's elements
+            // are first copied to their place.
             unsafe {
                 launch.copy(whole, whole + own, count * dtype.size_in_bytes())?;
                 match codes {
@@ -174,7 +175,7 @@ impl NcclComm {
         let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
         let op = "a reduce-scatter";
         self.launch(op, input, count, |launch, input| {
-            // SAFETY: the elements of every rank are there, and belong to this launch.
+            // SAFETY: the elements for every rank are in the buffer, which belongs to this launch.
             unsafe {
                 match sums {
                     NcclSumMode::Fast => {
@@ -200,7 +201,7 @@ impl NcclComm {
             self.counted_on(values.extend_zeros(chunk * self.size() - len))?;
         }
         self.launch(op, values, len, |launch, values| {
-            // SAFETY: these elements are there, and belong to this launch.
+            // SAFETY: the elements are in the buffer, which belongs to this launch.
             unsafe {
                 match sums {
                     NcclSumMode::Fast => launch.all_reduce(values, len, data_type(dtype)),
@@ -225,7 +226,7 @@ impl NcclComm {
         self.0.keeps_times.store(keep, Ordering::Relaxed);
     }
 
-    /// Gives up: collectives in progress end without a result, and the other ranks detect it.
+    /// Gives up: collectives in progress end without a result, and the other ranks detect the failure.
     pub fn abort(&self) {
         self.0.fail(&NcclError::GaveUp { rank: self.rank() });
     }
@@ -286,7 +287,7 @@ impl NcclComm {
         }
         let chunk = if len * bytes <= self.0.limits.short { 0 } else { len / size };
         let at = |element: usize| values + (element * bytes) as CUdeviceptr;
-        // SAFETY: all chunks and the rest are `len` elements.
+        // SAFETY: all chunks and the rest have `len` elements in total.
         unsafe {
             if chunk > 0 {
                 let own = at(rank * chunk);
@@ -312,13 +313,13 @@ impl NcclComm {
         (from, to): (CUdeviceptr, CUdeviceptr),
         place: impl Fn(usize) -> usize,
     ) -> Result<()> {
-        /// The alignment of each peer's elements, with which NCCL copies them fastest.
+        /// The alignment of each peer's elements at which NCCL copies them fastest.
         const ALIGNMENT: usize = 128;
         if count == 0 {
             return Ok(());
         }
         let (rank, size, bytes) = (self.rank(), self.size(), dtype.size_in_bytes());
-        // Before anything is launched, because loading may wait for the device.
+        // The kernel is loaded before anything is launched, because loading may wait for the device.
         let add = KERNELS.function(&self.0.device, &format!("sum_in_rank_order_{}", suffix(dtype)))?.on(&self.0.wire);
         let peers = size - 1;
         let most = (self.0.limits.room / bytes / peers.max(1) / ALIGNMENT).max(1) * ALIGNMENT;
@@ -356,6 +357,6 @@ unsafe fn run_sum(
     (rank, size): (usize, usize),
 ) -> Result<()> {
     let (rank, size) = (rank as c_int, size as c_int);
-    // SAFETY: the kernel takes a count, three addresses, a distance, and two ints; as the caller promises.
+    // SAFETY: the kernel takes a count, three addresses, a distance, and two ints. The caller vouches for the addresses.
     Ok(unsafe { add.run(over(count), arguments![count, to, own, pieces, stride, rank, size]) }?)
 }

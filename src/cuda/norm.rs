@@ -22,7 +22,7 @@ pub(crate) struct NormStatistics {
 }
 
 impl NormStatistics {
-    /// Allocates the statistics of rows as wide as a parameter.
+    /// Allocates the statistics of rows of `width` elements.
     fn new(device: &CudaDevice, x: &DeviceFlatRef<'_>, width: usize, centered: bool) -> Result<Self> {
         if width == 0 || !x.len().is_multiple_of(width) {
             bail!("norm: {} elements do not form rows of {width}", x.len())
@@ -37,7 +37,13 @@ impl NormStatistics {
     fn check(&self, x: &DeviceFlatRef<'_>, weight: &DeviceFlatRef<'_>, dy: &DeviceFlatRef<'_>) -> Result<()> {
         let all = self.rows * self.width;
         if [x.len(), dy.len()] != [all; 2] || dy.dtype() != x.dtype() {
-            bail!("norm: x has {} elements and dy {}, but both must have {all}", x.len(), dy.len())
+            let (x_dtype, dy_dtype) = (x.dtype(), dy.dtype());
+            bail!(
+                "norm: x has {} {x_dtype:?} elements and dy has {} {dy_dtype:?} elements, but both must have {all} of \
+                 the same dtype",
+                x.len(),
+                dy.len()
+            )
         }
         check_parameter(x, weight, self.width)
     }
@@ -46,7 +52,12 @@ impl NormStatistics {
 /// Checks that a parameter has the width of the rows, and their format or f32.
 fn check_parameter(x: &DeviceFlatRef<'_>, parameter: &DeviceFlatRef<'_>, width: usize) -> Result<()> {
     if parameter.len() != width || ![x.dtype(), DType::F32].contains(&parameter.dtype()) {
-        bail!("norm: the parameter has {} {:?} elements, but rows have {width}", parameter.len(), parameter.dtype())
+        bail!(
+            "norm: the parameter has {} {:?} elements, but must have {width} {:?} or F32 elements",
+            parameter.len(),
+            parameter.dtype(),
+            x.dtype()
+        )
     }
     Ok(())
 }

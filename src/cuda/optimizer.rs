@@ -12,14 +12,14 @@ const KERNELS: KernelModule = module!("optimizer");
 const THREADS: u32 = 256;
 /// The number of elements that a block processes, a multiple of the four that a thread processes together.
 const CHUNK: usize = 4096;
-/// The maximum number of steps in a launch; most models have fewer parameters than that. The table of the steps takes
+/// The maximum number of steps in a launch; most models have fewer parameter tensors. The table of the steps takes
 /// 56 KiB; for a copy of more than 64 KiB, the driver may make the host wait.
 const MAX_STEPS: usize = 1024;
 
 /// The constants of one step of an optimizer that treats every element alike, in the order of its kernel.
 ///
-/// It is part of a public trait but has no public name, because candle-zero has no kernels for optimizers from other
-/// crates.
+/// This type appears in a public trait but has no public name, because candle-zero has no kernels for optimizers from
+/// other crates.
 #[derive(Debug, Clone, Copy)]
 pub enum ElementwiseUpdate {
     /// `grad_scale`, both betas, 1 - each, `l2`, `decay`, `step_size`, `root_scale`, `eps`.

@@ -63,7 +63,7 @@ pub(crate) fn rotate(
         bail!("rotary: {} elements do not match the positions, rows of {width} and heads of {}", x.len(), 2 * half)
     }
     if end > angles.positions {
-        bail!("rotary: positions up to {end}, but the table has angles for only {}", angles.positions)
+        bail!("rotary: {end} positions are needed, but the table has angles for only {}", angles.positions)
     }
     written(device, x.dtype(), x.len(), |y| {
         if pairs == 0 {

@@ -3,8 +3,8 @@
 
 use memmap2::{Advice, Mmap};
 
-/// The size in bytes from which a file is mapped. The ranks of a machine share the pages of a mapped file, and the
-/// system can reclaim them when it needs memory. But a process is limited to some tens of thousands of mappings.
+/// The minimum size in bytes of a mapped file. The ranks of a machine share the pages of a mapped file, and the system
+/// can reclaim them when it needs memory. But a process is limited to some tens of thousands of mappings.
 pub(super) const MIN_MAPPED_BYTES: u64 = 1 << 20;
 
 /// A sequence of bytes.

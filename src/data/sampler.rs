@@ -54,8 +54,8 @@ impl Sampler {
         Self { order, ctx, period }
     }
 
-    /// Returns the index of the first token of global sample `i`. The inputs are the `ctx` tokens from there; the
-    /// targets start at the token after it.
+    /// Returns the index of the first token of global sample `i`. The inputs are the `ctx` tokens from there on; the
+    /// targets start one token later.
     pub fn start(&self, i: u64) -> u64 {
         match self.order {
             SampleOrder::Sequential => ((u128::from(i) * u128::from(self.ctx)) % u128::from(self.period)) as u64,

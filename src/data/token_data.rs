@@ -22,7 +22,7 @@ const FINGERPRINT_PIECE_TOKENS: usize = 4 << 10;
 const FINGERPRINT_PIECES: usize = 256;
 
 /// The default data: a snapshot of this project's sources and documents. It is frozen so that the losses of a first
-/// training run, and the tables made from them, change only with the training code and not with every edited line.
+/// training run, and the tables that show them, change only with the training code and not with every edited line.
 const CORPUS: &str = include_str!("corpus.txt");
 
 /// A sequence of tokens.

@@ -95,8 +95,8 @@ impl EngineBuilder {
         self
     }
 
-    /// Initializes the parameters that `values` contains from it, and the others randomly. Takes precedence over
-    /// [`EngineBuilder::init_from`].
+    /// Takes initial values from `values`; parameters that it does not contain are initialized randomly. Takes precedence
+    /// over [`EngineBuilder::init_from`].
     #[must_use]
     pub fn initial_values(mut self, values: Arc<dyn InitialValues>) -> Self {
         self.initial_values = Some(values);
@@ -121,8 +121,8 @@ impl EngineBuilder {
         self
     }
 
-    /// Sets a custom learning-rate schedule, the same on all ranks. It takes precedence over the configuration's
-    /// `scheduler`.
+    /// Sets a custom learning-rate schedule, which must be the same on all ranks. It takes precedence over the
+    /// configuration's `scheduler`.
     #[must_use]
     pub fn schedule(mut self, schedule: impl LrSchedule + 'static) -> Self {
         self.schedule = Some(Arc::new(schedule));
@@ -145,16 +145,16 @@ impl EngineBuilder {
         self
     }
 
-    /// Sets a custom optimizer, the same on all ranks. It takes precedence over the configuration's `optimizer`. At
-    /// stages 1 to 3 the configuration must allow it with `zero_allow_untested_optimizer`, as in DeepSpeed.
+    /// Sets a custom optimizer, which must be the same on all ranks. It takes precedence over the configuration's
+    /// `optimizer`. At stages 1 to 3 the configuration must allow it with `zero_allow_untested_optimizer`, as in DeepSpeed.
     #[must_use]
     pub fn optimizer(mut self, optimizer: impl Optimizer + 'static) -> Self {
         self.optimizer = Some(Arc::new(optimizer));
         self
     }
 
-    /// Sets parameter groups with their own learning rate, weight decay or betas, the same on all ranks. A parameter
-    /// belongs to the first group that selects it; parameters that no group selects form a last group.
+    /// Sets parameter groups with their own learning rate, weight decay or betas, which must be the same on all ranks. A
+    /// parameter belongs to the first group that selects it; parameters that no group selects form a last group.
     #[must_use]
     pub fn parameter_groups(mut self, groups: Vec<ParameterGroup>) -> Self {
         self.parameter_groups = groups;
@@ -183,8 +183,8 @@ impl EngineBuilder {
     }
 
     /// Treats the missing gradient of a parameter that no backward pass reaches as zero instead of an error; rank 0
-    /// reports the parameters that the first step missed, once. Ranks may miss different parameters in one step. The
-    /// same as `zero_optimization.ignore_unused_parameters: true`.
+    /// reports the parameters that the first step missed, once. Ranks may miss different parameters in one step. This is
+    /// the same as `zero_optimization.ignore_unused_parameters: true`.
     ///
     /// Missing gradients are known only when backward has finished. Therefore gradients are held until then at every
     /// stage, as stage 1 always does: a rank then has its full gradient in memory once per micro step.
@@ -205,10 +205,10 @@ impl EngineBuilder {
         self
     }
 
-    /// Trains only the parameters for which `rule`, given name and shape, returns true, and freezes all others; the
-    /// same on all ranks. Frozen parameters are sharded, gathered and offloaded like all others, and have no gradient,
-    /// master weights or optimizer states. [`Engine::set_trainable`] changes the selection between steps. Default: all
-    /// parameters are trained except those of [frozen groups](ParameterGroup::frozen).
+    /// Trains only the parameters for which `rule`, given name and shape, returns true, and freezes all others. The rule
+    /// must be the same on all ranks. Frozen parameters are sharded, gathered and offloaded like all others, and have no
+    /// gradient, master weights or optimizer states. [`Engine::set_trainable`] changes the selection between steps.
+    /// Default: all parameters are trained except those of [frozen groups](ParameterGroup::frozen).
     ///
     /// A unit whose parameters are all frozen keeps no graph if its input has none. Outside of units, Candle's own
     /// operations still compute gradients of frozen parameters, which are dropped; those of
@@ -228,10 +228,10 @@ impl EngineBuilder {
         self
     }
 
-    /// Quantizes the frozen parameters for which `rule`, given name and shape, returns a format; the same on all ranks.
-    /// At stage 3 a rank's share is packed in memory and in files, packed bytes are gathered, and a unit's parameters
-    /// are unpacked while the unit needs them. Below stage 3, where every rank keeps full parameters, the model
-    /// computes with the same values but uses the memory of its own precision. Takes precedence over
+    /// Quantizes the frozen parameters for which `rule`, given name and shape, returns true, in the format `packing`. Both
+    /// must be the same on all ranks. At stage 3 a rank's share is packed in memory and in files, packed bytes are
+    /// gathered, and a unit's parameters are unpacked while the unit needs them. Below stage 3, where every rank keeps full
+    /// parameters, the model computes with the same values but uses the memory of its own precision. Takes precedence over
     /// `zero_quantized_nontrainable_weights`.
     ///
     /// Blocks run through a parameter's elements in row-major order; the last one may be shorter.
@@ -347,7 +347,7 @@ impl EngineBuilder {
         if ranks.count() == 1 {
             config.local_steps = None;
             let message =
-                "no effect: all ranks are on one island; set islands to a number, or start several hosts".into();
+                "no effect: all ranks are on one island; set islands to a number, or use several hosts".into();
             config.notes.push(ConfigNote { path: "local_steps".into(), message });
             return Ok(None);
         }

@@ -125,8 +125,8 @@ pub(super) fn check_same_on_all_ranks(
     })
 }
 
-/// Collective among all ranks of the job: returns an error if islands differ in anything, given what is the same on all
-/// ranks of this one.
+/// Collective among all ranks of the job: returns an error if islands have different fingerprints. `mine` is that of all
+/// ranks of this island.
 fn check_same_on_all_islands(islands: &IslandRanks, mine: EngineFingerprint) -> Result<()> {
     let all: Vec<EngineFingerprint> = gather_u64(islands.across(), &mine.numbers())?
         .iter()

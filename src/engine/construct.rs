@@ -356,7 +356,7 @@ fn choose_access(offload: &OffloadStore, comm: &dyn Communicator) -> Result<()> 
     Ok(())
 }
 
-/// Assigns parameters to their parameter groups and makes the optimizer.
+/// Assigns parameters to their parameter groups and creates the optimizer.
 fn trainer(
     grouping: Arc<ParameterGrouping>,
     registered: &mut RegisteredModel,
@@ -369,7 +369,7 @@ fn trainer(
     let mut count = registered.params.len();
     let mut used: BTreeSet<usize> = registered.params.iter().map(|param| param.group).collect();
     if let Some(pipeline) = pipeline {
-        // Groups have the same numbers on all ranks, whichever parameters these have.
+        // Groups have the same numbers on all ranks, whichever parameters a rank has.
         (used, trains) = pipeline.used_by_any_stage(&used, trains)?;
         count = pipeline.names().count();
     }

@@ -433,11 +433,11 @@ fn remedy_of_overflow(adapts: bool) -> &'static str {
 }
 
 impl EngineError {
-    /// Returns the error of a number of islands that does not divide the number of ranks.
+    /// Returns the error for a number of islands that does not divide the number of ranks.
     pub(crate) fn indivisible_islands(islands: usize, ranks: usize) -> Self {
         let why = format!(
-            "local_steps.islands is {islands}, but {} cannot be divided into so many islands of equal size; use a divisor \
-             of {ranks}, or start a different number of ranks",
+            "local_steps.islands is {islands}, but {} cannot be divided into that many islands of equal size; use a \
+             divisor of {ranks}, or start a different number of ranks",
             counted(ranks, "rank")
         );
         Self::LocalSteps { why }

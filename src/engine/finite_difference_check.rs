@@ -1,4 +1,5 @@
-//! The gradient check: in the first step unless the configuration disables it, and of every parameter on request.
+//! The gradient check, which runs in the first step unless the configuration disables it, and for every parameter
+//! separately on request.
 //!
 //! ```text
 //!   forward    run with all weights perturbed up | down | run            -> how the output changes
@@ -340,8 +341,8 @@ impl<M> Engine<M> {
         self.check.phase = CheckPhase::Measured(outputs, compared, factor);
     }
 
-    /// Collective: compares the measurements of all ranks. `overflow`: a gradient is not finite, and the step is
-    /// skipped.
+    /// Collective: compares the measurements of all ranks. `overflow` states that a gradient is not finite and that the
+    /// step is skipped.
     pub(super) fn judge_gradients(&mut self, overflow: bool) -> Result<()> {
         if overflow && matches!(self.check.phase, CheckPhase::Measured(..)) && self.check.tries < MAX_NONFINITE_STEPS {
             self.check.phase = CheckPhase::Armed;
@@ -361,7 +362,8 @@ impl<M> Engine<M> {
             own.extend([change.difference, change.bend, change.bend_squares, change.noise]);
             own.extend([compared.product, compared.squares.sqrt()]);
         }
-        // An island has all that it needs, and only an island without overflow comes here.
+        // Only the ranks of this island take part. They have all measurements of its loss, and other islands may have
+        // returned above because of an overflow.
         let all = self.core.comm().gather_f64(own).wait()?;
         let sum = |at: usize| all.iter().map(|rank| rank.get(at).copied().unwrap_or(f64::NAN)).sum::<f64>();
         let limits = self.limits();

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 pub const CHECK_GRADIENTS: &str = "CANDLE_ZERO_CHECK_GRADIENTS";
 
 thread_local! {
-    /// The engine's forward pass that this thread runs, and which of its repetitions.
+    /// The engine's forward pass that this thread is running, and the index of its repetition.
     pub(super) static CURRENT_FORWARD: Cell<CurrentForward> = const { Cell::new(CurrentForward { forward: 0, repetition: 0 }) };
     pub(super) static FORWARDS: Cell<u64> = const { Cell::new(0) };
 }

@@ -18,7 +18,7 @@ use std::fmt;
 const MAX_DIRECTIONS: u32 = 8;
 /// A gap counts as a mistake if the probability of such a gap by chance, given the bends, is below this.
 const MAX_FALSE_ALARM_PROBABILITY: f64 = 1e-4;
-/// A relative gap above this is not explained by a missing part of the gradient: it needs more directions.
+/// A missing part of the gradient does not explain a relative gap above this, so a verdict needs more directions.
 const MAX_EXPLAINED_GAP: f64 = 4.0;
 
 /// The tolerances of a comparison for a format.
@@ -27,7 +27,7 @@ pub(super) struct GradientTolerance {
     pub step: f64,
     /// The gap that needs an explanation, relative to the expected change in the loss.
     pub allowed: f64,
-    /// The relative rounding error of a full forward in its output.
+    /// The relative rounding error in the output of a full forward pass.
     pub noise: f64,
     /// The limit of the output's bend relative to its change; above it, a larger perturbation adds no information.
     pub bends: f64,
@@ -72,7 +72,8 @@ pub struct GradientRow {
     /// The name of the parameter, or of the group that was perturbed together.
     pub name: String,
     /// The change in the loss along the direction, according to the gradient that backward computed. If several
-    /// directions were checked, this and the following fields are those of the largest difference.
+    /// directions were checked, this and the following fields are those of the direction with the largest difference
+    /// relative to the allowed one.
     pub by_gradient: f64,
     /// The change in the loss, measured with forward passes whose parameters are perturbed.
     pub by_difference: f64,
@@ -167,7 +168,7 @@ impl DirectionSamples {
 
     /// Returns the verdict on all samples together, or `None` if another sample is needed.
     pub fn verdict(&self, limits: &GradientTolerance) -> Option<GradientCheckVerdict> {
-        // Relative to the size of each change, because samples of later steps belong to other gradients.
+        // Each value is relative to the size of its change, because samples of later steps belong to other gradients.
         let squares = |of: &dyn Fn(&DirectionSample) -> f64| {
             self.0.iter().map(|look| (of(look) / look.size().max(f64::MIN_POSITIVE)).powi(2)).sum::<f64>()
         };

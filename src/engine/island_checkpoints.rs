@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 pub(super) struct SavedByIslands {
     pub dir: PathBuf,
     pub tag: Option<String>,
-    /// Whether this island saved it: otherwise all islands load that of island 0.
+    /// Whether this island saved the checkpoint. Otherwise, all islands load that of island 0.
     is_own: bool,
 }
 
@@ -29,7 +29,7 @@ impl<M> Engine<M> {
     /// Returns the folder in which this island saves, and the options.
     pub(super) fn of_island(&self, dir: &Path, options: &SaveOptions) -> (PathBuf, SaveOptions) {
         let Some(islands) = &self.islands else { return (dir.to_owned(), options.clone()) };
-        // The other islands may have saved one more than island 0 when a job dies.
+        // The other islands may have saved one more checkpoint than island 0 when a job dies.
         let more = usize::from(islands.ranks.number() > 0);
         let keep = options.keep.map(|keep| keep.max(1) + more);
         (islands.ranks.folder(dir), SaveOptions { keep, ..options.clone() })
@@ -41,7 +41,8 @@ impl<M> Engine<M> {
         Some(IslandOfJob { number: ranks.number(), job: ranks.job().clone() })
     }
 
-    /// Collective if ranks take local steps: completes the manifest, and puts exchanges in flight among the states.
+    /// Collective if ranks take local steps: completes the manifest, and stores the exchanges in flight among the optimizer
+    /// states.
     pub(super) fn manifest_of_island(&mut self, manifest: Manifest) -> Result<Manifest> {
         self.attempt(|engine| {
             let Some(islands) = &mut engine.islands else { return Ok::<_, CollectiveFailure>(manifest) };
@@ -56,7 +57,7 @@ impl<M> Engine<M> {
     /// Collective if ranks take local steps: returns the checkpoint that this island loads.
     ///
     /// # Errors
-    /// On all ranks: the checkpoints of the islands are not from one save.
+    /// Returns an error on all ranks if the checkpoints of the islands are not from one save.
     pub(super) fn saved_by_islands(
         &mut self,
         dir: &Path,
@@ -84,8 +85,8 @@ impl<M> Engine<M> {
             if on_each_host && !is_same_count {
                 return Err(refused(format!(
                     "checkpoint {found} of {} is from {count} islands, but this job has {}, and with \
-                     checkpoint.use_node_local_storage each host has only its own; start as many islands as saved it, or \
-                     copy the first island's checkpoint to all hosts and remove the key",
+                     checkpoint.use_node_local_storage each host has only its island's part; start as many islands as \
+                     saved it, or copy the first island's checkpoint to all hosts and remove the key",
                     dir.display(),
                     islands.ranks.count()
                 )));
@@ -101,7 +102,7 @@ impl<M> Engine<M> {
             if let Some(other) = all.iter().position(|id| *id != all[0]) {
                 let why = match all[other][0] {
                     0 => format!("rank {other} cannot read its island's part of it"),
-                    _ => format!("its part of rank {other}'s island is from another save"),
+                    _ => format!("the part of rank {other}'s island is from another save"),
                 };
                 return Err(refused(format!(
                     "checkpoint {found} of {} is not complete: {why}; load another tag, or remove the island_* folders and \
@@ -113,8 +114,8 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Collective if ranks take local steps, after a checkpoint was loaded: continues with what the outer optimizer of the
-    /// saved run had, or begins anew with the loaded weights.
+    /// Collective if ranks take local steps, after a checkpoint was loaded: continues with the state of the saved run's
+    /// outer optimizer, or begins anew with the loaded weights.
     pub(super) fn resume_local_steps(
         &mut self,
         manifest: &Manifest,

@@ -44,7 +44,7 @@ impl IslandRanks {
     /// Collective: divides the ranks of a job into islands.
     ///
     /// # Errors
-    /// The ranks cannot be divided into so many islands of equal size, or hosts have different numbers of ranks.
+    /// The ranks cannot be divided into that many islands of equal size, or hosts have different numbers of ranks.
     pub fn new(config: &LocalStepsConfig, job: &Arc<dyn Communicator>) -> Result<Self> {
         let islands = match config.islands {
             Some(islands) => islands,
@@ -101,7 +101,7 @@ pub(super) struct Islands {
     in_flight: VecDeque<FragmentExchange>,
 }
 
-/// A fragment that has been sent, and has not taken effect.
+/// A fragment that has been sent but has not yet taken effect.
 struct FragmentExchange {
     fragment: usize,
     /// The number of elements, without padding.
@@ -115,7 +115,7 @@ enum ExchangeProgress {
     Summing(Pending<Flat>),
     /// All parts of the sum are gathered.
     Gathering(Pending<Flat>),
-    /// The sum is among the states of this rank.
+    /// The sum is stored among the optimizer states of this rank.
     Stored,
 }
 
@@ -212,7 +212,7 @@ impl Islands {
         Ok(())
     }
 
-    /// Halfway through the delay, goes from the sums to the gather.
+    /// Begins to gather the sums of a fragment that is halfway through its delay.
     fn advance(&mut self, step: u64) -> Result<()> {
         let (schedule, half) = (self.schedule, self.config.fragment_delay.div_ceil(2));
         let Some(due) = step.checked_sub(half).and_then(|sent| schedule.sent_after(sent)) else { return Ok(()) };
@@ -223,8 +223,8 @@ impl Islands {
         }
     }
 
-    /// Waits for a fragment that was sent, and takes the outer step on it. `alpha` is the share of an island's own weights
-    /// that stays.
+    /// Waits for a fragment that was sent, and takes the outer step on it. `alpha` is the share of its own weights that an
+    /// island keeps.
     fn receive(&mut self, core: &RankCore, fragment: usize, alpha: f32) -> Result<bool> {
         // A run that has just begun, or resumed, may not have sent it.
         let Some(at) = self.in_flight.iter().position(|exchange| exchange.fragment == fragment) else {
@@ -239,8 +239,8 @@ impl Islands {
         Ok(true)
     }
 
-    /// Collective among all ranks of the job: waits for the fragments in flight and puts their sums among the states, from
-    /// where they take effect when they are due. Checkpoints then contain them.
+    /// Collective among all ranks of the job: waits for the fragments in flight and stores their sums among the optimizer
+    /// states, so that checkpoints contain them. The sums take effect when they are due.
     pub fn store_exchanges(&mut self, core: &RankCore) -> Result<()> {
         for exchange in &mut self.in_flight {
             if let Some(sum) = exchange.sum(&*self.ranks.across, encoding(self.config.wire).1)? {
@@ -272,8 +272,8 @@ impl Islands {
         [self.config.steps, self.config.fragments, self.config.fragment_delay]
     }
 
-    /// Continues a run that this island has saved. The fragments in flight are among the states. With another schedule
-    /// they are dropped, and the samples are counted anew.
+    /// Continues a run that this island has saved. The sums of fragments in flight are among the optimizer states. With
+    /// a different schedule they are dropped, and the samples are counted anew.
     pub fn resume(&mut self, core: &RankCore, saved: &IslandProgress) {
         self.begin_anew();
         if saved.schedule != self.schedule_numbers() || saved.samples.len() != self.samples.len() {
@@ -309,7 +309,8 @@ impl FragmentExchange {
         Ok(())
     }
 
-    /// Waits for the sum of all islands; `None` if it is among the states, where the caller puts it otherwise.
+    /// Waits for the sum of all islands and returns it, or `None` if it is already stored among the optimizer states.
+    /// Afterwards the exchange counts as stored.
     fn sum(&mut self, across: &dyn Communicator, wire: WireFormat) -> Result<Option<Vec<f32>>> {
         self.gather(across, wire)?;
         let ExchangeProgress::Gathering(pending) = std::mem::replace(&mut self.progress, ExchangeProgress::Stored)
@@ -332,14 +333,14 @@ impl FragmentExchange {
     }
 }
 
-/// Collective: returns the number of hosts, which have equally many ranks.
+/// Collective: returns the number of hosts, or an error if they have different numbers of ranks.
 fn hosts_of_equal_size(job: &dyn Communicator) -> Result<usize> {
     let hosts = ranks_per_host(job)?;
     if hosts.iter().any(|ranks| *ranks != hosts[0]) {
         let ranks: Vec<String> = hosts.iter().map(usize::to_string).collect();
         let why = format!(
-            "local_steps.islands is \"auto\", one island per host, but the hosts have {} ranks; start equally many ranks on \
-             each host, or give a number of islands",
+            "local_steps.islands is \"auto\", one island per host, but the hosts have {} ranks; start the same \
+             number on each host, or give a number of islands",
             list(&ranks)
         );
         return Err(EngineError::LocalSteps { why }.into());

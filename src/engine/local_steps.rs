@@ -25,7 +25,7 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Returns an error if ranks take local steps: `call` would change weights that the islands have in common.
+    /// Returns an error if ranks take local steps, because `call` would change weights that the islands have in common.
     pub(super) fn not_on_islands(&self, call: &str) -> Result<()> {
         let Some(_) = &self.islands else { return Ok(()) };
         let why = format!(

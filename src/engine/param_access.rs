@@ -215,9 +215,9 @@ impl<M> Engine<M> {
     }
 
     /// Collective: lets rank `modifier_rank` change the parameters `names` (DeepSpeed's `GatheredParameters` with a
-    /// `modifier_rank`). On that rank, `run` gets their full values, in this order, at full precision in f32. The
-    /// tensors that it leaves there become the parameters' values on every rank, at every stage and with any offload.
-    /// On other ranks it does not run. Optimizer states are unchanged.
+    /// `modifier_rank`). On that rank, `run` gets their full values, in the order of `names`, at full precision in f32. The
+    /// tensors that `run` leaves in its argument become the parameters' values on every rank, at every stage and with any
+    /// offload. On other ranks, `run` is not called. Optimizer states are unchanged.
     ///
     /// ```
     /// # use candle_zero::Engine;

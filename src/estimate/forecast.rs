@@ -85,7 +85,7 @@ impl Estimate {
         let mut between = BTreeMap::<CollectiveKind, InterHostTraffic>::new();
         for (c, times) in self.step_trace.collectives() {
             let entry = between.entry(c.kind).or_default();
-            // The number of micro steps is not bounded.
+            // The number of micro steps is not bounded, so the sums saturate.
             let add = |sum: &mut u64, each: usize| *sum = sum.saturating_add((each as u64).saturating_mul(times));
             add(&mut entry.calls, 1);
             for transfer in all.transfers(c.kind, c.wire, c.dtype, c.elements) {

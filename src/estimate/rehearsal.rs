@@ -143,8 +143,8 @@ impl<'a> Rehearsal<'a> {
             && !share_plan.has_files()
             && grouping.updates_by_elements()
         {
-            // Space for the new weights until the next step, and for gradients, which may still be in use when those of
-            // the next step arrive.
+            // A delayed update needs space for the new weights until the next step, and for gradients, which may still be
+            // in use when those of the next step arrive.
             for group in groups.iter().filter(|group| group.class.is_trained()) {
                 let weights = group.class.weights.dtype(dtype);
                 whole.push(ledger.hold(MemoryKind::Staging, group.len * weights.size_in_bytes()));
@@ -351,7 +351,7 @@ impl<'a> Rehearsal<'a> {
         gather.end(self)
     }
 
-    /// Returns the ledger's counts, next to those that the ZeRO formula gives.
+    /// Returns the ledger's counts alongside those that the ZeRO formula gives.
     pub fn report(&self) -> MemoryReport {
         self.ledger_report(self.plan.accumulate)
     }
@@ -565,7 +565,7 @@ impl state_sweep::StepBackend for Rehearsal<'_> {
         self.compute(StepPhase::Update, range.len());
         let is_away = lie_on_gpu(self, group.weights.as_ref()) && !MetaBuffer::is_device(&self.share_place);
         if is_away && mode.has_weights() && mode.changes() {
-            // The largest piece and the piece before it, which is still being transferred.
+            // In memory are the largest piece and the piece before it, which is still being transferred.
             let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATE_CHUNK)).max().unwrap_or(0);
             let piece = || MetaBuffer::whole(MemoryTier::Host, group.class.weights.dtype(self.dtype()), len);
             let under_way = self.send(CopyKind::Updates, piece(), &self.tier, len)?;

@@ -112,7 +112,7 @@ impl StepTrace {
         if self.parts.is_empty() {
             self.begin_part();
         }
-        self.parts.last_mut().expect("there is one")
+        self.parts.last_mut().expect("a segment has begun")
     }
 
     pub fn compute(&mut self, phase: StepPhase, work: f64) {

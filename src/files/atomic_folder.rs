@@ -1,5 +1,5 @@
-//! Folders and files that appear only once they are complete: made in a scratch folder next to the target, synced and
-//! renamed.
+//! Folders and files that appear only once they are complete: they are created in a scratch folder next to the target,
+//! synced and renamed.
 
 use super::scratch_folder::{ScratchFolder, WRITING};
 use super::{folder_of, sync_folder};
@@ -17,7 +17,7 @@ pub struct AtomicFolder {
     _scratch: ScratchFolder,
     new: PathBuf,
     out: PathBuf,
-    /// Whether the files are made inside `out`, and moved one by one.
+    /// Whether the files are created inside `out` and moved one by one.
     is_inside: bool,
 }
 

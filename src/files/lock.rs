@@ -1,5 +1,5 @@
-//! Locks on folders, for folders that belong to one job and for work that one process does on behalf of all: `flock` on
-//! a file.
+//! Locks, for folders that belong to one job and for work that one process does on behalf of all. A lock is an `flock`
+//! on a file.
 //!
 //! The file exists as long as the lock is held. Processes that only open or lock the folder itself do not interfere. A
 //! killed job leaves a file that no process has locked.
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// The name of the lock file in a locked folder.
 pub(crate) const LOCK: &str = ".candle-zero.lock";
 
-/// The folders that this process has locked, by device and inode. Its engines share these locks if they ask for this.
+/// The folders that this process has locked with [`FolderLock::share`], so that its engines share the locks.
 static SHARED: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 
 /// A file that this process has locked. It is removed when this is dropped.
@@ -142,7 +142,7 @@ impl FileLock {
         let mut open = OpenOptions::new();
         open.read(true).write(true).create(true).mode(0o600).custom_flags(flags.bits().cast_signed());
         let file = match open.open(path) {
-            // It was removed while it was being opened.
+            // The file was removed while it was being opened.
             Err(e) if e.kind() == ErrorKind::NotFound && super::folder_of(path).is_dir() => {
                 return Ok(FileLockOutcome::Gone);
             }

@@ -52,7 +52,8 @@ impl ResolvedPath {
 
     /// Returns the path without links and `..`.
     pub fn path(&self) -> PathBuf {
-        // Joined name by name: joining an empty path would append a slash, and turn a file into a folder.
+        // The names are joined one by one, because joining an empty path would append a slash and turn a file into a
+        // folder.
         self.rest.iter().fold(self.existing.clone(), |path, name| path.join(name))
     }
 
@@ -66,12 +67,12 @@ impl ResolvedPath {
         self.exists().then(|| self.ids[0])
     }
 
-    /// Returns whether both are the same file or folder, or will be.
+    /// Returns whether both paths are the same file or folder, or will be.
     pub fn is(&self, other: &Self) -> bool {
         self.ids[0] == other.ids[0] && self.rest.len() == other.rest.len() && self.begins(other)
     }
 
-    /// Returns whether it is in `other`, at any depth, or will be.
+    /// Returns whether this path is in `other`, at any depth, or will be.
     pub fn is_in(&self, other: &Self) -> bool {
         match other.rest.is_empty() {
             true => self.ids[usize::from(self.rest.is_empty())..].contains(&other.ids[0]),

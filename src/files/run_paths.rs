@@ -294,7 +294,7 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
             Ok(FileLockOutcome::Busy(inode)) if start.elapsed() > LOCK_RELEASE_TIMEOUT => {
                 return Err(OutputError::Busy { path: path.clone(), owner: lock_owner(inode) }.into());
             }
-            // As in /proc, where users cannot create files.
+            // This happens in folders such as /proc, in which users cannot create files.
             Ok(FileLockOutcome::Gone) if start.elapsed() > LOCK_RELEASE_TIMEOUT => {
                 return Err(refused(path, format!("cannot create a file in {}", folder_of(&file).display())));
             }

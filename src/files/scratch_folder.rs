@@ -1,4 +1,4 @@
-//! Scratch folders, in which outputs are made next to their final path.
+//! Scratch folders, in which outputs are created next to their final path.
 //!
 //! Such a folder is locked as long as its job lives, and contains a marker file. A marked folder without a lock is left
 //! over from a killed job, and the next job that writes to the same parent folder removes it. Any other folder with a
@@ -39,8 +39,8 @@ impl ScratchFolder {
             let path = made.keep();
             match Self::mark(&path) {
                 Ok(Some(folder)) => return Ok(Self { path, folder, is_kept: false }),
-                // A process that was cleaning up mistook it for a dead job's folder: it was neither locked nor marked
-                // yet.
+                // A process that was cleaning up mistook the folder for a dead job's, because it was neither locked nor
+                // marked yet.
                 Ok(None) => {}
                 Err(e) => {
                     _ = std::fs::remove_file(path.join(MARK));
@@ -109,8 +109,8 @@ pub fn sweep(parent: &Path, prefix: &str) {
             if is_marked(&entry.path()) {
                 _ = remove(&entry.path());
             } else {
-                // Its job died before it could mark the folder. A folder that contains files is not a scratch folder,
-                // and stays.
+                // The folder's job died before it could mark the folder. A folder that contains files is not a scratch
+                // folder, and stays.
                 _ = std::fs::remove_dir(entry.path());
             }
         }

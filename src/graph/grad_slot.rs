@@ -56,7 +56,7 @@ impl Grad {
         match self {
             Self::Own(flat) => match E::of_flat(flat) {
                 Some(values) => look(values),
-                None => candle_core::bail!("{op}: a gradient of {:?} instead of {:?}", flat.dtype(), E::DTYPE),
+                None => candle_core::bail!("{op}: the gradient is {:?}, but must be {:?}", flat.dtype(), E::DTYPE),
             },
             Self::Shared(tensor) | Self::OnDevice(tensor) => with_elements::<E, _>(&tensor.contiguous()?, op, look),
         }
@@ -67,7 +67,7 @@ impl Grad {
         self.view(|values| Self::Own(values.to_flat()))
     }
 
-    /// Returns the gradient in a form that may be changed in place: copied if it may be shared.
+    /// Returns the gradient in a form that may be changed in place. A gradient that may be shared is copied.
     pub fn into_own(self) -> Result<Flat> {
         match self {
             Self::Own(flat) => Ok(flat),
@@ -151,7 +151,7 @@ impl DeferredGradient {
 /// Decides, for the backward that this thread runs, whether a slot takes gradients.
 pub(crate) type GradGate = Box<dyn Fn() -> bool + Send + Sync>;
 
-/// A function that runs before the operation that made a tensor is differentiated.
+/// A function that runs before the operation that produced a tensor is differentiated.
 pub(crate) type BackwardHook = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 impl GradSlot {
@@ -221,7 +221,7 @@ impl GradSlot {
         lock(&self.later).is_empty() && lock(&self.grad).as_ref().is_none_or(|(pass, _)| *pass != PASS.get())
     }
 
-    /// Registers `hook` to run before the operation that made the tensor is differentiated.
+    /// Registers `hook` to run before the operation that produced the tensor is differentiated.
     pub fn before_backward(&self, hook: BackwardHook) {
         lock(&self.before).push(hook);
     }

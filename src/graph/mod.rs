@@ -7,7 +7,7 @@
 //! ```text
 //!   token of a ---+                                   +--> Candle's operations use y; their gradient goes to y's slot
 //!   token of b ---+--> operation --> token of y --> y |
-//!                      bwd: takes y's slot,           +--> ours look up y's token and take that; they deliver to
+//!                      bwd: takes y's slot,           +--> ours look up y's token and use it; they deliver to
 //!                           fills a's and b's slots        y's slot themselves
 //! ```
 //!

@@ -116,7 +116,7 @@ pub(crate) fn with_token(
         of_candle.add(Grad::Shared(grad.clone()))?;
         Ok(Some(token.detach()))
     })?;
-    // Set before the entry exists: any thread that sees the entry can remove it.
+    // The id is set before the entry exists, because any thread that sees the entry can remove it.
     let _ = id.set(tensor.id());
     unpoisoned(NODES.write()).insert(tensor.id(), GraphNode::new(token, slot));
     Ok(tensor)

@@ -28,7 +28,7 @@ where
     arg.apply_op1(PreparedOp { name, result: Mutex::new(Some(result)), backward })
 }
 
-/// Returns a scalar whose derivative with respect to `output` is `grad`: its backward seeds the graph with it.
+/// Returns a scalar whose derivative with respect to `output` is `grad`, so that its backward seeds the graph with `grad`.
 pub(crate) fn seeded(output: &Tensor, grad: Tensor) -> Result<Tensor> {
     let zero = storage_on(output.device(), to_storage(Flat::zeros(output.dtype(), 1)))?;
     prepared("seed", output, (zero, Shape::from(())), move |_, _| Ok(Some(grad.clone())))

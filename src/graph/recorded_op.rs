@@ -25,8 +25,8 @@ impl InputGradSink {
         self.0.as_deref().filter(|slot| slot.is_open())
     }
 
-    /// Calls `weight_gradient` with the gradient of a layer's output, to deliver that of the layer's weight: at once,
-    /// or, if backward is divided and the weight is a parameter, later and with a copy.
+    /// Calls `weight_gradient` with the gradient of a layer's output, to deliver that of the layer's weight. It is called
+    /// at once, or, if backward is divided and the weight is a parameter, later and with a copy of the output's gradient.
     pub fn now_or_later<E: TensorElement>(
         &self,
         grad: &[E],
@@ -64,7 +64,7 @@ impl InputGradSink {
 
 impl InputGradSink {
     /// Runs `write` in any case: with the gradient as in [`InputGradSink::accumulate`], or with `None` if it is not
-    /// wanted. For operations that compute several gradients in one pass.
+    /// wanted. This is for operations that compute several gradients in one pass.
     pub fn accumulate_if_wanted<E: TensorElement>(
         &self,
         len: usize,
@@ -200,8 +200,8 @@ impl From<CudaStorage> for ResultStorage {
     }
 }
 
-/// The value of an operation's result, kept for the operation's own backward: shares the result's memory without being
-/// part of its graph.
+/// The value of an operation's result, kept for the operation's own backward. It shares the result's memory without being
+/// part of the result's graph.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SavedResult(Arc<OnceLock<Tensor>>);
 
@@ -210,7 +210,7 @@ impl SavedResult {
     pub fn get(&self) -> Result<&Tensor> {
         match self.0.get() {
             Some(result) => Ok(result),
-            None => candle_core::bail!("an operation's backward ran before its result was made"),
+            None => candle_core::bail!("an operation's backward ran before its result was saved"),
         }
     }
 
@@ -234,8 +234,8 @@ struct RecordedOp {
 impl RecordedOp {
     /// Creates the operation's token.
     fn over(self, mut tokens: Vec<Tensor>) -> Result<Tensor> {
-        // In reverse: the second argument of a join is differentiated first, and therefore the last inputs come
-        // first.
+        // The tokens are joined in reverse. The second argument of a join is differentiated first, and therefore the
+        // last inputs come first.
         while let [.., a, b] = &tokens[..] {
             let joined = a.apply_op2(b, JoinTokensOp)?;
             tokens.truncate(tokens.len() - 2);
@@ -280,7 +280,7 @@ impl CustomOp1 for RecordedOp {
 
     fn bwd(&self, _: &Tensor, _: &Tensor, token_grad: &Tensor) -> Result<Option<Tensor>> {
         self.run()?;
-        // Only its presence matters: it shows that this operation has been differentiated.
+        // Only the presence of the gradient matters: it shows that this operation has been differentiated.
         Ok(Some(token_grad.clone()))
     }
 }

@@ -1,4 +1,4 @@
-//! The position of a thread in its random streams: it determines which layer draws which numbers.
+//! The position of a thread in its random streams, which determines which layer draws which numbers.
 //!
 //! The engine gives each forward of each rank a separate stream ([`stream_of`]). A unit that recomputes its forward
 //! returns to the position where its first forward began.
@@ -40,7 +40,7 @@ pub(crate) struct RngStreamKey {
 /// same stream.
 pub(crate) fn stream_of(key: RngStreamKey) -> u64 {
     let RngStreamKey { seed, rank, step, micro_step, forward } = key;
-    // Odd factors, so that keys that differ in only one part have different streams.
+    // The factors are odd, so that keys that differ in only one part have different streams.
     (rank << 40 | step)
         ^ mix(seed)
         ^ micro_step.wrapping_mul(0x9fb2_1c65_1e98_df25)

@@ -53,8 +53,8 @@ impl BatchNormSizes {
         (0..self.channels).into_par_iter().map(channel).collect()
     }
 
-    /// Computes `y` image by image and channel by channel from the inputs' elements at the same position, or adds to
-    /// it.
+    /// Computes `y` image by image and channel by channel from the inputs' elements at the same position, or adds the
+    /// results to it.
     fn map<E: Element, F: Fn([f32; N]) -> f32, const N: usize>(
         self,
         inputs: [&[E]; N],

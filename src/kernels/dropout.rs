@@ -11,7 +11,7 @@ use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
 /// The number of counters that are computed together.
 const LANES: usize = 16;
-/// The number of words that they yield.
+/// The number of words that these counters yield.
 const GROUP: usize = 4 * LANES;
 /// The number of elements that one task computes: a multiple of the group.
 const CHUNK: usize = 1 << 13;

@@ -13,7 +13,7 @@ const TABLE_ROWS_PER_TASK: usize = 64;
 ///
 /// Panics if an id is outside the table, or if the number of rows of `out` differs from the number of ids.
 pub fn embedding<E: Element>(ids: &[u32], table: &[E], width: usize, out: &mut [E]) {
-    assert_eq!(out.len(), ids.len() * width, "the number of elements is not that of {} rows of {width}", ids.len());
+    assert_eq!(out.len(), ids.len() * width, "the number of elements does not match {} rows of {width}", ids.len());
     for_each_part(ids.len().div_ceil(ROWS_PER_TASK), ParallelChunks::new(out, ROWS_PER_TASK * width), |task, out| {
         let ids = &ids[task * ROWS_PER_TASK..];
         for (out, id) in out.chunks_exact_mut(width.max(1)).zip(ids) {
@@ -56,10 +56,10 @@ pub fn embedding_backward_into<E: Element>(ids: &[u32], dy: &[E], width: usize, 
     });
 }
 
-/// Returns the (id, position) of every row of `dy`, sorted by id and then by position, so that the entries of a table
-/// row are adjacent.
+/// Returns the pair (id, position) of every row of `dy`, sorted by id and then by position, so that the entries of a
+/// table row are adjacent.
 fn by_id<E>(ids: &[u32], dy: &[E], width: usize) -> Vec<(u32, u32)> {
-    assert_eq!(dy.len(), ids.len() * width, "the number of elements is not that of {} rows of {width}", ids.len());
+    assert_eq!(dy.len(), ids.len() * width, "the number of elements does not match {} rows of {width}", ids.len());
     let mut order: Vec<(u32, u32)> = ids.iter().copied().zip(0..).collect();
     order.sort_unstable();
     order

@@ -10,7 +10,7 @@ use std::ops::Range;
 /// The number of elements that are widened, computed and narrowed together if these steps are separate loops.
 const BLOCK: usize = 128;
 
-/// Returns the element as f32. For f16 this costs many instructions, so rows of f16 are better [widened](widen).
+/// Returns the element as f32. The conversion of one f16 takes many instructions; for rows of f16, use [`widen`].
 #[inline(always)]
 pub(crate) fn get<E: Element>(x: E) -> f32 {
     match E::KIND {
@@ -70,8 +70,8 @@ pub(crate) fn map_long<E: Element, const N: usize>(inputs: [&[E]; N], y: &mut [E
     if E::KIND == ElementDtype::F32 { compute(inputs, y, f) } else { map_in_blocks(inputs, y, f) }
 }
 
-/// Computes `y[i] = second(x[i], first(x[i]))`, for slices of the same length. It uses two loops: the dependency chain
-/// of both functions is so long that one loop would keep few elements in flight.
+/// Computes `y[i] = second(x[i], first(x[i]))`, for slices of the same length. It uses two loops: the combined
+/// dependency chain of the functions is so long that one loop would keep few elements in flight.
 #[inline(always)]
 pub(crate) fn map_in_steps<E: Element>(
     x: &[E],
@@ -88,7 +88,7 @@ pub(crate) fn map_in_steps<E: Element>(
     block_in_steps(x_rest, y_rest, &mut room, &first, &second);
 }
 
-/// Does the same as [`map_in_steps`] for at most a block. The compiler sees the length of a full block.
+/// Does the same as [`map_in_steps`] for at most one block. In calls with a full block, the compiler knows the length.
 #[inline(always)]
 fn block_in_steps<E: Element>(
     x: &[E],
@@ -210,8 +210,9 @@ fn at<I: Element, const N: usize>(inputs: &[&[I]; N], i: usize) -> [f32; N] {
         #[inline(always)]
         |x| {
             debug_assert!(i < x.len());
-            // SAFETY: the callers' loops end with the result, and they made sure that all inputs have its length. A
-            // check in the loop would leave its last vector to a scalar loop.
+            // SAFETY: the callers' loops run over the result, and the callers have checked that all inputs have the
+            // result's length. With a bounds check in the loop, the compiler would leave the elements of the last
+            // vector to a scalar loop.
             get(unsafe { *x.get_unchecked(i) })
         },
     )

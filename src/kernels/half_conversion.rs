@@ -19,7 +19,7 @@ pub(super) fn bf16_from_f32(x: f32) -> u16 {
     // Half a unit in the last place of the result, less one bit if that place is even: ties go to even.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
     let quiet_nan = bits | 0x0040_0000;
-    // A single shift after the choice: vectors of 32 bits become vectors of 16 bits once.
+    // The shift comes after the choice, so that vectors of 32-bit lanes are narrowed to 16 bits only once.
     ((if x.is_nan() { quiet_nan } else { rounded }) >> 16) as u16
 }
 

@@ -108,15 +108,15 @@ pub fn checked_level() -> Result<InstructionSet, KernelError> {
     LEVEL.get_or_init(|| InstructionSet::wanted(std::env::var_os(SIMD))).clone()
 }
 
-/// Returns the same level, for use in kernels. Code that runs kernels (the engine, `zerorun`, the layers) calls
-/// [`checked_level`] first.
+/// Returns the level of [`checked_level`], for use in kernels. Code that runs kernels (the engine, `zerorun`, the
+/// layers) calls [`checked_level`] first.
 ///
 /// # Panics
 /// Panics if [`checked_level`] returns an error.
 #[inline]
 pub(crate) fn level() -> InstructionSet {
     // A separate static, so that even a loop over a few elements can read the level with one load: copying the `Result`
-    // would be a function call.
+    // would take a function call.
     static LEVEL: OnceLock<InstructionSet> = OnceLock::new();
     *LEVEL.get_or_init(|| checked_level().unwrap_or_else(|error| panic!("{error}")))
 }

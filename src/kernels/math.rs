@@ -1,5 +1,5 @@
-//! Exponential and activation functions of one f32 as a few multiplications and additions. Loops over them vectorize,
-//! unlike calls to the C library's functions for each element.
+//! Exponential and activation functions of one f32, computed with a few multiplications and additions. Loops over them
+//! vectorize, unlike calls to the C library's functions for each element.
 //!
 //! They use no fused multiply-add and no table: every machine and every vector width produces the same bits.
 
@@ -197,8 +197,8 @@ fn gelu_exponent(x: f32) -> f32 {
     x * (LINEAR + CUBIC * (x * x))
 }
 
-/// Upper bounds for [`exponent_of_odds`]. With the first, the odds are infinite from 2^127.5 on. With the second, they
-/// are so small that their products stay finite.
+/// Upper bounds for [`exponent_of_odds`]. With the first, odds of 2^127.5 or more are infinite. With the second, the
+/// odds are so small that their products stay finite.
 const INFINITE: f32 = 128.0;
 const FINITE: f32 = 99.0;
 

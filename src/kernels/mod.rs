@@ -48,7 +48,7 @@ pub(crate) fn buffer<E: Element>(len: usize) -> Vec<E> {
         buffer.set_len(len);
     }
     // In tests, the buffer is filled with NaN, which spoils every result that uses it. Miri runs no assembly and keeps
-    // the memory uninitialized: it reports every read that no write precedes.
+    // the memory uninitialized: it reports every read of memory that has not been written.
     #[cfg(all(test, not(miri)))]
     bytemuck::cast_slice_mut::<E, u8>(&mut buffer).fill(0xff);
     buffer

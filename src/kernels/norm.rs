@@ -16,7 +16,7 @@ const ROWS_PER_TASK: usize = 64;
 /// Computes y = (x - mean) / sqrt(variance + eps) * weight + bias for rows of `weight.len()` elements, with the biased
 /// variance. `stats` receives the mean and 1 / sqrt(variance + eps) of each row.
 ///
-/// Panics if the lengths of the slices do not match, like all functions of this module.
+/// Like all functions of this module, it panics if the lengths of the slices do not match.
 pub fn layer_norm<E: Element>(x: &[E], weight: &[f32], bias: &[f32], eps: f32, y: &mut [E], stats: &mut [[f32; 2]]) {
     let width = check(x.len(), weight.len(), stats.len());
     assert_eq!([y.len(), bias.len()], [x.len(), width], "the slice lengths of a layer norm do not match");
@@ -235,7 +235,7 @@ fn sum_parts(parts: &[f32], sum: Option<&mut [f32]>) {
 /// Checks the sizes and returns the width of the rows.
 fn check(elements: usize, width: usize, rows: usize) -> usize {
     assert!(width > 0, "rows without elements have no norm");
-    assert_eq!(elements, rows * width, "the number of elements is not that of {rows} rows of {width}");
+    assert_eq!(elements, rows * width, "the number of elements does not match {rows} rows of {width}");
     width
 }
 
@@ -328,7 +328,7 @@ mod tests {
                     }
                     let base = |i: usize| if accumulate { f64::from(get(before[i])) } else { 0.0 };
                     let want: Vec<f64> = want_dx.iter().enumerate().map(|(i, dx)| dx + base(i)).collect();
-                    // With one element, only rounding is left, multiplied by a large factor.
+                    // With one element, only the rounding error is left, multiplied by a large factor.
                     if width > 1 {
                         near(&dx, &want, accuracy.max(2e-6));
                     }

@@ -72,7 +72,7 @@ impl RotaryTable {
             vectorized!({
                 for (r, (x, y)) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).enumerate() {
                     let t = at(i * ROWS_PER_TASK + r);
-                    assert!(t < self.time, "position {t}, but the table has angles for only {} positions", self.time);
+                    assert!(t < self.time, "position {t} is outside the table, which has {} positions", self.time);
                     let angles = [&self.cos, &self.sin].map(|table| &table[t * self.half..][..self.half]);
                     if E::KIND == ElementDtype::F32 {
                         turn_row(bytemuck::cast_slice(x), angles, direction, bytemuck::cast_slice_mut(y));

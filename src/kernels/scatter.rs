@@ -35,7 +35,7 @@ impl ScatterIndices {
         });
     }
 
-    /// Overwrites elements of `y`. If several have the same target, the last one stays.
+    /// Overwrites elements of `y`. If several elements of the source have the same target, the last one wins.
     pub fn set(&self, source: &[f32], y: &mut [f32]) {
         self.each(y, |number, value| *value = source[number]);
     }
@@ -45,8 +45,8 @@ impl ScatterIndices {
         self.each(y, |number, value| *value += source[number]);
     }
 
-    /// Returns for each element of the source whether it stays after [`ScatterIndices::set`] into `results` elements,
-    /// because no later element overwrites it.
+    /// Returns, for each element of the source, whether [`ScatterIndices::set`] leaves it in the result (of `results`
+    /// elements), because no later element overwrites it.
     pub fn survives(&self, results: usize) -> Vec<bool> {
         let mut taken = vec![false; results];
         let mut stays = vec![false; self.places.len()];

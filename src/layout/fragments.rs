@@ -1,4 +1,4 @@
-//! The fragments of a model that islands exchange in turn, and the steps at which they do.
+//! The fragments of a model that islands exchange in turn, and the steps at which they do so.
 //!
 //! ```text
 //!   H = 6, 2 fragments, delay 1        step     1  2  3  4  5  6  7  8  9 10 11 12
@@ -18,12 +18,16 @@ pub(crate) struct FragmentSchedule {
 }
 
 impl FragmentSchedule {
-    /// Creates the schedule of `fragments` that are exchanged once in `steps` steps each.
+    /// Creates the schedule of `fragments` fragments, each of which is exchanged once in `steps` steps.
     ///
     /// # Panics
-    /// If two fragments would be sent after the same step, or a fragment before its last exchange has taken effect.
+    /// Panics if two fragments would be sent after the same step, or if a fragment would be sent before its last
+    /// exchange has taken effect.
     pub fn new(steps: u64, fragments: u64, delay: u64) -> Self {
-        assert!(0 < fragments && fragments <= steps && delay < steps, "{steps} steps, {fragments}, delay {delay}");
+        assert!(
+            0 < fragments && fragments <= steps && delay < steps,
+            "{steps} steps, {fragments} fragments, delay {delay}"
+        );
         Self { steps, fragments, delay }
     }
 
@@ -32,7 +36,7 @@ impl FragmentSchedule {
         usize::try_from(self.fragments).unwrap_or(usize::MAX)
     }
 
-    /// Returns the largest number of fragments that have been sent and have not taken effect during a step.
+    /// Returns the largest number of fragments that are in flight during a step: sent, but not yet in effect.
     pub fn most_in_flight(self) -> usize {
         let sent = (u128::from(self.delay) * u128::from(self.fragments)).div_ceil(u128::from(self.steps));
         usize::try_from(sent).unwrap_or(usize::MAX).min(self.fragments())
@@ -67,8 +71,8 @@ pub(crate) fn fragments_of(elements: &[usize], fragments: usize) -> Vec<usize> {
     elements.iter().map(&mut fragment).collect()
 }
 
-/// Returns the number of elements that `len` elements take in an exchange between `islands` islands: each sums a part of
-/// them, whose length is a multiple of `alignment`.
+/// Returns the number of elements that `len` elements take in an exchange between `islands` islands: each island sums
+/// one part of them, and the length of a part is a multiple of `alignment`.
 pub(crate) fn exchanged_len(len: usize, islands: usize, alignment: usize) -> usize {
     len.div_ceil(islands).next_multiple_of(alignment) * islands
 }

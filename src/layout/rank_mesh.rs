@@ -10,9 +10,9 @@
 //!                                                          its group along data        1 5
 //! ```
 //!
-//! Every rank has one coordinate per axis. Ranks are numbered in the order of their coordinates, of which those of the
-//! last axis change fastest. Ranks that differ only in their coordinate along an axis form a group along that axis. A
-//! collective along an axis is one among the ranks of each group.
+//! Every rank has one coordinate per axis. Ranks are numbered in the order of their coordinates; the coordinate along
+//! the last axis changes fastest. Ranks that differ only in their coordinate along an axis form a group along that
+//! axis. A collective along an axis is one among the ranks of each group.
 //!
 //! The mesh determines which rank computes what. [`ShardMesh`](super::ShardMesh) determines how the shards of a
 //! parameter are distributed among the ranks of one group along the data axis.
@@ -124,8 +124,8 @@ impl RankMesh {
         Self { order: MeshAxis::ALL, lengths }
     }
 
-    /// Arranges `world_size` ranks along the given axes; the data axis takes all ranks that are left. The axes keep
-    /// their usual order: islands outermost, tensor innermost.
+    /// Arranges `world_size` ranks along the given axes. Unless it is given too, the data axis takes the remaining
+    /// ranks. The axes keep their usual order: islands outermost, tensor innermost.
     ///
     /// # Errors
     /// [`MeshError`]: an axis has length 0 or is given twice, or the lengths do not divide the number of ranks.

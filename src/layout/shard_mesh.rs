@@ -37,7 +37,7 @@ impl ShardMesh {
     /// Divides state within each group of `shards` neighbouring ranks.
     ///
     /// # Panics
-    /// If the groups would not have the same number of ranks.
+    /// Panics if the groups would not have the same number of ranks.
     pub fn in_groups(world_size: usize, shards: usize) -> Self {
         assert!(
             shards > 0 && world_size.is_multiple_of(shards),

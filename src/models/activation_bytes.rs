@@ -44,7 +44,7 @@ impl DecoderConfig {
             return whole.saturating_mul(blocks).saturating_add(passing.max(loss));
         }
         let inputs = of_tokens(blocks.saturating_mul(width * element));
-        // A frozen embedding has no graph, and then the first block keeps everything.
+        // The result of a frozen embedding has no graph. The first block is then not recomputed, and keeps everything.
         let first = if trains_base { 0 } else { whole };
         inputs.saturating_add(first).saturating_add(loss.max(whole.saturating_add(passing)))
     }

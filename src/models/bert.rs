@@ -15,8 +15,8 @@ use candle_nn::{Module, VarBuilder};
 /// attention and MLP, and a pooler on the first token.
 ///
 /// Parameters have the names of Hugging Face's files: bert.embeddings.{word_embeddings, position_embeddings,
-/// token_type_embeddings}.weight and LayerNorm, per block N bert.encoder.layer.N., bert.pooler.dense and classifier.
-/// Each block is a unit ([`crate::zero::unit()`]).
+/// token_type_embeddings}.weight and LayerNorm, bert.encoder.layer.N. for each block N, bert.pooler.dense and
+/// classifier. Each block is a unit ([`crate::zero::unit()`]).
 ///
 /// As in transformers, lookups of the padding token add nothing to the table's gradient.
 ///
@@ -136,8 +136,8 @@ impl Bert {
     }
 
     /// Returns the states after the last block, `[batch, time, hidden_size]`, for ids `[batch, time]` (u32). The rows
-    /// contain texts of the given lengths, each at least 1, followed by anything. `kinds` `[batch, time]` (u32) is 0
-    /// for a first text and 1 for a second; without it, all are 0. States after the end of a text have no meaning.
+    /// contain texts of the given lengths, each at least 1, followed by arbitrary ids. `kinds` `[batch, time]` (u32) is
+    /// 0 for a first text and 1 for a second; without it, all are 0. States after the end of a text have no meaning.
     ///
     /// # Errors
     /// More tokens than the model has positions, an id outside the vocabulary, or lengths that do not match the tokens.
@@ -196,8 +196,8 @@ impl Bert {
         self.classifier.forward(&pooled)
     }
 
-    /// Returns the cross entropy, a scalar of f32: the sum over `labels` `[batch]` (u32, or i64 in which -100 does not
-    /// count) divided by `divisor`, or by the number of labels that count.
+    /// Returns the cross entropy, a scalar of f32: the sum over `labels` `[batch]` (u32, or i64 with -100 for labels
+    /// that do not count) divided by `divisor`, or by the number of labels that count.
     ///
     /// # Errors
     /// The errors of [`Bert::forward`]; labels that the model does not have; without a divisor, no label that counts.

@@ -1,4 +1,4 @@
-//! The shape of a sequence classification encoder, from the `config.json` of a BERT.
+//! The shape of a sequence classification encoder, from the `config.json` of a BERT model.
 
 use super::DecoderConfig;
 use super::config_checks::{refused, require_blocks, require_parameters, require_sizes};
@@ -53,7 +53,7 @@ impl BertConfig {
     /// Reads the shape from the `config.json` of a Hugging Face model.
     ///
     /// # Errors
-    /// A file that cannot be read; a model that is not a BERT; a value that this library does not support.
+    /// A file that cannot be read; a model other than BERT; a value that this library does not support.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Self::from_parsed(&DecoderConfig::parse(path)?, path)
@@ -126,7 +126,7 @@ impl BertConfig {
     /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0 or beyond the limits, a width that the heads do not divide, a number that cannot be computed with.
+    /// A size of 0 or beyond the limits, a width that the heads do not divide, or a number outside its allowed range.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("vocab_size", self.vocab_size),
@@ -159,7 +159,7 @@ impl BertConfig {
             let allowed = format!("below vocab_size ({})", self.vocab_size);
             return Err(refused("pad_token_id", self.pad_token_id, &allowed));
         }
-        // Layers store it in f32, in which 1e-12 is small but not 0.
+        // Layers store it in f32. There, 1e-12 is small but not 0.
         if !((self.layer_norm_eps as f32) > 0.0 && self.layer_norm_eps.is_finite()) {
             return Err(refused("layer_norm_eps", self.layer_norm_eps, "a positive finite number, such as 1e-12"));
         }

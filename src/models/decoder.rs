@@ -61,7 +61,7 @@ impl<C> DecoderLayers<C> {
         Ok(Self { embedding, input, blocks, output, sizes: PhantomData })
     }
 
-    /// Returns the input of the first block for tokens from position `first` on.
+    /// Returns the input of the first block for tokens that start at position `first`.
     fn embedded(&self, ids: &Tensor, first: usize, sequences: Option<&Sequences>) -> Result<Tensor> {
         self.input.forward(self.embedding.forward(ids)?, first, sequences)
     }
@@ -104,7 +104,8 @@ impl DecoderConfig {
     }
 }
 
-/// The layers between the token embedding and the first block: its scale, learned positions, dropout.
+/// The layers between the token embedding and the first block: the scale of the embedding, learned positions and
+/// dropout.
 #[derive(Debug, Clone)]
 pub(super) struct DecoderInputLayers {
     embedding_scale: Option<f64>,
@@ -120,8 +121,8 @@ impl DecoderInputLayers {
         Ok(Self { embedding_scale, positions: learned.transpose()?, drop })
     }
 
-    /// Returns the input of the first block for the embeddings `x` `[batch, time, hidden_size]` of tokens from position
-    /// `first` on.
+    /// Returns the input of the first block for the embeddings `x` `[batch, time, hidden_size]` of tokens that start at
+    /// position `first`.
     pub(super) fn forward(&self, mut x: Tensor, first: usize, sequences: Option<&Sequences>) -> Result<Tensor> {
         if let Some(factor) = self.embedding_scale {
             x = scaled(&x, rounded(factor, x.dtype()))?;

@@ -110,8 +110,8 @@ pub enum NormKind {
 }
 
 impl DecoderConfig {
-    /// Returns the configuration of a published GPT-2 with other sizes: width, heads and blocks. It has no dropout, and
-    /// its parameter names have no prefix.
+    /// Returns the configuration of the published GPT-2 with the given sizes: vocabulary, context, width, heads and
+    /// blocks. It has no dropout, and its parameter names have no prefix.
     pub(super) fn gpt2(vocab: usize, ctx: usize, [hidden_size, heads, blocks]: [usize; 3]) -> Self {
         Self {
             naming: ParameterNaming::Gpt2,
@@ -150,8 +150,8 @@ impl DecoderConfig {
     /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0 or beyond the limits, numbers of heads that do not divide the sizes that they must divide, a number that
-    /// is not positive and finite.
+    /// A size of 0 or beyond the limits, numbers of heads that do not divide the sizes that they must divide, or a
+    /// number that is not positive and finite.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("vocab_size", self.vocab),

@@ -1,4 +1,5 @@
-//! A decoder as layers of a pipeline: the token embedding, what follows it, each block, and the output with the loss.
+//! A decoder as layers of a pipeline: the token embedding, the layers before the first block, each block, and the
+//! output with the loss.
 
 use super::decoder::{DecoderInputLayers, DecoderOutput, SharedRotaries};
 use super::decoder_block::{BlockContext, DecoderBlock};
@@ -17,7 +18,7 @@ use std::sync::{Arc, Mutex};
 pub struct DecoderBatch {
     /// The ids, `[batch, time]` (u32).
     pub ids: Tensor,
-    /// The token after each id, `[batch, time]` (u32, or i64 in which -100 does not count).
+    /// The token after each id, `[batch, time]` (u32, or i64 with -100 for targets that do not count).
     pub targets: Tensor,
     /// The texts that each row contains, if rows may contain more than one.
     pub sequences: Option<Sequences>,

@@ -100,7 +100,7 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
     }
 }
 
-/// The models of one class in transformers, with the defaults of the keys that their files omit.
+/// The models of one class in transformers, with the defaults for keys that their files omit.
 #[derive(Debug, Clone, Copy)]
 struct ModelFamily {
     model_type: &'static str,

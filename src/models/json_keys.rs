@@ -85,7 +85,7 @@ impl<'a> JsonKeys<'a> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
-            Some(_) => Err(self.refuse(key, "a text")),
+            Some(_) => Err(self.refuse(key, "a string")),
         }
     }
 

@@ -36,7 +36,7 @@ pub trait Architecture: Sized {
     /// the keys and values of the earlier ids, the same number in each, and receive those of the new ids. The total is
     /// at most the context length. This is for evaluation: nothing is recorded for a backward.
     ///
-    /// With an empty cache, the states are bit-identical to those of [`Architecture::states`].
+    /// With empty caches, the states are bit-identical to those of [`Architecture::states`].
     ///
     /// # Errors
     /// The errors of [`Architecture::states`]. After an error, some of the caches may hold the keys and values of these
@@ -118,8 +118,8 @@ impl<A: Architecture> LanguageModel<A> {
     }
 
     /// Returns the cross entropy of [`LanguageModel::forward_packed`]'s logits, a scalar of f32: the sum over `targets`
-    /// `[batch, time]` (u32, or i64 in which -100 does not count) divided by `divisor`, or by the number of targets
-    /// that count.
+    /// `[batch, time]` (u32, or i64 with -100 for targets that do not count) divided by `divisor`, or by the number of
+    /// targets that count.
     ///
     /// # Errors
     /// The errors of [`LanguageModel::forward_packed`]; targets outside the vocabulary; without a divisor, no target
@@ -174,7 +174,7 @@ impl<A: Architecture> LanguageModel<A> {
     /// different order. If the text is longer than the context, only the last tokens count, as in `last_logits`. Each
     /// added token then shifts the positions of all others, so their cached keys and values become useless. Beyond its
     /// context length, a model therefore recomputes the full context for each token, and the session keeps only the
-    /// tokens. To compute only one token at a time again, start a new session with fewer tokens: the last ones.
+    /// tokens. To compute only one token at a time again, start a new session with only the last tokens.
     ///
     /// If the model's parameters are sharded over several ranks, all ranks must make the same calls, each with its own
     /// session.

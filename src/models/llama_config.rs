@@ -95,8 +95,8 @@ impl LlamaConfig {
     /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0, numbers of heads that do not divide the sizes that they must divide, heads of an odd width, an eps
-    /// or a theta that is not positive and finite.
+    /// A size of 0, numbers of heads that do not divide the sizes that they must divide, heads of an odd width, or an
+    /// eps or theta that is not positive and finite.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("hidden_size", self.hidden_size),
@@ -145,7 +145,8 @@ impl LlamaConfig {
         usize::try_from(self.elements()).unwrap_or(usize::MAX)
     }
 
-    /// Returns the number of elements for sizes that need not be valid, except for the number of query heads.
+    /// Returns the number of elements for sizes that need not be valid, except that the number of query heads must not
+    /// be 0.
     fn elements(&self) -> u128 {
         let sizes = [self.num_hidden_layers, self.hidden_size, self.intermediate_size, self.vocab, self.kv_width()];
         let [layers, d, inner, vocab, kv] = sizes.map(|size| size as u128);

@@ -38,7 +38,7 @@ impl RotaryConfig {
     /// Returns the frequencies of the pairs in a head of `head` elements, in radians per position.
     ///
     /// # Errors
-    /// An odd head size, numbers that are not above 0.
+    /// An odd head size, or a number that is not above 0.
     pub fn frequencies(&self, head: usize) -> Result<Vec<f64>> {
         let plain = frequencies::default(head, self.theta)?;
         match &self.scaling {

@@ -23,8 +23,9 @@ impl TokenRng {
     }
 }
 
-/// Chooses a token from `logits` `[vocab]`: the one with the largest logit (the first of several) at temperature 0 or
-/// below, otherwise one sampled from softmax(logits / temperature). NaN logits are never chosen unless all are NaN.
+/// Chooses a token from `logits` `[vocab]`: the one with the largest logit (the first of several equal ones) at
+/// temperature 0 or below, otherwise one sampled from softmax(logits / temperature). NaN logits are never chosen unless
+/// all are NaN.
 ///
 /// Panics on an empty row.
 pub fn next_token(logits: &[f32], temperature: f64, rng: &mut TokenRng) -> u32 {

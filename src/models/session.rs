@@ -3,7 +3,7 @@
 use crate::nn::KeyValueCache;
 use candle_core::{Result, bail};
 
-/// A text that a model continues, with the keys and values that the model's blocks have computed for it. Used by
+/// A text that a model continues, with the keys and values that the model's blocks have computed for it, for use by
 /// [`LanguageModel::extend`](super::LanguageModel::extend).
 ///
 /// A session is valid for one model and its current weights: start a new one after a training step. Keys and values

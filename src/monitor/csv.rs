@@ -66,7 +66,7 @@ fn only_values(file: &File, header: &str) -> std::io::Result<()> {
         return Ok(());
     }
     let text = "it contains something other than values of steps, so it is not changed; give another folder, or remove \
-                it";
+                this file";
     Err(std::io::Error::new(std::io::ErrorKind::AlreadyExists, text))
 }
 

@@ -62,8 +62,8 @@ impl MetricsWriter {
         Ok(Self { file, path: path.into() })
     }
 
-    /// Continues the file of a stopped run from `step` on. Lines of later steps and the run's summary are removed,
-    /// since they will be written again. If there is no file, it is created.
+    /// Continues the file of a stopped run, starting at step `step`. Lines of later steps and the run's summary are
+    /// removed, since they will be written again. If there is no file, it is created.
     ///
     /// # Errors
     /// [`Error::Io`]; [`MonitorError::MetricsBusy`] if another process is writing to the file.
@@ -173,7 +173,7 @@ fn only_metrics(file: &File) -> std::io::Result<()> {
     if lines.all(is_metrics) && is_cut {
         return Ok(());
     }
-    let text = "it contains something other than metrics, so it is not changed; give another file, or remove it";
+    let text = "it contains something other than metrics, so it is not changed; give another file, or remove this one";
     Err(std::io::Error::new(ErrorKind::AlreadyExists, text))
 }
 

@@ -1,4 +1,4 @@
-//! The operating system's figures about this process's memory.
+//! The operating system's figures for this process's memory.
 
 /// Returns the peak resident memory of this process in bytes (`VmHWM` of /proc/self/status), or `None` if the system
 /// does not report it.

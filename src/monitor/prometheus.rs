@@ -141,13 +141,14 @@ fn answer(mut client: TcpStream, last: &Mutex<LastValues>) -> std::io::Result<()
     client.write_all(format!("HTTP/1.1 {status}\r\n{head} {length}\r\n\r\n{body}").as_bytes())
 }
 
-/// Formats the values in Prometheus's text format. A tag becomes the value of a label, not a name: such a value
-/// may be any text, so different tags stay different.
+/// Formats the values in Prometheus's text format. A tag becomes the value of a label, not part of a metric name: a
+/// label value may be any text, so different tags stay different.
 fn text(last: &LastValues) -> String {
     let mut values = "# HELP candle_zero_value Last value of a tag.\n# TYPE candle_zero_value gauge\n".to_string();
-    let mut steps = "# HELP candle_zero_step Step of that value; samples of all ranks for the engine's own tags.\n\
+    let mut steps =
+        "# HELP candle_zero_step Step of the last value of a tag; samples of all ranks for the engine's own tags.\n\
                      # TYPE candle_zero_step gauge\n"
-        .to_string();
+            .to_string();
     for (tag, (value, step)) in last {
         let tag = tag.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
         let value = match *value {
@@ -192,7 +193,7 @@ mod tests {
         # TYPE candle_zero_value gauge
         candle_zero_value{tag="Train/Samples/lr"} 1e-7
         candle_zero_value{tag="a\"\\\n"} +Inf
-        # HELP candle_zero_step Step of that value; samples of all ranks for the engine's own tags.
+        # HELP candle_zero_step Step of the last value of a tag; samples of all ranks for the engine's own tags.
         # TYPE candle_zero_step gauge
         candle_zero_step{tag="Train/Samples/lr"} 16
         candle_zero_step{tag="a\"\\\n"} 1

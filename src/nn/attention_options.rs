@@ -27,7 +27,7 @@ impl AttentionOptions {
             bail!("attention: scale, soft cap and window must be above 0; they are {self:?}")
         }
         if self.bidirectional && self.window.is_some() {
-            bail!("attention: a window goes back from a query's position, but bidirectional attention looks both ways")
+            bail!("attention: a window cannot be combined with bidirectional attention; set only one of them")
         }
         let usual = AttentionRule::causal(head);
         Ok(AttentionRule {

@@ -228,7 +228,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     log_probabilities(logits, targets, None)?.mean_all()?.neg()
 }
 
-/// See [`crate::nn::linear_log_probabilities()`]. Takes logits, row after row, whose targets must be valid.
+/// See [`crate::nn::linear_log_probabilities()`]. Takes logits in rows; the targets must be valid.
 pub fn log_probabilities(logits: &Tensor, targets: &Tensor, soft_cap: Option<f64>) -> Result<Tensor> {
     let classes = logits.dim(D::Minus1)?;
     let logits = wide(&logits.reshape(((), classes))?)?;

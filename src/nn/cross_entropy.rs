@@ -1,4 +1,4 @@
-//! The cross entropy against target classes, of logits, and of hidden states through an output projection.
+//! The cross entropy with target classes, computed from logits or from hidden states and an output projection.
 
 use crate::error::ModelError;
 use crate::graph::{Grad, OpInputs, is_once};
@@ -20,7 +20,7 @@ use std::sync::Mutex;
 /// Returns the mean of `-log softmax(logits)[target]` over all rows, a scalar of f32.
 ///
 /// `logits` is `[.., classes]` (f32, bf16, f16); `targets` is u32 or i64 with the shape of the logits' leading
-/// dimensions. Rows whose target is -100 (of i64) do not count, as with PyTorch's `ignore_index`: padding, or a prompt
+/// dimensions. Rows whose target is -100 (in i64) do not count, as with PyTorch's `ignore_index`: padding, or a prompt
 /// that the model must not be trained on. The mean is over the other rows, separately for each micro batch and rank.
 /// All arithmetic is in f32, except that the sum for the mean is in f64. The gradient, (softmax - onehot) * (incoming
 /// gradient / rows that count), is computed in f32 with the incoming gradient, which may contain a loss scale, and
@@ -40,7 +40,8 @@ pub struct LossOptions {
     /// The soft cap c of logits: they are mapped to c tanh(logit / c) (Gemma 2).
     pub soft_cap: Option<f64>,
     /// The divisor of the sum of the losses, instead of the number of rows that count: 1 for the sum, or the number of
-    /// targets in a full batch of which this is a part. If no row counts, the loss and its gradients are then 0.
+    /// targets in a full batch of which this is a part. With a divisor, the loss and its gradients are 0 if no row
+    /// counts.
     pub divisor: Option<f64>,
 }
 
@@ -151,7 +152,9 @@ pub fn linear_cross_entropy_with(
             let scale = scalar(&grad)? / divisor as f32;
             let mut kept = lock(&grads);
             let grads = if is_once() { kept.take() } else { kept.clone() };
-            let Some((dh, dweight)) = grads else { bail!("{NAME}: its gradients were already taken") };
+            let Some((dh, dweight)) = grads else {
+                bail!("{NAME}: the gradients of this loss have already been taken")
+            };
             if to_weight.is_wanted() {
                 to_weight.give(Grad::Own(scaled::<E>(dweight, scale)))?;
             }
@@ -168,7 +171,7 @@ pub fn linear_cross_entropy_with(
 /// again. Each row may have its own gradient, as preference optimization requires for sums over an answer's tokens.
 ///
 /// # Errors
-/// The errors of [`linear_cross_entropy`], except that no row has to count; a cap that is not above 0.
+/// The errors of [`linear_cross_entropy`], except that it is not an error if no row counts; a cap that is not above 0.
 pub fn linear_log_probabilities(
     h: &Tensor,
     weight: &Tensor,
@@ -260,7 +263,7 @@ struct LossHead {
 }
 
 impl LossHead {
-    /// Returns the losses of the rows that count, and the gradients of the sum of the losses, each loss times its
+    /// Returns the losses of the rows that count, and the gradients of the sum of the losses, each multiplied by its
     /// scale, with respect to these rows of `h` and to `weight`. Gradients that are not wanted are empty.
     fn run<E: TensorElement>(
         &self,

@@ -37,7 +37,11 @@ pub fn embedding_in(ids: &Tensor, table: &Tensor, dtype: DType) -> Result<Tensor
 fn looked_up(ids: &Tensor, table: &Tensor, dtype: DType, padding: Option<u32>) -> Result<Tensor> {
     let is_low = matches!(dtype, DType::BF16 | DType::F16);
     if dtype != table.dtype() && !(is_low && table.dtype() == DType::F32) {
-        bail!("embedding: the table has dtype {:?}; rows of {dtype:?} can be made only from f32", table.dtype())
+        bail!(
+            "embedding: rows of {dtype:?} are requested from a table of {:?}; they must have the table's dtype or, \
+             with an f32 table, bf16 or f16",
+            table.dtype()
+        )
     }
     let (rows, width) = table.dims2()?;
     let host = host_ids(ids, "embedding", "ids")?;

@@ -11,7 +11,7 @@ use std::f64::consts::TAU;
 /// "default").
 ///
 /// # Errors
-/// A head size that is odd or 0, a theta that is not above 0.
+/// A head size that is odd or 0, or a theta that is not above 0.
 pub fn default(head: usize, theta: f64) -> Result<Vec<f64>> {
     if head == 0 || !head.is_multiple_of(2) {
         candle_core::bail!(
@@ -36,7 +36,7 @@ pub fn linear(frequencies: &[f64], factor: f64) -> Result<Vec<f64>> {
 pub struct Llama3RopeScaling {
     /// The divisor of the slowest frequencies.
     pub factor: f64,
-    /// The low threshold: frequencies with fewer turns in the original context are slow ones.
+    /// The low threshold: frequencies with fewer turns in the original context count as slow.
     pub low_freq_factor: f64,
     /// The high threshold: frequencies with more turns in the original context are unchanged. Those between the
     /// thresholds are interpolated.
@@ -45,7 +45,7 @@ pub struct Llama3RopeScaling {
     pub original_max_position_embeddings: usize,
 }
 
-/// Returns frequencies of which the slow ones are slowed and the fast ones are unchanged (rope type "llama3", used by
+/// Returns the frequencies with the slow ones slowed down and the fast ones unchanged (rope type "llama3", used by
 /// Llama 3.1 and later).
 ///
 /// # Errors

@@ -40,7 +40,7 @@ pub struct KeyValueCache {
     /// The minimum number of positions that the next allocation has room for.
     wanted: usize,
     host: Option<HostCache>,
-    /// The keys and values on any other device, `[batch, positions, kv_heads * head]`.
+    /// The keys and values on a device other than the CPU, `[batch, positions, kv_heads * head]`.
     device: Option<[Tensor; 2]>,
 }
 
@@ -259,7 +259,8 @@ impl KeyValueCache {
         self.host.insert(host)
     }
 
-    /// Computes the same with Candle's operations, which copy keys and values when the cache grows.
+    /// Does the same as [`KeyValueCache::attend`] with Candle's operations, which copy keys and values when the cache
+    /// grows.
     fn on_device(&mut self, h: &AttentionShape, [q, k, v]: [&Tensor; 3], options: &AttentionOptions) -> Result<Tensor> {
         let after = |kept: &Tensor, new: &Tensor| Tensor::cat(&[&kept.narrow(1, 0, self.len)?, &new.detach()], 1);
         let (keys, values) = match &self.device {

@@ -20,8 +20,8 @@ use std::sync::Arc;
 /// read when they are needed, in forward and again in backward, so they may leave memory in between.
 ///
 /// # Errors
-/// Shapes that do not match, a weight or bias whose dtype is neither that of x nor f32, a dtype other than f32, bf16 or
-/// f16 on the CPU.
+/// Shapes that do not match, a weight or bias whose dtype is neither that of x nor f32, or a dtype other than f32, bf16
+/// or f16 on the CPU.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
     linear_then(x, weight, bias, layout, LinearEpilogue::default())
 }

@@ -2,7 +2,7 @@
 //! dropout. With DoRA the columns of the product are also scaled by m / |W + s B A|.
 //!
 //! ```text
-//!   x [rows, in] --+------------- W -------------+--> sum in f32, rounded once (the adapter's part once before that)
+//!   x [rows, in] --+------------- W -------------+--> sum in f32, rounded once (the adapter's part is rounded too)
 //!                  |                             |
 //!                  +-- D -- A --> h [rows, r] -- s B
 //! ```
@@ -111,7 +111,7 @@ impl LoraOperands<'_> {
     }
 }
 
-/// Composes the result from this library's and Candle's operations, for other devices and for operands of several
+/// Composes the result from this library's and Candle's operations, for other devices and for operands of different
 /// formats.
 fn composed(
     x: &Tensor,
@@ -348,7 +348,7 @@ fn norms<E: TensorElement>(weight: &Tensor, a: &Tensor, b: &Tensor, adapted: &Ad
     })
 }
 
-/// Computes y = product times a factor for each column, + bias + residual.
+/// Computes y = product * factors + bias + residual, with one factor for each column.
 fn scale_columns<E: TensorElement>(
     sizes: &LinearSizes,
     product: &[E],

@@ -69,7 +69,7 @@ impl LoraConfig {
     /// Checks that the values describe a valid adapter.
     ///
     /// # Errors
-    /// A rank of 0, an alpha that is not positive and finite in f32, a probability outside of [0, 1), no targets.
+    /// A rank of 0, an alpha that is not positive and finite in f32, a probability outside of [0, 1), or no targets.
     pub fn validate(&self) -> Result<()> {
         if !(1..=MAX_RANK).contains(&self.r) {
             return Err(refused("r", self.r, &format!("1 to {MAX_RANK}")));

@@ -11,15 +11,15 @@ use candle_core::{Layout, Result, Shape, Tensor, bail};
 
 const NAME: &str = "matmul";
 
-/// Multiplies `a` `[.., m, k]` by `b` `[.., k, n]` to `[.., m, n]`. The axes before the last two are broadcast, as in
-/// PyTorch's `matmul`.
+/// Returns the product `[.., m, n]` of `a` `[.., m, k]` and `b` `[.., k, n]`. The axes before the last two are
+/// broadcast, as in PyTorch's `matmul`.
 ///
 /// [`Tensor::matmul`] returns wrong numbers if the left operand is a transposed view and the right one a broadcast
 /// view, and its gradients may be wrong too. This function supports any views. Sums are in f32 for all formats, and
 /// rounded once.
 ///
 /// # Errors
-/// Fewer than two dimensions, shapes that do not match, operands with different dtypes.
+/// Fewer than two dimensions, shapes that do not match, or operands with different dtypes.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let (s, shape) = MatmulSizes::of(a, b)?;
     if a.dtype() != b.dtype() {
@@ -158,9 +158,9 @@ impl MatmulOperandLayout {
         if self.transposed { Matrix::new(values, columns, rows).t() } else { Matrix::new(values, rows, columns) }
     }
 
-    /// Returns the operand's gradient, whose matrices have `rows` and `columns`. Each is a sum over the positions in the
-    /// result's batch where the operand's matrix is used: the products of the two matrices that `factors` returns, whose
-    /// inner dimension is `inner`.
+    /// Returns the operand's gradient, whose matrices have `rows` and `columns`. Each of these matrices is a sum over
+    /// the positions in the result's batch where the operand's matrix is used. The terms are products, with inner
+    /// dimension `inner`, of the two matrices that `factors` returns for a position.
     fn gradient<'a, E: TensorElement>(
         self,
         stands: &[usize],

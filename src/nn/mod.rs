@@ -103,8 +103,8 @@ pub use sequences::Sequences;
 pub use upsampling::{upsample_bilinear2d, upsample_nearest1d, upsample_nearest2d};
 
 /// Returns whether this thread runs a model for an engine that is training: in its forward, and when a unit runs again
-/// in backward, but not in its `eval`, and not without an engine. This is for layers that differ between training and
-/// evaluation, inside modules whose own forward is not told which it is: `norm.forward_t(x, in_training())`.
+/// in backward, but not in its `eval`, and not without an engine. Use it for layers that behave differently in training
+/// and in evaluation, inside modules whose own forward has no such argument: `norm.forward_t(x, in_training())`.
 pub fn in_training() -> bool {
     crate::graph::rng_position().in_training
 }

@@ -26,7 +26,7 @@ impl Rotary {
     /// half a head away.
     ///
     /// # Errors
-    /// An odd head size, a theta that is not above 0.
+    /// An odd head size, or a theta that is not above 0.
     pub fn new(head: usize, ctx: usize, theta: f64) -> Result<Self> {
         Self::from_frequencies(ctx, frequencies::default(head, theta)?)
     }

@@ -19,7 +19,7 @@ use candle_core::{DType, Layout, Result, Tensor, bail};
 /// of the source, have none.
 ///
 /// # Errors
-/// Shapes or dtypes that do not match, an index out of range.
+/// Shapes or dtypes that do not match, or an index out of range.
 pub fn scatter<D: Dim>(init: &Tensor, indexes: &Tensor, source: &Tensor, dim: D) -> Result<Tensor> {
     const NAME: &str = "scatter";
     let targets = targets(NAME, [init, indexes, source], dim)?;

@@ -51,7 +51,7 @@ impl Sequences {
     /// padding.
     ///
     /// # Errors
-    /// A length of 0, lengths in a row that add up to more than `time`.
+    /// A length of 0, or lengths in a row that add up to more than `time`.
     pub fn from_lengths(lengths: &[Vec<usize>], time: usize) -> Result<Self> {
         let of_row = |(row, lengths): (usize, &Vec<usize>)| {
             let (mut starts, mut end) = (Vec::with_capacity(lengths.len() + 1), 0usize);

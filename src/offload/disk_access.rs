@@ -17,7 +17,7 @@ pub enum DiskAccess {
     Direct,
     /// Through the page cache, by system calls: fastest if the page cache can hold the state.
     Cached,
-    /// Through the page cache, by copies from and to the mapped file, whose pages are released after use. For file
+    /// Through the page cache, by copies to and from the mapped file, whose pages are released after use. For file
     /// systems that refuse direct access.
     Mapped,
 }

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! Every pass begins with none of its files in the page cache, and ends when everything that it wrote is on the disk.
-//! Passes that are compared take turns, because the bandwidth of a shared disk changes from minute to minute.
-//! The reported times are medians.
+//! Passes that are compared take turns, because the bandwidth of a shared disk changes from minute to minute. The
+//! reported times are medians.
 
 use super::aligned_buffer::AlignedBuffer;
 use super::disk_access::DiskAccess;
@@ -214,7 +214,7 @@ impl DiskPassTiming {
     }
 }
 
-/// Measures a folder, which is locked in the meantime, as it is for a job. `tell` is called with the number of finished
+/// Measures a folder, which is locked in the meantime, as during a job. `tell` is called with the number of finished
 /// passes, the total number of passes and a description of the next pass. The files have no names, and are gone when
 /// this function returns or the process ends.
 ///
@@ -439,7 +439,7 @@ impl BenchFiles {
         }
         let is_direct = arenas.iter().all(|arena| arena.allows_direct());
         let access = if is_direct { DiskAccess::Direct } else { DiskAccess::Mapped };
-        // Like the default `buffer_count`.
+        // The same as the default `buffer_count`.
         let windows = WindowSettings { buffer_count: Some(STREAMS.len()), access, ..WindowSettings::default() };
         let window = windows.len(elements, STREAMS.len());
         Ok(Self { arenas, streams, access, elements, window, ledger })

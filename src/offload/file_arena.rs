@@ -94,7 +94,7 @@ impl FileArena {
         }))
     }
 
-    /// Reserves `bytes` more bytes at the end and returns the offset at which they begin. They are read as zeros.
+    /// Reserves `bytes` more bytes at the end and returns the offset at which they begin. They read as zeros.
     pub fn reserve(&self, bytes: usize) -> Result<u64> {
         assert!(bytes.is_multiple_of(ALIGN), "files grow by complete pages");
         let mut reserved = lock(&self.reserved);
@@ -159,7 +159,8 @@ impl FileArena {
         self.direct.is_some()
     }
 
-    /// Reads the bytes from `at` on. `bounce` is memory for a copy, used if `into` is not aligned as required.
+    /// Reads the bytes that begin at offset `at`. `bounce` is memory for a copy, used if `into` is not aligned as
+    /// required.
     pub fn read(&self, access: DiskAccess, at: u64, into: &mut [u8], bounce: &mut BounceBuffer) -> std::io::Result<()> {
         match (access, &self.direct) {
             (DiskAccess::Direct, Some(direct)) if is_aligned(into) => direct.read_exact_at(into, at),
@@ -197,7 +198,7 @@ impl FileArena {
         }
     }
 
-    /// Calls `copy` with `len` mapped bytes from `at` on, and releases their pages afterwards.
+    /// Calls `copy` with the `len` mapped bytes that begin at offset `at`, and releases their pages afterwards.
     fn with_mapped(&self, at: u64, len: usize, copy: impl FnOnce(*mut u8)) -> std::io::Result<()> {
         let map = self.map()?;
         let at = usize::try_from(at).map_err(|_| IoError::from(ErrorKind::FileTooLarge))?;

@@ -292,8 +292,8 @@ impl FileIoShared {
         bounce: &mut BounceBuffer,
     ) {
         let access = self.chosen.of_file(arena.allows_direct());
-        // SAFETY: see the `Send` of requests: these bytes are in a live buffer, and only this thread uses them
-        // in the meantime.
+        // SAFETY: see the `Send` of [`IoRequest`]: these bytes are in a live buffer, and only this thread uses them in
+        // the meantime.
         let memory = unsafe { std::slice::from_raw_parts_mut(memory, len) };
         self.meter.begin();
         let moved = match direction {
@@ -365,7 +365,7 @@ impl<B> FileTransfer<B> {
     /// The error of the first request that failed.
     ///
     /// # Panics
-    /// If the buffer was to be dropped.
+    /// Panics if the buffer was to be dropped.
     pub fn wait(self) -> Result<B> {
         Ok(self.finish()?.expect("the buffer exists until it is taken"))
     }

@@ -20,7 +20,7 @@ const FILE_PREFIX: &str = ".candle-zero-offload-";
 /// The time for which a killed process may still hold the folder.
 const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Files on tmpfs leave one part in this number of the free memory to everything else.
+/// The memory that files on tmpfs leave to everything else is the free memory divided by this number.
 const TMPFS_RESERVE_DIVISOR: u64 = 16;
 
 /// A folder for files of offloaded state.

@@ -20,8 +20,8 @@ pub struct OffloadReport {
 }
 
 impl OffloadReport {
-    /// Returns the bytes per second, in both directions, over the time in which requests were pending; 0 if there were
-    /// no requests.
+    /// Returns the bytes per second, in both directions, over the time during which requests were pending; 0 if there
+    /// were no requests.
     pub fn bytes_per_s(&self) -> f64 {
         if self.busy_s > 0.0 { (self.bytes_read + self.bytes_written) as f64 / self.busy_s } else { 0.0 }
     }

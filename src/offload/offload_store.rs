@@ -36,8 +36,8 @@ pub(crate) struct OffloadStore {
     ledger: MemoryLedger,
 }
 
-/// The content of a file: one kind of state. For kinds whose sub-groups grow side by side, it is the state of one class
-/// of parameters.
+/// The content of a file: one kind of state. If the states of several classes of parameters grow at the same time, each
+/// class has its own file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct StateFileContent {
     pub kind: MemoryKind,
@@ -105,7 +105,7 @@ impl OffloadStore {
         lock(&self.files).clear();
     }
 
-    /// Chooses the file access for the rest of the run by the size of the files. Called once everything has its
+    /// Chooses the file access for the rest of the run by the size of the files. Call it once everything has its
     /// storage.
     pub fn choose_access(&self, world_size: usize) -> DiskAccess {
         let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(world_size as u64);
@@ -124,7 +124,8 @@ impl OffloadStore {
         WindowSettings::new(self.settings.as_ref(), self.io.access())
     }
 
-    /// Checks that all files of all ranks have received the space that they requested. Collective, after all requests.
+    /// Checks that all files of all ranks have received the space that they requested. This is a collective operation,
+    /// for use after all requests.
     ///
     /// # Errors
     /// [`OffloadError::Space`](crate::error::OffloadError::Space) on all ranks, with the bytes that all of them need on

@@ -21,9 +21,9 @@ use candle_core::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Returns the maximum number of elements of a window: 16 MiB of f32, at which disks reach their bandwidth. If the page
-/// cache holds the files, the number is small enough for a window to stay in the processor's cache from its read to its
-/// write.
+/// Returns the maximum number of elements of a window: 16 MiB of f32, a size at which disks reach their bandwidth. If
+/// the page cache holds the files, the number is small enough for a window to stay in the processor's cache from its
+/// read to its write.
 fn longest(access: DiskAccess) -> usize {
     if access == DiskAccess::Direct { 4 << 20 } else { 256 << 10 }
 }
@@ -119,8 +119,8 @@ impl StagedState {
     }
 }
 
-/// Returns the number of elements of a window such that `buffer_count` buffers of `largest` f32 elements hold all
-/// `buffers` of the pipeline.
+/// Returns the number of elements of a window such that the pipeline's `buffers` buffers fit in the memory of
+/// `buffer_count` buffers of `largest` f32 elements.
 fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: usize) -> usize {
     let room = (largest as u128 * buffer_count as u128 / buffers.max(1) as u128).min(longest(access) as u128) as usize;
     room.next_multiple_of(STEP).max(STEP)
@@ -168,7 +168,7 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
     /// Returns the next window, in memory.
     ///
     /// # Panics
-    /// If no window remains.
+    /// Panics if no window remains.
     pub fn next(&mut self) -> Result<StateWindow<F::Staging>> {
         let index = self.at;
         self.at += 1;

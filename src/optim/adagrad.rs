@@ -17,7 +17,7 @@ use crate::precision::{FlatMut, FlatRef};
 /// p -= lr * g / (sqrt(v) + eps)
 /// ```
 ///
-/// `v` is named as in DeepSpeed's CPU kernel; PyTorch calls it `sum`.
+/// The name of the state `v` is `exp_avg_sq`, as in DeepSpeed's CPU kernel; PyTorch calls it `sum`.
 #[derive(Debug)]
 pub(super) struct Adagrad {
     config: AdagradConfig,

@@ -93,7 +93,7 @@ mod tests {
             Fp32Modules(&modules).check(all.into_iter()).map_err(|error| error.to_string())
         };
         assert_eq!(told("ln_f"), Ok(()));
-        insta::assert_snapshot!(told("lnf").unwrap_err(), @"data_types.keep_in_fp32_modules: the model has no module lnf: the nearest are ln_f, ln_1; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters: correct the name, or remove it");
-        insta::assert_snapshot!(told("router").unwrap_err(), @"data_types.keep_in_fp32_modules: the model has no module router: no name is similar; the modules are attn, c_attn, h, ln_1, ln_f, wte; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters: correct the name, or remove it");
+        insta::assert_snapshot!(told("lnf").unwrap_err(), @"data_types.keep_in_fp32_modules: the model has no module lnf: the nearest are ln_f, ln_1; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it");
+        insta::assert_snapshot!(told("router").unwrap_err(), @"data_types.keep_in_fp32_modules: the model has no module router: no name is similar; the modules are attn, c_attn, h, ln_1, ln_f, wte; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it");
     }
 }

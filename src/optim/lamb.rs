@@ -18,7 +18,7 @@ const CHUNK: usize = 64 * SQUARES_BLOCK;
 /// m  = b1 * m + (1 - b1) * g
 /// v  = b2 * v + (1 - b2) * g * g
 /// u  = m / (sqrt(v) + eps) + wd * p             (eps_inside_sqrt: m / sqrt(v + eps) + wd * p)
-/// c  = |p| / |u|, at most max_coeff and at least min_coeff; 1 where either norm is 0
+/// c  = |p| / |u|, at most max_coeff and at least min_coeff; 1 if either norm is 0
 /// p -= lr * sqrt(1 - b2^t) / (1 - b1^t) * c * u
 /// ```
 ///

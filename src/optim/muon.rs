@@ -15,7 +15,7 @@ const NO_MATRICES: [&str; 2] = ["embed", "lm_head"];
 /// ```text
 /// m  = m + (1 - mu) * (g - m)
 /// u  = g + mu * (m - g)
-/// u  = orthogonalized u * sqrt(r / c)           (the root only where r > c)
+/// u  = orthogonalized u * sqrt(r / c)           (the root only if r > c)
 /// p  = p * (1 - lr * wd) - lr * u
 /// ```
 ///

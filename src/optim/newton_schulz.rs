@@ -209,7 +209,7 @@ mod tests {
     fn exact(g: &[f32], rows: usize, cols: usize) -> Vec<f64> {
         let [a, b, c] = [3.4445, -4.7750, 2.0315];
         let norm = g.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt() + 1e-7;
-        // Treats it as a wide matrix.
+        // Treats the matrix as a wide one.
         let (n, m) = (rows.min(cols), rows.max(cols));
         let at = |i: usize, j: usize| if rows > cols { j * cols + i } else { i * cols + j };
         let mut x: Vec<f64> = (0..n * m).map(|k| f64::from(g[at(k / m, k % m)]) / norm).collect();

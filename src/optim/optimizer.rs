@@ -126,7 +126,7 @@ pub trait Optimizer: Send + Sync {
     ///
     /// # Panics
     ///
-    /// If the buffers differ in length, if their number is wrong, or if `ctx.step` is 0.
+    /// Panics if the buffers differ in length, if their number is wrong, or if `ctx.step` is 0.
     fn update(
         &self,
         ctx: &StepContext,

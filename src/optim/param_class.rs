@@ -1,4 +1,4 @@
-//! Parameter classes, by which parameters are divided into sub-groups.
+//! Parameter classes: every sub-group contains parameters of one class.
 
 use crate::precision::{Nf4Scales, WeightPacking};
 use candle_core::DType;

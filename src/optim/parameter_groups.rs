@@ -71,7 +71,7 @@ impl ParameterGroup {
         self
     }
 
-    /// Selects only parameters with this many dimensions.
+    /// Selects only parameters whose number of dimensions is in this range.
     #[must_use]
     pub fn dims(mut self, dims: RangeInclusive<usize>) -> Self {
         self.dims = Some(dims);
@@ -323,8 +323,9 @@ impl ParameterGrouping {
 
     /// Drops the groups without parameters and numbers the others: the given ones in their order, then the rest. Within
     /// each, the main optimizer's parameters come first, then its auxiliary's. `groups` contains the number of each
-    /// parameter's group: the old one on entry, the new one on return. `used`, in ascending order, are the old ones that
-    /// have parameters, on this rank or another one. Also returns which of the given groups are dropped.
+    /// parameter's group: the old one on entry, the new one on return. `used` contains, in ascending order, the old
+    /// numbers of the groups that have parameters, on this rank or another one. Also returns which of the given groups
+    /// are dropped.
     pub(super) fn settle(&self, mut groups: Vec<&mut usize>, used: &[usize]) -> (Vec<GroupSettings>, Vec<usize>) {
         for group in &mut groups {
             **group = used.binary_search(group).unwrap_or_else(|_| unreachable!("it is one of those used"));
@@ -348,7 +349,7 @@ fn check_states(optimizer: &dyn Optimizer) -> Result<()> {
             "fp32" => "checkpoints call the weights fp32",
             name if names[..i].contains(&name) => "two have the same name",
             // A checkpoint's tensors are named STATE.PARAMETER.
-            name if name.contains(['.', '\0']) => "a dot in a name is ambiguous with the parameter's",
+            name if name.contains(['.', '\0']) => "a dot or a zero byte is not allowed in a name",
             _ => continue,
         };
         let (optimizer, names) = (optimizer.name().into(), names.join(", "));

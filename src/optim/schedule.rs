@@ -16,7 +16,8 @@ use std::sync::Arc;
 /// A custom schedule, for [`EngineBuilder::schedule`](crate::EngineBuilder::schedule).
 ///
 /// Its values must depend only on the number of optimizer steps applied so far (skipped steps do not count), so that a
-/// run that resumes from a checkpoint gets the values that it would have had. All ranks must have the same schedule.
+/// run that resumes from a checkpoint gets the values that it would have had without the interruption. All ranks must
+/// have the same schedule.
 ///
 /// A closure is a schedule that does not change the betas:
 ///
@@ -123,7 +124,7 @@ pub(crate) struct GroupBaseRates {
     pub lr: f64,
     /// The group's own momentum.
     pub momentum: Momentum,
-    /// Whether the main optimizer has betas that a schedule may change. In DeepSpeed Muon has none.
+    /// Whether the main optimizer has betas that a schedule may change. In DeepSpeed, Muon has none.
     pub cycles: bool,
     /// The index of the group, below `groups`.
     pub group: usize,
@@ -234,9 +235,9 @@ fn validate_lists(config: &SchedulerConfig, groups: usize) -> Result<()> {
 }
 
 impl Schedule {
-    /// Creates the schedule of a configuration's two sections for a single group of all parameters, with the values of
-    /// the first optimizer step in force. Without a scheduler, the values are the optimizer's own, and constant;
-    /// without an optimizer they are 0.
+    /// Creates the schedule from a configuration's scheduler and optimizer sections, for a single group of all
+    /// parameters, with the values of the first optimizer step in force. Without a scheduler, the values are the
+    /// optimizer's own, and constant; without an optimizer they are 0.
     ///
     /// # Errors
     /// [`OptimError::ScheduleParameter`] for a parameter that DeepSpeed rejects too, and for a list of rates for

@@ -14,10 +14,10 @@ pub enum StateFormat {
     F32,
     /// Rounded to bfloat16: 2 bytes per element.
     Bf16,
-    /// 8 bits of the dynamic map (arXiv 2110.02861) with a scale per 256 elements, for numbers of both signs: 1.02
-    /// bytes per element.
+    /// 8-bit codes of the dynamic map (arXiv 2110.02861) with one scale per 256 elements, for numbers of both signs:
+    /// 1.02 bytes per element.
     Signed8,
-    /// Like [`Signed8`](Self::Signed8), but for numbers that are not negative, in steps half as large.
+    /// Like [`Signed8`](Self::Signed8), but for non-negative numbers, with steps half as large.
     Unsigned8,
 }
 
@@ -59,8 +59,8 @@ pub(crate) fn scales_of(range: &Range<usize>) -> Range<usize> {
 pub(crate) enum DecodeMode {
     /// Conversion by the map.
     ByMap,
-    /// Conversion to numbers that are encoded to the same codes again. The lowest code, which stands for a block's
-    /// largest magnitude if that is negative, is converted to minus the scale.
+    /// Conversion to numbers that are encoded to the same codes again. In a signed map, the lowest code is converted to
+    /// minus the scale, because an element of largest magnitude has this code if it is negative.
     Restorable,
 }
 

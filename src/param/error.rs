@@ -74,7 +74,7 @@ pub enum ParamError {
     /// A module of `data_types.keep_in_fp32_modules` that the model does not have.
     #[error(
         "data_types.keep_in_fp32_modules: the model has no module {name}: {near}; a module is given as complete \
-         dot-separated parts of a parameter's name, in which * matches any characters: correct the name, or remove it"
+         dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it"
     )]
     NoSuchModule {
         /// The name in the list.
@@ -123,8 +123,8 @@ pub enum ParamError {
     },
     /// A value whose shape differs from that of a rank's part of the parameter.
     #[error(
-        "a value of shape {found:?} is given for rank {rank}'s part of parameter {name}, which is [{len}]; give one \
-         dimension of the length that safe_get_local_fp32_param returns"
+        "a value of shape {found:?} is given for rank {rank}'s part of parameter {name}, which has shape [{len}]; \
+         give a value of the shape that safe_get_local_fp32_param returns"
     )]
     LocalShape {
         /// The parameter.
@@ -368,8 +368,8 @@ pub enum ParamError {
     },
     /// A buffer whose memory no longer has the elements of its shape and type.
     #[error(
-        "buffer {name} of shape {shape:?} holds {found} instead of {expected}; a buffer keeps the shape and type with \
-         which it was created: change its values with Var::set"
+        "buffer {name} of shape {shape:?} holds {found} instead of {expected}; a buffer keeps the shape and type that \
+         it was created with; change its values with Var::set"
     )]
     BufferChanged {
         /// The name.

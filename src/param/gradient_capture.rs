@@ -32,7 +32,7 @@ pub(crate) trait GradientSink: Send + Sync {
 }
 
 /// Creates a parameter's tensor, whose first storage is `storage`. Its gradients go to `sink`. While the parameter is
-/// not `trained`, this library's operations compute no gradients; Candle's do, and the sink ignores them.
+/// not `trained`, candle-zero's operations compute no gradients for it; Candle's do, and the sink ignores them.
 pub(crate) fn capture(
     param: ParamId,
     trained: Arc<AtomicBool>,

@@ -1,8 +1,9 @@
 //! Parameters: registered by name while a model is built, initialized by name, and either whole or absent in memory.
 //!
-//! This relies on three mechanisms of Candle, each in a file: `zero/share/var_builder_backend.rs` (a `VarBuilder` backend
-//! sees every parameter), `gradient_capture.rs` (an operation whose backward takes a parameter's complete gradient) and
-//! `tensor/residency.rs` (a tensor's storage is taken out and put back while model and graph hold the tensor).
+//! This module relies on three mechanisms of Candle, each used in one file: `zero/share/var_builder_backend.rs` (a
+//! `VarBuilder` backend sees every parameter), `gradient_capture.rs` (an operation whose backward takes a parameter's
+//! complete gradient) and `tensor/residency.rs` (a tensor's storage is taken out and put back while model and graph
+//! hold the tensor).
 
 pub(crate) mod error;
 pub(crate) mod gradient_capture;
@@ -35,7 +36,7 @@ pub(crate) type ParamId = usize;
 /// The index of a unit.
 pub(crate) type UnitId = usize;
 
-/// The unit of parameters outside of any unit, and of those that several units use.
+/// The root unit, which has the parameters outside of all other units, and those that several units use.
 pub(crate) const ROOT: UnitId = 0;
 
 /// The part of a parameter that its tensor holds.
@@ -60,7 +61,7 @@ pub(crate) struct Param {
     pub unit: UnitId,
     /// The part of the optimizer that trains the parameter while it is trained.
     pub role: OptimizerRole,
-    /// The number of weight updates that were made before its own first one, while it was frozen.
+    /// The number of weight updates before the parameter's own first one, while it was frozen.
     pub updates_before: AtomicU64,
     /// The index of the parameter group.
     pub group: usize,
@@ -105,8 +106,7 @@ impl Param {
         mesh.shard_len(self.cut())
     }
 
-    /// Returns the class that the parameter has if it is `trained`, or otherwise frozen. The class determines its
-    /// states.
+    /// Returns the class of the parameter, given whether it is `trained` or frozen. The class determines its states.
     pub fn class(&self, trained: bool) -> ParamClass {
         ParamClass::new(self.role, trained, self.weights)
     }

@@ -2,7 +2,7 @@
 //! rank holds them in full. They have no gradient, and the optimizer does not update them.
 //!
 //! The model gets a variable. `Var::from_tensor` of a variable shares its memory, so values that a layer sets (such as
-//! the running statistics of Candle's `BatchNorm`) are saved and brought to the other ranks.
+//! the running statistics of Candle's `BatchNorm`) are saved in checkpoints and synchronized between ranks.
 
 use super::UnitId;
 use crate::error::{ParamError, Result};

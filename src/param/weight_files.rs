@@ -33,7 +33,7 @@ impl WeightFiles {
     ///
     /// # Errors
     /// A file that cannot be read or is not a safetensors file; an index that names a file outside of its folder, or a
-    /// tensor that the file does not have.
+    /// tensor that the named file does not have.
     pub fn open(path: &Path) -> Result<Self> {
         let [of_folder, index] = [FILE_OF_FOLDER, INDEX_OF_FOLDER].map(|name| path.join(name));
         if path.extension().is_some_and(|extension| extension == "json") {
@@ -167,7 +167,7 @@ fn names_in_files(parameter: &str) -> Vec<String> {
     names
 }
 
-/// Returns the file of each tensor, by the index at `path`.
+/// Returns the file of each tensor, according to the index at `path`.
 pub fn weight_map(path: &Path) -> Result<BTreeMap<String, String>> {
     let bad = |why: String| Error::from(ParamError::BadWeightFile { path: path.to_owned(), why });
     let bytes =

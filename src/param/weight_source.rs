@@ -26,7 +26,7 @@ pub trait InitialValues: Debug + Send + Sync {
     /// A tensor of a different shape, or one that cannot be read.
     fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>>;
 
-    /// Returns a hash by which ranks check that they begin with the same values.
+    /// Returns a hash that ranks compare to check that they begin with the same values.
     fn fingerprint(&self) -> u64;
 }
 
@@ -55,8 +55,8 @@ impl WeightSource {
         Ok(Self::Files(WeightFiles::open(path)?))
     }
 
-    /// Returns a hash by which ranks check that they begin with the same weights. For a file it covers the header and a
-    /// thousand positions of the data, not all data, which may be larger than memory.
+    /// Returns a hash that ranks compare to check that they begin with the same weights. For a file it covers the
+    /// header and a thousand positions of the data, not all data, which may be larger than memory.
     pub(crate) fn fingerprint(&self) -> u64 {
         match self {
             Self::Random { seed } => fnv1a(&seed.to_le_bytes()),
@@ -83,7 +83,7 @@ impl WeightSource {
         }
     }
 
-    /// Returns the requested initialization if it determines the values. Values from files do not depend on it.
+    /// Returns the requested initialization, or zeros if the values come from files and so do not depend on it.
     pub(crate) fn hint(&self, init: Init) -> Init {
         if let Self::Files(_) = self { Init::Const(0.0) } else { init }
     }
@@ -97,7 +97,7 @@ impl WeightSource {
                 let values = values.values(name, shape.dims(), 0..numel)?;
                 Ok(bytes::encode(dtype, values.into_iter().map(f64::from)))
             }
-            // Not by way of f32, which cannot represent all integers.
+            // The constant is not converted to f32 first, because f32 cannot represent all integers.
             (_, Init::Const(value)) => Ok(bytes::encode(dtype, std::iter::repeat_n(value, numel))),
             (Self::Random { seed } | Self::Given { seed, .. }, init) => {
                 let values = init_values(*seed, name, shape, init, 0..numel);

@@ -5,10 +5,10 @@ use candle_nn::{Module, VarBuilder};
 
 /// A layer of a [`PipelineModule`]. Every [`Module`] is one.
 ///
-/// `B` is a micro batch. Every stage has all of it, so a layer may use parts of it in addition to the output of the
-/// layer before, such as the positions at which texts begin.
+/// `B` is the type of a micro batch. Every stage has the complete micro batch, so a layer may use parts of it, such as
+/// the positions at which texts begin, in addition to the previous layer's output.
 pub trait PipelineLayer<B>: Send {
-    /// Returns the layer's output for the output of the layer before.
+    /// Returns the layer's output, given the previous layer's output `x`.
     ///
     /// # Errors
     /// Any error of the layer's operations.

@@ -242,9 +242,9 @@ impl PipelineSchedule {
         (self.micro_batches / self.ranks).max(1)
     }
 
-    /// Returns a list of forward passes, `per_hop` more than on the next rank, then of forward and backward passes in
-    /// turn, then of the remaining backward passes. If backward passes are divided, the gradients of weights begin
-    /// after `lag` of those of inputs.
+    /// Returns the list of operations: first forward passes (`per_hop` more than on the next rank), then forward and
+    /// backward passes in turn, then the remaining backward passes. If backward passes are divided, the gradients of
+    /// weights lag behind those of inputs by `lag` operations.
     fn alternating(self, rank: usize, per_hop: usize, lag: Option<usize>) -> Vec<PipelineOp> {
         let Self { ranks, chunks, micro_batches, .. } = self;
         let per_round = micro_batches / self.rounds();

@@ -107,7 +107,7 @@ impl PipelineSchedule {
     pub(crate) fn needed_by_first_stage(self, rank: usize) -> Vec<usize> {
         let lists: Vec<Vec<PipelineOp>> = (0..self.ranks()).map(|rank| self.operations(rank)).collect();
         let mut needed = vec![0; self.micro_batches()];
-        // How far each rank gets if this one stops after `at` operations.
+        // The progress of each rank if `rank` stops after the operation at position `at`.
         let mut next = vec![0; self.ranks()];
         let mut ended = BTreeSet::new();
         for at in 0..lists[rank].len() {
@@ -176,7 +176,7 @@ mod tests {
                 (p - 1.0) / (m + p - 1.0),
             );
             near(bubble(PipelineScheduleKind::Interleaved, ranks, 2, micro_batches), (p - 1.0) / (2.0 * m + p - 1.0));
-            // A third of the time that 1F1B waits; for the V, no waiting in the steady state.
+            // The zero-bubble schedule waits a third as long as 1F1B; the V does not wait in the steady state.
             near(bubble(PipelineScheduleKind::ZeroBubble, ranks, 1, micro_batches), (p - 1.0) / (3.0 * m + p - 1.0));
             near(bubble(PipelineScheduleKind::ZeroBubbleV, ranks, 2, micro_batches), (p - 1.0) / (6.0 * m + p - 1.0));
         }

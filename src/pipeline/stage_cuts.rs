@@ -103,7 +103,7 @@ fn best_cuts(
             for (begin, earlier) in best[..end].iter().enumerate() {
                 let total = earlier.and_then(|earlier| add(earlier, cost(begin, end, *slow)));
                 let Some(total) = total else { continue };
-                // Of equally good starts, the last one: the stage has few layers.
+                // Of equally good starts, the last one is taken, which gives the stage the fewest layers.
                 if next[end].is_none_or(|known| total <= known) {
                     (next[end], start[end]) = (Some(total), begin);
                 }

@@ -86,7 +86,8 @@ impl IntFormat {
         match self {
             Self::Int8 => codes.iter_mut().zip(values).for_each(|(c, x)| *c = code(*x) as u8),
             Self::Int4 => {
-                // Pairs come from the two halves of a block, not from neighbours, because vectors are packed this way.
+                // A pair has one element from each half of the block, not two neighbours, because this is how vector
+                // instructions pack elements.
                 let (low, high) = values.split_at(codes.len());
                 let pairs = codes.iter_mut().zip(low).zip(high);
                 pairs.for_each(|((c, low), high)| *c = (code(*low) & 0xf | code(*high) << 4) as u8);
@@ -141,7 +142,7 @@ impl SimdLoop for EncodeBlocks<'_> {
             }
             return;
         }
-        // Many blocks at a time, so that the widening loop is long.
+        // Several blocks are widened at a time, so that the loop is long.
         let mut room = [0f32; 8 * BLOCK];
         for (i, record) in records.enumerate() {
             let (start, in_room) = (i * BLOCK, i % 8 * BLOCK);

@@ -120,8 +120,8 @@ impl DynamicMap {
         values.for_each(|(x, code)| *x = self.values[usize::from(*code)] * scale + 0.0);
     }
 
-    /// Writes the values of a block such that its codes and scale can be restored from them. The lowest code, which
-    /// belongs to the largest magnitude if that is negative, is replaced by the magnitude itself.
+    /// Writes the values of a block such that its codes and scale can be restored from them. In a signed map, the
+    /// lowest code becomes minus the scale, because an element of largest magnitude has this code if it is negative.
     #[inline(always)]
     pub fn dequantize_restorable(&self, codes: &[u8], scale: f32, values: &mut [f32]) {
         let lowest = if self.values[0] < 0.0 { -1.0 } else { 0.0 };
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn the_maps_have_the_values_that_were_published() {
-        // By decade: the centre of 0.1..1, the centres of its halves, of its quarters, and further halvings.
+        // By decade: the centre of 0.1..1, the centres of its halves, those of its quarters, and so on.
         let close = |x: f32, y: f64| (f64::from(x) / y - 1.0).abs() < 1e-6;
         assert_eq!(
             [SIGNED.values[127], SIGNED.values[255], UNSIGNED.values[0], UNSIGNED.values[255]],

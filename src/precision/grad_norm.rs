@@ -44,7 +44,7 @@ fn clip_factor(norm_unscaled: f64, max_norm: f64) -> f64 {
     if max_norm > 0.0 { ((norm_unscaled + CLIP_EPSILON) / max_norm).max(1.0) } else { 1.0 }
 }
 
-/// Returns the factor of gradients before the update, which combines loss scale and clipping.
+/// Returns the factor by which gradients are multiplied before the update. It combines loss scale and clipping.
 ///
 /// `scaled_norm` is the global norm of the scaled gradients, `loss_scale` the scale of their loss, and `clipping` is
 /// `gradient_clipping`. The result is exactly 1 if neither applies.

@@ -19,7 +19,7 @@ pub(crate) fn prefer_huge<T>(v: &mut Vec<T>) {
 fn advise(start: *mut u8, bytes: usize) {
     /// The size of a huge page on x86-64 and, with 4 KiB pages, on ARM.
     const HUGE_PAGE_BYTES: usize = 2 << 20;
-    // Only full huge pages inside the buffer, so that neighbours on the heap are not affected.
+    // The advice covers only full huge pages inside the buffer, so that neighbours on the heap are not affected.
     let skipped = start.align_offset(HUGE_PAGE_BYTES);
     let len = bytes.saturating_sub(skipped) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     if len > 0 {

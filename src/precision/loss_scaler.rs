@@ -4,7 +4,7 @@
 //! before the update removes it again. A dynamic scale grows while no gradient overflows, and shrinks on overflow.
 //!
 //! DeepSpeed has two rules for a dynamic scale, and both are implemented: stages 1 to 3 tolerate `fp16.hysteresis`
-//! overflows and end the run when the scale cannot decrease any further. Stage 0 halves the scale at once and never
+//! overflows and end the run when the scale cannot decrease any further; stage 0 halves the scale at once and never
 //! ends the run.
 
 use crate::config::{Fp16, Precision};

@@ -129,7 +129,7 @@ impl FlopsProfile {
     /// The prefix of every report text.
     pub(crate) const REPORT_PREFIX: &'static [u8] = b"flops profile of step ";
 
-    /// Returns the profile as text, with the level of detail that the section sets.
+    /// Returns the profile as text, with the level of detail that `config` sets.
     pub(crate) fn text(&self, config: &FlopsProfiler) -> String {
         let total = self.total();
         let rate = |macs: u64, ms: f64| si(2.0 * macs as f64 / ms * 1e3, "FLOPS");

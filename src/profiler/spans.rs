@@ -3,7 +3,7 @@
 //! ```text
 //!   forward    outside | unit | outside | unit | ... | outside        guards
 //!   backward   outside | unit | unit | ... | outside                  hooks before a unit's last operation, and before
-//!                                                                     the one that made its input
+//!                                                                     the one that computed its input
 //! ```
 
 use crate::kernels::mac_count;

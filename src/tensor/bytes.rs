@@ -195,8 +195,8 @@ pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     }, _ => Vec::new())
 }
 
-/// Converts `bytes` of one type to bytes of another: integers that fit, floats rounded once. Returns `None` if a value
-/// would change its meaning.
+/// Converts `bytes` of one type to bytes of another: integers that fit, floats rounded once. Returns `None` if an
+/// integer does not fit, or if only one of the types is an integer type.
 pub(crate) fn converted(bytes: &[u8], from: DType, to: DType) -> Option<Vec<u8>> {
     if from == to {
         return Some(bytes.to_vec());

@@ -1,4 +1,4 @@
-//! Access to the elements of tensors in GPU memory for this library's GPU kernels; the counterpart of `element.rs`.
+//! Access to the elements of tensors in GPU memory for candle-zero's GPU kernels; the counterpart of `element.rs`.
 
 use super::residency::refusal;
 use crate::cuda::{DeviceFlatMut, DeviceFlatRef, elements, elements_mut, zeros};

@@ -71,8 +71,8 @@ pub(crate) fn is_out_of_memory(error: &Error) -> bool {
 
 const SHARDED: &str = "is sharded and not gathered now";
 
-/// Returns the error with which this library's operation `op` refuses to compute with a storage of `dtype`, if that
-/// dtype marks a parameter of `shape` as absent.
+/// Returns the error of candle-zero's operation `op` about a storage of `dtype`, if that dtype marks a parameter of
+/// `shape` as absent.
 pub(crate) fn refusal(dtype: DType, shape: &Shape, op: &str) -> Option<Error> {
     (dtype == ABSENT).then(|| {
         let dims = shape.dims();
@@ -214,7 +214,8 @@ pub(crate) fn with_view<T>(tensor: &Tensor, look: impl FnOnce(FlatRef<'_>) -> T)
         Storage::Cpu(CpuStorage::BF16(v)) => Ok(look(FlatRef::BF16(&v[range]))),
         Storage::Cpu(CpuStorage::F16(v)) => Ok(look(FlatRef::F16(&v[range]))),
         Storage::Cpu(other) => Err(Error::Msg(format!(
-            "a tensor of {:?} and shape {:?} instead of f32, bf16 or f16; cast it with to_dtype first",
+            "a tensor has dtype {:?} and shape {:?}, but only f32, bf16 and f16 are supported; cast it with to_dtype \
+             first",
             other.dtype(),
             tensor.dims()
         ))),

@@ -182,7 +182,7 @@ pub(super) enum EventLine<'a> {
 }
 
 impl<'a> EventLine<'a> {
-    /// Parses a line. Returns `None` if it is not complete up to its end, as left by a process that was killed while it
+    /// Parses a line. Returns `None` if the line is incomplete, such as one left by a process that was killed while it
     /// was writing.
     pub fn read(line: &'a str) -> Option<Self> {
         let line = line.strip_suffix('\n')?;

@@ -1,4 +1,4 @@
-//! The collection of a process's events: in memory, and periodically in a file of lines.
+//! Collects a process's events in memory, and periodically writes them to a file as lines.
 
 use super::event::TimelineEvent;
 use super::job_timeline::PART_PREFIX;
@@ -181,7 +181,7 @@ impl EventSink {
             lines.has_failed = true;
             lock(&self.memory).room = 0;
             let (SinkDestination::Part { folder: path } | SinkDestination::Whole { file: path }) = &self.destination;
-            warn(&format!("{}; it ends here", cannot_write(path, &error)));
+            warn(&format!("{}; the timeline ends here", cannot_write(path, &error)));
         }
     }
 }

@@ -42,7 +42,7 @@ pub(super) fn leave() {
 
 /// Counts `bytes` more, or fewer if negative.
 fn count(bytes: isize) {
-    // A thread that is ending no longer has an account.
+    // A thread that is ending no longer has this thread-local value.
     _ = THREAD_ALLOCATIONS.try_with(|cell| {
         let mut account = cell.get();
         let Some(most) = account.most else { return };

@@ -1,4 +1,4 @@
-//! The end of a process that cannot continue: with an error, from any point in the program.
+//! Ends a process that cannot continue, with an error, from any point in the program.
 //!
 //! A stack overflow or a failed allocation kills a process with a signal. If that happens in sandboxed work, or for
 //! lack of memory, the signal's handler writes an error and ends the process itself. Handlers and allocators may

@@ -1,5 +1,5 @@
-//! The core's part in a micro step: the methods that the engine calls, and those by which units and parameters report
-//! while they run.
+//! The core's part in a micro step: the methods that the engine calls, and those that units and parameters call to
+//! report their progress.
 //! ```text
 //!   engine    forward | backward ....................... | (vote, update: step/) | end_step
 //!   graph     enter, leave_forward | begin_backward, gradient_arrived
@@ -28,8 +28,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
-/// The stack size for Candle's recursive backward, and how much of the current stack must be left before a new one is
-/// used.
+/// The size of a new stack for Candle's recursive backward, and the remaining size of the current stack below which a
+/// new one is used.
 const BACKWARD_STACK: usize = 64 << 20;
 const RED_ZONE: usize = 16 << 20;
 
@@ -114,7 +114,7 @@ impl RankCore {
         Ok(of_variables)
     }
 
-    /// Runs the backward of a graph on this thread, in which parameters' gradients count.
+    /// Runs the backward of a graph, in which parameters' gradients count, on this thread.
     fn differentiate(&self, scalar: &Tensor) -> candle_core::Result<GradStore> {
         let _sections = timeline::sections();
         let _own = ThreadIdGuard::with(&self.backward_on, Some(thread::current().id()));
@@ -252,7 +252,7 @@ impl RankCore {
         lock(&self.backward_on).is_some_and(|thread| thread == thread::current().id())
     }
 
-    /// Reports that a unit is about to run forward.
+    /// Reports that a unit is about to run its forward or backward.
     pub(super) fn enter(&self, event: UnitEvent) -> candle_core::Result<()> {
         if self.shards_params() {
             count_collective_step();
@@ -358,8 +358,8 @@ impl Drop for ThreadIdGuard<'_> {
     }
 }
 
-/// Returns `tensor`, with `hook` running before the operation that made it is differentiated. If that operation is one
-/// of this library's, `hook` becomes its hook. Otherwise it runs in a separate operation, `name`, on a copy.
+/// Returns `tensor`, with `hook` running before the operation that computed it is differentiated. If that operation is
+/// one of candle-zero's, `hook` becomes its hook. Otherwise it runs in a separate operation, `name`, on a copy.
 pub(super) fn before_backward(
     tensor: Tensor,
     name: &'static str,

@@ -55,7 +55,7 @@ impl ModelBuffers {
         if self.sync == BufferSync::Mean { self.take_mean(comm) } else { Ok(()) }
     }
 
-    /// Collective: gives all ranks the same values, by the rule; without a rule, rank 0's.
+    /// Collective: gives all ranks the same values, according to the rule; without a rule, rank 0's values.
     pub(super) fn agree(&self, comm: &dyn Communicator) -> Result<()> {
         if self.sync == BufferSync::Mean { self.take_mean(comm) } else { self.take_rank_zeros(comm) }
     }

@@ -50,7 +50,7 @@ use {crate::memory::TrackedBuffer, crate::tensor::flat_buffer::FlatBuffer, std::
 /// The partitioned state of one rank.
 pub(crate) struct RankCore {
     pub(super) comm: Arc<dyn Communicator>,
-    /// This rank among the stages of a pipeline, if there is one.
+    /// This rank's position among the stages of a pipeline, if there is one.
     pub(super) pipeline: Option<PipelinePosition>,
     pub(super) placement: Placement,
     pub(super) zero: ZeroConfig,
@@ -106,7 +106,7 @@ pub(crate) struct RankCore {
     pub(super) evaluating: AtomicBool,
     /// Whether the engine's forward is running.
     pub(super) in_forward: AtomicBool,
-    /// The state of a check of gradients.
+    /// The state of a gradient check.
     pub(super) check: FiniteDifferenceCheck,
     /// The outputs of forward passes.
     pub(super) outputs: ForwardOutputs,
@@ -135,7 +135,7 @@ pub(crate) enum DelayedUpdate {
 /// The parts that a core is made of.
 pub(crate) struct RankCoreParts {
     pub comm: Arc<dyn Communicator>,
-    /// This rank among the stages of a pipeline, if there is one.
+    /// This rank's position among the stages of a pipeline, if there is one.
     pub pipeline: Option<PipelinePosition>,
     pub zero: ZeroConfig,
     /// The number of ranks in a group that keeps a second copy of gathered parameters. 1: no group keeps one.
@@ -162,7 +162,7 @@ pub(crate) struct RegisteredModel {
     pub used_by: Vec<BTreeSet<ParamId>>,
     pub groups: Vec<SubGroup<RankCore>>,
     pub buffers: Vec<ModelBuffer>,
-    /// The initialization that the model requested for each parameter. For values from a file, it refers to the file.
+    /// The initialization that the model requested for each parameter, or a constant 0 if the values come from a file.
     pub inits: Vec<Init>,
 }
 
@@ -179,7 +179,7 @@ impl RegisteredModel {
 pub(crate) struct RecomputeSettings {
     /// Whether every unit recomputes its forward in backward.
     pub every_unit: bool,
-    /// Whether the inputs that recomputing units keep leave the model's memory.
+    /// Whether the inputs that recomputing units keep are moved out of the model's memory.
     pub cpu_checkpointing: bool,
 }
 
@@ -334,8 +334,8 @@ impl RankCore {
     }
 
     /// Collective, after all ranks have been compared: from now on NCCL connects the GPUs of all ranks, if models
-    /// compute on them and NCCL can. Resources whose later creation would make the GPU wait for all its work are
-    /// created now.
+    /// compute on them and NCCL can connect them. Resources whose creation waits for all of the GPU's work are created
+    /// now rather than later.
     ///
     /// # Errors
     /// An error of NCCL or of the driver; a failed collective.

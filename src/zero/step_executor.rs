@@ -72,9 +72,9 @@ pub(crate) trait StepExecutor: ShareStorage {
     ) -> Result<Self::PendingCopy>;
     /// Waits until a buffer has arrived.
     fn arrived(&self, moving: Self::PendingCopy) -> Result<Self::Buffer>;
-    /// Gathers a few numbers of every rank, in rank order.
+    /// Gathers a few numbers from every rank, in rank order.
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>>;
-    /// Returns the votes of all pipeline stages together; without a pipeline its own.
+    /// Returns the votes of all pipeline stages together; without a pipeline, this rank's own.
     fn vote_of_all_stages(&self, own: StageVote) -> Result<StageVote>;
     /// Appends elements `range` of a whole parameter to a buffer.
     fn copy(&self, param: &Param, range: Range<usize>, to: &mut Self::Buffer) -> Result<()>;

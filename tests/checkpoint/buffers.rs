@@ -1,4 +1,5 @@
-//! Buffers in checkpoints: saved from rank 0, loaded with a different number of ranks and stage, checked like parameters.
+//! Buffers in checkpoints: saved by rank 0, loaded with a different number of ranks and at a different stage, and
+//! checked like parameters.
 
 use crate::support::convnet::{Net, Shape, batch, engine, steps};
 use crate::support::tiny::config;

@@ -266,7 +266,7 @@ proptest! {
 fn a_disk_that_fills_up_during_a_save_is_an_error_and_the_checkpoint_before_it_loads() {
     let folder = folder();
     let this = a_disk_that_fills_up_during_a_save_is_an_error_and_the_checkpoint_before_it_loads;
-    // A separate process, in which the folder is a file system of 200 KiB.
+    // The save runs in a separate process, in which the folder is a file system of 200 KiB.
     let program = std::env::current_exe().unwrap();
     let mut command = std::process::Command::new("unshare");
     let script = "mount -t tmpfs -o size=200k none \"$1\" && shift && exec \"$@\"";
@@ -378,7 +378,7 @@ fn a_job_killed_at_any_moment_leaves_a_whole_checkpoint_at_most_one_save_old() {
     println!("{kills} kills, {before} steps");
 }
 
-/// Runs `--steps 60` of a small model that saves in every step; `dir` gets all outputs.
+/// Returns the command for 60 steps of a small model that is saved in every step; `dir` gets all outputs.
 fn sixty_steps(dir: &Path, restarts: u32) -> std::process::Command {
     let settings = dir.join("config.json");
     std::fs::write(&settings, config(3, 1, json!({}), json!({"bf16": {"enabled": true}})).to_string()).unwrap();

@@ -170,7 +170,7 @@ fn pipe(path: &Path) {
 fn in_time<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, result) = std::sync::mpsc::channel();
     std::thread::spawn(move || done.send(act()));
-    result.recv_timeout(Duration::from_secs(20)).expect("it waits, or reads without end")
+    result.recv_timeout(Duration::from_secs(20)).expect("the call waits, or reads without end")
 }
 
 #[test]

@@ -231,7 +231,7 @@ fn groups_save_the_files_of_stage_3_without_groups_and_load_any() {
         let seen = run(4, &with(3, 4, groups.clone()), 5, saves(dir.path(), 3, options));
         assert_eq!(straight, seen, "{groups}");
         assert!(rank_files(plain.path()) == rank_files(dir.path()), "files: {groups}");
-        // Loads a checkpoint into groups that was saved without groups.
+        // Loads a checkpoint that was saved without groups into groups.
         assert_eq!(after(&straight, 3), run(4, &with(3, 4, groups.clone()), 5, loads(plain.path())), "{groups}");
         // Then loads it into other combinations.
         for (stage, world, more) in [(3, 4, json!({})), (2, 3, json!({})), (3, 2, json!({"mics_shard_size": 1}))] {

@@ -249,7 +249,7 @@ fn an_overflow_on_one_rank_is_seen_through_quantized_gradients() {
 const NANO_BATCH: usize = 8;
 
 /// Returns the mean loss over ranks of every step, and rank 0's communication reports after the first step and after
-/// the last. The model is trained on this library's sources.
+/// the last. The model is trained on candle-zero's sources.
 fn train_nano(world: usize, config: &Value, steps: usize) -> (Vec<f64>, [CommReport; 2]) {
     let model = GptConfig::preset("nano").unwrap();
     let results = threads::run(world, |comm| {
@@ -309,8 +309,8 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
         let (bytes, would_be) = bytes_per_step(&both, STEPS, kind);
         let (without, same) = bytes_per_step(&exact, STEPS, kind);
         assert_eq!(without, same);
-        // The bytes counted as saved are those that a run without the keys sends, except for padding to complete
-        // blocks.
+        // The bytes that would be sent without compression are those that a run without the keys sends, except for
+        // padding to complete blocks.
         assert!((would_be / without - 1.0).abs() < 0.01, "{kind:?}: {would_be}, {without}");
         println!("{kind:?}: {without} bytes a step, now {bytes}: {:.2} times fewer", without / bytes);
         assert!(without / bytes > least, "{kind:?}: {without} / {bytes}");

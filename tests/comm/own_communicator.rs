@@ -189,7 +189,7 @@ fn on_ranks<T: Send>(world: World, rank: impl Fn(Arc<dyn Communicator>) -> Resul
     })
 }
 
-/// Losses and norms of a rank, as bits, and its memory; the exported parameters.
+/// For each rank, its losses and norms, as bits, and its memory; then the exported parameters.
 type Run = (Vec<(Vec<u32>, Vec<u64>, MemoryReport)>, Vec<u8>);
 
 fn train(world: World, config: &Value) -> Run {

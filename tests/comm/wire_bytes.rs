@@ -67,7 +67,8 @@ fn every_kind_of_collective_is_counted_apart() {
     ] {
         let outcome = train(2, SHAPE, &config(stage, 1, zero(), json!({"gradient_check": false})), 2).remove(0);
         assert_eq!(outcome.comm.kinds.keys().copied().collect::<Vec<_>>(), kinds, "stage {stage}");
-        // One vote per step, one comparison of the models at the start, one of the parameters without a gradient.
+        // One vote in each of the two steps, one comparison of the models at the start, and one exchange about
+        // parameters without a gradient.
         assert_eq!(outcome.comm.kind(CollectiveKind::Control).calls, 4);
     }
 }

@@ -49,7 +49,7 @@ fn check(case: &Value) -> Option<String> {
     let expect = &case["expect"];
     if case["area"] == "config-default" {
         let path = case["input"]["key"].as_str().unwrap();
-        // Sections that are absent by default are tested present and empty, as in the record.
+        // Sections that are absent by default are present but empty in this test, as in the record.
         let config = if path.contains("offload_") {
             json!({"train_batch_size": 1, "zero_optimization": {"offload_param": {}, "offload_optimizer": {}}})
         } else {
@@ -80,7 +80,7 @@ fn check(case: &Value) -> Option<String> {
     }
 }
 
-/// `set_train_batch_size` on a running engine, as a configuration with the new batch.
+/// Returns the configuration that `set_train_batch_size` leads to on a running engine.
 fn set(input: &Value) -> Result<Config> {
     let world_size = usize_at(input, "world_size");
     let keys = json!({

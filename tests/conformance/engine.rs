@@ -193,7 +193,7 @@ fn write_initial(path: &Path) {
 }
 
 /// The variants named in DeepSpeed's own test: persistence, fp16, contiguous, offload, prefetch, reduce_scatter. In
-/// addition to offload to the host, this tests our offload to files in `folder`.
+/// addition to offload to the host, candle-zero's offload to files in `folder` is tested.
 fn variants(folder: &Path) -> Vec<Value> {
     let nvme = || json!({"device": "nvme", "nvme_path": folder, "max_in_cpu": 0});
     let pipelined = json!({"device": "nvme", "nvme_path": folder, "pipeline_read": true, "pipeline_write": true});

@@ -389,7 +389,7 @@ fn squares_have_the_same_bits_however_they_are_cut() {
     assert_eq!((whole.weights.to_bits(), whole.update.to_bits()), (cut.weights.to_bits(), cut.update.to_bits()));
     let exact: f64 = param.iter().map(|p| f64::from(*p).powi(2)).sum();
     assert!((whole.weights / exact - 1.0).abs() < 1e-12, "{} {exact}", whole.weights);
-    // A parameter of zeros, or one without an update, has no ratio.
+    // The ratio of a parameter of zeros, or of one without an update, is 1.
     assert_eq!(layerwise.trust_ratio(SquareSums { weights: 0.0, update: 4.0 }), 1.0);
     assert_eq!(layerwise.trust_ratio(SquareSums { weights: 4.0, update: 0.0 }), 1.0);
     assert_eq!(layerwise.trust_ratio(SquareSums { weights: 4.0, update: 1.0 }), 2.0);

@@ -1,5 +1,5 @@
-//! Splitting a sequence of items into contiguous parts, as DeepSpeed's pipeline and loaders do, but nothing in
-//! candle-zero does.
+//! Splits a sequence of items into contiguous parts by the rules of DeepSpeed's pipeline and loaders. candle-zero's own
+//! rules for layers are those of `candle_zero::pipeline`.
 
 /// Returns the bounds of `parts` contiguous parts of `items` items, as equal as possible; the first parts get one more
 /// item.

@@ -35,7 +35,8 @@ fn schedule(case: &Value, group: usize, base_lr: &Value) -> Schedule {
     Schedule::new(config.scheduler.as_ref(), config.optimizer.as_ref()).unwrap()
 }
 
-/// Returns the error of a case with one parameter group: the configuration does not know the number of groups.
+/// Returns the keys that are refused in a case with one parameter group; the configuration does not know the number of
+/// groups.
 fn refused_keys(case: &Value) -> Vec<String> {
     match load(case, 0, &json!(0.1)) {
         Err(problems) => problems.into_iter().map(|problem| problem.path).collect(),
@@ -51,7 +52,8 @@ fn assert_close(got: f64, want: &Value, rtol: f64, context: &str) {
     assert!((got - want).abs() <= rtol * want.abs(), "{context}: {got} instead of {want}");
 }
 
-/// The momentum of a step: recorded betas, a recorded beta1, or none if the schedule does not change them.
+/// Checks the momentum of a step against recorded betas, against a recorded beta1, or against the optimizer's own
+/// values if the schedule does not change them.
 fn check_momentum(case: &Value, expect: &Value, step: usize, schedule: &Schedule, rtol: f64, context: &str) {
     let found = schedule.momentum();
     match (found, &case["betas"], &expect["momentum_of_step_1_to_n"]) {

@@ -325,8 +325,8 @@ fn a_predivide_factor_equal_to_the_world_size_leaves_the_mean_at_stage_3() {
 #[test]
 fn a_growing_loss_scale_does_not_change_the_update() {
     // The quirk: DeepSpeed unscales with the scale that has just doubled, so the updates of steps 2 and 4 are halved.
-    // Until this affects the losses, at step 3, the run is compared with this record; beyond that with the record with
-    // a static scale, which has four steps, and with a run in f32.
+    // Until this affects the losses, at step 3, the run is compared with this record; from then on, it is compared with
+    // the record with a static scale, which has four steps, and with a run in f32.
     const RTOL: f64 = 0.01;
     let still = case("trace-fp16-static128-z1");
     let plain = case("trace-sgd-z1-w2");

@@ -29,7 +29,7 @@ fn follow(name: &str, json: &str, (loss_tolerance, norm_tolerance): (f64, f64)) 
     let number = |key: &str| run[key].as_u64().unwrap() as usize;
     let (world, micro, gas) = (number("world"), number("micro"), number("gas"));
     let rows = run["rows"].as_array().unwrap();
-    // On a disk, as required by runs with offload.
+    // The folder is on a disk, as required by runs with offload.
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let init = folder.path().join("init.safetensors");
     write_weights(&init);

@@ -329,7 +329,7 @@ fn a_part_that_cannot_be_set_is_refused_on_every_rank_and_changes_nothing() {
                 if engine.rank() == 0 {
                     insta::assert_snapshot!(error, @"safe_set_local_fp32_param changed nothing: rank 1 failed; see its error for the cause");
                 } else {
-                    insta::assert_snapshot!(error, @"a value of shape [7] is given for rank 1's part of parameter layer.0.norm.bias, which is [6]; give one dimension of the length that safe_get_local_fp32_param returns");
+                    insta::assert_snapshot!(error, @"a value of shape [7] is given for rank 1's part of parameter layer.0.norm.bias, which has shape [6]; give a value of the shape that safe_get_local_fp32_param returns");
                 }
             }
             let right = Tensor::zeros(6, DType::F32, &Device::Cpu)?;

@@ -21,7 +21,11 @@ fn it_sees_every_step_at_every_stage() {
                 let mut engine = engine().initialize(build, config(stage, 1, zero, json!({})))?;
                 let held = engine.memory_report();
                 engine.build_for_eval(build)?;
-                assert_eq!(engine.memory_report().to_string(), held.to_string(), "it has no separate weights");
+                assert_eq!(
+                    engine.memory_report().to_string(),
+                    held.to_string(),
+                    "the evaluation instance has no separate weights"
+                );
                 for sample in 0..3 {
                     let (ids, targets) = batch(sample * world + comm.rank());
                     let seen = engine.eval(|model| model.loss(&ids, &targets))?;

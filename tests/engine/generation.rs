@@ -53,7 +53,7 @@ fn every_stage_and_rank_generates_the_same_tokens() {
             }
         }
     }
-    // The context ends before the text does.
+    // The prompt and the generated tokens together are longer than the context.
     let gpt = GptConfig { n_layer: 2, ctx: 16, ..GptConfig::preset("nano").unwrap() };
     check(|vb| Gpt::new(&gpt, vb));
     let llama = LlamaConfig { num_hidden_layers: 2, ctx: 16, ..LlamaConfig::preset("llama-nano").unwrap() };

@@ -162,7 +162,7 @@ fn scatter_add(vb: VarBuilder<'_>) -> Result<Loss> {
     }))
 }
 
-/// Returns a gradient penalty: Candle detaches the gradient that is in the loss.
+/// Returns a loss with a gradient penalty; Candle detaches the gradient from which the penalty is computed.
 fn penalized(a: impl Module + 'static, b: impl Module + 'static) -> Result<Loss> {
     Ok(Box::new(move || {
         let x = Var::from_tensor(&wide(4)?)?;
@@ -177,7 +177,7 @@ fn penalty(vb: VarBuilder<'_>) -> Result<Loss> {
     penalized(linear(8, 8, vb.pp("a"))?, linear(8, 1, vb.pp("b"))?)
 }
 
-/// Returns a gradient penalty with this library's layers, in units.
+/// Returns a loss with a gradient penalty, of candle-zero's layers in units.
 fn penalty_of_units(vb: VarBuilder<'_>) -> Result<Loss> {
     let layer = |name: &str, width| unit(vb.pp(name), |vb| candle_zero::nn::Conv1D::new(8, width, 0.4, vb));
     penalized(layer("a", 8)?, layer("b", 1)?)
@@ -206,7 +206,7 @@ const WRONG: [(&str, Build, &str); 14] = [
     ("scatter", scatter, ""),
     ("scatter_add", scatter_add, ""),
     ("gradient penalty", penalty, ""),
-    ("gradient penalty of own layers", penalty_of_units, ""),
+    ("gradient penalty of candle-zero's layers", penalty_of_units, ""),
     ("a product of views", product, ""),
 ];
 
@@ -589,7 +589,8 @@ fn what_begins_with_zeros_is_checked_too() {
 #[test]
 fn memory_of_moved_parameters_is_in_the_ledger_and_given_back() {
     use candle_zero::memory::MemoryKind;
-    // One unit's weight and bias, and the parameters outside units; every parameter if parameters are not sharded.
+    // At its peak, the check holds one unit's weight and bias and the parameters outside units or, if parameters are
+    // not sharded, every parameter.
     for (stage, peak) in [(2, 4 * (2 * (64 + 8) + 16)), (3, 4 * (64 + 8 + 16))] {
         let mut engine = Engine::initialize(Mixed::new, config(stage)).unwrap();
         let loss = engine.forward(|model| model.loss(0)).unwrap();
@@ -644,7 +645,7 @@ fn a_loss_that_reaches_no_parameter_is_refused_on_every_rank() {
             let rank = comm.rank();
             let mut engine = Engine::builder().communicator(comm).initialize(|vb| linear(8, 3, vb), config(stage))?;
             let loss = engine.forward(|model| model.forward(&wide(1)?)?.to_dtype(DType::F32)?.sqr()?.mean_all())?;
-            // Rank 1 has computed something different.
+            // Only rank 1's loss is detached.
             let loss = if rank == 1 { loss.detach() } else { loss };
             engine.backward(&loss)?;
             engine.step()

@@ -297,7 +297,7 @@ fn prometheus_reads_a_running_job_and_a_taken_port_is_an_error() {
 
 // ---- flops -----------------------------------------------------------------------------------------------------
 
-/// Returns the profile of a GPT's second step on every rank of `world`, in two micro steps of one sample per rank.
+/// Returns rank 0's profile of a GPT's second step on `world` ranks, with two micro steps of two samples per rank.
 fn profiled(world: usize, stage: u8, sizes: &GptConfig, more: Value) -> FlopsProfile {
     let mut sections = json!({"flops_profiler": {"enabled": true}});
     sections.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());

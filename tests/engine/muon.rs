@@ -111,7 +111,8 @@ fn matrices_have_one_moment_and_whole_ones_are_on_one_rank_at_a_time() {
                 // alignment of requests.
                 let most = 15.0 * 8.0 * if files { 2048.0 } else { world as f64 };
                 assert!((0.0..=most).contains(&row.padding), "{report}");
-                // Two full matrices of 12 x 37 and the products of one of them, or a bucket of gradients.
+                // At their peak, the buckets hold two full matrices of 12 x 37 and the products of one of them, or a
+                // bucket of gradients.
                 let buckets = report.row(MemoryKind::Buckets).bytes;
                 assert_eq!(buckets.held, 0, "{report}");
                 assert!(buckets.peak > 2 * 4 * 12 * 37 || stage == 0, "{report}");

@@ -7,7 +7,7 @@ use candle_zero::comm::threads;
 use candle_zero::{Engine, Result};
 use serde_json::{Value, json};
 
-/// Takes a step whose gradient is finite or not.
+/// Takes a step, with an infinite gradient if `overflows`.
 fn step(engine: &mut Engine<Linear>, overflows: bool) -> Result<()> {
     let value = if overflows { f32::INFINITY } else { 0.5 };
     let x = Tensor::full(value, (2, 4), &Device::Cpu)?.to_dtype(engine.dtype())?;

@@ -230,7 +230,8 @@ fn a_checkpoint_goes_on_with_the_groups_of_the_new_run() {
     let (_, saved) = run([0.1, 0.2], 2, false);
     let (lr, on) = run([0.0, 0.2], 2, true);
     assert_eq!(lr, [0.0, 0.2]);
-    // The optimizer states exist regardless of the groups; here the first group does not change.
+    // The optimizer states exist regardless of the groups; here the first group has a rate of 0, so its weights do not
+    // change.
     assert_eq!(on[..3], saved[..3]);
     let (_, all) = run([0.1, 0.2], 4, false);
     assert_eq!(on[3..], all[3..]);

@@ -188,7 +188,7 @@ fn wrong_prompts_and_numbers_are_refused() {
         "{chat}"
     );
     assert_eq!(generator.of_text("").unwrap(), [0u32; 0]);
-    // More ids than the model has rows.
+    // The tokenizer has more ids than the model has rows.
     let folder = copy("llama");
     let path = folder.path().join("tokenizer.json");
     let mut tokenizer: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();

@@ -175,7 +175,7 @@ fn an_added_token_that_ends_with_a_space_is_found_before_a_letter() {
     std::fs::remove_file(desk.path().join("model/special_tokens_map.json")).unwrap();
     let ours = Tokenizer::open(desk.path().join("model")).unwrap();
     let theirs = tokenizers::Tokenizer::from_file(path).unwrap();
-    // The id differs from the one in the file, because the vocabulary has a different token there.
+    // The id differs from the one in the file, because the vocabulary has a different token at that id.
     let id = theirs.token_to_id("Response: ").unwrap();
     for text in ["Say hi\nResponse: hi there", "the Response: a", "Response: Response: x"] {
         assert_eq!(ours.encode(text).unwrap().ids, theirs.encode(text, false).unwrap().get_ids(), "{text}");

@@ -255,7 +255,8 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
             }
         }
     };
-    // The names in the oldest files; and a head for masked language modelling in place of the pooler and the classifier.
+    // The names used in the oldest files, and a head for masked language modelling in place of the pooler and the
+    // classifier.
     change_weights(dir, |name, tensor| {
         let name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
         if name.contains("pooler") {
@@ -352,8 +353,8 @@ fn rows(texts: &[(&[u32], u32)], time: usize, filler: u32) -> RowBatch {
     rows
 }
 
-/// Trains for three steps on four texts. Returns the bits of all ranks' losses, and the weights afterwards. Rows have
-/// `more` tokens in addition to the longest text.
+/// Trains for three steps on four texts. Returns the bits of all ranks' losses, and the weights afterwards. Each row is
+/// `more` tokens longer than its longest text.
 fn train(world: usize, stage: u8, more: usize, filler: u32) -> (Vec<u32>, Vec<u8>) {
     let settings = json!({
         "train_batch_size": 4,
@@ -521,7 +522,7 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
     let shown = stdout(&classify(&folder.path().join("out"), &texts, ""));
     let told: Vec<&str> = shown.lines().filter_map(|line| line.split('\t').next()).collect();
     assert_eq!(told, ["positive", "negative"], "{shown}");
-    // From standard input, each line is a text. A text beyond the context is cut, which is reported.
+    // From standard input, each line is a text. A text longer than the context is cut, and the output reports this.
     let long = "the film was good ".repeat(40);
     let output = classify(&folder.path().join("out"), &["--json"], &format!("the film was fine\n\n{long}\n"));
     let lines: Vec<Value> = stdout(&output).lines().map(|line| serde_json::from_str(line).unwrap()).collect();

@@ -455,7 +455,7 @@ fn shown_samples_have_their_targets_marked_and_colours_where_asked() {
 }
 
 #[test]
-#[ignore = "a measurement: MB/s of a generated file of CANDLE_ZERO_DATA_MB megabytes (20), and the peak memory"]
+#[ignore = "measures MB/s on a generated file of CANDLE_ZERO_DATA_MB megabytes (default 20), and the peak memory"]
 fn speed_of_tokenizing_and_packing() {
     use std::io::Write;
     let mut desk = Desk::new();

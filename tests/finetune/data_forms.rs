@@ -1,5 +1,5 @@
-//! Records from other people's files: the model is trained on what they mark as targets, or the user is informed. Tests
-//! keys, formats and templates.
+//! Records in files by other authors: the model is trained on the text that they mark as targets, or a message names
+//! what is left out. Tests keys, formats and templates.
 
 use super::data::Desk;
 use crate::support::processes::repository;
@@ -29,7 +29,7 @@ const THOUGHTLESS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '
 const TRIMS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{{ m.content | trim }}{{ '<|im_end|>\\n' }}\
                      {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// Two blocks per answer, the second of which is its end.
+/// Two blocks per answer; the second contains the end marker.
 const BLOCKS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}\
                       {% generation %}{{ m.content }}{% endgeneration %}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}\
                       {{ '\\n' }}{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}";

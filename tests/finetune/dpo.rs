@@ -10,7 +10,7 @@ use candle_zero_finetune::{AdaptedValues, Adapter, dpo_loss};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Rows of the chosen answers of some pairs, followed by the rejected ones.
+/// Rows of the chosen answers of some pairs, followed by rows of the rejected ones.
 struct Batch {
     ids: Tensor,
     targets: Tensor,

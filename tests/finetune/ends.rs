@@ -20,7 +20,7 @@ fn a_signal_without_checkpoints_leaves_the_model_of_the_last_step_beside_the_res
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 40);
     let [out, metrics] = ["out", "m.jsonl"].map(|name| folder.path().join(name));
-    // Two runs are stopped: the result of the first one is kept.
+    // Two runs are stopped. The second keeps the result of the first.
     for (ranks, stopped) in [("1", "out-stopped"), ("2", "out-stopped-2")] {
         let stopped = folder.path().join(stopped);
         _ = std::fs::remove_file(&metrics);

@@ -1,4 +1,4 @@
-//! The models and records in tests/fixtures/finetune, which were made with transformers.
+//! The models and records in tests/fixtures/finetune, which were created with transformers.
 
 use crate::support::processes::repository;
 use candle_core::{Device, Tensor};

@@ -1,4 +1,4 @@
-//! `zerorun generate`: the same text as from the library, for prompts of every kind; and its errors.
+//! `zerorun generate`: the same text as through the API, for prompts of every kind, and the error messages.
 
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};

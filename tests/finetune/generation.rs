@@ -1,5 +1,5 @@
-//! Continuing a text with cached keys and values, with windows and soft caps, compared with recomputing all of it
-//! for each token.
+//! Continuing a text with cached keys and values, with windows and soft caps, compared with recomputing the complete
+//! text for each token.
 
 use crate::fixtures::{MODELS, base};
 use candle_core::{DType, Device};
@@ -11,7 +11,7 @@ fn tokens_with_a_cache_have_the_logits_of_the_whole_text() {
         let base = base(name);
         let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
         let mut session = Session::new();
-        // Longer than all windows, both before and after the first generated tokens.
+        // The prompt is already longer than all windows.
         let mut text: Vec<u32> = (0..29u32).map(|i| (i * i * 31 + 7 * i + 5) % 512).collect();
         let mut logits = model.extend(&mut session, &text).unwrap();
         assert_eq!(logits, model.last_logits(&text).unwrap(), "{name}: the first tokens give the same bits");

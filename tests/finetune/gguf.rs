@@ -47,7 +47,7 @@ fn name(architecture: &str, parameter: &str) -> String {
     name
 }
 
-/// Returns queries or keys of a Llama in the converter's row order.
+/// Returns the query or key weights of a Llama in the converter's row order.
 fn permuted(tensor: &Tensor, heads: usize) -> Tensor {
     let (rows, columns) = tensor.dims2().unwrap();
     let apart = tensor.reshape((heads, 2, rows / heads / 2, columns)).unwrap();
@@ -125,7 +125,7 @@ fn a_file_of_f32_has_the_description_and_the_weights_of_its_model() {
         let plain = base(model);
         let mut want = json(format!("models/{model}/config.json"));
         match model {
-            // These formats cannot represent the special features of the recorded models.
+            // GGUF cannot represent these special features of the recorded models.
             "mistral" => {
                 want["model_type"] = "llama".into();
             }

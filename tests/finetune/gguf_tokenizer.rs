@@ -23,7 +23,7 @@ const TEXTS: [&str; 9] = [
     "a1b22c333d4444 ... !!! ???",
 ];
 
-/// Returns the llama's folder with a different pre-tokenizer, and its GGUF file in a separate folder.
+/// Returns a copy of the Llama's folder with a changed tokenizer, and its GGUF file in a separate folder.
 fn folder_and_file(change: impl FnOnce(&mut Json)) -> (tempfile::TempDir, tempfile::TempDir, PathBuf) {
     let (folder, alone) = (copy("llama"), tempfile::tempdir().unwrap());
     let tokenizer = folder.path().join("tokenizer.json");
@@ -103,8 +103,8 @@ fn a_gguf_file_alone_answers_trains_and_is_merged() {
     let (file, at) = (text(&file), |name: &str| text(&alone.path().join(name)));
     let few = ["--prompt", "hello there", "--max_tokens", "12"];
     let answer = |model: &str, more: &[&str]| run(&[&["generate", model], &few[..], more].concat());
-    // The file has f16 weights, the folder f32. So only the prompt's ids must agree between the two. Answers must agree
-    // only where the weights are equal.
+    // The file has f16 weights and the folder has f32 weights, so the two must agree only in the prompt's ids. Answers
+    // must agree only if the weights are equal.
     let data = at("chats.jsonl");
     let chat = json!({"messages": [{"role": "user", "content": "1 and 2?"}, {"role": "assistant", "content": "3"}]});
     std::fs::write(&data, format!("{chat}\n").repeat(4)).unwrap();
@@ -166,7 +166,7 @@ fn sentence_piece_file(path: &Path, space: bool) {
 }
 
 /// Encodes by SentencePiece's rule: of all adjacent pairs that form a piece, the one with the highest score is merged,
-/// the first one if scores are equal. Characters that are not a piece become their bytes.
+/// or the first of them if several have that score. Characters that are not a piece become their bytes.
 fn sentence_piece(text: &str, space: bool) -> Vec<u32> {
     let pieces = pieces();
     let ids: HashMap<&str, usize> = pieces.iter().enumerate().map(|(id, (text, ..))| (text.as_str(), id)).collect();
@@ -215,7 +215,7 @@ fn special_tokens_of_sentence_piece_are_found_and_named() {
         ["bos_token", "eos_token", "unk_token"].map(|name| tokenizer.special_id(name)),
         [Some(1), Some(2), Some(0)]
     );
-    // llama.cpp begins a text in this way.
+    // llama.cpp puts this token at the beginning of a text.
     assert_eq!(tokenizer.around(), (&[1][..], &[][..]));
 }
 

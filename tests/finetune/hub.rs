@@ -40,7 +40,7 @@ fn run(server: &Server, home: &Path, words: &[&str]) -> Output {
     command(server, home, words).output().unwrap()
 }
 
-/// Returns the model's folder, written from what was fetched.
+/// Writes the fetched model with `zerorun merge`. Returns the command's output and the model's folder.
 fn merged(server: &Server, home: &TempDir) -> (Output, PathBuf) {
     let out = home.path().join("out");
     _ = std::fs::remove_dir_all(&out);
@@ -153,9 +153,9 @@ fn every_command_that_takes_a_model_takes_its_name_and_offline_what_the_cache_ha
     let show = ["data", "show", NAME, data.to_str().unwrap()];
     let shown = run(&server, home.path(), &show);
     assert!(shown.status.success() && stdout(&shown).contains("a line"), "{}", stderr(&shown));
-    assert_eq!(of_weights(&server), [""; 0], "weights are of no use for that");
+    assert_eq!(of_weights(&server), [""; 0], "data show needs no weights");
     let generate = ["generate", NAME, "--prompt", "so?", "--max_tokens", "2"];
-    // By the commit itself, which names the same folder.
+    // The commit itself, given as the revision, names the same folder.
     let by_commit = format!("{NAME}@{COMMIT}");
     let offline = |words: &[&str]| command(&server, home.path(), words).env("HF_HUB_OFFLINE", "1").output().unwrap();
     let refused = offline(&generate);
@@ -248,7 +248,7 @@ fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     assert_eq!(of_weights(&server), ["bytes=1000-"]);
     assert!(!part.exists());
 
-    // The earlier bytes belong to different content, which the checksum reveals.
+    // The checksum reveals that the earlier bytes belong to different content.
     std::fs::remove_file(&content).unwrap();
     std::fs::write(&part, vec![7; 1000]).unwrap();
     server.set(Faults::default());

@@ -1,5 +1,5 @@
-//! A Hugging Face Hub with one repository on this machine: it lists files, redirects to them, serves ranges of them,
-//! and simulates faults.
+//! A local Hugging Face Hub with one repository: it lists files, redirects to them, serves ranges of them, and
+//! simulates faults.
 
 use candle_zero::serde_json::json;
 use std::collections::{BTreeMap, HashMap};

@@ -124,7 +124,7 @@ fn a_base_that_was_changed_is_found_whatever_weight_it_is() {
     desk.trained("first", &["--save", "saves"]);
     let file = desk.model.join("model.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
-    // The lowest bit of one weight in the middle of the file.
+    // Flips the lowest bit of one weight in the middle of the file.
     let place = bytes.len() / 2 / 4 * 4 + 1;
     bytes[place] ^= 1;
     std::fs::write(&file, bytes).unwrap();
@@ -138,7 +138,7 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     let lines = std::fs::read_to_string(desk.path("a.jsonl")).unwrap();
     std::fs::write(desk.path("many.jsonl"), lines.repeat(20)).unwrap();
     desk.trained("whole", &["--data", "many.jsonl"]);
-    // The state of a run that was stopped after step 2, whose checkpoint is the newest.
+    // The state of a run that was stopped after step 2: that step's checkpoint is the newest.
     desk.trained("first", &["--data", "many.jsonl", "--save", "saves", "--save_every", "2"]);
     let tags = |dir: &Path| {
         let mut tags: Vec<_> = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
@@ -151,7 +151,8 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     assert_eq!(found.len(), 2, "{found:?}");
     std::fs::remove_dir_all(saves.join(&found[1])).unwrap();
     std::fs::write(saves.join("latest"), found[0].to_str().unwrap()).unwrap();
-    // On two ranks, with different micro batches, saved at different steps. The number of rows in a step stays the same.
+    // The run continues on two ranks, with different micro batches, and saves at different steps. The number of rows in
+    // a step stays the same.
     let config = json!({"zero_optimization": {"stage": 3}}).to_string();
     std::fs::write(desk.path("ds.json"), config).unwrap();
     let words =

@@ -362,7 +362,7 @@ fn tokenized_data_is_readable_for_its_user_alone() {
         file.find(|path| path.extension().is_some_and(|end| end == "samples")).unwrap()
     };
     assert_eq!([mode(&own), mode(&own.join("samples")), mode(&samples())], [0o700, 0o700, 0o600]);
-    // The permissions of a file that an earlier version made.
+    // The permissions of a file from an earlier version are tightened.
     std::fs::set_permissions(samples(), std::fs::Permissions::from_mode(0o644)).unwrap();
     show(&[]);
     assert_eq!(mode(&samples()), 0o600);

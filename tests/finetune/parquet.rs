@@ -19,7 +19,7 @@ fn without_pictures(task: TrainingTask) -> DataOptions {
     DataOptions { columns: "ignore=image".parse().unwrap(), ..DataOptions::new(task, 64) }
 }
 
-/// Returns the samples of a file, each with the index of its label; and the file's labels and format.
+/// Returns the samples of a file, each with the index of its label, and the file's labels and format.
 fn samples(desk: &Desk, path: PathBuf, task: TrainingTask) -> (Vec<(Sample, u32)>, Vec<String>, RecordFormat) {
     let dataset = desk.try_prepare(&[source(path)], &without_pictures(task)).unwrap();
     let (_, report) = dataset.reports().next().unwrap();

@@ -39,7 +39,7 @@ impl Folder {
         command.args(args).output().unwrap()
     }
 
-    /// Returns exit code and stderr of `zerorun -n 1 train_gpt ARGS`, which must be the same with and without
+    /// Returns the exit code and the stderr of `zerorun -n 1 train_gpt ARGS`, which must be the same with and without
     /// backtraces.
     fn mistake(&self, args: &str) -> String {
         let told = ["0", "1"].map(|backtrace| {

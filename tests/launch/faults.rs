@@ -162,7 +162,7 @@ fn train(fault: Option<Fault>, out: &Path, stage: u8, steps: u64) -> candle_zero
 }
 
 #[test]
-#[ignore = "what the tests of this file start on each rank"]
+#[ignore = "started on each rank by the tests of this file"]
 fn training_program() {
     let Ok(words) = std::env::var("TEST_FAULT") else { return };
     let number = |name: &str| std::env::var(name).unwrap().parse::<u64>().unwrap();
@@ -194,7 +194,7 @@ struct Case {
 }
 
 fn case(rank: usize, place: &'static str, nth: u64, deed: Deed) -> Case {
-    // Ten cases in a row run every stage.
+    // The stage varies from case to case.
     let stage = ((rank + nth as usize) % 4) as u8;
     Case { fault: Fault { rank, place, nth, deed }, stage, steps: 6, timeout: "60s", linger_ms: 0, backtrace: "0" }
 }

@@ -471,7 +471,7 @@ fn bytes_in_a_chain(counts: &[usize], rank: usize, n: usize) -> usize {
     4 * n * (of_this_host + of_the_host_before + sums)
 }
 
-/// Runs one collective of each kind, launched together.
+/// Runs one collective of each kind, all at the same time.
 fn collectives(comm: &dyn Communicator, n: usize, dtype: DType, wire: WireFormat) -> candle_zero::Result<Vec<Flat>> {
     let (rank, world) = (comm.rank(), comm.size());
     let reduced = comm.reduce_scatter_as(wire, data(rank, n * world, dtype), 1);
@@ -522,8 +522,8 @@ fn added<'a>(parts: impl Iterator<Item = FlatRef<'a>>) -> Flat {
     parts.fold(None, add).unwrap()
 }
 
-/// Returns the sum of chunk `owner` of `parts`, one part per rank, on hosts with `counts` ranks whose sums are sent as
-/// codes.
+/// Returns the sum of chunk `owner` over `parts`, one part per rank. `counts` are the numbers of ranks on the hosts; a
+/// host sends its sum as codes.
 fn sum_of_hosts(code: InterHostFormat, counts: &[usize], parts: &[Flat], owner: usize) -> Flat {
     let (world, dtype) = (parts.len(), parts[0].dtype());
     let chunk = parts[0].len() / world;
@@ -943,8 +943,8 @@ fn hosts_with_other_programs_are_named() {
     });
 }
 
-/// Builds a library with the MPI functions that the ranks call first, which connects no ranks: one from before MPI 3
-/// (`old`), one for a single thread (`one_thread`), or one with all required features.
+/// Builds a stand-in for an MPI library. It has the functions that ranks call first, but connects no ranks. It is one
+/// from before MPI 3 (`old`), one for a single thread (`one_thread`), or one with all required features.
 fn stand_in(folder: &Path, what: &str) -> std::path::PathBuf {
     let mut code = String::new();
     let mut function = |name: &str, arguments: &str, body: &str| {
@@ -1023,7 +1023,7 @@ fn mpich_is_found_under_the_name_that_debian_gives_it() {
         // Not run: in one of three runs, the ranks of Debian's 4.0.2 waited for each other indefinitely in
         // MPI_Finalize.
         Some(folder) => is_reported(&folder),
-        None => skipped_in_part(test, "no MPICH of Debian; scripts/fetch_mpi.sh fetches it where there is apt-get"),
+        None => skipped_in_part(test, "no MPICH from Debian; scripts/fetch_mpi.sh fetches it if apt-get is available"),
     }
 }
 
@@ -1061,7 +1061,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
         assert!(text.contains(expected), "{what}: {text}");
         match what {
             "old" => {
-                insta::assert_snapshot!(text, @"LIBRARY has no MPI_Get_library_version: it is not an MPI library that this program can use; those of MPICH, Intel MPI and Open MPI 4 or later are")
+                insta::assert_snapshot!(text, @"LIBRARY has no MPI_Get_library_version: it is not an MPI library that this program can use; use MPICH, Intel MPI, or Open MPI 4 or later")
             }
             "one_thread" => {
                 insta::assert_snapshot!(text, @"LIBRARY (A stand-in 1.0) does not let several threads call it in turn (MPI_THREAD_SERIALIZED); use a build with thread support")
@@ -1073,7 +1073,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
     }
     for [launcher, other] in [[Mpi::OpenMpi, Mpi::Mpich], [Mpi::Mpich, Mpi::OpenMpi]] {
         let (Some(mut start), Some(library)) = (mpirun(launcher, 2), other.library()) else {
-            return skipped_in_part(test, "no two MPI libraries; scripts/fetch_mpi.sh fetches them");
+            return skipped_in_part(test, "fewer than two MPI libraries; scripts/fetch_mpi.sh fetches them");
         };
         start.arg("env").arg(format!("CANDLE_ZERO_MPI_LIBRARY={}", library.display()));
         let text = told(in_role(start, "leaves"));

@@ -127,7 +127,7 @@ fn hosts_that_save_on_their_own_disks_go_on_together() {
     let run = |until: usize| {
         let both = [0, 1].map(|node| {
             let mut command = hosts.on(node, 110).unwrap();
-            // Mounted at the same path on both hosts.
+            // The disk is mounted at the same path on both hosts.
             command.args(["sh", "-c", "mount --bind \"$1\" \"$2\" && shift 2 && exec \"$@\"", "sh"]);
             command.args([&disks[node], &at]).args([LAUNCHER, "--nnodes", "2", "--node_rank", &node.to_string()]);
             command.args(["--master_addr", "10.77.0.1", "--num_ranks", "2"]);
@@ -468,7 +468,7 @@ fn hosts_that_do_not_find_one_another_say_what_to_look_at() {
         said(&output, port)
     };
     insta::assert_snapshot!(alone(1, 2), @"zerorun: the first host, 127.0.0.1, could not be reached on port PORT within 1 s: Connection refused (os error 111); start zerorun with --node_rank 0 there, set --master_addr to an address at which this host reaches it, and check that the port is open");
-    insta::assert_snapshot!(alone(0, 1), @"zerorun: 1 of 2 hosts connected within 1 s; missing: --node_rank 1; start zerorun there with the same --nnodes, --master_addr and --master_port, and check that this port of the first host can be reached");
+    insta::assert_snapshot!(alone(0, 1), @"zerorun: 1 of 2 hosts connected within 1 s; missing: --node_rank 1; start zerorun on each missing host with the same --nnodes, --master_addr and --master_port, and check that this port of the first host can be reached");
 }
 
 #[test]

@@ -84,6 +84,6 @@ fn a_job_whose_ranks_are_killed_ends_with_the_same_bytes() {
         assert!(output.status.success(), "kill {kill} after step {after}: {}", stderr(&output));
         let (steps, files) = results(dir.path());
         assert_eq!(steps, expected[at].0, "kill {kill} after step {after}");
-        assert!(files == expected[at].1, "kill {kill} after step {after}: other bytes in the checkpoint");
+        assert!(files == expected[at].1, "kill {kill} after step {after}: different bytes in the checkpoint");
     }
 }

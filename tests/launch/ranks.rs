@@ -263,7 +263,7 @@ fn version_and_help_go_to_stdout() {
 }
 
 #[test]
-#[ignore = "what the next test starts on each rank"]
+#[ignore = "started on each rank by the next test"]
 fn as_a_rank() {
     let Ok(role) = std::env::var("LAUNCH_TEST_ROLE") else { return };
     let env = RankEnv::from_env().unwrap();

@@ -102,7 +102,7 @@ fn a_port_that_was_given_stays() {
 }
 
 #[test]
-#[ignore = "what the next test starts on each rank"]
+#[ignore = "started on each rank by the next test"]
 fn as_a_rank() {
     if std::env::var_os("LAUNCH_TEST_ROLE").is_none() {
         return;
@@ -165,7 +165,10 @@ fn a_job_that_keeps_failing_at_its_start_goes_on_with_fewer_ranks() {
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     assert_eq!(script.worlds(), [2, 2, 1]);
     let last = told(&output).pop().unwrap();
-    assert!(last.ends_with("; restart 2 of 5 with 1 rank (two starts with 2 failed within 10 s) in 0.4 s"), "{last}");
+    assert!(
+        last.ends_with("; restart 2 of 5 with 1 rank (two starts with 2 ranks failed within 10 s) in 0.4 s"),
+        "{last}"
+    );
 }
 
 #[test]

@@ -82,7 +82,7 @@ fn a_launcher_on_each_node_by_srun_or_by_the_batch_script_of_deploy_gives_the_bi
 
 /// The program that the next test starts as each task.
 #[test]
-#[ignore = "what the next test starts as each task"]
+#[ignore = "started as each task by the next test"]
 fn as_a_task() {
     let RankEnv { rank, world_size, local_rank, local_world_size, mpi, .. } = RankEnv::from_env().unwrap();
     println!("place: {rank} of {world_size}, {local_rank} of {local_world_size} here, mpi {mpi}");

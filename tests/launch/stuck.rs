@@ -118,7 +118,7 @@ fn a_signal_during_the_start_of_many_ranks_is_obeyed_at_once() {
 }
 
 #[test]
-#[ignore = "what the next test starts on each rank"]
+#[ignore = "started on each rank by the next test"]
 fn as_one_of_many() {
     let Ok(role) = std::env::var("LAUNCH_TEST_ROLE") else { return };
     let env = RankEnv::from_env().unwrap();

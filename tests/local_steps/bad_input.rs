@@ -1,4 +1,4 @@
-//! Configurations, models and calls that do not fit local steps are errors that name the remedy.
+//! Configurations, models and calls that do not fit local steps lead to errors that name the remedy.
 
 use super::{Model, config, engine, on_ranks, train};
 use candle_core::Device;
@@ -26,7 +26,7 @@ fn numbers_that_do_not_fit_each_other_are_named_with_their_place() {
     };
     insta::assert_snapshot!(problems(json!({"steps": 0})), @"the configuration value: `local_steps.steps`: expected 1 or more, found 0");
     insta::assert_snapshot!(problems(json!({"steps": 4, "fragments": 5})), @"the configuration value: `local_steps.fragments`: expected at most 4 (local_steps.steps), because each fragment is exchanged once in so many steps; found 5");
-    insta::assert_snapshot!(problems(json!({"steps": 4, "fragment_delay": 4})), @"the configuration value: `local_steps.fragment_delay`: expected less than 4 (local_steps.steps), because a fragment takes effect before it is sent again; found 4");
+    insta::assert_snapshot!(problems(json!({"steps": 4, "fragment_delay": 4})), @"the configuration value: `local_steps.fragment_delay`: expected less than 4 (local_steps.steps), because a fragment must take effect before it is sent again; found 4");
     insta::assert_snapshot!(problems(json!({"outer_momentum": 1.5, "wire_dtype": "int2"})), @r#"
     the configuration value has 2 problems:
       `local_steps.outer_momentum`: expected 0 to 1, found 1.5
@@ -47,7 +47,7 @@ fn ranks_that_cannot_be_divided_into_islands_are_named() {
         config["local_steps"]["islands"] = json!(islands);
         error(ranks, move |comm| engine(comm, config.clone()))
     };
-    insta::assert_snapshot!(run(4, 3, config(&json!({}), 1, 3)), @"cannot take local steps: local_steps.islands is 3, but 4 ranks cannot be divided into so many islands of equal size; use a divisor of 4, or start a different number of ranks");
+    insta::assert_snapshot!(run(4, 3, config(&json!({}), 1, 3)), @"cannot take local steps: local_steps.islands is 3, but 4 ranks cannot be divided into that many islands of equal size; use a divisor of 4, or start a different number of ranks");
     let mut groups = config(&json!({}), 3, 2);
     groups["zero_optimization"]["mics_shard_size"] = json!(4);
     insta::assert_snapshot!(run(4, 2, groups), @"cannot take local steps: zero_optimization.mics_shard_size is 4, but an island has 2 ranks; use a divisor of that");

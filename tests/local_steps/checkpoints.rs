@@ -28,7 +28,7 @@ fn resumed(
 
 #[test]
 fn a_run_that_resumes_within_a_window_has_the_bits_of_one_that_never_stopped() {
-    // Nothing in flight, one fragment, and the other one.
+    // Saved with nothing in flight, with one fragment in flight, and with the other one.
     for saved_after in [1, 3, 5] {
         let dir = tempfile::tempdir().unwrap();
         let expected = on_ranks(4, |comm| {

@@ -1,4 +1,4 @@
-//! Islands that overflow, cannot save, or were saved apart: nothing hangs, and nothing is mixed.
+//! Islands that overflow, cannot save, or were saved at different times: nothing hangs, and nothing is mixed.
 
 use super::{Model, batch, config, engine, on_ranks, train, weights};
 use candle_core::{DType, Device, Tensor};
@@ -69,7 +69,7 @@ fn an_island_that_cannot_save_is_an_error_on_all_ranks_and_training_continues() 
     assert_eq!(std::fs::read_to_string(dir.path().join("island_1")).unwrap(), "in the way");
 }
 
-/// Trains 4 steps in fp16 with an overflow on island 0 in step `bad`, and a background save after step 1.
+/// Trains for 4 steps in fp16 with an overflow on island 0 in step `bad`, and a background save after step 1.
 fn with_overflow(dir: &Path, window: usize, bad: usize, check: bool) -> Vec<Vec<bool>> {
     on_ranks(2, |comm| {
         let rank = comm.rank();
@@ -131,7 +131,7 @@ fn checkpoints_of_different_saves_are_not_mixed() {
     save(2);
     copy(&dir.path().join("last"), &dir.path().join("kept"));
     save(4);
-    // As if the job had died before island 0 published.
+    // As if the job had died before island 0 published its checkpoint.
     std::fs::remove_dir_all(dir.path().join("last")).unwrap();
     copy(&dir.path().join("kept"), &dir.path().join("last"));
     let refused = on_ranks(2, |comm| {
@@ -140,7 +140,7 @@ fn checkpoints_of_different_saves_are_not_mixed() {
         train(&mut engine, 1..=3)?;
         Ok(refused.to_string().replace(&dir.path().display().to_string(), "DIR"))
     });
-    insta::assert_snapshot!(refused[0], @"cannot take local steps: checkpoint last of DIR is not complete: its part of rank 1's island is from another save; load another tag, or remove the island_* folders and start another number of islands to begin with the first island's part");
+    insta::assert_snapshot!(refused[0], @"cannot take local steps: checkpoint last of DIR is not complete: the part of rank 1's island is from another save; load another tag, or remove the island_* folders and start another number of islands to begin with the first island's part");
     assert_eq!(refused[0], refused[1]);
 }
 

@@ -1,4 +1,4 @@
-//! Local steps: islands of ranks that exchange what they have learned only once every so many steps.
+//! Local steps: islands of ranks that exchange what they have learned only every few steps.
 #![allow(clippy::unwrap_used)]
 
 mod bad_input;

@@ -1,4 +1,4 @@
-//! Every stage, with and without files, gives the same bits; bytes in memory and on the wire are those of the formula.
+//! Every stage, with and without files, gives the same bits; bytes in memory and on the wire match the formula.
 
 use super::{SIZES, config, engine, on_ranks, train, weights};
 use candle_zero::memory::MemoryKind;
@@ -34,7 +34,7 @@ fn all_stages_with_and_without_files_have_the_same_bits_in_every_wire_format() {
         };
         let expected = run(0, false);
         assert_ne!(expected[0].0, expected[2].0, "islands differ within a window");
-        assert!(expected.iter().all(|(_, ends)| *ends == expected[0].1), "and not when it has ended");
+        assert!(expected.iter().all(|(_, ends)| *ends == expected[0].1), "islands are equal when the window has ended");
         for (stage, in_files) in [(1, false), (2, false), (3, false), (1, true), (2, true), (3, true)] {
             assert!(run(stage, in_files) == expected, "{wire}, stage {stage}, in files: {in_files}");
         }
@@ -81,7 +81,8 @@ fn an_exchange_moves_the_bytes_of_the_formula() {
         })
     };
     for islands in [2, 4] {
-        // Two exchanges of a sum and a gather, each of a part per island of the 42 elements of a rank's pieces.
+        // Two exchanges, each with a sum and a gather, each of which moves one part per island of the 42 elements in a
+        // rank's pieces.
         let part = |align: usize| (PSI.div_ceil(2)).div_ceil(islands).next_multiple_of(align) as u64;
         let times = 2 * 2 * (islands as u64 - 1);
         assert_eq!(received("fp32", islands)[0], times * 4 * part(1));

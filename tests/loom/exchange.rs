@@ -35,7 +35,7 @@ const SLEEPY: SpinLimits = SpinLimits { spins: 1, yields: 0 };
 type Rank = fn(Arc<SharedMemoryRegion>, usize);
 
 /// Runs `rank(region, r)` for every rank r of a job in every order with at most `switches` switches away from a thread
-/// that could continue; in every possible order if `switches` is `None`.
+/// that could continue, or in every possible order if `switches` is `None`.
 fn in_every_order(
     switches: Option<usize>,
     region: impl Fn() -> SharedMemoryRegion + Send + Sync + 'static,
@@ -210,7 +210,7 @@ fn every_rank_is_told_the_failure_that_came_first() {
     );
 }
 
-/// Returns the error that loom finds in a job of two ranks with the mistake `plant`; `None` if it finds nothing.
+/// Returns the error that loom finds in a job of two ranks with the mistake `plant`, or `None` if it finds nothing.
 fn found(plant: Plant, sleep: Sleep, rank: Rank) -> Option<String> {
     let check = || in_every_order(Some(3), move || SharedMemoryRegion::new(2, sleep, plant), rank);
     let panic = std::panic::catch_unwind(check).err()?;

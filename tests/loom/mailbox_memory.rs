@@ -19,7 +19,7 @@ struct Memory {
     slots: Vec<UnsafeCell<[u8; PACKET_BYTES]>>,
 }
 
-// SAFETY: loom runs one thread at a time, and reports accesses to cells that are not ordered.
+// SAFETY: loom runs one thread at a time, and reports unordered accesses to cells.
 unsafe impl Sync for Memory {}
 // SAFETY: as above.
 unsafe impl Send for Memory {}

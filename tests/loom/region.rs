@@ -97,7 +97,7 @@ macro_rules! word {
                 }
             }
 
-            /// Lets this word deviate as planned.
+            /// Lets this word deviate as `plant` requires.
             #[allow(dead_code)]
             pub fn plant(&mut self, plant: Plant) {
                 match plant {
@@ -237,7 +237,7 @@ pub struct SharedMemoryRegion {
     plant: Plant,
 }
 
-// SAFETY: loom runs one thread at a time, and reports accesses to cells that are not ordered.
+// SAFETY: loom runs one thread at a time, and reports unordered accesses to cells.
 unsafe impl Sync for SharedMemoryRegion {}
 
 impl SharedMemoryRegion {

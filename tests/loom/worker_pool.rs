@@ -104,14 +104,14 @@ impl Pool {
 /// A job of several parts, each of which fills a cell. It is kept until the model ends, because a planted error lets
 /// helpers work on a job that has returned.
 struct Job {
-    /// Belongs to the caller, who clears it after the job.
+    /// Belongs to the caller, which clears it after the job.
     open: UnsafeCell<bool>,
     next: atomic::AtomicUsize,
     parts: Vec<UnsafeCell<u64>>,
     value: u64,
 }
 
-// SAFETY: loom runs one thread at a time, and reports accesses to cells that are not ordered.
+// SAFETY: loom runs one thread at a time, and reports unordered accesses to cells.
 unsafe impl Sync for Job {}
 // SAFETY: same as above.
 unsafe impl Send for Job {}
@@ -240,7 +240,7 @@ fn panic_as_planted() {
     resume_unwind(Box::new("as planted"));
 }
 
-/// Whoever takes part 0 panics. The other part is done, and the next job runs like any other.
+/// The thread that takes part 0 panics. The other part is done, and the next job runs like any other.
 #[test]
 fn a_panic_in_a_part_reaches_the_caller_and_the_pool_goes_on() {
     in_every_order(5, LOOKS_ON, || {
@@ -282,7 +282,7 @@ fn panics_of_all_threads_leave_none_behind() {
     });
 }
 
-/// Returns the error that loom finds in two jobs of one helper with the mistake `plant`; `None` if it finds nothing.
+/// Returns the error that loom finds in two jobs of one helper with the mistake `plant`, or `None` if it finds nothing.
 fn found(plant: PoolPlant, sleep: bool) -> Option<String> {
     let check = || in_every_order(3, Settings { sleep, plant }, || run_jobs(1, &[2, 2]));
     let panic = catch_unwind(check).err()?;

@@ -126,7 +126,7 @@ impl Device {
         unsafe { result::memcpy_dtoh_async(to, from, stream) }.unwrap();
     }
 
-    /// Makes work that `second` receives later wait until `first` has finished its current work.
+    /// Orders two streams: work that `second` receives later waits until `first` has finished its current work.
     pub fn order(&self, first: CUstream, second: CUstream) {
         let event = event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).unwrap();
         // SAFETY: live handles of this device.

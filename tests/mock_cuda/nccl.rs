@@ -264,7 +264,7 @@ fn calls_that_do_not_block_reach_the_stream_when_the_library_says_so() {
         }
         wait();
         assert_eq!([sum(), sum()], [IN_PROGRESS, INVALID_USAGE]);
-        assert_eq!(rank.read(values, 4), [1.0; 4], "it is not on the stream");
+        assert_eq!(rank.read(values, 4), [1.0; 4], "the call is not on the stream yet");
         wait();
         assert_eq!(rank.read(values, 4), [2.0; 4]);
         rank.leave();

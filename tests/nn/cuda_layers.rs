@@ -1,7 +1,7 @@
 //! The layers on a GPU: values and gradients, compared with the same functions composed of Candle's operations on the
-//! GPU and with the formulas in f64 on the CPU; slopes by finite differences; and the same bits in every run. Where no
-//! GPU answers, each test is skipped; CI runs the tests on the mock in tools/mock_cuda, where threads take turns, so
-//! shapes are small.
+//! GPU and with the formulas in f64 on the CPU; slopes by finite differences; and the same bits in every run. If no GPU
+//! answers, each test is skipped; CI runs the tests on the mock in tools/mock_cuda, where threads take turns, so shapes
+//! are small.
 
 use crate::support::device::gpu;
 use crate::support::skips::skipped;
@@ -10,7 +10,7 @@ use candle_zero::nn::{
     self, Activation, LinearEpilogue, LossOptions, RmsNormOptions, Rotary, Sequences, WeightLayout, composed,
 };
 
-/// A GPU; `test` is skipped where none answers.
+/// A GPU; `test` is skipped if none answers.
 pub(super) fn gpu_for<T: Fn()>(test: T) -> Option<Device> {
     gpu(0).map_err(|e| skipped(test, format_args!("no CUDA device is available: {e}"))).ok()
 }
@@ -177,7 +177,7 @@ fn activations_and_gates_are_those_of_the_formulas_with_their_slopes() {
 fn a_gradient_that_comes_in_parts_is_their_sum() {
     let Some(gpu) = gpu_for(a_gradient_that_comes_in_parts_is_their_sum) else { return };
     for (dtype, tolerance) in [(DType::F32, 4e-6), (DType::BF16, 0.04)] {
-        // Parts from layers and from Candle's operations, in any order; and one result is unused.
+        // Parts from layers and from Candle's operations, in any order, with one unused result.
         let function = |silu: fn(&Tensor) -> Result<Tensor>, gelu: fn(&Tensor) -> Result<Tensor>| -> Function {
             Box::new(move |a| {
                 let h = silu(&a[0])?;
@@ -224,7 +224,7 @@ fn norms_are_those_of_the_formulas_with_their_slopes() {
         ));
     }
     check(&gpu, cases);
-    // Of a row with one element, only the bias (layer norm) or the sign (RMS norm) remains.
+    // If a row has one element, only the bias (layer norm) or the sign (RMS norm) remains.
     let [x, weight, bias] = [[3, 1], [1, 1], [1, 1]].map(|shape| tensor(&shape, 1, DType::F32));
     let on = |t: &Tensor| t.flatten_all().unwrap().to_device(&gpu).unwrap();
     let column = x.to_device(&gpu).unwrap();

@@ -1,4 +1,4 @@
-//! Dropout: which elements it drops, that its backward pass drops the same ones, and when it draws again.
+//! Dropout: which elements it drops, whether its backward pass drops the same ones, and when it draws again.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, VarBuilder, linear};

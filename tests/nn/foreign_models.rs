@@ -1,5 +1,5 @@
-//! Models written without this library: trained unchanged, or refused where Candle cuts their graph, with an error that
-//! names the parameters.
+//! Models written without candle-zero: they train unchanged or, if Candle cuts their graph, are refused with an error
+//! that names the parameters.
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Activation, LayerNorm, Linear, Module, VarBuilder, layer_norm, linear};

@@ -1,4 +1,4 @@
-//! Continuing a text with cached keys and values, compared with recomputing all of it for each token.
+//! Continuing a text with cached keys and values, compared with recomputing the complete text for each token.
 
 use crate::{gpt, llama};
 use candle_core::{DType, Result};

@@ -1,4 +1,4 @@
-//! Layers of this library and Candle's operations in one graph: gradients reach everything exactly once.
+//! Layers of candle-zero and Candle's operations in one graph: gradients reach everything exactly once.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Init, Module, VarBuilder};
@@ -66,7 +66,8 @@ fn without_an_engine_a_graph_can_be_differentiated_again() {
     }
 }
 
-/// A unit whose last operation is a layer's, a tied weight inside it, and Candle's operations on both.
+/// A unit whose last operation is that of a layer. It uses one weight twice, and applies Candle's operations to
+/// activations and to that weight.
 struct Block {
     norm: LayerNorm,
     up: Linear,

@@ -87,7 +87,7 @@ fn views_give_what_their_copies_give() {
     let run = |copy: bool| {
         let arg = |t: &Tensor| if copy { t.contiguous().unwrap() } else { t.clone() };
         let [x, wide, w, b] = [&x, &wide, &w, &b].map(|t| Var::from_tensor(&t.contiguous().unwrap()).unwrap());
-        // The variables are contiguous; the ops again get views of them.
+        // The variables are contiguous, but the ops get views of them.
         let view = |v: &Var| arg(&v.transpose(0, v.rank() - 1).unwrap().contiguous().unwrap());
         let (xt, wt) = (view(&x).transpose(0, 2).unwrap(), view(&w).t().unwrap());
         let (xt, wt) = (arg(&xt), arg(&wt));
@@ -139,7 +139,7 @@ fn half_gradients_are_summed_in_f32() {
 
 #[test]
 fn the_loss_gradient_is_multiplied_by_the_f32_scale_before_rounding() {
-    // A loss scale divided by three micro batches, which f16 cannot represent.
+    // f16 cannot represent this loss scale divided by three micro batches.
     let scale = 65536.0 / 3.0f32;
     for (dtype, precision) in [(DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
         let logits = tensor(&[2, 7], 5).to_dtype(dtype).unwrap();
@@ -334,7 +334,7 @@ fn sequences_and_options_that_do_not_fit_are_refused() {
     let usual = AttentionOptions::default();
     insta::assert_snapshot!(text(usual, Some(&one)), @"causal_attention: the sequences cover [1, 6] positions, but the input has [2, 6]");
     insta::assert_snapshot!(text(AttentionOptions { window: Some(0), ..usual }, None), @"attention: scale, soft cap and window must be above 0; they are AttentionOptions { scale: None, soft_cap: None, window: Some(0), bidirectional: false }");
-    insta::assert_snapshot!(text(AttentionOptions { window: Some(3), bidirectional: true, ..usual }, None), @"attention: a window goes back from a query's position, but bidirectional attention looks both ways");
+    insta::assert_snapshot!(text(AttentionOptions { window: Some(3), bidirectional: true, ..usual }, None), @"attention: a window cannot be combined with bidirectional attention; set only one of them");
     let mut cache = nn::KeyValueCache::new(6);
     let both_ways = AttentionOptions { bidirectional: true, ..usual };
     let error = cache.fused_attention(&qkv, 2, &both_ways).unwrap_err().to_string();

@@ -1,6 +1,6 @@
 //! Disks that fail and jobs that are killed while their state is in files.
 //!
-//! A failing disk is one on which a process may not write any further: the limit on file sizes (`RLIMIT_FSIZE`) is
+//! A failing disk is one to which a process may not write any further: the limit on file sizes (`RLIMIT_FSIZE`) is
 //! lowered from outside in the middle of training, and every write beyond it is refused, even into reserved space. The
 //! limit does not apply to writes through a mapping, which reserved space makes safe.
 

@@ -291,7 +291,8 @@ fn an_engine_dropped_in_the_middle_of_an_accumulation_leaves_nothing_and_unlocks
     let zero = offloaded(&zero, folder.path(), nvme(json!({})), nvme(json!({"max_in_cpu": 0})));
     let config = config(3, 4, zero, json!({"activation_checkpointing": {"cpu_checkpointing": true}}));
     let shape = Shape { layers: 2, units: true, checkpointed: true };
-    // Dropped before the first call, after forward, after backward, and after step. A loss may outlive its engine.
+    // The engine is dropped before the first call, after forward, after backward, and after step. A loss may outlive
+    // its engine.
     for calls in 0..4 {
         let results = threads::run(2, |comm| {
             let mut engine =

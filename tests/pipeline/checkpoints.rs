@@ -1,5 +1,5 @@
-//! Checkpoints of pipelines load at any number of ranks and stages, with and without a pipeline, and training continues
-//! with the same bits.
+//! Checkpoints of pipelines load with any number of ranks and stages, with and without a pipeline, and training
+//! continues with the same bits.
 
 use super::models::{batch, builder, config, gpt2, llama};
 use candle_zero::checkpoint::{Checkpoint, LoadOptions};

@@ -98,7 +98,7 @@ pub(super) fn weights<M>(engine: &mut Engine<M>, names: &[String]) -> Vec<(Strin
     names.iter().filter_map(|name| Some((name.clone(), values(engine, name)?))).collect()
 }
 
-/// Trains on this many ranks without a pipeline.
+/// Trains on the ranks of `comm` without a pipeline.
 pub(super) fn plain(
     comm: Arc<dyn Communicator>,
     micro_batches: usize,

@@ -222,7 +222,7 @@ impl Hosts {
         Some(command)
     }
 
-    /// Returns the arguments with which `mpirun` reaches the hosts.
+    /// Returns the arguments that `mpirun` needs to reach the hosts.
     pub fn options(&self, mpi: Mpi) -> Option<Vec<String>> {
         let (folder, reach) = (mpi.folder()?, self.reach());
         let words = match mpi {

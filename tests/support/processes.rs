@@ -121,7 +121,7 @@ pub fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
-/// Returns the arguments with which a test binary runs only one test of a module, so that the test acts as a program.
+/// Returns arguments that make a test binary run only one test of a module, so that the test acts as a program.
 pub fn as_program(module: &str, test: &str) -> [String; 5] {
     // The first part of a module's path is the binary. Tests are named without it.
     let (_, module) = module.split_once("::").unwrap();

@@ -272,7 +272,7 @@ fn consolidated_values_are_the_exported_ones_rounded_as_asked() {
 #[test]
 fn a_parameter_of_several_pieces_is_whole() {
     let dir = folder();
-    // Pieces have 4 Mi elements. Their ends are neither those of a rank's shard nor those of a checksum's block.
+    // Pieces have 4 Mi elements. They end neither where a rank's shard ends nor where a checksum's block ends.
     let init = candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 };
     let exported = save_model(dir.path(), &["tag"], &Value::Null, |vb| {
         Ok((vb.get_with_hints(3, "short", init)?, vb.get_with_hints(4_500_001, "long", init)?))

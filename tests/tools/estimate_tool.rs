@@ -184,7 +184,7 @@ fn hosts_add_their_bytes_a_step_and_a_table() {
     );
 
     let text = run(&[]);
-    assert!(text.contains("--step SECONDS or --measured FILE.jsonl, measured on one host, adds the rest"), "{text}");
+    assert!(text.contains("give --step SECONDS or --measured FILE.jsonl, measured on one host, to predict"), "{text}");
     assert!(
         text.contains("carries 10Gbit,50us in each direction at the same time, the default of --network"),
         "{text}"

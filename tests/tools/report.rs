@@ -158,7 +158,7 @@ fn the_mpi_library_is_named_or_said_to_be_missing() {
     };
     insta::assert_snapshot!(line(&text), @"mpi          none (tried /no/such/libmpi.so from CANDLE_ZERO_MPI_LIBRARY (/no/such/libmpi.so: cannot open shared object file: No such file or directory))");
     assert!(text.contains("no usable MPI library: ranks run only on this host"), "{text}");
-    insta::assert_snapshot!(line(&told("libc.so.6")), @"mpi          none (libc.so.6 has no MPI_Init_thread: it is not an MPI library that this program can use; those of MPICH, Intel MPI and Open MPI 4 or later are)");
+    insta::assert_snapshot!(line(&told("libc.so.6")), @"mpi          none (libc.so.6 has no MPI_Init_thread: it is not an MPI library that this program can use; use MPICH, Intel MPI, or Open MPI 4 or later)");
     match Mpi::Mpich.library() {
         Some(library) => {
             let library = library.display().to_string();

@@ -154,7 +154,7 @@ fn a_momentum_that_reaches_one_is_shown_until_there() {
         "decay_step_size": 1, "decay_mom_rate": 0.004}});
     let output = schedule(&adam(), &cycle, &["--steps", "100"]);
     let shown = lines(&output);
-    // Four steps of the cycle and one for the start; 0.99 x 1.008 is below 1, 0.99 x 1.012 is not.
+    // Four steps of the cycle and one for the start; 0.99 x 1.008 is below 1, and 0.99 x 1.012 is not.
     assert_eq!((shown.len(), output.status.code()), (7, Some(2)));
     assert!(stderr(&output).contains("sets beta1 to 1.00188 in optimizer step 8"), "{}", stderr(&output));
 }

@@ -114,7 +114,7 @@ fn the_fastest_within_the_limit_is_written_and_failures_are_rows() {
 #[test]
 fn those_close_to_the_fastest_are_measured_again_and_noise_is_told() {
     let folder = Folder::new(&json!({}));
-    // Alternately faster and slower: after one run each, the wrong one is the fastest.
+    // The runs are alternately faster and slower, so that after one run each, the wrong configuration is the fastest.
     let script = std::fs::read_to_string(folder.path("script")).unwrap();
     let noise = "runs=$(wc -l < \"$(dirname \"$0\")/runs\")\n\
                  case $runs in 1) speed=960;; 2) speed=1010;; 3|5) speed=970;; *) speed=1020;; esac\nstep=0\n";

@@ -1,5 +1,5 @@
-//! Facts about Candle that this crate relies on, or works around. A failure after an upgrade shows which fact has changed;
-//! then the code named in the test can be reconsidered.
+//! Facts about Candle that candle-zero relies on or works around. A failure after an upgrade shows which fact has
+//! changed; then the code named in the test can be reconsidered.
 
 use crate::support::processes::as_program;
 use crate::support::swap::swap;

@@ -1,4 +1,4 @@
-//! Models of which a step uses only a part: heads that take turns, layers that are dropped, an early exit, ranks that take
+//! Models that a step uses only in part: heads that take turns, layers that are dropped, an early exit, ranks that take
 //! different paths. A missing gradient is an error in the first step, or zeros on request.
 
 use crate::support::tiny::config;
@@ -47,8 +47,8 @@ impl Branches {
         Tensor::stack(&losses, 0)?.sum_all()
     }
 
-    /// Returns the same loss as `loss`, but unused parameters have gradients of zero, because their outputs times zeros are
-    /// added.
+    /// Returns the same loss as `loss`, but unused parameters have gradients of zero, because their outputs, multiplied
+    /// by zeros, are added.
     fn loss_with_zeros(&self, x: &Tensor, path: Way) -> Result<Tensor> {
         let mut zeros = vec![];
         let mut x = x.clone();

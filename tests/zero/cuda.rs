@@ -100,7 +100,7 @@ fn alone_with(test: &str, name: &str, value: &str, of_nccl: &str) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(as_program(module_path!(), test))
         .env(ALONE, "1")
-        // Threads with a GPU each.
+        // NCCL needs this if ranks are threads of one process, each with its own GPU.
         .env("NCCL_P2P_DIRECT_DISABLE", "1")
         .env(name, value)
         .output()
@@ -223,8 +223,8 @@ fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
                 [MemoryKind::Parameters, MemoryKind::MasterWeights, MemoryKind::Moments].map(formula).iter().sum();
             // NCCL's buffer for sums, which is held as long as the engine lives.
             let room = report.row(MemoryKind::Buckets).device.held;
-            // In the graph, each parameter has a leaf of one byte and a token of one f32. If it is absent, it has one byte
-            // more.
+            // In the graph, each parameter has a leaf of one byte and a token of one f32. An absent parameter has one
+            // byte more.
             let others = tensors * if stage == 3 { 6 } else { 5 };
             assert_eq!(bytes, state + room + others, "stage {stage}, {format}, rank {rank}: {report}");
         }
@@ -363,7 +363,7 @@ fn a_checkpoint_goes_on_with_states_elsewhere_and_shards_of_groups_change_no_bit
                 engine.step()?;
             }
             if save {
-                // Saved by another thread, while the next backward pass runs.
+                // Another thread saves while the next backward pass runs.
                 let options = SaveOptions { in_background: true, ..SaveOptions::default() };
                 engine.save_checkpoint_with(folder.path(), None, json!({}), &options)?;
                 backward(&mut engine, 1)?;
@@ -561,7 +561,7 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
             Ok(step(&mut engine, 50).unwrap_err())
         });
         let errors: Vec<_> = errors.unwrap().into_iter().map(|error| error.unwrap().to_string()).collect();
-        // The error of the rank whose GPU was full first; the other rank may have been informed by it.
+        // The error of the rank whose GPU was full first; the other rank may only repeat it.
         let own = errors.iter().find(|error| error.starts_with("the GPU of rank")).unwrap();
         assert!(errors.iter().all(|error| error.contains(" has no memory left; ")), "{errors:?}");
         println!("stage {stage}: {}", own.replace("rank 1", "rank 0"));

@@ -376,7 +376,7 @@ fn frozen_parameters_may_be_left_out_of_a_checkpoint_and_stay_as_they_are_then()
         let saved = checkpoint.manifest().parameters.iter().filter(|p| p.has("fp32")).map(|p| p.name.as_str());
         assert_eq!(saved.collect::<Vec<_>>(), ["head.weight", "head.bias"]);
         one(|builder| {
-            // With a different seed, because the base comes from the engine and not from the checkpoint.
+            // The seed differs, which shows that the base comes from the engine and not from the checkpoint.
             let mut engine = builder.seed(7).trainable(HEAD_ONLY).initialize(pair, plain(stage))?;
             let own = folder.path().join("own.safetensors");
             engine.export_safetensors(&own)?;

@@ -14,7 +14,7 @@ use candle_zero::zero::{Unit, unit};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// A layer with a scale in f32 on activations of 16 bits.
+/// A layer that multiplies 16-bit activations by a scale in f32.
 struct Scaled {
     linear: Linear,
     scale: Tensor,
@@ -260,6 +260,6 @@ fn a_module_that_the_model_does_not_have_is_an_error_with_those_that_are_like_it
         assert!(matches!(error, Error::Param(ParamError::NoSuchModule { .. })), "{error}");
         error.to_string()
     };
-    insta::assert_snapshot!(told("c_fcc"), @"data_types.keep_in_fp32_modules: the model has no module c_fcc: the nearest is c_fc; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters: correct the name, or remove it");
-    insta::assert_snapshot!(told("router"), @"data_types.keep_in_fp32_modules: the model has no module router: no name is similar; the modules are attn, c_attn, c_fc, c_proj, h, ln_1, ln_2, ln_f and 3 more; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters: correct the name, or remove it");
+    insta::assert_snapshot!(told("c_fcc"), @"data_types.keep_in_fp32_modules: the model has no module c_fcc: the nearest is c_fc; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it");
+    insta::assert_snapshot!(told("router"), @"data_types.keep_in_fp32_modules: the model has no module router: no name is similar; the modules are attn, c_attn, c_fc, c_proj, h, ln_1, ln_2, ln_f and 3 more; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it");
 }

@@ -1,4 +1,5 @@
-//! The guarantees of ZeRO: every stage computes the same results, with any model; and the facts about Candle on which this relies.
+//! The guarantees of ZeRO: every stage computes the same results, with any model; and the facts about Candle on which
+//! these guarantees rely.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

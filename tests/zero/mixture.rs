@@ -120,7 +120,7 @@ impl Model {
     }
 }
 
-/// Every rank has different tokens.
+/// Returns the tokens of a sample; every rank has different samples.
 fn tokens(sample: usize) -> Tensor {
     let values = (0..TOKENS * WIDTH).map(|i| ((i * 7 + sample * 5 + i * i * sample) % 17) as f32 / 4.0 - 2.0);
     Tensor::from_iter(values, &Device::Cpu).unwrap().reshape((TOKENS, WIDTH)).unwrap()

@@ -44,7 +44,7 @@ fn of_candle_recomputing(vb: VarBuilder<'_>, recompute: bool) -> Result<Model> {
     }))
 }
 
-/// The same with this library's layers.
+/// The same model with candle-zero's layers.
 fn of_own_layers(vb: VarBuilder<'_>) -> Result<Model> {
     own_layers(vb, false)
 }
@@ -78,8 +78,8 @@ fn own_layers(vb: VarBuilder<'_>, recompute: bool) -> Result<Model> {
 const MODELS: [(&str, Build); 4] = [
     ("of Candle's layers", of_candle),
     ("of Candle's layers, recomputing", of_candle_that_recomputes),
-    ("of own layers", of_own_layers),
-    ("of own layers, recomputing", of_own_layers_that_recompute),
+    ("of candle-zero's layers", of_own_layers),
+    ("of candle-zero's layers, recomputing", of_own_layers_that_recompute),
 ];
 
 fn engine(comm: &Arc<dyn Communicator>, build: Build, config: &Value) -> candle_zero::Result<Engine<Model>> {
@@ -231,7 +231,7 @@ fn what_a_plain_backward_gathered_is_gone_after_the_engines_next_call() {
     }
 }
 
-/// The identity, which Candle cannot differentiate.
+/// An identity operation that Candle cannot differentiate.
 struct WithoutBackward;
 
 impl CustomOp1 for WithoutBackward {
@@ -293,7 +293,7 @@ fn plain_backwards_on_another_thread_do_not_count_while_the_engine_differentiate
 
 #[test]
 fn a_plain_backward_inside_of_a_forward_may_use_the_model() {
-    // Fast gradient sign (Goodfellow et al. 2014): the loss of an input that was made with the model's own gradient.
+    // Fast gradient sign (Goodfellow et al. 2014): the loss of an input that was computed with the model's own gradient.
     let run = |config: &Value| {
         let losses = threads::run(2, |comm| {
             let mut engine = engine(&comm, of_candle, config)?;

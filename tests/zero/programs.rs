@@ -1,6 +1,7 @@
-//! Random programs of everything that an engine can do (frozen and packed parameters, groups, batch norm's statistics, units
-//! that recompute, dropout, experts that ranks choose, every optimizer, gradients dropped, rates and weights set,
-//! parameters frozen and thawed, evaluation, checkpoints) give the same bits as stage 0, whatever is sharded and offloaded.
+//! Random programs that combine everything that an engine can do (frozen and packed parameters, groups, batch norm's
+//! statistics, units that recompute, dropout, experts that ranks choose, every optimizer, gradients dropped, rates and
+//! weights set, parameters frozen and thawed, evaluation, checkpoints) give the same bits as stage 0, whatever is sharded
+//! and offloaded.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{BatchNorm, Linear, Module, ModuleT, VarBuilder, batch_norm, linear};
@@ -86,7 +87,7 @@ impl Module for Block {
     }
 }
 
-/// A base under an adapter of low rank.
+/// A base with a low-rank adapter.
 struct Adapted {
     base: Linear,
     down: nn::Linear,

@@ -1,4 +1,4 @@
-//! Quantized frozen parameters: packed at rest and on the wire at stage 3, the same values at every stage.
+//! Quantized frozen parameters: packed at rest and on the wire at stage 3, with the same values at every stage.
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_with};
 use candle_core::{Device, Tensor};
@@ -114,8 +114,8 @@ fn a_quantized_base_is_packed_at_rest_and_on_the_wire() {
             assert!(each <= limit, "{packing:?}, world {world}: {each} bytes a parameter\n{report}");
             assert!(report.frozen * 100 > report.parameters * 99, "{report}");
             if world == 2 {
-                // A forward and a backward pass of all blocks: the other rank's half of the packed bytes, twice, and the
-                // embeddings once.
+                // A forward and a backward pass of all blocks move the other rank's half of the packed bytes twice, and
+                // the embeddings once.
                 let whole = packed_bytes(packing, report.parameters) as f64;
                 assert!((moved as f64) < whole * 1.1 && moved > 0, "{packing:?}: {moved} bytes of {whole}");
                 assert!(moved < report.parameters as u64 * 4 / if packing == WeightPacking::Int8 { 3 } else { 6 });

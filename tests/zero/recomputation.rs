@@ -80,7 +80,8 @@ fn randomness_that_cannot_be_drawn_again_is_an_error_that_names_the_unit_and_the
             assert!(named, "{what}");
             assert!(error.to_string().contains("candle_zero::nn::Dropout"), "{what}");
         }
-        // The check compares losses of several forward passes, each of which has different noise.
+        // The gradient check is off, because it compares losses of several forward passes, each of which has different
+        // noise.
         let config = config(3, 1, json!({}), json!({"gradient_check": false}));
         step(&build(noise, false), &config).unwrap();
     }
@@ -123,7 +124,7 @@ fn inputs_that_do_not_lie_row_by_row_are_recomputed_to_the_bit() {
     }
 }
 
-/// A module that uses its input this number of times, through Candle's operations or this library's.
+/// A module that uses its input `inside` times, through operations of Candle or of candle-zero.
 struct Several {
     w: Tensor,
     inside: usize,
@@ -156,8 +157,8 @@ struct Around {
     unit: Unit<Several>,
 }
 
-/// Bits of the gradients of a model with a unit that uses its input `inside` times, and whose input the rest of the
-/// model uses `outside` times.
+/// Returns the bits of the gradients of a model with a unit. The unit uses its input `inside` times, and the rest of
+/// the model uses the same input `outside` times.
 fn gradients([inside, outside]: [usize; 2], of_candle: bool, config: &Value, recompute: bool) -> Vec<Vec<u32>> {
     let ranks = threads::run(1, |comm| {
         let build = |vb: VarBuilder<'_>| {

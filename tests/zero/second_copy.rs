@@ -65,7 +65,7 @@ fn on_hosts(inner: Arc<dyn Communicator>) -> (Arc<dyn Communicator>, Arc<Gathere
     (Arc::new(OnHosts { inner, gathered: gathered.clone() }), gathered)
 }
 
-/// Stage 3 with no parameter that stays gathered, in groups of `ranks`.
+/// Stage 3 in groups of `ranks`, in which no parameter stays gathered.
 fn stage_3(ranks: usize, accumulation: usize, more: &Value) -> Value {
     let mut zero = json!({
         "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "zero_hpz_partition_size": ranks,
@@ -144,7 +144,7 @@ fn each_parameter_comes_from_all_hosts_once_per_step_and_takes_one_copy_per_grou
     for ([all, within, ..], [all_with, within_with, shares, held, peak]) in without.into_iter().zip(with) {
         // The root is gathered once in a micro step, a unit twice.
         assert_eq!((all_with, within), (shares, 0));
-        // A part is larger in a group by the factor by which the group is smaller than the world.
+        // In a group, a part is larger by a factor of world size / group size.
         assert_eq!(all_with + within_with / (4 / HERE), all);
         assert_eq!((held, peak), (0, 4 * shares * (4 / HERE)), "parts of f32, until weights change");
     }

@@ -44,7 +44,7 @@ impl Communicator for Bare {
     }
 }
 
-/// Stage 3 in groups of `ranks`, or in none.
+/// Stage 3 in groups of `ranks`, or without groups.
 fn grouped(ranks: Option<usize>, accumulation: usize, more: &Value, top: &Value) -> Value {
     let mut zero = json!({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0});
     if let Some(ranks) = ranks {
@@ -205,7 +205,7 @@ fn groups_of_one_rank_hold_everything_as_stage_0_does() {
     let (stage_0, group) = (of(0, json!({})), of(3, json!({"mics_shard_size": 1})));
     for kind in [MemoryKind::Gradients, MemoryKind::Moments] {
         let [a, b] = [&stage_0, &group].map(|run| run.memory.row(kind).bytes.held);
-        // A rank's piece is padded to that of the others.
+        // A rank's piece is padded to the length of the others.
         assert!((a..a + 40 * 12 * 4).contains(&b), "{kind:?}: {a} {b}");
     }
     assert_eq!(
@@ -243,6 +243,6 @@ fn groups_that_do_not_fit_the_hosts_are_refused() {
         refused.unwrap().remove(0).unwrap()
     };
     insta::assert_snapshot!(refused(6, 3).unwrap(), @"zero_optimization.mics_shard_size is 3, but one host has ranks 0 to 1: each group of 3 ranks, counted from rank 0, must be on one host; give a number that divides the number of ranks on each host");
-    // All ranks: plain stage 3.
+    // A group of all ranks is plain stage 3.
     assert_eq!(refused(4, 4), None);
 }

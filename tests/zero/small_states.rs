@@ -192,7 +192,7 @@ fn rounding_by_chance_goes_on_where_it_was_saved_whatever_seed_and_number_of_ran
 
 #[test]
 fn ranks_that_round_in_different_ways_are_told() {
-    // All begin with the same weights, whatever their seed.
+    // All ranks begin with the same weights, whatever their seed.
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (weights, config) = (folder.path().join("weights"), config(1, 1, json!({}), bf16_states()));
     let run = |by_chance: [bool; 2], seeds: [u64; 2], export: bool| {

@@ -22,7 +22,7 @@ fn all_stages_agree(world: usize, accumulation: usize) {
     let (first, last) = (mean(&losses[..5]), mean(&losses[losses.len() - 5..]));
     assert!(last < first - 0.3, "the model learns: {first} -> {last}");
     for stage in 0..4u8 {
-        // Buckets smaller than most parameters, in between, and larger than the model.
+        // Buckets that are smaller than most parameters, of a size in between, and larger than the model.
         for bucket in [30, 700, 500_000_000] {
             for sub_group in [100, 1_000_000_000] {
                 for units in [false, true] {

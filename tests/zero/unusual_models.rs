@@ -61,7 +61,7 @@ fn run(
     (losses, std::fs::read(&file).unwrap())
 }
 
-/// Stages 0 to 3, the last with several ways of gathering, agree bit for bit.
+/// Checks that stages 0 to 3 agree bit for bit, with several ways of gathering at stage 3.
 fn stages_agree(world: usize, build: fn(VarBuilder<'_>) -> Result<Model>, micro_step: MicroStep) {
     let gathering = [
         json!({"stage3_param_persistence_threshold": 0}),
@@ -352,6 +352,6 @@ fn a_file_that_cannot_be_written_costs_nothing_but_the_file() {
     let plain_file = folder.path().join("plain");
     std::fs::write(&plain_file, "").unwrap();
     let mode = |path| std::fs::metadata(path).unwrap().permissions().mode();
-    assert_eq!(mode(&right), mode(&plain_file), "readable as any new file");
+    assert_eq!(mode(&right), mode(&plain_file), "with the permissions of any new file");
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2, "no temporary file is left");
 }

@@ -21,7 +21,7 @@ print(next(p["manifest_path"] for p in json.load(sys.stdin)["packages"] if p["na
 compile() { # the library, its file name, its bindings, further arguments of g++...
     local name=$1 file=$2 bindings=$3
     shift 3
-    # The first link contains only this folder's functions, the second one also stubs for all others.
+    # The first link contains only this folder's functions; the second also contains stubs for all others.
     g++ -std=c++20 -O2 -Wall -Wextra -ffp-contract=off -fPIC -shared -pthread -I"$toolkit/include" "$@" -o "$folder/build/$name"
     "$root/stubs.py" --rust "$cudarc/src/$bindings/sys/mod.rs" --without "$folder/build/$name" | gcc -x c -O1 -fPIC -c -o "$folder/build/$name.o" -
     g++ -std=c++20 -O2 -ffp-contract=off -fPIC -shared -pthread -w -I"$toolkit/include" "$@" "$folder/build/$name.o" \

@@ -1,4 +1,4 @@
-//! The flags for jobs on several hosts, which scripts and `zerorun finetune` have in common.
+//! The flags for jobs on several hosts, which the command lines for scripts and for `zerorun finetune` share.
 
 use super::launcher_variables::LauncherVariables;
 use crate::error::{HostsError, Result};
@@ -96,8 +96,8 @@ enum HostLauncherFlag {
 }
 
 impl HostFlags {
-    /// Returns where the ranks run, `own_ranks` on each host if the user gave their number. With `--nnodes`, also fills in
-    /// the port where the hosts connect.
+    /// Returns where the ranks run. `own_ranks` is the number of ranks on each host, if the user gave it. With `--nnodes`,
+    /// also fills in the port where the hosts connect.
     pub(crate) fn job_hosts(
         &self,
         own_ranks: Option<usize>,
@@ -149,8 +149,9 @@ impl HostFlags {
         let (bind_addr, until_stdin_ends) = (self.bind_addr.clone(), self.until_stdin_ends);
         Ok(JobHosts::Nodes(NodeOptions { nodes, min_nodes, node, master_addr, bind_addr, until_stdin_ends }))
     }
-    /// Returns the conflict of `--launcher` with the other options, if any, given which options of the command line that
-    /// only `zerorun` can carry out are set.
+
+    /// Returns the conflict of `--launcher` with the other options, if any. `own` lists the command line's options that
+    /// have an effect only on ranks that `zerorun` itself starts, and whether each is set.
     pub(crate) fn wrong_launcher(&self, own: &[(&str, bool)]) -> Option<String> {
         let Some(name) = self.launcher.to_possible_value().filter(|_| self.launcher != HostLauncherFlag::Ssh) else {
             return self.launcher_args.as_ref().map(|_| {

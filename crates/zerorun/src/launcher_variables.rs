@@ -11,8 +11,8 @@
 //! | PALS | `PALS_RANKID` | |
 //! | PMIx | `PMIX_RANK` | |
 //!
-//! The first row whose variable for this host's index is set takes effect. Inside a Slurm job, the
-//! values of `mpirun` are the right ones, so its rows precede Slurm's.
+//! The first row whose variable for this host's index is set takes effect. Inside a Slurm job, the values of `mpirun` are
+//! the right ones, so its rows precede Slurm's.
 
 use crate::error::{HostsError, RankEnvError, Result};
 use crate::launch::nodes::DEFAULT_PORT;
@@ -87,8 +87,8 @@ impl LauncherVariables<'_> {
         Ok(None)
     }
 
-    /// Parses `PET_RDZV_ENDPOINT`, HOST or HOST:PORT, into the first host's address and the port. Port 0 means any port
-    /// and is omitted.
+    /// Parses `PET_RDZV_ENDPOINT` (HOST or HOST:PORT) into the first host's address and the port. Port 0 means any port
+    /// and is returned as `None`.
     ///
     /// # Errors
     /// Fails if the port is invalid.
@@ -153,7 +153,8 @@ impl LauncherVariables<'_> {
         }
     }
 
-    /// Returns the address of the first host: from the command line, else torchrun's variables, else `MASTER_ADDR`.
+    /// Returns the address and the port of the first host. The address is from the command line, else from torchrun's
+    /// variables, else from `MASTER_ADDR`.
     ///
     /// # Errors
     /// Fails if the endpoint is invalid, or if nothing gives the address. The error names `nodes`, the number of hosts.

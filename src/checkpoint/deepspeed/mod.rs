@@ -154,7 +154,7 @@ impl DeepSpeedCheckpoint {
     }
 
     /// Returns the other names of parameters that a model uses twice, as pairs such as (`lm_head.weight`,
-    /// `wte.weight`), of which the second name is in [`parameters`](Self::parameters).
+    /// `wte.weight`). The second name of each pair is in [`parameters`](Self::parameters).
     pub fn aliases(&self) -> &[(String, String)] {
         &self.model.aliases
     }
@@ -166,7 +166,8 @@ impl DeepSpeedCheckpoint {
         self.parameters.iter().position(|parameter| parameter.name == name)
     }
 
-    /// Returns DeepSpeed's names of the optimizer states of each parameter; empty before the first step.
+    /// Returns the names that DeepSpeed gives to each parameter's optimizer states; there are none before the first
+    /// step.
     pub fn optimizer_states(&self) -> Vec<&str> {
         let names = self.ranks[0].groups.first().map(|group| group.states.keys().map(String::as_str).collect());
         names.unwrap_or_default()
@@ -209,7 +210,7 @@ impl DeepSpeedCheckpoint {
         self.model.skipped_steps
     }
 
-    /// Returns the counter of the learning-rate scheduler, if there was one: -1 before its first step.
+    /// Returns the counter of the learning-rate scheduler, if there was one. The counter is -1 before the first step.
     pub fn last_batch_iteration(&self) -> Option<i64> {
         self.model.last_batch_iteration
     }
@@ -225,7 +226,7 @@ impl DeepSpeedCheckpoint {
         &self.ranks[0].param_groups
     }
 
-    /// Returns the current loss scale: 1 if the loss was not scaled.
+    /// Returns the current loss scale, which is 1 if the loss was not scaled.
     pub fn loss_scale(&self) -> f64 {
         self.ranks[0].loss_scale.unwrap_or(1.0)
     }
@@ -284,8 +285,8 @@ impl DeepSpeedCheckpoint {
         Ok(tensor.kind.as_own(archive.read_bytes(tensor)?))
     }
 
-    /// Reads every byte of the optimizer files, and of the model file if it has buffers, once and compares them with
-    /// the checksums in the files. [`read`](Self::read) does not compare checksums.
+    /// Reads every byte of the optimizer files, and of the model file if it has buffers, once, and compares them
+    /// with the checksums in the files. [`read`](Self::read) does not compare checksums.
     pub fn verify(&self) -> Result<()> {
         if !self.buffers.is_empty() {
             self.model.archive.verify()?;

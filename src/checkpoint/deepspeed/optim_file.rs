@@ -90,7 +90,7 @@ impl OptimFile {
                 ("partition_count", file.world_size.to_string()),
                 ("the number of groups", file.groups.len().to_string()),
                 ("the optimizer's step", file.step.map_or("missing".into(), |step| step.to_string())),
-                ("the states of its optimizer", format!("{:?}", states(file))),
+                ("the list of its optimizer states", format!("{:?}", states(file))),
             ]
         };
         let differs = facts(self).into_iter().zip(facts(first)).find(|(mine, theirs)| mine != theirs);
@@ -111,7 +111,7 @@ fn find_states<'a>(
     match stage {
         1 | 2 => {
             let masters = root.get("single_partition_of_fp32_groups")?;
-            // With `elastic_checkpoint`, it is a list of the groups' states.
+            // With `elastic_checkpoint`, `base_optimizer_state` is a list of the groups' states.
             let base = root.get("base_optimizer_state")?;
             let states = if base.items().is_ok() { Some(base) } else { base.find("state") };
             Ok((masters, states))

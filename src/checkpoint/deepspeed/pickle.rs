@@ -26,7 +26,7 @@ pub(super) enum PickleNode {
     Text(String),
     Tuple(Vec<PickleNodeId>),
     List(Vec<PickleNodeId>),
-    /// Entries in the order in which they were set; of equal keys the last one counts.
+    /// Entries in the order in which they were set; if keys are equal, the last one counts.
     Dict(Vec<(PickleNodeId, PickleNodeId)>),
     /// The name of a class or function, `module.name`.
     Global(String),

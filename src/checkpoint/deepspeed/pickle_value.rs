@@ -88,7 +88,7 @@ impl<'a> PickleValue<'a> {
         format!("{} is missing", self.place)
     }
 
-    /// Returns the entries of a dictionary whose keys are texts, in order; other keys are left out.
+    /// Returns, in order, the entries of a dictionary whose keys are strings; other entries are left out.
     pub fn entries(&self) -> Result<Vec<(&'a str, Self)>, PickleProblem> {
         let PickleNode::Dict(entries) = self.node() else { return Err(self.unlike("a dictionary")) };
         let text = |(key, value): &(PickleNodeId, PickleNodeId)| match self.pickle.node(*key) {

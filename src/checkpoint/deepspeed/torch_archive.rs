@@ -13,9 +13,9 @@ use zip::{CompressionMethod, ZipArchive};
 
 /// The maximum size of a pickle. The pickle of a model has about 500 bytes per tensor.
 const MAX_PICKLE_BYTES: u64 = 32 << 20;
-/// The maximum size of the small entries next to the pickle.
+/// The maximum size of the small entries alongside the pickle.
 const MAX_NOTE_BYTES: u64 = 64;
-/// The maximum bytes of a storage in memory at once, not counting the requested elements.
+/// The maximum number of bytes of a storage that are in memory at once, not counting the requested elements.
 const READ_CHUNK: usize = 1 << 18;
 
 /// A file of `torch.save`. Only its list of entries stays in memory.
@@ -185,7 +185,7 @@ fn check_byte_order(zip: &mut ZipArchive<BufReader<File>>, stem: &str) -> Result
     }
 }
 
-/// Returns the bytes of a small entry, compared with its checksum.
+/// Returns the bytes of a small entry after comparing them with its checksum.
 fn read_entry(zip: &mut ZipArchive<BufReader<File>>, name: &str, limit: u64) -> Result<Vec<u8>, PickleProblem> {
     let entry = zip.by_name(name).map_err(|e| format!("{name}: {e}"))?;
     if entry.size() > limit {

@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The minimum bytes of a part of an upload. S3-compatible stores require at least 5 MiB.
+/// The minimum size in bytes of a part of an upload. S3-compatible stores require at least 5 MiB.
 const MIN_PART_BYTES: u64 = 8 << 20;
 
 /// The maximum number of parts of an upload. S3 allows 10,000.
@@ -149,8 +149,8 @@ impl ObjectBucket {
         put.map(drop).map_err(|e| self.refused("cannot write", names, &e))
     }
 
-    /// Writes the file at `path`, which has `bytes` bytes, unless `stop` is set. The object exists once it is complete.
-    /// `tell` is called with the bytes sent so far.
+    /// Writes the file at `path`, which has `bytes` bytes, unless `stop` is set. The object appears only once it is
+    /// complete. `tell` is called with the bytes sent so far.
     pub async fn put_file(
         &self,
         names: &[&str],

@@ -116,7 +116,7 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
     }
 }
 
-/// Returns the steps of a complete checkpoint; as an error, the missing objects.
+/// Returns the number of steps of a complete checkpoint; as an error, the missing objects.
 async fn missing(bucket: &ObjectBucket, tag: &str) -> Result<std::result::Result<u64, String>> {
     let manifest = match bucket.manifest(tag).await {
         Ok(Some(manifest)) => manifest,

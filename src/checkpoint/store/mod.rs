@@ -8,7 +8,7 @@
 //!   PREFIX/TAG/manifest.json                               from rank 0, after all of the above
 //! ```
 //!
-//! CHECKSUM is the checksum of the file in the manifest, so that no file replaces a different one. As long as a manifest
+//! CHECKSUM is the file's checksum from the manifest, so that no file replaces a different one. As long as a manifest
 //! exists, its files exist, even while a checkpoint of the same name is being uploaded.
 
 #[cfg(feature = "s3")]

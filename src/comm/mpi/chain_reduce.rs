@@ -16,12 +16,12 @@
 //! # Blocks in flight
 //!
 //! Partial sums are received [`MESSAGES_IN_FLIGHT`] blocks ahead, the same number may be in flight to the next host,
-//! and an owner receives a block's sums when its host is [`behind`] blocks further. Hosts thus work on different blocks
-//! at the same time, and neither they nor their network links wait for one message to arrive. Everything is received in
-//! memory that was allocated before the sender could have produced it. A rank holds messages of at most
-//! [`MAX_MESSAGE_BYTES`](super::inter_host::MAX_MESSAGE_BYTES): MESSAGES_IN_FLIGHT incoming ones, MESSAGES_IN_FLIGHT
-//! and one outgoing, one in use, and its own sums, which are less than 2 MESSAGES_IN_FLIGHT messages: 4.5 MiB, whatever
-//! the size of the sum. [`super::traffic`] gives the cost on the network.
+//! and an owner receives a block's sums when its host is [`behind`] blocks further along. Hosts thus work on different
+//! blocks at the same time, and neither they nor their network links wait for one message to arrive. Everything is
+//! received in memory that was allocated before the sender could have produced it. A rank holds messages of at most
+//! [`MAX_MESSAGE_BYTES`](super::inter_host::MAX_MESSAGE_BYTES): MESSAGES_IN_FLIGHT incoming ones, one more than that
+//! outgoing, one in use, and its own sums, which amount to fewer than 2 MESSAGES_IN_FLIGHT messages: 4.5 MiB in total,
+//! whatever the size of the sum. [`super::traffic`] gives the cost on the network.
 
 use super::chain_roles::{ChainRole, handed_by};
 use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result};

@@ -14,7 +14,7 @@ pub(super) struct ChainRole {
     /// The lane's rank on the previous host; `after` is its rank on the next host.
     pub before: Option<usize>,
     pub after: Option<usize>,
-    /// The rank of the last host from which this rank receives the sums of its chunk.
+    /// The rank on the last host that sends this rank the sums of its chunk.
     pub giver: usize,
     /// Whether this rank's host is the first; `last`: whether it is the last.
     pub first: bool,

@@ -14,8 +14,8 @@
 //! # Blocks in flight
 //!
 //! A block is the same piece of every chunk. It is sent, encoded, once it has been added up on this host. The blocks of
-//! the other hosts are awaited when [`MESSAGES_IN_FLIGHT`] further blocks have been added up: hosts and their network
-//! links do not wait for one message to arrive. The partial sums of a block that a rank computes take at most
+//! the other hosts are awaited when [`MESSAGES_IN_FLIGHT`] further blocks have been added up, so that hosts and their
+//! network links do not wait for one message to arrive. The partial sums of a block that a rank computes take at most
 //! [`MAX_PARTIAL_SUM_BYTES`] bytes, and their encoded form half of that. A rank holds the partial sums of one block,
 //! the encoded form of MESSAGES_IN_FLIGHT + 1 outgoing and 2 MESSAGES_IN_FLIGHT incoming blocks, and MESSAGES_IN_FLIGHT
 //! blocks of its own chunk's sums: less than 20 MiB, whatever the size of the sum. [`super::traffic`] gives the cost on
@@ -34,9 +34,9 @@ use crate::precision::{Flat, FlatRef};
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// The maximum number of bytes of a block's partial sums on a rank, unless one block of integers each is larger.
+/// The maximum number of bytes of a block's partial sums on a rank, unless one block of integers per chunk is larger.
 const MAX_PARTIAL_SUM_BYTES: usize = 2 << 20;
-/// The number of blocks of a sum that is long enough: some are added up while others are in flight.
+/// The number of blocks that a sufficiently long sum is cut into, so that some are added up while others are in flight.
 const BLOCKS_PER_SUM: usize = 8;
 
 /// The role of one rank.
@@ -79,7 +79,8 @@ fn most_chunks(hosts: &HostTopology) -> usize {
     hosts.host_ranks().iter().map(of).max().unwrap_or(1)
 }
 
-/// Returns the number of elements of every chunk in one block; a message has those of one chunk. The same on all ranks.
+/// Returns the number of elements of every chunk in one block; a message has those of one chunk. The number is the same
+/// on all ranks.
 pub(super) fn block_elements(hosts: &HostTopology, code: InterHostFormat, chunk: usize) -> usize {
     let chunks = most_chunks(hosts);
     let bytes = (code.encoded_len(chunk) / BLOCKS_PER_SUM).max(MIN_MESSAGE_BYTES).min(message_bytes(chunks));

@@ -1,6 +1,6 @@
 //! One rank's side of a collective across hosts: the ranks of its host, its messages to other hosts, and its waits.
 //!
-//! A message is a header, which names the collective that a rank is in, or data. All sends and receives are
+//! A message is either a header, which names the collective that a rank is in, or data. All sends and receives are
 //! non-blocking; a wait for a message ends with an error if a rank has failed or left, or if the time limit has
 //! expired. Waits for this host's ranks make progress on messages too: those ranks may, through other hosts, depend on
 //! what this rank has sent.

@@ -98,7 +98,7 @@ impl MpiLibrary {
         };
         macro_rules! symbol {
             ($name:literal) => {
-                // SAFETY: the function has this type in MPI's standard, with handles as described for this type.
+                // SAFETY: the function has this type in MPI's standard, with handles as described for `MpiLibrary`.
                 unsafe { loaded.get($name) }.map_err(|_| lacks($name))?
             };
         }

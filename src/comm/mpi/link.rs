@@ -93,7 +93,7 @@ impl MpiLink {
         let mut all = vec![0u8; own.len() * self.size];
         let (count, byte, world) = (own.len() as c_int, self.library.byte, self.library.world);
         let _calling = lock(&self.calling);
-        // SAFETY: `own` has `count` bytes, `all` as many for each rank; handles of this library.
+        // SAFETY: `own` has `count` bytes, `all` as many for each rank; the handles are this library's.
         let code = unsafe {
             (self.library.allgather)(own.as_ptr().cast(), count, byte, all.as_mut_ptr().cast(), count, byte, world)
         };
@@ -157,7 +157,7 @@ impl MpiLink {
             let count = (len - start).min(tag.packet_bytes()) as c_int;
             let mut request = 0u64;
             // SAFETY: `memory` holds `count` bytes from `start` on, and nothing else accesses them until the request is
-            // done, as `MpiTransfer` returns them only then and never frees them before.
+            // done, because `MpiTransfer` returns them only then and never frees them before.
             let code = unsafe {
                 let packet = memory.cast::<u8>().add(start);
                 call(packet.cast(), count, byte, peer, number, world, &mut request)

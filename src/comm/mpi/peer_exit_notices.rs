@@ -136,7 +136,7 @@ impl PeerExitNotices {
         _ = state.awaited.iter_mut().find_map(|(_, transfer)| (!matches!(transfer.is_done(), Ok(true))).then_some(()));
     }
 
-    /// Returns whether a rank is known to have left, as of the last call of [`PeerExitNotices::failure`].
+    /// Returns whether a rank is known to have left, as of the last call to [`PeerExitNotices::failure`].
     pub(super) fn has_left(&self, rank: usize) -> bool {
         lock(&self.state).left.contains(&rank)
     }

@@ -10,11 +10,12 @@
 //! | sum, encoded host sums | (H - 1) L e | (W - L) e |
 //! | gather | (W - L) e | L e for each other host |
 //!
-//! In a direct sum parts cross a link once for each rank that owns or has one, L times as often as necessary. A chain
-//! carries each element once, but as an f32 partial sum, and the sums come back from the last host. With two hosts of 8
-//! ranks each (W = 16), a direct sum sends 256 c bytes in f32, 128 c in bf16, 66 c as 8-bit and 34 c as 4-bit integers;
-//! a chain sends 64 c in any format. A format that is encoded only between hosts ([`WireFormat::BetweenHosts`]) is
-//! always sent as host sums: 16 c as bf16, 8.25 c as 8-bit and 4.25 c as 4-bit integers.
+//! In a direct sum, parts cross a link once for each pair of a rank that has one and a rank that receives it, L times
+//! as often as necessary. A chain carries each element once, but as an f32 partial sum, and the sums come back from the
+//! last host. With two hosts of 8 ranks each (W = 16), a direct sum sends 256 c bytes in f32, 128 c in bf16, 66 c as
+//! 8-bit and 34 c as 4-bit integers; a chain sends 64 c in any format. A format that is encoded only between hosts
+//! ([`WireFormat::BetweenHosts`]) is always sent as host sums: 16 c as bf16, 8.25 c as 8-bit and 4.25 c as 4-bit
+//! integers.
 
 use super::inter_host::MAX_MESSAGE_BYTES;
 use super::partial_sum::SlotLayout;
@@ -24,17 +25,17 @@ use crate::comm::wire::format::WireFormat;
 use crate::comm::wire::inter_host::InterHostFormat;
 use std::ops::Range;
 
-/// Sums of fewer bytes, of all chunks together, are sent as raw parts, which arrive after a single message.
+/// Sums whose chunks have fewer bytes in total are sent as raw parts, which arrive after a single message.
 const SHORT_BYTES: usize = 256 << 10;
 /// The number of bytes of a partial sum of one element.
 const PARTIAL_SUM_BYTES: usize = size_of::<f32>();
-/// The number of blocks of a sum per host that it passes, if it is long enough: hosts work on different blocks at the
-/// same time.
+/// The number of blocks that a sufficiently long sum is cut into for each host that it passes, so that hosts work on
+/// different blocks at the same time.
 const BLOCKS_PER_HOST: usize = 8;
-/// The minimum number of bytes of a message for which a sum is split into more blocks.
+/// The message size in bytes below which a sum is not split into more blocks.
 pub(super) const MIN_MESSAGE_BYTES: usize = 16 << 10;
 
-/// The algorithm by which parts are summed.
+/// The algorithm that sums parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReduceAlgorithm {
     /// Every part goes to the owner of the sum.
@@ -65,7 +66,8 @@ impl PeakHostTraffic {
 }
 
 /// Returns the algorithm of a sum whose chunks have `chunk` elements of `size` bytes, sent in the format `wire`: the
-/// one with fewer bytes in the busiest direction of any host, if both give the same bits. The same on all ranks.
+/// one with fewer bytes in the busiest direction of any host, if both give the same bits. The result is the same on all
+/// ranks.
 pub(super) fn algorithm(hosts: &HostTopology, wire: WireFormat, size: usize, chunk: usize) -> ReduceAlgorithm {
     if let WireFormat::BetweenHosts(code) = wire {
         return ReduceAlgorithm::HostSums(code);

@@ -158,8 +158,8 @@ pub(in crate::comm) fn piece_of(world: usize, wire: WireFormat, dtype: DType) ->
 }
 
 /// Sums elements `range` of this rank's chunk over all ranks' `input` (world size x n elements), and writes the sums to
-/// `at + range` of `input`, where `at` is the position of the first chunk or of this rank's chunk. What they overwrite
-/// has already been published or belongs to this rank's own chunk.
+/// `at + range` of `input`, where `at` is the position of the first chunk or of this rank's chunk. The elements that
+/// they overwrite have already been published or belong to this rank's own chunk.
 fn reduce_piece(
     ex: &mut ShmExchange,
     wire: WireFormat,
@@ -203,7 +203,7 @@ pub(in crate::comm) fn sum_exact(
 }
 
 /// A loop that sums elements `own ..` of `values` and the peers' parts in rank order in f32, rounds once and writes to
-/// elements `sum ..`, block by block through the first-level cache.
+/// elements `sum ..`, block by block, so that each block stays in the first-level cache.
 struct RankOrderSum<'a> {
     values: FlatMut<'a>,
     own: usize,

@@ -166,7 +166,7 @@ impl ShmExchange {
         ReceivedBytes { wire: self.wire_bytes.get(), exact: self.exact_bytes.get(), between_hosts: 0 }
     }
 
-    /// Lets `fill` write this rank's next piece (at most SLOT_BYTES) and publishes it. A call of
+    /// Lets `fill` write this rank's next piece (at most SLOT_BYTES) and publishes it. A call to
     /// [`ShmExchange::await_peers`] must follow.
     pub(in crate::comm) fn publish(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
         let mut header = [self.call; HEADER_WORDS];
@@ -179,8 +179,8 @@ impl ShmExchange {
     pub(in crate::comm) fn await_peers(&mut self) -> Result<(), CommError> {
         let fingerprint = self.fingerprint();
         let mut clock = None;
-        // The last rank first: ranks mostly arrive in order, and a rank that waits for the last one sleeps once instead
-        // of once for each.
+        // The last rank is awaited first: ranks mostly arrive in order, and a rank that waits for the last one sleeps
+        // once instead of once for each.
         for peer in (0..self.size()).rev().filter(|r| *r != self.rank()) {
             self.wait_for(peer, &mut clock)?;
             self.compare(peer, &fingerprint)?;

@@ -85,7 +85,7 @@ impl MailboxReceiver {
         assert!(len <= PACKET_BYTES && self.has_packet(), "a packet of {len} bytes");
         let slot = (self.received % PACKETS) as usize;
         // SAFETY: inside the slot. The sender has published this packet (Acquire in has_packet) and does not write the
-        // slot again before it is published below that the packet was read.
+        // slot again before this end publishes below that it has read the packet.
         read(unsafe { std::slice::from_raw_parts(self.mailbox.slot(slot), len) });
         self.received = self.received.wrapping_add(1);
         self.mailbox.received().publish(self.received);

@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | `region.rs` | the shared memory and its layout |
 //! | `pieces.rs` | pieces of data in it: which rank writes and reads what, and in which order |
-//! | `published_count.rs` | a count that one rank raises, and on which others sleep |
+//! | `published_count.rs` | a count that one rank increments, and on which others sleep |
 //! | `mailbox.rs`, `mailbox_memory.rs`, `message.rs` | packets from one rank to another; messages, with their fingerprints and limits |
 //! | `rank_state.rs` | the state of each rank in the job, and the first failure |
 //! | `exchange.rs` | one exchange of a piece between all ranks, with its fingerprint and its limits |

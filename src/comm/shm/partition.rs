@@ -95,7 +95,7 @@ pub(in crate::comm) fn by_rank(input: &mut Flat, ranks: usize, world: usize) {
     }
 }
 
-/// Publishes a piece of `bytes` for each peer, one after the other: `write` makes the piece for one rank.
+/// Publishes one piece that contains `bytes` bytes for each peer, one after another; `write` writes those for one rank.
 pub(in crate::comm) fn give_each(
     ex: &mut ShmExchange,
     bytes: usize,

@@ -41,7 +41,7 @@ pub(crate) struct SpinLimits {
 
 /// Returns the length of the naps of a sleeping wait, between which it checks the peers' states.
 pub(super) fn nap_millis(ranks: usize) -> u32 {
-    // Otherwise, many ranks on few cores would do nothing but check.
+    // With naps of a fixed length, many ranks on few cores would do nothing but check.
     const FEW_RANKS: usize = 64;
     20 * ranks.div_ceil(FEW_RANKS) as u32
 }

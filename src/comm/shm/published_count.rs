@@ -1,9 +1,10 @@
-//! A count that one rank raises, and on which others sleep until it has changed.
+//! A count that one rank increments, and on which others sleep until it has changed.
 //!
 //! # Orderings
 //!
-//! The count is stored with Release (and stronger), and loaded with Acquire. Between it and the number of sleepers,
-//! SeqCst keeps a thread from falling asleep just as the count changes. Loom checks this: see [`super::pieces`].
+//! The count is stored with Release (or a stronger ordering), and loaded with Acquire. Between it and the number of
+//! sleepers, SeqCst keeps a thread from falling asleep just as the count changes. Loom checks this: see
+//! [`super::pieces`].
 
 use super::region::{Word32, sleep_on, wake};
 use std::sync::atomic::Ordering;
@@ -17,15 +18,16 @@ pub(super) struct PublishedCount<'a> {
 }
 
 impl PublishedCount<'_> {
-    /// Returns the count. What was written before it was stored can be read afterwards.
+    /// Returns the count. Data that was written before the count was stored can be read afterwards.
     pub fn get(self) -> u32 {
         self.word.load(Ordering::Acquire)
     }
 
-    /// Stores the next count, and wakes those who sleep.
+    /// Stores the next count, and wakes the sleeping threads.
     pub fn publish(self, next: u32) {
-        // In the total order of all SeqCst operations either this store comes before the sleeper's check of the word,
-        // and it does not sleep, or its count comes before the check of the count here, and it is woken.
+        // In the total order of all SeqCst operations, either this store comes before a sleeper's check of the word,
+        // and the sleeper does not sleep, or the sleeper is counted before the check of `sleepers` here, and it is
+        // woken.
         self.word.store(next, Ordering::SeqCst);
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             wake(self.word);

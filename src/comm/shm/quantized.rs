@@ -1,8 +1,8 @@
 //! Collectives whose elements are sent as small integers with a scale per block.
 //!
-//! A sending rank makes the blocks in its slot, and a receiving rank reads them there: no buffer of blocks is kept.
-//! Blocks are counted from the start of each rank's chunk, so that they do not depend on the pieces in which it is
-//! sent.
+//! A sending rank encodes the blocks in its slot, and a receiving rank reads them there, so no separate buffer of
+//! blocks is needed. Blocks are counted from the start of each rank's chunk, so that they do not depend on the pieces
+//! in which it is sent.
 
 use super::exchange::ShmExchange;
 use super::partition::{StridedRanks, give_each, given, pieces};

@@ -17,7 +17,7 @@ pub(crate) enum RankState {
     Absent,
     /// The rank takes part.
     Running,
-    /// The rank has left in good order.
+    /// The rank has left without an error.
     Finished,
     /// The rank gave up, for the reason in this text.
     Aborted(String),
@@ -33,7 +33,7 @@ pub enum RankFault {
     Died = 1,
     /// The rank gave up after its own error.
     GaveUp = 2,
-    /// The rank left in good order while others needed it.
+    /// The rank left without an error while others needed it.
     Left = 3,
     /// The rank's heartbeat stopped.
     Silent = 4,
@@ -109,7 +109,7 @@ impl SharedMemoryRegion {
         (rank < self.world_size()).then_some((rank, fault))
     }
 
-    /// Returns the first failure of the job if it is that of another rank than `rank`.
+    /// Returns the first failure of the job if it is that of a rank other than `rank`.
     pub(crate) fn failure_of_other(&self, rank: usize) -> Option<PeerFailure> {
         let (peer, fault) = self.first_failure().filter(|(peer, _)| *peer != rank)?;
         Some(PeerFailure { peer, fault, why: self.explained(peer, fault) })
@@ -170,7 +170,7 @@ impl SharedMemoryRegion {
         }
     }
 
-    /// Does the same check with only the states of the ranks.
+    /// Does the same check, based only on the states of the ranks.
     fn check_states(&self, needs: impl Fn(usize) -> bool) -> Result<(), PeerFailure> {
         for peer in 0..self.world_size() {
             match self.state(peer) {

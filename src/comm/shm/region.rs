@@ -348,7 +348,7 @@ impl SharedMemoryRegion {
 
 /// Wakes every thread, of any process, that sleeps on `word`.
 pub(in crate::comm) fn wake(word: &AtomicU32) {
-    // An error can only mean that no thread is there to be woken.
+    // An error can only mean that there is no thread to wake.
     let _ = rustix::thread::futex::wake(word, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
 }
 

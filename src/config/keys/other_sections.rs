@@ -51,7 +51,7 @@ const AIO: &[super::ConfigKey] = keys! {
 };
 
 const CHECKPOINT: &[super::ConfigKey] = keys! {
-    "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "If ranks save under different tags: Ignore and Warn use rank 0's tag, silently or with a warning; Fail is an error.";
+    "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "If ranks save under different tags: Ignore and Warn use rank 0's tag, silently or with a warning, respectively; Fail returns an error.";
     "load_universal": Bool, "false", none("every checkpoint loads at any number of ranks"), "Load the universal layout.";
     "use_node_local_storage": Bool, "false", H, "The ranks of each host save to a folder on that host's local disk, and hosts exchange the data that they need when a checkpoint is loaded.";
     "upload_to": Str, "null", H, "Address of an object store, `s3://BUCKET/PREFIX` or `file:///FOLDER`, to which each checkpoint is uploaded once it is on disk, while training continues. Needs feature s3. Specific to candle-zero.";
@@ -194,7 +194,7 @@ const LOCAL_STEPS: &[super::ConfigKey] = keys! {
     "outer_lr": NOT_NEGATIVE, "0.7", H, "Learning rate of the outer optimizer (above 0), SGD on the mean change of the weights. With outer_momentum 0, a learning rate of 1 makes the islands' mean the new weights.";
     "outer_momentum": SHARE, "0.9", H, "Momentum of the outer optimizer, below 1; 0: no buffer.";
     "nesterov": Bool, "true", H, "Nesterov momentum.";
-    "fragments": POSITIVE, "1", H, "Number of parts of the model that take turns in being exchanged, each once in `steps` steps (Streaming DiLoCo).";
+    "fragments": POSITIVE, "1", H, "Number of parts of the model that take turns being exchanged, each once in `steps` steps (Streaming DiLoCo).";
     "fragment_delay": COUNT, "0", H, "Steps between the beginning of an exchange and its effect, during which training continues; below `steps`.";
     "fragment_alpha": SHARE, "null", H, "Share of an island's own weights that stays when an exchange takes effect, below 1; null: 0, or 0.5 with fragment_delay, during which an island learns what the exchange does not contain.";
     "wire_dtype": OneOf(&["fp32", "bf16", "int8", "int4"]), "\"fp32\"", H, "Format in which islands send the changes in their weights.";
@@ -213,7 +213,7 @@ const TENSOR_PARALLEL: &[super::ConfigKey] = keys! {
     "tensor_parallel" | "tp": Object, "{}", H, "Groups of ranks.";
     "injection_policy_tuple": Any, "null", none(ONLY_TP), "Which layers are split.";
     "partition_config": Any, "null", none(ONLY_TP), "Which layers are split.";
-    "preset_model": Any, "null", none(ONLY_TP), "Known model.";
+    "preset_model": Any, "null", none(ONLY_TP), "Model with built-in settings.";
     "keep_module_on_host": Bool, "false", none(ONLY_TP), "Split on the CPU.";
     "replace_with_kernel_inject" | "kernel_inject": Bool, "false", none(ONLY_TP), "Inference kernels.";
 };
@@ -231,7 +231,7 @@ const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
     "expert_tensor_parallel_size": INT, "1", S, "Ranks that share one expert.";
     "validate_folding_routing": Bool, "false", S, "Check routing.";
     "async_split_plan": Bool, "false", S, "On a separate stream, copy to the host the numbers of tokens that ranks exchange.";
-    "preset_model": Any, "null", S, "Known model.";
+    "preset_model": Any, "null", S, "Model with built-in settings.";
     "moe_layer_pattern": Any, "null", S, "Names of layers.";
     "expert_pattern": Any, "null", S, "Names of experts.";
     "router_pattern": Any, "null", S, "Names of routers.";
@@ -277,7 +277,7 @@ const HYBRID_ENGINE: &[super::ConfigKey] = keys! {
 const WEIGHT_QUANTIZATION: &[super::ConfigKey] = keys! {
     "enabled": Bool, "true", S, "Quantize.";
     "quantized_initialization": Any, "{}", S, "Quantize while loading.";
-    "post_init_quant": Any, "{}", S, "Quantize afterwards.";
+    "post_init_quant": Any, "{}", S, "Quantize after initialization.";
     "num_bits": INT, "8", S, "Number of bits.";
     "q_type": Str, "\"symmetric\"", S, "Kind of quantization.";
     "q_groups": INT, "1", S, "Number of groups.";
@@ -307,7 +307,7 @@ const CURRICULUM_LEARNING: &[super::ConfigKey] = keys! {
 
 const DYNAMIC_BATCHING: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", R, "Batches by length.";
-    "metrics_path": Str, "null", R, "File of lengths.";
+    "metrics_path": Str, "null", R, "File of sequence lengths.";
     "lr_scaling_method": OneOf(&["linear", "sqrt", "none"]), "\"linear\"", R, "How the learning rate is adapted.";
     "min_batch_size": INT, "1", R, "Smallest batch.";
     "max_batch_size": INT, "null", R, "Largest batch.";
@@ -323,7 +323,7 @@ const DATA_ROUTING: &[super::ConfigKey] = keys! {
 
 const RANDOM_LTD: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", R, "Drop tokens.";
-    "layer_token_lr_schedule": Any, "null", R, "Learning rate by tokens.";
+    "layer_token_lr_schedule": Any, "null", R, "Schedule of the learning rate by number of tokens.";
     "total_layer_num": INT, "null", R, "Number of layers.";
     "random_ltd_layer_num": INT, "null", R, "Number of layers that drop tokens.";
     "random_ltd_layer_id": Any, "null", R, "Which layers drop tokens.";

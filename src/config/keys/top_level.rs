@@ -119,7 +119,7 @@ const ACTIVATION_CHECKPOINTING: &[super::ConfigKey] = keys! {
     "cpu_checkpointing": Bool, "false", H, "Move the inputs that a recomputing unit keeps from the GPU to the host, or to a file if anything is offloaded to nvme. True also requests every_unit.";
     "contiguous_memory_optimization": Bool, "false", as_every_unit("each input is kept in a separate buffer"), "One buffer for all kept activations.";
     "number_checkpoints": POSITIVE, "null", as_every_unit("every unit is one checkpoint, regardless of the number"), "Number of activations in the contiguous buffer.";
-    "synchronize_checkpoint_boundary": Bool, "false", none("an operation on the CPU is complete when it returns, and those of a GPU keep their order"), "Synchronize the device at the boundaries.";
+    "synchronize_checkpoint_boundary": Bool, "false", none("an operation on the CPU is complete when it returns, and operations on a GPU keep their order"), "Synchronize the device at the boundaries.";
     "profile": Bool, "false", none("wall_clock_breakdown times the phases of a step, and a timeline shows the recomputed forward passes"), "Time each region.";
 };
 

@@ -64,7 +64,7 @@ impl<'a> AttentionCall<'a> {
     ) -> Result<Self> {
         let Some(width) = tile_launch::width(h.head) else {
             candle_core::bail!(
-                "attention: heads of {} elements, but kernels for GPUs support at most {}",
+                "attention: heads have {} elements, but the GPU kernels support at most {}",
                 h.head,
                 tile_launch::WIDTHS[4]
             )
@@ -123,9 +123,9 @@ impl<'a> AttentionCall<'a> {
     }
 }
 
-/// The tiles of a block's own rows: {first position of the sequence, its length, first position of the tile}.
+/// The tiles of rows that blocks own, each as {first position of the sequence, its length, first position of the tile}.
 pub(super) struct TileTable {
-    /// The list of tiles, or `None` if each row is one sequence, for which kernels compute the tiles.
+    /// The list of tiles, or `None` if each row is one sequence: the kernels then compute the tiles themselves.
     list: Option<CudaSlice<u32>>,
     pub count: usize,
 }

@@ -34,7 +34,7 @@ struct Case<E> {
     dout: Vec<E>,
 }
 
-/// The result, the log-sum-exp in powers of 2, and the gradient of the projection.
+/// The result, the log-sum-exp to base 2, and the gradient of the projection.
 type Outcome<E> = (Vec<E>, Vec<f32>, Vec<E>);
 
 impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {

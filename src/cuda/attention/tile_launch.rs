@@ -64,7 +64,7 @@ impl TileLaunches {
             _ => ((4, 64), (4, 32)),
         };
         let row = width + 16 / element;
-        // 16-bit weights are stored next to the scores, f32 weights in the scores' place.
+        // 16-bit weights are stored alongside the scores, whereas f32 weights overwrite them.
         let strip = |others: usize| {
             let weights = if element == 4 { 0 } else { others + 8 };
             STRIP * ((others + 4) * size_of::<f32>() + weights * element)

@@ -1,4 +1,4 @@
-// Activation functions and their gated forms, element by element: computed in f32, rounded once.
+// Activation functions and their gated forms, computed element by element in f32 and rounded once.
 #include "activations.cuh"
 #include "element_types.cuh"
 

@@ -1,8 +1,9 @@
 // GELU, its tanh approximation and SiLU of one f32, and their slopes, with the formulas of src/kernels/math.rs.
 #pragma once
 
-// x / (1 + exp(-u)) for a function u of x, and its slope from the slope of u. Beyond 68 the slope is 0 or 1, and
-// products of exponentials stay finite. Written so that NaN propagates.
+// x / (1 + exp(-u)) for a function u of x, and its slope from the slope of u. Below u = -68 the slope is
+// negligible, so u is clamped there and products of exponentials stay finite. The comparisons are written so that NaN
+// propagates.
 __device__ __forceinline__ float gated_by(float x, float u) { return x / (1.0f + expf(-u)); }
 
 __device__ __forceinline__ float slope_of_gated(float x, float u, float inner) {
@@ -30,7 +31,7 @@ struct GeluTanh {
 };
 
 struct Gelu {
-    // The normal distribution function at x.
+    // The cumulative distribution function of the standard normal distribution at x.
     static __device__ __forceinline__ float below(float x) { return 0.5f + 0.5f * erff(x * 0.70710678f); }
     static __device__ __forceinline__ float value(float x) { return x * below(x); }
     static __device__ __forceinline__ float slope(float x) {

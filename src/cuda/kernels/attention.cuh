@@ -1,4 +1,4 @@
-// The common part of attention's kernels: sizes, the keys that a query sees, and loading of rows into shared memory.
+// The common part of attention's kernels: sizes, the keys that a query sees, and the loading of rows into shared memory.
 //
 // A block has OWN rows (queries in forward and in the gradients of queries, keys in the gradients of keys and values)
 // and iterates over the related OTHER rows, a tile at a time, in order. Each warp computes 16 own rows of its block:
@@ -7,9 +7,9 @@
 //                 warp 1 |----------------|         own, others: shared by the block, zero for missing rows and columns
 //     others      |--tile--|--tile--|--tile--|      scores: a separate part of shared memory per warp, two lanes per row
 //
-// Tiles are counted from the start of each sequence, so that it gives the same bits as when processed separately. The
-// products are a type parameter, f32 (attention_f32.cuh) or tensor cores (attention_cores.cuh), with the same
-// functions.
+// Tiles are counted from the start of each sequence, so that a sequence gives the same bits as when processed
+// separately. A type parameter computes the products, in f32 (attention_f32.cuh) or on tensor cores
+// (attention_cores.cuh). Both types have the same functions.
 #pragma once
 
 #include "element_types.cuh"
@@ -22,8 +22,8 @@ constexpr unsigned ALL_LANES = 0xFFFFFFFF;
 
 // src/cuda/attention/call.rs has the same struct.
 struct AttentionSizes {
-    uint32_t time;      // positions of the complete batch
-    uint32_t rows;      // rows of the complete batch
+    uint32_t time;      // positions of each row of the batch
+    uint32_t rows;      // positions of the complete batch
     uint32_t heads;     // number of query heads
     uint32_t kv_heads;
     uint32_t head;      // elements of a head
@@ -34,8 +34,8 @@ struct AttentionSizes {
     uint32_t dq_stride, dk_stride, dv_stride;
     float scale;        // factor of the products
     float capped;       // not 0: scores have a soft cap
-    float inner, outer; // with a cap, the score in powers of 2 is outer * tanh(inner * product)
-    float to_powers;    // without a cap, the score is this times the product
+    float inner, outer; // with a cap, the score as an exponent of 2 is outer * tanh(inner * product)
+    float to_powers;    // without a cap, it is this factor times the product
 };
 
 // Memory of a block. Tensor core matrices start at multiples of 32 bytes.
@@ -110,8 +110,8 @@ __device__ __forceinline__ void load_rows(E *to, const E *from, uint32_t stride,
     }
 }
 
-// The conversion of a product to a score. With a cap, `of` returns the score in powers of 2. Without one, the score is
-// `factor` times the product.
+// The conversion of a product to a score, an exponent of 2. With a cap, `of` returns the score. Without one, it returns
+// the product, and the score is `factor` times the product.
 struct Scores {
     float factor;
     bool capped;

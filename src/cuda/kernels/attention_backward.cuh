@@ -7,8 +7,8 @@
 //     keys       own: keys and values.           over queries and dout:   dk = scale * sum of d * queries, dv = sum of p * dout;
 //                                                the query heads of the key head's group one after the other
 //
-// Each row of each gradient is written by one warp, which sums over the others in order, so results have the same bits
-// in every run.
+// Each row of each gradient is written by one warp, which sums over the other rows in order, so results have the same
+// bits in every run.
 #pragma once
 
 #include "attention.cuh"
@@ -39,7 +39,8 @@ struct BackwardMemory {
     __device__ __forceinline__ explicit BackwardMemory(Line *memory_)
         : memory(memory_), first_products((float *)(others(1) + OTHERS) + 2 * (threadIdx.x / 32) * SCORES) {}
 
-    // 0: operands of scores and their gradients d. 1: operands of the weights' gradients, and weights p.
+    // Index 0: operands of the scores, and the scores' gradients d. Index 1: operands of the weights' gradients, and the
+    // weights p.
     __device__ __forceinline__ E *own(int i) const { return (E *)memory + i * OWN; }
     __device__ __forceinline__ E *others(int i) const { return own(2) + i * OTHERS; }
     __device__ __forceinline__ float *products(int i) const { return first_products + i * SCORES; }
@@ -167,7 +168,7 @@ __device__ __forceinline__ void attention_backward_keys(const AttentionSizes &s,
             __syncthreads();
             if (strip >= at.len || !overlap(of_strip, {first, first + there})) continue;
 
-            // The gradients of values do not need the gradients of weights. d is then not used.
+            // The gradients of values do not need the gradients of weights. Without KEYS, d is not used.
 #pragma unroll 1
             for (int i = 0; i < 1 + KEYS; i++) G::products(of.products(i), of.own(i) + warp * STRIP * G::ROW, of.others(i));
             __syncwarp();

@@ -1,5 +1,5 @@
-// Products of 16-bit elements for attention, by tensor cores with sums in f32. The mapping of a fragment's elements to
-// lanes is unspecified, so scores and sums go through shared memory where rows matter.
+// Products of 16-bit elements for attention, computed by tensor cores with sums in f32. The mapping of a fragment's
+// elements to lanes is unspecified, so scores and sums go through shared memory whenever rows matter.
 #pragma once
 
 #include "attention.cuh"

@@ -1,5 +1,5 @@
-// Products of f32 for attention. Each lane has 4 rows of a warp's strip, and either every eighth column or four columns
-// of 32.
+// Products of f32 for attention. Each lane computes 4 rows of a warp's strip: every eighth column of the scores, and four
+// consecutive columns out of every 32 of the sums.
 #pragma once
 
 #include "attention.cuh"

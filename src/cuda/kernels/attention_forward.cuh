@@ -5,7 +5,7 @@
 //         scores = queries keys^T                          (a warp, for its 16 queries)
 //         weights = 2^(score - maximum so far); earlier sums shrink by 2^(old maximum - new maximum)
 //         sums += weights values
-//     result = sums / (sum of weights), log-sum-exp = maximum + log2(sum of weights), in powers of 2
+//     result = sums / (sum of weights), log-sum-exp = maximum + log2(sum of weights), to base 2
 #pragma once
 
 #include "attention.cuh"
@@ -48,7 +48,7 @@ __device__ __forceinline__ void attention_forward(const AttentionSizes &s, const
     int query = strip + lane / 2;
     Range of_strip = keys_of(s, at.len, strip, STRIP);
     Scores as(s);
-    // A finite number, so that nothing becomes NaN before a query has seen a key.
+    // The maximum starts at a finite number, so that nothing becomes NaN before a query has seen a key.
     float largest = -FLT_MAX, total = 0.0f;
     typename G::Sums sums;
     G::zero(sums);

@@ -1,6 +1,6 @@
 // Blocks of integers with a scale, encoded and decoded with the same bytes and bits as in
-// src/precision/block_quantization.rs on the host (except that every NaN becomes the same one), and sums of them over
-// ranks, as in src/comm/shm/quantized.rs. A warp processes a block.
+// src/precision/block_quantization.rs on the host (except that every NaN becomes the same one), and sums of such blocks
+// over ranks, as in src/comm/shm/quantized.rs. A warp processes a block.
 //
 // Elements are split into parts of equal length, one for each rank. A part's blocks are counted from its start, and its
 // bytes start at a multiple of 4, so that every scale does too.
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store(T *elements, const float (&x)[PER_LANE], c
         if (own.has(k)) put(elements + own.element(k), x[k]);
 }
 
-// Returns the low bits of the nearest multiple of the step. For a NaN they are 0, as on a CPU.
+// Returns the integer nearest to x * inverse in the low bits of the result. For a NaN, the result is 0, as on a CPU.
 __device__ __forceinline__ unsigned code(float x, float inverse) {
     float shifted = x * inverse + TO_INTEGER;
     return shifted == shifted ? __float_as_uint(shifted) : 0;
@@ -58,7 +58,7 @@ __device__ __forceinline__ unsigned code(float x, float inverse) {
 
 template <class I>
 __device__ __forceinline__ void encode(uint8_t *record, const float (&x)[PER_LANE], const Lane &own) {
-    // As integers, magnitudes have the same order as floats, and a NaN is larger than all of them.
+    // Compared as integers, the bits of magnitudes have the order of the floats, and a NaN is larger than all of them.
     unsigned largest = 0;
 #pragma unroll
     for (unsigned k = 0; k < PER_LANE; k++) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void encode(uint8_t *record, const float (&x)[PER_LAN
     // Any NaN is replaced by the CPU's default NaN.
     float step = __uint_as_float(largest > 0x7f800000 ? 0x7fc00000 : largest) / I::LARGEST;
     float inverse = 1.0f / step;
-    // Below this limit, the inverse would not be finite.
+    // Below this limit, the inverse might not be finite.
     if (step < LEAST_NORMAL) step = inverse = 0.0f;
     if (own.lane == 0) *(float *)record = step;
     uint8_t *codes = record + SCALE;

@@ -2,7 +2,7 @@
 //
 //   rows of a chunk, by a block for 32 columns -> a part [chunks, width] -> column_sums.cu adds the parts in order
 //
-// In a block, thread (column, lane) adds rows lane, lane + 8, ...; then the lanes are added in order.
+// In a block, thread (column, lane) adds rows lane, lane + 8, ...; then the lanes' sums are added in order.
 #pragma once
 
 #define COLUMNS 32

@@ -1,5 +1,5 @@
-// Lookup of a table's rows, and the gradient of the table. Each row that was looked up is summed by separate threads,
-// in f32 and in the order of its positions, without atomics.
+// Lookup of a table's rows, and the gradient of the table. The gradient of each row that was looked up is summed by
+// separate threads, in f32 and in the order of the row's positions, without atomics.
 #include "element_types.cuh"
 
 #define NO_ROW 0xFFFFFFFFu

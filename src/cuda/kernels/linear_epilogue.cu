@@ -2,9 +2,9 @@
 #include "activations.cuh"
 #include "element_types.cuh"
 
-// `before` has products in rows of `width`, which are replaced by product + bias, rounded, to which f is applied. With
-// a function, the result is written to `y`. Without one, y = before + residual replaces the products. Function numbers:
-// 0: none, 1: gelu_tanh, 2: gelu, 3: silu.
+// `before` has products in rows of `width`. With a function f, product + bias replaces the products, and the function of
+// these rounded values plus the residual is written to `y`. Without a function, product + bias + residual replaces the
+// products. Function numbers: 0: none, 1: gelu_tanh, 2: gelu, 3: silu.
 #define FOLLOW(t, T)                                                                                           \
     extern "C" __global__ void follow_##t(size_t count, size_t width, T *before, const T *bias, int function,  \
                                           const T *residual, T *y) {                                           \

@@ -81,12 +81,12 @@ __device__ __forceinline__ const Four<T> &four(const T *p, size_t i) {
     return ((const Four<T> *)p)[i];
 }
 
-// A step of one array. Steps are in the order of their chunks, and each has at least one chunk.
+// The step of one parameter. Steps are in the order of their chunks, and each has at least one chunk.
 struct Step {
-    // The addresses of its arrays in global memory, or 0 for a missing array.
+    // The addresses of the step's arrays in global memory, or 0 for a missing array.
     uint64_t param, grad, first, second, half;
     uint64_t count;
-    // The index of its first chunk among those of all steps.
+    // The index of the step's first chunk among those of all steps.
     uint64_t first_chunk;
 };
 
@@ -137,7 +137,7 @@ __device__ __forceinline__ void step(unsigned count, float *param, const G *grad
 // Each block processes the chunk with its index.
 template <class G, class H, class Rule>
 __device__ __forceinline__ void steps(size_t arrays, const uint64_t *table, size_t elements_per_chunk, Rule rule) {
-    // The last step whose first chunk is not after this one.
+    // Find the last step whose first chunk is not after this block's chunk.
     const Step *all = (const Step *)table;
     size_t chunk = blockIdx.x, low = 0, high = arrays;
     while (high - low > 1) {

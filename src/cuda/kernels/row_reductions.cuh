@@ -21,7 +21,7 @@ __device__ __forceinline__ N reduce_block(N v, Op op) {
     __syncthreads();
     v = parts[0];
     for (int warp = 1; warp < blockDim.x / 32; warp++) v = op(v, parts[warp]);
-    // Before the next reduction writes to the parts.
+    // The next reduction must not write to the parts before all threads have read them.
     __syncthreads();
     return v;
 }

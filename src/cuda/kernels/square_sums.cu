@@ -1,5 +1,5 @@
 // Sums of squares in f64 with the same bits as in src/precision/grad_norm.rs on the host: element i of a chunk is added
-// to lane i % 16, then the lanes are added in order. A square of f32 is exact in f64, so a fused sum is rounded like
+// to lane i % 16, and then the lanes are added in order. A square of f32 is exact in f64, so a fused sum is rounded like
 // the host's.
 #include "element_types.cuh"
 
@@ -7,7 +7,7 @@ constexpr unsigned LANES = 16;
 // The number of a lane's elements that are prefetched while as many earlier ones are added.
 constexpr unsigned AHEAD = 32;
 
-// The chunks of an array. Arrays are in the order of their chunks, and each has at least one chunk.
+// An array. Arrays are in the order of their chunks, and each has at least one chunk.
 struct Array {
     // The address of its elements in global memory.
     uint64_t address;
@@ -56,7 +56,7 @@ extern "C" __global__ void sums_of_squares(size_t arrays, const uint64_t *table,
     unsigned lane = threadIdx.x % LANES;
     double sum = 0.0;
     if (chunk < chunks) {
-        // The last array whose first chunk is not after this one.
+        // Find the last array whose first chunk is not after this chunk.
         const Array *of = (const Array *)table;
         size_t low = 0, high = arrays;
         while (high - low > 1) {

@@ -1,4 +1,4 @@
-//! The NCCL library of this machine, found and loaded at run time. Building and starting do not need it.
+//! The NCCL library of this machine, found and loaded at run time. A program can be built and started without it.
 
 use super::error::NcclError;
 use candle_core::DType;
@@ -97,7 +97,7 @@ impl NcclLibrary {
             let why = error.source().map_or(error.to_string(), ToString::to_string);
             NcclError::NotFound { library: library.clone(), why }
         })?;
-        // Never unloaded: the library has its own threads, and its functions are copied out of it.
+        // The library is never unloaded, because it has its own threads and pointers to its functions are kept.
         let loaded = std::mem::ManuallyDrop::new(loaded);
         let lacks =
             |name: &CStr| NcclError::Lacks { library: library.clone(), symbol: name.to_string_lossy().into_owned() };
@@ -109,7 +109,7 @@ impl NcclLibrary {
         }
         let get_version: unsafe extern "C" fn(*mut c_int) -> c_int = symbol!(c"ncclGetVersion");
         let mut version = 0;
-        // SAFETY: a pointer to a number.
+        // SAFETY: the pointer points to a number.
         unsafe { get_version(&mut version) };
         Ok(Self {
             version,

@@ -36,9 +36,9 @@ pub(crate) struct FailureWatch {
 /// The sizes at which a collective changes its method.
 #[derive(Clone, Copy)]
 pub(super) struct NcclBufferLimits {
-    /// The bytes up to which an exact all-reduce is one exchange of all elements.
+    /// The size in bytes up to which an exact all-reduce is one exchange of all elements.
     pub short: usize,
-    /// The bytes of peers' elements, or of codes, that are in memory at a time.
+    /// The size in bytes of the peers' elements, or of the codes, that are in memory at a time.
     pub room: usize,
 }
 
@@ -82,8 +82,8 @@ impl NcclMember {
         watch: FailureWatch,
         limits: NcclBufferLimits,
     ) -> Result<Self> {
-        // A separate cudarc context, with the same device and primary context as Candle's: with a second stream in
-        // Candle's context, cudarc would record events around every kernel of the model.
+        // The streams are in a separate cudarc context with the same device and primary context as Candle's, because a
+        // second stream in Candle's context would make cudarc record events around every kernel of the model.
         let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
         let (wire, idle) = (context.new_stream().w()?, context.new_stream().w()?);
         context.bind_to_thread().w()?;
@@ -166,7 +166,7 @@ impl NcclMember {
     /// Returns whether the communicator has completed its last call.
     fn state_of(&self, comm: RawNcclComm, op: &'static str) -> Result<bool> {
         let mut code = SUCCESS;
-        // SAFETY: an existing communicator and a pointer to a number.
+        // SAFETY: the communicator exists, and the pointer points to a number.
         let answer = unsafe { (self.library.async_error)(comm, &mut code) };
         self.library.check("ncclCommGetAsyncError", answer)?;
         match code {
@@ -214,7 +214,7 @@ impl NcclMember {
             }
             Ok(done)
         })?;
-        // SAFETY: an existing communicator without work in progress.
+        // SAFETY: the communicator exists and has no work in progress.
         let code = unsafe { (self.library.finalize)(comm) };
         self.library.check("ncclCommFinalize", code)?;
         self.poll(OP, limit, || self.state_of(comm, OP))
@@ -258,8 +258,8 @@ impl NcclLaunch<'_> {
     pub fn room(&mut self, bytes: usize) -> Result<CUdeviceptr> {
         let wire = &self.member.wire;
         if self.state.room.as_ref().is_none_or(|room| room.len() < bytes) {
-            // Released first, in the order of the wire stream, so that the old and the new memory do not exist at the
-            // same time.
+            // The old memory is released first, in the order of the wire stream, so that it and the new memory do not
+            // exist at the same time.
             self.state.room = None;
             // SAFETY: all bytes that are read there have been received or encoded before.
             self.state.room = Some(unsafe { wire.alloc(bytes) }.w()?);
@@ -273,7 +273,7 @@ impl NcclLaunch<'_> {
     /// # Safety
     /// Same as for [`all_gather`](Self::all_gather), with size x count elements at `from` and count at `to`.
     pub unsafe fn reduce_scatter(&self, from: CUdeviceptr, to: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
-        // SAFETY: as the caller promises; an existing communicator.
+        // SAFETY: as the caller promises; the communicator exists.
         let code = unsafe { (self.library().reduce_scatter)(from, to, count, kind, SUM, self.comm, self.stream()) };
         self.check_call("ncclReduceScatter", "a reduce-scatter", code)
     }
@@ -283,7 +283,7 @@ impl NcclLaunch<'_> {
     /// # Safety
     /// Same as for [`all_gather`](Self::all_gather), with count elements.
     pub unsafe fn all_reduce(&self, values: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
-        // SAFETY: as the caller promises; an existing communicator.
+        // SAFETY: as the caller promises; the communicator exists.
         let code = unsafe { (self.library().all_reduce)(values, values, count, kind, SUM, self.comm, self.stream()) };
         self.check_call("ncclAllReduce", "an all-reduce", code)
     }
@@ -294,7 +294,7 @@ impl NcclLaunch<'_> {
     /// There are `count` elements of type `kind` at `from`, and size x count at `to`, in device memory that nothing
     /// else writes and that stays valid until the work on the wire stream is complete.
     pub unsafe fn all_gather(&self, from: CUdeviceptr, to: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
-        // SAFETY: as the caller promises; an existing communicator.
+        // SAFETY: as the caller promises; the communicator exists.
         let code = unsafe { (self.library().all_gather)(from, to, count, kind, self.comm, self.stream()) };
         self.check_call("ncclAllGather", "an all-gather", code)
     }
@@ -325,7 +325,7 @@ impl NcclLaunch<'_> {
     ) -> Result<()> {
         let library = self.library();
         let peers = (0..self.member.size).filter(|peer| *peer != self.member.rank);
-        // SAFETY: as the caller promises; an existing communicator. A group that was started is ended, whatever happens
+        // SAFETY: as the caller promises; the communicator exists. A group that was started is ended, whatever happens
         // in it.
         let (messages, end) = unsafe {
             library.check("ncclGroupStart", (library.group_start)())?;

@@ -19,7 +19,7 @@ use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use std::ops::Range;
 
-/// The alignment in bytes of each rank's codes, with which NCCL copies them fastest. Scales need 4.
+/// The alignment in bytes of each rank's codes at which NCCL copies them fastest. Scales need an alignment of only 4.
 const ALIGNMENT: usize = 128;
 
 impl NcclComm {
@@ -68,7 +68,7 @@ impl NcclComm {
     /// includes this rank's shard, which is already in its place.
     ///
     /// # Safety
-    /// The elements of all ranks are there, used only by this launch.
+    /// `whole` has room for the elements of all ranks, used only by this launch.
     pub(super) unsafe fn gather_coded(
         &self,
         launch: &mut NcclLaunch<'_>,
@@ -85,7 +85,7 @@ impl NcclComm {
         let codes = launch.room(size * most)?;
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for Range { start, end } in pieces(count, step) {
-            // Without gaps, as an all-gather leaves them.
+            // An all-gather leaves no gaps between the ranks' codes.
             let apart = ints.encoded_len(end - start).next_multiple_of(ALIGNMENT);
             let all = RankChunks { number: size, count: end - start, elements_apart: count, bytes_apart: apart };
             let own = codes + (rank * apart) as CUdeviceptr;

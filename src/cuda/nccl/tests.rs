@@ -213,7 +213,7 @@ fn gathers_and_fast_sums_give_what_their_names_say() {
                     let gathered = comm.all_gather(None, on_device(&comm, &shard)).unwrap();
                     gathered.wait_on_host().unwrap();
                     assert_eq!(result(gathered), whole(n));
-                    // Small integers, whose sums are exact in any order.
+                    // The elements are small integers, whose sums are exact in any order.
                     let input = on_device(&comm, &whole(n));
                     let sum = result(comm.reduce_scatter(NcclSumMode::Fast, input).unwrap());
                     let of = |i: usize| (size * ((rank * n + i) / n.max(1) + (rank * n + i) % 5)) as f32;

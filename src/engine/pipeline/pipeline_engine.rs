@@ -394,7 +394,7 @@ impl<B> PipelineEngine<B> {
                 input = Some(Var::from_tensor(&rows)?);
             }
             let first = input.as_ref().map_or(Ok(tensor.clone()), part_input)?;
-            // Backward needs only its place in the graph.
+            // Backward needs the input's place in the graph, but not its values.
             input.as_ref().map_or(Ok(()), |input| residency::clear(input))?;
             let output = layers.try_fold(first, |x, layer| layer.forward(&x, batch))?;
             if is_last { module.loss(&output, batch) } else { Ok(output) }
@@ -474,7 +474,7 @@ impl<B> PipelineEngine<B> {
     /// other part arrives without any further operation of this rank; if `done` is `None`, all of them.
     fn accumulate_tied(&mut self, step: &PipelineStep<B>, done: Option<usize>) -> Result<()> {
         let Some(tied) = self.tied.as_mut().filter(|tied| tied.is_last) else { return Ok(()) };
-        // The first stage's part of the newest ones is still on its way, and this rank does not wait for it.
+        // The first stage's part of the newest gradients is still on its way, and this rank does not wait for it.
         let newest = if done.is_some() { self.schedule.ranks() } else { 0 };
         while tied.kept.len() > newest {
             if done.is_some_and(|done| tied.looked_up_after[tied.kept[0].0] > done) {

@@ -60,7 +60,7 @@ impl PipelineSetup {
         let ranks = config.stages.unwrap_or(job.size());
         let mesh = RankMesh::new(job.size(), &[(MeshAxis::Pipeline, ranks)])
             .map_err(|e| refused(format!("pipeline.stages is {ranks}, but {e}")))?;
-        // Activations cross the slower network: gradients of the same stage stay on a host.
+        // With several hosts, activations cross the slower network, and gradients of the same stage stay on a host.
         let several_hosts = job.ranks_here().len() < job.size();
         let mesh = if several_hosts { mesh.with_outermost(MeshAxis::Pipeline) } else { mesh };
         let along = job.group(&mesh.groups(&[MeshAxis::Pipeline]))?;

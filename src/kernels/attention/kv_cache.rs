@@ -1,7 +1,7 @@
 //! Attention of some new positions over all positions so far, whose keys and values are in a cache.
 //!
-//! A few queries read the complete cache once, so this is limited by memory bandwidth, not by arithmetic. Keys and
-//! values are therefore stored by head, in the order in which they are read, and are used in place in their dtype.
+//! A few queries read the complete cache once, so the operation is limited by memory bandwidth, not by arithmetic. Keys
+//! and values are therefore stored by head, in the order in which they are read, and are used in place in their dtype.
 //! Values are stored one position after the other. Keys are stored in blocks of [`BLOCK`] positions, in which the
 //! positions of an element are adjacent, so that a vector of scores needs no horizontal sum. The sums of each query are
 //! in f32, in an order that depends neither on the number of threads nor on the number of new positions.
@@ -210,7 +210,8 @@ fn one_key_head<'a, E: Element>(
 #[inline(always)]
 fn products<E: Element>(query: &[f32], keys: &[E]) -> [f32; BLOCK] {
     let [mut s0, mut s1, mut s2, mut s3] = [[0f32; BLOCK]; CHAINS];
-    // Widened in a separate loop: the compiler does not vectorize the conversion of a few elements at a time.
+    // Keys are widened in a separate loop, because the compiler does not vectorize the conversion of a few elements at a
+    // time.
     let mut wide = [0f32; CHAINS * BLOCK];
     let (mut q, mut k) = (query.chunks_exact(CHAINS), keys.chunks_exact(CHAINS * BLOCK));
     for (q, k) in q.by_ref().zip(k.by_ref()) {
@@ -244,7 +245,7 @@ fn gather<E: Element>(weights: &[f32], values: &[E], sums: &mut [f32]) {
     let head = sums.len();
     let mut blocks = sums.chunks_exact_mut(COLUMNS);
     for (block, sums) in blocks.by_ref().enumerate() {
-        // Independent sums for even and odd positions.
+        // Even and odd positions have independent sums.
         let [mut even, mut odd] = [[0f32; COLUMNS]; 2];
         let (mut pairs, mut rows) = (weights.chunks_exact(2), values.chunks_exact(2 * head));
         for (weights, values) in pairs.by_ref().zip(rows.by_ref()) {

@@ -55,7 +55,7 @@ pub fn forward<E: Element>(
     out: &mut [E],
     lse: &mut [f32],
 ) {
-    // The scores, and the sums of values weighted by the probabilities.
+    // Two products: the scores, and the sums of values weighted by the probabilities.
     mac_count::add([2, rule.pairs(h), h.head]);
     forward_on(SimdMethod::of::<E>(level()), (h, rule), [q, k, v], out, lse);
 }
@@ -74,7 +74,7 @@ pub fn backward<E: Element>(
     gradients: [MultiHeadRowsMut<'_, E>; 3],
 ) {
     let given = BackwardInputs { q, k, v, out, lse, dout };
-    // The recomputed scores, the probabilities' gradients, and the three results.
+    // Five products: the recomputed scores, the probabilities' gradients, and the three results.
     mac_count::add([5, rule.pairs(h), h.head]);
     let spans = rule.spans(h);
     let whole = whole_groups(h, spans.len(), rayon::current_num_threads());

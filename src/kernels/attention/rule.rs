@@ -19,8 +19,8 @@ pub struct AttentionRule<'a> {
     pub starts: Option<&'a [Vec<usize>]>,
 }
 
-/// The parameters of [`AttentionRule::soft_cap`] that convert a product x to a score in powers of 2: outer tanh(inner
-/// x).
+/// The parameters of [`AttentionRule::soft_cap`] that convert a product x to a score as an exponent of 2: outer
+/// tanh(inner x).
 #[derive(Debug, Clone, Copy)]
 pub struct SoftCap {
     /// The factor by which the product is multiplied.
@@ -80,8 +80,8 @@ impl AttentionRule<'_> {
         Self { scale, soft_cap: None, window: None, bidirectional: false, starts: None }
     }
 
-    /// Returns the factor that converts the numbers of a tile to powers of 2, and the cap that is applied before it, if
-    /// any.
+    /// Returns the factor that converts the numbers of a tile to exponents of 2, and the cap that is applied before it,
+    /// if any.
     pub fn to_powers(self) -> (f32, Option<SoftCap>) {
         match self.soft_cap {
             Some(cap) => (1.0, Some(SoftCap { inner: self.scale / cap, outer: cap * LOG2_E })),

@@ -4,7 +4,7 @@ use super::rule::{SoftCap, TileMaskEdge, TileShape};
 use super::shape::{BAND, BLOCK, TILE};
 use crate::kernels::vector::{SimdVector, tanh};
 
-/// The running softmax of a block of queries, in units of powers of 2.
+/// The running softmax of a block of queries, computed with powers of 2.
 pub(super) struct OnlineSoftmax {
     /// The largest scaled score so far.
     pub max: [f32; BLOCK],
@@ -16,12 +16,12 @@ pub(super) struct OnlineSoftmax {
 
 impl OnlineSoftmax {
     pub(super) fn new() -> Self {
-        // A finite number, so that nothing becomes NaN before a query has seen a key.
+        // The maximum starts at a finite number, so that nothing becomes NaN before a query has seen a key.
         Self { max: [f32::MIN; BLOCK], sum: [0.0; BLOCK], shrink: [0.0; BLOCK] }
     }
 }
 
-/// The keys that are processed at a time. Each has a separate maximum and sum, so that they are independent.
+/// The number of keys that are processed at a time. Each has a separate maximum and sum, so that they are independent.
 const KEYS: usize = 4;
 
 /// The keys of a tile as seen by a vector of queries. All queries see the keys before `all`. Some see those from `all`
@@ -98,7 +98,7 @@ fn check(tile: &[f32], s: TileShape) {
     assert!(s.keys.is_multiple_of(BAND) && s.queries.is_multiple_of(BAND));
 }
 
-/// Applies a cap to a tile of products and writes their scores in powers of 2.
+/// Applies a cap to a tile of products and writes their scores as exponents of 2.
 ///
 /// # Safety
 /// The processor must have the instructions.
@@ -122,7 +122,7 @@ pub(super) unsafe fn bound<V: SimdVector>(tile: &mut [f32], s: TileShape, cap: S
     }
 }
 
-/// Converts a tile of scores to probabilities relative to the running maximum. `scale` converts scores to powers of 2.
+/// Converts a tile of scores to probabilities relative to the running maximum. `scale` converts scores to exponents of 2.
 ///
 /// # Safety
 /// The processor must have the instructions.
@@ -203,7 +203,7 @@ unsafe fn softmax_of<V: SimdVector>(
 
 /// The statistics of the rows of a block of queries.
 pub(super) struct BackwardRowStatistics {
-    /// The log-sum-exp, in powers of 2.
+    /// The log-sum-exp to base 2.
     pub lse: [f32; BLOCK],
     /// The sum over keys of probabilities times their gradients.
     pub along: [f32; BLOCK],

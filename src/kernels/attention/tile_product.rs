@@ -8,7 +8,7 @@ use crate::kernels::vector::Neon;
 use crate::kernels::vector::{Avx2, Avx512, Bf16PairWords};
 use crate::kernels::vector::{F32Words, PackedWords, PortableVector, SimdVector};
 
-/// The strip products for words, whose sums fit into a level's registers.
+/// The strip products for words. The sums of each product fit into the registers of a SIMD level.
 pub(super) trait StripProducts: PackedWords {
     /// The products with 1, 2, ... vectors of columns.
     const STRIPS: &'static [StripProduct];
@@ -99,7 +99,7 @@ pub(super) unsafe fn product<T: StripProducts>(
     }
     let mut column = 0;
     while column < columns {
-        // As few strips as the widest one allows, of nearly equal width.
+        // The columns are divided into as few strips as the widest one allows, of nearly equal width.
         let left = (columns - column) / T::V::LANES;
         let vectors = left.div_ceil(left.div_ceil(T::STRIPS.len()));
         let (c, b) = (c[column..].as_mut_ptr(), b[column..].as_ptr());

@@ -1,4 +1,4 @@
-//! The parts of a product that depend on the SIMD level: the words, and the number of sums of products that the
+//! The parts of a product that depend on the SIMD level: the words ([`PackedWords`]), and the number of sums that the
 //! registers hold.
 //!
 //! A step of a microkernel multiplies one word of each of its rows of `a` by one word of each of its columns of `b`.
@@ -45,15 +45,16 @@ macro_rules! single {
     };
 }
 
-// With 32 registers: 24 for the sums, 3 for a row of `b`, 1 for an element of `a`.
+// Of 32 registers, 24 hold the sums, 3 a row of `b`, and 1 an element of `a`.
 #[cfg(target_arch = "x86_64")]
 single!(Avx512, 8 rows, 3 vectors, 1 << 17);
 #[cfg(target_arch = "aarch64")]
 single!(Neon, 8 rows, 3 vectors, 1 << 16);
-// With 16 registers: 12, 3 and 1.
+// Of 16 registers, 12 hold the sums, 3 a row of `b`, and 1 an element of `a`.
 #[cfg(target_arch = "x86_64")]
 single!(Avx2, 4 rows, 3 vectors, 1 << 16);
-// With 16 registers, of which a vector takes two: 8, 2 and 2. A product that is not fused needs one more.
+// Of 16 registers, 8 hold the sums, 2 a row of `b`, 1 an element of `a`, and 1 a product, because products are not
+// fused with sums.
 single!(PortableVector, 4 rows, 2 vectors, 1 << 16);
 
 #[cfg(target_arch = "x86_64")]

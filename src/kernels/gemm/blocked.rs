@@ -1,10 +1,10 @@
 //! The loops around the microkernels: blocks for the caches, tasks for the threads.
 //!
-//! The result is split into tasks of some columns and of all or many rows. A task packs its columns of `b`, which then
-//! stay in its core's L2 cache, while strips of a few rows of `a` stream past them and are each read once. The cores
-//! therefore exchange only `a`, if it must be packed; columns packed by another core would be slow to read. If `a` has
-//! few rows, packed columns are not kept: a task packs a small piece of `b`, multiplies all rows by it and continues
-//! with the next piece. `b` is then read once, and nothing of its size is written.
+//! The result is split into tasks, each for some of the columns and for all or many of the rows. A task packs its
+//! columns of `b`, which then stay in its core's L2 cache, while strips of a few rows of `a` stream past them and are
+//! each read once. The cores therefore exchange only `a`, if it must be packed; columns packed by another core would be
+//! slow to read. If `a` has few rows, packed columns are not kept: a task packs a small piece of `b`, multiplies all
+//! rows by it and continues with the next piece. `b` is then read once, and nothing of its size is written.
 //!
 //! If `a` must be packed, the first tasks pack it, once for all threads. The other tasks wait until this is done. Tasks
 //! start in order, so the tasks that they wait for are already running.
@@ -34,13 +34,13 @@ const SPAN_BLOCKS: usize = 4;
 const WORDS_OF_A: usize = 1 << 20;
 /// The number of rows up to which packing all of `b` does not pay off.
 const FEW_ROWS: usize = 16;
-/// The number of rows of a task for which packing `b` costs little.
+/// The minimum number of rows per task at which packing `b` costs little.
 const MANY_ROWS: usize = 512;
-/// The number of rows of a task for which packing `b` costs less than leaving a thread idle.
+/// The minimum number of rows per task at which packing `b` costs less than leaving a thread idle.
 const MIN_ROWS: usize = 64;
-/// The number of rows of `a` of a packing task, if rows are contiguous along the inner dimension.
+/// The number of rows of `a` that one task packs, if rows are contiguous along the inner dimension.
 const PACK_ROWS: usize = 64;
-/// The number of steps of `a` of a packing task, if rows are not contiguous along the inner dimension.
+/// The number of steps of `a` that one task packs, if rows are not contiguous along the inner dimension.
 const PACK_STEPS: usize = 32;
 /// The number of multiplications that take less time than waking another thread.
 const MIN_PARALLEL_MULTIPLICATIONS: usize = 1 << 20;
@@ -177,7 +177,8 @@ enum OperandLayout {
     InPlace,
     /// The words of each row are contiguous.
     Rows,
-    /// Groups of [`GemmArithmetic::ROWS`] rows, which store the words of all their rows for each step.
+    /// Rows are stored in groups of [`GemmArithmetic::ROWS`]: for each step in turn, the words of all rows of the
+    /// group.
     Groups,
 }
 
@@ -297,7 +298,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         if self.b.inner_stride == 1 { usize::MAX } else { PREFETCH_STEPS }
     }
 
-    /// Packs the panels of `b` from a column on. The words of each panel are contiguous.
+    /// Packs the panels of `b`, starting at column `col`. The words of each panel are contiguous.
     fn pack_b<W: ElementArithmetic<E> + Microkernels>(&self, col: usize, panels: ColumnPanels, to: *mut f32) {
         let steps = self.steps();
         for turn in turns(0..steps.len(), self.turn()) {
@@ -311,7 +312,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         }
     }
 
-    /// Returns the words of `a` from a row and a step of this part on.
+    /// Returns the words of `a`, starting at a row and a step of this part.
     fn words_of_a<W: ElementArithmetic<E> + Microkernels>(&self, row: usize, step: usize) -> StridedWords {
         let steps = self.steps();
         match self.layout {

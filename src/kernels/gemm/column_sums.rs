@@ -23,7 +23,8 @@ pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
     with_words(parts * cols, |sums| {
         let sums = PartialSums(sums.cast());
         parallel::for_each(parts, |part| {
-            // SAFETY: the words are initialized, and any bits are numbers; every task writes its own `cols` words.
+            // SAFETY: the words are initialized, and any bit pattern is a valid number; every task writes its own
+            // `cols` words.
             let sums = unsafe { std::slice::from_raw_parts_mut(sums.at(part * cols), cols) };
             sums.fill(0.0);
             vectorized!(for i in part * ROWS..rows.min((part + 1) * ROWS) {
@@ -38,7 +39,7 @@ pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
     });
 }
 
-/// Adds a row to the sums. It is inlined, so that it is compiled for the vectors of the surrounding dispatch.
+/// Adds a row to the sums. It is inlined, so that it is compiled for the SIMD level of the surrounding dispatch.
 #[inline(always)]
 fn add<E: Element>(row: &[E], sums: &mut [f32]) {
     for (sum, x) in sums.iter_mut().zip(row) {

@@ -1,4 +1,4 @@
-//! The operations on the sums of a matrix product before they are rounded and stored.
+//! The operations that are applied to the sums of a matrix product before the sums are rounded and stored.
 
 use super::matrix::{Matrix, MatrixMut};
 use crate::kernels::element::Element;

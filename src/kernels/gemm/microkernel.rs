@@ -34,7 +34,7 @@ pub(super) type Microkernel =
 /// The microkernels of an arithmetic.
 pub(super) trait Microkernels: GemmArithmetic {
     /// The kernels, indexed by the logarithm of their number of rows (a power of two), and then by the number of
-    /// vectors, from 1 on.
+    /// vectors, starting with 1.
     const KERNELS: &'static [&'static [Microkernel]];
 }
 
@@ -212,7 +212,7 @@ pub(super) fn rows<A: GemmArithmetic>(rows: usize) -> usize {
     1 << rows.min(A::ROWS).ilog2()
 }
 
-/// Returns the kernel of an arithmetic for this number of rows, a power of two, and of vectors.
+/// Returns the kernel of an arithmetic for this number of rows (a power of two) and of vectors.
 #[inline(always)]
 pub(super) fn select<A: Microkernels>(rows: usize, vectors: usize) -> Microkernel {
     A::KERNELS[rows.ilog2() as usize][vectors - 1]

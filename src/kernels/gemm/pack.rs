@@ -8,7 +8,7 @@ use crate::kernels::vector::{MAX_LANES, SimdVector};
 /// The prefetch distance of packing, in steps, for columns that are packed in turns of this many steps. Without
 /// prefetching, the contiguous pieces are too short or too many for the processor to predict the reads.
 pub(super) const PREFETCH_STEPS: usize = 32;
-/// The prefetch distance in adjacent elements, for rows of which a task packs few steps.
+/// The prefetch distance in adjacent elements, for tasks that pack only a few steps of each row.
 const PREFETCH_NEIGHBORS: usize = 96;
 /// The prefetch distance in bytes, for elements that are adjacent along the inner dimension.
 const PREFETCH_BYTES: usize = 256;
@@ -41,8 +41,9 @@ impl<E: Element> GemmOperand<E> {
         (0..W::DEPTH).for_each(|depth| prefetch_at(from.wrapping_add(depth * self.inner_stride)));
     }
 
-    /// Packs `steps` words, from word `step` on, of the columns of `b` from `outer` on that fill `vectors` vectors: for
-    /// each step the words of all columns. Columns and elements that do not exist are zeros.
+    /// Packs `steps` words, starting at word `step`, of as many columns of `b` as fill `vectors` vectors, starting at
+    /// column `outer`. For each step, the words of all these columns are adjacent. Columns and elements that do not
+    /// exist are zeros.
     ///
     /// # Safety
     /// The processor must have the instructions of `W`; `to` must have room for `steps` times the vectors.
@@ -139,8 +140,8 @@ impl<E: Element> GemmOperand<E> {
         }
     }
 
-    /// Calls `take` with the index and the words of each of `steps` steps from `step` on, in order. The indexes start
-    /// at 0. The words are those of a vector of columns whose elements are adjacent.
+    /// Calls `take` with the index and the words of each of `steps` steps, in order, starting at `step`. The indexes
+    /// start at 0. The words are those of a vector of columns whose elements are adjacent.
     ///
     /// # Safety
     /// The call must be inside `W::V::with`; the steps exist.
@@ -194,9 +195,9 @@ impl<E: Element> GemmOperand<E> {
         }
     }
 
-    /// Packs `steps` words, from word `step` on, of the rows of `a` from `outer` on that a vector covers.
-    /// `inner_stride` must not be 1. The result has for each step the words of `ROWS` rows, or of a part of them. If a
-    /// vector covers twice as many rows, the second half starts `group` words after the first.
+    /// Packs `steps` words, starting at word `step`, of as many rows of `a` as a vector covers, starting at row
+    /// `outer`. `inner_stride` must not be 1. For each step, the result contains the words of `ROWS` rows, or of a part
+    /// of them. If a vector covers twice as many rows, the second half starts `group` words after the first.
     ///
     /// # Safety
     /// The processor must have the instructions of `W`; `to` must have room.
@@ -227,8 +228,8 @@ impl<E: Element> GemmOperand<E> {
         }
     }
 
-    /// Packs `steps` contiguous words, from word `step` on, of row `outer` of `a`, whose `inner_stride` is 1. Writes
-    /// full vectors.
+    /// Packs `steps` contiguous words, starting at word `step`, of row `outer` of `a`, whose `inner_stride` is 1.
+    /// Writes full vectors.
     ///
     /// # Safety
     /// The processor must have the instructions of `W`; `to` must have room for `steps` words rounded up to full

@@ -4,7 +4,7 @@ use super::{SimdVector, TransposeBlock, exp2_of_rest};
 use crate::kernels::element::{Element, ElementDtype};
 use std::arch::x86_64::*;
 
-/// Sixteen f32. bf16 numbers are rounded by integer instructions.
+/// Sixteen f32. Rounding to bf16 takes integer instructions.
 pub(crate) type Avx512 = Avx512Vector<false>;
 
 /// Sixteen f32 of a processor that also has AVX512_BF16.
@@ -41,7 +41,7 @@ impl<const BF16: bool> Avx512Vector<BF16> {
 }
 
 impl Avx512Bf16 {
-    /// Returns the words of the two numbers of each lane in bf16, with the number from `low` in the low half.
+    /// Returns words that contain both numbers of each lane in bf16, the number from `low` in the low half.
     #[inline(always)]
     pub(crate) unsafe fn pair(low: Self, high: Self) -> Self {
         const fn lanes() -> [u16; 32] {
@@ -61,7 +61,7 @@ impl Avx512Bf16 {
         }
     }
 
-    /// Returns words of neighbours in bf16: first the numbers of `first`, then those of `second`.
+    /// Returns words of two neighbouring numbers in bf16: first the numbers of `first`, then those of `second`.
     #[inline(always)]
     pub(crate) unsafe fn row(first: Self, second: Self) -> Self {
         // SAFETY: the caller is inside `with`; types of the same 64 bytes.
@@ -162,7 +162,7 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
     unsafe fn exp2(self) -> Self {
         // SAFETY: as the caller promises.
         unsafe {
-            // The smaller operand comes first, so that NaN passes.
+            // The bound comes first, so that NaN passes through.
             let x = _mm512_max_ps(_mm512_set1_ps(-200.0), self.0);
             let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
             let p = exp2_of_rest(Self(_mm512_sub_ps(x, whole)));

@@ -77,14 +77,14 @@ pub(crate) trait SimdVector: Copy {
     /// Returns `self * factor - less`, rounded once if the level fuses the two.
     unsafe fn mul_sub(self, factor: Self, less: Self) -> Self;
 
-    /// Returns the larger numbers, and the numbers of `other` in lanes in which either number is NaN.
+    /// Returns the larger number of each lane, or the number of `other` if either is NaN.
     unsafe fn max(self, other: Self) -> Self;
 
     /// Returns 2 to the power of every number x, with a relative error of at most 3e-7 + 1e-7 |x|, and NaN for NaN.
     /// Subnormal results may be 0, and results of 2^127.5 and above may be infinity.
     unsafe fn exp2(self) -> Self;
 
-    /// Returns the lanes of `self` from lane `lane` on, and those of `other` before it.
+    /// Returns the lanes of `other` below `lane`, and the remaining lanes of `self`.
     unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self;
 
     /// Transposes the square of the first `LANES` lanes of the first `LANES` rows.

@@ -31,8 +31,8 @@ pub(crate) trait PackedWords {
 /// # Safety
 /// Same as for [`PackedWords`].
 pub(crate) trait PackElementsToWords<E: Element>: PackedWords {
-    /// Returns a vector of consecutive words along the inner dimension, made of the `n` elements from `from` on, and
-    /// zeros.
+    /// Returns a vector of consecutive words along the inner dimension: the `n` elements that start at `from`, padded
+    /// with zeros.
     ///
     /// # Safety
     /// `n` elements can be read.

@@ -11,20 +11,21 @@
 //! # Checked with loom
 //!
 //! `tests/loom` compiles this file with loom's atomic words, cells and locks in place of [`super::primitives`], and
-//! runs two jobs of two parts, in every order in which their accesses can take effect. One helper that keeps looking is
-//! interrupted at most six times, one that sleeps four times, two helpers once if they keep looking and twice if they
-//! sleep, and two callers three times. Loom finds no race on `job` or on what the parts write, no part that is run
-//! twice or not at all, no helper that works on a job that has returned or enters one twice, no panic that is lost or
-//! left for the next job, and no helper that sleeps forever. The pool never ends its helpers, so there is no end to
-//! check.
+//! runs two jobs of two parts, in every order in which their accesses can take effect. The number of interruptions is
+//! limited: to six for one helper that keeps looking, four for one that sleeps, one for two helpers that keep looking,
+//! two for two that sleep, and three for two callers. Loom finds no race on `job` or on what the parts write, no part
+//! that is run twice or not at all, no helper that works on a job that has returned or enters one twice, no panic that
+//! is lost or left for the next job, and no helper that sleeps forever. The pool never ends its helpers, so there is no
+//! end to check.
 //!
 //! It finds the deliberate mistakes in its tests: a job that is opened, looked at, left, closed or waited for with
-//! Relaxed, one that stays open for helpers, SeqCst that orders nothing, and a missing wake-up. These were made in this
-//! file by hand, one by one, and each was found too: waking without the lock, falling asleep without a second look,
-//! `asleep` that is never incremented, closing that does not wait, no closing when the caller panics, a helper's panic
-//! that is not caught or not cleared, entering without taking a place, entering a different job from the one looked at,
-//! and looking for any job instead of a new one. Relaxed in `enter` alone is not found, because the look before it also
-//! uses Acquire. The check does not cover the clock, a job number that wraps around, or the start of threads.
+//! Relaxed, one that stays open for helpers, SeqCst that orders nothing, and a missing wake-up. The following mistakes
+//! were made in this file by hand, one by one, and each was found too: waking without the lock, falling asleep without
+//! a second look, `asleep` that is never incremented, closing that does not wait, no closing when the caller panics, a
+//! helper's panic that is not caught or not cleared, entering without taking a place, entering a different job from the
+//! one looked at, and looking for any job instead of a new one. Relaxed in `enter` alone is not found, because the look
+//! before it also uses Acquire. The check does not cover the clock, a job number that wraps around, or the start of
+//! threads.
 
 use super::primitives::{AtomicU64, AtomicUsize, CallerMutex, Condvar, JobCell, Lookout, Mutex, MutexGuard, pause};
 use std::any::Any;
@@ -70,8 +71,8 @@ pub(super) struct WorkerPool {
     pub(super) panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-// SAFETY: `job` is written by the holder of `caller` while no helper may enter and none is inside, and read by those
-// inside.
+// SAFETY: `job` is written by the holder of `caller` while no helper may enter and none is inside, and read only by
+// helpers inside.
 unsafe impl Sync for WorkerPool {}
 
 impl WorkerPool {

@@ -87,7 +87,7 @@ struct LossAndGradients {
 }
 
 impl GpuLossHead {
-    /// Creates a head for these operands, if kernels support them. `rows` of `all` rows count, with these targets.
+    /// Creates a head for these operands, if kernels support them. Of `all` rows, `rows` count and have these targets.
     pub fn new(
         h: &Tensor,
         weight: &Tensor,
@@ -125,8 +125,8 @@ impl GpuLossHead {
         Ok(tensor_of(all, (self.all, width)))
     }
 
-    /// Returns the losses of the rows that count times `sign`, and the gradients of the sum of the losses times their
-    /// scales. `h` contains these rows.
+    /// Returns the losses of the rows that count, multiplied by `sign`, and the gradients of the sum of the losses,
+    /// each multiplied by its scale. `h` contains only these rows.
     fn run(
         &self,
         op: &'static str,
@@ -182,7 +182,7 @@ impl GpuLossHead {
         Ok(LossAndGradients { losses, dh, dweight })
     }
 
-    /// Adds a product to the sum so far, which is in f32 from the second product on.
+    /// Adds a product to the sum so far. A sum of two or more products is in f32.
     fn added(&self, op: &'static str, sum: Option<Tensor>, product: Tensor) -> Result<Tensor> {
         let (device, len) = (&self.device, product.elem_count());
         let Some(sum) = sum else { return Ok(product) };
@@ -211,7 +211,9 @@ impl GpuLossHead {
             let grad = grad.on_device(&self.device)?;
             let mut kept = lock(&kept);
             let grads = if is_once() { kept.take() } else { kept.clone() };
-            let Some((dh, dweight)) = grads else { bail!("{NAME}: its gradients were already taken") };
+            let Some((dh, dweight)) = grads else {
+                bail!("{NAME}: the gradients of this loss have already been taken")
+            };
             let scaled = |values: Tensor| -> Result<Tensor> {
                 let scaled = with_each([&values, &grad], NAME, |[values, grad]| {
                     kernel::scaled_by(&self.device, values, grad, divisor as f32, dtype)

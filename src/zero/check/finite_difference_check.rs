@@ -3,8 +3,8 @@
 //!
 //! ```text
 //!   forward    each unit's parameters moved up while it runs | moved down | unchanged
-//!   backward   an output has its gradient v: v times half of the difference between the moved outputs
-//!              a parameter has its gradient g: g times half of the difference between its moved values
+//!   backward   for each output with gradient v: the sum of v times half of the difference between the moved outputs
+//!              for each parameter with gradient g: the sum of g times half of the difference between its moved values
 //! ```
 //!
 //! If every operation's backward is correct, each of these sums is the change in the loss along one direction. The sums
@@ -56,8 +56,8 @@ impl RankCore {
         }
         let buffers = self.buffers.all()?;
         let traces = lock(&self.gather).exchange_traces(Default::default());
-        // With a graph, because the model may differentiate something in its forward. The graph is dropped before the
-        // real forward.
+        // The forward builds a graph, because the model may differentiate something in its forward. The graph is
+        // dropped before the real forward.
         let output = {
             let _shifted = PerturbedParamsGuard::begin(self);
             self.forward(run).map(|output| output.detach())

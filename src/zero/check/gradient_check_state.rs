@@ -1,4 +1,4 @@
-//! The state of a check of gradients, and the results of its forward passes and its backward.
+//! The state of a gradient check, and the results of its forward passes and its backward.
 
 use super::perturbation::{DirectionalGradient, PerturbationDirection};
 use crate::graph::Grad;

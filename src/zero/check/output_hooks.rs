@@ -1,9 +1,10 @@
 //! Hooks on the outputs of forward passes: a backward uses them to see whether its loss belongs to this step, and a
 //! check gets the output's gradient from them.
 //!
-//! An output runs a hook when its gradient is complete. If the operation that made the output is one of this library's,
-//! the hook belongs to that operation. Otherwise it belongs to a separate operation, which copies the output. If the
-//! copy would be large, a backward that has reached no output searches the loss's graph for the output instead.
+//! An output runs a hook when its gradient is complete. If the operation that computed the output is one of
+//! candle-zero's, the hook belongs to that operation. Otherwise it belongs to a separate operation, which copies the
+//! output. If the copy would be large, a backward that has reached no output searches the loss's graph for the output
+//! instead.
 
 use super::forward_outputs::ForwardOutput;
 use crate::error::{EngineError, Result};

@@ -1,4 +1,4 @@
-//! The direction of a check of gradients: every element of a parameter moves up or down by one step, pseudorandomly.
+//! The direction of a gradient check: every element of a parameter moves up or down by one step, pseudorandomly.
 //!
 //! The signs depend on the parameter's name and the element's index, so they are the same at all stages, on all ranks
 //! and in every run. The step is the same for all elements of a parameter: a fraction of the root mean square of its

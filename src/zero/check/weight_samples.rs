@@ -1,4 +1,4 @@
-//! A few elements of each parameter, by which writes to it are found.
+//! A few elements of each parameter, which reveal writes to it.
 
 use crate::error::{ParamError, Result};
 use crate::param::Param;

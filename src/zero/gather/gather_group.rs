@@ -1,4 +1,4 @@
-//! Parameters that are gathered and released together, from all ranks or from this host's second copy.
+//! Parameters that are gathered together, from all ranks or from this host's second copy, and released together.
 
 use super::coalesced_layout::CoalescedLayout;
 use crate::comm::WireFormat;
@@ -102,8 +102,8 @@ impl GatherGroup {
             });
             let place = place.unwrap_or_else(R::Buffer::host);
             let goes_on = goes_to_gpu(core, layout, &place);
-            // If the shards are gathered in this buffer, it has room for the chunks of all of them: the other ranks'
-            // chunks arrive in it.
+            // If the shards are gathered in this buffer, it has room for the chunks of all shards: those of the other
+            // ranks arrive in it.
             let room = if goes_on { layout.chunk } else { layout.chunk * core.mesh().shards() };
             let mut chunk = R::Buffer::with_capacity(&place, layout.dtype(core.dtype()), room)?;
             let mut pieces = Vec::new();
@@ -222,8 +222,8 @@ fn part_of_group<R: StepExecutor>(core: &R, chunks: &R::Buffer) -> Result<(R::Bu
     Ok((part, held))
 }
 
-/// Waits for all-gathers whose results are not used, and for pending reads too, because the step may write to those
-/// extents.
+/// Waits for all-gathers whose results are not used, and for pending reads too, because the step may write to the same
+/// parts of the files.
 pub(super) fn forget<R: StepExecutor>(core: &R, gathering: PendingGather<R>) -> Result<()> {
     gathering.into_iter().try_for_each(|(way, _)| match (way, core.files()) {
         (GatherProgress::Travelling(pending), _) => core.wait(pending).map(drop),

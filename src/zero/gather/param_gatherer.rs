@@ -277,7 +277,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         self.entered.push(ROOT);
     }
 
-    /// Ends the inner backward, that of `unit`: also releases the parameters that this rank has not used.
+    /// Ends the inner backward, that of `unit`, and also releases the parameters that this rank has not used.
     pub fn unnest(&mut self, core: &R, unit: UnitId, passes: bool) -> Result<()> {
         let last = self.entered.pop().unwrap_or(ROOT);
         let left = self.leave_behind(core, last);

@@ -5,9 +5,9 @@
 //!   backward   mark: gather | inner's operations; each parameter is released when its gradient has arrived
 //! ```
 //!
-//! The mark runs before the unit's last operation is differentiated, and so before any of its operations. If that
-//! operation is one of this library's, the mark is one of its hooks. Otherwise it is an identity operation on the
-//! unit's output. Without an engine, or if parameters are not sharded, a unit only runs the module inside.
+//! The mark runs before the unit's last operation is differentiated, and so before all other operations of the unit. If
+//! the last operation is one of candle-zero's, the mark is one of its hooks. Otherwise it is an identity operation on
+//! the unit's output. Without an engine, or if parameters are not sharded, a unit only runs the module inside.
 //!
 //! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
 
@@ -291,7 +291,8 @@ impl<M: Send + Sync + 'static> Unit<M> {
     ) -> Result<Tensor> {
         hook.core.will_recompute();
         let (draws, format) = (stream_position(), autocast_format());
-        // Contiguous, as it will be the second time: the order of a sum may depend on the layout.
+        // The input is made contiguous, as it will be the second time, because the order of a sum may depend on the
+        // layout.
         let input = x.detach().contiguous()?;
         let forward = || without_gradients(|| self.run(hook, |inner| run(inner, &input)));
         let (y, buffers) = hook.core.keeping_buffers(hook.unit, forward)?;
@@ -314,7 +315,7 @@ impl<M: Send + Sync + 'static> Unit<M> {
 /// The values that a recomputing unit keeps from its first run.
 struct FirstForward {
     input: RecomputeInput,
-    /// Whether this library's layers add up the gradients of the input's uses. Candle would round each one first.
+    /// Whether candle-zero's layers add up the gradients of the input's uses. Candle would round each one first.
     adds_up: bool,
     output: OutputDigest,
     /// The buffers as they were before the first run.

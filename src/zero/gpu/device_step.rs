@@ -51,7 +51,7 @@ pub(in crate::zero) fn update(
     }
     steps.run()?;
     if weights.is_none() {
-        // Tensors may be used on streams other than this library's. Those streams wait for the work launched so far.
+        // Tensors may be used on streams other than candle-zero's. Those streams wait for the work launched so far.
         let stream = device.cuda_stream();
         for slot in slots.iter().filter(|slot| !slot.owned.is_empty()) {
             change(&core.params[slot.param].tensor, |mut whole| {

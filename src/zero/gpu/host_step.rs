@@ -22,7 +22,7 @@ use candle_core::CudaDevice;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// The number of pending pieces.
+/// The maximum number of pieces that are still being copied when the next one is visited.
 const IN_FLIGHT: usize = 1;
 
 /// A sweep through weights that are on a GPU.

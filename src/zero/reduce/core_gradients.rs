@@ -1,4 +1,4 @@
-//! Gradients with their values: sums them, and packs them into buckets for their collectives.
+//! Works on the values of gradients: sums them, and packs them into buckets for their collectives.
 
 use super::gradient_reducer::{ArrivedGradient, GradientBackend, ReducePlan};
 use crate::error::Result;

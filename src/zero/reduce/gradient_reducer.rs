@@ -117,7 +117,8 @@ pub(crate) trait GradientBackend: StepExecutor {
     fn zeros(&self, param: &Param) -> Self::Grad;
     /// Returns the sum of two gradients of one parameter.
     fn sum(a: Self::Grad, b: Self::Grad) -> Result<Self::Grad>;
-    /// Packs gradients by a layout, piece by piece, for their collective. Each is dropped once it has been copied.
+    /// Packs gradients according to a layout, piece by piece, for their collective. Each is dropped once it has been
+    /// copied.
     fn pack(
         &self,
         plan: &ReducePlan,
@@ -218,7 +219,7 @@ impl<C: GradientBackend> GradientReducer<C> {
     }
 
     /// Holds a gradient until backward ends. A parameter that is used inside and outside of a recomputing unit has a
-    /// gradient from each use. Ranks may differ in that too, so the sum is reduced.
+    /// gradient from each use. The number of uses may differ between ranks too, so the sum is reduced.
     fn wait_for_others(&mut self, ArrivedGradient { param, grad, held }: ArrivedGradient<C::Grad>) -> Result<()> {
         let arrived = match self.waiting.remove(&param) {
             Some(first) => ArrivedGradient { grad: C::sum(first.grad, grad)?, ..first },

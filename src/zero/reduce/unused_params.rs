@@ -1,8 +1,8 @@
 //! Checks once for parameters that no backward reaches: they are an error, or get zeros.
 //!
 //! The first accumulation is judged as a whole and over all ranks, so that a model whose micro steps or ranks alternate
-//! between its parts is not an error. The model of a run that has made steps was judged when that run began: a run
-//! that loads its checkpoint may skip a part in its first step.
+//! between its parts is not an error. A model that has already been trained was judged when its training began, so a
+//! run that loads its checkpoint may skip a part in its first step.
 
 use super::gradient_reducer::is_expected;
 use crate::error::{EngineError, Result};
@@ -13,7 +13,8 @@ use crate::zero::gather::leaf_units::LeafPosition;
 use crate::zero::rank_core::RankCore;
 
 impl RankCore {
-    /// Judges in the first optimizer step, in which it is collective. Does nothing in later steps.
+    /// Judges the parameters in the first optimizer step, in which this call is collective. Does nothing in later
+    /// steps.
     ///
     /// # Errors
     /// [`EngineError::NoGradient`] if no rank has a gradient of a parameter that a backward must reach.

@@ -47,7 +47,7 @@ impl RankCore {
         self.own_gradient(param)?.map(|own| self.gather_whole(param, own)).transpose()
     }
 
-    /// Sets a state on every rank that has a part of it. Weights are also written to their full or 16-bit copies, where
+    /// Sets a state on every rank that has a part of it. Weights are also written to their full or 16-bit copies, if
     /// these exist.
     pub fn set_state(&self, state: ParamStateKind, param: ParamId, whole: &[f32]) -> Result<()> {
         let part = |range: Range<usize>| Ok(Flat::F32(whole[range].to_vec()));

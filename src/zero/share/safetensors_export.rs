@@ -1,4 +1,5 @@
-//! Writes whole parameters as a safetensors file, gathered one at a time and written by rank 0 as they arrive.
+//! Writes whole parameters to a safetensors file. They are gathered one at a time, and rank 0 writes them as they
+//! arrive.
 
 use super::state_access::ParamStateKind;
 use crate::comm::WireFormat;
@@ -84,7 +85,8 @@ impl RankCore {
     /// Collective: assembles a whole parameter from the elements that each rank owns.
     pub(super) fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
         let (mesh, about) = (self.mesh(), &self.params[param]);
-        // Not decided by how much this rank owns: a parameter with one element is in only one shard.
+        // The number of elements that this rank owns must not decide this: a parameter with one element is in only one
+        // shard.
         if mesh.shards() == 1 || !self.placement.optim.is_sharded() {
             return Ok(own);
         }
@@ -158,7 +160,7 @@ fn header(params: &[Param], buffers: &[ModelBuffer], dtype: DType) -> Vec<u8> {
         header.insert(name.clone(), info);
     }
     let mut header = Value::Object(header).to_string().into_bytes();
-    // The format requires the data to be aligned to 8 bytes; spaces are allowed there.
+    // The format requires the data to be aligned to 8 bytes, and allows spaces at the end of the header.
     header.resize(header.len().next_multiple_of(8), b' ');
     header
 }
@@ -190,7 +192,7 @@ fn check_earlier(path: &Path, tensors: &serde_json::Map<String, Value>) -> std::
     if is_earlier {
         return Ok(());
     }
-    let text = "a file of that name exists that is not an export of this model, and it is not replaced; use another \
+    let text = "a file of that name exists but is not an export of this model, so it is not replaced; use another \
                 name, or remove it";
     Err(Error::new(ErrorKind::AlreadyExists, text))
 }

@@ -55,8 +55,8 @@ pub(crate) const OUTER_WEIGHTS: &str = "outer_weights";
 /// The name of the momentum of the outer optimizer.
 pub(crate) const OUTER_MOMENTUM: &str = "outer_momentum";
 
-/// The name of the mean change of fragments that have been exchanged and have not taken effect, if a checkpoint is saved
-/// then.
+/// The name of the mean change of fragments that have been exchanged but have not taken effect when a checkpoint is
+/// saved.
 pub(crate) const OUTER_CHANGE: &str = "outer_change";
 
 /// Returns the names of the states of the outer optimizer.
@@ -167,8 +167,8 @@ impl SharePlan {
         self.formats(role).into_iter().map(StateFormat::block).max().unwrap_or(1)
     }
 
-    /// Returns the number of elements by which the length of a share in files must be divisible: their codes, or
-    /// 16-bit numbers, fill complete pages.
+    /// Returns the number of elements by which the length of a share in files must be divisible, so that their codes,
+    /// or 16-bit numbers, fill complete pages.
     pub fn step(&self) -> usize {
         if OptimizerRole::ALL.into_iter().any(|role| self.block(role) > 1) { ALIGN } else { STEP }
     }

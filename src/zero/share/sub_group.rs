@@ -12,8 +12,9 @@
 //! | `master` | 16-bit only | 16-bit only | 16-bit only |
 //! | `grads`, `moments` | whole | shards | shards |
 //!
-//! If nothing is offloaded to files, all states are in memory. `offload_param` moves `weights`, `offload_optimizer` the
-//! others. Gradients have a buffer per parameter: the one that a large gradient was reduced in.
+//! If nothing is offloaded to files, all states are in memory. With the device `nvme`, `offload_param` moves `weights`
+//! to files, and `offload_optimizer` moves the others. Gradients have a buffer per parameter: the one that a large
+//! gradient was reduced in.
 
 use super::optim_state::OptimState;
 use super::share_storage::{FileExtentOf, ShareStorage};
@@ -139,11 +140,11 @@ impl<R: ShareStorage> SubGroup<R> {
         }
     }
 
-    /// Stores a gradient that is complete for this micro step: in memory, or by a write to the file that begins now.
+    /// Stores a gradient that is complete for this micro step: in memory, or in the file, by a write that begins now.
     pub fn put_grads(&mut self, slot: usize, grads: TrackedBuffer<R::Buffer>, rank: &R) {
         self.grads[slot] = match (&self.grad_file, rank.files()) {
             (Some(extent), Some(files)) => {
-                // Computed now, while it is in memory. The last micro step's value counts.
+                // The squares are summed now, while the gradient is in memory. The sum of the last micro step counts.
                 let piece = self.slots[slot].piece.clone();
                 let squares = grads.buffer().values().map_or(0.0, |values| sum_of_squares(values.slice(piece)));
                 let writing = Some(files.store(grads, extent, self.slots[slot].padded()));

@@ -284,7 +284,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
                 }
                 let moments = states.map(|(_, format)| OptimState::in_memory(ledger, &devices.states, format, len));
                 group.moments = moments.collect::<Result<_>>()?;
-                // Between two exchanges nothing reads them, so they need no room on a GPU.
+                // Between two exchanges nothing reads the outer states, so they need no room on a GPU.
                 let host = || R::Buffer::zeros(&R::Buffer::host(), DType::F32, len);
                 let outer = plan
                     .outer_states
@@ -349,7 +349,7 @@ impl StateFileBuilder<RankCore> for ArenaBuilder {
             SubGroupStateKind::Gradients => ("gradients", None),
             SubGroupStateKind::Moment(name) | SubGroupStateKind::Outer(name) => (name, None),
         };
-        let offload = self.offload.as_ref().expect("a state in a file has one");
+        let offload = self.offload.as_ref().expect("a state in a file has an offload store");
         Ok(FileExtent::at_end_of(&offload.file(StateFileContent { kind: state.kind(), name, class })?, dtype))
     }
 

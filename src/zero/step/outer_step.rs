@@ -83,7 +83,7 @@ impl RankCore {
         publisher.finish(self)
     }
 
-    /// Calls `work` with every part of a trained parameter that this rank owns, as file access allows.
+    /// Calls `work` with every part of a trained parameter that this rank owns, in pieces that file access allows.
     fn of_owned_parts(&self, mut work: impl FnMut(ParamId, Range<usize>) -> Result<()>) -> Result<()> {
         self.trained_params()
             .try_for_each(|(param, _)| pieces(&self.owned(param)).try_for_each(|part| work(param, part)))
@@ -124,8 +124,8 @@ impl RankCore {
         Ok(change)
     }
 
-    /// Collective among the ranks of an island: takes the outer step on the mean change of `params`, and makes the weights
-    /// `alpha` times themselves plus the rest times the outer weights.
+    /// Collective among the ranks of an island: takes the outer step on the mean change of `params`, and sets the
+    /// weights to `alpha` times the weights plus `1 - alpha` times the new outer weights.
     pub fn outer_step(&self, params: &[ParamId], change: MeanChange, outer: &dyn Optimizer, alpha: f32) -> Result<()> {
         let mut changes = match change {
             MeanChange::Received(own) => Some(self.changes_of_pieces(params, own)?),

@@ -21,7 +21,7 @@ pub(crate) struct StageVote {
     pub loss_is_finite: bool,
 }
 
-/// This rank among those along the pipeline.
+/// This rank's position among those along the pipeline.
 pub(crate) struct PipelinePosition {
     /// The ranks along the pipeline.
     pub comm: Arc<dyn Communicator>,
@@ -32,7 +32,7 @@ pub(crate) struct PipelinePosition {
     pub in_model: Vec<usize>,
     /// Whether this rank holds the last stage, which computes the loss.
     pub is_last: bool,
-    /// The complete model's parameters and their division among stages, as a hash.
+    /// A hash of the complete model's parameters and their division among stages.
     pub fingerprint: u64,
     /// The names of all parameters of the complete model, in order.
     pub all_names: Vec<String>,

@@ -112,7 +112,8 @@ impl DeviceCopyQueues {
         Self { device: device.clone(), ledger: ledger.clone(), zero: zero.clone(), queues: Mutex::default() }
     }
 
-    /// Creates a queue. Locking memory waits for all of the GPU's work, even for a collective whose peer has failed.
+    /// Creates a queue before its first use, because locking memory waits for all of the GPU's work, even for a
+    /// collective whose peer has failed.
     ///
     /// # Errors
     /// A driver error: memory that cannot be locked.

@@ -11,7 +11,7 @@
 //! Case N of a target depends only on the seed and N. Each target runs for `--seconds`, and `--jobs` of them run at a time.
 //! With one target, all jobs run different cases of it. A panic, a signal, a case of more than 10 seconds, and more
 //! than 1 GiB of memory are failures: the program spends a few seconds shrinking the input and writes it to
-//! `artifacts/`, and the exit code is 1. If the library's sandbox ends the process with an error message, that is not a
+//! `artifacts/`, and the exit code is 1. If candle-zero's sandbox ends the process with an error message, that is not a
 //! failure.
 
 use candle_zero::untrusted_work::SandboxAllocator;
@@ -30,7 +30,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// The allocator of zerorun, which bounds the memory of the library's sandbox.
+/// The allocator of zerorun, which bounds the memory of candle-zero's sandbox.
 #[global_allocator]
 static ALLOCATOR: SandboxAllocator = SandboxAllocator;
 
@@ -53,10 +53,10 @@ const LONGEST_TEXT: usize = 3000;
 /// The exit codes of a process that runs cases.
 const EXIT_PANIC: i32 = 101;
 const EXIT_MEMORY: i32 = 102;
-/// The exit code with which the library's sandbox ends a process after an error message.
+/// The exit code of a process that candle-zero's sandbox ends after an error message.
 const EXIT_SANDBOX: i32 = 1;
 
-/// The variable that makes this program run cases itself. Its value is `SECONDS`, or empty for one input.
+/// The environment variable that makes this program run cases itself. Its value does not matter.
 const WORKER: &str = "CANDLE_ZERO_FUZZ_WORKER";
 
 /// The command line.
@@ -266,7 +266,7 @@ fn run_cases(options: &Options) -> ExitCode {
             progress.done += 1;
             progress.case += step;
             if progress.done % 4096 == 0 {
-                // The library's notices are of no use if nothing fails.
+                // candle-zero's notices are of no use if nothing fails.
                 // SAFETY: descriptor 2 is this process's own message file; truncating it affects no memory.
                 unsafe { libc::ftruncate(2, 0) };
             }
@@ -276,7 +276,7 @@ fn run_cases(options: &Options) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Runs cases on a thread's default stack, the smallest on which the library runs.
+/// Runs cases on a thread's default stack, the smallest on which candle-zero runs.
 fn on_usual_stack<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     std::thread::spawn(work).join().unwrap_or_else(|_| std::process::exit(EXIT_PANIC))
 }
@@ -476,7 +476,7 @@ fn run_target(target: &Target, options: &Options, part: u64, parts: u64) -> Targ
     result
 }
 
-/// Writes the input of a failure, and prints how to repeat it.
+/// Writes the input of a failure, and prints how to reproduce it.
 fn report(target: &Target, options: &Options, case: u64, failure: Failure) {
     let seed = options.seed;
     // Some targets' seeds are also written to the folder of this process, which is removed at the end.
@@ -501,7 +501,7 @@ fn report(target: &Target, options: &Options, case: u64, failure: Failure) {
             target.name,
             path.file_name().unwrap_or_default().display()
         ),
-        None => println!("only after other cases: {command} --target {} --seed {seed}", target.name),
+        None => println!("the failure occurs only after other cases: {command} --target {} --seed {seed}", target.name),
     }
 }
 

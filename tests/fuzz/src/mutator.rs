@@ -1,4 +1,4 @@
-//! Makes inputs from seeds by random changes.
+//! Creates inputs by changing seeds at random.
 
 use crate::random::Random;
 use crate::targets::Target;

@@ -6,7 +6,7 @@ use candle_zero::util::{fnv1a, mix};
 pub struct Random(u64);
 
 impl Random {
-    /// Creates the generator of case `case` of a run.
+    /// Creates the generator for case `case` of a run.
     pub fn of_case(seed: u64, target: &str, case: u64) -> Self {
         Self(mix(fnv1a(target.as_bytes()) ^ mix(seed)) ^ mix(case))
     }

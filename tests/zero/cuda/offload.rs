@@ -100,7 +100,7 @@ fn gradients_leave_while_backward_runs_and_weights_come_back_while_the_next_are_
         let number = |event: &Value, key: &str| event[key].as_f64().unwrap();
         all.map(|event| (number(event, "ts"), number(event, "ts") + number(event, "dur"))).collect()
     };
-    // Counts the copies of this kind that began while work of that kind was running.
+    // Counts the copies named `copy` that began while work named `work` was running.
     let beside = |copy: &str, work: &str| {
         let work = times(work);
         times(copy).iter().filter(|copy| work.iter().any(|work| work.0 < copy.0 && copy.0 < work.1)).count()
@@ -133,7 +133,7 @@ fn a_delayed_update_is_that_of_the_weights_before_it_and_is_there_one_step_later
     if !gpu_answers(a_delayed_update_is_that_of_the_weights_before_it_and_is_there_one_step_later) {
         return;
     }
-    // The rate is so large, from the first step on, that a step is visible in bf16.
+    // From the first step on, the rate is large enough for a step to be visible in bf16.
     let scheduler = json!({"type": "WarmupLR", "params": {"warmup_min_lr": 1e-2, "warmup_max_lr": 2e-2}});
     let bf16 = json!({"bf16": {"enabled": true}, "scheduler": scheduler});
     for (stage, format) in [(1, bf16.clone()), (2, json!({"scheduler": scheduler})), (3, bf16)] {

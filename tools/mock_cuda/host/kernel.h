@@ -215,7 +215,7 @@ MOCK_OF_HALF(hfloor, floorf(x))
 MOCK_OF_HALF(hrint, rintf(x))
 MOCK_OF_HALF(htrunc, truncf(x))
 
-// Returns four products of signed bytes and their sum.
+// Returns `c` plus the products of four pairs of signed bytes.
 inline int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 4; i++) c += int(int8_t(a >> 8 * i)) * int8_t(b >> 8 * i);
     return c;

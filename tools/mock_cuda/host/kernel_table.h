@@ -1,4 +1,4 @@
-// The table by which a compiled .cu file lists its kernels for the driver.
+// The table in which a compiled .cu file lists its kernels for the driver.
 #pragma once
 
 #include <cstddef>

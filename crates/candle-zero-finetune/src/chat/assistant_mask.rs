@@ -1,10 +1,10 @@
-//! Finds the bytes of a rendered chat template that are the assistant's.
+//! Finds the bytes of a rendered conversation that are the assistant's.
 //!
-//! Neither of the usual methods is correct. The conversation up to a message does not always render as a prefix of the
-//! full text (Qwen3 writes thoughts only in the last answer), and the text of a marker (`<|im_end|>`) may appear in
-//! a user's message. Therefore, contents are traced: in a second rendering, they contain Unicode private-use
-//! characters. If the two texts are otherwise equal, these characters show where each content begins and ends. The
-//! answers follow from these positions:
+//! Neither of the usual methods, rendering prefixes of the conversation and searching for markers, is correct. The
+//! conversation up to a message does not always render as a prefix of the full text (Qwen3 writes thoughts only in the
+//! last answer), and the text of a marker (`<|im_end|>`) may appear in a user's message. Therefore, contents are traced:
+//! in a second rendering, they contain Unicode private-use characters. If the two texts are otherwise equal, these
+//! characters show where each content begins and ends. The answers follow from these positions:
 //!
 //! - An answer begins after the first answer header that follows the previous message. The template itself defines
 //!   this header: it is the text that `add_generation_prompt` adds, or the text between a question and its
@@ -316,8 +316,8 @@ impl TurnMarkers {
         self.headers.iter().any(|header| text.contains(header.trim()))
     }
 
-    /// Returns the byte range of an answer in the text, from the boundaries in `points` of all messages, and whether
-    /// the range includes the answer's end.
+    /// Returns the byte range of an answer in the text, and whether the range includes the answer's end. `points` are
+    /// the boundaries of all messages.
     fn target(&self, text: &str, points: &[MessageBoundary], answer: usize) -> Option<(Range<usize>, bool)> {
         let own = || points.iter().filter(|point| point.message == answer).map(|point| point.at);
         let others = || points.iter().filter(|point| point.message != answer).map(|point| point.at);
@@ -440,7 +440,7 @@ fn trace(
             }),
         });
     }
-    // There are not enough marks.
+    // There are not enough private-use characters to mark this many texts.
     if marked_texts.len() > 0x7000 {
         return None;
     }

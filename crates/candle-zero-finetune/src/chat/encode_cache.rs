@@ -14,13 +14,14 @@
 //!   not even at its beginning or end, and none strips white space there or examines its neighbours.
 //! - The normalizer treats each side as it would treat that side alone.
 //! - Either the pre-tokenizer also cuts there, with a known regular expression, so that the vocabulary cannot join the
-//!   two sides, or it leaves both sides unchanged. In the latter case, no token of the vocabulary contains the two
-//!   characters in sequence, complete words are not looked up, and no unknown character is joined with its neighbour.
+//!   two sides, or it leaves both sides unchanged. The latter suffices only if no token of the vocabulary contains the
+//!   two characters in sequence, complete words are not looked up, and no unknown character is joined with its
+//!   neighbour.
 //!
 //! A piece that occurs for the first time is cut further at places where the pre-tokenizer is known to cut: at the end
 //! of a run of ASCII letters, digits or punctuation. There are few of these smaller pieces.
 //!
-//! If any of this is unknown for a tokenizer, it encodes complete texts.
+//! If any of this is unknown for a tokenizer, texts are not cut.
 
 use serde_json::Value;
 use std::cell::RefCell;
@@ -203,7 +204,7 @@ fn run_end(bytes: &[u8], start: usize) -> usize {
 }
 
 /// Returns whether a token contains the two characters of a cut before a space, and whether it contains those of a cut
-/// after the end of a line. Spaces and ends of lines also count in the form that vocabularies use. `may_be_printed`
+/// after the end of a line. Spaces and ends of lines also count in the forms that vocabularies use. `may_be_printed`
 /// returns whether a character may be the printed one before a space.
 fn parted(token: &str, may_be_printed: impl Fn(char) -> bool) -> (bool, bool) {
     let is_line = |c: char| matches!(c, '\n' | '\u{10A}');
@@ -216,7 +217,7 @@ fn is_space(c: char) -> bool {
     matches!(c, ' ' | '\u{120}' | '\u{2581}')
 }
 
-/// Returns whether a character is not printed, whichever normalizer produced it.
+/// Returns whether a character is white space or a control character, in any form that a vocabulary may use for it.
 fn is_blank(c: char) -> bool {
     is_space(c) || c.is_ascii_whitespace() || c.is_ascii_control() || c == '\u{10A}'
 }
@@ -239,8 +240,8 @@ fn joined(model: &BPE, words: PreTokenizerState) -> Option<SafeCuts> {
     let mut mapped = ('!'..='~').chain('\u{A1}'..='\u{AC}').chain('\u{AE}'..='\u{143}');
     let has_byte = |byte: u8| vocabulary.contains_key(&format!("<{byte:#04X}>"));
     let all_known = is_mapped && mapped.all(is_known) || model.byte_fallback && (0..=255).all(has_byte);
-    // If the bytes of a character, or an unknown character, are joined with others, the tokens represent them
-    // differently.
+    // No cut is known to be safe if a token joins the bytes of a character, or an unknown character, with other
+    // characters.
     let holds = |token: &String, part: &str| token.len() > part.len() && token.contains(part);
     let is_of_bytes = |token: &String| token.len() > "<0x00>".len() && token.contains("<0x");
     let is_of_unknown = |token: &String| model.unk_token.as_ref().is_some_and(|unknown| holds(token, unknown));
@@ -304,7 +305,7 @@ impl PreTokenizerState {
             Some("Digits") => true,
             Some("Split") if pre_tokenizer["invert"] == false => {
                 let pattern = &pre_tokenizer["pattern"];
-                // The step splits at spaces, but none are left.
+                // This pre-tokenizer splits at spaces, but none are left.
                 if pattern["String"] == " " && self.space != ' ' {
                     return true;
                 }
@@ -321,7 +322,7 @@ impl PreTokenizerState {
         }
     }
 
-    /// Returns whether a regular expression cuts before spaces at this point, or does not need to.
+    /// Returns whether a regular expression applied at this point still finds spaces, or the text is already cut.
     fn reads_spaces(&self) -> bool {
         self.space == ' ' || self.is_cut
     }

@@ -286,7 +286,7 @@ impl Template {
         render(&adapted).map_err(|_| wrong)
     }
 
-    /// Returns whether the source contains a word. The template does not read keys that it does not contain.
+    /// Returns whether the source contains a word. A template does not read keys whose names are not in its source.
     pub(crate) fn mentions(&self, word: &str) -> bool {
         self.words.contains(word) || self.tool_use.as_ref().is_some_and(|other| other.mentions(word))
     }

@@ -111,8 +111,8 @@ impl TokenizerFiles {
     }
 }
 
-/// Returns the GGUF file whose tokenizer a model uses: the path itself, unless a tokenizer lies next to it, or the only
-/// GGUF file of a folder without a tokenizer.
+/// Returns the GGUF file whose tokenizer a model uses: the path itself if it is a file, or the only GGUF file of a
+/// folder without a tokenizer.
 pub(super) fn gguf_with_tokenizer(path: &Path) -> Result<Option<PathBuf>> {
     if path.is_file() {
         return Ok(Some(path.to_owned()));

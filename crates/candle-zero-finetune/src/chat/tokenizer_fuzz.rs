@@ -1,4 +1,4 @@
-//! A random search for tokenizers with which this crate's tokens differ from those of the `tokenizers` library.
+//! A random search for tokenizers for which this crate's tokens differ from those of the `tokenizers` library.
 //!
 //! `CANDLE_ZERO_VOCABULARIES` sets the number of tokenizers, and `CANDLE_ZERO_SEED` the seed.
 
@@ -114,7 +114,7 @@ impl Random {
         }
     }
 
-    /// Returns a vocabulary with merges, of characters in byte-level form or unchanged.
+    /// Returns a BPE model whose tokens consist of characters in byte-level form or of unchanged characters.
     fn bpe(&mut self, texts: &[String], byte_level: bool) -> Value {
         let written = |text: &str| match byte_level {
             true => text.bytes().map(byte_char).collect::<Vec<char>>(),

@@ -207,8 +207,8 @@ pub(crate) fn weight(name: &str, value: &Value) -> Result<Option<bool>, RecordPr
         Some(0.0) => Ok(Some(false)),
         Some(1.0) => Ok(Some(true)),
         _ => Err(format!(
-            "its {name} is {value}, but must be 0 (not trained on) or 1; repeat what counts more, or give its file a \
-             weight (data.jsonl:2.5)"
+            "its {name} is {value}, but must be 0 (not trained on) or 1; repeat records that should count more, or give \
+             their file a weight (data.jsonl:2.5)"
         )),
     }
 }

@@ -234,7 +234,7 @@ fn check_type(field: &Type, path: &str) -> Result<(), String> {
         };
     }
     let fields = field.get_fields();
-    // The crate's reader assumes that these have the form that the format prescribes.
+    // The crate's reader assumes that lists, maps and structs have the form that the format prescribes.
     let is_whole = match (info.converted_type(), fields) {
         (ConvertedType::LIST, [items]) => is_repeated(items),
         (ConvertedType::MAP | ConvertedType::MAP_KEY_VALUE, [pairs]) => {
@@ -263,7 +263,7 @@ fn check_groups(metadata: &ParquetMetaData, columns: &SchemaDescriptor) -> Resul
                 continue;
             }
             if let Some(other) = column.file_path() {
-                return Err(format!("its rows are in other files, such as {other}; give those"));
+                return Err(format!("its rows are in other files, such as {other}; pass those files instead"));
             }
             if matches!(column.compression(), Compression::BROTLI(_) | Compression::LZO) {
                 let codec = column.compression().to_string();

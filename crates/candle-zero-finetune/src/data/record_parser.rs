@@ -270,7 +270,11 @@ impl RecordParser<'_> {
             return pair(answers.map(|answer| asked.clone().answered(text(&answer)?)));
         }
         let [Some(chosen), Some(rejected)] = answers.each_ref().map(|answer| answer.as_str()) else {
-            return Err(format!("its `chosen` is {} and its `rejected` is {}", kind(&answers[0]), kind(&answers[1])));
+            return Err(format!(
+                "its `chosen` is {} and its `rejected` is {}, but both must be strings or lists of messages",
+                kind(&answers[0]),
+                kind(&answers[1])
+            ));
         };
         let at =
             common_beginning(chosen, rejected).ok_or("it has two texts without a common beginning, and no prompt")?;
@@ -298,7 +302,7 @@ fn label_name(label: &Value) -> Result<String, RecordProblem> {
         }
         ValueKind::String | ValueKind::Bool => Ok(python_str(label)),
         ValueKind::Number if label.is_integer() => Ok(python_str(label)),
-        // This is how pandas writes integers of a column with missing values.
+        // In a column with missing values, pandas writes integers as floating point numbers.
         ValueKind::Number => match whole() {
             Some(number) => Ok((number as i64).to_string()),
             None => Err(format!("its label is {label}, but must be a name or a whole number")),
@@ -353,7 +357,11 @@ fn completion_of(
             let from = prompt.list.len();
             chat(prompt.then(answer_of(completion)?), Some(from), fields)
         }
-        _ => Err(format!("its prompt is {} and its completion is {}", kind(prompt), kind(completion))),
+        _ => Err(format!(
+            "its prompt is {} and its completion is {}, but both must be strings, or the prompt a list of messages",
+            kind(prompt),
+            kind(completion)
+        )),
     }
 }
 

@@ -32,7 +32,7 @@ enum FileFormat {
 }
 
 impl RecordReader {
-    /// Opens a file by its extension. For a table, `columns` are the known columns.
+    /// Opens a file, whose extension determines its format. For a table, `columns` are the known columns.
     ///
     /// # Errors
     /// [`FinetuneError::UnknownFormat`]; [`FinetuneError::DataFile`]; [`FinetuneError::Parquet`]; [`Error::Io`].
@@ -180,7 +180,7 @@ impl LineReader {
         Ok(Self { reader, line: 0 })
     }
 
-    /// Returns the beginning of the file that is in the buffer.
+    /// Returns the part of the file that is in the buffer. Before the first read, this is its beginning.
     fn head(&mut self) -> std::io::Result<&[u8]> {
         self.reader.fill_buf()
     }

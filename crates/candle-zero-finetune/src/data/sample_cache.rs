@@ -40,7 +40,7 @@ pub fn default_cache() -> Result<PathBuf> {
 }
 
 /// Creates the folder for samples, readable only by its owner, because data may be private. An existing folder keeps
-/// its permissions, unless it is the library's own. Removes what killed runs left in the folder.
+/// its permissions, unless it is in candle-zero's own cache. Removes what killed runs left in the folder.
 pub(super) fn private_cache(folder: &Path) -> std::io::Result<()> {
     let own = own_cache().ok().filter(|own| folder.starts_with(own));
     match &own {
@@ -62,7 +62,7 @@ fn is_lock(name: &OsStr) -> bool {
     fingerprint.is_some_and(|end| end.len() == 16 && end.bytes().all(|b| b.is_ascii_hexdigit()))
 }
 
-/// Returns the folder of this library in the user's cache.
+/// Returns candle-zero's folder in the user's cache.
 pub(crate) fn own_cache() -> Result<PathBuf> {
     let home = std::env::home_dir().filter(|home| home.is_absolute());
     let folder = cache_home(std::env::var_os("XDG_CACHE_HOME"), home).ok_or(FinetuneError::NoCache)?;

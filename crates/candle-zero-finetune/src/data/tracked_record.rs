@@ -39,7 +39,7 @@ impl<'a> TrackedRecord<'a> {
         names.iter().find(|name| self.peek(name).is_some()).copied()
     }
 
-    /// Returns a text of the record that is not empty.
+    /// Returns a text of the record, or `None` if it is missing or empty.
     pub(super) fn text(&self, name: &str) -> Result<Option<String>, String> {
         match self.get(name) {
             None => Ok(None),
@@ -166,7 +166,7 @@ impl<'a> TrackedRecord<'a> {
         }
     }
 
-    /// Returns a key that states how good the record is, which is not read.
+    /// Returns the first key that states how good the record is. Its value has no effect.
     pub(super) fn rank(&self) -> Option<&'static str> {
         QUALITY_KEYS.into_iter().find(|name| self.peek(name).is_some())
     }

@@ -364,9 +364,9 @@ impl<'a> GgufVocabulary<'a> {
         Ok((tokenizer, true))
     }
 
-    /// Returns the merges of two pieces into one. Pieces with higher scores come first, as in SentencePiece. The merges
-    /// of one piece are sorted by the ids of its parts. If SentencePiece itself created the pieces, this order has no
-    /// effect.
+    /// Returns the merges of two pieces into one. Merges into pieces with higher scores come first, as in SentencePiece.
+    /// The merges into one piece are sorted by the ids of its parts. If SentencePiece itself created the pieces, the
+    /// order of merges into one piece has no effect.
     fn merges(&self, score: impl Fn(usize) -> Result<f32>) -> Result<Vec<Json>> {
         let is_piece = |kind: i64| kind == NORMAL || kind == USER_DEFINED;
         let pieces = self.tokens.iter().enumerate().filter(|(_, (_, kind))| is_piece(*kind));

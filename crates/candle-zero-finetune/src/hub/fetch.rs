@@ -187,7 +187,7 @@ impl SnapshotFetch<'_, '_> {
         Ok(())
     }
 
-    /// Locks the repository's folder against other processes of this library.
+    /// Locks the repository's folder against other candle-zero processes.
     fn lock(&self) -> Result<FolderLock> {
         let folder = &self.snapshot.repository;
         let wrong = |action| move |source| Error::Io { action, path: folder.clone(), source };

@@ -114,8 +114,8 @@ impl BaseModel {
         &self.config
     }
 
-    /// Checks that `config.json` describes only the part of the model that this library reads. Otherwise a model
-    /// written from that part would not match its description.
+    /// Checks that `config.json` describes only the part of the model that candle-zero reads. Otherwise a model written
+    /// from that part would not match its description.
     ///
     /// # Errors
     /// [`FinetuneError::MoreThanText`].

@@ -151,7 +151,7 @@ impl EncoderBase {
         check_rows(self.config.vocab_size, ids)
     }
 
-    /// Writes the files that, next to the `model.safetensors` of the trained model (f32), make up a folder that
+    /// Writes the files that, together with the `model.safetensors` of the trained model (f32), make up a folder that
     /// transformers can load: `config.json` with the names of the classes, and the tokenizer's files.
     ///
     /// # Errors

@@ -139,7 +139,7 @@ impl<'a> Generator<'a> {
         Ok(self.tokenizer.encode(&text)?.ids)
     }
 
-    /// Returns the ids of a text to be continued, preceded by the tokens with which the tokenizer begins a text.
+    /// Returns the ids of a text to be continued, preceded by the tokens that the tokenizer adds before a text.
     ///
     /// # Errors
     /// Errors of [`Tokenizer::encode`].

@@ -87,8 +87,7 @@ impl Adapter {
     /// Reads a folder that PEFT or [`Adapter::write`] has written.
     ///
     /// # Errors
-    /// A file that is missing, damaged or too large; another kind of adapter; settings that this library does not
-    /// support.
+    /// A file that is missing, damaged or too large; another kind of adapter; unsupported settings.
     pub fn read(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let io = |path: &Path| {

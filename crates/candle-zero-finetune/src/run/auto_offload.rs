@@ -23,16 +23,16 @@ pub(super) struct RunRanks {
     pub rank: usize,
     /// The number of ranks on each host; all ranks if hosts have different numbers.
     pub per_host: usize,
-    /// The bytes per second that come into a host from the others, if they were measured.
+    /// The bytes per second that a host receives from the others, if this rate was measured.
     pub network: Option<f64>,
 }
 
-/// The number of bytes with which the network is measured: 0.1 s at 1 Gbit/s.
+/// The number of bytes of an all-gather that measures the network. The measurement takes 0.1 s at 1 Gbit/s.
 const MEASURED_BYTES: usize = 4 << 20;
 
 impl RunRanks {
-    /// Returns the ranks of a communicator. Measures the network between hosts if `measures`, which must be the same on
-    /// all ranks. Collective.
+    /// Returns the ranks of a communicator. Measures the network between hosts if `measures` is set, which must be the
+    /// same on all ranks. Collective.
     pub fn of(comm: &dyn Communicator, measures: bool) -> Result<Self> {
         let (world, hosts) = (comm.size(), ranks_per_host(comm)?);
         let per_host = if hosts.iter().all(|ranks| *ranks == hosts[0]) { hosts[0] } else { world };
@@ -78,7 +78,7 @@ pub(super) fn fitted(
         let tokens = rows.saturating_mul(texts).saturating_mul(sizes.ctx);
         sizes.activation_bytes(ActivationPass { tokens, element, recompute, trains_base })
     };
-    // A separate folder per output, because an offload folder serves only one job at a time.
+    // Each output has a separate folder, because an offload folder serves only one job at a time.
     let out = std::path::absolute(&options.out).unwrap_or_else(|_| options.out.clone());
     let folder = own_cache()?.join(format!("offload/{:016x}", fnv1a(out.as_os_str().as_encoded_bytes())));
     let (recompute, activations) = (options.recompute, &activations);

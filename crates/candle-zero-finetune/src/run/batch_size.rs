@@ -1,5 +1,5 @@
-//! Chooses the number of rows in a step and how full rows are, if the options do not set them, so that an epoch has at
-//! least a few dozen steps if the data has enough samples.
+//! Chooses how many rows a step has and how full they are, unless the options set this. If the data has enough samples,
+//! an epoch then has at least a few dozen steps.
 //!
 //! ```text
 //!   many rows       8 rows a step

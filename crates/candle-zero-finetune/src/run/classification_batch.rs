@@ -52,7 +52,8 @@ impl ClassificationBatch {
         model.forward(&self.ids, None, &self.lengths)
     }
 
-    /// Counts the labels with the largest logits in `scores`, and returns the sum of the cross entropies.
+    /// Adds the predictions (the labels with the largest logits) to the counts of `scores`, and returns the sum of the
+    /// cross entropies.
     ///
     /// # Errors
     /// Logits with a different number of rows.

@@ -14,7 +14,7 @@ pub struct ClassificationScores {
 pub struct ClassScore {
     /// The share of texts predicted as this class that belong to it.
     pub precision: f64,
-    /// The share of texts of this class that were predicted as it.
+    /// The share of texts of this class that were predicted as this class.
     pub recall: f64,
     /// The harmonic mean of precision and recall.
     pub f1: f64,

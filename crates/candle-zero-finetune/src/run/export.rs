@@ -103,7 +103,7 @@ fn fill(engine: &mut Engine<TrainableModel>, prepared: &PreparedRun, into: &Path
         };
         return Ok(write());
     }
-    // All weights in f32, in a file next to `into` in the scratch folder. The files in `into` are made from it.
+    // This file, next to `into` in the scratch folder, holds all weights in f32. The files in `into` are written from it.
     let whole = into.with_file_name("weights.safetensors");
     let exported = export(engine, &whole)?;
     if !is_first {

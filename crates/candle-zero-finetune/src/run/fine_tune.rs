@@ -413,7 +413,7 @@ impl FineTune {
         self.prepared.options.eval_every.unwrap_or(self.total.div_ceil(10)).max(1)
     }
 
-    /// Validates the model with all of the validation data. Collective: every rank has the same number of batches.
+    /// Validates the model on all of the validation data. Collective: every rank has the same number of batches.
     ///
     /// # Errors
     /// A failed collective.
@@ -422,7 +422,7 @@ impl FineTune {
     ///
     /// Without validation data.
     pub fn validate(&mut self) -> Result<Validation> {
-        // With local steps, the weights that islands have in common are validated.
+        // With local steps, the islands first exchange their changes, so that all of them validate the same weights.
         self.engine.synchronize_islands()?;
         let batches = self.validation.as_ref().expect("a run with validation has data for it");
         let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());

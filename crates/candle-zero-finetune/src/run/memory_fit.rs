@@ -1,4 +1,4 @@
-//! Chooses the stage, the offload, and the size of micro batches with which a run fits into memory.
+//! Chooses a stage, an offload and a micro batch size that make a run fit into memory.
 //!
 //! Candidates are ordered by speed: everything in memory; in memory with recomputed blocks; optimizer states in files;
 //! then parameters in files, too. The first candidate that, according to [`Estimate`], needs at most a fixed share of
@@ -26,7 +26,7 @@ pub struct MemoryDemand<'a> {
     pub ranks: usize,
     /// The number of ranks on each host.
     pub ranks_per_host: usize,
-    /// The bytes per second that come into a host from the others, if they are known.
+    /// The bytes per second that a host receives from the others, if this rate is known.
     pub network: Option<f64>,
     /// Returns the size in bytes of the activations of a micro batch with this number of rows, with or without
     /// recomputed blocks. An example is
@@ -81,7 +81,8 @@ impl MemoryDemand<'_> {
         let sizes = self.micro_batches()?;
         let (mut first, mut least): (Option<MemoryFit>, Option<MemoryFit>) = (None, None);
         let candidates = self.candidates();
-        // Between hosts, gathers take the longest: shards within each host come first, whatever they leave in files.
+        // Gathers between hosts take the longest, so all candidates that keep the shards within each host, even those
+        // with states in files, are tried before any that shards over all hosts.
         let over_all = |candidate: &PlacementCandidate| PlacementCandidate { shards: ShardRanks::All, ..*candidate };
         let over_all: Vec<_> = match self.ranks_per_host < self.ranks {
             true => candidates.iter().filter(|candidate| candidate.place.stage() == 3).map(over_all).collect(),
@@ -204,7 +205,7 @@ impl MemoryDemand<'_> {
         Ok(choice)
     }
 
-    /// Returns what a step moves between hosts with a choice, and with the others.
+    /// Returns a description of how much a step moves between hosts with this choice, and with an alternative.
     fn between_hosts(&self, choice: &MemoryFit) -> Result<String> {
         let hosts = self.ranks / self.ranks_per_host;
         let over_all = |stage: u8| -> Result<[u64; 2]> {
@@ -350,7 +351,7 @@ mod tests {
         on_hosts(preset, method, (ranks, ranks, None), gib)
     }
 
-    /// Chooses for a number of ranks, of which so many are on each host, and a network between hosts.
+    /// Chooses for `ranks` ranks, `ranks_per_host` of them on each host, and the given network rate between hosts.
     fn on_hosts(
         preset: &str,
         method: Tuning,

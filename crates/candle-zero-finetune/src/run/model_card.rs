@@ -113,7 +113,7 @@ fn readme(prepared: &PreparedRun, outcome: RunOutcome) -> String {
     if let Some((steps, loss)) = outcome.best {
         text += &format!("; the best validation loss is {loss:.4}, after {steps} steps");
     }
-    text += &format!(". [{RECORD}]({RECORD}) has the settings and the data.\n\n## Use\n\n```sh\n");
+    text += &format!(". [{RECORD}]({RECORD}) lists the settings and the data files.\n\n## Use\n\n```sh\n");
     text += match (&options.method, options.objective) {
         (_, Objective::Classify) => "zerorun classify THIS_FOLDER \"a text\"\n",
         (TuningMethod::Full, _) => "zerorun generate THIS_FOLDER --prompt \"a question\"\n",

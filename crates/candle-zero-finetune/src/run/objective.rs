@@ -16,7 +16,8 @@ use candle_zero::nn::{Sequences, without_adapters};
 pub struct Validation {
     /// The mean loss: over target tokens, over preference pairs, or over labelled texts.
     pub loss: f64,
-    /// The share of pairs for which the model is ahead of its reference, or of texts whose label it predicts correctly.
+    /// The share of pairs in which the model prefers the chosen answer more strongly than the reference does, or of
+    /// texts whose label it predicts correctly.
     pub accuracy: Option<f64>,
     /// The mean F1 of the labels ([`ClassificationScores::macro_f1`]), if labels are predicted.
     pub f1: Option<f64>,
@@ -64,7 +65,7 @@ impl Objective {
     }
 
     /// Returns the loss of a batch, an f32 scalar: the sum over targets or labels, divided by `divisor`. For
-    /// preferences, returns the mean over the pairs relative to `reference`, and the rewards of the pairs.
+    /// preferences, returns the mean loss of the pairs, relative to `reference`, and the rewards of the pairs.
     pub(super) fn loss(
         self,
         model: &TrainableModel,

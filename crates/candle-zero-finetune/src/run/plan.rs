@@ -91,7 +91,7 @@ impl RunPlan {
         Ok(RunIdentity::new(settings))
     }
 
-    /// Returns the settings that determine the result, by name, with fingerprints of what is too large to be kept.
+    /// Returns the settings that determine the result, by name, with fingerprints of inputs that are too large to store.
     pub fn settings(&self, prepared: &PreparedRun) -> BTreeMap<String, Value> {
         let options = &prepared.options;
         let mut settings = BTreeMap::new();
@@ -220,7 +220,7 @@ impl PreparedRun {
         self.options.outputs_with(&plan.config).check()?;
         self.check_room()?;
         match saved {
-            // The rank that continues reports any remarks.
+            // Rank 0 reports any remarks when it resumes.
             Some(saved) => saved.check(&plan.identity(self)?, plan.total, self.options.resume_anyway).map(drop),
             None => Ok(()),
         }

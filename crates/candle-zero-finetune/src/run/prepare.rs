@@ -210,8 +210,8 @@ impl PreparedRun {
         &self.options
     }
 
-    /// Returns the language model and the description of the one that is trained, which is the base's with adapters and
-    /// a context of the row length. Returns `None` if an encoder is trained.
+    /// Returns the language model that the run starts from and the description of the one that is trained: the former's
+    /// description with adapters, and with the row length as its context. Returns `None` if an encoder is trained.
     pub fn decoder(&self) -> Option<(&BaseModel, &DecoderConfig)> {
         match &self.start {
             StartModel::Decoder { base, config } => Some((base.as_ref(), config)),

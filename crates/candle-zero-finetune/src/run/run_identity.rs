@@ -18,7 +18,7 @@ use twox_hash::XxHash3_64;
 /// The key of the identity in a checkpoint's client state.
 pub(crate) const KEY: &str = "identity";
 
-/// The settings of a run by name, with fingerprints of what is too large to be kept.
+/// The settings of a run by name, with fingerprints of inputs that are too large to store.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct RunIdentity(BTreeMap<String, Value>);
 

@@ -25,7 +25,7 @@ pub(super) enum ConsoleStream {
 const WRITE_CHUNK: usize = 4096;
 /// The interval at which a waiting writer checks whether the launcher should end.
 const TICK: Duration = Duration::from_millis(100);
-/// Once the launcher should end, how long a stream may accept nothing before all further output is discarded.
+/// How long a stream may accept nothing before all further output is discarded. Applies once the launcher should end.
 const STALLED_STREAM_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Whether signals that ask the launcher to end are handled.

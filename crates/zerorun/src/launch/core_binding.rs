@@ -60,8 +60,8 @@ fn allowed() -> Result<Vec<usize>> {
     Ok((0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)).collect())
 }
 
-/// Returns the first of the hardware threads that share each physical core. `siblings` returns the threads that share a
-/// core with a given one.
+/// Returns one hardware thread of each physical core: the first of its threads in `allowed`. `siblings` returns the
+/// threads that share a core with a given one.
 fn physical(allowed: &[usize], siblings: impl Fn(usize) -> Option<CoreList>) -> Vec<usize> {
     let first = |core: usize| {
         let shared = siblings(core)?;

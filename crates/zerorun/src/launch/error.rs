@@ -32,7 +32,7 @@ pub enum LaunchError {
     /// There is no folder for the packages that are generated from scripts.
     #[error("no folder for script builds: ZERORUN_CACHE_DIR, XDG_CACHE_HOME and HOME are all unset; set one of them")]
     NoScriptCache,
-    /// This library's sources belong to another user, who could make a script run any code.
+    /// The sources that `zerorun` was built from belong to another user, who could make a script run any code.
     #[error(
         "{} is the source of zerorun and of its candle-zero, but {problem}; install zerorun from a folder that you own \
          (cargo install --path FOLDER/crates/zerorun)",

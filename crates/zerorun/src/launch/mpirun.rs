@@ -1,5 +1,5 @@
 //! `--launcher openmpi` and `--launcher mpich`: `mpirun` starts the ranks on the hosts in a hostfile, in place of
-//! launchers of this library.
+//! zerorun's own launchers.
 //!
 //! This process becomes `mpirun` ([`mpirun_args`] returns its arguments), whose exit code is the job's. This supports
 //! hosts that have only Open MPI: `zerorun` itself connects ranks using MPICH's protocol.

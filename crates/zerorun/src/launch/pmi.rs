@@ -15,10 +15,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, Weak};
 
-/// Names and values as ranks have put them.
+/// Names and values that ranks have put.
 pub(crate) type PmiValues = Vec<(String, String)>;
 
-/// The maximum number of bytes of a name and of a value, which the MPI library observes.
+/// The maximum number of bytes of a name and of a value. The MPI library observes these limits.
 const MAX_NAME_BYTES: usize = 64;
 const MAX_VALUE_BYTES: usize = 4096;
 
@@ -31,7 +31,7 @@ pub(crate) struct PmiServer {
     /// The number of ranks of this host.
     local: usize,
     state: Mutex<PmiState>,
-    /// Sends the values of this host's ranks, once all of them are at the barrier.
+    /// Sends the values of this host's ranks once all these ranks are at the barrier.
     send: Box<dyn Fn(PmiValues) + Send + Sync>,
 }
 
@@ -45,9 +45,9 @@ struct PmiState {
 }
 
 impl PmiServer {
-    /// Creates the server for the start `space`. `ranks` contains the number of ranks of each host; this is host
-    /// `node`. When all of its ranks are at a barrier, `send` receives the values that they have put, and
-    /// [`PmiServer::deliver`] releases them.
+    /// Creates the server for a start whose key-value space is called `space`. `ranks` contains the number of ranks of
+    /// each host; this is host `node`. When all ranks of this host are at a barrier, `send` receives the values that they
+    /// have put, and [`PmiServer::deliver`] then releases the ranks.
     pub(crate) fn new(
         space: String,
         ranks: &[usize],
@@ -55,8 +55,8 @@ impl PmiServer {
         send: impl Fn(PmiValues) + Send + Sync + 'static,
     ) -> Self {
         let world = ranks.iter().sum();
-        // Each rank appears to MPICH as a separate host: the ranks of one host already share this library's memory, and
-        // MPICH's own shared memory would stay in /dev/shm after killed ranks.
+        // Each rank appears to MPICH as a separate host: the ranks of one host already share memory through candle-zero,
+        // and MPICH's own shared memory would stay in /dev/shm if ranks were killed.
         let values = BTreeMap::from([("PMI_process_mapping".to_string(), format!("(vector,(0,{world},1))"))]);
         let state = Mutex::new(PmiState { values, ..PmiState::default() });
         Self { space, world, local: ranks[node], state, send: Box::new(send) }
@@ -104,7 +104,7 @@ impl PmiServer {
         Ok(())
     }
 
-    /// Returns the answer to a line, if it has one now.
+    /// Returns the answer to a line, if it is answered immediately.
     fn answer(&self, line: &str, rank: &UnixStream) -> io::Result<Option<String>> {
         // The value comes last and may contain spaces.
         let (words, value) = line.split_once(" value=").unwrap_or((line, ""));

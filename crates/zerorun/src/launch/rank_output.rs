@@ -71,8 +71,7 @@ impl LineSplitter {
     }
 
     fn end_line(&mut self, mut sink: impl FnMut(OutputPiece<'_>) -> io::Result<()>) -> io::Result<()> {
-        // `text\r
-        // ` has a line end of two bytes.
+        // `text\r\n` has a line end of two bytes.
         let line = if self.pending.is_empty() { &self.redrawn } else { &self.pending };
         let outcome = sink(OutputPiece::Line(line));
         *self = Self::default();
@@ -135,7 +134,7 @@ pub(super) struct RankOutput {
     ended: Receiver<()>,
     running: usize,
     tails: Arc<Mutex<Vec<StderrTail>>>,
-    /// Whether some output could not be written although its reader is still there.
+    /// Whether some output could not be written for a reason other than a closed pipe.
     unwritten: Arc<AtomicBool>,
     /// The name of this host, if there are several hosts, and the number of its first rank.
     place: (Option<String>, usize),
@@ -146,9 +145,9 @@ pub(super) struct RankOutput {
 pub(super) struct DrainedOutput {
     /// The last part of each rank's stderr output, by rank. Ranks without output may be missing.
     pub(super) tails: Vec<StderrTail>,
-    /// Whether some output could not be written although its reader is still there. This has been reported.
+    /// Whether some output could not be written for a reason other than a closed pipe. This has been reported.
     pub(super) unwritten: bool,
-    /// The last signal during this time that asked the launcher to end.
+    /// The last signal that asked the launcher to end while the output was drained.
     pub(super) asked: Option<Signal>,
 }
 

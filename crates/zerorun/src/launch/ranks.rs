@@ -1,7 +1,7 @@
 //! Runs the ranks as processes that start and end together.
 //!
-//! When a rank fails, the others are informed through the shared memory and may exit on their own; then they get
-//! SIGTERM, then SIGKILL. However the launcher itself ends, the kernel kills the ranks.
+//! When a rank fails, the others are informed through the shared memory and may exit on their own. Those that do not get
+//! SIGTERM, and finally SIGKILL. If the launcher itself ends, for whatever reason, the kernel kills the ranks.
 
 use super::console::{ConsoleStream, eprint};
 use super::core_binding;
@@ -35,13 +35,13 @@ use std::time::{Duration, Instant};
 
 /// How long the other ranks may take to exit on their own after a failure.
 const SELF_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long they may take after SIGTERM.
+/// How long the other ranks may take to exit after SIGTERM.
 const SIGTERM_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the ranks may take to end after a signal to the launcher, unless `--grace` is given (time for a checkpoint;
-/// Slurm and Kubernetes allow the same).
+/// How long the ranks may take to end after a signal to the launcher, unless `--grace` is given. This leaves time for a
+/// checkpoint; Slurm and Kubernetes allow the same by default.
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
-/// `timeout` and some schedulers send a signal both to the launcher and to its process group. Two signals within this
-/// time count as one.
+/// The time within which two signals count as one. `timeout` and some schedulers send a signal both to the launcher and
+/// to its process group.
 const DUPLICATE_SIGNAL_WINDOW: Duration = Duration::from_millis(250);
 /// The delay after which the end of a child process is noticed even if its event is lost.
 const TICK: Duration = Duration::from_millis(500);
@@ -73,7 +73,7 @@ pub(crate) struct LocalJob {
     pub(crate) restart: u32,
     /// The folder in which ranks write their parts of the timeline.
     pub(crate) timeline: Option<PathBuf>,
-    /// This host's part of the job, if it has several hosts.
+    /// This host's part of the job, if the job has several hosts or its ranks communicate by MPI.
     pub(crate) multi_host: Option<MultiHostContext>,
     /// The cores to which ranks are bound, at least one per rank. `None`: ranks run on any core.
     pub(crate) cores: Option<CoreList>,
@@ -84,7 +84,7 @@ pub(crate) struct LocalJob {
 /// One host of a job on several hosts.
 #[derive(Clone)]
 pub(crate) struct MultiHostContext {
-    /// The first rank on this host, among the ranks of all hosts.
+    /// The number of this host's first rank among the ranks of all hosts.
     pub(crate) first: usize,
     /// The index of this host, and the number of hosts.
     pub(crate) place: usize,
@@ -236,8 +236,8 @@ fn common_environment(job: &LocalJob) -> Result<Vec<(&'static str, String)>> {
             if cores == 1 { "" } else { "s" }
         ));
     }
-    // For Candle's own pool and rayon's: ranks that all use every core are many times slower than ranks that share
-    // them.
+    // This limits Candle's own thread pool and rayon's: ranks that all use every core are many times slower than ranks
+    // that divide the cores among themselves.
     let threads = (cores / job.world).max(1).to_string();
     // DeepSpeed sets the number of OpenMP threads only if it binds ranks.
     let of_openmp = job.cores.as_ref().map(|_| "OMP_NUM_THREADS");
@@ -352,7 +352,7 @@ impl RankProcesses {
         let socket = match &self.multi_host {
             None => None,
             Some(context) => {
-                let setup = |source| LaunchError::Setup { what: "a socket for a rank", source };
+                let setup = |source| LaunchError::Setup { what: "creating a socket for a rank", source };
                 let socket = context.pmi.socket().map_err(setup)?;
                 // If an mpirun has started this launcher, the ranks are not part of its job.
                 for (name, _) in std::env::vars_os() {
@@ -527,7 +527,7 @@ impl RankProcesses {
             }
             (LauncherEvent::End(again), ShutdownCause::Interrupted { signal, at })
                 if again == signal && at.elapsed() < DUPLICATE_SIGNAL_WINDOW => {}
-            // Requested for the second time, or during the shutdown after a failure.
+            // The end is requested for the second time, or during the shutdown after a failure.
             (LauncherEvent::End(_), _) => self.request_stop(StopRequest::Kill),
         }
     }

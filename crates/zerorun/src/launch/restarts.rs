@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 /// The pause after a long run; each further early failure doubles it.
 const INITIAL_BACKOFF: Duration = Duration::from_millis(200);
 const MAX_BACKOFF: Duration = Duration::from_secs(30);
-/// A run that fails before this time failed early: the cause may persist.
+/// A run that fails within this time has failed early: the cause may persist.
 pub(super) const EARLY_FAILURE: Duration = Duration::from_secs(60);
-/// A run that fails before this time never got going: this host may no longer support this many ranks.
+/// A run that fails within this time has not really started: this host may no longer support this many ranks.
 const FAILED_START: Duration = Duration::from_secs(10);
 
 /// The exit code of a successful job whose output could not be passed on.
@@ -108,7 +108,7 @@ fn announcement(failure: &RunFailure, next: &NextStart, ranks_before: usize, pol
     let NextStart { restart, ranks, pause } = next;
     let plural = if *ranks == 1 { "" } else { "s" };
     let fewer = if *ranks < ranks_before {
-        format!(" (two starts with {ranks_before} failed within {} s)", FAILED_START.as_secs())
+        format!(" (two starts with {ranks_before} ranks failed within {} s)", FAILED_START.as_secs())
     } else {
         String::new()
     };
@@ -137,7 +137,7 @@ fn stopped_by(signal: Signal) -> u8 {
     RankExitStatus::Signal(number).exit_code()
 }
 
-/// Waits. A signal that asks the launcher to end interrupts the wait and is returned.
+/// Waits for the pause. A signal that asks the launcher to end interrupts the wait and is returned.
 fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
     let until = Instant::now() + pause;
     loop {
@@ -145,7 +145,7 @@ fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
         match events.recv_timeout(left) {
             Ok(LauncherEvent::End(signal)) => return Some(signal),
             Ok(LauncherEvent::Suspend) => signals::suspend_self(),
-            // There is no rank to which it could apply.
+            // No rank is running to which such an event could apply.
             Ok(LauncherEvent::Child | LauncherEvent::Pass(_) | LauncherEvent::PeerMessage) => {}
             Err(RecvTimeoutError::Timeout) => return None,
             // This cannot happen (see `RankProcesses::supervise`); if it did, the pause would still be right.
@@ -226,7 +226,7 @@ mod tests {
             announcement(&failure, &policy(5, 1).next(&runs).unwrap(), runs[runs.len() - 1].ranks, &policy(5, 1))
         };
         insta::assert_snapshot!(told(&[(4, 3)]), @"zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s; restart 1 of 5 with 4 ranks in 0.2 s");
-        insta::assert_snapshot!(told(&[(2, 3), (2, 3)]), @"zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s; restart 2 of 5 with 1 rank (two starts with 2 failed within 10 s) in 0.4 s");
+        insta::assert_snapshot!(told(&[(2, 3), (2, 3)]), @"zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s; restart 2 of 5 with 1 rank (two starts with 2 ranks failed within 10 s) in 0.4 s");
     }
 
     #[test]

@@ -17,7 +17,7 @@ pub(crate) enum ScriptTarget {
         /// The absolute path, so that `PATH` cannot lead to another program.
         path: PathBuf,
     },
-    /// An example or binary of the package around it.
+    /// An example or binary of the package that contains the file.
     InPackage(PackageTarget),
     /// A single-file script.
     Single(SingleFileScript),
@@ -130,7 +130,7 @@ fn not_found(typed: &Path) -> Error {
 fn in_package(path: &Path) -> Option<PackageTarget> {
     for dir in path.ancestors().skip(1) {
         let Ok(text) = std::fs::read_to_string(dir.join("Cargo.toml")) else { continue };
-        // Cargo reports a manifest that does not parse, so the usual locations still apply.
+        // If the manifest does not parse, cargo reports this during the build. Until then, the usual locations apply.
         let manifest: Option<toml::Table> = text.parse().ok();
         let package = manifest.as_ref().and_then(|manifest| manifest.get("package")?.as_table());
         if manifest.is_some() && package.is_none() {

@@ -1,8 +1,8 @@
 //! Generates a package from a single file.
 //!
 //! The package is in a cache folder and is written only when it changes, so a second start compiles nothing. All
-//! generated packages share one target folder, one profile and, if possible, one set of dependency versions: a new
-//! script compiles only its own code.
+//! generated packages share one target folder, one profile and, if possible, one set of dependency versions. For a new
+//! script, only its own code is therefore compiled.
 
 use super::cargo_build::{CargoBuild, CargoTargetKind, DiagnosticPath};
 use super::script::SingleFileScript;
@@ -14,7 +14,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
-/// The name of this library, followed by the packages that scripts get from its checkout, with their folders there.
+/// The name of this library, and the packages that scripts get from its checkout, with their folders in the checkout.
 const OWN_NAME: &str = "candle-zero";
 const OWN_PACKAGES: [(&str, &str); 2] = [(OWN_NAME, ""), ("candle-zero-finetune", "crates/candle-zero-finetune")];
 const OWN_VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -103,8 +103,8 @@ impl FileOwner {
         Self { user: found.uid(), everybody: found.mode() & 0o002 != 0 }
     }
 
-    /// Returns the reason if user `me` should not compile a file of this owner. Root, the user, and the owner of
-    /// `zerorun`'s own file are trusted; that owner can change `zerorun` anyway.
+    /// Returns the reason why user `me` should not compile a file of this owner, if there is one. Root, the user, and
+    /// the owner of `zerorun`'s own file are trusted; that owner can change `zerorun` anyway.
     fn distrusted(self, me: u32, zerorun: Option<Self>) -> Option<String> {
         let Self { user, everybody } = self;
         if everybody && !zerorun.is_some_and(|file| file.everybody) {
@@ -309,7 +309,7 @@ fn spelled_features(features: &str, manifest: &Table) -> String {
 }
 
 /// Gives a package a Cargo.lock with the versions that this library was built with, so that the library's dependencies
-/// are compiled once for all scripts. Cargo then owns the file, until the seed itself changes.
+/// are compiled once for all scripts. Cargo then maintains the file until the seed itself changes.
 fn seed_lock(package_dir: &Path, lock: &[u8]) -> Result<()> {
     let own = package_dir.join("Cargo.lock");
     let seed = package_dir.join("Cargo.lock.seed");

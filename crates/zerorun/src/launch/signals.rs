@@ -32,7 +32,7 @@ pub(crate) enum LauncherEvent {
 /// Other kinds of events may be sent to the same receiver.
 pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>)> {
     let setup = |source| Error::from(LaunchError::Setup { what: "listening for signals", source });
-    // nohup and shells without job control start programs that ignore some of these signals. They must stay ignored.
+    // nohup, and shells without job control, start programs with some of these signals ignored. They must stay ignored.
     let ignored = ignored_signals();
     let heard = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP].into_iter().filter(|n| !ignored(*n));
     let mut signals = Signals::new(heard.chain([SIGCHLD])).map_err(setup)?;

@@ -31,8 +31,8 @@ enum BenchCommand {
     Network(NetworkBenchArguments),
 }
 
-/// Measure MPI and collectives on the network between hosts. Runs as the program of each rank of a job: `zerorun
-/// --hostfile HOSTS -- zerorun bench network`, or under mpirun or srun
+/// Measure MPI and collectives on the network between hosts. Start it as the program of a job's ranks: `zerorun --hostfile
+/// HOSTS -- zerorun bench network`, or under mpirun or srun
 #[derive(Debug, Args)]
 struct NetworkBenchArguments {
     /// Size of each buffer, 1MiB or more
@@ -48,7 +48,7 @@ struct NetworkBenchArguments {
 /// step compared with a plain loop
 #[derive(Debug, Args)]
 struct DiskBenchArguments {
-    /// Folder to test, as in `nvme_path`; all files in it are temporary
+    /// Folder to test, as in `nvme_path`; the files that are written there are temporary
     path: PathBuf,
 
     /// Disk space to use, 1MiB or more: 512MiB, 4GiB; a bare number is bytes

@@ -14,7 +14,7 @@ impl ByteProgress {
         }
         let (done, total) = (done.div_ceil(1 << 20), total.div_ceil(1 << 20));
         let (progress, shown) = self.0.get_or_insert_with(|| (Progress::new(total, None).counting("MiB"), 0));
-        // Once per MiB, so that the last line is not redrawn too often.
+        // The line is redrawn at most once per MiB.
         if done > *shown {
             *shown = done;
             progress.step(done, String::new);

@@ -126,7 +126,7 @@ impl MachineReport {
             Err(CommError::NoMpi { tried }) => (None, Some(format!("tried {tried}"))),
             Err(error) => (None, Some(error.to_string())),
         };
-        // Tested with an unnamed file.
+        // This is tested with an unnamed file.
         let direct_access = open_direct(&tempfile::tempfile_in(folder).map_err(wrong)?).is_some();
         let mut machine = Self {
             version: env!("CARGO_PKG_VERSION"),
@@ -170,12 +170,12 @@ impl MachineReport {
     /// Returns the verdicts as plain sentences.
     fn verdicts(&self) -> Vec<String> {
         let products = match (self.simd_level.name, self.simd.contains(&"avx512_bf16")) {
-            ("avx512", true) => "matrix products in f32 and bf16 use this library's kernels; bf16 is faster",
+            ("avx512", true) => "matrix products in f32 and bf16 use candle-zero's kernels; bf16 is faster",
             ("avx512", false) => {
-                "matrix products use this library's kernels; without avx512_bf16, bf16 is no faster than f32"
+                "matrix products use candle-zero's kernels; without avx512_bf16, bf16 is no faster than f32"
             }
             ("avx2", _) => {
-                "matrix products use this library's kernels; below level avx512, bf16 is widened to f32 and is no faster"
+                "matrix products use candle-zero's kernels; below level avx512, bf16 is widened to f32 and is no faster"
             }
             _ => "matrix products run in plain loops: slow, but with the same bits on every machine",
         };
@@ -237,7 +237,7 @@ impl fmt::Display for MachineReport {
     }
 }
 
-/// Wraps the text after a row's name so that a terminal shows complete lines.
+/// Wraps the text after a row's name so that its lines fit on a terminal.
 fn wrapped(text: &str) -> String {
     const WIDTH: usize = 100;
     const INDENT: usize = 13;

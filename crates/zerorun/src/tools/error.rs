@@ -6,7 +6,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ToolError {
-    /// A setting of `autotuning` does not allow the search to begin.
+    /// A setting of `autotuning` has a value that is not allowed.
     #[error("autotuning.{key} is {found}, but must be {allowed}")]
     TuneSetting {
         /// The key.

@@ -84,8 +84,7 @@ struct EstimateArguments {
     #[command(flatten)]
     forecast: ForecastArguments,
 
-    /// Also print the results of DeepSpeed's own estimators, for as many GPUs in one machine as there
-    /// are ranks
+    /// Also print the results of DeepSpeed's own estimators, for as many GPUs in one machine as there are ranks
     #[arg(long)]
     deepspeed: bool,
 
@@ -252,7 +251,7 @@ struct EstimateReport {
 /// The needs that do not depend on the configuration.
 const NOT_INCLUDED: [&str; 3] = [
     "activations, which depend on the micro batch and the length of the samples, and data kept by units that recompute \
-     their forward",
+     their forward pass",
     "data on its way to the model, and a checkpoint while it is written",
     "the program itself: its code, its threads, and memory that the allocator keeps",
 ];

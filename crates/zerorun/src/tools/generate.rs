@@ -125,7 +125,7 @@ impl GenerateArguments {
         let given = self.given(&generator)?;
         let longest = given.iter().map(|ids| ids.len().saturating_add(self.max_tokens)).max();
         let ctx = base.config().ctx.min(longest.unwrap_or(DEFAULT_CTX));
-        // Checked before the weights are read.
+        // The prompts are checked before the weights are read.
         given.iter().try_for_each(|ids| fits(ids, ctx))?;
         let model = open(&base, adapter, ctx, self.dtype.into())?;
         let answers = AnswerGenerator { generator: &generator, model: &model, sampling, ctx };
@@ -180,7 +180,7 @@ impl GenerateArguments {
     }
 }
 
-/// Reads the conversation of a file.
+/// Reads the conversation in a file.
 fn messages(path: &Path) -> Result<Conversation> {
     let text = files::read_text(path, MAX_CONVERSATION_BYTES);
     let text = text.map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;
@@ -286,7 +286,7 @@ impl GenerationSpeed<'_> {
     }
 }
 
-/// Removes from a text all characters that would control a terminal.
+/// Replaces all characters in a text that would control a terminal.
 fn strip_control_chars(text: &str) -> String {
     text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "\u{fffd}")
 }

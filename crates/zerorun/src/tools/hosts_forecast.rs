@@ -82,7 +82,7 @@ pub(super) struct MultiHostForecast {
     rows: Vec<ScalingRow>,
 }
 
-/// The effects that no forecast includes.
+/// The effects that forecasts do not include.
 pub(super) const NOT_INCLUDED: [&str; 2] = [
     "TCP slow start after idle periods, lost packets, and other traffic on the network",
     "ranks that wait for one another because they differ in speed, and the optimizer's share per rank, which becomes \
@@ -180,7 +180,7 @@ impl MultiHostForecast {
             ),
             None => writeln!(
                 text,
-                "--step SECONDS or --measured FILE.jsonl, measured on one host, adds the rest of the step"
+                "give --step SECONDS or --measured FILE.jsonl, measured on one host, to predict the complete step"
             ),
         };
     }

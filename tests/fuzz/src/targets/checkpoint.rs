@@ -1,4 +1,4 @@
-//! A checkpoint of this library. The first byte selects its manifest, the file of a rank, or the header of such a file.
+//! A checkpoint of candle-zero. The first byte selects its manifest, the file of a rank, or the header of such a file.
 //! Checksums are recomputed for changed files, because they would otherwise reveal every random change.
 
 use super::{join, split};
@@ -70,7 +70,7 @@ fn originals() -> &'static [Vec<u8>; 3] {
             let mut bytes = scratch::fixture_bytes(&format!("checkpoints/f32/{TAG}/{name}"));
             if name == "manifest.json" {
                 let mut manifest: Value = serde_json::from_slice(&bytes).expect("a manifest");
-                // Most of it is the configuration, which is not read.
+                // Most of a manifest is the configuration, which is not read.
                 manifest["config"] = json!({"train_batch_size": 4});
                 manifest.as_object_mut().expect("an object").remove("checksum");
                 bytes = without_brace(&manifest);

@@ -81,7 +81,7 @@ fn entries(archive: &[u8]) -> Vec<(String, Vec<u8>)> {
     (0..length).map(entry).collect()
 }
 
-/// Reads everything in a checkpoint, and writes it as a checkpoint of this library.
+/// Reads everything in a checkpoint, and writes it as a checkpoint of candle-zero.
 fn read(folder: &Path) -> bool {
     let Ok(checkpoint) = DeepSpeedCheckpoint::open(folder, Some(TAG)) else { return false };
     for state in [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq] {

@@ -65,7 +65,7 @@ pub fn run(data: &[u8]) -> bool {
     is_read
 }
 
-/// Returns a Llama with the tokenizer of SentencePiece, and a Qwen2 with a byte-level one.
+/// Returns a Llama with a SentencePiece tokenizer, a Qwen2 with a byte-level one, and a Llama without a tokenizer.
 pub fn seeds() -> Vec<Vec<u8>> {
     let llama = [
         ("tokenizer.ggml.model", Value::Text("llama")),

@@ -28,7 +28,7 @@ pub(super) const WORDS: [&str; 19] = [
     "\\u0000",
 ];
 
-/// The maximum bytes of data after a header.
+/// The maximum number of bytes of data after a header.
 const DATA: usize = 4096;
 
 /// Opens a file and reads all of its tensors.

@@ -179,8 +179,8 @@ pub enum HostsError {
     },
     /// No slot is left to start ranks on.
     #[error(
-        "no slot is left to start a rank on; give the hosts in the hostfile slots, and let --include and --exclude \
-         keep some"
+        "no slot is left to start a rank on; add slots to the hosts in the hostfile, or change --include and --exclude \
+         so that some are kept"
     )]
     NoSlot,
 

@@ -286,7 +286,7 @@ mod tests {
     fn hosts_without_slots_do_not_count() {
         let world = WorldInfo::new(vec![HostSlots::with_slots("a", 0), HostSlots::with_slots("b", 2)]).unwrap();
         assert_eq!(world.hosts(), [HostSlots::with_slots("b", 2)]);
-        insta::assert_snapshot!(WorldInfo::new(vec![HostSlots::with_slots("a", 0)]).unwrap_err(), @"no slot is left to start a rank on; give the hosts in the hostfile slots, and let --include and --exclude keep some");
+        insta::assert_snapshot!(WorldInfo::new(vec![HostSlots::with_slots("a", 0)]).unwrap_err(), @"no slot is left to start a rank on; add slots to the hosts in the hostfile, or change --include and --exclude so that some are kept");
     }
 
     #[test]

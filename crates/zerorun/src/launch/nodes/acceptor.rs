@@ -71,7 +71,7 @@ impl HostAcceptor {
         let accept = move || {
             loop {
                 let taken = listener.accept().and_then(|(stream, from)| acceptor.take(stream, from, on_join.clone()));
-                // For example, descriptors or threads have run out. A stranger is dropped, as it is not a host yet.
+                // For example, file descriptors or threads have run out. A stranger is evicted to free some.
                 if taken.is_err() {
                     acceptor.evict_one();
                     std::thread::sleep(ACCEPT_RETRY_INTERVAL);

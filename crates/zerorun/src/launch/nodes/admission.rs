@@ -31,7 +31,7 @@ impl AdmissionRefusal {
 }
 
 /// Returns the refusal if a host cannot join the job of `own`, the first host. `holder` is the host that already uses
-/// the same number.
+/// the same `--node_rank`.
 pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostHello) -> Option<AdmissionRefusal> {
     let HostHello { nodes, node, ranks, .. } = *hello;
     if nodes != own.nodes {
@@ -49,7 +49,10 @@ pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostH
         ));
     }
     if !(1..=MAX_RANKS).contains(&ranks) {
-        return AdmissionRefusal::plain(format!("--num_ranks is {ranks} there; give each host 1 to {MAX_RANKS} ranks"));
+        return AdmissionRefusal::plain(format!(
+            "--num_ranks is {ranks} on host {}; give each host 1 to {MAX_RANKS} ranks",
+            name(hello)
+        ));
     }
     if let Some(other) = holder.filter(|other| other.launcher != hello.launcher) {
         return AdmissionRefusal::plain(format!(
@@ -128,7 +131,7 @@ pub(super) mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    /// Returns the Hello of a host that joins a job of two.
+    /// Returns the Hello of a host that joins a job of two hosts.
     pub(in crate::launch::nodes) fn hello(host: &str) -> HostHello {
         HostHello {
             nodes: 2,
@@ -172,8 +175,8 @@ pub(super) mod tests {
         };
         insta::assert_snapshot!(told(|b| b.nodes = 3), @"--nnodes is 3 on host b and 2 on the first host; give both the same, or, if these are two jobs, give one of them a different --master_port");
         insta::assert_snapshot!(told(|b| b.node = 2), @"--node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
-        insta::assert_snapshot!(told(|b| b.ranks = 0), @"--num_ranks is 0 there; give each host 1 to 1024 ranks");
-        insta::assert_snapshot!(told(|b| b.ranks = usize::MAX), @"--num_ranks is 18446744073709551615 there; give each host 1 to 1024 ranks");
+        insta::assert_snapshot!(told(|b| b.ranks = 0), @"--num_ranks is 0 on host b; give each host 1 to 1024 ranks");
+        insta::assert_snapshot!(told(|b| b.ranks = usize::MAX), @"--num_ranks is 18446744073709551615 on host b; give each host 1 to 1024 ranks");
         let holder = HostHello { node: 1, launcher: 3, ..hello("c") };
         let two = refusal(&hello("a"), Some(&holder), &HostHello { node: 1, launcher: 2, ..hello("b") }).unwrap();
         insta::assert_snapshot!(two.told, @"--node_rank 1 is already used by host c; give each host its own number from 0 to 1, and each job its own --master_port");

@@ -176,7 +176,7 @@ fn attend(
                 peer.send(&LauncherMessage::Ended { attempt, how });
             }
             Ok(PeerEvent::Message(LauncherMessage::Finish { code, text, culprit })) => {
-                // A host's own report on its ranks is more detailed than the others'.
+                // This host's own report on its ranks is more detailed than the first host's text.
                 let own = failed.filter(|_| culprit == Some(options.hello.node));
                 match (own, text.as_deref().and_then(|text| text.split_once('\n'))) {
                     (Some(own), Some((_, rest))) => eprint(&format!("{own}\n{rest}")),

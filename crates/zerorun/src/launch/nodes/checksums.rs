@@ -1,5 +1,5 @@
-//! The checksums that the launchers of a job's hosts compare: of the program, and of the files and folders that its
-//! arguments name.
+//! The checksums of the program, and of the files and folders that its arguments name. The launchers of a job's hosts
+//! compare them.
 
 use candle_zero::util::counted;
 use std::collections::BTreeMap;
@@ -14,13 +14,13 @@ use twox_hash::XxHash3_64;
 const MAX_FILE_BYTES: u64 = 256 << 20;
 /// The maximum number of files of a folder that are compared, in the order of their paths.
 const MAX_FILES: usize = 1000;
-/// The size in bytes up to which the contents of a file in a folder are compared, and not only its size.
+/// The size in bytes up to which the contents of a file in a folder are compared. Only the size of a larger file is.
 const MAX_COMPARED_BYTES: u64 = 1 << 20;
 
-/// Checksums, by the names under which the command line refers to the files.
+/// Checksums by file name, as given on the command line or, for a file in a folder, relative to that folder.
 pub(super) type FileChecksums = BTreeMap<String, String>;
 
-/// Returns the checksums of the program and of the files that arguments name.
+/// Returns the checksums of the program and of the files that its arguments name.
 pub(super) fn of_files(program: &Path, args: &[OsString]) -> FileChecksums {
     let files =
         named(args).filter(|name| Path::new(name).is_file()).map(|name| (name.clone(), checksum(name.as_ref())));
@@ -31,7 +31,7 @@ pub(super) fn of_files(program: &Path, args: &[OsString]) -> FileChecksums {
         .collect()
 }
 
-/// Returns the folders that arguments name, with the checksums of their files.
+/// Returns the folders that the arguments name, with the checksums of their files.
 pub(super) fn of_folders(args: &[OsString]) -> BTreeMap<String, FileChecksums> {
     let folders = named(args).filter(|name| Path::new(name).is_dir());
     let sums = |name: String| {

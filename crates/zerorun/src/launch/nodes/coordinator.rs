@@ -1,7 +1,7 @@
 //! The first host's side of a job on several hosts: waits for the hosts, starts attempts, and decides how the job ends.
 //!
 //! ```text
-//!   gather: each host sends Hello -> Start to all -> values of their ranks' libraries are exchanged -> Ended of each
+//!   gather: each host sends Hello -> Start to all -> the ranks' MPI libraries exchange values -> each sends Ended
 //!      ^                                                                     |
 //!      +-- a host is lost or a rank failed: the others are notified, all end +-- if restarts are left: again
 //!          a host is back: the ranks are asked to end gracefully ------------+
@@ -47,8 +47,8 @@ pub(super) struct ElasticPolicy {
     pub(super) patience: Duration,
 }
 
-/// Serves the job on a separate thread until it is over. `own` is this host, with which the others are compared. The
-/// unique number of this host's launcher identifies the job.
+/// Serves the job on a separate thread until it is over. `own` describes this host; the other hosts are compared with
+/// it. The unique number of this host's launcher identifies the job.
 ///
 /// # Errors
 /// Fails if the system cannot start the threads.
@@ -126,7 +126,7 @@ enum AttemptOutcome {
 /// The failure that ended an attempt.
 #[derive(Debug, Clone, PartialEq)]
 struct AttemptFailure {
-    /// The `--node_rank` of its host.
+    /// The `--node_rank` of the host that failed.
     node: usize,
     text: String,
     code: u8,
@@ -183,8 +183,8 @@ impl Coordinator {
                     (0..nodes).filter(|n| !self.hosts.contains_key(n)).map(|n| n.to_string()).collect();
                 return Err(format!(
                     "zerorun: {here} of {nodes} hosts connected within {} s; missing: --node_rank {}; start zerorun \
-                     there with the same --nnodes, --master_addr and --master_port, and check that this port of the \
-                     first host can be reached",
+                     on each missing host with the same --nnodes, --master_addr and --master_port, and check that this \
+                     port of the first host can be reached",
                     patience.as_secs(),
                     list(&missing)
                 ));
@@ -419,7 +419,7 @@ mod tests {
     use super::super::wire::{LauncherConnection, MAX_MESSAGE_BYTES};
     use std::net::SocketAddr;
 
-    /// Starts the first host of a job of two, without a secret.
+    /// Starts the first host of a job of two hosts, without a secret.
     fn served(own: HostHello) -> SocketAddr {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let address = listener.local_addr().unwrap();

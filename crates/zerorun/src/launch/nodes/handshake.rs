@@ -7,8 +7,8 @@
 //!   first -> host    Welcome: a proof that it also knows the secret; or Refused
 //! ```
 //!
-//! A proof is a seal under a key that is derived from the secret and both random numbers. The first host proves nothing
-//! to a host that has not proved itself. All later messages are sealed.
+//! A proof is a seal (an HMAC) under a key that is derived from the secret and both random numbers. The first host proves
+//! nothing to a host that has not proved itself. All later messages are sealed.
 
 use super::secret::{JobSecret, KeyPurpose, NONCE_BYTES, hex, nonce, of_hex};
 use super::wire::{LauncherConnection, ReadDeadline, is_another_program};
@@ -52,7 +52,7 @@ impl HandshakeError {
     }
 }
 
-/// Runs the first host's side: checks whether the other may send its Hello, and returns its name.
+/// Runs the first host's side: checks whether the other host may send its Hello, and returns that host's name.
 pub(super) fn receive(
     session: &mut LauncherConnection,
     secret: Option<&JobSecret>,
@@ -109,7 +109,7 @@ pub(super) fn receive(
     Ok(printable(&host, 64))
 }
 
-/// Runs the other side, of host `host`.
+/// Runs the side of the joining host, which is called `host`.
 pub(super) fn introduce(
     session: &mut LauncherConnection,
     secret: Option<&JobSecret>,
@@ -143,7 +143,8 @@ pub(super) fn introduce(
         }
         Some(_) => Err(HandshakeError::refused(
             host,
-            "the program there does not know the secret, so nothing is sent to it: it is not this job's first host",
+            "the program at --master_addr does not know the secret, so it is not this job's first host, and nothing about \
+             the job was sent to it; check --master_addr and --master_port",
         )),
         None => Ok(()),
     }
@@ -259,7 +260,7 @@ mod tests {
             assert_eq!(heard.contains("\"proof\":null"), !has_secret, "{heard}");
             assert!(!heard.contains(OUR_SECRET), "{heard}");
         }
-        // Its own proof, sent back.
+        // The host's own proof, sent back to it.
         let (heard, _) = heard_by_a_stranger(&[&challenge(true)]);
         let proof = heard.split("\"proof\":").nth(1).unwrap().trim_end().trim_end_matches('}').to_string();
         let (_, met) = heard_by_a_stranger(&[&challenge(true), &welcome(&proof)]);
@@ -276,7 +277,7 @@ mod tests {
             let first = std::thread::spawn(move || receive(&mut session(here), secret(OUR_SECRET).as_ref(), soon()));
             let mut own = session(there.try_clone().unwrap());
             let Some(answer) = answer else {
-                // A host that listens to itself.
+                // The host itself answers.
                 let _ = introduce(&mut own, secret(OUR_SECRET).as_ref(), "b", soon());
                 return first.join().unwrap();
             };

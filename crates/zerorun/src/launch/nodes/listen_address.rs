@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 const REPORT_DELAY: Duration = Duration::from_secs(3);
 
-/// The option that gives the address to listen on, if other hosts reach this host by a different one.
+/// The option that gives the address to listen on if other hosts reach this host at a different address.
 pub(crate) const BIND_ADDR: &str = "bind_addr";
 
 /// The addresses on which the first host listens.
@@ -73,7 +73,7 @@ pub(super) fn listen(
     Ok(ListenAddresses { listeners, own })
 }
 
-/// Returns the addresses of a name, each once.
+/// Returns the addresses of a name, without duplicates.
 fn resolve(name: &str, port: u16, patience: Duration) -> Result<Vec<SocketAddr>> {
     let (since, mut said) = (Instant::now(), false);
     loop {

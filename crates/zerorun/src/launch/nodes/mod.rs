@@ -1,4 +1,4 @@
-//! A job on several hosts, with one launcher on each. The launcher of the first host coordinates.
+//! A job on several hosts, with one launcher on each. The launcher of the first host coordinates the others.
 //!
 //! ```text
 //!   host 0: zerorun --nnodes 2 --node_rank 0 --master_addr a  host 1: zerorun --nnodes 2 --node_rank 1 --master_addr a
@@ -7,9 +7,9 @@
 //! ```
 //!
 //! `coordinator` runs only on the first host, `agent` on each host, and `wire` connects them. The first host listens at
-//! the addresses of `listen_address`. Its `acceptor` bounds the cost of strangers, a `handshake` with the `secret`
-//! distinguishes them from hosts of the job, and `admission` decides which of these may take part. `ssh` starts the
-//! launcher of each host of a hostfile.
+//! the addresses of `listen_address`. Its `acceptor` limits the resources that unidentified connections can use, a
+//! `handshake` with the `secret` identifies the hosts of the job, and `admission` decides which of them may take part.
+//! `ssh` starts the launcher of each host of a hostfile.
 
 mod acceptor;
 mod admission;

@@ -1,8 +1,8 @@
 //! The secret that the launchers of a job share. It proves that a host belongs to the job, and seals later messages.
 //! The secret itself is never sent over the network.
 //!
-//! For each connection, keys are derived from it and from random numbers that both sides contribute, so messages
-//! recorded from one connection are useless on another.
+//! For each connection, keys are derived from the secret and from random numbers that both sides contribute, so
+//! messages recorded from one connection are useless on another.
 
 use crate::error::{HostsError, LaunchError, Result};
 use candle_zero::files::read_text;
@@ -39,7 +39,7 @@ impl JobSecret {
     ///
     /// # Errors
     /// Fails with [`HostsError::BadSecret`] if both variables are set, if the file cannot be read, or if the secret is
-    /// too short, too long or has several lines.
+    /// too short or too long, or has several lines.
     pub(crate) fn of_environment() -> Result<Option<Self>> {
         let of = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         match (of(SECRET), of(SECRET_FILE)) {
@@ -62,7 +62,7 @@ impl JobSecret {
     /// Creates a secret from a text, ignoring white space around it. `from` is used in error messages.
     ///
     /// # Errors
-    /// Fails with [`HostsError::BadSecret`] if the text is too short, too long or has several lines.
+    /// Fails with [`HostsError::BadSecret`] if the text is too short or too long, or has several lines.
     pub(crate) fn of_text(from: &str, text: &str) -> Result<Self> {
         let text = text.trim();
         match text.len() {
@@ -171,7 +171,7 @@ pub(super) fn nonce() -> Result<HandshakeNonce> {
     Ok(nonce)
 }
 
-/// Returns a digest with which two people can compare lists of words without revealing them.
+/// Returns a digest that lets two people compare lists of words without revealing them.
 pub(super) fn digest(words: &[String]) -> String {
     let mut hash = Sha256::new();
     for word in words {
@@ -205,8 +205,8 @@ fn keyed(key: &[u8]) -> Hmac<Sha256> {
 
 fn wanted(found: &str) -> String {
     format!(
-        "{found}; give one line of {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes that no one can guess, such as the output of `openssl \
-         rand -hex 32`"
+        "{found}; give one line of {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes that no one can guess, such as the \
+         output of `openssl rand -hex 32`"
     )
 }
 

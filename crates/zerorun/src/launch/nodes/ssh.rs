@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 
 /// The option that makes a launcher read the secret from its standard input, and end when its standard input ends.
 pub(crate) const SECRET_FROM_STDIN: &str = "until_stdin_ends";
-/// A program in place of ssh, called as `PROGRAM HOST COMMAND`.
+/// The variable that names a program to use in place of ssh, called as `PROGRAM HOST COMMAND`.
 const REMOTE_SHELL: &str = "ZERORUN_RSH";
 /// The exit code of ssh if it cannot reach a host.
 const EXIT_UNREACHABLE: u8 = 255;
@@ -55,7 +55,7 @@ pub(crate) struct MultiHostOptions {
     pub(crate) bind_addr: Option<String>,
     /// The port of ssh; `None`: ssh's default.
     pub(crate) ssh_port: Option<u16>,
-    /// Whether a single host is also reached by ssh.
+    /// Whether every host is reached by ssh, even if it is this host or the only one.
     pub(crate) force_multi: bool,
     /// The `mpirun` that starts the ranks in place of a launcher on each host.
     pub(crate) mpirun: Option<MpirunOptions>,
@@ -91,7 +91,7 @@ pub(crate) struct JobWideOptions<'a> {
 /// One host's launcher.
 struct HostLauncher<'a> {
     host: &'a HostSlots,
-    /// Whether it runs on this host instead of behind ssh.
+    /// Whether it is started directly on this host instead of through ssh.
     local: bool,
     command: Command,
     /// The line with the secret.

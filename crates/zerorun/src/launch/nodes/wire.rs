@@ -47,8 +47,8 @@ pub(super) enum LauncherMessage {
     Joined,
     /// Start the ranks.
     Start(StartCommand),
-    /// Values that ranks have put for their MPI libraries: those of one host, on the way to the first host; those of
-    /// all hosts, on the way from it.
+    /// Values that the ranks' MPI libraries have put: those of one host in a message to the first host, and those of all
+    /// hosts in a message from it.
     Values { attempt: u32, values: PmiValues },
     /// This rank has failed, or is on a host that is lost or has failed.
     Failed { attempt: u32, rank: usize, why: String },
@@ -92,7 +92,7 @@ pub(super) struct HostHello {
 pub(super) struct StartCommand {
     /// The number of the attempt, 0 for the first.
     pub(super) attempt: u32,
-    /// The number of restarts after a failure so far.
+    /// The number of restarts after failures so far.
     pub(super) restart: u32,
     /// The index of the host among those that take part.
     pub(super) place: usize,
@@ -113,13 +113,13 @@ pub(super) enum HostOutcome {
     Well,
     /// All ranks ended with 0, but some of their output could not be passed on.
     Unwritten,
-    /// The ranks ended after a signal to the launcher, or to regroup.
+    /// The ranks ended after a signal to the launcher, or because the hosts regroup.
     Interrupted(i32),
     /// The ranks ended because of another host.
     Elsewhere,
     /// The ranks failed on their own.
     Failed {
-        /// The rank that failed first, and the time until then.
+        /// The rank that failed first, and the time from the start to its failure.
         rank: usize,
         after: Duration,
         headline: String,

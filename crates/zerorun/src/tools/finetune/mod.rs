@@ -103,7 +103,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let own_ranks = matches.value_source("ranks") != Some(ValueSource::DefaultValue);
     let own_ranks = own_ranks.then_some(usize::from(arguments.ranks));
     let job_hosts = match arguments.as_rank {
-        // The launcher of the host has read the flags.
+        // This host's launcher has already read the flags.
         Some(_) => JobHosts::Alone,
         None => match arguments.hosts.job_hosts(own_ranks, &mut arguments.master_port, &LauncherVariables(&of_process))
         {
@@ -165,7 +165,7 @@ impl FinetuneArguments {
         let mut as_rank = OsString::from("--as_rank=");
         as_rank.push(model);
         let mut words = without_host_flags(words, &FinetuneArguments::command(), "ranks");
-        // Inserted directly after the name of the tool, because at the end it could follow a `--`.
+        // It is inserted directly after the name of the tool, because at the end it could follow a `--`.
         words.insert(1, as_rank);
         let program = std::env::current_exe()
             .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
@@ -201,8 +201,8 @@ fn started_as_one_of(variable: impl Fn(&str) -> Option<String>) -> Option<usize>
     names.iter().find_map(|name| variable(name)?.trim().parse().ok().filter(|processes| *processes > 1))
 }
 
-/// Checks everything that can be wrong before a rank is started, tokenizes the data, and reports the findings, on the first
-/// host. `ranks` has the numbers of all ranks and of those on a host.
+/// Checks everything that can be wrong before a rank is started, tokenizes the data, and, on the first host, reports the
+/// findings. `ranks` contains the total number of ranks and the maximum number of ranks on a host.
 fn prepare(options: Options, ranks: (usize, usize), reports: bool) -> Result<()> {
     let mut progress = FileProgress::default();
     let prepared = PreparedRun::new(options, &mut |at| progress.report(at));

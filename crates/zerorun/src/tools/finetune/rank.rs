@@ -1,4 +1,4 @@
-//! A rank of `zerorun finetune`: runs the steps. The first rank prints them.
+//! A rank of `zerorun finetune`: runs the steps. The first rank also prints their results.
 
 use super::flags::FinetuneFlags;
 use crate::error::{FinetuneError, Result};
@@ -17,7 +17,7 @@ use std::time::Instant;
 pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
     match train(options, flags) {
         Ok(StopReason::Asked) => ExitCode::FAILURE,
-        // If there are several ranks, the launcher makes the same check.
+        // If there are several ranks, the launcher performs the same check.
         Ok(_) if !all_is_written() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => refused(&error, 1),
@@ -155,8 +155,8 @@ fn few_steps(steps: u64, rows: usize, batch: usize) -> Option<String> {
     let epochs = (MIN_LEARNING_STEPS as usize * batch).div_ceil(rows);
     let smaller = if batch > 1 { ", or a smaller --batch" } else { "" };
     Some(format!(
-        "zerorun: warning: a model learns little in {}; the data fill {}, of which a step takes {batch}: give --epochs {epochs} or \
-         more{smaller}",
+        "zerorun: warning: a model learns little in {}; the data fill {}, and each step takes {batch}; give --epochs \
+         {epochs} or more{smaller}",
         counted(steps, "step"),
         counted(rows, "row"),
     ))
@@ -175,8 +175,8 @@ fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {
     if run.resumed().is_some() { MetricsWriter::resume(path, run.steps()) } else { MetricsWriter::create(path) }
 }
 
-/// Writes a line of metrics. Training matters more than its log: if a line cannot be written, a message
-/// reports this and the log ends.
+/// Writes a line of metrics. Training matters more than its log: if a line cannot be written, a message reports this and
+/// the log ends.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
         eprint(&format!("{error}: training continues, but no more metrics are written"));
@@ -190,8 +190,8 @@ fn answer(run: &mut FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> 
     for prompt in &flags.prompt {
         let text = match run.answer(prompt, &sampling) {
             Ok(answer) => format!("{:?}", answer.text),
-            // This can happen with 16-bit weights, for example. It does not end the run, because training checks its own
-            // loss. All ranks have the same logits, and therefore the same error.
+            // Logits can become infinite or NaN with 16-bit weights, for example. This does not end the run, because
+            // training checks its own loss. All ranks have the same logits, and therefore the same error.
             Err(error) if matches!(error.downcast_ref(), Some(FinetuneError::LogitsNotFinite)) => error.to_string(),
             Err(error) => return Err(error),
         };

@@ -133,7 +133,7 @@ struct TuneSearch {
     space: SearchSpace,
     trial: TrialRunner,
     record: TrialRecord,
-    /// The script's model, if it is one of this library's.
+    /// The script's model, if it is one of candle-zero's.
     shapes: Option<Shapes>,
     ranks: usize,
     limit: u64,
@@ -164,7 +164,7 @@ impl TuneSearch {
         let file = trial::take_config(&mut args)?;
         let original = candle_zero::config::read_value(&file.1)?;
         let settings = TuneSettings::read(&original, typed.steps, typed.fast)?;
-        // The same values as the script's for "auto".
+        // The values that the script uses for "auto".
         let run = RunValues { total_num_steps: Some(settings.steps), hidden_size, ..RunValues::default() };
         // Without a valid configuration there is nothing to vary.
         let config = Config::load_for(file.1.clone(), ranks, &run)?;
@@ -273,7 +273,8 @@ impl TuneSearch {
         if well < 2 {
             return Ok(());
         }
-        // A candidate far ahead may have been lucky, or all others disturbed, so it is compared with the next one.
+        // A candidate far ahead may have been lucky, or all others may have been disturbed, so at least the next one is
+        // repeated too.
         let close = self.rows.iter().take_while(|row| is_close(row)).take(MAX_REPEATED).count().max(2);
         let mut runs: Vec<Vec<TrialOutcome>> = self.rows[..close].iter().map(|row| vec![row.outcome.clone()]).collect();
         for round in 1..=self.repeats {
@@ -318,7 +319,7 @@ impl TuneSearch {
         (!names.is_empty()).then(|| names.join("; "))
     }
 
-    /// Searches stages, offload and micro batches. Returns false if the search ends with them.
+    /// Searches stages, offload and micro batches. Returns false if the search ends here.
     fn search_batches(&mut self) -> Result<bool> {
         let mut without_gain = 0;
         for sizes in self.space.ladders() {
@@ -393,7 +394,7 @@ impl TuneSearch {
     /// Returns the size in bytes of the model's state if it alone exceeds the limit.
     fn too_much(&self, config: &Config) -> Option<u64> {
         let estimate = Estimate::new(self.shapes.as_ref()?, config).ok()?;
-        // The peaks of two kinds need not coincide, but the state held between steps is part of each peak.
+        // The peaks of two kinds of state need not coincide, but what is held between steps is part of each peak.
         let state = estimate.memory.rows.iter().filter(|row| row.formula.is_some()).map(|row| row.bytes);
         let held: usize = state.clone().map(|bytes| bytes.held).sum();
         let more = state.map(|bytes| bytes.peak - bytes.held).max().unwrap_or(0);
@@ -407,7 +408,7 @@ impl TuneSearch {
     }
 }
 
-/// Returns the model that the script's arguments name and its width, if it is one of this library's.
+/// Returns the model that the script's arguments name and its width, if it is one of candle-zero's.
 fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
     #[derive(Parser)]
     struct ScriptModelFlags {

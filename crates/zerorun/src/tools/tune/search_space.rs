@@ -136,8 +136,8 @@ impl SearchSpace {
         ladders
     }
 
-    /// Returns the offload settings to try at a stage. Without an offload folder, only those of the original
-    /// are tried; with one, the first entry offloads nothing.
+    /// Returns the offload settings to try at a stage. Without an offload folder, only those of the original are tried;
+    /// with one, the first entry offloads nothing.
     fn offloads(&self, stage: u8) -> Vec<Map<String, Value>> {
         let Some(folder) = &self.nvme_path else { return vec![Map::new()] };
         let section = |path: &str, place: &str| {
@@ -148,7 +148,7 @@ impl SearchSpace {
         };
         let nothing = Map::from_iter([section(OPTIMIZER, "none"), section(PARAM, "none")]);
         let mut all = vec![nothing];
-        // Below these stages the engine offloads nothing.
+        // Below stage 1, the engine offloads no optimizer states, and below stage 3, no parameters.
         if stage >= 1 {
             all.push(Map::from_iter([section(OPTIMIZER, "nvme"), section(PARAM, "none")]));
         }
@@ -169,7 +169,7 @@ impl SearchSpace {
             3 => ("zero_optimization.reduce_scatter", switch()),
             _ => return None,
         };
-        // The value that applies now, given or by default.
+        // The current value, given or by default.
         let resolved = self.load(&self.config(best)).map(|config| config.to_deepspeed_json());
         let now = resolved.map_or(Value::Null, |config| get(&config, key).clone());
         let is_same = |value: &Value| *value == now || value.as_f64().is_some_and(|v| now.as_f64() == Some(v));
@@ -335,7 +335,7 @@ mod tests {
         let space = space(original(), vec![1], None).unwrap();
         let best = space.ladders()[0][0].clone();
         let values = space.variations(&best, 0).unwrap();
-        // 5e7 is its current value.
+        // 5e7 is the current value.
         assert_eq!(
             values.iter().map(TuneCandidate::to_string).collect::<Vec<_>>(),
             [

@@ -9,15 +9,15 @@ use std::path::PathBuf;
 /// The criterion of the search.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TuneMetric {
-    /// The highest throughput in samples or tokens per second. DeepSpeed's `flops` ranks runs of one model in the same
-    /// way.
+    /// The highest throughput in samples or tokens per second. DeepSpeed's `flops` orders the runs of one model in the
+    /// same way.
     Throughput,
     /// The shortest step.
     Latency,
 }
 
 impl TuneMetric {
-    /// Orders the better outcome first, and unsuccessful ones last.
+    /// Orders better outcomes first, and unsuccessful ones last.
     pub(super) fn order(self, a: &TrialOutcome, b: &TrialOutcome) -> Ordering {
         let cost = |outcome: &TrialOutcome| match (self, outcome) {
             (Self::Throughput, TrialOutcome::Ran { throughput, .. }) => -throughput,
@@ -59,7 +59,7 @@ impl TuneSettings {
             Some(steps) => steps,
             None => section.number("end_profile_step")?.unwrap_or(5).clamp(2, 100_000) as u64,
         };
-        // If a run has fewer steps than that, its last step is measured.
+        // If a run ends before `start_profile_step`, its last step is measured.
         let first_measured = (section.number("start_profile_step")?.unwrap_or(3).max(1) as u64).min(steps);
         let count = |key| Ok::<_, Error>(section.number(key)?.filter(|n| *n > 0));
         Ok(Self {
@@ -91,11 +91,12 @@ impl TuneSettings {
     /// Checks that `arg_mappings` names only keys of the `original` configuration, or of its `resolved` form.
     pub(super) fn check_mappings(&self, original: &Value, resolved: &Value) -> Result<()> {
         let is_in = |config: &Value, key: &str| config.pointer(&format!("/{}", key.replace('.', "/"))).is_some();
-        let allowed = "a key of the configuration, such as \"train_micro_batch_size_per_gpu\" or \
+        let allowed = "an object with keys of the configuration, such as \"train_micro_batch_size_per_gpu\" or \
                        \"optimizer.params.lr\"";
         match self.mappings.iter().find(|(key, _)| !is_in(original, key) && !is_in(resolved, key)) {
             Some((key, _)) => {
-                Err(AutotuningSection(&Value::Null).wrong("arg_mappings", format!("of {key:?}"), allowed))
+                let found = format!("an object with the key {key:?}");
+                Err(AutotuningSection(&Value::Null).wrong("arg_mappings", found, allowed))
             }
             None => Ok(()),
         }
@@ -174,7 +175,9 @@ impl AutotuningSection<'_> {
         };
         let flag = |(key, flag): (&String, &Value)| match flag.as_str() {
             Some(flag) if flag.starts_with('-') => Ok((key.clone(), flag.to_string())),
-            _ => Err(self.wrong("arg_mappings", flag, "a flag of the script for each key, such as \"--batch_size\"")),
+            _ => {
+                Err(self.wrong(&format!("arg_mappings.{key}"), flag, "a flag of the script, such as \"--batch_size\""))
+            }
         };
         map.iter().map(flag).collect()
     }

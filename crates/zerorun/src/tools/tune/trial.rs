@@ -22,7 +22,7 @@ const TICK: Duration = Duration::from_millis(20);
 /// The time between a run's SIGTERM and its SIGKILL.
 const SIGKILL_DELAY: Duration = Duration::from_secs(5);
 
-/// The settings with which candidates are run.
+/// The settings for running candidates.
 #[derive(Debug)]
 pub(super) struct TrialRunner {
     pub(super) program: PathBuf,
@@ -223,7 +223,7 @@ fn reason_in(text: &str) -> String {
     found.unwrap_or("it printed nothing").chars().take(MAX_SHOWN_CHARS).collect()
 }
 
-/// Returns the measurements of the metrics file from step `first` (counted from 1) on, for steps of `samples`.
+/// Returns the measurements in the metrics file from step `first` (counted from 1) on. A step has `samples` samples.
 fn measured(path: &Path, first: u64, samples: usize) -> Option<TrialOutcome> {
     let text = std::fs::read_to_string(path).ok()?;
     let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();

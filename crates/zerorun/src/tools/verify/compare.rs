@@ -131,7 +131,7 @@ mod tests {
         vec![log(0), log(1)]
     }
 
-    /// Returns the message about the first difference of a job after `change` from the original, if there is one.
+    /// Returns the message about the first difference that `change` makes to a job, if there is one.
     fn said(change: impl FnOnce(&mut Vec<RankResults>)) -> Option<String> {
         let mut other = job();
         change(&mut other);

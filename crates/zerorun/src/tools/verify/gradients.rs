@@ -66,5 +66,5 @@ fn verdict(report: &GradientReport, wrong: usize) -> String {
              the order in which the model uses them. docs/engine.md lists possible causes."
         );
     }
-    "All gradients match the loss, as far as the format can tell.".into()
+    "All gradients match the loss, within the precision of the number format.".into()
 }

@@ -67,8 +67,8 @@ struct VerifyArguments {
     rank_of: Option<PathBuf>,
 }
 
-/// The prefix of the folder for jobs and logs. The leftovers of a killed run are removed by the next run
-/// with the same parent folder.
+/// The prefix of the folder for jobs and logs. The leftovers of a killed run are removed by the next run with the same
+/// parent folder.
 const PREFIX: &str = "candle-zero-verify-";
 
 /// The reason why there is no verdict.
@@ -174,8 +174,8 @@ impl VerifyArguments {
         let (steps, ranks) = (self.steps.to_string(), usize::from(self.ranks));
         let mut args: Vec<OsString> = ["verify", "--steps", &steps, "--rank_of"].map(Into::into).into();
         args.push(folder.into());
-        // Each further job counts as a restart of the first, so that the launcher does not repeat its report about
-        // the number of ranks.
+        // Each further job counts as a restart of the first, so that the launcher does not repeat its warning about the
+        // number of ranks.
         let restart = u32::try_from(number).unwrap_or(u32::MAX);
         let job = LocalJob {
             program,

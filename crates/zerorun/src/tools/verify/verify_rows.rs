@@ -94,7 +94,7 @@ pub(super) fn config(row: VerifyRow, precision: VerifyDtype, folder: &Path) -> V
     match precision {
         VerifyDtype::F32 => {}
         VerifyDtype::Bf16 => config["bf16"] = json!({"enabled": true}),
-        // A scale that causes no overflow: stage 0 has its own overflow rule, as in DeepSpeed.
+        // This scale causes no overflow. Stage 0 would handle an overflow by its own rule, as in DeepSpeed.
         VerifyDtype::Fp16 => config["fp16"] = json!({"enabled": true, "initial_scale_power": 8}),
     }
     config
