@@ -1,5 +1,6 @@
 //! Training resumes from DeepSpeed's checkpoints and follows DeepSpeed's own recorded run.
 
+use crate::support::processes::repository;
 use crate::support::skips::skipped;
 use candle_core::{DType, Device};
 use candle_zero::Engine;
@@ -14,10 +15,6 @@ use std::path::{Path, PathBuf};
 
 /// The relative tolerances of loss and gradient norm: f32, bf16, fp16.
 const TOLERANCES: [(f64, f64); 3] = [(2e-5, 2e-4), (5e-3, 3e-2), (5e-3, 3e-2)];
-
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
 
 fn temporary() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
@@ -34,7 +31,7 @@ fn imported(folder: &Path) -> (tempfile::TempDir, DeepSpeedCheckpoint) {
 #[test]
 fn an_imported_checkpoint_holds_deepspeeds_state_bit_for_bit() {
     for name in ["zero2_fp16_tiny", "zero3_f32_tiny"] {
-        let (to, from) = imported(&root().join("tests/fixtures/deepspeed").join(name));
+        let (to, from) = imported(&repository().join("tests/fixtures/deepspeed").join(name));
         let checkpoint = Checkpoint::open(to.path(), None).unwrap().unwrap();
         checkpoint.verify(|_| {}).unwrap();
         let manifest = checkpoint.manifest();
@@ -113,7 +110,7 @@ fn follow(folder: &Path, tokens: &Path) {
 
 #[test]
 fn training_goes_on_along_deepspeeds_own_run() {
-    let shared = root().join("../shared");
+    let shared = repository().join("../shared");
     let tokens: PathBuf = shared.join("parity/licenses.u16");
     let Ok(folders) = std::fs::read_dir(shared.join("deepspeed_checkpoints")) else {
         return skipped(

@@ -1,6 +1,7 @@
 //! Checkpoints written by DeepSpeed 0.19.8, read and compared bit for bit with the values that DeepSpeed itself merged
 //! and those that it held in memory; and damaged ones, whose errors name the file.
 
+use crate::support::processes::repository;
 use crate::support::skips::skipped_in_part;
 use candle_zero::Error;
 use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
@@ -12,14 +13,14 @@ use std::path::{Path, PathBuf};
 
 /// Returns the folders of the checkpoints that are in the repository.
 fn tiny() -> [PathBuf; 2] {
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/deepspeed");
+    let fixtures = repository().join("tests/fixtures/deepspeed");
     ["zero2_fp16_tiny", "zero3_f32_tiny"].map(|name| fixtures.join(name))
 }
 
 /// Returns the folders of all checkpoints, including the larger ones, which exist (next to the repository) only on
 /// machines on which they were generated. If these are missing, `test` leaves them out.
 fn all<T: Fn()>(test: T) -> Vec<PathBuf> {
-    let shared = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/deepspeed_checkpoints");
+    let shared = repository().join("../shared/deepspeed_checkpoints");
     let mut folders = tiny().to_vec();
     match std::fs::read_dir(&shared) {
         Ok(entries) => folders.extend(entries.map(|e| e.unwrap().path()).filter(|path| path.is_dir())),

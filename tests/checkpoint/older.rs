@@ -1,6 +1,7 @@
 //! Checkpoints of format version 1, written by programs that predate buffers and frozen parameters
 //! (tests/fixtures/checkpoints: two linear layers after three steps on two ranks, and their weights after two more).
 
+use crate::support::processes::repository;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, VarBuilder};
 use candle_zero::Engine;
@@ -16,7 +17,7 @@ fn build(vb: VarBuilder<'_>) -> candle_core::Result<Model> {
 }
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/checkpoints").join(name)
+    repository().join("tests/fixtures/checkpoints").join(name)
 }
 
 /// Returns the configuration of the programs that wrote these checkpoints, at a different stage.

@@ -1,12 +1,12 @@
 //! Configs of public projects, if they are next to this repository: `zerorun check` gives each its expected verdict.
 
-use crate::support::processes::{stdout, zerorun};
+use crate::support::processes::{repository, stdout, zerorun};
 use crate::support::skips::skipped;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/ds_configs_in_the_wild")
+    repository().join("../shared/ds_configs_in_the_wild")
 }
 
 fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {

@@ -1,5 +1,6 @@
 //! Complete configurations: the bundled ones, notes, translations, and the conversion back to JSON.
 
+use crate::support::processes::repository;
 use candle_core::DType;
 use candle_zero::config::{
     AdagradConfig, AdamConfig, Aio, BatchConfig, Config, GradientOp, LambConfig, LionConfig, LogLevel,
@@ -13,7 +14,7 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 
 fn bundled(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("ds_configs").join(name)
+    repository().join("ds_configs").join(name)
 }
 
 fn load(value: Value) -> Config {

@@ -1,11 +1,12 @@
 //! The launcher's recorded cases: each is covered by a test, or left out with a reason.
 
+use crate::support::processes::repository;
 use crate::support::recorded::{is_left_out, of_launcher};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Returns the sources of tests that may cover a case, as one text.
 fn sources() -> String {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let root = repository();
     let files =
         ["crates/zerorun/src/launch/hosts", "tests/launch"].map(|folder| std::fs::read_dir(root.join(folder)).unwrap());
     let files = files.into_iter().flatten().map(|file| file.unwrap().path()).filter(|path| path.is_file());

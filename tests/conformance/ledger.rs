@@ -1,6 +1,7 @@
 //! Accounts for every recorded case of DeepSpeed's behaviour: it is in a fixture, which a test of its area runs, or in
 //! the list of those that are left out (tests/fixtures/left_out.json), with the reason.
 
+use crate::support::processes::repository;
 use crate::support::recorded::{is_left_out, left_out};
 use crate::support::skips::skipped;
 use serde_json::Value;
@@ -28,7 +29,7 @@ fn read(path: &Path) -> Vec<Value> {
 
 /// The cases of all fixtures by id; a case that the tests of two areas use is in two fixtures.
 fn fixtures() -> BTreeMap<String, Value> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let folder = repository().join("tests/fixtures");
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let cases = files
         .filter(|path| path.file_name().unwrap().to_str().unwrap().starts_with("conformance_"))
@@ -53,7 +54,7 @@ fn at_most_a_twentieth_of_the_cases_that_matter_most_is_left_out() {
 
 #[test]
 fn every_recorded_case_is_held_or_left_out_with_a_reason() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/conformance/cases.json");
+    let path = repository().join("../shared/conformance/cases.json");
     if !path.exists() {
         return skipped(
             every_recorded_case_is_held_or_left_out_with_a_reason,

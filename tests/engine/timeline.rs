@@ -280,7 +280,7 @@ fn the_environment_alone_is_enough() {
 #[test]
 fn a_place_where_no_file_can_be_is_refused_before_anything_starts() {
     for (place, problem) in
-        [("no/such/folder/trace.json", "the folder no/such/folder does not exist"), ("src", "it is a folder")]
+        [("no/such/folder/trace.json", "the folder no/such/folder does not exist"), ("support", "it is a folder")]
     {
         let output = zerorun().args(["--timeline", place, "/bin/echo", "started"]).output().unwrap();
         assert_eq!(output.status.code(), Some(2));

@@ -45,8 +45,8 @@ impl Training {
         self.folder.path().join(format!("{name}.jsonl"))
     }
 
-    /// Adds the program to a command, with `name` for its metrics and checkpoints.
-    fn of(&self, mut command: Command, name: &str, steps: usize, saves: bool) -> Command {
+    /// Adds the program to a command, with `name` for its metrics and checkpoints, which are saved every `save_every` steps.
+    fn of(&self, mut command: Command, name: &str, steps: usize, save_every: Option<usize>) -> Command {
         // The number of samples in a step is the same for any number of ranks.
         let config = self.folder.path().join("zero3.json");
         let settings = serde_json::json!({
@@ -57,12 +57,9 @@ impl Training {
         std::fs::write(&config, settings.to_string()).unwrap();
         command.arg(&self.program).args(["--model", "nano", "--steps", &steps.to_string(), "--ds_config"]).arg(config);
         command.args(["--sample", "0", "--metrics"]).arg(self.metrics(name));
-        if saves {
-            command.arg("--save").arg(self.folder.path().join(format!("{name}.save"))).args([
-                "--save_every",
-                "1",
-                "--resume",
-            ]);
+        if let Some(every) = save_every {
+            command.args(["--resume", "--save_every", &every.to_string()]);
+            command.arg("--save").arg(self.folder.path().join(format!("{name}.save")));
         }
         command
     }
@@ -70,7 +67,7 @@ impl Training {
     fn on_one_host(&self, steps_: usize) -> Vec<[String; 2]> {
         let mut one = zerorun();
         one.args(["-n", "4"]);
-        let output = self.of(one, "one", steps_, false).output().unwrap();
+        let output = self.of(one, "one", steps_, None).output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
         steps(&self.metrics("one"))
     }
@@ -98,7 +95,7 @@ fn a_launcher_on_each_of_two_hosts_and_a_hostfile_give_the_bits_of_one_host() {
     let training = Training::new();
     let expected = training.on_one_host(3);
     assert_eq!(expected.len(), 3);
-    let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, ""), "nodes", 3, false)));
+    let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, ""), "nodes", 3, None)));
     let [first, second] = both.map(ended);
     assert!(first.status.success() && second.status.success(), "{}{}", stderr(&first), stderr(&second));
     assert_eq!(steps(&training.metrics("nodes")), expected, "--nnodes");
@@ -110,7 +107,7 @@ fn a_launcher_on_each_of_two_hosts_and_a_hostfile_give_the_bits_of_one_host() {
     let mut command = hosts.on(0, 110).unwrap();
     command.arg("env").arg(format!("ZERORUN_RSH={}", hosts.reach().display()));
     command.args([LAUNCHER, "--hostfile"]).arg(&file);
-    let output = training.of(command, "hostfile", 3, false).output().unwrap();
+    let output = training.of(command, "hostfile", 3, None).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(steps(&training.metrics("hostfile")), expected, "--hostfile");
 }
@@ -131,7 +128,7 @@ fn hosts_that_save_on_their_own_disks_go_on_together() {
             command.args(["sh", "-c", "mount --bind \"$1\" \"$2\" && shift 2 && exec \"$@\"", "sh"]);
             command.args([&disks[node], &at]).args([LAUNCHER, "--nnodes", "2", "--node_rank", &node.to_string()]);
             command.args(["--master_addr", "10.77.0.1", "--num_ranks", "2"]);
-            start(&mut training.of(command, "disks", until, true))
+            start(&mut training.of(command, "disks", until, Some(1)))
         });
         for output in both.map(ended) {
             assert!(output.status.success(), "{}", stderr(&output));
@@ -165,7 +162,7 @@ fn the_start_command_of_the_jobset_runs_on_two_hosts() {
     training.program = "train".into();
     let mut deploy = Command::new(LAUNCHER);
     deploy.args(["deploy", "k8s", "--nodes", "2", "-n", "2"]);
-    let output = training.of(deploy, "jobset", 2, false).output().unwrap();
+    let output = training.of(deploy, "jobset", 2, None).output().unwrap();
     let manifest = stdout(&output);
     let command = manifest.lines().find_map(|line| line.trim().strip_prefix("command: ")).unwrap();
     let mut words: Vec<String> = serde_json::from_str(command).unwrap();
@@ -241,7 +238,7 @@ fn a_host_that_is_taken_away_at_random_is_named_on_the_other_within_15_s_and_not
 /// Removes a host from a job of two hosts, `moment` after the job's second step.
 fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str) {
     let training = Training::new();
-    let mut both = [0, 1].map(|node| start(&mut training.of(launcher(hosts, node, ""), "cut", 10_000, false)));
+    let mut both = [0, 1].map(|node| start(&mut training.of(launcher(hosts, node, ""), "cut", 10_000, None)));
     let began = wait_up_to(Duration::from_secs(100), "the second step", || {
         let ended = both.iter_mut().any(|launcher| launcher.try_wait().unwrap().is_some());
         (ended || done(&training.metrics("cut")) > 1).then_some(!ended)
@@ -289,23 +286,25 @@ fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str
 #[test]
 fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     let test = a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back;
+    // The job takes hundreds of steps, and its checkpoints stay.
+    const EVERY: usize = 20;
     let Some(hosts) = cluster(test) else { return };
     let training = Training::new();
     let options = "--max_restarts 3 --min_nodes 1";
-    let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, options), "back", 1000, true)));
+    let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, options), "back", 2000, Some(EVERY))));
     let metrics = training.metrics("back");
     let limit = Duration::from_secs(100);
-    let second = wait_up_to(limit, "the third step", || (done(&metrics) > 2).then(|| ranks(&hosts, 1)));
+    let second = wait_up_to(limit, "the first checkpoint", || (done(&metrics) > EVERY).then(|| ranks(&hosts, 1)));
     let _kills = Kills([second.clone(), ranks(&hosts, 0)].concat());
     hosts.plug(1, false);
     wait_up_to(limit, "the end of the ranks that were cut off", || second.iter().all(|pid| !runs(*pid)).then_some(()));
     let before = done(&metrics);
-    wait_up_to(limit, "steps without them", || (done(&metrics) > before + 2).then_some(()));
+    wait_up_to(limit, "steps without them", || (done(&metrics) > before + EVERY).then_some(()));
     assert_eq!(ranks(&hosts, 1), [0; 0]);
     hosts.plug(1, true);
     wait_up_to(limit, "the other host's ranks", || (ranks(&hosts, 1).len() == 2).then_some(()));
     let before = done(&metrics);
-    wait_up_to(limit, "steps with them", || (done(&metrics) > before + 2).then_some(()));
+    wait_up_to(limit, "steps with them", || (done(&metrics) > before + EVERY).then_some(()));
     for pid in hosts.processes(0, "zerorun") {
         kill_process(Pid::from_raw(pid).unwrap(), Signal::TERM).unwrap();
     }
@@ -332,7 +331,7 @@ fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     std::fs::write(small.join("latest"), &tag).unwrap();
     let mut two = zerorun();
     two.args(["-n", "2"]);
-    let output = training.of(two, "small", to, true).output().unwrap();
+    let output = training.of(two, "small", to, Some(EVERY)).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     let of_two = steps(&training.metrics("small"));
     assert_eq!(steps(&metrics)[from..to], of_two[..], "from step {from} to {to}");
@@ -349,7 +348,7 @@ fn a_signal_to_one_launcher_ends_the_ranks_of_both_in_good_order() {
     let test = a_signal_to_one_launcher_ends_the_ranks_of_both_in_good_order;
     let Some(hosts) = cluster(test) else { return };
     let training = Training::new();
-    let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, ""), "signal", 10_000, true)));
+    let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, ""), "signal", 10_000, Some(1))));
     wait_up_to(Duration::from_secs(100), "the second step", || (done(&training.metrics("signal")) > 1).then_some(()));
     let _kills = Kills([ranks(&hosts, 0), ranks(&hosts, 1)].concat());
     for pid in hosts.processes(1, "zerorun") {
@@ -357,7 +356,12 @@ fn a_signal_to_one_launcher_ends_the_ranks_of_both_in_good_order() {
     }
     let [first, second] = both.map(ended);
     assert_eq!([first.status.code(), second.status.code()], [Some(143); 2], "{}{}", stderr(&first), stderr(&second));
-    assert!(stdout(&first).contains("is saved, --resume continues from there"), "{}{}", stdout(&first), stderr(&first));
+    assert!(
+        stdout(&first).contains("is saved, and --resume continues from there"),
+        "{}{}",
+        stdout(&first),
+        stderr(&first)
+    );
 }
 
 /// Creates a host's folder with a program, a configuration and data.

@@ -34,7 +34,7 @@ pub fn ptx() -> &'static Path {
             return of_parent.into();
         }
         let nvcc = Path::new(&std::env::var_os("CUDA_HOME").expect("CUDA_HOME names the mock")).join("bin/nvcc");
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/mock_cuda/kernels.cu");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/mock_cuda/kernels.cu");
         let out = Path::new(env!("CARGO_TARGET_TMPDIR"));
         let status = Command::new(nvcc).arg("--ptx").arg("--output-directory").arg(out).arg(source).status().unwrap();
         assert!(status.success());

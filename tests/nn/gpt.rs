@@ -1,5 +1,6 @@
 //! GPT-2 on plain Candle autograd: compared with recorded runs of DeepSpeed on PyTorch, and its own guarantees.
 
+use crate::support::processes::repository;
 use crate::support::synth;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
@@ -98,7 +99,7 @@ fn the_generated_weights_and_tokens_are_those_of_the_recorded_runs() {
 
 #[test]
 fn the_first_recorded_loss_and_gradient_norm_are_met_in_f32() {
-    let text = std::fs::read_to_string("tests/fixtures/trajectories/s0_f32_w1_g1.json").unwrap();
+    let text = std::fs::read_to_string(repository().join("tests/fixtures/trajectories/s0_f32_w1_g1.json")).unwrap();
     let run: serde_json::Value = serde_json::from_str(&text).unwrap();
     let (loss, norm) = first_step(DType::F32, run["micro"].as_u64().unwrap() as usize);
     let want = &run["rows"][0];

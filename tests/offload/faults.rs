@@ -4,7 +4,9 @@
 //! lowered from outside in the middle of training, and every write beyond it is refused, even into reserved space. The
 //! limit does not apply to writes through a mapping, which reserved space makes safe.
 
-use crate::support::processes::{self, as_program, descendants, example, runs, start, stderr, wait_for, zerorun};
+use crate::support::processes::{
+    self, as_program, descendants, example, repository, runs, start, stderr, wait_for, zerorun,
+};
 use crate::support::skips::skipped;
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_zero::Engine;
@@ -205,7 +207,7 @@ fn a_bundled_configuration_makes_its_folder_below_the_home_of_a_new_user() {
     let home = folder();
     let mut command = zerorun();
     command.args(["--num_ranks", "2"]).arg(example("train_gpt")).arg("--ds_config");
-    command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/ds_configs/zero3_nvme.json"));
+    command.arg(repository().join("ds_configs/zero3_nvme.json"));
     command.args(["--n_layer", "1", "--n_embd", "16", "--n_head", "2", "--ctx", "8", "--steps", "1", "--sample", "0"]);
     let output =
         command.env("HOME", home.path()).env_remove("XDG_CACHE_HOME").env("RAYON_NUM_THREADS", "1").output().unwrap();
@@ -220,7 +222,7 @@ fn a_bundled_configuration_makes_its_folder_below_the_home_of_a_new_user() {
 #[test]
 fn training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning_to_the_end() {
     let dir = folder();
-    let text = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/ds_configs/infinity.json")).unwrap();
+    let text = std::fs::read_to_string(repository().join("ds_configs/infinity.json")).unwrap();
     let [config, metrics, weights] = ["config.json", "metrics.jsonl", "weights"].map(|name| dir.path().join(name));
     std::fs::write(&config, text.replace("\"~/.cache/candle-zero/offload\"", &format!("\"{}\"", dir.path().display())))
         .unwrap();
@@ -281,7 +283,7 @@ fn a_killed_job_leaves_nothing_and_does_not_block_the_next_one() {
     let dir = folder();
     let files = dir.path().join("files");
     std::fs::create_dir(&files).unwrap();
-    let text = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/ds_configs/zero3_nvme.json")).unwrap();
+    let text = std::fs::read_to_string(repository().join("ds_configs/zero3_nvme.json")).unwrap();
     let config = dir.path().join("config.json");
     std::fs::write(&config, text.replace("\"~/.cache/candle-zero/offload\"", &format!("\"{}\"", files.display())))
         .unwrap();
