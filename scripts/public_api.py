@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -255,7 +256,12 @@ class Api:
 def lines_of(package, features):
     command = ["cargo", "rustdoc", "--release", "-q", "-p", package, "--lib", "--features", features, "--"]
     command += ["-Z", "unstable-options", "--output-format", "json", "--document-hidden-items", "--cap-lints", "allow"]
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "RUSTC_BOOTSTRAP": "1"})
+    # Only rustdoc gets RUSTC_BOOTSTRAP: cargo would check all dependencies again because of it.
+    with tempfile.TemporaryDirectory() as folder:
+        rustdoc = Path(folder) / "rustdoc"
+        rustdoc.write_text('#!/bin/sh\nRUSTC_BOOTSTRAP=1 exec rustdoc "$@"\n')
+        rustdoc.chmod(0o755)
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "RUSTDOC": str(rustdoc)})
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     crate = json.loads((ROOT / target / "doc" / f"{package.replace('-', '_')}.json").read_text())
     if crate["format_version"] != FORMAT:
