@@ -12,8 +12,17 @@ fn every_row_of_every_precision_has_the_bits_of_stage_0() {
     let told: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!((&told["ok"], &told["num_ranks"], &told["steps"]), (&json!(true), &json!(2), &json!(3)));
     let rows = told["rows"].as_array().unwrap();
-    assert_eq!(rows.len(), 18);
-    for (precision, rows) in ["f32", "bf16", "fp16"].iter().zip(rows.chunks(6)) {
+    assert_eq!(rows.len(), 27);
+    for (precision, rows) in ["f32", "bf16", "fp16"].iter().zip(rows.chunks(9)) {
+        let (rows, pipelines) = rows.split_at(6);
+        let schedules: Vec<&Value> = pipelines.iter().map(|row| &row["pipeline"]).collect();
+        assert_eq!(schedules, [&Value::Null, &json!("1f1b"), &json!("zero_bubble")]);
+        assert_eq!(pipelines.iter().map(|row| row["num_ranks"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2, 2]);
+        for row in pipelines {
+            assert_eq!((&row["precision"], &row["difference"]), (&json!(precision), &Value::Null));
+            assert_eq!(row["parameters"], pipelines[0]["parameters"], "{row}");
+            assert!(row["peak_bytes"].as_u64() <= pipelines[0]["peak_bytes"].as_u64(), "{row}");
+        }
         let places: Vec<Value> = rows.iter().map(|row| json!([row["stage"], row["offload"]])).collect();
         assert_eq!(json!(places), json!([[0, null], [1, null], [2, null], [3, null], [3, "cpu"], [3, "nvme"]]));
         for row in rows {

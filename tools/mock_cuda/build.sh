@@ -22,9 +22,9 @@ compile() { # the library, its file name, its bindings, further arguments of g++
     local name=$1 file=$2 bindings=$3
     shift 3
     # The first link contains only this folder's functions; the second also contains stubs for all others.
-    g++ -std=c++20 -O2 -Wall -Wextra -ffp-contract=off -fPIC -shared -pthread -I"$toolkit/include" "$@" -o "$folder/build/$name"
+    g++ -std=c++20 -O3 -Wall -Wextra -ffp-contract=off -fPIC -shared -pthread -I"$toolkit/include" "$@" -o "$folder/build/$name"
     "$root/stubs.py" --rust "$cudarc/src/$bindings/sys/mod.rs" --without "$folder/build/$name" | gcc -x c -O1 -fPIC -c -o "$folder/build/$name.o" -
-    g++ -std=c++20 -O2 -ffp-contract=off -fPIC -shared -pthread -w -I"$toolkit/include" "$@" "$folder/build/$name.o" \
+    g++ -std=c++20 -O3 -ffp-contract=off -fPIC -shared -pthread -w -I"$toolkit/include" "$@" "$folder/build/$name.o" \
         -Wl,-soname,"$file" -o "$lib/$file"
     [ "$file" = "$name" ] || ln -sf "$file" "$lib/$name"
 }

@@ -283,7 +283,8 @@ impl<B> PipelineEngine<B> {
     }
 
     /// Returns a parameter in f32, if a stage of this rank has it. Collective among the ranks that train this rank's
-    /// stages on different data.
+    /// stages on different data. Of a weight that the first stage and the last one share, the first one has a copy, which
+    /// in half precision is rounded to the dtype of the model.
     ///
     /// # Errors
     /// A failed collective.

@@ -1,9 +1,11 @@
 //! The losses and parameters of each rank during training, and the first difference between two jobs.
 
 use candle_zero::files::{folder_of, new_beside};
+use candle_zero::memory::MemoryReport;
 use candle_zero::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
@@ -12,8 +14,8 @@ use std::path::Path;
 pub(super) struct RankResults {
     /// The names of the parameters.
     pub names: Vec<String>,
-    /// The bits of the losses: for each step, those of its micro steps.
-    pub losses: Vec<Vec<u32>>,
+    /// The bits of the losses, as f64: for each step, those of its micro steps; in a pipeline, their mean.
+    pub losses: Vec<Vec<u64>>,
     /// For each step, a hash of each complete parameter after the step.
     pub parameters: Vec<Vec<u64>>,
     /// The median time of a step.
@@ -99,7 +101,54 @@ fn first_unequal<T: PartialEq>(a: Option<&Vec<T>>, b: Option<&Vec<T>>) -> Option
     }
 }
 
+/// Returns the first difference of a pipeline from `reference`, the results of one rank. Each rank of the pipeline has
+/// some of the parameters. Of a weight that two stages share, the last one trains it, and the first one has a copy in the
+/// dtype of the model, which is not compared.
+pub(super) fn first_difference_of_pipeline(
+    reference: &RankResults,
+    pipeline: &[RankResults],
+) -> Option<FirstDifference> {
+    let has_later = |at: usize, name: &String| pipeline[at + 1..].iter().any(|rank| rank.names.contains(name));
+    let trained = pipeline.iter().enumerate().map(|(at, rank)| {
+        let names: Vec<String> = rank.names.iter().filter(|name| !has_later(at, name)).cloned().collect();
+        rank.with_parameters(&names)
+    });
+    let trained: Vec<RankResults> = trained.collect();
+    let means = reference.with_mean_losses();
+    let expected: Vec<RankResults> = trained.iter().map(|rank| means.with_parameters(&rank.names)).collect();
+    let missing = reference.names.iter().find(|name| !pipeline.iter().any(|rank| rank.names.contains(name)));
+    let missing =
+        missing.map(|name| FirstDifference { step: 1, rank: 0, what: DifferingValue::Parameter(name.clone()) });
+    missing.or_else(|| first_difference(&expected, &trained))
+}
+
 impl RankResults {
+    /// Returns these results with the mean of each step's losses in place of the losses.
+    fn with_mean_losses(&self) -> Self {
+        let mean = |losses: &Vec<u64>| {
+            let sum: f64 = losses.iter().map(|bits| f64::from_bits(*bits)).sum();
+            vec![(sum / losses.len() as f64).to_bits()]
+        };
+        Self { losses: self.losses.iter().map(mean).collect(), ..self.clone() }
+    }
+
+    /// Returns these results with only the parameters called `names`, in this order.
+    fn with_parameters(&self, names: &[String]) -> Self {
+        let of = |parameters: &Vec<u64>| {
+            let named: BTreeMap<_, _> = self.names.iter().zip(parameters).collect();
+            names.iter().filter_map(|name| named.get(name).map(|hash| **hash)).collect()
+        };
+        Self { names: names.to_vec(), parameters: self.parameters.iter().map(of).collect(), ..self.clone() }
+    }
+
+    /// Adds the median time of a step, and the memory that the engine has counted.
+    pub fn complete(&mut self, mut times: Vec<f64>, memory: &MemoryReport) {
+        times.sort_by(f64::total_cmp);
+        self.ms_per_step = times[times.len() / 2];
+        self.peak_bytes = memory.model_state_peak();
+        self.file_bytes = memory.rows.iter().map(|row| row.file.peak).sum();
+    }
+
     pub fn write(&self, path: &Path) -> Result<()> {
         let write = || {
             let file = new_beside(folder_of(path), "rank-")?;
@@ -122,7 +171,7 @@ mod tests {
 
     /// Two ranks, three steps of two micro steps, two parameters.
     fn job() -> Vec<RankResults> {
-        let log = |rank: u32| RankResults {
+        let log = |rank: u64| RankResults {
             names: vec!["wte".to_string(), "h.0".to_string()],
             losses: (0..3).map(|step| vec![100 * rank + step, 7]).collect(),
             parameters: (0..3).map(|step| vec![step, step + 50]).collect(),
@@ -175,6 +224,29 @@ mod tests {
         assert_eq!(said(|job| job[0].losses.truncate(2)).unwrap(), format!("step 3, rank 0: {amount}"));
         assert_eq!(said(|job| job[0].parameters[0].push(1)).unwrap(), format!("step 1, rank 0: {amount}"));
         assert_eq!(first_difference(&[], &[]), None);
+    }
+
+    #[test]
+    fn a_pipeline_is_compared_with_one_rank_parameter_by_parameter() {
+        let one = RankResults { losses: vec![vec![1.0f64.to_bits(), 4.0f64.to_bits()]; 3], ..job().remove(0) };
+        let rank = |at: usize| RankResults {
+            names: vec![one.names[at].clone()],
+            losses: vec![vec![2.5f64.to_bits()]; 3],
+            parameters: one.parameters.iter().map(|hashes| vec![hashes[at]]).collect(),
+            ..RankResults::default()
+        };
+        let mut pipeline = [rank(0), rank(1), rank(0)];
+        // The copy of a shared weight on the first stage is not compared.
+        pipeline[0].parameters[1][0] ^= 1;
+        let said = |pipeline: &[RankResults]| {
+            first_difference_of_pipeline(&one, pipeline).map(|difference| difference.to_string())
+        };
+        assert_eq!(said(&pipeline), None);
+        assert_eq!(said(&pipeline[2..]).unwrap(), "step 1, rank 0: parameter h.0");
+        pipeline[1].parameters[2][0] ^= 1;
+        assert_eq!(said(&pipeline).unwrap(), "step 3, rank 1: parameter h.0");
+        pipeline[1].losses[1][0] ^= 1;
+        assert_eq!(said(&pipeline).unwrap(), "step 2, rank 1: the loss of micro step 1");
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! `zerorun verify`: trains the same small GPT at every stage, with and without offload, and compares bits.
+//! `zerorun verify`: trains the same small GPT at every stage, with and without offload, and in pipelines, and compares
+//! bits.
 //!
 //! Each row is a separate job, run as `zerorun` runs any job: ranks are processes that share memory. They are started
 //! from this executable (`train`) and leave their logs in a folder; `compare` finds the first difference between two
@@ -23,11 +24,11 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::mpsc::Receiver;
-use verify_rows::{ROWS, VerifyDtype, VerifyRow};
+use verify_rows::{VerifyDtype, VerifyRow};
 
 /// Train a small GPT at stages 0, 1, 2 and 3, and at stage 3 with offload to host memory and to files, in f32, bf16 and
 /// fp16, with accumulation and clipping. Compares the bits of every loss and every parameter after every step with
-/// those of stage 0.
+/// those of stage 0. Also train it in pipelines of all ranks, and compare with one rank that accumulates gradients.
 ///
 /// With a SCRIPT: run its first step, and compare every trained parameter's gradient with the change in the loss when
 /// that parameter is moved slightly up and down; print a table. The script ends after that step.
@@ -132,15 +133,22 @@ impl VerifyArguments {
         let (_, events) = signals::listen()?;
         let (mut told, mut list) = (true, Vec::new());
         let mut first = None;
+        let rows = verify_rows::rows(self.ranks.into(), train::layers()?);
         if !self.json {
             told &= print(verify_rows::HEAD);
         }
         for (number, precision) in VerifyDtype::ALL.into_iter().enumerate() {
-            let mut reference: Option<Vec<RankResults>> = None;
-            for (of_precision, row) in ROWS.into_iter().enumerate() {
-                let number = number * ROWS.len() + of_precision;
+            let mut reference = Vec::new();
+            for (of_precision, row) in rows.iter().copied().enumerate() {
+                let number = number * rows.len() + of_precision;
                 let logs = self.train(row, precision, &folder.path().join(number.to_string()), number, &events)?;
-                let difference = reference.as_ref().and_then(|reference| compare::first_difference(reference, &logs));
+                if row.is_reference() {
+                    reference = logs.clone();
+                }
+                let difference = match (row, &reference[..]) {
+                    (VerifyRow::Pipeline(_), [one, ..]) => compare::first_difference_of_pipeline(one, &logs),
+                    _ => compare::first_difference(&reference, &logs),
+                };
                 if self.json {
                     list.push(verify_rows::json(row, precision, &logs, difference.as_ref()));
                 } else {
@@ -149,10 +157,10 @@ impl VerifyArguments {
                 if let (Some(difference), None) = (difference, &first) {
                     first = Some((row, precision, difference));
                 }
-                reference.get_or_insert(logs);
             }
         }
-        told &= print(if self.json { self.object(list).to_string() } else { self.verdict(first.as_ref()) });
+        let pipelines = rows.iter().any(|row| row.schedule().is_some());
+        told &= print(if self.json { self.object(list).to_string() } else { self.verdict(pipelines, first.as_ref()) });
         Ok(told && first.is_none())
     }
 
@@ -167,11 +175,11 @@ impl VerifyArguments {
     ) -> Result<Vec<RankResults>, VerifyStop> {
         let wrong = |source| Error::Io { action: "write", path: folder.to_owned(), source };
         std::fs::create_dir(folder).map_err(wrong)?;
-        let config = verify_rows::config(row, precision, folder).to_string();
+        let config = verify_rows::config(row, precision, self.ranks.into(), folder).to_string();
         std::fs::write(folder.join(train::CONFIG), config).map_err(wrong)?;
         let program = std::env::current_exe()
             .map_err(|source| Error::from(LaunchError::Setup { what: "finding the program itself", source }))?;
-        let (steps, ranks) = (self.steps.to_string(), usize::from(self.ranks));
+        let (steps, ranks) = (self.steps.to_string(), row.ranks(self.ranks.into()));
         let mut args: Vec<OsString> = ["verify", "--steps", &steps, "--rank_of"].map(Into::into).into();
         args.push(folder.into());
         // Each further job counts as a restart of the first, so that the launcher does not repeat its warning about the
@@ -208,20 +216,22 @@ impl VerifyArguments {
         json!({"ok": ok, "num_ranks": self.ranks, "steps": self.steps, "rows": rows})
     }
 
-    fn verdict(&self, first: Option<&(VerifyRow, VerifyDtype, FirstDifference)>) -> String {
+    fn verdict(&self, pipelines: bool, first: Option<&(VerifyRow, VerifyDtype, FirstDifference)>) -> String {
         let Self { ranks, steps, .. } = self;
         match first {
             None => format!(
                 "All bits are the same: in each precision, every loss and every parameter of {steps} step{} on {ranks} \
-                 rank{} is that of stage 0.",
+                 rank{} is that of stage 0{}.",
                 if *steps == 1 { "" } else { "s" },
-                if *ranks == 1 { "" } else { "s" }
+                if *ranks == 1 { "" } else { "s" },
+                if pipelines { ", or in a pipeline that of one rank" } else { "" }
             ),
             Some((row, precision, difference)) => {
                 format!(
-                    "Not all bits are the same: in {}, {} first differs from stage 0 at {difference}.",
+                    "Not all bits are the same: in {}, {} first differs from {} at {difference}.",
                     precision.name(),
-                    row.name()
+                    row.name(),
+                    row.reference()
                 )
             }
         }

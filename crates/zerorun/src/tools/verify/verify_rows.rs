@@ -2,6 +2,7 @@
 
 use super::compare::{FirstDifference, RankResults};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// The place of the model state in a job.
@@ -13,10 +14,14 @@ pub(super) enum VerifyRow {
     Cpu,
     /// Stage 3, with parameters and optimizer states in files.
     Nvme,
+    /// One rank, which accumulates the gradients of all micro batches.
+    OneRank,
+    /// Each rank has the blocks of its pipeline stage; the schedule has this name.
+    Pipeline(&'static str),
 }
 
-/// The rows. All others are compared with the first one.
-pub(super) const ROWS: [VerifyRow; 6] = [
+/// The rows of data-parallel ranks. All others are compared with the first one.
+const DATA_PARALLEL: [VerifyRow; 6] = [
     VerifyRow::Stage(0),
     VerifyRow::Stage(1),
     VerifyRow::Stage(2),
@@ -24,6 +29,16 @@ pub(super) const ROWS: [VerifyRow; 6] = [
     VerifyRow::Cpu,
     VerifyRow::Nvme,
 ];
+
+/// The rows of pipelines. All others are compared with the first one.
+const PIPELINES: [VerifyRow; 3] = [VerifyRow::OneRank, VerifyRow::Pipeline("1f1b"), VerifyRow::Pipeline("zero_bubble")];
+
+/// Returns the rows for a number of ranks. `layers` is the number of layers that can be divided among the ranks of a
+/// pipeline.
+pub(super) fn rows(ranks: usize, layers: usize) -> Vec<VerifyRow> {
+    let pipelines: &[VerifyRow] = if (2..=layers).contains(&ranks) { &PIPELINES } else { &[] };
+    DATA_PARALLEL.iter().chain(pipelines).copied().collect()
+}
 
 /// The dtype of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,6 +66,37 @@ impl VerifyRow {
             Self::Stage(stage) => format!("stage {stage}"),
             Self::Cpu => "stage 3 + cpu".to_string(),
             Self::Nvme => "stage 3 + nvme".to_string(),
+            Self::OneRank => "one rank".to_string(),
+            Self::Pipeline(schedule) => format!("pipeline {schedule}"),
+        }
+    }
+
+    /// Returns whether the following rows are compared with this one.
+    pub fn is_reference(self) -> bool {
+        matches!(self, Self::Stage(0) | Self::OneRank)
+    }
+
+    /// Returns the name of the row that this one is compared with.
+    pub fn reference(self) -> &'static str {
+        match self {
+            Self::Stage(_) | Self::Cpu | Self::Nvme => "stage 0",
+            Self::OneRank | Self::Pipeline(_) => "one rank",
+        }
+    }
+
+    /// Returns the number of ranks of this row's job, if jobs have `ranks` ranks.
+    pub fn ranks(self, ranks: usize) -> usize {
+        match self {
+            Self::OneRank => 1,
+            _ => ranks,
+        }
+    }
+
+    /// Returns the schedule of a pipeline.
+    pub fn schedule(self) -> Option<&'static str> {
+        match self {
+            Self::Pipeline(schedule) => Some(schedule),
+            _ => None,
         }
     }
 
@@ -58,21 +104,23 @@ impl VerifyRow {
         match self {
             Self::Stage(stage) => stage,
             Self::Cpu | Self::Nvme => 3,
+            Self::OneRank | Self::Pipeline(_) => 0,
         }
     }
 
     /// Returns the offload device, or `None` if nothing is offloaded.
     fn device(self) -> Option<&'static str> {
         match self {
-            Self::Stage(_) => None,
+            Self::Stage(_) | Self::OneRank | Self::Pipeline(_) => None,
             Self::Cpu => Some("cpu"),
             Self::Nvme => Some("nvme"),
         }
     }
 }
 
-/// Returns the configuration of a row, whose files are written to `folder`.
-pub(super) fn config(row: VerifyRow, precision: VerifyDtype, folder: &Path) -> Value {
+/// Returns the configuration of a row, whose files are written to `folder`. The number of samples per step is the same in
+/// all rows.
+pub(super) fn config(row: VerifyRow, precision: VerifyDtype, ranks: usize, folder: &Path) -> Value {
     // Buckets and sub-groups are far smaller than the model, so that several of each are in use.
     let mut zero = json!({
         "stage": row.stage(), "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000,
@@ -91,6 +139,12 @@ pub(super) fn config(row: VerifyRow, precision: VerifyDtype, folder: &Path) -> V
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "zero_optimization": zero,
     });
+    if row.reference() == VerifyRow::OneRank.name() {
+        config["gradient_accumulation_steps"] = json!(2 * ranks);
+    }
+    if let Some(schedule) = row.schedule() {
+        config["pipeline"] = json!({"schedule": schedule});
+    }
     match precision {
         VerifyDtype::F32 => {}
         VerifyDtype::Bf16 => config["bf16"] = json!({"enabled": true}),
@@ -101,8 +155,8 @@ pub(super) fn config(row: VerifyRow, precision: VerifyDtype, folder: &Path) -> V
 }
 
 /// The first line of the table.
-pub(super) const HEAD: &str = "precision  states in        losses            parameters        ms/step  MiB \
-                               memory  MiB files  bits of stage 0";
+pub(super) const HEAD: &str = "precision  states in             losses            parameters        ms/step  MiB \
+                               memory  MiB files  bits of stage 0 or one rank";
 
 /// Formats a row as a line.
 pub(super) fn line(
@@ -113,13 +167,13 @@ pub(super) fn line(
 ) -> String {
     let [losses, parameters] = fingerprints(logs);
     let mib = |bytes: fn(&RankResults) -> usize| most(logs, bytes) as f64 / f64::from(1 << 20);
-    let verdict = match (row, difference) {
-        (VerifyRow::Stage(0), _) => String::new(),
+    let verdict = match (row.is_reference(), difference) {
+        (true, _) => String::new(),
         (_, None) => "same".to_string(),
         (_, Some(difference)) => format!("DIFFERENT at {difference}"),
     };
     let line = format!(
-        "{:9}  {:14}  {losses}  {parameters}  {:7.1}  {:10.2}  {:9.2}  {verdict}",
+        "{:9}  {:20}  {losses}  {parameters}  {:7.1}  {:10.2}  {:9.2}  {verdict}",
         precision.name(),
         row.name(),
         slowest(logs),
@@ -138,7 +192,7 @@ pub(super) fn json(
 ) -> Value {
     let [losses, parameters] = fingerprints(logs);
     json!({
-        "precision": precision.name(), "stage": row.stage(), "offload": row.device(),
+        "precision": precision.name(), "stage": row.stage(), "offload": row.device(), "pipeline": row.schedule(), "num_ranks": logs.len(),
         "losses": losses, "parameters": parameters, "ms_per_step": slowest(logs),
         "peak_bytes": most(logs, |log| log.peak_bytes), "file_bytes": most(logs, |log| log.file_bytes),
         "difference": difference.map(FirstDifference::json),
@@ -151,8 +205,10 @@ fn fingerprints(logs: &[RankResults]) -> [String; 2] {
         let bytes: Vec<u8> = numbers.into_iter().flat_map(u64::to_le_bytes).collect();
         format!("{:016x}", twox_hash::XxHash3_64::oneshot(&bytes))
     };
-    let losses = logs.iter().flat_map(|log| log.losses.iter().flatten().map(|bits| u64::from(*bits)));
-    let parameters = logs.iter().take(1).flat_map(|log| log.parameters.last().cloned().unwrap_or_default());
+    let losses = logs.iter().flat_map(|log| log.losses.iter().flatten().copied());
+    // The ranks of a pipeline have different parameters.
+    let named = logs.iter().flat_map(|log| log.names.iter().zip(log.parameters.last().into_iter().flatten()));
+    let parameters = named.collect::<BTreeMap<_, _>>().into_values().copied();
     [hash(losses.collect()), hash(parameters.collect())]
 }
 
