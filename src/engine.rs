@@ -39,6 +39,7 @@ pub use builder::EngineBuilder;
 #[doc(hidden)]
 pub use gradient_check_state::CHECK_GRADIENTS;
 pub use gradient_report::{GradientCheckVerdict, GradientReport, GradientRow};
+pub(crate) use pipeline::PipelineDivision;
 pub use pipeline::PipelineEngine;
 
 use crate::checkpoint::store::CheckpointUpload;

@@ -120,7 +120,7 @@ pub fn binary(bytes: u64) -> String {
 }
 
 /// Returns whether `name` matches `pattern`, in which `*` stands for any characters, including none.
-pub(crate) fn matches(pattern: &str, name: &str) -> bool {
+pub fn matches(pattern: &str, name: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
     let Some(name) = name.strip_prefix(head) else { return false };
     // A suffix of the name that begins at a character boundary.

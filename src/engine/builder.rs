@@ -3,13 +3,12 @@
 use super::Engine;
 use super::config_comparison::SharedContent;
 use super::islands::IslandRanks;
-use super::pipeline::PipelineSetup;
+use super::pipeline::{PipelineDivision, PipelineSetup};
 use crate::comm::Communicator;
 use crate::comm::RankEnv;
 use crate::config::{Config, ConfigNote, ConfigSource, PipelineConfig, RunValues};
 use crate::error::{EngineError, Result};
 use crate::kernels;
-use crate::layout::ZeroStage;
 use crate::monitor::{Monitor, MonitorOpener};
 use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup, TrainableFilter};
@@ -303,13 +302,8 @@ impl EngineBuilder {
                 );
                 return Err(EngineError::Pipeline { why }.into());
             }
-            if self.pipeline.is_some() && config.zero.stage > ZeroStage::One {
-                let why = format!(
-                    "zero_optimization.stage is {}, but gradients and parameters of a pipeline's stages are not sharded; \
-                     use stage 0 or 1",
-                    config.zero.stage
-                );
-                return Err(EngineError::Pipeline { why }.into());
+            if self.pipeline.is_some() {
+                PipelineDivision::check_stage(config.zero.stage)?;
             }
             if self.pipeline.is_none() && config.pipeline != PipelineConfig::default() {
                 let message = "no effect: the model is not given as layers (EngineBuilder::initialize_pipeline)".into();

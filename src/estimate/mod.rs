@@ -29,6 +29,7 @@
 //! | `network.rs` | a network link, and the time that messages take on it |
 //! | `measured_step.rs` | the time of a step on one host |
 //! | `forecast.rs` | the time of a step on several hosts |
+//! | `pipeline.rs` | the ranks of a pipeline |
 //! | `options.rs` | the inputs of an estimate besides the model and the configuration |
 //! | `paper.rs` | table 1 of the ZeRO paper |
 //! | `deepspeed.rs` | the formulas of DeepSpeed's estimators |
@@ -41,6 +42,7 @@ mod meta_buffer;
 mod network;
 mod options;
 pub mod paper;
+mod pipeline;
 mod rehearsal;
 mod rehearsed_files;
 mod shapes;
@@ -51,6 +53,7 @@ pub use forecast::{Forecast, InterHostTraffic, ScalingRow};
 pub use measured_step::MeasuredStep;
 pub use network::Network;
 pub use options::EstimateOptions;
+pub use pipeline::{PipelineEstimate, PipelineRankEstimate};
 pub use shapes::{Shapes, UnitRule};
 pub use traffic::{CollectiveCounts, Traffic};
 
@@ -102,8 +105,8 @@ impl Estimate {
         }
         if let Some(stages @ 2..) = config.pipeline.stages {
             let why = format!(
-                "pipeline.stages is {stages}, but the memory of pipelines cannot be estimated yet; remove the key to see \
-                 that of the same ranks without a pipeline"
+                "pipeline.stages is {stages}, but this estimate is about data-parallel ranks; use PipelineEstimate \
+                 (zerorun estimate --pipeline), or remove the key"
             );
             return Err(EngineError::Pipeline { why }.into());
         }

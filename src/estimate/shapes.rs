@@ -169,6 +169,14 @@ impl Shapes {
         self
     }
 
+    /// Freezes a parameter, in addition to those that are frozen already.
+    #[must_use]
+    pub(super) fn frozen_too(self, name: &str) -> Self {
+        let named = self.registered.params.iter().filter(|param| param.name == name);
+        named.for_each(|param| param.trained.store(false, Ordering::Relaxed));
+        self
+    }
+
     /// Keeps the parameters that `rule` selects by name and shape in f32, even in a 16-bit model, as with
     /// [`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32).
     #[must_use]

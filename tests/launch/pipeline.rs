@@ -1,5 +1,7 @@
-//! Pipelines as jobs of processes: `examples/train_pipeline.rs` under zerorun, with ranks that are killed.
+//! Pipelines as jobs of processes: `examples/train_pipeline.rs` under zerorun, with ranks that are killed, and with ranks
+//! on two hosts.
 
+use crate::mpi::{hosts, with_each};
 use crate::support::processes::{descendants, example, runs, start, stderr, wait_up_to, zerorun};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -9,6 +11,13 @@ use std::time::Duration;
 const STEPS: usize = 8;
 
 fn command(dir: &Path, ranks: usize, pipeline: &Value, options: &[&str]) -> Command {
+    let mut command = zerorun();
+    command.args(["-n", &ranks.to_string()]).args(options);
+    train(command, dir, pipeline)
+}
+
+/// Adds the program and its arguments to a launcher's command.
+fn train(mut command: Command, dir: &Path, pipeline: &Value) -> Command {
     let config = json!({
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -16,11 +25,17 @@ fn command(dir: &Path, ranks: usize, pipeline: &Value, options: &[&str]) -> Comm
     });
     let path = dir.join("config.json");
     std::fs::write(&path, config.to_string()).unwrap();
-    let mut command = zerorun();
-    command.args(["-n", &ranks.to_string()]).args(options).arg(example("train_pipeline")).arg("--ds_config").arg(path);
+    command.arg(example("train_pipeline")).arg("--ds_config").arg(path);
     command.args(["--steps", &STEPS.to_string(), "--resume", "--save_every", "2", "--save"]).arg(dir.join("saved"));
     command.arg("--metrics").arg(dir.join("metrics.jsonl"));
     command
+}
+
+/// Returns the weights of the last checkpoint, whatever ranks saved it.
+fn weights(dir: &Path) -> Vec<u8> {
+    let output = zerorun().arg("consolidate").args(["saved", "weights"].map(|name| dir.join(name))).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    std::fs::read(dir.join("weights/model.safetensors")).unwrap()
 }
 
 /// Returns the steps, and the content of the files of the last checkpoint.
@@ -85,5 +100,34 @@ fn a_job_whose_ranks_are_killed_ends_with_the_same_bytes() {
         let (steps, files) = results(dir.path());
         assert_eq!(steps, expected[at].0, "kill {kill} after step {after}");
         assert!(files == expected[at].1, "kill {kill} after step {after}: different bytes in the checkpoint");
+    }
+}
+
+#[test]
+fn a_pipeline_across_two_hosts_has_the_losses_norms_and_weights_of_one_host() {
+    let test = a_pipeline_across_two_hosts_has_the_losses_norms_and_weights_of_one_host;
+    let Some(hosts) = hosts(test) else { return };
+    let expected = [1, 2].map(|ranks| {
+        let dir = tempfile::tempdir().unwrap();
+        // With one stage, two ranks are two pipelines: ZeRO stage 1 on two ranks.
+        let output = command(dir.path(), ranks, &json!({"stages": 1}), &[]).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        (results(dir.path()).0, weights(dir.path()))
+    });
+    for (ranks, pipeline) in [
+        ([1, 1], json!({})),
+        ([1, 1], json!({"schedule": "interleaved", "chunks": 2})),
+        ([2, 2], json!({"schedule": "zero_bubble"})),
+        ([2, 2], json!({"stages": 2})),
+    ] {
+        let pipelines = if pipeline.get("stages").is_some() { 2 } else { 1 };
+        with_each(test, |mpi| {
+            let dir = tempfile::tempdir().unwrap();
+            let output = train(hosts.mpirun(mpi, ranks).unwrap(), dir.path(), &pipeline).output().unwrap();
+            assert!(output.status.success(), "{mpi:?}, {pipeline}: {}", stderr(&output));
+            let (losses, of_all) = (results(dir.path()).0, weights(dir.path()));
+            assert_eq!(losses, expected[pipelines - 1].0, "{mpi:?}, {pipeline}");
+            assert!(of_all == expected[pipelines - 1].1, "{mpi:?}, {pipeline}: different weights");
+        });
     }
 }

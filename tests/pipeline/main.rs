@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod checkpoints;
+mod estimate;
 mod models;
 mod parts_of_a_model;
 mod same_bits;

@@ -12,13 +12,16 @@
 //! | `stage_calls.rs` | the forward and backward passes of one stage, as calls to the stage's engine |
 //! | `boundary.rs` | activations and gradients as messages between stages |
 //! | `tied_weight.rs` | an embedding that is also the output projection |
-//! | `setup.rs` | ranks, stages and parameters: who holds what |
+//! | `division.rs` | stages and parameters: which rank holds what |
+//! | `setup.rs` | the ranks of a pipeline, as communicators |
 
 mod boundary;
+mod division;
 mod pipeline_engine;
 mod setup;
 mod stage_calls;
 mod tied_weight;
 
+pub(crate) use division::PipelineDivision;
 pub use pipeline_engine::PipelineEngine;
 pub(super) use setup::PipelineSetup;

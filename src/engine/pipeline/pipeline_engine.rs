@@ -1,6 +1,7 @@
 //! The engine of a pipeline: one optimizer step, operation by operation.
 
 use super::boundary::{BoundaryMessage, BoundaryTensor, StageBoundaries, check_boundary};
+use super::division::RankLayers;
 use super::setup::PipelineSetup;
 use super::tied_weight::TiedWeight;
 use crate::checkpoint::{LoadOptions, LoadedCheckpoint};
@@ -11,7 +12,7 @@ use crate::error::{EngineError, Result};
 use crate::graph::prepared_op::seeded;
 use crate::graph::{delivering, part_input, without_gradients};
 use crate::memory::MemoryReport;
-use crate::pipeline::{PipelineLayer, PipelineModule, PipelineOp, PipelinePass, PipelineSchedule};
+use crate::pipeline::{PipelineModule, PipelineOp, PipelinePass, PipelineSchedule};
 use crate::tensor::residency;
 use crate::zero::reduce::divided_backward::WaitingGradients;
 use candle_core::{Device, Tensor, Var};
@@ -19,16 +20,6 @@ use candle_nn::VarBuilder;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-
-/// The layers of one stage.
-type StageLayers<B> = Vec<Box<dyn PipelineLayer<B>>>;
-
-/// The layers of this rank.
-struct RankLayers<B> {
-    stages: BTreeMap<usize, StageLayers<B>>,
-    /// The first layer, on the rank of the last stage, if the first and the last layer share a weight.
-    lookup: Option<Box<dyn PipelineLayer<B>>>,
-}
 
 /// Trains a model whose layers are divided among ranks (DeepSpeed's `PipelineEngine`).
 ///
@@ -118,20 +109,10 @@ impl EngineBuilder {
             .weight_source(0)
             .and_then(|source| PipelineSetup::new(&module, &section, &job, (source, self.buffer_rule.as_ref())));
         let setup = setup.inspect_err(|error| job.abort(&error.to_string()))?;
-        let (along, cuts, stages) = (setup.along.clone(), setup.cuts.clone(), setup.stages);
+        let (along, division) = (setup.along.clone(), setup.division.clone());
         let (pipelines, pipeline) = (setup.data.size(), setup.data.rank());
-        let (is_last, tied) = (setup.is_last, setup.tied.clone());
         let (job, ends) = (setup.job.clone(), setup.ends);
-        let build = |vb: VarBuilder<'_>| {
-            let stage = |stage: usize| -> candle_core::Result<(usize, StageLayers<B>)> {
-                let layers = cuts.layers_of(stage).map(|layer| module.build(layer, vb.clone()));
-                Ok((stage, layers.collect::<candle_core::Result<_>>()?))
-            };
-            let stages = stages.stages_of(along.rank()).into_iter().map(stage);
-            let stages = stages.collect::<candle_core::Result<_>>()?;
-            let needs_lookup = is_last && tied.is_some();
-            Ok(RankLayers { stages, lookup: needs_lookup.then(|| module.build(0, vb)).transpose()? })
-        };
+        let build = |vb: VarBuilder<'_>| division.build(&module, along.rank(), vb);
         let mut builder = self.communicator(setup.data.clone());
         builder.pipeline = Some(setup);
         let mut engine = builder.initialize(build, config)?;
@@ -139,7 +120,7 @@ impl EngineBuilder {
         let schedule = PipelineSchedule::new(section.schedule, along.size(), section.chunks, micro_batches);
         let schedule = schedule.map_err(|error| EngineError::Pipeline { why: error.to_string() }.into());
         let schedule = engine.in_step(schedule)?;
-        let tied = match &tied {
+        let tied = match &division.tied {
             Some(name) => TiedWeight::agreed(&engine, name, &*along, ends, schedule)?,
             None => None,
         };

@@ -1,22 +1,15 @@
-//! The ranks of a pipeline and what each of them holds: the stages, their layers, and the indices of their parameters
-//! in the complete model.
+//! The ranks of a pipeline, and the position of this rank among them.
 
+use super::division::PipelineDivision;
 use crate::comm::Communicator;
 use crate::comm::agree::texts;
 use crate::config::PipelineConfig;
-use crate::error::{EngineError, ParamError, Result};
+use crate::error::{EngineError, Result};
 use crate::layout::{MeshAxis, RankMesh};
 use crate::param::{BufferFilter, WeightSource};
-use crate::pipeline::{
-    PartitionMethod, PipelineModule, PipelineSchedule, StageCuts, balanced_cuts, kind_cuts, uniform_cuts,
-};
-use crate::util::{counted, fnv1a};
-use crate::zero::gather::unit::building;
-use crate::zero::share::var_builder_backend::VarBuilderBackend;
+use crate::pipeline::PipelineModule;
 use crate::zero::step::stage_vote::PipelinePosition;
-use candle_core::{DType, Device};
-use candle_nn::VarBuilder;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// This rank among those of a pipeline.
@@ -25,31 +18,20 @@ pub(in crate::engine) struct PipelineSetup {
     pub(super) along: Arc<dyn Communicator>,
     /// The ranks that train the same stages on different data.
     pub(super) data: Arc<dyn Communicator>,
-    /// The layers of each stage.
-    pub(super) cuts: StageCuts,
-    /// A schedule that determines the stages of each rank, but not yet the number of micro batches.
-    pub(super) stages: PipelineSchedule,
+    pub(super) division: Arc<PipelineDivision>,
     /// The complete job, and the ranks in it that hold the first stage and the last one of this pipeline.
     pub(super) job: Arc<dyn Communicator>,
     mesh: RankMesh,
     pub(super) ends: [usize; 2],
-    /// The parameter that the first layer and the last one share.
-    pub(super) tied: Option<String>,
-    /// Whether this rank holds the first stage, and the last one.
-    pub(super) is_first: bool,
-    pub(super) is_last: bool,
-    /// The index of each parameter in the complete model, by name.
-    numbers: BTreeMap<String, usize>,
-    /// The names and shapes of the complete model's parameters, and the cuts, as a hash.
-    fingerprint: u64,
+    /// Whether this rank holds the last stage.
+    is_last: bool,
 }
 
 impl PipelineSetup {
     /// Collective: divides the ranks of a job into pipelines, and the model's layers among their ranks.
     ///
     /// # Errors
-    /// Numbers of ranks, chunks and layers that are incompatible; a layer that cannot be built; a parameter that two
-    /// layers share, unless it is the only one of the first layer and the other layer is the last.
+    /// A number of stages that does not divide the number of ranks; the errors of [`PipelineDivision::new`].
     pub(super) fn new<B>(
         module: &PipelineModule<B>,
         config: &PipelineConfig,
@@ -65,40 +47,12 @@ impl PipelineSetup {
         let mesh = if several_hosts { mesh.with_outermost(MeshAxis::Pipeline) } else { mesh };
         let along = job.group(&mesh.groups(&[MeshAxis::Pipeline]))?;
         let data = job.group(&mesh.groups(&[MeshAxis::Data]))?;
-        let stages =
-            PipelineSchedule::new(config.schedule, ranks, config.chunks, ranks).map_err(|e| refused(e.to_string()))?;
-        let layers = LayerParameters::of(module, source, is_buffer)?;
-        check_number_of_stages(config, (ranks, module.len()))?;
-        let cuts = match &config.partition {
-            PartitionMethod::Uniform => uniform_cuts(module.len(), stages.stages()),
-            PartitionMethod::Parameters => {
-                let weights: Vec<f64> = layers.elements.iter().map(|elements| *elements as f64).collect();
-                balanced_cuts(&weights, &vec![1.0; stages.stages()])
-            }
-            PartitionMethod::LayerKind(text) => {
-                let selected: Vec<bool> = (0..module.len()).map(|layer| module.is_of_kind(layer, text)).collect();
-                let found = selected.iter().filter(|selected| **selected).count();
-                if found < stages.stages() {
-                    let kinds: BTreeSet<&str> = (0..module.len()).map(|layer| module.kind(layer)).collect();
-                    let kinds = kinds.into_iter().collect::<Vec<_>>().join(", ");
-                    let why = format!(
-                        "pipeline.partition is type:{text}, and the {} need at least one layer each whose type has \
-                         {text:?} in its name, but only {found} were found; the types are {kinds}",
-                        counted(stages.stages(), "stage")
-                    );
-                    return Err(refused(why).into());
-                }
-                kind_cuts(&selected, stages.stages())
-            }
-        };
-        let cuts = cuts.map_err(|e| refused(e.to_string()))?;
-        let is_first = stages.rank_of(0) == along.rank();
-        let is_last = stages.rank_of(stages.stages() - 1) == along.rank();
-        let tied = layers.tied.filter(|_| stages.stages() > 1);
-        let end = |stage: usize| mesh.moved(job.rank(), MeshAxis::Pipeline, stages.rank_of(stage));
-        let (job, ends) = (job.clone(), [0, stages.stages() - 1].map(end));
-        let (numbers, fingerprint) = (layers.numbers, fnv1a(format!("{} {cuts:?}", layers.shapes).as_bytes()));
-        Ok(Self { along, data, cuts, stages, job, mesh, ends, tied, is_first, is_last, numbers, fingerprint })
+        let division = PipelineDivision::new(module, config, ranks, (source, is_buffer))?;
+        let rank = along.rank();
+        let end = |stage: usize| mesh.moved(job.rank(), MeshAxis::Pipeline, division.stages.rank_of(stage));
+        let ends = [0, division.stages.stages() - 1].map(end);
+        let is_last = division.is_last(rank);
+        Ok(Self { along, data, division: Arc::new(division), job: job.clone(), mesh, ends, is_last })
     }
 
     /// Returns the communicator of all ranks of the job.
@@ -108,12 +62,12 @@ impl PipelineSetup {
 
     /// Returns the names of the complete model's parameters.
     pub(in crate::engine) fn names(&self) -> impl Iterator<Item = &str> + Clone {
-        self.numbers.keys().map(String::as_str)
+        self.division.numbers.keys().map(String::as_str)
     }
 
     /// Returns the parameter of which this rank has a copy, and which the rank of the last stage trains.
     pub(in crate::engine) fn copied(&self) -> Option<String> {
-        self.tied.clone().filter(|_| self.is_first && !self.is_last)
+        self.division.copied(self.along.rank()).map(str::to_owned)
     }
 
     /// Collective along the pipeline: returns the indices that are in `used` on any rank, and whether any rank
@@ -137,96 +91,19 @@ impl PipelineSetup {
 
     /// Returns this rank's position. `names` are those of its parameters, in order of registration.
     pub(in crate::engine) fn position<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> PipelinePosition {
-        let mut all_names: Vec<(usize, &String)> = self.numbers.iter().map(|(name, number)| (*number, name)).collect();
+        let mut all_names: Vec<(usize, &String)> =
+            self.division.numbers.iter().map(|(name, number)| (*number, name)).collect();
         all_names.sort_unstable();
-        let is_copy = |name: &&str| !self.is_last && self.tied.as_deref() == Some(*name);
+        let is_copy = |name: &&str| !self.is_last && self.division.tied.as_deref() == Some(*name);
         PipelinePosition {
             comm: self.along.clone(),
             job: self.job.clone(),
             mesh: self.mesh,
             copied: names.clone().position(|name| is_copy(&name)),
-            in_model: names.map(|name| self.numbers[name]).collect(),
+            in_model: names.map(|name| self.division.numbers[name]).collect(),
             is_last: self.is_last,
-            fingerprint: self.fingerprint,
+            fingerprint: self.division.fingerprint,
             all_names: all_names.into_iter().map(|(_, name)| name.clone()).collect(),
         }
-    }
-}
-
-/// Checks that each stage can have at least one layer.
-fn check_number_of_stages(config: &PipelineConfig, (ranks, layers): (usize, usize)) -> Result<()> {
-    let stages = ranks.checked_mul(config.chunks);
-    if stages.is_some_and(|stages| stages <= layers) {
-        return Ok(());
-    }
-    let chunks = match config.chunks {
-        1 => String::new(),
-        chunks => format!(" with {} each (pipeline.chunks)", counted(chunks, "chunk")),
-    };
-    let why = format!(
-        "{} along the pipeline (pipeline.stages; auto: all ranks){chunks} {} more stages than the model's {}; use fewer",
-        counted(ranks, "rank"),
-        if ranks == 1 { "needs" } else { "need" },
-        counted(layers, "layer")
-    );
-    Err(EngineError::Pipeline { why }.into())
-}
-
-/// The parameters of each layer, found by building all layers without memory.
-struct LayerParameters {
-    /// The number of elements of each layer.
-    elements: Vec<usize>,
-    numbers: BTreeMap<String, usize>,
-    /// The names and shapes of all parameters.
-    shapes: String,
-    /// The parameter that the first layer and the last one share.
-    tied: Option<String>,
-}
-
-impl LayerParameters {
-    fn of<B>(module: &PipelineModule<B>, source: WeightSource, is_buffer: Option<&BufferFilter>) -> Result<Self> {
-        const DTYPE: DType = DType::F32;
-        let (mut elements, mut numbers, mut shapes) = (Vec::new(), BTreeMap::new(), String::new());
-        let mut owners: BTreeMap<String, usize> = BTreeMap::new();
-        let mut tied = None;
-        let registry = VarBuilderBackend::of_shapes(DTYPE).with_source(source);
-        for layer in 0..module.len() {
-            let vb = VarBuilder::from_backend(Box::new(registry.clone()), DTYPE, Device::Cpu);
-            building(&registry, || module.build(layer, vb)).map_err(|e| registry.explain(e))?;
-            let (params, mut buffers) = registry.take();
-            let chosen =
-                params.iter().filter(|param| is_buffer.is_some_and(|rule| rule(&param.name, param.shape.dims())));
-            buffers.extend(chosen.map(|param| param.name.clone()));
-            if let Some(buffer) = buffers.first() {
-                let why = format!(
-                    "layer {layer} has a buffer, {buffer}; buffers are not supported in pipelines: compute such values in \
-                     the layer instead of requesting them from the VarBuilder"
-                );
-                return Err(EngineError::Pipeline { why }.into());
-            }
-            shapes.extend(params.iter().map(|param| format!("{} {:?};", param.name, param.shape)));
-            elements.push(params.iter().map(|param| param.numel).sum());
-            for param in params {
-                if let Some(first) = owners.insert(param.name.clone(), layer) {
-                    let alone = owners.values().filter(|owner| **owner == 0).count() == 0;
-                    if first == 0 && alone && layer + 1 == module.len() {
-                        tied = Some(param.name);
-                        continue;
-                    }
-                    let why = format!(
-                        "layers {first} and {layer} share parameter {}; only the first layer and the last one may \
-                         share one, and it must be the first layer's only parameter: put what they share into one layer",
-                        param.name
-                    );
-                    return Err(EngineError::Pipeline { why }.into());
-                }
-                let number = numbers.len();
-                numbers.insert(param.name, number);
-            }
-        }
-        if numbers.is_empty() {
-            return Err(ParamError::NoParameters.into());
-        }
-        Ok(Self { elements, numbers, shapes, tied })
     }
 }

@@ -3,16 +3,17 @@
 use super::gpu_capacity::GpuCapacity;
 use super::hosts_forecast::{self, ForecastArguments, MultiHostForecast};
 use super::model_size_flags::ModelSizeFlags;
+use super::pipeline_report::PipelineReport;
 use crate::error::{OptimError, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use candle_zero::comm::CollectiveKind as Collective;
 use candle_zero::config::{Config, RunValues};
 use candle_zero::estimate::deepspeed::{Machines, MemoryNeeds, Zero3Offload, zero2, zero3};
-use candle_zero::estimate::{Estimate, EstimateOptions, Shapes, UnitRule, paper};
+use candle_zero::estimate::{Estimate, EstimateOptions, PipelineEstimate, Shapes, UnitRule, paper};
 use candle_zero::memory::MemoryRow;
 use candle_zero::offload::{available_memory, free_space};
 use candle_zero::precision::{Nf4Scales, WeightPacking};
-use candle_zero::util::binary;
+use candle_zero::util::{binary, matches};
 use clap::{ArgGroup, Parser, ValueEnum};
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -27,7 +28,8 @@ use std::process::ExitCode;
 /// Exit code: 0, or 2 if the model, the configuration or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "estimate", bin_name = "zerorun estimate",
-          group = ArgGroup::new("what").args(["model", "safetensors", "table"]).required(true))]
+          group = ArgGroup::new("what").args(["model", "safetensors", "table"]).required(true),
+          group = ArgGroup::new("spread").args(["hosts", "pipeline"]))]
 struct EstimateArguments {
     /// Built-in model: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-nano, llama-mini, tinyllama-1.1b,
     /// llama-3.2-1b, llama-3.2-3b, llama-2-7b
@@ -81,6 +83,11 @@ struct EstimateArguments {
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     recompute: bool,
 
+    /// Estimate a pipeline of the ranks, as the configuration's section `pipeline` divides a built-in model: the layers
+    /// and the memory of each rank, and the share of a step in which ranks wait
+    #[arg(long, conflicts_with_all = ["safetensors", "table", "gpu", "recompute", "deepspeed"])]
+    pipeline: bool,
+
     #[command(flatten)]
     forecast: ForecastArguments,
 
@@ -129,6 +136,10 @@ impl EstimateArguments {
         let text = match (self.table, self.json) {
             (true, true) => Ok(table_json().to_string()),
             (true, false) => Ok(paper::table()),
+            (false, json) if self.pipeline => {
+                let report = self.pipeline();
+                report.and_then(|report| if json { Ok(report.json()?.to_string()) } else { report.text() })
+            }
             (false, json) => self.answer().map(|answer| if json { answer.json().to_string() } else { answer.text() }),
         };
         match text {
@@ -141,18 +152,11 @@ impl EstimateArguments {
     fn answer(&self) -> Result<EstimateReport> {
         let shapes = match (&self.safetensors, &self.model) {
             (Some(path), _) => Shapes::safetensors(path, &self.unit_rule())?,
-            (None, name) => self.sizes.shapes(name.as_deref().unwrap_or_default())?,
+            (None, name) => self.sizes.preset(name.as_deref().unwrap_or_default())?.shapes()?,
         };
         let shapes = if self.frozen.is_empty() { shapes } else { shapes.frozen(&self.frozen)? };
         let shapes = self.frozen_packing.into_iter().fold(shapes, |shapes, how| shapes.quantized(how.into()));
-        let file = self.ds_config.clone().unwrap_or_default();
-        // The same values as train_gpt's for "auto".
-        let run = RunValues {
-            total_num_steps: Some(self.total_num_steps),
-            hidden_size: self.sizes.width(self.model.as_deref()),
-            ..RunValues::default()
-        };
-        let config = Config::load_for(file, self.ranks as usize, &run)?;
+        let config = Config::load_for(self.config_file(), self.ranks as usize, &self.run_values())?;
         let hosts = self.forecast.hosts(config.world_size)?;
         config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
         let options = EstimateOptions {
@@ -168,6 +172,37 @@ impl EstimateArguments {
             HostMemoryNeed::new(&estimate, &config, hosts.as_ref().map_or(config.world_size, |hosts| hosts.each));
         let gpu = self.gpu.clone().flatten();
         Ok(EstimateReport { need, shapes, config, estimate, hosts, gpu, deepspeed: self.deepspeed })
+    }
+
+    /// Returns the estimate of a pipeline.
+    fn pipeline(&self) -> Result<PipelineReport> {
+        let preset = self.sizes.preset(self.model.as_deref().unwrap_or_default())?;
+        // Patterns must match parameters of the complete model, not of each rank.
+        let shapes = preset.shapes()?;
+        let shapes = if self.frozen.is_empty() { shapes } else { shapes.frozen(&self.frozen)? };
+        let is_trained = |name: &str, _: &[usize]| !self.frozen.iter().any(|pattern| matches(pattern, name));
+        let prepare = |shapes: Shapes| {
+            let shapes = shapes.trainable(is_trained);
+            self.frozen_packing.into_iter().fold(shapes, |shapes, how| shapes.quantized(how.into()))
+        };
+        let (run, ranks) = (self.run_values(), self.ranks as usize);
+        let estimate = PipelineEstimate::new(&preset.layers()?, self.config_file(), ranks, &run, prepare)?;
+        estimate.config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
+        let elements = preset.activation(estimate.config.batch.train_micro_batch_size_per_gpu);
+        PipelineReport::new(preset.name(), shapes.num_parameters(), estimate, elements, &self.forecast)
+    }
+
+    fn config_file(&self) -> PathBuf {
+        self.ds_config.clone().unwrap_or_default()
+    }
+
+    /// Returns the same values for "auto" as train_gpt.
+    fn run_values(&self) -> RunValues {
+        RunValues {
+            total_num_steps: Some(self.total_num_steps),
+            hidden_size: self.sizes.width(self.model.as_deref()),
+            ..RunValues::default()
+        }
     }
 
     fn unit_rule(&self) -> UnitRule {

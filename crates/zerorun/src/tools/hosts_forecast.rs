@@ -22,16 +22,17 @@ pub(super) struct ForecastArguments {
     /// Network of each host: rate in each direction (bit, kbit, Mbit or Gbit, as in tc, or MB/s or GB/s of data),
     /// one-way latency (us, ms or s), and the share of the host's processors that network traffic occupies, such as
     /// 25Gbit,50us,10% [default: 10Gbit,50us,0%]
-    #[arg(long, value_name = "RATE,LATENCY[,BUSY]", requires = "hosts")]
+    #[arg(long, value_name = "RATE,LATENCY[,BUSY]", requires = "spread")]
     network: Option<Network>,
 
-    /// Seconds per step on one host with as many ranks as each host has in the forecast
-    #[arg(long, value_name = "SECONDS", requires = "hosts", conflicts_with = "measured")]
+    /// Seconds per step on one host with as many ranks as each host has in the forecast; with --pipeline, on one rank
+    /// that accumulates the gradients of the same micro batches
+    #[arg(long, value_name = "SECONDS", requires = "spread", conflicts_with = "measured")]
     step: Option<f64>,
 
     /// Read the step time from this metrics file (train_gpt --metrics) of a run on one host, with as many ranks as for
     /// --step
-    #[arg(long, value_name = "FILE.jsonl", requires = "hosts")]
+    #[arg(long, value_name = "FILE.jsonl", requires = "spread")]
     measured: Option<PathBuf>,
 }
 
@@ -47,6 +48,23 @@ impl ForecastArguments {
         }
     }
 
+    /// Returns the measured step, if one is given.
+    ///
+    /// # Errors
+    /// Fails if the measurement cannot be read.
+    pub(super) fn measured_step(&self) -> Result<Option<MeasuredStep>> {
+        Ok(match (&self.measured, self.step) {
+            (Some(path), _) => Some(MeasuredStep::metrics(path)?),
+            (None, Some(step)) => Some(MeasuredStep::seconds(step)?),
+            (None, None) => None,
+        })
+    }
+
+    /// Returns the network link of each host, if it is given.
+    pub(super) fn network(&self) -> Option<Network> {
+        self.network
+    }
+
     /// Returns the forecast for this number of hosts.
     ///
     /// # Errors
@@ -57,11 +75,7 @@ impl ForecastArguments {
         estimate: &Estimate,
         (shapes, config, options): (&Shapes, &Config, EstimateOptions),
     ) -> Result<MultiHostForecast> {
-        let measured = match (&self.measured, self.step) {
-            (Some(path), _) => Some(MeasuredStep::metrics(path)?),
-            (None, Some(step)) => Some(MeasuredStep::seconds(step)?),
-            (None, None) => None,
-        };
+        let measured = self.measured_step()?;
         let (network, each) = (self.network.unwrap_or(Network::ASSUMED), config.world_size / hosts);
         let forecast = estimate.forecast(hosts, &network, measured.as_ref())?;
         let rows = Estimate::weak_scaling(shapes, config, options, (hosts, each), &network, measured.as_ref())?;

@@ -1,7 +1,7 @@
 //! The tools: everything that `zerorun` does besides starting scripts. The first word of the command line names one.
 //!
-//! Each tool has a file or folder named after it. `config_diagnostic` belongs to `check`, `hosts_forecast` and
-//! `gpu_capacity` to `estimate`, `model_size_flags` to `estimate` and `tune`, `sample_flags` to `data` and `finetune`,
+//! Each tool has a file or folder named after it. `config_diagnostic` belongs to `check`, `hosts_forecast`,
+//! `pipeline_report` and `gpu_capacity` to `estimate`, `model_size_flags` to `estimate` and `tune`, `sample_flags` to `data` and `finetune`,
 //! and `resolve_model` to all tools that accept a model. A script with the same name as a tool is started as `./NAME`.
 
 mod bench;
@@ -24,6 +24,7 @@ mod import;
 mod inspect;
 mod merge;
 mod model_size_flags;
+mod pipeline_report;
 mod resolve_model;
 mod sample_flags;
 mod schedule;

@@ -2,7 +2,8 @@
 
 use crate::error::{ModelError, Result};
 use candle_zero::estimate::Shapes;
-use candle_zero::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
+use candle_zero::models::{DecoderBatch, Gpt, GptConfig, Llama, LlamaConfig, decoder_pipeline, preset_named};
+use candle_zero::pipeline::PipelineModule;
 use clap::Args;
 
 /// Changes to a preset.
@@ -54,11 +55,11 @@ impl ModelSizeFlags {
         }
     }
 
-    /// Returns the parameters of the preset `name` with the changes applied.
+    /// Returns the preset `name` with the changes applied.
     ///
     /// # Errors
     /// Fails if the name is unknown or the sizes do not form a model.
-    pub(super) fn shapes(&self, name: &str) -> Result<Shapes> {
+    pub(super) fn preset(&self, name: &str) -> Result<SizedPreset> {
         let name = preset_named(name)?;
         if LlamaConfig::preset_names().any(|known| known == name) {
             let preset = LlamaConfig::preset(name)?;
@@ -73,9 +74,7 @@ impl ModelSizeFlags {
                 ..preset
             };
             config.validate()?;
-            // Rotary positions are not parameters, so a short table suffices.
-            let config = LlamaConfig { ctx: 1, ..config };
-            return Shapes::of(name, |vb| Llama::new(&config, vb));
+            return Ok(SizedPreset::Llama(name, config));
         }
         let preset = GptConfig::preset(name)?;
         if let Some(key) = [("n_kv_head", self.n_kv_head), ("n_inner", self.n_inner)].iter().find(|(_, n)| n.is_some())
@@ -92,6 +91,54 @@ impl ModelSizeFlags {
             ..preset
         };
         config.validate()?;
-        Shapes::of(name, |vb| Gpt::new(&config, vb))
+        Ok(SizedPreset::Gpt(name, config))
     }
+}
+
+/// A preset, with its name and sizes.
+pub(super) enum SizedPreset {
+    Gpt(&'static str, GptConfig),
+    Llama(&'static str, LlamaConfig),
+}
+
+impl SizedPreset {
+    /// Returns the name of the preset.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Self::Gpt(name, _) | Self::Llama(name, _) => name,
+        }
+    }
+
+    /// Returns the parameters.
+    pub(super) fn shapes(&self) -> Result<Shapes> {
+        match self {
+            Self::Gpt(name, config) => Shapes::of(name, |vb| Gpt::new(config, vb)),
+            Self::Llama(name, config) => {
+                let config = short(config);
+                Shapes::of(name, |vb| Llama::new(&config, vb))
+            }
+        }
+    }
+
+    /// Returns the layers that ranks of a pipeline divide.
+    pub(super) fn layers(&self) -> Result<PipelineModule<DecoderBatch>> {
+        match self {
+            Self::Gpt(_, config) => decoder_pipeline(config),
+            Self::Llama(_, config) => decoder_pipeline(&short(config)),
+        }
+    }
+
+    /// Returns the number of elements of an activation of `sequences` sequences of full length.
+    pub(super) fn activation(&self, sequences: usize) -> usize {
+        let (ctx, width) = match self {
+            Self::Gpt(_, config) => (config.ctx, config.n_embd),
+            Self::Llama(_, config) => (config.ctx, config.hidden_size),
+        };
+        sequences.saturating_mul(ctx).saturating_mul(width)
+    }
+}
+
+/// Rotary positions are not parameters, so a short table suffices.
+fn short(config: &LlamaConfig) -> LlamaConfig {
+    LlamaConfig { ctx: 1, ..config.clone() }
 }

@@ -427,5 +427,5 @@ fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
         }
     }
     let model = ScriptModelFlags::try_parse_from(words).ok()?;
-    Some((model.sizes.shapes(&model.model).ok()?, model.sizes.width(Some(&model.model))?))
+    Some((model.sizes.preset(&model.model).ok()?.shapes().ok()?, model.sizes.width(Some(&model.model))?))
 }

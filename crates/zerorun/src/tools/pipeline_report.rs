@@ -1,0 +1,138 @@
+//! Implements `zerorun estimate --pipeline`: the memory of each rank of a pipeline, and the time of a step.
+
+use super::hosts_forecast::ForecastArguments;
+use crate::error::Result;
+use candle_zero::estimate::{MeasuredStep, Network, PipelineEstimate, PipelineRankEstimate};
+use candle_zero::memory::{MemoryReport, MemoryRow};
+use candle_zero::util::{binary, counted};
+use serde_json::{Value, json};
+use std::fmt::Write as _;
+
+/// The estimate of a pipeline, with the time of a step.
+pub(super) struct PipelineReport {
+    model: &'static str,
+    /// The number of elements of the complete model.
+    parameters: usize,
+    estimate: PipelineEstimate,
+    /// The bytes of an activation of one micro batch, which crosses each boundary forward and, as a gradient, backward.
+    activation: usize,
+    /// The link between two ranks; `None`: messages take no time.
+    network: Option<Network>,
+    measured: Option<MeasuredStep>,
+}
+
+/// The needs that are not estimated.
+const NOT_INCLUDED: [&str; 3] = [
+    "activations, of which each rank holds as many micro batches at a time as the table shows",
+    "data on its way to the model, and a checkpoint while it is written",
+    "the program itself: its code, its threads, and memory that the allocator keeps",
+];
+
+const ASSUMED: &str = "for the waiting time: stages take times in proportion to their parameters without embeddings, and \
+                       forward passes, gradients of inputs and gradients of weights take equally long";
+
+impl PipelineReport {
+    /// Returns the report on `estimate`. An activation of one micro batch has `elements` elements.
+    ///
+    /// # Errors
+    /// Fails if the measurement cannot be read.
+    pub(super) fn new(
+        model: &'static str,
+        parameters: usize,
+        estimate: PipelineEstimate,
+        elements: usize,
+        forecast: &ForecastArguments,
+    ) -> Result<Self> {
+        let activation = elements.saturating_mul(estimate.config.precision.dtype().size_in_bytes());
+        let (network, measured) = (forecast.network(), forecast.measured_step()?);
+        Ok(Self { model, parameters, estimate, activation, network, measured })
+    }
+
+    /// Returns the seconds that a message between two ranks takes.
+    fn message_s(&self) -> f64 {
+        self.network.map_or(0.0, |network| network.latency_s() + self.activation as f64 / network.bytes_per_s())
+    }
+
+    /// Returns the seconds of a step if it was measured on one rank, and the share of it in which ranks wait on average.
+    fn step(&self) -> Result<(Option<f64>, f64)> {
+        match &self.measured {
+            Some(measured) => {
+                let step = self.estimate.step(measured, self.message_s());
+                Ok((Some(step.seconds), step.bubble()))
+            }
+            None => Ok((None, self.estimate.step(&MeasuredStep::seconds(1.0)?, 0.0).bubble())),
+        }
+    }
+
+    pub(super) fn json(&self) -> Result<Value> {
+        let (seconds, bubble) = self.step()?;
+        Ok(json!({
+            "model": self.model,
+            "parameters": self.parameters,
+            "layers": self.estimate.layers,
+            "pipelines": self.estimate.pipelines,
+            "schedule": self.estimate.config.pipeline.schedule.name(),
+            "micro_batches": self.estimate.schedule().micro_batches(),
+            "ranks": self.estimate.ranks,
+            "activation_bytes": self.activation,
+            "network": self.network.map(|network| network.to_string()),
+            "waiting_share": bubble,
+            "step_s": seconds,
+            "assumed": [ASSUMED],
+            "not_included": NOT_INCLUDED,
+        }))
+    }
+
+    pub(super) fn text(&self) -> Result<String> {
+        let Self { model, parameters, estimate, .. } = self;
+        let (ranks, schedule) = (estimate.ranks.len(), estimate.schedule());
+        let mut text = format!(
+            "{model}: {parameters} parameters, {}; stage {}, {} of {}, schedule {}, accumulation {}\n\n",
+            counted(estimate.layers, "layer"),
+            estimate.config.zero.stage,
+            counted(estimate.pipelines, "pipeline"),
+            counted(ranks, "rank"),
+            estimate.config.pipeline.schedule.name(),
+            schedule.micro_batches()
+        );
+        text +=
+            "rank        layers      parameters         trained            host   host, at most  micro batches held\n";
+        for (at, rank) in estimate.ranks.iter().enumerate() {
+            let PipelineRankEstimate { layers, parameters, trained, memory, held_activations, .. } = rank;
+            let layers: Vec<String> = layers.iter().map(|of| format!("{}-{}", of.start, of.end - 1)).collect();
+            let held = binary(sum(memory, |row| row.host.held));
+            let peak = binary(sum(memory, |row| row.host.peak));
+            _ = writeln!(
+                text,
+                "{at:<6}{:>12}{parameters:>16}{trained:>16}{held:>16}{peak:>16}{held_activations:>20}",
+                layers.join(" ")
+            );
+        }
+        let (seconds, bubble) = self.step()?;
+        _ = write!(
+            text,
+            "\nper micro batch and boundary, {} cross the network forward, and as many backward\nranks wait for {:.1} % of \
+             a step",
+            binary(self.activation as u64),
+            100.0 * bubble
+        );
+        match (&self.network, seconds) {
+            (Some(network), Some(_)) => {
+                let message = self.message_s() * 1e3;
+                _ = writeln!(text, ", in which a message takes {message:.1} ms ({network})");
+            }
+            _ => text += ", if messages take no time\n",
+        }
+        if let (Some(seconds), Some(measured)) = (seconds, &self.measured) {
+            _ = writeln!(text, "a step takes {seconds:.3} s, instead of {:.3} s on one rank", measured.step_s());
+        }
+        text += "\nnot included:";
+        NOT_INCLUDED.iter().for_each(|line| _ = write!(text, "\n- {line}"));
+        _ = write!(text, "\nassumed:\n- {ASSUMED}");
+        Ok(text)
+    }
+}
+
+fn sum(memory: &MemoryReport, of: impl Fn(&MemoryRow) -> usize) -> u64 {
+    memory.rows.iter().map(of).sum::<usize>() as u64
+}

@@ -1,0 +1,214 @@
+//! The division of a model among the ranks of a pipeline: which rank holds which layers, and the parameters of each layer.
+//!
+//! It depends only on the model and the configuration, and is therefore the same on every rank.
+
+use crate::config::PipelineConfig;
+use crate::error::{EngineError, ParamError, Result};
+use crate::layout::ZeroStage;
+use crate::param::{BufferFilter, WeightSource};
+use crate::pipeline::{
+    PartitionMethod, PipelineLayer, PipelineModule, PipelineSchedule, StageCuts, balanced_cuts, kind_cuts, uniform_cuts,
+};
+use crate::util::{counted, fnv1a};
+use crate::zero::gather::unit::building;
+use crate::zero::share::var_builder_backend::VarBuilderBackend;
+use candle_core::{DType, Device};
+use candle_nn::VarBuilder;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The layers of one stage.
+pub(super) type StageLayers<B> = Vec<Box<dyn PipelineLayer<B>>>;
+
+/// The layers of a rank.
+pub(crate) struct RankLayers<B> {
+    pub stages: BTreeMap<usize, StageLayers<B>>,
+    /// The first layer, on the rank of the last stage, if the first and the last layer share a weight.
+    pub lookup: Option<Box<dyn PipelineLayer<B>>>,
+}
+
+/// The stages of each rank, and the layers and parameters of each stage.
+pub(crate) struct PipelineDivision {
+    /// The layers of each stage.
+    pub cuts: StageCuts,
+    /// A schedule that determines the stages of each rank, but not yet the number of micro batches.
+    pub stages: PipelineSchedule,
+    /// The parameter that the first layer and the last one share, if they are in different stages.
+    pub tied: Option<String>,
+    /// The number of elements of each layer's parameters.
+    pub elements: Vec<usize>,
+    /// The index of each parameter in the complete model, by name.
+    pub numbers: BTreeMap<String, usize>,
+    /// The names and shapes of the complete model's parameters, and the cuts, as a hash.
+    pub fingerprint: u64,
+}
+
+impl PipelineDivision {
+    /// Divides the layers of `module` among `ranks` ranks along a pipeline.
+    ///
+    /// # Errors
+    /// Numbers of ranks, chunks and layers that are incompatible; a layer that cannot be built; a parameter that two
+    /// layers share, unless it is the only one of the first layer and the other layer is the last.
+    pub fn new<B>(
+        module: &PipelineModule<B>,
+        config: &PipelineConfig,
+        ranks: usize,
+        (source, is_buffer): (WeightSource, Option<&BufferFilter>),
+    ) -> Result<Self> {
+        let refused = |why: String| EngineError::Pipeline { why };
+        let stages =
+            PipelineSchedule::new(config.schedule, ranks, config.chunks, ranks).map_err(|e| refused(e.to_string()))?;
+        let layers = LayerParameters::of(module, source, is_buffer)?;
+        check_number_of_stages(config, (ranks, module.len()))?;
+        let cuts = match &config.partition {
+            PartitionMethod::Uniform => uniform_cuts(module.len(), stages.stages()),
+            PartitionMethod::Parameters => {
+                let weights: Vec<f64> = layers.elements.iter().map(|elements| *elements as f64).collect();
+                balanced_cuts(&weights, &vec![1.0; stages.stages()])
+            }
+            PartitionMethod::LayerKind(text) => {
+                let selected: Vec<bool> = (0..module.len()).map(|layer| module.is_of_kind(layer, text)).collect();
+                let found = selected.iter().filter(|selected| **selected).count();
+                if found < stages.stages() {
+                    let kinds: BTreeSet<&str> = (0..module.len()).map(|layer| module.kind(layer)).collect();
+                    let kinds = kinds.into_iter().collect::<Vec<_>>().join(", ");
+                    let why = format!(
+                        "pipeline.partition is type:{text}, and the {} need at least one layer each whose type has \
+                         {text:?} in its name, but only {found} were found; the types are {kinds}",
+                        counted(stages.stages(), "stage")
+                    );
+                    return Err(refused(why).into());
+                }
+                kind_cuts(&selected, stages.stages())
+            }
+        };
+        let cuts = cuts.map_err(|e| refused(e.to_string()))?;
+        let tied = layers.tied.filter(|_| stages.stages() > 1);
+        let fingerprint = fnv1a(format!("{} {cuts:?}", layers.shapes).as_bytes());
+        Ok(Self { cuts, stages, tied, elements: layers.elements, numbers: layers.numbers, fingerprint })
+    }
+
+    /// Checks that ranks of a pipeline can run at this stage.
+    ///
+    /// # Errors
+    /// Gradients or parameters would be sharded.
+    pub fn check_stage(stage: ZeroStage) -> Result<()> {
+        if stage <= ZeroStage::One {
+            return Ok(());
+        }
+        let why = format!(
+            "zero_optimization.stage is {stage}, but gradients and parameters of a pipeline's stages are not sharded; use \
+             stage 0 or 1"
+        );
+        Err(EngineError::Pipeline { why }.into())
+    }
+
+    /// Returns whether a rank holds the first stage.
+    pub fn is_first(&self, rank: usize) -> bool {
+        self.stages.rank_of(0) == rank
+    }
+
+    /// Returns whether a rank holds the last stage.
+    pub fn is_last(&self, rank: usize) -> bool {
+        self.stages.rank_of(self.stages.stages() - 1) == rank
+    }
+
+    /// Returns the parameter of which a rank has a copy, and which the rank of the last stage trains.
+    pub fn copied(&self, rank: usize) -> Option<&str> {
+        self.tied.as_deref().filter(|_| self.is_first(rank) && !self.is_last(rank))
+    }
+
+    /// Builds the layers of a rank.
+    pub fn build<B>(
+        &self,
+        module: &PipelineModule<B>,
+        rank: usize,
+        vb: VarBuilder<'_>,
+    ) -> candle_core::Result<RankLayers<B>> {
+        let stage = |stage: usize| -> candle_core::Result<(usize, StageLayers<B>)> {
+            let layers = self.cuts.layers_of(stage).map(|layer| module.build(layer, vb.clone()));
+            Ok((stage, layers.collect::<candle_core::Result<_>>()?))
+        };
+        let stages = self.stages.stages_of(rank).into_iter().map(stage);
+        let stages = stages.collect::<candle_core::Result<_>>()?;
+        let needs_lookup = self.is_last(rank) && self.tied.is_some();
+        Ok(RankLayers { stages, lookup: needs_lookup.then(|| module.build(0, vb)).transpose()? })
+    }
+}
+
+/// Checks that each stage can have at least one layer.
+fn check_number_of_stages(config: &PipelineConfig, (ranks, layers): (usize, usize)) -> Result<()> {
+    let stages = ranks.checked_mul(config.chunks);
+    if stages.is_some_and(|stages| stages <= layers) {
+        return Ok(());
+    }
+    let chunks = match config.chunks {
+        1 => String::new(),
+        chunks => format!(" with {} each (pipeline.chunks)", counted(chunks, "chunk")),
+    };
+    let why = format!(
+        "{} along the pipeline (pipeline.stages; auto: all ranks){chunks} {} more stages than the model's {}; use fewer",
+        counted(ranks, "rank"),
+        if ranks == 1 { "needs" } else { "need" },
+        counted(layers, "layer")
+    );
+    Err(EngineError::Pipeline { why }.into())
+}
+
+/// The parameters of each layer, found by building all layers without memory.
+struct LayerParameters {
+    /// The number of elements of each layer.
+    elements: Vec<usize>,
+    numbers: BTreeMap<String, usize>,
+    /// The names and shapes of all parameters.
+    shapes: String,
+    /// The parameter that the first layer and the last one share.
+    tied: Option<String>,
+}
+
+impl LayerParameters {
+    fn of<B>(module: &PipelineModule<B>, source: WeightSource, is_buffer: Option<&BufferFilter>) -> Result<Self> {
+        const DTYPE: DType = DType::F32;
+        let (mut elements, mut numbers, mut shapes) = (Vec::new(), BTreeMap::new(), String::new());
+        let mut owners: BTreeMap<String, usize> = BTreeMap::new();
+        let mut tied = None;
+        let registry = VarBuilderBackend::of_shapes(DTYPE).with_source(source);
+        for layer in 0..module.len() {
+            let vb = VarBuilder::from_backend(Box::new(registry.clone()), DTYPE, Device::Cpu);
+            building(&registry, || module.build(layer, vb)).map_err(|e| registry.explain(e))?;
+            let (params, mut buffers) = registry.take();
+            let chosen =
+                params.iter().filter(|param| is_buffer.is_some_and(|rule| rule(&param.name, param.shape.dims())));
+            buffers.extend(chosen.map(|param| param.name.clone()));
+            if let Some(buffer) = buffers.first() {
+                let why = format!(
+                    "layer {layer} has a buffer, {buffer}; buffers are not supported in pipelines: compute such values in \
+                     the layer instead of requesting them from the VarBuilder"
+                );
+                return Err(EngineError::Pipeline { why }.into());
+            }
+            shapes.extend(params.iter().map(|param| format!("{} {:?};", param.name, param.shape)));
+            elements.push(params.iter().map(|param| param.numel).sum());
+            for param in params {
+                if let Some(first) = owners.insert(param.name.clone(), layer) {
+                    let alone = owners.values().filter(|owner| **owner == 0).count() == 0;
+                    if first == 0 && alone && layer + 1 == module.len() {
+                        tied = Some(param.name);
+                        continue;
+                    }
+                    let why = format!(
+                        "layers {first} and {layer} share parameter {}; only the first layer and the last one may \
+                         share one, and it must be the first layer's only parameter: put what they share into one layer",
+                        param.name
+                    );
+                    return Err(EngineError::Pipeline { why }.into());
+                }
+                let number = numbers.len();
+                numbers.insert(param.name, number);
+            }
+        }
+        if numbers.is_empty() {
+            return Err(ParamError::NoParameters.into());
+        }
+        Ok(Self { elements, numbers, shapes, tied })
+    }
+}
