@@ -238,10 +238,10 @@ fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_back
 }
 
 /// Measures attention over one row of 2048 positions and four heads of 64, with different masks and with capped scores.
-#[divan::bench(types = [f32, bf16], args = ["all", "bound", "window of 256", "eight sequences"], sample_size = 1, max_time = 0.5)]
+#[divan::bench(types = [f32, bf16], args = ["all", "capped", "window of 256", "eight sequences"], sample_size = 1, max_time = 0.5)]
 fn attention_that_sees<T: WithDType>(bencher: Bencher<'_, '_>, what: &str) {
     let attend = match what {
-        "bound" => AttentionOptions { soft_cap: Some(50.0), ..AttentionOptions::default() },
+        "capped" => AttentionOptions { soft_cap: Some(50.0), ..AttentionOptions::default() },
         "window of 256" => AttentionOptions { window: Some(256), ..AttentionOptions::default() },
         _ => AttentionOptions::default(),
     };

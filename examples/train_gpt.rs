@@ -309,7 +309,7 @@ fn too_large<A: Architecture>(args: &Args, config: &A::Config, run_values: &RunV
     let gib = |bytes: f64| bytes / f64::from(1 << 30);
     (needs > left).then(|| {
         format!(
-            "the training state needs {:.1} GiB of memory and {:.1} GiB are available: use a smaller model, more \
+            "the training state needs {:.1} GiB of memory and {:.1} GiB are available; use a smaller model, more \
              sharding or offload (zerorun estimate)",
             gib(needs),
             gib(left)

@@ -351,7 +351,7 @@ impl ShareToSave {
                 let (param, Some(kind)) = (*param, ParamStateKind::named(name, *states)) else { continue };
                 let own = self.layout.shard(state, *number, rank);
                 let owned = self.core.owned(param);
-                // States are read in pieces of this rank's share; the pieces begin at offsets that file access allows.
+                // States are read in pieces of this rank's share that begin at offsets at which file access may begin.
                 for part in state_access::pieces(&owned) {
                     let (start, end) = (part.start.max(own.start), part.end.min(own.end));
                     if start < end {

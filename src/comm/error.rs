@@ -341,7 +341,7 @@ pub enum CommError {
         port: u16,
     },
     /// Another job uses the port for its rendezvous.
-    #[error("another job already uses MASTER_PORT {port} on this host: give each job its own port")]
+    #[error("another job already uses MASTER_PORT {port} on this host; give each job its own port")]
     MeetingTaken {
         /// `MASTER_PORT`.
         port: u16,

@@ -154,7 +154,7 @@ pub trait Communicator: Send + Sync {
     /// This rank, counted from 0.
     fn rank(&self) -> usize;
 
-    /// Number of ranks.
+    /// The number of ranks.
     fn size(&self) -> usize;
 
     /// Gathers the bytes of all ranks on every rank, in rank order. All ranks pass the same number of bytes.

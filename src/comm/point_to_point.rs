@@ -108,7 +108,7 @@ fn launch<T: Send + 'static>(
     let waited = counters.clone();
     let job: LinkJob = Box::new(move |worker| {
         worker.sequence += 1;
-        // Both sides describe it as the message that is sent.
+        // Sender and receiver both describe the message as a send, so that their fingerprints are equal.
         let fingerprint =
             CollectiveFingerprint::new(worker.sequence, CollectiveKind::Send, WireFormat::Exact, dtype, elements, tag);
         let failed = worker.failed.clone().or_else(|| worker.abort_signal.error());

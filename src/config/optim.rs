@@ -138,7 +138,7 @@ fn lamb(walk: &mut ConfigWalk<'_>) -> LambConfig {
         let key = if walk.given.contains_key(&of("min_coeff")) { "min_coeff" } else { "max_coeff" };
         let place = walk.place(&of(key));
         let text =
-            format!("min_coeff {} is above max_coeff {}: give a smaller min_coeff", lamb.min_coeff, lamb.max_coeff);
+            format!("min_coeff {} is above max_coeff {}; give a smaller min_coeff", lamb.min_coeff, lamb.max_coeff);
         walk.problem(ConfigRule::Conflict, &of(key), place, text);
     }
     lamb
@@ -243,7 +243,7 @@ pub(super) fn unknown_type(
             ConfigRule::Unsupported,
             path,
             place,
-            format!("\"{told}\" is not supported: use {offered}"),
+            format!("\"{told}\" is not supported; use {offered}"),
         );
     }
     let found: String = found.chars().take(MAX_COMPARED_CHARS).collect();
@@ -251,7 +251,7 @@ pub(super) fn unknown_type(
     let near =
         names.iter().filter(|name| likeness(name) >= MIN_SIMILARITY).max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     let near = near.map(|near| format!(" Did you mean \"{near}\"?")).unwrap_or_default();
-    walk.problem(ConfigRule::Range, path, place, format!("\"{told}\" is unknown: use {offered}.{near}"));
+    walk.problem(ConfigRule::Range, path, place, format!("\"{told}\" is unknown; use {offered}.{near}"));
 }
 
 /// Checks `zero_allow_untested_optimizer`, which SGD and Lamb require under ZeRO.
@@ -261,7 +261,7 @@ fn untested(walk: &mut ConfigWalk<'_>, name: Option<&str>, stage: ZeroStage) {
     if let (Some(name), false) = (untested, allowed) {
         let place = walk.place("optimizer.type");
         let text = format!(
-            "{name} counts as untested with ZeRO (stage {stage}): set \"zero_allow_untested_optimizer\": true, or use Adam \
+            "{name} counts as untested with ZeRO (stage {stage}); set \"zero_allow_untested_optimizer\": true, or use Adam \
              or AdamW"
         );
         walk.problem(ConfigRule::Conflict, "optimizer.type", place, text);

@@ -172,7 +172,7 @@ fn precision(walk: &mut ConfigWalk<'_>) -> Precision {
         (true, true) => {
             let place = walk.place("bf16.enabled");
             let text =
-                "bf16 (bfloat16) and fp16 are both enabled, but they are mutually exclusive: disable one of them";
+                "bf16 (bfloat16) and fp16 are both enabled, but they are mutually exclusive; disable one of them";
             walk.problem(ConfigRule::Conflict, "bf16.enabled", place, text);
             Precision::F32
         }
@@ -193,7 +193,7 @@ fn states(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) -> 
         } else if key == keys[2] && !bf16_master {
             "true needs bf16_master_weights_and_grads too, as in DeepSpeed".to_owned()
         } else if !is_on {
-            format!("true needs {section}: set {section}.enabled to true")
+            format!("true needs {section}; set {section}.enabled to true")
         } else {
             continue;
         };
@@ -263,7 +263,7 @@ fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
              f32 model does not have; use \"bfloat16\", or the fp16 section instead of this one",
         ),
         "int8" => (ConfigRule::Unsupported, "is not supported: integer products have no gradient; use \"bfloat16\""),
-        _ => (ConfigRule::Range, "is unknown: use \"bfloat16\" or \"float32\""),
+        _ => (ConfigRule::Range, "is unknown; use \"bfloat16\" or \"float32\""),
     };
     let place = walk.place(key);
     let text = format!("\"{}\" {text}", shown(&name));
@@ -313,15 +313,17 @@ fn check_gradients(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Preci
         );
     }
     if stage >= ZeroStage::Two && walk.bool("zero_optimization.reduce_scatter") {
-        let text = format!("is not possible with stage {stage} and reduce_scatter: set reduce_scatter to false, or");
+        let text =
+            format!("is not possible with stage {stage} and reduce_scatter; set reduce_scatter to false, or remove");
         if factor != 1.0 {
             let place = walk.place("gradient_predivide_factor");
-            let text = format!("{factor} {text} remove it");
+            let text = format!("{factor} {text} gradient_predivide_factor");
             walk.problem(ConfigRule::Conflict, "gradient_predivide_factor", place, text);
         }
         if walk.bool("prescale_gradients") {
             let place = walk.place("prescale_gradients");
-            walk.problem(ConfigRule::Conflict, "prescale_gradients", place, format!("true {text} remove it"));
+            let text = format!("true {text} prescale_gradients");
+            walk.problem(ConfigRule::Conflict, "prescale_gradients", place, text);
         }
     }
     let norm = "zero_optimization.compute_grad_norm";
@@ -347,7 +349,7 @@ fn check_zero(walk: &mut ConfigWalk<'_>, stage: ZeroStage) {
     // Checked only if the key itself is given: the deprecated `allgather_size` may be odd.
     if stage <= ZeroStage::Two && !size.is_multiple_of(2) && walk.given.contains_key(bucket) {
         let place = walk.place(bucket);
-        let text = format!("{size} found: at stages 0 to 2 it must be even, as in DeepSpeed; use {}", size - 1);
+        let text = format!("expected an even number at stages 0 to 2, as in DeepSpeed, found {size}; use {}", size - 1);
         walk.problem(ConfigRule::Range, bucket, place, text);
     }
     let ratio = "zero_optimization.offload_optimizer.ratio";

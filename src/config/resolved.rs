@@ -144,7 +144,7 @@ pub struct StatePrecision {
 pub struct Fp16 {
     /// `loss_scale`: 0 means dynamic; any other value is a static scale.
     pub loss_scale: f64,
-    /// The first dynamic scale, as an exponent of 2. Default 16.
+    /// The base-2 exponent of the first dynamic scale. Default 16.
     pub initial_scale_power: u32,
     /// The number of steps without overflow before the scale doubles. Default 1000.
     pub loss_scale_window: u64,

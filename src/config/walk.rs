@@ -60,7 +60,7 @@ impl<'a> ConfigWalk<'a> {
             self.given.insert(section.join(key.name), entry.place);
             match key.status {
                 KeyStatus::RemovedUnlessOff(_) if is_off(&entry.node.value) => {
-                    self.note(&path, "is off, and this library does not support it");
+                    self.note(&path, "is off, so it is ignored; this library does not support it");
                 }
                 KeyStatus::Removed(why) | KeyStatus::RemovedUnlessOff(why) => {
                     self.problem(ConfigRule::Removed, &path, entry.place, why);

@@ -55,7 +55,7 @@ pub(crate) fn forward<const N: usize>(
 
 /// Computes the gradients of [`forward`]'s parts.
 ///
-/// `out` and `lse` are the results of forward, and `dout` is the gradient of `out`.
+/// `out` and `lse` are the results of the forward pass, and `dout` is the gradient of `out`.
 ///
 /// # Errors
 /// Returns an error if the driver reports one or the parts have different formats.

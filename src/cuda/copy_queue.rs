@@ -85,8 +85,8 @@ fn ended() -> Error {
 }
 
 impl CopyQueue {
-    /// Creates a queue of a device. Its staging buffers have `bytes` in total, and are page-locked if `pinned` is set.
-    /// The timeline shows its copies in `lane`.
+    /// Creates a queue for a device. Its staging buffers have `bytes` bytes in total, and are page-locked if `pinned` is
+    /// set. The timeline shows its copies in `lane`.
     ///
     /// # Errors
     /// Returns an error if the driver cannot lock more memory.

@@ -137,7 +137,7 @@ impl TokenData {
         self.files
     }
 
-    /// Returns the number of files of a folder that were skipped because they are not UTF-8 text.
+    /// Returns the number of files in a folder that were skipped because they are not UTF-8 text.
     pub fn skipped_files(&self) -> usize {
         self.skipped_files
     }

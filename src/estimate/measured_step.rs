@@ -15,7 +15,7 @@ const PHASES: [&str; 3] = ["forward_ms", "backward_ms", "step_ms"];
 #[derive(Debug, Clone, PartialEq)]
 pub struct MeasuredStep {
     step_s: f64,
-    /// The seconds of forward, backward and the optimizer step.
+    /// The seconds that the forward pass, the backward pass and the optimizer step take.
     phases: Option<[f64; 3]>,
     steps: usize,
     ranks: Option<usize>,

@@ -182,10 +182,10 @@ pub fn free_folder(out: &Path) -> Result<std::result::Result<PathBuf, &'static s
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(Ok(out)),
         Ok(mut entries) => Ok(match entries.find(|e| e.as_ref().map_or(true, |e| e.file_name() != super::LOCK)) {
             None => Ok(out),
-            Some(_) => Err("files are written to a new or empty folder, but it has files"),
+            Some(_) => Err("the output must be a new or empty folder, but this folder is not empty"),
         }),
         Err(e) if e.kind() == ErrorKind::NotADirectory => {
-            Ok(Err("files are written to a new or empty folder, but it is a file"))
+            Ok(Err("the output must be a new or empty folder, but this is a file"))
         }
         Err(e) => Err(e),
     }

@@ -153,7 +153,7 @@ impl NamedResolvedPath<'_, OutputKind> {
         let kind = found.file_type();
         let what = match () {
             () if *kind_of == OutputKind::Folder && !kind.is_dir() => {
-                "files are written to a new or empty folder, but it is a file"
+                "the output must be a new or empty folder, but this is a file"
             }
             () if is_folder && !kind.is_dir() => "it is a file, but a folder is needed",
             () if is_folder || kind.is_file() => return Ok(()),
@@ -197,7 +197,7 @@ impl NamedResolvedPath<'_, OutputKind> {
         is_file && is_here && is_named || self.place.id().is_some_and(|id| files_in(&folder).contains(&id))
     }
 
-    /// Returns whether the output would be inside one of the checkpoints of a folder, rather than next to them.
+    /// Returns whether the output would be inside one of the checkpoints in a folder, rather than next to them.
     fn is_in_checkpoint(&self, folder: &ResolvedPath) -> bool {
         /// Marker files of this library's and DeepSpeed's checkpoints.
         const CHECKPOINT_MARKERS: [&str; 2] = ["manifest.json", "mp_rank_00_model_states.pt"];
@@ -401,7 +401,7 @@ mod tests {
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
         rustix::fs::mknodat(rustix::fs::CWD, at("pipe"), rustix::fs::FileType::Fifo, mode, 0).unwrap();
         let of = |kind, path: &str| wrong(dir.path(), &RunPaths::default().writes("--out", at(path), kind));
-        insta::assert_snapshot!(of(OutputKind::Folder, "file"), @"cannot write to file: files are written to a new or empty folder, but it is a file; give another path");
+        insta::assert_snapshot!(of(OutputKind::Folder, "file"), @"cannot write to file: the output must be a new or empty folder, but this is a file; give another path");
         insta::assert_snapshot!(of(OutputKind::Folder, "file/x"), @"cannot write to file/x: Not a directory (os error 20); give another path");
         insta::assert_snapshot!(of(OutputKind::Lines, "folder"), @"cannot write to folder: it is a folder, but a file is needed; give another path");
         insta::assert_snapshot!(of(OutputKind::Lines, "pipe"), @"cannot write to pipe: it is a pipe, but a file is needed; give another path");

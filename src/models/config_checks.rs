@@ -65,7 +65,7 @@ pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
 /// Checks that `parameters` can be counted.
 pub(super) fn require_parameters(parameters: u128) -> Result<()> {
     if parameters > MAX_PARAMETERS {
-        let allowed = format!("at most {MAX_PARAMETERS} elements: use smaller sizes");
+        let allowed = format!("at most {MAX_PARAMETERS} elements; use smaller sizes");
         return Err(refused("the sum of all parameters", parameters, &allowed));
     }
     Ok(())

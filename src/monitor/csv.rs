@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 /// A monitor that appends to `FOLDER/TAG.csv`, with `/` and spaces in the tag replaced by `_`. The first line of a file
-/// is `step,NAME`, with the tag's last component. A resumed run appends to the existing files.
+/// is `step,NAME`, where NAME is the tag's last component. A resumed run appends to the existing files.
 #[derive(Debug)]
 pub struct CsvMonitor {
     folder: PathBuf,
@@ -65,8 +65,8 @@ fn only_values(file: &File, header: &str) -> std::io::Result<()> {
     if header.as_bytes().starts_with(&begin[..read]) || begin[..read].starts_with(b"step,") {
         return Ok(());
     }
-    let text = "it contains something other than values of steps, so it is not changed; give another folder, or remove \
-                this file";
+    let text =
+        "it is not a CSV file of this monitor, so it is left unchanged; give another folder, or remove this file";
     Err(std::io::Error::new(std::io::ErrorKind::AlreadyExists, text))
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 /// The number of optimizer steps that are not timed. The first steps allocate memory and record the order of units.
 const WARM_UP_STEPS: u64 = 2;
 
-/// A timer of micro steps, from the beginning of forward to the end of the step.
+/// A timer of micro steps, from the beginning of the forward pass to the end of the step.
 #[derive(Debug, Default)]
 pub(crate) struct ThroughputTimer {
     /// The number of optimizer steps in this process.

@@ -223,7 +223,7 @@ fn create(path: &Path) -> std::io::Result<()> {
 fn lock(path: &Path) -> Result<Arc<FolderLock>> {
     let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
     let asked = FolderLock::share(path, LOCK_RELEASE_TIMEOUT).map_err(|e| {
-        wrong(format!("its file {LOCK} cannot be locked: {e}; another user may own it: use your own folder"))
+        wrong(format!("its file {LOCK} cannot be locked: {e}; another user may own it, so use your own folder"))
     })?;
     match asked {
         Ok(lock) if lock.holds() => Ok(lock),
@@ -240,7 +240,7 @@ pub fn free(path: &Path) -> u64 {
     rustix::fs::statvfs(there).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize))
 }
 
-/// Returns whether the files of a folder are in memory.
+/// Returns whether the files in a folder are in memory.
 #[doc(hidden)]
 pub fn is_memory(path: &Path) -> bool {
     const TMPFS: i64 = 0x0102_1994;

@@ -12,7 +12,7 @@ pub enum OptimError {
     NoOptimizer,
     /// A user-defined optimizer is used with ZeRO, and the configuration does not allow it.
     #[error(
-        "optimizer {name} counts as untested with ZeRO (stage {stage}): set \"zero_allow_untested_optimizer\": true \
+        "optimizer {name} counts as untested with ZeRO (stage {stage}); set \"zero_allow_untested_optimizer\": true \
          in the configuration, or use stage 0"
     )]
     Untested {

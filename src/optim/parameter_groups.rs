@@ -158,7 +158,7 @@ impl ParameterGroup {
         }
         let has_betas = |o: &dyn Optimizer| matches!(o.momentum(), Momentum::Betas(..));
         let somebody_has = has_betas(optimizer) || optimizer.auxiliary().is_some_and(has_betas);
-        (!somebody_has).then(|| format!("it has betas, but {} has none: leave them out", optimizer.name()))
+        (!somebody_has).then(|| format!("it has betas, but {} has none; leave them out", optimizer.name()))
     }
 }
 

@@ -29,7 +29,7 @@ pub struct WeightFiles {
 }
 
 impl WeightFiles {
-    /// Opens and maps a safetensors file, the files of an index, or those of a folder, and reads their headers.
+    /// Opens and maps a safetensors file, the files of an index, or those in a folder, and reads their headers.
     ///
     /// # Errors
     /// A file that cannot be read or is not a safetensors file; an index that names a file outside of its folder, or a

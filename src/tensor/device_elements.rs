@@ -40,9 +40,7 @@ pub(crate) fn with_arrays<R, const N: usize>(
         *array = Some(match &**storage {
             Storage::Cuda(cuda) => array_of(cuda, layout, op)?,
             _ => {
-                return Err(
-                    Error::Msg(format!("{op}: the GPU's kernel received a tensor on {:?}", tensor.device())).bt()
-                );
+                return Err(Error::Msg(format!("{op}: the GPU kernel received a tensor on {:?}", tensor.device())).bt());
             }
         });
     }
@@ -80,7 +78,9 @@ fn array_of<'a>(cuda: &'a CudaStorage, layout: &Layout, op: &'static str) -> Res
         return Err(refusal);
     }
     if is_supported(dtype) {
-        return Err(Error::Msg(format!("{op}: the tensor of shape {:?} holds fewer elements", layout.shape())).bt());
+        let shape = layout.shape();
+        let text = format!("{op}: the tensor of shape {shape:?} holds fewer elements than its shape requires");
+        return Err(Error::Msg(text).bt());
     }
     Err(Error::UnsupportedDTypeForOp(dtype, op).bt())
 }
@@ -116,7 +116,7 @@ pub(crate) fn change(tensor: &Tensor, change: impl FnOnce(DeviceFlatMut<'_>) -> 
 pub(crate) fn add_in_place(sum: Tensor, other: &Tensor) -> Result<Tensor> {
     let Some(device) = gpu_of(&sum).cloned() else { return sum + other };
     if other.dtype() != sum.dtype() {
-        candle_core::bail!("a sum of tensors of the dtypes {:?} and {:?}", sum.dtype(), other.dtype())
+        candle_core::bail!("cannot add tensors of different dtypes, {:?} and {:?}", sum.dtype(), other.dtype())
     }
     let other = other.contiguous()?;
     change(&sum, |sum| with_each([&other], "add", |[other]| crate::cuda::add(&device, sum, other)))?;
@@ -144,5 +144,5 @@ pub(crate) fn take(tensor: &Tensor) -> Result<CudaStorage> {
     let taken = TakeStorage(Mutex::new(None));
     tensor.inplace_op1(&taken)?;
     let taken = lock(&taken.0).take();
-    taken.ok_or_else(|| Error::Msg("a tensor without memory".into()))
+    taken.ok_or_else(|| Error::Msg("the memory of a tensor could not be taken".into()))
 }

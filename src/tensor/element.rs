@@ -44,8 +44,8 @@ macro_rules! element {
 element!(f32, F32);
 element!(bf16, BF16);
 element!(f16, F16);
-/// Runs `$body` with `$E` as the Rust type of `$dtype`. Any other dtype gives Candle's "unsupported" error for the op
-/// named `$op`; a SIMD level at which kernels cannot run is an error too.
+/// Runs `$body` with `$E` as the Rust type of `$dtype`. A dtype other than f32, bf16 and f16 gives Candle's "unsupported"
+/// error for the op named `$op`; a SIMD level at which kernels cannot run is an error too.
 macro_rules! with_element {
     ($dtype:expr, $op:expr, $E:ident => $body:expr) => {
         match ($crate::kernels::checked_level(), $dtype) {

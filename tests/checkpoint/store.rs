@@ -143,7 +143,7 @@ fn what_an_engine_saved_is_loaded_from_a_folder_as_a_store() {
 fn what_an_engine_saved_is_loaded_from_a_server_of_s3() {
     let test = what_an_engine_saved_is_loaded_from_a_server_of_s3;
     let Some(server) = std::env::var("CANDLE_ZERO_TEST_S3").ok().filter(|server| !server.is_empty()) else {
-        return skipped(test, "CANDLE_ZERO_TEST_S3 names no S3 server, such as http://127.0.0.1:5000");
+        return skipped(test, "CANDLE_ZERO_TEST_S3 does not name an S3 server (for example http://127.0.0.1:5000)");
     };
     let host = server.strip_prefix("http://").unwrap();
     let mut stream = TcpStream::connect(host).unwrap();

@@ -556,7 +556,7 @@ fn classes_whose_gradients_may_travel_in_low_precision_are_those_that_are_known(
         notes(&load(with(json!({"torch_autocast": {"enabled": true, "lower_precision_safe_modules": classes}}))))
     };
     let all = ["torch.nn.Linear", "torch.nn.modules.conv.Conv2d", "candle_zero::nn::Conv1D"];
-    insta::assert_snapshot!(of(&all), @"torch_autocast.lower_precision_safe_modules: accepted, but has no effect here: all gradients are communicated in communication_data_type, f32 by default: set it to bf16 for all of them");
+    insta::assert_snapshot!(of(&all), @"torch_autocast.lower_precision_safe_modules: accepted, but has no effect here: all gradients are communicated in communication_data_type, f32 by default; set it to bf16 for all of them");
     assert_eq!(of(&[]), of(&all));
     // If nothing is rounded, the classes do not matter.
     let off = json!({"torch_autocast": {"enabled": false, "lower_precision_safe_modules": ["x.Y"]}});
@@ -866,7 +866,7 @@ fn an_auto_of_the_run_has_the_runs_value() {
 fn a_removed_feature_that_is_off_is_noted() {
     for name in ["amp", "elasticity", "eigenvalue", "curriculum_learning", "progressive_layer_drop"] {
         let config = load(with(json!({name: {"enabled": false, "x": 1}})));
-        assert_eq!(notes(&config), format!("{name}: is off, and this library does not support it"));
+        assert_eq!(notes(&config), format!("{name}: is off, so it is ignored; this library does not support it"));
         assert_eq!(refused(json!({name: {"enabled": true}})), [name]);
     }
 }

@@ -49,14 +49,14 @@ impl FlatLayout {
         rank * self.partition_size..(rank + 1) * self.partition_size
     }
 
-    /// Padding elements in the part of `rank`.
+    /// The padding elements in the part of `rank`.
     pub fn padding(&self, rank: usize) -> usize {
         let used = self.ranges.last().map_or(0, |r| r.end);
         let part = self.partition(rank);
         part.end - used.clamp(part.start, part.end)
     }
 
-    /// Parameters of which `rank` owns at least one element, in flat order.
+    /// The parameters of which `rank` owns at least one element, in flat order.
     pub fn params_of(&self, rank: usize) -> Vec<usize> {
         let part = self.partition(rank);
         let touches = |r: &Range<usize>| r.start.max(part.start) < r.end.min(part.end);

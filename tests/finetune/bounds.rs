@@ -21,7 +21,7 @@ fn desk() -> TempDir {
     desk
 }
 
-/// Runs `zerorun data show` on a data file of the folder.
+/// Runs `zerorun data show` on a data file in the folder.
 fn show(desk: &TempDir, data: &str) -> Output {
     let mut command = zerorun();
     command.current_dir(desk.path()).env("XDG_CACHE_HOME", desk.path().join("home"));
@@ -138,7 +138,7 @@ fn a_record_has_a_bound() {
         std::io::Write::write_all(&mut &file, head.as_bytes()).unwrap();
         file.set_len(64 << 30).unwrap();
         let error = refused(&desk, name);
-        assert!(error.contains("the record on line 2 has more than 64 MiB"), "{name}: {error}");
+        assert!(error.contains("the record on line 2 is larger than 64 MiB"), "{name}: {error}");
     }
 }
 

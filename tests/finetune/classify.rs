@@ -604,9 +604,9 @@ fn wrong_uses_of_the_task_are_refused_before_a_rank_is_started() {
         let said = stderr(&output).replace(folder.path().to_str().unwrap(), "DIR");
         said.lines().find(|line| !line.is_empty()).unwrap_or_default().to_owned()
     };
-    insta::assert_snapshot!(refused(&["--data", &data, "--lora", "r=4"]), @"zerorun: --task classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter");
-    insta::assert_snapshot!(refused(&["--data", &data, "--qlora"]), @"zerorun: --task classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter");
-    insta::assert_snapshot!(refused(&["--data", &data, "--dpo", "beta=0.1"]), @"zerorun: --dpo is for language models: leave out --dpo or --task classify");
+    insta::assert_snapshot!(refused(&["--data", &data, "--lora", "r=4"]), @"zerorun: --task classify trains all weights of an encoder, without adapters; leave out --lora, --qlora and --adapter");
+    insta::assert_snapshot!(refused(&["--data", &data, "--qlora"]), @"zerorun: --task classify trains all weights of an encoder, without adapters; leave out --lora, --qlora and --adapter");
+    insta::assert_snapshot!(refused(&["--data", &data, "--dpo", "beta=0.1"]), @"zerorun: --dpo is for language models; leave out --dpo or --task classify");
     insta::assert_snapshot!(refused(&["--data", &data, "--prompt", "x"]), @"zerorun: --prompt is for language models: a classifier does not answer prompts");
     insta::assert_snapshot!(refused(&["--data", &data, "--ctx", "65"]), @"zerorun: --ctx is 65, but must be 2 to 64, the model's context");
     let one = file(&folder, "one.csv", "text,label\nx,a\ny,a\n").path;

@@ -1,5 +1,5 @@
-//! Records in files by other authors: the model is trained on the text that they mark as targets, or a message names
-//! what is left out. Tests keys, formats and templates.
+//! Records in files from other sources: the model is trained on the text that the records mark as targets, or a message
+//! names what is left out. Tests keys, formats and templates.
 
 use super::data::Desk;
 use crate::support::processes::repository;
@@ -18,7 +18,7 @@ const TOOLS: &str = "{% if tools %}{{ '<|im_start|>system\\n' }}{% for t in tool
                      {{ c.arguments | tojson }}{{ '}</call>' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}\
                      {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// A template like DeepSeek's R1, which cuts off thoughts and writes arguments as text.
+/// A template like that of DeepSeek-R1, which removes thoughts and writes arguments as text.
 const THOUGHTLESS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.tool_calls %}\
                            {% for c in m.tool_calls %}{{ c.function.name + '(' + c.function.arguments + ')' }}{% endfor %}{% endif %}\
                            {% if m.content is not none %}{% set c = m.content %}{% if '</think>' in c %}\

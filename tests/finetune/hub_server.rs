@@ -54,7 +54,7 @@ struct Hub {
 }
 
 impl Server {
-    /// Starts a Hub with the files of a folder and these additional files.
+    /// Starts a Hub with the files in a folder and these additional files.
     pub fn start(folder: &Path, more: &[(&str, &str)]) -> Self {
         let read = |entry: std::io::Result<std::fs::DirEntry>| {
             let entry = entry.unwrap();

@@ -371,6 +371,6 @@ fn merging_into_a_folder_with_files_is_refused_and_changes_nothing() {
     let base = base("llama");
     let error = MergedModel::new(&base, None).unwrap().write_hugging_face(out.path(), None).unwrap_err();
     let text = error.to_string().replace(&out.path().display().to_string(), "OUT");
-    insta::assert_snapshot!(text, @"cannot write to OUT: files are written to a new or empty folder, but it has files; give another path");
+    insta::assert_snapshot!(text, @"cannot write to OUT: the output must be a new or empty folder, but this folder is not empty; give another path");
     assert_eq!(std::fs::read_dir(out.path()).unwrap().count(), 1);
 }

@@ -81,8 +81,8 @@ fn wrong_command_lines_models_and_places_end_with_code_2_and_write_nothing() {
         text.replace(path("").to_str().unwrap(), "").trim_end().to_owned()
     };
     let (new, other) = (out("new"), path("lora/qwen3.attn_r8/final"));
-    insta::assert_snapshot!(wrong(&[text(&llama), "--out", text(folder.path())]), @"zerorun: cannot write to DIR: files are written to a new or empty folder, but it has files; give another path");
-    insta::assert_snapshot!(wrong(&[text(&llama), "--out", text(&out("mine"))]), @"zerorun: cannot write to DIR/mine: files are written to a new or empty folder, but it is a file; give another path");
+    insta::assert_snapshot!(wrong(&[text(&llama), "--out", text(folder.path())]), @"zerorun: cannot write to DIR: the output must be a new or empty folder, but this folder is not empty; give another path");
+    insta::assert_snapshot!(wrong(&[text(&llama), "--out", text(&out("mine"))]), @"zerorun: cannot write to DIR/mine: the output must be a new or empty folder, but this is a file; give another path");
     insta::assert_snapshot!(wrong(&[text(&llama), "--out", text(&out("mine")), "--format", "gguf-f16"]), @"zerorun: cannot write to DIR/mine: a file or folder of that name already exists; give another path");
     insta::assert_snapshot!(wrong(&[text(&llama), text(&other), "--out", text(&new)]), @"zerorun: the adapter lora/qwen3.attn_r8/final (trained on qwen3) does not fit this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 40], but the model needs [8, 48]; use the model that it was trained on");
     insta::assert_snapshot!(wrong(&[text(&llama), text(&llama), "--out", text(&new)]), @"zerorun: cannot read models/llama/adapter_config.json: No such file or directory (os error 2)");

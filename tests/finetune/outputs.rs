@@ -142,7 +142,7 @@ fn a_run_that_is_resumed_exchanges_the_files_that_it_has_written_and_no_others()
     assert_eq!(std::fs::read(world.at("o/adapter_model.safetensors")).unwrap(), adapter);
     // The result is not replaced without --resume, nor by a run that finds no checkpoint.
     let fresh = world.finetune(&llama(), &["--steps", "2", "--out", "o"]);
-    insta::assert_snapshot!(world.refusal(fresh), @"zerorun: cannot write to o: files are written to a new or empty folder, but it has files; give another path");
+    insta::assert_snapshot!(world.refusal(fresh), @"zerorun: cannot write to o: the output must be a new or empty folder, but this folder is not empty; give another path");
     std::fs::create_dir(world.at("none")).unwrap();
     let other = world.finetune(&llama(), &["--steps", "2", "--out", "o", "--save", "none", "--resume", "--seed", "7"]);
     insta::assert_snapshot!(world.refusal(other), @"zerorun: cannot write to o: it has files that were not written by this run; give another path");
@@ -194,7 +194,7 @@ fn what_cannot_be_written_is_found_before_the_first_step() {
         |words: &[&str]| world.refusal(world.finetune(&llama(), &[&["--steps", "2", "--lora", "r=2"], words].concat()));
     insta::assert_snapshot!(run(&["--out", "dangling"]), @"zerorun: cannot write to dangling: it is a broken link, or leads through one; give another path");
     insta::assert_snapshot!(run(&["--out", "data/d.jsonl/o"]), @"zerorun: cannot write to data/d.jsonl/o: Not a directory (os error 20); give another path");
-    insta::assert_snapshot!(run(&["--out", "pipe"]), @"zerorun: cannot write to pipe: files are written to a new or empty folder, but it is a file; give another path");
+    insta::assert_snapshot!(run(&["--out", "pipe"]), @"zerorun: cannot write to pipe: the output must be a new or empty folder, but this is a file; give another path");
     insta::assert_snapshot!(run(&["--out", "o", "--metrics", "pipe"]), @"zerorun: cannot write to pipe: it is a pipe, but a file is needed; give another path");
     insta::assert_snapshot!(run(&["--out", "o", "--save", "o/ck"]), @"zerorun: --save o/ck is in --out o, but both are outputs; give each its own path");
     insta::assert_snapshot!(run(&["--out", "o", "--save", "./o"]), @"zerorun: --out o is --save ./o, but both are outputs; give each its own path");

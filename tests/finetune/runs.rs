@@ -435,7 +435,7 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
     insta::assert_snapshot!(with(&["--batch", "3", "--micro_batch", "2"]), @"zerorun: --batch is 3, which is not a multiple of the 2 rows that are computed at once (--micro_batch 2 on 1 rank); give --batch 2 or 4, or another --micro_batch");
     insta::assert_snapshot!(with(&["--batch", "3", "-n", "2"]), @"zerorun: --batch is 3, which is not a multiple of the 2 rows that are computed at once (--micro_batch 1 on 2 ranks); give --batch 2 or 4, or another --micro_batch");
     insta::assert_snapshot!(with(&["--lora", "targets=norm"]), @"zerorun: LoRA target norm is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, and all-linear means all of them (norms, embeddings and the output projection get none)");
-    insta::assert_snapshot!(with(&["--val", "1%"]), @"zerorun: --val takes 1% of 8 samples, which leaves none to validate with: give a different percentage, or files");
+    insta::assert_snapshot!(with(&["--val", "1%"]), @"zerorun: --val takes 1% of 8 samples, which leaves none to validate with; give a different percentage, or files");
     insta::assert_snapshot!(with(&["--full", "--qlora"]), @r"
     zerorun: the argument '--full' cannot be used with '--qlora'
 
@@ -462,13 +462,13 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
     let used = folder.path().join("used");
     std::fs::create_dir(&used).unwrap();
     write(&used, "notes.txt", "mine");
-    insta::assert_snapshot!(refusal(&model, &["--data", &data, "--out", used.to_str().unwrap()]), @"zerorun: cannot write to DIR/used: files are written to a new or empty folder, but it has files; give another path");
+    insta::assert_snapshot!(refusal(&model, &["--data", &data, "--out", used.to_str().unwrap()]), @"zerorun: cannot write to DIR/used: the output must be a new or empty folder, but this folder is not empty; give another path");
     let best = folder.path().join("out-best");
     std::fs::rename(&used, &best).unwrap();
-    insta::assert_snapshot!(with(&["--val", "20%"]), @"zerorun: cannot write to DIR/out-best: files are written to a new or empty folder, but it has files; give another path");
+    insta::assert_snapshot!(with(&["--val", "20%"]), @"zerorun: cannot write to DIR/out-best: the output must be a new or empty folder, but this folder is not empty; give another path");
     insta::assert_snapshot!(refusal(&folder.path().join("nothing"), &["--data", &data, "--out", &out]), @"zerorun: DIR/nothing is not a model: there is no such file or folder; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
     #[cfg(not(feature = "hub"))]
-    insta::assert_snapshot!(refusal(Path::new("org/name"), &["--data", &data, "--out", &out]), @"zerorun: org/name is not a model: there is no such file or folder, and only a zerorun built with --features hub can download repositories of the Hugging Face Hub; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
+    insta::assert_snapshot!(refusal(Path::new("org/name"), &["--data", &data, "--out", &out]), @"zerorun: org/name is not a model: there is no such file or folder, and only a zerorun built with --features hub can download repositories from the Hugging Face Hub; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
     let without = copy("llama");
     std::fs::remove_file(without.path().join("tokenizer.json")).unwrap();
     let text = refusal(without.path(), &["--data", &data, "--out", &out]);

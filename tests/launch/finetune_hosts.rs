@@ -77,7 +77,7 @@ fn an_adapter_of_two_hosts_has_the_bytes_of_one_host_and_the_choice_has_its_reas
     let told = succeeded(&command.output().unwrap());
     assert!(files(&at("by-ssh")) == expected, "{told}");
     let chosen = told.lines().find(|line| line.contains("chosen for the available memory")).unwrap();
-    for part in ["of the 2 hosts", "at the measured", "with shards over all hosts (stage 3) it would be"] {
+    for part in ["of the 2 hosts", "at the measured", "with shards spread over all hosts (stage 3) it would receive"] {
         assert!(chosen.contains(part), "{part}: {chosen}");
     }
 
@@ -139,6 +139,6 @@ fn flags_for_hosts_that_do_not_fit_each_other_are_refused_before_anything_is_rea
     };
     insta::assert_snapshot!(refused(&["--nnodes", "2", "--master_addr", "a"]), @"zerorun: --nnodes 2 needs --node_rank; give each host its number from 0 to 1, and all hosts the first host's address");
     insta::assert_snapshot!(refused(&["--nnodes", "2", "--hostfile", "hosts"]), @"zerorun: the argument '--nnodes <N>' cannot be used with '--hostfile <FILE>'");
-    insta::assert_snapshot!(refused(&["--min_nodes", "1", "--max_restarts", "1"]), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart, but this job has one host: give --hostfile or --nnodes, or leave --min_nodes out");
+    insta::assert_snapshot!(refused(&["--min_nodes", "1", "--max_restarts", "1"]), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart, but this job has one host; give --hostfile or --nnodes, or leave --min_nodes out");
     insta::assert_snapshot!(refused(&["--hostfile", "no-such-file"]), @"zerorun: cannot read the hostfile no-such-file: No such file or directory (os error 2); give --hostfile a file with a line NAME slots=N for each host");
 }

@@ -80,9 +80,9 @@ fn a_launcher_on_each_node_by_srun_or_by_the_batch_script_of_deploy_gives_the_bi
     assert_eq!(train(batch, &train_gpt, 3, folder.path(), "sbatch"), expected, "sbatch");
 }
 
-/// The program that the next test starts as each task.
+/// The program that the next test starts in every task.
 #[test]
-#[ignore = "started as each task by the next test"]
+#[ignore = "started in every task by the next test"]
 fn as_a_task() {
     let RankEnv { rank, world_size, local_rank, local_world_size, mpi, .. } = RankEnv::from_env().unwrap();
     println!("place: {rank} of {world_size}, {local_rank} of {local_world_size} here, mpi {mpi}");

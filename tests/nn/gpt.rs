@@ -67,7 +67,7 @@ fn gradients(config: &GptConfig, samples: usize) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// Loss and global gradient norm of the first `samples` samples.
+/// The loss and the global gradient norm of the first `samples` samples.
 fn first_step(dtype: DType, samples: usize) -> (f64, f64) {
     let (gpt, vars, _) = model(&GptConfig::preset("nano").unwrap(), dtype);
     let (inputs, targets) = batch(0, samples, 128);

@@ -104,7 +104,7 @@ fn composed_logits(config: &LlamaConfig, weights: &HashMap<String, Tensor>, ids:
     linear(&norm(&x, "model.norm.weight")?, head)
 }
 
-/// Differences of logits, loss and gradients from those of Candle's ops in f64 on the same weights.
+/// The differences of logits, loss and gradients from those of Candle's ops in f64 on the same weights.
 fn from_composed(config: &LlamaConfig, dtype: DType) -> (f64, f64, f64) {
     let (llama, vars, _) = model(config, dtype);
     let wide: Vec<Var> =

@@ -201,7 +201,7 @@ fn integers_between_stages_are_refused_on_one_rank_and_on_two() {
         config
     };
     let on_one = refused(1, module, three_chunks);
-    insta::assert_snapshot!(on_one, @"cannot train in a pipeline: the output of stage 0 has the dtype U32, but only f32, bf16 and f16 are possible; merge this stage's last layer and the next layer into one layer, or choose another pipeline.partition");
+    insta::assert_snapshot!(on_one, @"cannot train in a pipeline: the output of stage 0 has the dtype U32, but only f32, bf16 and f16 are supported; merge this stage's last layer and the next layer into one layer, or choose another pipeline.partition");
     let on_two = refused(3, module, |_| config(3, 0));
     assert!(on_two.contains("the dtype U32"), "{on_two}");
 }

@@ -416,8 +416,8 @@ fn nothing_is_overwritten_and_nothing_is_left_of_what_fails() {
     let before = names_in(dir.path());
     let absent = dir.path().join("absent");
     let cases: [(&Path, &Path, &[&str], &str); 6] = [
-        (dir.path(), &out, &[], "but it has files"),
-        (dir.path(), &out.join("mine"), &[], "but it is a file"),
+        (dir.path(), &out, &[], "but this folder is not empty"),
+        (dir.path(), &out.join("mine"), &[], "but this is a file"),
         (dir.path(), &absent, &["--tag", "tga"], "available: tag"),
         (dir.path(), &absent, &["--max_shard_size", "0"], "give 1 or more"),
         (dir.path(), &absent, &["--dtype", "f64"], "invalid value 'f64'"),

@@ -181,7 +181,7 @@ fn a_run_that_hangs_is_ended_and_is_a_row() {
     let output = folder.tune_script(&["--stages", "0", "--run_limit", "1"]);
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     assert!(stdout(&output).contains("stage 0, micro batch 1  failed: it took longer than 1 s"), "{}", stdout(&output));
-    assert!(stderr(&output).contains("nothing is written"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("nothing was written"), "{}", stderr(&output));
     assert!(!folder.path("autotuning_results/best.json").exists());
     // A larger micro batch need not take longer, so it is tried too. Failed runs are tried again.
     assert_eq!(folder.runs(), 3);

@@ -88,7 +88,7 @@ fn micro_step(engine: &mut Engine<Branches>, sample: usize, path: Way) -> candle
     Ok(loss.to_scalar::<f32>()?.to_bits())
 }
 
-/// Losses of each rank and the exported model of a run whose micro step `m` takes the path `path(m, rank)`.
+/// Returns each rank's losses and the exported model of a run whose micro step `m` takes the path `path(m, rank)`.
 fn run(
     world: usize,
     config: &Value,

@@ -177,7 +177,7 @@ fn train(world: usize, build: Build, config: &Value, to_nobody: ToNobody) -> Tra
     train_with(world, build, config, to_nobody, |builder| builder).unwrap()
 }
 
-/// Ways of gathering at stage 3.
+/// The ways of gathering at stage 3.
 fn gathering() -> [Value; 4] {
     [
         json!({"stage3_param_persistence_threshold": 0}),

@@ -115,7 +115,7 @@ fn go_on(world: usize, config: &Value, steps: (usize, usize), load: Option<&Path
     go_on_with(42, world, config, steps, load, save)
 }
 
-/// Does the same with an engine of this seed.
+/// Does the same with an engine that uses this seed.
 fn go_on_with(
     seed: u64,
     world: usize,

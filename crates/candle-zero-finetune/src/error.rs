@@ -285,7 +285,7 @@ pub enum FinetuneError {
     },
     /// A data file of an unknown format.
     #[error(
-        "{} has no known extension (.jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt or .md): rename or convert it",
+        "{} has no known extension (.jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt or .md); rename or convert it",
         path.display()
     )]
     UnknownFormat {
@@ -463,8 +463,8 @@ pub enum FinetuneError {
     },
     /// A checkpoint with more steps than the run.
     #[error(
-        "checkpoint {} is at step {made}, but this run ends at step {total}: a result of fewer steps cannot be made \
-         from it; give at least as many steps, or another folder for --save to start over",
+        "checkpoint {} is at step {made}, but this run ends at step {total}, and the checkpoint cannot produce a \
+         result with fewer steps; give at least as many steps, or another folder for --save to start over",
         checkpoint.display()
     )]
     StepsMade {

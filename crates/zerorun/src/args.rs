@@ -215,7 +215,7 @@ fn read_beside(
 fn wrong_backend(typed: &ZerorunArguments) -> Option<String> {
     let several = typed.hosts.hostfile.is_some() || typed.hosts.nnodes.is_some();
     (several && typed.backend == Some(CommBackend::Shm)).then(|| {
-        "--backend shm is for ranks on one host, and hosts share no memory: leave it out, so that the ranks use MPI"
+        "--backend shm is for ranks on one host, and hosts share no memory; leave --backend out, so that the ranks use MPI"
             .to_string()
     })
 }
@@ -235,17 +235,18 @@ fn wrong_min_ranks(typed: &ZerorunArguments) -> Option<String> {
     let (fewest, ranks) = (typed.min_ranks?, typed.ranks);
     if typed.hosts.hostfile.is_some() || typed.hosts.nnodes.is_some() {
         return Some(format!(
-            "--min_ranks {fewest} is for one host; on several, each keeps its ranks: give --min_nodes, or leave it out"
+            "--min_ranks {fewest} is for one host; on several hosts, each keeps its number of ranks; give --min_nodes \
+             instead, or leave --min_ranks out"
         ));
     }
     if typed.max_restarts == 0 {
         return Some(format!(
-            "--min_ranks {fewest} is the minimum number of ranks after a restart, but restarts are off: give a \
+            "--min_ranks {fewest} is the minimum number of ranks after a restart, but restarts are off; give a \
              --max_restarts of at least 1, or leave --min_ranks out"
         ));
     }
     (fewest > ranks).then(|| {
-        format!("--min_ranks {fewest} is above --num_ranks {ranks}: give at most {ranks}, or a larger --num_ranks")
+        format!("--min_ranks {fewest} is above --num_ranks {ranks}; give at most {ranks}, or a larger --num_ranks")
     })
 }
 
@@ -367,9 +368,9 @@ mod tests {
         insta::assert_snapshot!(wrong("--nnodes 2 --master_addr a x.rs"), @"zerorun: --nnodes 2 needs --node_rank; give each host its number from 0 to 1, and all hosts the first host's address");
         insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 1 x.rs"), @"zerorun: --nnodes 2 needs --master_addr; give each host its number from 0 to 1, and all hosts the first host's address");
         insta::assert_snapshot!(wrong("--nnodes 2 --hostfile hosts x.rs"), @"zerorun: the argument '--nnodes <N>' cannot be used with '--hostfile <FILE>'");
-        insta::assert_snapshot!(wrong("--min_nodes 1 --max_restarts 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart, but this job has one host: give --hostfile or --nnodes, or leave --min_nodes out");
-        insta::assert_snapshot!(wrong("--hostfile hosts --min_nodes 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart: give at least 1, and a --max_restarts of at least 1, or leave it out");
-        insta::assert_snapshot!(wrong("--hostfile hosts --max_restarts 1 --min_ranks 1 x.rs"), @"zerorun: --min_ranks 1 is for one host; on several, each keeps its ranks: give --min_nodes, or leave it out");
+        insta::assert_snapshot!(wrong("--min_nodes 1 --max_restarts 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart, but this job has one host; give --hostfile or --nnodes, or leave --min_nodes out");
+        insta::assert_snapshot!(wrong("--hostfile hosts --min_nodes 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart; set it to at least 1 and --max_restarts to at least 1, or leave --min_nodes out");
+        insta::assert_snapshot!(wrong("--hostfile hosts --max_restarts 1 --min_ranks 1 x.rs"), @"zerorun: --min_ranks 1 is for one host; on several hosts, each keeps its number of ranks; give --min_nodes instead, or leave --min_ranks out");
         assert!(wrong("--include a x.rs").contains("--hostfile"), "{}", wrong("--include a x.rs"));
     }
 
@@ -443,7 +444,7 @@ mod tests {
     fn the_backend_is_chosen_on_one_host_alone() {
         assert_eq!(typed("x.rs").unwrap().backend, CommBackend::Shm);
         assert_eq!(typed("--backend mpi x.rs").unwrap().backend, CommBackend::Mpi);
-        insta::assert_snapshot!(wrong("--backend shm --nnodes 2 x.rs"), @"zerorun: --backend shm is for ranks on one host, and hosts share no memory: leave it out, so that the ranks use MPI");
+        insta::assert_snapshot!(wrong("--backend shm --nnodes 2 x.rs"), @"zerorun: --backend shm is for ranks on one host, and hosts share no memory; leave --backend out, so that the ranks use MPI");
         insta::assert_snapshot!(wrong("--backend nccl x.rs"), @r"
         zerorun: invalid value 'nccl' for '--backend <BACKEND>'
           [possible values: shm, mpi]
@@ -464,8 +465,8 @@ mod tests {
         };
         let MpirunOptions { kind, args } = hosts.mpirun.unwrap();
         assert_eq!((kind, args), (MpirunFlavor::OpenMpi, vec!["--bind-to".into(), "none".into()]));
-        insta::assert_snapshot!(wrong("-H hosts --launcher openmpi --max_restarts 2 x.rs"), @"zerorun: --max_restarts is for ranks that zerorun starts, but with --launcher openmpi, mpirun starts them: leave it out, pass mpirun's equivalent in --launcher_args, or use --launcher ssh");
-        insta::assert_snapshot!(wrong("-H hosts --launcher_args -v x.rs"), @"zerorun: --launcher_args is for mpirun: give --launcher openmpi or --launcher mpich, or leave --launcher_args out");
+        insta::assert_snapshot!(wrong("-H hosts --launcher openmpi --max_restarts 2 x.rs"), @"zerorun: --max_restarts is for ranks that zerorun starts, but with --launcher openmpi, mpirun starts them; leave --max_restarts out, pass mpirun's equivalent in --launcher_args, or use --launcher ssh");
+        insta::assert_snapshot!(wrong("-H hosts --launcher_args -v x.rs"), @"zerorun: --launcher_args is for mpirun; give --launcher openmpi or --launcher mpich, or leave --launcher_args out");
         insta::assert_snapshot!(wrong("-H hosts --launcher slurm x.rs"), @r"
         zerorun: invalid value 'slurm' for '--launcher <LAUNCHER>'
           [possible values: ssh, openmpi, mpich]
@@ -587,14 +588,14 @@ mod tests {
         For more information, try '--help'.
         "#);
         insta::assert_snapshot!(refusal("-n 2 --max_restarts 1 --min_ranks 3 train.rs"), @r#"
-        zerorun: --min_ranks 3 is above --num_ranks 2: give at most 2, or a larger --num_ranks
+        zerorun: --min_ranks 3 is above --num_ranks 2; give at most 2, or a larger --num_ranks
 
         Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
 
         For more information, try '--help'.
         "#);
         insta::assert_snapshot!(refusal("-n 2 --min_ranks 2 train.rs"), @r#"
-        zerorun: --min_ranks 2 is the minimum number of ranks after a restart, but restarts are off: give a --max_restarts of at least 1, or leave --min_ranks out
+        zerorun: --min_ranks 2 is the minimum number of ranks after a restart, but restarts are off; give a --max_restarts of at least 1, or leave --min_ranks out
 
         Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
 

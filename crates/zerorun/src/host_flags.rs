@@ -155,7 +155,7 @@ impl HostFlags {
     pub(crate) fn wrong_launcher(&self, own: &[(&str, bool)]) -> Option<String> {
         let Some(name) = self.launcher.to_possible_value().filter(|_| self.launcher != HostLauncherFlag::Ssh) else {
             return self.launcher_args.as_ref().map(|_| {
-                "--launcher_args is for mpirun: give --launcher openmpi or --launcher mpich, or leave --launcher_args out"
+                "--launcher_args is for mpirun; give --launcher openmpi or --launcher mpich, or leave --launcher_args out"
                     .to_string()
             });
         };
@@ -167,7 +167,7 @@ impl HostFlags {
         ];
         own.iter().chain(&ours).find(|(_, is_given)| *is_given).map(|(option, _)| {
             format!(
-                "{option} is for ranks that zerorun starts, but with --launcher {}, mpirun starts them: leave it out, pass \
+                "{option} is for ranks that zerorun starts, but with --launcher {}, mpirun starts them; leave {option} out, pass \
                  mpirun's equivalent in --launcher_args, or use --launcher ssh",
                 name.get_name()
             )
@@ -179,14 +179,14 @@ impl HostFlags {
         let fewest = self.min_nodes?;
         if self.hostfile.is_none() && self.nnodes.is_none() {
             return Some(format!(
-                "--min_nodes {fewest} is the minimum number of hosts after a restart, but this job has one host: give \
+                "--min_nodes {fewest} is the minimum number of hosts after a restart, but this job has one host; give \
                  --hostfile or --nnodes, or leave --min_nodes out"
             ));
         }
         (max_restarts == 0 || fewest == 0).then(|| {
             format!(
-                "--min_nodes {fewest} is the minimum number of hosts after a restart: give at least 1, and a \
-                 --max_restarts of at least 1, or leave it out"
+                "--min_nodes {fewest} is the minimum number of hosts after a restart; set it to at least 1 and \
+                 --max_restarts to at least 1, or leave --min_nodes out"
             )
         })
     }

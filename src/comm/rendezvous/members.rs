@@ -102,7 +102,7 @@ impl RendezvousMembers {
     /// Reads a rank's request from its connection, and keeps or drops the connection.
     fn read_request(&mut self, mut connection: MemberConnection) -> Option<MembershipEvent> {
         if let Some(rank) = connection.rank {
-            // A rank sends nothing after its request, so its end of the connection has been closed.
+            // A rank sends nothing after its request, so an event on its connection means that it has closed its end.
             return Some(MembershipEvent::Gone(rank));
         }
         let JoinRequest { rank, world } = JoinRequest::take(&connection.stream)?;

@@ -156,7 +156,7 @@ mod tests {
             std::thread::yield_now();
         }
         let [other] = told([env(0, 2, port, 20_000)]);
-        insta::assert_snapshot!(other.replace(&port.to_string(), "PORT"), @"another job already uses MASTER_PORT PORT on this host: give each job its own port");
+        insta::assert_snapshot!(other.replace(&port.to_string(), "PORT"), @"another job already uses MASTER_PORT PORT on this host; give each job its own port");
         assert_eq!(told([env(1, 2, port, 20_000)]), ["met"]);
         waits.join().unwrap().unwrap();
     }

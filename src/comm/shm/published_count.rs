@@ -2,9 +2,9 @@
 //!
 //! # Orderings
 //!
-//! The count is stored with Release (or a stronger ordering), and loaded with Acquire. Between it and the number of
-//! sleepers, SeqCst keeps a thread from falling asleep just as the count changes. Loom checks this: see
-//! [`super::pieces`].
+//! The count is stored with Release (or a stronger ordering), and loaded with Acquire. SeqCst accesses to the
+//! count and to the number of sleepers keep a thread from falling asleep just as the count changes. Loom checks this:
+//! see [`super::pieces`].
 
 use super::region::{Word32, sleep_on, wake};
 use std::sync::atomic::Ordering;

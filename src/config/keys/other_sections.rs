@@ -2,7 +2,7 @@
 
 use super::shorthand::*;
 
-const OFF: &str = "is off, and this library does not support it";
+const OFF: &str = "is off, so it is ignored; this library does not support it";
 
 #[rustfmt::skip]
 pub(super) static SECTIONS: &[ConfigSection] = &[
@@ -196,7 +196,7 @@ const LOCAL_STEPS: &[super::ConfigKey] = keys! {
     "nesterov": Bool, "true", H, "Nesterov momentum.";
     "fragments": POSITIVE, "1", H, "Number of parts of the model that take turns being exchanged, each once in `steps` steps (Streaming DiLoCo).";
     "fragment_delay": COUNT, "0", H, "Steps between the beginning of an exchange and its effect, during which training continues; below `steps`.";
-    "fragment_alpha": SHARE, "null", H, "Share of an island's own weights that stays when an exchange takes effect, below 1; null: 0, or 0.5 with fragment_delay, during which an island learns what the exchange does not contain.";
+    "fragment_alpha": SHARE, "null", H, "Share of an island's own weights that stays when an exchange takes effect, below 1; null: 0, or 0.5 with fragment_delay, because an island continues learning during the delay and the exchange does not contain that.";
     "wire_dtype": OneOf(&["fp32", "bf16", "int8", "int4"]), "\"fp32\"", H, "Format in which islands send the changes in their weights.";
 };
 

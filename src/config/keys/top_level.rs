@@ -12,8 +12,8 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("torch_autocast", false, TORCH_AUTOCAST),
 ];
 
-const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses the whole file because of it, on or off: remove it";
-const REMOVED_UNLESS_OFF: &str = "not supported, and DeepSpeed 0.19.8 refuses the whole file because of it: remove it, or set \
+const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses the whole file because of it, on or off; remove it";
+const REMOVED_UNLESS_OFF: &str = "not supported, and DeepSpeed 0.19.8 refuses the whole file because of it; remove it, or set \
                        its `enabled` to false";
 
 const ROOT: &[super::ConfigKey] = keys! {
@@ -126,5 +126,5 @@ const ACTIVATION_CHECKPOINTING: &[super::ConfigKey] = keys! {
 const TORCH_AUTOCAST: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "An f32 model multiplies in a lower-precision format: Linear and Conv1D of candle_zero::nn round their input and weight, multiply, and widen the result. Parameters, gradients and everything else stay in f32 (PyTorch also rounds attention).";
     "dtype": Str, "null", H, "Format of the products: bfloat16 (null), or float32 for no rounding. float16 is refused: its smallest number is 6e-8, so gradients of such products need loss scaling, which the fp16 section provides; int8 is refused: it has no gradient.";
-    "lower_precision_safe_modules": Strings, "null", none("all gradients are communicated in communication_data_type, f32 by default: set it to bf16 for all of them"), "Modules whose gradients are communicated in low precision, by class path; a class other than a linear or convolutional layer is an error.";
+    "lower_precision_safe_modules": Strings, "null", none("all gradients are communicated in communication_data_type, f32 by default; set it to bf16 for all of them"), "Modules whose gradients are communicated in low precision, by class path; a class other than a linear or convolutional layer is an error.";
 };

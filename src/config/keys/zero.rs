@@ -11,12 +11,12 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("zero_optimization.zenflow", true, ZENFLOW),
 ];
 
-const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses the whole file because of it: remove it";
+const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses the whole file because of it; remove it";
 
 const ZERO: &[super::ConfigKey] = keys! {
     "stage": super::ConfigValueKind::Int(0, 3), "0", H, "0: nothing is sharded; 1: optimizer states; 2: also gradients; 3: also parameters.";
     "reduce_bucket_size": POSITIVE, "500000000", H, "Gradient elements reduced at a time.";
-    "allgather_bucket_size": COUNT, "500000000", H, "Weight elements gathered at a time; must be even at stages 1 and 2.";
+    "allgather_bucket_size": COUNT, "500000000", H, "Weight elements gathered at a time; must be even at stages 0 to 2.";
     "overlap_comm": Bool, "null", H, "Communicate while the model computes; null: only at stage 3.";
     "contiguous_gradients": Bool, "true", none("buckets are always contiguous"), "Copy gradients to one buffer as they are produced.";
     "reduce_scatter": Bool, "true", H, "Reduce gradients to their owners; false: to all ranks, each of which keeps its part.";
@@ -90,7 +90,7 @@ const OFFLOAD_OPTIMIZER: &[super::ConfigKey] = keys! {
     "cpuadam_cores_perc": SHARE, "0.8", none(NOT_SPECULATIVE), "Share of the cores for super_offload.";
 };
 
-const CLASSES: &str = "a unit in Rust has no class path: use names or name_suffixes, or mark it with Unit::leaf";
+const CLASSES: &str = "a unit in Rust has no class path; use names or name_suffixes, or mark it with Unit::leaf";
 
 const LEAF_MODULE: &[super::ConfigKey] = keys! {
     "classes": StringsOrOne, "[\"transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock\",\"transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock\",\"transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock\"]", none(CLASSES), "Class paths of modules gathered as a whole.";

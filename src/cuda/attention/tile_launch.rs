@@ -46,7 +46,7 @@ pub(super) fn warps(count: usize) -> LaunchConfig {
     LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: ((WARPS * WARP) as u32, 1, 1), shared_mem_bytes: 0 }
 }
 
-/// The launches of forward and of backward.
+/// The launches of the forward and backward kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TileLaunches {
     pub forward: TileLaunch,

@@ -34,8 +34,8 @@ struct AttentionSizes {
     uint32_t dq_stride, dk_stride, dv_stride;
     float scale;        // factor of the products
     float capped;       // not 0: scores have a soft cap
-    float inner, outer; // with a cap, the score as an exponent of 2 is outer * tanh(inner * product)
-    float to_powers;    // without a cap, it is this factor times the product
+    float inner, outer; // with a cap, the score, as a base-2 exponent, is outer * tanh(inner * product)
+    float to_powers;    // without a cap, the score is this factor times the product
 };
 
 // Memory of a block. Tensor core matrices start at multiples of 32 bytes.
@@ -110,8 +110,8 @@ __device__ __forceinline__ void load_rows(E *to, const E *from, uint32_t stride,
     }
 }
 
-// The conversion of a product to a score, an exponent of 2. With a cap, `of` returns the score. Without one, it returns
-// the product, and the score is `factor` times the product.
+// The conversion of a product to a score, which is a base-2 exponent. With a cap, `of` returns the score. Without one,
+// it returns the product, and the score is `factor` times the product.
 struct Scores {
     float factor;
     bool capped;

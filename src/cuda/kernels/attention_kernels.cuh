@@ -21,7 +21,7 @@
         attention_backward_keys_and_values<BACKWARD(WIDTH)>(s, tiles, q, k, v, dout, lse, along, dk, dv, shared_lines());     \
     }
 
-// Writes the numbers of own rows, other rows and bytes of forward and of backward for a width.
+// Writes the numbers of own rows, other rows and bytes of the forward and backward kernels for a width.
 template <class Forward, class Backward>
 __device__ void write_launches(uint32_t *to) {
     const uint32_t all[] = {Forward::OWN,  Forward::OTHERS,  ForwardMemory<Forward>::BYTES,

@@ -129,12 +129,12 @@ impl StageBoundaries {
         Ok(BoundaryTensor { tensor, next_draw: words[2] })
     }
 
-    /// Waits until all messages are on their way.
+    /// Waits until all messages have been sent.
     pub fn finish(&mut self) -> Result<()> {
         self.finish_until(0)
     }
 
-    /// Waits until all messages but the newest `messages` are on their way.
+    /// Waits until all messages except the newest `messages` have been sent.
     pub fn finish_until(&mut self, messages: usize) -> Result<()> {
         let newest = 2 * messages;
         while self.sending.len() > newest
@@ -152,8 +152,8 @@ pub(super) fn check_boundary(stage: usize, output: &Tensor) -> Result<()> {
     let has_gradient = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
     let problem = match has_gradient {
         true if dims <= MAX_DIMS => return Ok(()),
-        true => format!("{dims} dimensions, but at most {MAX_DIMS} are possible"),
-        false => format!("the dtype {dtype:?}, but only f32, bf16 and f16 are possible"),
+        true => format!("{dims} dimensions, but at most {MAX_DIMS} are supported"),
+        false => format!("the dtype {dtype:?}, but only f32, bf16 and f16 are supported"),
     };
     let why = format!(
         "the output of stage {stage} has {problem}; merge this stage's last layer and the next layer into one layer, or \

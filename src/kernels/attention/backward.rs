@@ -22,7 +22,7 @@ use crate::kernels::vector::{PackElementsToWords, SimdVector};
 use std::iter::repeat_n;
 use std::ops::Range;
 
-/// The inputs of forward, its result, and the result's gradient.
+/// The inputs of the forward pass, its result, and the result's gradient.
 #[derive(Clone, Copy)]
 pub(super) struct BackwardInputs<'a, E> {
     pub q: MultiHeadRows<'a, E>,

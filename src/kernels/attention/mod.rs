@@ -62,8 +62,8 @@ pub fn forward<E: Element>(
 
 /// Computes the gradients of [`forward()`]'s inputs and overwrites `dq`, `dk` and `dv`.
 ///
-/// `out` and `lse` are the results of forward, and `dout` is the gradient of `out`. A key head's gradients are summed
-/// in f32 within each query head of its group, then over these heads in order, and are rounded once.
+/// `out` and `lse` are the results of the forward pass, and `dout` is the gradient of `out`. A key head's gradients are
+/// summed in f32 within each query head of its group, then over these heads in order, and are rounded once.
 ///
 /// Panics if the slices or the rule do not match the sizes.
 pub fn backward<E: Element>(

@@ -58,8 +58,8 @@ pub(super) unsafe fn by_rows<W: PackElementsToWords<E>, E: Element>(
     filling.fill(0.0);
 }
 
-/// Packs rows as words across them: word (t, column) is at `t * width + column`, with t counting words. Both dimensions
-/// are padded with zeros.
+/// Packs rows as words across them: word (t, column) is at `t * width + column`, where `t` counts words, not rows. Both
+/// dimensions are padded with zeros.
 ///
 /// # Safety
 /// The processor must have the instructions.

@@ -19,7 +19,7 @@ pub struct AttentionRule<'a> {
     pub starts: Option<&'a [Vec<usize>]>,
 }
 
-/// The parameters of [`AttentionRule::soft_cap`] that convert a product x to a score as an exponent of 2: outer
+/// The parameters of [`AttentionRule::soft_cap`] that convert a product x to a score as a base-2 exponent: outer
 /// tanh(inner x).
 #[derive(Debug, Clone, Copy)]
 pub struct SoftCap {
@@ -80,7 +80,7 @@ impl AttentionRule<'_> {
         Self { scale, soft_cap: None, window: None, bidirectional: false, starts: None }
     }
 
-    /// Returns the factor that converts the numbers of a tile to exponents of 2, and the cap that is applied before it,
+    /// Returns the factor that converts the numbers of a tile to base-2 exponents, and the cap that is applied before it,
     /// if any.
     pub fn to_powers(self) -> (f32, Option<SoftCap>) {
         match self.soft_cap {

@@ -98,7 +98,7 @@ fn check(tile: &[f32], s: TileShape) {
     assert!(s.keys.is_multiple_of(BAND) && s.queries.is_multiple_of(BAND));
 }
 
-/// Applies a cap to a tile of products and writes their scores as exponents of 2.
+/// Applies a cap to a tile of products and writes their scores as base-2 exponents.
 ///
 /// # Safety
 /// The processor must have the instructions.
@@ -122,7 +122,8 @@ pub(super) unsafe fn bound<V: SimdVector>(tile: &mut [f32], s: TileShape, cap: S
     }
 }
 
-/// Converts a tile of scores to probabilities relative to the running maximum. `scale` converts scores to exponents of 2.
+/// Converts a tile of scores to probabilities relative to the running maximum. `scale` converts scores to base-2
+/// exponents.
 ///
 /// # Safety
 /// The processor must have the instructions.

@@ -75,8 +75,8 @@ impl ProductInit<'_> {
 
 /// Computes c = initial value + a b.
 ///
-/// The sizes are the numbers of rows, columns and words of summation. The first two are multiples of [`BAND`]. `c` and
-/// `b` are (words, distance between rows in words).
+/// The sizes are the numbers of rows, of columns, and of words along the summed dimension. The first two are multiples of
+/// [`BAND`]. `c` and `b` are (words, distance between rows in words).
 ///
 /// # Safety
 /// The processor must have the instructions of `T`.
@@ -109,7 +109,8 @@ pub(super) unsafe fn product<T: StripProducts>(
     }
 }
 
-/// A product with some vectors of columns: result, initial value, left and right factor, rows and words of summation.
+/// A product with some vectors of columns: result, initial value, left and right factor, number of rows, and number of
+/// words along the summed dimension.
 pub(super) type StripProduct =
     unsafe fn((*mut f32, usize), start: ProductInit<'_>, a: LeftFactor<'_>, b: (*const f32, usize), size: [usize; 2]);
 

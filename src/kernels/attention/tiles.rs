@@ -11,10 +11,10 @@ use super::tile_product::{LeftFactor, ProductInit, StripProducts, product};
 use crate::kernels::vector::Bf16PairWords;
 use crate::kernels::vector::{F32Words, SimdVector};
 
-/// The tile operations of words.
+/// The operations on tiles that each type of word provides.
 pub(super) trait ScoreTiles: StripProducts {
-    /// Converts a tile of f32 to words along the keys: word (key, query) is at `key * BLOCK + query`, with key counting
-    /// words.
+    /// Converts a tile of f32 to words along the keys: word (key, query) is at `key * BLOCK + query`, where
+    /// `key` counts words, not keys.
     ///
     /// # Safety
     /// The processor must have the instructions.
@@ -22,8 +22,8 @@ pub(super) trait ScoreTiles: StripProducts {
         const { assert!(Self::DEPTH == 1, "a number is a word") };
     }
 
-    /// Converts `along_queries` in place from f32 to words along the queries, with query counting words. Converts
-    /// `both` to words along the keys, written to `keys`, and in place to words along the queries.
+    /// Converts `along_queries` in place from f32 to words along the queries, where the query index counts words, not
+    /// queries. Converts `both` to words along the keys, written to `keys`, and in place to words along the queries.
     ///
     /// # Safety
     /// The processor must have the instructions.

@@ -83,7 +83,8 @@ impl RankCore {
         publisher.finish(self)
     }
 
-    /// Calls `work` with every part of a trained parameter that this rank owns, in pieces that file access allows.
+    /// Calls `work` with every part of a trained parameter that this rank owns, in pieces that begin at offsets at which
+    /// file access may begin.
     fn of_owned_parts(&self, mut work: impl FnMut(ParamId, Range<usize>) -> Result<()>) -> Result<()> {
         self.trained_params()
             .try_for_each(|(param, _)| pieces(&self.owned(param)).try_for_each(|part| work(param, part)))
@@ -99,7 +100,7 @@ impl RankCore {
         self.share_plan.outer_states.contains(&name)
     }
 
-    /// Returns the ledger's entry of an exchange with a buffer of `bytes` bytes.
+    /// Returns the ledger entry for an exchange with a buffer of `bytes` bytes.
     pub fn hold_exchange(&self, bytes: usize) -> MemoryLedgerEntry {
         self.ledger.hold(MemoryKind::Buckets, bytes)
     }
@@ -189,7 +190,8 @@ impl RankCore {
         self.set_values(self.outer(OUTER_WEIGHTS), param, part, outer)
     }
 
-    /// Sets elements of a parameter's state, which this rank owns, and those of its tensor if this rank holds it in full.
+    /// Sets elements, owned by this rank, of a parameter's state, and the same elements of the parameter's tensor if this
+    /// rank holds the full tensor.
     fn set_values(&self, state: ParamStateKind, param: ParamId, range: Range<usize>, values: Vec<f32>) -> Result<()> {
         if state == ParamStateKind::Weights && !self.shards(param) {
             residency::with_values(&self.params[param].tensor, |whole| {

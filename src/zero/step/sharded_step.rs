@@ -47,9 +47,9 @@ impl Vote {
     }
 }
 
-/// Collective: computes norm and overflow over all ranks. Each rank covers its piece of every gradient, parameter by
-/// parameter, even if it holds more. The sum is therefore computed in the same order at every stage, with and without
-/// groups.
+/// Collective: computes the norm and the overflow flag over all ranks. Each rank covers its piece of every gradient,
+/// parameter by parameter, even if it holds more. The sum is therefore computed in the same order at every stage, with
+/// and without groups.
 pub(crate) fn vote<R: StepExecutor>(core: &R, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
     let _span = timeline::span(timeline::EventCategory::Optimizer, "vote");
     let mut squares = Vec::new();

@@ -1,4 +1,4 @@
-//! The chat templates of a model's folder: the default one, and others by name.
+//! The chat templates in a model's folder: the default one, and others by name.
 
 use super::tokenizer_files::object;
 use crate::error::{Error, Result};
@@ -12,7 +12,7 @@ const MAX_TEMPLATE_BYTES: u64 = 16 << 20;
 /// The subfolder of a model's folder for additional templates. Each file is named after its template.
 pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
 
-/// Returns all templates of a model's folder by name, with the usual one as `default`: those of chat_template.jinja and
+/// Returns all templates in a model's folder by name, with the usual one as `default`: those of chat_template.jinja and
 /// of the folder `additional_chat_templates` or, without these, those of tokenizer_config.json.
 ///
 /// # Errors

@@ -35,7 +35,7 @@ pub(crate) const TOKENIZER: &str = "tokenizer.json";
 const CONFIG: &str = "tokenizer_config.json";
 
 impl TokenizerFiles {
-    /// Reads the files of a folder, or the tokenizer of a GGUF file. Files in a folder take precedence over the content
+    /// Reads the files in a folder, or the tokenizer of a GGUF file. Files in a folder take precedence over the content
     /// of a GGUF file.
     ///
     /// # Errors
@@ -111,7 +111,7 @@ impl TokenizerFiles {
     }
 }
 
-/// Returns the GGUF file whose tokenizer a model uses: the path itself if it is a file, or the only GGUF file of a
+/// Returns the GGUF file whose tokenizer a model uses: the path itself if it is a file, or the only GGUF file in a
 /// folder without a tokenizer.
 pub(super) fn gguf_with_tokenizer(path: &Path) -> Result<Option<PathBuf>> {
     if path.is_file() {

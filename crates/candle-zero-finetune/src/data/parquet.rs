@@ -137,7 +137,7 @@ impl ParquetRows {
                     self.row += 1;
                     if row.get_column_iter().map(|(_, field)| text_bytes(field)).sum::<usize>() > MAX_RECORD_BYTES {
                         let problem =
-                            format!("row {} has more than {} MiB; shorten it", self.row, MAX_RECORD_BYTES >> 20);
+                            format!("row {} is larger than {} MiB; shorten it", self.row, MAX_RECORD_BYTES >> 20);
                         return Err(FinetuneError::Parquet { path: self.path.clone(), problem }.into());
                     }
                     let mut bytes = 0;
@@ -269,7 +269,7 @@ fn check_groups(metadata: &ParquetMetaData, columns: &SchemaDescriptor) -> Resul
                 let codec = column.compression().to_string();
                 let codec = codec.split('(').next().unwrap_or_default();
                 return Err(format!(
-                    "column {path} is compressed with {codec}, which is not supported: write it with SNAPPY, GZIP, ZSTD, \
+                    "column {path} is compressed with {codec}, which is not supported; write it with SNAPPY, GZIP, ZSTD, \
                      LZ4 or no compression"
                 ));
             }

@@ -54,7 +54,7 @@ impl RecordContent {
 pub(super) fn check_size(bytes: usize, line: u64) -> std::io::Result<()> {
     match bytes > MAX_RECORD_BYTES {
         true => {
-            let reason = format!("the record on line {line} has more than {} MiB; shorten it", MAX_RECORD_BYTES >> 20);
+            let reason = format!("the record on line {line} is larger than {} MiB; shorten it", MAX_RECORD_BYTES >> 20);
             Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, reason))
         }
         false => Ok(()),

@@ -27,7 +27,7 @@ pub fn show(dataset: &Dataset, tokenizer: &Tokenizer, count: usize, colour: bool
         let (mut stream, mut inside) = (tokenizer.stream(false), false);
         for (j, id) in sample.ids().enumerate() {
             let piece = stream.push(id)?;
-            // Text that is held back is shown in the style of its last token.
+            // The token stream holds back incomplete characters. Such text is shown in the style of its last token.
             if !piece.is_empty() && sample.is_target(j) != inside {
                 text.push_str(if inside { close } else { open });
                 inside = !inside;

@@ -287,7 +287,10 @@ impl<'a> GgufVocabulary<'a> {
     fn byte_level(&self) -> Result<(Json, bool)> {
         const PRE: &str = "tokenizer.ggml.pre";
         let allowed = || {
-            format!("one of {SUPPORTED_PRE_TOKENIZERS}; for another, put the model's tokenizer.json next to the file")
+            format!(
+                "one of {SUPPORTED_PRE_TOKENIZERS}; for any other pre-tokenizer, put the model's tokenizer.json next to \
+                 the file"
+            )
         };
         let name = self.gguf.text(PRE)?.ok_or_else(|| self.gguf.refuse(PRE, "absent", allowed()))?;
         let cut = PreTokenizerPattern::of(name).ok_or_else(|| self.gguf.refuse(PRE, format!("{name:?}"), allowed()))?;

@@ -138,7 +138,7 @@ impl GgufFile {
             let block = dtype.block_size();
             return Err(bad(
                 &self.path,
-                format!("tensor {name} has rows of {row} elements, which is not a multiple of the block size {block}"),
+                format!("the row length of tensor {name}, {row} elements, is not a multiple of the block size {block}"),
             ));
         }
         let size = (info.shape.elem_count() / dtype.block_size()).checked_mul(dtype.type_size());

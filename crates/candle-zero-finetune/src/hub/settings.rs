@@ -42,7 +42,7 @@ impl HubSettings {
         let token = token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty());
         if token.as_ref().is_some_and(|token| !token.bytes().all(|byte| byte.is_ascii_graphic())) {
             let (found, allowed) =
-                ("a text with spaces or other special characters".into(), "a token, such as hf_ and letters");
+                ("a string with spaces or other special characters".into(), "a token, such as hf_ followed by letters");
             return Err(HubError::Setting { name: "HF_TOKEN", found, allowed }.into());
         }
         let endpoint = get("HF_ENDPOINT").map_or("https://huggingface.co".into(), |e| e.to_string_lossy().into_owned());
@@ -97,7 +97,7 @@ mod tests {
         let other = folder.path().join("other");
         assert_eq!(token(&[("HF_TOKEN_PATH", other.to_str().unwrap())]).unwrap(), "hf_other");
         let error = of(&[("HF_HOME", home), ("HF_TOKEN", "hf_a\nb: c")], None).unwrap_err();
-        insta::assert_snapshot!(error, @"HF_TOKEN is a text with spaces or other special characters, but must be a token, such as hf_ and letters");
+        insta::assert_snapshot!(error, @"HF_TOKEN is a string with spaces or other special characters, but must be a token, such as hf_ followed by letters");
     }
 
     #[test]

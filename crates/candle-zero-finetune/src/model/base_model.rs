@@ -53,8 +53,8 @@ impl BaseModel {
     /// If the model has no separate output projection, an output projection among the weights is ignored.
     ///
     /// # Errors
-    /// Missing files; a description of an unsupported model ([`DecoderConfig::read`]); files that are missing,
-    /// truncated, or outside of the folder; tensors that are missing, superfluous, or of a different shape or type.
+    /// A description of an unsupported model ([`DecoderConfig::read`]); files that are missing, truncated, or outside
+    /// the folder; tensors that are missing, superfluous, or of a different shape or type.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let none = |reason: String| FinetuneError::NoModel { path: path.to_owned(), reason }.into();

@@ -304,7 +304,7 @@ impl Options {
                 return Err(refused(flag, 0, at_least_one));
             }
             if value.is_some() && self.validation.is_none() {
-                return Err(misused(flag, "requires validation: give --val FILE or --val 5%"));
+                return Err(misused(flag, "requires validation; give --val FILE or --val 5%"));
             }
         }
         if let Some(ctx) = self.ctx.filter(|ctx| *ctx < 2) {
@@ -320,7 +320,7 @@ impl Options {
             _ => (),
         }
         if self.adapter.is_some() && self.method == TuningMethod::Full {
-            return Err(misused("--adapter", "requires adapters: leave out --full"));
+            return Err(misused("--adapter", "requires adapters; leave out --full"));
         }
         if let Some(ValidationData::Part(part)) = self.validation
             && !(part > 0.0 && part < 1.0)
@@ -329,7 +329,7 @@ impl Options {
         }
         if self.objective == Objective::Classify && self.method != TuningMethod::Full {
             let why =
-                "classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter";
+                "classify trains all weights of an encoder, without adapters; leave out --lora, --qlora and --adapter";
             return Err(misused("--task", why));
         }
         if let Objective::Prefer { beta } = self.objective {
@@ -337,7 +337,7 @@ impl Options {
                 return Err(refused("--dpo", format!("beta={beta}"), "beta above 0, such as beta=0.1"));
             }
             if self.method == TuningMethod::Full {
-                let why = "requires adapters, because the model without them is the reference: leave out --full";
+                let why = "requires adapters, because the model without them is the reference; leave out --full";
                 return Err(misused("--dpo", why));
             }
         }
@@ -399,7 +399,7 @@ impl ValidationData {
             return Ok(Self::Part(part));
         }
         if let Some(part) = arguments.iter().find(|argument| percentage(argument.as_ref()).is_some()) {
-            let why = format!("has {} besides files: give either a part of the training data or files", part.as_ref());
+            let why = format!("has {} besides files; give either a part of the training data or files", part.as_ref());
             return Err(misused("--val", why));
         }
         let fraction_of = |text: &str| fraction(text).filter(|_| !Path::new(text).exists());
@@ -448,16 +448,16 @@ mod tests {
         insta::assert_snapshot!(text(Options { lr: Some(f64::NAN), ..with_data() }), @"--lr is NaN, but must be a positive finite number");
         insta::assert_snapshot!(text(Options { batch: Some(0), ..with_data() }), @"--batch is 0, but must be a whole number of at least 1");
         insta::assert_snapshot!(text(Options { ctx: Some(1), ..with_data() }), @"--ctx is 1, but must be at least 2: a token, and one to predict");
-        insta::assert_snapshot!(text(Options { patience: Some(3), ..with_data() }), @"--patience requires validation: give --val FILE or --val 5%");
+        insta::assert_snapshot!(text(Options { patience: Some(3), ..with_data() }), @"--patience requires validation; give --val FILE or --val 5%");
         insta::assert_snapshot!(text(Options { warmup: WarmupLength::Part(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a percentage of all steps, such as 3%");
         insta::assert_snapshot!(text(Options { validation: Some(ValidationData::Part(1.0)), ..with_data() }), @"--val is 100%, but must be a file, or more than 0% and less than 100%");
-        insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: TuningMethod::Full, ..with_data() }), @"--adapter requires adapters: leave out --full");
+        insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: TuningMethod::Full, ..with_data() }), @"--adapter requires adapters; leave out --full");
         let dpo = Objective::Prefer { beta: 0.1 };
-        insta::assert_snapshot!(text(Options { objective: dpo, method: TuningMethod::Full, ..with_data() }), @"--dpo requires adapters, because the model without them is the reference: leave out --full");
-        insta::assert_snapshot!(text(Options { objective: Objective::Classify, ..with_data() }), @"--task classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter");
+        insta::assert_snapshot!(text(Options { objective: dpo, method: TuningMethod::Full, ..with_data() }), @"--dpo requires adapters, because the model without them is the reference; leave out --full");
+        insta::assert_snapshot!(text(Options { objective: Objective::Classify, ..with_data() }), @"--task classify trains all weights of an encoder, without adapters; leave out --lora, --qlora and --adapter");
         let dpo = Objective::Prefer { beta: 0.0 };
         insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, such as beta=0.1");
         insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a percentage of all steps, such as 3%");
-        insta::assert_snapshot!(ValidationData::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% besides files: give either a part of the training data or files");
+        insta::assert_snapshot!(ValidationData::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% besides files; give either a part of the training data or files");
     }
 }

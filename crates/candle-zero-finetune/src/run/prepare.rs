@@ -179,7 +179,7 @@ impl PreparedRun {
                 if training.is_empty() || validation.is_empty() {
                     let nothing = if training.is_empty() { "train on" } else { "validate with" };
                     let why = format!(
-                        "takes {percent}% of {}, which leaves none to {nothing}: give a different percentage, or files",
+                        "takes {percent}% of {}, which leaves none to {nothing}; give a different percentage, or files",
                         counted(samples, "sample")
                     );
                     return Err(misused("--val", why));

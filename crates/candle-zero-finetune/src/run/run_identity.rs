@@ -167,7 +167,7 @@ mod tests {
         let identity = identity(json!({"lr": 1.0}));
         let saved = saved(&identity, 4);
         assert_eq!(saved.check(&identity, 4, false).unwrap(), None);
-        insta::assert_snapshot!(saved.check(&identity, 3, true).unwrap_err(), @"checkpoint saves/step4 is at step 4, but this run ends at step 3: a result of fewer steps cannot be made from it; give at least as many steps, or another folder for --save to start over");
+        insta::assert_snapshot!(saved.check(&identity, 3, true).unwrap_err(), @"checkpoint saves/step4 is at step 4, but this run ends at step 3, and the checkpoint cannot produce a result with fewer steps; give at least as many steps, or another folder for --save to start over");
     }
 
     #[test]

@@ -179,7 +179,7 @@ mod tests {
         };
         assert_eq!(of([&[1, 3], &[1, 3]]).unwrap().as_deref(), Some("1,3"));
         assert_eq!(of([&[0, 1], &[0]]).unwrap(), None);
-        insta::assert_snapshot!(of([&[0, 1], &[2, 3]]).unwrap_err(), @"host `a` would use slots 0,1 and host `b` slots 2,3, but with --launcher openmpi all hosts get the same CUDA_VISIBLE_DEVICES: choose the same slots on each, or use --launcher ssh");
+        insta::assert_snapshot!(of([&[0, 1], &[2, 3]]).unwrap_err(), @"host `a` would use slots 0,1 and host `b` slots 2,3, but with --launcher openmpi all hosts get the same CUDA_VISIBLE_DEVICES; choose the same slots on each, or use --launcher ssh");
     }
 
     #[test]

@@ -181,7 +181,7 @@ impl SingleFileScript {
         let source = source.to_str().ok_or_else(|| LaunchError::NotStartable {
             path: self.typed.clone(),
             found: "its path is not UTF-8".to_string(),
-            fix: "cargo needs a path in UTF-8: rename it".to_string(),
+            fix: "rename it, because cargo needs a path in UTF-8".to_string(),
         })?;
         let bin =
             Table::from_iter([("name".to_string(), Value::from(name)), ("path".to_string(), Value::from(source))]);

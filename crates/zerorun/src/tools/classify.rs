@@ -93,7 +93,7 @@ fn read_line(input: &mut impl io::BufRead) -> Result<Option<String>> {
     let mut line = String::new();
     let bytes = input.take(MAX_LINE_BYTES).read_line(&mut line).map_err(wrong)?;
     if bytes as u64 == MAX_LINE_BYTES {
-        let text = format!("a line has more than {} MiB", MAX_LINE_BYTES >> 20);
+        let text = format!("a line is longer than {} MiB", MAX_LINE_BYTES >> 20);
         return Err(wrong(io::Error::new(io::ErrorKind::InvalidData, text)));
     }
     line.truncate(line.trim_end_matches(['\n', '\r']).len());

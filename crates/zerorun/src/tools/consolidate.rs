@@ -126,7 +126,7 @@ fn size(text: &str) -> Result<u64, String> {
     };
     let bytes = number.parse::<u64>().map_err(|_| wrong())?.checked_mul(unit);
     match bytes {
-        Some(0) => Err("a file of 0 bytes cannot hold a parameter: give 1 or more".to_string()),
+        Some(0) => Err("a file of 0 bytes cannot hold a parameter; give 1 or more".to_string()),
         Some(bytes) => Ok(bytes),
         None => Err("no disk is this large".to_string()),
     }

@@ -183,7 +183,10 @@ impl MachineReport {
         let each = |bytes: u64| bytes as f64 / STATE_BYTES_PER_PARAMETER as f64 / 1e6;
         let mut verdicts = vec![
             products.to_owned(),
-            format!("up to {} ranks; more would share cores, and each rank gets a share of the threads", self.cores),
+            format!(
+                "start at most {} ranks, because more would have to share cores; the threads are divided among the ranks",
+                self.cores
+            ),
             format!(
                 "the memory that is free now can hold the state of {:.0} million parameters ({STATE_BYTES_PER_PARAMETER} bytes \
                  each), not counting activations",

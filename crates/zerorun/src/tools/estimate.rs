@@ -21,7 +21,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Estimate what a model and a configuration need before anything runs: bytes of each rank by kind, bytes on the wire
+/// Estimate, before anything runs, what a model and a configuration need: bytes of each rank by kind, bytes on the wire
 /// and to and from files in each step, and whether this machine has enough memory and disk space. No weights are read
 /// or created.
 ///
@@ -41,8 +41,9 @@ struct EstimateArguments {
     #[arg(long, value_name = "FILE")]
     safetensors: Option<PathBuf>,
 
-    /// With --safetensors: prefix of units, the part of names before a number, such as model.layers; repeatable. Use
-    /// "none" for a model without units [default: the part of each name before its first number]
+    /// With --safetensors: prefix of the unit names, that is, the part of a parameter's name before a number, such as
+    /// model.layers; repeatable. Use "none" for a model without units [default: the part of each name before its first
+    /// number]
     #[arg(long, value_name = "PREFIX", requires = "safetensors")]
     unit: Vec<String>,
 
@@ -296,8 +297,10 @@ impl EstimateReport {
         let mut assumed = self.shapes.assumed().to_vec();
         assumed.push("peaks assume that units run, and parameters are used, in the order of the model".into());
         if self.estimate.file_bytes() > 0 {
-            assumed
-                .push("files are accessed as this machine would choose now, without the page cache if possible".into());
+            assumed.push(
+                "files are accessed in the way that would be chosen on this machine now, without the page cache if possible"
+                    .into(),
+            );
         }
         assumed.extend(self.hosts.iter().flat_map(MultiHostForecast::assumed));
         assumed

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 /// The help text of the argument.
 pub(super) const HELP: &str = if cfg!(feature = "hub") {
-    "Folder in Hugging Face format, GGUF file, folder that contains a GGUF file, or repository of the Hugging Face Hub \
+    "Folder in Hugging Face format, GGUF file, folder that contains a GGUF file, or repository on the Hugging Face Hub \
      as org/name or org/name@revision"
 } else {
     "Folder in Hugging Face format, GGUF file, or folder that contains a GGUF file"
@@ -66,6 +66,6 @@ fn fetched(_: &Path, repository: Repository, parts: FileSelection) -> Result<Res
 #[cfg(not(feature = "hub"))]
 fn fetched(given: &Path, _: Repository, _: FileSelection) -> Result<ResolvedModel> {
     let reason = "there is no such file or folder, and only a zerorun built with --features hub can \
-                  download repositories of the Hugging Face Hub";
+                  download repositories from the Hugging Face Hub";
     Err(FinetuneError::NoModel { path: given.to_owned(), reason: reason.into() }.into())
 }

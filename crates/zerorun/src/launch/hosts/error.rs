@@ -172,7 +172,7 @@ pub enum HostsError {
         slots: usize,
     },
     /// A number of hosts or slots is zero.
-    #[error("{option} 0 would start no rank; give at least 1, or leave it out to use all")]
+    #[error("{option} 0 would start no rank; give at least 1, or leave {option} out to use all")]
     Zero {
         /// The option.
         option: &'static str,
@@ -357,7 +357,7 @@ pub enum HostsError {
     },
     /// `mpirun` passes the same variables to all hosts, but their GPUs differ.
     #[error(
-        "{slots}, but with --launcher {launcher} all hosts get the same CUDA_VISIBLE_DEVICES: choose the same slots on \
+        "{slots}, but with --launcher {launcher} all hosts get the same CUDA_VISIBLE_DEVICES; choose the same slots on \
          each, or use --launcher ssh"
     )]
     DevicesDiffer {

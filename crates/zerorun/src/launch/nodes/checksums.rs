@@ -12,7 +12,7 @@ use twox_hash::XxHash3_64;
 
 /// The maximum number of bytes of a file that are checksummed.
 const MAX_FILE_BYTES: u64 = 256 << 20;
-/// The maximum number of files of a folder that are compared, in the order of their paths.
+/// The maximum number of files in a folder that are compared, in the order of their paths.
 const MAX_FILES: usize = 1000;
 /// The size in bytes up to which the contents of a file in a folder are compared. Only the size of a larger file is.
 const MAX_COMPARED_BYTES: u64 = 1 << 20;

@@ -225,7 +225,7 @@ impl FinetuneFlags {
             return Err("--dpo needs adapters: the model without them is the reference; leave out --full".into());
         }
         if self.task == FinetuneTaskArg::Classify && self.dpo.is_some() {
-            return Err("--dpo is for language models: leave out --dpo or --task classify".into());
+            return Err("--dpo is for language models; leave out --dpo or --task classify".into());
         }
         if self.task == FinetuneTaskArg::Classify && !self.prompt.is_empty() {
             return Err("--prompt is for language models: a classifier does not answer prompts".into());

@@ -99,7 +99,7 @@ fn stop(run: FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
     if first {
         print(format!(
             "stopped by a signal after step {steps} of {total}: the model at that point is in {}. Training cannot be \
-             resumed from it, because the optimizer's state is not kept without checkpoints: give --save DIR next \
+             resumed from it, because the optimizer's state is not kept without checkpoints; give --save DIR next \
              time, and --resume to continue",
             to.display()
         ));

@@ -189,7 +189,7 @@ impl TuneSearch {
         let claims = outputs.writes("--out", &out, OutputKind::File).claim()?;
         let written = OutputDigests::of_run(&results);
         if out.metadata().is_ok_and(|found| found.len() > 0) && !written.is_own(BEST_FILE_KEY, &out) {
-            let problem = "a file that tune did not write exists there, and it is not replaced".into();
+            let problem = "a file that tune did not write already exists there, so it is not replaced".into();
             return Err(OutputError::Refused { path: out, problem }.into());
         }
         let program = match target {
@@ -235,7 +235,7 @@ impl TuneSearch {
             return Ok(ExitCode::FAILURE);
         }
         let Some(best) = self.best() else {
-            eprint("zerorun: no run succeeded within the limit; nothing is written");
+            eprint("zerorun: no run succeeded within the limit; nothing was written");
             return Ok(ExitCode::FAILURE);
         };
         let config = self.space.config(&best);
@@ -292,7 +292,7 @@ impl TuneSearch {
                     }
                 };
                 let outcome = outcome.within(self.limit);
-                eprint(&format!("zerorun: again, {candidate}: {outcome}"));
+                eprint(&format!("zerorun: repeated run of {candidate}: {outcome}"));
                 runs.push(outcome);
             }
         }

@@ -72,7 +72,7 @@ impl SearchSpace {
         let micro_batches: Vec<usize> = sizes.iter().copied().filter(fits).collect();
         if micro_batches.is_empty() {
             let problem = format!(
-                "none of the micro batches {sizes:?} can be tried with {} ranks: give --micro_batches that divide \
+                "none of the micro batches {sizes:?} can be tried with {} ranks; give --micro_batches that divide \
                  train_batch_size (if the configuration sets it) and are within the bounds of autotuning",
                 config.world_size
             );

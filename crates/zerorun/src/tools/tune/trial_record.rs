@@ -53,7 +53,7 @@ impl TrialRecord {
         if flock(&lock, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
             let folder = folder.display();
             let problem = format!(
-                "another search is running in {folder}: wait until it ends, or give another folder with --results_dir"
+                "another search is running in {folder}; wait until it ends, or give another folder with --results_dir"
             );
             return Err(ToolError::Tune { problem }.into());
         }
@@ -76,8 +76,8 @@ impl TrialRecord {
                 // overwritten.
                 Err(_) if serde_json::from_str::<Value>(line).is_ok_and(|line| line["id"].is_string()) => {}
                 Err(_) => {
-                    let problem =
-                        "it contains something other than experiments of tune; give another folder with --results_dir";
+                    let problem = "it contains something other than records of zerorun tune's experiments; give another \
+                                   folder with --results_dir";
                     return Err(OutputError::Refused { path, problem: problem.into() }.into());
                 }
             }
