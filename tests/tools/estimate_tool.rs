@@ -1,6 +1,6 @@
 //! `zerorun estimate`: what a run needs, before it starts.
 
-use crate::support::processes::{stderr, stdout, zerorun};
+use crate::support::processes::{repository, stderr, stdout, zerorun};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::process::Output;
@@ -9,16 +9,20 @@ fn estimate(args: &[&str]) -> Output {
     zerorun().arg("estimate").args(args).output().unwrap()
 }
 
-/// A configuration in a folder, which is removed when the value is dropped.
-fn config(zero: &Value) -> (tempfile::TempDir, PathBuf) {
+/// Writes a configuration to a folder, which is removed when the value is dropped.
+fn config_of(config: &Value) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = folder.path().join("ds_config.json");
-    let config = json!({
-        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"},
-        "zero_optimization": zero,
-    });
     std::fs::write(&file, config.to_string()).unwrap();
     (folder, file)
+}
+
+/// Does the same with a configuration that has this section.
+fn config(zero: &Value) -> (tempfile::TempDir, PathBuf) {
+    config_of(&json!({
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"},
+        "zero_optimization": zero,
+    }))
 }
 
 #[test]
@@ -248,4 +252,75 @@ fn what_is_wrong_ends_with_code_2_and_its_name() {
         assert!(stderr(&output).contains(words), "{words}: {}", stderr(&output));
         assert!(stdout(&output).is_empty());
     }
+}
+
+#[test]
+fn a_pipeline_is_estimated_rank_by_rank() {
+    let file = repository().join("ds_configs/pipeline.json");
+    let args = ["--model", "llama-nano", "--ds_config", file.to_str().unwrap(), "--pipeline"];
+    let output = estimate(&[&args[..], &["-n", "2", "--network", "1Gbit,300us", "--step", "2"]].concat());
+    assert!(output.status.success(), "{}", stderr(&output));
+    insta::assert_snapshot!(stdout(&output), @"
+    llama-nano: 758912 parameters, 7 layers; stage 1, 1 pipeline of 2 ranks, schedule 1f1b, accumulation 8
+
+    rank        layers      parameters         trained            host   host, at most  micro batches held
+    0              0-3          395776          363008         4.3 MiB         8.4 MiB                   2
+    1              4-6          395904          395904         4.5 MiB         9.1 MiB                   1
+
+    per micro batch and boundary, 64.0 KiB cross the network forward, and as many backward
+    ranks wait for 14.1 % of a step, in which a message takes 0.8 ms (1Gbit,300us)
+    a step takes 1.165 s, instead of 2.000 s on one rank
+
+    not included:
+    - activations, of which each rank holds as many micro batches at a time as the table shows
+    - data on its way to the model, and a checkpoint while it is written
+    - the program itself: its code, its threads, and memory that the allocator keeps
+    assumed:
+    - for the waiting time: stages take times in proportion to their parameters without embeddings, and forward passes, gradients of inputs and gradients of weights take equally long
+    ");
+    let output = estimate(&[&args[..], &["-n", "4", "--frozen", "*.mlp.*", "--json"]].concat());
+    let all: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    let ranks = all["ranks"].as_array().unwrap();
+    let sum = |key: &str| ranks.iter().map(|rank| rank[key].as_u64().unwrap()).sum::<u64>();
+    assert_eq!((ranks.len(), &all["step_s"]), (4, &Value::Null));
+    // The first rank has a copy of the tied embedding.
+    assert_eq!(sum("parameters"), all["parameters"].as_u64().unwrap() + 256 * 128);
+    assert!(sum("trained") < sum("parameters"), "{all}");
+    // 1F1B with 8 micro batches on 4 equal ranks would wait for 3 / 11 of a step.
+    assert!(all["waiting_share"].as_f64().unwrap() >= 3.0 / 11.0, "{all}");
+}
+
+#[test]
+fn a_pipeline_that_cannot_be_estimated_is_refused_in_words() {
+    let refused = |config: Value, more: &[&str]| {
+        let (folder, file) = config_of(&config);
+        let args = ["--model", "nano", "--ds_config", file.to_str().unwrap()];
+        let output = estimate(&[&args[..], more].concat());
+        assert_eq!(output.status.code(), Some(2));
+        stderr(&output).replace(folder.path().to_str().unwrap(), "DIR")
+    };
+    let config = |stage: u8, pipeline: Value| {
+        json!({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage},
+               "pipeline": pipeline})
+    };
+    insta::assert_snapshot!(refused(config(1, json!({"stages": 2})), &["-n", "2"]), @"zerorun: cannot train in a pipeline: pipeline.stages is 2, but this estimate is about data-parallel ranks; use PipelineEstimate (zerorun estimate --pipeline), or remove the key");
+    insta::assert_snapshot!(refused(config(3, json!({})), &["-n", "2", "--pipeline"]), @"zerorun: cannot train in a pipeline: zero_optimization.stage is 3, but gradients and parameters of a pipeline's stages are not sharded; use stage 0 or 1");
+    insta::assert_snapshot!(refused(config(1, json!({})), &["-n", "8", "--pipeline"]), @"zerorun: cannot train in a pipeline: 8 ranks along the pipeline (pipeline.stages; auto: all ranks) need more stages than the model's 7 layers; use fewer");
+    insta::assert_snapshot!(refused(config(1, json!({"stages": 3})), &["-n", "4", "--pipeline"]), @"zerorun: cannot train in a pipeline: pipeline.stages is 3, but 4 ranks cannot be divided into pipeline 3, which needs a multiple of 3 ranks; start a different number of ranks or change the lengths of the axes");
+    insta::assert_snapshot!(refused(config(1, json!({})), &["-n", "2", "--pipeline", "--frozen", "nothing"]), @"zerorun: nothing selects no parameter to freeze; the model has wte.weight, wpe.weight, h.0.ln_1.weight, h.0.ln_1.bias, h.0.attn.c_attn.weight, h.0.attn.c_attn.bias, h.0.attn.c_proj.weight, h.0.attn.c_proj.bias and 44 more (* matches any characters, as in h.*)");
+    insta::assert_snapshot!(refused(config(1, json!({})), &["-n", "2", "--pipeline", "--hosts", "2"]), @"
+    zerorun: the argument '--pipeline' cannot be used with '--hosts <N>'
+
+    Usage: zerorun estimate --ds_config <FILE> --num_ranks <N> --pipeline <--model <NAME>|--safetensors <FILE>|--table>
+
+    For more information, try '--help'.
+    ");
+    insta::assert_snapshot!(refused(config(1, json!({})), &["-n", "2", "--step", "2"]), @"
+    zerorun: the following required arguments were not provided:
+      <--hosts <N>|--pipeline>
+
+    Usage: zerorun estimate --ds_config <FILE> --num_ranks <N> --step <SECONDS> <--model <NAME>|--safetensors <FILE>|--table> <--hosts <N>|--pipeline>
+
+    For more information, try '--help'.
+    ");
 }

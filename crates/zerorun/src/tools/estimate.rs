@@ -7,7 +7,7 @@ use super::pipeline_report::PipelineReport;
 use crate::error::{OptimError, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use candle_zero::comm::CollectiveKind as Collective;
-use candle_zero::config::{Config, RunValues};
+use candle_zero::config::{Config, PipelineConfig, RunValues};
 use candle_zero::estimate::deepspeed::{Machines, MemoryNeeds, Zero3Offload, zero2, zero3};
 use candle_zero::estimate::{Estimate, EstimateOptions, PipelineEstimate, Shapes, UnitRule, paper};
 use candle_zero::memory::MemoryRow;
@@ -296,6 +296,13 @@ impl EstimateReport {
     fn assumed(&self) -> Vec<String> {
         let mut assumed = self.shapes.assumed().to_vec();
         assumed.push("peaks assume that units run, and parameters are used, in the order of the model".into());
+        if self.config.pipeline != PipelineConfig::default() {
+            assumed.push(
+                "the configuration's section pipeline has no effect: these ranks are data-parallel; --pipeline estimates a \
+                 pipeline"
+                    .into(),
+            );
+        }
         if self.estimate.file_bytes() > 0 {
             assumed.push(
                 "files are accessed in the way that would be chosen on this machine now, without the page cache if possible"
