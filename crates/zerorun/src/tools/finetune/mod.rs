@@ -45,9 +45,9 @@ const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved fi
 
 /// Fine-tune a model in Hugging Face format, or a GGUF file, on conversations, prompts with completions, or text.
 ///
-/// Data files are JSON lines, JSON, CSV or plain text. Records are messages, prompt and completion, instruction and
-/// output, ShareGPT conversations, or text; `zerorun data show` prints how they are read. The model is trained
-/// on the assistant's messages, including the end of each turn.
+/// Data files are JSON lines, JSON, CSV, TSV, Parquet or plain text. Records are messages, prompt and completion,
+/// instruction and output, ShareGPT conversations, or text; `zerorun data show` prints how they are read. The model is
+/// trained on the assistant's messages, including the end of each turn.
 ///
 /// The result is an adapter in PEFT format, or with --full a model folder.
 ///
