@@ -4,7 +4,7 @@ use super::{Estimate, EstimateOptions, MeasuredStep, Shapes};
 use crate::config::{Config, ConfigSource, RunValues};
 use crate::engine::PipelineDivision;
 use crate::error::{EngineError, Result};
-use crate::layout::{MeshAxis, RankMesh};
+use crate::layout::MeshAxis;
 use crate::memory::MemoryReport;
 use crate::param::WeightSource;
 use crate::pipeline::{PipelineModule, PipelineSchedule, SimulatedPipeline, StageCost};
@@ -63,19 +63,16 @@ impl PipelineEstimate {
         run: &RunValues,
         prepare: impl Fn(Shapes) -> Shapes,
     ) -> Result<Self> {
-        let refused = |why: String| EngineError::Pipeline { why };
         let source = source.into();
         let section = source.pipeline(run)?;
-        let ranks = section.stages.unwrap_or(world_size);
-        let mesh = RankMesh::new(world_size, &[(MeshAxis::Pipeline, ranks)])
-            .map_err(|e| refused(format!("pipeline.stages is {ranks}, but {e}")))?;
-        let pipelines = mesh.len(MeshAxis::Data);
+        let mesh = PipelineDivision::mesh(&section, world_size)?;
+        let [ranks, pipelines] = [MeshAxis::Pipeline, MeshAxis::Data].map(|axis| mesh.len(axis));
         let division = PipelineDivision::new(module, &section, ranks, (WeightSource::Random { seed: 0 }, None))?;
         let config = Config::load_for(source, pipelines, run)?;
         PipelineDivision::check_stage(config.zero.stage)?;
         let micro_batches = config.batch.gradient_accumulation_steps;
         let schedule = PipelineSchedule::new(section.schedule, ranks, section.chunks, micro_batches)
-            .map_err(|e| refused(e.to_string()))?;
+            .map_err(|error| EngineError::Pipeline { why: error.to_string() })?;
         let mut of_stages = config.clone();
         of_stages.pipeline.stages = None;
         let of_rank = |rank: usize| {

@@ -4,7 +4,7 @@
 
 use crate::config::PipelineConfig;
 use crate::error::{EngineError, ParamError, Result};
-use crate::layout::ZeroStage;
+use crate::layout::{MeshAxis, RankMesh, ZeroStage};
 use crate::param::{BufferFilter, WeightSource};
 use crate::pipeline::{
     PartitionMethod, PipelineLayer, PipelineModule, PipelineSchedule, StageCuts, balanced_cuts, kind_cuts, uniform_cuts,
@@ -85,6 +85,16 @@ impl PipelineDivision {
         let tied = layers.tied.filter(|_| stages.stages() > 1);
         let fingerprint = fnv1a(format!("{} {cuts:?}", layers.shapes).as_bytes());
         Ok(Self { cuts, stages, tied, elements: layers.elements, numbers: layers.numbers, fingerprint })
+    }
+
+    /// Divides the ranks of a job into pipelines.
+    ///
+    /// # Errors
+    /// The number of stages does not divide the number of ranks.
+    pub fn mesh(config: &PipelineConfig, world_size: usize) -> Result<RankMesh> {
+        let ranks = config.stages.unwrap_or(world_size);
+        RankMesh::new(world_size, &[(MeshAxis::Pipeline, ranks)])
+            .map_err(|e| EngineError::Pipeline { why: format!("pipeline.stages is {ranks}, but {e}") }.into())
     }
 
     /// Checks that ranks of a pipeline can run at this stage.

@@ -4,7 +4,7 @@ use super::division::PipelineDivision;
 use crate::comm::Communicator;
 use crate::comm::agree::texts;
 use crate::config::PipelineConfig;
-use crate::error::{EngineError, Result};
+use crate::error::Result;
 use crate::layout::{MeshAxis, RankMesh};
 use crate::param::{BufferFilter, WeightSource};
 use crate::pipeline::PipelineModule;
@@ -23,8 +23,6 @@ pub(in crate::engine) struct PipelineSetup {
     pub(super) job: Arc<dyn Communicator>,
     mesh: RankMesh,
     pub(super) ends: [usize; 2],
-    /// Whether this rank holds the last stage.
-    is_last: bool,
 }
 
 impl PipelineSetup {
@@ -38,21 +36,16 @@ impl PipelineSetup {
         job: &Arc<dyn Communicator>,
         (source, is_buffer): (WeightSource, Option<&BufferFilter>),
     ) -> Result<Self> {
-        let refused = |why: String| EngineError::Pipeline { why };
-        let ranks = config.stages.unwrap_or(job.size());
-        let mesh = RankMesh::new(job.size(), &[(MeshAxis::Pipeline, ranks)])
-            .map_err(|e| refused(format!("pipeline.stages is {ranks}, but {e}")))?;
+        let mesh = PipelineDivision::mesh(config, job.size())?;
         // With several hosts, activations cross the slower network, and gradients of the same stage stay on a host.
         let several_hosts = job.ranks_here().len() < job.size();
         let mesh = if several_hosts { mesh.with_outermost(MeshAxis::Pipeline) } else { mesh };
         let along = job.group(&mesh.groups(&[MeshAxis::Pipeline]))?;
         let data = job.group(&mesh.groups(&[MeshAxis::Data]))?;
-        let division = PipelineDivision::new(module, config, ranks, (source, is_buffer))?;
-        let rank = along.rank();
+        let division = PipelineDivision::new(module, config, along.size(), (source, is_buffer))?;
         let end = |stage: usize| mesh.moved(job.rank(), MeshAxis::Pipeline, division.stages.rank_of(stage));
         let ends = [0, division.stages.stages() - 1].map(end);
-        let is_last = division.is_last(rank);
-        Ok(Self { along, data, division: Arc::new(division), job: job.clone(), mesh, ends, is_last })
+        Ok(Self { along, data, division: Arc::new(division), job: job.clone(), mesh, ends })
     }
 
     /// Returns the communicator of all ranks of the job.
@@ -94,14 +87,15 @@ impl PipelineSetup {
         let mut all_names: Vec<(usize, &String)> =
             self.division.numbers.iter().map(|(name, number)| (*number, name)).collect();
         all_names.sort_unstable();
-        let is_copy = |name: &&str| !self.is_last && self.division.tied.as_deref() == Some(*name);
+        let is_last = self.division.is_last(self.along.rank());
+        let is_copy = |name: &&str| !is_last && self.division.tied.as_deref() == Some(*name);
         PipelinePosition {
             comm: self.along.clone(),
             job: self.job.clone(),
             mesh: self.mesh,
             copied: names.clone().position(|name| is_copy(&name)),
             in_model: names.map(|name| self.division.numbers[name]).collect(),
-            is_last: self.is_last,
+            is_last,
             fingerprint: self.division.fingerprint,
             all_names: all_names.into_iter().map(|(_, name)| name.clone()).collect(),
         }

@@ -1,7 +1,8 @@
 //! A rank of one row: trains, and writes its log.
 
 use super::compare::RankResults;
-use candle_core::DType;
+use candle_core::{DType, Device};
+use candle_zero::config::Config;
 use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
 use candle_zero::engine::PipelineEngine;
 use candle_zero::models::{DecoderBatch, Gpt, GptConfig, decoder_pipeline};
@@ -48,9 +49,7 @@ fn data_parallel(folder: &Path, steps: u32) -> Result<()> {
     let sizes = sizes()?;
     let mut engine = Engine::initialize(|vb| Gpt::new(&sizes, vb), folder.join(CONFIG))?;
     let batch = engine.config().batch;
-    let shape = BatchShape::new(&batch, engine.world_size(), engine.rank());
-    let order = SampleOrder::Shuffled { seed: engine.config().seed };
-    let loader = Loader::new(TokenData::embedded(), order, shape, TOKENS_PER_SAMPLE, sizes.vocab, engine.device())?;
+    let loader = loader(engine.config(), (engine.rank(), engine.world_size()), engine.device())?;
     let mut log = RankResults { names: engine.parameter_names(), ..RankResults::default() };
     let mut times = Vec::new();
     for step in 0..u64::from(steps) {
@@ -73,11 +72,8 @@ fn data_parallel(folder: &Path, steps: u32) -> Result<()> {
 }
 
 fn in_pipeline(folder: &Path, steps: u32) -> Result<()> {
-    let sizes = sizes()?;
-    let mut engine = Engine::builder().initialize_pipeline(decoder_pipeline(&sizes)?, folder.join(CONFIG))?;
-    let shape = BatchShape::new(&engine.config().batch, 1, 0);
-    let order = SampleOrder::Shuffled { seed: engine.config().seed };
-    let loader = Loader::new(TokenData::embedded(), order, shape, TOKENS_PER_SAMPLE, sizes.vocab, engine.device())?;
+    let mut engine = Engine::builder().initialize_pipeline(decoder_pipeline(&sizes()?)?, folder.join(CONFIG))?;
+    let loader = loader(engine.config(), engine.data_position(), engine.device())?;
     let mut log = RankResults { names: engine.parameter_names(), ..RankResults::default() };
     let mut times = Vec::new();
     for step in 0..u64::from(steps) {
@@ -93,6 +89,13 @@ fn in_pipeline(folder: &Path, steps: u32) -> Result<()> {
     }
     log.complete(times, &engine.memory_report());
     log.write(&file(folder, engine.position().0))
+}
+
+/// Returns the samples at `position` among `parts` parts of the data.
+fn loader(config: &Config, (position, parts): (usize, usize), device: &Device) -> Result<Loader> {
+    let shape = BatchShape::new(&config.batch, parts, position);
+    let order = SampleOrder::Shuffled { seed: config.seed };
+    Loader::new(TokenData::embedded(), order, shape, TOKENS_PER_SAMPLE, sizes()?.vocab, device)
 }
 
 /// Returns a hash of a parameter, if this rank has it.
