@@ -96,7 +96,7 @@ fn measure<const N: usize>(
     bencher.bench_local(once);
 }
 
-/// Returns a tensor of the same shape, made by repeating the first rows of `tensor`. The result is not a variable
+/// Returns a tensor of the same shape that repeats the first rows of `tensor`. The result is not a variable
 /// itself, because Candle adds the gradient of a variable to zeros, one element at a time in bf16. An engine's
 /// parameters avoid this.
 fn wanting_gradient(tensor: &Tensor) -> Tensor {
@@ -180,10 +180,10 @@ fn run_down<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward:
     });
 }
 
-/// The number of elements that are quantized at once. The elements and their codes stay in cache.
+/// The number of elements that are quantized in each call. The elements and their codes stay in cache.
 const PIECE: usize = 32 << 10;
 
-/// The bytes counted are those of the unquantized elements.
+/// Measures quantization. The bytes counted are those of the unquantized elements.
 #[divan::bench(types = [f32, bf16], args = [IntFormat::Int8, IntFormat::Int4])]
 fn quantize<T: WithDType>(bencher: Bencher<'_, '_>, ints: IntFormat) {
     let (values, mut codes) = piece::<T>(ints);

@@ -2,7 +2,7 @@
 //!
 //!     cargo bench --bench optimizer
 //!
-//! `triad` is the yardstick: the plain streaming loop over the same buffers in the same directions as AdamW in f32
+//! `triad` is the yardstick: a plain streaming loop over the same buffers, in the same directions, as AdamW in f32
 //! (gradient read; weights and two moments read and written). Two threads get twice the bandwidth of one only if the
 //! memory provides it.
 
@@ -159,7 +159,7 @@ fn lamb_squares_f32(bencher: Bencher<'_, '_>, threads: usize) {
 }
 
 fn muon(ns_method: NsMethod) -> OptimizerConfig {
-    let OptimizerConfig::Adam(adam) = adamw() else { panic!("AdamW is an Adam") };
+    let OptimizerConfig::Adam(adam) = adamw() else { panic!("AdamW is a variant of Adam") };
     OptimizerConfig::Muon(MuonConfig { lr: 0.02, momentum: 0.95, weight_decay: 0.1, ns_method, adam })
 }
 

@@ -236,7 +236,7 @@ fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
     // No response delivers any byte after the first 1000.
     server.set(Faults { ends: vec![1000; 9], ..Faults::default() });
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: received only 1000 B of the 397.2 KiB of model.safetensors in org/tiny (after several attempts; the last one failed: Peer disconnected); the received part is kept: run the command again to resume from there");
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: received only 1000 B of the 397.2 KiB of model.safetensors in org/tiny (after several attempts; the last one failed: Peer disconnected); the received part is kept; run the command again to resume from there");
     assert_eq!(of_weights(&server).len(), 4);
     let content = home.path().join("hub/models--org--tiny/blobs").join(digest(server.file("model.safetensors")));
     let part = PathBuf::from(format!("{}.candle-zero.part", content.display()));
@@ -267,7 +267,7 @@ fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     std::fs::remove_file(&content).unwrap();
     std::fs::remove_dir_all(home.path().join("out")).unwrap();
     server.set(Faults { wrong_bytes: 2, ..Faults::default() });
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: model.safetensors of org/tiny did not match its checksum in two downloads; something is changing it in transit: check HF_ENDPOINT and proxies");
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: model.safetensors of org/tiny did not match its checksum in two downloads, so something is changing it in transit; check HF_ENDPOINT and proxies");
     assert!(!content.exists() && !part.exists());
 }
 
@@ -320,10 +320,10 @@ fn what_cannot_be_fetched_is_refused_with_what_to_do() {
     insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "/dev/null")]), @"zerorun: cannot read /dev/null: it is a device, but a file is needed");
     insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "Cargo.toml")]), @"zerorun: SSL_CERT_FILE is Cargo.toml, but must be a file with certificates in PEM format");
     insta::assert_snapshot!(plain(NAME, &[("HF_ENDPOINT", "http://127.0.0.1:9")]), @"zerorun: cannot reach http://127.0.0.1:9 for the list of files of org/tiny: io: Connection refused (os error 111); check the network, HTTPS_PROXY and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use files fetched before, or give a folder");
-    insta::assert_snapshot!(refused("config.json", 403, "GatedRepo", "Access to model org/tiny is restricted."), @"zerorun: config.json of org/tiny requires accepting the model's conditions: accept them at ENDPOINT/org/tiny, and give a token of the account that did (HF_TOKEN)");
+    insta::assert_snapshot!(refused("config.json", 403, "GatedRepo", "Access to model org/tiny is restricted."), @"zerorun: config.json of org/tiny requires accepting the model's conditions; accept them at ENDPOINT/org/tiny, and give a token of the account that did (HF_TOKEN)");
     insta::assert_snapshot!(refused("config.json", 403, "", "Your token has no right to this."), @"zerorun: ENDPOINT refuses access to config.json of org/tiny (HTTP 403): Your token has no right to this; give a token of an account that may read it (HF_TOKEN)");
     insta::assert_snapshot!(refused("", 401, "", "Invalid credentials in Authorization header"), @"zerorun: ENDPOINT refuses access to the list of files of org/tiny (HTTP 401): Invalid credentials in Authorization header; give a token of an account that may read it (HF_TOKEN)");
-    insta::assert_snapshot!(refused("", 429, "", ""), @"zerorun: ENDPOINT answered the request for the list of files of org/tiny with HTTP 429; too many requests came from this address: wait a few minutes, or give a token (HF_TOKEN)");
+    insta::assert_snapshot!(refused("", 429, "", ""), @"zerorun: ENDPOINT answered the request for the list of files of org/tiny with HTTP 429; too many requests came from this address; wait a few minutes, or give a token (HF_TOKEN)");
     insta::assert_snapshot!(refused("", 502, "", ""), @"zerorun: ENDPOINT answered the request for the list of files of org/tiny with HTTP 502; try again later");
     insta::assert_snapshot!(refused("", 404, "", ""), @"zerorun: there is no public repository org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)");
     let text = with(Faults { size: Some(1 << 60), ..Faults::default() });
@@ -332,7 +332,7 @@ fn what_cannot_be_fetched_is_refused_with_what_to_do() {
     insta::assert_snapshot!(with(Faults { list: Some("<html>"), ..Faults::default() }), @"zerorun: the response from ENDPOINT for the list of files of org/tiny is not that of a Hugging Face Hub: it is not a list of files: json: expected value at line 1 column 1; check HF_ENDPOINT");
     insta::assert_snapshot!(with(Faults { list: Some(r#"{"sha": "../..", "siblings": []}"#), ..Faults::default() }), @"zerorun: the response from ENDPOINT for the list of files of org/tiny is not that of a Hugging Face Hub: it names no commit; check HF_ENDPOINT");
     insta::assert_snapshot!(with(Faults { list: Some(r#"{"sha": "0123456789", "siblings": []}"#), ..Faults::default() }), @"zerorun: org/tiny has no config.json: it has no files; use the repository of a model for transformers");
-    insta::assert_snapshot!(with(Faults { list: Some(r#"{"sha": "0123456789", "siblings": [{"rfilename": "config.json"}, {"rfilename": "model.gguf"}]}"#), ..Faults::default() }), @"zerorun: org/tiny has no model.safetensors or model.safetensors.index.json: it has model.gguf; use one with safetensors files, or convert it, for example with AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)");
+    insta::assert_snapshot!(with(Faults { list: Some(r#"{"sha": "0123456789", "siblings": [{"rfilename": "config.json"}, {"rfilename": "model.gguf"}]}"#), ..Faults::default() }), @"zerorun: org/tiny has no model.safetensors or model.safetensors.index.json: it has model.gguf; use a repository with safetensors files, or convert this one, for example with AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)");
     let other = tempfile::tempdir().unwrap();
     server.set(Faults { etag: Some("../../../../.bashrc"), ..Faults::default() });
     insta::assert_snapshot!(refusal(&server, &other, NAME, &[]), @"zerorun: the response from ENDPOINT for config.json of org/tiny is not that of a Hugging Face Hub: it has no ETag that identifies the content; check HF_ENDPOINT");

@@ -457,8 +457,8 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
         "ds.json",
         r#"{"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}"#,
     );
-    insta::assert_snapshot!(with(&["--ds_config", &ds, "--batch", "8"]), @r#"zerorun: --batch is 8, but the DeepSpeed configuration says train_batch_size: 4; give only one of them, or "auto" there"#);
-    insta::assert_snapshot!(with(&["--ds_config", &ds, "--lr", "0.2"]), @r#"zerorun: --lr is 0.2, but the DeepSpeed configuration says optimizer.params.lr: 0.1; give only one of them, or "auto" there"#);
+    insta::assert_snapshot!(with(&["--ds_config", &ds, "--batch", "8"]), @r#"zerorun: --batch is 8, but the DeepSpeed configuration has train_batch_size: 4; give only one of them, or "auto" there"#);
+    insta::assert_snapshot!(with(&["--ds_config", &ds, "--lr", "0.2"]), @r#"zerorun: --lr is 0.2, but the DeepSpeed configuration has optimizer.params.lr: 0.1; give only one of them, or "auto" there"#);
     let used = folder.path().join("used");
     std::fs::create_dir(&used).unwrap();
     write(&used, "notes.txt", "mine");

@@ -166,7 +166,7 @@ pub enum FinetuneError {
         /// A description of what the folder contains instead.
         found: String,
     },
-    /// A special token that the tokenizer does not know.
+    /// A special token that the tokenizer does not contain.
     #[error(
         "{name} is {token:?}, which tokenizer.json does not have; take tokenizer.json and tokenizer_config.json from \
          the same model"
@@ -210,8 +210,8 @@ pub enum FinetuneError {
     },
     /// A chat template that does not end, or that writes more than any conversation needs.
     #[error(
-        "{template} does not terminate, or writes more than 128 MiB{}; use another one, such as the model's published \
-         one",
+        "{template} does not terminate, or writes more than 128 MiB{}; use another template, such as the model's \
+         published one",
         line.map_or(String::new(), |line| format!(" (line {line} of the template)"))
     )]
     TemplateWithoutEnd {
@@ -241,7 +241,7 @@ pub enum FinetuneError {
     /// Generation markers of a chat template that do not enclose text.
     #[error(
         "the {{% generation %}} markers of the chat template do not enclose contiguous text; write one pair around \
-         each answer, outside of loops over its parts, and use no private-use character (U+10FFFC, U+10FFFD) in data"
+         each answer, outside loops over its parts, and use no private-use character (U+10FFFC, U+10FFFD) in data"
     )]
     GenerationMarkers,
     /// A conversation in an invalid format.

@@ -6,7 +6,7 @@
 //!
 //! | step | type |
 //! |---|---|
-//! | tokenizer.json and the special tokens of a model's folder, or those of its GGUF file | [`Tokenizer`] |
+//! | tokenizer.json and the special tokens in a model's folder, or those in its GGUF file | [`Tokenizer`] |
 //! | the model's chat template, and the assistant's ranges in its text | [`Template`], [`Conversation`] |
 //! | token ids, and which of them are to be predicted | [`Sample`] |
 //! | data files as samples, tokenized once and mapped | [`Source`], [`Dataset`] |

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs one launcher on each host, which starts the ranks of that host: sbatch FILE
+# Runs one launcher on each host, which starts the ranks of that host. To start the job: sbatch FILE
 #SBATCH --job-name=@NAME@
 #SBATCH --nodes=@NODES@
 #SBATCH --ntasks-per-node=1

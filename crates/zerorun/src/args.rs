@@ -58,8 +58,8 @@ struct ZerorunArguments {
     )]
     ranks: u16,
 
-    /// Maximum time that a rank waits for the others: 500ms, 90s, 10m, 2h; a bare number is seconds [default:
-    /// $CANDLE_ZERO_TIMEOUT_MS, else 10m]
+    /// Maximum time that a rank waits for the others: 500ms, 90s, 10m, 2h; a number without a unit is in seconds
+    /// [default: $CANDLE_ZERO_TIMEOUT_MS, else 10m]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     timeout: Option<Duration>,
 
@@ -433,8 +433,8 @@ mod tests {
         let wrong = |variables: &str| {
             beside(variables, "x.rs").unwrap_err().message().split("\n\n").next().unwrap_or_default().to_string()
         };
-        insta::assert_snapshot!(wrong("PET_NPROC_PER_NODE=many"), @"zerorun: PET_NPROC_PER_NODE is `many`: give a number from 1 to 1024, or `auto`, `cpu` or `gpu`");
-        insta::assert_snapshot!(wrong("PET_NPROC_PER_NODE=0"), @"zerorun: PET_NPROC_PER_NODE is `0`: 0 is not in 1..=1024");
+        insta::assert_snapshot!(wrong("PET_NPROC_PER_NODE=many"), @"zerorun: PET_NPROC_PER_NODE is `many`; give a number from 1 to 1024, or `auto`, `cpu` or `gpu`");
+        insta::assert_snapshot!(wrong("PET_NPROC_PER_NODE=0"), @"zerorun: PET_NPROC_PER_NODE is `0`; 0 is not in 1..=1024");
         insta::assert_snapshot!(wrong("PET_MAX_RESTARTS=-1"), @"zerorun: environment variable PET_MAX_RESTARTS is `-1`; it must be a whole number");
         insta::assert_snapshot!(wrong("PET_NNODES=two"), @"zerorun: --nnodes two is not a number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
         insta::assert_snapshot!(wrong("PET_MASTER_PORT=70000"), @"zerorun: environment variable PET_MASTER_PORT is `70000`; it must be a port number from 1 to 65535");

@@ -215,7 +215,7 @@ mod tests {
     #[test]
     fn numbers_that_do_not_fit_are_named() {
         let told = |variables: &str, nodes| node(variables, nodes).unwrap_err().to_string();
-        insta::assert_snapshot!(told("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4", Some(2)), @"--nnodes is 2 but OMPI_COMM_WORLD_SIZE is 4: start zerorun once on each host (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun --ntasks-per-node=1) and set --nnodes to the number of hosts, or give this host's number as --node_rank");
+        insta::assert_snapshot!(told("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4", Some(2)), @"--nnodes is 2, but OMPI_COMM_WORLD_SIZE is 4; start zerorun once on each host (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun --ntasks-per-node=1) and set --nnodes to the number of hosts, or give this host's number as --node_rank");
         insta::assert_snapshot!(told("PALS_RANKID=2", Some(2)), @"--node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
         insta::assert_snapshot!(told("SLURM_NODEID=x", Some(2)), @"environment variable SLURM_NODEID is `x`; it must be a whole number");
         insta::assert_snapshot!(told("JOB_COMPLETION_INDEX=0", None), @"--nnodes auto cannot determine the number of hosts: zerorun was not started by mpirun, srun or jsrun, or the variable that contains the number is not set; give the number");

@@ -65,7 +65,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "autotuning": Object, "{}", S, "Search for good settings.";
     "compile": Object, "{}", S, "PyTorch's compiler.";
     "pipeline": Object, "{}", H, "Pipeline parallelism: ranks hold consecutive layers.";
-    "local_steps": Object, "null", H, "Islands of ranks exchange what they have learned only once every so many steps (DiLoCo); off by default. Specific to candle-zero.";
+    "local_steps": Object, "null", H, "Islands of ranks exchange the changes in their weights only once in many steps (DiLoCo); off by default. Specific to candle-zero.";
     "tensor_parallel": Object, "{}", S, "Tensor parallelism.";
     "expert_parallel": Object, "{}", S, "Expert parallelism.";
     "hybrid_engine": Object, "{}", S, "Generation during training.";
@@ -114,7 +114,7 @@ const DATA_TYPES: &[super::ConfigKey] = keys! {
 };
 
 const ACTIVATION_CHECKPOINTING: &[super::ConfigKey] = keys! {
-    "every_unit": Bool, "null", H, "Every unit recomputes its forward pass during backward and keeps only its inputs; false: only the units that the model marks. Null: true, with a note, if a key below requests it. Specific to candle-zero.";
+    "every_unit": Bool, "null", H, "Every unit recomputes its forward pass during the backward pass and keeps only its inputs; false: only the units that the model marks. Null: true, with a note, if a key below requests it. Specific to candle-zero.";
     "partition_activations": Bool, "false", as_every_unit("nothing is split: a unit keeps its complete inputs"), "Split the kept activations over model-parallel ranks.";
     "cpu_checkpointing": Bool, "false", H, "Move the inputs that a recomputing unit keeps from the GPU to the host, or to a file if anything is offloaded to nvme. True also requests every_unit.";
     "contiguous_memory_optimization": Bool, "false", as_every_unit("each input is kept in a separate buffer"), "One buffer for all kept activations.";

@@ -1,4 +1,4 @@
-//! Finds the bytes of a rendered conversation that are the assistant's.
+//! Finds the bytes that belong to the assistant in a rendered conversation.
 //!
 //! Neither of the usual methods, rendering prefixes of the conversation and searching for markers, is correct. The
 //! conversation up to a message does not always render as a prefix of the full text (Qwen3 writes thoughts only in the

@@ -1,10 +1,10 @@
 //! Encodes text in cached pieces.
 //!
-//! A general tokenizer spends most of its time on the same words again and again. If a text can be cut so that no token
-//! crosses a cut, and the tokens of a piece do not depend on the other pieces, the tokens of a known piece can be
+//! A general tokenizer spends most of its time encoding the same words again and again. If a text can be cut so that no
+//! token crosses a cut, and the tokens of a piece do not depend on the other pieces, the tokens of a known piece can be
 //! looked up. Texts are cut:
 //!
-//! - before a space between a printed ASCII character and an ASCII letter, and after the end of a line between
+//! - before a space between a visible ASCII character and an ASCII letter, and after the end of a line between
 //!   characters of the same kinds;
 //! - before and after special tokens in angle brackets, which are taken out of a text first.
 //!
@@ -70,7 +70,7 @@ pub(super) struct SafeSplitter {
 /// The kinds of cuts that are safe.
 #[derive(Debug, Clone, Copy)]
 struct SafeCuts {
-    /// Before a space, between a printed ASCII character and an ASCII letter.
+    /// Before a space, between a visible ASCII character and an ASCII letter.
     before_spaces: bool,
     /// After the end of a line, between characters of the same kinds.
     after_lines: bool,
@@ -205,7 +205,7 @@ fn run_end(bytes: &[u8], start: usize) -> usize {
 
 /// Returns whether a token contains the two characters of a cut before a space, and whether it contains those of a cut
 /// after the end of a line. Spaces and ends of lines also count in the forms that vocabularies use. `may_be_printed`
-/// returns whether a character may be the printed one before a space.
+/// returns whether a character may be the visible one before a space.
 fn parted(token: &str, may_be_printed: impl Fn(char) -> bool) -> (bool, bool) {
     let is_line = |c: char| matches!(c, '\n' | '\u{10A}');
     let pairs = || token.chars().zip(token.chars().skip(1));

@@ -35,7 +35,7 @@ struct JsonDumpFormat {
     sort_keys: bool,
 }
 
-/// The `tojson` filter of transformers: `json.dumps(x, ensure_ascii=False)`, with its arguments.
+/// Implements the `tojson` filter of transformers: `json.dumps(x, ensure_ascii=False)`, with its arguments.
 pub(super) fn tojson(value: &Value, arguments: Kwargs) -> Result<String, Error> {
     let indent: Option<Value> = arguments.get("indent")?;
     let indent = indent.filter(|indent| !indent.is_none()).map(|indent| match indent.as_str() {
@@ -160,8 +160,8 @@ fn number(value: &Value, special: [&str; 3]) -> String {
     }
 }
 
-/// Returns `repr` of a finite Python float: the shortest digits that represent it exactly, with an exponent if it is
-/// below 1e-4, or 1e16 or above.
+/// Returns `repr` of a finite Python float: the shortest digits that represent it exactly, with an exponent if its
+/// magnitude is below 1e-4 or at least 1e16.
 fn float(x: f64) -> String {
     let scientific = format!("{x:e}");
     let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));

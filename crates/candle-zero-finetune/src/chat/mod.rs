@@ -1,11 +1,11 @@
-//! Turns a conversation into tokens, and marks those that the assistant says.
+//! Turns a conversation into tokens, and marks the assistant's tokens.
 //!
 //! | file | content |
 //! |---|---|
 //! | `conversation.rs` | messages and tools |
 //! | `template.rs`, `template_files.rs`, `template_capabilities.rs` | a chat template: files, formats, rendering |
 //! | `jinja_compat.rs`, `python_string_methods.rs`, `strftime.rs` | Python behaviour that templates expect |
-//! | `assistant_mask.rs`, `omitted_texts.rs` | the bytes that the assistant says, and the texts that are omitted |
+//! | `assistant_mask.rs`, `omitted_texts.rs` | the bytes of the assistant's text, and the texts that are omitted |
 //! | `tokenizer.rs`, `tokenizer_files.rs`, `encode_cache.rs` | a tokenizer: its files, and encoding in cached pieces |
 
 pub(super) mod assistant_mask;

@@ -18,7 +18,7 @@ fn ends_line(c: char) -> bool {
     matches!(c, '\n'..='\r' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}')
 }
 
-/// The filter `trim`: Python's `str.strip`.
+/// Implements the filter `trim` as Python's `str.strip`.
 pub(crate) fn trim(state: &State<'_, '_>, value: &Value, chars: Option<&str>) -> Result<String, Error> {
     let text = match value.as_str() {
         Some(text) => text.into(),
@@ -117,7 +117,7 @@ fn strip<'a>(text: &'a str, chars: Option<&str>, [start, end]: [bool; 2]) -> &'a
     if end { text.trim_end_matches(is_out) } else { text }
 }
 
-/// Python's `str.split` and `str.rsplit`.
+/// Implements Python's `str.split` and `str.rsplit`.
 fn split(
     state: &State<'_, '_>,
     text: &str,
@@ -165,7 +165,7 @@ fn split(
     Ok(parts.into_iter().map(Value::from).collect())
 }
 
-/// Python's `str.splitlines`.
+/// Implements Python's `str.splitlines`.
 fn lines(state: &State<'_, '_>, text: &str, keepends: bool) -> Result<Value, Error> {
     let (mut lines, mut rest) = (vec![], text);
     while !rest.is_empty() {

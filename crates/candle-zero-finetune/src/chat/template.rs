@@ -58,7 +58,7 @@ pub struct Template {
     endless: Arc<Mutex<(usize, Option<usize>)>>,
     /// The variables of every rendering: the special tokens, and those that [`Template::set`] set.
     variables: Vec<(String, Value)>,
-    /// Whether `{% generation %}` marks what the assistant says.
+    /// Whether `{% generation %}` marks the assistant's text.
     has_markers: bool,
     turns: TurnMarkers,
     /// The hash of the source.
@@ -118,7 +118,7 @@ impl Template {
         Ok(template)
     }
 
-    /// Finds out how turns begin and end.
+    /// Determines how turns begin and end.
     fn look_at_turns(&mut self, special_texts: Vec<String>) -> Result<()> {
         self.turns = TurnMarkers::of(self, special_texts, &[]);
         self.capabilities = TemplateCapabilities::of(self);
@@ -132,7 +132,7 @@ impl Template {
         FinetuneError::TemplateWithoutEnd { template: self.name.to_string(), line }
     }
 
-    /// Reads the template of a model's folder: chat_template.jinja or, without that file, `chat_template` of
+    /// Reads the template in a model's folder: chat_template.jinja or, without that file, `chat_template` in
     /// tokenizer_config.json (a text, or a list with an entry named `default`). A template named `tool_use`, in that
     /// list or in additional_chat_templates/tool_use.jinja, is used for conversations with tools. If the tokenizer
     /// comes from a GGUF file, the templates also come from it.
@@ -153,7 +153,7 @@ impl Template {
         };
         let (own, beside) = ("chat_template.jinja", format!("additional_chat_templates/{TOOL_USE}.jinja"));
         let (default, tool_use) = (read(folder.join(own))?, read(folder.join(&beside))?);
-        // Template files take precedence over all templates of the configuration.
+        // Template files take precedence over all templates in the configuration.
         let configured = if default.is_none() { configured(folder)? } else { ConfiguredTemplates::default() };
         let settings = "tokenizer_config.json";
         let either = |file: Option<String>, name: &str, configured: Option<String>| {
@@ -225,7 +225,7 @@ impl Template {
         Ok(template.adapted(conversation, &render)?)
     }
 
-    /// Returns the text of a conversation and the ranges in which the assistant speaks: the text after the header of an
+    /// Returns the text of a conversation and the ranges of the assistant's text: everything after the header of an
     /// assistant's turn, up to and including the token that ends it.
     ///
     /// # Errors
@@ -364,7 +364,7 @@ fn is_out_of_fuel(error: &minijinja::Error) -> bool {
     error.kind() == ErrorKind::OutOfFuel || cause.is_some_and(is_out_of_fuel)
 }
 
-/// The templates of tokenizer_config.json.
+/// The templates in tokenizer_config.json.
 #[derive(Default)]
 struct ConfiguredTemplates {
     default: Option<String>,

@@ -14,7 +14,7 @@ use tokenizers::{AddedToken, NormalizedString, Normalizer as _, PostProcessorWra
 /// for each byte of text.
 const MAX_TEXT_BYTES: usize = 6 << 20;
 
-/// The tokenizer of a model's folder.
+/// The tokenizer of a model.
 ///
 /// Text is encoded without added tokens, because a chat template has already written them. As in transformers, the text
 /// of a special token becomes that token wherever it occurs.
@@ -32,7 +32,7 @@ pub struct Tokenizer {
     subject: SandboxSubject,
 }
 
-/// The names and texts of the special tokens of tokenizer_config.json and special_tokens_map.json (`bos_token`, ...).
+/// The names and texts of the special tokens in tokenizer_config.json and special_tokens_map.json (`bos_token`, ...).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SpecialTokens {
     named: Vec<(String, String)>,
@@ -219,7 +219,7 @@ fn problem_of_added_tokens(inner: &tokenizers::Tokenizer) -> tokenizers::Result<
         if let Some((first, other)) = ids_by_text.insert(text.get().to_string(), (id, content.clone())) {
             return Ok(Some(format!(
                 "its added tokens {other:?} ({first}) and {content:?} ({id}) are equal after normalization, so which \
-                 one matches is random: set \"normalized\": false for one of them, or remove it"
+                 one matches is random; set \"normalized\": false for one of them, or remove it"
             )));
         }
     }

@@ -159,7 +159,7 @@ fn added(id: Value, content: &str) -> Value {
     })
 }
 
-/// Builds the tokenizer.json that transformers makes from a vocab.txt.
+/// Builds the tokenizer.json that transformers would build from a vocab.txt.
 fn word_piece(lines: &str, config: &Map<String, Value>) -> Value {
     let lines = lines.strip_suffix('\n').unwrap_or(lines);
     let token = |line: &str| line.strip_suffix('\r').unwrap_or(line).to_owned();

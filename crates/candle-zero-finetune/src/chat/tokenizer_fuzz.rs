@@ -25,7 +25,7 @@ impl Random {
         of[self.below(of.len())]
     }
 
-    /// Returns texts made of few different letters, so that pieces repeat, with everything that pre-tokenizers,
+    /// Returns a text composed of a few different parts, so that pieces repeat, with everything that pre-tokenizers,
     /// normalizers and added tokens react to.
     fn text(&mut self, parts: usize) -> String {
         const PARTS: [&[&str]; 9] = [

@@ -153,7 +153,7 @@ fn separator(first_line: &[u8], usual: u8, columns: &Columns) -> u8 {
     SEPARATORS.into_iter().max_by_key(|separator| score(*separator)).unwrap_or(usual)
 }
 
-/// Tracks where quotes open and close, which the parser does not report.
+/// The positions at which quotes open and close, which the parser does not report.
 struct QuoteTracker {
     separator: u8,
     state: QuoteState,

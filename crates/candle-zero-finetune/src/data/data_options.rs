@@ -26,7 +26,7 @@ pub enum Truncation {
     Drop,
 }
 
-/// Options for making samples.
+/// Options for building samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataOptions {
     /// The task to learn.

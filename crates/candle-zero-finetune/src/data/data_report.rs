@@ -18,7 +18,7 @@ pub struct DataReport {
     pub records: u64,
     /// The number of records of each format.
     pub forms: BTreeMap<RecordFormat, u64>,
-    /// The number of samples made from the records.
+    /// The number of samples built from the records.
     pub samples: u64,
     /// The number of tokens in the samples.
     pub tokens: u64,

@@ -21,9 +21,9 @@ use std::sync::Arc;
 pub struct FileReadProgress {
     /// The index of the file, counted from 0.
     pub file: usize,
-    /// Bytes of records read so far.
+    /// The number of bytes of records read so far.
     pub bytes: u64,
-    /// Bytes of the file.
+    /// The size of the file in bytes.
     pub of: u64,
 }
 
@@ -68,7 +68,7 @@ impl Dataset {
         folder: &Path,
         progress: &mut dyn FnMut(FileReadProgress),
     ) -> Result<Self> {
-        assert!(options.ctx > 1, "ctx must be at least 2: a token, and one to predict");
+        assert!(options.ctx > 1, "ctx must be at least 2: one token, and another to predict from it");
         private_cache(folder).map_err(|source| Error::Io { action: "create", path: folder.into(), source })?;
         let mut options = options.clone();
         if let (TrainingTask::Classify, true) = (options.task, options.labels.is_empty()) {

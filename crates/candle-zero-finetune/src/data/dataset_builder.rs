@@ -24,16 +24,16 @@ use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// The number of bytes of records that are processed at once. A single larger record is processed separately.
+/// The number of bytes of records that are processed together. A single larger record is processed separately.
 const BATCH_BYTES: usize = 2 << 20;
 
 /// The maximum number of bytes of a file that are read for its fingerprint.
 const MAX_FINGERPRINTED_BYTES: u64 = 64 << 20;
 
-/// The version, which changes when the same data yields different samples.
+/// The version of the samples, which changes when the same data yields different ones.
 const SAMPLES_VERSION: u64 = 2;
 
-/// Builds the samples of one file.
+/// A builder of the samples of one file.
 pub(super) struct DatasetBuilder<'a> {
     pub source: &'a Source,
     pub tokenizer: &'a Tokenizer,

@@ -21,7 +21,7 @@ pub(super) fn no_label() -> String {
         .into()
 }
 
-/// Returns all labels of the records of some files, at least two. Numbers are sorted by value, names alphabetically.
+/// Returns all labels of the records in some files, at least two. Numbers are sorted by value, names alphabetically.
 ///
 /// # Errors
 /// [`FinetuneError::NoSamples`] for files without a label; [`FinetuneError::Labels`] for a single label, for more than

@@ -6,8 +6,8 @@
 //!
 //! Row groups are read one after another, and only the columns that define a record are read. Memory holds the footer
 //! and, for each of these columns, a page of the dictionary, a page of values, and the values of [`DECODED_ROWS`] rows
-//! with the pages that contain them. So memory is bounded by what a writer puts into a page (usually a megabyte) and
-//! into a row, not by the file or a row group.
+//! with the pages that contain them. Memory is therefore bounded by what a writer puts into a page (usually a megabyte)
+//! and into a row, not by the file or a row group.
 
 use super::columns::Columns;
 use super::raw_record::{MAX_RECORD_BYTES, RawRecord, RecordContent};
@@ -31,7 +31,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The number of rows whose values of a column are decoded at once.
+/// The number of rows for which the values of a column are decoded at a time.
 const DECODED_ROWS: usize = 64;
 
 /// The first and the last bytes of a file, and those of a file with an encrypted footer.
@@ -164,7 +164,8 @@ impl ParquetRows {
 
     fn damaged(&mut self, reason: &str) -> Error {
         (self.group, self.groups) = (None, self.reader.num_row_groups());
-        let problem = format!("row {} cannot be read ({reason}): it is damaged; fetch or write it again", self.row + 1);
+        let problem =
+            format!("row {} cannot be read ({reason}): the file is damaged; fetch or write it again", self.row + 1);
         FinetuneError::Parquet { path: self.path.clone(), problem }.into()
     }
 }
@@ -211,8 +212,8 @@ fn check_type(field: &Type, path: &str) -> Result<(), String> {
     let info = field.get_basic_info();
     let refused = |what: &str| {
         Err(format!(
-            "column {path} is {what}; only strings, numbers, Booleans, and lists, structs and maps of these are \
-             supported: write it as one of them, or omit it"
+            "column {path} is {what}, but only strings, numbers, Booleans, and lists, structs and maps of these are \
+             supported; write it as one of them, or omit it"
         ))
     };
     if let Type::PrimitiveType { physical_type, .. } = field {

@@ -92,7 +92,7 @@ fn not_json(text: &str) -> Option<String> {
     if start.len() < text.len() && start.starts_with('\'') {
         return Some("its strings are in single quotes, as Python prints them; write it with json.dumps".into());
     }
-    // Collects words outside of strings.
+    // Collects words outside strings.
     let (mut in_text, mut escaped, mut outside) = (false, false, String::with_capacity(text.len().min(1 << 16)));
     for c in text.chars() {
         match c {

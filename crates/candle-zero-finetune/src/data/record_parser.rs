@@ -62,7 +62,7 @@ pub(super) enum TrainingExample {
     Preference(Box<[TrainingExample; 2]>),
 }
 
-/// Parses records.
+/// A parser of records.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RecordParser<'a> {
     pub columns: &'a Columns,
@@ -202,7 +202,7 @@ impl RecordParser<'_> {
     fn remark_without_template(&self, example: &TrainingExample, remarks: &mut Vec<String>) {
         if self.has_template && matches!(example, TrainingExample::Completion { .. }) {
             remarks.push(
-                "are used verbatim, without the model's chat template; for an instruct model give messages, or \
+                "are used verbatim, without the model's chat template; for an instruct model, give messages, or \
                  --columns instruction=prompt,output=completion"
                     .into(),
             );

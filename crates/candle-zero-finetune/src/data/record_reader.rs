@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
-/// The number of bytes that are read at once.
+/// The number of bytes that are read at a time.
 const READ_CHUNK: usize = 1 << 20;
 
 /// The minimum size in bytes of a record of plain text, except for the last one. Records consist of complete lines.

@@ -40,7 +40,7 @@ pub fn default_cache() -> Result<PathBuf> {
 }
 
 /// Creates the folder for samples, readable only by its owner, because data may be private. An existing folder keeps
-/// its permissions, unless it is in candle-zero's own cache. Removes what killed runs left in the folder.
+/// its permissions, unless it is in candle-zero's own cache. Removes files that killed runs have left in the folder.
 pub(super) fn private_cache(folder: &Path) -> std::io::Result<()> {
     let own = own_cache().ok().filter(|own| folder.starts_with(own));
     match &own {
@@ -141,8 +141,8 @@ fn long(bytes: &[u8]) -> u64 {
 }
 
 impl SampleCache {
-    /// Maps the file at `path` if it is complete and was made from what `fingerprint` identifies. The inner error
-    /// explains why not.
+    /// Maps the file at `path` if it is complete and was built from the inputs that `fingerprint` identifies. The inner
+    /// error explains why it is not mapped.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, unless it does not exist.
@@ -215,7 +215,7 @@ impl SampleCache {
         hash.finish()
     }
 
-    /// Returns the fingerprint of what the samples were made from.
+    /// Returns the fingerprint of everything that the samples were built from.
     pub(super) fn fingerprint(&self) -> u64 {
         long(&self.map[8..16])
     }

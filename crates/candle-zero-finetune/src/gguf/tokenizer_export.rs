@@ -127,8 +127,8 @@ fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str,
         [split] if !splits && split["type"] == "Split" && split["pattern"]["Regex"] == LLAMA3 => Ok("llama-bpe"),
         [split] if !splits && split["type"] == "Split" && split["pattern"]["Regex"] == QWEN2 => Ok("qwen2"),
         _ => Err(format!(
-            "it splits text with {pre_tokenizer}, which is not one of the supported ways: gpt-2, smollm, llama-bpe, \
-             qwen2; write a Hugging Face folder and convert it with llama.cpp"
+            "it splits text with {pre_tokenizer}, which is not one of the supported pre-tokenizers: gpt-2, smollm, \
+             llama-bpe, qwen2; write a Hugging Face folder and convert it with llama.cpp"
         )),
     }
 }
@@ -173,7 +173,11 @@ mod tests {
         );
         assert_eq!(pre_tokenizer_name(&after(split(LLAMA3), false)), Ok("llama-bpe"));
         assert_eq!(pre_tokenizer_name(&after(split(QWEN2), false)), Ok("qwen2"));
-        assert!(pre_tokenizer_name(&after(split("x"), false)).unwrap_err().contains("not one of the supported ways"));
+        assert!(
+            pre_tokenizer_name(&after(split("x"), false))
+                .unwrap_err()
+                .contains("not one of the supported pre-tokenizers")
+        );
         assert!(pre_tokenizer_name(&json!({"type": "Metaspace"})).unwrap_err().contains("not byte-level"));
         assert!(pre_tokenizer_name(&Json::Null).unwrap_err().contains("not byte-level"));
     }

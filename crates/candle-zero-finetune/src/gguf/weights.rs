@@ -27,7 +27,7 @@ pub(crate) struct GgufFile {
     places: BTreeMap<String, TensorSource>,
 }
 
-/// The file's tensor that a parameter is read from.
+/// The tensor in the file from which a parameter is read.
 #[derive(Debug, Clone)]
 struct TensorSource {
     /// The name of the tensor.

@@ -14,7 +14,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
-/// The number of bytes that are read at once.
+/// The number of bytes that are read at a time.
 const READ_CHUNK: usize = 1 << 16;
 
 /// The download of one file of a commit. `tell` receives the number of bytes received so far.

@@ -46,7 +46,7 @@ pub enum HubError {
     },
     /// A repository whose conditions must be accepted first.
     #[error(
-        "{file} of {repository} requires accepting the model's conditions: accept them at {endpoint}/{name}, and give \
+        "{file} of {repository} requires accepting the model's conditions; accept them at {endpoint}/{name}, and give \
          a token of the account that did (HF_TOKEN)"
     )]
     Gated {
@@ -108,7 +108,7 @@ pub enum HubError {
     /// A server that answers with an error status.
     #[error("{endpoint} answered the request for {file} of {repository} with HTTP {status}{}; {}",
         if said.is_empty() { String::new() } else { format!(" ({said})") },
-        if *status == 429 { "too many requests came from this address: wait a few minutes, or give a token (HF_TOKEN)" }
+        if *status == 429 { "too many requests came from this address; wait a few minutes, or give a token (HF_TOKEN)" }
         else { "try again later" }
     )]
     Status {
@@ -141,7 +141,7 @@ pub enum HubError {
     /// A file that was not downloaded completely.
     #[error(
         "received only {done} of the {size} of {file} in {repository} (after several attempts; the last one failed: \
-         {reason}); the received part is kept: run the command again to resume from there"
+         {reason}); the received part is kept; run the command again to resume from there"
     )]
     Interrupted {
         /// The repository.
@@ -157,8 +157,8 @@ pub enum HubError {
     },
     /// A file whose content does not match its checksum.
     #[error(
-        "{file} of {repository} did not match its checksum in two downloads; something is changing it in transit: check \
-         HF_ENDPOINT and proxies"
+        "{file} of {repository} did not match its checksum in two downloads, so something is changing it in transit; \
+         check HF_ENDPOINT and proxies"
     )]
     Damaged {
         /// The repository.

@@ -32,7 +32,7 @@ pub struct FetchProgress<'a> {
 
 impl Repository {
     /// Returns the folder of the model's files in Hugging Face's cache, after fetching the missing ones: `config.json`,
-    /// the tokenizer's files, and `model.safetensors` or its shards, all of one commit. With `HF_HUB_OFFLINE` nothing
+    /// the tokenizer's files, and `model.safetensors` or its shards, all of one commit. With `HF_HUB_OFFLINE`, nothing
     /// is fetched.
     ///
     /// If several processes need the same repository, one fetches it and the others wait.
@@ -96,7 +96,7 @@ fn named_templates<'a>(names: &BTreeSet<&'a str>) -> impl Iterator<Item = &'a st
     names.iter().copied().filter(is_template)
 }
 
-/// Fetches one commit.
+/// The fetch of one commit.
 struct SnapshotFetch<'a, 't> {
     repository: &'a Repository,
     client: &'a HubClient<'a>,
@@ -122,7 +122,7 @@ impl SnapshotFetch<'_, '_> {
             return Err(self.lacks(
                 &format!("{FILE_OF_FOLDER} or {INDEX_OF_FOLDER}"),
                 format!(
-                    "it has {has}; use one with safetensors files, or convert it, for example with \
+                    "it has {has}; use a repository with safetensors files, or convert this one, for example with \
                      AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)"
                 ),
             ));

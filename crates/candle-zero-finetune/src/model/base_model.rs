@@ -46,9 +46,9 @@ pub struct BaseModel {
 pub(crate) const CONFIG: &str = "config.json";
 
 impl BaseModel {
-    /// Opens a folder with `config.json` and weights (`model.safetensors`, or the shards of
-    /// `model.safetensors.index.json`, in f32, bf16 or f16), a GGUF file, or a folder with one. Reads only headers, and
-    /// compares the weights' names, shapes and types with the description.
+    /// Opens a folder with `config.json` and weights (`model.safetensors`, or the shards that
+    /// `model.safetensors.index.json` lists, in f32, bf16 or f16), a GGUF file, or a folder with one. Reads only
+    /// headers, and compares the weights' names, shapes and types with the description.
     ///
     /// If the model has no separate output projection, an output projection among the weights is ignored.
     ///

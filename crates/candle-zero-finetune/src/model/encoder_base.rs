@@ -51,7 +51,8 @@ impl EncoderBase {
     /// the data ([`labels_of`](crate::labels_of)). Reads only headers, and compares the weights' names, shapes and
     /// types with the description.
     ///
-    /// A classifier in the files is kept if it knows the labels by name, or if the labels are its class numbers.
+    /// A classifier in the files is kept if its classes include the labels by name, or if the labels are its class
+    /// numbers.
     ///
     /// # Errors
     /// A folder without a model, or with a model that is not a BERT ([`FinetuneError::NoEncoder`]); unsupported values
@@ -60,7 +61,7 @@ impl EncoderBase {
         Self::open_for(folder.as_ref(), Some(labels))
     }
 
-    /// Opens the folder of a trained classifier, with the labels that it knows.
+    /// Opens the folder of a trained classifier, with its own labels.
     ///
     /// # Errors
     /// Errors of [`open`](Self::open); files without a classifier or a pooler ([`FinetuneError::NoClassifier`]).

@@ -19,9 +19,9 @@ pub struct Sampling {
     pub max_tokens: usize,
     /// The temperature. 0 is greedy decoding. Above 0, tokens are sampled from the logits divided by the temperature.
     pub temperature: f64,
-    /// Sample only from this many of the most likely tokens. 0 means all.
+    /// The number of most likely tokens to sample from. 0 means all.
     pub top_k: usize,
-    /// Sample only from the most likely tokens whose probabilities add up to this value. 1 means all.
+    /// The total probability of the most likely tokens to sample from. 1 means all.
     pub top_p: f64,
     /// The seed for sampling.
     pub seed: u64,
@@ -65,7 +65,7 @@ pub struct GeneratedText {
     pub ended: bool,
 }
 
-/// Converts prompts to ids and the model's output to text.
+/// A converter of prompts to ids, and of the model's output to text.
 ///
 /// ```no_run
 /// use candle_zero_finetune::{BaseModel, Conversation, Generator, Sampling, Template, Tokenizer};

@@ -63,7 +63,8 @@ impl BatchSizing {
     }
 }
 
-/// Returns the default number of epochs: three, or up to fifteen with few samples, until 1,200 samples have been seen.
+/// Returns the default number of epochs: as many as are needed to see 1,200 samples, but at least three and at most
+/// fifteen.
 pub(super) fn epochs_for(samples: usize) -> f64 {
     const MIN_SAMPLES_SEEN: usize = 1200;
     MIN_SAMPLES_SEEN.div_ceil(samples.max(1)).clamp(3, 15) as f64

@@ -1,4 +1,4 @@
-//! Builds the engine's configuration of a run: the user's file, if there is one, completed from the options.
+//! Builds the engine's configuration for a run: the user's file, if there is one, completed from the options.
 
 use super::options::{ModelPrecision, Options, misused};
 use crate::error::Result;
@@ -86,7 +86,7 @@ fn conflict(flag: &'static str, given: impl std::fmt::Display, key: &str, found:
     misused(
         flag,
         format!(
-            "is {given}, but the DeepSpeed configuration says {key}: {found}; give only one of them, or \"auto\" there"
+            "is {given}, but the DeepSpeed configuration has {key}: {found}; give only one of them, or \"auto\" there"
         ),
     )
 }

@@ -337,7 +337,7 @@ impl FineTune {
         }
     }
 
-    /// Runs forward, backward and update.
+    /// Runs the forward pass, the backward pass and the update.
     fn train(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<StepReport> {
         let (begun, step) = (Instant::now(), self.engine.global_steps());
         let (batch, world) = (self.engine.config().batch, self.engine.world_size());
@@ -577,7 +577,7 @@ impl FineTune {
         })
     }
 
-    /// Tells the other ranks why this one cannot continue.
+    /// Reports to the other ranks why this one cannot continue.
     fn abort(&self, error: &Error) {
         self.comm.abort(&error.to_string());
     }

@@ -20,7 +20,7 @@ pub struct MemoryDemand<'a> {
     /// The configuration without what is chosen here: `zero_optimization` and `activation_checkpointing`. It contains
     /// `train_batch_size`. A `train_micro_batch_size_per_gpu` is kept; without one, it is chosen too.
     pub config: &'a Value,
-    /// Whether blocks are recomputed in backward, or `None` to choose.
+    /// Whether blocks are recomputed in the backward pass, or `None` to choose.
     pub recompute: Option<bool>,
     /// The number of ranks of the job.
     pub ranks: usize,
@@ -28,8 +28,8 @@ pub struct MemoryDemand<'a> {
     pub ranks_per_host: usize,
     /// The bytes per second that a host receives from the others, if this rate is known.
     pub network: Option<f64>,
-    /// Returns the size in bytes of the activations of a micro batch with this number of rows, with or without
-    /// recomputed blocks. An example is
+    /// A function that returns the size in bytes of the activations of a micro batch with this number of rows, with or
+    /// without recomputed blocks. An example is
     /// [`DecoderConfig::activation_bytes`](candle_zero::models::DecoderConfig::activation_bytes).
     pub activations: &'a dyn Fn(usize, bool) -> usize,
     /// The bytes that a rank may use, for example from [`memory_of_rank`].
@@ -50,7 +50,7 @@ pub struct MemoryFit {
     pub optimizer_in_files: bool,
     /// Whether parameter shards are in files.
     pub parameters_in_files: bool,
-    /// Whether blocks are recomputed in backward.
+    /// Whether blocks are recomputed in the backward pass.
     pub recompute: bool,
     /// Whether each host holds all shards (`mics_shard_size`), so that gathers stay within it.
     pub within_hosts: bool,
@@ -262,7 +262,7 @@ impl MemoryFit {
         };
         let place = folder.filter(|_| !what.is_empty()).map(|folder| format!(" under {}", folder.display()));
         let rows = if self.micro_batch == 1 { "1 row".into() } else { format!("{} rows", self.micro_batch) };
-        let again = if self.recompute { ", blocks recomputed in backward" } else { "" };
+        let again = if self.recompute { ", blocks recomputed in the backward pass" } else { "" };
         format!("stage {}{what}{}, micro batches of {rows}{again}", self.stage, place.unwrap_or_default())
     }
 }
@@ -390,15 +390,15 @@ mod tests {
         };
         insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 64.0), @"stage 0, micro batches of 8 rows: at most 11.1 GiB of 64.0 GiB per rank");
         insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 8.0), @"stage 0, micro batches of 2 rows: at most 4.6 GiB of 8.0 GiB per rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
-        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 2.0), @"stage 3 with parameters and optimizer states in files under /scratch, micro batches of 4 rows, blocks recomputed in backward: at most 1.6 GiB of 2.0 GiB per rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 2.0), @"stage 3 with parameters and optimizer states in files under /scratch, micro batches of 4 rows, blocks recomputed in the backward pass: at most 1.6 GiB of 2.0 GiB per rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
         insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 2, 4.0), @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB per rank; stage 0, micro batches of 4 rows would need 6.8 GiB");
         insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 2, 64.0), @"stage 0, micro batches of 4 rows: at most 24.6 GiB of 64.0 GiB per rank");
-        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 2, 16.0), @"stage 2, micro batches of 4 rows, blocks recomputed in backward: at most 12.7 GiB of 16.0 GiB per rank; stage 0, micro batches of 4 rows would need 24.6 GiB");
-        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 1, 8.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 4 rows, blocks recomputed in backward: at most 6.1 GiB of 8.0 GiB per rank; stage 0, micro batches of 8 rows would need 28.8 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 2, 16.0), @"stage 2, micro batches of 4 rows, blocks recomputed in the backward pass: at most 12.7 GiB of 16.0 GiB per rank; stage 0, micro batches of 4 rows would need 24.6 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 1, 8.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 4 rows, blocks recomputed in the backward pass: at most 6.1 GiB of 8.0 GiB per rank; stage 0, micro batches of 8 rows would need 28.8 GiB");
         insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Qlora, 1, 4.0), @"stage 3, micro batches of 1 row: at most 2.4 GiB of 4.0 GiB per rank; stage 3, micro batches of 8 rows would need 9.9 GiB. Packed weights stay packed only at stage 3");
         insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 2, 16.0), @"stage 3, micro batches of 1 row: at most 11.5 GiB of 16.0 GiB per rank; stage 0, micro batches of 4 rows would need 27.5 GiB");
-        insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 2, 6.0), @"stage 3, micro batches of 2 rows, blocks recomputed in backward: at most 4.1 GiB of 6.0 GiB per rank; stage 3, micro batches of 4 rows would need 17.4 GiB. Packed weights stay packed only at stage 3");
-        insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 1, 6.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row, blocks recomputed in backward: at most 4.8 GiB of 6.0 GiB per rank; stage 3, micro batches of 8 rows would need 33.5 GiB. Packed weights stay packed only at stage 3");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 2, 6.0), @"stage 3, micro batches of 2 rows, blocks recomputed in the backward pass: at most 4.1 GiB of 6.0 GiB per rank; stage 3, micro batches of 4 rows would need 17.4 GiB. Packed weights stay packed only at stage 3");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 1, 6.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row, blocks recomputed in the backward pass: at most 4.8 GiB of 6.0 GiB per rank; stage 3, micro batches of 8 rows would need 33.5 GiB. Packed weights stay packed only at stage 3");
         insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 1, 1.0), @"this run needs 2.1 GiB per rank even with all states in files, but only 1.0 GiB per rank is available (1 rank); use a shorter context or a smaller model, or give the job more memory");
     }
 

@@ -168,8 +168,8 @@ pub struct Options {
     pub adapter: Option<PathBuf>,
     /// The objective. Default: to generate the assistant's messages.
     pub objective: Objective,
-    /// A DeepSpeed configuration. Its settings take precedence over these options, and it alone determines stage and
-    /// offload. Without one, they are chosen from the available memory.
+    /// A DeepSpeed configuration. Its settings take precedence over these options, and only this configuration
+    /// determines stage and offload. Without one, they are chosen from the available memory.
     pub ds_config: Option<PathBuf>,
     /// The precision of the model. Default: f32.
     pub precision: ModelPrecision,
@@ -180,10 +180,10 @@ pub struct Options {
     /// preferences.
     pub lr: Option<f64>,
     /// The number of rows, or preference pairs, in a step of all ranks. Default: 8, or 4, 2 or 1 with little data, so
-    /// that an epoch has 30 steps or more, rounded up to a multiple of what the ranks compute at once. With very little
-    /// data, rows also hold fewer samples than would fit.
+    /// that an epoch has 30 steps or more, rounded up to a multiple of the number of rows that the ranks compute at the
+    /// same time. With very little data, rows also hold fewer samples than would fit.
     pub batch: Option<usize>,
-    /// The number of rows that a rank computes at once. Default: 1.
+    /// The number of rows that a rank computes at a time. Default: 1.
     pub micro_batch: usize,
     /// The number of tokens in a row. Default: 1024, or the model's context length if that is shorter.
     pub ctx: Option<usize>,
@@ -219,8 +219,8 @@ pub struct Options {
     pub resume_anyway: bool,
     /// The seed for the initial adapters, the order of the data, and dropout. Default: 42.
     pub seed: u64,
-    /// Whether blocks are recomputed in backward instead of keeping their activations. Default: chosen from the
-    /// available memory; with a DeepSpeed configuration, false.
+    /// Whether blocks are recomputed in the backward pass, so that their activations need not be kept. Default: chosen
+    /// from the available memory; with a DeepSpeed configuration, false.
     pub recompute: Option<bool>,
     /// The folder for tokenized data. Default: `candle-zero/samples` in the user's cache.
     pub cache: Option<PathBuf>,
@@ -308,7 +308,7 @@ impl Options {
             }
         }
         if let Some(ctx) = self.ctx.filter(|ctx| *ctx < 2) {
-            return Err(refused("--ctx", ctx, "at least 2: a token, and one to predict"));
+            return Err(refused("--ctx", ctx, "at least 2: one token, and another to predict from it"));
         }
         if let Some(ctx) = self.ctx.filter(|ctx| *ctx > MAX_CTX) {
             return Err(refused("--ctx", ctx, format!("at most {MAX_CTX}")));
@@ -447,7 +447,7 @@ mod tests {
         insta::assert_snapshot!(text(Options { length: TrainingLength::Epochs(-1.0), ..with_data() }), @"--epochs is -1, but must be above 0 and at most 1000000");
         insta::assert_snapshot!(text(Options { lr: Some(f64::NAN), ..with_data() }), @"--lr is NaN, but must be a positive finite number");
         insta::assert_snapshot!(text(Options { batch: Some(0), ..with_data() }), @"--batch is 0, but must be a whole number of at least 1");
-        insta::assert_snapshot!(text(Options { ctx: Some(1), ..with_data() }), @"--ctx is 1, but must be at least 2: a token, and one to predict");
+        insta::assert_snapshot!(text(Options { ctx: Some(1), ..with_data() }), @"--ctx is 1, but must be at least 2: one token, and another to predict from it");
         insta::assert_snapshot!(text(Options { patience: Some(3), ..with_data() }), @"--patience requires validation; give --val FILE or --val 5%");
         insta::assert_snapshot!(text(Options { warmup: WarmupLength::Part(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a percentage of all steps, such as 3%");
         insta::assert_snapshot!(text(Options { validation: Some(ValidationData::Part(1.0)), ..with_data() }), @"--val is 100%, but must be a file, or more than 0% and less than 100%");

@@ -1,4 +1,4 @@
-//! The paths that a run reads and writes, checked together before the first step: nothing of the user's may be
+//! The paths that a run reads and writes, checked together before the first step: none of the user's files may be
 //! overwritten, and there must be enough room.
 
 use super::options::{Options, TuningMethod, ValidationData};

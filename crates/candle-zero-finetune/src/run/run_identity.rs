@@ -22,7 +22,7 @@ pub(crate) const KEY: &str = "identity";
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct RunIdentity(BTreeMap<String, Value>);
 
-/// The run recorded in the newest checkpoint of a folder.
+/// The run recorded in the newest checkpoint in a folder.
 #[derive(Debug)]
 pub(super) struct SavedRun {
     /// The checkpoint.
@@ -34,7 +34,7 @@ pub(super) struct SavedRun {
 }
 
 impl SavedRun {
-    /// Reads the newest checkpoint of `dir`, if there is one. Problems with a checkpoint are reported when it is
+    /// Reads the newest checkpoint in `dir`, if there is one. Problems with a checkpoint are reported when it is
     /// loaded.
     pub fn newest(dir: &Path) -> Option<Self> {
         let (path, manifest) = checkpoint::newest_checkpoint(dir).ok().flatten()?;

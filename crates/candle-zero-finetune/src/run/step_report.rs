@@ -66,6 +66,6 @@ pub enum StopReason {
     Complete,
     /// Validations no longer improved.
     NoImprovement,
-    /// A signal requested it. The last step is saved, if there is a folder for checkpoints.
+    /// A signal requested the end of the run. The last step is saved, if there is a folder for checkpoints.
     Asked,
 }

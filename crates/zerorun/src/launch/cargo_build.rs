@@ -130,7 +130,7 @@ pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
     }
     let gone = build.gone.as_ref().map(|folder| {
         format!(
-            "; candle-zero was not found, because {}, which zerorun was built from, no longer exists: install zerorun \
+            "; candle-zero was not found, because {}, which zerorun was built from, no longer exists; install zerorun \
              from the sources' current folder (cargo install --path FOLDER/crates/zerorun)",
             folder.display()
         )
@@ -264,7 +264,7 @@ mod tests {
             build(&of_script).unwrap_err().to_string()
         };
         let told =
-            "because /was/here, which zerorun was built from, no longer exists: install zerorun from the sources'";
+            "because /was/here, which zerorun was built from, no longer exists; install zerorun from the sources'";
         assert!(failed(Some("/was/here")).contains(told), "{}", failed(Some("/was/here")));
         assert!(!failed(None).contains("no longer exists"));
     }

@@ -109,7 +109,7 @@ mod tests {
         let pairs = |core: usize| Some(CoreList::of(vec![core % 4, core % 4 + 4]));
         assert_eq!(physical(&[0, 1, 2, 3, 4, 5, 6, 7], pairs), [0, 1, 2, 3]);
         assert_eq!(physical(&[1, 4, 5, 6], pairs), [1, 4, 6]);
-        assert_eq!(physical(&[2, 6], |_| None), [2, 6], "where the kernel says nothing");
+        assert_eq!(physical(&[2, 6], |_| None), [2, 6], "if the kernel lists no siblings");
     }
 
     #[test]

@@ -178,7 +178,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
     ended
 }
 
-/// How the ranks of a job are run.
+/// The options for running the ranks of a job.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct RunOptions<'a> {
     /// The transport between ranks that are all on this host.

@@ -1,8 +1,8 @@
 //! `--launcher openmpi` and `--launcher mpich`: `mpirun` starts the ranks on the hosts in a hostfile, in place of
 //! zerorun's own launchers.
 //!
-//! This process becomes `mpirun` ([`mpirun_args`] returns its arguments), whose exit code is the job's. This supports
-//! hosts that have only Open MPI: `zerorun` itself connects ranks using MPICH's protocol.
+//! This process becomes `mpirun` ([`mpirun_args`] returns its arguments), whose exit code is the job's. This mode
+//! supports hosts that have only Open MPI: `zerorun` itself connects ranks using MPICH's protocol.
 
 use super::exported_variables::exports;
 use super::hosts::error::HostsError;

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! A rank communicates through an inherited socket, in lines of `key=value` words. MPICH and the libraries derived from
-//! it (Intel MPI, MVAPICH) know the protocol; Open MPI does not.
+//! it (Intel MPI, MVAPICH) support the protocol; Open MPI does not.
 
 use candle_zero::util::lock;
 use std::collections::BTreeMap;

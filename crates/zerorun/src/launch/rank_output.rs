@@ -33,7 +33,7 @@ enum OutputPiece<'a> {
     Progress(&'a [u8]),
 }
 
-/// Splits bytes into lines.
+/// A splitter of bytes into lines.
 #[derive(Debug, Default)]
 struct LineSplitter {
     /// The bytes after the last line end or carriage return.

@@ -1,7 +1,7 @@
 //! Runs the ranks as processes that start and end together.
 //!
-//! When a rank fails, the others are informed through the shared memory and may exit on their own. Those that do not get
-//! SIGTERM, and finally SIGKILL. If the launcher itself ends, for whatever reason, the kernel kills the ranks.
+//! When a rank fails, the others are informed through the shared memory and may exit on their own. Ranks that do not
+//! exit get SIGTERM, and finally SIGKILL. If the launcher itself ends, for whatever reason, the kernel kills the ranks.
 
 use super::console::{ConsoleStream, eprint};
 use super::core_binding;
@@ -130,7 +130,7 @@ impl std::fmt::Debug for MultiHostContext {
     }
 }
 
-/// How a run ended.
+/// The way in which a run ended.
 #[derive(Debug)]
 pub(crate) enum RunEnd {
     /// All ranks exited with code 0.
@@ -428,7 +428,7 @@ impl RankProcesses {
             }
             let next = self.send_due_signals();
             match events.recv_timeout(next.saturating_duration_since(Instant::now()).min(TICK)) {
-                // Many ranks often end at once.
+                // Many ranks often end at the same time.
                 Ok(event) => [event].into_iter().chain(events.try_iter()).for_each(|event| self.handle(event)),
                 Err(RecvTimeoutError::Timeout) => {}
                 // The listening thread cannot end first; if it did, the tick would still suffice.
@@ -553,7 +553,7 @@ impl RankProcesses {
         });
         let mut culprit = culprit.unwrap_or(CulpritRank { end: first, fault: RankFault::Died });
         let mut words = self.own_error_output(&culprit, tails);
-        // Ranks that fail together end in any order. The one that the others blame knows the reason.
+        // Ranks that fail together end in any order. The rank that the others blame is the cause.
         let pointed_at = words.iter().find_map(|line| rank_pointed_at(line));
         let by_itself = |end: &&EndedRank| end.ended.is_failure() && end.request == StopRequest::Nothing;
         if let Some(end) = ended_ranks.iter().filter(by_itself).find(|end| Some(end.rank + self.first()) == pointed_at)

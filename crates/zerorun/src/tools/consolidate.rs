@@ -32,7 +32,7 @@ struct ConsolidateArguments {
     #[arg(long, value_enum, default_value = "f32")]
     dtype: ConsolidateDtype,
 
-    /// Maximum bytes of parameters per file: 5GB, 500MB, 2GiB; a bare number is bytes
+    /// Maximum bytes of parameters per file: 5GB, 500MB, 2GiB; a number without a unit is in bytes
     #[arg(long = "max_shard_size", alias = "max-shard-size", value_name = "SIZE", default_value = "5GB", value_parser = size)]
     max_shard_size: u64,
 

@@ -148,7 +148,7 @@ impl DeployArguments {
         let secret = match &self.secret {
             Some(_) => String::new(),
             None => format!(
-                "# The secret is new, and anyone who can read this file knows it: keep the file private, or create the \
+                "# The secret is new, and anyone who can read this file knows it; keep the file private, or create the \
                  Secret by hand and use --secret.\napiVersion: v1\nkind: Secret\nmetadata:\n  name: \
                  {secret_name}\ntype: Opaque\nstringData:\n  secret: \"{}\"\n---\n",
                 JobSecret::random()?.line().trim_end()

@@ -20,7 +20,7 @@ use std::process::ExitCode;
 #[derive(Debug, Parser)]
 #[command(name = "report", bin_name = "zerorun report")]
 struct ReportArguments {
-    /// A folder on the disk that will hold checkpoints or offloaded state
+    /// Folder on the disk that will hold checkpoints or offloaded state
     #[arg(default_value = ".")]
     dir: PathBuf,
 
@@ -204,7 +204,7 @@ impl MachineReport {
         verdicts.push(match (self.gpus.is_empty(), self.features.contains(&"cuda")) {
             (true, _) => "no NVIDIA GPU: models run on the processor".to_owned(),
             (false, true) => "models can run on the GPU (Device::new_cuda)".to_owned(),
-            (false, false) => "there is a GPU, but this program cannot use it: build with --features cuda".to_owned(),
+            (false, false) => "there is a GPU, but this program cannot use it; build with --features cuda".to_owned(),
         });
         verdicts.push(match &self.mpi {
             Some(_) => "ranks can run on several hosts if each has the same library".to_owned(),

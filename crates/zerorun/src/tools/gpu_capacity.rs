@@ -46,7 +46,7 @@ impl FromStr for GpuCapacity {
         };
         let known = || GPU_MEMORY_MIB.map(|(name, _)| name).join(", ");
         let bytes =
-            bytes.ok_or_else(|| format!("known GPUs are {}; or give the GPU's memory, such as 24GiB", known()))?;
+            bytes.ok_or_else(|| format!("known GPUs are {}; give one, or the GPU's memory, such as 24GiB", known()))?;
         Ok(Self { name: text.to_owned(), bytes })
     }
 }
@@ -101,7 +101,8 @@ mod tests {
         for wrong in ["", "h101", "0GiB", "GiB", "24", "24GiBs", "99999999999999999999GB", "18446744073709551615GiB"] {
             let why = wrong.parse::<GpuCapacity>().unwrap_err();
             assert!(
-                why.starts_with("known GPUs are t4, ") && why.ends_with("; or give the GPU's memory, such as 24GiB"),
+                why.starts_with("known GPUs are t4, ")
+                    && why.ends_with("; give one, or the GPU's memory, such as 24GiB"),
                 "{why}"
             );
         }

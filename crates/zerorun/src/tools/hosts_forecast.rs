@@ -134,14 +134,14 @@ impl MultiHostForecast {
         match measured {
             None => {}
             Some(measured) if measured.steps() == 0 => assumed.push(
-                "forward takes one part of the step and backward two (three if units recompute), and each unit takes a \
-                 share in proportion to its parameters"
+                "the forward pass takes one part of the step and the backward pass two (three if units recompute), and \
+                 each unit takes a share in proportion to its parameters"
                     .into(),
             ),
             Some(measured) => {
                 assumed.push(format!(
-                    "forward, backward and the optimizer take the medians of {}, and each unit takes a share in \
-                     proportion to its parameters",
+                    "the forward pass, the backward pass and the optimizer take the medians of {}, and each unit takes \
+                     a share in proportion to its parameters",
                     match measured.steps() {
                         1 => "one measured step".to_string(),
                         steps => format!("{steps} measured steps"),

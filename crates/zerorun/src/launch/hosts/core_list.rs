@@ -129,7 +129,7 @@ mod tests {
         let cores = list("0-7").by_node(&nodes);
         assert_eq!([0, 1].map(|rank| cores.share(rank, 2).unwrap()), [[0, 2, 4, 6], [1, 3, 5, 7]]);
         assert_eq!([0, 1, 2, 3].map(|rank| cores.share(rank, 4).unwrap()), [[0, 2], [4, 6], [1, 3], [5, 7]]);
-        assert_eq!(list("0-3").by_node(&[]), list("0-3"), "where the kernel lists no nodes");
+        assert_eq!(list("0-3").by_node(&[]), list("0-3"), "if the kernel lists no nodes");
         assert_eq!(list("1,40").by_node(&nodes).cores(), [1, 40], "a core of no node comes last");
     }
 

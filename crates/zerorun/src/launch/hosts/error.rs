@@ -324,7 +324,7 @@ pub enum HostsError {
     NodesUnknown,
     /// The number of processes that another launcher has started differs from the number of hosts.
     #[error(
-        "--nnodes is {nodes} but {by} is {found}: start zerorun once on each host (mpirun --map-by ppr:1:node, mpirun \
+        "--nnodes is {nodes}, but {by} is {found}; start zerorun once on each host (mpirun --map-by ppr:1:node, mpirun \
          -ppn 1, srun --ntasks-per-node=1) and set --nnodes to the number of hosts, or give this host's number as \
          --node_rank"
     )]
@@ -337,7 +337,7 @@ pub enum HostsError {
         by: &'static str,
     },
     /// The number of ranks on a host cannot be used.
-    #[error("PET_NPROC_PER_NODE is `{text}`: {why}")]
+    #[error("PET_NPROC_PER_NODE is `{text}`; {why}")]
     BadRanks {
         /// The value.
         text: String,

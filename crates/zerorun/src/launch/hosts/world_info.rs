@@ -137,7 +137,7 @@ impl WorldInfo {
     }
 }
 
-/// Reads a JSON object in its order, which is that of the ranks.
+/// A visitor that reads a JSON object in its order, which is that of the ranks.
 struct WorldInfoVisitor;
 
 impl<'de> Visitor<'de> for WorldInfoVisitor {

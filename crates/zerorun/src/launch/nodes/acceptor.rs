@@ -41,7 +41,7 @@ pub(super) struct JoiningHost {
     pub(super) hello: HostHello,
 }
 
-/// Accepts connections, and bounds the number of strangers.
+/// An acceptor of connections, which bounds the number of strangers.
 pub(super) struct HostAcceptor {
     secret: Option<JobSecret>,
     /// The maximum number of strangers.

@@ -1,4 +1,4 @@
-//! One host's side of a job on several hosts: joins, starts its ranks when told to, and reports how they ended.
+//! One host's side of a job on several hosts: joins, starts its ranks on request, and reports how they ended.
 
 use super::handshake::HandshakeError;
 use super::join::join;
@@ -146,7 +146,7 @@ pub(super) fn run(mut job: LocalJob, options: &JoinOptions) -> Result<u8> {
         if !options.returns {
             return Ok(EXIT_LOST);
         }
-        eprint("zerorun: this host rejoins as soon as the first one can be reached");
+        eprint("zerorun: this host rejoins as soon as the first host can be reached");
     }
 }
 

@@ -14,7 +14,8 @@ use twox_hash::XxHash3_64;
 const MAX_FILE_BYTES: u64 = 256 << 20;
 /// The maximum number of files in a folder that are compared, in the order of their paths.
 const MAX_FILES: usize = 1000;
-/// The size in bytes up to which the contents of a file in a folder are compared. Only the size of a larger file is.
+/// The size in bytes up to which the contents of a file in a folder are compared. For larger files, only the size is
+/// compared.
 const MAX_COMPARED_BYTES: u64 = 1 << 20;
 
 /// Checksums by file name, as given on the command line or, for a file in a folder, relative to that folder.

@@ -9,7 +9,7 @@
 //! `coordinator` runs only on the first host, `agent` on each host, and `wire` connects them. The first host listens at
 //! the addresses of `listen_address`. Its `acceptor` limits the resources that unidentified connections can use, a
 //! `handshake` with the `secret` identifies the hosts of the job, and `admission` decides which of them may take part.
-//! `ssh` starts the launcher of each host of a hostfile.
+//! `ssh` starts the launcher on each host in a hostfile.
 
 mod acceptor;
 mod admission;

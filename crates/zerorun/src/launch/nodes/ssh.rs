@@ -1,4 +1,4 @@
-//! `--hostfile`: starts the launcher on each host of the file, by ssh or, on this host, directly.
+//! `--hostfile`: starts the launcher on each host in the file, by ssh or, on this host, directly.
 //!
 //! Each launcher gets the same working directory, program and arguments, and the variables that DeepSpeed's rules select
 //! ([`exports`]). The directory and the program must therefore be at the same path on all hosts. The secret is passed

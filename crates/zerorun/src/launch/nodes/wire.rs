@@ -146,7 +146,7 @@ pub(super) enum ReadDeadline {
     Silence(Duration),
 }
 
-/// Seals the messages of one direction of a connection, and counts them.
+/// The seals of the messages in one direction of a connection, which are numbered.
 #[derive(Debug)]
 struct MessageSeal {
     /// The key; `None`: the hosts share no secret.
@@ -180,7 +180,7 @@ impl MessageSeal {
     }
 }
 
-/// Reads a connection line by line.
+/// A reader of a connection, line by line.
 #[derive(Debug)]
 struct SealedReader {
     stream: Arc<TcpStream>,
@@ -249,7 +249,7 @@ fn broken(error: &io::Error) -> String {
     format!("the connection broke: {error}")
 }
 
-/// Writes sealed messages to a connection.
+/// A writer of sealed messages to a connection.
 #[derive(Debug)]
 struct SealedWriter {
     stream: Arc<TcpStream>,

@@ -64,7 +64,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long, value_name = "N", conflicts_with = "epochs")]
     steps: Option<u64>,
 
-    /// Number of epochs [default: 3, and up to 15 with fewer than 400 samples]
+    /// Number of epochs [default: 3, or up to 15 with fewer than 400 samples]
     #[arg(long, value_name = "E")]
     epochs: Option<f64>,
 
@@ -154,7 +154,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long = "max_tokens", alias = "max-tokens", value_name = "N", default_value = "64", requires = "prompt")]
     pub(super) max_tokens: usize,
 
-    /// Recompute each block in backward instead of keeping its activations
+    /// Recompute each block in the backward pass instead of keeping its activations
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     activation_checkpointing: bool,
 }

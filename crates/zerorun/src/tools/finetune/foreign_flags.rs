@@ -115,7 +115,8 @@ const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
     (&["nproc_per_node", "num_processes", "num_workers_per_node", "n_gpus", "gpus"], "-n N, the number of ranks"),
     (
         &["train_on_inputs", "train_on_input", "completion_only_loss", "assistant_only_loss"],
-        "there is no such flag: the model is trained on the assistant's messages, or on the whole of a plain text",
+        "there is no such flag: the model is trained on the assistant's messages, or on all of the text in plain-text \
+         files",
     ),
     (
         &["chat_template", "template", "prompt_template"],

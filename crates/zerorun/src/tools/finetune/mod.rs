@@ -68,7 +68,7 @@ struct FinetuneArguments {
     #[command(flatten)]
     hosts: HostFlags,
 
-    /// The port where the hosts connect [default: 29500]
+    /// Port where the hosts connect [default: 29500]
     #[arg(long = "master_port", alias = "master-port", value_name = "PORT",
           value_parser = clap::value_parser!(u16).range(1..), help_heading = HOSTS)]
     master_port: Option<u16>,

@@ -58,8 +58,8 @@ struct TuneArguments {
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: u16,
 
-    /// Memory that a rank may use: 512MiB, 4GiB; a bare number is bytes [default: its share of the memory available
-    /// now]
+    /// Memory that a rank may use: 512MiB, 4GiB; a number without a unit is in bytes [default: its share of the memory
+    /// available now]
     #[arg(long = "memory_limit", alias = "memory-limit", value_name = "SIZE", value_parser = size)]
     memory_limit: Option<u64>,
 
@@ -166,7 +166,7 @@ impl TuneSearch {
         let settings = TuneSettings::read(&original, typed.steps, typed.fast)?;
         // The values that the script uses for "auto".
         let run = RunValues { total_num_steps: Some(settings.steps), hidden_size, ..RunValues::default() };
-        // Without a valid configuration there is nothing to vary.
+        // Without a valid configuration, there is nothing to vary.
         let config = Config::load_for(file.1.clone(), ranks, &run)?;
         config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
         settings.check_mappings(&original, &config.to_deepspeed_json())?;
@@ -183,7 +183,7 @@ impl TuneSearch {
         let record = TrialRecord::open(&results)?;
         if !folder_of(&out).is_dir() {
             let folder = folder_of(&out).display();
-            let problem = format!("{folder}, the folder of --out, does not exist: create it, or give another file");
+            let problem = format!("{folder}, the folder of --out, does not exist; create it, or give another file");
             return Err(ToolError::Tune { problem }.into());
         }
         let claims = outputs.writes("--out", &out, OutputKind::File).claim()?;
@@ -326,7 +326,7 @@ impl TuneSearch {
             for candidate in sizes {
                 let before = self.best();
                 let outcome = self.try_out(&candidate)?;
-                // Before the first successful run there is nothing to improve on.
+                // Before the first successful run, there is nothing to improve on.
                 if outcome.has_run() && before.is_some() {
                     without_gain = if self.best() == before { without_gain + 1 } else { 0 };
                 }

@@ -121,7 +121,7 @@ impl TrialRunner {
         }))
     }
 
-    /// Returns the script's arguments. Mapped flags get values of the `resolved` configuration, never `"auto"`.
+    /// Returns the script's arguments. Mapped flags get values from the `resolved` configuration, never `"auto"`.
     fn arguments(&self, resolved: &Value, file: &Path, metrics: &Path) -> Vec<OsString> {
         let mut args = self.args.clone();
         let mut own: Vec<OsString> = vec!["--ds_config".into(), file.into(), "--metrics".into(), metrics.into()];

@@ -102,8 +102,8 @@ fn first_unequal<T: PartialEq>(a: Option<&Vec<T>>, b: Option<&Vec<T>>) -> Option
 }
 
 /// Returns the first difference of a pipeline from `reference`, the results of one rank. Each rank of the pipeline has
-/// some of the parameters. Of a weight that two stages share, the last one trains it, and the first one has a copy in the
-/// dtype of the model, which is not compared.
+/// some of the parameters. If two stages share a weight, the last one trains it, and the first one has a copy in the
+/// dtype of the model. The copy is not compared.
 pub(super) fn first_difference_of_pipeline(
     reference: &RankResults,
     pipeline: &[RankResults],

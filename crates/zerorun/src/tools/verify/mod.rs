@@ -28,10 +28,11 @@ use verify_rows::{VerifyDtype, VerifyRow};
 
 /// Train a small GPT at stages 0, 1, 2 and 3, and at stage 3 with offload to host memory and to files, in f32, bf16 and
 /// fp16, with accumulation and clipping. Compares the bits of every loss and every parameter after every step with
-/// those of stage 0. Also train it in pipelines of all ranks, and compare with one rank that accumulates gradients.
+/// those of stage 0. Also trains it in pipelines of all ranks, and compares these with one rank that accumulates
+/// gradients.
 ///
-/// With a SCRIPT: run its first step, and compare every trained parameter's gradient with the change in the loss when
-/// that parameter is moved slightly up and down; print a table. The script ends after that step.
+/// With a SCRIPT, runs its first step, compares every trained parameter's gradient with the change in the loss when
+/// that parameter is moved slightly up and down, and prints a table. The script ends after that step.
 ///
 /// Exit code: 0 if everything is equal, or correct; 1 if something differs or a rank failed; 2 if the command line is
 /// wrong or the folder does not exist.
@@ -128,7 +129,7 @@ impl VerifyArguments {
     /// Reports all rows one by one. Returns true if all are as expected and could be reported.
     fn compare_all(&self) -> Result<bool, VerifyStop> {
         let parent = self.dir.clone().unwrap_or_else(std::env::temp_dir);
-        let wrong = |source| Error::Io { action: "make a folder in", path: parent.clone(), source };
+        let wrong = |source| Error::Io { action: "create a folder in", path: parent.clone(), source };
         let folder = ScratchFolder::new(&parent, PREFIX).map_err(wrong)?;
         let (_, events) = signals::listen()?;
         let (mut told, mut list) = (true, Vec::new());
