@@ -42,7 +42,7 @@ pub(super) const FETCHED_PREFIX: &str = ".candle-zero-fetched-";
 const REPLACED_PREFIX: &str = ".candle-zero-replaced-";
 /// The file that names the process writing the folder, on a file system without locks.
 const OWNER_FILE: &str = ".candle-zero-owner";
-/// The maximum size of that file in bytes.
+/// The maximum size of [`OWNER_FILE`] in bytes.
 const MAX_OWNER_BYTES: u64 = 256;
 /// The suffix that older versions used instead of [`REPLACED_PREFIX`].
 const OLD_REPLACED_SUFFIX: &str = ".replaced";
@@ -50,7 +50,7 @@ const OLD_REPLACED_SUFFIX: &str = ".replaced";
 /// The maximum size of `latest` in bytes, with room for what editors add.
 pub(super) const MAX_LATEST_BYTES: u64 = 4096;
 
-/// The time for which a killed process may still hold what it was writing.
+/// The time for which a killed process may still hold its locks.
 const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The maximum length of a tag in bytes: file names have at most 255, and [`REPLACED_PREFIX`] comes before the tag.
@@ -114,7 +114,7 @@ fn mark(folder: &Path, locked: rustix::io::Result<()>) -> IoResult<()> {
     }
 }
 
-/// Completes or undoes what saves and other writers that died have left in `dir`.
+/// Completes or undoes the saves and other writes that dead processes have left in `dir`.
 fn clear(dir: &Path) -> IoResult<()> {
     sweep(dir, WRITING);
     clear_by(dir, ask)
@@ -216,7 +216,7 @@ fn report_left_in_place(path: &Path) {
     }
 }
 
-/// A process, identified so that others on the same machine can tell whether it is alive.
+/// A process, identified so that others on the same machine can determine whether it is alive.
 #[derive(Debug, PartialEq, Eq)]
 struct OwnerProcess {
     pid: u32,

@@ -126,7 +126,7 @@ impl Config {
         }
     }
 
-    /// Prints `activation_checkpointing`. `every_unit` decides, whatever the section's other keys ask for.
+    /// Prints `activation_checkpointing`. `every_unit` decides, whatever the section's other keys request.
     fn checkpointing_json(&self, tree: &mut Map<String, Value>) {
         set(tree, "activation_checkpointing.every_unit", json!(self.activation_checkpointing));
         set(tree, "activation_checkpointing.cpu_checkpointing", json!(self.cpu_checkpointing));

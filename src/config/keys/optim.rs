@@ -41,7 +41,7 @@ const ADAM: &[super::ConfigKey] = keys! {
     "amsgrad": Bool, "false", refuse("DeepSpeed's Adam refuses it too"), "Use the largest second moment so far.";
     "fp32_optimizer_states": Bool, "true", refuse("moments are f32; bf16.bf16_optimizer_states stores them in bf16, and Adam8bit and similar optimizers in eight bits"), "Moments in f32.";
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
-    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors together.";
 };
 
 const SGD: &[super::ConfigKey] = keys! {
@@ -52,7 +52,7 @@ const SGD: &[super::ConfigKey] = keys! {
     "nesterov": Bool, "false", H, "Nesterov momentum; needs momentum > 0 and dampening 0.";
     "maximize": Bool, "false", refuse("the loss is always minimized"), "Maximize the loss.";
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
-    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors together.";
     "differentiable": Bool, "false", refuse("the step is not differentiable"), "PyTorch: make the step differentiable.";
 };
 
@@ -71,7 +71,7 @@ const ADAGRAD: &[super::ConfigKey] = keys! {
     "amsgrad": Bool, "false", refuse("Adagrad has no such variant"), "Use the largest second moment so far.";
     "maximize": Bool, "false", refuse("the loss is always minimized"), "Maximize the loss.";
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
-    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors together.";
     "differentiable": Bool, "false", refuse("the step is not differentiable"), "PyTorch: make the step differentiable.";
 };
 
@@ -99,7 +99,7 @@ const MUON: &[super::ConfigKey] = keys! {
     "adam_w_mode": Bool, "true", H, "AdamW: decoupled weight decay; false: added to the gradient.";
     "torch_adam": Bool, "false", H, "PyTorch's Adam for AdamW: the same arithmetic.";
     "fp32_optimizer_states": Bool, "true", refuse("moments are f32; bf16.bf16_optimizer_states stores them in bf16, and Adam8bit and similar optimizers in eight bits"), "Moments in f32.";
-    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors together.";
     "per_head_muon": Bool, "false", refuse("complete matrices are orthogonalized"), "Orthogonalize each attention head separately.";
 };
 

@@ -196,7 +196,7 @@ const LOCAL_STEPS: &[super::ConfigKey] = keys! {
     "nesterov": Bool, "true", H, "Nesterov momentum.";
     "fragments": POSITIVE, "1", H, "Number of parts of the model that take turns being exchanged, each once in `steps` steps (Streaming DiLoCo).";
     "fragment_delay": COUNT, "0", H, "Steps between the beginning of an exchange and its effect, during which training continues; below `steps`.";
-    "fragment_alpha": SHARE, "null", H, "Share of an island's own weights that stays when an exchange takes effect, below 1; null: 0, or 0.5 with fragment_delay, because an island continues learning during the delay and the exchange does not contain that.";
+    "fragment_alpha": SHARE, "null", H, "Share of an island's own weights that stays when an exchange takes effect, below 1; null: 0, or 0.5 with fragment_delay, because an island continues training during the delay, and the exchange does not contain the resulting changes.";
     "wire_dtype": OneOf(&["fp32", "bf16", "int8", "int4"]), "\"fp32\"", H, "Format in which islands send the changes in their weights.";
 };
 
@@ -270,7 +270,7 @@ const HYBRID_ENGINE: &[super::ConfigKey] = keys! {
     "inference_tp_size": INT, "1", S, "Tensor parallelism of generation.";
     "release_inference_cache": Bool, "false", S, "Free the cache.";
     "pin_parameters": Bool, "true", S, "Page-locked memory.";
-    "tp_gather_partition_size": INT, "8", S, "Layers gathered at once.";
+    "tp_gather_partition_size": INT, "8", S, "Layers gathered at the same time.";
     "enable_cuda_graph": Bool, "false", S, "CUDA graphs.";
 };
 

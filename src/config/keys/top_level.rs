@@ -47,7 +47,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "disable_allgather": Bool, "false", none("it has no effect in DeepSpeed 0.19.8 either"), "Legacy switch.";
     "dataloader_drop_last": Bool, "false", none("there is no short batch: data::Loader is endless and continues with the next pass; a custom loader decides for itself"), "Drop the incomplete last batch.";
     "vocabulary_size": POSITIVE, "null", H, "A size that is not a multiple of 8 is noted; the key has no other effect.";
-    "memory_breakdown": Bool, "false", H, "Print memory use before and after forward, backward and step, every steps_per_print steps.";
+    "memory_breakdown": Bool, "false", H, "Print memory use before and after each forward pass, and after each backward pass and step, every steps_per_print steps.";
     "dump_state": Bool, "false", H, "Print the configuration and the state of the engine at the start.";
     "disable_python_gc": Bool, "false", none("there is no Python"), "Disable Python's garbage collector.";
     "log_level": OneOfAnyCase(&["debug", "info", "warning", "error", "critical"]), "null", H, "Messages on standard error or to a tracing subscriber: warning omits progress and notes, error and critical also omit problems that do not stop training; null: all messages.";
@@ -65,7 +65,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "autotuning": Object, "{}", S, "Search for good settings.";
     "compile": Object, "{}", S, "PyTorch's compiler.";
     "pipeline": Object, "{}", H, "Pipeline parallelism: ranks hold consecutive layers.";
-    "local_steps": Object, "null", H, "Islands of ranks exchange what they have learned only once every so many steps (DiLoCo); off by default. Specific to candle-zero.";
+    "local_steps": Object, "null", H, "Islands of ranks exchange the changes in their weights only after many steps (DiLoCo); off by default. Specific to candle-zero.";
     "tensor_parallel": Object, "{}", S, "Tensor parallelism.";
     "expert_parallel": Object, "{}", S, "Expert parallelism.";
     "hybrid_engine": Object, "{}", S, "Generation during training.";
@@ -114,7 +114,7 @@ const DATA_TYPES: &[super::ConfigKey] = keys! {
 };
 
 const ACTIVATION_CHECKPOINTING: &[super::ConfigKey] = keys! {
-    "every_unit": Bool, "null", H, "Every unit recomputes its forward pass during backward and keeps only its inputs; false: only the units that the model marks. Null: true, with a note, if a key below requests it. Specific to candle-zero.";
+    "every_unit": Bool, "null", H, "Every unit recomputes its forward pass during the backward pass and keeps only its inputs; false: only the units that the model marks. Null: true, with a note, if a key below requests it. Specific to candle-zero.";
     "partition_activations": Bool, "false", as_every_unit("nothing is split: a unit keeps its complete inputs"), "Split the kept activations over model-parallel ranks.";
     "cpu_checkpointing": Bool, "false", H, "Move the inputs that a recomputing unit keeps from the GPU to the host, or to a file if anything is offloaded to nvme. True also requests every_unit.";
     "contiguous_memory_optimization": Bool, "false", as_every_unit("each input is kept in a separate buffer"), "One buffer for all kept activations.";
