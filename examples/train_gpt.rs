@@ -263,7 +263,7 @@ fn run<A: Architecture>(
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
     if let Some(dir) = &args.save {
-        // Checked now rather than after hours of training.
+        // Checked here rather than after hours of training.
         engine.check_save_dir(dir)?;
     }
     if let (true, Some(dir)) = (args.resume, &args.save)

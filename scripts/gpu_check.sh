@@ -47,7 +47,7 @@ else
     verdict PASS "$layers"
 fi
 
-# 3. GPT-2 (124 million parameters) learns at stage 3 in bf16. Two ranks share the GPU if there is room for both.
+# 3. GPT-2 (124 million parameters) trains at stage 3 in bf16. Two ranks share the GPU if there is room for both.
 # Prints a value for the first visible GPU, or nothing without nvidia-smi.
 smi() { python3 -B -c 'import sys; sys.path.insert(0, "scripts"); from gpu_figures import smi; print(*smi(sys.argv[1])[:1])' "$1"; }
 free_mib=$(smi memory.free)

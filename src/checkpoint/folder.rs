@@ -34,7 +34,7 @@ use tempfile::NamedTempFile;
 pub(super) const LATEST: &str = "latest";
 const SAVING_PREFIX: &str = ".candle-zero-saving-";
 const NEW_LATEST_PREFIX: &str = ".candle-zero-latest-";
-/// The prefix of files that ranks use to find out which of them see the same folder.
+/// The prefix of files that ranks use to determine which of them share a folder.
 pub(super) const VISIBILITY_PREFIX: &str = ".candle-zero-seen-";
 /// The prefix of folders with data from other hosts during a load.
 pub(super) const FETCHED_PREFIX: &str = ".candle-zero-fetched-";
@@ -321,7 +321,7 @@ fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
     if !to.exists() {
         std::fs::rename(&from, &to)?;
     } else if renameat_with(CWD, &from, CWD, &to, RenameFlags::EXCHANGE).is_ok() {
-        // At every moment one of the two complete checkpoints existed.
+        // At every moment, one of the two complete checkpoints existed.
         sync_folder(dir)?;
         std::fs::remove_dir_all(&from)?;
     } else {
@@ -350,8 +350,8 @@ fn new_latest(dir: &Path, tag: &str) -> IoResult<NamedTempFile> {
     Ok(file)
 }
 
-/// Replaces the checkpoint that has this name, on a file system that cannot exchange names. Between the two renames the
-/// old checkpoint is found under a separate name.
+/// Replaces the checkpoint that has this name, on a file system that cannot exchange names. Between the two renames,
+/// the old checkpoint is found under a separate name.
 fn replace(dir: &Path, tag: &str) -> IoResult<()> {
     let (from, to, replaced) = (saving(dir, tag), dir.join(tag), dir.join(format!("{REPLACED_PREFIX}{tag}")));
     let hold = File::open(&to)?;

@@ -271,7 +271,7 @@ pub(crate) fn load(
     Ok(Some(checkpoint))
 }
 
-/// Opens a checkpoint in a folder that all ranks see, and returns the parts of it that this rank needs. Collective.
+/// Opens a checkpoint in a folder that all ranks share, and returns the parts of it that this rank needs. Collective.
 fn open(
     comm: &dyn Communicator,
     dir: &Path,

@@ -207,7 +207,7 @@ impl SaveJob {
                 }
             }) {
                 Ok(thread) => WriteJob::Thread(thread),
-                // If no thread can be started, the share is written now.
+                // If no thread can be started, the share is written immediately.
                 Err(_) => WriteJob::Done(share.write()),
             },
         };

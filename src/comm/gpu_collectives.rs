@@ -46,7 +46,7 @@ pub(crate) struct GpuCollectives {
 /// The capabilities that a rank reports before NCCL is used.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct NcclCapability {
-    /// Whether the library is available and this rank wants to use it.
+    /// Whether the library is available and this rank is configured to use it.
     usable: bool,
     fast: bool,
     /// Whether threads of one process may use it.

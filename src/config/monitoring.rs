@@ -78,7 +78,7 @@ pub struct FlopsProfiler {
     pub top_modules: usize,
     /// `detailed` (default true): print one row per module.
     pub detailed: bool,
-    /// `output_file`: the file for the profile. Without it the profile is printed.
+    /// `output_file`: the file for the profile. Without it, the profile is printed.
     pub output_file: Option<PathBuf>,
 }
 

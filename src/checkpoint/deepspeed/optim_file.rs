@@ -131,7 +131,7 @@ fn groups(
         let master = StoredTensor::of_weights(master)?;
         archive.check(&master)?;
         let mut tensors = BTreeMap::new();
-        // Before the first step a group has no state.
+        // Before the first step, a group has no state.
         if let Some(state) = states.and_then(|states| states.item(index).ok()) {
             for (name, value) in state.entries()? {
                 // The counter can be a tensor, too.

@@ -186,7 +186,7 @@ impl MpiLink {
             // The others have been notified, and end on their own with their own error messages.
             std::thread::sleep(PEER_EXIT_TIMEOUT + ABORT_DELAY_PER_RANK * self.rank.min(MAX_DELAYED_RANKS) as u32);
         }
-        // Do not wait forever for a thread that is in a call now: it may be the one that ends the process.
+        // Do not wait indefinitely for a thread that is in a call: it may be the one that ends the process.
         let _calling = self.calling.try_lock();
         // SAFETY: no MPI function is called after this.
         unsafe { if failed { (self.library.abort)(self.library.world, 1) } else { (self.library.finalize)() } };
@@ -230,7 +230,7 @@ impl MpiTransfer {
     /// The transfer is not done.
     pub(super) fn into_bytes(self) -> Vec<u8> {
         assert!(self.requests.is_empty(), "a message is taken when it has arrived");
-        // SAFETY: made from a box, and MPI is done with it.
+        // SAFETY: the memory comes from a box, and MPI is done with it.
         unsafe { Box::from_raw(self.memory) }.into_vec()
     }
 }

@@ -50,7 +50,7 @@ mod tests {
         {
             let mut dst = [MaybeUninit::new(0xff); 1100];
             copy(&mut dst[to..to + len], &src[from..from + len], past_cache);
-            // SAFETY: made of initialized bytes.
+            // SAFETY: all bytes are initialized.
             let dst = dst.map(|byte| unsafe { byte.assume_init() });
             assert_eq!(dst[to..to + len], src[from..from + len]);
             assert!(dst[..to].iter().chain(&dst[to + len..]).all(|byte| *byte == 0xff));

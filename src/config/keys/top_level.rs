@@ -88,7 +88,7 @@ const ANY_I64: super::ConfigValueKind = super::ConfigValueKind::IntNoBool(i64::M
 
 const FP16: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "Train in half precision with f32 master weights. Excludes bf16.";
-    "auto_cast": Bool, "false", none("the engine does not see the inputs: the closure passed to forward creates them in Engine::dtype"), "Cast inputs to half precision.";
+    "auto_cast": Bool, "false", none("the engine has no access to the inputs: the closure passed to forward creates them in Engine::dtype"), "Cast inputs to half precision.";
     "loss_scale": NOT_NEGATIVE, "0.0", H, "0: dynamic; larger values: a static scale.";
     "initial_scale_power": INT, "16", H, "The first dynamic scale is 2 to the power of this number (0 to 127).";
     "loss_scale_window": ANY_I64, "1000", H, "Steps without overflow before the scale doubles; > 0 if dynamic.";
