@@ -1,4 +1,4 @@
-//! Fine-tunes a model in Hugging Face format with low-rank adapters: what `zerorun finetune` does, as a program.
+//! Fine-tunes a model in Hugging Face format with low-rank adapters, as `zerorun finetune` does.
 //!
 //!     zerorun --num_ranks 2 examples/finetune.rs SmolLM2-135M-Instruct chats.jsonl adapter --steps 100
 

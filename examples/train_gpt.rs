@@ -1,10 +1,11 @@
-//! Trains a GPT-2 or a Llama under ZeRO and prints a sample of what it learned.
+//! Trains a GPT-2 or a Llama under ZeRO and prints a text that it generates.
 //!
 //!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json --model nano --steps 200
 //!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json --arch llama --steps 200
 //!
 //! Everything about batches, precision, optimizer and ZeRO stage comes from the DeepSpeed configuration; the flags
-//! of this program choose model, data and outputs. Without `--data` the model reads the corpus embedded in the library.
+//! of this program select model, data and outputs. Without `--data`, the model trains on the corpus embedded in the
+//! library.
 
 use anyhow::Context;
 use candle_core::{DType, Device, Tensor};
@@ -51,10 +52,10 @@ struct Args {
     /// Number of blocks, instead of the model's default
     #[arg(long = "n_layer", alias = "n-layer")]
     n_layer: Option<usize>,
-    /// Attention heads per block, instead of the model's default
+    /// Number of attention heads per block, instead of the model's default
     #[arg(long = "n_head", alias = "n-head")]
     n_head: Option<usize>,
-    /// Key and value heads per block, instead of the model's default; Llama only
+    /// Number of key and value heads per block, instead of the model's default; Llama only
     #[arg(long = "n_kv_head", alias = "n-kv-head")]
     n_kv_head: Option<usize>,
     /// Width, instead of the model's default
@@ -66,7 +67,7 @@ struct Args {
     /// Context length in tokens, instead of the model's default
     #[arg(long)]
     ctx: Option<usize>,
-    /// Tokens per sample [default: the model's context length]
+    /// Number of tokens per sample [default: the model's context length]
     #[arg(long = "seq_len", alias = "seq-len", value_name = "N")]
     seq_len: Option<usize>,
     /// Vocabulary size, instead of the model's default
@@ -93,7 +94,7 @@ struct Args {
     /// File for the trained weights
     #[arg(long, value_name = "FILE.safetensors")]
     export: Option<PathBuf>,
-    /// Folder for checkpoints; one is saved at the end, and at SIGTERM or SIGINT, which end the training
+    /// Folder for checkpoints; one is saved at the end, and on SIGTERM or SIGINT, which end training
     #[arg(long, value_name = "DIR")]
     save: Option<PathBuf>,
     /// Also save a checkpoint every N optimizer steps, while training continues
@@ -109,10 +110,10 @@ struct Args {
     /// File for metrics, with one JSON line per optimizer step
     #[arg(long, value_name = "FILE.jsonl")]
     metrics: Option<PathBuf>,
-    /// Tokens to generate at the end [default: 200 for text, 0 for token files, and if parameters are in files]
+    /// Number of tokens to generate at the end [default: 200 for text, 0 for token files or if parameters are in files]
     #[arg(long, value_name = "N")]
     sample: Option<usize>,
-    /// Recompute each block in backward instead of keeping its activations
+    /// Recompute each block in the backward pass instead of keeping its activations
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     activation_checkpointing: bool,
     /// Probability of dropping an element of the embeddings and of the residual branches; GPT-2 only [default: 0]
@@ -219,7 +220,7 @@ fn run<A: Architecture>(
     let seq_len = args.seq_len.unwrap_or(ctx);
     anyhow::ensure!(
         (1..=ctx).contains(&seq_len),
-        "--seq_len is {seq_len}; it must be 1 to {ctx}, the model's context: see --ctx"
+        "--seq_len is {seq_len}; it must be 1 to {ctx}, the model's context (see --ctx)"
     );
     let data = TokenData::open(args.data.as_deref())?;
 
@@ -262,7 +263,7 @@ fn run<A: Architecture>(
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
     if let Some(dir) = &args.save {
-        // Checked now rather than after hours of training.
+        // Checked here rather than after hours of training.
         engine.check_save_dir(dir)?;
     }
     if let (true, Some(dir)) = (args.resume, &args.save)
@@ -375,7 +376,7 @@ fn llama_sizes(config: &LlamaConfig) -> Value {
 }
 
 fn check_context(args: &Args) -> anyhow::Result<()> {
-    anyhow::ensure!(args.ctx != Some(0), "--ctx is 0; a sample has at least one token: give 1 or more");
+    anyhow::ensure!(args.ctx != Some(0), "--ctx is 0, but a sample has at least one token; give 1 or more");
     Ok(())
 }
 

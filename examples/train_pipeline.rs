@@ -3,7 +3,7 @@
 //!     zerorun --num_ranks 2 examples/train_pipeline.rs --ds_config ds_configs/pipeline.json --steps 100
 //!
 //! The section `pipeline` of the configuration determines how the blocks are divided. Every rank reads the data of its
-//! pipeline: the first stage uses the inputs, the last one the targets.
+//! pipeline: the first stage uses the inputs, and the last stage uses the targets.
 
 use candle_zero::Engine;
 use candle_zero::checkpoint::LoadOptions;

@@ -44,7 +44,7 @@ struct Args {
     /// Number of validation images, which are never trained on [default: 500 generated ones, or all of CIFAR-10's]
     #[arg(long, value_name = "N")]
     validation: Option<usize>,
-    /// Channels of the first stage; the others have 2, 4 and 8 times as many. The published model has 64
+    /// Number of channels in the first stage; the others have 2, 4 and 8 times as many. The published model has 64
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=512))]
     width: u16,
     /// Number of passes through the training images
@@ -62,7 +62,7 @@ struct Args {
     /// Use the published stem for larger images: a 7x7 convolution and a 3x3 max pooling, each with stride 2
     #[arg(long = "large_stem", alias = "large-stem")]
     large_stem: bool,
-    /// Recompute each block in backward instead of keeping its activations
+    /// Recompute each block in the backward pass instead of keeping its activations
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     activation_checkpointing: bool,
     /// Seed for initial weights, order and augmentation [default: the seed in the configuration]

@@ -21,7 +21,7 @@ skip() { # why
     exit 77
 }
 
-[ "$(uname -m)" != aarch64 ] || skip 'this machine is aarch64: run the normal tests instead'
+[ "$(uname -m)" != aarch64 ] || skip 'this machine is aarch64; run the normal tests instead'
 mkdir -p "$folder" || exit 1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -37,7 +37,7 @@ runs() {
 if ! { links && runs; } && [ -n "$install" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     apt-get -q update && apt-get -q install -y --no-install-recommends "${packages[@]}"
 fi
-links || skip "no gcc that links for aarch64 ($(head -n 1 "$work/why")); apt-get install ${packages[*]}"
+links || skip "no gcc that links for aarch64 ($(head -n 1 "$work/why")); run apt-get install ${packages[*]}"
 
 if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$triple/lib" ]; then
     python3 scripts/debian_rust.py "$folder/rust" 2>&1 | tee "$work/rust"
@@ -58,5 +58,5 @@ done
 # Only some warnings are errors, because compilers newer than the project's have new warnings.
 RUSTFLAGS='-D unused' cargo check --locked --workspace --all-targets --target "$triple" || exit 1
 cargo test --release --locked --no-run --target "$triple" --manifest-path tests/kernels/Cargo.toml || exit 1
-runs || skip "no qemu that runs aarch64 programs ($(head -n 1 "$work/why")); apt-get install ${packages[*]}"
+runs || skip "no qemu that runs aarch64 programs ($(head -n 1 "$work/why")); run apt-get install ${packages[*]}"
 cargo test --release --locked --target "$triple" --manifest-path tests/kernels/Cargo.toml

@@ -3,7 +3,7 @@
 
     scripts/check_dependencies.py
 
-This is what `cargo deny check licenses sources bans` does; building cargo-deny takes longer than all of CI's checks that need
+Performs the checks of `cargo deny check licenses sources bans`; building cargo-deny takes longer than all of CI's checks that need
 no build. Reads `cargo metadata` for Linux on x86_64 and aarch64 with features hub and s3, without dependencies for tests. Exits
 with code 1 if a package has a licence that is not in LICENCES, does not come from crates.io or this repository, or occurs in
 several versions without a reason in TWICE. An entry of TWICE that is no longer needed is also an error.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that a module uses only modules of lower floors, as defined in scripts/floors*.txt.
+"""Checks that a module uses only modules on lower floors, as defined in scripts/floors*.txt.
 
     scripts/check_floors.py              checks every path in the sources of the three packages against the package's table
     scripts/check_floors.py --arrows     prints which module (room) of candle-zero uses which other module

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Compiles this library's CUDA kernels (src/cuda/kernels/*.cu) with NVIDIA's compiler for three architectures, assembles them, and
-# prints the registers, shared memory and spills of each. Needs no GPU.
+# prints the registers, shared memory and spills of each kernel. Needs no GPU.
 #
 #   scripts/check_kernels.sh [TOOLKIT]
 #
-# TOOLKIT is a folder made by scripts/fetch_cuda.sh, target/cuda-toolkit by default. That script is called if the folder does
+# TOOLKIT is a folder created by scripts/fetch_cuda.sh, target/cuda-toolkit by default. That script is called if the folder does
 # not exist. The exit status is 1 if a file does not compile or produces a warning, or if a kernel spills registers to memory. It is
 # 77 if the compiler is not available; the last line gives the reason.
 set -uo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs unit tests of unsafe code under miri, which reports undefined behaviour: reads of uninitialized memory, accesses outside
-# of an allocation, aliased references, data races.
+# an allocation, aliased references, data races.
 #
 #   scripts/check_miri.sh [--install] [FOLDER]
 #
@@ -23,11 +23,11 @@ available() {
     cargo +nightly miri --version >/dev/null 2>&1 && [ -d "$(rustc +nightly --print sysroot)/lib/rustlib/src/rust/library" ]
 }
 
-command -v rustup >/dev/null || skip 'there is no rustup, which provides the nightly toolchain with miri'
+command -v rustup >/dev/null || skip 'rustup, which provides the nightly toolchain with miri, was not found'
 if ! available && [ -n "$install" ]; then
     rustup toolchain install nightly --profile minimal --component miri --component rust-src --no-self-update
 fi
-available || skip 'there is no miri; rustup toolchain install nightly --profile minimal --component miri --component rust-src'
+available || skip 'miri was not found; run rustup toolchain install nightly --profile minimal --component miri --component rust-src'
 export CARGO_TARGET_DIR="$folder" CARGO_INCREMENTAL=0
 cargo +nightly miri setup || skip "miri's standard library cannot be built"
 for manifest in Cargo.toml tests/kernels/Cargo.toml; do

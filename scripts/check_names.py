@@ -3,8 +3,8 @@
 
     scripts/check_names.py [ROOT]        reads the Rust files in ROOT/src and ROOT/crates/*/src
 
-A type is a struct, enum, trait, union or type alias of a module. Types in functions, macros and impls, associated types, and
-types that only tests compile do not count. Prints every name that is defined more than once, with its files, and every name
+A type is a struct, enum, trait, union or type alias in a module. Types in functions, macros and impls, associated types, and
+types that are compiled only in tests do not count. Prints every name that is defined more than once, with its files, and every name
 in ALLOWED that is not, and exits with code 1 if there are any.
 """
 import pathlib
@@ -42,7 +42,7 @@ def sources(root):
 
 
 def definitions(src):
-    """Yields (name, file) of every type of a module below `src`; files that only tests compile are left out."""
+    """Yields (name, file) of every type of a module below `src`; files that are compiled only in tests are left out."""
     texts, tests = {}, {"tests"}
     for file in sorted(src.rglob("*.rs")):
         texts[file], only_tests = code_of(file.read_text())

@@ -48,7 +48,7 @@ def entries(text):
 
 
 class Passage:
-    """Consecutive lines that form a sentence or a paragraph. White space becomes single spaces; each character keeps its line."""
+    """Consecutive lines that form a sentence or a paragraph. White space becomes single spaces; each character keeps its line number."""
 
     def __init__(self, marker=""):
         self.text, self.lines = marker, [0] * len(marker)

@@ -1,7 +1,7 @@
 """Compares TensorBoard's event files with the metrics of the same run: check_tensorboard.py LOGS METRICS.jsonl BATCH
 
 LOGS is output_path/job_name of the `tensorboard` section, and BATCH is train_batch_size. Every value of every step must be present,
-in f32. TensorBoard's own reader verifies all checksums. Needs the tensorboard package; without it nothing is checked (exit code 3).
+in f32. TensorBoard's own reader verifies all checksums. Needs the tensorboard package; without it, nothing is checked (exit code 3).
 """
 
 import json

@@ -33,4 +33,4 @@ fi
 if ! command -v ip >/dev/null && [ -n "$install" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     apt-get -q update && apt-get -q install -y --no-install-recommends iproute2
 fi
-command -v ip >/dev/null || { echo 'skipped: there is no ip; apt-get install iproute2'; exit 77; }
+command -v ip >/dev/null || { echo 'skipped: the command ip was not found; run apt-get install iproute2'; exit 77; }

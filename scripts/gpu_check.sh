@@ -21,7 +21,7 @@ missing() {
     exit 2
 }
 
-compgen -G '/dev/nvidia[0-9]*' >/dev/null || nvidia-smi -L >/dev/null 2>&1 || missing "no NVIDIA GPU answers on this machine"
+compgen -G '/dev/nvidia[0-9]*' >/dev/null || nvidia-smi -L >/dev/null 2>&1 || missing "no NVIDIA GPU was found on this machine"
 command -v "${NVCC:-nvcc}" >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] ||
     missing "nvcc was not found; the cuda feature is built with the CUDA toolkit"
 
@@ -47,7 +47,7 @@ else
     verdict PASS "$layers"
 fi
 
-# 3. GPT-2 (124 million parameters) learns at stage 3 in bf16. Two ranks share the GPU if there is room for both.
+# 3. GPT-2 (124 million parameters) trains at stage 3 in bf16. Two ranks share the GPU if there is room for both.
 # Prints a value for the first visible GPU, or nothing without nvidia-smi.
 smi() { python3 -B -c 'import sys; sys.path.insert(0, "scripts"); from gpu_figures import smi; print(*smi(sys.argv[1])[:1])' "$1"; }
 free_mib=$(smi memory.free)
@@ -110,10 +110,10 @@ else
     verdict FAIL "kernels reach the required share of the memory bandwidth"
 fi
 
-# 6. The share of gradient communication that overlaps with backward, from the timeline.
+# 6. The share of gradient communication that overlaps with the backward pass, from the timeline.
 if scripts/gpu_overlap.py target/release/zerorun; then
-    verdict PASS "gradient communication overlaps with backward"
+    verdict PASS "gradient communication overlaps with the backward pass"
 else
-    verdict FAIL "gradient communication overlaps with backward"
+    verdict FAIL "gradient communication overlaps with the backward pass"
 fi
 exit "$failed"

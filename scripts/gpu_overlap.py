@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Trains a model on this machine's GPUs with a timeline, and prints the share of each kind of transfer that overlaps with backward.
+"""Trains a model on this machine's GPUs with a timeline, and prints the share of each kind of transfer that overlaps with the
+backward pass.
 
     gpu_overlap.py ZERORUN [--model gpt2] [--steps 8] [--ranks N] [--features cuda] [--script examples/train_gpt.rs]
     gpu_overlap.py --trace FILE        reads a trace written by zerorun --timeline
 
 The configurations are stage 2, stage 3, and stage 2 with the optimizer on the host. The first three steps are ignored. The duration of
-backward is the time that the GPU spends on it or, without a GPU, that the training thread spends on it, excluding waits. PASS means
-that gradient transfers (reduce_scatter, all_reduce, and copies to the host) overlap with backward for at least half of their time, and
-that all transfers that the configuration needs are present. All-gathers also overlap with forward and have no verdict. With one GPU,
-there are no collectives.
+the backward pass is the time that the GPU spends on it or, without a GPU, that the training thread spends on it, excluding waits.
+PASS means that gradient transfers (reduce_scatter, all_reduce, and copies to the host) overlap with the backward pass for at least
+half of their time, and that all transfers that the configuration needs are present. All-gathers also overlap with the forward pass
+and have no verdict. With one GPU, there are no collectives.
 Exit code: 0 nothing failed, 1 something failed.
 """
 
@@ -21,7 +22,7 @@ import tempfile
 
 from gpu_figures import MODELS, smi
 
-# The required share of the time of gradient transfers that overlaps with backward.
+# The required share of the time of gradient transfers that overlaps with the backward pass.
 FLOOR = 0.5
 GRADIENTS = ("reduce_scatter", "all_reduce", "to the host")
 # Smaller transfers carry no elements. Ranks use them to exchange norms and overflow flags, and to compare the calls that they
@@ -65,7 +66,7 @@ def common(span, spans):
 
 
 def transfers(path):
-    """Returns for each kind of transfer the milliseconds per rank and step, and the share that overlaps with backward."""
+    """Returns for each kind of transfer the milliseconds per rank and step, and the share that overlaps with the backward pass."""
     events = [event for event in json.load(open(path))["traceEvents"]]
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     ranks = sorted({pid for pid, _ in lanes})
@@ -113,7 +114,7 @@ def show(way, path, needed=()):
     for kind, (took, part) in sorted(found.items()):
         verdict = "-   " if kind not in GRADIENTS else "PASS" if part >= FLOOR else "FAIL"
         failed |= verdict == "FAIL"
-        print(f"{verdict}  {way}: {kind} {took:.2f} ms per step, {100 * part:.0f} % overlaps with backward", flush=True)
+        print(f"{verdict}  {way}: {kind} {took:.2f} ms per step, {100 * part:.0f} % overlaps with the backward pass", flush=True)
     return failed
 
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Kills a job at random moments, and each time loads the checkpoint that the job left. The job saves in every step. The number of
+# Kills a job at random moments, and each time loads the checkpoint that the job left. The job saves after every step. The number of
 # kills is the first argument (default 200). Then kills ranks of a job that restarts itself, and compares its result with that of
 # an uninterrupted job. The number of kills is the second argument (default 10).
 set -eu

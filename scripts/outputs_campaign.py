@@ -335,7 +335,7 @@ class Campaign:
             world.end()
 
     def together(self, number):
-        """Runs two jobs at once with one shared output; the result must equal that of an undisturbed job."""
+        """Runs two jobs at the same time with one shared output; the result must equal that of an undisturbed job."""
         root = self.folder / f"w{number}"
         root.mkdir()
         world = World(root, self.made, self.chance)

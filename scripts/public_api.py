@@ -265,7 +265,7 @@ def lines_of(package, features):
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     crate = json.loads((ROOT / target / "doc" / f"{package.replace('-', '_')}.json").read_text())
     if crate["format_version"] != FORMAT:
-        sys.exit(f"rustdoc writes JSON of format {crate['format_version']}, and this script reads format {FORMAT}: adapt the script, then change FORMAT")
+        sys.exit(f"rustdoc writes JSON of format {crate['format_version']}, and this script reads format {FORMAT}; adapt the script, then change FORMAT")
     return sorted(set(Api(crate).lines))
 
 

@@ -47,7 +47,7 @@ def end_of_item(text, at):
 
 
 def code_of(text):
-    """Returns the text without comments, strings and code that only tests compile, and the names of test modules."""
+    """Returns the text without comments, strings and code that is compiled only in tests, and the names of test modules."""
     text = COMMENT_OR_TEXT.sub(lambda found: blank(found[0]), text)
     only_tests = set()
     while found := CFG_TEST.search(text):

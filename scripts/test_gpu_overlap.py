@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Tests that gpu_overlap.py reads overlap with backward from a trace, and that gpu_figures.py judges losses and counts GPUs."""
+"""Tests that gpu_overlap.py reads overlaps with the backward pass from a trace, and that gpu_figures.py judges losses and counts
+GPUs."""
 
 import json
 import os
@@ -31,7 +32,7 @@ def trace(events):
 assert union([(5, 6), (0, 2), (1, 3)]) == [[0, 3], [5, 6]]
 assert minus([[0, 10], [20, 30]], [[2, 3], [8, 22]]) == [[0, 2], [3, 8], [22, 30]]
 
-# The backward of the GPU is used if there is one. The first steps and control messages are ignored.
+# The GPU's backward pass is used if there is one. The first steps and control messages are ignored.
 found = trace([
     (1, "engine", "backward", 210, 5, 0), (8, "engine", "backward", 220, 40, 0),
     (7, "collective", "reduce_scatter h.1", 250, 20, 1 << 20), (7, "collective", "reduce_scatter h.1", 50, 20, 1 << 20),
@@ -39,7 +40,7 @@ found = trace([
 ])
 assert found == {"reduce_scatter": (0.02, 0.5), "to the host": (0.01, 1.0)}, found
 
-# Otherwise the backward of the training thread is used, without its waits.
+# Otherwise, the training thread's backward pass is used, without its waits.
 found = trace([
     (1, "engine", "backward", 210, 40, 0), (1, "wait", "wait", 220, 15, 0), (2, "collective", "all_reduce a", 215, 20, 1 << 20),
 ])

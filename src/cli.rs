@@ -25,7 +25,7 @@ use std::path::PathBuf;
 /// ```
 #[cfg(feature = "cli")]
 #[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
-// Otherwise clap shows this struct's documentation as that of the script that flattens it.
+// Otherwise, clap shows this struct's documentation as that of the script that flattens it.
 #[command(about = None, long_about = None)]
 pub struct DsArgs {
     /// DeepSpeed JSON configuration.

@@ -1,8 +1,8 @@
 //! The buffers of a checkpoint: one safetensors file, written by rank 0, with a checksum of the complete file in the
 //! manifest.
 //!
-//! Every rank has the same buffers, unless the model chose `BufferSync::None`; in that case rank 0's are saved. Buffers
-//! change in a forward pass, so a background save writes the values from the time at which it began.
+//! Every rank has the same buffers, unless the engine uses `BufferSync::None`; in that case, rank 0's values are saved.
+//! Buffers change in a forward pass, so a background save writes the values from the time at which it began.
 
 use super::folder::not_written;
 use super::manifest::{BufferFile, MANIFEST};

@@ -133,7 +133,7 @@ impl ConsolidatedDtype {
 /// # Errors
 /// [`CheckpointError::Unusable`] for a folder that is not empty, settings that do not match the checkpoint, a damaged
 /// checkpoint, or a value that the precision cannot represent; [`Error::Io`] if files cannot be written. In all these
-/// cases `out` is unchanged.
+/// cases, `out` is unchanged.
 pub fn consolidate(
     checkpoint: &Checkpoint,
     out: impl AsRef<Path>,

@@ -26,9 +26,9 @@ struct WriteRequest {
 /// The thread and its channels.
 pub(super) struct DiskWriter {
     requests: Sender<WriteRequest>,
-    /// Delivers the buffer that is not being written, or the error of a write.
+    /// The channel that delivers the buffer that is not being written, or the error of a write.
     spares: Receiver<IoResult<AlignedBuffer>>,
-    /// Returns the checksums of all blocks.
+    /// The thread, which returns the checksums of all blocks.
     thread: JoinHandle<Vec<u64>>,
 }
 

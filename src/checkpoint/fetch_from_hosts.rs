@@ -1,4 +1,4 @@
-//! Fetches parts of a checkpoint that only other hosts have, through the communicator, into a folder of this host.
+//! Fetches parts of a checkpoint that only other hosts have, through the communicator, into a folder on this host.
 //!
 //! ```text
 //!   each rank    a bit per header and block that it needs and its host lacks   -> all

@@ -34,7 +34,7 @@ use tempfile::NamedTempFile;
 pub(super) const LATEST: &str = "latest";
 const SAVING_PREFIX: &str = ".candle-zero-saving-";
 const NEW_LATEST_PREFIX: &str = ".candle-zero-latest-";
-/// The prefix of files that ranks use to find out which of them see the same folder.
+/// The prefix of files that ranks use to determine which of them share a folder.
 pub(super) const VISIBILITY_PREFIX: &str = ".candle-zero-seen-";
 /// The prefix of folders with data from other hosts during a load.
 pub(super) const FETCHED_PREFIX: &str = ".candle-zero-fetched-";
@@ -42,7 +42,7 @@ pub(super) const FETCHED_PREFIX: &str = ".candle-zero-fetched-";
 const REPLACED_PREFIX: &str = ".candle-zero-replaced-";
 /// The file that names the process writing the folder, on a file system without locks.
 const OWNER_FILE: &str = ".candle-zero-owner";
-/// The maximum size of that file in bytes.
+/// The maximum size of [`OWNER_FILE`] in bytes.
 const MAX_OWNER_BYTES: u64 = 256;
 /// The suffix that older versions used instead of [`REPLACED_PREFIX`].
 const OLD_REPLACED_SUFFIX: &str = ".replaced";
@@ -50,7 +50,7 @@ const OLD_REPLACED_SUFFIX: &str = ".replaced";
 /// The maximum size of `latest` in bytes, with room for what editors add.
 pub(super) const MAX_LATEST_BYTES: u64 = 4096;
 
-/// The time for which a killed process may still hold what it was writing.
+/// The time for which a killed process may still hold its locks.
 const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The maximum length of a tag in bytes: file names have at most 255, and [`REPLACED_PREFIX`] comes before the tag.
@@ -114,7 +114,7 @@ fn mark(folder: &Path, locked: rustix::io::Result<()>) -> IoResult<()> {
     }
 }
 
-/// Completes or undoes what saves and other writers that died have left in `dir`.
+/// Completes or undoes the saves and other writes that dead processes have left in `dir`.
 fn clear(dir: &Path) -> IoResult<()> {
     sweep(dir, WRITING);
     clear_by(dir, ask)
@@ -216,7 +216,7 @@ fn report_left_in_place(path: &Path) {
     }
 }
 
-/// A process, identified so that others on the same machine can tell whether it is alive.
+/// A process, identified so that others on the same machine can determine whether it is alive.
 #[derive(Debug, PartialEq, Eq)]
 struct OwnerProcess {
     pid: u32,
@@ -321,7 +321,7 @@ fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
     if !to.exists() {
         std::fs::rename(&from, &to)?;
     } else if renameat_with(CWD, &from, CWD, &to, RenameFlags::EXCHANGE).is_ok() {
-        // At every moment one of the two complete checkpoints existed.
+        // At every moment, one of the two complete checkpoints existed.
         sync_folder(dir)?;
         std::fs::remove_dir_all(&from)?;
     } else {
@@ -350,8 +350,8 @@ fn new_latest(dir: &Path, tag: &str) -> IoResult<NamedTempFile> {
     Ok(file)
 }
 
-/// Replaces the checkpoint that has this name, on a file system that cannot exchange names. Between the two renames the
-/// old checkpoint is found under a separate name.
+/// Replaces the checkpoint that has this name, on a file system that cannot exchange names. Between the two renames,
+/// the old checkpoint is found under a separate name.
 fn replace(dir: &Path, tag: &str) -> IoResult<()> {
     let (from, to, replaced) = (saving(dir, tag), dir.join(tag), dir.join(format!("{REPLACED_PREFIX}{tag}")));
     let hold = File::open(&to)?;

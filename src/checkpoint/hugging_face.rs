@@ -29,14 +29,14 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
             config: gpt_config(model, sizes, n_head).map(|c| gpt_json(&c, dtype)),
         },
         (Some("gpt2"), None) => {
-            unknown("its parameters are not those of a GPT-2, although its client state says that it is one")
+            unknown("its parameters are not those of a GPT-2, although its client state describes one")
         }
         (Some("llama"), _) => HuggingFaceDescription {
             prefix: "",
             config: llama_config(model, &shapes).map(|config| llama_json(&config, dtype)),
         },
         (Some(other), _) => {
-            unknown(&format!("its client state says that it is a {other:?}; only gpt2 and llama are supported"))
+            unknown(&format!("its client state describes a {other:?}; only gpt2 and llama are supported"))
         }
         (None, None) => unknown(
             "its parameters are not those of a GPT-2, and its client state has no `model` that gives the architecture and \
@@ -99,13 +99,13 @@ fn gpt_config(model: &Value, sizes: Gpt2Sizes, n_head: Option<usize>) -> Result<
     let Gpt2Sizes { n_layer, n_embd, ctx, vocab } = sizes;
     for (key, found) in [("n_layer", n_layer), ("n_embd", n_embd), ("ctx", ctx), ("vocab", vocab)] {
         if model[key].as_u64().is_some_and(|said| said != found as u64) {
-            return Err(format!("its client state says {key} {}, but its parameters say {found}", model[key]));
+            return Err(format!("its client state contains {key} {}, but its parameters imply {found}", model[key]));
         }
     }
     let said = model["n_head"].as_u64().and_then(|n| usize::try_from(n).ok());
     let n_head = match (said, n_head) {
         (Some(said), Some(given)) if said != given => {
-            return Err(format!("its client state says n_head {said}, but {given} is given; omit n_head"));
+            return Err(format!("its client state contains n_head {said}, but {given} is given; omit n_head"));
         }
         (said, given) => {
             said.or(given).ok_or("the shapes do not determine the number of heads; set it with --n_head")?

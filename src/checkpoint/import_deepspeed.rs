@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 ///
 /// # Errors
 /// [`CheckpointError::Unusable`] if `dir` already has a checkpoint of that name; [`CheckpointError::DeepSpeed`] for
-/// anything that cannot be read; [`Error::Io`](crate::Error::Io). In all these cases `dir` has no new checkpoint.
+/// anything that cannot be read; [`Error::Io`](crate::Error::Io). In all these cases, `dir` has no new checkpoint.
 pub fn import(
     from: &DeepSpeedCheckpoint,
     dir: impl AsRef<Path>,

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The time for which a killed process may still hold a folder.
+/// The time for which a killed process may still hold the lock on a folder.
 const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The checkpoint that a run saved or loaded last.

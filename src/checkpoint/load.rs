@@ -31,13 +31,13 @@ use twox_hash::XxHash3_64;
 /// The parts of a checkpoint to load. Names and defaults are DeepSpeed's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// Loads the optimizer states and the loss scale. Default true.
+    /// Whether to load the optimizer states and the loss scale. Default true.
     pub load_optimizer_states: bool,
-    /// Loads the counter of the learning-rate schedule. Default true.
+    /// Whether to load the counter of the learning-rate schedule. Default true.
     pub load_lr_scheduler_states: bool,
-    /// Loads only parameters: no states, no counters. Default false.
+    /// Whether to load only parameters: no states, no counters. Default false.
     pub load_module_only: bool,
-    /// Requires the checkpoint to contain exactly the model's parameters. Otherwise parameters that it lacks stay
+    /// Whether the checkpoint must contain exactly the model's parameters. If false, parameters that it lacks stay
     /// unchanged, and additional ones are ignored. Default true.
     pub load_module_strict: bool,
 }
@@ -271,7 +271,7 @@ pub(crate) fn load(
     Ok(Some(checkpoint))
 }
 
-/// Opens a checkpoint in a folder that all ranks see, and returns the parts of it that this rank needs. Collective.
+/// Opens a checkpoint in a folder that all ranks share, and returns the parts of it that this rank needs. Collective.
 fn open(
     comm: &dyn Communicator,
     dir: &Path,

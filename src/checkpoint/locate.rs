@@ -124,7 +124,7 @@ fn host_tag_files(dir: &Path, tag: &str) -> std::result::Result<HostTagFiles, St
         Ok(path) => path,
         Err(_) => return Err(format!("has no {}", dir.join(tag).display())),
     };
-    let manifest = Manifest::read(&path.join(MANIFEST)).map_err(|error| format!("says: {error}"))?;
+    let manifest = Manifest::read(&path.join(MANIFEST)).map_err(|error| format!("reports: {error}"))?;
     let of_host = manifest.files.iter().map(|file| file.host.clone());
     // Rank 0 writes the buffers.
     let of_host = of_host.chain(manifest.files.first().map(|file| file.host.clone()));

@@ -17,7 +17,7 @@ pub(super) const MANIFEST: &str = "manifest.json";
 pub(super) const FORMAT: &str = "candle-zero checkpoint";
 
 /// The format version that is written. Version 1 had no buffers, blocks, frozen parameters, predecessors, learning
-/// rates set by the user, or rounding seed; its readers reject fields that they do not know. Version 3 is written only
+/// rates set by the user, or rounding seed; its readers reject unknown fields. Version 3 is written only
 /// for a pipeline of several ranks and for islands.
 pub(super) const VERSION: u32 = 2;
 pub(super) const PIPELINE_VERSION: u32 = 3;
@@ -41,15 +41,15 @@ pub struct Manifest {
     /// The checkpoint in the same folder that the run had saved or loaded before this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub previous: Option<String>,
-    /// The number of ranks that saved it.
+    /// The number of ranks that saved the checkpoint.
     pub world_size: usize,
-    /// The number of ranks along the pipeline that saved it; 1 without a pipeline.
+    /// The number of ranks along the pipeline that saved the checkpoint; 1 without a pipeline.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub pipeline_ranks: usize,
     /// The island's progress through its local steps, if its ranks took any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub islands: Option<IslandProgress>,
-    /// The ZeRO stage that it was saved at. Loading does not depend on it.
+    /// The ZeRO stage at which the checkpoint was saved. Loading does not depend on it.
     pub stage: u8,
     /// The precision of the model's parameters. The files contain f32.
     pub dtype: String,
@@ -126,7 +126,7 @@ pub struct Parameter {
     /// The number of updates before the first one of this parameter, if it was frozen until then.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub updates_before: u64,
-    /// The position in the pipeline of the ranks that saved it.
+    /// The position in the pipeline of the ranks that saved the parameter.
     #[serde(default, skip_serializing_if = "is_first")]
     pub pipeline_rank: usize,
 }
@@ -160,7 +160,7 @@ pub struct FileEntry {
     pub header_bytes: u64,
     /// XXH3 (64 bits) of the header, in hexadecimal.
     pub header_checksum: String,
-    /// The host that wrote it, if each host has its own folder (`checkpoint.use_node_local_storage`).
+    /// The host that wrote the file, if each host has its own folder (`checkpoint.use_node_local_storage`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
 }

@@ -22,7 +22,7 @@ use std::ops::Range;
 /// The number of bytes per checksum.
 pub(super) const BLOCK: usize = 1 << 20;
 
-/// The data begins at a multiple of this number of bytes in the file.
+/// The alignment of the data in the file, in bytes.
 pub(super) const PAGE: usize = 4096;
 
 /// The layout of the files.

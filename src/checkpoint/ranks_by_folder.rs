@@ -1,6 +1,6 @@
 //! The ranks that save into the same folder: all of them or, with `use_node_local_storage`, those of each host.
 //!
-//! Hosts that see the same folder despite that setting save into it together, whatever its path is on each of them.
+//! Hosts that share a folder despite that setting save into it together, whatever its path is on each of them.
 
 use super::folder::{VISIBILITY_PREFIX, create_all, not_written};
 use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
@@ -22,7 +22,7 @@ pub(super) struct RanksByFolder {
 }
 
 impl RanksByFolder {
-    /// Finds the ranks that see `dir`, which is created: all ranks or, with `on_each_host`, those of each host.
+    /// Finds the ranks that share `dir`, which is created: all ranks or, with `on_each_host`, those of each host.
     /// Collective.
     ///
     /// # Errors

@@ -44,16 +44,16 @@ use std::time::{Duration, Instant};
 /// The options of a save.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SaveOptions {
-    /// Makes `latest` name the checkpoint (DeepSpeed's `save_latest`). Default true.
+    /// Whether `latest` names the checkpoint afterwards (DeepSpeed's `save_latest`). Default true.
     pub save_latest: bool,
-    /// Writes the checkpoint while training continues. Default false.
+    /// Whether to write the checkpoint while training continues. Default false.
     pub in_background: bool,
-    /// Leaves out frozen parameters, such as those of the base model under an adapter (DeepSpeed's
+    /// Whether to leave out frozen parameters, such as those of the base model under an adapter (DeepSpeed's
     /// `exclude_frozen_parameters`). Loading leaves them unchanged. Default false.
     pub exclude_frozen_parameters: bool,
     /// The number of checkpoints saved without a tag that stay in the folder: the newest of this run, including those
     /// that it resumed from, then those of other runs. Older ones are removed, except checkpoints that the user named,
-    /// and the one that `latest` names. By default all stay.
+    /// and the one that `latest` names. By default, all stay.
     pub keep: Option<usize>,
 }
 
@@ -207,7 +207,7 @@ impl SaveJob {
                 }
             }) {
                 Ok(thread) => WriteJob::Thread(thread),
-                // If no thread can be started, the share is written now.
+                // If no thread can be started, the share is written immediately.
                 Err(_) => WriteJob::Done(share.write()),
             },
         };

@@ -10,7 +10,7 @@ use crate::util::fnv1a;
 pub(crate) enum CollectiveFailure {
     /// Communication failed, or only this rank gave up: the ranks are out of step.
     OutOfStep(Error),
-    /// One rank failed and all ranks know it: they are in step and can continue.
+    /// One rank failed, and all ranks have been notified: they are in step and can continue.
     InStep(Error),
 }
 
@@ -27,7 +27,7 @@ pub(crate) fn rank_failed(rank: usize) -> String {
     format!("rank {rank}{FAILED_ON_THAT_RANK}")
 }
 
-/// Returns the rank that a message made by [`rank_failed`] names.
+/// Returns the rank that a message created by [`rank_failed`] names.
 #[doc(hidden)]
 pub fn rank_pointed_at(message: &str) -> Option<usize> {
     let (before, _) = message.split_once(FAILED_ON_THAT_RANK)?;

@@ -8,7 +8,7 @@
 //!
 //! A thread that runs jobs holds the worker and takes the first job, so jobs run in the order of issue whichever thread
 //! runs them. If a waiting thread left its job to the comm thread, it would wait for that thread to wake, run the job
-//! and wake it again, which takes longer than a short collective itself. For the same reason the comm thread is not
+//! and wake it again, which takes longer than a short collective itself. For the same reason, the comm thread is not
 //! woken for short collectives: they start when a thread waits for them, with the next long one, or after
 //! [`MAX_QUEUE_DELAY`].
 
@@ -226,7 +226,7 @@ impl CollectiveLauncher {
                 log.add(kind, bytes, begin.elapsed());
             }
             if let (Err(error), None) = (&result, &worker.failed) {
-                // Abort at once: the training thread may compute for a long time before it waits for the result.
+                // Abort immediately: the training thread may compute for a long time before it waits for the result.
                 worker.abort_signal.abort(&error.to_string());
                 worker.failed = Some(error.clone());
             }

@@ -153,7 +153,7 @@ impl CpuCommunicator {
         let all = agree::gather_u64(self, &[division.as_ref().map_or(0, hash)])?;
         let groups = division.map_err(refused)?;
         if let Some(peer) = all.iter().position(|hash| *hash != all[rank]) {
-            let why = format!("rank {peer} passes different groups than this rank, which passes {}", listed(&groups));
+            let why = format!("rank {peer} passes groups that differ from those of this rank, {}", listed(&groups));
             return Err(refused(why).into());
         }
         let mut made = lock(&self.groups);
@@ -307,7 +307,7 @@ impl Communicator for CpuCommunicator {
 }
 
 impl Drop for CpuCommunicator {
-    /// Notifies the other ranks if this one panics. Otherwise launched collectives finish first.
+    /// Notifies the other ranks if this one panics. Otherwise, launched collectives finish first.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.abort_in_panic();

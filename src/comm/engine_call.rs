@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-/// The calls that launch collectives. In shared memory a call is represented by its index; index 0 means none of them.
+/// The calls that launch collectives. In shared memory, a call is represented by its index; index 0 means none of them.
 const CALLS: [&str; 12] = [
     "",
     "initialize",
@@ -29,7 +29,7 @@ pub(crate) struct EngineCallGuard {
     on_this_thread: PhantomData<*const ()>,
 }
 
-/// Marks this thread as being in `call`, unless it already is in another call, which then takes precedence.
+/// Marks this thread as being in `call`, unless it is already in another call, which then takes precedence.
 pub(crate) fn during(call: &str) -> EngineCallGuard {
     let before = CURRENT_CALL.get();
     if before == 0 {

@@ -213,8 +213,8 @@ pub enum CommError {
     },
     /// MPI and the environment report different ranks.
     #[error(
-        "the environment says rank {rank} of {world}, but MPI says rank {mpi_rank} of {mpi_world} ({library}): the \
-         library is not that of the mpirun which started the ranks or, under zerorun, is not MPICH-compatible; set \
+        "the environment reports rank {rank} of {world}, but MPI reports rank {mpi_rank} of {mpi_world} ({library}): \
+         the library is not that of the mpirun that started the ranks or, under zerorun, is not MPICH-compatible; set \
          CANDLE_ZERO_MPI_LIBRARY to the right file; Slurm's srun needs --mpi=pmi2"
     )]
     MpiForeign {
@@ -231,7 +231,7 @@ pub enum CommError {
     },
     /// Open MPI's mpirun has started the ranks, but the library is a different one, which would end them.
     #[error(
-        "Open MPI's mpirun started the ranks, but the library found is {library}: add Open MPI's lib folder to \
+        "Open MPI's mpirun started the ranks, but the library found is {library}; add Open MPI's lib folder to \
          LD_LIBRARY_PATH, set CANDLE_ZERO_MPI_LIBRARY to its file, or start the ranks with this library's own mpirun"
     )]
     MpiNotOpenMpi {
@@ -262,7 +262,7 @@ pub enum CommError {
     /// Not all ranks that were started individually have connected.
     #[error(
         "{came} of {world} ranks connected to MASTER_PORT {port} on this host within {limit:?}; rank {missing} is \
-         missing: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same \
+         missing; start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same \
          network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun"
     )]
     RanksMissing {
@@ -279,7 +279,7 @@ pub enum CommError {
     },
     /// Ranks were started individually, and rank 0 cannot be found.
     #[error(
-        "rank {rank} of {world} found no rank 0 at MASTER_PORT {port} on this host within {limit:?}: start it with \
+        "rank {rank} of {world} found no rank 0 at MASTER_PORT {port} on this host within {limit:?}; start it with \
          RANK=0, WORLD_SIZE={world} and the same MASTER_PORT, as the same user and in the same network namespace, or \
          all ranks with `zerorun --num_ranks {world}`; ranks on several hosts are joined by zerorun --nnodes, mpirun \
          or srun"

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //!   launch    NCCL's collective on its own stream + a few words over the communicator: which collective this is
-//!   wait      the words of all ranks are equal -> NCCL is done, or the communicator knows a rank that has failed
+//!   wait      the words of all ranks are equal -> NCCL is done, or the communicator reports a rank that has failed
 //! ```
 //!
 //! NCCL compares nothing and does not notice a dead peer. A rank therefore waits for NCCL only if all ranks have
-//! launched the same collective, and while it waits it asks the communicator whether all ranks are alive.
+//! launched the same collective, and while it waits, it checks with the communicator that all ranks are alive.
 
 use super::agree::gather_u64;
 use super::fingerprint::CollectiveFingerprint;
@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// The variable that chooses how ranks sum data on their GPUs: `exact`, `fast` or `off`.
+/// The variable that selects how ranks sum data on their GPUs: `exact`, `fast` or `off`.
 const NCCL_MODE: &str = "CANDLE_ZERO_NCCL";
 /// The variable that, if 1, keeps NCCL from accessing other threads' memory directly: CUDA's memory pools, which hold
 /// the tensors, are not accessible to other GPUs.
@@ -46,7 +46,7 @@ pub(crate) struct GpuCollectives {
 /// The capabilities that a rank reports before NCCL is used.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct NcclCapability {
-    /// Whether the library is available and this rank wants to use it.
+    /// Whether the library is available and this rank is configured to use it.
     usable: bool,
     fast: bool,
     /// Whether threads of one process may use it.

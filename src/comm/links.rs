@@ -48,7 +48,7 @@ pub(super) type LinkJob = Box<dyn FnOnce(&mut LinkWorker) + Send>;
 
 struct LinkThread {
     jobs: Sender<LinkJob>,
-    /// The launched messages whose result may still be asked for.
+    /// The launched messages whose result may still be requested.
     wanted: Vec<Weak<()>>,
     thread: JoinHandle<()>,
 }
@@ -106,7 +106,7 @@ impl PointToPointLinks {
     }
 
     /// Appends a job to a link. If it is the link's first job, `open` opens this rank's end of the link. `wanted` lives
-    /// as long as the result may be asked for.
+    /// as long as the result may be requested.
     pub(super) fn push(
         &self,
         id: LinkId,

@@ -151,10 +151,10 @@ use std::time::Duration;
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
 pub trait Communicator: Send + Sync {
-    /// This rank, counted from 0.
+    /// Returns this rank, counted from 0.
     fn rank(&self) -> usize;
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     fn size(&self) -> usize;
 
     /// Gathers the bytes of all ranks on every rank, in rank order. All ranks pass the same number of bytes.
@@ -300,15 +300,15 @@ pub trait Communicator: Send + Sync {
         Err(not_implemented("group").into())
     }
 
-    /// Returns the failure of another rank, if this one knows of one, without waiting. Such a failure ends waits for
-    /// operations that involve the other ranks but are not collectives of this communicator. By default no failure is
-    /// known.
+    /// Returns the failure of another rank, if one has been detected, without waiting. Such a failure ends waits for
+    /// operations that involve the other ranks but are not collectives of this communicator. By default, no failure is
+    /// reported.
     fn failure(&self) -> Option<CommError> {
         None
     }
 
-    /// Returns how long a rank waits for another, including when it polls [`failure`](Self::failure). By default ten
-    /// minutes.
+    /// Returns how long a rank waits for another, including when it polls [`failure`](Self::failure). The default is
+    /// ten minutes.
     fn timeout(&self) -> Duration {
         Duration::from_secs(600)
     }

@@ -135,7 +135,7 @@ fn launch<T: Send + 'static>(
     });
     let (open, wanted) = (|| open(presence, id), Arc::new(()));
     if let Err(error) = presence.links().push(id, presence.abort_signal(), open, (job, &wanted)) {
-        // Abort now: the result may never be asked for, while the other rank is waiting.
+        // Abort immediately: the result may never be requested, while the other rank is waiting.
         presence.abort_signal().abort(&error.to_string());
         return Pending::from_fn(move || Err(error.into()));
     }

@@ -1,4 +1,4 @@
-//! The environment variables through which launchers tell a process its rank.
+//! The environment variables through which launchers assign a rank to a process.
 //!
 //! The first matching row applies. A row matches if its rank or its world is set. `WORLD_SIZE=1` on its own means rank
 //! 0 of 1.
@@ -22,7 +22,7 @@
 //! Ranks started by an MPI launcher (all rows but the first) are connected by MPI, on one host or several. Ranks of
 //! `zerorun` are connected by MPI if it has started them on several hosts, or with `--backend mpi`. Ranks of the first
 //! row that were started by hand or by a launcher other than `zerorun` meet at `MASTER_PORT`, on one host
-//! (`rendezvous`). On several hosts MPI connects them if the variables of an MPI launcher agree.
+//! (`rendezvous`). On several hosts, MPI connects them if the variables of an MPI launcher agree.
 
 use std::os::fd::RawFd;
 use std::str::FromStr;

@@ -19,7 +19,7 @@ pub fn communicators(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn
         .collect()
 }
 
-/// Runs `rank` once per rank, each on a thread with a big stack, and returns the results in rank order.
+/// Runs `rank` once per rank, each on a thread with a large stack, and returns the results in rank order.
 ///
 /// # Errors
 /// Each rank's result, which may be an error, is at its position in the list. A panic of a rank is propagated once all

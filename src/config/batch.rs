@@ -110,7 +110,7 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
         return Err((
             0,
             format!(
-                "{found}; the maximum is {MAX_MICRO_BATCH}: set gradient_accumulation_steps, or use a smaller batch"
+                "{found}; the maximum is {MAX_MICRO_BATCH}, so set gradient_accumulation_steps or use a smaller batch"
             ),
         ));
     }

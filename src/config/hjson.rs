@@ -3,7 +3,7 @@
 //!
 //! Hjson is JSON with `#`, `//` and `/* */` comments, strings in single quotes or `'''`, and unquoted strings that
 //! extend to the end of their line. Outer braces, quotes around keys and commas at line ends are optional. An unquoted
-//! string that swallowed something by mistake (a bracket that it does not open, the next key) is refused. DeepSpeed
+//! string that contains something by mistake (a bracket that it does not open, the next key) is refused. DeepSpeed
 //! accepts such a string, or reports an error far from it.
 
 use super::TextPosition;
@@ -274,7 +274,7 @@ impl<'a> HjsonReader<'a> {
         Ok(JsonValue::String(text.into()))
     }
 
-    /// Fails if an unquoted string swallowed something that was not meant to be part of it.
+    /// Fails if an unquoted string contains text that was not meant to be part of it.
     fn refuse_swallowed(&mut self, text: &str, of_list: bool) -> Result<()> {
         let mut open = 0_i64;
         let unopened = text.chars().any(|c| {

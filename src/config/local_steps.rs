@@ -1,4 +1,4 @@
-//! Reads `local_steps`: islands of ranks that exchange what they have learned only once every so many steps.
+//! Reads `local_steps`: islands of ranks that exchange the changes in their weights only after many steps.
 
 use super::ConfigRule;
 use super::walk::ConfigWalk;
@@ -58,7 +58,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
         walk.problem(rule, &path, place, message);
     };
     if fragments > steps {
-        let why = "because each fragment is exchanged once in so many steps";
+        let why = "because each fragment is exchanged once in this many steps";
         refuse(
             ConfigRule::Conflict,
             "fragments",
@@ -77,7 +77,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
         refuse(
             ConfigRule::Range,
             "outer_lr",
-            "expected more than 0, found 0: nothing that an island learns would be kept".into(),
+            "expected more than 0, found 0: the training of the islands would have no effect".into(),
         );
     }
     if outer_momentum >= 1.0 {
@@ -108,7 +108,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
         nesterov: walk.bool("local_steps.nesterov"),
         fragments,
         fragment_delay,
-        // The exchange does not contain what an island learns while the exchange is on its way.
+        // The exchange does not contain the changes in an island's weights that occur while it is on its way.
         fragment_alpha: alpha.unwrap_or(if fragment_delay > 0 { 0.5 } else { 0.0 }),
         wire,
     })

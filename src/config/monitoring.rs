@@ -15,7 +15,8 @@ pub struct Monitoring {
     pub csv_monitor: Option<MonitorFolder>,
     /// `timers.throughput.enabled` (default true): log samples per second every `steps_per_print` steps.
     pub throughput: bool,
-    /// `memory_breakdown`: log memory use before and after forward, backward and step, every `steps_per_print` steps.
+    /// `memory_breakdown`: log memory use before and after each forward pass, and after each backward pass and step,
+    /// every `steps_per_print` steps.
     pub memory_breakdown: bool,
     /// `dump_state`: print the configuration and the engine's state at the start.
     pub dump_state: bool,
@@ -77,7 +78,7 @@ pub struct FlopsProfiler {
     pub top_modules: usize,
     /// `detailed` (default true): print one row per module.
     pub detailed: bool,
-    /// `output_file`: the file for the profile. Without it the profile is printed.
+    /// `output_file`: the file for the profile. Without it, the profile is printed.
     pub output_file: Option<PathBuf>,
 }
 

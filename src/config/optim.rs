@@ -270,7 +270,7 @@ fn untested(walk: &mut ConfigWalk<'_>, name: Option<&str>, stage: ZeroStage) {
                     to 3 need it";
         walk.note("zero_allow_untested_optimizer", text);
     }
-    // This key is noted whatever its value, because even its default, true, asks for DeepSpeed's CPU
+    // This key is noted whatever its value, because even its default, true, requests DeepSpeed's CPU
     // optimizer.
     let key = "zero_force_ds_cpu_optimizer";
     if walk.given.contains_key(key) && walk.bool(key) {

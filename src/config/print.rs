@@ -115,7 +115,7 @@ impl Config {
                 set(tree, "fp16.loss_scale", json!(fp16.loss_scale));
                 set(tree, "fp16.fp16_master_weights_and_grads", json!(!self.states.master_weights));
                 set(tree, "fp16.consecutive_hysteresis", json!(fp16.consecutive_hysteresis));
-                // With a static scale the other keys are only recorded.
+                // With a static scale, the other keys are only recorded.
                 if fp16.loss_scale == 0.0 {
                     set(tree, "fp16.initial_scale_power", json!(fp16.initial_scale_power));
                     set(tree, "fp16.loss_scale_window", json!(fp16.loss_scale_window));
@@ -126,7 +126,7 @@ impl Config {
         }
     }
 
-    /// Prints `activation_checkpointing`. `every_unit` decides, whatever the section's other keys ask for.
+    /// Prints `activation_checkpointing`. `every_unit` decides, whatever the section's other keys request.
     fn checkpointing_json(&self, tree: &mut Map<String, Value>) {
         set(tree, "activation_checkpointing.every_unit", json!(self.activation_checkpointing));
         set(tree, "activation_checkpointing.cpu_checkpointing", json!(self.cpu_checkpointing));
@@ -143,7 +143,7 @@ impl Config {
                 ("pin_memory", json!(offload.pin_memory)),
                 ("ratio", json!(offload.ratio)),
             ];
-            // Not a key of DeepSpeed, which refuses keys it does not know.
+            // Not a key of DeepSpeed, which refuses unknown keys.
             if let Some(after) = offload.delayed_update_after {
                 fields.extend([("delayed_update", json!(true)), ("delayed_update_after", json!(after))]);
             }

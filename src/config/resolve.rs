@@ -492,8 +492,7 @@ fn check_data_efficiency(walk: &mut ConfigWalk<'_>) {
     }
 }
 
-/// Returns whether every unit recomputes: if candle-zero's own key says so or, with a note, if any other key asks for
-/// it.
+/// Returns whether every unit recomputes: if candle-zero's own key requests it or, with a note, if any other key does.
 fn activation_checkpointing(walk: &mut ConfigWalk<'_>) -> bool {
     let path = |key: &str| format!("activation_checkpointing.{key}");
     if let Some(on) = walk.get(&path("every_unit")).and_then(Value::as_bool) {
@@ -503,9 +502,10 @@ fn activation_checkpointing(walk: &mut ConfigWalk<'_>) -> bool {
     let key = asks.into_iter().find(|key| walk.bool(&path(key)));
     let key = key.or(walk.int(&path("number_checkpoints")).map(|_| "number_checkpoints"));
     if let Some(key) = key {
-        let text = "treated as `every_unit`: every unit recomputes its forward pass during backward, which takes about a \
-                    third more time and gives the same results except for rounding (in DeepSpeed, only calls to \
-                    deepspeed.checkpointing recompute); set `every_unit` of this section to true or false to choose";
+        let text = "treated as `every_unit`: every unit recomputes its forward pass during the backward pass, which \
+                    takes about a third more time and gives the same results except for rounding (in DeepSpeed, only \
+                    calls to deepspeed.checkpointing recompute); set `every_unit` of this section to true or false to \
+                    choose";
         walk.note(&path(key), text);
     }
     key.is_some()

@@ -55,13 +55,13 @@ pub struct Config {
     pub gradient_check: bool,
     /// `pipeline`: how many ranks form a pipeline, and how layers are divided among its stages.
     pub pipeline: PipelineConfig,
-    /// `local_steps`: islands of ranks exchange what they have learned only once every so many steps; `None`: all ranks
+    /// `local_steps`: islands of ranks exchange the changes in their weights only after many steps; `None`: all ranks
     /// form one island.
     pub local_steps: Option<super::LocalStepsConfig>,
     /// The `seed` of the initial weights. Default 42.
     pub seed: u64,
     /// `activation_checkpointing.every_unit`, or another key of that section that requests it: every unit recomputes
-    /// its forward pass during backward.
+    /// its forward pass during the backward pass.
     pub activation_checkpointing: bool,
     /// `activation_checkpointing.cpu_checkpointing`: the inputs that recomputing units keep are moved out of the
     /// model's memory: to the host if the model is on a GPU, or to a file if anything is offloaded to `nvme`.
@@ -72,7 +72,7 @@ pub struct Config {
     pub tag_validation: TagValidation,
     /// `checkpoint.upload_to`: the object store that receives each checkpoint once it is on disk.
     pub upload_checkpoints_to: Option<String>,
-    /// `checkpoint.use_node_local_storage`: the ranks of each host save into a folder that only this host sees.
+    /// `checkpoint.use_node_local_storage`: the ranks of each host save into a folder that only this host can access.
     pub use_node_local_storage: bool,
     /// `checkpoint.writer.decoupled`: [`save_checkpoint`](crate::Engine::save_checkpoint) saves in the background.
     pub saves_in_background: bool,
@@ -202,13 +202,13 @@ pub struct ZeroConfig {
     /// `sub_group_size`: the number of elements of this rank's share that one part of an optimizer step updates.
     /// Default 1e9.
     pub sub_group_size: usize,
-    /// `stage3_prefetch_bucket_size`: the elements gathered ahead; 0 switches prefetching off. Default 5e7.
+    /// `stage3_prefetch_bucket_size`: the number of elements gathered ahead; 0 switches prefetching off. Default 5e7.
     pub prefetch_bucket_size: usize,
     /// `stage3_param_persistence_threshold`, in elements: smaller parameters stay gathered. Default 1e5.
     pub param_persistence_threshold: usize,
     /// `stage3_model_persistence_threshold`, in elements: the maximum total of all such parameters.
     pub model_persistence_threshold: usize,
-    /// `stage3_max_live_parameters`: the elements gathered at once before prefetching stops. Default 1e9.
+    /// `stage3_max_live_parameters`: the number of elements gathered at a time before prefetching stops. Default 1e9.
     pub max_live_parameters: usize,
     /// `stage3_max_reuse_distance`, in elements: a parameter used again within this many elements is not released.
     /// Default 1e9.
@@ -355,7 +355,7 @@ pub struct OffloadParam {
     pub buffer_count: usize,
     /// `buffer_size`, in elements. Default 1e8.
     pub buffer_size: usize,
-    /// `max_in_cpu`: the elements of this rank's shards that stay in memory with `nvme`. Default 1e9.
+    /// `max_in_cpu`: the number of elements of this rank's shards that stay in memory with `nvme`. Default 1e9.
     pub max_in_cpu: usize,
     /// `pin_memory`: copy shards from the host to a GPU through page-locked memory. Default true.
     pub pin_memory: bool,
@@ -371,7 +371,7 @@ impl OffloadParam {
 /// `aio`: the settings of requests to the files of `nvme`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Aio {
-    /// `block_size`: the bytes of a request, a multiple of 4 KiB and at most 16 MiB. Default 1 MiB.
+    /// `block_size`: the number of bytes of a request, a multiple of 4 KiB and at most 16 MiB. Default 1 MiB.
     pub block_size: usize,
     /// `queue_depth`: the number of requests in flight per unit of `intra_op_parallelism`. Default 8.
     pub queue_depth: usize,

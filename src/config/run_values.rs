@@ -1,4 +1,4 @@
-//! Values that a run knows before it reads its configuration.
+//! The values of a run that are available before its configuration is read.
 
 /// The run's values for keys that are `"auto"`; see [`Config::load_for`](super::Config::load_for).
 ///

@@ -302,7 +302,7 @@ fn a_host_whose_disk_lost_its_part_is_named() {
         assert!(text.contains(&format!("host {host} (ranks 2 to 3) has no ")), "{text}");
     }
     for text in lost(&|dirs| std::fs::write(dirs[0].path().join("two/manifest.json"), "{}").unwrap()) {
-        assert!(text.contains(&format!("host {host} (ranks 0 to 1) says: ")), "{text}");
+        assert!(text.contains(&format!("host {host} (ranks 0 to 1) reports: ")), "{text}");
     }
     let texts = lost(&|dirs| dirs.iter().for_each(|dir| std::fs::remove_file(dir.path().join("latest")).unwrap()));
     for rank in [0, 2] {

@@ -257,7 +257,7 @@ fn models_that_there_are_not() {
     "#);
     folder.write("huge.json", config(json!({"train_batch_size": 1_000_000_000_000u64})).to_string());
     insta::assert_snapshot!(folder.mistake("--ds_config huge.json"), @r#"
-    error: huge.json: line 1, column 53: `train_batch_size`: 1000000000000 samples per step on 1 rank amount to 1000000000000 per rank in each forward pass; the maximum is 4294967296: set gradient_accumulation_steps, or use a smaller batch
+    error: huge.json: line 1, column 53: `train_batch_size`: 1000000000000 samples per step on 1 rank amount to 1000000000000 per rank in each forward pass; the maximum is 4294967296, so set gradient_accumulation_steps or use a smaller batch
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

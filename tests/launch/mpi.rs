@@ -1067,7 +1067,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
                 insta::assert_snapshot!(text, @"LIBRARY (A stand-in 1.0) does not let several threads call it in turn (MPI_THREAD_SERIALIZED); use a build with thread support")
             }
             _ => {
-                insta::assert_snapshot!(text, @"the environment says rank 1 of 2, but MPI says rank 0 of 1 (LIBRARY (A stand-in 1.0)): the library is not that of the mpirun which started the ranks or, under zerorun, is not MPICH-compatible; set CANDLE_ZERO_MPI_LIBRARY to the right file; Slurm's srun needs --mpi=pmi2")
+                insta::assert_snapshot!(text, @"the environment reports rank 1 of 2, but MPI reports rank 0 of 1 (LIBRARY (A stand-in 1.0)): the library is not that of the mpirun that started the ranks or, under zerorun, is not MPICH-compatible; set CANDLE_ZERO_MPI_LIBRARY to the right file; Slurm's srun needs --mpi=pmi2")
             }
         }
     }
@@ -1081,7 +1081,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
             Mpi::OpenMpi => {
                 format!("Open MPI's mpirun started the ranks, but the library found is {}", library.display())
             }
-            Mpi::Mpich => "MPI says rank 0 of 1".into(),
+            Mpi::Mpich => "MPI reports rank 0 of 1".into(),
         };
         assert!(text.contains(&words), "{launcher:?}: {text}");
     }

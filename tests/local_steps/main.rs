@@ -1,4 +1,4 @@
-//! Local steps: islands of ranks that exchange what they have learned only every few steps.
+//! Local steps: islands of ranks that exchange the changes in their weights only every few steps.
 #![allow(clippy::unwrap_used)]
 
 mod bad_input;

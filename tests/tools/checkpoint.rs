@@ -324,7 +324,7 @@ fn a_gpt2_has_the_names_and_the_config_of_transformers() {
         (json!({"model": told}), &[], Ok(())),
         (Value::Null, &["--n_head", "3"], Ok(())),
         (Value::Null, &[], Err("do not determine the number of heads; set it with --n_head")),
-        (json!({"model": other}), &[], Err("says n_layer 5, but its parameters say 2")),
+        (json!({"model": other}), &[], Err("contains n_layer 5, but its parameters imply 2")),
     ];
     for (client_state, more, expected) in cases {
         let dir = folder();
@@ -367,7 +367,7 @@ fn heads_that_cannot_be_are_refused_before_anything_is_written() {
     save(dir.path(), &["tiny"]);
     let out = dir.path().join("out");
     for (tag, n_head, words) in [
-        ("gpt", "2", "says n_head 3, but 2 is given"),
+        ("gpt", "2", "contains n_head 3, but 2 is given"),
         ("untold", "5", "a multiple of n_head (5)"),
         ("untold", "0", "n_head is 0"),
         ("tiny", "2", "its parameters are not those of a GPT-2"),

@@ -96,7 +96,7 @@ impl OptimFile {
         let differs = facts(self).into_iter().zip(facts(first)).find(|(mine, theirs)| mine != theirs);
         let Some(((what, mine), (_, theirs))) = differs else { return Ok(()) };
         let problem = format!(
-            "{what} is {mine}, but {theirs} in {}; the files are not from the same checkpoint: copy it again",
+            "{what} is {mine}, but {theirs} in {}; the files are not from the same checkpoint; copy it again",
             first.archive.path().display()
         );
         Err(wrong(self.archive.path(), problem))
@@ -131,7 +131,7 @@ fn groups(
         let master = StoredTensor::of_weights(master)?;
         archive.check(&master)?;
         let mut tensors = BTreeMap::new();
-        // Before the first step a group has no state.
+        // Before the first step, a group has no state.
         if let Some(state) = states.and_then(|states| states.item(index).ok()) {
             for (name, value) in state.entries()? {
                 // The counter can be a tensor, too.

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 /// The index of a node in its pickle.
 pub(super) type PickleNodeId = usize;
 
-/// The description of a problem; callers that know the file add its name.
+/// The description of a problem; callers add the name of the file.
 pub(super) type PickleProblem = String;
 
 /// The maximum number of values in a pickle: one byte can create a value, which takes about 40 bytes of memory.

@@ -178,7 +178,7 @@ impl StoredTensor {
     }
 }
 
-/// Reads a shape: a tuple of counts, or a torch.Size made from one.
+/// Reads a shape: a tuple of counts, or a torch.Size of such a tuple.
 pub(super) fn shape(value: &PickleValue<'_>) -> Result<Vec<usize>, PickleProblem> {
     match value.call() {
         Some(("torch.Size", arguments)) => shape_of_counts(&arguments.item(0)?),

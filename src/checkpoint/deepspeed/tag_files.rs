@@ -77,7 +77,7 @@ impl TagFiles {
             Some((rank, path)) => {
                 let problem = format!(
                     "this is a file of rank {rank}, but the checkpoint is for {}; the folder has files of two \
-                     checkpoints: remove those that do not belong to it",
+                     checkpoints; remove those that do not belong to it",
                     counted(world_size, "rank")
                 );
                 Err(wrong(path, problem))

@@ -15,7 +15,7 @@ use zip::{CompressionMethod, ZipArchive};
 const MAX_PICKLE_BYTES: u64 = 32 << 20;
 /// The maximum size of the small entries alongside the pickle.
 const MAX_NOTE_BYTES: u64 = 64;
-/// The maximum number of bytes of a storage that are in memory at once, not counting the requested elements.
+/// The maximum number of bytes of a storage that are in memory at a time, not counting the requested elements.
 const READ_CHUNK: usize = 1 << 18;
 
 /// A file of `torch.save`. Only its list of entries stays in memory.
@@ -156,7 +156,7 @@ fn verify(file: BufReader<File>) -> Result<(), PickleProblem> {
 /// Returns the error for a file that cannot be understood.
 pub(super) fn damaged(path: &Path, problem: &str) -> Error {
     let problem = format!(
-        "{problem}; the file is damaged, or its layout is not DeepSpeed 0.19's: copy it again, or save the checkpoint \
+        "{problem}; the file is damaged, or its layout is not DeepSpeed 0.19's; copy it again, or save the checkpoint \
          again with that version"
     );
     CheckpointError::DeepSpeed { path: path.to_owned(), problem }.into()
@@ -176,7 +176,8 @@ fn stem(zip: &ZipArchive<BufReader<File>>) -> Result<String, PickleProblem> {
 fn check_byte_order(zip: &mut ZipArchive<BufReader<File>>, stem: &str) -> Result<(), PickleProblem> {
     let name = format!("{stem}/byteorder");
     if zip.index_for_name(&name).is_none() {
-        // The file was written by PyTorch before 2.1, whose files are little-endian on all relevant machines.
+        // The file was written by a version of PyTorch before 2.1, whose files are little-endian on all relevant
+        // machines.
         return Ok(());
     }
     match read_entry(zip, &name, MAX_NOTE_BYTES)?.as_slice() {
@@ -192,7 +193,7 @@ fn read_entry(zip: &mut ZipArchive<BufReader<File>>, name: &str, limit: u64) -> 
         return Err(format!("{name} has {} bytes; at most {limit} are read", entry.size()));
     }
     let mut bytes = vec![];
-    // Asks for one byte more than the limit, so that the end, where the checksum is compared, is always reached.
+    // Requests one byte more than the limit, so that the end, where the checksum is compared, is always reached.
     entry.take(limit + 1).read_to_end(&mut bytes).map_err(|e| format!("{name}: {e}"))?;
     Ok(bytes)
 }

@@ -31,7 +31,7 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 /// An upload in progress. Dropping it cancels the upload.
 pub(crate) struct CheckpointUpload {
     url: String,
-    /// Receives the result of sending this rank's files.
+    /// The channel that receives the result of sending this rank's files.
     sent: Receiver<Result<()>>,
     /// The thread, which returns the result of the complete upload.
     thread: Option<JoinHandle<Result<()>>>,

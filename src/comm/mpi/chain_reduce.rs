@@ -81,7 +81,7 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
             }
         }
     }
-    // On the last host no sums remain to be received.
+    // On the last host, no sums remain to be received.
     blocks[blocks.len().saturating_sub(behind)..].iter().try_for_each(|block| chain.take_sums(block))
 }
 
@@ -122,7 +122,7 @@ impl ChainReduce<'_> {
         Ok(())
     }
 
-    /// Waits for the partial sums of a block from the previous host: owner after owner. On the first host the values
+    /// Waits for the partial sums of a block from the previous host: owner after owner. On the first host, the values
     /// have no meaning.
     fn take_partial(&mut self, block: &Range<usize>) -> Result<Vec<f32>> {
         let mut partial = vec![0f32; self.role.owners.len() * block.len()];

@@ -8,7 +8,7 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub(super) struct GroupLink {
     link: Arc<MpiLink>,
-    /// The members' numbers in the job, in ascending order; those of all ranks if it is `None`.
+    /// The members' numbers in the job, in ascending order; `None` for all ranks.
     members: Option<Arc<[usize]>>,
     channel: usize,
 }

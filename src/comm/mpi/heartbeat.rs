@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The ranks of one host watch each other in shared memory, and notify the other hosts when one is gone. The remaining
-//! case is a host that can no longer notify anyone: MPI may wait for it for minutes, or forever.
+//! case is a host that can no longer notify anyone: MPI may wait for it for minutes, or indefinitely.
 
 use super::link::{MessageTag, MpiLink, MpiTransfer};
 use super::peer_exit_notices::PeerExitNotices;

@@ -192,7 +192,7 @@ impl HierarchicalCollectives {
 
     pub(in crate::comm) fn barrier(&mut self) -> Result<()> {
         self.0.begin(CollectiveKind::Barrier, WireFormat::Exact, DType::U8, 0, 0);
-        // One byte from each rank: a rank that has all of them knows that all have arrived.
+        // One byte from each rank: once a rank has received all of them, all ranks have arrived.
         let mut bytes = vec![0; self.0.size()];
         gather(&mut self.0, &mut bytes, 1)
     }

@@ -9,7 +9,7 @@
 //! A host sends each owner on another host one encoded chunk, however many ranks it has. Each of its ranks adds up its
 //! own chunk, and chunks of ranks of other hosts: those of the ranks at the same position on their hosts, if hosts have
 //! the same number of ranks. The owner adds the hosts' sums in host order, in f32, and rounds once. With one rank on
-//! each host the bits are thus those of parts that are encoded individually, and on one host those of exact parts.
+//! each host, the bits are thus those of parts that are encoded individually, and on one host those of exact parts.
 //!
 //! # Blocks in flight
 //!

@@ -25,7 +25,7 @@ pub(super) const MAX_MESSAGE_BYTES: usize = 1 << 18;
 /// The maximum number of bytes that a rank sends to all others at a time.
 const MAX_SENT_BYTES: usize = 16 << 20;
 /// The number of messages in flight to and from each other rank: the network is not idle while a received message is
-/// processed, nor while a library asks the other side for permission to send.
+/// processed, nor while a library waits for the other side's permission to send.
 pub(super) const MESSAGES_IN_FLIGHT: usize = 4;
 /// How long the failure of a rank on another host may go unnoticed after its consequence has been noticed on this host.
 const REMOTE_FAILURE_DELAY: Duration = Duration::from_millis(100);

@@ -198,7 +198,7 @@ fn none(tried: String) -> CommError {
     CommError::NoMpi { tried }
 }
 
-/// Loads a library so that the components which it loads itself find its symbols, as Open MPI's require.
+/// Loads a library so that the components that it loads itself find its symbols, as Open MPI's require.
 fn open(path: &Path) -> Result<Loaded, String> {
     // SAFETY: MPI libraries start their work in MPI_Init_thread; loading them runs nothing that could disturb this
     // program.

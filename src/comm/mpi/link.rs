@@ -36,8 +36,8 @@ pub(super) enum MessageTag {
 const MAX_TAGS: usize = 8;
 
 impl MessageTag {
-    /// Returns the maximum number of bytes sent as one MPI message. Libraries send up to 64 KiB at once; they announce
-    /// a longer message, and send it when the other side, which may be busy, has asked for it.
+    /// Returns the maximum number of bytes sent as one MPI message. Libraries send up to 64 KiB immediately; they
+    /// announce a longer message, and send it when the other side, which may be busy, has asked for it.
     fn packet_bytes(self) -> usize {
         match self {
             Self::Plain => c_int::MAX as usize,
@@ -49,7 +49,7 @@ impl MessageTag {
 /// How long the other ranks may take to end after one has failed.
 const PEER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The additional delay per rank, for up to [`MAX_DELAYED_RANKS`] ranks, before a rank aborts a failed job: Open MPI's
-/// mpirun may hang if several ranks abort at once; once one rank aborts, the next is ended before its turn.
+/// mpirun may hang if several ranks abort at the same time; once one rank aborts, the next is ended before its turn.
 const ABORT_DELAY_PER_RANK: Duration = Duration::from_millis(500);
 const MAX_DELAYED_RANKS: usize = 8;
 
@@ -179,14 +179,14 @@ impl MpiLink {
     }
 
     /// Ends MPI at the end of the process: finalizes it, which waits for the other ranks to reach this point too, or,
-    /// if a rank has failed, aborts all of them at once.
+    /// if a rank has failed, aborts all of them.
     pub(super) fn end(&self) {
         let failed = self.has_failed();
         if failed {
             // The others have been notified, and end on their own with their own error messages.
             std::thread::sleep(PEER_EXIT_TIMEOUT + ABORT_DELAY_PER_RANK * self.rank.min(MAX_DELAYED_RANKS) as u32);
         }
-        // Do not wait forever for a thread that is in a call now: it may be the one that ends the process.
+        // Do not wait indefinitely for a thread that is in a call: it may be the one that ends the process.
         let _calling = self.calling.try_lock();
         // SAFETY: no MPI function is called after this.
         unsafe { if failed { (self.library.abort)(self.library.world, 1) } else { (self.library.finalize)() } };
@@ -198,7 +198,7 @@ pub(super) struct MpiTransfer {
     link: Arc<MpiLink>,
     /// The requests of its unfinished packets, in order.
     requests: VecDeque<u64>,
-    /// The message's memory, made from a box. If a transfer is dropped in flight, which only happens after a failure,
+    /// The message's memory, taken from a box. If a transfer is dropped in flight, which only happens after a failure,
     /// its memory is left to MPI permanently.
     memory: *mut [u8],
 }
@@ -230,7 +230,7 @@ impl MpiTransfer {
     /// The transfer is not done.
     pub(super) fn into_bytes(self) -> Vec<u8> {
         assert!(self.requests.is_empty(), "a message is taken when it has arrived");
-        // SAFETY: made from a box, and MPI is done with it.
+        // SAFETY: the memory comes from a box, and MPI is done with it.
         unsafe { Box::from_raw(self.memory) }.into_vec()
     }
 }

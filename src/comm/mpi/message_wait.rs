@@ -84,7 +84,7 @@ impl MessageWait {
         Ok(())
     }
 
-    /// Returns the error which reports that rank `from` of another host has given up.
+    /// Returns the error that reports that rank `from` of another host has given up.
     pub(super) fn aborted(&self, from: usize, why: &str, op: String) -> CommError {
         let why = format!("on host {}: {why}", self.hosts.name_of(from));
         CommError::RankAborted { rank: self.rank, peer: from, why, op }

@@ -1,6 +1,6 @@
 //! Partial sums: f32 sums over the first ranks, to which the parts of the next ranks are added in rank order.
 //!
-//! On one machine a sum starts with the part of rank 0, widened; the part of each following rank is added in f32; and
+//! On one machine, a sum starts with the part of rank 0, widened; the part of each following rank is added in f32; and
 //! the result is rounded once. A part that is sent as integers contributes its decoded values, except that the rank
 //! that owns the sum adds its own part exactly. Here the same additions are made in the same order, some of them on
 //! each host.

@@ -125,7 +125,7 @@ impl PeerExitNotices {
                 StatusNotice::GivesUp(rank, why) => drop(state.failure.get_or_insert((rank, why))),
             }
         }
-        // A rank that has reported why it gives up knows more than the launcher.
+        // A reason that a rank itself has reported is more precise than the launcher's.
         Ok(state.failure.clone().or_else(|| self.region.remote_death()))
     }
 

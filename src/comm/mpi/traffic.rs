@@ -46,7 +46,7 @@ pub(super) enum ReduceAlgorithm {
     HostSums(InterHostFormat),
 }
 
-/// The bytes into the host that receives the most, and out of the host that sends the most.
+/// The bytes received by the host that receives the most, and sent by the host that sends the most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PeakHostTraffic {
     pub into: usize,

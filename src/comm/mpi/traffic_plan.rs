@@ -19,9 +19,9 @@ pub(crate) struct UniformHosts(HostTopology);
 /// Consecutive messages between hosts for one sum or gather. Headers are exchanged before them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct InterHostTransfer {
-    /// The bytes into the host that receives the most.
+    /// The number of bytes received by the host that receives the most.
     pub into: usize,
-    /// The bytes out of the host that sends the most.
+    /// The number of bytes sent by the host that sends the most.
     pub out: usize,
     /// The number of messages from one rank to another.
     pub messages: usize,
@@ -64,7 +64,7 @@ impl UniformHosts {
                 vec![self.gather(code.map_or(elements * size, |code| code.encoded_len(elements)))]
             }
             CollectiveKind::Barrier => vec![self.gather(1)],
-            // A message may stay on a host; a schedule of messages knows which do not.
+            // A message may stay within a host, which only a schedule of messages can determine.
             CollectiveKind::Send | CollectiveKind::Receive => Vec::new(),
         }
     }

@@ -135,7 +135,7 @@ impl RendezvousMembers {
         Ok(())
     }
 
-    /// Tells all ranks why the rendezvous failed.
+    /// Sends all ranks the reason why the rendezvous failed.
     pub(super) fn turn_away(self, why: &str) {
         for connection in &self.connections {
             _ = messages::turn_away(&connection.stream, why);

@@ -52,7 +52,7 @@ pub(super) fn welcome(to: &UnixStream, memory: BorrowedFd<'_>) -> io::Result<()>
     Ok(())
 }
 
-/// Tells a rank why it is not admitted.
+/// Sends a rank the reason why it is not admitted.
 pub(super) fn turn_away(mut to: &UnixStream, why: &str) -> io::Result<()> {
     let text = &why.as_bytes()[..why.floor_char_boundary(MAX_REASON_BYTES)];
     to.write_all(&[&(text.len() as u32).to_le_bytes(), text].concat())

@@ -121,15 +121,15 @@ mod tests {
         let port = port();
         let [first, third] = told([env(0, 3, port, 300), env(2, 3, port, 20_000)]);
         let [first, third] = [first, third].map(|text| text.replace(&port.to_string(), "PORT"));
-        insta::assert_snapshot!(first, @"2 of 3 ranks connected to MASTER_PORT PORT on this host within 300ms; rank 1 is missing: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
-        insta::assert_snapshot!(third, @"rank 0 cancelled the rendezvous: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 300ms; rank 1 is missing: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+        insta::assert_snapshot!(first, @"2 of 3 ranks connected to MASTER_PORT PORT on this host within 300ms; rank 1 is missing; start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+        insta::assert_snapshot!(third, @"rank 0 cancelled the rendezvous: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 300ms; rank 1 is missing; start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
     }
 
     #[test]
     fn rank_0_that_does_not_come_is_missed() {
         let port = port();
         let [second] = told([env(1, 2, port, 300)]);
-        insta::assert_snapshot!(second.replace(&port.to_string(), "PORT"), @"rank 1 of 2 found no rank 0 at MASTER_PORT PORT on this host within 300ms: start it with RANK=0, WORLD_SIZE=2 and the same MASTER_PORT, as the same user and in the same network namespace, or all ranks with `zerorun --num_ranks 2`; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+        insta::assert_snapshot!(second.replace(&port.to_string(), "PORT"), @"rank 1 of 2 found no rank 0 at MASTER_PORT PORT on this host within 300ms; start it with RANK=0, WORLD_SIZE=2 and the same MASTER_PORT, as the same user and in the same network namespace, or all ranks with `zerorun --num_ranks 2`; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
     }
 
     #[test]

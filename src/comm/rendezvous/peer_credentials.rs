@@ -24,7 +24,7 @@ unsafe extern "C" {
 }
 
 impl PeerCredentials {
-    /// Asks the kernel for the credentials.
+    /// Queries the kernel for the credentials.
     ///
     /// # Errors
     /// A system call failed.

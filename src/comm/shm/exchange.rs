@@ -1,6 +1,6 @@
 //! The primitive under every collective: each rank shows the others one piece of data.
 //!
-//! [`super::pieces`] describes how pieces go through shared memory. This file adds a fingerprint of
+//! [`super::pieces`] describes how pieces pass through shared memory. This file adds a fingerprint of
 //! the collective to each piece, and a limit to each wait.
 //!
 //! A wait ends with an error when a peer has died, given up or left, when its heartbeat stops, or when the time limit

@@ -128,7 +128,7 @@ impl PieceSlots {
         false
     }
 
-    /// Waits for the current piece of `peer` in naps. After each nap `overdue` decides whether `peer` is to be blamed.
+    /// Waits for the current piece of `peer` in naps. After each nap, `overdue` decides whether `peer` is to be blamed.
     ///
     /// # Errors
     /// The piece will not arrive: its rank has failed or left, or another rank has failed.

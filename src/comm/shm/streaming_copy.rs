@@ -1,8 +1,8 @@
-//! Copies of data too big to stay in cache.
+//! Copies of data that is too large to stay in cache.
 
 use std::mem::MaybeUninit;
 
-/// Copies `src` to `dst` of equal length. With `past_cache` the stores bypass the caches if the CPU supports it: a
+/// Copies `src` to `dst` of equal length. With `past_cache`, the stores bypass the caches if the CPU supports it: a
 /// plain store first reads the line that it overwrites, and evicts another line that was useful.
 pub(in crate::comm) fn copy(dst: &mut [MaybeUninit<u8>], src: &[u8], past_cache: bool) {
     assert_eq!(dst.len(), src.len(), "a copy between buffers of different length");
@@ -50,7 +50,7 @@ mod tests {
         {
             let mut dst = [MaybeUninit::new(0xff); 1100];
             copy(&mut dst[to..to + len], &src[from..from + len], past_cache);
-            // SAFETY: made of initialized bytes.
+            // SAFETY: all bytes are initialized.
             let dst = dst.map(|byte| unsafe { byte.assume_init() });
             assert_eq!(dst[to..to + len], src[from..from + len]);
             assert!(dst[..to].iter().chain(&dst[to + len..]).all(|byte| *byte == 0xff));

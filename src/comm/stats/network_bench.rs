@@ -17,7 +17,7 @@ const CPU_MEASUREMENT_SECS: f64 = 1.0;
 /// The maximum number of these repetitions.
 const MAX_CPU_ROUNDS: f64 = 200.0;
 
-/// The results of the measurement, which all ranks know.
+/// The results of the measurement, which are the same on all ranks.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[doc(hidden)]
 pub struct NetworkMeasurement {
@@ -42,14 +42,14 @@ pub struct NetworkMeasurement {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[doc(hidden)]
 pub struct TransferMeasurement {
-    /// The number of bytes that came into the host that received the most.
+    /// The number of bytes received by the host that received the most.
     pub into_a_host: f64,
     /// The time in seconds until the last rank was done.
     pub seconds: f64,
 }
 
 impl TransferMeasurement {
-    /// Returns the bytes per second that came into that host.
+    /// Returns the number of bytes per second that this host received.
     pub fn rate(self) -> f64 {
         self.into_a_host / self.seconds.max(f64::MIN_POSITIVE)
     }
@@ -78,8 +78,8 @@ pub fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMe
     Ok(Some(NetworkMeasurement { hosts, one_way_s: one_way, bytes, plain, reduce_scatter, all_gather, busy }))
 }
 
-/// Measures the bytes per second that come into a host in an all-gather of about `bytes` bytes. Collective. Returns
-/// `None` if all ranks are on one host.
+/// Measures the number of bytes per second that a host receives in an all-gather of about `bytes` bytes. Collective.
+/// Returns `None` if all ranks are on one host.
 ///
 /// # Errors
 /// A collective failed.
@@ -153,8 +153,8 @@ fn one_way(comm: &dyn Communicator, place: &MpiRank) -> Result<f64> {
     Ok(comm.gather_f64(vec![own]).wait()?.into_iter().flatten().fold(0.0, f64::max))
 }
 
-/// Runs a function on all ranks at the same time, several times. Returns the fastest time, and the bytes of `kind` that
-/// it brought into a host.
+/// Runs a function on all ranks at the same time, several times. Returns the fastest time, and the bytes that a host
+/// received in collectives of `kind`.
 fn fastest(comm: &dyn Communicator, kind: CollectiveKind, run: impl Fn() -> Result<()>) -> Result<TransferMeasurement> {
     let between = || comm.report().kind(kind).between_hosts_bytes;
     let mut best = TransferMeasurement { into_a_host: 0.0, seconds: Duration::MAX.as_secs_f64() };

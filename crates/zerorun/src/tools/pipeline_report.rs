@@ -111,8 +111,8 @@ impl PipelineReport {
         let (seconds, bubble) = self.step()?;
         _ = write!(
             text,
-            "\nper micro batch and boundary, {} cross the network forward, and as many backward\nranks wait for {:.1} % of \
-             a step",
+            "\nper micro batch and boundary, {} cross the network forward, and the same amount backward\nranks wait \
+             for {:.1} % of a step",
             binary(self.activation as u64),
             100.0 * bubble
         );
