@@ -10,7 +10,7 @@
 //! Sums and softmax are in f32. Products of f32 elements are also in f32. Products of 16-bit elements use tensor cores,
 //! with weights rounded to 16 bits. Every row of a result is written by one warp, which sums in order, so the bits are
 //! the same in every run. Tiles are counted from the start of each sequence, so that a packed sequence gives the same
-//! bits as when processed separately.
+//! bits as a separately processed one.
 
 use super::flat_view::DeviceFlatRef;
 use crate::kernels::attention::{AttentionRule, AttentionShape};

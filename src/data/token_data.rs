@@ -187,7 +187,7 @@ impl TokenData {
     pub(super) fn will_need(&self, start: usize, count: usize) {
         assert!(start + count <= self.len(), "tokens {start} .. {} of {}", start + count, self.len());
         match &self.tokens {
-            // This is only a hint: without it the tokens are read when they are first touched.
+            // This is only a hint: without it, the tokens are read when they are first accessed.
             TokenStorage::U16(map) => _ = map.advise_range(Advice::WillNeed, 2 * start, 2 * count),
             TokenStorage::Text(text) => text.will_need(start, count),
         }

@@ -16,9 +16,9 @@ use std::fmt;
 
 /// The maximum number of directions; after that many, the loss counts as one that cannot be judged.
 const MAX_DIRECTIONS: u32 = 8;
-/// A gap counts as a mistake if the probability of such a gap by chance, given the bends, is below this.
+/// A gap counts as a mistake if the probability of such a gap by chance, given the bends, is below this limit.
 const MAX_FALSE_ALARM_PROBABILITY: f64 = 1e-4;
-/// A missing part of the gradient does not explain a relative gap above this, so a verdict needs more directions.
+/// A missing part of the gradient does not explain a relative gap above this limit, so a verdict needs more directions.
 const MAX_EXPLAINED_GAP: f64 = 4.0;
 
 /// The tolerances of a comparison for a format.
@@ -31,7 +31,7 @@ pub(super) struct GradientTolerance {
     pub noise: f64,
     /// The limit of the output's bend relative to its change; above it, a larger perturbation adds no information.
     pub bends: f64,
-    /// Kinks rarely make a gap as large as this fraction of the expected change.
+    /// Kinks rarely cause a gap as large as this fraction of the expected change.
     large: f64,
     /// The probability threshold for gaps above `large`.
     seldom: f64,
@@ -59,7 +59,7 @@ impl GradientTolerance {
 pub enum GradientCheckVerdict {
     /// The gradient and the differences agree.
     Right,
-    /// They differ by more than the format, the bend of the loss and chance explain.
+    /// They differ by more than the format, the bend of the loss and chance can explain.
     Wrong,
     /// The loss changes too little, or bends too much, for a verdict.
     CannotTell,

@@ -45,8 +45,8 @@ impl<M> Engine<M> {
         self.islands.as_ref().map(|islands| islands.ranks.across().report())
     }
 
-    /// Exchanges what islands have learned, if it is due after this step. `applied` states whether the step changed
-    /// weights. Returns whether the exchange did.
+    /// Exchanges the changes of islands, if an exchange is due after this step. `applied` states whether the step
+    /// changed weights. Returns whether the exchange changed weights.
     pub(super) fn exchange_between_islands(&mut self, applied: bool) -> Result<bool> {
         let Some(islands) = &mut self.islands else { return Ok(false) };
         let samples = self.config.batch.train_batch_size / islands.ranks.count();

@@ -1,5 +1,5 @@
 //! Access to single parameters by name: values, gradients and optimizer states, like DeepSpeed's `safe_get_*` and
-//! `safe_set_*`, and parameters gathered outside of a forward pass.
+//! `safe_set_*`, and parameters gathered outside a forward pass.
 
 use super::{Engine, MicroStepPhase};
 use crate::comm::agree::{agree, rank_failed};
@@ -188,9 +188,9 @@ impl<M> Engine<M> {
     }
 
     /// Runs `run` while the parameters `names` are gathered, so that the parameters of [`model`](Self::model) can be
-    /// read outside of a forward (DeepSpeed's `GatheredParameters`, for reading; [`gathered_mut`](Self::gathered_mut)
-    /// changes them). They have the model's dtype. Collective at stage 3; at other stages every rank always has all
-    /// full parameters.
+    /// read outside a forward pass (DeepSpeed's `GatheredParameters`, for reading; [`gathered_mut`](Self::gathered_mut)
+    /// changes them). The gathered parameters have the model's dtype. Collective at stage 3; at other stages every rank
+    /// always has all full parameters.
     ///
     /// ```
     /// # use candle_zero::Engine;
@@ -215,9 +215,9 @@ impl<M> Engine<M> {
     }
 
     /// Collective: lets rank `modifier_rank` change the parameters `names` (DeepSpeed's `GatheredParameters` with a
-    /// `modifier_rank`). On that rank, `run` gets their full values, in the order of `names`, at full precision in f32. The
-    /// tensors that `run` leaves in its argument become the parameters' values on every rank, at every stage and with any
-    /// offload. On other ranks, `run` is not called. Optimizer states are unchanged.
+    /// `modifier_rank`). On that rank, `run` gets their full values, in the order of `names`, at full precision in f32.
+    /// The tensors that `run` leaves in its argument become the parameters' values on every rank, at every stage and
+    /// with any offload. On other ranks, `run` is not called. Optimizer states are unchanged.
     ///
     /// ```
     /// # use candle_zero::Engine;

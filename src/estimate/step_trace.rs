@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StepPhase {
     Forward,
-    /// The backward, including recomputation.
+    /// The backward pass, including recomputation.
     Backward,
     /// The optimizer's update.
     Update,
@@ -157,7 +157,8 @@ impl StepTrace {
         })
     }
 
-    /// Simulates the step. `computing` returns the seconds of an amount of work, `travelling` the time of a collective.
+    /// Simulates the step. `computing` returns the seconds of an amount of work, and `travelling` the time of a
+    /// collective.
     pub fn simulate(
         &self,
         computing: impl Fn(StepPhase, f64) -> f64,
@@ -273,8 +274,8 @@ mod tests {
         (step, wire)
     }
 
-    /// Returns the trace of a backward of four seconds with two buckets, one launched every two seconds. A bucket is
-    /// waited for when the next one is launched, or at the end.
+    /// Returns the trace of a backward pass of four seconds with two buckets, one launched every two seconds. A bucket
+    /// is waited for when the next one is launched, or at the end.
     fn backward(overlaps: bool) -> StepTrace {
         let mut step_trace = StepTrace::default();
         step_trace.compute(StepPhase::Backward, 1.0);

@@ -50,7 +50,7 @@ fn ranks_that_cannot_be_divided_into_islands_are_named() {
     insta::assert_snapshot!(run(4, 3, config(&json!({}), 1, 3)), @"cannot take local steps: local_steps.islands is 3, but 4 ranks cannot be divided into that many islands of equal size; use a divisor of 4, or start a different number of ranks");
     let mut groups = config(&json!({}), 3, 2);
     groups["zero_optimization"]["mics_shard_size"] = json!(4);
-    insta::assert_snapshot!(run(4, 2, groups), @"cannot take local steps: zero_optimization.mics_shard_size is 4, but an island has 2 ranks; use a divisor of that");
+    insta::assert_snapshot!(run(4, 2, groups), @"cannot take local steps: zero_optimization.mics_shard_size is 4, but an island has 2 ranks; use a divisor of that number");
 }
 
 #[test]
