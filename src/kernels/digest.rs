@@ -5,7 +5,7 @@ use super::simd::{SimdLoop, level};
 
 /// The number of bytes of a task.
 const CHUNK: usize = 1 << 18;
-/// The number of 64-bit words that are absorbed at once.
+/// The number of 64-bit words that are absorbed together.
 const LANES: usize = 8;
 
 /// Returns a digest of `bytes` and of their number, in one pass at memory speed. Equal bytes have equal digests for any

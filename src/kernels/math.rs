@@ -10,7 +10,7 @@ const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// Adding 1.5 x 2^23 rounds to an integer, which is then in the low bits.
 const ROUND: f32 = 12_582_912.0;
-/// Adding this also rounds to an integer n, but the low bits are then the exponent field of 2^n.
+/// Adding this number also rounds to an integer n, but the low bits are then the exponent field of 2^n.
 const ROUND_TO_EXPONENT: f32 = ROUND + 127.0;
 
 /// sqrt(2 / pi), in GELU's tanh approximation.

@@ -22,8 +22,7 @@ use std::fmt;
 /// The relation of the ranks along one axis of the mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum MeshAxis {
-    /// The ranks train their own copies of the model, and exchange what they have learned only every so many steps (local
-    /// steps).
+    /// The ranks train their own copies of the model, and exchange their changes only after many steps (local steps).
     Island,
     /// The ranks train on different micro batches: data parallelism, under any ZeRO stage.
     Data,

@@ -96,7 +96,8 @@ impl DecoderConfig {
         (self.dropout > 0.0).then(|| Dropout::new(self.dropout, 0))
     }
 
-    /// Builds the projection `name` of a block. `is_residual`: whether its output is added to the residual stream.
+    /// Builds the projection `name` of a block. `is_residual` states whether its output is added to the residual
+    /// stream.
     fn projection(
         &self,
         name: &str,

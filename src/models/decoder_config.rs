@@ -64,7 +64,7 @@ pub struct DecoderConfig {
     pub padding: Option<u32>,
     /// Whether the output projection is the token embedding.
     pub tie_word_embeddings: bool,
-    /// Whether each block keeps only its input in forward and runs again in backward.
+    /// Whether each block keeps only its input in the forward pass and runs again in the backward pass.
     pub checkpoint_activations: bool,
     /// The probability with which training drops elements of the sum of the embeddings, and of the output that each
     /// attention and each MLP adds to the residual stream. Attention weights are never dropped.

@@ -144,7 +144,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 
 /// See [`crate::nn::gelu_tanh()`].
 pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
-    // Candle's `gelu` is not used, because its backward uses constants with only six digits.
+    // Candle's `gelu` is not used, because its backward pass uses constants with only six digits.
     let h = wide(x)?;
     let cube = (h.sqr()? * &h)?;
     let inner =

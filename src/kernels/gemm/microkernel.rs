@@ -63,7 +63,7 @@ kernels!(F32Words<Neon>, [1, 2, 4, 8], [1, 2, 3]);
 ///
 /// # Safety
 /// The processor must have the arithmetic's instructions; `a`, `b` and `sums` contain the rows, columns and steps that
-/// this reads and writes.
+/// this function reads and writes.
 unsafe fn kernel<A: GemmArithmetic, const R: usize, const N: usize>(
     steps: usize,
     a: StridedWords,
