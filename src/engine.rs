@@ -63,7 +63,7 @@ use reporter::EngineReporter;
 use std::sync::Arc;
 use step_clock::{MicroStepCall, StepClock};
 
-/// Wraps a model and trains it with ZeRO.
+/// A wrapper around a model that trains it with ZeRO.
 ///
 /// ```
 /// use candle_core::Tensor;
@@ -103,7 +103,7 @@ pub struct Engine<M> {
     check: FiniteDifferenceChecker,
     global_steps: u64,
     micro_steps: u64,
-    /// The seed for the random numbers drawn in forward.
+    /// The seed for the random numbers drawn in forward passes.
     seed: u64,
     accumulation: AccumulationProgress,
     /// The number of forward passes in this micro step.
@@ -228,7 +228,7 @@ impl<M> Engine<M> {
     /// ranks must run them in the same order.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] without a preceding forward; [`EngineError::NonFiniteLoss`] in f32; a failed
+    /// [`EngineError::OutOfOrder`] without a preceding forward pass; [`EngineError::NonFiniteLoss`] in f32; a failed
     /// collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.check_order("backward", &[MicroStepPhase::Forwarded])?;
@@ -255,7 +255,7 @@ impl<M> Engine<M> {
     /// with `check_grad_overflow`).
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] without a preceding backward; [`EngineError::NonFiniteGradient`] in f32;
+    /// [`EngineError::OutOfOrder`] without a preceding backward pass; [`EngineError::NonFiniteGradient`] in f32;
     /// [`EngineError::LossScaleAtMinimum`]; [`EngineError::NoGradient`] in the first step; a failed collective. Also
     /// the error of a failed background save: in that case the step has been completed, and the engine can continue.
     pub fn step(&mut self) -> Result<()> {

@@ -94,7 +94,7 @@ pub struct HeldBytes {
     pub peak: usize,
 }
 
-/// Counts allocations by kind and tier.
+/// A ledger that counts allocations by kind and tier.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct MemoryLedger(Arc<Mutex<LedgerTotals>>);
 

@@ -191,7 +191,7 @@ fn backward_of<'a, E: AttentionElement>(
     tiles.give(&mut arguments);
     arguments.arg(&q.values).arg(&k.values).arg(&v.values);
     arguments.arg(&dout).arg(lse).arg(&along).arg(&dq);
-    // SAFETY: as in forward; `pointer` has checked the length of the gradients.
+    // SAFETY: as in `forward_of`; `pointer` has checked the length of the gradients.
     unsafe { arguments.launch(how.over([tiles.count, h.heads, 1])) }.w()?;
 
     let function = call.function::<E>("backward_keys", how)?;

@@ -18,7 +18,7 @@ pub enum SampleOrder {
     },
 }
 
-/// Maps the index of a sample to the index of its first token in a token sequence.
+/// A map from the index of a sample to the index of its first token in a token sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sampler {
     order: SampleOrder,

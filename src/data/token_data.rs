@@ -207,7 +207,7 @@ impl TokenData {
     /// Checks that all tokens are below `vocab`, if the check takes negligible time.
     ///
     /// # Errors
-    /// [`DataError::TokenOutOfVocabulary`] with the first token that is not.
+    /// [`DataError::TokenOutOfVocabulary`] with the first token that is not below `vocab`.
     pub(super) fn check_all(&self, vocab: usize) -> Result<()> {
         const PIECE: usize = 1 << 16;
         if self.is_byte_level() && vocab >= BYTE_VOCABULARY || self.len() > MAX_CHECKED_AT_START {
@@ -225,7 +225,7 @@ impl TokenData {
     /// Checks that tokens `tokens`, which start at position `start`, are below `vocab`.
     ///
     /// # Errors
-    /// [`DataError::TokenOutOfVocabulary`] with the first token that is not.
+    /// [`DataError::TokenOutOfVocabulary`] with the first token that is not below `vocab`.
     pub(super) fn check_vocab(&self, start: usize, tokens: &[u32], vocab: usize) -> Result<()> {
         // Finding the maximum is vectorized; only an error is worth a search for the first bad token.
         let largest = tokens.iter().fold(0, |largest, t| largest.max(*t));

@@ -146,7 +146,7 @@ impl EngineBuilder {
     }
 
     /// Sets a custom optimizer, which must be the same on all ranks. It takes precedence over the configuration's
-    /// `optimizer`. At stages 1 to 3 the configuration must allow it with `zero_allow_untested_optimizer`, as in
+    /// `optimizer`. At stages 1 to 3, the configuration must allow it with `zero_allow_untested_optimizer`, as in
     /// DeepSpeed.
     #[must_use]
     pub fn optimizer(mut self, optimizer: impl Optimizer + 'static) -> Self {
@@ -166,7 +166,7 @@ impl EngineBuilder {
     /// or that are not trained. The following are always buffers: all integer tensors, and tensors whose name ends with
     /// the component `running_mean`, `running_var`, `num_batches_tracked`, `position_ids` or `inv_freq`.
     ///
-    /// Every rank keeps a full copy of a buffer, as a variable of the dtype that was asked for (running statistics in a
+    /// Every rank keeps a full copy of a buffer, as a variable of the requested dtype (running statistics in a
     /// 16-bit model are f32). A buffer has no gradient and is not a parameter; it is saved, loaded and exported with
     /// the parameters.
     #[must_use]
@@ -230,9 +230,9 @@ impl EngineBuilder {
     }
 
     /// Quantizes the frozen parameters for which `rule`, given name and shape, returns true, in the format `packing`.
-    /// Both must be the same on all ranks. At stage 3 a rank's share is packed in memory and in files, packed bytes are
-    /// gathered, and a unit's parameters are unpacked while the unit needs them. Below stage 3, where every rank keeps
-    /// full parameters, the model computes with the same values but uses the memory of its own precision. Takes
+    /// Both must be the same on all ranks. At stage 3, a rank's share is packed in memory and in files, packed bytes
+    /// are gathered, and a unit's parameters are unpacked while the unit needs them. Below stage 3, where every rank
+    /// keeps full parameters, the model computes with the same values but uses the memory of its own precision. Takes
     /// precedence over `zero_quantized_nontrainable_weights`.
     ///
     /// Blocks run through a parameter's elements in row-major order; the last one may be shorter.

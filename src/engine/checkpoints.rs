@@ -147,7 +147,7 @@ impl<M> Engine<M> {
 
     /// Returns an error, before training, if [`export_safetensors`](Self::export_safetensors) could not write `path`
     /// later: the folder does not exist or is read-only, the name is taken by something else, or the disk has too
-    /// little space. Not collective: call it on rank 0, which writes the file.
+    /// little space. Not collective; call it on rank 0, which writes the file.
     ///
     /// # Errors
     /// [`OutputError`](crate::error::OutputError); [`Error::Io`](crate::Error::Io).
@@ -168,7 +168,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks if the checkpoint is damaged
     /// or belongs to another model or optimizer, or if the folder has checkpoints but neither `tag` nor `latest` names
-    /// one. In that case the engine is unchanged, except that a delayed update has been completed and a forward pass
+    /// one. In that case, the engine is unchanged, except that a delayed update has been completed and a forward pass
     /// without a backward pass no longer counts.
     /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation; a
     /// failed collective.

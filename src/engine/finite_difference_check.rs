@@ -81,7 +81,7 @@ impl<M> Engine<M> {
     /// next steps, up to eight steps in total. Then [`gradient_report`](Self::gradient_report) returns the result. As
     /// soon as a gradient is known to be wrong, the step ends with an error. Collective.
     ///
-    /// The first step of a run does the same with all parameters at once, for two extra forward passes, unless
+    /// The first step of a run does the same with all parameters together, for two extra forward passes, unless
     /// `gradient_check` in the configuration or [`EngineBuilder::gradient_check`](crate::EngineBuilder::gradient_check)
     /// disables it.
     ///
@@ -248,7 +248,7 @@ impl<M> Engine<M> {
         f64::from(largest) * unit_of(output.dtype()).max(self.limits().noise)
     }
 
-    /// Stores, along with the output of a forward pass, how perturbations changed it.
+    /// Stores, along with the output of a forward pass, how perturbations changed the output.
     fn keep_probe(&mut self, PerturbedOutputs { moved, unmoved }: PerturbedOutputs, output: &Tensor) -> Result<()> {
         let about = self.core.last_output();
         if about.is_none() && output.track_op() {

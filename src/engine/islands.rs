@@ -273,7 +273,7 @@ impl Islands {
     }
 
     /// Continues a run that this island has saved. The sums of fragments in flight are among the optimizer states. With
-    /// a different schedule they are dropped, and the samples are counted anew.
+    /// a different schedule, they are dropped, and the samples are counted anew.
     pub fn resume(&mut self, core: &RankCore, saved: &IslandProgress) {
         self.begin_anew();
         if saved.schedule != self.schedule_numbers() || saved.samples.len() != self.samples.len() {

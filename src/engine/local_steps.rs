@@ -7,7 +7,7 @@ use crate::error::{EngineError, Error, Result};
 
 impl<M> Engine<M> {
     /// Collective among all ranks of the job: ends the current window of local steps early, so that all islands have the
-    /// same weights. Without `local_steps` it does nothing.
+    /// same weights. Without `local_steps`, it does nothing.
     ///
     /// Call it after the last step, before weights are evaluated or exported, unless the last step ended a window.
     ///

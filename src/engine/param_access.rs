@@ -38,7 +38,7 @@ impl<M> Engine<M> {
     }
 
     /// Collective: returns the full optimizer state `key` (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, ...) of
-    /// parameter `name`, in f32 and the parameter's shape. Before the first update it is zero.
+    /// parameter `name`, in f32 and the parameter's shape. Before the first update, it is zero.
     ///
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::UnknownState`], also for
@@ -56,7 +56,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::ValueShape`];
     /// [`EngineError::OutOfOrder`] between forward and backward, because the graph contains the old values. In all
-    /// these cases nothing has changed.
+    /// these cases, nothing has changed.
     pub fn safe_set_full_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_full_fp32_param";
         self.not_on_islands(CALL)?;
@@ -139,7 +139,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`EngineError::NotSharded`] at stage 0; [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`];
     /// [`ParamError::LocalShape`], and [`EngineError::Elsewhere`] on the ranks whose value is right;
-    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases nothing has changed.
+    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases, nothing has changed.
     pub fn safe_set_local_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_local_fp32_param";
         self.not_on_islands(CALL)?;
@@ -234,8 +234,8 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`ParamError::Unknown`]; [`EngineError::NoSuchRank`]; [`EngineError::ArgumentsDiffer`] between ranks; the error
     /// of `run`, or [`ParamError::ValueShape`], on the rank where it ran, and [`EngineError::Elsewhere`] on the others;
-    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases nothing has changed, and the engine
-    /// can continue.
+    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases, nothing has changed, and the
+    /// engine can continue.
     pub fn gathered_mut(
         &mut self,
         names: &[&str],

@@ -11,6 +11,6 @@ pub struct EstimateOptions {
     pub recompute: bool,
     /// The number of hosts, each with the same number of ranks. 0 and 1 mean that all ranks are on one host.
     pub hosts: usize,
-    /// The access mode of files. By default it is the one that the engine would choose on this machine.
+    /// The access mode of files. By default, it is the mode that the engine would choose on this machine.
     pub disk_access: Option<DiskAccess>,
 }

@@ -110,11 +110,11 @@ pub(crate) struct GradSlot {
     /// The parts that are computed later, in the order of arrival, with the generation in which each of them arrived.
     later: Mutex<Vec<(u64, DeferredPart)>>,
     before: Mutex<Vec<BackwardHook>>,
-    /// Decides whether gradients are taken now. They always are if there is no gate.
+    /// The gate that decides whether gradients are taken now. Without a gate, they always are.
     gate: Option<GradGate>,
 }
 
-/// Computes a part of a gradient and delivers it to the slot.
+/// A function that computes a part of a gradient and delivers it to the slot.
 type DeferredPart = Box<dyn FnOnce(Arc<GradSlot>) -> Result<()> + Send>;
 
 /// A gradient, some parts of which have not been computed yet. These parts keep the data that they need in memory.
@@ -149,7 +149,7 @@ impl DeferredGradient {
     }
 }
 
-/// Decides, for the backward pass that this thread runs, whether a slot takes gradients.
+/// A function that decides, for the backward pass that this thread runs, whether a slot takes gradients.
 pub(crate) type GradGate = Box<dyn Fn() -> bool + Send + Sync>;
 
 /// A function that runs before the operation that produced a tensor is differentiated.
@@ -246,7 +246,7 @@ impl GradSlot {
         *lock(&self.grad) = Some((PASS.get(), grad));
     }
 
-    /// Calls `write` to add to the gradient in place (`true`), or to create it (`false`). In the latter case it
+    /// Calls `write` to add to the gradient in place (`true`), or to create it (`false`). In the latter case, it
     /// receives `len` elements with arbitrary values and must write all of them.
     pub fn accumulate<E: TensorElement>(
         &self,

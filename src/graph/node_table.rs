@@ -15,13 +15,13 @@ pub(crate) struct GraphNode {
     pub token: Tensor,
     pub slot: Arc<GradSlot>,
     remake: Option<RecomputeFn>,
-    /// If false, operations that are recorded now do not want the tensor's gradient.
+    /// Whether operations that are recorded now want the tensor's gradient; `None` if they always do.
     wanted: Option<Arc<AtomicBool>>,
     /// The elements whose gradient is incomplete on purpose, so that gradient checks do not perturb them.
     pub still: Range<usize>,
 }
 
-/// Computes a tensor's values again.
+/// A function that computes a tensor's values again.
 type RecomputeFn = Arc<dyn Fn() -> Result<Tensor> + Send + Sync>;
 
 impl GraphNode {

@@ -18,7 +18,7 @@ pub(crate) fn digest(bytes: &[u8]) -> u64 {
     chunks.into_iter().fold(mixed(bytes.len() as u64), |all, chunk| mixed(all ^ chunk).wrapping_add(chunk))
 }
 
-/// Computes the digest of one chunk.
+/// The loop that computes the digest of one chunk.
 struct DigestChunk<'a>(&'a [u8]);
 
 impl SimdLoop for DigestChunk<'_> {

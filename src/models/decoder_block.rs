@@ -175,7 +175,7 @@ impl BlockNorm {
     }
 }
 
-/// Builds a root-mean-square norm of the configured kind. With `by_head` it normalizes each group of `width`
+/// Builds a root-mean-square norm of the configured kind. With `by_head`, it normalizes each group of `width`
 /// elements in the last dimension.
 fn rms_norm(config: &DecoderConfig, width: usize, by_head: bool, vb: VarBuilder<'_>) -> Result<RmsNorm> {
     let plus_one = config.norm == NormKind::RmsPlusOne;

@@ -76,7 +76,7 @@ pub struct DecoderConfig {
 /// The settings that differ between the blocks of a decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct BlockConfig {
-    /// The number of positions that a position sees, itself included. Without a number it sees all positions up to its
+    /// The number of positions that a position sees, itself included. Without a number, it sees all positions up to its
     /// own.
     pub window: Option<usize>,
     /// The rotary positions. They are not used with learned positions.

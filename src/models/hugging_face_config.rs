@@ -330,7 +330,7 @@ fn padding(keys: &JsonKeys<'_>, family: &ModelFamily, vocab: usize) -> Result<Op
     }
 }
 
-/// Reads the activation that `key` names. Without the key it is the tanh approximation of GELU if `is_gelu`, otherwise
+/// Reads the activation that `key` names. Without the key, it is the tanh approximation of GELU if `is_gelu`, otherwise
 /// SiLU.
 fn activation(keys: &JsonKeys<'_>, key: &str, is_gelu: bool, is_gated: bool) -> Result<Activation> {
     match keys.text(key)? {

@@ -175,7 +175,7 @@ pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv
     attention(q, k, v, n_head, n_kv_head, &AttentionOptions::default(), None)
 }
 
-/// See [`crate::nn::attention()`]. Without sequences there may be more keys than queries, as in [`grouped_attention`].
+/// See [`crate::nn::attention()`]. Without sequences, there may be more keys than queries, as in [`grouped_attention`].
 pub fn attention(
     q: &Tensor,
     k: &Tensor,

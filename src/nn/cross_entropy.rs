@@ -100,7 +100,7 @@ const CHUNK: usize = 52 << 20;
 /// too.
 ///
 /// If gradients are needed, they are computed together with the loss, in f32 and without the incoming gradient.
-/// The backward pass multiplies them by the incoming gradient before they are rounded. Until then the gradients of `h`
+/// The backward pass multiplies them by the incoming gradient before they are rounded. Until then, the gradients of `h`
 /// and `weight` are kept in f32.
 ///
 /// # Errors

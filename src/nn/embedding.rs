@@ -136,7 +136,7 @@ fn rounded<E: TensorElement>(
 /// Returns the elements of a u32 tensor on any device, in row-major order.
 pub(super) fn host_ids(ids: &Tensor, op: &str, what: &str) -> Result<Vec<u32>> {
     if ids.dtype() != DType::U32 {
-        bail!("{op}: the {what} have dtype {:?}, but u32 is needed; convert them with to_dtype(DType::U32)", ids.dtype())
+        bail!("{op}: the {what} have dtype {:?}, not u32; convert them with to_dtype(DType::U32)", ids.dtype())
     }
     ids.flatten_all()?.to_vec1()
 }

@@ -43,7 +43,7 @@ pub(super) struct NcclConfig {
 }
 
 impl NcclConfig {
-    /// Calls return before they are complete, so a missing peer cannot block them.
+    /// A configuration in which calls return before they are complete, so a missing peer cannot block them.
     pub(super) const NOT_BLOCKING: Self =
         Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21400, blocking: 0, unset: UNSET_INT };
 }

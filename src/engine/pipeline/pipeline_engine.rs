@@ -21,7 +21,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Trains a model whose layers are divided among ranks (DeepSpeed's `PipelineEngine`).
+/// An engine that trains a model whose layers are divided among ranks (DeepSpeed's `PipelineEngine`).
 ///
 /// A rank builds, reads and keeps only the parameters of its stages. Losses, gradient norms and weights have the same
 /// bits as those of one rank that accumulates the gradients of the same micro batches.

@@ -26,8 +26,8 @@ pub(super) enum AccumulatorInit {
     Continue,
 }
 
-/// Computes the sums of `a b` over `steps` steps. `a` describes the words of `a`, the words of `b` are packed in order,
-/// and rows of sums are `stride` apart.
+/// A function that computes the sums of `a b` over `steps` steps. `a` describes the words of `a`, the words of `b` are
+/// packed in order, and rows of sums are `stride` apart.
 pub(super) type Microkernel =
     unsafe fn(steps: usize, a: StridedWords, b: *const f32, sums: *mut f32, stride: usize, start: AccumulatorInit);
 

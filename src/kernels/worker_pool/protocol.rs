@@ -186,7 +186,7 @@ impl WorkerPool {
     }
 }
 
-/// Closes the job on drop, even if the caller panics: the work must not be used after its lifetime.
+/// A guard that closes the job on drop, even if the caller panics: the work must not be used after its lifetime.
 struct CloseJobOnDrop<'a>(&'a WorkerPool);
 
 impl Drop for CloseJobOnDrop<'_> {
