@@ -49,7 +49,7 @@
 //! | gather, release | make a parameter whole; make it absent again | unshard, reshard (FSDP2) |
 //! | bucket | gradients that are reduced together | the same |
 //! | master weights | the f32 weights behind 16-bit parameters | the same |
-//! | micro step | a forward and a backward pass; `gradient_accumulation_steps` of them form an optimizer step | the same |
+//! | micro step | forward and backward pass; `gradient_accumulation_steps` of them form an optimizer step | the same |
 //! | vote | the collective before an update: gradient norm, overflow and mean loss over all ranks | no common term |
 //! | publish | distribute updated shards to all ranks (stages 1 and 2) | all-gather of updated parameters |
 //! | ledger | the record of allocated model-state memory by kind: see [`Engine::memory_report`] | no common term |

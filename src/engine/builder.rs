@@ -196,7 +196,7 @@ impl EngineBuilder {
     }
 
     /// Sets whether the gradient of the first step is compared with the change in the loss when the weights are moved
-    /// slightly up and down, which costs two extra forward passes once. If a part of the graph is cut off, an
+    /// slightly up and down, which costs two extra forward passes in that step. If a part of the graph is cut off, an
     /// operation's backward pass is wrong or a second-order term is dropped, the step fails with
     /// [`EngineError::WrongGradient`] before any weight changes. Default: the configuration's `gradient_check`, or true
     /// without it.

@@ -30,7 +30,7 @@ impl<M> Engine<M> {
         let Some(_) = &self.islands else { return Ok(()) };
         let why = format!(
             "{call} would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load \
-             that"
+             that checkpoint"
         );
         Err(EngineError::LocalSteps { why }.into())
     }

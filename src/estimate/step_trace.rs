@@ -1,8 +1,8 @@
 //! The trace of a step, recorded by a rehearsal: what is computed, and which collectives are launched and waited for.
 //!
 //! [`StepTrace::simulate`] simulates the step: the training thread computes, launches and waits; the communication
-//! thread carries out collectives one after the other, in the order of their launch. As in [`crate::comm`], a short one
-//! begins when a thread waits for it, when a long one is launched after it, or after a grace period.
+//! thread carries out collectives one after the other, in the order of their launch. As in [`crate::comm`], a short
+//! collective begins when a thread waits for it, when a long collective is launched after it, or after a grace period.
 
 use super::network::TransferTime;
 use crate::comm::{CollectiveKind, MAX_QUEUE_DELAY, SHORT_BYTES, WireFormat};

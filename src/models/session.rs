@@ -65,8 +65,8 @@ impl Session {
         self.caches.iter().map(KeyValueCache::size_in_bytes).sum()
     }
 
-    /// Returns the number of leading tokens whose keys and values are cached, and the caches, which hold these and no
-    /// others.
+    /// Returns the number of leading tokens whose keys and values are cached, and the caches, which hold the keys
+    /// and values of exactly these tokens.
     pub(super) fn caches(&mut self, blocks: usize, ctx: usize) -> Result<(usize, &mut [KeyValueCache])> {
         if self.caches.is_empty() {
             self.caches = vec![KeyValueCache::new(ctx); blocks];

@@ -110,9 +110,9 @@ fn what_local_steps_exclude_is_refused_and_the_engine_continues() {
         Ok(refused)
     });
     insta::assert_snapshot!(refused[0], @"
-    cannot take local steps: set_trainable would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that
-    cannot take local steps: safe_set_full_fp32_param would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that
-    cannot take local steps: safe_set_local_fp32_param would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that
-    cannot take local steps: gathered_mut would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that
+    cannot take local steps: set_trainable would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that checkpoint
+    cannot take local steps: safe_set_full_fp32_param would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that checkpoint
+    cannot take local steps: safe_set_local_fp32_param would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that checkpoint
+    cannot take local steps: gathered_mut would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that checkpoint
     ");
 }
