@@ -63,7 +63,7 @@ use reporter::EngineReporter;
 use std::sync::Arc;
 use step_clock::{MicroStepCall, StepClock};
 
-/// Wraps a model and trains it with ZeRO.
+/// A wrapper around a model that trains it with ZeRO.
 ///
 /// ```
 /// use candle_core::Tensor;
@@ -103,13 +103,13 @@ pub struct Engine<M> {
     check: FiniteDifferenceChecker,
     global_steps: u64,
     micro_steps: u64,
-    /// The seed for the random numbers drawn in forward.
+    /// The seed for the random numbers drawn in forward passes.
     seed: u64,
     accumulation: AccumulationProgress,
     /// The number of forward passes in this micro step.
     forwards: u64,
     skipped_steps: u64,
-    /// The number of updates that the optimizer states have seen.
+    /// The number of updates that the optimizer states include.
     optimizer_steps: u64,
     /// The number of samples that all ranks together have processed.
     global_samples: u64,
@@ -205,9 +205,9 @@ impl<M> Engine<M> {
 
     /// Runs the model without a graph; no step or sample is counted. Collective at stage 3.
     ///
-    /// This library's layers keep no activations. Candle's own operations on parameters keep them until the end of the
-    /// enclosing unit, or outside of units until the end of `run`; [`build_for_eval`](Self::build_for_eval) avoids that
-    /// too. [`nn::Dropout`](crate::nn::Dropout) drops nothing.
+    /// This library's layers keep no activations. Candle's own operations on parameters keep activations until the end
+    /// of the enclosing unit, or outside units until the end of `run`; [`build_for_eval`](Self::build_for_eval) avoids
+    /// that too. [`nn::Dropout`](crate::nn::Dropout) drops nothing.
     ///
     /// # Errors
     /// The error of `run`; a failed collective.
@@ -224,11 +224,11 @@ impl<M> Engine<M> {
     ///
     /// Only this call accumulates gradients of the model's parameters. Candle's own `loss.backward()`, and the backward
     /// pass of another engine whose loss passes through this model (a GAN's generator), leave this engine unchanged and
-    /// return the gradients of inputs (`Var`s) as usual. At stage 3 they gather parameters: all ranks must run them, in
-    /// the same order.
+    /// return the gradients of inputs (`Var`s) as usual. At stage 3, these backward passes gather parameters, so all
+    /// ranks must run them in the same order.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] without a preceding forward; [`EngineError::NonFiniteLoss`] in f32; a failed
+    /// [`EngineError::OutOfOrder`] without a preceding forward pass; [`EngineError::NonFiniteLoss`] in f32; a failed
     /// collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.check_order("backward", &[MicroStepPhase::Forwarded])?;
@@ -255,7 +255,7 @@ impl<M> Engine<M> {
     /// with `check_grad_overflow`).
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] without a preceding backward; [`EngineError::NonFiniteGradient`] in f32;
+    /// [`EngineError::OutOfOrder`] without a preceding backward pass; [`EngineError::NonFiniteGradient`] in f32;
     /// [`EngineError::LossScaleAtMinimum`]; [`EngineError::NoGradient`] in the first step; a failed collective. Also
     /// the error of a failed background save: in that case the step has been completed, and the engine can continue.
     pub fn step(&mut self) -> Result<()> {
@@ -439,7 +439,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// The signal handlers cannot be installed; a failed collective.
     pub fn stop_requested(&self) -> Result<bool> {
-        // All ranks vote, even if one of them cannot listen.
+        // All ranks vote, even if one of them cannot listen for signals.
         let own = asked_to_stop();
         let vote = *own.as_ref().unwrap_or(&false);
         let any = self.any_rank(vote)?;

@@ -1,7 +1,7 @@
 //! The error type of this library. Each module has its own enum, next to the code that returns it; [`Error`] combines
 //! them.
 //!
-//! Every message says what was found, what is allowed and how to fix it, without a full stop at its end.
+//! Every message states what was found, what is allowed and how to fix it, without a full stop at its end.
 //!
 //! A caller matches only on the variants that it handles:
 //!

@@ -49,9 +49,9 @@
 //! | gather, release | make a parameter whole; make it absent again | unshard, reshard (FSDP2) |
 //! | bucket | gradients that are reduced together | the same |
 //! | master weights | the f32 weights behind 16-bit parameters | the same |
-//! | micro step | a forward and a backward; `gradient_accumulation_steps` of them form an optimizer step | the same |
+//! | micro step | forward and backward pass; `gradient_accumulation_steps` of them form an optimizer step | the same |
 //! | vote | the collective before an update: gradient norm, overflow and mean loss over all ranks | no common term |
-//! | publish | bring updated shards to all ranks (stages 1 and 2) | all-gather of updated parameters |
+//! | publish | distribute updated shards to all ranks (stages 1 and 2) | all-gather of updated parameters |
 //! | ledger | the record of allocated model-state memory by kind: see [`Engine::memory_report`] | no common term |
 //! | pipeline stage, chunk | consecutive layers that one rank holds; one of several such stages of a rank | the same |
 //! | island, local steps | ranks that train by themselves for many steps; these steps | DiLoCo worker, inner steps |
@@ -133,22 +133,22 @@ pub use serde_json;
 #[doc(hidden)]
 pub const CHECKOUT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// Compiles and runs README's code as doc tests.
+/// Compiles and runs the code in README.md as doc tests.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-/// Compiles and runs the code of docs/pipeline.md as doc tests.
+/// Compiles and runs the code in docs/pipeline.md as doc tests.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/pipeline.md")]
 struct PipelinePage;
 
-/// Compiles and runs the code of docs/local_steps.md as doc tests.
+/// Compiles and runs the code in docs/local_steps.md as doc tests.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/local_steps.md")]
 struct LocalStepsPage;
 
-/// Compiles and runs the code of docs/frozen.md as doc tests.
+/// Compiles and runs the code in docs/frozen.md as doc tests.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/frozen.md")]
 struct FrozenPage;

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub enum MemoryKind {
     /// Parameters in the model's dtype: in full at stages 0 to 2, this rank's shares at stage 3.
     Parameters,
-    /// Gradients between their backward and the optimizer step.
+    /// Gradients between their backward pass and the optimizer step.
     Gradients,
     /// f32 weights behind 16-bit parameters.
     MasterWeights,
@@ -39,9 +39,9 @@ pub enum MemoryKind {
     /// The windows through which the optimizer step moves state out of files and back, copies that direct file access
     /// needs, and the windows of copies between a GPU and the host.
     Staging,
-    /// Inputs that recomputing units keep in a file until backward.
+    /// Inputs that recomputing units keep in a file until the backward pass.
     Activations,
-    /// The original values of parameters that a gradient check perturbs for a forward.
+    /// The original values of parameters that a gradient check perturbs for a forward pass.
     GradientCheck,
     /// Tensors of the model that are not parameters (running statistics, position ids), in full on every rank.
     Buffers,
@@ -94,7 +94,7 @@ pub struct HeldBytes {
     pub peak: usize,
 }
 
-/// Counts allocations by kind and tier.
+/// A ledger that counts allocations by kind and tier.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct MemoryLedger(Arc<Mutex<LedgerTotals>>);
 

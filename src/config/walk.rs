@@ -15,7 +15,7 @@ const OLD_BF16: &str = "bfloat16";
 pub(crate) struct ConfigWalk<'a> {
     /// Every value under DeepSpeed's names, with defaults filled in.
     pub tree: Map<String, Value>,
-    /// The path and position of each key that the file gives.
+    /// The path and position of each key in the file.
     pub given: HashMap<String, Option<TextPosition>>,
     /// The parameters of the optimizer and the schedule, whose tables depend on their types.
     pub params: HashMap<String, &'a [JsonEntry]>,
@@ -301,7 +301,7 @@ impl<'a> ConfigWalk<'a> {
 
     /// Returns the value of a boolean key.
     pub fn bool(&self, path: &str) -> bool {
-        self.get(path).and_then(Value::as_bool).unwrap_or_else(|| panic!("{path} is a boolean of the table"))
+        self.get(path).and_then(Value::as_bool).unwrap_or_else(|| panic!("{path} is a boolean in the table"))
     }
 
     /// Returns the value of an integer key, or `None` for null and for a required key that is absent.
@@ -311,12 +311,12 @@ impl<'a> ConfigWalk<'a> {
 
     /// Returns the value of an integer key that has a default and is at least 0.
     pub fn count(&self, path: &str) -> u64 {
-        self.get(path).and_then(Value::as_u64).unwrap_or_else(|| panic!("{path} is a count of the table"))
+        self.get(path).and_then(Value::as_u64).unwrap_or_else(|| panic!("{path} is a count in the table"))
     }
 
     /// Returns the value of a number key that has a default.
     pub fn float(&self, path: &str) -> f64 {
-        self.get(path).and_then(Value::as_f64).unwrap_or_else(|| panic!("{path} is a number of the table"))
+        self.get(path).and_then(Value::as_f64).unwrap_or_else(|| panic!("{path} is a number in the table"))
     }
 
     /// Returns the value of a key that holds a list of strings; empty if its section is absent.

@@ -18,7 +18,7 @@ fn kernel(device: &CudaDevice, function: Activation, part: &str, dtype: DType) -
     KERNELS.function(device, &format!("{name}{part}_{}", suffix(dtype)))
 }
 
-/// Returns an error unless all arrays have the dtype and the number of elements of the first.
+/// Returns an error unless all arrays have the same dtype and number of elements as the first.
 fn check(first: &DeviceFlatRef<'_>, others: &[&DeviceFlatRef<'_>]) -> Result<()> {
     match others.iter().find(|other| (other.dtype(), other.len()) != (first.dtype(), first.len())) {
         Some(other) => bail!(

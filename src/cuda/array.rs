@@ -13,7 +13,7 @@ use std::ops::Range;
 pub(crate) fn room(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
     // Some drivers do not allocate zero bytes.
     let len = len.max(1);
-    // SAFETY: every caller has a kernel write all of it before anything reads it.
+    // SAFETY: every caller has a kernel write the complete memory before anything reads it.
     let slice = unsafe {
         match dtype {
             DType::F32 => CudaStorageSlice::F32(device.alloc(len)?),

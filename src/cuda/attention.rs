@@ -10,7 +10,7 @@
 //! Sums and softmax are in f32. Products of f32 elements are also in f32. Products of 16-bit elements use tensor cores,
 //! with weights rounded to 16 bits. Every row of a result is written by one warp, which sums in order, so the bits are
 //! the same in every run. Tiles are counted from the start of each sequence, so that a packed sequence gives the same
-//! bits as when processed separately.
+//! bits as a separately processed one.
 
 use super::flat_view::DeviceFlatRef;
 use crate::kernels::attention::{AttentionRule, AttentionShape};
@@ -191,7 +191,7 @@ fn backward_of<'a, E: AttentionElement>(
     tiles.give(&mut arguments);
     arguments.arg(&q.values).arg(&k.values).arg(&v.values);
     arguments.arg(&dout).arg(lse).arg(&along).arg(&dq);
-    // SAFETY: as in forward; `pointer` has checked the length of the gradients.
+    // SAFETY: as in `forward_of`; `pointer` has checked the length of the gradients.
     unsafe { arguments.launch(how.over([tiles.count, h.heads, 1])) }.w()?;
 
     let function = call.function::<E>("backward_keys", how)?;

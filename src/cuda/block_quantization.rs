@@ -14,7 +14,7 @@ const KERNELS: KernelModule = module!("block_quantization");
 /// The number of threads that process a block.
 const WARP: usize = 32;
 
-/// Encodes and decodes blocks of [`IntFormat`] on one stream, with the same bytes and bits as the host.
+/// An encoder and decoder of blocks of [`IntFormat`] on one stream, with the same bytes and bits as the host.
 pub(super) struct BlockQuantizer {
     encode: KernelFunction,
     decode: KernelFunction,

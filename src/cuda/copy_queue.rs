@@ -131,7 +131,7 @@ impl CopyQueue {
         })
     }
 
-    /// Starts to copy a buffer to a GPU, where it has room for `capacity` elements.
+    /// Starts to copy a buffer to a GPU, where the copy has room for `capacity` elements.
     ///
     /// # Errors
     /// Returns an error if the GPU is out of memory or the driver reports another error.
@@ -174,7 +174,7 @@ struct CopyThread {
 }
 
 impl CopyThread {
-    /// Executes a copy to its end, once Candle's stream has reached `after`.
+    /// Executes a copy to completion once Candle's stream has reached `after`.
     fn carry(&mut self, request: CopyRequest, after: &CudaEvent) -> Result<CompletedCopy> {
         self.stream.wait(after).w()?;
         if timeline::is_recording() {

@@ -112,7 +112,7 @@ impl DeviceFlat {
     }
 
     /// Returns the address of the complete memory, for `stream` to read and to write. `stream` waits for the writes
-    /// that cudarc knows of. cudarc learns of this use when the second value is dropped, if cudarc keeps events at all.
+    /// that cudarc has recorded. When the second value is dropped, cudarc records this use, if it keeps events at all.
     ///
     /// # Errors
     /// Never fails, because a buffer has f32, bf16 or f16 elements.
@@ -135,7 +135,7 @@ impl DeviceFlat {
         Ok(())
     }
 
-    /// Makes room for exactly `more` further elements, if there is less room.
+    /// Makes room for exactly `more` further elements if there is not enough room.
     ///
     /// # Errors
     /// Same as for [`with_capacity`](Self::with_capacity): the old and the new buffer exist at the same time for a

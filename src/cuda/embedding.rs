@@ -96,7 +96,7 @@ pub(crate) fn add_rows(
     };
     let [ids, starts, positions] = [&uses.ids, &uses.starts, &uses.positions].map(|words| on_device(device, words));
     let (ids, starts, positions) = (ids?, starts?, positions?);
-    // SAFETY: the kernel takes a block for each used row and each 128 columns, rows of dy that exist, and a gradient
+    // SAFETY: the kernel takes a block for every 128 columns of each used row, rows of dy that exist, and a gradient
     // that contains all used rows.
     unsafe { function.run(launch, arguments![width, &ids, &starts, &positions, dy, grad]) }
 }

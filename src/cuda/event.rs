@@ -21,7 +21,7 @@ impl TimedEvent {
     }
 
     /// Returns the times at which the GPU reached these events. Waits for them and for the work on `stream`, which must
-    /// be of the same context.
+    /// belong to the same context.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.

@@ -37,8 +37,8 @@ macro_rules! each {
 pub(crate) use each;
 
 impl DeviceFlatRef<'_> {
-    /// Returns the address of the elements for `stream` to read. `stream` waits for the writes that cudarc knows of.
-    /// Other streams are notified only of reads before this call.
+    /// Returns the address of the elements for `stream` to read. `stream` waits for the writes that cudarc has
+    /// recorded. Other streams are notified only of reads before this call.
     pub fn address(&self, stream: &CudaStream) -> CUdeviceptr {
         each!(Self, self, v => v.device_ptr(stream).0)
     }
@@ -65,7 +65,7 @@ impl DeviceFlatRef<'_> {
 
 impl DeviceFlatMut<'_> {
     /// Returns the address of the elements for `stream` to read and to write. `stream` waits for the uses that cudarc
-    /// knows of. Other streams are notified only of uses before this call.
+    /// has recorded. Other streams are notified only of uses before this call.
     pub fn address(&mut self, stream: &CudaStream) -> CUdeviceptr {
         each!(Self, self, v => v.device_ptr_mut(stream).0)
     }

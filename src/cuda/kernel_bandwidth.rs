@@ -257,8 +257,8 @@ fn attentions(bench: &KernelBench) {
         let forward = || attention::forward(device, (&h, &rule), qkv).unwrap();
         let (out, lse) = forward();
         let out = &elements(&out, 0..dout.len()).unwrap();
-        // Forward computes two products over half of the pairs of positions, with two operations per element. Backward
-        // computes five such products.
+        // The forward pass computes two products over half of the pairs of positions, with two operations per element.
+        // The backward pass computes five such products.
         let operations = 0.5 * (batch * heads * time * time * head) as f64 * 2.0 * 2.0;
         show(format!("attention, heads of {head}, forward"), operations, bench.seconds(|| drop(forward())));
         let backward = || drop(attention::backward(device, (&h, &rule), qkv, (out, &lse, dout)).unwrap());

@@ -85,8 +85,8 @@ impl KernelFunction {
     /// Runs the kernel on its stream.
     ///
     /// # Safety
-    /// The kernel must take arguments of these types in this order, and this launch's threads must stay within their
-    /// bounds.
+    /// The kernel must take arguments of these types in this order, and this launch's threads must stay within the
+    /// arguments' bounds.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.

@@ -30,7 +30,7 @@ macro_rules! module {
 pub(crate) use module;
 
 impl KernelModule {
-    /// Creates a module, which devices know by `name`.
+    /// Creates a module that is loaded onto devices under `name`.
     pub const fn new(name: &'static str, ptx: &'static str) -> Self {
         Self { name, ptx }
     }
@@ -38,7 +38,7 @@ impl KernelModule {
     /// Returns one of the kernels on a device.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses the PTX, as it does if the GPU is older than the PTX's target.
+    /// Returns an error if the driver refuses the PTX, for example because the GPU is older than the PTX's target.
     pub fn function(self, device: &CudaDevice, kernel: &str) -> Result<KernelFunction> {
         let function = device.get_or_load_custom_func(kernel, self.name, self.ptx)?.into_cuda_function();
         Ok(KernelFunction { function, stream: device.cuda_stream() })

@@ -14,8 +14,8 @@
 //! | `copy_queue.rs` | concurrent copies between GPU and host | |
 //! | `event.rs` | times of GPU events | |
 //! | `memory_pool.rs` | memory that the driver keeps for later allocations | |
-//! | `square_sums.rs` | sums of squares of many arrays at once | `square_sums.cu` |
-//! | `optimizer.rs` | optimizer steps of many arrays at once | `optimizer.cu` |
+//! | `square_sums.rs` | sums of squares of many arrays in one launch | `square_sums.cu` |
+//! | `optimizer.rs` | optimizer steps of many arrays per launch | `optimizer.cu` |
 //! | `activation.rs` | GELU, SiLU and their gated forms | `activation.cu`, `activations.cuh` |
 //! | `norm.rs` | layer and root-mean-square normalization | `norm.cu`, `row_reductions.cuh`, `column_sums.cuh` |
 //! | `linear_epilogue.rs` | the epilogue of a linear layer's product | `linear_epilogue.cu`, `activations.cuh` |

@@ -21,17 +21,17 @@
 //! first time.
 //!
 //! The order and the rounding of NCCL's own sums depend on the number of ranks and on their connections. Exact sums
-//! have the same bits as those of `comm`: NCCL only transfers the elements, and a kernel of this library adds them in
-//! rank order in f32 and rounds once. The elements of peers are stored temporarily, in pieces that keep this memory
+//! have the same bits as the sums of `comm`: NCCL only transfers the elements, and a kernel of this library adds them
+//! in rank order in f32 and rounds once. The elements of peers are stored temporarily, in pieces that keep this memory
 //! small.
 //!
 //! Elements that are transferred as integers (ZeRO++) are encoded and decoded by kernels, and NCCL transfers the bytes.
 //! These collectives also have the same bits as those through host memory, and need no memory except the room for
 //! pieces of codes.
 //!
-//! If a peer dies, the collectives of the other ranks do not end: NCCL does not even notice if ranks of one host
-//! communicate through shared memory. The host therefore checks NCCL's status and the caller's failure detection
-//! whenever it waits for a GPU, and aborts the communicator on a failure.
+//! If a peer dies, the collectives of the other ranks do not end. If ranks on one host communicate through shared
+//! memory, NCCL does not even detect that the peer is dead. The host therefore checks NCCL's status and the caller's
+//! failure detection whenever it waits for a GPU, and aborts the communicator on a failure.
 
 mod error;
 mod library;
@@ -98,7 +98,7 @@ impl NcclComm {
     ///
     /// Ranks that are threads of one process need `NCCL_P2P_DIRECT_DISABLE=1` in the environment. Otherwise NCCL
     /// accesses their buffers from other GPUs, but CUDA's memory pools, which contain Candle's buffers, do not allow
-    /// that.
+    /// such access.
     ///
     /// # Errors
     /// Returns an error if NCCL reports one, or if a peer does not join within the timeout of `watch`, which applies to
@@ -232,7 +232,7 @@ impl NcclComm {
     }
 
     /// Checks a result before a launch. On an error, the communicator fails, so that the other ranks, which wait for
-    /// this one, detect it.
+    /// this rank, detect the error.
     fn counted_on<T>(&self, result: candle_core::Result<T>) -> Result<T> {
         result.map_err(NcclError::from).inspect_err(|error| self.0.fail(error))
     }
@@ -300,8 +300,8 @@ impl NcclComm {
     }
 
     /// Sums `count` elements of all ranks in rank order and writes them to `to`. Every rank sends rank r the elements
-    /// from element `place(r)` of its `from` on. `to` may be any of these places, because elements that are summed have
-    /// already been sent.
+    /// of its `from` that start at index `place(r)`. `to` may be any of these places, because elements that are summed
+    /// have already been sent.
     ///
     /// # Safety
     /// There are `count` elements at `to` and from each place on, used only by this launch.
@@ -357,6 +357,7 @@ unsafe fn run_sum(
     (rank, size): (usize, usize),
 ) -> Result<()> {
     let (rank, size) = (rank as c_int, size as c_int);
-    // SAFETY: the kernel takes a count, three addresses, a distance, and two ints. The caller vouches for the addresses.
+    // SAFETY: the kernel takes a count, three addresses, a distance, and two ints. The caller vouches for the
+    // addresses.
     Ok(unsafe { add.run(over(count), arguments![count, to, own, pieces, stride, rank, size]) }?)
 }

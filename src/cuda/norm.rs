@@ -10,7 +10,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
 const KERNELS: KernelModule = module!("norm");
 
-/// The statistics of each row that forward computes for backward.
+/// The statistics of each row that the forward pass computes for the backward pass.
 #[derive(Debug)]
 pub(crate) struct NormStatistics {
     rows: usize,
@@ -28,7 +28,7 @@ impl NormStatistics {
             bail!("norm: {} elements do not form rows of {width}", x.len())
         }
         let rows = x.len() / width;
-        // SAFETY: forward writes a number for each row, and backward reads as many.
+        // SAFETY: the forward pass writes a number for each row, and the backward pass reads only these numbers.
         let numbers = || unsafe { device.alloc::<f32>(rows.max(1)) };
         let means = if centered { Some(numbers()?) } else { None };
         Ok(Self { rows, width, means, factors: numbers()? })
@@ -49,7 +49,7 @@ impl NormStatistics {
     }
 }
 
-/// Checks that a parameter has the width of the rows, and their format or f32.
+/// Checks that a parameter has the width of the rows, and is either in their format or in f32.
 fn check_parameter(x: &DeviceFlatRef<'_>, parameter: &DeviceFlatRef<'_>, width: usize) -> Result<()> {
     if parameter.len() != width || ![x.dtype(), DType::F32].contains(&parameter.dtype()) {
         bail!(

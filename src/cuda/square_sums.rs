@@ -1,4 +1,4 @@
-//! Sums of squares of many arrays at once: `kernels/square_sums.cu`.
+//! Sums of squares of many arrays in one launch: `kernels/square_sums.cu`.
 
 use super::flat_view::{DeviceFlatRef, each};
 use super::kernel_launch::arguments;

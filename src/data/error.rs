@@ -31,7 +31,7 @@ pub enum DataError {
     },
     /// A file of 16-bit tokens ends in half a token.
     #[error(
-        "{} has {bytes} bytes; 16-bit tokens need an even number: is it a complete token file?",
+        "{} has {bytes} bytes; 16-bit tokens need an even number of bytes: is it a complete token file?",
         path.display()
     )]
     OddTokenFile {
@@ -42,7 +42,7 @@ pub enum DataError {
     },
     /// The data has fewer tokens than one sample needs.
     #[error(
-        "{data} has {tokens} tokens; a sample with a context length of {ctx} needs {needed}: use more data or a \
+        "{data} has {tokens} tokens, but a sample with a context length of {ctx} needs {needed}; use more data or a \
          shorter context"
     )]
     TooShort {
@@ -57,7 +57,7 @@ pub enum DataError {
     },
     /// A micro batch is too large for any forward pass.
     #[error(
-        "a micro batch of {samples} samples of {ctx} tokens is too large: at most {most} tokens; use a smaller \
+        "a micro batch of {samples} samples of {ctx} tokens is too large: the maximum is {most} tokens; use a smaller \
          train_micro_batch_size_per_gpu, or more gradient_accumulation_steps"
     )]
     BatchTooLarge {
@@ -71,7 +71,7 @@ pub enum DataError {
     /// The model has no embedding for a token of the data.
     #[error(
         "token {token} at position {position} of {data} is outside the model's vocabulary of {vocab} (allowed: 0 to \
-         {}): use data with that vocabulary, or a model with a vocabulary of {} or more", vocab - 1, token + 1
+         {}); use data with that vocabulary, or a model with a vocabulary of {} or more", vocab - 1, token + 1
     )]
     TokenOutOfVocabulary {
         /// The token.

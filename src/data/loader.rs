@@ -1,6 +1,6 @@
 //! Serves the batches of one rank, in the order of the steps.
 //!
-//! A batch is made on request, on the thread that requests it: 8 samples of 256 tokens that are in memory take 2
+//! A batch is built on request, on the thread that requests it: 8 samples of 256 tokens that are in memory take 2
 //! microseconds, whereas handing the work to another thread and taking the result back takes 6. The slow case is a
 //! token file that is not in memory: a batch then waits for the disk, for up to 45 milliseconds. The loader therefore
 //! tells the system which tokens the next batch will need, and they are read while the step runs. A batch then waits
@@ -86,8 +86,8 @@ impl Loader {
     ///
     /// # Errors
     /// [`DataError::TooShort`] if `data` does not contain one full sample; [`DataError::BatchTooLarge`];
-    /// [`DataError::TokenOutOfVocabulary`] if data of at most 64 Mi tokens contains a token that the model does not
-    /// know. In longer data, such a token is found when it is used.
+    /// [`DataError::TokenOutOfVocabulary`] if data of at most 64 Mi tokens contains a token outside the model's
+    /// vocabulary. In longer data, such a token is found when it is used.
     ///
     /// # Panics
     ///

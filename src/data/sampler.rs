@@ -18,7 +18,7 @@ pub enum SampleOrder {
     },
 }
 
-/// Maps the index of a sample to the index of its first token in a token sequence.
+/// A map from the index of a sample to the index of its first token in a token sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sampler {
     order: SampleOrder,
@@ -80,7 +80,7 @@ pub fn samples_per_rank(samples: usize, world: usize) -> usize {
 }
 
 /// Returns the number of micro batches per rank and epoch, as DeepSpeed's data loader counts them. `drop_last` drops an
-/// incomplete last one (`dataloader_drop_last`).
+/// incomplete last micro batch (`dataloader_drop_last`).
 pub fn batches_per_rank(samples: usize, world: usize, micro: usize, drop_last: bool) -> usize {
     let samples = samples_per_rank(samples, world);
     if drop_last { samples / micro } else { samples.div_ceil(micro) }

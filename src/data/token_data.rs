@@ -187,7 +187,7 @@ impl TokenData {
     pub(super) fn will_need(&self, start: usize, count: usize) {
         assert!(start + count <= self.len(), "tokens {start} .. {} of {}", start + count, self.len());
         match &self.tokens {
-            // This is only a hint: without it the tokens are read when they are first touched.
+            // This is only a hint: without it, the tokens are read when they are first accessed.
             TokenStorage::U16(map) => _ = map.advise_range(Advice::WillNeed, 2 * start, 2 * count),
             TokenStorage::Text(text) => text.will_need(start, count),
         }
@@ -207,7 +207,7 @@ impl TokenData {
     /// Checks that all tokens are below `vocab`, if the check takes negligible time.
     ///
     /// # Errors
-    /// [`DataError::TokenOutOfVocabulary`] with the first token that is not.
+    /// [`DataError::TokenOutOfVocabulary`] with the first token that is not below `vocab`.
     pub(super) fn check_all(&self, vocab: usize) -> Result<()> {
         const PIECE: usize = 1 << 16;
         if self.is_byte_level() && vocab >= BYTE_VOCABULARY || self.len() > MAX_CHECKED_AT_START {
@@ -225,7 +225,7 @@ impl TokenData {
     /// Checks that tokens `tokens`, which start at position `start`, are below `vocab`.
     ///
     /// # Errors
-    /// [`DataError::TokenOutOfVocabulary`] with the first token that is not.
+    /// [`DataError::TokenOutOfVocabulary`] with the first token that is not below `vocab`.
     pub(super) fn check_vocab(&self, start: usize, tokens: &[u32], vocab: usize) -> Result<()> {
         // Finding the maximum is vectorized; only an error is worth a search for the first bad token.
         let largest = tokens.iter().fold(0, |largest, t| largest.max(*t));

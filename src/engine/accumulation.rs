@@ -11,7 +11,7 @@ impl<M> Engine<M> {
     /// reduces the sum. This saves one reduction per micro step in `run`, and costs memory for a full gradient, which
     /// [`memory_report`](Self::memory_report) counts. All ranks must call `no_sync` for the same micro steps.
     ///
-    /// As in DeepSpeed, [`step`](Self::step) is refused inside `run`: call it after `no_sync`, or omit it. If it is
+    /// As in DeepSpeed, [`step`](Self::step) is refused inside `run`; call it after `no_sync`, or omit it. If it is
     /// omitted, the backward passes of several micro steps count as one micro step: each loss is divided by
     /// `gradient_accumulation_steps`, and the reported loss is the sum.
     ///
@@ -69,8 +69,8 @@ impl<M> Engine<M> {
     ///
     /// As in DeepSpeed, the count of micro steps is unchanged: the next update comes when it would have come anyway. If
     /// this is called between backward and step, the micro step is treated as if it had not begun, and forward comes
-    /// next; a loss whose backward has not run may still be used. [`step`](Self::step) drops the gradients after an
-    /// update, so this call is not needed then.
+    /// next; a loss whose backward pass has not run may still be used. [`step`](Self::step) drops the gradients after
+    /// an update, so this call is not needed then.
     ///
     /// # Errors
     /// A file of offloaded gradients cannot be written; [`EngineError::Stopped`].
@@ -88,8 +88,9 @@ impl<M> Engine<M> {
     /// `gradient_accumulation_steps` becomes `train_batch_size / (micro batch x ranks)`. Collective.
     ///
     /// # Errors
-    /// [`EngineError::BatchSize`] if that is not an integer above 0; [`EngineError::MidAccumulation`] in the middle of
-    /// an accumulation; [`EngineError::ArgumentsDiffer`] between ranks. In all these cases nothing has changed.
+    /// [`EngineError::BatchSize`] if that quotient is not an integer above 0; [`EngineError::MidAccumulation`] in the
+    /// middle of an accumulation; [`EngineError::ArgumentsDiffer`] between ranks. In all these cases, nothing has
+    /// changed.
     pub fn set_train_batch_size(&mut self, train_batch_size: usize) -> Result<()> {
         self.same_on_all_ranks("set_train_batch_size", &[train_batch_size as f64])?;
         self.between_steps("set_train_batch_size")?;
@@ -129,7 +130,7 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`EngineError::LearningRate`] if it is negative or not finite; [`EngineError::ArgumentsDiffer`] between ranks.
-    /// In both cases nothing has changed.
+    /// In both cases, nothing has changed.
     pub fn set_lr(&mut self, lr: f64) -> Result<()> {
         let groups = self.lr().len();
         self.set_lr_of("set_lr", &vec![lr; groups])

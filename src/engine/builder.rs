@@ -57,13 +57,14 @@ impl Engine<()> {
 }
 
 impl EngineBuilder {
-    /// Sets the job to take part in. Default: the one that the environment describes (zerorun, mpirun, srun; on one
+    /// Sets the job to take part in. Default: the job that the environment describes (zerorun, mpirun, srun; on one
     /// host also torchrun's variables, whatever has set them).
     ///
-    /// A process may have several engines, at the same time or one after the other: a GAN, or a teacher and a student.
-    /// Engines of one job share its communicator, by default or because each of them was given it, so all ranks must
-    /// build and call them in the same order, and from one thread. An error that stops one engine stops the others, and
-    /// [`Engine::comm_report`] counts the collectives of all of them.
+    /// A process may have several engines, at the same time or one after the other, for example for a GAN, or for a
+    /// teacher and a student. Engines of one job share its communicator, by default or because each of them was given
+    /// that communicator. All ranks must therefore build and call the engines in the same order, and from one thread.
+    /// An error that stops one engine stops the others, and [`Engine::comm_report`] counts the collectives of all of
+    /// them.
     #[must_use]
     pub fn communicator(mut self, communicator: Arc<dyn Communicator>) -> Self {
         self.communicator = Some(communicator);
@@ -94,8 +95,8 @@ impl EngineBuilder {
         self
     }
 
-    /// Takes initial values from `values`; parameters that it does not contain are initialized randomly. Takes precedence
-    /// over [`EngineBuilder::init_from`].
+    /// Takes initial values from `values`; parameters that it does not contain are initialized randomly. Takes
+    /// precedence over [`EngineBuilder::init_from`].
     #[must_use]
     pub fn initial_values(mut self, values: Arc<dyn InitialValues>) -> Self {
         self.initial_values = Some(values);
@@ -145,15 +146,16 @@ impl EngineBuilder {
     }
 
     /// Sets a custom optimizer, which must be the same on all ranks. It takes precedence over the configuration's
-    /// `optimizer`. At stages 1 to 3 the configuration must allow it with `zero_allow_untested_optimizer`, as in DeepSpeed.
+    /// `optimizer`. At stages 1 to 3, the configuration must allow it with `zero_allow_untested_optimizer`, as in
+    /// DeepSpeed.
     #[must_use]
     pub fn optimizer(mut self, optimizer: impl Optimizer + 'static) -> Self {
         self.optimizer = Some(Arc::new(optimizer));
         self
     }
 
-    /// Sets parameter groups with their own learning rate, weight decay or betas, which must be the same on all ranks. A
-    /// parameter belongs to the first group that selects it; parameters that no group selects form a last group.
+    /// Sets parameter groups with their own learning rate, weight decay or betas, which must be the same on all ranks.
+    /// A parameter belongs to the first group that selects it; parameters that no group selects form a last group.
     #[must_use]
     pub fn parameter_groups(mut self, groups: Vec<ParameterGroup>) -> Self {
         self.parameter_groups = groups;
@@ -164,7 +166,7 @@ impl EngineBuilder {
     /// or that are not trained. The following are always buffers: all integer tensors, and tensors whose name ends with
     /// the component `running_mean`, `running_var`, `num_batches_tracked`, `position_ids` or `inv_freq`.
     ///
-    /// Every rank keeps a full copy of a buffer, as a variable of the dtype that was asked for (running statistics in a
+    /// Every rank keeps a full copy of a buffer, as a variable of the requested dtype (running statistics in a
     /// 16-bit model are f32). A buffer has no gradient and is not a parameter; it is saved, loaded and exported with
     /// the parameters.
     #[must_use]
@@ -182,11 +184,11 @@ impl EngineBuilder {
     }
 
     /// Treats the missing gradient of a parameter that no backward pass reaches as zero instead of an error; rank 0
-    /// reports the parameters that the first step missed, once. Ranks may miss different parameters in one step. This is
-    /// the same as `zero_optimization.ignore_unused_parameters: true`.
+    /// reports the parameters that the first step missed, once. Ranks may miss different parameters in one step. This
+    /// is the same as `zero_optimization.ignore_unused_parameters: true`.
     ///
-    /// Missing gradients are known only when backward has finished. Therefore gradients are held until then at every
-    /// stage, as stage 1 always does: a rank then has its full gradient in memory once per micro step.
+    /// Missing gradients are known only when the backward pass has finished. Therefore, gradients are held until then
+    /// at every stage, as they always are at stage 1: a rank has its full gradient in memory once per micro step.
     #[must_use]
     pub fn ignore_unused_parameters(mut self) -> Self {
         self.ignore_unused_parameters = true;
@@ -194,23 +196,23 @@ impl EngineBuilder {
     }
 
     /// Sets whether the gradient of the first step is compared with the change in the loss when the weights are moved
-    /// slightly up and down, which costs two extra forward passes once. If a part of the graph is cut off, an
-    /// operation's backward is wrong or a second-order term is dropped, the step fails with
-    /// [`EngineError::WrongGradient`] before any weight changes. Default: the
-    /// configuration's `gradient_check`, or true without it.
+    /// slightly up and down, which costs two extra forward passes in that step. If a part of the graph is cut off, an
+    /// operation's backward pass is wrong or a second-order term is dropped, the step fails with
+    /// [`EngineError::WrongGradient`] before any weight changes. Default: the configuration's `gradient_check`, or true
+    /// without it.
     #[must_use]
     pub fn gradient_check(mut self, gradient_check: bool) -> Self {
         self.gradient_check = Some(gradient_check);
         self
     }
 
-    /// Trains only the parameters for which `rule`, given name and shape, returns true, and freezes all others. The rule
-    /// must be the same on all ranks. Frozen parameters are sharded, gathered and offloaded like all others, and have no
-    /// gradient, master weights or optimizer states. [`Engine::set_trainable`] changes the selection between steps.
-    /// Default: all parameters are trained except those of [frozen groups](ParameterGroup::frozen).
+    /// Trains only the parameters for which `rule`, given name and shape, returns true, and freezes all others. The
+    /// rule must be the same on all ranks. Frozen parameters are sharded, gathered and offloaded like all others, and
+    /// have no gradient, master weights or optimizer states. [`Engine::set_trainable`] changes the selection between
+    /// steps. Default: all parameters are trained except those of [frozen groups](ParameterGroup::frozen).
     ///
-    /// A unit whose parameters are all frozen keeps no graph if its input has none. Outside of units, Candle's own
-    /// operations still compute gradients of frozen parameters, which are dropped; those of
+    /// A unit whose parameters are all frozen keeps no graph if its input has none. Outside units, Candle's own
+    /// operations still compute gradients of frozen parameters, which are dropped; the operations of
     /// [`candle_zero::nn`](crate::nn) do not.
     #[must_use]
     pub fn trainable(mut self, rule: impl Fn(&str, &[usize]) -> bool + Send + Sync + 'static) -> Self {
@@ -227,11 +229,11 @@ impl EngineBuilder {
         self
     }
 
-    /// Quantizes the frozen parameters for which `rule`, given name and shape, returns true, in the format `packing`. Both
-    /// must be the same on all ranks. At stage 3 a rank's share is packed in memory and in files, packed bytes are
-    /// gathered, and a unit's parameters are unpacked while the unit needs them. Below stage 3, where every rank keeps full
-    /// parameters, the model computes with the same values but uses the memory of its own precision. Takes precedence over
-    /// `zero_quantized_nontrainable_weights`.
+    /// Quantizes the frozen parameters for which `rule`, given name and shape, returns true, in the format `packing`.
+    /// Both must be the same on all ranks. At stage 3, a rank's share is packed in memory and in files, packed bytes
+    /// are gathered, and a unit's parameters are unpacked while the unit needs them. Below stage 3, where every rank
+    /// keeps full parameters, the model computes with the same values but uses the memory of its own precision. Takes
+    /// precedence over `zero_quantized_nontrainable_weights`.
     ///
     /// Blocks run through a parameter's elements in row-major order; the last one may be shorter.
     #[must_use]
@@ -349,7 +351,7 @@ impl EngineBuilder {
         let size = ranks.island.size();
         match config.zero.mics_shard_size {
             Some(shards) if !size.is_multiple_of(shards) => refused(format!(
-                "zero_optimization.mics_shard_size is {shards}, but an island has {}; use a divisor of that",
+                "zero_optimization.mics_shard_size is {shards}, but an island has {}; use a divisor of that number",
                 counted(size, "rank")
             )),
             _ => Ok(Some(ranks)),

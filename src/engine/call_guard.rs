@@ -1,4 +1,4 @@
-//! A guard around each call of a micro step: its duration, its timeline and profile events, its memory report.
+//! A guard around each call of a micro step: its duration, its timeline and profile events, and its memory report.
 
 use super::Engine;
 use super::step_clock::{CallGuard, MicroStepCall};

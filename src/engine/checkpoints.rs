@@ -46,8 +46,8 @@ impl<M> Engine<M> {
     /// [`wait_for_checkpoint`](Self::wait_for_checkpoint), or when the engine is dropped.
     ///
     /// # Errors
-    /// The same as [`save_checkpoint`](Self::save_checkpoint). The failure of a background save is reported where it
-    /// finishes.
+    /// The same as [`save_checkpoint`](Self::save_checkpoint). The failure of a background save is reported where the
+    /// save finishes.
     pub fn save_checkpoint_with(
         &mut self,
         dir: impl AsRef<Path>,
@@ -147,7 +147,7 @@ impl<M> Engine<M> {
 
     /// Returns an error, before training, if [`export_safetensors`](Self::export_safetensors) could not write `path`
     /// later: the folder does not exist or is read-only, the name is taken by something else, or the disk has too
-    /// little space. Not collective: call it on rank 0, which writes the file.
+    /// little space. Not collective; call it on rank 0, which writes the file.
     ///
     /// # Errors
     /// [`OutputError`](crate::error::OutputError); [`Error::Io`](crate::Error::Io).
@@ -155,7 +155,7 @@ impl<M> Engine<M> {
         self.core.check_export(path.as_ref(), DType::F32)
     }
 
-    /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
+    /// Loads checkpoint `tag` from folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
     /// precision and offload it was saved with. Returns `None` and loads nothing if the folder contains no checkpoint.
     /// `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); its newest complete checkpoint
     /// is first downloaded into a folder of the user's cache. Collective.
@@ -168,7 +168,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks if the checkpoint is damaged
     /// or belongs to another model or optimizer, or if the folder has checkpoints but neither `tag` nor `latest` names
-    /// one. In that case the engine is unchanged, except that a delayed update has been completed and a forward pass
+    /// one. In that case, the engine is unchanged, except that a delayed update has been completed and a forward pass
     /// without a backward pass no longer counts.
     /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation; a
     /// failed collective.
@@ -326,7 +326,7 @@ impl<M> Engine<M> {
         ));
     }
 
-    /// Discards the last forward: its loss was computed with other weights.
+    /// Discards the last forward pass, whose loss was computed with other weights.
     pub(super) fn forget_forward(&mut self) {
         self.phase = MicroStepPhase::Ready;
         self.losses = AccumulatedLoss::default();

@@ -175,8 +175,8 @@ mod tests {
         let data = [write("a.txt", "to be ".repeat(100)), write("b.txt", "to bf ".repeat(100))];
         let content = |rank: usize| vec![(format!("/data/{rank}.txt"), data[rank].fingerprint())];
         let [first, second] = told(|rank| (config(2), content(rank)));
-        insta::assert_snapshot!(first, @"the content of /data/0.txt on rank 0 is not that of /data/1.txt on rank 1; every rank must read the same data: copy the files to all hosts, or put them where all hosts can read them");
-        insta::assert_snapshot!(second, @"the content of /data/1.txt on rank 1 is not that of /data/0.txt on rank 0; every rank must read the same data: copy the files to all hosts, or put them where all hosts can read them");
+        insta::assert_snapshot!(first, @"the content of /data/0.txt on rank 0 is not that of /data/1.txt on rank 1; every rank must read the same data; copy the files to all hosts, or put them where all hosts can read them");
+        insta::assert_snapshot!(second, @"the content of /data/1.txt on rank 1 is not that of /data/0.txt on rank 0; every rank must read the same data; copy the files to all hosts, or put them where all hosts can read them");
         let same = |rank: usize| vec![(format!("/data/{rank}.txt"), data[0].fingerprint())];
         assert_eq!(told(|rank| (config(2), same(rank))), ["nothing", "nothing"]);
         let [first, _] = told(|rank| (config(2), if rank == 0 { content(0) } else { vec![] }));

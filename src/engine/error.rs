@@ -42,7 +42,7 @@ pub enum EngineError {
     /// `no_sync` was called at a stage that shards gradients.
     #[error(
         "no_sync is possible at stages 0 and 1, but this engine is at stage {stage}, where a gradient is reduced as \
-         soon as it is computed, and no rank has memory for complete ones; remove no_sync, or use stage 1"
+         soon as it is computed, and no rank has memory for complete gradients; remove no_sync, or use stage 1"
     )]
     NoSyncStage {
         /// The stage.
@@ -136,7 +136,9 @@ pub enum EngineError {
         why: String,
     },
     /// Ranks passed different arguments to a call.
-    #[error("rank {rank} called {call} with different arguments than rank {other}; every rank must pass the same")]
+    #[error(
+        "rank {rank} called {call} with different arguments than rank {other}; every rank must pass the same arguments"
+    )]
     ArgumentsDiffer {
         /// The method.
         call: &'static str,
@@ -154,12 +156,12 @@ pub enum EngineError {
     /// `backward` on a loss that depends on no trained parameter.
     #[error(
         "the loss does not depend on a trained parameter: it was computed without one, detached (Tensor::detach, \
-         eval), or computed only by operations without a backward; compute it from the output of engine.forward"
+         eval), or computed only by operations without a backward pass; compute it from the output of engine.forward"
     )]
     LossReachesNothing,
     /// `backward` on the loss of an older forward pass.
     #[error(
-        "the loss comes from an older forward, {}; run forward again, call backward on its output, and detach \
+        "the loss comes from an older forward pass, {}; run forward again, call backward on its output, and detach \
          everything that is kept from one step to the next",
         if *.is_old { "before the last update of the weights" } else { "on which backward has already run" }
     )]
@@ -171,15 +173,15 @@ pub enum EngineError {
     #[error(
         "{what}: a small change in the weights changes the loss by {by_difference:.4e}, but the gradient from backward \
          predicts {by_gradient:.4e}: training would not minimize this loss; the usual causes: an operation without a \
-         backward cuts a part of the graph (candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope, sdpa): replace the \
-         operation with that of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, softmax(D::Minus1), \
-         rope_slow; freezing its parameters does not help; an operation whose backward is wrong in Candle 0.11 \
-         (conv1d, max_pool2d and avg_pool2d whose size does not divide the image's, upsampling, scatter, scatter_add, \
-         matmul with a transposed left and a broadcast right operand): use candle_zero::nn's; a gradient inside the \
-         loss (gradient penalty), some terms of which Candle drops unless CANDLE_GRAD_DO_NOT_DETACH=1 is set; a \
-         detached part, or a term computed from parameters outside engine.forward; `zerorun verify SCRIPT` lists the \
-         parameters whose gradient is wrong; if a part is excluded on purpose, set \"gradient_check\": false, or \
-         EngineBuilder::gradient_check(false)"
+         backward pass cuts off a part of the graph (candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope, sdpa): \
+         replace the operation with that of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, \
+         softmax(D::Minus1), rope_slow; freezing its parameters does not help; an operation whose backward pass is \
+         wrong in Candle 0.11 (conv1d, max_pool2d and avg_pool2d whose size does not divide the image's, upsampling, \
+         scatter, scatter_add, matmul with a transposed left and a broadcast right operand): use candle_zero::nn's; a \
+         gradient inside the loss (gradient penalty), some terms of which Candle drops unless \
+         CANDLE_GRAD_DO_NOT_DETACH=1 is set; a detached part, or a term computed from parameters outside \
+         engine.forward; `zerorun verify SCRIPT` lists the parameters whose gradient is wrong; if a part is excluded \
+         on purpose, set \"gradient_check\": false, or EngineBuilder::gradient_check(false)"
     )]
     WrongGradient {
         /// The parameters, as far as they are known.
@@ -248,7 +250,7 @@ pub enum EngineError {
     /// No backward pass of the first optimizer step reached these parameters, on any rank.
     #[error(
         "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \
-         without a backward cuts the graph between them and the loss, as candle_nn's LayerNorm, RmsNorm, \
+         without a backward pass cuts the graph between them and the loss, as candle_nn's LayerNorm, RmsNorm, \
          softmax_last_dim, rope and sdpa do: replace the operation with a layer of candle_zero::nn, or with \
          layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow (freezing these parameters would leave the \
          graph cut, and other parameters would learn from an incomplete gradient); or the model does not use them: if \
@@ -273,11 +275,11 @@ pub enum EngineError {
         /// The problem, and what to do.
         why: String,
     },
-    /// A recomputed unit produced a different output in backward.
+    /// A recomputed unit produced a different output in the backward pass.
     #[error(
         "unit {unit} gave a different output when backward ran it again: gradients would be those of a different \
          function; Candle's random numbers (candle_nn::Dropout, Tensor::rand) cannot be repeated, nor can draws on the \
-         model's own threads: use candle_zero::nn::Dropout, or let the unit keep its activations (checkpointed(false), \
+         model's own threads; use candle_zero::nn::Dropout, or let the unit keep its activations (checkpointed(false), \
          no activation_checkpointing section)"
     )]
     RecomputationDiffers {
@@ -311,7 +313,7 @@ pub enum EngineError {
     /// Ranks have different data, or other content that must be the same.
     #[error(
         "the content of {mine} on rank {rank} is not that of {theirs} on rank {other}; every rank must read the same \
-         data: copy the files to all hosts, or put them where all hosts can read them"
+         data; copy the files to all hosts, or put them where all hosts can read them"
     )]
     DataDiffer {
         /// This rank.
@@ -341,7 +343,7 @@ pub enum EngineError {
     /// Ranks ran different units, or had gradients of different parameters.
     #[error(
         "ranks have diverged: rank {rank} is in {here}, rank {peer} in {there}; every rank must run the same units in \
-         the same order: run each unit on every rank, or mark as a leaf the unit that contains those among which \
+         the same order; run each unit on every rank, or mark as a leaf the unit that contains those among which \
          ranks choose (Unit::leaf, EngineBuilder::leaf_units, zero_optimization.leaf_module); if ranks use different \
          parameters of the same units, set zero_optimization.ignore_unused_parameters to true"
     )]
@@ -358,7 +360,7 @@ pub enum EngineError {
     /// Ranks start from different weights.
     #[error(
         "rank {rank} starts with different weights than rank {other}: a different seed or init_from file; every \
-         rank must use the same (unlike DeepSpeed, rank 0's weights are not sent to the others)"
+         rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)"
     )]
     WeightsDiffer {
         /// This rank.

@@ -10,8 +10,8 @@
 //!
 //! Both changes are along one direction, in which each element of each trained parameter randomly goes up or down
 //! (`zero/check/perturbation.rs`). A part of the graph that is cut off, a wrong backward pass or a dropped term makes
-//! them differ by about the norm of the missing part. Differences that kinks of the loss or rounding may also explain
-//! are checked again in the next steps, each time along a different direction (`gradient_report.rs`).
+//! the two changes differ by about the norm of the missing part. Differences that kinks of the loss or rounding may
+//! also explain are checked again in the next steps, each time along a different direction (`gradient_report.rs`).
 
 use super::Engine;
 use super::gradient_check_state::{
@@ -35,7 +35,7 @@ const MAX_CHANGES_BYTES: usize = 1 << 30;
 const PERTURBATION_GROWTH: f64 = 8.0;
 /// The maximum perturbation of a parameter, relative to its size.
 const MAX_PERTURBATION: f64 = 0.3;
-/// A change is large enough if it exceeds the possible rounding error by this factor.
+/// The factor by which a sufficiently large change exceeds the possible rounding error.
 const MIN_CHANGE_TO_ROUNDING: f64 = 8000.0;
 /// The number of steps after which a check is abandoned if gradients were never finite.
 const MAX_NONFINITE_STEPS: u32 = 64;
@@ -81,7 +81,7 @@ impl<M> Engine<M> {
     /// next steps, up to eight steps in total. Then [`gradient_report`](Self::gradient_report) returns the result. As
     /// soon as a gradient is known to be wrong, the step ends with an error. Collective.
     ///
-    /// The first step of a run does the same with all parameters at once, for two extra forward passes, unless
+    /// The first step of a run does the same with all parameters together, for two extra forward passes, unless
     /// `gradient_check` in the configuration or [`EngineBuilder::gradient_check`](crate::EngineBuilder::gradient_check)
     /// disables it.
     ///
@@ -248,7 +248,7 @@ impl<M> Engine<M> {
         f64::from(largest) * unit_of(output.dtype()).max(self.limits().noise)
     }
 
-    /// Stores, along with the output of a forward pass, how perturbations changed it.
+    /// Stores, along with the output of a forward pass, how perturbations changed the output.
     fn keep_probe(&mut self, PerturbedOutputs { moved, unmoved }: PerturbedOutputs, output: &Tensor) -> Result<()> {
         let about = self.core.last_output();
         if about.is_none() && output.track_op() {
@@ -334,7 +334,7 @@ impl<M> Engine<M> {
         let compared = compared.collect();
         if unprobed {
             self.check.why_not.get_or_insert_with(|| {
-                "a part of the loss was computed in a forward that ran inside that of another engine".into()
+                "a part of the loss was computed in a forward pass that ran inside that of another engine".into()
             });
         }
         let factor = self.scaler.scale() / self.config.batch.gradient_accumulation_steps as f64;
@@ -382,7 +382,7 @@ impl<M> Engine<M> {
         self.check.looks += 1;
         let not_judged = match all.iter().position(|rank| rank.first() != Some(&0.0)) {
             Some(rank) => {
-                Some(self.check.why_not.take().unwrap_or_else(|| format!("rank {rank} could not repeat its forward")))
+                Some(self.check.why_not.take().unwrap_or_else(|| format!("rank {rank} could not run forward again")))
             }
             None if !is_finite => Some("the loss or a gradient is not finite near these weights".into()),
             None => None,

@@ -20,7 +20,7 @@ thread_local! {
 /// The position of this thread relative to an engine's forward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CurrentForward {
-    /// The index of the forward pass, counted from 1; 0 outside of any forward pass.
+    /// The index of the forward pass, counted from 1; 0 outside any forward pass.
     pub(super) forward: u64,
     /// 0 for the real forward pass; otherwise the index of the repetition for a check, counted from 1.
     pub(super) repetition: u64,

@@ -7,8 +7,8 @@
 //!
 //! Both are zero for a linear loss with a correct gradient. Rounding, random draws and kinks (ReLU, max pooling) make
 //! both equally large, randomly and independently in every direction. A wrong gradient makes the gap large and does not
-//! affect the bend. A large gap therefore counts as a mistake as soon as chance is unlikely to make gaps so much larger
-//! than bends along so many directions.
+//! affect the bend. A large gap therefore counts as a mistake as soon as it is unlikely that gaps exceed bends by
+//! so much along so many directions by chance.
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
@@ -16,9 +16,9 @@ use std::fmt;
 
 /// The maximum number of directions; after that many, the loss counts as one that cannot be judged.
 const MAX_DIRECTIONS: u32 = 8;
-/// A gap counts as a mistake if the probability of such a gap by chance, given the bends, is below this.
+/// The probability limit: a gap counts as a mistake if such a gap, given the bends, is less likely by chance.
 const MAX_FALSE_ALARM_PROBABILITY: f64 = 1e-4;
-/// A missing part of the gradient does not explain a relative gap above this, so a verdict needs more directions.
+/// The largest relative gap that a missing part of the gradient explains; above it, a verdict needs more directions.
 const MAX_EXPLAINED_GAP: f64 = 4.0;
 
 /// The tolerances of a comparison for a format.
@@ -31,7 +31,7 @@ pub(super) struct GradientTolerance {
     pub noise: f64,
     /// The limit of the output's bend relative to its change; above it, a larger perturbation adds no information.
     pub bends: f64,
-    /// Kinks rarely make a gap as large as this fraction of the expected change.
+    /// The fraction of the expected change above which kinks rarely cause a gap.
     large: f64,
     /// The probability threshold for gaps above `large`.
     seldom: f64,
@@ -59,7 +59,7 @@ impl GradientTolerance {
 pub enum GradientCheckVerdict {
     /// The gradient and the differences agree.
     Right,
-    /// They differ by more than the format, the bend of the loss and chance explain.
+    /// They differ by more than the format, the bend of the loss and chance can explain.
     Wrong,
     /// The loss changes too little, or bends too much, for a verdict.
     CannotTell,
@@ -71,9 +71,9 @@ pub enum GradientCheckVerdict {
 pub struct GradientRow {
     /// The name of the parameter, or of the group that was perturbed together.
     pub name: String,
-    /// The change in the loss along the direction, according to the gradient that backward computed. If several
-    /// directions were checked, this and the following fields are those of the direction with the largest difference
-    /// relative to the allowed one.
+    /// The change in the loss along the direction, according to the gradient that the backward pass computed. If
+    /// several directions were checked, this and the following fields are those of the direction with the largest
+    /// difference relative to the allowed one.
     pub by_gradient: f64,
     /// The change in the loss, measured with forward passes whose parameters are perturbed.
     pub by_difference: f64,
@@ -215,9 +215,9 @@ impl DirectionSamples {
     }
 }
 
-/// Returns the probability that the squares of `looks` gaps exceed those of their bends so much that the latter are
-/// only `part` of the former, if both are random, normally distributed and of equal variance: the lower tail of the F
-/// distribution, near 0.
+/// Returns the probability that the squares of the bends along `looks` directions are at most `part` of the squares of
+/// the gaps, if both are random, normally distributed and of equal variance: the lower tail of the F distribution, near
+/// 0.
 fn by_chance(looks: u32, part: f64) -> f64 {
     // 1 / (k B(k, k)), k = looks / 2, by recurrence from the values for looks 1 and 2.
     let first = if looks % 2 == 1 { (1, std::f64::consts::FRAC_2_PI) } else { (2, 1.0) };
@@ -230,7 +230,7 @@ mod tests {
     use super::*;
     use crate::util::mix;
 
-    /// Generates normally distributed numbers.
+    /// A generator of normally distributed numbers.
     struct Normal(u64);
 
     impl Normal {

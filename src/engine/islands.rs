@@ -1,4 +1,4 @@
-//! Local steps: the islands of a job, and the exchange of what they have learned.
+//! Local steps: the islands of a job, and the exchange of their changes to the weights.
 //!
 //! ```text
 //!   island 0   step step ... step | send fragment ... | receive: outer step, publish | step ...
@@ -182,7 +182,7 @@ impl Islands {
         for fragment in 0..self.fragments.len() {
             self.send(core, fragment)?;
             if !self.receive(core, fragment, 0.0)? {
-                // No island has learned anything, but islands may have kept a share of their own weights.
+                // No island has trained, but islands may have kept a share of their own weights.
                 core.take_outer_weights(&self.fragments[fragment])?;
             }
         }
@@ -257,7 +257,7 @@ impl Islands {
         self.in_flight.clear();
     }
 
-    /// Returns what a checkpoint says about this island. `save` identifies the save.
+    /// Returns the information that a checkpoint stores about this island. `save` identifies the save.
     pub fn progress(&self, save: u64) -> IslandProgress {
         IslandProgress {
             islands: self.ranks.count(),
@@ -273,7 +273,7 @@ impl Islands {
     }
 
     /// Continues a run that this island has saved. The sums of fragments in flight are among the optimizer states. With
-    /// a different schedule they are dropped, and the samples are counted anew.
+    /// a different schedule, they are dropped, and the samples are counted anew.
     pub fn resume(&mut self, core: &RankCore, saved: &IslandProgress) {
         self.begin_anew();
         if saved.schedule != self.schedule_numbers() || saved.samples.len() != self.samples.len() {
@@ -351,7 +351,7 @@ fn hosts_of_equal_size(job: &dyn Communicator) -> Result<usize> {
 /// Returns the outer optimizer.
 fn outer_optimizer(config: &LocalStepsConfig) -> Box<dyn Optimizer> {
     let (lr, momentum) = (config.outer_lr, config.outer_momentum);
-    // Without momentum there is nothing to look ahead with.
+    // Nesterov's rule looks ahead along the momentum, so it requires momentum.
     let nesterov = config.nesterov && momentum > 0.0;
     optim::from_config(&OptimizerConfig::Sgd(SgdConfig { lr, momentum, dampening: 0.0, weight_decay: 0.0, nesterov }))
 }

@@ -7,7 +7,7 @@ use crate::error::{EngineError, Error, Result};
 
 impl<M> Engine<M> {
     /// Collective among all ranks of the job: ends the current window of local steps early, so that all islands have the
-    /// same weights. Without `local_steps` it does nothing.
+    /// same weights. Without `local_steps`, it does nothing.
     ///
     /// Call it after the last step, before weights are evaluated or exported, unless the last step ended a window.
     ///
@@ -30,7 +30,7 @@ impl<M> Engine<M> {
         let Some(_) = &self.islands else { return Ok(()) };
         let why = format!(
             "{call} would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load \
-             that"
+             that checkpoint"
         );
         Err(EngineError::LocalSteps { why }.into())
     }
@@ -45,8 +45,8 @@ impl<M> Engine<M> {
         self.islands.as_ref().map(|islands| islands.ranks.across().report())
     }
 
-    /// Exchanges what islands have learned, if it is due after this step. `applied` states whether the step changed
-    /// weights. Returns whether the exchange did.
+    /// Exchanges the changes of islands, if an exchange is due after this step. `applied` states whether the step
+    /// changed weights. Returns whether the exchange changed weights.
     pub(super) fn exchange_between_islands(&mut self, applied: bool) -> Result<bool> {
         let Some(islands) = &mut self.islands else { return Ok(false) };
         let samples = self.config.batch.train_batch_size / islands.ranks.count();

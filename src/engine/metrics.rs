@@ -71,7 +71,7 @@ impl<M> Engine<M> {
 
     /// Returns the learning rates of the next optimizer step, one per parameter group: first the groups given to the
     /// [builder](super::EngineBuilder::parameter_groups) that have parameters, in their order, then the group of all
-    /// other parameters. With Muon each group counts as two: its matrices and its other parameters.
+    /// other parameters. With Muon, each group counts as two: its matrices and its other parameters.
     #[doc(alias = "get_lr")]
     pub fn lr(&self) -> Vec<f64> {
         self.trainer.lr()
@@ -91,17 +91,17 @@ impl<M> Engine<M> {
         self.grad_norm
     }
 
-    /// The name of [`lr`](Self::lr) in DeepSpeed.
+    /// Returns the same as [`lr`](Self::lr), under DeepSpeed's name.
     pub fn get_lr(&self) -> Vec<f64> {
         self.lr()
     }
 
-    /// The name of [`momentum`](Self::momentum) in DeepSpeed.
+    /// Returns the same as [`momentum`](Self::momentum), under DeepSpeed's name.
     pub fn get_mom(&self) -> Vec<Momentum> {
         self.momentum()
     }
 
-    /// The name of [`global_grad_norm`](Self::global_grad_norm) in DeepSpeed.
+    /// Returns the same as [`global_grad_norm`](Self::global_grad_norm), under DeepSpeed's name.
     pub fn get_global_grad_norm(&self) -> Option<f64> {
         self.global_grad_norm()
     }

@@ -1,5 +1,5 @@
 //! Access to single parameters by name: values, gradients and optimizer states, like DeepSpeed's `safe_get_*` and
-//! `safe_set_*`, and parameters gathered outside of a forward pass.
+//! `safe_set_*`, and parameters gathered outside a forward pass.
 
 use super::{Engine, MicroStepPhase};
 use crate::comm::agree::{agree, rank_failed};
@@ -38,7 +38,7 @@ impl<M> Engine<M> {
     }
 
     /// Collective: returns the full optimizer state `key` (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, ...) of
-    /// parameter `name`, in f32 and the parameter's shape. Before the first update it is zero.
+    /// parameter `name`, in f32 and the parameter's shape. Before the first update, it is zero.
     ///
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::UnknownState`], also for
@@ -56,7 +56,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::ValueShape`];
     /// [`EngineError::OutOfOrder`] between forward and backward, because the graph contains the old values. In all
-    /// these cases nothing has changed.
+    /// these cases, nothing has changed.
     pub fn safe_set_full_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_full_fp32_param";
         self.not_on_islands(CALL)?;
@@ -139,7 +139,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`EngineError::NotSharded`] at stage 0; [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`];
     /// [`ParamError::LocalShape`], and [`EngineError::Elsewhere`] on the ranks whose value is right;
-    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases nothing has changed.
+    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases, nothing has changed.
     pub fn safe_set_local_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_local_fp32_param";
         self.not_on_islands(CALL)?;
@@ -188,9 +188,9 @@ impl<M> Engine<M> {
     }
 
     /// Runs `run` while the parameters `names` are gathered, so that the parameters of [`model`](Self::model) can be
-    /// read outside of a forward (DeepSpeed's `GatheredParameters`, for reading; [`gathered_mut`](Self::gathered_mut)
-    /// changes them). They have the model's dtype. Collective at stage 3; at other stages every rank always has all
-    /// full parameters.
+    /// read outside a forward pass (DeepSpeed's `GatheredParameters`, for reading; [`gathered_mut`](Self::gathered_mut)
+    /// changes them). The gathered parameters have the model's dtype. Collective at stage 3; at other stages every rank
+    /// always has all full parameters.
     ///
     /// ```
     /// # use candle_zero::Engine;
@@ -215,9 +215,9 @@ impl<M> Engine<M> {
     }
 
     /// Collective: lets rank `modifier_rank` change the parameters `names` (DeepSpeed's `GatheredParameters` with a
-    /// `modifier_rank`). On that rank, `run` gets their full values, in the order of `names`, at full precision in f32. The
-    /// tensors that `run` leaves in its argument become the parameters' values on every rank, at every stage and with any
-    /// offload. On other ranks, `run` is not called. Optimizer states are unchanged.
+    /// `modifier_rank`). On that rank, `run` gets their full values, in the order of `names`, at full precision in f32.
+    /// The tensors that `run` leaves in its argument become the parameters' values on every rank, at every stage and
+    /// with any offload. On other ranks, `run` is not called. Optimizer states are unchanged.
     ///
     /// ```
     /// # use candle_zero::Engine;
@@ -234,8 +234,8 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`ParamError::Unknown`]; [`EngineError::NoSuchRank`]; [`EngineError::ArgumentsDiffer`] between ranks; the error
     /// of `run`, or [`ParamError::ValueShape`], on the rank where it ran, and [`EngineError::Elsewhere`] on the others;
-    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases nothing has changed, and the engine
-    /// can continue.
+    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases, nothing has changed, and the
+    /// engine can continue.
     pub fn gathered_mut(
         &mut self,
         names: &[&str],

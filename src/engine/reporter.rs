@@ -14,7 +14,7 @@ use std::time::Instant;
 pub(super) struct EngineReporter {
     pub monitors: Monitors,
     pub throughput: ThroughputTimer,
-    /// The time at which this micro step's forward began.
+    /// The time at which this micro step's forward pass began.
     pub micro_step: Option<Instant>,
     /// The mean loss of the last optimizer step, over ranks and micro steps.
     pub loss: f64,

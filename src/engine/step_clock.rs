@@ -33,7 +33,7 @@ pub(super) struct StepClock {
     pub forward: Duration,
     pub backward: Duration,
     pub step: Duration,
-    /// The seconds spent waiting for collectives in backward.
+    /// The seconds spent waiting for collectives in the backward pass.
     pub backward_wait: f64,
     /// The seconds spent waiting for collectives and files up to the last boundary.
     waited: WaitSeconds,

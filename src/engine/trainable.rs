@@ -5,10 +5,10 @@ use crate::error::{ParamError, Result};
 
 impl<M> Engine<M> {
     /// Trains the parameters for which `rule`, given their name and shape, returns true, and freezes all others, from
-    /// the next forward on. Collective: all ranks must pass the same rule.
+    /// the next forward pass on. Collective: all ranks must pass the same rule.
     ///
     /// A parameter that is unfrozen starts with fresh optimizer states, and its next update counts as its first. A
-    /// parameter that is frozen loses its states; in 16-bit training only its 16-bit weights remain. Shares are laid
+    /// parameter that is frozen loses its states; in 16-bit training, only its 16-bit weights remain. Shares are laid
     /// out again; while this is done, this rank's share exists twice, in memory or in the files.
     ///
     /// # Errors

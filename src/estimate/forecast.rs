@@ -194,7 +194,7 @@ mod tests {
     fn where_the_wire_costs_nothing_the_step_is_that_of_one_host() {
         for zero in settings() {
             let all = estimate(4, zero.clone());
-            // At this rate the bytes take less time than the tolerance.
+            // At this rate, the bytes take less time than the tolerance.
             for (hosts, network) in [(1, "1bit,9s"), (2, "999999999999999GB/s,0us"), (4, "999999999999999GB/s,0us")] {
                 let found = step(&all, hosts, network, 0.5);
                 assert!((found - 0.5).abs() < 1e-9, "{zero} {hosts}: {found}");
@@ -213,7 +213,7 @@ mod tests {
             assert!(wire.wire_s > 0.01 && found >= wire.wire_s.max(0.3) && found <= wire.wire_s + 0.3 + 1e-9, "{zero}");
             let overlaps = config(4, zero.clone(), 1).zero.overlap_comm;
             let is_sum = (found - wire.wire_s - 0.3).abs() < 1e-9;
-            // At stage 1 gradients are kept until backward has ended.
+            // At stage 1, gradients are kept until the backward pass has ended.
             assert_eq!(is_sum, !overlaps || zero["stage"] == 1, "{zero}: {found} {}", wire.wire_s);
         }
     }

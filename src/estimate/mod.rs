@@ -15,9 +15,9 @@
 //! ```
 //!
 //! The estimate reads the names and shapes of the parameters, but never a weight. The engine's own code lays the
-//! parameters out and decides when to transfer what, using a ledger like the engine's (`rehearsal.rs`). So held bytes
-//! and traffic equal those of the engine, to the byte. The peaks are equal too if the model's units run in the order in
-//! which they were built.
+//! parameters out and decides when to transfer what, using a ledger like the engine's (`rehearsal.rs`). Therefore, held
+//! bytes and traffic equal those of the engine, to the byte. The peaks are equal too if the model's units run in the
+//! order in which they were built.
 //!
 //! | file | content |
 //! | --- | --- |

@@ -64,7 +64,7 @@ const LATENCIES: [LatencyUnit; 3] = [
 pub(super) struct TransferTime {
     /// The seconds from its start to its end.
     pub seconds: f64,
-    /// The time that it takes from the host's processors, expressed in seconds of all of them.
+    /// The time for which it occupies the host's processors, expressed in seconds of all processors.
     pub processors: f64,
 }
 
@@ -99,8 +99,8 @@ impl Network {
 
     /// Returns the time of a transfer from its start to its end, headers included.
     ///
-    /// A message waits for the message `window` places before it. So either the link is always busy, or each window
-    /// waits for the latency of its messages.
+    /// A message waits for the message `window` places before it. Therefore, either the link is always busy, or each
+    /// window waits for the latency of its messages.
     pub(super) fn travel(&self, transfer: &InterHostTransfer) -> TransferTime {
         let InterHostTransfer { into, out, messages, window, hops, behind } = *transfer;
         let (rate, latency) = (self.bytes_per_s(), self.latency_s());

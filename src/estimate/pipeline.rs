@@ -1,4 +1,4 @@
-//! The estimate of a pipeline, in which each rank holds other layers.
+//! The estimate of a pipeline, in which each rank holds different layers.
 
 use super::{Estimate, EstimateOptions, MeasuredStep, Shapes};
 use crate::config::{Config, ConfigSource, RunValues};
@@ -41,8 +41,8 @@ pub struct PipelineRankEstimate {
     /// The number of elements that the rank trains.
     pub trained: usize,
     /// The model state, as [`PipelineEngine::memory_report`](crate::engine::PipelineEngine::memory_report) will count
-    /// it. Held bytes are exact. With a tied embedding, several chunks or divided backward passes, the peaks of gradients
-    /// and buckets are upper bounds.
+    /// it. Held bytes are exact. With a tied embedding, several chunks or divided backward passes, the peaks of
+    /// gradients and buckets are upper bounds.
     pub memory: MemoryReport,
     /// The maximum number of activations that the rank holds at the same time, per micro batch and stage.
     pub held_activations: usize,
@@ -50,8 +50,8 @@ pub struct PipelineRankEstimate {
 
 impl PipelineEstimate {
     /// Estimates a pipeline of `world_size` ranks, which
-    /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide in the same way. `prepare` makes
-    /// changes to the shapes of each rank, such as [`Shapes::trainable`] and [`Shapes::quantized`].
+    /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide in the same way. `prepare`
+    /// modifies the shapes of each rank, such as [`Shapes::trainable`] and [`Shapes::quantized`].
     ///
     /// # Errors
     /// The errors of the configuration; numbers of ranks, chunks, layers and micro batches that are incompatible; the

@@ -68,7 +68,7 @@ pub(super) struct Rehearsal<'a> {
     tier: MemoryTier,
     /// The memory tier of the share, unless it is in files.
     share_place: MemoryTier,
-    /// Whether units recompute their forward.
+    /// Whether units recompute their forward pass.
     recompute: bool,
     /// The optimizers, and which of them trains which parameter.
     grouping: Arc<ParameterGrouping>,
@@ -83,7 +83,7 @@ pub(super) struct Rehearsal<'a> {
     /// The trace of the current step.
     step_trace: RefCell<StepTrace>,
     leaves: LeafUnits,
-    /// The bytes of the model's buffers, which every training forward broadcasts from rank 0.
+    /// The bytes of the model's buffers, which every training forward pass broadcasts from rank 0.
     buffers: usize,
     /// The buffers, and the parameters that stay whole throughout.
     _whole: Vec<MemoryLedgerEntry>,
@@ -274,7 +274,7 @@ impl<'a> Rehearsal<'a> {
         Ok((moved, self.step_trace.take()))
     }
 
-    /// Records work on parameters: in a forward, one unit of work per element.
+    /// Records work on parameters: in a forward pass, one unit of work per element.
     fn compute(&self, phase: StepPhase, work: usize) {
         self.step_trace.borrow_mut().compute(phase, work as f64);
     }
@@ -285,7 +285,7 @@ impl<'a> Rehearsal<'a> {
         self.step_trace.borrow_mut().launch(step_trace::CollectiveCall { kind, wire, dtype, elements })
     }
 
-    /// Runs forward and backward.
+    /// Runs the forward pass and the backward pass.
     fn micro_step(&self, gather: &mut ParamGatherer<Self>, gradients: &mut GradientReducer<Self>) -> Result<()> {
         if self.buffers > 0 && self.world_size() > 1 {
             let launched = self.count(CommKind::Control, self.buffers.div_ceil(8), DType::F64, WireFormat::Exact);
@@ -308,7 +308,7 @@ impl<'a> Rehearsal<'a> {
                 gather.leave_forward(self, unit)?;
             }
         }
-        // Parameters outside of units mostly belong to a head that follows the units.
+        // Parameters outside units mostly belong to a head that follows the units.
         self.compute(StepPhase::Forward, elements[ROOT]);
         gather.leave_forward(self, ROOT)?;
         gather.enter(self, UnitEvent::Backward(ROOT))?;
@@ -320,7 +320,7 @@ impl<'a> Rehearsal<'a> {
             if unit != ROOT && end <= first_trained {
                 break;
             }
-            // A recomputing unit runs a nested backward.
+            // A recomputing unit runs a nested backward pass.
             let nests = sharded && unit != ROOT && self.recompute;
             if nests {
                 gather.nest(false);
@@ -565,7 +565,7 @@ impl state_sweep::StepBackend for Rehearsal<'_> {
         self.compute(StepPhase::Update, range.len());
         let is_away = lie_on_gpu(self, group.weights.as_ref()) && !MetaBuffer::is_device(&self.share_place);
         if is_away && mode.has_weights() && mode.changes() {
-            // In memory are the largest piece and the piece before it, which is still being transferred.
+            // The largest piece is in memory, as is the piece before it, which is still being transferred.
             let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATE_CHUNK)).max().unwrap_or(0);
             let piece = || MetaBuffer::whole(MemoryTier::Host, group.class.weights.dtype(self.dtype()), len);
             let under_way = self.send(CopyKind::Updates, piece(), &self.tier, len)?;

@@ -209,7 +209,7 @@ impl Shapes {
         self.registered.params.iter().filter(|p| p.is_trained()).fold(0, |sum, p| sum.saturating_add(p.numel))
     }
 
-    /// Returns the number of elements of the largest unit. All parameters outside of units count together as one unit.
+    /// Returns the number of elements of the largest unit. All parameters outside units count together as one unit.
     pub fn largest_unit(&self) -> usize {
         let mut elements = vec![0usize; self.registered.units.len()];
         let outermost = self.registered.leaves.outermost();
@@ -217,7 +217,7 @@ impl Shapes {
         elements.into_iter().max().unwrap_or(0)
     }
 
-    /// Returns the number of units, without the one for all parameters outside of units.
+    /// Returns the number of units, without the one for all parameters outside units.
     pub fn num_units(&self) -> usize {
         self.registered.units.len() - 1
     }

@@ -1,8 +1,8 @@
 //! The trace of a step, recorded by a rehearsal: what is computed, and which collectives are launched and waited for.
 //!
 //! [`StepTrace::simulate`] simulates the step: the training thread computes, launches and waits; the communication
-//! thread carries out collectives one after the other, in the order of their launch. As in [`crate::comm`], a short one
-//! begins when a thread waits for it, when a long one is launched after it, or after a grace period.
+//! thread carries out collectives one after the other, in the order of their launch. As in [`crate::comm`], a short
+//! collective begins when a thread waits for it, when a long collective is launched after it, or after a grace period.
 
 use super::network::TransferTime;
 use crate::comm::{CollectiveKind, MAX_QUEUE_DELAY, SHORT_BYTES, WireFormat};
@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StepPhase {
     Forward,
-    /// The backward, including recomputation.
+    /// The backward pass, including recomputation.
     Backward,
     /// The optimizer's update.
     Update,
@@ -157,7 +157,8 @@ impl StepTrace {
         })
     }
 
-    /// Simulates the step. `computing` returns the seconds of an amount of work, `travelling` the time of a collective.
+    /// Simulates the step. `computing` returns the seconds of an amount of work, and `travelling` the time of a
+    /// collective.
     pub fn simulate(
         &self,
         computing: impl Fn(StepPhase, f64) -> f64,
@@ -273,8 +274,8 @@ mod tests {
         (step, wire)
     }
 
-    /// Returns the trace of a backward of four seconds with two buckets, one launched every two seconds. A bucket is
-    /// waited for when the next one is launched, or at the end.
+    /// Returns the trace of a backward pass of four seconds with two buckets, one launched every two seconds. A bucket
+    /// is waited for when the next one is launched, or at the end.
     fn backward(overlaps: bool) -> StepTrace {
         let mut step_trace = StepTrace::default();
         step_trace.compute(StepPhase::Backward, 1.0);

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// A folder under construction. Nothing remains if it is dropped before it is finished.
 #[derive(Debug)]
 pub struct AtomicFolder {
-    /// The scratch folder, which is removed when this is dropped.
+    /// The scratch folder, which is removed when this value is dropped.
     _scratch: ScratchFolder,
     new: PathBuf,
     out: PathBuf,

@@ -20,7 +20,7 @@ pub(crate) const LOCK: &str = ".candle-zero.lock";
 /// The folders that this process has locked with [`FolderLock::share`], so that its engines share the locks.
 static SHARED: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 
-/// A file that this process has locked. It is removed when this is dropped.
+/// A file that this process has locked. It is removed when this value is dropped.
 #[derive(Debug)]
 pub struct FileLock {
     file: File,
@@ -29,7 +29,7 @@ pub struct FileLock {
     holds: bool,
 }
 
-/// A folder that this process has locked. It is unlocked when this is dropped.
+/// A folder that this process has locked. It is unlocked when this value is dropped.
 #[derive(Debug)]
 pub struct FolderLock {
     file: FileLock,
@@ -49,7 +49,7 @@ impl FolderLock {
     /// Locks `folder`, and waits for at most `patience` if another process holds it.
     ///
     /// # Errors
-    /// The lock file in it cannot be created or opened.
+    /// The lock file in the folder cannot be created or opened.
     pub fn ask(folder: &Path, patience: Duration) -> Result<FolderLockOutcome> {
         let start = Instant::now();
         loop {
@@ -202,7 +202,7 @@ fn number(folder: &Path) -> Result<(u64, u64)> {
 
 /// Returns the process that holds a lock on the file with that inode, if the system reports it.
 pub(crate) fn owner(inode: u64) -> Option<u32> {
-    // One read into a large buffer sees a page of locks as of one moment. Between two reads, locks move in the list,
+    // One read into a large buffer returns a page of locks as of one moment. Between two reads, locks move in the list,
     // and a lock can be missed or seen twice.
     let mut locks = Vec::new();
     let mut buffer = vec![0; 1 << 16];
@@ -225,8 +225,8 @@ pub(crate) fn owner(inode: u64) -> Option<u32> {
         })
         .collect();
     owners.dedup();
-    // Inodes are unique only per file system, and this list does not show the device of every file system. So if locks
-    // of two processes match, neither process is reported.
+    // Inodes are unique only per file system, and this list does not show the device of every file system. Therefore,
+    // if locks of two processes match, neither process is reported.
     if let [owner] = owners[..] { Some(owner) } else { None }
 }
 

@@ -1,7 +1,7 @@
 //! The format in which a thread multiplies f32 operands (`torch_autocast`).
 //!
-//! The engine sets it around a forward. A unit that recomputes its forward, in any backward, restores the format of its
-//! first forward.
+//! The engine sets this format for the duration of a forward pass. A unit that recomputes its forward pass, in any
+//! backward pass, restores the format of its first forward pass.
 
 use candle_core::DType;
 use std::cell::Cell;

@@ -8,7 +8,7 @@ thread_local! {
     static DEFERRING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Sets a flag of this thread while `run` runs, and resets it even if that panics.
+/// Sets a flag of this thread while `run` runs, and resets it even if `run` panics.
 fn with_flag<T>(flag: &'static std::thread::LocalKey<Cell<bool>>, run: impl FnOnce() -> T) -> T {
     struct ThreadFlagGuard(&'static std::thread::LocalKey<Cell<bool>>, bool);
     impl Drop for ThreadFlagGuard {
@@ -26,13 +26,13 @@ pub(crate) fn without_gradients<T>(run: impl FnOnce() -> T) -> T {
 }
 
 /// Runs a backward pass that is the only one of its graph. Each operation drops its kept data as soon as it has run, so
-/// that activations are freed while backward proceeds.
+/// that activations are freed while the backward pass proceeds.
 pub(crate) fn once<T>(backward: impl FnOnce() -> T) -> T {
     with_flag(&ONCE, backward)
 }
 
 /// Runs the first part of a divided backward pass (arXiv 2401.10241), in which layers may leave the gradients of their
-/// weights for later. What arrives in a parameter's slot becomes a [`DeferredGradient`](super::DeferredGradient).
+/// weights for later. The gradient in a parameter's slot becomes a [`DeferredGradient`](super::DeferredGradient).
 pub(crate) fn deferring<T>(backward: impl FnOnce() -> T) -> T {
     with_flag(&DEFERRING, backward)
 }

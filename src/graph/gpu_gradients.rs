@@ -37,7 +37,7 @@ impl Grad {
 }
 
 impl GradSlot {
-    /// The counterpart of [`GradSlot::accumulate`] in a GPU's memory.
+    /// Does the same as [`GradSlot::accumulate`] in a GPU's memory.
     pub fn accumulate_on(
         &self,
         device: &CudaDevice,
@@ -74,7 +74,7 @@ impl InputGradSink {
         self.open().map_or(Ok(()), |slot| slot.accumulate_on(device, dtype, len, write))
     }
 
-    /// The counterpart of [`InputGradSink::accumulate_zeroed`] in a GPU's memory.
+    /// Does the same as [`InputGradSink::accumulate_zeroed`] in a GPU's memory.
     pub fn accumulate_zeroed_on(
         &self,
         device: &CudaDevice,

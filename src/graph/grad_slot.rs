@@ -1,4 +1,4 @@
-//! A gradient during backward, and the slot in which the gradients of one tensor are added up.
+//! A gradient during a backward pass, and the slot in which the gradients of one tensor are added up.
 
 use crate::kernels::add::add_into;
 use crate::kernels::buffer;
@@ -88,7 +88,7 @@ impl Grad {
 }
 
 thread_local! {
-    /// The generation of this thread's gradients, which changes after each failed backward.
+    /// The generation of this thread's gradients, which changes after each failed backward pass.
     static PASS: Cell<u64> = Cell::new(new_pass());
 }
 
@@ -97,28 +97,29 @@ fn new_pass() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// Forgets the gradients that a failed backward of this thread left in slots: the next backward begins without them.
+/// Forgets the gradients that a failed backward pass of this thread left in slots: the next backward pass begins
+/// without them.
 pub(crate) fn abandon() {
     PASS.set(new_pass());
 }
 
-/// A slot in which the gradients of one tensor are added up during a backward.
+/// A slot in which the gradients of one tensor are added up during a backward pass.
 #[derive(Default)]
 pub(crate) struct GradSlot {
     grad: Mutex<Option<(u64, Grad)>>,
     /// The parts that are computed later, in the order of arrival, with the generation in which each of them arrived.
     later: Mutex<Vec<(u64, DeferredPart)>>,
     before: Mutex<Vec<BackwardHook>>,
-    /// Decides whether gradients are taken now. They always are if there is no gate.
+    /// The gate that decides whether gradients are taken now. Without a gate, they always are.
     gate: Option<GradGate>,
 }
 
-/// Computes a part of a gradient and delivers it to the slot.
+/// A function that computes a part of a gradient and delivers it to the slot.
 type DeferredPart = Box<dyn FnOnce(Arc<GradSlot>) -> Result<()> + Send>;
 
 /// A gradient, some parts of which have not been computed yet. These parts keep the data that they need in memory.
 pub(crate) struct DeferredGradient {
-    /// The sum of the parts that were computed at once.
+    /// The sum of the parts that were computed immediately.
     first: Option<Grad>,
     later: Vec<DeferredPart>,
 }
@@ -136,7 +137,7 @@ impl DeferredGradient {
         self.later.len()
     }
 
-    /// Computes the gradient: the sum of its parts, added in the order in which a complete backward adds them.
+    /// Computes the gradient: the sum of its parts, added in the order in which a complete backward pass adds them.
     pub fn compute(self) -> Result<Grad> {
         let slot = Arc::new(GradSlot::default());
         self.first.map_or(Ok(()), |first| slot.add(first))?;
@@ -148,7 +149,7 @@ impl DeferredGradient {
     }
 }
 
-/// Decides, for the backward that this thread runs, whether a slot takes gradients.
+/// A function that decides, for the backward pass that this thread runs, whether a slot takes gradients.
 pub(crate) type GradGate = Box<dyn Fn() -> bool + Send + Sync>;
 
 /// A function that runs before the operation that produced a tensor is differentiated.
@@ -199,7 +200,7 @@ impl GradSlot {
         lock(&self.later).push((PASS.get(), part));
     }
 
-    /// Takes the parts that are computed later and have arrived in this backward.
+    /// Takes the parts that are computed later and have arrived in this backward pass.
     fn take_later(&self) -> Vec<DeferredPart> {
         let parts = std::mem::take(&mut *lock(&self.later));
         parts.into_iter().filter(|(pass, _)| *pass == PASS.get()).map(|(_, part)| part).collect()
@@ -231,12 +232,12 @@ impl GradSlot {
         lock(&self.before).iter().try_for_each(|hook| hook())
     }
 
-    /// Calls `look` with the gradient that has arrived in this backward, if there is one.
+    /// Calls `look` with the gradient that has arrived in this backward pass, if there is one.
     pub fn with_grad<T>(&self, look: impl FnOnce(&Grad) -> T) -> Option<T> {
         lock(&self.grad).as_ref().filter(|(pass, _)| *pass == PASS.get()).map(|(_, grad)| look(grad))
     }
 
-    /// Takes the gradient that has arrived in this backward. Another thread's gradient stays.
+    /// Takes the gradient that has arrived in this backward pass. Another thread's gradient stays.
     pub fn take(&self) -> Option<Grad> {
         lock(&self.grad).take_if(|(pass, _)| *pass == PASS.get()).map(|(_, grad)| grad)
     }
@@ -245,7 +246,7 @@ impl GradSlot {
         *lock(&self.grad) = Some((PASS.get(), grad));
     }
 
-    /// Calls `write` to add to the gradient in place (`true`), or to create it (`false`). In the latter case it
+    /// Calls `write` to add to the gradient in place (`true`), or to create it (`false`). In the latter case, it
     /// receives `len` elements with arbitrary values and must write all of them.
     pub fn accumulate<E: TensorElement>(
         &self,

@@ -11,16 +11,16 @@
 //!                           fills a's and b's slots        y's slot themselves
 //! ```
 //!
-//! A token is a tensor of one element. Candle adds up the tokens' gradients, which costs nothing, and calls the
-//! operation's backward once, when all uses of `y`, of either kind, have been differentiated. A parameter works in the
-//! same way, but has no inputs: when the backward of its token runs, its slot holds the complete gradient.
+//! A token is a tensor of one element. Candle adds up the tokens' gradients, which costs nothing, and runs the
+//! operation's backward pass once, when all uses of `y`, of either kind, have been differentiated. A parameter works in
+//! the same way, but has no inputs: when the backward pass of its token runs, its slot holds the complete gradient.
 //!
-//! Values and gradients of an operation are on the device of its inputs. On the host a gradient is a flat buffer. On a
-//! GPU it is a tensor that is not shared (`gpu_gradients`), and Candle's operations there use tokens and slots as
+//! Values and gradients of an operation are on the device of its inputs. On the host, a gradient is a flat buffer. On a
+//! GPU, it is a tensor that is not shared (`gpu_gradients`), and Candle's operations there use tokens and slots as
 //! they do on the host.
 //!
 //! Any other tensor that a layer receives (a `Var`, the result of Candle's operations) gets a separate token for that
-//! one use, whose backward hands the slot's content to Candle.
+//! one use, whose backward pass hands the slot's content to Candle.
 
 mod autocast;
 mod backward_flags;

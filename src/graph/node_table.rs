@@ -15,13 +15,13 @@ pub(crate) struct GraphNode {
     pub token: Tensor,
     pub slot: Arc<GradSlot>,
     remake: Option<RecomputeFn>,
-    /// If false, operations that are recorded now do not want the tensor's gradient.
+    /// Whether operations that are recorded now want the tensor's gradient; `None` if they always do.
     wanted: Option<Arc<AtomicBool>>,
     /// The elements whose gradient is incomplete on purpose, so that gradient checks do not perturb them.
     pub still: Range<usize>,
 }
 
-/// Computes a tensor's values again.
+/// A function that computes a tensor's values again.
 type RecomputeFn = Arc<dyn Fn() -> Result<Tensor> + Send + Sync>;
 
 impl GraphNode {
@@ -44,8 +44,8 @@ pub(crate) fn node_of(tensor: &Tensor) -> Option<GraphNode> {
 }
 
 /// Registers a function that computes `tensor`'s values again, cheaply and bit for bit, from the data that the tensor's
-/// own operation keeps for backward. Operations that need the values in backward need not keep the tensor: see
-/// [`SavedTensor`].
+/// own operation keeps for the backward pass. Operations that need the values in that pass need not keep the tensor:
+/// see [`SavedTensor`].
 pub(crate) fn can_remake(tensor: &Tensor, remake: impl Fn() -> Result<Tensor> + Send + Sync + 'static) {
     let mut nodes = unpoisoned(NODES.write());
     if let Some(node) = nodes.get_mut(&tensor.id()) {
@@ -67,7 +67,7 @@ pub(crate) fn hold_still(tensor: &Tensor, elements: Range<usize>) {
     }
 }
 
-/// The values of an input until backward: the tensor, or the function that computes it again.
+/// The values of an input until the backward pass: the tensor, or the function that computes it again.
 pub(crate) enum SavedTensor {
     Tensor(Tensor),
     Remade(RecomputeFn),
@@ -96,7 +96,7 @@ impl Drop for NodeTableEntry {
     fn drop(&mut self) {
         let Some(id) = self.0.get() else { return };
         let node = unpoisoned(NODES.write()).remove(id);
-        // The node is dropped outside of the lock, because it may hold the last reference to other tensors with nodes.
+        // The node is dropped outside the lock, because it may hold the last reference to other tensors with nodes.
         drop(node);
     }
 }

@@ -1,8 +1,8 @@
-//! An operation whose result was computed beforehand and whose backward is a closure. The engine uses it to enter the
-//! graph.
+//! An operation whose result was computed beforehand and whose backward pass is a closure. The engine uses such an
+//! operation to enter the graph.
 //!
-//! In Candle, the forward of a custom operation returns a new storage. The forward of this operation computes nothing:
-//! its result only has to depend on the argument, so that the backward runs.
+//! In Candle, the forward pass of a custom operation returns a new storage. The forward pass of this operation computes
+//! nothing: its result only has to depend on the argument, so that the backward pass runs.
 
 use crate::precision::Flat;
 use crate::tensor::residency::{storage_on, to_storage, with_view};
@@ -14,13 +14,13 @@ use std::sync::Mutex;
 
 struct PreparedOp<B> {
     name: &'static str,
-    /// The result, which forward returns. Forward runs once.
+    /// The result, which the forward pass returns. The forward pass runs once.
     result: Mutex<Option<(Storage, Shape)>>,
     backward: B,
 }
 
-/// Returns `result` as the result of an operation on `arg`, whose backward calls `backward(arg, gradient)` to get the
-/// gradient of `arg`.
+/// Returns `result` as the result of an operation on `arg`, whose backward pass calls `backward(arg, gradient)` to get
+/// the gradient of `arg`.
 pub(crate) fn prepared<B>(name: &'static str, arg: &Tensor, result: (Storage, Shape), backward: B) -> Result<Tensor>
 where
     B: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
@@ -28,7 +28,8 @@ where
     arg.apply_op1(PreparedOp { name, result: Mutex::new(Some(result)), backward })
 }
 
-/// Returns a scalar whose derivative with respect to `output` is `grad`, so that its backward seeds the graph with `grad`.
+/// Returns a scalar whose derivative with respect to `output` is `grad`, so that its backward pass seeds the graph with
+/// `grad`.
 pub(crate) fn seeded(output: &Tensor, grad: Tensor) -> Result<Tensor> {
     let zero = storage_on(output.device(), to_storage(Flat::zeros(output.dtype(), 1)))?;
     prepared("seed", output, (zero, Shape::from(())), move |_, _| Ok(Some(grad.clone())))

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 pub(crate) struct InputGradSink(Option<Arc<GradSlot>>);
 
 impl InputGradSink {
-    /// Returns whether the gradient is wanted in the current backward.
+    /// Returns whether the gradient is wanted in the current backward pass.
     pub fn is_wanted(&self) -> bool {
         self.open().is_some()
     }
@@ -25,8 +25,9 @@ impl InputGradSink {
         self.0.as_deref().filter(|slot| slot.is_open())
     }
 
-    /// Calls `weight_gradient` with the gradient of a layer's output, to deliver that of the layer's weight. It is called
-    /// at once, or, if backward is divided and the weight is a parameter, later and with a copy of the output's gradient.
+    /// Calls `weight_gradient` with the gradient of a layer's output, to deliver that of the layer's weight. It is
+    /// called immediately or, if the backward pass is divided and the weight is a parameter, later and with a copy of
+    /// the output's gradient.
     pub fn now_or_later<E: TensorElement>(
         &self,
         grad: &[E],
@@ -120,7 +121,7 @@ pub(crate) struct OpInputs<const N: usize> {
 impl<const N: usize> OpInputs<N> {
     /// Finds or creates the tokens of `inputs`. An input that is `None` wants no gradient.
     ///
-    /// In backward the gradients of the last inputs are complete first.
+    /// In the backward pass, the gradients of the last inputs are complete first.
     pub fn of(inputs: [Option<&Tensor>; N]) -> Result<Self> {
         let mut tokens = Vec::new();
         let mut sink = |input: Option<&Tensor>| -> Result<InputGradSink> {
@@ -142,12 +143,12 @@ impl<const N: usize> OpInputs<N> {
         Ok(Self { tokens, sinks })
     }
 
-    /// Returns whether the gradient of any input is wanted. Otherwise nothing needs to be kept for backward.
+    /// Returns whether the gradient of any input is wanted. Otherwise nothing needs to be kept for the backward pass.
     pub fn are_wanted(&self) -> bool {
         !self.tokens.is_empty()
     }
 
-    /// Returns whether a backward may want the gradient of input `i`.
+    /// Returns whether a backward pass may want the gradient of input `i`.
     pub fn wants(&self, i: usize) -> bool {
         self.sinks[i].0.is_some()
     }
@@ -200,8 +201,8 @@ impl From<CudaStorage> for ResultStorage {
     }
 }
 
-/// The value of an operation's result, kept for the operation's own backward. It shares the result's memory without being
-/// part of the result's graph.
+/// The value of an operation's result, kept for the operation's own backward pass. It shares the result's memory
+/// without being part of the result's graph.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SavedResult(Arc<OnceLock<Tensor>>);
 
@@ -210,7 +211,7 @@ impl SavedResult {
     pub fn get(&self) -> Result<&Tensor> {
         match self.0.get() {
             Some(result) => Ok(result),
-            None => candle_core::bail!("an operation's backward ran before its result was saved"),
+            None => candle_core::bail!("an operation's backward pass ran before its result was saved"),
         }
     }
 
@@ -227,7 +228,7 @@ type BackwardFn = Box<dyn Fn(Grad) -> Result<()> + Send + Sync>;
 struct RecordedOp {
     name: &'static str,
     slot: Arc<GradSlot>,
-    /// `None` once it has run in a backward that was started by [`once`](super::once).
+    /// `None` once it has run in a backward pass that was started by [`once`](super::once).
     backward: Mutex<Option<BackwardFn>>,
 }
 
@@ -315,8 +316,8 @@ impl CustomOp2 for JoinTokensOp {
     }
 }
 
-/// Returns a scalar whose backward delivers `of_output`, the gradient of `output`, after `of_weight`, a part of the
-/// gradient of `weight`.
+/// Returns a scalar whose backward pass delivers `of_output`, the gradient of `output`, after `of_weight`, a part of
+/// the gradient of `weight`.
 pub(crate) fn delivering(output: &Tensor, of_output: Tensor, weight: &Tensor, of_weight: Grad) -> Result<Tensor> {
     let (storage, _) = one(output.device())?;
     let of_weight = Mutex::new(Some(of_weight));
@@ -327,7 +328,7 @@ pub(crate) fn delivering(output: &Tensor, of_output: Tensor, weight: &Tensor, of
     })
 }
 
-/// Returns the input of a part of a graph that is differentiated by itself, as the result of an operation of this
+/// Returns the input of a part of a graph that is differentiated separately, as the result of an operation of this
 /// library: the gradients of its uses are added up as in the middle of a graph.
 pub(crate) fn part_input(input: &Var) -> Result<Tensor> {
     let (storage, shape) = copy_of(input)?;

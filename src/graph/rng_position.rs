@@ -1,7 +1,7 @@
 //! The position of a thread in its random streams, which determines which layer draws which numbers.
 //!
-//! The engine gives each forward of each rank a separate stream ([`stream_of`]). A unit that recomputes its forward
-//! returns to the position where its first forward began.
+//! The engine gives each forward pass of each rank a separate stream ([`stream_of`]). A unit that recomputes its
+//! forward pass returns to the position where its first forward pass began.
 
 use crate::util::mix;
 use std::cell::Cell;
@@ -13,7 +13,7 @@ pub(crate) struct RngPosition {
     /// The index of the next draw.
     pub next: u64,
     /// Whether an engine is training ([`draw_from`]). If so, elements are dropped even if nothing is recorded: this is
-    /// how a recomputing unit runs its first forward, whose output its second forward must reproduce.
+    /// how a recomputing unit runs its first forward pass, whose output its second forward pass must reproduce.
     pub in_training: bool,
 }
 
@@ -21,7 +21,7 @@ thread_local! {
     static DRAWS: Cell<RngPosition> = const { Cell::new(RngPosition { stream: 0, next: 0, in_training: false }) };
 }
 
-/// The identity of a forward in a run.
+/// The identity of a forward pass in a run.
 #[derive(Clone, Copy)]
 pub(crate) struct RngStreamKey {
     /// The run's seed.
@@ -31,13 +31,13 @@ pub(crate) struct RngStreamKey {
     pub step: u64,
     /// The micro step within the optimizer step.
     pub micro_step: u64,
-    /// The index of the forward in the micro step, counted from 0.
+    /// The index of the forward pass in the micro step, counted from 0.
     pub forward: u64,
 }
 
-/// Returns the stream of a forward. It differs for each forward of a run, and for runs with different seeds. It is
-/// determined by the position of the forward in its optimizer step, so a run that resumes from a checkpoint uses the
-/// same stream.
+/// Returns the stream of a forward pass. It differs for each forward pass of a run, and for runs with different seeds.
+/// It is determined by the position of the forward pass in its optimizer step, so a run that resumes from a checkpoint
+/// uses the same stream.
 pub(crate) fn stream_of(key: RngStreamKey) -> u64 {
     let RngStreamKey { seed, rank, step, micro_step, forward } = key;
     // The factors are odd, so that keys that differ in only one part have different streams.

@@ -4,10 +4,10 @@
 //!   x [c_in, l_in]  ->  patches [c_in * kernel, l_out]  ->  y [c_out, l_out] = w [c_out, c_in * kernel] patches
 //! ```
 //!
-//! Column t of the patches holds the input elements that output t depends on. Backward adds the gradients of patches to
-//! the elements that they were copied from. In a transposed convolution, forward and the input's gradient trade places.
-//! Everything is in f32. Inputs and outputs have the shape `[batch, groups * c, length]`, weights `[groups * c_out,
-//! c_in, kernel]`.
+//! Column t of the patches holds the input elements that output t depends on. The backward pass adds the gradients of
+//! patches to the elements that they were copied from. In a transposed convolution, the forward pass and the input's
+//! gradient trade places. Everything is in f32. Inputs and outputs have the shape `[batch, groups * c, length]`,
+//! weights `[groups * c_out, c_in, kernel]`.
 
 use super::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use super::parallel::{ParallelChunks, for_each_part};

@@ -5,7 +5,7 @@ use super::simd::{SimdLoop, level};
 
 /// The number of bytes of a task.
 const CHUNK: usize = 1 << 18;
-/// The number of 64-bit words that are absorbed at once.
+/// The number of 64-bit words that are absorbed together.
 const LANES: usize = 8;
 
 /// Returns a digest of `bytes` and of their number, in one pass at memory speed. Equal bytes have equal digests for any
@@ -18,7 +18,7 @@ pub(crate) fn digest(bytes: &[u8]) -> u64 {
     chunks.into_iter().fold(mixed(bytes.len() as u64), |all, chunk| mixed(all ^ chunk).wrapping_add(chunk))
 }
 
-/// Computes the digest of one chunk.
+/// The loop that computes the digest of one chunk.
 struct DigestChunk<'a>(&'a [u8]);
 
 impl SimdLoop for DigestChunk<'_> {

@@ -1,8 +1,8 @@
-//! Dropout whose mask is a function of a seed and of an element's position. Nothing is stored for backward, and the
-//! mask depends neither on the number of threads nor on how a slice is split across calls.
+//! Dropout whose mask is a function of a seed and of an element's position. Nothing is stored for the backward pass,
+//! and the mask depends neither on the number of threads nor on how a slice is split across calls.
 //!
 //! The random numbers come from Philox4x32-10 (Salmon et al. 2011): ten rounds of multiplications turn a counter into
-//! four 32-bit words. No state is carried from one counter to the next, so many counters are computed at once in
+//! four 32-bit words. No state is carried from one counter to the next, so many counters are computed together in
 //! vectors.
 
 use crate::kernels::element::{Element, ElementDtype};

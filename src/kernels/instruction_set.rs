@@ -57,7 +57,7 @@ impl InstructionSet {
         Self::ALL.iter().copied().filter(|level| level.is_available())
     }
 
-    /// Returns whether this CPU has the level. The standard library asks the CPU once and keeps the answer.
+    /// Returns whether this CPU has the level. The standard library queries the CPU once and caches the result.
     pub(super) fn is_available(self) -> bool {
         match self {
             Self::Portable => true,

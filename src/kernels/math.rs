@@ -10,7 +10,7 @@ const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// Adding 1.5 x 2^23 rounds to an integer, which is then in the low bits.
 const ROUND: f32 = 12_582_912.0;
-/// Adding this also rounds to an integer n, but the low bits are then the exponent field of 2^n.
+/// Adding this number also rounds to an integer n, but the low bits are then the exponent field of 2^n.
 const ROUND_TO_EXPONENT: f32 = ROUND + 127.0;
 
 /// sqrt(2 / pi), in GELU's tanh approximation.
@@ -21,7 +21,7 @@ pub(crate) const GELU_CUBIC: f32 = 0.044_715;
 /// Returns exp(x), within 2 units in the last place. The result is 0 or infinity outside f32's range, and NaN for NaN.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    // Below the lower bound the result is 0; above the upper bound it is infinite. NaN passes both comparisons.
+    // Below the lower bound, the result is 0; above the upper bound, it is infinite. NaN passes both comparisons.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
     let shifted = x * LOG2_E as f32 + ROUND;
@@ -35,7 +35,7 @@ pub fn exp(x: f32) -> f32 {
 /// Returns [`exp`] for x <= 0, within 2 units in the last place. The result is 0 if it is below f32's normal numbers.
 #[inline(always)]
 pub fn exp_below_0(x: f32) -> f32 {
-    // At this bound n is -127, and the power with the exponent field 0 is 0. NaN passes through.
+    // At this bound, n is -127, and the power with the exponent field 0 is 0. NaN passes through.
     let x = if x < -127.0 * LN_2 as f32 { -127.0 * LN_2 as f32 } else { x };
     let shifted = x * LOG2_E as f32 + ROUND_TO_EXPONENT;
     exp_of_rest(x, shifted - ROUND_TO_EXPONENT) * power_of_2(shifted)
@@ -115,7 +115,7 @@ pub(crate) fn normal(x: f32) -> f32 {
 }
 
 /// Returns the error function, with a relative error of at most 5e-7: x p(x^2) / q(x^2) with Eigen's coefficients.
-/// Beyond 4 it is 1 in f32.
+/// Beyond 4, it is 1 in f32.
 #[inline(always)]
 pub fn erf(x: f32) -> f32 {
     let x = between(x, 4.0);
@@ -167,7 +167,7 @@ pub(crate) fn gated_by_odds(x: f32, t: f32) -> f32 {
 /// Returns the derivative of [`gelu_tanh`].
 #[inline(always)]
 pub fn gelu_tanh_slope(x: f32) -> f32 {
-    // Beyond these bounds the slope is 0 or 1, and the square below stays finite. NaN passes through.
+    // Beyond these bounds, the slope is 0 or 1, and the square below stays finite. NaN passes through.
     let x = if x < -100.0 { -100.0 } else { x };
     let x = if x > 100.0 { 100.0 } else { x };
     let inner = 2.0 * GELU_SCALE + 6.0 * GELU_SCALE * GELU_CUBIC * (x * x);

@@ -1,8 +1,8 @@
 //! Layer normalization (Ba et al. 2016) and root-mean-square normalization (Zhang and Sennrich 2019) of rows.
 //!
-//! Weights, biases and statistics are in f32, and results are rounded once. Forward keeps the statistics of each row
-//! for backward. The gradients of weight and bias are sums over rows: first over a fixed number of rows at a time, then
-//! over these sums in order.
+//! Weights, biases and statistics are in f32, and results are rounded once. The forward pass keeps the statistics of
+//! each row for the backward pass. The gradients of weight and bias are sums over rows: first over a fixed number of
+//! rows at a time, then over these sums in order.
 
 use crate::kernels::element::Element;
 use crate::kernels::f32_access::{as_f32, map, update, vectorized};
@@ -16,7 +16,7 @@ const ROWS_PER_TASK: usize = 64;
 /// Computes y = (x - mean) / sqrt(variance + eps) * weight + bias for rows of `weight.len()` elements, with the biased
 /// variance. `stats` receives the mean and 1 / sqrt(variance + eps) of each row.
 ///
-/// Like all functions of this module, it panics if the lengths of the slices do not match.
+/// Like all functions in this module, it panics if the lengths of the slices do not match.
 pub fn layer_norm<E: Element>(x: &[E], weight: &[f32], bias: &[f32], eps: f32, y: &mut [E], stats: &mut [[f32; 2]]) {
     let width = check(x.len(), weight.len(), stats.len());
     assert_eq!([y.len(), bias.len()], [x.len(), width], "the slice lengths of a layer norm do not match");
@@ -124,13 +124,13 @@ pub fn rms_norm_backward<E: Element>(
     });
 }
 
-/// The normalization that forward applied to a row.
+/// The normalization that the forward pass applied to a row.
 struct NormalizedRow {
     /// The mean that was subtracted from the row.
     mean: f32,
     /// The factor by which the row was then multiplied.
     factor: f32,
-    /// The factor of the sum of d: 1 / width if forward subtracted the mean, else 0.
+    /// The factor of the sum of d: 1 / width if the forward pass subtracted the mean, otherwise 0.
     centered: f32,
 }
 

@@ -1,7 +1,7 @@
 //! Pooling and resampling of planes `[planes, height, width]` in f32: maxima, means, nearest-neighbour and bilinear
 //! interpolation.
 //!
-//! Each result depends on a few elements of its plane, and backward passes its gradient to the same elements.
+//! Each result depends on a few elements of its plane, and its gradient flows back to the same elements.
 
 use super::parallel::{ParallelChunks, for_each_part};
 use std::ops::Range;

@@ -12,12 +12,12 @@
 use super::shard::ShardCut;
 use super::shard_mesh::ShardMesh;
 
-/// Parameters with at least this many elements get their own collective, whatever the bucket size. The full parameter
-/// already contains their shards rank by rank, so nothing needs to be packed, and a larger message would not be faster.
+/// The number of elements from which a parameter gets its own collective, whatever the bucket size. The full parameter
+/// already contains its shards rank by rank, so nothing needs to be packed, and a larger message would not be faster.
 pub const PACKED_BELOW: usize = 1 << 16;
 
-/// Decides when a bucket is full: a gradient that would make it larger than the limit starts a new one. A gradient
-/// larger than the limit gets its own bucket. This is DeepSpeed's rule for `reduce_bucket_size`.
+/// A rule that decides when a bucket is full: a gradient that would make it larger than the limit starts a new one. A
+/// gradient larger than the limit gets its own bucket. This is DeepSpeed's rule for `reduce_bucket_size`.
 #[derive(Debug, Clone)]
 pub struct BucketFill {
     limit: usize,

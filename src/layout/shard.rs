@@ -48,8 +48,8 @@ impl ShardCut {
     }
 }
 
-/// Collects parameters into groups in order: the parameter that brings a group's total size up to the limit closes the
-/// group. This is DeepSpeed's rule for `sub_group_size`.
+/// A rule that collects parameters into groups in order: the parameter that brings a group's total size up to the limit
+/// closes the group. This is DeepSpeed's rule for `sub_group_size`.
 #[derive(Debug, Clone)]
 pub struct SubGroupFill {
     limit: usize,

@@ -16,7 +16,7 @@
 //! corresponds to its position in its group. The ranks with the same position in the other groups hold the same shard.
 //! Each of them is responsible for one piece of the shard: it sums the piece's squares for the norm and saves the
 //! piece. The pieces are the shards of a job without groups, so the same numbers are added up in the same order.
-//! Without groups a shard is a piece.
+//! Without groups, a shard is a piece.
 
 use super::shard::ShardCut;
 use std::ops::Range;
@@ -56,7 +56,7 @@ impl ShardMesh {
         self.shards
     }
 
-    /// Returns the number of groups: how many ranks hold the same shard.
+    /// Returns the number of groups, which is the number of ranks that hold the same shard.
     pub fn copies(self) -> usize {
         self.world_size / self.shards
     }

@@ -4,7 +4,7 @@
 
 use super::shard::SubGroupFill;
 
-/// Places shares in sub-groups, in order of registration.
+/// A layout of shares in sub-groups, in order of registration.
 #[derive(Debug, Clone)]
 pub struct ShareLayout {
     /// Whether a rank owns only its shard of a parameter.

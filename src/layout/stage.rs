@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Whether every rank holds all of something or only its share.
+/// Whether every rank holds a kind of state in full or only its share of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Sharding {
@@ -31,7 +31,7 @@ pub enum ZeroStage {
 pub struct Placement {
     /// Parameters in the model's dtype.
     pub params: Sharding,
-    /// Gradients between their backward and the optimizer step.
+    /// Gradients between their backward pass and the optimizer step.
     pub grads: Sharding,
     /// Master weights and optimizer states.
     pub optim: Sharding,

@@ -1,15 +1,15 @@
-//! Counts the activation bytes that a decoder keeps for backward, from its configuration.
+//! Counts the activation bytes that a decoder keeps for the backward pass, from its configuration.
 
 use super::DecoderConfig;
 
-/// A forward and backward of a decoder whose activations are counted.
+/// A forward and a backward pass of a decoder whose activations are counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ActivationPass {
     /// The number of tokens in the micro batch, padding included.
     pub tokens: usize,
     /// The bytes per element in the model's precision.
     pub element: usize,
-    /// Whether blocks keep only their inputs and run again in backward.
+    /// Whether blocks keep only their inputs and run again in the backward pass.
     pub recompute: bool,
     /// Whether the base model's parameters are trained, rather than only adapters.
     pub trains_base: bool,
@@ -23,8 +23,8 @@ const MIN_LOGITS_ROWS: usize = 64;
 
 impl DecoderConfig {
     /// Returns the maximum number of activation bytes during an [`ActivationPass`]: the values that the blocks keep for
-    /// backward, the gradients that pass through one of them, and the loss with its gradients. Parameters and their
-    /// gradients are not included.
+    /// the backward pass, the gradients that pass through one of them, and the loss with its gradients. Parameters and
+    /// their gradients are not included.
     ///
     /// This applies to the layers of [`crate::nn`] on the CPU, where normalized values are recomputed.
     pub fn activation_bytes(&self, pass: ActivationPass) -> usize {

@@ -45,7 +45,7 @@ pub struct BertConfig {
     pub hidden_dropout: f32,
     /// The dropout probability of the classifier's input.
     pub classifier_dropout: f32,
-    /// Whether each block keeps only its input in forward and runs again in backward.
+    /// Whether each block keeps only its input in the forward pass and runs again in the backward pass.
     pub checkpoint_activations: bool,
 }
 

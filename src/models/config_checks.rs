@@ -34,7 +34,7 @@ pub(super) fn refused(key: &'static str, found: impl Display, allowed: &str) -> 
 /// can be counted in 64 bits.
 const MAX_PARAMETERS: u128 = 1 << 50;
 
-/// The largest number of positions; above it, f32 cannot tell positions apart.
+/// The largest number of positions; above it, f32 cannot represent every position exactly.
 pub(super) const MAX_POSITIONS: usize = 1 << 24;
 
 /// The maximum number of elements of a head: rotary positions have a table of that length, which is computed before the

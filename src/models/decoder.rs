@@ -130,7 +130,7 @@ impl DecoderInputLayers {
         if let Some(table) = &self.positions {
             let (batch, time, _) = x.dims3()?;
             // Looks positions up for every sequence rather than broadcasting one row over the batch: the lookup's
-            // backward sums the batch in f32, but a broadcast's backward sums it in the storage dtype.
+            // backward pass sums the batch in f32, but a broadcast's backward pass sums it in the storage dtype.
             let positions = match sequences {
                 Some(sequences) => sequences.positions_on(x.device())?,
                 None => {

@@ -96,7 +96,8 @@ impl DecoderConfig {
         (self.dropout > 0.0).then(|| Dropout::new(self.dropout, 0))
     }
 
-    /// Builds the projection `name` of a block. `is_residual`: whether its output is added to the residual stream.
+    /// Builds the projection `name` of a block. `is_residual` states whether its output is added to the residual
+    /// stream.
     fn projection(
         &self,
         name: &str,
@@ -174,7 +175,7 @@ impl BlockNorm {
     }
 }
 
-/// Builds a root-mean-square norm of the configured kind. With `by_head` it normalizes each group of `width`
+/// Builds a root-mean-square norm of the configured kind. With `by_head`, it normalizes each group of `width`
 /// elements in the last dimension.
 fn rms_norm(config: &DecoderConfig, width: usize, by_head: bool, vb: VarBuilder<'_>) -> Result<RmsNorm> {
     let plus_one = config.norm == NormKind::RmsPlusOne;

@@ -64,7 +64,7 @@ pub struct DecoderConfig {
     pub padding: Option<u32>,
     /// Whether the output projection is the token embedding.
     pub tie_word_embeddings: bool,
-    /// Whether each block keeps only its input in forward and runs again in backward.
+    /// Whether each block keeps only its input in the forward pass and runs again in the backward pass.
     pub checkpoint_activations: bool,
     /// The probability with which training drops elements of the sum of the embeddings, and of the output that each
     /// attention and each MLP adds to the residual stream. Attention weights are never dropped.
@@ -76,7 +76,7 @@ pub struct DecoderConfig {
 /// The settings that differ between the blocks of a decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct BlockConfig {
-    /// The number of positions that a position sees, itself included. Without a number it sees all positions up to its
+    /// The number of positions that a position sees, itself included. Without a number, it sees all positions up to its
     /// own.
     pub window: Option<usize>,
     /// The rotary positions. They are not used with learned positions.

@@ -21,7 +21,7 @@ pub struct GptConfig {
     pub vocab: usize,
     /// The number added to the variance in layer norms.
     pub eps: f64,
-    /// Whether each block keeps only its input in forward and runs again in backward.
+    /// Whether each block keeps only its input in the forward pass and runs again in the backward pass.
     #[serde(default)]
     pub checkpoint_activations: bool,
     /// The probability with which training drops elements of the sum of the embeddings, and of the output that each

@@ -21,7 +21,7 @@ impl DecoderConfig {
     /// is its `max_position_embeddings` (or `n_positions`), and may be lowered before a model is built.
     ///
     /// Known `model_type`s: llama (Llama 2 and 3, TinyLlama, SmolLM2), mistral, qwen2 (and 2.5), qwen3, gemma2, gemma3
-    /// (its text part), gemma3_text, phi3, gpt2. Keys that do not affect a forward without dropout are ignored.
+    /// (its text part), gemma3_text, phi3, gpt2. Keys that do not affect a forward pass without dropout are ignored.
     ///
     /// # Errors
     /// A file that cannot be read; an unknown model; a value that this library does not support, or that contradicts
@@ -330,7 +330,7 @@ fn padding(keys: &JsonKeys<'_>, family: &ModelFamily, vocab: usize) -> Result<Op
     }
 }
 
-/// Reads the activation that `key` names. Without the key it is the tanh approximation of GELU if `is_gelu`, otherwise
+/// Reads the activation that `key` names. Without the key, it is the tanh approximation of GELU if `is_gelu`, otherwise
 /// SiLU.
 fn activation(keys: &JsonKeys<'_>, key: &str, is_gelu: bool, is_gated: bool) -> Result<Activation> {
     match keys.text(key)? {

@@ -34,7 +34,7 @@ pub trait Architecture: Sized {
 
     /// Returns the states of ids that continue earlier ones in the same sequences. `caches`, one for each block, hold
     /// the keys and values of the earlier ids, the same number in each, and receive those of the new ids. The total is
-    /// at most the context length. This is for evaluation: nothing is recorded for a backward.
+    /// at most the context length. This is for evaluation: nothing is recorded for a backward pass.
     ///
     /// With empty caches, the states are bit-identical to those of [`Architecture::states`].
     ///
@@ -147,7 +147,7 @@ impl<A: Architecture> LanguageModel<A> {
     }
 
     /// Returns the logits `[vocab]`, widened to f32, of the token after `tokens`. If there are more tokens than the
-    /// context holds, only the last ones count. Nothing is recorded for a backward, and dropout is off.
+    /// context holds, only the last ones count. Nothing is recorded for a backward pass, and dropout is off.
     ///
     /// # Errors
     /// No tokens, or an id outside the vocabulary.
@@ -196,7 +196,7 @@ impl<A: Architecture> LanguageModel<A> {
     }
 
     /// Returns `n` tokens that continue `prompt`: the most likely ones at temperature 0, otherwise sampled with `seed`.
-    /// Until it returns, the keys and values of the text are cached ([`LanguageModel::extend`]).
+    /// Until the method returns, the keys and values of the text are cached ([`LanguageModel::extend`]).
     ///
     /// # Errors
     /// The errors of [`LanguageModel::last_logits`].

@@ -31,7 +31,7 @@ pub struct LlamaConfig {
     pub rms_norm_eps: f64,
     /// Whether the output projection is the token embedding.
     pub tie_word_embeddings: bool,
-    /// Whether each block keeps only its input in forward and runs again in backward.
+    /// Whether each block keeps only its input in the forward pass and runs again in the backward pass.
     #[serde(default)]
     pub checkpoint_activations: bool,
 }
@@ -66,7 +66,7 @@ impl LlamaConfig {
     ///
     /// Llama 3.2's published weights had their context extended from 8192 to 131072 by further training with slowed
     /// rotary frequencies (`rope_scaling`). In the presets, rotary positions are never scaled and the context ends at
-    /// 8192. This is right for training from scratch, but not what those weights expect.
+    /// 8192. This is right for training from scratch, but wrong for those weights.
     ///
     /// # Errors
     /// An unknown name; the message lists the known ones.

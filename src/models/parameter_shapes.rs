@@ -60,7 +60,7 @@ impl ShapeRecorder {
         VarBuilder::from_backend(Box::new(self.clone()), DType::F32, Device::Cpu)
     }
 
-    /// Returns everything that was asked for.
+    /// Returns all requested names and shapes.
     fn names(&self) -> NamedShapes {
         std::mem::take(&mut *lock(&self.0))
     }

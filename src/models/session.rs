@@ -6,7 +6,7 @@ use candle_core::{Result, bail};
 /// A text that a model continues, with the keys and values that the model's blocks have computed for it, for use by
 /// [`LanguageModel::extend`](super::LanguageModel::extend).
 ///
-/// A session is valid for one model and its current weights: start a new one after a training step. Keys and values
+/// A session is valid for one model and its current weights; start a new session after a training step. Keys and values
 /// have the dtype that the model computes in. They take 2 x blocks x positions x (width of a position's keys) elements,
 /// with the number of positions rounded up to a multiple of 16.
 ///
@@ -65,8 +65,8 @@ impl Session {
         self.caches.iter().map(KeyValueCache::size_in_bytes).sum()
     }
 
-    /// Returns the number of leading tokens whose keys and values are cached, and the caches, which hold these and no
-    /// others.
+    /// Returns the number of leading tokens whose keys and values are cached, and the caches, which hold the keys
+    /// and values of exactly these tokens.
     pub(super) fn caches(&mut self, blocks: usize, ctx: usize) -> Result<(usize, &mut [KeyValueCache])> {
         if self.caches.is_empty() {
             self.caches = vec![KeyValueCache::new(ctx); blocks];

@@ -27,8 +27,8 @@ impl MonitorEvent {
 /// causes an error before the first step. A monitor that fails later is dropped with one message, and training
 /// continues.
 pub trait Monitor: Send {
-    /// Writes events, in the order in which they happened. They must be visible outside of the process when this
-    /// returns, because the process may be killed at any time.
+    /// Writes events, in the order in which they happened. They must be visible outside the process when this
+    /// method returns, because the process may be killed at any time.
     ///
     /// # Errors
     /// [`Error::Io`](crate::Error::Io), or another error that names what cannot be written.

@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 /// The time for which a killed process may still hold the file.
 const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A writer of one JSON object per line. Each line is passed to the system at once, so a run that dies leaves complete
-/// lines.
+/// A writer of one JSON object per line. Each line is passed to the system in one write, so a run that dies leaves
+/// complete lines.
 ///
 /// A file that was [created](Self::create) or [resumed](Self::resume) is locked by this process until the writer is
 /// dropped. If several processes [append](Self::append) to one file, each line stays intact.

@@ -1,4 +1,4 @@
-//! The output of a run during training: metrics for programs, progress for people.
+//! The output of a run during training: metrics for programs, and progress for people.
 //!
 //! The engine writes its [`MonitorEvent`]s to the [`Monitor`]s that the configuration enables (`tensorboard`,
 //! `csv_monitor`) and to those that were passed to its builder.

@@ -7,8 +7,8 @@ use std::io::IsTerminal as _;
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
-/// If `every` is not given, the pause between two lines is the elapsed time divided by this number, within the bounds
-/// below.
+/// The divisor of the elapsed time that determines the pause between two lines, within the bounds below, if `every` is
+/// not given.
 const PAUSE_DIVISOR: u32 = 20;
 const MIN_PAUSE: Duration = Duration::from_secs(1);
 const MAX_PAUSE: Duration = Duration::from_secs(60);

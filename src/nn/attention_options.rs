@@ -13,7 +13,7 @@ pub struct AttentionOptions {
     /// The soft cap c of scores: they are mapped to c tanh(score / c) (Gemma 2).
     pub soft_cap: Option<f64>,
     /// The window: the query at position q sees the keys k with q - window < k <= q, that is, as many keys as the
-    /// window is long, including the key at q. Without a window it sees all keys up to the one at q.
+    /// window is long, including the key at q. Without a window, it sees all keys up to the one at q.
     pub window: Option<usize>,
     /// Whether a query sees all positions of its sequence, including later ones. A window is not allowed in this case.
     pub bidirectional: bool,

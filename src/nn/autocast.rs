@@ -37,8 +37,8 @@ pub(super) fn linear_then(
 
 const NAME: &str = "linear (autocast)";
 
-/// Computes the product in `L`. Backward keeps the rounded input, and rounds the weight again, because the weight may
-/// have left memory in the meantime.
+/// Computes the product in `L`. The rounded input is kept for the backward pass, which rounds the weight again, because
+/// the weight may have left memory in the meantime.
 fn linear<L: TensorElement>(
     x: &Tensor,
     weight: &Tensor,

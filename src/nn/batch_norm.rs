@@ -13,11 +13,11 @@ use candle_nn::{BatchNormConfig, Init, ModuleT, VarBuilder};
 const NAME: &str = "sync_batch_norm";
 
 /// Batch normalization (Ioffe and Szegedy 2015) over the batches of all ranks, like PyTorch's `SyncBatchNorm`: N ranks
-/// with parts of a batch compute the same as one rank with the full batch. Without an engine it is plain batch norm.
+/// with parts of a batch compute the same as one rank with the full batch. Without an engine, it is plain batch norm.
 ///
 /// x is `[batch, features, ..]` of f32, bf16 or f16. Arithmetic is in f32; sums are in f64, in rank order. Training
-/// uses one collective in forward and one in backward, each with two numbers per feature. The running statistics are
-/// equal on all ranks. In a model on a GPU the layer computes on the host.
+/// uses one collective in the forward pass and one in the backward pass, each with two numbers per feature. The running
+/// statistics are equal on all ranks. In a model on a GPU, the layer computes on the host.
 ///
 /// "running_mean" and "running_var" are [buffers](crate::EngineBuilder::buffers) of f32, in 16-bit models too. "weight"
 /// and "bias", in x's dtype or f32, exist if `affine` is set. The names are those of [`candle_nn::BatchNorm`] and of
@@ -35,8 +35,8 @@ pub struct SyncBatchNorm {
 /// Builds a [`SyncBatchNorm`] with this number of features, with the arguments of [`candle_nn::batch_norm()`].
 ///
 /// # Errors
-/// A negative `eps`, a `momentum` outside of 0 to 1, `remove_mean: false`, which is not supported; any error of the
-/// `VarBuilder`.
+/// A negative `eps`, a `momentum` outside the range 0 to 1, `remove_mean: false`, which is not supported; any error of
+/// the `VarBuilder`.
 pub fn sync_batch_norm<C: Into<BatchNormConfig>>(
     num_features: usize,
     config: C,
@@ -84,8 +84,8 @@ impl SyncBatchNorm {
     /// collective operation in an engine.
     ///
     /// # Errors
-    /// An input with a different number of features; fewer than two elements per feature on all ranks together; a failed
-    /// collective.
+    /// An input with a different number of features; fewer than two elements per feature on all ranks together; a
+    /// failed collective.
     pub fn forward_train(&self, x: &Tensor) -> Result<Tensor> {
         let sizes = self.sizes(x)?;
         let device = x.device().clone();
@@ -131,7 +131,7 @@ impl SyncBatchNorm {
         }
     }
 
-    /// Runs the training forward on the CPU.
+    /// Runs the forward pass of training on the CPU.
     fn normalized(&self, x: &Tensor, sizes: BatchNormSizes, affine: Option<(Tensor, Tensor)>) -> Result<Tensor> {
         let x = x.contiguous()?;
         let (weight, bias) = match affine {

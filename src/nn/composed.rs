@@ -144,7 +144,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 
 /// See [`crate::nn::gelu_tanh()`].
 pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
-    // Candle's `gelu` is not used, because its backward uses constants with only six digits.
+    // Candle's `gelu` is not used, because its backward pass uses constants with only six digits.
     let h = wide(x)?;
     let cube = (h.sqr()? * &h)?;
     let inner =
@@ -175,7 +175,7 @@ pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv
     attention(q, k, v, n_head, n_kv_head, &AttentionOptions::default(), None)
 }
 
-/// See [`crate::nn::attention()`]. Without sequences there may be more keys than queries, as in [`grouped_attention`].
+/// See [`crate::nn::attention()`]. Without sequences, there may be more keys than queries, as in [`grouped_attention`].
 pub fn attention(
     q: &Tensor,
     k: &Tensor,

@@ -100,8 +100,8 @@ const CHUNK: usize = 52 << 20;
 /// too.
 ///
 /// If gradients are needed, they are computed together with the loss, in f32 and without the incoming gradient.
-/// Backward multiplies them by the incoming gradient before they are rounded. Until then the gradients of `h` and
-/// `weight` are kept in f32.
+/// The backward pass multiplies them by the incoming gradient before they are rounded. Until then, the gradients of `h`
+/// and `weight` are kept in f32.
 ///
 /// # Errors
 /// The errors of [`cross_entropy`] and [`crate::nn::linear()`].
@@ -167,8 +167,9 @@ pub fn linear_cross_entropy_with(
 }
 
 /// Returns the logarithms of the targets' probabilities, in f32 with the targets' shape, and 0 for rows that do not
-/// count. The logits h w, as in [`linear_cross_entropy`], are never in memory all at once; backward computes them
-/// again. Each row may have its own gradient, as preference optimization requires for sums over an answer's tokens.
+/// count. The logits h w, as in [`linear_cross_entropy`], are never in memory all at once; the backward pass
+/// computes them again. Each row may have its own gradient, as preference optimization requires for sums over an
+/// answer's tokens.
 ///
 /// # Errors
 /// The errors of [`linear_cross_entropy`], except that it is not an error if no row counts; a cap that is not above 0.

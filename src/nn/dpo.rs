@@ -114,7 +114,7 @@ mod tests {
             let wide = |values: [f32; 4]| f64::from(values[i]);
             beta * ((wide(chosen) - wide(rejected)) - (wide(by_reference) - wide(other)))
         };
-        // In f64 the plain formula does not overflow for any of these.
+        // In f64, the plain formula does not overflow for any of these.
         let loss = |x: f64| (1.0 + (-x).exp()).ln();
         let want = (0..4).map(|i| loss(margin(i))).sum::<f64>() / 4.0;
         let found = f64::from(dpo.loss.to_scalar::<f32>().unwrap());

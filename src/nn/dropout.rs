@@ -13,7 +13,7 @@ use candle_nn::Module;
 
 /// Returns x with each element replaced by 0 with probability `p` in [0, 1), and divided by 1 - p otherwise. The choice
 /// of elements depends only on `seed`, `draw` and their positions (Philox4x32-10, Salmon et al. 2011), so nothing is
-/// kept for backward.
+/// kept for the backward pass.
 ///
 /// # Errors
 /// A probability outside [0, 1).
@@ -61,13 +61,13 @@ fn offset_of(draw: u64) -> u64 {
     draw << 40
 }
 
-/// Dropout as a layer. Within an engine, each forward of each rank draws new random numbers, even if there are several
-/// in one micro step. A recomputed unit repeats its first draw, and evaluation passes everything through. Without an
-/// engine, every use draws new random numbers.
+/// Dropout as a layer. Within an engine, each forward pass of each rank draws new random numbers, even if there are
+/// several in one micro step. A recomputed unit repeats its first draw, and evaluation passes everything through.
+/// Without an engine, every use draws new random numbers.
 ///
 /// Draws belong to the thread that called the engine's `forward`. On other threads (such as those of a model that runs
-/// its experts in parallel) the order of draws would not be deterministic. Dropout is therefore an error there while an
-/// engine trains; in evaluation it passes everything through.
+/// its experts in parallel), the order of draws would not be deterministic. Dropout is therefore an error there while
+/// an engine trains; in evaluation it passes everything through.
 #[derive(Debug, Clone)]
 pub struct Dropout {
     p: f32,

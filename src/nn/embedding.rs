@@ -14,7 +14,7 @@ use std::borrow::Cow;
 
 /// Returns rows `ids` (u32, any shape) of `table` `[rows, width]`, as a tensor of the ids' shape with `width` appended.
 ///
-/// The backward touches only the rows of the table's gradient that were looked up. If a row was looked up several
+/// The backward pass touches only the rows of the table's gradient that were looked up. If a row was looked up several
 /// times, its gradients are summed in f32, in the order of their positions, and rounded once.
 ///
 /// # Errors
@@ -136,7 +136,7 @@ fn rounded<E: TensorElement>(
 /// Returns the elements of a u32 tensor on any device, in row-major order.
 pub(super) fn host_ids(ids: &Tensor, op: &str, what: &str) -> Result<Vec<u32>> {
     if ids.dtype() != DType::U32 {
-        bail!("{op}: the {what} have dtype {:?}; u32 is needed: convert them with to_dtype(DType::U32)", ids.dtype())
+        bail!("{op}: the {what} have dtype {:?}, not u32; convert them with to_dtype(DType::U32)", ids.dtype())
     }
     ids.flatten_all()?.to_vec1()
 }

@@ -6,8 +6,8 @@
 //!   weight in f32 ------/
 //! ```
 //!
-//! Backward receives the gradient of the result in x's format and widens it. Each operand's gradient is summed in f32
-//! and converted to that operand's format.
+//! The backward pass receives the gradient of the result in x's format and widens it. Each operand's gradient is summed
+//! in f32 and converted to that operand's format.
 
 use super::activation::activated;
 use super::linear_product::LinearSizes;

@@ -30,9 +30,9 @@ use std::fmt::{self, Display, Formatter};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 ///
-/// A cache is for evaluation: attention with a cache has no backward, and rejects inputs for which a graph is being
-/// recorded. The cached values have the dtype of the keys. Memory grows with the text, doubling each time up to the
-/// limit, and is allocated for multiples of 16 positions.
+/// A cache is for evaluation: attention with a cache has no backward pass, and rejects inputs for which a graph is
+/// being recorded. The cached values have the dtype of the keys. Memory grows with the text, doubling each time up to
+/// the limit, and is allocated for multiples of 16 positions.
 #[derive(Debug, Clone)]
 pub struct KeyValueCache {
     limit: usize,
@@ -192,8 +192,8 @@ impl KeyValueCache {
     fn check(&self, h: &AttentionShape, dtype: DType, inputs: &[&Tensor]) -> Result<()> {
         if !is_without_gradients() && inputs.iter().any(|input| input.track_op()) {
             bail!(
-                "attention with a cache has no backward, but a graph of its input is being recorded: detach the \
-                 input, or train with causal_attention or grouped_attention"
+                "attention with a cache has no backward pass, but a graph of its input is being recorded; detach \
+                 the input, or train with causal_attention or grouped_attention"
             )
         }
         let (len, time, limit) = (self.len, h.time, self.limit);

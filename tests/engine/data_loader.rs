@@ -171,7 +171,7 @@ fn a_token_out_of_the_vocabulary_is_named_with_its_place() {
     let data = || u16_file(dir.path(), (0..40).map(|i| if i == 27 { 700 } else { i }));
     let shape = BatchShape { micro: 1, accumulation: 1, world: 1, rank: 0 };
     let open = |data| Loader::new(data, SampleOrder::Sequential, shape, 10, 256, &Device::Cpu);
-    insta::assert_snapshot!(message(open(data()).unwrap_err(), dir.path()), @"token 700 at position 27 of DIR/tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255): use data with that vocabulary, or a model with a vocabulary of 701 or more");
+    insta::assert_snapshot!(message(open(data()).unwrap_err(), dir.path()), @"token 700 at position 27 of DIR/tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255); use data with that vocabulary, or a model with a vocabulary of 701 or more");
     // A file that is too long to be checked completely is checked when it is used.
     drop(data());
     let file = fs::OpenOptions::new().write(true).open(dir.path().join("tokens.u16")).unwrap();
@@ -179,7 +179,7 @@ fn a_token_out_of_the_vocabulary_is_named_with_its_place() {
     let mut loader = open(TokenData::open(Some(&dir.path().join("tokens.u16"))).unwrap()).unwrap();
     assert!(loader.next().unwrap().is_ok() && loader.next().unwrap().is_ok());
     let error = loader.next().unwrap().unwrap_err();
-    insta::assert_snapshot!(message(error, dir.path()), @"token 700 at position 27 of DIR/tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255): use data with that vocabulary, or a model with a vocabulary of 701 or more");
+    insta::assert_snapshot!(message(error, dir.path()), @"token 700 at position 27 of DIR/tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255); use data with that vocabulary, or a model with a vocabulary of 701 or more");
     assert_eq!(loader.position(), 2);
 }
 
@@ -189,7 +189,7 @@ fn data_shorter_than_a_sample_is_refused_with_both_sizes() {
     let data = Arc::new(u16_file(dir.path(), 0..11));
     let shape = BatchShape { micro: 1, accumulation: 1, world: 1, rank: 0 };
     let open = |order, ctx| Loader::new(data.clone(), order, shape, ctx, 256, &Device::Cpu);
-    insta::assert_snapshot!(message(open(SampleOrder::Sequential, 10).unwrap_err(), dir.path()), @"DIR/tokens.u16 has 11 tokens; a sample with a context length of 10 needs 12: use more data or a shorter context");
+    insta::assert_snapshot!(message(open(SampleOrder::Sequential, 10).unwrap_err(), dir.path()), @"DIR/tokens.u16 has 11 tokens, but a sample with a context length of 10 needs 12; use more data or a shorter context");
     assert!(open(SampleOrder::Sequential, 9).is_ok());
     assert!(open(SampleOrder::Shuffled { seed: 0 }, 10).is_ok());
     assert!(open(SampleOrder::Shuffled { seed: 0 }, 11).is_err());
@@ -203,7 +203,7 @@ fn files_that_are_no_data_are_refused_by_name() {
         fs::write(&path, bytes).unwrap();
         message(TokenData::open(Some(&path)).unwrap_err(), dir.path())
     };
-    insta::assert_snapshot!(open("half.bin", b"abc"), @"DIR/half.bin has 3 bytes; 16-bit tokens need an even number: is it a complete token file?");
+    insta::assert_snapshot!(open("half.bin", b"abc"), @"DIR/half.bin has 3 bytes; 16-bit tokens need an even number of bytes: is it a complete token file?");
     insta::assert_snapshot!(open("image.txt", b"PNG\xff\xfe"), @"DIR/image.txt is not UTF-8 text (byte 3); a file of little-endian 16-bit tokens must end in .bin or .u16");
     for name in ["tokens.bin", "text"] {
         let path = dir.path().join(name);

@@ -615,7 +615,7 @@ fn a_loss_of_an_older_forward_is_refused_by_that_name() {
         forward(&mut engine);
         let error = engine.backward(&first).unwrap_err();
         insta::allow_duplicates! {
-            insta::assert_snapshot!(error, @"the loss comes from an older forward, before the last update of the weights; run forward again, call backward on its output, and detach everything that is kept from one step to the next");
+            insta::assert_snapshot!(error, @"the loss comes from an older forward pass, before the last update of the weights; run forward again, call backward on its output, and detach everything that is kept from one step to the next");
         }
     }
 }

@@ -199,7 +199,7 @@ fn data_that_cannot_be_used() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("short.txt"), @r#"
-    error: short.txt has 8 tokens; a sample with a context length of 8 needs 10: use more data or a shorter context
+    error: short.txt has 8 tokens, but a sample with a context length of 8 needs 10; use more data or a shorter context
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -209,12 +209,12 @@ fn data_that_cannot_be_used() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("odd.u16"), @r#"
-    error: odd.u16 has 99 bytes; 16-bit tokens need an even number: is it a complete token file?
+    error: odd.u16 has 99 bytes; 16-bit tokens need an even number of bytes: is it a complete token file?
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("tokens.u16"), @r#"
-    error: token 256 at position 7 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255): use data with that vocabulary, or a model with a vocabulary of 257 or more
+    error: token 256 at position 7 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255); use data with that vocabulary, or a model with a vocabulary of 257 or more
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -426,10 +426,10 @@ fn with_several_ranks_the_last_lines_tell_the_cause() {
     let tokens: Vec<u8> = (0..100u16).flat_map(|i| (if i == 27 { 256 } else { i }).to_le_bytes()).collect();
     folder.write("tokens.u16", tokens);
     insta::assert_snapshot!(any_rank(folder.mistake_of_two("--ds_config ok.json --order sequential --data tokens.u16")), @r#"
-    [rank 0] error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255): use data with that vocabulary, or a model with a vocabulary of 257 or more
-    [rank 0] error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255): use data with that vocabulary, or a model with a vocabulary of 257 or more
+    [rank 0] error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255); use data with that vocabulary, or a model with a vocabulary of 257 or more
+    [rank 0] error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255); use data with that vocabulary, or a model with a vocabulary of 257 or more
     zerorun: rank 0 failed first: it ended with exit code 1 after T s
-    zerorun:   | error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255): use data with that vocabulary, or a model with a vocabulary of 257 or more
+    zerorun:   | error: token 256 at position 27 of tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255); use data with that vocabulary, or a model with a vocabulary of 257 or more
     zerorun:   rank 0: exit code 1, not stopped by zerorun
     exit status: 1
     "#);

@@ -50,7 +50,7 @@ fn ranks_that_cannot_be_divided_into_islands_are_named() {
     insta::assert_snapshot!(run(4, 3, config(&json!({}), 1, 3)), @"cannot take local steps: local_steps.islands is 3, but 4 ranks cannot be divided into that many islands of equal size; use a divisor of 4, or start a different number of ranks");
     let mut groups = config(&json!({}), 3, 2);
     groups["zero_optimization"]["mics_shard_size"] = json!(4);
-    insta::assert_snapshot!(run(4, 2, groups), @"cannot take local steps: zero_optimization.mics_shard_size is 4, but an island has 2 ranks; use a divisor of that");
+    insta::assert_snapshot!(run(4, 2, groups), @"cannot take local steps: zero_optimization.mics_shard_size is 4, but an island has 2 ranks; use a divisor of that number");
 }
 
 #[test]
@@ -110,9 +110,9 @@ fn what_local_steps_exclude_is_refused_and_the_engine_continues() {
         Ok(refused)
     });
     insta::assert_snapshot!(refused[0], @"
-    cannot take local steps: set_trainable would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that
-    cannot take local steps: safe_set_full_fp32_param would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that
-    cannot take local steps: safe_set_local_fp32_param would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that
-    cannot take local steps: gathered_mut would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that
+    cannot take local steps: set_trainable would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that checkpoint
+    cannot take local steps: safe_set_full_fp32_param would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that checkpoint
+    cannot take local steps: safe_set_local_fp32_param would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that checkpoint
+    cannot take local steps: gathered_mut would change what islands exchange; call it in a run without local_steps, save a checkpoint, and load that checkpoint
     ");
 }

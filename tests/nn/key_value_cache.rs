@@ -121,7 +121,7 @@ fn what_a_cache_cannot_take_up_is_refused_and_changes_nothing() {
     insta::assert_snapshot!(text(&mut cache, &qkv.narrow(1, 0, 1).unwrap(), 1), @"attention with a cache: it holds 1 x 2 key heads of 4 elements in F32, but the new input has 1 x 1 key heads of 8 elements in F32; each layer and each text needs its own cache");
     insta::assert_snapshot!(text(&mut cache, &qkv.narrow(1, 0, 1).unwrap().to_dtype(DType::BF16).unwrap(), 2), @"attention with a cache: it holds 1 x 2 key heads of 4 elements in F32, but the new input has 1 x 2 key heads of 4 elements in BF16; each layer and each text needs its own cache");
     let recorded = Var::from_tensor(&qkv.narrow(1, 6, 1).unwrap()).unwrap();
-    insta::assert_snapshot!(text(&mut cache, &recorded, 2), @"attention with a cache has no backward, but a graph of its input is being recorded: detach the input, or train with causal_attention or grouped_attention");
+    insta::assert_snapshot!(text(&mut cache, &recorded, 2), @"attention with a cache has no backward pass, but a graph of its input is being recorded; detach the input, or train with causal_attention or grouped_attention");
     let got = cache.causal_attention(&recorded.detach(), 2).unwrap();
     let want = causal_attention(&qkv, 2).unwrap().narrow(1, 6, 1).unwrap();
     assert!(difference(&got, &want) <= 4e-6);

@@ -374,6 +374,6 @@ fn shapes_and_dtypes_that_do_not_fit_are_refused() {
     insta::assert_snapshot!(text(nn::gelu_tanh(&x.to_dtype(DType::F64).unwrap())), @"unsupported dtype F64 for op gelu_tanh");
     insta::assert_snapshot!(text(nn::causal_attention(&tensor(&[1, 2, 12], 0), 3)), @"causal_attention: the input has shape [1, 2, 12]; it must be [batch, time, 3 * width] with a width divisible by the 3 heads");
     insta::assert_snapshot!(text(nn::layer_norm(&x, &tensor(&[3], 0), &tensor(&[4], 0), 1e-5)), @"layer_norm: weight [3] and bias [4] must have the length of the input's last dimension, [3, 4]");
-    insta::assert_snapshot!(text(nn::embedding(&ids(&[2], 3).to_dtype(DType::I64).unwrap(), &w)), @"embedding: the ids have dtype I64; u32 is needed: convert them with to_dtype(DType::U32)");
+    insta::assert_snapshot!(text(nn::embedding(&ids(&[2], 3).to_dtype(DType::I64).unwrap(), &w)), @"embedding: the ids have dtype I64, not u32; convert them with to_dtype(DType::U32)");
     insta::assert_snapshot!(text(nn::cross_entropy(&x, &ids(&[2], 3))), @"cross_entropy: logits [3, 4] need targets of shape [3], not [2]");
 }

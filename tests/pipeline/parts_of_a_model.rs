@@ -144,7 +144,7 @@ fn what_a_pipeline_cannot_have_is_refused_in_words() {
             config
         }
     };
-    insta::assert_snapshot!(refused(2, with_buffer, |_| config(4, 0)), @"cannot train in a pipeline: layer 8 has a buffer, counting.running_mean; buffers are not supported in pipelines: compute such values in the layer instead of requesting them from the VarBuilder");
+    insta::assert_snapshot!(refused(2, with_buffer, |_| config(4, 0)), @"cannot train in a pipeline: layer 8 has a buffer, counting.running_mean, but pipelines do not support buffers; compute such values in the layer instead of requesting them from the VarBuilder");
     insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:transformer"}))), @r#"cannot train in a pipeline: pipeline.partition is type:transformer, and the 2 stages need at least one layer each whose type has "transformer" in its name, but only 0 were found; the types are Activation, Linear, Residual"#);
     insta::assert_snapshot!(refused(2, module, section(json!({"chunks": 1u64 << 40, "schedule": "interleaved"}))), @"cannot train in a pipeline: 2 ranks along the pipeline (pipeline.stages; auto: all ranks) with 1099511627776 chunks each (pipeline.chunks) need more stages than the model's 8 layers; use fewer");
     insta::assert_snapshot!(refused(2, module, section(json!({"schedule": "interleaved", "chunks": 1}))), @"cannot train in a pipeline: pipeline.chunks is 1, but pipeline.schedule interleaved needs 2 or more chunks per rank; use 1f1b for 1");

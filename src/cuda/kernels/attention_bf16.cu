@@ -1,4 +1,4 @@
-// Attention for bf16: products on tensor cores, sums and softmax in f32. GPUs of a compute capability below 8.0 lack
+// Attention for bf16: products on tensor cores, sums and softmax in f32. GPUs with a compute capability below 8.0 lack
 // the formats and the shared memory, so no kernels are compiled for them.
 #if __CUDA_ARCH__ >= 800
 #include "attention_cores.cuh"

@@ -1,5 +1,5 @@
 // Blocks of integers with a scale, encoded and decoded with the same bytes and bits as in
-// src/precision/block_quantization.rs on the host (except that every NaN becomes the same one), and sums of such blocks
+// src/precision/block_quantization.rs on the host (except that every NaN becomes the same NaN), and sums of such blocks
 // over ranks, as in src/comm/shm/quantized.rs. A warp processes a block.
 //
 // Elements are split into parts of equal length, one for each rank. A part's blocks are counted from its start, and its
@@ -148,8 +148,8 @@ __device__ __forceinline__ void decode_part(size_t count, T *elements, size_t el
     }
 }
 
-// to[i] = element i of rank 0 + that of rank 1 + ... in f32, rounded once. This rank's element is `own[i]`, not
-// quantized. Those of its peers are decoded from blocks in rank order. `to` may be `own`.
+// to[i] = element i of rank 0 + that of rank 1 + ... in f32, rounded once. This rank's element is `own[i]`, which is
+// not quantized. Its peers' elements are decoded from blocks in rank order. `to` may be `own`.
 template <class I, class T>
 __device__ __forceinline__ void sum_parts(size_t count, T *to, const T *own, const uint8_t *bytes, size_t bytes_apart,
                                           int rank, int ranks) {

@@ -41,7 +41,7 @@ __device__ __forceinline__ Softmax softmax(size_t classes, const T *x, unsigned 
 FOR_FORMATS(LOSSES)
 
 // Computes the same losses, and d = (softmax - 1 at the target) * the slope of the cap * the row's scale / divisor.
-// Without logits, d contains them. The row's scale is scales[row * stride], or 1 without scales.
+// If `logits` is null, d contains the logits. The row's scale is scales[row * stride], or 1 without scales.
 template <class T>
 __device__ __forceinline__ void gradient(size_t classes, const T *logits, const unsigned *targets, float cap, const float *scales,
                                          size_t stride, float divisor, T *d, float *losses) {

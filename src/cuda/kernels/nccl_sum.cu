@@ -2,7 +2,7 @@
 // src/comm/shm/collectives.rs on the host.
 #include "element_types.cuh"
 
-// to[i] = element i of rank 0 + that of rank 1 + ... This rank's elements are `own`. Those of its peers are in
+// to[i] = element i of rank 0 + that of rank 1 + ... This rank's elements are `own`. Its peers' elements are in
 // `pieces`, in rank order and `stride` elements apart. `to` may be `own`.
 #define SUM_IN_RANK_ORDER(name, T)                                                                             \
     extern "C" __global__ void sum_in_rank_order_##name(size_t count, T *to, const T *own, const T *pieces,    \

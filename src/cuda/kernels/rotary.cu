@@ -1,5 +1,5 @@
 // Rotary positions. Element i of a head's first half and element i of its second half form a pair, which is rotated by
-// the angle of their row's position. cos and sin are [positions, half]. Backward rotates by -1 times the angle.
+// the angle of their row's position. cos and sin are [positions, half]. The backward pass rotates by -1 times the angle.
 #include "element_types.cuh"
 
 // Row r is at position positions[r], or at first + r % time if there are no positions.

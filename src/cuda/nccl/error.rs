@@ -6,7 +6,7 @@ use std::time::Duration;
 /// The reason to end a wait early, found by the caller's own failure detection.
 pub(crate) type CallerFailure = Arc<dyn std::error::Error + Send + Sync>;
 
-/// Errors of collectives between GPUs. They are cloned, because every later collective fails like the first one.
+/// Errors of collectives between GPUs. They can be cloned, because every later collective fails like the first one.
 ///
 /// Only [`Told`](Self::Told) can identify the rank that failed, if the caller's failure detection does.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -18,7 +18,7 @@ pub(crate) enum NcclError {
     )]
     NotFound { library: String, why: String },
     /// The library lacks a required function.
-    #[error("{library} has no function {symbol}: it is not NCCL, or older than 2.14")]
+    #[error("{library} has no function {symbol}: it is not NCCL, or is older than 2.14")]
     Lacks { library: String, symbol: String },
     /// The library refused a call.
     #[error("NCCL's {call} failed: {why}; set NCCL_DEBUG=INFO for more details")]

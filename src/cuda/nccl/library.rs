@@ -43,7 +43,7 @@ pub(super) struct NcclConfig {
 }
 
 impl NcclConfig {
-    /// Calls return before they are complete, so a missing peer cannot block them.
+    /// A configuration in which calls return before they are complete, so a missing peer cannot block them.
     pub(super) const NOT_BLOCKING: Self =
         Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21400, blocking: 0, unset: UNSET_INT };
 }
@@ -88,7 +88,7 @@ impl NcclLibrary {
         Self::open(&named.map_or_else(|| PathBuf::from(LIBRARY_NAME), PathBuf::from))
     }
 
-    /// Loads the library from a file, or by a name that the system's loader knows.
+    /// Loads the library from a file, or by a name for which the system's loader searches.
     pub(super) fn open(path: &Path) -> Result<Self, NcclError> {
         let library = path.display().to_string();
         // SAFETY: loading NCCL runs no code that could interfere with this program.
@@ -159,7 +159,7 @@ impl NcclLibrary {
 
     /// Returns the meaning of a code and the library's last message.
     pub(super) fn text(&self, code: c_int) -> String {
-        // SAFETY: both return zero-terminated texts, the second one that of the last error of any communicator.
+        // SAFETY: both return zero-terminated texts; the second one describes the last error of any communicator.
         let (meaning, last) =
             unsafe { (of_text((self.error_string)(code)), of_text((self.last_error)(std::ptr::null_mut()))) };
         let last = last.trim();
@@ -174,7 +174,7 @@ unsafe fn of_text(text: *const c_char) -> String {
     if text.is_null() { String::new() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned() }
 }
 
-/// Formats a version. NCCL encodes 2.30.4 as 23004, and versions before 2.9 with one digit less.
+/// Formats a version. NCCL encodes 2.30.4 as 23004, and versions before 2.9 with one digit fewer.
 fn version_text(version: c_int) -> String {
     let (major, rest) =
         if version < 10_000 { (version / 1000, version % 1000) } else { (version / 10_000, version % 10_000) };
@@ -210,7 +210,7 @@ mod tests {
         let other = NcclLibrary::open(Path::new("libc.so.6")).err().map(|error| error.to_string());
         assert_eq!(
             other.as_deref(),
-            Some("libc.so.6 has no function ncclGetVersion: it is not NCCL, or older than 2.14")
+            Some("libc.so.6 has no function ncclGetVersion: it is not NCCL, or is older than 2.14")
         );
     }
 }

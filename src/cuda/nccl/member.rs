@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 type Result<T> = std::result::Result<T, NcclError>;
 
-/// How long a wait polls without a pause. A short collective is complete by then.
+/// The time for which a wait polls without a pause. A short collective is complete by then.
 const SPIN_TIME: Duration = Duration::from_micros(200);
 /// The longest pause between two polls.
 const MAX_POLL_SLEEP: Duration = Duration::from_micros(200);
@@ -148,7 +148,7 @@ impl NcclMember {
         waited.inspect_err(|why| self.fail(why))
     }
 
-    /// Ends the communicator and everything in progress. `why` is the reason, unless an earlier one exists. Work on
+    /// Ends the communicator and everything in progress. `why` is the reason, unless there is an earlier one. Work on
     /// the streams continues, but its results are meaningless.
     pub fn fail(&self, why: &NcclError) {
         self.fail_locked(&mut lock(&self.state), why);
@@ -351,7 +351,7 @@ impl NcclLaunch<'_> {
         self.member.wire.cu_stream()
     }
 
-    /// Checks the result of a call. The collective is on the stream when this returns.
+    /// Checks the result of a call. The collective is on the stream when this function returns.
     fn check_call(&self, call: &'static str, op: &'static str, code: c_int) -> Result<()> {
         self.library().check(call, code)?;
         if code == IN_PROGRESS { self.until_ready(op) } else { Ok(()) }

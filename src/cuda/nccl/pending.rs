@@ -52,7 +52,7 @@ impl PendingNcclCollective {
 
     /// Waits on the host until the collective is complete. A later [`settle`](Self::settle) does not have to wait.
     ///
-    /// If a peer has failed and the host waits for the device in any other way first, it waits forever.
+    /// If a peer has failed and the host first waits for the device in any other way, that wait never ends.
     ///
     /// # Errors
     /// Returns an error if a peer is lost, does not respond or is in another collective, or if the caller's own
@@ -74,8 +74,8 @@ impl PendingNcclCollective {
         Ok(Some(TimedEvent::when([begin, end], &self.member.idle)?))
     }
 
-    /// Returns the result, in the order of the stream of Candle's device: work that is launched there from now on sees
-    /// it. The host does not wait.
+    /// Returns the result, in the order of the stream of Candle's device: work that is launched there afterwards sees
+    /// the result. The host does not wait.
     ///
     /// After a later failure, the stream continues with an invalid result. The next collective reports the failure.
     ///
@@ -104,9 +104,9 @@ impl PendingNcclCollective {
 impl Drop for PendingNcclCollective {
     fn drop(&mut self) {
         let Some(buffer) = self.buffer.take() else { return };
-        // cudarc frees in the order of the stream on which it allocated, which is Candle's, or waits for that stream
-        // first. If the stream cannot be made to wait, the memory is never freed, because the wire stream may still
-        // write to it.
+        // cudarc frees memory in the order of the stream on which it was allocated, which is Candle's, or waits for
+        // that stream first. If the stream cannot be made to wait, the memory is never freed, because the wire stream
+        // may still write to it.
         if self.order().is_err() {
             std::mem::forget(buffer);
         }

@@ -237,5 +237,5 @@ fn optimizers_whose_steps_need_more_have_no_kernel() {
     let optimizer = from_config(&OptimizerConfig::EightBit(eight_bit));
     let ctx = StepContext::new(1e-3, 1);
     assert!(optimizer.elementwise(&ctx).is_none(), "states of eight bits");
-    assert!(optimizer.auxiliary().unwrap().elementwise(&ctx).is_some(), "those of the auxiliary optimizer are f32");
+    assert!(optimizer.auxiliary().unwrap().elementwise(&ctx).is_some(), "the auxiliary optimizer's states are f32");
 }

@@ -1,6 +1,6 @@
 //! The division of a model among the ranks of a pipeline: which rank holds which layers, and the parameters of each layer.
 //!
-//! It depends only on the model and the configuration, and is therefore the same on every rank.
+//! The division depends only on the model and the configuration, and is therefore the same on every rank.
 
 use crate::config::PipelineConfig;
 use crate::error::{EngineError, ParamError, Result};
@@ -47,7 +47,7 @@ impl PipelineDivision {
     ///
     /// # Errors
     /// Numbers of ranks, chunks and layers that are incompatible; a layer that cannot be built; a parameter that two
-    /// layers share, unless it is the only one of the first layer and the other layer is the last.
+    /// layers share, unless it is the first layer's only parameter and the other layer is the last.
     pub fn new<B>(
         module: &PipelineModule<B>,
         config: &PipelineConfig,
@@ -191,8 +191,8 @@ impl LayerParameters {
             buffers.extend(chosen.map(|param| param.name.clone()));
             if let Some(buffer) = buffers.first() {
                 let why = format!(
-                    "layer {layer} has a buffer, {buffer}; buffers are not supported in pipelines: compute such values in \
-                     the layer instead of requesting them from the VarBuilder"
+                    "layer {layer} has a buffer, {buffer}, but pipelines do not support buffers; compute such values \
+                     in the layer instead of requesting them from the VarBuilder"
                 );
                 return Err(EngineError::Pipeline { why }.into());
             }
@@ -207,7 +207,8 @@ impl LayerParameters {
                     }
                     let why = format!(
                         "layers {first} and {layer} share parameter {}; only the first layer and the last one may \
-                         share one, and it must be the first layer's only parameter: put what they share into one layer",
+                         share one, and it must be the first layer's only parameter; put what they share into \
+                         one layer",
                         param.name
                     );
                     return Err(EngineError::Pipeline { why }.into());

@@ -21,7 +21,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Trains a model whose layers are divided among ranks (DeepSpeed's `PipelineEngine`).
+/// An engine that trains a model whose layers are divided among ranks (DeepSpeed's `PipelineEngine`).
 ///
 /// A rank builds, reads and keeps only the parameters of its stages. Losses, gradient norms and weights have the same
 /// bits as those of one rank that accumulates the gradients of the same micro batches.
@@ -44,8 +44,8 @@ use std::time::Instant;
 ///                  "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}"#;
 /// // All ranks form one pipeline. This program runs as a single rank.
 /// let mut engine = Engine::builder().initialize_pipeline(module, config)?;
-/// let batch = (Tensor::ones((2, 4), candle_core::DType::F32, &Device::Cpu)?, Tensor::zeros((2, 1), candle_core::DType::F32, &Device::Cpu)?);
-/// let first = engine.train_batch(|_| Ok(batch.clone()))?;
+/// let batch = (Tensor::ones((2, 4), candle_core::DType::F32, &Device::Cpu)?, Tensor::zeros((2, 1),
+/// candle_core::DType::F32, &Device::Cpu)?); let first = engine.train_batch(|_| Ok(batch.clone()))?;
 /// let second = engine.train_batch(|_| Ok(batch.clone()))?;
 /// assert!(second < first);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -156,7 +156,7 @@ impl<B> PipelineEngine<B> {
         self.engine.end_micro_batches(micro_batches, start);
         let stepped = self.engine.step();
         if self.engine.check_in_step().is_ok() {
-            // This runs even if a background save has failed, because the step is complete.
+            // The weight is published even if a background save has failed, because the step is complete.
             let published = self.publish_tied();
             self.engine.in_step(published)?;
         }
@@ -264,8 +264,8 @@ impl<B> PipelineEngine<B> {
     }
 
     /// Returns a parameter in f32, if a stage of this rank has it. Collective among the ranks that train this rank's
-    /// stages on different data. Of a weight that the first stage and the last one share, the first one has a copy, which
-    /// in half precision is rounded to the dtype of the model.
+    /// stages on different data. If the first stage and the last one share a weight, the first stage has a copy of it,
+    /// which in half precision is rounded to the dtype of the model.
     ///
     /// # Errors
     /// A failed collective.
@@ -312,8 +312,8 @@ impl<B> PipelineEngine<B> {
     }
 
     /// Returns which of the pipelines this rank is in, counted from 0, and how many there are. The ranks of a pipeline
-    /// train on the same micro batches, and different pipelines on different ones (DeepSpeed's data parallel rank and
-    /// size).
+    /// train on the same micro batches, and different pipelines on different micro batches (DeepSpeed's data parallel
+    /// rank and size).
     pub fn data_position(&self) -> (usize, usize) {
         (self.pipeline, self.pipelines)
     }
@@ -349,7 +349,7 @@ impl<B> PipelineEngine<B> {
         self.engine.config()
     }
 
-    /// Returns the position of this rank in its pipeline, and the number of ranks there.
+    /// Returns the position of this rank in its pipeline, and the number of ranks along that pipeline.
     pub fn position(&self) -> (usize, usize) {
         (self.rank, self.schedule.ranks())
     }
@@ -376,7 +376,7 @@ impl<B> PipelineEngine<B> {
                 input = Some(Var::from_tensor(&rows)?);
             }
             let first = input.as_ref().map_or(Ok(tensor.clone()), part_input)?;
-            // Backward needs the input's place in the graph, but not its values.
+            // The backward pass needs the input's place in the graph, but not its values.
             input.as_ref().map_or(Ok(()), |input| residency::clear(input))?;
             let output = layers.try_fold(first, |x, layer| layer.forward(&x, batch))?;
             if is_last { module.loss(&output, batch) } else { Ok(output) }
@@ -397,7 +397,7 @@ impl<B> PipelineEngine<B> {
     fn backward(&mut self, step: &mut PipelineStep<B>, op: PipelineOp) -> Result<()> {
         let PipelineOp { stage, micro_batch, .. } = op;
         let place = (stage, micro_batch);
-        let HeldForward { input, output } = step.held.remove(&place).expect("the stage's forward has run");
+        let HeldForward { input, output } = step.held.remove(&place).expect("the stage's forward pass has run");
         let of_input = input.as_ref().map(Var::as_tensor);
         let is_last = stage + 1 == self.schedule.stages();
         let scalar = if is_last {

@@ -152,7 +152,7 @@ impl<M> Engine<M> {
         Some((param, self.core.params()[param].is_trained()))
     }
 
-    /// Collective: returns the mean of a value that only the ranks of the last stage know.
+    /// Collective: returns the mean of a value that only the ranks of the last stage have.
     pub(super) fn mean_of_last_stage(&mut self, own: f64) -> Result<f64> {
         self.attempt(|engine| {
             let Some(position) = engine.core.pipeline() else { unreachable!("this engine is part of a pipeline") };

@@ -6,7 +6,7 @@
 //!   step          last stage: update ----> first stage: the new weight
 //! ```
 //!
-//! On one rank the gradient of a micro batch is that of the output plus that of the lookup, which is added row by row;
+//! On one rank, the gradient of a micro batch is that of the output plus that of the lookup, which is added row by row;
 //! the sum is then accumulated. The last stage computes the same sum in the same order: it owns the weight, and
 //! differentiates the lookup again for the gradient that the first stage sends. The first stage has a copy that it does
 //! not train.

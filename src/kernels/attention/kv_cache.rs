@@ -19,7 +19,7 @@ use crate::kernels::row_reduce::{maximum, reduce};
 
 /// The number of queries whose scores are computed with a key while it is in the processor's cache.
 const QUERIES: usize = 8;
-/// The number of positions whose scores are computed at once.
+/// The number of positions whose scores are computed together.
 const BLOCK: usize = 16;
 /// The number of independent sums.
 const CHAINS: usize = 4;
@@ -286,7 +286,7 @@ mod tests {
     }
 
     /// Returns the results of all positions from a cache that is filled in pieces of these lengths, and the result of
-    /// one forward. One element of each row is not part of any head.
+    /// one forward pass. One element of each row is not part of any head.
     fn in_pieces<E: Element>(
         (all, rule): (&AttentionShape, &AttentionRule<'_>),
         pieces: &[usize],

@@ -1,12 +1,12 @@
 //! Attention with grouped heads: softmax(scale q k^T, over the keys that a query sees) v, and its gradients.
 //!
 //! An [`AttentionRule`] defines which keys a query sees. Attention is computed separately for each of the sequences
-//! that are packed into a row: tiles begin where a sequence begins, so that its results have the same bits as if it
-//! were alone. Each head of a sequence is computed in square tiles of [`shape::BLOCK`] keys and queries with a running
-//! softmax. Memory is therefore never quadratic in time, and tiles in which no query sees a key are skipped. Backward
-//! recomputes the probabilities from the log-sum-exp that forward keeps. A task is one (sequence, head) in forward, and
-//! one (sequence, key head) or one of its query heads in backward. The order of sums is the same in each case, so
-//! results have the same bits for any number of threads.
+//! that are packed into a row: tiles begin where a sequence begins, so that its results have the same bits as those
+//! of an unpacked sequence. Each head of a sequence is computed in square tiles of [`shape::BLOCK`] keys and queries
+//! with a running softmax. Memory is therefore never quadratic in time, and tiles in which no query sees a key are
+//! skipped. The backward pass recomputes the probabilities from the log-sum-exp that the forward pass keeps. A task is
+//! one (sequence, head) in the forward pass, and one (sequence, key head) or one of its query heads in the backward
+//! pass. The order of sums is the same in each case, so results have the same bits for any number of threads.
 //!
 //! The code is generic over the vectors of a SIMD level and the words that its products use ([`tiles::ScoreTiles`]).
 //! [`SimdMethod::of`] selects them for a level. bf16 elements are multiplied in pairs on processors with a fast
@@ -43,9 +43,9 @@ use tiles::ScoreTiles;
 
 /// Computes out = softmax(scale q k^T, over the keys that `rule` lets a query see) v.
 ///
-/// `q` has `heads` heads side by side in each row, `k` and `v` have `kv_heads`. Row b * time + t is position t of row b
-/// of the batch. `out` has dense rows of `heads * head` elements. `lse` `[batch, time, heads]` receives the log-sum-exp
-/// of each query's scores, which [`backward()`] needs.
+/// `q` has `heads` heads side by side in each row, and `k` and `v` have `kv_heads`. Row b * time + t is position t of
+/// row b of the batch. `out` has dense rows of `heads * head` elements. `lse` `[batch, time, heads]` receives the
+/// log-sum-exp of each query's scores, which [`backward()`] needs.
 ///
 /// Panics if the slices or the rule do not match the sizes.
 pub fn forward<E: Element>(
@@ -111,8 +111,9 @@ fn forward_on<E: Element>(
     });
 }
 
-/// Returns how many key heads (over all sequences) backward computes in one task each. For the last key heads, each
-/// query head is a separate task: with few key heads per thread, some threads would otherwise have one task fewer.
+/// Returns the number of key heads (over all sequences) that the backward pass computes in one task each. For the last
+/// key heads, each query head is a separate task: with few key heads per thread, some threads would otherwise have one
+/// task fewer.
 fn whole_groups(h: &AttentionShape, sequences: usize, threads: usize) -> usize {
     let all = sequences * h.kv_heads;
     if h.group() > 1 && all < 4 * threads { all / threads * threads } else { all }

@@ -161,7 +161,7 @@ pub(super) unsafe fn write<V: SimdVector, E: Element>(
     }
 }
 
-/// For each row in `rows`, computes the dot product of that row of `a` with the same row of `b`.
+/// Computes, for each row in `rows`, the dot product of that row of `a` with the same row of `b`.
 ///
 /// # Safety
 /// The processor must have the instructions.

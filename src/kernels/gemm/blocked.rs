@@ -393,9 +393,9 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
 
     /// Does the same as [`GemmPart::compute`] for so few rows that packed columns of `b` are not kept. A turn (some
     /// steps of a panel) is packed into the first-level cache, multiplied by all rows, and overwritten. For the fewest
-    /// rows, `b` is not packed at all. The sums of all rows and columns are in memory. Those of a block continue from
-    /// turn to turn, and are then added to the sums of earlier blocks, so that the products of each element are summed
-    /// in the order of [`GemmPart::compute`].
+    /// rows, `b` is not packed at all. The sums of all rows and columns are in memory. The sums of a block continue
+    /// from turn to turn, and are then added to the sums of earlier blocks, so that the products of each element are
+    /// summed in the order of [`GemmPart::compute`].
     fn stream<W: ElementArithmetic<E> + Microkernels>(
         &self,
         rows: Range<usize>,

@@ -26,8 +26,8 @@ pub(super) enum AccumulatorInit {
     Continue,
 }
 
-/// Computes the sums of `a b` over `steps` steps. `a` describes the words of `a`, the words of `b` are packed in order,
-/// and rows of sums are `stride` apart.
+/// A function that computes the sums of `a b` over `steps` steps. `a` describes the words of `a`, the words of `b` are
+/// packed in order, and rows of sums are `stride` apart.
 pub(super) type Microkernel =
     unsafe fn(steps: usize, a: StridedWords, b: *const f32, sums: *mut f32, stride: usize, start: AccumulatorInit);
 
@@ -63,7 +63,7 @@ kernels!(F32Words<Neon>, [1, 2, 4, 8], [1, 2, 3]);
 ///
 /// # Safety
 /// The processor must have the arithmetic's instructions; `a`, `b` and `sums` contain the rows, columns and steps that
-/// this reads and writes.
+/// this function reads and writes.
 unsafe fn kernel<A: GemmArithmetic, const R: usize, const N: usize>(
     steps: usize,
     a: StridedWords,

@@ -1,4 +1,4 @@
-//! Panels of columns, each of a width that a microkernel computes at once.
+//! Panels of columns, each of a width that a microkernel computes in one call.
 
 /// Vectors of columns, split into panels of at most `most` vectors.
 #[derive(Clone, Copy)]

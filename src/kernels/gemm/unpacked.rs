@@ -17,7 +17,7 @@ pub(super) const ROWS: usize = 4;
 ///
 /// # Safety
 /// The processor must have the instructions of `W`; `a`, `b` and `sums` contain the rows, columns and steps that this
-/// reads and writes.
+/// function reads and writes.
 #[expect(clippy::too_many_arguments, reason = "the arguments of a microkernel, and the position in `b`")]
 pub(super) unsafe fn multiply<W: ElementArithmetic<E>, E: Element>(
     rows: usize,

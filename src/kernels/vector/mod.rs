@@ -37,9 +37,9 @@ pub(crate) type TransposeBlock<V> = [V; MAX_LANES];
 /// A vector of f32. A lane may also hold 32 bits of other data, on which no f32 arithmetic is performed.
 ///
 /// # Safety
-/// Every method except [`SimdVector::with`] may be called only inside it, because the methods inline the vector's
-/// instructions. The processor must have them. Memory behind pointers must be readable or writable as the method
-/// describes. Pointers to f32 need no alignment beyond that of their type.
+/// Every method except [`SimdVector::with`] may be called only inside `with`, because the methods inline the
+/// vector's instructions. The processor must have these instructions. Memory behind pointers must be readable or
+/// writable as the method describes. Pointers to f32 need no alignment beyond that of their type.
 pub(crate) trait SimdVector: Copy {
     /// The number of lanes: 4, 8 or 16.
     const LANES: usize;

@@ -6,8 +6,8 @@ pub(super) use std::sync::atomic::{AtomicU64, AtomicUsize};
 pub(super) use std::sync::{Condvar, Mutex, Mutex as CallerMutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// How long a helper looks for the next job before it sleeps. The gap between two kernels of a step is some tens of
-/// microseconds.
+/// The time for which a helper looks for the next job before it sleeps. The gap between two kernels of a step is some
+/// tens of microseconds.
 const SPIN_TIME: Duration = Duration::from_micros(200);
 
 /// The number of polls between two readings of the clock. That many polls take a few microseconds.

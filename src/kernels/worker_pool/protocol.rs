@@ -18,12 +18,12 @@
 //! is lost or left for the next job, and no helper that sleeps forever. The pool never ends its helpers, so there is no
 //! end to check.
 //!
-//! It finds the deliberate mistakes in its tests: a job that is opened, looked at, left, closed or waited for with
+//! Loom finds the deliberate mistakes in its tests: a job that is opened, looked at, left, closed or waited for with
 //! Relaxed, one that stays open for helpers, SeqCst that orders nothing, and a missing wake-up. The following mistakes
 //! were made in this file by hand, one by one, and each was found too: waking without the lock, falling asleep without
 //! a second look, `asleep` that is never incremented, closing that does not wait, no closing when the caller panics, a
 //! helper's panic that is not caught or not cleared, entering without taking a place, entering a different job from the
-//! one looked at, and looking for any job instead of a new one. Relaxed in `enter` alone is not found, because the look
+//! one looked at, and looking for any job instead of a new one. Relaxed only in `enter` is not found, because the look
 //! before it also uses Acquire. The check does not cover the clock, a job number that wraps around, or the start of
 //! threads.
 
@@ -92,7 +92,7 @@ impl WorkerPool {
         while *count < helpers && start(*count + 1) {
             *count += 1;
         }
-        // SAFETY: only the lifetime changes; `close` waits until no helper uses the job, even if this unwinds.
+        // SAFETY: only the lifetime changes; `close` waits until no helper uses the job, even if this function unwinds.
         let job: PoolJob = unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), PoolJob>(work) };
         // SAFETY: the lock is held, so no job is open and no helper is inside.
         unsafe { self.job.set(Some(job)) };
@@ -186,7 +186,7 @@ impl WorkerPool {
     }
 }
 
-/// Closes the job on drop, even if the caller panics: the work must not be used after its lifetime.
+/// A guard that closes the job on drop, even if the caller panics: the work must not be used after its lifetime.
 struct CloseJobOnDrop<'a>(&'a WorkerPool);
 
 impl Drop for CloseJobOnDrop<'_> {
