@@ -44,8 +44,8 @@ pub(crate) struct WindowSettings {
 }
 
 impl Default for WindowSettings {
-    /// Returns the settings for a sweep through parameters only. The configuration has no keys for it, and it always
-    /// uses a pipeline.
+    /// Returns the settings for a sweep through parameters only. The configuration has no keys for such a sweep, which
+    /// always uses a pipeline.
     fn default() -> Self {
         Self { read_ahead: true, write_behind: true, buffer_count: None, access: DiskAccess::Direct }
     }
@@ -126,7 +126,7 @@ fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: 
     room.next_multiple_of(STEP).max(STEP)
 }
 
-/// Brings windows into memory and writes them back, in order.
+/// A pipeline that reads windows into memory and writes them back, in order.
 pub(crate) struct WindowPipeline<'a, F: StateFiles> {
     files: &'a F,
     ledger: &'a MemoryLedger,
@@ -353,7 +353,7 @@ mod tests {
                 let size = extent.dtype().size_in_bytes();
                 let mut found = AlignedBuffer::new(expected.len() * size);
                 let piece = extent.piece(0..expected.len(), 0);
-                // Data written through any kind of access can be read through every other.
+                // Data written through any kind of access can be read through every other kind.
                 piece.arena.read(DiskAccess::Cached, piece.at, found.bytes_mut(), &mut bounce).unwrap();
                 let mut same = AlignedBuffer::new(expected.len() * size);
                 same.elements(extent.dtype(), 0..expected.len()).copy_scaled(FlatRef::F32(&expected), 1.0);

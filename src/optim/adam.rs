@@ -9,7 +9,7 @@ use crate::precision::{FlatMut, FlatRef};
 
 /// Adam with decoupled decay (AdamW) or L2 decay.
 ///
-/// With `g` the scaled gradient and `t` the step:
+/// `g` is the scaled gradient, and `t` is the number of the step:
 ///
 /// ```text
 /// g += wd * p                                   (L2 only)

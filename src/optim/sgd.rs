@@ -9,7 +9,7 @@ use crate::precision::{FlatMut, FlatRef};
 
 /// SGD with momentum, dampening, Nesterov's variant and L2 decay.
 ///
-/// With `g` the scaled gradient:
+/// `g` is the scaled gradient:
 ///
 /// ```text
 /// g += wd * p

@@ -20,7 +20,7 @@ const MIN_LOOKUP_EXPONENT: u32 = 127 - 24;
 /// The number of lookup entries for magnitudes up to 1.
 const LOOKUP_ENTRIES: usize = 24 * (1 << LOOKUP_MANTISSA_BITS) + 1;
 
-/// Below this limit, the inverse of a scale would not be finite.
+/// The limit below which the inverse of a scale would not be finite.
 pub(super) const MIN_SCALE: f32 = 1e-38;
 
 /// The 256 values, and lookup tables to find the nearest one.

@@ -338,7 +338,7 @@ fn a_failed_collective_is_told_to_the_others_although_nobody_has_come_for_its_re
     let ranks = threads::communicators(3, Duration::from_secs(4)).unwrap();
     let not_looked_at = ranks[0].barrier();
     std::thread::sleep(Duration::from_secs(2));
-    // Rank 2 never arrives. Rank 1 learns this when rank 0 times out, before rank 1 itself times out, and its error
+    // Rank 2 never arrives. Rank 1 is notified when rank 0 times out, before rank 1 itself times out, and its error
     // names the cause.
     let start = Instant::now();
     let error = ranks[1].barrier().wait().unwrap_err();

@@ -5,9 +5,9 @@ use crate::param::UnitId;
 /// A use of a unit that is about to begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum UnitEvent {
-    /// The unit's forward.
+    /// The unit's forward pass.
     Forward(UnitId),
-    /// The unit's backward.
+    /// The unit's backward pass.
     Backward(UnitId),
 }
 

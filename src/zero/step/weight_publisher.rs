@@ -1,4 +1,4 @@
-//! Brings updated weights from the rank that owns their shard to all ranks, if parameters are not sharded.
+//! Sends updated weights from the rank that owns their shard to all ranks, if parameters are not sharded.
 
 use crate::comm::WireFormat;
 use crate::error::Result;
