@@ -26,9 +26,9 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: Weight
     linear_then(x, weight, bias, layout, LinearEpilogue::default())
 }
 
-/// Computes [`linear()`] with an epilogue: residual + activation(x w + bias). The activation is computed from x
-/// w after it has been rounded to the result's dtype; the rounded values are kept for the backward pass. With an f32
-/// parameter and a 16-bit input, each of these steps is rounded.
+/// Computes [`linear()`] with an epilogue: residual + activation(x w + bias). The activation's input, x w + bias, is
+/// rounded to the result's dtype and kept for the backward pass. With an f32 parameter and a 16-bit input, each of
+/// these steps is rounded.
 ///
 /// # Errors
 /// The errors of [`linear()`]; a residual whose shape differs from that of the result.

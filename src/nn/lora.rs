@@ -1,5 +1,5 @@
 //! A linear layer with a low-rank adapter, as one operation: y = x W + s D(x) A^T B^T + bias + residual, where D is
-//! dropout. With DoRA the columns of the product are also scaled by m / |W + s B A|.
+//! dropout. With DoRA, the columns of the product are also scaled by m / |W + s B A|.
 //!
 //! ```text
 //!   x [rows, in] --+------------- W -------------+--> sum in f32, rounded once (the adapter's part is rounded too)

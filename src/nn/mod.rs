@@ -1,6 +1,6 @@
 //! Layers with a correct backward pass, for training.
 //!
-//! Candle's own fast layers cannot be trained. In Candle 0.11 the following go through ops **without a backward pass
+//! Candle's own fast layers cannot be trained. In Candle 0.11, the following go through ops **without a backward pass
 //! and cut the graph silently**, so that everything before them gets no gradient, and no error reports it:
 //!
 //! - `candle_nn::ops::{softmax_last_dim, rms_norm, layer_norm, sdpa}`;
@@ -13,7 +13,7 @@
 //! same names and settings (docs/vision.md has the table).
 //!
 //! In candle-nn, `Linear`, `Embedding`, `ops::{softmax, log_softmax, layer_norm_slow, rms_norm_slow}`,
-//! `rotary_emb::{rope_slow, rope_i_slow}` and `loss::cross_entropy` are differentiable. On the CPU they sum 16-bit
+//! `rotary_emb::{rope_slow, rope_i_slow}` and `loss::cross_entropy` are differentiable. On the CPU, they sum 16-bit
 //! numbers in 16 bits.
 //!
 //! The layers in this module work on f32, bf16 and f16 storage with f32 arithmetic inside; each result is rounded once.
@@ -21,8 +21,8 @@
 //! [`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)), while activations between layers remain in 16
 //! bits. Layers of candle-nn reject operands of different formats; cast their inputs and results. The layers in this
 //! module return the same bits for any number of threads, and a row of a result does not depend on the number of rows.
-//! On the CPU each is one op with a hand-written backward pass, as are most with CUDA; elsewhere the same functions are
-//! composed of Candle's differentiable ops ([`composed`]).
+//! On the CPU, each layer is one op with a hand-written backward pass, as are most with CUDA; elsewhere the same
+//! functions are composed of Candle's differentiable ops ([`composed`]).
 //!
 //! Gradients between these layers, and those of an engine's parameters, do not pass through Candle's graph, which would
 //! first add each of them to zeros: the graph only determines when the backward pass of a layer runs (`graph` in the

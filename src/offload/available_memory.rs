@@ -105,7 +105,8 @@ impl CgroupMount {
     /// Returns the folders of the group `path` and of those above it, as far as this mount shows them.
     fn folders(&self, path: &str) -> Vec<PathBuf> {
         let path = Path::new(path);
-        // A path that is not below the mounted group, or leads out of it, belongs to a different view of the hierarchy.
+        // A path that is not below the mounted group, or leads out of that group, belongs to a different view of the
+        // hierarchy.
         let below = path.strip_prefix(&self.root).ok().filter(|below| !below.iter().any(|word| word == ".."));
         let below = below.unwrap_or(Path::new(""));
         below.ancestors().map(|below| self.point.join(below)).collect()

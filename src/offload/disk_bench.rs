@@ -46,7 +46,7 @@ const PLAIN_BLOCK: usize = 1 << 20;
 const CHUNK: usize = 16 << 20;
 
 /// The step's kinds of state, in the order of its streams: kind, name, dtype, whether it is read, whether it is
-/// written. They are those of Adam with bf16 parameters.
+/// written. The streams are those of Adam with bf16 parameters.
 const STREAMS: [(MemoryKind, &str, DType, bool, bool); 5] = [
     (MemoryKind::Parameters, "parameters", DType::BF16, false, true),
     (MemoryKind::MasterWeights, "master weights", DType::F32, true, true),

@@ -52,8 +52,8 @@ struct ArenaReservation {
     map: Option<Arc<MmapRaw>>,
 }
 
-/// Returns whether direct access to an empty file works: some file systems allow opening a file for it, but then refuse
-/// requests.
+/// Returns whether direct access to an empty file works: some file systems allow opening a file for direct access, but
+/// then refuse requests.
 fn works(direct: &File) -> bool {
     let refused = direct
         .write_all_at(AlignedBuffer::new(ALIGN).bytes_mut(), 0)

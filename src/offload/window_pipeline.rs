@@ -175,7 +175,7 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
         // Requests are carried out in the order in which they are made, so that the disk never waits for the update.
         let wanted = (index + 1 + usize::from(self.windows.read_ahead)).min(self.plan.len());
         while self.begun < wanted {
-            // A new window gets the buffers of the one whose write began first.
+            // A new window gets the buffers of the window whose write began first.
             while self.ahead.len() + self.behind.len() >= self.windows.at_a_time() && !self.behind.is_empty() {
                 self.reclaim()?;
             }

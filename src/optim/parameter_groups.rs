@@ -80,7 +80,7 @@ impl ParameterGroup {
 
     /// Sets the learning rate that applies without a schedule, and on which some schedules are based (WarmupCosineLR,
     /// WarmupLR without `warmup_max_lr`). Other schedules give all groups the rates in the schedule's own parameters,
-    /// as in DeepSpeed. This also applies to a custom schedule without [`lr_of_group`](super::LrSchedule::lr_of_group).
+    /// as in DeepSpeed. The same applies to a custom schedule without [`lr_of_group`](super::LrSchedule::lr_of_group).
     #[must_use]
     pub fn lr(mut self, lr: f64) -> Self {
         self.lr = Some(lr);

@@ -65,7 +65,7 @@ pub fn uniform_cuts(layers: usize, stages: usize) -> Result<StageCuts, TooManySt
 }
 
 /// Divides layers with these weights into stages so that the largest sum of weights of a stage, multiplied by the
-/// stage's `slowness`, is as small as possible. Of equally good divisions, it returns the most even one: the one with
+/// stage's `slowness`, is as small as possible. Of equally good divisions, the most even one is returned: the one with
 /// the smallest sum of squares. Weights are numbers of parameters (`partition: parameters`), or measured seconds; the
 /// slowness of equal hosts is 1.
 ///

@@ -383,7 +383,8 @@ impl RankCore {
         &*self.comm
     }
 
-    /// Returns the number of training micro steps so far that used units in a different order from the one before.
+    /// Returns the number of training micro steps so far that used units in a different order from the previous micro
+    /// step.
     pub fn order_changes(&self) -> u64 {
         lock(&self.gather).order_changes()
     }

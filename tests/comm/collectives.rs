@@ -205,7 +205,7 @@ fn control_values_arrive_in_rank_order() {
     }
 }
 
-/// Runs `odd` on rank 1 and an all-reduce of 8 elements on the others; returns the errors of the others.
+/// Runs `odd` on rank 1 and an all-reduce of 8 elements on the other ranks, and returns their errors.
 fn told(odd: impl Fn(Arc<dyn Communicator>) + Sync) -> Vec<CommError> {
     let start = Instant::now();
     let results = threads::run(3, |comm| {

@@ -10,8 +10,8 @@
 //! | inputs | `(0.61 i + 0.29 step + 0.13 rank + 0.07 micro) % 1 * 2 - 1`, `i` counted over the micro batch |
 //! | targets | `(0.43 i + 0.17 step + 0.11 rank + 0.05 micro) % 1 * 2 - 1` |
 //!
-//! `step` is the optimizer step and `micro` the micro step in it, both from 0. All of this is computed in f64, in the
-//! order given: if a sum is a whole number, its rounding decides between -1 and 1.
+//! `step` is the optimizer step and `micro` the micro step in that step, both counted from 0. All of this is computed
+//! in f64, in the order given: if a sum is a whole number, its rounding decides between -1 and 1.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder};

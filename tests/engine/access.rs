@@ -98,7 +98,7 @@ fn values_gradients_and_states_are_the_same_at_every_stage_offload_and_world() {
                 });
                 for seen in ranks {
                     if precision != json!({}) {
-                        // In 16 bits the ranks of a stage agree; stages round gradients at different points.
+                        // In 16 bits, the ranks of a stage agree; stages round gradients at different points.
                         assert!(*first_of_stage.get_or_insert_with(|| seen.clone()) == seen, "{config}, world {world}");
                         continue;
                     }
@@ -179,7 +179,7 @@ fn what_is_set_is_what_trains_at_every_stage_and_offload() {
                 });
                 for seen in ranks {
                     if precision != json!({}) {
-                        // In 16 bits the ranks of a stage agree; stages round gradients at different points.
+                        // In 16 bits, the ranks of a stage agree; stages round gradients at different points.
                         assert!(*first_of_stage.get_or_insert_with(|| seen.clone()) == seen, "{config}, world {world}");
                         continue;
                     }

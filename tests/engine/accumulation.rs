@@ -159,7 +159,7 @@ fn no_sync_reduces_nothing_holds_whole_gradients_and_gives_the_same_bits_at_stag
         };
         let held = train(0, true);
         assert_eq!(held, train(1, true), "world {world}");
-        // With one rank there is only one order.
+        // With one rank, there is only one order.
         assert_eq!(held == train(0, false), world == 1, "world {world}");
     }
 }

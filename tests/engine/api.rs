@@ -382,7 +382,7 @@ fn prefetching_stays_within_its_bucket_and_the_live_parameters() {
     // At most 60 elements may be live: prefetching never exceeds that.
     let (steps, _, _) = order(1000, json!({"stage3_max_live_parameters": 60}));
     insta::assert_snapshot!(steps[1], @"gather 40, run 40, gather 30, gather 20, gather 10, run 30, gather 30, run 20, gather 20, run 10, gather 10, reduce 10, reduce 20, gather 40, reduce 30, reduce 40");
-    // Without overlap nothing is prefetched.
+    // Without overlap, nothing is prefetched.
     assert_eq!(order(1000, json!({"overlap_comm": false})).0, runs[0].0);
 }
 

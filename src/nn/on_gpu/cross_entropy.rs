@@ -63,7 +63,7 @@ pub(in crate::nn) fn of_logits(
 pub(in crate::nn) struct GpuLossHead {
     device: CudaDevice,
     targets: DeviceTargets,
-    /// The rows that count, if not all of them do.
+    /// The rows that count, if not all rows do.
     some: Option<SelectedRows>,
     count: usize,
     all: usize,

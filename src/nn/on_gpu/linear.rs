@@ -113,8 +113,8 @@ impl GpuLinearBackward {
         if to_x.is_wanted() {
             to_x.give(Grad::OnDevice(g.matmul(&matrix(weight, s.layout)?.t()?)?))?;
         }
-        // This comes last, when nothing else holds the tensor, because other gradients of the residual are added to it
-        // in place.
+        // This gradient comes last, when nothing else holds its tensor, because other gradients of the residual are
+        // added to that tensor in place.
         drop(g);
         to_residual.give(if is_own { Grad::OnDevice(dy) } else { Grad::Shared(dy) })
     }

@@ -5,9 +5,9 @@
 //!   backward   ... gather u1 | run u1, releasing each parameter when its gradient has arrived | gather u0 | ...
 //! ```
 //!
-//! If shards are in a file, a gather begins by reading them. With `zero_quantized_weights` it carries int8: all ranks,
-//! the owner of a shard included, compute with the received values, while the owner keeps the exact weights that the
-//! optimizer updates.
+//! If shards are in a file, a gather begins by reading them. With `zero_quantized_weights`, the gather carries int8:
+//! all ranks, the owner of a shard included, compute with the received values, while the owner keeps the exact weights
+//! that the optimizer updates.
 //!
 //! A leaf is gathered with all units inside. Ranks may use different parameters of a leaf, so each rank releases
 //! values when its own gradients arrive. The gatherer's counts and the unit's state depend only on the unit's events,
@@ -98,7 +98,7 @@ enum GatherState<R: StepExecutor> {
 }
 
 impl<R: StepExecutor> ParamGatherer<R> {
-    /// Creates a gatherer for sharded parameters. At stages 0 to 2 there is nothing to gather and every call does
+    /// Creates a gatherer for sharded parameters. At stages 0 to 2, there is nothing to gather, and every call does
     /// nothing.
     pub fn new(params: &[Param], leaves: &LeafUnits, zero: &ZeroConfig, plan: &SharePlan) -> Self {
         let mut persistent = Vec::new();
@@ -208,7 +208,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         )?;
         self.units[unit].passed = false;
         if matches!(event, UnitEvent::Backward(_)) && self.ranks_differ[unit] {
-            // From here on this rank releases the parameters that it has used.
+            // From here on, this rank releases the parameters that it has used.
             self.units[unit].state = GatherState::Partly;
             self.spent.push(unit);
         }
@@ -364,7 +364,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
         Ok(())
     }
 
-    /// Returns the number of training micro steps so far that used units in a different order from the one before.
+    /// Returns the number of training micro steps so far that used units in a different order from the previous micro
+    /// step.
     pub fn order_changes(&self) -> u64 {
         self.traces[0].changes()
     }
@@ -475,7 +476,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
         Ok(())
     }
 
-    /// Waits for a gather whose result is not used, and forgets it. The other ranks depend on this rank's part in it.
+    /// Waits for a gather whose result is not used, and forgets it. The other ranks depend on this rank's part in the
+    /// gather.
     fn settle(&mut self, core: &R, unit: UnitId) -> Result<()> {
         let UnitState { group, state, .. } = &mut self.units[unit];
         match std::mem::replace(state, GatherState::Released) {

@@ -6,9 +6,9 @@
 //! ```
 //!
 //! A large gradient is reduced separately, in the buffer that its layer wrote: a parameter's pieces are already in it
-//! one after the other. Small ones are packed together. From stage 2 on, a gradient is dropped as soon as it is
-//! reduced, while the backward pass continues. At stage 1 every rank holds its full gradient until the backward pass is
-//! over, as ZeRO defines it. At stage 0 the full sum is kept.
+//! one after the other. Small gradients are packed together. From stage 2 on, a gradient is dropped as soon as it is
+//! reduced, while the backward pass continues. At stage 1, every rank holds its full gradient until the backward pass
+//! is over, as ZeRO defines it. At stage 0, the full sum is kept.
 //!
 //! A parameter whose gradient may be missing on some ranks (`ignore_unused_parameters`, the experts of a leaf unit)
 //! waits until this rank's backward pass is over: Candle offers no earlier point at which it is known that a gradient
@@ -243,7 +243,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         let params = bucket.iter().map(|arrived| arrived.param).collect();
         let layout = CoalescedLayout::new(params, core.params(), core.mesh().pieces(), wire);
         let _span = timeline::span(timeline::EventCategory::Reduce, "pack").of(|| core.names(&layout.params));
-        // On a GPU a bucket exists in addition to the gradients that it is packed from. On the host a large gradient
+        // On a GPU, a bucket exists in addition to the gradients that it is packed from. On the host, a large gradient
         // becomes the bucket.
         let packed = layout.chunk * core.world_size() * self.plan.dtype.size_in_bytes();
         let is_copied = C::Buffer::is_device(core.model_place());

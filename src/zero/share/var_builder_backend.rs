@@ -1,7 +1,7 @@
 //! The `VarBuilder` backend behind a model under construction.
 //!
 //! For each parameter that the model requests, the backend creates the initial values (at stage 3 only this rank's
-//! share), puts the share into its sub-group, and hands the model a tensor. At stage 3 it never holds a whole
+//! share), puts the share into its sub-group, and hands the model a tensor. At stage 3, it never holds a whole
 //! parameter.
 
 use super::packed_weight_shards;

@@ -148,7 +148,7 @@ impl RankCore {
                 group.slots.iter().try_for_each(|slot| publisher.push(self, slot.param))?;
             }
         }
-        // Until this point, readers of a weight find it among the new ones.
+        // Until this point, readers of a weight find it among the new weights.
         *delayed = DelayedUpdate::None;
         drop((groups, delayed));
         publisher.finish(self)?;

@@ -203,8 +203,8 @@ impl RankCore {
         self.write_state(state, param, range, |_| Ok(values.clone()))
     }
 
-    /// Returns elements `range` of a parameter's state, in f32. They must be one of the [`pieces`] of the owned
-    /// elements.
+    /// Returns elements `range` of a parameter's state, in f32. The range must be one of the [`pieces`] of the
+    /// owned elements.
     fn state_values(&self, state: ParamStateKind, param: ParamId, range: Range<usize>) -> Result<Vec<f32>> {
         let mut values = vec![0.0; range.len()];
         self.read_state(state, param, range, |read| FlatMut::F32(&mut values).copy_cast(read))?;

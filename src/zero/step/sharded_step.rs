@@ -31,8 +31,8 @@ use std::sync::atomic::Ordering;
 
 /// The result of the vote of all ranks before a step.
 pub(crate) struct Vote {
-    /// The global L2 norm of the gradients as they are, including the loss scale. It is not finite if any gradient is
-    /// not.
+    /// The global L2 norm of the gradients as they are, including the loss scale. The norm is not finite if any
+    /// gradient is not finite.
     pub norm: f64,
     /// The ranks with a non-finite value, in their loss or in their pieces of the gradients.
     pub overflowed: Vec<usize>,

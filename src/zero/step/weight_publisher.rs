@@ -29,7 +29,8 @@ impl<R: StepExecutor> WeightPublisher<R> {
 
     /// Reports that this rank's shard of a parameter is up to date.
     pub fn push(&mut self, core: &R, param: ParamId) -> Result<()> {
-        // At stage 0 every rank has updated the whole parameter. At stage 3 it is gathered when it is needed.
+        // At stage 0, every rank has updated the whole parameter. At stage 3, a parameter is gathered when it is
+        // needed.
         let placement = core.placement();
         if !placement.optim.is_sharded() || placement.params.is_sharded() {
             return Ok(());
