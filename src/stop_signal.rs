@@ -24,8 +24,8 @@ pub(crate) fn asked_to_stop() -> io::Result<bool> {
 
 fn listen() -> io::Result<Arc<AtomicBool>> {
     let asked = Arc::new(AtomicBool::new(false));
-    // A scheduler sends a signal to the launcher and to the ranks, and the launcher passes it on: under a launcher,
-    // only the launcher counts signals.
+    // A scheduler sends a signal to the launcher and to the ranks, and the launcher passes it on. Therefore, under a
+    // launcher, only the launcher counts signals.
     let is_alone = std::env::var_os(RESTART).is_none();
     // A program started by nohup keeps running when its terminal is closed.
     let hangs_up = !ignored_signals()(SIGHUP);

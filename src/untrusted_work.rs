@@ -5,8 +5,8 @@
 //! Work that limits itself, such as the steps of a template, is limited where it runs and gives an ordinary error; the
 //! sandbox is for everything else. A separate thread measures the CPU time of the working thread. Memory is counted by
 //! [`SandboxAllocator`], if a program uses it as its allocator, as `zerorun` does. The process must end because a
-//! thread cannot be stopped from outside, and code that expects no failed allocation and no stack overflow cannot
-//! continue after one.
+//! thread cannot be stopped from outside, and code that is not prepared for a failed allocation or a
+//! stack overflow cannot continue after one.
 
 mod memory_limit_allocator;
 mod signals;
@@ -83,8 +83,8 @@ fn register() -> WatchedThreadRef {
     slot
 }
 
-/// Returns a thread's CPU time. Wall-clock time would not do, because a thread may do nothing for a minute on a busy
-/// machine.
+/// Returns a thread's CPU time. Wall-clock time would be misleading, because a thread may do nothing for a minute on a
+/// busy machine.
 fn computed(id: Pid) -> Option<Duration> {
     let text = std::fs::read_to_string(format!("/proc/self/task/{}/schedstat", id.as_raw_nonzero())).ok()?;
     text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
@@ -172,7 +172,7 @@ fn begin() {
     });
 }
 
-/// From now on, a panic that occurs because a thread or a stack cannot be created ends the process with an error that
+/// Makes every later panic that occurs because a thread or a stack cannot be created end the process with an error that
 /// names the cause: too little memory within the limits set for this process (`ulimit`).
 pub fn explain_limits() {
     use rustix::process::Resource;

@@ -13,11 +13,11 @@ use candle_core::{Device, Result, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder, init};
 use std::sync::Arc;
 
-/// Computes y = x w (+ bias), with a correct backward, for x `[.., in]` and a bias `[out]`.
+/// Computes y = x w (+ bias), with a correct backward pass, for x `[.., in]` and a bias `[out]`.
 ///
-/// Sums are in f32 for all dtypes and are rounded once, to x's dtype. Weight and bias have that dtype too, or are in
-/// f32; in the latter case, the product is computed in f32. A gradient has the dtype of its operand. Parameters are
-/// read when they are needed, in forward and again in backward, so they may leave memory in between.
+/// Sums are in f32 for all dtypes and are rounded once, to x's dtype. The weight and the bias have x's dtype or are
+/// in f32; in the latter case, the product is computed in f32. A gradient has the dtype of its operand. Parameters are
+/// read when they are needed, in the forward pass and again in the backward pass, so they may leave memory in between.
 ///
 /// # Errors
 /// Shapes that do not match, a weight or bias whose dtype is neither that of x nor f32, or a dtype other than f32, bf16
@@ -26,9 +26,9 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: Weight
     linear_then(x, weight, bias, layout, LinearEpilogue::default())
 }
 
-/// Computes [`linear()`] with an epilogue: residual + activation(x w + bias). The activation is computed from the
-/// result rounded to its dtype, which is kept for backward. With an f32 parameter and a 16-bit input, each of these
-/// steps is rounded.
+/// Computes [`linear()`] with an epilogue: residual + activation(x w + bias). The activation's input, x w + bias, is
+/// rounded to the result's dtype and kept for the backward pass. With an f32 parameter and a 16-bit input, each of
+/// these steps is rounded.
 ///
 /// # Errors
 /// The errors of [`linear()`]; a residual whose shape differs from that of the result.
@@ -65,7 +65,7 @@ pub fn linear_then(
     let inputs = OpInputs::of([Some(&x), residual.as_ref(), Some(&weight), bias.as_ref()])?;
     with_element!(x.dtype(), NAME, E => {
         let mut y = buffer::<E>(shape.elem_count());
-        // The input of the activation, which only backward needs.
+        // The input of the activation, which only the backward pass needs.
         let keeps = then.activation.is_some() && inputs.are_wanted();
         let mut before = buffer::<E>(if keeps { y.len() } else { 0 });
         with_all([Some(&x), Some(&weight), bias.as_ref(), residual.as_ref()], NAME, |[x, w, bias, residual]| {
@@ -98,7 +98,7 @@ pub fn linear_then(
 
 const NAME: &str = "linear";
 
-/// The values that backward needs.
+/// The values that the backward pass needs.
 struct LinearBackward<E> {
     x: SavedTensor,
     weight: Tensor,

@@ -13,7 +13,7 @@ pub enum WeightLayout {
     InOut,
 }
 
-/// Operations on a linear layer's result in the same pass over memory. By default there are none.
+/// The operations that are applied to a linear layer's result in the same pass over memory; none by default.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LinearEpilogue<'a> {
     /// The activation that is applied to the result.

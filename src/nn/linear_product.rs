@@ -1,4 +1,4 @@
-//! The products of a linear layer's forward and backward, in both orientations of the weight.
+//! The products of a linear layer's forward and backward passes, in both orientations of the weight.
 
 use super::WeightLayout;
 use crate::kernels::element::Element;

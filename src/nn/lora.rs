@@ -1,5 +1,5 @@
 //! A linear layer with a low-rank adapter, as one operation: y = x W + s D(x) A^T B^T + bias + residual, where D is
-//! dropout. With DoRA the columns of the product are also scaled by m / |W + s B A|.
+//! dropout. With DoRA, the columns of the product are also scaled by m / |W + s B A|.
 //!
 //! ```text
 //!   x [rows, in] --+------------- W -------------+--> sum in f32, rounded once (the adapter's part is rounded too)
@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The adapter's part is computed in f32, whatever the format of the rest; 16-bit rows are widened a few at a time.
-//! Besides x, backward keeps h, and with DoRA the product.
+//! Besides x, h is kept for the backward pass, and with DoRA also the product.
 
 use super::dropout::{DropoutMask, dropout};
 use super::f32_parameters::{follow, is_wider, with_wide};
@@ -29,8 +29,8 @@ thread_local! {
     static ADAPTERS_OFF: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls `run` with all adapters of this thread's models off, and without recording anything for a backward. This is
-/// the base model without adapters, which preference optimization uses as its reference.
+/// Calls `run` with all adapters of this thread's models off, and without recording anything for a backward pass. The
+/// model is then the base model without adapters, which preference optimization uses as its reference.
 pub fn without_adapters<T>(run: impl FnOnce() -> T) -> T {
     struct AdaptersGuard(bool);
     impl Drop for AdaptersGuard {
@@ -374,7 +374,7 @@ fn scale_columns<E: TensorElement>(
     })
 }
 
-/// The values that DoRA's backward needs.
+/// The values that DoRA's backward pass needs.
 struct DoraBackward<E> {
     /// The norms of the rows of W + s B A.
     norms: Vec<f32>,
@@ -408,7 +408,7 @@ impl<E: TensorElement> DoraBackward<E> {
     }
 }
 
-/// The values that backward needs.
+/// The values that the backward pass needs.
 struct LoraBackward<E> {
     adapted: AdaptedSizes,
     x: SavedTensor,

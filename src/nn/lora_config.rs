@@ -28,7 +28,7 @@ pub struct LoraConfig {
     /// Whether s is alpha / sqrt(r) (Kalajdzievski 2023).
     pub rslora: bool,
     /// Whether the norms of the rows of W + s B A are replaced by trained parameters (DoRA, Liu et al. 2024). The
-    /// original norms count as constants in backward, as in PEFT.
+    /// original norms count as constants in the backward pass, as in PEFT.
     pub dora: bool,
 }
 
@@ -37,12 +37,12 @@ pub struct LoraConfig {
 pub enum LoraTargets {
     /// All projections except the output projection.
     AllLinear,
-    /// The projections whose name is one of these or ends with a dot and one of these, as PEFT matches them.
+    /// The projections whose name is one of these names, or ends with a dot followed by one of them, as in PEFT.
     Names(Vec<String>),
 }
 
 impl Default for LoraConfig {
-    /// Returns r 16 and alpha 32, on all projections.
+    /// Returns the settings with r 16 and alpha 32, for all projections.
     fn default() -> Self {
         Self { r: 16, alpha: 32.0, dropout: 0.0, targets: LoraTargets::AllLinear, rslora: false, dora: false }
     }
@@ -69,16 +69,16 @@ impl LoraConfig {
     /// Checks that the values describe a valid adapter.
     ///
     /// # Errors
-    /// A rank of 0, an alpha that is not positive and finite in f32, a probability outside of [0, 1), or no targets.
+    /// A rank of 0, an alpha that is not positive and finite in f32, a probability outside [0, 1), or no targets.
     pub fn validate(&self) -> Result<()> {
         if !(1..=MAX_RANK).contains(&self.r) {
-            return Err(refused("r", self.r, &format!("1 to {MAX_RANK}")));
+            return Err(refused("r", self.r, &format!("from 1 to {MAX_RANK}")));
         }
         // Products are in f32: an infinite factor would make all weights infinite, and a factor of 0 would disable the
         // adapter.
         let is_number = |x: f64| x as f32 > 0.0 && (x as f32).is_finite();
         if !(is_number(self.alpha) && is_number(self.scale())) {
-            return Err(refused("alpha", format!("{:?}", self.alpha), "a positive finite number, in f32 too"));
+            return Err(refused("alpha", format!("{:?}", self.alpha), "a number that is positive and finite in f32"));
         }
         if !(0.0..1.0).contains(&self.dropout) {
             return Err(refused("dropout", self.dropout, "at least 0 and below 1"));
@@ -247,9 +247,9 @@ mod tests {
         insta::assert_snapshot!(text("rank=16"), @r#"LoRA settings "rank=16": there is no key rank; the keys are r, alpha, dropout and targets, each with a value, and rslora and dora"#);
         insta::assert_snapshot!(text("r=16,r=8"), @r#"LoRA settings "r=16,r=8": r is given twice; give it once"#);
         insta::assert_snapshot!(text("r"), @"LoRA settings: r is empty, but must be a whole number of at least 1, such as r=16");
-        insta::assert_snapshot!(text("r=0"), @"LoRA settings: r is 0, but must be 1 to 1048576");
+        insta::assert_snapshot!(text("r=0"), @"LoRA settings: r is 0, but must be from 1 to 1048576");
         insta::assert_snapshot!(text("r=-3"), @"LoRA settings: r is -3, but must be a whole number of at least 1, such as r=16");
-        insta::assert_snapshot!(text("alpha=inf"), @"LoRA settings: alpha is inf, but must be a positive finite number, in f32 too");
+        insta::assert_snapshot!(text("alpha=inf"), @"LoRA settings: alpha is inf, but must be a number that is positive and finite in f32");
         insta::assert_snapshot!(text("dropout=1"), @"LoRA settings: dropout is 1, but must be at least 0 and below 1");
         insta::assert_snapshot!(text("rslora=yes"), @"LoRA settings: rslora is yes, but must be true or false; rslora without a value means true");
         insta::assert_snapshot!(text("targets="), @"LoRA settings: targets is empty, but must be all-linear or names of projections joined by +, such as q_proj+v_proj");

@@ -1,33 +1,33 @@
-//! Layers with a correct backward, for training.
+//! Layers with a correct backward pass, for training.
 //!
-//! Candle's own fast layers cannot be trained. In Candle 0.11 the following go through ops **without a backward and cut
-//! the graph silently**, so that everything before them gets no gradient, and no error reports it:
+//! Candle's own fast layers cannot be trained. In Candle 0.11, the following go through ops **without a backward pass
+//! and cut the graph silently**, so that everything before them gets no gradient, and no error reports it:
 //!
 //! - `candle_nn::ops::{softmax_last_dim, rms_norm, layer_norm, sdpa}`;
 //! - `candle_nn::rotary_emb::{rope, rope_i, rope_thd}`;
 //! - the modules built on them: `candle_nn::LayerNorm` (contiguous input, with bias and mean) and `candle_nn::RmsNorm`,
 //!   and hence most models of candle-transformers.
 //!
-//! Others have a backward that is wrong, or not correct for all settings: `conv1d`, `conv_transpose1d`, pooling,
+//! Others have a backward pass that is wrong, or not correct for all settings: `conv1d`, `conv_transpose1d`, pooling,
 //! upsampling, `scatter`, `scatter_add`, and `matmul` of some views. The versions in this module are correct, with the
 //! same names and settings (docs/vision.md has the table).
 //!
 //! In candle-nn, `Linear`, `Embedding`, `ops::{softmax, log_softmax, layer_norm_slow, rms_norm_slow}`,
-//! `rotary_emb::{rope_slow, rope_i_slow}` and `loss::cross_entropy` are differentiable. On the CPU they sum 16-bit
+//! `rotary_emb::{rope_slow, rope_i_slow}` and `loss::cross_entropy` are differentiable. On the CPU, they sum 16-bit
 //! numbers in 16 bits.
 //!
-//! The layers of this module work on f32, bf16 and f16 storage with f32 arithmetic inside; each result is rounded once.
+//! The layers in this module work on f32, bf16 and f16 storage with f32 arithmetic inside; each result is rounded once.
 //! In a 16-bit model their parameters may also be f32 (`data_types.keep_in_fp32_modules`,
 //! [`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)), while activations between layers remain in 16
-//! bits. Layers of candle-nn reject operands of two formats; cast their inputs and results. The layers of this module
-//! return the same bits for any number of threads, and a row of a result does not depend on the number of rows. On the
-//! CPU each is one op with a hand-written backward, as are most with CUDA; elsewhere the same functions are composed of
-//! Candle's differentiable ops ([`composed`]).
+//! bits. Layers of candle-nn reject operands of different formats; cast their inputs and results. The layers in this
+//! module return the same bits for any number of threads, and a row of a result does not depend on the number of rows.
+//! On the CPU, each layer is one op with a hand-written backward pass, as are most with CUDA; elsewhere the same
+//! functions are composed of Candle's differentiable ops ([`composed`]).
 //!
 //! Gradients between these layers, and those of an engine's parameters, do not pass through Candle's graph, which would
-//! first add each of them to zeros: the graph only determines when the backward of a layer runs (`graph` in the
-//! sources). Parameter values are read at the time of use, so they may leave memory between forward and backward. An
-//! engine's backward frees what a layer kept as soon as the layer has been differentiated.
+//! first add each of them to zeros: the graph only determines when the backward pass of a layer runs (`graph` in the
+//! sources). Parameter values are read at the time of use, so they may leave memory between the forward and the
+//! backward pass. An engine's backward pass frees what a layer kept as soon as the layer has been differentiated.
 
 mod activation;
 mod add;
@@ -102,9 +102,10 @@ pub use scatter::{scatter, scatter_add};
 pub use sequences::Sequences;
 pub use upsampling::{upsample_bilinear2d, upsample_nearest1d, upsample_nearest2d};
 
-/// Returns whether this thread runs a model for an engine that is training: in its forward, and when a unit runs again
-/// in backward, but not in its `eval`, and not without an engine. Use it for layers that behave differently in training
-/// and in evaluation, inside modules whose own forward has no such argument: `norm.forward_t(x, in_training())`.
+/// Returns whether this thread runs a model for an engine that is training: in its forward pass, and when a unit runs
+/// again in the backward pass, but not in its `eval`, and not without an engine. Use this function for layers that
+/// behave differently in training and in evaluation, inside modules whose own `forward` has no such argument:
+/// `norm.forward_t(x, in_training())`.
 pub fn in_training() -> bool {
     crate::graph::rng_position().in_training
 }

@@ -14,7 +14,7 @@ use candle_nn::{Module, VarBuilder, init};
 
 /// Computes (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension of x `[.., width]`. The weight
 /// and the bias are `[width]`, each of x's dtype or in f32. The variance is the biased one. Statistics are in f32 and
-/// kept for backward. Results are rounded once, to x's dtype. A gradient has the dtype of its operand.
+/// kept for the backward pass. Results are rounded once, to x's dtype. A gradient has the dtype of its operand.
 ///
 /// # Errors
 /// A weight or bias of a different length or dtype.
@@ -61,8 +61,8 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 }
 
 /// Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension of x `[.., width]`. The weight is `[width]`, of
-/// x's dtype or in f32. Statistics are in f32 and kept for backward. Results are rounded once, to x's dtype. A gradient
-/// has the dtype of its operand.
+/// x's dtype or in f32. Statistics are in f32 and kept for the backward pass. Results are rounded once, to x's dtype. A
+/// gradient has the dtype of its operand.
 ///
 /// # Errors
 /// A weight of a different length or dtype.

@@ -93,7 +93,7 @@ pub fn max_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
 /// Computes [`max_pool2d`] for any windows.
 ///
 /// # Errors
-/// The errors of [`max_pool2d`]; a padding above half of the kernel.
+/// The errors of [`max_pool2d`]; a padding greater than half of the kernel.
 pub fn max_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
     const NAME: &str = "max_pool2d";
     let (windows, [images, channels]) = pooling.over(NAME, x)?;

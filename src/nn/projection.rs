@@ -24,7 +24,8 @@ pub struct ProjectionOptions<'a> {
 /// Parameters: "weight" (`[out, in]` or, as in GPT-2's Conv1D, `[in, out]`), "bias" `[out]`, and with an adapter, named
 /// as in PEFT, "lora_A.weight" `[r, in]`, "lora_B.weight" `[out, r]` and, with DoRA, "lora_magnitude_vector" `[out]`. A
 /// starts uniform within 1 / sqrt(in), as in PEFT, and B at 0, so the adapter adds nothing at first. The magnitude
-/// should start as the norms of the weight's rows, which the initial values have to provide; its init hint is 1.
+/// should start as the norms of the weight's rows, which the initial values have to provide; the magnitude's init hint
+/// is 1.
 ///
 /// An adapter's parameters may be in f32 in a 16-bit model
 /// ([`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)). Frozen parameters get no gradient.
@@ -57,7 +58,7 @@ impl Projection {
         let bias = if bias { Some(vb.get_with_hints(outputs, "bias", init::ZERO)?) } else { None };
         let lora = lora.filter(|lora| lora.selects(&vb.prefix()));
         let adapter = lora.map(|lora| LoraTensors::new(inputs, outputs, lora, &vb)).transpose()?;
-        // In backward, DoRA treats the norms of the adapted weight as constants (its paper, section 4.3).
+        // In the backward pass, DoRA treats the norms of the adapted weight as constants (its paper, section 4.3).
         if let Some(LoraTensors { a, b, magnitude: Some(_), .. }) = &adapter {
             [&weight, a, b].into_iter().for_each(|tensor| hold_still(tensor, 0..tensor.elem_count()));
         }

@@ -1,11 +1,11 @@
-//! The inputs that a layer keeps so that its result can be recomputed in backward, for other layers that need the
-//! result in backward but do not keep it.
+//! The inputs that a layer keeps so that its result can be recomputed in the backward pass, for other layers that need
+//! the result in the backward pass but do not keep it.
 
 use crate::graph::OpInputs;
 use candle_core::{Result, Tensor};
 
 /// Returns the operands from which a result can be recomputed in backward: the input, and copies of the parameters,
-/// which may have left memory by then. Returns `None` if no backward will need it.
+/// which may have left memory by then. Returns `None` if no backward pass will need it.
 pub(super) fn kept_inputs<const N: usize>(inputs: &OpInputs<N>, operands: [&Tensor; N]) -> Result<Option<[Tensor; N]>> {
     if !inputs.are_wanted() {
         return Ok(None);

@@ -1,9 +1,9 @@
 //! The memory that this process may still allocate: the system's available memory, within the limits of its control
 //! groups.
 //!
-//! A container, a Slurm job or a systemd scope limits memory in the process's group or in one above it, through version
-//! 1 or 2 of the kernel's interface, and does not always have its own view of the file system. Therefore the group is
-//! found through `/proc/self/cgroup` and `/proc/self/mountinfo`.
+//! A container, a Slurm job or a systemd scope limits memory in the process's group or in a group above it, through
+//! version 1 or 2 of the kernel's interface, and does not always have its own view of the file system. Therefore the
+//! group is found through `/proc/self/cgroup` and `/proc/self/mountinfo`.
 
 use std::path::{Path, PathBuf};
 
@@ -105,7 +105,8 @@ impl CgroupMount {
     /// Returns the folders of the group `path` and of those above it, as far as this mount shows them.
     fn folders(&self, path: &str) -> Vec<PathBuf> {
         let path = Path::new(path);
-        // A path that is not below the mounted group, or leads out of it, belongs to a different view of the hierarchy.
+        // A path that is not below the mounted group, or leads out of that group, belongs to a different view of the
+        // hierarchy.
         let below = path.strip_prefix(&self.root).ok().filter(|below| !below.iter().any(|word| word == ".."));
         let below = below.unwrap_or(Path::new(""));
         below.ancestors().map(|below| self.point.join(below)).collect()
@@ -124,7 +125,7 @@ impl CgroupVersion {
     fn group(self, folder: &Path, read: FileReader<'_>) -> Option<CgroupLimit> {
         let number = |name: &str| read(&folder.join(name))?.trim().parse::<u64>().ok();
         let (limits, used, cached): (&[&str], _, [&str; 2]) = match self {
-            // Above `memory.high` the kernel throttles a group so much that its processes hardly run.
+            // Above `memory.high`, the kernel throttles a group so much that its processes hardly run.
             Self::Two => (&["memory.max", "memory.high"], "memory.current", ["inactive_file", "active_file"]),
             Self::One => {
                 (&["memory.limit_in_bytes"], "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"])

@@ -5,7 +5,8 @@
 //!   reserve, fill -> 3 rounds of [write, read] with every kind of access        sequential
 //!                 -> 3 rounds of [plain loops, pipeline with 4 pairs of flags]  optimizer step
 //!                 -> the update without files, in memory
-//!                 -> 3 rounds of the pipeline with neither and with both flags, with an update as slow as the disk access
+//!                 -> 3 rounds of the pipeline with neither and with both flags, with an update as slow as the disk
+//! access
 //!                 -> 3 rounds of the pipeline with 15 pairs of block size and queue depth (sweep)
 //! ```
 //!
@@ -45,7 +46,7 @@ const PLAIN_BLOCK: usize = 1 << 20;
 const CHUNK: usize = 16 << 20;
 
 /// The step's kinds of state, in the order of its streams: kind, name, dtype, whether it is read, whether it is
-/// written. They are those of Adam with bf16 parameters.
+/// written. The streams are those of Adam with bf16 parameters.
 const STREAMS: [(MemoryKind, &str, DType, bool, bool); 5] = [
     (MemoryKind::Parameters, "parameters", DType::BF16, false, true),
     (MemoryKind::MasterWeights, "master weights", DType::F32, true, true),
@@ -63,7 +64,7 @@ const SWEEP_DEPTHS: [usize; 5] = [1, 4, 8, 16, 32];
 pub struct DiskBenchSettings {
     /// The folder, as given in `nvme_path`.
     pub folder: PathBuf,
-    /// The total bytes of all files. Every file has at least one page.
+    /// The total size of all files in bytes. Every file has at least one page.
     pub bytes: u64,
     /// The request settings.
     pub aio: Aio,
@@ -76,7 +77,7 @@ pub struct DiskBenchSettings {
 pub struct DiskBenchReport {
     /// The folder.
     pub folder: PathBuf,
-    /// The total bytes of all files.
+    /// The total size of all files in bytes.
     pub bytes: u64,
     /// The request settings of all passes except the sweep's.
     pub aio: IoRequestSettings,
@@ -134,7 +135,7 @@ pub struct StepBench {
     pub access: DiskAccess,
     /// The number of elements.
     pub elements: usize,
-    /// The number of elements of a window.
+    /// The number of elements in a window.
     pub window: usize,
     /// The number of bytes that a step reads and writes.
     pub bytes: u64,
@@ -286,7 +287,7 @@ impl DiskBenchRun<'_> {
     }
 
     fn sequential(&mut self, io: &FileIo, aio: &Aio, accesses: &[DiskAccess]) -> Result<Vec<SequentialBench>> {
-        // Enough for every thread to have a block, and for one to be on its way to the next thread.
+        // Enough buffers for every thread to have a block, plus one that is being handed to the next thread.
         let under_way = threads(aio) * aio.block_size.min(CHUNK);
         let mut buffers: Vec<AlignedBuffer> = (0..under_way.div_ceil(CHUNK) + 1).map(|_| pattern(CHUNK)).collect();
         // Reserved space must be written once before it can be read from the disk. Writing it before the measurement
@@ -420,8 +421,8 @@ impl BenchFiles {
         let per_element: usize = STREAMS.iter().map(|s| s.2.size_in_bytes()).sum();
         let per_step = (per_element * STEP) as u64;
         let steps = (bytes / per_step).max(1);
-        // Checked before the space is reserved: a file system may hand out all of its space before it finds that this
-        // is not enough.
+        // Checked before the space is reserved: a file system may hand out all of its space before it reports that
+        // there is not enough.
         if folder.available() < steps.saturating_mul(per_step) {
             folder.ask_for(bytes);
             return Err(folder.refused());

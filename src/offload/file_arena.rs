@@ -52,8 +52,8 @@ struct ArenaReservation {
     map: Option<Arc<MmapRaw>>,
 }
 
-/// Returns whether direct access to an empty file works: some file systems allow opening a file for it, but then refuse
-/// requests.
+/// Returns whether direct access to an empty file works: some file systems allow opening a file for direct access, but
+/// then refuse requests.
 fn works(direct: &File) -> bool {
     let refused = direct
         .write_all_at(AlignedBuffer::new(ALIGN).bytes_mut(), 0)
@@ -208,8 +208,8 @@ impl FileArena {
         let page = rustix::param::page_size();
         let (start, end) = (at / page * page, (at + len).next_multiple_of(page).min(map.len()));
         // SAFETY: the range is within the mapping. The mapping is shared, so releasing pages loses nothing: written
-        // data is in the page cache, and a thread that is copying a neighbouring block in one of the pages gets the page
-        // back at once.
+        // data is in the page cache, and a thread that is copying a neighbouring block in one of the pages gets the
+        // page back immediately.
         unsafe {
             let start = map.as_mut_ptr().add(start);
             rustix::mm::madvise(start.cast(), end.saturating_sub(at / page * page), rustix::mm::Advice::LinuxDontNeed)?;

@@ -94,7 +94,7 @@ struct IoRequest {
 // transfer are disjoint, so each is touched only by the thread that has the request.
 unsafe impl Send for IoRequest {}
 
-/// Receives the results of requests, for their transfer.
+/// A receiver of the results of a transfer's requests.
 trait BlockCompletion: Send + Sync {
     fn is_over(&self, result: std::result::Result<(), Error>, shared: &FileIoShared);
 }
@@ -300,7 +300,7 @@ impl FileIoShared {
             IoDirection::Read => [len, 0],
             IoDirection::Write => [0, len],
         };
-        // A waiting thread must also learn of a panic; otherwise it would wait forever.
+        // A waiting thread must also be notified of a panic; otherwise it would wait forever.
         let done = catch_unwind(AssertUnwindSafe(|| match direction {
             IoDirection::Read => arena.read(access, at, memory, bounce),
             IoDirection::Write => arena.write(access, at, memory, bounce),
@@ -323,7 +323,8 @@ impl<B: TransferBuffer> BlockCompletion for FileTransferShared<B> {
         if state.left == 0 {
             let dropped = state.finish(&mut queue);
             drop(queue);
-            // Dropped before any thread learns that the transfer is over: its memory counts until it is freed.
+            // The buffer is dropped before any thread is notified that the transfer is over, because the buffer's
+            // memory counts until it is freed.
             drop(dropped);
             drop(state);
             self.over.notify_all();

@@ -25,9 +25,9 @@
 //! | `state_files.rs` | the file operations of the step; a rehearsal implements them by counting |
 //! | `aligned_buffer.rs` | memory that files are read into without a copy |
 //! | `window_pipeline.rs` | windows of the optimizer step: read ahead, updated, written behind |
-//! | `spill_file.rs` | inputs that recomputing units keep in a file until backward |
+//! | `spill_file.rs` | inputs that recomputing units keep in a file until the backward pass |
 //! | `offload_report.rs` | bytes and seconds of file access |
-//! | `disk_bench.rs` | measures the speed of all this in a given folder |
+//! | `disk_bench.rs` | measures the speed of these operations in a given folder |
 
 mod aligned_buffer;
 #[doc(hidden)]

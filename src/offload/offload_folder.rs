@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The prefix of file names on file systems that do not support files without a name. There, a file has a name only for
-/// a moment.
+/// The prefix of file names on file systems that do not support files without a name. On such a file system, a file has
+/// a name only for a moment.
 const FILE_PREFIX: &str = ".candle-zero-offload-";
 
 /// The time for which a killed process may still hold the folder.
@@ -126,8 +126,9 @@ impl OffloadFolder {
         }
     }
 
-    /// Requests `bytes` bytes that a file is about to reserve. Returns whether the file may try. On tmpfs it may not if
-    /// the bytes would not fit in memory: the system would grant them, and later kill a process for lack of memory.
+    /// Requests `bytes` bytes that a file is about to reserve. Returns whether the file may try to reserve them. On
+    /// tmpfs, it may not if the bytes would not fit in memory: the system would grant them, and later kill a process
+    /// for lack of memory.
     pub fn ask_for(&self, bytes: u64) -> bool {
         self.asked.fetch_add(bytes, Ordering::Relaxed);
         let Some(TmpfsMemory { free, now, is_full }) = &self.memory else { return true };

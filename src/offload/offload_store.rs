@@ -100,7 +100,7 @@ impl OffloadStore {
         Ok(file)
     }
 
-    /// Makes states use new files from now on. Each of the current files is gone when its last extent is dropped.
+    /// Makes states use new files from now on. Each of the current files is deleted when its last extent is dropped.
     pub fn begin_anew(&self) {
         lock(&self.files).clear();
     }
@@ -144,7 +144,7 @@ impl OffloadStore {
         let there = || all.iter().filter(|d| d.device == full.device);
         let [asked, got] = [there().map(|d| d.asked).sum(), there().map(|d| d.got).sum()];
         let mut folders = self.folders.iter().filter(|f| f.demand().device == full.device);
-        // A rank that has no folder on that disk learns of the error from the others.
+        // A rank that has no folder on that disk receives the error from the other ranks.
         let folder = folders.clone().find(|f| f.demand().is_full).or(folders.next());
         folder.map_or(Ok(()), |folder| Err(folder.too_small(SpaceDemand { asked, got, ..*full })))
     }

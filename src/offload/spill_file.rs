@@ -1,4 +1,4 @@
-//! Inputs that recomputing units keep in a file from forward to backward.
+//! Inputs that recomputing units keep in a file from the forward pass to the backward pass.
 
 use super::aligned_buffer::ALIGN;
 use super::file_arena::{ArenaPiece, FileArena};

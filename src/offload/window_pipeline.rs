@@ -44,8 +44,8 @@ pub(crate) struct WindowSettings {
 }
 
 impl Default for WindowSettings {
-    /// Returns the settings for a sweep through parameters only. The configuration has no keys for it, and it always
-    /// uses a pipeline.
+    /// Returns the settings for a sweep through parameters only. The configuration has no keys for such a sweep, which
+    /// always uses a pipeline.
     fn default() -> Self {
         Self { read_ahead: true, write_behind: true, buffer_count: None, access: DiskAccess::Direct }
     }
@@ -126,7 +126,7 @@ fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: 
     room.next_multiple_of(STEP).max(STEP)
 }
 
-/// Brings windows into memory and writes them back, in order.
+/// A pipeline that reads windows into memory and writes them back, in order.
 pub(crate) struct WindowPipeline<'a, F: StateFiles> {
     files: &'a F,
     ledger: &'a MemoryLedger,
@@ -175,7 +175,7 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
         // Requests are carried out in the order in which they are made, so that the disk never waits for the update.
         let wanted = (index + 1 + usize::from(self.windows.read_ahead)).min(self.plan.len());
         while self.begun < wanted {
-            // A new window gets the buffers of the one whose write began first.
+            // A new window gets the buffers of the window whose write began first.
             while self.ahead.len() + self.behind.len() >= self.windows.at_a_time() && !self.behind.is_empty() {
                 self.reclaim()?;
             }
@@ -353,7 +353,7 @@ mod tests {
                 let size = extent.dtype().size_in_bytes();
                 let mut found = AlignedBuffer::new(expected.len() * size);
                 let piece = extent.piece(0..expected.len(), 0);
-                // Data written through any kind of access can be read through every other.
+                // Data written through any kind of access can be read through every other kind.
                 piece.arena.read(DiskAccess::Cached, piece.at, found.bytes_mut(), &mut bounce).unwrap();
                 let mut same = AlignedBuffer::new(expected.len() * size);
                 same.elements(extent.dtype(), 0..expected.len()).copy_scaled(FlatRef::F32(&expected), 1.0);

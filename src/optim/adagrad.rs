@@ -9,7 +9,7 @@ use crate::precision::{FlatMut, FlatRef};
 
 /// Adagrad with L2 decay.
 ///
-/// With `g` the scaled gradient:
+/// `g` is the scaled gradient:
 ///
 /// ```text
 /// g += wd * p

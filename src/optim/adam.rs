@@ -9,7 +9,7 @@ use crate::precision::{FlatMut, FlatRef};
 
 /// Adam with decoupled decay (AdamW) or L2 decay.
 ///
-/// With `g` the scaled gradient and `t` the step:
+/// `g` is the scaled gradient, and `t` is the number of the step:
 ///
 /// ```text
 /// g += wd * p                                   (L2 only)
@@ -37,7 +37,7 @@ struct AdamConstants {
     one_minus_beta2: f32,
     /// The multiple of the parameter that is added to the gradient. 0 with decoupled decay.
     l2: f32,
-    /// The multiple of the parameter that is subtracted from it, lr x decay. 0 with L2 decay.
+    /// The multiple of the parameter that is subtracted from the parameter, lr x decay. 0 with L2 decay.
     decay: f32,
     /// The step size, lr / (1 - b1^t).
     step_size: f32,

@@ -2,7 +2,7 @@
 //!
 //! States are dequantized to f32 for a step and quantized again after it. The weights are updated with the values
 //! before quantization. As in bitsandbytes, parameters with few elements, such as norms and biases, keep f32 states.
-//! They are trained by the auxiliary optimizer.
+//! Such parameters are trained by the auxiliary optimizer.
 
 use super::{Momentum, Optimizer, StateFormat, StepContext, adam, lion};
 use crate::config::{EightBit, EightBitConfig};

@@ -26,8 +26,8 @@ const LINE: usize = 16;
 
 /// The arithmetic of an optimizer.
 pub(super) trait ElementwiseKernel<const N: usize>: Sync {
-    /// Updates `param` and `state` (buffers of the same length as `param`) with `grad`. It must treat every element
-    /// alike, and be marked `#[inline(always)]`, because it becomes part of a [`SimdLoop`].
+    /// Updates `param` and `state` (buffers of the same length as `param`) with `grad`. The function must treat every
+    /// element alike, and be marked `#[inline(always)]`, because it becomes part of a [`SimdLoop`].
     fn update(&self, param: &mut [f32], grad: &[f32], state: [&mut [f32]; N]);
 }
 

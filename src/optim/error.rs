@@ -22,7 +22,7 @@ pub enum OptimError {
         stage: u8,
     },
     /// The names of an optimizer's states cannot be told apart in checkpoints.
-    #[error("the states of optimizer {optimizer} are called {names}: {problem}; give each its own name")]
+    #[error("the states of optimizer {optimizer} are called {names}: {problem}; give each state a unique name")]
     States {
         /// The name of the optimizer.
         optimizer: String,
@@ -40,7 +40,7 @@ pub enum OptimError {
         problem: String,
     },
     /// A parameter of the learning-rate schedule is not allowed.
-    #[error("{key} is {found} (allowed: {allowed}): {fix}")]
+    #[error("{key} is {found} (allowed: {allowed}); {fix}")]
     ScheduleParameter {
         /// The path of the key.
         key: &'static str,
@@ -53,7 +53,7 @@ pub enum OptimError {
     },
     /// The optimizer cannot work with a value of a schedule.
     #[error(
-        "the schedule sets {what} to {found} in optimizer step {step} (allowed: {allowed}): correct the schedule \
+        "the schedule sets {what} to {found} in optimizer step {step} (allowed: {allowed}); correct the schedule \
          (OneCycle: lower decay_mom_rate), or train for fewer steps"
     )]
     ScheduleValue {

@@ -33,7 +33,7 @@ impl OptimizerGroup {
         self.set_lr.unwrap_or_else(|| self.schedule.lr())
     }
 
-    /// After an optimizer step, drops the rate that was set, if a schedule changes the rate.
+    /// Drops the rate that was set, if a schedule changes the rate; called after an optimizer step.
     fn follow_schedule(&mut self) {
         self.set_lr = self.set_lr.filter(|_| !self.is_scheduled);
     }

@@ -12,7 +12,7 @@ const CHUNK: usize = 64 * SQUARES_BLOCK;
 
 /// LAMB: Adam's direction, scaled to the norm of the parameter.
 ///
-/// With `g` the scaled gradient, `t` the step and `|x|` the L2 norm of the whole parameter:
+/// `g` is the scaled gradient, `t` is the number of the step, and `|x|` is the L2 norm of the whole parameter:
 ///
 /// ```text
 /// m  = b1 * m + (1 - b1) * g
@@ -23,7 +23,7 @@ const CHUNK: usize = 64 * SQUARES_BLOCK;
 /// ```
 ///
 /// As in DeepSpeed's kernel, the moments in `u` are not corrected for their bias: the correction is part of the step
-/// size, outside of `c`. The betas are first rounded to f32.
+/// size, outside `c`. The betas are first rounded to f32.
 ///
 /// The pass that sums squares changes nothing: it computes `u` from the new moments without storing them, and the
 /// update computes `u` again. Moments in files are therefore written only once per step.

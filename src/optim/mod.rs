@@ -1,6 +1,6 @@
 //! Optimizers on slices of flat f32 buffers, and learning-rate schedules.
 //!
-//! An optimizer knows nothing about tensors or parameters: it updates elements. A share of the flat space may be cut
+//! An optimizer does not depend on tensors or parameters: it updates elements. A share of the flat space may be cut
 //! anywhere (by rank, by sub-group, by chunk), and every element still gets the same bits: no step reads a neighbouring
 //! element, and no code path treats the end of a slice differently.
 //!

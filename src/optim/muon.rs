@@ -10,7 +10,7 @@ use crate::precision::{FlatMut, FlatRef};
 /// Words in the names of parameters that are not trained as matrices, in any letter case, as in DeepSpeed.
 const NO_MATRICES: [&str; 2] = ["embed", "lm_head"];
 
-/// Muon. With `g` the scaled gradient of a matrix of `r` rows and `c` columns:
+/// The Muon optimizer. `g` is the scaled gradient of a matrix with `r` rows and `c` columns:
 ///
 /// ```text
 /// m  = m + (1 - mu) * (g - m)

@@ -160,7 +160,7 @@ fn standard<E: Element>(x: &mut [E], next: &mut [E], shape: MatrixShape) {
         shape.advance(then, a, &polynomial, now);
         std::mem::swap(&mut now, &mut then);
     }
-    // After an odd number of steps the result is in the other buffer.
+    // After an odd number of steps, the result is in the other buffer.
     const { assert!(STEPS % 2 == 1) };
     x.copy_from_slice(next);
 }

@@ -50,7 +50,7 @@ pub enum Momentum {
 /// use candle_zero::optim::{Optimizer, StepContext};
 /// use candle_zero::precision::{FlatMut, FlatRef};
 ///
-/// /// Steps by the sign of the gradient's running mean.
+/// /// An optimizer that steps by the sign of the gradient's running mean.
 /// struct SignOfMean;
 ///
 /// impl Optimizer for SignOfMean {

@@ -26,10 +26,10 @@ use std::sync::Arc;
 ///     ParameterGroup::new().names(["*.bias"]).lr(2e-3).weight_decay(0.0),
 ///     ParameterGroup::no_decay(),
 /// ];
-/// let config = r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}}"#;
-/// let builder = Engine::builder().parameter_groups(groups);
+/// let config = r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay":
+/// 0.1}}}"#; let builder = Engine::builder().parameter_groups(groups);
 /// let engine = builder.initialize(|vb| candle_nn::linear(4, 1, vb.pp("head")), config)?;
-/// // The second group is empty (the one vector is in the first), so it is dropped.
+/// // The second group is empty (the only vector is in the first group), so it is dropped.
 /// assert_eq!(engine.lr(), [2e-3, 1e-3]);
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
@@ -80,7 +80,7 @@ impl ParameterGroup {
 
     /// Sets the learning rate that applies without a schedule, and on which some schedules are based (WarmupCosineLR,
     /// WarmupLR without `warmup_max_lr`). Other schedules give all groups the rates in the schedule's own parameters,
-    /// as in DeepSpeed. This also applies to a custom schedule without [`lr_of_group`](super::LrSchedule::lr_of_group).
+    /// as in DeepSpeed. The same applies to a custom schedule without [`lr_of_group`](super::LrSchedule::lr_of_group).
     #[must_use]
     pub fn lr(mut self, lr: f64) -> Self {
         self.lr = Some(lr);
@@ -130,8 +130,8 @@ impl ParameterGroup {
     /// Keeps the parameters of this group, for example norms and routers, in f32 in a 16-bit model: the model's tensors
     /// and gradients, and the shares. They then have no master weights, and are gathered in f32. Their gradients are
     /// reduced in `communication_data_type`, like all others. The model has to compute with tensors of both dtypes:
-    /// layers of [`candle_zero::nn`](crate::nn) do, whereas candle-nn's need a cast around them. In the configuration
-    /// this is `data_types.keep_in_fp32_modules`.
+    /// layers of [`candle_zero::nn`](crate::nn) do, whereas candle-nn's need a cast around them. The corresponding
+    /// configuration key is `data_types.keep_in_fp32_modules`.
     #[must_use]
     pub fn keep_f32(mut self) -> Self {
         self.keeps_f32 = true;
@@ -154,7 +154,7 @@ impl ParameterGroup {
         let (beta1, beta2) = betas?;
         // Kernels use the betas in f32.
         if [beta1, beta2].iter().any(|beta| !(0.0..1.0).contains(&(*beta as f32))) {
-            return Some(format!("betas are {beta1}, {beta2}; each must be at least 0 and below 1"));
+            return Some(format!("the betas are {beta1}, {beta2}; each must be at least 0 and below 1"));
         }
         let has_betas = |o: &dyn Optimizer| matches!(o.momentum(), Momentum::Betas(..));
         let somebody_has = has_betas(optimizer) || optimizer.auxiliary().is_some_and(has_betas);

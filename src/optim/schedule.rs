@@ -225,7 +225,7 @@ fn validate_lists(config: &SchedulerConfig, groups: usize) -> Result<()> {
             return Err(OptimError::ScheduleParameter {
                 key,
                 found: format!("a list of {}, but the number of parameter groups is {groups}", rates.len()),
-                allowed: "a number, or a list of one for each group",
+                allowed: "a number, or a list with one number for each group",
                 fix: "correct the list, or the parameter groups given to the engine's builder",
             }
             .into());
@@ -314,7 +314,7 @@ impl Schedule {
         }
         let betas = self.betas.into_iter().flat_map(|(beta1, beta2)| [("beta1", beta1), ("beta2", beta2)]);
         for (name, beta) in betas {
-            // Kernels use it in f32.
+            // Kernels use the betas in f32.
             if !(0.0..1.0).contains(&(beta as f32)) {
                 return refused(name, beta, "a number of at least 0 and below 1");
             }
@@ -376,14 +376,14 @@ mod tests {
             cos_min_ratio: 0.0,
             warmup_type: WarmupType::Log,
         };
-        insta::assert_snapshot!(refusal(cosine), @"scheduler.params.warmup_num_steps is 0 (allowed: a positive integer): leave the scheduler section out to train with the optimizer's constant lr");
+        insta::assert_snapshot!(refusal(cosine), @"scheduler.params.warmup_num_steps is 0 (allowed: a positive integer); leave the scheduler section out to train with the optimizer's constant lr");
         let range = SchedulerConfig::LrRangeTest {
             lr_range_test_min_lr: 0.1.into(),
             lr_range_test_step_size: 0,
             lr_range_test_step_rate: 1.0,
             lr_range_test_staircase: false,
         };
-        insta::assert_snapshot!(refusal(range), @"scheduler.params.lr_range_test_step_size is 0 (allowed: a positive integer): leave the scheduler section out to train with the optimizer's constant lr");
+        insta::assert_snapshot!(refusal(range), @"scheduler.params.lr_range_test_step_size is 0 (allowed: a positive integer); leave the scheduler section out to train with the optimizer's constant lr");
         let cycle = |first, second| {
             SchedulerConfig::OneCycle(OneCycleConfig {
                 cycle_first_step_size: first,
@@ -391,8 +391,8 @@ mod tests {
                 ..OneCycleConfig::new(0.1, 0.2)
             })
         };
-        insta::assert_snapshot!(refusal(cycle(0.0, 5.0)), @"scheduler.params.cycle_first_step_size is 0 (allowed: a number above 0): set the number of rising steps");
-        insta::assert_snapshot!(refusal(cycle(5.0, -1.0)), @"scheduler.params.cycle_second_step_size is -1 (allowed: a number of at least 0): set the number of falling steps, 0 for none");
+        insta::assert_snapshot!(refusal(cycle(0.0, 5.0)), @"scheduler.params.cycle_first_step_size is 0 (allowed: a number above 0); set the number of rising steps");
+        insta::assert_snapshot!(refusal(cycle(5.0, -1.0)), @"scheduler.params.cycle_second_step_size is -1 (allowed: a number of at least 0); set the number of falling steps, 0 for none");
         assert!(Schedule::new(Some(&cycle(5.0, 0.0)), None).is_ok());
     }
 
@@ -446,7 +446,7 @@ mod tests {
             schedule.step();
             assert_eq!(schedule.in_force().is_ok(), allowed, "{beta1} {beta2}");
             if let (1.0, Err(error)) = (beta1, schedule.in_force()) {
-                insta::assert_snapshot!(error, @"the schedule sets beta1 to 1 in optimizer step 2 (allowed: a number of at least 0 and below 1): correct the schedule (OneCycle: lower decay_mom_rate), or train for fewer steps");
+                insta::assert_snapshot!(error, @"the schedule sets beta1 to 1 in optimizer step 2 (allowed: a number of at least 0 and below 1); correct the schedule (OneCycle: lower decay_mom_rate), or train for fewer steps");
             }
         }
     }

@@ -9,7 +9,7 @@ use crate::precision::{FlatMut, FlatRef};
 
 /// SGD with momentum, dampening, Nesterov's variant and L2 decay.
 ///
-/// With `g` the scaled gradient:
+/// `g` is the scaled gradient:
 ///
 /// ```text
 /// g += wd * p
@@ -17,7 +17,7 @@ use crate::precision::{FlatMut, FlatRef};
 /// p -= lr * (g + mu * b  with nesterov, otherwise b)
 /// ```
 ///
-/// Without momentum there is no buffer and `p -= lr * g`.
+/// Without momentum, there is no buffer, and `p -= lr * g`.
 #[derive(Debug)]
 pub(super) struct Sgd {
     config: SgdConfig,

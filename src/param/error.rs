@@ -193,8 +193,8 @@ pub enum ParamError {
     /// The model's constructor computed with a parameter.
     #[error(
         "the model computes with a parameter while it is built ({last} was the last one it took): the result would \
-         keep the initial values forever while the parameter is trained; compute it in forward (views such as t() and \
-         reshape may be taken immediately)"
+         keep the initial values forever while the parameter is trained; compute the result in forward (views \
+         such as t() and reshape may be taken immediately)"
     )]
     UsedWhileBuilding {
         /// The parameter that was taken last.
@@ -212,7 +212,7 @@ pub enum ParamError {
         /// Candle's message, without a backtrace.
         why: String,
     },
-    /// An operand without values: a sharded parameter outside of its engine's calls, or a copy of a parameter that was
+    /// An operand without values: a sharded parameter outside its engine's calls, or a copy of a parameter that was
     /// made before it had values.
     #[error(
         "an operation used a parameter without values ({why}): either a sharded one outside its engine's calls, which \
@@ -260,7 +260,8 @@ pub enum ParamError {
     },
     /// An index that names the wrong file for a tensor.
     #[error(
-        "{} says that tensor {name} is in {file}, which has no such tensor; one of the two belongs to another model",
+        "according to {}, tensor {name} is in {file}, which has no such tensor; one of the two files belongs to \
+         another model",
         path.display()
     )]
     NotInShard {
@@ -273,7 +274,7 @@ pub enum ParamError {
     },
     /// An index that refers to a file outside its folder.
     #[error(
-        "{} says that tensor {name} is in {file:?}; an index names files in its own folder, without a path",
+        "according to {}, tensor {name} is in {file:?}; an index names files in its own folder, without a path",
         path.display()
     )]
     ShardOutside {

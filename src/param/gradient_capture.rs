@@ -7,10 +7,11 @@
 //!
 //! Candle visits nodes in the reverse order of their creation, so the last layer's gradients come first. The gradient
 //! is handed to the engine, and the leaf receives none (`None`, which Candle allows for leaves). Once the gradient has
-//! arrived, no operation of this backward needs the parameter's values any longer. See [`crate::graph`] for the token.
+//! arrived, no operation of this backward pass needs the parameter's values any longer. See [`crate::graph`] for the
+//! token.
 //!
-//! Gradients count only in the backward of the engine that owns the parameter. Any other backward that passes through
-//! the parameter (Candle's own `loss.backward()`, another engine's) only reports that it no longer needs the parameter.
+//! Gradients count only in the backward pass of the engine that owns the parameter. Any other backward pass through the
+//! parameter (Candle's own `loss.backward()`, another engine's) only reports that it no longer needs the parameter.
 
 use super::ParamId;
 use crate::graph::prepared_op::{one, prepared};
@@ -22,12 +23,12 @@ use std::sync::atomic::AtomicBool;
 
 /// Receives the gradients of parameters as they become complete.
 pub(crate) trait GradientSink: Send + Sync {
-    /// Returns whether gradients count in the backward that this thread runs. Otherwise they are dropped, or not even
-    /// computed if an operation can do without them.
+    /// Returns whether gradients count in the backward pass that this thread runs. Otherwise they are dropped, or not
+    /// even computed if an operation can do without them.
     fn takes_gradients(&self) -> bool;
-    /// Takes the gradient of `param`, which is complete as far as this backward is concerned.
+    /// Takes the gradient of `param`, which is complete as far as this backward pass is concerned.
     fn gradient_arrived(&self, param: ParamId, grad: DeferredGradient) -> Result<()>;
-    /// Reports that a backward in which gradients do not count has differentiated all uses of `param`.
+    /// Reports that a backward pass in which gradients do not count has differentiated all uses of `param`.
     fn passed_by(&self, param: ParamId) -> Result<()>;
 }
 

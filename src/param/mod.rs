@@ -1,9 +1,9 @@
 //! Parameters: registered by name while a model is built, initialized by name, and either whole or absent in memory.
 //!
 //! This module relies on three mechanisms of Candle, each used in one file: `zero/share/var_builder_backend.rs` (a
-//! `VarBuilder` backend sees every parameter), `gradient_capture.rs` (an operation whose backward takes a parameter's
-//! complete gradient) and `tensor/residency.rs` (a tensor's storage is taken out and put back while model and graph
-//! hold the tensor).
+//! `VarBuilder` backend sees every parameter), `gradient_capture.rs` (an operation whose backward pass takes a
+//! parameter's complete gradient) and `tensor/residency.rs` (a tensor's storage is taken out and put back while model
+//! and graph hold the tensor).
 
 pub(crate) mod error;
 pub(crate) mod gradient_capture;
@@ -36,7 +36,7 @@ pub(crate) type ParamId = usize;
 /// The index of a unit.
 pub(crate) type UnitId = usize;
 
-/// The root unit, which has the parameters outside of all other units, and those that several units use.
+/// The root unit, which has the parameters outside all other units, and those that several units use.
 pub(crate) const ROOT: UnitId = 0;
 
 /// The part of a parameter that its tensor holds.

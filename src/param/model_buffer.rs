@@ -14,8 +14,8 @@ use candle_core::{DType, Tensor};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum BufferSync {
-    /// Every training forward begins with rank 0's buffers, as in PyTorch's `DistributedDataParallel`
-    /// (`broadcast_buffers`). This costs one collective of all buffers' bytes in each forward.
+    /// Every training forward pass begins with rank 0's buffers, as in PyTorch's `DistributedDataParallel`
+    /// (`broadcast_buffers`). This costs one collective of all buffers' bytes in each forward pass.
     #[default]
     FromRankZero,
     /// The mean over ranks of all floating-point buffers, in rank order in f64, at the end of each optimizer step.

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
-/// The names of the weights in a Hugging Face model folder.
+/// The names of the weight files in a Hugging Face model folder.
 pub const FILE_OF_FOLDER: &str = "model.safetensors";
 pub const INDEX_OF_FOLDER: &str = "model.safetensors.index.json";
 
@@ -32,7 +32,7 @@ impl WeightFiles {
     /// Opens and maps a safetensors file, the files of an index, or those in a folder, and reads their headers.
     ///
     /// # Errors
-    /// A file that cannot be read or is not a safetensors file; an index that names a file outside of its folder, or a
+    /// A file that cannot be read or is not a safetensors file; an index that names a file outside its folder, or a
     /// tensor that the named file does not have.
     pub fn open(path: &Path) -> Result<Self> {
         let [of_folder, index] = [FILE_OF_FOLDER, INDEX_OF_FOLDER].map(|name| path.join(name));

@@ -5,8 +5,8 @@ use super::schedule::{PipelineOp, PipelinePass, PipelineSchedule};
 /// A message between two stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct PipelineMessage {
-    /// Whether it is the gradient of an activation, for the previous stage, rather than an activation, for the next
-    /// one.
+    /// Whether the message is the gradient of an activation, for the previous stage, rather than an activation, for the
+    /// next one.
     pub is_gradient: bool,
     /// The later of the two stages.
     pub boundary: usize,

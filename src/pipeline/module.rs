@@ -81,7 +81,7 @@ impl<B> PipelineModule<B> {
         Self { input: Box::new(input), layers: Vec::new(), loss: Box::new(loss) }
     }
 
-    /// Appends a layer, whose parameters' names begin with `prefix`; an empty prefix adds nothing to them.
+    /// Appends a layer, whose parameters' names begin with `prefix`; an empty prefix adds nothing to the names.
     #[must_use]
     pub fn layer<L: PipelineLayer<B> + 'static>(
         mut self,

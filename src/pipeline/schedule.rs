@@ -92,7 +92,7 @@ impl fmt::Display for PipelineOp {
     }
 }
 
-/// The reason why there is no such schedule.
+/// The reason why a schedule does not exist.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ScheduleError {

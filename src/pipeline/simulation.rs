@@ -53,7 +53,7 @@ impl PipelineSchedule {
     /// seconds.
     ///
     /// # Panics
-    /// `costs` does not have exactly one entry per stage.
+    /// Panics if `costs` does not have exactly one entry per stage.
     pub fn simulate(self, costs: &[StageCost], message: f64) -> SimulatedPipeline {
         assert_eq!(costs.len(), self.stages(), "a cost for each stage");
         let lists: Vec<Vec<PipelineOp>> = (0..self.ranks()).map(|rank| self.operations(rank)).collect();

@@ -13,7 +13,7 @@ pub struct StageCuts {
     bounds: Vec<usize>,
 }
 
-/// There are more stages than layers.
+/// The error that there are more stages than layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TooManyStages {
     /// The number of stages.
@@ -27,7 +27,7 @@ impl fmt::Display for TooManyStages {
         let Self { stages, layers } = *self;
         write!(
             f,
-            "{} cannot be divided among {}: each needs at least one; use fewer stages",
+            "{} cannot be divided among {}: each stage needs at least one layer; use fewer stages",
             counted(layers, "layer"),
             counted(stages, "pipeline stage")
         )
@@ -65,7 +65,7 @@ pub fn uniform_cuts(layers: usize, stages: usize) -> Result<StageCuts, TooManySt
 }
 
 /// Divides layers with these weights into stages so that the largest sum of weights of a stage, multiplied by the
-/// stage's `slowness`, is as small as possible. Of equally good divisions, it returns the most even one: the one with
+/// stage's `slowness`, is as small as possible. Of equally good divisions, the most even one is returned: the one with
 /// the smallest sum of squares. Weights are numbers of parameters (`partition: parameters`), or measured seconds; the
 /// slowness of equal hosts is 1.
 ///
@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn more_stages_than_layers_are_refused() {
-        insta::assert_snapshot!(uniform_cuts(3, 4).unwrap_err(), @"3 layers cannot be divided among 4 pipeline stages: each needs at least one; use fewer stages");
+        insta::assert_snapshot!(uniform_cuts(3, 4).unwrap_err(), @"3 layers cannot be divided among 4 pipeline stages: each stage needs at least one layer; use fewer stages");
         assert!(balanced_cuts(&[1.0; 3], &[1.0; 4]).is_err());
     }
 

@@ -20,7 +20,7 @@ const MIN_LOOKUP_EXPONENT: u32 = 127 - 24;
 /// The number of lookup entries for magnitudes up to 1.
 const LOOKUP_ENTRIES: usize = 24 * (1 << LOOKUP_MANTISSA_BITS) + 1;
 
-/// Below this limit, the inverse of a scale would not be finite.
+/// The limit below which the inverse of a scale would not be finite.
 pub(super) const MIN_SCALE: f32 = 1e-38;
 
 /// The 256 values, and lookup tables to find the nearest one.
@@ -87,7 +87,7 @@ impl DynamicMap {
         self.values[usize::from(code)]
     }
 
-    /// Returns the code of the value nearest to `x`, which must be in [-1, 1]. For other numbers the code is arbitrary.
+    /// Returns the code of the value nearest to `x`, which must be in [-1, 1]. For other numbers, the code is arbitrary.
     #[inline(always)]
     fn code(&self, x: f32) -> u8 {
         let bits = x.to_bits();

@@ -17,7 +17,7 @@ const BLOCK: usize = 1024;
 /// The number of independent sums per chunk, enough to hide the latency of an addition.
 pub(crate) const LANES: usize = 16;
 
-/// The number that DeepSpeed adds to the norm before it compares it with the maximum norm.
+/// The number that DeepSpeed adds to the norm before comparing the norm with the maximum.
 const CLIP_EPSILON: f64 = 1e-6;
 
 /// Returns the sum of the squares of all elements.

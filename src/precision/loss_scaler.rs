@@ -1,10 +1,11 @@
 //! The loss scale of fp16 training.
 //!
-//! f16 gradients underflow. Multiplying the loss by a scale lifts them into range, and dividing the gradients by it
-//! before the update removes it again. A dynamic scale grows while no gradient overflows, and shrinks on overflow.
+//! f16 gradients underflow. Multiplying the loss by a scale lifts them into range, and dividing the gradients by the
+//! scale before the update removes it again. A dynamic scale grows while no gradient overflows, and shrinks on
+//! overflow.
 //!
 //! DeepSpeed has two rules for a dynamic scale, and both are implemented: stages 1 to 3 tolerate `fp16.hysteresis`
-//! overflows and end the run when the scale cannot decrease any further; stage 0 halves the scale at once and never
+//! overflows and end the run when the scale cannot decrease any further; stage 0 halves the scale immediately and never
 //! ends the run.
 
 use crate::config::{Fp16, Precision};
@@ -58,7 +59,7 @@ pub struct ScalerState {
     pub scale: f64,
     /// The remaining part of `fp16.hysteresis`.
     pub patience_left: u32,
-    /// The steps so far.
+    /// The number of steps so far.
     pub steps: u64,
     /// The steps since the start of the run or the last overflow.
     pub clean: u64,

@@ -75,7 +75,7 @@ static PAIRS: [[f32; 2]; 256] = {
 pub enum Nf4Scales {
     /// 16 bits per scale, rounded to nearest: 0.531 bytes per element.
     Bf16,
-    /// 8 bits per scale, and 8 bytes for 256 of them: 0.516 bytes per element.
+    /// 8 bits per scale, and 8 bytes for every 256 scales: 0.516 bytes per element.
     DoubleQuantized,
 }
 

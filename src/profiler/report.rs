@@ -12,17 +12,17 @@ use std::fmt;
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ModuleProfile {
-    /// The name of the unit; empty for work outside of units.
+    /// The name of the unit; empty for work outside units.
     pub name: String,
     /// The number of elements of its parameters.
     pub parameters: usize,
-    /// The multiply-adds in forward, in which `linear_cross_entropy` also computes its gradients.
+    /// The multiply-adds in the forward pass, in which `linear_cross_entropy` also computes its gradients.
     pub forward_macs: u64,
-    /// The multiply-adds in backward, including recomputation.
+    /// The multiply-adds in the backward pass, including recomputation.
     pub backward_macs: u64,
-    /// The milliseconds in forward, including waits for the unit's parameters.
+    /// The milliseconds in the forward pass, including waits for the unit's parameters.
     pub forward_ms: f64,
-    /// The milliseconds in backward.
+    /// The milliseconds in the backward pass.
     pub backward_ms: f64,
 }
 
@@ -46,12 +46,12 @@ pub struct FlopsProfile {
     pub world_size: usize,
     /// The number of samples of all ranks in the step.
     pub samples: usize,
-    /// The work outside of units first, then the units in the order in which they were built.
+    /// The work outside units first, then the units in the order in which they were built.
     pub modules: Vec<ModuleProfile>,
     /// The durations of the step's parts.
     pub timings: StepTimings,
-    /// The operations per second of large matrix products in the model's dtype, measured on rank 0 while the others
-    /// wait.
+    /// The operations per second of large matrix products in the model's dtype, measured on rank 0 while the other
+    /// ranks wait.
     pub peak_flops: f64,
 }
 
@@ -211,7 +211,7 @@ fn si(value: f64, unit: &str) -> String {
     format!("{scaled:.digits$} {}{unit}", prefixes[step]).trim_end().to_string()
 }
 
-/// Checks that the entry for work outside of units comes first.
+/// Checks that the entry for work outside units comes first.
 const _: () = assert!(ROOT == 0);
 
 #[cfg(test)]

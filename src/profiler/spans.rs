@@ -78,14 +78,14 @@ pub(crate) fn enter(half: MicroStepHalf, unit: UnitId) -> Option<ProfilerSpan> {
     is_recording().then(|| ProfilerSpan(switch(Some((half, unit)))))
 }
 
-/// Marks the start of a unit's backward.
+/// Marks the start of a unit's backward pass.
 pub(crate) fn begin_backward(unit: UnitId) {
     if is_recording() {
         switch(Some((MicroStepHalf::Backward, unit)));
     }
 }
 
-/// Marks that a unit's input has its gradient: the work that follows is outside of the unit, unless another unit has
+/// Marks that a unit's input has its gradient: the work that follows is outside the unit, unless another unit has
 /// begun.
 pub(crate) fn end_backward(unit: UnitId) {
     let runs = SPANS.with_borrow(|spans| spans.now.is_some_and(|(part, ..)| part == (MicroStepHalf::Backward, unit)));

@@ -68,7 +68,7 @@ impl FlatBuffer {
     /// Returns elements `range` of a buffer on the host.
     ///
     /// # Panics
-    /// If the buffer is not on the host.
+    /// Panics if the buffer is not on the host.
     pub fn slice(&self, range: Range<usize>) -> FlatRef<'_> {
         self.on_host().slice(range)
     }
@@ -76,7 +76,7 @@ impl FlatBuffer {
     /// Returns elements `range` of a buffer on the host, mutably.
     ///
     /// # Panics
-    /// If the buffer is not on the host.
+    /// Panics if the buffer is not on the host.
     pub fn slice_mut(&mut self, range: Range<usize>) -> FlatMut<'_> {
         self.on_host_mut().slice_mut(range)
     }
@@ -84,7 +84,7 @@ impl FlatBuffer {
     /// Returns the raw bytes of a buffer on the host, mutably.
     ///
     /// # Panics
-    /// If the buffer is not on the host.
+    /// Panics if the buffer is not on the host.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.on_host_mut().as_bytes_mut()
     }
@@ -108,7 +108,7 @@ impl FlatBuffer {
     /// Returns the buffer on a GPU.
     ///
     /// # Panics
-    /// If the buffer is on the host.
+    /// Panics if the buffer is on the host.
     #[cfg(feature = "cuda")]
     pub fn on_device(&self) -> &DeviceFlat {
         match self {
@@ -120,7 +120,7 @@ impl FlatBuffer {
     /// Returns the buffer on a GPU, mutably.
     ///
     /// # Panics
-    /// If the buffer is on the host.
+    /// Panics if the buffer is on the host.
     #[cfg(feature = "cuda")]
     pub fn on_device_mut(&mut self) -> &mut DeviceFlat {
         match self {
@@ -132,7 +132,7 @@ impl FlatBuffer {
     /// Returns the buffer on the host.
     ///
     /// # Panics
-    /// If the buffer is not on the host.
+    /// Panics if the buffer is not on the host.
     pub fn into_host(self) -> Flat {
         match self {
             Self::Host(flat) => flat,

@@ -14,7 +14,7 @@ use std::sync::Arc;
 pub(crate) enum EventCategory {
     /// An engine call.
     Engine,
-    /// The forward or backward of a unit.
+    /// The forward or backward pass of a unit.
     Unit,
     /// A gather of parameters.
     Gather,

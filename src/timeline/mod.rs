@@ -24,9 +24,9 @@ pub(crate) use thread_state::{
     CarriedContext, TimelineSpan, about, carry, end_section, enter, is_recording, section, sections, span,
 };
 
-/// The variable with the file to which this process writes its own timeline.
+/// The environment variable that names the file to which this process writes its own timeline.
 pub const FILE: &str = "CANDLE_ZERO_TIMELINE";
-/// The variable with the folder in which `zerorun` expects the part files of its ranks.
+/// The environment variable that names the folder in which `zerorun` expects the part files of its ranks.
 pub const PARTS: &str = "CANDLE_ZERO_TIMELINE_PARTS";
 
 /// Returns the nanoseconds of the clock that all processes of this machine share.

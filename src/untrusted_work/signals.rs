@@ -2,7 +2,7 @@
 //!
 //! A stack overflow or a failed allocation kills a process with a signal. If that happens in sandboxed work, or for
 //! lack of memory, the signal's handler writes an error and ends the process itself. Handlers and allocators may
-//! neither allocate nor take locks: the text is written in pieces, by system calls.
+//! neither allocate nor take locks, so the text is written in pieces, by system calls.
 
 use std::cell::Cell;
 use std::mem::MaybeUninit;

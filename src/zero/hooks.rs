@@ -5,9 +5,10 @@
 //!   graph     enter, leave_forward | begin_backward, gradient_arrived
 //! ```
 //!
-//! A backward that is not the engine's may pass through the model: Candle's own `loss.backward()`, or that of another
-//! engine. It may run at any time, and nothing reports its end. Gradients of parameters do not count in it. The
-//! parameters that it needs are gathered for it, and released once it has passed or at the engine's next call.
+//! A backward pass other than the engine's may run through the model: Candle's own `loss.backward()`, or that of
+//! another engine. Such a pass may run at any time, and nothing reports its end. Gradients of parameters do not count
+//! in such a pass. The parameters that it needs are gathered for it, and released once it no longer needs them, or at
+//! the engine's next call.
 
 use super::check::gradient_check_state::count_collective_step;
 use super::gather::unit_trace::UnitEvent;
@@ -28,14 +29,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
-/// The size of a new stack for Candle's recursive backward, and the remaining size of the current stack below which a
-/// new one is used.
+/// The size of a new stack for Candle's recursive backward pass, and the remaining size of the current stack below
+/// which a new one is used.
 const BACKWARD_STACK: usize = 64 << 20;
 const RED_ZONE: usize = 16 << 20;
 
 /// Methods for the engine.
 impl RankCore {
-    /// Runs a model. Parameters outside of units stay in memory while it runs.
+    /// Runs a model. Parameters outside units stay in memory while the model runs.
     pub fn forward(self: &Arc<Self>, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.begin_call()?;
         if !self.is_evaluating() {
@@ -62,14 +63,14 @@ impl RankCore {
     }
 
     /// Begins a call of the engine: forgets an earlier failure, and releases the remaining parameters of backward
-    /// passes that are not the engine's.
+    /// passes other than the engine's.
     fn begin_call(&self) -> Result<()> {
         self.forget_failure();
         lock(&self.gather).release_passed(self)
     }
 
-    /// Makes a backward that is not the engine's gather the root's parameters first. The engine's own backward gathers
-    /// them itself.
+    /// Makes a backward pass other than the engine's gather the root's parameters first. The engine's own backward pass
+    /// gathers these parameters itself.
     fn mark_output(self: &Arc<Self>, output: Tensor) -> candle_core::Result<Tensor> {
         let needed = output.track_op() && output.dtype().is_float() && !self.is_evaluating();
         if !needed || !self.shards_params() || !lock(&self.gather).has_params(ROOT) {
@@ -114,7 +115,7 @@ impl RankCore {
         Ok(of_variables)
     }
 
-    /// Runs the backward of a graph, in which parameters' gradients count, on this thread.
+    /// Runs the backward pass of a graph, in which parameters' gradients count, on this thread.
     fn differentiate(&self, scalar: &Tensor) -> candle_core::Result<GradStore> {
         let _sections = timeline::sections();
         let _own = ThreadIdGuard::with(&self.backward_on, Some(thread::current().id()));
@@ -216,7 +217,7 @@ pub(super) fn on_big_stack<T>(run: impl FnOnce() -> T) -> T {
 
 /// Methods for units and parameters.
 impl RankCore {
-    /// Takes a parameter's gradient, which is complete as far as this backward is concerned.
+    /// Takes a parameter's gradient, which is complete as far as this backward pass is concerned.
     pub(super) fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
         // Candle's operations compute gradients of frozen parameters too.
         let grad = Some(grad).filter(|_| self.params[param].is_trained());
@@ -234,7 +235,7 @@ impl RankCore {
         arrived.and_then(|()| self.release_param(param)).map_err(|e| self.stash(e))
     }
 
-    /// Reports that a backward that is not the engine's no longer needs a parameter.
+    /// Reports that a backward pass other than the engine's no longer needs a parameter.
     pub(super) fn passed_by(&self, param: ParamId) -> candle_core::Result<()> {
         if !self.shards_params() {
             return Ok(());
@@ -247,12 +248,12 @@ impl RankCore {
         if self.shards_params() { lock(&self.gather).release_param(self, param) } else { Ok(()) }
     }
 
-    /// Returns whether this thread runs the engine's own backward.
+    /// Returns whether this thread runs the engine's own backward pass.
     pub(super) fn is_in_backward(&self) -> bool {
         lock(&self.backward_on).is_some_and(|thread| thread == thread::current().id())
     }
 
-    /// Reports that a unit is about to run its forward or backward.
+    /// Reports that a unit is about to run its forward or backward pass.
     pub(super) fn enter(&self, event: UnitEvent) -> candle_core::Result<()> {
         if self.shards_params() {
             count_collective_step();
@@ -264,10 +265,10 @@ impl RankCore {
         }
     }
 
-    /// Reports that the backward of a unit, or of the root, is about to begin.
+    /// Reports that the backward pass of a unit, or of the root, is about to begin.
     pub(super) fn begin_backward(&self, unit: UnitId) -> candle_core::Result<()> {
         if !self.is_in_backward() {
-            // This backward belongs to a forward that runs for a check, with its parameters moved.
+            // This backward pass belongs to a forward pass that runs for a check, with its parameters moved.
             let pass = || lock(&self.gather).pass(self, unit).and_then(|()| self.shift_unit(unit));
             return if self.shards_params() { pass().map_err(|e| self.stash(e)) } else { Ok(()) };
         }
@@ -277,12 +278,12 @@ impl RankCore {
         Ok(())
     }
 
-    /// Opens a span in the timeline for a unit's forward, which begins now.
+    /// Opens a span in the timeline for a unit's forward pass, which begins now.
     pub(super) fn forward_span(&self, unit: UnitId) -> TimelineSpan {
         timeline::span(timeline::EventCategory::Unit, "forward").of(|| self.unit_name(unit))
     }
 
-    /// Reports that a unit's forward is over.
+    /// Reports that a unit's forward pass is over.
     pub(super) fn leave_forward(&self, unit: UnitId) -> candle_core::Result<()> {
         self.unshift_unit(unit).map_err(|e| self.stash(e))?;
         if !self.shards_params() {
@@ -291,12 +292,12 @@ impl RankCore {
         lock(&self.gather).leave_forward(self, unit).map_err(|e| self.stash(e))
     }
 
-    /// Reports that a unit will run again in backward.
+    /// Reports that a unit will run again in the backward pass.
     pub(super) fn will_recompute(&self) {
         lock(&self.gather).will_recompute();
     }
 
-    /// Runs the backward of a unit inside another backward: forward again, then `backward`.
+    /// Runs the backward pass of a unit inside another backward pass: the forward pass again, then `backward`.
     pub(super) fn nested_backward<F, T>(
         &self,
         unit: UnitId,
@@ -307,7 +308,7 @@ impl RankCore {
         lock(&self.gather).nest(passes);
         let _sections = timeline::sections();
         let again = || {
-            // If the model itself differentiates something in its forward, that is not the engine's backward.
+            // If the model itself differentiates something in its forward pass, that is not the engine's backward pass.
             let _not_own = ThreadIdGuard::with(&self.backward_on, None);
             forward()
         };
@@ -316,7 +317,7 @@ impl RankCore {
         result.and_then(|result| released.map(|()| result))
     }
 
-    /// Returns whether the engine's forward, or its evaluation, is running on any thread.
+    /// Returns whether the engine's forward pass, or its evaluation, is running on any thread.
     pub(crate) fn is_in_forward(&self) -> bool {
         self.in_forward.load(Ordering::Relaxed)
     }
@@ -394,7 +395,7 @@ impl RankCore {
         self.buffers.agree(self.comm())
     }
 
-    /// Runs a unit's forward, and saves the previous values of the buffers that it changes.
+    /// Runs a unit's forward pass, and saves the previous values of the buffers that it changes.
     pub(super) fn keeping_buffers<T>(
         &self,
         unit: UnitId,
@@ -406,8 +407,8 @@ impl RankCore {
         Ok((result, kept))
     }
 
-    /// Runs a unit's forward again with the buffers that the first forward found, and restores their current values
-    /// afterwards.
+    /// Runs a unit's forward pass again with the buffers that the first forward pass found, and restores their current
+    /// values afterwards.
     pub(super) fn with_buffers_of_then<T>(
         &self,
         kept: &SavedBuffers,

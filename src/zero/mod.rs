@@ -15,10 +15,11 @@
 //! | `rank_core.rs` | the state of one rank, shared by engine and graph |
 //! | `step_executor.rs` | the interface through which decisions act on a rank: the core, or a rehearsal that only counts |
 //! | `engine_step_executor.rs` | the core as a `StepExecutor` |
-//! | `hooks.rs` | forward and backward, as called by engine, units and parameters |
+//! | `hooks.rs` | forward and backward passes: the methods that the engine, units and parameters call |
 //! | `model_buffers.rs` | tensors that are not parameters: the same on all ranks |
 //!
-//! The decisions of a step are written once, over `step_executor::StepExecutor`. The core and a rehearsal carry them out.
+//! The decisions of a step are written once, over `step_executor::StepExecutor`. The core and a rehearsal carry them
+//! out.
 
 pub(crate) mod check;
 mod engine_step_executor;

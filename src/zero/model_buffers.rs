@@ -14,7 +14,8 @@ pub(crate) struct ModelBuffers {
     sync: BufferSync,
 }
 
-/// The values that a unit's buffers had before its forward, by buffer number, for the buffers that the forward changed.
+/// The values that a unit's buffers had before its forward pass, by buffer number, for the buffers that the forward
+/// pass changed.
 #[derive(Default)]
 pub(super) struct SavedBuffers(Vec<(usize, Vec<u8>)>);
 
@@ -39,12 +40,12 @@ impl ModelBuffers {
         self.list.iter().map(hash).collect()
     }
 
-    /// Returns whether ranks exchange buffers before each training forward.
+    /// Returns whether ranks exchange buffers before each training forward pass.
     pub(super) fn are_taken_in_forward(&self) -> bool {
         self.sync == BufferSync::FromRankZero && !self.list.is_empty()
     }
 
-    /// Collective: prepares the buffers for a training forward.
+    /// Collective: prepares the buffers for a training forward pass.
     pub(super) fn before_forward(&self, comm: &dyn Communicator) -> Result<()> {
         self.list.iter().try_for_each(ModelBuffer::check)?;
         if self.sync == BufferSync::FromRankZero { self.take_rank_zeros(comm) } else { Ok(()) }

@@ -1,7 +1,7 @@
 //! The partitioned state of one rank, which the engine and the operations inside the autograd graph share.
 //!
 //! Operations hold an [`EngineLink`]: it leads to the [`RankCore`] while the engine lives, and to nothing before and
-//! after, so that a model outside of an engine is a plain Candle model. Modules above this one use the core's methods.
+//! after, so that a model outside an engine is a plain Candle model. Modules above this one use the core's methods.
 //! Its fields are visible only inside `zero/`.
 
 use super::check::forward_outputs::ForwardOutputs;
@@ -84,7 +84,7 @@ pub(crate) struct RankCore {
     /// Whether each unit is a leaf, or is in one.
     pub(super) leaves: Vec<LeafPosition>,
     pub(super) buffers: ModelBuffers,
-    /// Sub-group and slot of each parameter.
+    /// The sub-group and the slot of each parameter.
     pub(super) places: RwLock<Vec<(usize, usize)>>,
     pub(super) share_plan: SharePlan,
     /// The parameters that each unit uses, including those of other units.
@@ -92,9 +92,9 @@ pub(crate) struct RankCore {
     pub(super) groups: Mutex<Vec<SubGroup<RankCore>>>,
     pub(super) gather: Mutex<ParamGatherer<RankCore>>,
     pub(super) gradients: Mutex<GradientReducer<RankCore>>,
-    /// Gradients that are not reduced yet.
+    /// The gradients that are not reduced yet.
     pub(super) unreduced: Mutex<UnreducedGradients>,
-    /// The gradient that is handed to the caller of backward.
+    /// The gradient that is handed to the caller of the backward pass.
     pub(super) diverted: DivertedGradient,
     pub(super) divided: DividedBackward,
     pub(super) recomputation: RecomputeSettings,
@@ -104,7 +104,7 @@ pub(crate) struct RankCore {
     pub(super) update: AtomicU64,
     /// Whether a model is only being evaluated: nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
-    /// Whether the engine's forward is running.
+    /// Whether the engine's forward pass is running.
     pub(super) in_forward: AtomicBool,
     /// The state of a gradient check.
     pub(super) check: FiniteDifferenceCheck,
@@ -177,7 +177,7 @@ impl RegisteredModel {
 /// The configuration's `activation_checkpointing` section.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RecomputeSettings {
-    /// Whether every unit recomputes its forward in backward.
+    /// Whether every unit recomputes its forward pass in the backward pass.
     pub every_unit: bool,
     /// Whether the inputs that recomputing units keep are moved out of the model's memory.
     pub cpu_checkpointing: bool,
@@ -326,16 +326,16 @@ impl RankCore {
         all.into_iter().map(|(_, of_rank)| of_rank).collect()
     }
 
-    /// Tells the other ranks that this one gives up, and why.
+    /// Notifies the other ranks that this rank gives up, with the reason.
     pub fn abort(&self, why: &str) {
         self.comm.abort(why);
         #[cfg(feature = "cuda")]
         self.gpus.get().into_iter().for_each(GpuCollectives::abort);
     }
 
-    /// Collective, after all ranks have been compared: from now on NCCL connects the GPUs of all ranks, if models
-    /// compute on them and NCCL can connect them. Resources whose creation waits for all of the GPU's work are created
-    /// now rather than later.
+    /// Collective, called after all ranks have been compared: connects the GPUs of all ranks by NCCL from now on,
+    /// if models compute on them and NCCL can connect them. Resources whose creation waits for all of the GPU's work
+    /// are created now rather than later.
     ///
     /// # Errors
     /// An error of NCCL or of the driver; a failed collective.
@@ -353,8 +353,8 @@ impl RankCore {
         Ok(())
     }
 
-    /// Must be called before a thread continues with the model. A GPU runs the work of one thread in launch order. If a
-    /// different thread continues, this waits for the work launched so far.
+    /// Waits for the work launched so far if a different thread launched it. A GPU runs only the work of one thread in
+    /// launch order, so this must be called before a thread continues with the model.
     ///
     /// # Errors
     /// A driver error.
@@ -383,7 +383,8 @@ impl RankCore {
         &*self.comm
     }
 
-    /// Returns the number of training micro steps so far that used units in a different order from the one before.
+    /// Returns the number of training micro steps so far that used units in a different order from the previous micro
+    /// step.
     pub fn order_changes(&self) -> u64 {
         lock(&self.gather).order_changes()
     }
@@ -483,7 +484,7 @@ impl RankCore {
         candle_core::Error::Msg(text)
     }
 
-    /// Forgets the error of an operation outside of the engine's calls.
+    /// Forgets the error of an operation outside the engine's calls.
     pub(super) fn forget_failure(&self) {
         *lock(&self.failure) = None;
     }

@@ -62,7 +62,7 @@ pub(crate) trait StepExecutor: ShareStorage {
     ) -> Result<Self::Pending>;
     /// Waits for a collective's result, which is in the memory of its argument.
     fn wait(&self, pending: Self::Pending) -> Result<Self::Buffer>;
-    /// Begins to bring a buffer to a place, unless it is already there. On a GPU it gets room for `capacity` elements.
+    /// Begins to move a buffer to a place, unless it is already there. On a GPU, it gets room for `capacity` elements.
     fn send(
         &self,
         kind: CopyKind,

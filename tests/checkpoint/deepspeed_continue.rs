@@ -20,7 +20,7 @@ fn temporary() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Imports the checkpoint of `folder` into a new folder.
+/// Imports the checkpoint in `folder` into a new folder.
 fn imported(folder: &Path) -> (tempfile::TempDir, DeepSpeedCheckpoint) {
     let from = DeepSpeedCheckpoint::open(folder.join("checkpoint"), None).unwrap();
     let to = temporary();

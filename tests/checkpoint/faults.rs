@@ -64,7 +64,7 @@ fn state(engine: &mut Engine<Tiny>, dir: &Path) -> Result<Vec<u64>> {
     Ok(all)
 }
 
-/// Loads the damaged checkpoint `two` of `dir` and returns the errors of all ranks. Checks that the engine is
+/// Loads the damaged checkpoint `two` in `dir` and returns the errors of all ranks. Checks that the engine is
 /// unchanged, and that `one` still loads.
 fn refusals(dir: &Path, tag: Option<&str>) -> Vec<String> {
     let states = folder();
@@ -391,7 +391,7 @@ fn sixty_steps(dir: &Path, restarts: u32) -> std::process::Command {
     command
 }
 
-/// Returns step, loss and norm of every line.
+/// Returns the step, the loss and the gradient norm of every line.
 fn trajectory(dir: &Path) -> Vec<[String; 3]> {
     let text = std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());

@@ -208,7 +208,7 @@ fn pipes_sockets_and_devices_in_place_of_its_files_are_errors_in_words() {
 
 // ---- two jobs ----------------------------------------------------------------------------------------------------
 
-/// Another job, which saves into the folder given by its environment, and lives until its input ends.
+/// Runs another job, which saves into the folder given by its environment, and lives until its input ends.
 #[test]
 #[ignore = "a program for other tests"]
 fn saver() {
@@ -222,7 +222,7 @@ fn saver() {
     });
 }
 
-/// That job, and its output.
+/// The process that runs `saver`, and its output.
 struct Saver(Child, Lines<BufReader<ChildStdout>>);
 
 impl Saver {

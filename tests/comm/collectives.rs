@@ -205,7 +205,7 @@ fn control_values_arrive_in_rank_order() {
     }
 }
 
-/// Runs `odd` on rank 1 and an all-reduce of 8 elements on the others; returns the errors of the others.
+/// Runs `odd` on rank 1 and an all-reduce of 8 elements on the other ranks, and returns their errors.
 fn told(odd: impl Fn(Arc<dyn Communicator>) + Sync) -> Vec<CommError> {
     let start = Instant::now();
     let results = threads::run(3, |comm| {
@@ -338,7 +338,7 @@ fn a_failed_collective_is_told_to_the_others_although_nobody_has_come_for_its_re
     let ranks = threads::communicators(3, Duration::from_secs(4)).unwrap();
     let not_looked_at = ranks[0].barrier();
     std::thread::sleep(Duration::from_secs(2));
-    // Rank 2 never arrives. Rank 1 learns this when rank 0 times out, before rank 1 itself times out, and its error
+    // Rank 2 never arrives. Rank 1 is notified when rank 0 times out, before rank 1 itself times out, and its error
     // names the cause.
     let start = Instant::now();
     let error = ranks[1].barrier().wait().unwrap_err();

@@ -36,7 +36,7 @@ fn gradient(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 31 + rank * 17) % 1009) as f32 * 0.37 - 150.0).collect()
 }
 
-/// The weights after one step of SGD with learning rate 1, starting from zeros: the negated gradient.
+/// Returns the weights after one step of SGD with learning rate 1, starting from zeros: the negated gradient.
 fn stepped(world: usize, len: usize, config: &Value) -> Vec<f32> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -277,7 +277,8 @@ fn train_nano(world: usize, config: &Value, steps: usize) -> (Vec<f64>, [CommRep
     (losses, reports.try_into().unwrap())
 }
 
-/// Stage 3, with weights gathered for forward and again for backward, as for a model that does not fit.
+/// Stage 3, with weights gathered for the forward pass and again for the backward pass, as for a model that does not
+/// fit.
 fn nano_config(world: usize, [weights, gradients]: [bool; 2], more: Value) -> Value {
     let zero = json!({
         "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
@@ -324,7 +325,7 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
     assert_eq!(gradients(&exact), 2.0 * gradients(&bf16));
 }
 
-/// The table of docs/compression.md:
+/// Prints the table in docs/compression.md:
 /// `cargo test --release --test comm compression:: -- --ignored --nocapture`
 #[test]
 #[ignore = "7 runs of 300 steps: about 40 seconds"]

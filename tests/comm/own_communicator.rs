@@ -36,7 +36,7 @@ struct Network {
 }
 
 impl Network {
-    /// Both halves of a collective: launches `job`, and waits for its result later.
+    /// Launches `job`, and returns a handle that waits for its result later.
     fn launch<T: Send + 'static>(
         &self,
         job: impl FnOnce(&Wires) -> std::result::Result<T, CommError> + Send + 'static,
@@ -58,7 +58,7 @@ impl Network {
 /// A value for each pair of ranks.
 type Pairs<T> = Vec<Vec<T>>;
 
-/// The ends that all ranks of a world need: entry [a][b] leads from rank a to rank b.
+/// Returns the channel ends that all ranks of a world need: entry [a][b] leads from rank a to rank b.
 fn channels<T>(world: usize) -> (Pairs<Sender<T>>, Pairs<Receiver<T>>) {
     let mut from: Pairs<Receiver<T>> = (0..world).map(|_| vec![]).collect();
     let to = (0..world)
@@ -75,7 +75,7 @@ fn channels<T>(world: usize) -> (Pairs<Sender<T>>, Pairs<Receiver<T>>) {
     (to, from)
 }
 
-/// A network among `world` ranks.
+/// Returns the networks of `world` ranks.
 fn networks(world: usize) -> Vec<Network> {
     let ((to, from), (bytes_to, bytes_from)) = (channels(world), channels(world));
     let wires = to.into_iter().zip(from).zip(bytes_to.into_iter().zip(bytes_from));
@@ -217,7 +217,7 @@ fn train(world: World, config: &Value) -> Run {
     (ranks.into_iter().map(|rank| rank.unwrap()).collect(), std::fs::read(&file).unwrap())
 }
 
-/// A configuration that gathers and releases every unit.
+/// Returns a configuration that gathers and releases every unit.
 fn released(stage: u8, more: Value) -> Value {
     config(stage, 1, json!({"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 300}), more)
 }

@@ -47,7 +47,8 @@ fn a_step_moves_2_2_2_3_psi_and_named_padding() {
 
 #[test]
 fn parameters_kept_for_their_backward_save_a_gather() {
-    // DeepSpeed's default reuse distance (1e9 elements) keeps a small model gathered between forward and backward.
+    // DeepSpeed's default reuse distance (1e9 elements) keeps a small model gathered between the forward and the
+    // backward pass.
     let psi: usize = numels().iter().sum();
     let zero = json!({"stage3_param_persistence_threshold": 0});
     for (_, bytes) in per_step(2, &config(3, 1, zero, json!({}))) {

@@ -13,14 +13,14 @@ fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
     value[key].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// A path with the section name that messages use.
+/// Returns a path with the section name that messages use.
 fn canonical(path: &str) -> String {
     path.replace("bfloat16", "bf16")
 }
 
-/// The output of `zerorun check --json`.
+/// Returns the output of `zerorun check --json`.
 fn check(file: &Path, world_size: &str) -> Value {
-    // A run knows the number of steps of its schedule.
+    // A run provides the number of steps of its schedule.
     let more = ["--world_size", world_size, "--total_num_steps", "1000", "--json"];
     let output = zerorun().arg("check").arg(file).args(more).output().unwrap();
     let printed: Value = serde_json::from_str(&stdout(&output)).unwrap();

@@ -21,7 +21,7 @@ fn load(value: Value) -> Config {
     Config::load(value, 1).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// A configuration that is complete except for the keys in `more`.
+/// Returns a configuration that is complete except for the keys in `more`.
 fn with(more: Value) -> Value {
     let mut value = json!({"train_batch_size": 8});
     value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -32,7 +32,7 @@ fn notes(config: &Config) -> String {
     config.notes.iter().map(|note| format!("{}: {}", note.path, note.message)).collect::<Vec<_>>().join("\n")
 }
 
-/// The paths of the problems of a configuration.
+/// Returns the paths of the problems in a configuration.
 fn refused(more: Value) -> Vec<String> {
     match Config::load(with(more.clone()), 2) {
         Err(Error::Config(ConfigError::Problems { problems, .. })) => {
@@ -326,7 +326,7 @@ fn quantized_weights_need_stage_3_and_the_keys_are_printed_again() {
     assert_eq!((config.zero.quantized_nontrainable_weights, notes(&config).as_str()), (true, ""));
 }
 
-/// Both sections with `nvme` and non-default values, and the values to which they resolve.
+/// Returns both sections with `nvme` and non-default values, and the values to which they resolve.
 fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
     let optimizer = OffloadOptimizer {
         to: OffloadTo::Nvme { path: "/fast/states".into() },
@@ -879,7 +879,7 @@ fn a_resolved_configuration_is_taken_as_it_is_for_the_same_world_only() {
     insta::assert_snapshot!(Config::load(config, 4).unwrap_err(), @"the Config was resolved for 2 ranks, but the run has 4; load it again from its file or text: the batch keys depend on the number of ranks");
 }
 
-/// Honoured keys with compatible values.
+/// Returns honoured keys with compatible values.
 fn any_config() -> impl Strategy<Value = Value> {
     let device = || prop::option::of(prop::sample::select(vec!["none", "cpu", "nvme"]));
     let offload = (device(), device(), 4..9_u32, 1..9_u32, 0.0..=1.0, any::<[bool; 2]>()).prop_map(
@@ -979,7 +979,7 @@ proptest! {
     }
 }
 
-/// Every path of a tree, with lists as leaves.
+/// Collects every path in a tree, with lists as leaves.
 fn paths(tree: &Value, path: &str, into: &mut Vec<String>) {
     for (key, value) in tree.as_object().into_iter().flatten() {
         into.push(format!("{path}/{key}"));

@@ -151,7 +151,7 @@ fn resuming_gives_the_same_losses_and_counters() {
                 "skipped_steps": engine.skipped_steps(), "micro_steps": engine.micro_steps(),
             });
             for (name, value) in counters.as_object().unwrap() {
-                // In candle-zero the count of micro steps continues, because it determines dropout masks; DeepSpeed
+                // In candle-zero, the count of micro steps continues, because it determines dropout masks; DeepSpeed
                 // restarts the count in every process.
                 let recorded = if name == "micro_steps" { &json!(SAVED_AT) } else { &expect[name] };
                 assert_eq!(value, recorded, "{name} of {}", case["id"]);

@@ -166,7 +166,7 @@ impl Product {
         (0..3).map(factor).collect::<Result<_>>().map(Self)
     }
 
-    /// hidden1, hidden2, y_hat and the elementwise loss.
+    /// Returns hidden1, hidden2, y_hat and the elementwise loss.
     fn run(&self, dtype: DType) -> Result<[Tensor; 4]> {
         use candle_nn::Module;
         let ones = Tensor::ones(SHAPE, dtype, &Device::Cpu)?;
@@ -178,7 +178,7 @@ impl Product {
     }
 }
 
-/// The complete parameter `i`: every element of rank r's shard is (i + 1) (1 + r).
+/// Returns the complete parameter `i`: every element of rank r's shard is (i + 1) (1 + r).
 fn initial(i: usize) -> Vec<f32> {
     let (numel, shard) = (SHAPE.0 * SHAPE.1, shard_len(SHAPE.0 * SHAPE.1, 2));
     (0..numel).map(|e| ((i + 1) * (1 + e / shard)) as f32).collect()
@@ -192,8 +192,8 @@ fn write_initial(path: &Path) {
     safetensors::serialize_to_file(views, None, path).unwrap();
 }
 
-/// The variants named in DeepSpeed's own test: persistence, fp16, contiguous, offload, prefetch, reduce_scatter. In
-/// addition to offload to the host, candle-zero's offload to files in `folder` is tested.
+/// Returns the variants named in DeepSpeed's own test: persistence, fp16, contiguous, offload, prefetch,
+/// reduce_scatter. In addition to offload to the host, candle-zero's offload to files in `folder` is tested.
 fn variants(folder: &Path) -> Vec<Value> {
     let nvme = || json!({"device": "nvme", "nvme_path": folder, "max_in_cpu": 0});
     let pipelined = json!({"device": "nvme", "nvme_path": folder, "pipeline_read": true, "pipeline_write": true});

@@ -10,13 +10,13 @@ use std::ops::Range;
 /// DeepSpeed's layout of the parameters of one group at stage 1 or 2.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FlatLayout {
-    /// Indices of the parameters in flat order.
+    /// The indices of the parameters in flat order.
     pub order: Vec<usize>,
-    /// Elements of the flat buffer that each parameter occupies, in flat order.
+    /// The elements of the flat buffer that each parameter occupies, in flat order.
     pub ranges: Vec<Range<usize>>,
-    /// Elements of the padded flat buffer.
+    /// The number of elements of the padded flat buffer.
     pub padded_total: usize,
-    /// Elements that each rank owns.
+    /// The number of elements that each rank owns.
     pub partition_size: usize,
 }
 
@@ -24,7 +24,7 @@ impl FlatLayout {
     /// The number of elements per rank to which the flat buffer's length is aligned (4 bytes in 16-bit formats).
     const ALIGNMENT: usize = 2;
 
-    /// The layout of parameters with `numels` elements; `round_robin` is the key `round_robin_gradients`.
+    /// Creates the layout of parameters with `numels` elements; `round_robin` is the key `round_robin_gradients`.
     pub fn new(numels: &[usize], world_size: usize, round_robin: bool) -> Self {
         let order: Vec<usize> = if round_robin {
             (0..world_size).flat_map(|r| (r..numels.len()).step_by(world_size)).collect()
@@ -44,19 +44,19 @@ impl FlatLayout {
         Self { order, ranges, padded_total, partition_size: padded_total / world_size }
     }
 
-    /// The part of the flat buffer that `rank` owns.
+    /// Returns the part of the flat buffer that `rank` owns.
     pub fn partition(&self, rank: usize) -> Range<usize> {
         rank * self.partition_size..(rank + 1) * self.partition_size
     }
 
-    /// The padding elements in the part of `rank`.
+    /// Returns the number of padding elements in the part of `rank`.
     pub fn padding(&self, rank: usize) -> usize {
         let used = self.ranges.last().map_or(0, |r| r.end);
         let part = self.partition(rank);
         part.end - used.clamp(part.start, part.end)
     }
 
-    /// The parameters of which `rank` owns at least one element, in flat order.
+    /// Returns the parameters of which `rank` owns at least one element, in flat order.
     pub fn params_of(&self, rank: usize) -> Vec<usize> {
         let part = self.partition(rank);
         let touches = |r: &Range<usize>| r.start.max(part.start) < r.end.min(part.end);

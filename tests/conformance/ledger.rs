@@ -27,7 +27,7 @@ fn read(path: &Path) -> Vec<Value> {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// The cases of all fixtures by id; a case that the tests of two areas use is in two fixtures.
+/// Returns the cases of all fixtures by id; a case that the tests of two areas use is in two fixtures.
 fn fixtures() -> BTreeMap<String, Value> {
     let folder = repository().join("tests/fixtures");
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());

@@ -20,12 +20,12 @@ fn floats(v: &Value) -> Vec<f32> {
     v.as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect()
 }
 
-/// The initial value of element `i` of tensor `k`, as described by the file's `data.initial`.
+/// Returns the initial value of element `i` of tensor `k`, as described by the file's `data.initial`.
 fn initial(k: i64, i: i64) -> f32 {
     (2 * ((2741 * (i + 1) + 877 * (k + 1) + 13 * i * i) % 2001) - 2001) as f32 / 16384.0
 }
 
-/// The gradient of element `i` of tensor `k` in step `s`, as described by the file's `data.gradient`.
+/// Returns the gradient of element `i` of tensor `k` in step `s`, as described by the file's `data.gradient`.
 fn gradient(s: i64, k: i64, i: i64) -> f32 {
     let numerator = 2 * ((1103 * (i + 1) + 389 * s * (i + 3) + 617 * (k + 1) * s + 71 * i * i) % 1001) - 1001;
     numerator as f32 / 4096.0 * 2.0f32.powi(-3 * (i % 4) as i32)
@@ -432,7 +432,7 @@ fn the_gradient_scale_takes_a_power_of_two_out_again() {
     }
 }
 
-/// Whether kernels run at the portable level, which has no fused multiply-add.
+/// Returns whether kernels run at the portable level, which has no fused multiply-add.
 fn products_are_rounded() -> bool {
     #[cfg(target_arch = "x86_64")]
     let best_is_fused =

@@ -10,8 +10,8 @@
 //! | inputs | `(0.61 i + 0.29 step + 0.13 rank + 0.07 micro) % 1 * 2 - 1`, `i` counted over the micro batch |
 //! | targets | `(0.43 i + 0.17 step + 0.11 rank + 0.05 micro) % 1 * 2 - 1` |
 //!
-//! `step` is the optimizer step and `micro` the micro step in it, both from 0. All of this is computed in f64, in the
-//! order given: if a sum is a whole number, its rounding decides between -1 and 1.
+//! `step` is the optimizer step and `micro` the micro step in that step, both counted from 0. All of this is computed
+//! in f64, in the order given: if a sum is a whole number, its rounding decides between -1 and 1.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder};
@@ -26,7 +26,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// Largest relative difference from a record of an f32 run.
+/// The largest relative difference from a record of an f32 run.
 const F32: f64 = 2e-6;
 
 // ---- cases -----------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ fn worst(got: &[f64], recorded: &[f64]) -> f64 {
 struct Mlp(Vec<Unit<Linear>>);
 
 impl Mlp {
-    /// `layers`: inputs, outputs, and whether there is a bias.
+    /// Builds the network. `layers` has each layer's inputs, outputs, and whether it has a bias.
     fn new(layers: &Value, vb: VarBuilder<'_>) -> Result<Self> {
         let layer = |(i, shape): (usize, &Value)| {
             unit(vb.pp(i), |vb| {
@@ -126,7 +126,8 @@ fn write_initial_weights(path: &Path, layers: &Value) {
     write_f32(path, parameters.iter().map(|(n, s)| (n.as_str(), s.as_slice(), values(s.iter().product()))));
 }
 
-/// `factors` contains the factors of element, step, rank and micro step, and `at` the values of the last three.
+/// Returns inputs or targets. `factors` contains the factors of element, step, rank and micro step, and `at` the values
+/// of the last three.
 fn data(rows: usize, columns: usize, factors: [f64; 4], at: [usize; 3], dtype: DType) -> Tensor {
     let at = at.map(|n| n as f64);
     let phase = |i: f64| factors[1] * at[0] + factors[2] * at[1] + factors[3] * at[2] + factors[0] * i;
@@ -138,19 +139,19 @@ fn data(rows: usize, columns: usize, factors: [f64; 4], at: [usize; 3], dtype: D
 /// The results of a run; per optimizer step unless noted otherwise.
 #[derive(Debug, Clone, PartialEq, Default)]
 struct Trace {
-    /// By rank: mean over the micro steps.
+    /// The mean over the micro steps, by rank.
     losses: Vec<Vec<f64>>,
     norms: Vec<f64>,
-    /// In effect for the step.
+    /// The learning rate that is in effect for the step.
     lr: Vec<f64>,
     skipped: Vec<f64>,
     global: Vec<f64>,
-    /// After the step.
+    /// The loss scale after the step.
     scales: Vec<f64>,
     applied: Vec<bool>,
-    /// By parameter, after the last step.
+    /// The weights after the last step, by parameter.
     weights: Vec<Vec<f64>>,
-    /// Bytes of parameters, master weights and moments on each rank, after the last step.
+    /// The bytes of parameters, master weights and moments on each rank, after the last step.
     held: [usize; 3],
 }
 

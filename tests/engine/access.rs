@@ -1,4 +1,4 @@
-//! Access to single parameters by name: `safe_get_*`, `safe_set_*`, and parameters gathered outside of a forward.
+//! Access to single parameters by name: `safe_get_*`, `safe_set_*`, and parameters gathered outside a forward pass.
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::{DType, Device, Tensor};
@@ -21,7 +21,7 @@ fn tiny(comm: Arc<dyn Communicator>, config: &Value) -> candle_zero::Result<Engi
     Engine::builder().communicator(comm).device(Device::Cpu).initialize(|vb| Tiny::new(SHAPE, vb), config.clone())
 }
 
-/// Runs forward and backward.
+/// Runs the forward and the backward pass.
 fn pass(engine: &mut Engine<Tiny>, sample: usize) -> candle_zero::Result<()> {
     let (ids, targets) = batch(sample);
     let loss = engine.forward(|model| model.loss(&ids, &targets))?;
@@ -44,7 +44,7 @@ fn variants(folder: &Path) -> Vec<(u8, Value)> {
     variants
 }
 
-/// A matrix in a unit, a small vector, and the embedding outside of all units.
+/// A matrix in a unit, a small vector, and the embedding outside all units.
 const NAMES: [&str; 3] = ["layer.1.qkv.weight", "layer.0.norm.bias", "embed.weight"];
 
 #[test]
@@ -98,7 +98,7 @@ fn values_gradients_and_states_are_the_same_at_every_stage_offload_and_world() {
                 });
                 for seen in ranks {
                     if precision != json!({}) {
-                        // In 16 bits the ranks of a stage agree; stages round gradients at different points.
+                        // In 16 bits, the ranks of a stage agree; stages round gradients at different points.
                         assert!(*first_of_stage.get_or_insert_with(|| seen.clone()) == seen, "{config}, world {world}");
                         continue;
                     }
@@ -179,7 +179,7 @@ fn what_is_set_is_what_trains_at_every_stage_and_offload() {
                 });
                 for seen in ranks {
                     if precision != json!({}) {
-                        // In 16 bits the ranks of a stage agree; stages round gradients at different points.
+                        // In 16 bits, the ranks of a stage agree; stages round gradients at different points.
                         assert!(*first_of_stage.get_or_insert_with(|| seen.clone()) == seen, "{config}, world {world}");
                         continue;
                     }

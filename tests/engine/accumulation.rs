@@ -27,7 +27,7 @@ fn forward(engine: &mut Engine<Tiny>, sample: usize) -> candle_zero::Result<Tens
     engine.forward(|model| model.loss(&ids, &targets))
 }
 
-/// Runs forward and backward.
+/// Runs the forward and the backward pass.
 fn pass(engine: &mut Engine<Tiny>, sample: usize) -> candle_zero::Result<()> {
     let loss = forward(engine, sample)?;
     engine.backward(&loss)
@@ -46,13 +46,13 @@ fn state(engine: &mut Engine<Tiny>) -> candle_zero::Result<[u64; 2]> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Reduce {
     Always,
-    /// In the last backward.
+    /// In the last backward pass.
     Last,
     /// In the step.
     InStep,
-    /// In the second and the last backward.
+    /// In the second and the last backward pass.
     Twice,
-    /// In the last backward; `step` is not called in the micro steps before it.
+    /// In the last backward pass; `step` is not called in the micro steps before it.
     WithoutSteps,
 }
 
@@ -159,7 +159,7 @@ fn no_sync_reduces_nothing_holds_whole_gradients_and_gives_the_same_bits_at_stag
         };
         let held = train(0, true);
         assert_eq!(held, train(1, true), "world {world}");
-        // With one rank there is only one order.
+        // With one rank, there is only one order.
         assert_eq!(held == train(0, false), world == 1, "world {world}");
     }
 }
@@ -211,7 +211,7 @@ fn zero_grad_drops_what_the_accumulation_has_and_nothing_else() {
                 for micro in 0..4 {
                     let sample = 2 * micro + engine.rank();
                     if dropped {
-                        // Half of an unrelated micro step, dropped after its backward ...
+                        // Half of an unrelated micro step, dropped after its backward pass ...
                         pass(&mut engine, sample + 50)?;
                         engine.zero_grad()?;
                         let error = engine.step().unwrap_err();
@@ -420,7 +420,7 @@ fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_
             train(&mut engine, 2, 5)?;
             Ok((engine.lr(), state(&mut engine)?))
         });
-        // The configuration now has a different rate, which must not matter.
+        // The configuration has a different rate here, which must not matter.
         let resumed = on_ranks(2, |comm| {
             let mut engine = in_groups(comm, &with_rate(3, 0.7, scheduled))?;
             engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?.unwrap();
@@ -518,7 +518,7 @@ fn a_save_in_the_middle_of_an_accumulation_is_refused_before_anything_is_written
                 pass(&mut engine, sample)?;
                 engine.step()?;
             }
-            // A loss whose backward has not run has left no gradient.
+            // A loss whose backward pass has not run has left no gradient.
             forward(&mut engine, 5)?;
             engine.save_checkpoint(folder.path(), None, Value::Null).map(drop)
         });
@@ -564,7 +564,7 @@ fn a_save_or_load_that_would_lose_gradients_is_refused_also_with_offload_and_aft
                         Ok(())
                     })?;
                     refuse(&mut engine);
-                    // A forward in between does not use the gradients up.
+                    // A forward pass in between does not use the gradients up.
                     let loss = forward(&mut engine, 2 + rank)?;
                     refuse(&mut engine);
                     engine.backward(&loss)?;

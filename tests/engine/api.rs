@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-/// Releases everything at stage 3 as early as possible.
+/// Returns the keys that release everything at stage 3 as early as possible.
 fn released() -> Value {
     json!({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0})
 }
@@ -365,7 +365,7 @@ fn the_first_step_gathers_on_demand_and_later_ones_a_unit_ahead() {
     assert_eq!(steps[1], steps[2]);
     let (steps, on_demand, peak_on_demand) = order(0, json!({}));
     assert!(steps.iter().all(|step| *step == steps[0]), "{steps:?}");
-    // The same data is transferred, but earlier: more of it is in memory at once.
+    // The same data is transferred, but earlier: more of it is in memory at the same time.
     assert_eq!(ahead.kind(Collective::AllGather).wire_bytes, on_demand.kind(Collective::AllGather).wire_bytes);
     assert_eq!(ahead.kind(Collective::AllGather).calls, on_demand.kind(Collective::AllGather).calls);
     assert!(peak_ahead > peak_on_demand, "{peak_ahead} {peak_on_demand}");
@@ -382,7 +382,7 @@ fn prefetching_stays_within_its_bucket_and_the_live_parameters() {
     // At most 60 elements may be live: prefetching never exceeds that.
     let (steps, _, _) = order(1000, json!({"stage3_max_live_parameters": 60}));
     insta::assert_snapshot!(steps[1], @"gather 40, run 40, gather 30, gather 20, gather 10, run 30, gather 30, run 20, gather 20, run 10, gather 10, reduce 10, reduce 20, gather 40, reduce 30, reduce 40");
-    // Without overlap nothing is prefetched.
+    // Without overlap, nothing is prefetched.
     assert_eq!(order(1000, json!({"overlap_comm": false})).0, runs[0].0);
 }
 

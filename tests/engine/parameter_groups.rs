@@ -148,7 +148,7 @@ fn lists_need_a_number_for_each_group() {
         start(builder, config).map(|_| ()).unwrap_err().to_string()
     };
     let warmup = |params: Value| json!({"type": "WarmupLR", "params": params});
-    insta::assert_snapshot!(refused(warmup(json!({"warmup_max_lr": [1, 2, 3]}))), @"scheduler.params.warmup_max_lr is a list of 3, but the number of parameter groups is 2 (allowed: a number, or a list of one for each group): correct the list, or the parameter groups given to the engine's builder");
+    insta::assert_snapshot!(refused(warmup(json!({"warmup_max_lr": [1, 2, 3]}))), @"scheduler.params.warmup_max_lr is a list of 3, but the number of parameter groups is 2 (allowed: a number, or a list with one number for each group); correct the list, or the parameter groups given to the engine's builder");
     let cycle = json!({"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": [1, 2, 3, 4]}});
     assert!(
         refused(cycle)
@@ -192,7 +192,7 @@ fn numbers_that_no_optimizer_takes_are_refused_with_the_group() {
     };
     insta::assert_snapshot!(refused(ParameterGroup::new().lr(-1.0)), @"parameter group 1 (counted from 0): lr is -1; it must be a finite number of at least 0");
     insta::assert_snapshot!(refused(ParameterGroup::new().weight_decay(f64::NAN)), @"parameter group 1 (counted from 0): weight_decay is NaN; it must be a finite number of at least 0");
-    insta::assert_snapshot!(refused(ParameterGroup::new().betas(0.9, 1.0)), @"parameter group 1 (counted from 0): betas are 0.9, 1; each must be at least 0 and below 1");
+    insta::assert_snapshot!(refused(ParameterGroup::new().betas(0.9, 1.0)), @"parameter group 1 (counted from 0): the betas are 0.9, 1; each must be at least 0 and below 1");
 }
 
 #[test]

@@ -161,7 +161,7 @@ fn a_schedule_that_comes_to_no_number_or_differs_between_ranks_is_an_error() {
     train(&mut engine).unwrap();
     let before = weights(&mut engine);
     let error = train(&mut engine).unwrap_err();
-    insta::assert_snapshot!(error, @"the schedule sets the learning rate to inf in optimizer step 3 (allowed: a finite number of at least 0): correct the schedule (OneCycle: lower decay_mom_rate), or train for fewer steps");
+    insta::assert_snapshot!(error, @"the schedule sets the learning rate to inf in optimizer step 3 (allowed: a finite number of at least 0); correct the schedule (OneCycle: lower decay_mom_rate), or train for fewer steps");
     assert!(before.iter().all(|w| w.is_finite()));
 
     let ranks = threads::run(2, |comm| {

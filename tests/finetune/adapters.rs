@@ -177,7 +177,7 @@ fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
     // A factor that overflows in f32, and products that are too large.
     let place = Place::new("attn_r8");
     place.set("lora_alpha", json!(1e308));
-    insta::assert_snapshot!(place.refused_alike(), @"DIR/adapter/adapter_config.json is not a usable adapter: LoRA settings: alpha is 1e308, but must be a positive finite number, in f32 too");
+    insta::assert_snapshot!(place.refused_alike(), @"DIR/adapter/adapter_config.json is not a usable adapter: LoRA settings: alpha is 1e308, but must be a number that is positive and finite in f32");
     let place = Place::new("attn_r8");
     place.change("adapter/adapter_model.safetensors", |tensors| {
         at(tensors, "layers.0.self_attn.q_proj.lora_A.weight", 0, 1e38);

@@ -66,10 +66,10 @@ fn shards_that_are_missing_cut_short_or_elsewhere_are_named() {
         let text = refused(dir);
         assert!(text.contains("lm_head.weight is in") && text.contains(&format!("{place:?}")), "{text}");
     }
-    insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json says that tensor lm_head.weight is in ""; an index names files in its own folder, without a path"#);
+    insta::assert_snapshot!(refused(dir), @r#"according to DIR/model.safetensors.index.json, tensor lm_head.weight is in ""; an index names files in its own folder, without a path"#);
     std::fs::write(&index, &good).unwrap();
     edit(&index, |index| index["weight_map"]["lm_head.weight"] = "model-00001-of-00004.safetensors".into());
-    insta::assert_snapshot!(refused(dir), @"DIR/model.safetensors.index.json says that tensor lm_head.weight is in model-00001-of-00004.safetensors, which has no such tensor; one of the two belongs to another model");
+    insta::assert_snapshot!(refused(dir), @"according to DIR/model.safetensors.index.json, tensor lm_head.weight is in model-00001-of-00004.safetensors, which has no such tensor; one of the two files belongs to another model");
     std::fs::write(&index, "{}").unwrap();
     insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json is not a readable safetensors file: it has no object "weight_map", which an index of several files needs"#);
     std::fs::write(&index, &good).unwrap();

@@ -203,7 +203,7 @@ fn shards_are_those_of_the_index() {
     let home = tempfile::tempdir().unwrap();
     let index = r#"{"weight_map": {"a": "../../../../token"}}"#;
     let server = Server::start(&path("models/qwen3"), &[("model.safetensors.index.json", index)]);
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @r#"zerorun: HOME/hub/models--org--tiny/snapshots/0123456789abcdef0123456789abcdef01234567/model.safetensors.index.json says that tensor a is in "../../../../token"; an index names files in its own folder, without a path"#);
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @r#"zerorun: according to HOME/hub/models--org--tiny/snapshots/0123456789abcdef0123456789abcdef01234567/model.safetensors.index.json, tensor a is in "../../../../token"; an index names files in its own folder, without a path"#);
 }
 
 #[test]

@@ -420,7 +420,7 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
     };
     let with = |words: &[&str]| refusal(&model, &[&["--data", &data, "--out", &out], words].concat());
     insta::assert_snapshot!(with(&["--lora", "r=0"]), @r"
-    zerorun: invalid value 'r=0' for '--lora <SETTINGS>': LoRA settings: r is 0, but must be 1 to 1048576
+    zerorun: invalid value 'r=0' for '--lora <SETTINGS>': LoRA settings: r is 0, but must be from 1 to 1048576
 
     For more information, try '--help'.
     ");

@@ -115,7 +115,7 @@ fn check(case: Case, tolerance: f64, what: &str) {
     let wide: Vec<Tensor> = t.iter().map(|t| t.to_dtype(DType::F64).unwrap()).collect();
     let (want, want_grads) = differentiated(&wide, |t| definition(case, t));
     assert_eq!(found.dtype(), case.base, "{what}");
-    assert!(distance(&found, &want) < tolerance, "{what}: result off by {}", distance(&found, &want));
+    assert!(distance(&found, &want) < tolerance, "{what}: the result is off by {}", distance(&found, &want));
     for (i, (found, want)) in found_grads.iter().zip(&want_grads).enumerate() {
         assert_eq!(found.is_some(), want.is_some(), "{what}: operand {i}");
         if let (Some(found), Some(want)) = (found, want) {

@@ -1,7 +1,8 @@
 //! The cross entropy with target classes, computed from logits or from hidden states and an output projection.
 //!
 //! ```text
-//!   hidden states --(rows that count)--> chunk --(product)--> logits --(kernel)--> losses, and the logits' memory becomes their
+//!   hidden states --(rows that count)--> chunk --(product)--> logits --(kernel)--> losses, and the logits' memory
+//! becomes their
 //!   gradient --(products)--> that of the chunk, and a part of the weight's
 //! ```
 //!
@@ -62,7 +63,7 @@ pub(in crate::nn) fn of_logits(
 pub(in crate::nn) struct GpuLossHead {
     device: CudaDevice,
     targets: DeviceTargets,
-    /// The rows that count, if not all of them do.
+    /// The rows that count, if not all rows do.
     some: Option<SelectedRows>,
     count: usize,
     all: usize,
@@ -87,7 +88,8 @@ struct LossAndGradients {
 }
 
 impl GpuLossHead {
-    /// Creates a head for these operands, if kernels support them. Of `all` rows, `rows` count and have these targets.
+    /// Creates a head for these operands, if kernels support them. Of the `all` rows, those with the indices `rows`
+    /// count, and have these targets.
     pub fn new(
         h: &Tensor,
         weight: &Tensor,

@@ -59,12 +59,12 @@ pub(in crate::nn) fn linear_then(
     Ok(Some(y))
 }
 
-/// Returns the rows of a contiguous tensor, outside of any graph.
+/// Returns the rows of a contiguous tensor, outside any graph.
 fn rows_of(x: &Tensor, rows: usize, width: usize) -> Result<Tensor> {
     x.detach().reshape((rows, width))
 }
 
-/// Returns the weight as a matrix `[in, out]`, outside of any graph. If the weight is absent, returns an error with its
+/// Returns the weight as a matrix `[in, out]`, outside any graph. If the weight is absent, returns an error with its
 /// name.
 fn matrix(weight: &Tensor, layout: WeightLayout) -> Result<Tensor> {
     with_each([weight], NAME, |_| Ok(()))?;
@@ -74,7 +74,7 @@ fn matrix(weight: &Tensor, layout: WeightLayout) -> Result<Tensor> {
     }
 }
 
-/// The values that backward needs.
+/// The values that the backward pass needs.
 struct GpuLinearBackward {
     device: CudaDevice,
     x: SavedTensor,
@@ -113,8 +113,8 @@ impl GpuLinearBackward {
         if to_x.is_wanted() {
             to_x.give(Grad::OnDevice(g.matmul(&matrix(weight, s.layout)?.t()?)?))?;
         }
-        // This comes last, when nothing else holds the tensor, because other gradients of the residual are added to it
-        // in place.
+        // This gradient comes last, when nothing else holds its tensor, because other gradients of the residual are
+        // added to that tensor in place.
         drop(g);
         to_residual.give(if is_own { Grad::OnDevice(dy) } else { Grad::Shared(dy) })
     }

@@ -1,5 +1,5 @@
-//! The layers on a GPU, with kernels of this library ([`crate::cuda`]): a forward and a hand-written backward, as on
-//! the CPU.
+//! The layers on a GPU, with kernels of this library ([`crate::cuda`]): a forward pass and a hand-written backward
+//! pass, as on the CPU.
 //!
 //! Each function returns `None` if its kernels do not support the operands (f64, another device). The layer is then
 //! composed of Candle's operations.

@@ -58,7 +58,7 @@ fn there(y: Option<Tensor>) -> Result<Tensor> {
     }
 }
 
-/// The values that backward needs.
+/// The values that the backward pass needs.
 struct GpuNormBackward {
     device: CudaDevice,
     name: &'static str,

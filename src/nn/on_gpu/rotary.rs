@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 const NAME: &str = "rotary";
 
 /// The angles of the positions used so far, on the GPU that used them last. Earlier tables are kept, because a kernel
-/// of another thread may still read them. Each has twice the positions of the one before.
+/// of another thread may still read them. Each table has twice as many positions as the previous one.
 #[derive(Debug, Default)]
 pub(in crate::nn) struct AngleTables(Mutex<Vec<Arc<RotaryAngles>>>);
 

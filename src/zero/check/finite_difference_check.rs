@@ -1,5 +1,5 @@
-//! The core's part of a gradient check: parameters are moved for a forward and put back, and a backward measures its
-//! gradients along the directions of the moves.
+//! The core's part of a gradient check: parameters are moved for a forward pass and put back, and a backward pass
+//! measures its gradients along the directions of the moves.
 //!
 //! ```text
 //!   forward    each unit's parameters moved up while it runs | moved down | unchanged
@@ -7,8 +7,8 @@
 //!              for each parameter with gradient g: the sum of g times half of the difference between its moved values
 //! ```
 //!
-//! If every operation's backward is correct, each of these sums is the change in the loss along one direction. The sums
-//! need no collectives beyond those of two more forward passes.
+//! If every operation's backward pass is correct, each of these sums is the change in the loss along one direction. The
+//! sums need no collectives beyond those of two more forward passes.
 
 use super::gradient_check_state::{GradientCheckState, MeasuredGradients, Perturbation};
 use super::perturbation::{DirectionalGradient, PerturbationDirection};
@@ -26,20 +26,20 @@ use std::sync::atomic::Ordering;
 
 /// Methods for the engine.
 impl RankCore {
-    /// Arms the check: from now on the outputs of forward passes report their gradients to it, along the direction that
-    /// `seed` determines.
+    /// Arms the check: from now on, the outputs of forward passes report their gradients to it, along the direction
+    /// that `seed` determines.
     pub fn arm_check(&self, seed: u64) {
         *lock(&self.check.state) = GradientCheckState { seed, ..GradientCheckState::default() };
         self.check.armed.store(true, Ordering::Relaxed);
     }
 
-    /// Returns whether a forward is running for a check: it does the same as a training forward, but without lasting
-    /// effects.
+    /// Returns whether a forward pass is running for a check: it does the same as a training forward pass, but without
+    /// lasting effects.
     pub fn is_checking(&self) -> bool {
         self.check.shifts.load(Ordering::Relaxed)
     }
 
-    /// Runs a forward with parameters moved. Afterwards everything is restored, and nothing can be differentiated.
+    /// Runs a forward pass with parameters moved. Afterwards everything is restored, and nothing can be differentiated.
     ///
     /// # Errors
     /// Errors of `run`; a failed collective.
@@ -56,8 +56,8 @@ impl RankCore {
         }
         let buffers = self.buffers.all()?;
         let traces = lock(&self.gather).exchange_traces(Default::default());
-        // The forward builds a graph, because the model may differentiate something in its forward. The graph is
-        // dropped before the real forward.
+        // The forward pass builds a graph, because the model may differentiate something in its forward pass. The graph
+        // is dropped before the real forward pass.
         let output = {
             let _shifted = PerturbedParamsGuard::begin(self);
             self.forward(run).map(|output| output.detach())
@@ -71,7 +71,7 @@ impl RankCore {
         output
     }
 
-    /// Begins to measure the next backward.
+    /// Begins to measure the next backward pass.
     pub fn begin_measuring(&self) {
         let mut state = lock(&self.check.state);
         state.along = vec![DirectionalGradient::default(); self.params.len()];
@@ -92,7 +92,7 @@ impl RankCore {
 impl RankCore {
     /// Moves a unit's parameters, which are in memory and about to be used.
     pub(in crate::zero) fn shift_unit(&self, unit: UnitId) -> Result<()> {
-        // If parameters are not sharded, a unit's parameters may be used outside of it too.
+        // If parameters are not sharded, a unit's parameters may be used outside the unit too.
         let all = !self.shards_params();
         if !self.is_checking() || (all && unit != ROOT) {
             return Ok(());
@@ -139,8 +139,8 @@ impl RankCore {
         self.put_back(|param| all || self.params[param].unit == unit)
     }
 
-    /// Restores a parameter that a backward inside the model's forward no longer needs. The root's parameters are still
-    /// in use.
+    /// Restores a parameter that a backward pass inside the model's forward pass no longer needs. The root's parameters
+    /// are still in use.
     pub(in crate::zero) fn unshift_passed(&self, param: ParamId) -> Result<()> {
         match self.is_checking() && self.params[param].unit != ROOT {
             true => self.put_back(|kept| kept == param),
@@ -162,7 +162,7 @@ impl RankCore {
         Ok(())
     }
 
-    /// Measures a parameter's gradient, which has arrived in the measured backward.
+    /// Measures a parameter's gradient, which has arrived in the measured backward pass.
     pub(in crate::zero) fn measure(&self, param: ParamId, grad: &Grad) -> candle_core::Result<()> {
         let mut state = lock(&self.check.state);
         let Some(direction) = state.directions.get(param).copied().flatten() else { return Ok(()) };
@@ -190,7 +190,7 @@ impl<'a> PerturbedParamsGuard<'a> {
 
 impl Drop for PerturbedParamsGuard<'_> {
     fn drop(&mut self) {
-        // A parameter that cannot be put back was not taken out.
+        // An error is ignored: a parameter that cannot be put back was never taken out.
         let _ = self.0.put_back(|_| true);
         self.0.check.shifts.store(false, Ordering::Relaxed);
     }

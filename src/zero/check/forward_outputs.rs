@@ -1,4 +1,4 @@
-//! The outputs of forward passes, and which of them a backward has reached.
+//! The outputs of forward passes, and which of them a backward pass has reached.
 
 use super::gradient_check_state::OutputProbe;
 use crate::util::lock;
@@ -21,12 +21,12 @@ pub(super) struct ForwardOutputsState {
     pub(super) unmarked: Vec<TensorId>,
     /// Whether there has ever been such an output.
     pub(super) any_unmarked: bool,
-    /// The number of outputs, and of parameters, that the current backward has reached.
+    /// The number of outputs, and of parameters, that the current backward pass has reached.
     pub(super) met: usize,
     pub(super) reached: usize,
 }
 
-/// One output of a forward.
+/// One output of a forward pass.
 pub(crate) struct ForwardOutput {
     /// The number of weight updates before it.
     pub(super) updates: u64,

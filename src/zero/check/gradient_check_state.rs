@@ -1,4 +1,4 @@
-//! The state of a gradient check, and the results of its forward passes and its backward.
+//! The state of a gradient check, and the results of its forward passes and its backward pass.
 
 use super::perturbation::{DirectionalGradient, PerturbationDirection};
 use crate::graph::Grad;
@@ -25,7 +25,7 @@ pub(in crate::zero) fn count_collective_step() {
     PASSES_TOGETHER.set(PASSES_TOGETHER.get() + 1);
 }
 
-/// The perturbation that a forward runs with.
+/// The perturbation that a forward pass runs with.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Perturbation<'a> {
     /// The direction: 1 is up, -1 is down, 0 is unchanged.
@@ -51,9 +51,9 @@ impl Perturbation<'_> {
 pub(crate) struct FiniteDifferenceCheck {
     /// Whether forward passes are observed: their changes are undone, and their outputs report their gradients.
     pub(super) armed: AtomicBool,
-    /// Whether a forward runs with moved parameters.
+    /// Whether a forward pass runs with moved parameters.
     pub(super) shifts: AtomicBool,
-    /// Whether the current backward is measured.
+    /// Whether the current backward pass is measured.
     pub(super) measures: AtomicBool,
     pub(super) state: Mutex<GradientCheckState>,
 }
@@ -109,7 +109,7 @@ pub(crate) struct PerturbedOutputChange {
     pub bend: Vec<f32>,
 }
 
-/// The results of a measured backward.
+/// The results of a measured backward pass.
 pub(crate) struct MeasuredGradients {
     /// The changes of outputs, by group of parameters.
     pub outputs: Vec<DirectionalChange>,

@@ -3,8 +3,8 @@
 //!
 //! The optimizer's own copy of the weights does not contain such writes, so the next update would silently overwrite
 //! them, at some stages and not at others. A few elements of each parameter are remembered while the engine leaves the
-//! weights unchanged, and compared when they are used. This finds every write of an entire tensor, and a write of a few
-//! elements only by chance.
+//! weights unchanged, and compared when they are used. This check finds every write of an entire tensor, but a write of
+//! a few elements only by chance.
 
 use crate::error::Result;
 use crate::param::{Param, UnitId};
@@ -26,7 +26,7 @@ impl RankCore {
         self.look_at(|param| param.unit == unit)
     }
 
-    /// Reports that the engine has changed weights, or may have: they are remembered as they are now.
+    /// Reports that the engine has changed weights, or may have changed them: their present values are remembered.
     ///
     /// # Errors
     /// A parameter that cannot be read.
@@ -36,7 +36,7 @@ impl RankCore {
     }
 
     fn look_at(&self, which: impl Fn(&Param) -> bool) -> Result<()> {
-        // A check restores the parameters that it moves; after an evaluation, the next forward looks for writes.
+        // A check restores the parameters that it moves; after an evaluation, the next forward pass looks for writes.
         if self.is_checking() || self.is_evaluating() {
             return Ok(());
         }

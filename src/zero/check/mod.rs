@@ -2,7 +2,7 @@
 //!
 //! | file | contents |
 //! | --- | --- |
-//! | `finite_difference_check.rs` | perturbs parameters for a forward, and measures a backward's gradients along the direction |
+//! | `finite_difference_check.rs` | perturbs parameters, and measures a backward pass's gradients along the direction |
 //! | `gradient_check_state.rs` | the state of a check |
 //! | `perturbation.rs` | the direction in which parameters are perturbed |
 //! | `forward_outputs.rs`, `output_hooks.rs` | outputs of forward passes: whether a loss belongs to this step |

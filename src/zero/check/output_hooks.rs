@@ -1,10 +1,10 @@
-//! Hooks on the outputs of forward passes: a backward uses them to see whether its loss belongs to this step, and a
-//! check gets the output's gradient from them.
+//! Hooks on the outputs of forward passes: a backward pass uses them to see whether its loss belongs to this step, and
+//! a check gets the output's gradient from them.
 //!
 //! An output runs a hook when its gradient is complete. If the operation that computed the output is one of
 //! candle-zero's, the hook belongs to that operation. Otherwise it belongs to a separate operation, which copies the
-//! output. If the copy would be large, a backward that has reached no output searches the loss's graph for the output
-//! instead.
+//! output. If the copy would be large, a backward pass that has reached no output searches the loss's graph for the
+//! output instead.
 
 use super::forward_outputs::ForwardOutput;
 use crate::error::{EngineError, Result};
@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex};
 const MAX_COPIED_ELEMENTS: usize = 1 << 12;
 
 impl RankCore {
-    /// Returns the output of the engine's last forward, if it has a gradient.
+    /// Returns the output of the engine's last forward pass, if it has a gradient.
     pub fn last_output(&self) -> Option<Arc<ForwardOutput>> {
         lock(&self.outputs.0).last.clone()
     }
@@ -94,12 +94,12 @@ impl RankCore {
         (outputs.met, outputs.reached) = (0, 0);
     }
 
-    /// Counts a parameter that the backward has reached.
+    /// Counts a parameter that the backward pass has reached.
     pub(in crate::zero) fn count_reached(&self) {
         lock(&self.outputs.0).reached += 1;
     }
 
-    /// Checks what the finished backward of `loss` has reached.
+    /// Checks what the finished backward pass of `loss` has reached.
     ///
     /// # Errors
     /// [`EngineError::LossReachesNothing`]; [`EngineError::OldLoss`].
@@ -117,7 +117,7 @@ impl RankCore {
         if is_met { Ok(()) } else { Err(EngineError::OldLoss { is_old: true }.into()) }
     }
 
-    /// Forgets the outputs at the end of a micro step. `updated` means that it ended with a weight update.
+    /// Forgets the outputs at the end of a micro step. `updated` means that the micro step ended with a weight update.
     pub fn forget_outputs(&self, updated: bool) {
         let mut outputs = lock(&self.outputs.0);
         outputs.updates += u64::from(updated);

@@ -2,7 +2,7 @@
 //!
 //! The signs depend on the parameter's name and the element's index, so they are the same at all stages, on all ranks
 //! and in every run. The step is the same for all elements of a parameter: a fraction of the root mean square of its
-//! values. In 16 bits both moves are rounded to representable values, and it is the difference between the rounded
+//! values. In 16 bits, both moves are rounded to representable values, and it is the difference between the rounded
 //! values that counts.
 
 use crate::kernels::parallel;
@@ -38,8 +38,8 @@ pub(crate) struct DirectionalGradient {
 }
 
 impl PerturbationDirection {
-    /// Creates the direction of the parameter `name` with these values. Each seed gives a different one. `relative` is
-    /// the step relative to the root mean square of the values.
+    /// Creates the direction of the parameter `name` with these values. Each seed gives a different direction.
+    /// `relative` is the step relative to the root mean square of the values.
     pub fn new((name, seed): (&str, u64), shape: &Shape, values: FlatRef<'_>, relative: f64) -> Self {
         let mean_square = sum_of_squares(values) / values.len().max(1) as f64;
         let (size, usual) = (mean_square.sqrt(), usual_size(shape));

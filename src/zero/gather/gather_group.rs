@@ -40,7 +40,7 @@ pub(super) enum GatherProgress<R: StepExecutor> {
 }
 
 /// This rank's secondary shards (`zero_hpz_partition_size`): its part of a second copy that the ranks of a host keep,
-/// with one buffer for each layout of a group. `None` until a forward has gathered it.
+/// with one buffer for each layout of a group. `None` until a forward pass has gathered it.
 pub(super) type SecondaryShards<R> = Option<Vec<(<R as ShareStorage>::Buffer, MemoryLedgerEntry)>>;
 
 /// The handling of a group after it has been gathered.

@@ -79,7 +79,7 @@ impl LeafUnits {
         self.outermost().into_iter().enumerate().map(place).collect()
     }
 
-    /// Returns for each parameter whether its gradient may be missing on some ranks in a backward.
+    /// Returns for each parameter whether its gradient may be missing on some ranks in a backward pass.
     pub fn optional(&self, params: &[Param], zero: &ZeroConfig) -> Vec<bool> {
         let places = self.places();
         let is_optional = |param: &Param| zero.ignore_unused_parameters || places[param.unit] != LeafPosition::Outside;
@@ -92,7 +92,7 @@ mod tests {
     use super::LeafPosition::{Inside, Leaf, Outside};
     use super::*;
 
-    /// The root, a (with a.x, a.x.y and a.z inside), b.
+    /// Returns the root, a (with a.x, a.x.y and a.z inside), and b.
     fn nested() -> (LeafUnits, Vec<String>) {
         let mut leaves = LeafUnits::default();
         [0, 1, 2, 1, 0].into_iter().for_each(|around| leaves.push(around));

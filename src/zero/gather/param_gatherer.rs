@@ -5,16 +5,17 @@
 //!   backward   ... gather u1 | run u1, releasing each parameter when its gradient has arrived | gather u0 | ...
 //! ```
 //!
-//! If shards are in a file, a gather begins by reading them. With `zero_quantized_weights` it carries int8: all ranks,
-//! the owner of a shard included, compute with the received values, while the owner keeps the exact weights that the
-//! optimizer updates.
+//! If shards are in a file, a gather begins by reading them. With `zero_quantized_weights`, the gather carries int8:
+//! all ranks, the owner of a shard included, compute with the received values, while the owner keeps the exact weights
+//! that the optimizer updates.
 //!
-//! A leaf is gathered with all units inside. Ranks use different parameters of it, so each rank releases values when
-//! its own gradients arrive. The gatherer's counts and the unit's state depend only on the unit's events, which all
-//! ranks have in common. If unused parameters are ignored, this holds for all units.
+//! A leaf is gathered with all units inside. Ranks may use different parameters of a leaf, so each rank releases
+//! values when its own gradients arrive. The gatherer's counts and the unit's state depend only on the unit's events,
+//! which all ranks have in common. If unused parameters are ignored, this holds for all units.
 //!
 //! On several hosts, with `zero_hpz_partition_size`, each rank of a group within a host keeps a part of the unit that a
-//! forward has gathered. The unit is gathered from these parts until weights change, without traffic between hosts.
+//! forward pass has gathered. The unit is gathered from these parts until weights change, without traffic between
+//! hosts.
 //!
 //! From the second micro step on, the next units are gathered while one unit runs, as far as
 //! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow. Every decision depends only on counts, never
@@ -39,8 +40,8 @@ pub(crate) struct ParamGatherer<R: StepExecutor> {
     outermost: Vec<UnitId>,
     /// Whether ranks may use different parameters of each unit: true for leaves, or for all units.
     ranks_differ: Vec<bool>,
-    /// The units whose backward has begun, until the backward of another unit begins; only those whose parameters ranks
-    /// may use differently.
+    /// The units whose backward pass has begun, until the backward pass of another unit begins; only those whose
+    /// parameters ranks may use differently.
     spent: Vec<UnitId>,
     persistent: GatherGroup,
     /// Whether each parameter is persistent.
@@ -56,11 +57,11 @@ pub(crate) struct ParamGatherer<R: StepExecutor> {
     ahead: usize,
     /// Whether packed shares are unpacked in place. Packed units are then not gathered ahead, because they are local.
     unpacks_in_place: bool,
-    /// Whether units of this micro step will run again in backward.
+    /// Whether units of this micro step will run again in the backward pass.
     recomputes: bool,
     /// The number of backward passes that run inside others: a recomputing unit runs a separate one.
     depth: usize,
-    /// The last unit that each of these backward passes has entered, beginning with the engine's backward.
+    /// The last unit that each of these backward passes has entered, beginning with the engine's backward pass.
     entered: Vec<UnitId>,
     /// The number of nested backward passes that run inside one that is not the engine's.
     passing: usize,
@@ -72,13 +73,13 @@ struct UnitState<R: StepExecutor> {
     state: GatherState<R>,
     /// The number of the unit's elements that count as live.
     live: usize,
-    /// The smallest depth at which a backward has entered the unit in this micro step.
+    /// The smallest depth at which a backward pass has entered the unit in this micro step.
     outermost: usize,
-    /// The depth of the last backward that entered the unit.
+    /// The depth of the last backward pass that entered the unit.
     depth: usize,
-    /// Whether that backward has moved on to another unit.
+    /// Whether that backward pass has moved on to another unit.
     is_behind: bool,
-    /// Whether the unit is gathered only for a backward that is not the engine's.
+    /// Whether the unit is gathered only for a backward pass other than the engine's.
     passed: bool,
     /// Whether the unit has parameters that are packed at rest.
     is_packed: bool,
@@ -92,12 +93,12 @@ enum GatherState<R: StepExecutor> {
     InFlight(PendingGather<R>),
     /// All parameters are in memory.
     Gathered,
-    /// Some or all parameters are in memory: backward releases them one after the other.
+    /// Some or all parameters are in memory: the backward pass releases them one after the other.
     Partly,
 }
 
 impl<R: StepExecutor> ParamGatherer<R> {
-    /// Creates a gatherer for sharded parameters. At stages 0 to 2 there is nothing to gather and every call does
+    /// Creates a gatherer for sharded parameters. At stages 0 to 2, there is nothing to gather, and every call does
     /// nothing.
     pub fn new(params: &[Param], leaves: &LeafUnits, zero: &ZeroConfig, plan: &SharePlan) -> Self {
         let mut persistent = Vec::new();
@@ -207,15 +208,15 @@ impl<R: StepExecutor> ParamGatherer<R> {
         )?;
         self.units[unit].passed = false;
         if matches!(event, UnitEvent::Backward(_)) && self.ranks_differ[unit] {
-            // From here on this rank releases the parameters that it has used.
+            // From here on, this rank releases the parameters that it has used.
             self.units[unit].state = GatherState::Partly;
             self.spent.push(unit);
         }
         self.prefetch(core)
     }
 
-    /// Prepares a unit that is about to run in a backward that is not the engine's: gathers it if necessary. Nothing is
-    /// gathered ahead, and the record of the engine's own order does not change.
+    /// Prepares a unit that is about to run in a backward pass other than the engine's: gathers it if necessary.
+    /// Nothing is gathered ahead, and the record of the engine's own order does not change.
     pub fn pass(&mut self, core: &R, unit: UnitId) -> Result<()> {
         if self.outermost[unit] != unit {
             return Ok(());
@@ -240,8 +241,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
         Ok(())
     }
 
-    /// Releases a parameter that a backward that is not the engine's no longer needs, if it was gathered for that
-    /// backward.
+    /// Releases a parameter that a backward pass other than the engine's no longer needs, if the parameter was gathered
+    /// for that pass.
     pub fn release_passed_param(&mut self, core: &R, param: ParamId) -> Result<()> {
         if self.units[self.outermost[core.params()[param].unit]].passed {
             self.release_param(core, param)
@@ -250,7 +251,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         }
     }
 
-    /// Releases the parameters left in memory by backward passes that are not the engine's.
+    /// Releases the parameters left in memory by backward passes other than the engine's.
     pub fn release_passed(&mut self, core: &R) -> Result<()> {
         for unit in 0..self.units.len() {
             if self.units[unit].passed {
@@ -265,33 +266,33 @@ impl<R: StepExecutor> ParamGatherer<R> {
         !self.units[unit].group.params.is_empty()
     }
 
-    /// Reports that a unit of this micro step will run again in backward.
+    /// Reports that a unit of this micro step will run again in the backward pass.
     pub fn will_recompute(&mut self) {
         self.recomputes = true;
     }
 
-    /// Begins a backward inside a backward. `passes` means that the outer backward is not the engine's.
+    /// Begins a backward pass inside a backward pass. `passes` means that the outer backward pass is not the engine's.
     pub fn nest(&mut self, passes: bool) {
         self.depth += 1;
         self.passing += usize::from(passes);
         self.entered.push(ROOT);
     }
 
-    /// Ends the inner backward, that of `unit`, and also releases the parameters that this rank has not used.
+    /// Ends the inner backward pass, that of `unit`, and also releases the parameters that this rank has not used.
     pub fn unnest(&mut self, core: &R, unit: UnitId, passes: bool) -> Result<()> {
         let last = self.entered.pop().unwrap_or(ROOT);
         let left = self.leave_behind(core, last);
         let (unit, depth) = (self.outermost[unit], self.depth);
         self.depth -= 1;
         self.passing -= usize::from(passes);
-        // An outer backward may have entered the unit too.
+        // An outer backward pass may have entered the unit too.
         if !passes && self.ranks_differ[unit] && self.units[unit].outermost == depth {
             self.release_unit(core, unit)?;
         }
         left
     }
 
-    /// Reports that the current backward has moved on from a unit, whose input has its gradient. The unit's frozen
+    /// Reports that the current backward pass has moved on from a unit, whose input has its gradient. The unit's frozen
     /// parameters are no longer needed, unless a trained one still waits for its gradient.
     fn leave_behind(&mut self, core: &R, unit: UnitId) -> Result<()> {
         if unit == ROOT || self.units[unit].depth < self.depth {
@@ -312,9 +313,9 @@ impl<R: StepExecutor> ParamGatherer<R> {
         }
     }
 
-    /// Ends a unit's forward: releases the unit, unless its backward comes within `stage3_max_reuse_distance`. A packed
-    /// unit is released whatever the distance, because packing would save nothing if everything stayed unpacked between
-    /// forward and backward.
+    /// Ends a unit's forward pass: releases the unit, unless its backward pass comes within
+    /// `stage3_max_reuse_distance`. A packed unit is released whatever the distance, because packing would save nothing
+    /// if everything stayed unpacked between the forward and the backward pass.
     pub fn leave_forward(&mut self, core: &R, unit: UnitId) -> Result<()> {
         if self.outermost[unit] != unit {
             return Ok(());
@@ -326,11 +327,12 @@ impl<R: StepExecutor> ParamGatherer<R> {
         if stays { Ok(()) } else { self.release_unit(core, unit) }
     }
 
-    /// Takes note that a parameter's gradient has arrived: the backward that computed it no longer needs the values.
+    /// Takes note that a parameter's gradient has arrived: the backward pass that computed it no longer needs the
+    /// values.
     ///
-    /// Another backward may need them. A parameter that is used inside and outside of a recomputing unit has a gradient
-    /// from each use. Therefore a parameter of a unit that an outer backward has entered stays, and the root's
-    /// parameters also stay while units will recompute.
+    /// Another backward pass may need them. A parameter that is used inside and outside a recomputing unit has a
+    /// gradient from each use. Therefore a parameter of a unit that an outer backward pass has entered stays, and the
+    /// root's parameters also stay while units will recompute.
     pub fn release_param(&mut self, core: &R, param: ParamId) -> Result<()> {
         let params = core.params();
         let id = self.outermost[params[param].unit];
@@ -362,7 +364,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
         Ok(())
     }
 
-    /// Returns the number of training micro steps so far that used units in a different order from the one before.
+    /// Returns the number of training micro steps so far that used units in a different order from the previous micro
+    /// step.
     pub fn order_changes(&self) -> u64 {
         self.traces[0].changes()
     }
@@ -473,7 +476,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
         Ok(())
     }
 
-    /// Waits for a gather whose result is not used, and forgets it. The other ranks depend on this rank's part in it.
+    /// Waits for a gather whose result is not used, and forgets it. The other ranks depend on this rank's part in the
+    /// gather.
     fn settle(&mut self, core: &R, unit: UnitId) -> Result<()> {
         let UnitState { group, state, .. } = &mut self.units[unit];
         match std::mem::replace(state, GatherState::Released) {

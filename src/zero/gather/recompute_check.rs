@@ -1,8 +1,8 @@
 //! Checks that a recomputing unit returns the same output the second time.
 //!
 //! If it does not, the gradients of its second run are those of a different function from the one whose loss was
-//! computed. A digest of the first output is kept, and every backward compares the second output with it. This costs
-//! one more pass over the unit's output, which is little compared with matrix products that read it many times.
+//! computed. A digest of the first output is kept, and every backward pass compares the second output with it. This
+//! costs one more pass over the unit's output, which is little compared with matrix products that read it many times.
 
 use crate::kernels::digest::digest;
 use crate::tensor::residency::with_view;

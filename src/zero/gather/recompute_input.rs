@@ -1,5 +1,5 @@
-//! The input that a recomputing unit keeps from its forward to its backward, in the storage that `cpu_checkpointing`
-//! selects.
+//! The input that a recomputing unit keeps from its forward pass to its backward pass, in the storage that
+//! `cpu_checkpointing` selects.
 
 use crate::offload::SpilledTensor;
 use crate::tensor::residency::{storage_on, to_storage, with_view};

@@ -9,7 +9,8 @@
 //! the last operation is one of candle-zero's, the mark is one of its hooks. Otherwise it is an identity operation on
 //! the unit's output. Without an engine, or if parameters are not sharded, a unit only runs the module inside.
 //!
-//! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
+//! A unit may recompute (activation checkpointing): the forward pass keeps only the unit's input, and the backward pass
+//! runs the forward pass again.
 
 use super::leaf_units::LeafPosition;
 use super::recompute_check::OutputDigest;
@@ -71,13 +72,13 @@ pub(crate) fn building<T>(units: &(impl UnitRegistrar + Clone + 'static), build:
 /// A part of a model whose parameters are gathered and released together at stage 3.
 pub struct Unit<M> {
     inner: Arc<M>,
-    /// The unit's number and the link to the engine; `None` outside of an engine.
+    /// The unit's number and the link to the engine; `None` outside an engine.
     hook: Option<(UnitId, EngineLink)>,
     recompute: bool,
 }
 
 /// Builds a unit: the parameters that `build` takes from its `VarBuilder` belong to it. A parameter that several units
-/// take by the same name belongs to none of them: it is in memory during the entire forward and backward.
+/// take by the same name belongs to none of them: it is in memory during the entire forward and backward passes.
 ///
 /// ```
 /// use candle_core::{Result, Tensor};
@@ -111,18 +112,18 @@ pub fn unit<M>(vb: VarBuilder<'_>, build: impl FnOnce(VarBuilder<'_>) -> Result<
 }
 
 impl<M> Unit<M> {
-    /// Sets whether the unit recomputes. With `true`, backward runs the unit's forward again instead of keeping its
-    /// activations: only the unit's input stays in memory, and a step takes about a third longer. Without an engine
-    /// this has no effect.
+    /// Sets whether the unit recomputes. With `true`, the backward pass runs the unit's forward pass again instead of
+    /// keeping its activations: only the unit's input stays in memory, and a step takes about a third longer. Without
+    /// an engine this has no effect.
     ///
     /// Losses keep the same bits, and so do gradients, with one exception: a sum of gradients that has terms from
-    /// inside and from outside of the unit. This concerns an input that the unit uses several times and other parts of
-    /// the model use too, and a parameter that other parts of the model use. The unit then adds up its own terms first,
-    /// and the last bits may differ.
+    /// inside and from outside the unit. The exception concerns an input that the unit uses several times and that
+    /// other parts of the model also use, and a parameter that other parts of the model also use. The unit then adds up
+    /// its own terms first, and the last bits may differ.
     ///
-    /// The second forward must return the first one's output, which every backward checks
+    /// The second forward pass must return the first one's output, which every backward pass checks
     /// ([`EngineError::RecomputationDiffers`]). Random numbers in a module must therefore come from
-    /// [`nn::Dropout`](crate::nn::Dropout), whose draws are repeated. Those of Candle (`candle_nn::Dropout`,
+    /// [`nn::Dropout`](crate::nn::Dropout), whose draws are repeated. Candle's random numbers (`candle_nn::Dropout`,
     /// `Tensor::rand`) cannot be repeated.
     #[must_use]
     pub fn checkpointed(mut self, recompute: bool) -> Self {
@@ -136,8 +137,8 @@ impl<M> Unit<M> {
     /// `zero_optimization.leaf_module` do the same. Call this while the model is being built; without an engine it has
     /// no effect.
     ///
-    /// The gradients of a leaf are held until backward ends. At stage 3, the values that a rank has not used are held
-    /// too, unless the leaf recomputes ([`checkpointed`](Self::checkpointed)).
+    /// The gradients of a leaf are held until the backward pass ends. At stage 3, the values that a rank has not used
+    /// are held too, unless the leaf recomputes ([`checkpointed`](Self::checkpointed)).
     #[must_use]
     pub fn leaf(self) -> Self {
         if let Some((unit, _)) = &self.hook {
@@ -146,15 +147,15 @@ impl<M> Unit<M> {
         self
     }
 
-    /// Returns the module inside. Its parameters may be used only while the unit's forward or
+    /// Returns the module inside. Its parameters may be used only while the unit's forward pass or
     /// [`evaluate`](Self::evaluate) runs.
     pub fn inner(&self) -> &M {
         &self.inner
     }
 
-    /// Runs something other than the module's forward, with its parameters in memory: a computation that a module does
-    /// only in evaluation, such as computing one more token of a text from the values kept for earlier tokens. The
-    /// result has no graph. All ranks must run it, as they must run a forward.
+    /// Runs something other than the module's forward pass, with its parameters in memory: a computation that a module
+    /// does only in evaluation, such as computing one more token of a text from the values kept for earlier tokens. The
+    /// result has no graph. All ranks must run it, as they must run a forward pass.
     ///
     /// # Errors
     /// Errors of `run`, and failures to gather the parameters.
@@ -175,9 +176,9 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
 }
 
 impl<M: Send + Sync + 'static> Unit<M> {
-    /// Runs a forward that is not the module's own: `run` receives the module and `x`, and may use more information,
-    /// such as the positions in a row of a batch at which a new text begins. If the unit recomputes, `run` runs again
-    /// in backward. Tensors that it captures get no gradient.
+    /// Runs a forward pass that is not the module's own: `run` receives the module and `x`, and may use more
+    /// information, such as the positions in a row of a batch at which a new text begins. If the unit recomputes, `run`
+    /// runs again in the backward pass. Tensors that it captures get no gradient.
     ///
     /// # Errors
     /// Errors of `run`, and failures to gather the parameters.
@@ -191,13 +192,13 @@ impl<M: Send + Sync + 'static> Unit<M> {
             return Ok(self.run(&hook, |inner| run(inner, &x.detach()))?.detach());
         }
         if !x.track_op() && hook.core.is_frozen(hook.unit) {
-            // Neither the unit nor anything before it is trained: no graph, and no backward.
+            // Neither the unit nor anything before it is trained: no graph, and no backward pass.
             return Ok(without_gradients(|| self.run(&hook, |inner| run(inner, x)))?.detach());
         }
         // If every unit recomputes, a leaf recomputes as one unit.
         let recomputes = self.recompute || (hook.core.recomputation.every_unit && hook.place() != LeafPosition::Inside);
         // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph. An
-        // untracked input would keep the operation's backward from ever being called.
+        // untracked input would keep the operation's backward pass from ever being called.
         if recomputes && x.track_op() {
             return self.forward_to_recompute(&hook, x, run);
         }
@@ -227,7 +228,7 @@ impl<M> Unit<M> {
         Some(UnitContext { unit, link, core })
     }
 
-    /// Runs a forward with the unit's parameters in memory.
+    /// Runs a forward pass with the unit's parameters in memory.
     fn run(
         &self,
         UnitContext { unit, core, .. }: &UnitContext,
@@ -251,8 +252,8 @@ impl<M> Unit<M> {
 }
 
 impl<M> Unit<M> {
-    /// Computes the input's gradient from the output's gradient, by a second forward, which must reproduce the output
-    /// of the `first`, and a separate backward.
+    /// Computes the input's gradient from the output's gradient, by a second forward pass, which must reproduce the
+    /// output of the `first`, and a separate backward pass.
     fn run_again(
         &self,
         run: &impl Fn(&M, &Tensor) -> Result<Tensor>,
@@ -282,7 +283,7 @@ impl<M> Unit<M> {
 }
 
 impl<M: Send + Sync + 'static> Unit<M> {
-    /// Runs a forward without a graph, as one operation whose backward runs the unit again.
+    /// Runs a forward pass without a graph, as one operation whose backward pass runs the unit again.
     fn forward_to_recompute(
         &self,
         hook: &UnitContext,
@@ -350,7 +351,7 @@ impl UnitContext {
         self.core.leaves[self.unit]
     }
 
-    /// Returns a function that begins the unit's backward.
+    /// Returns a function that begins the unit's backward pass.
     fn begin_backward(&self) -> impl Fn() -> Result<()> + Send + Sync + 'static {
         let (unit, link) = (self.unit, self.link.clone());
         move || {
@@ -362,9 +363,9 @@ impl UnitContext {
         }
     }
 
-    /// Marks the output of a leaf, like [`mark_output`](Self::mark_output). The leaf's backward begins on all ranks and
-    /// continues to the operations before the leaf, whether or not this rank's run has used its parameters or its
-    /// input.
+    /// Marks the output of a leaf, like [`mark_output`](Self::mark_output). The leaf's backward pass begins on all
+    /// ranks and continues to the operations before the leaf, whether or not this rank's run has used its parameters or
+    /// its input.
     fn mark_leaf(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
         let begin = self.begin_backward();
         if !x.track_op() && !y.track_op() {
@@ -372,7 +373,7 @@ impl UnitContext {
             return prepared("leaf-output", &anchor, copy_of(y)?, move |_, _| begin().map(|()| None));
         }
         let ((storage, shape), unused) = (copy_of(y)?, ZeroGradient::like(x));
-        // Of two inputs the second is differentiated first: in this case `y`, with everything that only the output
+        // Of two inputs, the second is differentiated first: in this case `y`, with everything that only the output
         // depends on.
         let y = OpInputs::of([Some(x), Some(y)])?.result(
             "leaf-output",
@@ -391,7 +392,7 @@ impl UnitContext {
         Ok(y)
     }
 
-    /// Ends the unit's backward in the profile when its input has its gradient.
+    /// Ends the unit's backward pass in the profile when its input has its gradient.
     fn profile_input(&self, x: &Tensor) {
         let unit = self.unit;
         if let (true, Some(node)) = (spans::is_recording(), node_of(x)) {
@@ -402,7 +403,7 @@ impl UnitContext {
         }
     }
 
-    /// Makes the unit's backward begin before the last of its operations is differentiated.
+    /// Makes the unit's backward pass begin before the last of its operations is differentiated.
     fn mark_output(&self, y: Tensor) -> Result<Tensor> {
         let shards_params = self.core.shards_params() && self.place() != LeafPosition::Inside;
         if !shards_params && !spans::is_recording() && !timeline::is_recording() {

@@ -5,9 +5,9 @@ use crate::param::UnitId;
 /// A use of a unit that is about to begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum UnitEvent {
-    /// The unit's forward.
+    /// The unit's forward pass.
     Forward(UnitId),
-    /// The unit's backward.
+    /// The unit's backward pass.
     Backward(UnitId),
 }
 
@@ -58,8 +58,8 @@ impl UnitTrace {
         self.at = 0;
     }
 
-    /// Returns the number of micro steps so far that used units in a different order from the one before, or only some
-    /// of them.
+    /// Returns the number of micro steps so far that used units in a different order from the previous micro step, or
+    /// used only some of the units.
     pub fn changes(&self) -> u64 {
         self.changes
     }

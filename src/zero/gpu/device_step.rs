@@ -40,8 +40,8 @@ pub(in crate::zero) fn update(
             };
             // SAFETY: the steps run below. Until then this function owns the buffers, and the core owns the tensors of
             // parameters, whose memory only this engine replaces. Slots share no elements. All this memory is used on
-            // Candle's stream, or by collectives, which wait for it and for which it waits. Use of a tensor on another
-            // stream is announced below.
+            // Candle's stream, or by collectives, which wait for that stream and for which that stream waits. Use of a
+            // tensor on another stream is announced below.
             unsafe { steps.add(&rule, param, &grad, moments, half) }
         };
         match weights {

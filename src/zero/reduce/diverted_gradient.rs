@@ -1,5 +1,5 @@
-//! A gradient that is handed to the caller of backward instead of being reduced: that of a weight which another stage of
-//! the pipeline uses too, and which is complete only with that stage's part.
+//! A gradient that is handed to the caller of the backward pass instead of being reduced: the gradient of a weight
+//! that another stage of the pipeline also uses. This gradient is complete only with that stage's part.
 
 use crate::graph::Grad;
 use crate::param::ParamId;

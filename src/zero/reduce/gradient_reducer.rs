@@ -1,4 +1,4 @@
-//! Brings gradients from the backward that computes them to this rank's share.
+//! Moves gradients from the backward pass that computes them to this rank's share.
 //!
 //! ```text
 //!   arrived -> [held until backward ends: stage 1] -> bucket -> reduce -> [leaves the GPU] -> becomes the share,
@@ -6,14 +6,14 @@
 //! ```
 //!
 //! A large gradient is reduced separately, in the buffer that its layer wrote: a parameter's pieces are already in it
-//! one after the other. Small ones are packed together. From stage 2 on, a gradient is dropped as soon as it is
-//! reduced, while backward continues. At stage 1 every rank holds its full gradient until backward is over, as ZeRO
-//! defines it. At stage 0 the full sum is kept.
+//! one after the other. Small gradients are packed together. From stage 2 on, a gradient is dropped as soon as it is
+//! reduced, while the backward pass continues. At stage 1, every rank holds its full gradient until the backward pass
+//! is over, as ZeRO defines it. At stage 0, the full sum is kept.
 //!
 //! A parameter whose gradient may be missing on some ranks (`ignore_unused_parameters`, the experts of a leaf unit)
-//! waits until this rank's backward is over: Candle offers no earlier point at which it is known that a gradient will
-//! not come. Then all such gradients are reduced in a fixed order, with zeros for missing ones, so that ranks on which
-//! different gradients are missing still issue the same collectives.
+//! waits until this rank's backward pass is over: Candle offers no earlier point at which it is known that a gradient
+//! will not come. Then all such gradients are reduced in a fixed order, with zeros for missing ones, so that ranks on
+//! which different gradients are missing still issue the same collectives.
 //!
 //! With `zero_quantized_gradients`, a rank sends its gradients as int4, in blocks that depend only on the parameter and
 //! the number of ranks. Sums are always computed in f32, and at stage 0 they are transferred exactly. With
@@ -45,9 +45,9 @@ use std::collections::{BTreeMap, VecDeque};
 pub(crate) struct ReducePlan {
     /// Whether each rank receives only its shards.
     pub scatter: bool,
-    /// Whether full gradients are held until backward is over.
+    /// Whether full gradients are held until the backward pass is over.
     pub hold: bool,
-    /// Whether buckets are transferred while backward runs.
+    /// Whether buckets are transferred while the backward pass runs.
     pub overlap: bool,
     /// The factor before the reduction.
     pub(super) before: f32,
@@ -107,7 +107,7 @@ fn travels(config: &Config, dtype: DType) -> (DType, WireFormat) {
 
 /// The executor of the decisions of [`GradientReducer`]: the engine's core, or a rehearsal that only counts.
 pub(crate) trait GradientBackend: StepExecutor {
-    /// A gradient as computed by backward.
+    /// A gradient as computed by the backward pass.
     type Grad;
     /// Returns the size in bytes of a gradient.
     fn bytes(grad: &Self::Grad) -> usize;
@@ -136,14 +136,14 @@ pub(crate) struct GradientReducer<C: GradientBackend> {
     held: Vec<ArrivedGradient<C::Grad>>,
     /// Whether each parameter's gradient may be missing on some ranks. A missing gradient counts as zeros.
     optional: Vec<bool>,
-    /// The gradients of such parameters that have arrived, until backward ends.
+    /// The gradients of such parameters that have arrived, until the backward pass ends.
     waiting: BTreeMap<ParamId, ArrivedGradient<C::Grad>>,
     /// Whether each parameter's gradient has arrived in the first accumulation; `None` once that has been judged.
     seen: Option<Vec<bool>>,
 }
 
-/// Returns whether a backward must produce a gradient of this parameter. Parameters without elements have nothing to
-/// learn.
+/// Returns whether a backward pass must produce a gradient of this parameter. Parameters without elements need no
+/// gradient.
 pub(super) fn is_expected(param: &Param) -> bool {
     param.is_trained() && param.numel > 0
 }
@@ -218,8 +218,8 @@ impl<C: GradientBackend> GradientReducer<C> {
         ArrivedGradient { param, grad, held }
     }
 
-    /// Holds a gradient until backward ends. A parameter that is used inside and outside of a recomputing unit has a
-    /// gradient from each use. The number of uses may differ between ranks too, so the sum is reduced.
+    /// Holds a gradient until the backward pass ends. A parameter that is used inside and outside a recomputing unit
+    /// has a gradient from each use. The number of uses may differ between ranks too, so the sum is reduced.
     fn wait_for_others(&mut self, ArrivedGradient { param, grad, held }: ArrivedGradient<C::Grad>) -> Result<()> {
         let arrived = match self.waiting.remove(&param) {
             Some(first) => ArrivedGradient { grad: C::sum(first.grad, grad)?, ..first },
@@ -243,7 +243,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         let params = bucket.iter().map(|arrived| arrived.param).collect();
         let layout = CoalescedLayout::new(params, core.params(), core.mesh().pieces(), wire);
         let _span = timeline::span(timeline::EventCategory::Reduce, "pack").of(|| core.names(&layout.params));
-        // On a GPU a bucket exists in addition to the gradients that it is packed from. On the host a large gradient
+        // On a GPU, a bucket exists in addition to the gradients that it is packed from. On the host, a large gradient
         // becomes the bucket.
         let packed = layout.chunk * core.world_size() * self.plan.dtype.size_in_bytes();
         let is_copied = C::Buffer::is_device(core.model_place());

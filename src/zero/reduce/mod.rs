@@ -1,4 +1,4 @@
-//! Brings gradients from the backward that computes them to this rank's share.
+//! Moves gradients from the backward pass that computes them to this rank's share.
 //!
 //! | file | contents |
 //! | --- | --- |
@@ -6,9 +6,9 @@
 //! | `core_gradients.rs` | the operations that need values: sums gradients, and packs them into buckets |
 //! | `bucket_queue.rs` | the parameters that share a bucket, and the pending buckets |
 //! | `unreduced_gradients.rs`, `no_sync.rs` | gradients that stay on their rank until they are reduced |
-//! | `divided_backward.rs` | gradients that wait for the second part of a divided backward |
-//! | `diverted_gradient.rs` | a gradient that goes to the caller of backward |
-//! | `unused_params.rs` | parameters that no backward reaches |
+//! | `divided_backward.rs` | gradients that wait for the second part of a divided backward pass |
+//! | `diverted_gradient.rs` | a gradient that goes to the caller of the backward pass |
+//! | `unused_params.rs` | parameters that no backward pass reaches |
 
 pub(in crate::zero) mod bucket_queue;
 mod core_gradients;

@@ -24,12 +24,12 @@ impl RankCore {
         lock(&self.unreduced).add(param, grad, dtype, &self.ledger)
     }
 
-    /// Records that a backward whose gradients are kept is over.
+    /// Records that a backward pass whose gradients are kept is over.
     pub(in crate::zero) fn keep_unreduced(&self) {
         lock(&self.unreduced).waits = true;
     }
 
-    /// Hands over the gradient sums of the parameters that the current backward has not reached.
+    /// Hands over the gradient sums of the parameters that the current backward pass has not reached.
     pub(in crate::zero) fn release_unreduced(&self) -> Result<()> {
         let mut unreduced = lock(&self.unreduced);
         unreduced.waits = false;

@@ -1,5 +1,5 @@
 //! Gradients of micro steps that are not reduced (`no_sync`): this rank's own full gradients, kept until a backward
-//! reduces them.
+//! pass reduces them.
 
 use crate::graph::Grad;
 use crate::memory::{MemoryKind, MemoryLedger, TrackedBuffer};
@@ -13,8 +13,8 @@ use std::collections::BTreeMap;
 pub(in crate::zero) struct UnreducedGradients {
     /// Whether gradients of the current backward passes are kept.
     pub holds: bool,
-    /// Whether a backward's gradients have been kept since the last reduction. It is the same on all ranks, regardless
-    /// of which gradients arrived on this rank.
+    /// Whether a backward pass's gradients have been kept since the last reduction. It is the same on all ranks,
+    /// regardless of which gradients arrived on this rank.
     pub waits: bool,
     pub sums: BTreeMap<ParamId, TrackedBuffer>,
 }

@@ -1,4 +1,4 @@
-//! Checks once for parameters that no backward reaches: they are an error, or get zeros.
+//! Checks once for parameters that no backward pass reaches: they are an error, or get zeros.
 //!
 //! The first accumulation is judged as a whole and over all ranks, so that a model whose micro steps or ranks alternate
 //! between its parts is not an error. A model that has already been trained was judged when its training began, so a
@@ -17,7 +17,7 @@ impl RankCore {
     /// steps.
     ///
     /// # Errors
-    /// [`EngineError::NoGradient`] if no rank has a gradient of a parameter that a backward must reach.
+    /// [`EngineError::NoGradient`] if no rank has a gradient of a parameter that a backward pass must reach.
     pub(in crate::zero) fn judge_unused(&self) -> Result<()> {
         let Some(seen) = lock(&self.gradients).take_seen() else { return Ok(()) };
         let seen = self.comm.gather_bytes(seen.into_iter().map(u8::from).collect()).wait()?;

@@ -21,7 +21,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 impl RankCore {
-    /// Collective: from now on exactly the parameters that `trained` selects are trained. Those that were not trained
+    /// Collective: trains exactly the parameters that `trained` selects from now on. Those that were not trained
     /// before get fresh optimizer states; the others have had `updates` updates. No gradients may exist at this point.
     ///
     /// # Errors

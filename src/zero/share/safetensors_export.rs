@@ -85,8 +85,8 @@ impl RankCore {
     /// Collective: assembles a whole parameter from the elements that each rank owns.
     pub(super) fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
         let (mesh, about) = (self.mesh(), &self.params[param]);
-        // The number of elements that this rank owns must not decide this: a parameter with one element is in only one
-        // shard.
+        // This decision must not depend on the number of elements that this rank owns: a parameter with one element is
+        // in only one shard.
         if mesh.shards() == 1 || !self.placement.optim.is_sharded() {
             return Ok(own);
         }

@@ -29,7 +29,7 @@ pub(crate) struct SharePlan {
     pub sub_group_size: usize,
     /// The dtype that gradients are accumulated in.
     pub grad_dtype: DType,
-    /// Decides which states a parameter has.
+    /// The rules that decide which states a parameter has.
     pub grouping: Arc<ParameterGrouping>,
     /// The dtype that float buffers are cast to (`data_types.buffer_dtype`). `None`: no cast.
     pub buffer_dtype: Option<DType>,

@@ -13,7 +13,7 @@ pub(crate) trait ShareStorage: Sized {
 
     /// Returns the location of this rank's share, unless it is in files.
     fn share_place(&self) -> &BufferPlaceOf<Self>;
-    /// Returns the place where the model computes: that of gathered parameters and of the buffers of collectives.
+    /// Returns the place where the model computes, which also holds gathered parameters and the buffers of collectives.
     fn model_place(&self) -> &BufferPlaceOf<Self>;
     fn files(&self) -> Option<&Self::Files>;
     fn ledger(&self) -> &MemoryLedger;

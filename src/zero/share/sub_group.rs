@@ -13,8 +13,8 @@
 //! | `grads`, `moments` | whole | shards | shards |
 //!
 //! If nothing is offloaded to files, all states are in memory. With the device `nvme`, `offload_param` moves `weights`
-//! to files, and `offload_optimizer` moves the others. Gradients have a buffer per parameter: the one that a large
-//! gradient was reduced in.
+//! to files, and `offload_optimizer` moves the others. Each parameter's gradient has its own buffer: for a large
+//! gradient, the buffer in which it was reduced.
 
 use super::optim_state::OptimState;
 use super::share_storage::{FileExtentOf, ShareStorage};
@@ -126,7 +126,7 @@ impl<R: ShareStorage> SubGroup<R> {
         self.class.weights.packing().zip(self.weights.as_ref())
     }
 
-    /// Takes a gradient out, to be added to and put back. Returns `None` if none has arrived.
+    /// Takes a gradient out, so that it can be added to and put back. Returns `None` if none has arrived.
     pub fn take_grads(&mut self, slot: usize, rank: &R) -> Result<Option<TrackedBuffer<R::Buffer>>> {
         match (std::mem::replace(&mut self.grads[slot], GradientShare::Absent), &self.grad_file, rank.files()) {
             (GradientShare::Memory(grads), ..) => Ok(Some(grads)),

@@ -1,7 +1,7 @@
 //! The `VarBuilder` backend behind a model under construction.
 //!
 //! For each parameter that the model requests, the backend creates the initial values (at stage 3 only this rank's
-//! share), puts the share into its sub-group, and hands the model a tensor. At stage 3 it never holds a whole
+//! share), puts the share into its sub-group, and hands the model a tensor. At stage 3, it never holds a whole
 //! parameter.
 
 use super::packed_weight_shards;
@@ -31,7 +31,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex};
 
-/// Collects the parameters of a model under construction.
+/// A `VarBuilder` backend that collects the parameters of a model under construction.
 #[derive(Clone)]
 pub(crate) struct VarBuilderBackend(Arc<Mutex<VarBuilderBackendInner>>);
 
@@ -44,7 +44,7 @@ struct VarBuilderBackendInner {
     params: Vec<Param>,
     inits: Vec<Init>,
     buffers: Vec<ModelBuffer>,
-    /// Selects further buffers, in addition to those recognized by their names and types.
+    /// The rule that selects further buffers, in addition to those recognized by their names and types.
     buffer_rule: Option<BufferFilter>,
     /// The names of the complete model's parameters, if this rank builds only a part of the model.
     complete: Option<BTreeSet<String>>,
@@ -141,7 +141,7 @@ impl VarBuilderBackend {
         self
     }
 
-    /// From now on, also turns the tensors that `rule` selects by name and shape into buffers.
+    /// Also turns the tensors that `rule` selects by name and shape into buffers, from now on.
     pub fn also_buffers(&self, rule: Option<BufferFilter>) {
         lock(&self.0).buffer_rule = rule;
     }

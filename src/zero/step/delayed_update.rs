@@ -9,8 +9,8 @@
 //!
 //! The thread has the states and the gradients, and computes new weights in separate memory: the model computes with
 //! the old weights, and gathers use them too. States return to their sub-groups as soon as something reads them, and
-//! whatever reads weights as state gets the new ones. The model gets them at the next step, or before all ranks save,
-//! load or change state.
+//! whatever reads weights as state gets the new weights. The model gets the new weights at the next step, or before all
+//! ranks save, load or change state.
 
 use super::state_sweep::{ParamSlice, sweep};
 use super::weight_publisher::WeightPublisher;
@@ -148,7 +148,7 @@ impl RankCore {
                 group.slots.iter().try_for_each(|slot| publisher.push(self, slot.param))?;
             }
         }
-        // Until this point, readers of a weight find it among the new ones.
+        // Until this point, readers of a weight find it among the new weights.
         *delayed = DelayedUpdate::None;
         drop((groups, delayed));
         publisher.finish(self)?;

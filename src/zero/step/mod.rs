@@ -9,7 +9,7 @@
 //! | `state_sweep.rs` | a sweep through the share, in memory and in files |
 //! | `stored_states.rs` | states in formats other than f32, and their conversion to f32 and back |
 //! | `whole_param_step.rs` | norms of whole parameters, and directions computed from whole parameters |
-//! | `weight_publisher.rs` | brings updated shards to all ranks |
+//! | `weight_publisher.rs` | sends updated shards to all ranks |
 //! | `delayed_update.rs` | an update that runs during the next step |
 
 #[cfg(feature = "cuda")]

@@ -1,5 +1,5 @@
-//! The outer step of local steps: what an island has learned since the last exchange, and the step on the mean of what
-//! all islands have learned (DiLoCo, arXiv 2311.08105).
+//! The outer step of local steps: the change in an island's weights since the last exchange, and the step on the mean
+//! change of all islands (DiLoCo, arXiv 2311.08105).
 //!
 //! ```text
 //!   begin     outer weights = weights                                          the same on all islands
@@ -83,8 +83,8 @@ impl RankCore {
         publisher.finish(self)
     }
 
-    /// Calls `work` with every part of a trained parameter that this rank owns, in pieces that begin at offsets at which
-    /// file access may begin.
+    /// Calls `work` with every part of a trained parameter that this rank owns, in pieces that begin at offsets at
+    /// which file access may begin.
     fn of_owned_parts(&self, mut work: impl FnMut(ParamId, Range<usize>) -> Result<()>) -> Result<()> {
         self.trained_params()
             .try_for_each(|(param, _)| pieces(&self.owned(param)).try_for_each(|part| work(param, part)))
@@ -105,8 +105,8 @@ impl RankCore {
         self.ledger.hold(MemoryKind::Buckets, bytes)
     }
 
-    /// Returns the difference between the outer weights and the weights of this rank's pieces of `params`, times `weight`,
-    /// in a buffer with room for `capacity` elements.
+    /// Returns the difference between the outer weights and the weights of this rank's pieces of `params`, times
+    /// `weight`, in a buffer with room for `capacity` elements.
     pub fn change_since_exchange(&self, params: &[ParamId], weight: f32, capacity: usize) -> Result<Vec<f32>> {
         let mut change = Vec::with_capacity(capacity);
         for param in params {
@@ -147,7 +147,8 @@ impl RankCore {
         publisher.finish(self)
     }
 
-    /// Collective among the ranks of an island: keeps the mean change of `params`, as it was received, among the states.
+    /// Collective among the ranks of an island: keeps the mean change of `params`, as it was received, among the
+    /// states.
     pub fn store_change(&self, params: &[ParamId], own: Vec<f32>) -> Result<()> {
         let mut changes = self.changes_of_pieces(params, own)?;
         for param in params {
@@ -190,8 +191,8 @@ impl RankCore {
         self.set_values(self.outer(OUTER_WEIGHTS), param, part, outer)
     }
 
-    /// Sets elements, owned by this rank, of a parameter's state, and the same elements of the parameter's tensor if this
-    /// rank holds the full tensor.
+    /// Sets elements, owned by this rank, of a parameter's state, and the same elements of the parameter's tensor if
+    /// this rank holds the full tensor.
     fn set_values(&self, state: ParamStateKind, param: ParamId, range: Range<usize>, values: Vec<f32>) -> Result<()> {
         if state == ParamStateKind::Weights && !self.shards(param) {
             residency::with_values(&self.params[param].tensor, |whole| {
@@ -202,7 +203,8 @@ impl RankCore {
         self.write_state(state, param, range, |_| Ok(values.clone()))
     }
 
-    /// Returns elements `range` of a parameter's state, in f32. They must be one of the [`pieces`] of the owned elements.
+    /// Returns elements `range` of a parameter's state, in f32. The range must be one of the [`pieces`] of the
+    /// owned elements.
     fn state_values(&self, state: ParamStateKind, param: ParamId, range: Range<usize>) -> Result<Vec<f32>> {
         let mut values = vec![0.0; range.len()];
         self.read_state(state, param, range, |read| FlatMut::F32(&mut values).copy_cast(read))?;

@@ -31,8 +31,8 @@ use std::sync::atomic::Ordering;
 
 /// The result of the vote of all ranks before a step.
 pub(crate) struct Vote {
-    /// The global L2 norm of the gradients as they are, including the loss scale. It is not finite if any gradient is
-    /// not.
+    /// The global L2 norm of the gradients as they are, including the loss scale. The norm is not finite if any
+    /// gradient is not finite.
     pub norm: f64,
     /// The ranks with a non-finite value, in their loss or in their pieces of the gradients.
     pub overflowed: Vec<usize>,
@@ -111,15 +111,15 @@ pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters
 
 impl RankCore {
     /// Runs the [`vote`] for this rank. In the first training step, all ranks first judge parameters that no backward
-    /// reached.
+    /// pass reached.
     pub fn vote(&self, loss: f64, loss_is_finite: bool) -> Result<Vote> {
         self.judge_unused()?;
         let accumulate = lock(&self.gradients).accumulate_dtype();
         vote(self, loss, loss_is_finite, accumulate).map_err(|error| self.naming_what_is_held(error))
     }
 
-    /// Runs the [`update`] of this rank's share. `steps` has the settings by parameter group. Returns whether weights
-    /// have changed by now, which is false if the update is delayed.
+    /// Runs the [`update`] of this rank's share. `steps` has the settings by parameter group. Returns whether the
+    /// weights have changed, which is false if the update is delayed.
     pub fn update(self: &Arc<Self>, steps: &[GroupStepSettings<'_>]) -> Result<bool> {
         self.update.store(steps.first().map_or(0, |group| group.ctx.step), Ordering::Relaxed);
         let hyperparameters = |param: usize| {

@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub(crate) struct StageVote {
     /// The sum of squares of each trained parameter's gradient, in this rank's piece, in the order of registration.
     pub squares: Vec<(ParamId, f64)>,
-    /// The loss, which only the last stage knows.
+    /// The loss, which only the last stage computes.
     pub loss: f64,
     pub loss_is_finite: bool,
 }
@@ -28,7 +28,7 @@ pub(crate) struct PipelinePosition {
     /// All ranks of the job, and their arrangement.
     pub job: Arc<dyn Communicator>,
     pub mesh: RankMesh,
-    /// The index in the complete model of each of this rank's parameters.
+    /// The index of each of this rank's parameters in the complete model.
     pub in_model: Vec<usize>,
     /// Whether this rank holds the last stage, which computes the loss.
     pub is_last: bool,

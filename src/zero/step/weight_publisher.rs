@@ -1,4 +1,4 @@
-//! Brings updated weights from the rank that owns their shard to all ranks, if parameters are not sharded.
+//! Sends updated weights from the rank that owns their shard to all ranks, if parameters are not sharded.
 
 use crate::comm::WireFormat;
 use crate::error::Result;
@@ -29,7 +29,8 @@ impl<R: StepExecutor> WeightPublisher<R> {
 
     /// Reports that this rank's shard of a parameter is up to date.
     pub fn push(&mut self, core: &R, param: ParamId) -> Result<()> {
-        // At stage 0 every rank has updated the whole parameter. At stage 3 it is gathered when it is needed.
+        // At stage 0, every rank has updated the whole parameter. At stage 3, a parameter is gathered when it is
+        // needed.
         let placement = core.placement();
         if !placement.optim.is_sharded() || placement.params.is_sharded() {
             return Ok(());

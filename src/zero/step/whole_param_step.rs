@@ -9,7 +9,7 @@
 //!     each in turn   finished direction -> reduce-scatter (all others add zeros) -> shard: update -> publish
 //! ```
 //!
-//! In this way the work on whole parameters is divided among the ranks, and no rank holds more than two of them at a
+//! In this way, the work on whole parameters is divided among the ranks, and no rank holds more than two of them at a
 //! time. The same elements are computed from the same numbers at every stage.
 
 use super::hyperparameters::{Hyperparameters, needs};
@@ -101,7 +101,7 @@ pub(super) fn update_whole<C: StepBackend>(
             (SlotIndex { group, slot }, wholewise, wholewise.cost(shape(*param)))
         }));
     }
-    // All ranks wait for the one that works longest.
+    // All ranks wait for the rank that works longest.
     items.sort_by_key(|(.., cost)| Reverse(*cost));
     let (world, rank) = (core.world_size(), core.rank());
     let span = |(item, ..): &(SlotIndex, &dyn WholeParameterOptimizer, u128), mode| {

@@ -275,15 +275,15 @@ mod tests {
         insta::assert_snapshot!(PeftConfig::read("{}").unwrap_err(), @"it has no peft_type; only LORA is supported");
         insta::assert_snapshot!(text(json!({"peft_type": "IA3"})), @"peft_type is IA3; only LORA is supported");
         insta::assert_snapshot!(text(json!({"r": -1})), @"r is -1; it must be a whole number");
-        insta::assert_snapshot!(text(json!({"r": 0})), @"LoRA settings: r is 0, but must be 1 to 1048576");
+        insta::assert_snapshot!(text(json!({"r": 0})), @"LoRA settings: r is 0, but must be from 1 to 1048576");
         insta::assert_snapshot!(text(json!({"lora_alpha": null})), @"it has no lora_alpha");
         insta::assert_snapshot!(text(json!({"bias": "all"})), @r#"bias is "all"; only "none" is supported"#);
         insta::assert_snapshot!(text(json!({"modules_to_save": ["lm_head"]})), @r#"modules_to_save is ["lm_head"], which is not supported; train the adapter without it"#);
         insta::assert_snapshot!(text(json!({"init_lora_weights": "pissa_niter_16"})), @r#"init_lora_weights is "pissa_niter_16", which changes the base's weights before training, so the adapter fits only the changed weights; the supported values are true, false, "gaussian", "eva", "orthogonal", "mica"; save it from PEFT as a plain adapter, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter before training"#);
         insta::assert_snapshot!(text(json!({"use_new_thing": 2})), @"use_new_thing is 2, but this key is unknown: it may change what the adapter computes; remove it from the file if it does not");
         insta::assert_snapshot!(text(json!({"layers_to_transform": 0})), @"layers_to_transform is 0, which is not supported; train the adapter without it");
-        insta::assert_snapshot!(text(json!({"lora_alpha": 1e308})), @"LoRA settings: alpha is 1e308, but must be a positive finite number, in f32 too");
-        insta::assert_snapshot!(text(json!({"lora_alpha": 1e-300})), @"LoRA settings: alpha is 1e-300, but must be a positive finite number, in f32 too");
+        insta::assert_snapshot!(text(json!({"lora_alpha": 1e308})), @"LoRA settings: alpha is 1e308, but must be a number that is positive and finite in f32");
+        insta::assert_snapshot!(text(json!({"lora_alpha": 1e-300})), @"LoRA settings: alpha is 1e-300, but must be a number that is positive and finite in f32");
         insta::assert_snapshot!(text(json!({"target_modules": 3})), @r#"target_modules is 3; a list of names, "all-linear" or a regular expression is supported"#);
         insta::assert_snapshot!(text(json!({"use_dora": 1})), @"use_dora is 1, which is neither true nor false");
     }
