@@ -65,7 +65,7 @@ fn the_table_ends_with_a_verdict() {
 fn what_cannot_be_is_refused() {
     let output = zerorun().args(["verify", "--dir", "no/such/folder"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    let told = "zerorun: cannot make a folder in no/such/folder: No such file or directory";
+    let told = "zerorun: cannot create a folder in no/such/folder: No such file or directory";
     assert!(stderr(&output).starts_with(told), "{}", stderr(&output));
     for words in [["--num_ranks", "0"], ["--steps", "0"]] {
         assert_eq!(zerorun().arg("verify").args(words).output().unwrap().status.code(), Some(2));

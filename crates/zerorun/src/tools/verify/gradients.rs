@@ -17,7 +17,7 @@ const LAST_LINES: usize = 12;
 /// Runs the script until its engine has checked its gradients, and prints the results.
 pub(super) fn run(script: &Path, args: &[OsString], ranks: u16, json: bool) -> Result<ExitCode> {
     let folder = tempfile::tempdir().map_err(|source| Error::Io {
-        action: "make a folder in",
+        action: "create a folder in",
         path: std::env::temp_dir(),
         source,
     })?;

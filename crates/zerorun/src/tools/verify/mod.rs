@@ -128,7 +128,7 @@ impl VerifyArguments {
     /// Reports all rows one by one. Returns true if all are as expected and could be reported.
     fn compare_all(&self) -> Result<bool, VerifyStop> {
         let parent = self.dir.clone().unwrap_or_else(std::env::temp_dir);
-        let wrong = |source| Error::Io { action: "make a folder in", path: parent.clone(), source };
+        let wrong = |source| Error::Io { action: "create a folder in", path: parent.clone(), source };
         let folder = ScratchFolder::new(&parent, PREFIX).map_err(wrong)?;
         let (_, events) = signals::listen()?;
         let (mut told, mut list) = (true, Vec::new());
