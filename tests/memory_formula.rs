@@ -17,7 +17,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicIsize, Ordering};
 use std::sync::{Barrier, Mutex};
 
-/// Counts the bytes that are currently allocated.
+/// The system's allocator, with a count of the bytes that are currently allocated.
 struct Counting;
 
 static LIVE: AtomicIsize = AtomicIsize::new(0);
@@ -60,7 +60,7 @@ fn add(bytes: isize) {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Stage 3 releases everything as soon as possible.
+/// Returns settings with which stage 3 releases everything as soon as possible.
 fn zero() -> Value {
     json!({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0})
 }
@@ -168,7 +168,7 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                 for sets in 1..=3 {
                     let pipeline = json!({"pipeline_read": sets > 1, "pipeline_write": sets > 2});
                     let zero = offloaded(folder.path(), what, &pipeline, 0);
-                    // If only parameters are in files, they always travel in a pipeline.
+                    // If only parameters are in files, they are always transferred in a pipeline.
                     let sets = if what[0] { sets } else { 3 };
                     let outcomes = train(world, shape, &config(stage, 1, zero, more.clone()), 3);
                     for (outcome, without) in outcomes.iter().zip(&without) {
@@ -382,10 +382,10 @@ fn building_a_model_at_stage_3_never_holds_a_whole_parameter() {
 const CHAIN: usize = 100;
 const CHAIN_WIDTH: usize = 32;
 const CHAIN_ROWS: usize = 1024;
-/// Bytes of the result of one layer of the chain.
+/// The number of bytes in the result of one layer of the chain.
 const ACTIVATION: isize = (CHAIN_ROWS * CHAIN_WIDTH * 4) as isize;
 
-/// A hundred of candle-nn's layers, `per_unit` of them in each unit, or all outside of units.
+/// A hundred of candle-nn's layers, `per_unit` of them in each unit, or all outside units.
 struct Chain(Vec<Unit<Layers>>, Layers);
 
 struct Layers(Vec<Linear>);
@@ -412,7 +412,7 @@ impl Chain {
     }
 }
 
-/// The maximum number of bytes, above those at the beginning, that are allocated while `run` runs.
+/// Returns the maximum number of bytes, beyond those at the beginning, that are allocated while `run` runs.
 fn peak_of<T>(run: impl FnOnce() -> T) -> isize {
     let before = LIVE.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
@@ -444,7 +444,7 @@ fn an_evaluation_needs_the_memory_of_a_plain_forward_without_variables() {
             let training = peak_of(|| engine.forward(|m| m.forward(&x)).unwrap());
             assert!(training > 2 * CHAIN as isize * ACTIVATION, "{what}: {training}");
             let eval = peak_of(|| engine.eval(|m| m.forward(&x)).unwrap());
-            // Candle keeps three results of each layer that is outside of units, or of each layer in one unit.
+            // Candle keeps three results of each layer that is outside units, or of each layer in one unit.
             let kept = 3 * ACTIVATION * per_unit.unwrap_or(CHAIN) as isize;
             assert!(eval <= without_variables + kept + slack, "{what}: {eval}, {without_variables}");
             engine.build_for_eval(|vb| Chain::new(per_unit, &vb)).unwrap();

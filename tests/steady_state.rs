@@ -174,7 +174,8 @@ fn cases() -> impl Iterator<Item = (bool, u64, u8)> {
     [(false, 1), (false, 2), (true, 1), (true, 2)].into_iter().flat_map(move |(bf16, world)| stages(bf16, world))
 }
 
-/// The minor page faults of the processes that this one has started and waited for, and of their own children.
+/// Returns the number of minor page faults of the processes that this process has started and waited for, and of their
+/// own children.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 fn faults_of_children() -> u64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
@@ -183,7 +184,7 @@ fn faults_of_children() -> u64 {
     fields.split(' ').nth(8).unwrap().parse().unwrap()
 }
 
-/// The page faults of a whole run of the `nano` model under zerorun.
+/// Returns the number of page faults of a complete run of the `nano` model under zerorun.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 fn faults_of_run(program: &Path, folder: &Path, steps: usize) -> u64 {
     let mut command = zerorun();

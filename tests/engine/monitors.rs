@@ -338,7 +338,8 @@ fn the_multiply_adds_of_the_nano_gpt_are_those_of_the_formula_to_the_unit() {
             assert_eq!(block.parameters as u64, 12 * width * width + 13 * width);
             assert_eq!(block.forward_macs, linear + attention, "{stage}");
             let again = if recompute { linear + attention } else { 0 };
-            // Backward computes two products for each product with a matrix, and five instead of two for each pair.
+            // The backward pass computes two products for each product with a matrix, and five instead of two for each
+            // pair.
             assert_eq!(block.backward_macs, again + 2 * linear + attention / 2 * 5, "{stage}");
             assert!(block.forward_ms > 0.0 && block.backward_ms > 0.0, "{block:?}");
         }

@@ -1,5 +1,5 @@
 //! Muon with ZeRO: recorded values on one or more ranks, one optimizer state for matrices, groups for Muon and for
-//! Adam, checkpoints.
+//! Adam, and checkpoints.
 //! (`optimizer_stages.rs` tests that all stages give the same bits.)
 
 use crate::support::tiny::{Shape, Tiny, batch, config, train};

@@ -32,7 +32,7 @@ fn after(steps: usize, more: Value, groups: &[ParameterGroup]) -> HashMap<String
 
 #[test]
 fn norms_and_biases_are_spared_from_decay_and_nothing_else() {
-    // In the first step all runs see the same gradients.
+    // In the first step, all runs have the same gradients.
     let (with, without) = (after(1, adamw(0.5), &[]), after(1, adamw(0.0), &[]));
     let spared = after(1, adamw(0.5), &[ParameterGroup::no_decay()]);
     let mut counts = [0, 0];

@@ -45,8 +45,8 @@ impl Place {
         candle_core::safetensors::save(&tensors, file).unwrap();
     }
 
-    /// Returns the messages of merge, generate and finetune about the model with the adapter. Each must fail and write
-    /// nothing.
+    /// Returns the messages of merge, generate and finetune about the model with the adapter. Each command must fail
+    /// and write nothing.
     fn refused(&self) -> Vec<String> {
         let (model, adapter, data) = (self.path("model"), self.path("adapter"), self.path("data.jsonl"));
         let words = |words: &[&Path]| words.iter().map(|word| word.as_os_str().to_owned()).collect::<Vec<_>>();

@@ -1,4 +1,5 @@
-//! Invalid model folders and descriptions: the error names the problem, and comes before any weights are read.
+//! Invalid model folders and descriptions: the error names the problem, and is reported before any weights are
+//! read.
 
 use crate::fixtures::{MODELS, base, copy, json, path};
 use candle_core::{DType, Device};

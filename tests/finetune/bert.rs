@@ -115,7 +115,7 @@ fn twelve_steps_follow_pytorch_at_all_stages() {
     }
 }
 
-/// Returns losses and norms of all steps, and the exported file.
+/// Returns the losses and gradient norms of all steps, and the exported file.
 fn train(batches: &Value, world: usize, stage: u8) -> (Vec<(f64, f64)>, Vec<u8>) {
     let settings = json!({
         "train_batch_size": 6,

@@ -151,7 +151,7 @@ fn a_character_is_given_when_its_last_token_has_come() {
     assert_eq!(stream.finish().unwrap(), "\u{FFFD}");
 }
 
-/// Creates a folder with the tiny tokenizer and files of these names and texts.
+/// Creates a folder with the tiny tokenizer and files with these names and texts.
 fn model_with(files: &[(&str, &str)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for name in ["tokenizer.json", "tokenizer_config.json"] {
@@ -245,7 +245,7 @@ fn other_templates_have_their_answers_found() {
     let mistral = "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]\
                    {% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}";
     assert_eq!(targets(mistral, &turns), ["c</s>", "c</s>"]);
-    // Phi 3: a separate header; the end of the text only if no prompt is requested.
+    // Phi 3: a separate header; the end-of-text token appears only if no prompt is requested.
     let phi = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}\
                {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}";
     assert_eq!(targets(phi, &turns), [" c <|end|>", "c<|end|>"]);

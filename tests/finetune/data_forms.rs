@@ -102,7 +102,7 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
         &made(CHATML, &format!("{{{chat}, \"label\": true}}"), TrainingTask::Generate, "ignore=label"),
         &["⟦b<|im_end|>⟧", "label (1 record)"],
     );
-    // Pictures, in columns and in contents.
+    // Pictures, in columns and in message contents.
     holds(&generate(&format!("{{{chat}, \"images\": [\"1.jpg\"]}}")), &["refused", "it has images"]);
     holds(&generate(&format!("{{{chat}, \"images\": []}}")), &["⟦b<|im_end|>⟧", "!images"]);
     let seen = r#"{"messages": [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}]}"#;
@@ -256,7 +256,7 @@ fn calls_of_tools_are_learned_in_each_form_or_the_record_is_refused() {
         let without = made(CHATML, &text, TrainingTask::Generate, "");
         holds(&without, &["refused", "the template does not render the tool_calls of message 2"]);
     }
-    // A value that is not an object stays a text, with a note.
+    // A value that is not an object remains text, with a note.
     let text = format!(
         r#"{{"messages": [{ask}, {{"role": "assistant", "content": "", "tool_calls": [{{"type": "function", "function": {{"name": "fly", "arguments": "up"}}}}]}}]}}"#
     );

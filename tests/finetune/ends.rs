@@ -127,7 +127,7 @@ fn a_result_has_the_tokenizer_a_readme_and_a_record_of_the_run_beside_its_weight
         assert!(readme.starts_with("---\nbase_model: \"") && readme.contains("library_name: peft"), "{readme}");
         assert!(readme.contains("r 16, alpha 32") && readme.contains("of 4 steps"), "{readme}");
     }
-    // A resumed run writes the same bytes, although the loss of the last step was computed before it stopped.
+    // A resumed run writes the same bytes, although the loss of the last step was computed before the run stopped.
     let saves = folder.path().join("saves");
     let saving = ["--lr", "5e-3", "--save", saves.to_str().unwrap(), "--resume", "--steps", "4"];
     assert_eq!(run("resumed", &saving).0, Some(0));
@@ -137,7 +137,7 @@ fn a_result_has_the_tokenizer_a_readme_and_a_record_of_the_run_beside_its_weight
     for name in ["run.json", "README.md"] {
         assert_eq!(text("whole", name), text("resumed", name), "{name}");
     }
-    // The README of a run that trains all weights says so.
+    // The README of a full fine-tuning run states that all weights were trained.
     assert_eq!(run("full", &["--steps", "2", "--full"]).0, Some(0));
     assert!(text("full", "README.md").contains("All weights were trained"));
     assert!(text("full", "README.md").contains("library_name: transformers"));

@@ -1,4 +1,4 @@
-//! GGUF files yield the model that they were made from. The tests write them as llama.cpp's converter does.
+//! GGUF files yield the model from which they were created. The tests write the files as llama.cpp's converter does.
 
 use crate::fixtures::{base, json, tensors};
 use candle_core::quantized::gguf_file::{self, Value};
@@ -98,7 +98,7 @@ fn metadata(architecture: &str, config: &DecoderConfig) -> Vec<(String, Value)> 
     all
 }
 
-/// Writes a file of these tensors. `dtype` returns the type of each.
+/// Writes a file with these tensors. `dtype` returns the type of each tensor.
 fn write(file: &Path, metadata: &[(String, Value)], tensors: &Tensors, dtype: impl Fn(&str) -> GgmlDType) {
     let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
     let quantized: Vec<(&str, QTensor)> =
@@ -149,7 +149,7 @@ fn a_file_of_f32_has_the_description_and_the_weights_of_its_model() {
             assert_eq!(read.config(), &DecoderConfig::from_hugging_face(read.config_json()).unwrap(), "{model}");
             for (parameter, shape) in read.config().parameters().unwrap() {
                 let (got, want) = (whole(&read, &parameter, &shape), whole(&plain, &parameter, &shape));
-                // 1 was added to Gemma's norms in f32.
+                // 1 was added to the weights of Gemma's norms in f32.
                 let most =
                     if architecture.starts_with("gemma") && parameter.ends_with("norm.weight") { 2e-7 } else { 0.0 };
                 let far = got.iter().zip(&want).fold(0f32, |most, (a, b)| most.max((a - b).abs()));

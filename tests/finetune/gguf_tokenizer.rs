@@ -1,4 +1,5 @@
-//! A GGUF file is a complete model: its tokenizer and template give the same results as those of the folder.
+//! A GGUF file is a complete model: its tokenizer and template give the same results as those in the model's
+//! folder.
 
 use crate::fixtures::copy;
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -166,7 +167,8 @@ fn sentence_piece_file(path: &Path, space: bool) {
 }
 
 /// Encodes by SentencePiece's rule: of all adjacent pairs that form a piece, the one with the highest score is merged,
-/// or the first of them if several have that score. Characters that are not a piece become their bytes.
+/// or the first of them if several have that score. Characters that are not pieces are replaced by
+/// their bytes.
 fn sentence_piece(text: &str, space: bool) -> Vec<u32> {
     let pieces = pieces();
     let ids: HashMap<&str, usize> = pieces.iter().enumerate().map(|(id, (text, ..))| (text.as_str(), id)).collect();

@@ -103,7 +103,7 @@ fn a_run_on_a_model_by_its_name_fetches_it_once_and_ends_as_one_on_its_folder() 
         |name: &str| requests.iter().filter(|request| request.starts_with("GET") && request.ends_with(name)).count();
     assert_eq!(gets("/revision/main"), 1);
     for needed in ["config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "LICENSE"] {
-        // Once by its name, and once at the redirect's target.
+        // Each file is requested once by its name, and once at the redirect's target.
         assert_eq!(gets(&format!("/{needed}")), 2, "{needed}: {requests:?}");
     }
     assert_eq!(of_weights(&server), [""]);

@@ -1,5 +1,5 @@
-//! Adapters match PEFT's step by step, give the same bits at all stages, and are exported as PEFT's files, merged
-//! models and GGUF.
+//! Adapters match PEFT's step by step, give the same bits at all stages, and are exported as PEFT files, merged
+//! models and GGUF files.
 
 use crate::fixtures::{base, copy, far, json as record, numbers, path, tensors};
 use candle_core::quantized::gguf_file::Content;

@@ -105,7 +105,7 @@ fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
             println!("{what}: {steps} steps of {batch} of {rows} rows");
             // At least 30 steps, if there are enough samples.
             assert!(steps >= (count / world).min(30) as u64, "{what}: {steps} steps");
-            // If rows are not full, there are no more of them than these steps require.
+            // If rows are not full, there are only as many as these steps require.
             assert!(rows <= full.max(60 * world), "{what}: {rows} rows");
             // Never more epochs than requested, except for the rest of the last step.
             assert!((epochs - 1.0) * (rows as f64) < batch as f64, "{what}: {epochs} epochs");

@@ -128,8 +128,7 @@ fn the_real_model_follows_pefts_20_steps_of_lora() {
     }
 }
 
-/// Takes a step on one conversation. Returns the mean loss of its targets, and the norm of its gradients before
-/// clipping.
+/// Takes a step on one conversation. Returns the mean loss of the targets, and the gradient norm before clipping.
 fn train(engine: &mut Engine<Decoder>, sample: &Value) -> Result<(f64, f64)> {
     let all = ids(&sample["input_ids"]);
     let mask: Vec<u8> = serde_json::from_value(sample["loss_mask"].clone()).unwrap();

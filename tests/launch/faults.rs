@@ -2,7 +2,8 @@
 //! others end by themselves within seconds, with an error that names the rank, and no processes or files remain.
 //!
 //! The training program is this test binary itself (`training_program` below), which `zerorun` starts again on each
-//! rank with the fault in its environment. So it is built with the tests, and users do not see it among the examples.
+//! rank with the fault in its environment. Therefore, it is built with the tests, and users do not see it
+//! among the examples.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
@@ -386,7 +387,8 @@ fn a_rank_that_leaves_early_is_named_by_all_others_and_its_exit_code_0_does_not_
 
 #[test]
 fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
-    // An error in a method of the engine, which tells the other ranks. The rank's process ends a second later, or never.
+    // An error in a method of the engine, which informs the other ranks. The rank's process ends a second later, or
+    // never.
     let slow = Case { linger_ms: 1000, ..case(3, "forward", 1, Deed::Fail) };
     // Candle adds a backtrace to its messages. The messages of the other ranks stay readable.
     let ended = Run::start(Case { backtrace: "1", ..slow }).end();
@@ -396,8 +398,8 @@ fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
     let never = Case { linger_ms: 100_000, ..case(0, "backward", 1, Deed::Fail) };
     let ended = Run::start(never).end();
     ended.check("rank 0 stopped (failed on purpose)", 1, "it gave up after an error, and was stopped by zerorun");
-    // An error in the program itself, which the engine does not see: the engine is dropped, and the process ends later.
-    // Until then, another engine might be created.
+    // An error in the program itself, which the engine does not notice: the engine is dropped, and the process ends
+    // later. Until then, another engine might be created.
     let unseen = Case { linger_ms: 500, ..case(1, "between", 2, Deed::Fail) };
     Run::start(unseen).end().check("rank 1 died (its process ended with exit code 7)", 7, "it ended with exit code 7");
 }
@@ -429,7 +431,7 @@ fn a_rank_that_hangs_in_code_of_the_script_is_a_timeout_that_names_it() {
 fn a_job_that_was_suspended_for_longer_than_a_heartbeat_may_be_silent_goes_on() {
     let mut run = Run::start(Case { timeout: "5s", ..case(3, "between", 1, Deed::Pause) });
     run.wait_for_the_place();
-    // The others have begun to wait for it.
+    // The other ranks have begun to wait for this rank.
     std::thread::sleep(Duration::from_millis(200));
     send(Signal::TSTP, &run.zerorun);
     std::thread::sleep(Duration::from_secs(10));

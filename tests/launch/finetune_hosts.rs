@@ -1,4 +1,5 @@
-//! `zerorun finetune` on two hosts: the adapter's bytes are those of one host, and the choice and its reason are printed.
+//! `zerorun finetune` on two hosts: the adapter's bytes are those of a run on one host, and the choice and its
+//! reason are printed.
 
 use crate::mpi::{hosts, with_each};
 use crate::nodes::cluster;
@@ -11,7 +12,7 @@ use std::process::{Command, Output};
 
 const LAUNCHER: &str = env!("CARGO_BIN_EXE_zerorun");
 
-/// Adds the arguments of a short fine-tuning to a command that begins with `zerorun`.
+/// Adds the arguments of a short fine-tuning run to a command that begins with `zerorun`.
 fn finetune(command: &mut Command, out: &Path, more: &[&str]) {
     let fixtures = repository().join("tests/fixtures/finetune");
     command.arg("finetune").arg(fixtures.join("models/llama"));
@@ -20,7 +21,7 @@ fn finetune(command: &mut Command, out: &Path, more: &[&str]) {
     command.arg("--out").arg(out).args(more);
 }
 
-/// Returns the result's files, without the model card, which names the time.
+/// Returns the result's files, without the model card, which contains the time.
 fn files(out: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = std::fs::read_dir(out).unwrap().map(|entry| entry.unwrap());
     let name = |entry: &std::fs::DirEntry| entry.file_name().into_string().unwrap();
@@ -48,7 +49,7 @@ fn first_host(hosts: &Hosts) -> Command {
     command
 }
 
-/// Writes a configuration at stage 3 whose shards are divided among the ranks of a host, or among all.
+/// Writes a configuration at stage 3 whose shards are divided among the ranks of a host, or among all ranks.
 fn stage_3(folder: &Path, shards: Option<usize>) -> String {
     let file = folder.join(format!("zero3-{shards:?}.json"));
     let mut zero = json!({"stage": 3});

@@ -619,7 +619,7 @@ fn messages_and_groups(comm: &dyn Communicator, n: usize) -> candle_zero::Result
     Ok(results)
 }
 
-/// The program that the next tests start on each rank.
+/// Acts as the program that the next tests start on each rank.
 #[test]
 #[ignore = "started on each rank by the tests below"]
 fn as_a_rank() {
@@ -694,7 +694,7 @@ fn as_a_rank() {
             println!("rank {rank} reports: {error}");
         }
         ("maps", file) => {
-            // Checked both in a start that fails and in one that succeeds.
+            // The memory maps are checked both in a start that fails and in one that succeeds.
             comm.barrier().wait().unwrap();
             if last && !Path::new(file).exists() {
                 std::fs::write(file, "").unwrap();
@@ -943,8 +943,9 @@ fn hosts_with_other_programs_are_named() {
     });
 }
 
-/// Builds a stand-in for an MPI library. It has the functions that ranks call first, but connects no ranks. It is one
-/// from before MPI 3 (`old`), one for a single thread (`one_thread`), or one with all required features.
+/// Builds a stand-in for an MPI library. It has the functions that ranks call first, but connects no ranks. The
+/// stand-in is for a version before MPI 3 (`old`), supports only a single thread (`one_thread`), or has all required
+/// features.
 fn stand_in(folder: &Path, what: &str) -> std::path::PathBuf {
     let mut code = String::new();
     let mut function = |name: &str, arguments: &str, body: &str| {
@@ -972,7 +973,7 @@ fn stand_in(folder: &Path, what: &str) -> std::path::PathBuf {
     library
 }
 
-/// Sets the environment so that libraries are found in this folder, and `mpirun` nowhere.
+/// Sets the environment so that libraries are found in this folder, and no `mpirun` is found.
 fn with_libraries_of(folder: &Path, command: &mut Command) {
     command.env("LD_LIBRARY_PATH", folder).env("PATH", "/usr/bin:/bin").env("UCX_TLS", "tcp,self");
 }
@@ -1020,8 +1021,8 @@ fn mpich_is_found_under_the_name_that_debian_gives_it() {
         None => skipped_in_part(test, "no MPICH; scripts/fetch_mpi.sh fetches it"),
     }
     match debian_mpich() {
-        // Not run: in one of three runs, the ranks of Debian's 4.0.2 waited for each other indefinitely in
-        // MPI_Finalize.
+        // The ranks are not run: in one of three runs, those of Debian's MPICH 4.0.2 waited for each other indefinitely
+        // in MPI_Finalize.
         Some(folder) => is_reported(&folder),
         None => skipped_in_part(test, "no MPICH from Debian; scripts/fetch_mpi.sh fetches it if apt-get is available"),
     }

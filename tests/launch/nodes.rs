@@ -153,7 +153,7 @@ fn the_start_command_of_the_jobset_runs_on_two_hosts() {
     let Some(hosts) = cluster(test) else { return };
     let mut training = Training::new();
     let expected = training.on_one_host(2);
-    // As in the image, programs are on the PATH, and the working directory differs.
+    // As in the container image, programs are on the PATH, and the working directory differs.
     let image = tempfile::tempdir().unwrap();
     for (name, file) in [("zerorun", Path::new(LAUNCHER)), ("train", &training.program)] {
         std::os::unix::fs::symlink(file, image.path().join(name)).unwrap();
@@ -274,8 +274,8 @@ fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str
         };
         assert!(said.contains(&launcher), "{about}: {said}");
         let told = said.contains(&format!("on host {}: {rank}", names[1 - host]));
-        // If all connections break at once, MPICH over UCX may end ranks with a segmentation fault before they get the
-        // message.
+        // If all connections break at the same time, MPICH over UCX may end ranks with a segmentation fault before
+        // they receive the message.
         assert!(told || way == Cut::Kill, "{about}: the ranks report it too: {said}");
     }
     for host in 0..2 {
@@ -286,7 +286,7 @@ fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str
 #[test]
 fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     let test = a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back;
-    // The job takes hundreds of steps, and its checkpoints stay.
+    // The job takes hundreds of steps, and its checkpoints are kept.
     const EVERY: usize = 20;
     let Some(hosts) = cluster(test) else { return };
     let training = Training::new();
@@ -419,7 +419,7 @@ fn a_host_that_does_not_belong_to_the_job_is_told_why() {
     let (here, first) = told("--nnodes 3 --node_rank 0", ARGS);
     insta::assert_snapshot!(here, @"zerorun: port PORT, where the other hosts connect, cannot be used: Address already in use (os error 98); stop the other job, or give another --master_port");
     assert_eq!(first, "");
-    // The refused host prints its own value, and only a digest of the first host's.
+    // The refused host prints its own value, and only a digest of the first host's value.
     let (here, first) = told("--nnodes 3 --node_rank 1", "--lr 3");
     insta::assert_snapshot!(here, @"zerorun: the first host refused this one: the script's arguments are `--lr 3` on this host, with digest 727752e9, but those on host NAME have digest 53495c78; give the arguments that the output of host NAME shows");
     insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: the script's arguments are `--ds_config=zero3.json --data corpus.txt` on host NAME and `--lr 3` on host NAME; give both the same");

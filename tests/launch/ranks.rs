@@ -11,7 +11,7 @@ use candle_zero::comm::RankEnv;
 use candle_zero::precision::Flat;
 use rustix::process::Signal;
 
-/// Writes its process ID and then waits for a signal.
+/// A script that writes its process ID and then waits for a signal.
 const SLEEPER: &str = "echo $$ > $DIR/new.$RANK; mv $DIR/new.$RANK $DIR/pid.$RANK; exec sleep 100";
 
 #[test]

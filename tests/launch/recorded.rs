@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::process::ExitStatus;
 
-/// Writes its process ID and then waits for a signal.
+/// A script that writes its process ID and then waits for a signal.
 const SLEEPER: &str = "echo $$ > $DIR/new.$RANK; mv $DIR/new.$RANK $DIR/pid.$RANK; exec sleep 100";
 
 fn words(value: &Value) -> Vec<String> {

@@ -14,7 +14,7 @@ use candle_zero::comm::RankEnv;
 use candle_zero::precision::Flat;
 use rustix::process::Signal;
 
-/// Writes `$DIR/start.N.R` for rank R of start N, containing the number of ranks.
+/// A script that writes the number of ranks to `$DIR/start.N.R` for rank R of start N.
 const NOTE: &str = "echo $WORLD_SIZE > $DIR/start.$ZERORUN_RESTART.$RANK";
 
 /// A program, and the folder that its ranks write to.

@@ -80,7 +80,7 @@ fn a_launcher_on_each_node_by_srun_or_by_the_batch_script_of_deploy_gives_the_bi
     assert_eq!(train(batch, &train_gpt, 3, folder.path(), "sbatch"), expected, "sbatch");
 }
 
-/// The program that the next test starts in every task.
+/// Acts as the program that the next test starts in every task.
 #[test]
 #[ignore = "started in every task by the next test"]
 fn as_a_task() {

@@ -148,7 +148,7 @@ fn stages_0_and_3_and_recomputation_give_the_same_losses_bit_for_bit() {
     assert_eq!(stage_3.run(2, &args).arithmetic(), reference.arithmetic());
     let recomputed = [&args[..], &["--activation_checkpointing"]].concat();
     assert_eq!(stage_3.run(2, &recomputed).arithmetic(), reference.arithmetic());
-    // The comparison can tell runs apart.
+    // The comparison detects different runs.
     let other = [&args[..], &["--seed", "5"]].concat();
     assert_ne!(stage_3.run(2, &other).losses(), reference.losses());
 }

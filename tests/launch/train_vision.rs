@@ -79,8 +79,8 @@ fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let whole = run(folder.path(), 2, 2, &MADE);
     let (_, expected) = result(folder.path(), &whole);
-    // A schedule that ends earlier would have different rates. So the run takes all its steps, and the last epoch's
-    // checkpoint is removed afterwards.
+    // A schedule that ends earlier would have different rates. Therefore, the run takes all its steps, and the last
+    // epoch's checkpoint is removed afterwards.
     let save = |more: &[&str]| run(folder.path(), 2, 2, &[&MADE[..], &["--save", "saved"], more].concat());
     result(folder.path(), &save(&[]));
     std::fs::remove_dir_all(folder.path().join("saved/global_step4")).unwrap();

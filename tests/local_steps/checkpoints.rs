@@ -1,5 +1,5 @@
 //! A run that resumes has the same bits as one that never stopped; with a different number of islands, it begins with
-//! the weights that all of them share.
+//! the weights that all islands share.
 
 use super::{config, engine, on_ranks, train, weights};
 use candle_zero::checkpoint::LoadOptions;
@@ -28,7 +28,7 @@ fn resumed(
 
 #[test]
 fn a_run_that_resumes_within_a_window_has_the_bits_of_one_that_never_stopped() {
-    // Saved with nothing in flight, with one fragment in flight, and with the other one.
+    // Saved with nothing in flight, with one fragment in flight, and with the other fragment in flight.
     for saved_after in [1, 3, 5] {
         let dir = tempfile::tempdir().unwrap();
         let expected = on_ranks(4, |comm| {

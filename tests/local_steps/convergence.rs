@@ -1,4 +1,5 @@
-//! Local steps learn about as well as synchronous training on as many tokens, with a fraction of the bytes.
+//! Local steps train about as well as synchronous training on the same number of tokens, and transfer a fraction of the
+//! bytes.
 
 use super::on_ranks;
 use candle_core::{Device, Tensor};

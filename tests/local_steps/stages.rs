@@ -81,8 +81,8 @@ fn an_exchange_moves_the_bytes_of_the_formula() {
         })
     };
     for islands in [2, 4] {
-        // Two exchanges, each with a sum and a gather, each of which moves one part per island of the 42 elements in a
-        // rank's pieces.
+        // There are two exchanges, each with a sum and a gather. The 42 elements in a rank's pieces are divided into
+        // one part per island; a sum or a gather receives one part from each other island.
         let part = |align: usize| (PSI.div_ceil(2)).div_ceil(islands).next_multiple_of(align) as u64;
         let times = 2 * 2 * (islands as u64 - 1);
         assert_eq!(received("fp32", islands)[0], times * 4 * part(1));

@@ -109,7 +109,7 @@ fn three_ranks_see_each_others_pieces() {
     );
 }
 
-/// A sleep that nothing ends would be a deadlock.
+/// A sleep that nothing ends would cause a deadlock.
 #[test]
 fn a_rank_that_sleeps_is_woken_by_the_piece_that_it_waits_for() {
     in_every_order(

@@ -88,7 +88,7 @@ impl Pool {
         }
     }
 
-    /// Runs a last job, which every helper must enter. A helper that kept sleeping would be a deadlock.
+    /// Runs a last job, which every helper must enter. A helper that kept sleeping would cause a deadlock.
     fn end(self: &Arc<Self>) {
         let count = self.helpers.borrow().len();
         self.run(count, &|| {
@@ -104,7 +104,7 @@ impl Pool {
 /// A job of several parts, each of which fills a cell. It is kept until the model ends, because a planted error lets
 /// helpers work on a job that has returned.
 struct Job {
-    /// Belongs to the caller, which clears it after the job.
+    /// Whether the job is open; the caller clears this flag after the job.
     open: UnsafeCell<bool>,
     next: atomic::AtomicUsize,
     parts: Vec<UnsafeCell<u64>>,
@@ -235,7 +235,7 @@ fn each_of_two_callers_gets_its_own_parts_done() {
     });
 }
 
-/// A panic that prints nothing.
+/// Panics without printing anything.
 fn panic_as_planted() {
     resume_unwind(Box::new("as planted"));
 }
@@ -317,8 +317,8 @@ fn loom_finds_a_helper_that_enters_a_closed_job() {
     assert_found(PoolPlant::PlacesStay, false, RACE);
 }
 
-/// Loom reports a deadlock while the caller waits, and again when the job is closed, which ends the process. So each
-/// of these tests runs in a separate process.
+/// Loom reports a deadlock while the caller waits, and again when the job is closed, which ends the process.
+/// Therefore, each of these tests runs in a separate process.
 #[test]
 fn loom_finds_a_sleep_that_nobody_ends() {
     for planted in ["planted_no_total_order", "planted_no_wake_up"] {

@@ -17,7 +17,7 @@ fn count(name: &str) -> Option<Count> {
     unsafe { program.get::<Count>(name) }.ok().map(|f| *f)
 }
 
-/// Whether the driver is the mock.
+/// Returns whether the driver is the mock.
 pub fn is_stand_in() -> bool {
     count("mock_cuda_live_bytes").is_some()
 }
@@ -26,7 +26,7 @@ fn name_of(error: DriverError) -> String {
     error.error_name().unwrap().to_str().unwrap().into()
 }
 
-/// The kernels in this folder, compiled once by the mock's nvcc for this process and its children.
+/// Returns the file of the kernels in this folder, compiled once by the mock's nvcc for this process and its children.
 pub fn ptx() -> &'static Path {
     static PTX: OnceLock<PathBuf> = OnceLock::new();
     PTX.get_or_init(|| {
@@ -42,7 +42,7 @@ pub fn ptx() -> &'static Path {
     })
 }
 
-/// The variable that tells a child process where the compiled kernels are.
+/// The variable that contains the path of the compiled kernels for a child process.
 pub const PTX_OF_PARENT: &str = "MOCK_CUDA_TEST_PTX";
 
 /// A device whose context is current on the calling thread.
@@ -115,7 +115,7 @@ impl Device {
         unsafe { result::memcpy_dtod_async(to, from, floats * 4, stream) }.unwrap();
     }
 
-    /// Pinned memory that is never freed.
+    /// Returns pinned memory that is never freed.
     pub fn pinned(&self, floats: usize) -> &'static mut [f32] {
         // SAFETY: the driver returns this number of bytes, which are never freed; every bit pattern is a float.
         unsafe { std::slice::from_raw_parts_mut(result::malloc_host(floats * 4, 0).unwrap().cast(), floats) }

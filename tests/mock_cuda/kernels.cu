@@ -48,7 +48,7 @@ extern "C" __global__ void waits_for_ever(float *values) {
 }
 
 // Adds one to the value whose address the host wrote to a table. The address is either converted from a
-// global-memory address first, or followed as it is.
+// global-memory address first, or used unchanged.
 extern "C" __global__ void add_one_by_table(const size_t *table, size_t is_global) {
     *(float *)(is_global ? __cvta_global_to_generic(*table) : (void *)*table) += 1;
 }

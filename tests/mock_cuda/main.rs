@@ -27,7 +27,7 @@ fn child(test: &str, role: &str, seed: u64, env: &[(&str, &str)]) -> Output {
         .unwrap()
 }
 
-/// The text that a child prints with [`answer`].
+/// Returns the text that a child prints with [`answer`].
 fn answer_of(output: &Output) -> String {
     let stdout = String::from_utf8_lossy(&output.stdout);
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -39,7 +39,7 @@ fn answer(value: impl std::fmt::Debug) {
     println!("answer: {value:?}");
 }
 
-/// The mock's message about the fault that ended a child.
+/// Returns the mock's message about the fault that ended a child.
 fn fault_of(output: &Output) -> String {
     assert!(!output.status.success(), "the fault was not found: {}", String::from_utf8_lossy(&output.stdout));
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -47,12 +47,12 @@ fn fault_of(output: &Output) -> String {
     line.unwrap_or_else(|| panic!("the child ended differently: {:?}: {stderr}", output.status)).into()
 }
 
-/// The role of this process, if it is a child.
+/// Returns the role of this process, if it is a child.
 fn role() -> Option<String> {
     std::env::var(ROLE).ok()
 }
 
-/// Whether `test` can run; otherwise it is skipped.
+/// Returns whether `test` can run; otherwise, reports it as skipped.
 fn stand_in<T: Fn()>(test: T) -> bool {
     let there = is_stand_in();
     if !there {

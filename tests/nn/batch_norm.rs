@@ -62,7 +62,7 @@ impl Net {
     }
 }
 
-/// Six images, and their classes.
+/// Returns six images and their classes.
 fn images() -> (Tensor, Tensor) {
     let pixel = |i: usize| ((i * i * 31 + i * 7) % 97) as f32 / 30.0 - 1.0 + (i / 32) as f32 * 0.3;
     let x = Tensor::from_iter((0..6 * 2 * 4 * 4).map(pixel), &Device::Cpu).unwrap().reshape((6, 2, 4, 4)).unwrap();

@@ -13,7 +13,7 @@ use std::process::Command;
 /// `[batch, time, query heads, key heads, elements of a head]`.
 type Sizes = [usize; 5];
 
-/// Separate queries, keys and values.
+/// Returns a case with separate queries, keys and values.
 fn grouped(
     [batch, time, heads, kv_heads, head]: Sizes,
     attend: AttentionOptions,
@@ -31,7 +31,7 @@ fn grouped(
     Case { rounds_on_the_way: true, ..case(name, &[&q, &kv, &kv], layer, of_ops) }
 }
 
-/// Queries, keys and values side by side.
+/// Returns a case with queries, keys and values side by side.
 fn fused([batch, time, heads, _, head]: Sizes, attend: AttentionOptions, sequences: Option<Sequences>) -> Case {
     let shape = [batch, time, 3 * heads * head];
     let name = format!("fused attention {shape:?} of {heads} heads, {attend:?}, {sequences:?}");

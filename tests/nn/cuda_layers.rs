@@ -10,12 +10,12 @@ use candle_zero::nn::{
     self, Activation, LinearEpilogue, LossOptions, RmsNormOptions, Rotary, Sequences, WeightLayout, composed,
 };
 
-/// A GPU; `test` is skipped if none answers.
+/// Returns a GPU; if none answers, reports `test` as skipped.
 pub(super) fn gpu_for<T: Fn()>(test: T) -> Option<Device> {
     gpu(0).map_err(|e| skipped(test, format_args!("no CUDA device is available: {e}"))).ok()
 }
 
-/// Numbers in [-2, 2) that differ from seed to seed, rounded to `dtype`.
+/// Returns numbers in [-2, 2) that differ from seed to seed, rounded to `dtype`.
 pub(super) fn tensor(shape: &[usize], seed: u32, dtype: DType) -> Tensor {
     let mix = |i: u32| (i ^ seed.wrapping_mul(0x85EB_CA77)).wrapping_mul(2_654_435_761).rotate_left(15) ^ i;
     let n = shape.iter().product::<usize>() as u32;

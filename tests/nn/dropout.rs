@@ -78,7 +78,7 @@ fn ids(rank: usize, shift: u32) -> Tensor {
     Tensor::from_iter(ids, &Device::Cpu).unwrap().reshape((2, 16)).unwrap()
 }
 
-/// Every rank's losses in ten micro steps, and the logits it computes in evaluation halfway and at the end.
+/// Returns every rank's losses in ten micro steps, and the logits of its evaluations halfway and at the end.
 fn train(stage: u8, gpt: &GptConfig) -> Vec<(Vec<f32>, Vec<f32>)> {
     let results = threads::run(WORLD, |comm| {
         let rank = comm.rank();
@@ -110,7 +110,7 @@ fn stages_reruns_and_recomputing_blocks_give_the_same_bits() {
         assert!(reference == train(stage, &gpt(0.2, false)), "stage {stage}");
         assert!(reference == train(stage, &gpt(0.2, true)), "recomputing at stage {stage}");
     }
-    // The comparison can tell runs apart.
+    // The comparison detects different runs.
     assert!(reference != train(0, &gpt(0.1, false)));
 }
 

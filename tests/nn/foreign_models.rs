@@ -24,13 +24,13 @@ fn config(stage: u8) -> Value {
     })
 }
 
-/// An image of `channels` x 8 x 8 with a pattern that is different for each rank.
+/// Returns an image of `channels` x 8 x 8 with a pattern that is different for each rank.
 fn image(channels: usize, rank: usize) -> Tensor {
     let pixel = |i: usize| ((i * (7 + rank)) % 16) as f32 / 8.0 - 1.0;
     Tensor::from_iter((0..channels * 64).map(pixel), &Device::Cpu).unwrap().reshape((1, channels, 8, 8)).unwrap()
 }
 
-/// The losses of every rank over some steps.
+/// Returns the losses of every rank over some steps.
 fn train<M>(
     stage: u8,
     build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M> + Sync,

@@ -4,7 +4,7 @@ use crate::{gpt, llama};
 use candle_core::{DType, Result};
 use candle_zero::models::{Architecture, GptConfig, LanguageModel, LlamaConfig, Session};
 
-/// A GPT-2 with a context of `ctx` tokens; the Llama below has grouped heads.
+/// Returns a GPT-2 with a context of `ctx` tokens; the Llama below has grouped heads.
 fn gpt_config(ctx: usize) -> GptConfig {
     GptConfig { ctx, ..GptConfig::preset("nano").unwrap() }
 }
@@ -21,7 +21,7 @@ fn likeliest(logits: &[f32]) -> u32 {
     (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best }) as u32
 }
 
-/// The largest difference, relative to the largest number.
+/// Returns the largest difference, relative to the largest number.
 fn far(got: &[f32], want: &[f32]) -> f32 {
     let largest = |values: &mut dyn Iterator<Item = f32>| values.fold(0f32, |most, x| most.max(x.abs()));
     assert_eq!(got.len(), want.len());

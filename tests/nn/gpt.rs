@@ -34,7 +34,8 @@ impl SimpleBackend for Vars {
     }
 }
 
-/// A model with the recorded runs' initial weights, its variables in file order, and the parameters that it requested.
+/// Returns a model with the recorded runs' initial weights, its variables in file order, and the parameters that it
+/// requested.
 pub fn model(config: &GptConfig, dtype: DType) -> (Gpt, Vec<(String, Var)>, Asked) {
     let GptConfig { n_layer, n_embd, ctx, vocab, .. } = *config;
     let vars: Vec<(String, Var)> = synth::weights(synth::Sizes { n_layer, n_embd, ctx, vocab })
@@ -56,7 +57,7 @@ fn batch(first: usize, samples: usize, ctx: usize) -> (Tensor, Tensor) {
     (tensor(inputs), tensor(targets))
 }
 
-/// Every parameter's gradient for the loss of the first `samples` samples, in file order.
+/// Returns every parameter's gradient for the loss of the first `samples` samples, in file order.
 fn gradients(config: &GptConfig, samples: usize) -> Vec<Vec<f32>> {
     let (gpt, vars, _) = model(config, DType::F32);
     let (inputs, targets) = batch(0, samples, config.ctx);
@@ -67,7 +68,7 @@ fn gradients(config: &GptConfig, samples: usize) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// The loss and the global gradient norm of the first `samples` samples.
+/// Returns the loss and the global gradient norm of the first `samples` samples.
 fn first_step(dtype: DType, samples: usize) -> (f64, f64) {
     let (gpt, vars, _) = model(&GptConfig::preset("nano").unwrap(), dtype);
     let (inputs, targets) = batch(0, samples, 128);

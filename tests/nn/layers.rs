@@ -6,7 +6,7 @@ use candle_zero::nn::{
     self, Activation, AttentionOptions, LinearEpilogue, LossOptions, RmsNormOptions, Sequences, WeightLayout, composed,
 };
 
-/// Numbers in [-1, 1) that differ from seed to seed.
+/// Returns numbers in [-1, 1) that differ from seed to seed.
 fn numbers(n: usize, seed: u32) -> Vec<f32> {
     let mix = |i: u32| {
         let mut x = i.wrapping_mul(0x9E37_79B1).wrapping_add(seed.wrapping_mul(0x85EB_CA77)) ^ 0x5A5A_1234;
@@ -17,7 +17,7 @@ fn numbers(n: usize, seed: u32) -> Vec<f32> {
     (0..n as u32).map(|i| mix(i) as f32 / 2f32.powi(31) - 1.0).collect()
 }
 
-/// A tensor of [`numbers`], rounded to `dtype`.
+/// Returns a tensor of [`numbers`], rounded to `dtype`.
 pub fn tensor(shape: &[usize], seed: u32, dtype: DType) -> Tensor {
     let data = numbers(shape.iter().product(), seed);
     Tensor::from_vec(data, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
@@ -181,7 +181,8 @@ fn cases() -> Vec<Case> {
     all
 }
 
-/// Features that decoders of published checkpoints add: capped scores and logits, windows, packed rows, norms of heads.
+/// Returns cases for the features that decoders of published checkpoints add: capped scores and logits, windows, packed
+/// rows, norms of heads.
 fn cases_of_fine_tuning() -> Vec<Case> {
     let mut all = Vec::new();
     let usual = AttentionOptions::default();
@@ -274,7 +275,8 @@ pub fn flat(t: &Tensor) -> Vec<f64> {
     t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The result and every argument's gradient, for a gradient of the result that has the same values in every dtype.
+/// Returns the result and every argument's gradient, for a gradient of the result that has the same values in every
+/// dtype.
 fn run(function: &Function, args: &[Tensor]) -> (Vec<f64>, Vec<Vec<f64>>) {
     let vars: Vec<Var> = args.iter().map(|a| Var::from_tensor(a).unwrap()).collect();
     let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
@@ -332,8 +334,8 @@ fn f16_values_and_gradients_are_rounded_once() {
 #[test]
 fn gradients_are_the_slopes_of_the_values() {
     let step = 2f32.powi(-7);
-    // Finite differences of a maximum are wrong if another element is closer to it than the step. So
-    // max_pool2d is tested in `grids`, with suitable numbers.
+    // Finite differences of a maximum are wrong if another element is closer to it than the step.
+    // Therefore, max_pool2d is tested in `grids`, with suitable numbers.
     for case in cases().into_iter().filter(|case| !case.name.starts_with("max_pool2d")) {
         let args: Vec<Tensor> = (0..).zip(&case.shapes).map(|(i, s)| tensor(s, i, DType::F32)).collect();
         let weights = {
@@ -412,7 +414,7 @@ fn weighed(args: &[&Tensor], c: &Tensor, function: impl Fn(&[Var]) -> Tensor) ->
     (y.detach(), args.iter().map(|arg| grads.remove(arg).unwrap()).collect())
 }
 
-/// A tensor's values in `dtype`, widened.
+/// Returns a tensor's values in `dtype`, widened.
 fn rounded(t: &Tensor, dtype: DType) -> Vec<f32> {
     t.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }

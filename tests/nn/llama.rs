@@ -14,7 +14,7 @@ pub type Vars = Vec<(String, Var)>;
 /// The parameters that a model requested: (name, shape, hint), in order.
 pub type Asked = Arc<Mutex<Vec<(String, Shape, Init)>>>;
 
-/// Makes a variable for every parameter, and records what is requested.
+/// A backend that creates a variable for every parameter, and records what is requested.
 struct Backend {
     asked: Asked,
     vars: Arc<Mutex<Vars>>,
@@ -52,7 +52,7 @@ pub fn model(config: &LlamaConfig, dtype: DType) -> (Llama, Vars, Asked) {
     (llama, vars, asked)
 }
 
-/// Six query heads and two key heads; no dimension of a tensor is a power of two.
+/// Returns sizes with six query heads and two key heads; no dimension of a tensor is a power of two.
 pub fn odd() -> LlamaConfig {
     LlamaConfig {
         hidden_size: 60,
@@ -74,7 +74,7 @@ fn numbers(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
-/// The largest difference, relative to the largest value.
+/// Returns the largest difference, relative to the largest value.
 fn far(got: &Tensor, want: &Tensor) -> f64 {
     assert_eq!(got.dims(), want.dims());
     let (got, want) = (numbers(got), numbers(want));
@@ -104,7 +104,7 @@ fn composed_logits(config: &LlamaConfig, weights: &HashMap<String, Tensor>, ids:
     linear(&norm(&x, "model.norm.weight")?, head)
 }
 
-/// The differences of logits, loss and gradients from those of Candle's ops in f64 on the same weights.
+/// Returns the differences of logits, loss and gradients from those of Candle's ops in f64 on the same weights.
 fn from_composed(config: &LlamaConfig, dtype: DType) -> (f64, f64, f64) {
     let (llama, vars, _) = model(config, dtype);
     let wide: Vec<Var> =

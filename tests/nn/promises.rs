@@ -19,7 +19,7 @@ fn bits(t: &Tensor) -> Vec<f32> {
     t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// A small network with every op, and its variables.
+/// Returns the result of a small network with every op, and its variables.
 fn network(dtype: DType) -> (Tensor, Vec<Var>) {
     let shapes: [&[usize]; 8] = [&[50, 24], &[24], &[24], &[24, 72], &[72], &[300, 24], &[300], &[50, 300]];
     let vars: Vec<Var> = (0..)

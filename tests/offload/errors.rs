@@ -23,7 +23,7 @@ fn folder() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// A configuration with parameters and optimizer states in files in `folder`.
+/// Returns a configuration with parameters and optimizer states in files in `folder`.
 fn all_in(folder: &Path) -> Value {
     let zero = json!({
         "stage3_param_persistence_threshold": 0, "sub_group_size": 3000,
@@ -37,7 +37,7 @@ fn start(comm: Arc<dyn Communicator>, config: &Value) -> Result<Engine<Tiny>> {
     Engine::builder().communicator(comm).initialize(|vb| Tiny::new(SHAPE, vb), config.clone())
 }
 
-/// Takes one optimizer step, and returns the bits of its loss and norm.
+/// Takes one optimizer step, and returns the bits of its loss and gradient norm.
 fn step(engine: &mut Engine<Tiny>) -> Result<(u32, u64)> {
     let (ids, targets) = batch(engine.micro_steps() as usize * engine.world_size() + engine.rank());
     let loss = engine.forward(|model| model.loss(&ids, &targets))?;

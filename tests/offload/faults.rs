@@ -28,7 +28,7 @@ fn is_empty(folder: &Path) -> bool {
     entries.all(|name| name == ".candle-zero.lock")
 }
 
-/// A configuration with parameters (at stage 3) and optimizer states in files in `folder`.
+/// Returns a configuration with parameters (at stage 3) and optimizer states in files in `folder`.
 fn all_in(folder: &Path, stage: u8) -> Value {
     let mut zero = json!({
         "stage3_param_persistence_threshold": 0,

@@ -1,5 +1,5 @@
-//! Offload to files does not change a single bit: losses, norms and parameters are those of a run in memory, wherever
-//! states are stored and however they are transferred.
+//! Offload to files does not change a single bit: losses, gradient norms and parameters are those of a run in memory,
+//! wherever states are stored and however they are transferred.
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train, train_with};
 use candle_core::{DType, Device, Tensor};
@@ -27,7 +27,7 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// `zero` with the optimizer's states, the parameters or both in files in `folder`.
+/// Returns `zero` with the optimizer's states, the parameters or both in files in `folder`.
 fn offloaded(zero: &Value, folder: &Path, optimizer: Value, param: Value) -> Value {
     let mut zero = zero.clone();
     for (key, section) in [("offload_optimizer", optimizer), ("offload_param", param)] {
@@ -163,7 +163,8 @@ impl Mixed {
     }
 }
 
-/// Returns the bits of losses (of training and of an eval after each step), norms and scales, and the exported parameters.
+/// Returns the bits of losses (of training and of an evaluation after each step), gradient norms and loss scales, and
+/// the exported parameters.
 fn run_mixed(world: usize, config: &Value, steps: usize) -> (Vec<Vec<u64>>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");

@@ -23,7 +23,7 @@ enum Ranks {
     Plain(usize, u8),
 }
 
-/// The loss of each step, on rank 0.
+/// Returns the loss of each step on rank 0.
 fn train(
     model: &DecoderConfig,
     ranks: Ranks,

@@ -17,7 +17,8 @@ fn bytes(report: &MemoryReport) -> Vec<(MemoryKind, [usize; 2])> {
     report.rows.iter().map(of).filter(|(_, [held, peak])| held + peak > 0).collect()
 }
 
-/// Returns the same for the estimate of a rank. Unless peaks are `exact`, those of gradients and buckets are an upper bound.
+/// Returns the same for the estimate of a rank. Unless peaks are `exact`, the peaks of gradients and buckets
+/// are upper bounds.
 fn estimated(report: &MemoryReport, engine: &MemoryReport, exact: bool) -> Vec<(MemoryKind, [usize; 2])> {
     let mut all = bytes(report);
     for ((kind, [_, peak]), (_, [_, of_engine])) in all.iter_mut().zip(bytes(engine)) {

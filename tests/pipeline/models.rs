@@ -61,7 +61,7 @@ pub(super) fn batch(step: usize, micro_batch: usize) -> DecoderBatch {
     DecoderBatch::new(shaped(0), shaped(1))
 }
 
-/// The result of a run: the loss and the norm of each step, and the final weights by name.
+/// The result of a run: the loss and the gradient norm of each step, and the final weights by name.
 #[derive(Debug, Clone, PartialEq, Default)]
 struct Outcome {
     steps: Vec<(f64, Option<f64>)>,

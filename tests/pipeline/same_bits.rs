@@ -1,5 +1,5 @@
-//! Losses, norms and weights of a pipeline are those of one rank that accumulates the gradients of the same micro
-//! batches.
+//! Losses, gradient norms and weights of a pipeline are those of one rank that accumulates the gradients of the same
+//! micro batches.
 
 use candle_core::{Device, Tensor};
 use candle_nn::{Activation, VarBuilder};
@@ -25,7 +25,8 @@ pub(super) fn config(micro_batches: usize, stage: usize) -> Value {
     })
 }
 
-/// Returns micro batch `micro_batch` of a step on the rank at position `data` among those that train on different data.
+/// Returns micro batch `micro_batch` of a step on the rank at position `data` among the ranks that train on different
+/// data.
 pub(super) fn batch(step: usize, micro_batch: usize, data: usize) -> Batch {
     let value = |i: usize| ((i * 37 + step * 101 + micro_batch * 13 + data * 7) % 97) as f32 / 97.0 - 0.5;
     let tensor = |from: usize, shape: (usize, usize)| {
@@ -76,7 +77,7 @@ impl Model {
     }
 }
 
-/// The result of a run: the loss and the norm of each step, and the final weights by name.
+/// The result of a run: the loss and the gradient norm of each step, and the final weights by name.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Outcome {
     pub losses: Vec<f64>,

@@ -1,7 +1,7 @@
 //! Tests that cannot run on this machine because files, permissions or a program are missing.
 //!
-//! The test runner reports them as passed. So each writes a line to standard error, bypassing the runner's capture, and
-//! to the file that the variable `CANDLE_ZERO_SKIPS` names. `.ci/run` lists and counts these lines.
+//! The test runner reports them as passed. Therefore, each writes a line to standard error, bypassing the runner's
+//! capture, and to the file that the variable `CANDLE_ZERO_SKIPS` names. `.ci/run` lists and counts these lines.
 
 use std::fmt::Display;
 use std::io::Write;

@@ -19,7 +19,7 @@ fn mix(k: u32, j: u32) -> u32 {
     x ^ (x >> 15)
 }
 
-/// Returns name, shape and values of every parameter, in the order of the published files.
+/// Returns the name, shape and values of every parameter, in the order of the published files.
 pub fn weights(sizes: Sizes) -> Vec<(String, Vec<usize>, Vec<f32>)> {
     #[derive(Clone, Copy)]
     enum Start {

@@ -144,7 +144,7 @@ pub fn train_with(
     train_as(|comm| Ok(more(builder_on(device::of_rank, comm)?)), world, shape, config, steps)
 }
 
-/// Trains the tiny model over communicators that `over` makes from those of the threads.
+/// Trains the tiny model over communicators that `over` creates from those of the threads.
 pub fn train_over(
     over: impl Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator> + Sync,
     world: usize,

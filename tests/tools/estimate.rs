@@ -72,7 +72,7 @@ fn config(accumulation: usize, zero: Value, more: Value) -> Value {
         "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_allow_untested_optimizer": true,
-        // An estimate describes steps after the first.
+        // An estimate describes the steps after the first.
         "gradient_check": false,
         "zero_optimization": zero,
     });

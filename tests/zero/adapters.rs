@@ -74,7 +74,7 @@ impl Model {
 
 type Losses = Vec<u32>;
 
-/// Losses of rank 0 and the exported file, after training the adapters.
+/// Trains the adapters. Returns the losses of rank 0 and the exported file.
 fn train(
     world: usize,
     lora: &str,

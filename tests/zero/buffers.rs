@@ -277,7 +277,7 @@ fn one_buffer_has_one_shape_and_one_type() {
     assert!(matches!(&other, Error::Param(_)), "{other}");
 }
 
-/// The errors of 3 ranks whose models depend on the rank's index.
+/// Returns the errors of 3 ranks whose models depend on the rank's index.
 fn errors_of_ranks(
     stage: u8,
     build: impl Fn(usize, VarBuilder<'_>) -> candle_core::Result<()> + Sync,
@@ -330,7 +330,7 @@ fn a_buffer_in_a_unit_is_there_outside_of_its_forward() {
     results.unwrap().into_iter().for_each(|values| assert_eq!(values.unwrap(), [1.0; 3]));
 }
 
-/// One weight, and a buffer of 3 ids.
+/// Returns one weight, and a buffer of 3 ids.
 fn with_ids(vb: VarBuilder<'_>) -> candle_core::Result<(Tensor, Tensor)> {
     let ids = vb.pp("rows").get_with_hints_dtype(3, "ids", Init::Const(7.0), DType::U32)?;
     Ok((vb.get_with_hints(4, "weight", Init::Const(1.0))?, ids))

@@ -21,12 +21,12 @@ fn values(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The sum of a result's elements, each with a different weight.
+/// Returns the sum of a result's elements, each with a different weight.
 fn weighed(y: &Tensor) -> Result<Tensor> {
     (y * numbers(y.dims(), 99))?.sum_all()
 }
 
-/// How far Candle's gradient of each argument is from the slopes, as a fraction of the largest slope.
+/// Returns how far Candle's gradient of each argument is from the slopes, as a fraction of the largest slope.
 fn errors(function: Function, shapes: &[&[usize]]) -> Result<Vec<f64>> {
     let args: Vec<Tensor> = (0..).zip(shapes).map(|(seed, shape)| numbers(shape, seed)).collect();
     let vars: Vec<Var> = args.iter().map(|arg| Var::from_tensor(arg).unwrap()).collect();

@@ -198,7 +198,8 @@ fn what_no_micro_step_reaches_is_an_error_of_the_first_step_that_names_it_and_th
     }
 }
 
-/// The micro step determines which layers are dropped and which heads are used, in the same way on all ranks.
+/// Returns a path that depends only on the micro step: which layers are dropped and which heads are used is the same on
+/// all ranks.
 fn dropped(micro: usize, _: usize) -> Way {
     let kept = |layer: usize| !(micro + layer).is_multiple_of(3);
     Way { layers: [0, 1, 2].map(kept), heads: [true, micro >= 6] }

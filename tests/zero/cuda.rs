@@ -22,7 +22,7 @@ const STEPS: usize = 10;
 /// The relative tolerance: f32 sums are computed in a different order.
 const CPU_TOLERANCE: f32 = 1e-4;
 
-/// Whether a GPU answers; `test` is skipped otherwise.
+/// Returns whether a GPU answers; if none does, reports `test` as skipped.
 fn gpu_answers<T: Fn()>(test: T) -> bool {
     gpu(0).map_err(|e| skipped(test, format_args!("no CUDA device is available: {e}"))).is_ok()
 }
@@ -109,7 +109,7 @@ fn alone_with(test: &str, name: &str, value: &str, of_nccl: &str) -> String {
     assert!(output.status.success(), "{name} {value}: {stderr}");
     let said = stderr.lines().filter(|line| line.contains("collectives between GPUs"));
     assert!(said.clone().all(|line| line.contains(of_nccl)), "{name} {value}: {stderr}");
-    // The test runner's own text may precede it in a line.
+    // The test runner's own text may precede the child's output on a line.
     let stdout = String::from_utf8(output.stdout).unwrap();
     stdout.lines().filter_map(|l| l.find("stage ").map(|at| format!("{}\n", &l[at..]))).collect()
 }
@@ -118,7 +118,7 @@ fn seed(seed: u64) -> (&'static str, u64) {
     ("MOCK_CUDA_SEED", seed)
 }
 
-/// Whether the driver is the mock in tools/mock_cuda; `test` is skipped otherwise.
+/// Returns whether the driver is the mock in tools/mock_cuda; if it is not, reports `test` as skipped.
 fn stand_in<T: Fn()>(test: T) -> bool {
     let there = counted_bytes(0).is_some();
     if !there {
@@ -127,7 +127,7 @@ fn stand_in<T: Fn()>(test: T) -> bool {
     there
 }
 
-/// Runs forward on this number of copies of a rank's batch, and returns the loss.
+/// Runs the forward pass on this number of copies of a rank's batch, and returns the loss.
 fn forward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tensor> {
     let (ids, targets) = batch(engine.rank());
     let on = |t: &Tensor| t.repeat((copies, 1))?.to_device(engine.device());
@@ -135,7 +135,7 @@ fn forward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tens
     engine.forward(|model| model.loss(&ids, &targets))
 }
 
-/// Does the same, and then runs backward.
+/// Does the same, and then runs the backward pass.
 fn backward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tensor> {
     let loss = forward(engine, copies)?;
     engine.backward(&loss)?;
@@ -270,7 +270,7 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
     assert!(others[0] <= others[1], "{others:?}");
 }
 
-/// The tiny model's settings, with everything on the host that a stage can offload.
+/// Returns the tiny model's settings, with everything on the host that a stage can offload.
 fn offloaded(stage: u8) -> Value {
     let mut offloaded = zero();
     offloaded["offload_optimizer"] = json!({"device": "cpu"});

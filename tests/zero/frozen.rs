@@ -177,7 +177,7 @@ fn a_frozen_unit_is_gathered_in_backward_only_where_something_below_it_is_traine
                 engine.step()?;
             }
             assert_eq!(engine.memory_report().row(MemoryKind::Gathered).bytes.held, 0);
-            // The most that was gathered at one time: two units, in elements of 4 bytes.
+            // The maximum that was gathered at one time: two units, in elements of 4 bytes.
             let peak = engine.memory_report().row(MemoryKind::Gathered).bytes.peak;
             Ok((engine.comm_report().kind(Collective::AllGather).elements / (3 * 36), peak))
         });
@@ -288,7 +288,8 @@ fn gradual_unfreezing_gives_the_same_bits_at_every_stage_and_place() {
 
 #[test]
 fn a_thawed_parameter_begins_as_one_of_a_new_engine() {
-    // Training the head alone and then everything equals training the head, saving, and training everything that was saved.
+    // Training only the head and then everything equals training the head, saving, and training everything that was
+    // saved.
     let first = gradually(2, &config(2, 1, json!({}), json!({})), &[HEAD], None);
     let folder = tempfile::tempdir().unwrap();
     let weights = folder.path().join("head.safetensors");

@@ -111,7 +111,7 @@ fn a_parameter_kept_in_f32_has_four_bytes_and_no_master_weights() {
     assert_eq!(kept[1], all[1] - 4 * scales, "master weights");
 }
 
-/// A small GPT-2: 16 wide, two blocks.
+/// Returns a small GPT-2: 16 wide, two blocks.
 fn gpt() -> GptConfig {
     GptConfig { vocab: 31, ctx: 8, n_embd: 16, n_layer: 2, n_head: 2, ..GptConfig::preset("nano").unwrap() }
 }
@@ -211,7 +211,7 @@ fn a_checkpoint_with_modules_in_f32_goes_on_at_another_stage_and_number_of_ranks
         values(&mut engine)
     });
     let saved = saved.unwrap().into_iter().map(candle_zero::Result::unwrap).next().unwrap();
-    // The values are the same even if nothing is kept in f32 any more, because master weights have all digits.
+    // The values are the same even if the new run keeps nothing in f32, because master weights have all digits.
     for (stage, modules) in [(0, json!(KEPT)), (2, json!(KEPT)), (1, json!("auto"))] {
         let mut engine = Engine::builder()
             .device(Device::Cpu)

@@ -1,5 +1,5 @@
 //! A mixture of experts, top 2 of 4, trains with the same bits at every stage: ranks route to different experts, and a
-//! rank may route to no expert. If the mixture is not a leaf and ranks diverge, the error explains it.
+//! rank may route to no expert. If the mixture is not a leaf and ranks diverge, the error explains the cause.
 
 use crate::support::tiny::config;
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -137,7 +137,7 @@ fn one_rank_in_turn(micro: usize, rank: usize) -> bool {
     micro % 3 == rank
 }
 
-/// Bits of the losses and norms of every rank, and the exported model.
+/// The bits of the losses and gradient norms of every rank, and the exported model.
 type Trained = (Vec<(Vec<u32>, Vec<u64>)>, Vec<u8>);
 
 fn train_with(
@@ -177,7 +177,7 @@ fn train(world: usize, build: Build, config: &Value, to_nobody: ToNobody) -> Tra
     train_with(world, build, config, to_nobody, |builder| builder).unwrap()
 }
 
-/// The ways of gathering at stage 3.
+/// Returns the ways of gathering at stage 3.
 fn gathering() -> [Value; 4] {
     [
         json!({"stage3_param_persistence_threshold": 0}),
@@ -188,8 +188,8 @@ fn gathering() -> [Value; 4] {
 }
 
 fn stages_agree(world: usize, residual: bool, to_nobody: ToNobody) {
-    // A recomputing unit adds up the gradients of its input separately, which changes the rounding. So runs with and
-    // without recomputation have separate references.
+    // A recomputing unit adds up the gradients of its input separately, which changes the rounding. Therefore,
+    // runs with and without recomputation have separate references.
     for (accumulation, recompute) in [(1, false), (1, true), (2, false), (2, true)] {
         let build = Build { residual, recompute, ..LEAF };
         let reference = train(world, build, &config(0, accumulation, json!({}), json!({})), to_nobody);

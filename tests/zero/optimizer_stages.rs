@@ -1,5 +1,5 @@
 //! The guarantee of equal bits holds for every optimizer: stages 0 to 3, in memory and in files, give the same losses,
-//! norms and parameters; and as far as rounding allows, so do 1, 2 and 3 ranks.
+//! gradient norms and parameters; and as far as rounding allows, so do 1, 2 and 3 ranks.
 
 use crate::support::tiny::{Outcome, Shape, config, train};
 use candle_core::{Device, Tensor};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 const STEPS: usize = 6;
 const SHAPE: Shape = Shape { layers: 2, units: true, checkpointed: false };
 
-/// The optimizers that stage_equality.rs and tests/offload/stages.rs do not train with.
+/// Returns the optimizers that stage_equality.rs and tests/offload/stages.rs do not use.
 fn optimizers() -> [Value; 4] {
     [
         json!({"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}),
@@ -22,7 +22,8 @@ fn optimizers() -> [Value; 4] {
     ]
 }
 
-/// Keys besides the ZeRO section. The model, the schedule and the optimizer get the same inputs at any number of ranks.
+/// Returns the keys besides the ZeRO section. The model, the schedule and the optimizer get the same inputs at any
+/// number of ranks.
 fn with(optimizer: &Value, more: Value) -> Value {
     let mut keys = json!({"optimizer": optimizer, "zero_allow_untested_optimizer": true,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_min_lr": 1e-3}}});

@@ -24,7 +24,7 @@ fn input(sample: usize) -> Tensor {
     Tensor::from_iter(values, &Device::Cpu).unwrap().reshape((3, WIDTH)).unwrap()
 }
 
-/// A layer, three units and a head that belongs to the root, all made of Candle's own operations.
+/// Returns a layer, three units and a head that belongs to the root, all made of Candle's own operations.
 fn of_candle(vb: VarBuilder<'_>) -> Result<Model> {
     of_candle_recomputing(vb, false)
 }
@@ -44,7 +44,7 @@ fn of_candle_recomputing(vb: VarBuilder<'_>, recompute: bool) -> Result<Model> {
     }))
 }
 
-/// The same model with candle-zero's layers.
+/// Returns the same model with candle-zero's layers.
 fn of_own_layers(vb: VarBuilder<'_>) -> Result<Model> {
     own_layers(vb, false)
 }
@@ -102,7 +102,7 @@ fn saliency(engine: &mut Engine<Model>, x: &Tensor) -> candle_zero::Result<Vec<u
     Ok(bits(gradients.get(&x).unwrap())?)
 }
 
-/// The configurations of a stage: at stage 3, with and without settings that keep or prefetch parameters.
+/// Returns the configurations of a stage: at stage 3, with and without settings that keep or prefetch parameters.
 fn of_stage(stage: u8) -> Vec<Value> {
     let zero = match stage {
         3 => vec![
@@ -115,10 +115,11 @@ fn of_stage(stage: u8) -> Vec<Value> {
     zero.into_iter().map(|zero| config(stage, 1, zero, json!({}))).collect()
 }
 
-/// The results of a training run on a rank: losses, norms, and the gradients of plain backward passes in between.
+/// The results of a training run on a rank: losses, gradient norms, and the gradients of plain backward passes in
+/// between.
 type Seen = (Vec<u32>, Vec<u64>, Vec<Vec<u32>>);
 
-/// Trains; if `disturbed`, plain backward passes run through the model at many points of a micro step.
+/// Trains. If `disturbed`, plain backward passes run through the model at many points of a micro step.
 fn train(world: usize, build: Build, config: &Value, disturbed: bool) -> (Vec<Seen>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -319,8 +320,8 @@ fn a_plain_backward_inside_of_a_forward_may_use_the_model() {
     }
 }
 
-/// Trains a generator and a discriminator, each in its own engine, one step of each in turn. Returns the norms of both,
-/// and what both export.
+/// Trains a generator and a discriminator, each in its own engine, one step of each in turn. Returns the gradient
+/// norms of both engines, and their exported files.
 fn gan(world: usize, build: Build, config: &Value, with_generator: bool) -> (Vec<[u64; 2]>, [Vec<u8>; 2]) {
     let folder = tempfile::tempdir().unwrap();
     let files = ["g", "d"].map(|name| folder.path().join(format!("{name}.safetensors")));

@@ -64,7 +64,7 @@ fn a_quantized_base_gives_the_same_bits_at_every_stage_and_place() {
     }
 }
 
-/// The bytes of packed elements, counted independently: codes, and scales of blocks.
+/// Returns the bytes of packed elements, counted independently: codes, and scales of blocks.
 fn packed_bytes(packing: WeightPacking, elements: usize) -> usize {
     match packing {
         WeightPacking::Int8 => elements + 4 * elements.div_ceil(128),
@@ -75,7 +75,7 @@ fn packed_bytes(packing: WeightPacking, elements: usize) -> usize {
     }
 }
 
-/// A GPT-2 with 1.7 million elements, of which all but the last norm are frozen.
+/// Returns a GPT-2 with 1.7 million elements, of which all but the last norm are frozen.
 fn gpt() -> GptConfig {
     let sizes = GptConfig::preset("gpt2").unwrap();
     GptConfig { n_layer: 2, n_head: 4, n_embd: 256, ctx: 16, vocab: 512, ..sizes }

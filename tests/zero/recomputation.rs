@@ -63,7 +63,7 @@ fn step(build: &(impl Fn(VarBuilder<'_>) -> Result<Model> + Sync), config: &Valu
     ranks.unwrap().remove(0)
 }
 
-/// The two ways to switch recomputation on.
+/// Returns the two ways to switch recomputation on.
 fn ways(stage: u8) -> [(bool, Value); 2] {
     let every = json!({"activation_checkpointing": {"number_checkpoints": 1}});
     [(true, config(stage, 1, json!({}), json!({}))), (false, config(stage, 1, json!({}), every))]
@@ -203,7 +203,7 @@ fn gradients_are_the_same_bits_but_for_an_input_that_is_used_several_times_insid
                 if inside == 1 || outside == 0 {
                     assert!(kept[0] == again[0], "the parameter before the unit: {what}");
                 }
-                // Otherwise it is the same sum, computed in a different order.
+                // Otherwise, the gradient is the same sum, computed in a different order.
                 for (a, b) in kept[0].iter().zip(&again[0]).map(|(a, b)| (f32::from_bits(*a), f32::from_bits(*b))) {
                     assert!((a - b).abs() <= tolerance * a.abs().max(1.0), "{a} {b}: {what}");
                 }

@@ -65,7 +65,7 @@ fn on_hosts(inner: Arc<dyn Communicator>) -> (Arc<dyn Communicator>, Arc<Gathere
     (Arc::new(OnHosts { inner, gathered: gathered.clone() }), gathered)
 }
 
-/// Stage 3 in groups of `ranks`, in which no parameter stays gathered.
+/// Returns a configuration of stage 3 in groups of `ranks`, in which no parameter stays gathered.
 fn stage_3(ranks: usize, accumulation: usize, more: &Value) -> Value {
     let mut zero = json!({
         "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "zero_hpz_partition_size": ranks,
@@ -120,7 +120,7 @@ fn each_parameter_comes_from_all_hosts_once_per_step_and_takes_one_copy_per_grou
             let mut engine = builder.initialize(|vb| Tiny::new(SHAPE, vb), stage_3(ranks, accumulation, &json!({})))?;
             for step in 0..2 * accumulation {
                 if step == accumulation {
-                    // Only the second step is counted; the first is like it.
+                    // Only the second step is counted; the first step is like the second.
                     [&gathered.from_all, &gathered.within].iter().for_each(|count| count.store(0, Ordering::Relaxed));
                 }
                 let (ids, targets) = batch(step);

@@ -1,5 +1,5 @@
-//! `mics_shard_size`: states are sharded inside groups, and losses, norms and weights are those of plain stage 3, bit for
-//! bit.
+//! `mics_shard_size`: states are sharded inside groups, and losses, gradient norms and weights are those of plain
+//! stage 3, bit for bit.
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train, train_over};
 use candle_core::{DType, Device, Tensor};
@@ -44,7 +44,7 @@ impl Communicator for Bare {
     }
 }
 
-/// Stage 3 in groups of `ranks`, or without groups.
+/// Returns a configuration of stage 3 in groups of `ranks`, or without groups.
 fn grouped(ranks: Option<usize>, accumulation: usize, more: &Value, top: &Value) -> Value {
     let mut zero = json!({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0});
     if let Some(ranks) = ranks {

@@ -20,7 +20,7 @@ fn shape(units: bool) -> Shape {
     Shape { units, layers: 2, ..Shape::default() }
 }
 
-/// 8-bit moments, including those of parameters too small to fill a block.
+/// Returns a configuration with 8-bit moments, including those of parameters too small to fill a block.
 fn eight_bit(name: &str) -> Value {
     json!({"optimizer": {"type": name, "params": {"lr": 1e-2, "weight_decay": 0.1, "min_8bit_size": 20}}})
 }
@@ -225,7 +225,7 @@ fn ranks_that_round_in_different_ways_are_told() {
     }
 }
 
-/// A large matrix, and a bias with too few elements for 8-bit moments.
+/// Returns a layer with a large matrix, and a bias with too few elements for 8-bit moments.
 fn build(vb: VarBuilder<'_>) -> candle_core::Result<Linear> {
     linear(300, 500, vb)
 }

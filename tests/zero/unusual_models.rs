@@ -14,7 +14,7 @@ const WIDTH: usize = 6;
 
 /// A model, represented by its loss as a function of the input.
 type Model = Box<dyn Fn(&Tensor) -> Result<Tensor>>;
-/// Runs one micro step up to and including backward, and returns the loss.
+/// Runs one micro step up to and including the backward pass, and returns the loss.
 type MicroStep = fn(&mut Engine<Model>, &Tensor, usize) -> candle_zero::Result<Tensor>;
 
 fn plain(engine: &mut Engine<Model>, x: &Tensor, _: usize) -> candle_zero::Result<Tensor> {
@@ -36,7 +36,7 @@ fn engine(
     Engine::builder().communicator(comm).initialize(build, config.clone())
 }
 
-/// Losses of all ranks, and the exported parameters.
+/// Returns the losses of all ranks, and the exported parameters.
 fn run(
     world: usize,
     build: fn(VarBuilder<'_>) -> Result<Model>,
@@ -243,7 +243,7 @@ fn units_may_lie_in_units() {
     stages_agree(2, |vb| nested(&vb, true, true), plain);
 }
 
-/// Parameters of 0, 1, 2 and 3 elements.
+/// Returns a model with parameters of 0, 1, 2 and 3 elements.
 fn tiny(vb: VarBuilder<'_>) -> Result<Model> {
     struct Odd(Vec<Tensor>);
     impl Module for Odd {

@@ -204,7 +204,7 @@ impl Progress {
     }
 }
 
-/// Limits this process, and makes each panic end it, even one that is caught.
+/// Limits this process, and makes every panic end the process, even a panic that is caught.
 fn prepare_worker() {
     let limit = libc::rlimit { rlim_cur: MOST_ADDRESSES, rlim_max: MOST_ADDRESSES };
     let no_core = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
@@ -220,7 +220,7 @@ fn prepare_worker() {
     }));
 }
 
-/// Returns the largest resident memory that this process had.
+/// Returns the peak resident memory of this process.
 fn peak_memory() -> u64 {
     // SAFETY: zeros are a valid value, which the system replaces.
     let usage = unsafe {
@@ -294,7 +294,7 @@ struct Failure {
 /// How a process that ran cases ended.
 enum Ending {
     Done,
-    /// The sandbox ended it.
+    /// The sandbox ended the process.
     Sandbox,
     Failed(Failure),
 }

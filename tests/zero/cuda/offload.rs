@@ -109,7 +109,7 @@ fn gradients_leave_while_backward_runs_and_weights_come_back_while_the_next_are_
     assert!(beside("to the GPU", "sub-group") > 0, "{events}");
 }
 
-/// Losses on one batch, and what is exported after the last step.
+/// Returns the losses on one batch, and the file that is exported after the last step.
 fn on_one_batch(ranks: usize, zero: Value, format: &Value, stage: u8, steps: usize) -> (Vec<f32>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -272,7 +272,7 @@ fn what_is_read_saved_loaded_or_set_while_an_update_is_delayed_is_of_the_weights
             let loss = forward(engine, 1)?;
             assert!(read(engine)? == *updated, "{what}: between forward and backward");
             engine.save_checkpoint(folder.path(), Some("between"), json!(null))?;
-            assert_eq!(number(loss.clone())?, first, "{what}: the second forward is that of the first weights");
+            assert_eq!(number(loss.clone())?, first, "{what}: the second forward pass uses the first weights");
             engine.backward(&loss)?;
             assert!(read(engine)? == *updated, "{what}: between backward and step");
             let zeros = engine.safe_get_full_fp32_param(NAME)?.zeros_like()?;

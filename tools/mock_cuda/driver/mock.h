@@ -83,10 +83,10 @@ StreamRef thread_stream(int device);
 int device_of(const StreamRef &stream);
 Moment enqueue(const StreamRef &stream, Operation operation);
 Moment tail(const StreamRef &stream);
-// If `moment` is not reached, runs one operation: one that it needs, or one selected by the seed. Returns false if all
-// operations that could run wait for their peers.
+// If `moment` is not reached, runs one operation that `moment` requires, or one selected by the seed. Returns false if
+// all operations that could run wait for their peers.
 bool advance(const Moment &moment);
-// Lets other threads take the lock while it waits for peers.
+// Waits until `moment` is reached. Lets other threads take the lock while operations wait for peers.
 void run_until(const Moment &moment);
 void run_all(int device);
 // Runs the operations that wait for peers, and all operations before them, as far as the peers allow.

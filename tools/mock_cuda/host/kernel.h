@@ -106,7 +106,7 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) { return mock_ballot
 inline int __any_sync(unsigned mask, int predicate) { return mock_ballot(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return mock_ballot(mask, !predicate) == 0; }
 
-// ---- addresses that a kernel reads from memory: those that the host knows
+// ---- addresses that a kernel reads from memory: the addresses in the host's view
 
 inline void *__cvta_global_to_generic(size_t address) { return mock_from_global(address); }
 

@@ -2,8 +2,8 @@
 //
 // A fragment of a factor has the complete matrix in each lane. Sums are distributed over the lanes, eight to each, in
 // an order that is specific to this file and that kernels must not rely on. A lane reads memory before it waits for the
-// others of its warp, so that a missing barrier is detected, and all lanes must have the same address. Fresh sums are
-// NaN.
+// other lanes of its warp, so that a missing barrier is detected, and all lanes must have the same address. Fresh sums
+// are NaN.
 #pragma once
 
 #include <cstdio>

@@ -1,5 +1,5 @@
 //! Training data in text files: records, conversations, rendered templates, samples. The first byte selects the task
-//! and the template, the second one the format.
+//! and the template; the second byte selects the format.
 
 use super::{join, split};
 use crate::scratch;
@@ -108,7 +108,7 @@ fn shared() -> &'static Shared {
     })
 }
 
-/// Makes samples from records, or renders one conversation.
+/// Creates samples from records, or renders one conversation.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     let (format, rest) = split(rest);
@@ -119,7 +119,7 @@ pub fn run(data: &[u8]) -> bool {
     }
 }
 
-/// Makes samples from a file.
+/// Creates samples from a file.
 ///
 /// # Panics
 /// If samples are inconsistent.

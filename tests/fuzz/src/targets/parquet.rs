@@ -4,7 +4,7 @@ use super::chat::{DataKind, prepare};
 use super::{join, split};
 use crate::scratch;
 
-/// Makes samples from a file.
+/// Creates samples from a file.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     prepare("data.parquet", rest, &DataKind::of(first))

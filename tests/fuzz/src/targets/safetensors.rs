@@ -1,4 +1,5 @@
-//! Weights in safetensors files. The first byte selects a file, its header alone, or the index of several files.
+//! Weights in safetensors files. The first byte selects a complete file, only a header, or the index of several
+//! files.
 
 use super::{join, split};
 use crate::scratch;
@@ -47,7 +48,7 @@ pub fn run(data: &[u8]) -> bool {
     }
 }
 
-/// Returns a file with this header, and data as long as the header says.
+/// Returns a file with this header, and data of the length that the header specifies.
 fn file(header: &[u8]) -> Vec<u8> {
     let json: serde_json::Value = serde_json::from_slice(header).unwrap_or_default();
     let tensors = json.as_object().into_iter().flatten();
