@@ -65,7 +65,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "autotuning": Object, "{}", S, "Search for good settings.";
     "compile": Object, "{}", S, "PyTorch's compiler.";
     "pipeline": Object, "{}", H, "Pipeline parallelism: ranks hold consecutive layers.";
-    "local_steps": Object, "null", H, "Islands of ranks exchange the changes in their weights only once in many steps (DiLoCo); off by default. Specific to candle-zero.";
+    "local_steps": Object, "null", H, "Islands of ranks exchange the changes in their weights only after many steps (DiLoCo); off by default. Specific to candle-zero.";
     "tensor_parallel": Object, "{}", S, "Tensor parallelism.";
     "expert_parallel": Object, "{}", S, "Expert parallelism.";
     "hybrid_engine": Object, "{}", S, "Generation during training.";
