@@ -14,6 +14,7 @@ fn kernel(device: &CudaDevice, function: Activation, part: &str, dtype: DType) -
         Activation::GeluTanh => "gelu_tanh",
         Activation::Gelu => "gelu",
         Activation::Silu => "silu",
+        Activation::ReluSquared => "relu_squared",
     };
     KERNELS.function(device, &format!("{name}{part}_{}", suffix(dtype)))
 }

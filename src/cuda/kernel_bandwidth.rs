@@ -171,9 +171,12 @@ fn activations(bench: &mut KernelBench) {
     let [x, other, mut out] = bench.halves();
     let bias = bench.zeros(DType::BF16, WIDTH);
     let (x, other, bias) = (&all(&x), &all(&other), &all(&bias));
-    for (name, function) in
-        [("GELU (tanh)", Activation::GeluTanh), ("GELU", Activation::Gelu), ("SiLU", Activation::Silu)]
-    {
+    for (name, function) in [
+        ("GELU (tanh)", Activation::GeluTanh),
+        ("GELU", Activation::Gelu),
+        ("SiLU", Activation::Silu),
+        ("ReLU^2", Activation::ReluSquared),
+    ] {
         bench.row(&format!("{name}, forward"), 4 * n, MIN_STREAMING_SHARE, || {
             drop(activation::forward(&device, function, x).unwrap());
         });

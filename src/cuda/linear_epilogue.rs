@@ -33,6 +33,7 @@ pub(crate) fn follow(
         Some(Activation::GeluTanh) => 1,
         Some(Activation::Gelu) => 2,
         Some(Activation::Silu) => 3,
+        Some(Activation::ReluSquared) => 4,
     };
     let kernel = KERNELS.function(device, &format!("follow_{}", suffix(dtype)))?;
     let run = |products: DeviceFlatMut<'_>, y: Option<DeviceFlatMut<'_>>| {

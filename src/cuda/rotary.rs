@@ -4,6 +4,7 @@ use super::array::written;
 use super::flat_view::DeviceFlatRef;
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelModule, module, over, suffix};
+use crate::kernels::rope::{RotaryLayout, RotaryPairs};
 use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaDevice, CudaStorage, Result, bail};
@@ -13,6 +14,7 @@ const KERNELS: KernelModule = module!("rotary");
 /// The cosines and sines of the angles of positions, `[positions, half]`.
 #[derive(Debug)]
 pub(crate) struct RotaryAngles {
+    layout: RotaryLayout,
     half: usize,
     positions: usize,
     cos: CudaSlice<f32>,
@@ -21,13 +23,19 @@ pub(crate) struct RotaryAngles {
 }
 
 impl RotaryAngles {
-    /// Copies the angles, with `half` pairs per position, to the device.
-    pub fn new(device: &CudaDevice, half: usize, [cos, sin]: [&[f32]; 2]) -> Result<Self> {
-        if half == 0 || cos.len() != sin.len() || cos.is_empty() || !cos.len().is_multiple_of(half) {
+    /// Copies the angles, with `half` pairs per position of heads with a layout, to the device.
+    pub fn new(device: &CudaDevice, layout: RotaryLayout, half: usize, [cos, sin]: [&[f32]; 2]) -> Result<Self> {
+        if half == 0
+            || 2 * half > layout.head
+            || !layout.head.is_multiple_of(2)
+            || cos.len() != sin.len()
+            || cos.is_empty()
+            || !cos.len().is_multiple_of(half)
+        {
             bail!("rotary: {} cosines and {} sines do not form positions of {half} pairs", cos.len(), sin.len())
         }
         let (positions, cos, sin) = (cos.len() / half, device.clone_htod(cos)?, device.clone_htod(sin)?);
-        Ok(Self { half, positions, cos, sin, device: device.id() })
+        Ok(Self { layout, half, positions, cos, sin, device: device.id() })
     }
 
     /// Returns whether the angles are on this device and cover `positions`.
@@ -53,14 +61,15 @@ pub(crate) fn rotate(
     positions: &RotaryPositions<'_>,
     direction: f32,
 ) -> Result<CudaStorage> {
-    let (half, pairs) = (angles.half, x.len() / 2);
+    let (half, RotaryLayout { head, pairs: of_head }, pairs) = (angles.half, angles.layout, x.len() / 2);
+    let adjacent = usize::from(of_head == RotaryPairs::Adjacent);
     let (end, time, first, of_rows) = match *positions {
         RotaryPositions::From { first, time } => (first + time, time, first, None),
         RotaryPositions::Of(rows, end) => (end, 1, 0, Some(rows)),
     };
     let rows_fit = of_rows.is_none_or(|rows| rows.len() >= x.len() / width.max(1));
-    if width == 0 || !width.is_multiple_of(2 * half) || !x.len().is_multiple_of(width) || !rows_fit {
-        bail!("rotary: {} elements do not match the positions, rows of {width} and heads of {}", x.len(), 2 * half)
+    if width == 0 || !width.is_multiple_of(head) || !x.len().is_multiple_of(width) || !rows_fit {
+        bail!("rotary: {} elements do not match the positions, rows of {width} and heads of {head}", x.len())
     }
     if end > angles.positions {
         bail!("rotary: {end} positions are needed, but the table has angles for only {}", angles.positions)
@@ -71,7 +80,7 @@ pub(crate) fn rotate(
         }
         let function = KERNELS.function(device, &format!("turn_{}", suffix(x.dtype())))?;
         let RotaryAngles { cos, sin, .. } = angles;
-        let arguments = arguments![pairs, half, width, time, first, of_rows, cos, sin, direction, x, y];
+        let arguments = arguments![pairs, half, head, adjacent, width, time, first, of_rows, cos, sin, direction, x, y];
         // SAFETY: the kernel takes pairs of rows of full heads, at positions that the angles cover, and a result of as
         // many elements.
         unsafe { function.run(over(pairs), arguments) }

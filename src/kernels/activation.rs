@@ -1,5 +1,5 @@
-//! Activation functions over slices, computed in f32 and rounded once: GELU, its tanh approximation and SiLU, each also
-//! in a gated form.
+//! Activation functions over slices, computed in f32 and rounded once: GELU, its tanh approximation, SiLU and the square
+//! of ReLU, each also in a gated form.
 
 use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::f32_access::{self, get, put, vectorized};
@@ -28,6 +28,10 @@ macro_rules! with_function {
                 let ($value, $slope) = (math::silu, math::silu_slope);
                 $body
             }
+            Activation::ReluSquared => {
+                let ($value, $slope) = (math::relu_squared, math::relu_squared_slope);
+                $body
+            }
         }
     };
 }
@@ -46,6 +50,13 @@ pub fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
             |x, below| x * below,
         ),
         Activation::Silu => map(x, y, math::silu_odds, math::gated_by_odds),
+        Activation::ReluSquared => map(
+            x,
+            y,
+            math::positive_part,
+            #[inline(always)]
+            |_, above| above * above,
+        ),
     }
 }
 
@@ -124,9 +135,9 @@ fn gated_slopes<E: Element>(
     }
 }
 
-/// Computes y = x factor, with the factor rounded to `E`.
+/// Computes y = x factor, in f32.
 pub fn scaled<E: Element>(x: &[E], factor: f64, y: &mut [E]) {
-    let factor: f32 = get(put::<E>(factor as f32));
+    let factor = factor as f32;
     map(
         x,
         y,
@@ -181,7 +192,7 @@ mod tests {
         let (x, dy, up) = (numbers::<E>(n, 1), numbers::<E>(n, 2), numbers::<E>(n, 3));
         let at = |i: usize| (get(x[i]), get(dy[i]), get(up[i]));
         let (mut y, mut z) = (vec![E::default(); n], vec![E::default(); n]);
-        for function in [Activation::GeluTanh, Activation::Gelu, Activation::Silu] {
+        for function in [Activation::GeluTanh, Activation::Gelu, Activation::Silu, Activation::ReluSquared] {
             with_function!(function, (value, slope) => {
                 forward(function, &x, &mut y);
                 same(&y, (0..n).map(|i| value(at(i).0)));

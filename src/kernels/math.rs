@@ -146,6 +146,25 @@ pub fn silu_slope(x: f32) -> f32 {
     slope_of_gated(x, odds(exponent_of_odds(silu_exponent(x), FINITE)), 1.0)
 }
 
+/// Returns max(x, 0)^2.
+#[inline(always)]
+pub fn relu_squared(x: f32) -> f32 {
+    let above = positive_part(x);
+    above * above
+}
+
+/// Returns the derivative of [`relu_squared`].
+#[inline(always)]
+pub fn relu_squared_slope(x: f32) -> f32 {
+    2.0 * positive_part(x)
+}
+
+/// Returns max(x, 0). NaN passes through.
+#[inline(always)]
+pub(crate) fn positive_part(x: f32) -> f32 {
+    if x < 0.0 { 0.0 } else { x }
+}
+
 /// Returns 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the tanh approximation of GELU (Hendrycks and Gimpel 2016).
 #[inline(always)]
 pub fn gelu_tanh(x: f32) -> f32 {
@@ -289,6 +308,8 @@ mod tests {
             check((gelu_tanh(x), gelu_tanh_slope(x)), (wide * gate, slope));
             let gate = 1.0 / (1.0 + (-wide).exp());
             check((silu(x), silu_slope(x)), (wide * gate, gate + wide * gate * (1.0 - gate)));
+            let above = wide.max(0.0);
+            check((relu_squared(x), relu_squared_slope(x)), (above * above, 2.0 * above));
         }
     }
 

@@ -1,5 +1,4 @@
-//! Rotary position embedding (Su et al. 2021) in Hugging Face's convention: element i of a head's first half and
-//! element i of its second half form a pair, which is rotated by position * frequency i.
+//! Rotary position embedding (Su et al. 2021): pairs of a head's elements are rotated by position * frequency.
 
 use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::f32_access::{as_f32, narrow, vectorized};
@@ -8,10 +7,37 @@ use crate::kernels::parallel::{ParallelChunks, for_each_part};
 /// The number of rows that one task rotates.
 const ROWS_PER_TASK: usize = 32;
 
+/// The elements that form a pair, among the elements of a head that are rotated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum RotaryPairs {
+    /// Element i of the first half and element i of the second half, as in most of Hugging Face's models.
+    Halves,
+    /// Elements 2i and 2i + 1, as in GLM and Cohere.
+    Adjacent,
+}
+
+/// The layout of a head: its size, and the elements that form pairs. If there are fewer frequencies than pairs, only the
+/// first elements of a head are rotated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RotaryLayout {
+    /// The number of elements of a head, which is even.
+    pub head: usize,
+    /// The elements that form a pair.
+    pub pairs: RotaryPairs,
+}
+
+impl RotaryLayout {
+    /// Returns the layout of a head all of whose elements are rotated, in pairs of the same element of both halves.
+    pub fn of_complete_heads(pairs: usize) -> Self {
+        Self { head: 2 * pairs, pairs: RotaryPairs::Halves }
+    }
+}
+
 /// The cosines and sines of the angles of every position, computed in f64 and rounded to f32.
 #[derive(Debug, Clone)]
 pub struct RotaryTable {
-    /// The number of pairs of a head.
+    layout: RotaryLayout,
+    /// The number of pairs of a head that are rotated.
     half: usize,
     time: usize,
     /// The cosines `[time, half]`.
@@ -20,18 +46,38 @@ pub struct RotaryTable {
 }
 
 impl RotaryTable {
-    /// Computes the angles of positions 0 to time - 1. A head has as many pairs as there are frequencies.
-    pub fn new(time: usize, frequencies: &[f64]) -> Self {
+    /// Computes the angles of positions 0 to time - 1, with as many pairs per head as there are frequencies. The cosines
+    /// and sines of position t are multiplied by `factor(t)`.
+    ///
+    /// Panics if a head has fewer elements than the pairs, or an odd number of elements.
+    pub fn new(time: usize, layout: RotaryLayout, frequencies: &[f64], factor: impl Fn(usize) -> f64) -> Self {
         let half = frequencies.len();
-        let angles = || (0..time).flat_map(|t| frequencies.iter().map(move |f| t as f64 * f));
-        let [cos, sin] = [f64::cos, f64::sin].map(|f| angles().map(|angle| f(angle) as f32).collect());
-        Self { half, time, cos, sin }
+        assert!(
+            2 * half <= layout.head && layout.head.is_multiple_of(2),
+            "{half} pairs do not fit into a head of {} elements",
+            layout.head
+        );
+        let [cos, sin] = [f64::cos, f64::sin].map(|f| {
+            let mut table = Vec::with_capacity(time * half);
+            for t in 0..time {
+                let factor = factor(t);
+                table.extend(frequencies.iter().map(|frequency| (factor * f(t as f64 * frequency)) as f32));
+            }
+            table
+        });
+        Self { layout, half, time, cos, sin }
     }
 
-    /// Returns the number of pairs of a head, and the cosines and sines of the angles, `[time, pairs]`.
+    /// Returns the number of positions.
+    pub fn positions(&self) -> usize {
+        self.time
+    }
+
+    /// Returns the layout of a head, the number of its pairs that are rotated, and the cosines and sines of the angles,
+    /// `[time, pairs]`.
     #[cfg(feature = "cuda")]
-    pub fn tables(&self) -> (usize, [&[f32]; 2]) {
-        (self.half, [&self.cos, &self.sin])
+    pub fn tables(&self) -> (RotaryLayout, usize, [&[f32]; 2]) {
+        (self.layout, self.half, [&self.cos, &self.sin])
     }
 
     /// Rotates x into y, for rows `[rows, heads * head]`. Row r is at position `at(r)`.
@@ -55,7 +101,7 @@ impl RotaryTable {
         y: &mut [E],
         direction: f32,
     ) {
-        let head = 2 * self.half;
+        let head = self.layout.head;
         assert_eq!(x.len(), y.len(), "the slice lengths of a rotation differ");
         if x.is_empty() {
             return;
@@ -75,31 +121,51 @@ impl RotaryTable {
                     assert!(t < self.time, "position {t} is outside the table, which has {} positions", self.time);
                     let angles = [&self.cos, &self.sin].map(|table| &table[t * self.half..][..self.half]);
                     if E::KIND == ElementDtype::F32 {
-                        turn_row(bytemuck::cast_slice(x), angles, direction, bytemuck::cast_slice_mut(y));
+                        self.turn_row(bytemuck::cast_slice(x), angles, direction, bytemuck::cast_slice_mut(y));
                         continue;
                     }
                     let [x_room, y_room] = &mut room;
-                    turn_row(as_f32(x, x_room), angles, direction, y_room);
+                    self.turn_row(as_f32(x, x_room), angles, direction, y_room);
                     narrow(y_room, y);
                 }
             });
         });
     }
+
+    /// Rotates the heads of a row.
+    #[inline(always)]
+    fn turn_row(&self, x: &[f32], angles: [&[f32]; 2], direction: f32, y: &mut [f32]) {
+        let (head, turned) = (self.layout.head, 2 * self.half);
+        for (x, y) in x.chunks_exact(head).zip(y.chunks_exact_mut(head)) {
+            let ((x, rest), (y, y_rest)) = (x.split_at(turned), y.split_at_mut(turned));
+            match self.layout.pairs {
+                RotaryPairs::Halves => turn_halves(x, angles, direction, y),
+                RotaryPairs::Adjacent => turn_adjacent(x, angles, direction, y),
+            }
+            y_rest.copy_from_slice(rest);
+        }
+    }
 }
 
 #[inline(always)]
-fn turn_row(x: &[f32], [cos, sin]: [&[f32]; 2], direction: f32, y: &mut [f32]) {
+fn turn_halves(x: &[f32], [cos, sin]: [&[f32]; 2], direction: f32, y: &mut [f32]) {
     let half = cos.len();
-    for (x, y) in x.chunks_exact(2 * half).zip(y.chunks_exact_mut(2 * half)) {
-        let (y_first, y_second) = y.split_at_mut(half);
-        let (first, second) = x.split_at(half);
-        // One loop for each half, so that the compiler has fewer slices to prove disjoint.
-        for (((y, a), b), (cos, sin)) in y_first.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
-            *y = a * cos - b * (sin * direction);
-        }
-        for (((y, a), b), (cos, sin)) in y_second.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
-            *y = b * cos + a * (sin * direction);
-        }
+    let (y_first, y_second) = y.split_at_mut(half);
+    let (first, second) = x.split_at(half);
+    // One loop for each half, so that the compiler has fewer slices to prove disjoint.
+    for (((y, a), b), (cos, sin)) in y_first.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
+        *y = a * cos - b * (sin * direction);
+    }
+    for (((y, a), b), (cos, sin)) in y_second.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
+        *y = b * cos + a * (sin * direction);
+    }
+}
+
+#[inline(always)]
+fn turn_adjacent(x: &[f32], [cos, sin]: [&[f32]; 2], direction: f32, y: &mut [f32]) {
+    let (x, y) = (x.as_chunks::<2>().0, y.as_chunks_mut::<2>().0);
+    for ((y, [a, b]), (cos, sin)) in y.iter_mut().zip(x).zip(cos.iter().zip(sin)) {
+        *y = [a * cos - b * (sin * direction), b * cos + a * (sin * direction)];
     }
 }
 
@@ -110,25 +176,48 @@ mod tests {
     use half::{bf16, f16};
 
     fn pairs_turn_by_their_angle_and_back<E: Element>(accuracy: f32) {
-        for (batch, time, heads, head) in [(2, 37, 3, 64), (1, 70, 1, 10), (3, 1, 2, 2)] {
+        use RotaryPairs::{Adjacent, Halves};
+        let cases = [
+            ([2, 37, 3, 64], 32, Halves),
+            ([1, 70, 1, 10], 5, Halves),
+            ([3, 1, 2, 2], 1, Halves),
+            ([2, 37, 3, 64], 32, Adjacent),
+            ([1, 40, 2, 12], 3, Halves),
+            ([1, 40, 2, 12], 5, Adjacent),
+        ];
+        for ([batch, time, heads, head], half, pairs) in cases {
             let width = heads * head;
             let x: Vec<E> = (0..batch * time * width).map(|i| put((i * 37 % 101) as f32 / 50.0 - 1.0)).collect();
             let (mut y, mut back) = (vec![E::default(); x.len()], vec![E::default(); x.len()]);
             let frequency = |i: usize| 10_000f64.powf(-2.0 * i as f64 / head as f64);
-            let rotary = RotaryTable::new(time + 3, &(0..head / 2).map(frequency).collect::<Vec<_>>());
+            let frequencies: Vec<f64> = (0..half).map(frequency).collect();
+            // Backward multiplies by the factor again, so the elements return only with a factor of 1.
+            let factor = |t: usize| 1.0 + 0.25 * t as f64;
+            let layout = RotaryLayout { head, pairs };
             let position = |row: usize| 3 + row % time;
+            RotaryTable::new(time + 3, layout, &frequencies, factor).forward(&x, position, width, &mut back);
+            let rotary = RotaryTable::new(time + 3, layout, &frequencies, |_| 1.0);
             rotary.forward(&x, position, width, &mut y);
-            rotary.backward(&y, position, width, &mut back);
             for at in 0..x.len() {
                 let (t, i) = (position(at / width), at % head);
-                let pair = i % (head / 2);
-                let angle = t as f64 * frequency(pair);
-                let first = at - i + pair;
-                let (a, b) = (f64::from(get(x[first])), f64::from(get(x[first + head / 2])));
-                let (cos, sin) = (angle.cos(), angle.sin());
-                let want = if i == pair { a * cos - b * sin } else { b * cos + a * sin };
+                let start = at - i;
+                let wide = |i: usize| f64::from(get(x[start + i]));
+                let turned = |pair: usize, [first, second]: [usize; 2]| {
+                    let (sin, cos) = (t as f64 * frequency(pair)).sin_cos();
+                    let (a, b) = (wide(first), wide(second));
+                    if i == first { a * cos - b * sin } else { b * cos + a * sin }
+                };
+                let (want, by) = match pairs {
+                    _ if i >= 2 * half => (wide(i), 1.0),
+                    Halves => (turned(i % half, [i % half, i % half + half]), factor(t)),
+                    Adjacent => (turned(i / 2, [i / 2 * 2, i / 2 * 2 + 1]), factor(t)),
+                };
                 assert!((f64::from(get(y[at])) - want).abs() <= f64::from(accuracy), "{at}");
-                assert!((get(back[at]) - get(x[at])).abs() <= 3.0 * accuracy, "{at}");
+                assert!((f64::from(get(back[at])) - by * want).abs() <= by * f64::from(accuracy), "{at}");
+            }
+            rotary.backward(&y, position, width, &mut back);
+            for (back, x) in back.iter().zip(&x) {
+                assert!((get(*back) - get(*x)).abs() <= 3.0 * accuracy);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Counts the activation bytes that a decoder keeps for the backward pass, from its configuration.
 
-use super::DecoderConfig;
+use super::{DecoderConfig, QueryKeyNorms};
 
 /// A forward and a backward pass of a decoder whose activations are counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,10 +57,13 @@ impl DecoderConfig {
         let mut elements = 2 * width + 2 * q + 2 * kv;
         // The gate, its factor and the product; or the input of the activation.
         elements += if self.gated { 3 * inner } else { inner };
-        if self.query_key_norms {
+        if self.query_key_norms != QueryKeyNorms::None {
             elements += q + kv;
         }
-        if self.norms_after {
+        if self.norm_placement.is_after() {
+            elements += 2 * width;
+        }
+        if self.residual_scale.is_some() {
             elements += 2 * width;
         }
         if self.dropout > 0.0 {

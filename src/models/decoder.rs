@@ -1,16 +1,17 @@
 //! Decoders built from a configuration: from token ids to the states that the output projection takes.
 
 use super::decoder_block::{BlockContext, BlockNorm, DecoderBlock, INITIAL_STD};
-use super::{Architecture, BlockConfig, DecoderConfig, LanguageModel, ParameterNaming};
-use crate::nn::{Dropout, Embedding, KeyValueCache, Linear, Rotary, Sequences, add, normal, refuse, scaled};
+use super::{Architecture, BlockConfig, DecoderConfig, LanguageModel, ParameterNaming, RotaryConfig};
+use crate::nn::{
+    Dropout, Embedding, KeyValueCache, Linear, Rotary, Sequences, add, normal, refuse, scaled, scaled_in_f32,
+};
 use crate::zero::Unit;
 use crate::zero::unit;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
-use half::{bf16, f16};
 use std::marker::PhantomData;
 
-/// A language model described by a [`DecoderConfig`]: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3 or GPT-2.
+/// A language model described by a [`DecoderConfig`], of any family that [`DecoderConfig::read`] knows.
 ///
 /// The parameters have the names of the model's files in Hugging Face format. Each block is a unit
 /// ([`crate::zero::unit()`]).
@@ -79,8 +80,8 @@ impl DecoderConfig {
     /// Returns the names of the embedding, the list of blocks, and the last norm.
     fn layer_names(&self) -> [&'static str; 3] {
         match self.naming {
-            ParameterNaming::Llama | ParameterNaming::Phi3 => ["embed_tokens", "layers", "norm"],
             ParameterNaming::Gpt2 => ["wte", "h", "ln_f"],
+            _ => ["embed_tokens", "layers", "norm"],
         }
     }
 
@@ -125,7 +126,7 @@ impl DecoderInputLayers {
     /// position `first`.
     pub(super) fn forward(&self, mut x: Tensor, first: usize, sequences: Option<&Sequences>) -> Result<Tensor> {
         if let Some(factor) = self.embedding_scale {
-            x = scaled(&x, rounded(factor, x.dtype()))?;
+            x = scaled(&x, factor)?;
         }
         if let Some(table) = &self.positions {
             let (batch, time, _) = x.dims3()?;
@@ -150,6 +151,7 @@ pub(super) struct DecoderOutput {
     norm: BlockNorm,
     /// The output projection, or `None` if the token embedding is used.
     head: Option<Linear>,
+    logit_scale: Option<f64>,
     logit_soft_cap: Option<f64>,
 }
 
@@ -159,12 +161,14 @@ impl DecoderOutput {
         let norm = BlockNorm::new(config, config.inner(vb).pp(name))?;
         let (width, vocab, init) = (config.hidden_size, config.vocab, normal(INITIAL_STD));
         let head = untied.then(|| Linear::with_init(width, vocab, false, init, vb.pp("lm_head"))).transpose()?;
-        Ok(Self { norm, head, logit_soft_cap: config.logit_soft_cap })
+        let (logit_scale, logit_soft_cap) = (config.logit_scale, config.logit_soft_cap);
+        Ok(Self { norm, head, logit_scale, logit_soft_cap })
     }
 
-    /// Returns the input of the output projection.
+    /// Returns the input of the output projection. The scale of logits is applied to it.
     pub(super) fn states(&self, x: &Tensor) -> Result<Tensor> {
-        self.norm.forward(x)
+        let states = self.norm.forward(x)?;
+        self.logit_scale.map_or(Ok(states.clone()), |scale| scaled_in_f32(&states, scale))
     }
 
     /// Returns the weight of the output projection: its own, or that of the `embedding`.
@@ -181,30 +185,18 @@ impl DecoderOutput {
     }
 }
 
-/// Rounds a factor to the precision of its operand, as transformers does.
-fn rounded(factor: f64, dtype: DType) -> f64 {
-    match dtype {
-        DType::BF16 => bf16::from_f64(factor).to_f64(),
-        DType::F16 => f16::from_f64(factor).to_f64(),
-        _ => factor,
-    }
-}
-
-/// The rotary tables, shared by blocks with the same configuration.
+/// The rotary tables of queries and of keys, shared by blocks with the same configuration.
 #[derive(Default)]
-pub(super) struct SharedRotaries(Vec<(BlockConfig, Rotary)>);
+pub(super) struct SharedRotaries(Vec<(RotaryConfig, [Rotary; 2])>);
 
 impl SharedRotaries {
-    pub(super) fn of(&mut self, config: &DecoderConfig, rule: &BlockConfig) -> Result<Option<Rotary>> {
-        if config.learned_positions.is_some() {
-            return Ok(None);
-        }
-        if let Some((_, known)) = self.0.iter().find(|(known, _)| known.rotary == rule.rotary) {
+    pub(super) fn of(&mut self, config: &DecoderConfig, rule: &BlockConfig) -> Result<Option<[Rotary; 2]>> {
+        let Some(rule) = rule.rotary.as_ref().filter(|_| config.learned_positions.is_none()) else { return Ok(None) };
+        if let Some((_, known)) = self.0.iter().find(|(known, _)| known == rule) {
             return Ok(Some(known.clone()));
         }
-        let frequencies = rule.rotary.frequencies(config.head_dim)?;
-        let rotary = Rotary::from_frequencies(config.ctx, frequencies)?;
-        self.0.push((*rule, rotary.clone()));
+        let rotary = rule.rotations(config.head_dim, config.rotary_pairs, config.ctx)?;
+        self.0.push((rule.clone(), rotary.clone()));
         Ok(Some(rotary))
     }
 }

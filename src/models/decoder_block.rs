@@ -1,23 +1,27 @@
 //! One block of a decoder: attention, then an MLP, each adding to the residual stream.
 
-use super::{BlockConfig, DecoderConfig, NormKind, ParameterNaming};
+use super::{BlockConfig, DecoderConfig, NormKind, NormPlacement, ParameterNaming, QueryKeyNorms};
 use crate::nn::{
-    Activation, AttentionOptions, Dropout, KeyValueCache, LayerNorm, LinearEpilogue, Projection, ProjectionOptions,
-    RmsNorm, RmsNormOptions, Rotary, Sequences, WeightLayout, add, attention, columns, fused_attention, gelu_gated,
-    swiglu,
+    Activation, AttentionOptions, Dropout, KeyValueCache, LayerNorm, LayerNormOptions, LinearEpilogue, Projection,
+    ProjectionOptions, RmsNorm, RmsNormOptions, Rotary, Sequences, WeightLayout, add, attention, columns,
+    fused_attention, gelu_gated, scaled_in_f32, swiglu,
 };
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-/// One transformer block: y = x + attention(norm(x)), then y + mlp(norm(y)). The added terms may be normalized too.
+/// One transformer block: attention and an MLP, which add to the residual stream, with norms at the places of a
+/// [`NormPlacement`].
 #[derive(Debug, Clone)]
 pub struct DecoderBlock {
-    before_attention: BlockNorm,
+    before_attention: Option<BlockNorm>,
     attention: BlockAttention,
     after_attention: Option<BlockNorm>,
-    before_mlp: BlockNorm,
+    /// The norm of the MLP's input, unless it has that of attention.
+    before_mlp: Option<BlockNorm>,
     mlp: Mlp,
     after_mlp: Option<BlockNorm>,
+    is_parallel: bool,
+    residual_scale: Option<f64>,
     drop: Option<Dropout>,
 }
 
@@ -36,32 +40,41 @@ impl DecoderBlock {
     pub(super) fn new(
         config: &DecoderConfig,
         rule: &BlockConfig,
-        rotary: Option<Rotary>,
+        rotary: Option<[Rotary; 2]>,
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
         let names = BlockNames::of(config);
-        let norm = |name: &str| BlockNorm::new(config, vb.pp(name));
-        let after = |name: &str| config.norms_after.then(|| norm(name)).transpose();
+        let placement = config.norm_placement;
+        let norm = |is_there: bool, name: &str| is_there.then(|| BlockNorm::new(config, vb.pp(name))).transpose();
+        let has_before = placement != NormPlacement::After;
         Ok(Self {
-            before_attention: norm(names.before_attention)?,
+            before_attention: norm(has_before, names.before_attention)?,
             attention: BlockAttention::new(config, rule, rotary, &vb.pp(names.attention))?,
-            after_attention: after("post_attention_layernorm")?,
-            before_mlp: norm(names.before_mlp)?,
+            after_attention: norm(placement.is_after(), names.after_attention)?,
+            before_mlp: norm(has_before && placement != NormPlacement::Parallel, names.before_mlp)?,
             mlp: Mlp::new(config, &vb.pp("mlp"))?,
-            after_mlp: after("post_feedforward_layernorm")?,
+            after_mlp: norm(placement.is_after(), names.after_mlp)?,
+            is_parallel: placement == NormPlacement::Parallel,
+            residual_scale: config.residual_scale,
             drop: config.dropout(),
         })
     }
 
     /// Applies the block to `x` `[batch, time, hidden_size]`.
     pub(super) fn run(&self, x: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
-        let attended = self.attention.forward(&self.before_attention.forward(x)?, around)?;
+        let normalized = |norm: &Option<BlockNorm>, x: &Tensor| match norm {
+            Some(norm) => norm.forward(x),
+            None => Ok(x.clone()),
+        };
+        let h = normalized(&self.before_attention, x)?;
+        let attended = self.attention.forward(&h, around)?;
         let x = &self.add_projected(x, &self.attention.output, &attended, self.after_attention.as_ref())?;
-        let h = self.mlp.down_input(&self.before_mlp.forward(x)?)?;
+        let h = if self.is_parallel { h } else { normalized(&self.before_mlp, x)? };
+        let h = self.mlp.down_input(&h)?;
         self.add_projected(x, &self.mlp.down, &h, self.after_mlp.as_ref())
     }
 
-    /// Returns x + dropout(norm(projection(h))).
+    /// Returns x + dropout(scale * norm(projection(h))).
     fn add_projected(
         &self,
         x: &Tensor,
@@ -69,12 +82,15 @@ impl DecoderBlock {
         h: &Tensor,
         norm: Option<&BlockNorm>,
     ) -> Result<Tensor> {
-        if norm.is_none() && self.drop.is_none() {
+        if norm.is_none() && self.drop.is_none() && self.residual_scale.is_none() {
             return projection.forward_then(h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() });
         }
         let mut y = projection.forward(h)?;
         if let Some(norm) = norm {
             y = norm.forward(&y)?;
+        }
+        if let Some(scale) = self.residual_scale {
+            y = scaled_in_f32(&y, scale)?;
         }
         if let Some(drop) = &self.drop {
             y = drop.forward(&y)?;
@@ -119,7 +135,9 @@ pub(super) const INITIAL_STD: f64 = 0.02;
 /// The parameter names within a block that differ between models.
 struct BlockNames {
     before_attention: &'static str,
+    after_attention: &'static str,
     before_mlp: &'static str,
+    after_mlp: &'static str,
     attention: &'static str,
     qkv: &'static str,
     attention_output: &'static str,
@@ -129,7 +147,9 @@ struct BlockNames {
 
 const LLAMA: BlockNames = BlockNames {
     before_attention: "input_layernorm",
+    after_attention: "post_attention_layernorm",
     before_mlp: "pre_feedforward_layernorm",
+    after_mlp: "post_feedforward_layernorm",
     attention: "self_attn",
     qkv: "qkv_proj",
     attention_output: "o_proj",
@@ -145,15 +165,26 @@ const GPT2: BlockNames = BlockNames {
     attention_output: "c_proj",
     up: "c_fc",
     down: "c_proj",
+    ..LLAMA
 };
 
 impl BlockNames {
     fn of(config: &DecoderConfig) -> Self {
         match config.naming {
             ParameterNaming::Gpt2 => GPT2,
-            // In models with two norms, the second one is named for its position after attention.
-            _ if !config.norms_after => Self { before_mlp: "post_attention_layernorm", ..LLAMA },
-            _ => LLAMA,
+            ParameterNaming::Glm if config.norm_placement == NormPlacement::BeforeAndAfter => Self {
+                after_attention: "post_self_attn_layernorm",
+                before_mlp: "post_attention_layernorm",
+                after_mlp: "post_mlp_layernorm",
+                ..LLAMA
+            },
+            // Otherwise, only models with all four norms have a name of its own for the norm before the MLP: it is the
+            // norm after attention in the others.
+            _ if config.norm_placement == NormPlacement::BeforeAndAfter => LLAMA,
+            ParameterNaming::StarCoder2 => {
+                Self { before_mlp: "post_attention_layernorm", up: "c_fc", down: "c_proj", ..LLAMA }
+            }
+            _ => Self { before_mlp: "post_attention_layernorm", ..LLAMA },
         }
     }
 }
@@ -169,7 +200,11 @@ impl BlockNorm {
     pub fn new(config: &DecoderConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let (width, eps) = (config.hidden_size, config.norm_eps);
         match config.norm {
-            NormKind::Layer => LayerNorm::new(width, eps, vb).map(Self::Layer),
+            NormKind::Layer | NormKind::LayerWithoutBias | NormKind::LayerPlusOne => {
+                let (plus_one, bias) =
+                    (config.norm == NormKind::LayerPlusOne, config.norm != NormKind::LayerWithoutBias);
+                LayerNorm::with(width, LayerNormOptions { eps, plus_one, bias }, vb).map(Self::Layer)
+            }
             NormKind::Rms | NormKind::RmsPlusOne => rms_norm(config, width, false, vb).map(Self::Rms),
         }
     }
@@ -198,9 +233,10 @@ struct BlockAttention {
     kv_heads: usize,
     head_dim: usize,
     input: QkvProjections,
-    /// The per-head norms of queries and keys.
-    head_norms: Option<[RmsNorm; 2]>,
-    rotary: Option<Rotary>,
+    /// The norms of queries and keys.
+    query_key_norms: Option<[RmsNorm; 2]>,
+    /// The rotations of queries and keys.
+    rotary: Option<[Rotary; 2]>,
     options: AttentionOptions,
     output: Projection,
 }
@@ -214,28 +250,39 @@ enum QkvProjections {
 }
 
 impl BlockAttention {
-    fn new(config: &DecoderConfig, rule: &BlockConfig, rotary: Option<Rotary>, vb: &VarBuilder<'_>) -> Result<Self> {
+    fn new(
+        config: &DecoderConfig,
+        rule: &BlockConfig,
+        rotary: Option<[Rotary; 2]>,
+        vb: &VarBuilder<'_>,
+    ) -> Result<Self> {
         let (d, q, kv) = (config.hidden_size, config.query_width(), config.kv_width());
         let names = BlockNames::of(config);
         let projection = |name: &str, outputs| config.projection(name, [d, outputs], config.qkv_bias, false, vb);
         let input = match config.naming {
-            ParameterNaming::Llama => {
+            ParameterNaming::Llama | ParameterNaming::Glm | ParameterNaming::StarCoder2 => {
                 QkvProjections::Apart([projection("q_proj", q)?, projection("k_proj", kv)?, projection("v_proj", kv)?])
             }
             ParameterNaming::Phi3 | ParameterNaming::Gpt2 => QkvProjections::Fused(projection(names.qkv, q + 2 * kv)?),
         };
         let output = config.projection(names.attention_output, [q, d], config.output_bias, true, vb)?;
-        let head_norm = |name: &str| rms_norm(config, config.head_dim, true, vb.pp(name));
-        let head_norms = match config.query_key_norms {
-            true => Some([head_norm("q_norm")?, head_norm("k_norm")?]),
-            false => None,
+        let norms = |widths: [usize; 2], by_head| {
+            let [q, k] = widths;
+            let norms =
+                [rms_norm(config, q, by_head, vb.pp("q_norm"))?, rms_norm(config, k, by_head, vb.pp("k_norm"))?];
+            Ok::<_, candle_core::Error>(Some(norms))
+        };
+        let query_key_norms = match config.query_key_norms {
+            QueryKeyNorms::None => None,
+            QueryKeyNorms::PerHead => norms([config.head_dim; 2], true)?,
+            QueryKeyNorms::AllHeads => norms([q, kv], false)?,
         };
         Ok(Self {
             heads: config.num_attention_heads,
             kv_heads: config.num_key_value_heads,
             head_dim: config.head_dim,
             input,
-            head_norms,
+            query_key_norms,
             rotary,
             options: AttentionOptions {
                 scale: config.query_scale,
@@ -276,13 +323,13 @@ impl BlockAttention {
         cache: Option<&mut KeyValueCache>,
     ) -> Result<Tensor> {
         let turned = |x: Tensor, which: usize| {
-            let x = match &self.head_norms {
+            let x = match &self.query_key_norms {
                 Some(norms) => norms[which].forward(&x)?,
                 None => x,
             };
             match (&self.rotary, sequences) {
-                (Some(rotary), Some(sequences)) => rotary.forward_in(&x, sequences),
-                (Some(rotary), None) => rotary.forward_from(&x, first),
+                (Some(rotary), Some(sequences)) => rotary[which].forward_in(&x, sequences),
+                (Some(rotary), None) => rotary[which].forward_from(&x, first),
                 (None, _) => Ok(x),
             }
         };
@@ -295,7 +342,7 @@ impl BlockAttention {
 
     /// Returns whether attention takes queries, keys and values side by side in one tensor.
     fn takes_fused(&self) -> bool {
-        self.rotary.is_none() && self.head_norms.is_none() && self.heads == self.kv_heads
+        self.rotary.is_none() && self.query_key_norms.is_none() && self.heads == self.kv_heads
     }
 
     /// Splits queries, keys and values that are side by side in one tensor.
@@ -329,7 +376,9 @@ impl Mlp {
         let projection = |name: &str, outputs| config.projection(name, [d, outputs], config.mlp_bias, false, vb);
         let input = match (config.gated, config.naming) {
             (false, _) => MlpInput::Plain(projection(names.up, inner)?),
-            (true, ParameterNaming::Phi3) => MlpInput::FusedGated(projection("gate_up_proj", 2 * inner)?, inner),
+            (true, ParameterNaming::Phi3 | ParameterNaming::Glm) => {
+                MlpInput::FusedGated(projection("gate_up_proj", 2 * inner)?, inner)
+            }
             (true, _) => MlpInput::Gated([projection("gate_proj", inner)?, projection(names.up, inner)?]),
         };
         let down = config.projection(names.down, [inner, d], config.mlp_bias, true, vb)?;
@@ -354,7 +403,9 @@ impl Mlp {
         match self.activation {
             Activation::Silu => swiglu(gate, up),
             Activation::GeluTanh => gelu_gated(gate, up),
-            Activation::Gelu => candle_core::bail!("a gate with the exact GELU is not supported"),
+            Activation::Gelu | Activation::ReluSquared => {
+                candle_core::bail!("a gate with the activation {:?} is not supported", self.activation)
+            }
         }
     }
 }

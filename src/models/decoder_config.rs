@@ -1,9 +1,9 @@
-//! A decoder as one configuration, with the options in which Llama, Mistral, Qwen, Gemma, Phi and GPT-2 differ.
+//! A decoder as one configuration, with the options in which the model families differ.
 
 use super::config_checks::{MAX_HEAD_DIM, MAX_POSITIONS, refused, require_blocks, require_parameters, require_sizes};
 use super::rotary_config::RotaryConfig;
 use crate::Result;
-use crate::nn::{Activation, LoraConfig};
+use crate::nn::{Activation, LoraConfig, RotaryPairs};
 
 /// The shape of a decoder: a stack of blocks, each of which adds the output of causal attention to the residual stream,
 /// and then the output of an MLP.
@@ -38,10 +38,12 @@ pub struct DecoderConfig {
     pub norm: NormKind,
     /// The number added to the variance or the mean square in norms.
     pub norm_eps: f64,
-    /// Whether the outputs of attention and the MLP are also normalized before they are added (Gemma 2 and 3).
-    pub norms_after: bool,
-    /// Whether the heads of queries and keys are normalized before they are rotated (Qwen 3, Gemma 3).
-    pub query_key_norms: bool,
+    /// The places of the norms in a block.
+    pub norm_placement: NormPlacement,
+    /// The norms of queries and keys before they are rotated.
+    pub query_key_norms: QueryKeyNorms,
+    /// The elements of a head that are rotated together.
+    pub rotary_pairs: RotaryPairs,
     /// Whether the projections to queries, keys and values have biases.
     pub qkv_bias: bool,
     /// Whether attention's output projection has a bias.
@@ -60,6 +62,11 @@ pub struct DecoderConfig {
     pub logit_soft_cap: Option<f64>,
     /// The factor applied to the rows of the token embedding.
     pub embedding_scale: Option<f64>,
+    /// The factor applied to the output of each attention and each MLP before it is added to the residual stream
+    /// (Granite).
+    pub residual_scale: Option<f64>,
+    /// The factor applied to logits (Cohere, Granite).
+    pub logit_scale: Option<f64>,
     /// The padding token, as transformers calls it. Its lookups add nothing to the embedding's gradient.
     pub padding: Option<u32>,
     /// Whether the output projection is the token embedding.
@@ -74,13 +81,20 @@ pub struct DecoderConfig {
 }
 
 /// The settings that differ between the blocks of a decoder.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct BlockConfig {
     /// The number of positions that a position sees, itself included. Without a number, it sees all positions up to its
     /// own.
     pub window: Option<usize>,
-    /// The rotary positions. They are not used with learned positions.
-    pub rotary: RotaryConfig,
+    /// The rotary positions, or `None` for a block without positions. They are not used with learned positions.
+    pub rotary: Option<RotaryConfig>,
+}
+
+impl Default for BlockConfig {
+    /// Returns a block that sees all positions up to its own, which are rotary.
+    fn default() -> Self {
+        Self { window: None, rotary: Some(RotaryConfig::default()) }
+    }
 }
 
 /// The naming and storage of a decoder's parameters in Hugging Face's files.
@@ -92,6 +106,10 @@ pub enum ParameterNaming {
     /// Names as in Phi-3's files: Llama's, but with queries, keys and values in one `qkv_proj`, and the MLP's first two
     /// projections in one `gate_up_proj`.
     Phi3,
+    /// Names as in GLM's files: Llama's, but with the MLP's first two projections in one `gate_up_proj`.
+    Glm,
+    /// Names as in StarCoder 2's files: Llama's, but with `c_fc` and `c_proj` in the MLP.
+    StarCoder2,
     /// Names such as `h.0.attn.c_attn.weight`, as in GPT-2's files, with queries, keys and values in one projection,
     /// and weights `[in, out]`.
     Gpt2,
@@ -107,6 +125,53 @@ pub enum NormKind {
     RmsPlusOne,
     /// Layer norm with weight and bias.
     Layer,
+    /// Layer norm with weight and without bias (Cohere).
+    LayerWithoutBias,
+    /// Layer norm times 1 + weight, with bias (Nemotron).
+    LayerPlusOne,
+}
+
+/// The places of the norms on the residual stream in a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NormPlacement {
+    /// Attention and the MLP normalize their inputs: y = x + attention(norm(x)), then y + mlp(norm(y)).
+    Before,
+    /// The outputs of attention and the MLP are normalized before they are added (OLMo 2): y = x + norm(attention(x)),
+    /// then y + norm(mlp(y)).
+    After,
+    /// Both inputs and outputs are normalized (Gemma 2 and 3, GLM-4).
+    BeforeAndAfter,
+    /// Attention and the MLP have the same normalized input (Cohere): x + attention(n) + mlp(n), where n = norm(x).
+    Parallel,
+}
+
+impl NormPlacement {
+    /// Returns the number of norms in a block.
+    pub(super) fn count(self) -> usize {
+        match self {
+            Self::Parallel => 1,
+            Self::Before | Self::After => 2,
+            Self::BeforeAndAfter => 4,
+        }
+    }
+
+    /// Returns whether the outputs of attention and the MLP are normalized.
+    pub(super) fn is_after(self) -> bool {
+        matches!(self, Self::After | Self::BeforeAndAfter)
+    }
+}
+
+/// The norms of queries and keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum QueryKeyNorms {
+    /// There are none.
+    None,
+    /// Each head is normalized, with the same weight for all heads (Qwen 3, Gemma 3).
+    PerHead,
+    /// All heads of a position are normalized together (OLMo 2).
+    AllHeads,
 }
 
 impl DecoderConfig {
@@ -127,8 +192,9 @@ impl DecoderConfig {
             learned_positions: Some(ctx),
             norm: NormKind::Layer,
             norm_eps: 1e-5,
-            norms_after: false,
-            query_key_norms: false,
+            norm_placement: NormPlacement::Before,
+            query_key_norms: QueryKeyNorms::None,
+            rotary_pairs: RotaryPairs::Halves,
             qkv_bias: true,
             output_bias: true,
             mlp_bias: true,
@@ -138,6 +204,8 @@ impl DecoderConfig {
             attention_soft_cap: None,
             logit_soft_cap: None,
             embedding_scale: None,
+            residual_scale: None,
+            logit_scale: None,
             // In transformers, GPT-2 looks up its padding token like any other.
             padding: None,
             tie_word_embeddings: true,
@@ -190,16 +258,25 @@ impl DecoderConfig {
             None if !self.head_dim.is_multiple_of(2) => {
                 return Err(refused("head_dim", self.head_dim, "even: rotary positions rotate pairs of elements"));
             }
-            None => self.blocks.iter().try_for_each(|block| block.rotary.frequencies(2).map(drop))?,
+            None => self.check_rotary()?,
         }
         let biases = self.qkv_bias && self.output_bias && self.mlp_bias;
-        if self.naming == ParameterNaming::Gpt2 && (self.gated || self.norms_after || self.query_key_norms || !biases) {
+        let is_plain =
+            self.norm_placement == NormPlacement::Before && self.query_key_norms == QueryKeyNorms::None && !self.gated;
+        if self.naming == ParameterNaming::Gpt2 && !(is_plain && biases) {
             let allowed =
                 "a different one for gates, additional norms or projections without bias: GPT-2 has no names for them";
             return Err(refused("naming", "that of GPT-2", allowed));
         }
-        if self.gated && self.activation == Activation::Gelu {
-            return Err(refused("activation", "gelu", "silu or gelu_pytorch_tanh in an MLP with a gate"));
+        if self.gated && !matches!(self.activation, Activation::Silu | Activation::GeluTanh) {
+            let found = if self.activation == Activation::Gelu { "gelu" } else { "relu2" };
+            return Err(refused("activation", found, "silu or gelu_pytorch_tanh in an MLP with a gate"));
+        }
+        if !self.gated && self.naming == ParameterNaming::Glm {
+            return Err(refused("gated", false, "true: GLM has no names for an MLP without a gate"));
+        }
+        if self.gated && self.naming == ParameterNaming::StarCoder2 {
+            return Err(refused("gated", true, "false: StarCoder 2 has no names for an MLP with a gate"));
         }
         if self.blocks.iter().any(|block| block.window == Some(0)) {
             return Err(refused("sliding_window", 0, "at least 1"));
@@ -213,6 +290,8 @@ impl DecoderConfig {
             ("attention_soft_cap", self.attention_soft_cap),
             ("logit_soft_cap", self.logit_soft_cap),
             ("embedding_scale", self.embedding_scale),
+            ("residual_scale", self.residual_scale),
+            ("logit_scale", self.logit_scale),
         ];
         for (key, value) in positive {
             if let Some(value) = value.filter(|value| !(*value > 0.0 && value.is_finite())) {
@@ -223,6 +302,14 @@ impl DecoderConfig {
             return Err(refused("dropout", self.dropout, "at least 0 and below 1"));
         }
         self.lora.as_ref().map_or(Ok(()), LoraConfig::validate)
+    }
+
+    /// Checks the rotary positions of all blocks.
+    fn check_rotary(&self) -> Result<()> {
+        let rules = || self.blocks.iter().map(|block| &block.rotary);
+        // Most blocks have the rule of the block before.
+        let changes = rules().zip(std::iter::once(&None).chain(rules())).filter(|(rule, before)| rule != before);
+        changes.filter_map(|(rule, _)| rule.as_ref()).try_for_each(|rule| rule.check(self.head_dim, self.ctx))
     }
 
     /// Returns the number of elements of all parameters except those of adapters. A tied output projection counts once.
@@ -247,13 +334,18 @@ impl DecoderConfig {
         let (q, kv) = (wide(self.num_attention_heads) * head, wide(self.num_key_value_heads) * head);
         let if_so = |is_so: bool, elements: u128| if is_so { elements } else { 0 };
         let ups = if self.gated { 2 } else { 1 };
-        let norm = d * if self.norm == NormKind::Layer { 2 } else { 1 };
+        let norm = d * if matches!(self.norm, NormKind::Layer | NormKind::LayerPlusOne) { 2 } else { 1 };
+        let query_key_norms = match self.query_key_norms {
+            QueryKeyNorms::None => 0,
+            QueryKeyNorms::PerHead => 2 * head,
+            QueryKeyNorms::AllHeads => q + kv,
+        };
         let weights = (2 * q).saturating_add(2 * kv).saturating_add((ups + 1) * inner).saturating_mul(d);
         let biases = if_so(self.qkv_bias, q + 2 * kv)
             + if_so(self.output_bias, d)
             + if_so(self.mlp_bias, ups * inner + d)
-            + if_so(self.query_key_norms, 2 * head);
-        let block = weights.saturating_add(biases + norm * if self.norms_after { 4 } else { 2 });
+            + query_key_norms;
+        let block = weights.saturating_add(biases + norm * self.norm_placement.count() as u128);
         let rows = if_so(!self.tie_word_embeddings, vocab) + vocab + wide(self.learned_positions.unwrap_or(0));
         wide(self.blocks.len()).saturating_mul(block).saturating_add(rows.saturating_mul(d)).saturating_add(norm)
     }

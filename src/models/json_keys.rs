@@ -72,6 +72,15 @@ impl<'a> JsonKeys<'a> {
         }
     }
 
+    /// Returns the number at `key`, which must be finite.
+    pub fn number(&self, key: &str) -> Result<Option<f64>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.as_f64().filter(|number| number.is_finite()) {
+            Some(number) => Ok(Some(number)),
+            None => Err(self.refuse(key, "a number")),
+        }
+    }
+
     /// Returns the boolean at `key`, or `default` if it is absent.
     pub fn flag(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {

@@ -1,9 +1,11 @@
 //! The sizes of a Llama.
 
 use super::config_checks::{MAX_POSITIONS, find_preset, refused, require_blocks, require_parameters, require_sizes};
-use super::{BlockConfig, DecoderConfig, DecoderSizes, NormKind, ParameterNaming, RotaryConfig, RotaryScaling};
+use super::{
+    BlockConfig, DecoderConfig, DecoderSizes, NormKind, NormPlacement, ParameterNaming, QueryKeyNorms, RotaryConfig,
+};
 use crate::Result;
-use crate::nn::Activation;
+use crate::nn::{Activation, RotaryPairs};
 use serde::{Deserialize, Serialize};
 
 /// The shape of a Llama (Touvron et al. 2023), with the names of Hugging Face's `config.json`, except that the context
@@ -160,7 +162,7 @@ impl LlamaConfig {
 impl DecoderSizes for LlamaConfig {
     fn decoder(&self) -> Result<DecoderConfig> {
         self.validate()?;
-        let rotary = RotaryConfig { theta: self.rope_theta, scaling: RotaryScaling::None };
+        let rotary = RotaryConfig { theta: self.rope_theta, ..RotaryConfig::default() };
         Ok(DecoderConfig {
             naming: ParameterNaming::Llama,
             prefix: "model.",
@@ -171,12 +173,13 @@ impl DecoderSizes for LlamaConfig {
             num_attention_heads: self.num_attention_heads,
             num_key_value_heads: self.num_key_value_heads,
             head_dim: self.hidden_size / self.num_attention_heads,
-            blocks: vec![BlockConfig { window: None, rotary }; self.num_hidden_layers],
+            blocks: vec![BlockConfig { window: None, rotary: Some(rotary) }; self.num_hidden_layers],
             learned_positions: None,
             norm: NormKind::Rms,
             norm_eps: self.rms_norm_eps,
-            norms_after: false,
-            query_key_norms: false,
+            norm_placement: NormPlacement::Before,
+            query_key_norms: QueryKeyNorms::None,
+            rotary_pairs: RotaryPairs::Halves,
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
@@ -186,6 +189,8 @@ impl DecoderSizes for LlamaConfig {
             attention_soft_cap: None,
             logit_soft_cap: None,
             embedding_scale: None,
+            residual_scale: None,
+            logit_scale: None,
             padding: None,
             tie_word_embeddings: self.tie_word_embeddings,
             checkpoint_activations: self.checkpoint_activations,

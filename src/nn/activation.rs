@@ -1,4 +1,4 @@
-//! Activations: GELU, SiLU, the gated SwiGLU and GeGLU, and multiplication by a number.
+//! Activations: GELU, SiLU, the square of ReLU, the gated SwiGLU and GeGLU, and multiplication by a number.
 
 use crate::graph::{Grad, OpInputs};
 use crate::kernels::gemm::Activation;
@@ -7,7 +7,8 @@ use crate::nn::composed;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
 use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
+use half::{bf16, f16};
 
 /// Computes GELU by its tanh approximation (Hendrycks and Gimpel 2016), GPT-2's activation: 0.5 x (1 + tanh(sqrt(2/pi)
 /// (x + 0.044715 x^3))), elementwise, in f32.
@@ -26,12 +27,18 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
     elementwise("gelu", Activation::Gelu, x, composed::gelu)
 }
 
+/// Computes the square of ReLU (So et al. 2021), Nemotron's activation: max(x, 0)^2, elementwise, in f32.
+pub fn relu_squared(x: &Tensor) -> Result<Tensor> {
+    elementwise("relu_squared", Activation::ReluSquared, x, composed::relu_squared)
+}
+
 /// Applies the activation `function` to a tensor.
 pub(super) fn activated(function: Activation, x: &Tensor) -> Result<Tensor> {
     match function {
         Activation::GeluTanh => gelu_tanh(x),
         Activation::Gelu => gelu(x),
         Activation::Silu => silu(x),
+        Activation::ReluSquared => relu_squared(x),
     }
 }
 
@@ -135,10 +142,15 @@ fn gated(
 /// Multiplies x by a number, which is rounded to x's dtype as PyTorch rounds a one-element tensor. Gemma scales its
 /// embeddings in this way. The product is computed in f32 and rounded once.
 pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
+    scaled_in_f32(x, rounded(factor, x.dtype()))
+}
+
+/// Multiplies x by a number as PyTorch multiplies by a number of Python's: the factor is in f32 and the product is
+/// rounded once, to x's dtype. Granite scales its residual branches in this way.
+pub fn scaled_in_f32(x: &Tensor, factor: f64) -> Result<Tensor> {
     const NAME: &str = "scaled";
     if !x.device().is_cpu() {
-        let factor = Tensor::new(factor, x.device())?.to_dtype(x.dtype())?;
-        return x.broadcast_mul(&factor);
+        return composed::scaled(x, factor);
     }
     let x = x.contiguous()?;
     let inputs = OpInputs::of([Some(&x)])?;
@@ -158,4 +170,14 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
             })
         })
     })
+}
+
+/// Rounds a factor to a dtype.
+fn rounded(factor: f64, dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => bf16::from_f64(factor).to_f64(),
+        DType::F16 => f16::from_f64(factor).to_f64(),
+        DType::F32 => f64::from(factor as f32),
+        _ => factor,
+    }
 }

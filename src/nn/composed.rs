@@ -8,7 +8,10 @@ mod grids;
 pub(super) use grids::{avg_pool2d, max_pool2d, resampled, scatter, scatter_add};
 pub use grids::{conv_transpose1d, conv1d, matmul};
 
-use super::{Activation, AttentionOptions, LinearEpilogue, RmsNormOptions, Sequences, WeightLayout, frequencies};
+use super::{
+    Activation, AttentionOptions, LinearEpilogue, RmsNormOptions, RotaryLayout, RotaryPairs, Sequences, WeightLayout,
+    frequencies,
+};
 use candle_core::{D, DType, Result, Tensor};
 
 /// Returns 16-bit tensors in f32, and others as they are.
@@ -48,6 +51,7 @@ pub fn linear_then(
         Some(Activation::GeluTanh) => gelu_tanh(&y)?,
         Some(Activation::Gelu) => gelu(&y)?,
         Some(Activation::Silu) => silu(&y)?,
+        Some(Activation::ReluSquared) => relu_squared(&y)?,
         None => y,
     };
     then.residual.map_or(Ok(y.clone()), |residual| residual + y)
@@ -96,6 +100,16 @@ pub fn silu(x: &Tensor) -> Result<Tensor> {
     (&h / (h.neg()?.exp()? + 1.0)?)?.to_dtype(x.dtype())
 }
 
+/// See [`crate::nn::scaled_in_f32`].
+pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
+    (wide(x)? * factor)?.to_dtype(x.dtype())
+}
+
+/// See [`crate::nn::relu_squared()`].
+pub fn relu_squared(x: &Tensor) -> Result<Tensor> {
+    wide(x)?.relu()?.sqr()?.to_dtype(x.dtype())
+}
+
 /// See [`crate::nn::swiglu()`].
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let h = wide(gate)?;
@@ -121,18 +135,44 @@ pub fn rotary_from(x: &Tensor, head: usize, theta: f64, first: usize) -> Result<
 
 /// See [`crate::nn::Rotary::forward_in`]; there is one position per row of `x`.
 pub fn rotary_at(x: &Tensor, frequencies: &[f64], positions: &[usize]) -> Result<Tensor> {
+    let layout = RotaryLayout::of_complete_heads(frequencies.len());
+    rotary_with(x, layout, frequencies, positions, |_| 1.0)
+}
+
+/// See [`crate::nn::Rotary::with`]: rotates the first pairs of each head, with cosines and sines multiplied by a factor
+/// that depends on the position.
+pub fn rotary_with(
+    x: &Tensor,
+    layout: RotaryLayout,
+    frequencies: &[f64],
+    positions: &[usize],
+    factor: impl Fn(usize) -> f64,
+) -> Result<Tensor> {
     let (batch, time, width) = x.dims3()?;
-    let (half, head) = (frequencies.len(), 2 * frequencies.len());
+    let (half, head) = (frequencies.len(), layout.head);
     let h = wide(&x.reshape((batch, time, width / head, head))?)?;
     let table = |f: fn(f64) -> f64| {
-        let values = positions.iter().flat_map(|t| frequencies.iter().map(move |frequency| f(*t as f64 * frequency)));
+        let of = |t: usize| (frequencies.iter().map(move |frequency| f(t as f64 * frequency)), factor(t));
+        let values = positions.iter().map(|t| of(*t)).flat_map(|(row, factor)| row.map(move |value| factor * value));
         Tensor::from_iter(values, x.device())?.reshape((batch, time, 1, half))?.to_dtype(h.dtype())
     };
     let (cos, sin) = (table(f64::cos)?, table(f64::sin)?);
-    let (a, b) = (h.narrow(3, 0, half)?, h.narrow(3, half, half)?);
+    let (a, b) = match layout.pairs {
+        RotaryPairs::Halves => (h.narrow(3, 0, half)?, h.narrow(3, half, half)?),
+        RotaryPairs::Adjacent => {
+            let pairs = h.narrow(3, 0, 2 * half)?.contiguous()?.reshape((batch, time, width / head, half, 2))?;
+            (pairs.narrow(4, 0, 1)?.squeeze(4)?, pairs.narrow(4, 1, 1)?.squeeze(4)?)
+        }
+    };
     let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
     let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
-    Tensor::cat(&[first, second], 3)?.reshape((batch, time, width))?.to_dtype(x.dtype())
+    let turned = match layout.pairs {
+        RotaryPairs::Halves => Tensor::cat(&[first, second], 3)?,
+        RotaryPairs::Adjacent => Tensor::stack(&[first, second], 4)?.reshape((batch, time, width / head, 2 * half))?,
+    };
+    let rest = h.narrow(3, 2 * half, head - 2 * half)?;
+    let all = if head == 2 * half { turned } else { Tensor::cat(&[turned, rest], 3)? };
+    all.reshape((batch, time, width))?.to_dtype(x.dtype())
 }
 
 /// See [`crate::nn::gelu()`].

@@ -68,6 +68,85 @@ pub fn llama3(frequencies: &[f64], scaling: &Llama3RopeScaling) -> Result<Vec<f6
     Ok(frequencies.iter().map(scaled).collect())
 }
 
+/// The parameters of rope type "yarn" (Peng et al. 2023, arXiv 2309.00071).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct YarnRopeScaling {
+    /// The divisor of the slowest frequencies.
+    pub factor: f64,
+    /// The number of turns in the original context above which frequencies are unchanged. It is 32 by default.
+    pub beta_fast: f64,
+    /// The number of turns in the original context below which frequencies are divided by the factor. It is 1 by
+    /// default.
+    pub beta_slow: f64,
+    /// Whether the bounds between which frequencies are interpolated are rounded to whole pairs (the default).
+    pub truncate: bool,
+    /// The context length in tokens before it was extended.
+    pub original_max_position_embeddings: usize,
+}
+
+/// Returns the frequencies for heads of which `width` elements are rotated, with the slow ones slowed down and the fast
+/// ones unchanged (rope type "yarn").
+///
+/// # Errors
+/// A width that is odd or 0, or numbers that are not above 0.
+pub fn yarn(width: usize, theta: f64, scaling: &YarnRopeScaling) -> Result<Vec<f64>> {
+    let YarnRopeScaling { factor, beta_fast, beta_slow, truncate, original_max_position_embeddings } = *scaling;
+    let (plain, original) = (default(width, theta)?, original_max_position_embeddings as f64);
+    require("factor", factor)?;
+    require("beta_fast", beta_fast)?;
+    require("beta_slow", beta_slow)?;
+    require("original_max_position_embeddings", original)?;
+    // The pair that makes this number of turns in the original context.
+    let pair_of = |turns: f64| width as f64 * (original / (TAU * turns)).ln() / (2.0 * theta.ln());
+    let (low, high) = match (pair_of(beta_fast), pair_of(beta_slow)) {
+        (low, high) if truncate => (low.floor(), high.ceil()),
+        bounds => bounds,
+    };
+    let (low, high) = (low.max(0.0), high.min(width as f64 - 1.0));
+    let high = if low == high { high + 0.001 } else { high };
+    let scaled = |(pair, frequency): (usize, &f64)| {
+        let slowed = ((pair as f64 - low) / (high - low)).clamp(0.0, 1.0);
+        frequency / factor * slowed + frequency * (1.0 - slowed)
+    };
+    Ok(plain.iter().enumerate().map(scaled).collect())
+}
+
+/// Returns the frequencies for an input of `length` positions (rope type "dynamic", NTK-aware scaling): the base grows
+/// with the length if it is above `max_position_embeddings`.
+///
+/// # Errors
+/// A width that is odd or at most 2, or numbers that are not above 0.
+pub fn dynamic(
+    width: usize,
+    theta: f64,
+    factor: f64,
+    max_position_embeddings: usize,
+    length: usize,
+) -> Result<Vec<f64>> {
+    require("factor", factor)?;
+    require("max_position_embeddings", max_position_embeddings as f64)?;
+    if width <= 2 {
+        return Err(config("head_dim", width as f64, "above 2 with rope type dynamic".into()));
+    }
+    let relative = length.max(max_position_embeddings) as f64 / max_position_embeddings as f64;
+    let growth = factor * relative - (factor - 1.0);
+    default(width, theta * growth.powf(width as f64 / (width as f64 - 2.0)))
+}
+
+/// Returns the standard frequencies, each divided by a factor of its own (rope type "longrope", arXiv 2402.13753).
+///
+/// # Errors
+/// The errors of [`default`]; a number of factors that is not that of the pairs; a factor that is not above 0.
+pub fn longrope(width: usize, theta: f64, factors: &[f64]) -> Result<Vec<f64>> {
+    let plain = default(width, theta)?;
+    if factors.len() != plain.len() {
+        let allowed = format!("{}, the number of pairs in a head that are rotated", plain.len());
+        return Err(config("the number of factors of longrope", factors.len() as f64, allowed));
+    }
+    factors.iter().try_for_each(|factor| require("a factor of longrope", *factor))?;
+    Ok(plain.iter().zip(factors).map(|(frequency, factor)| frequency / factor).collect())
+}
+
 fn require(key: &'static str, value: f64) -> Result<()> {
     if value > 0.0 && value.is_finite() { Ok(()) } else { Err(config(key, value, "a number above 0".into())) }
 }
@@ -111,6 +190,40 @@ mod tests {
     }
 
     #[test]
+    fn yarn_keeps_fast_frequencies_and_divides_slow_ones() {
+        let scaling = YarnRopeScaling {
+            factor: 4.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            truncate: true,
+            original_max_position_embeddings: 4096,
+        };
+        let plain = default(128, 1e4).unwrap();
+        let ratios = |scaling: &YarnRopeScaling| -> Vec<f64> {
+            yarn(128, 1e4, scaling).unwrap().iter().zip(&plain).map(|(yarn, plain)| yarn / plain).collect()
+        };
+        let (rounded, exact) = (ratios(&scaling), ratios(&YarnRopeScaling { truncate: false, ..scaling }));
+        // The bounds are 64 ln(4096 / (64 pi)) / ln(1e4) = 20.94 and 64 ln(4096 / (2 pi)) / ln(1e4) = 45.03.
+        assert!(rounded[..=20].iter().all(|ratio| *ratio == 1.0) && rounded[21] < 1.0);
+        assert!(rounded[46..].iter().all(|ratio| (ratio - 0.25).abs() < 1e-12) && rounded[45] > 0.2501);
+        assert!((rounded[33] - (1.0 - 0.75 * 13.0 / 26.0)).abs() < 1e-12);
+        assert!((exact[33] - (1.0 - 0.75 * (33.0 - 20.9444) / (45.0258 - 20.9444))).abs() < 1e-4, "{}", exact[33]);
+    }
+
+    #[test]
+    fn dynamic_frequencies_change_only_beyond_the_original_context() {
+        let plain = default(16, 1e4).unwrap();
+        assert_eq!(dynamic(16, 1e4, 4.0, 24, 7).unwrap(), plain);
+        assert_eq!(dynamic(16, 1e4, 4.0, 24, 24).unwrap(), plain);
+        let longer = dynamic(16, 1e4, 4.0, 24, 48).unwrap();
+        // 4 * 48 / 24 - 3 = 5
+        let base = 1e4 * 5f64.powf(16.0 / 14.0);
+        for (i, frequency) in longer.iter().enumerate() {
+            assert!((frequency - base.powf(-(i as f64) / 8.0)).abs() < 1e-12);
+        }
+    }
+
+    #[test]
     fn numbers_that_make_no_frequencies_are_refused() {
         let text = |result: Result<Vec<f64>>| result.unwrap_err().to_string().lines().next().unwrap().to_string();
         let scaling = Llama3RopeScaling {
@@ -123,5 +236,8 @@ mod tests {
         insta::assert_snapshot!(text(default(4, 0.0)), @"model configuration: rope_theta is 0, but must be a number above 0");
         insta::assert_snapshot!(text(linear(&[1.0], f64::NAN)), @"model configuration: factor is NaN, but must be a number above 0");
         insta::assert_snapshot!(text(llama3(&[1.0], &scaling)), @"model configuration: high_freq_factor is 4, but must be above low_freq_factor, 4");
+        insta::assert_snapshot!(text(dynamic(2, 1e4, 4.0, 24, 48)), @"model configuration: head_dim is 2, but must be above 2 with rope type dynamic");
+        insta::assert_snapshot!(text(longrope(8, 1e4, &[1.0; 3])), @"model configuration: the number of factors of longrope is 3, but must be 4, the number of pairs in a head that are rotated");
+        insta::assert_snapshot!(text(longrope(2, 1e4, &[0.0])), @"model configuration: a factor of longrope is 0, but must be a number above 0");
     }
 }

@@ -68,7 +68,7 @@ mod scatter;
 mod sequences;
 mod upsampling;
 
-pub use activation::{gelu, gelu_gated, gelu_tanh, scaled, silu, swiglu};
+pub use activation::{gelu, gelu_gated, gelu_tanh, relu_squared, scaled, scaled_in_f32, silu, swiglu};
 pub use add::add;
 pub use attention::{attention, causal_attention, fused_attention, grouped_attention};
 pub use attention_options::AttentionOptions;
@@ -92,12 +92,12 @@ pub use lora_config::adapted_module;
 pub use lora_config::{LoraConfig, LoraTargets, is_adapter};
 pub use matmul::matmul;
 pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_with};
-pub use norm_options::RmsNormOptions;
+pub use norm_options::{LayerNormOptions, RmsNormOptions};
 pub use pooling::{
     Pooling, avg_pool2d, avg_pool2d_with, avg_pool2d_with_stride, max_pool2d, max_pool2d_with, max_pool2d_with_stride,
 };
 pub use projection::{Projection, ProjectionOptions};
-pub use rotary::Rotary;
+pub use rotary::{FrequenciesOfLength, Rotary, RotaryLayout, RotaryPairs};
 pub use scatter::{scatter, scatter_add};
 pub use sequences::Sequences;
 pub use upsampling::{upsample_bilinear2d, upsample_nearest1d, upsample_nearest2d};

@@ -15,7 +15,7 @@ mod weight_source;
 
 pub use model_buffer::BufferSync;
 pub(crate) use model_buffer::{BufferFilter, ModelBuffer, dtype_of_buffer, has_name_of_buffer, is_needless};
-pub use weight_file::check_finite;
+pub use weight_file::{FileTensor, check_finite};
 pub use weight_files::WeightFiles;
 pub use weight_files::{FILE_OF_FOLDER, INDEX_OF_FOLDER, weight_map};
 pub use weight_source::{InitialValues, WeightSource};

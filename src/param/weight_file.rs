@@ -121,6 +121,13 @@ impl<'a> FileTensor<'a> {
         &self.info.shape
     }
 
+    /// Returns the name of the dtype, as in the file's header, and the tensor's bytes.
+    pub fn raw(&self) -> (String, &'a [u8]) {
+        let (start, end) = self.info.data_offsets;
+        let bytes = &self.file.map[self.file.data_start + start..self.file.data_start + end];
+        (format!("{:?}", self.info.dtype), bytes)
+    }
+
     /// Returns the path of the file that contains the tensor.
     pub fn file(&self) -> &'a Path {
         &self.file.path

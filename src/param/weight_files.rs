@@ -158,6 +158,9 @@ fn names_in_files(parameter: &str) -> Vec<String> {
     }
     names.push(format!("language_model.{parameter}"));
     names.extend(parameter.strip_prefix("model.").map(|bare| format!("model.language_model.{bare}")));
+    if let Some(bare) = parameter.strip_prefix("model.language_model.") {
+        names.extend([format!("language_model.model.{bare}"), format!("model.{bare}")]);
+    }
     for (new, old) in [(".LayerNorm.weight", ".LayerNorm.gamma"), (".LayerNorm.bias", ".LayerNorm.beta")] {
         let bare = parameter.strip_suffix(new).into_iter();
         names.extend(

@@ -80,9 +80,9 @@ fn metadata(architecture: &str, config: &DecoderConfig) -> Vec<(String, Value)> 
     own("attention.key_length", size(config.head_dim));
     own("attention.value_length", size(config.head_dim));
     own("attention.layer_norm_rms_epsilon", Value::F32(config.norm_eps as f32));
-    let last = config.blocks.last().unwrap();
-    own("rope.freq_base", Value::F32(last.rotary.theta as f32));
-    if let RotaryScaling::Linear { factor } = last.rotary.scaling {
+    let rotary = config.blocks.last().unwrap().rotary.clone().unwrap();
+    own("rope.freq_base", Value::F32(rotary.theta as f32));
+    if let RotaryScaling::Linear { factor } = rotary.scaling {
         own("rope.scaling.type", Value::String("linear".into()));
         own("rope.scaling.factor", Value::F32(factor as f32));
     }
@@ -236,9 +236,9 @@ fn the_scaling_of_llama_3_is_found_in_its_factors() {
     for (original, is_known) in [(8192, true), (32, false)] {
         config["rope_parameters"]["original_max_position_embeddings"] = original.into();
         let described = DecoderConfig::from_hugging_face(&config).unwrap();
-        let rule = described.blocks[0].rotary;
-        let plain = candle_zero::models::RotaryConfig { scaling: RotaryScaling::None, ..rule };
-        let (plain, scaled) = (plain.frequencies(16).unwrap(), rule.frequencies(16).unwrap());
+        let rule = described.blocks[0].rotary.clone().unwrap();
+        let plain = candle_zero::models::RotaryConfig { scaling: RotaryScaling::None, ..rule.clone() };
+        let (plain, scaled) = (plain.frequencies(16, 1).unwrap(), rule.frequencies(16, 1).unwrap());
         let factors: Vec<f32> = plain.iter().zip(&scaled).map(|(plain, scaled)| (plain / scaled) as f32).collect();
         let mut tensors = converted("llama", &described, &model);
         tensors.insert("rope_freqs.weight".into(), Tensor::new(factors, &Device::Cpu).unwrap());

@@ -17,6 +17,7 @@ mod data_forms;
 mod data_show;
 mod dpo;
 mod ends;
+mod families;
 mod fixtures;
 mod generate_tool;
 mod generation;

@@ -486,7 +486,13 @@ fn f64_is_composed_and_gives_what_the_kernels_give() {
 fn linear_layers_and_what_follows_are_those_of_the_formulas_with_their_slopes() {
     let Some(gpu) = gpu_for(linear_layers_and_what_follows_are_those_of_the_formulas_with_their_slopes) else { return };
     let mut cases = Vec::new();
-    let functions = [None, Some(Activation::GeluTanh), Some(Activation::Gelu), Some(Activation::Silu)];
+    let functions = [
+        None,
+        Some(Activation::GeluTanh),
+        Some(Activation::Gelu),
+        Some(Activation::Silu),
+        Some(Activation::ReluSquared),
+    ];
     for (i, activation) in functions.into_iter().enumerate() {
         let (rows, inputs, outputs) = ([70, 2, 1, 5][i], [7, 1, 33, 9][i], [3, 35, 1, 17][i]);
         let layout = if i % 2 == 0 { WeightLayout::OutIn } else { WeightLayout::InOut };

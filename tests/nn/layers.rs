@@ -124,7 +124,13 @@ fn cases() -> Vec<Case> {
     }
     all.extend(cases_of_fine_tuning());
     all.extend(super::grids::cases());
-    for activation in [None, Some(Activation::GeluTanh), Some(Activation::Gelu), Some(Activation::Silu)] {
+    for activation in [
+        None,
+        Some(Activation::GeluTanh),
+        Some(Activation::Gelu),
+        Some(Activation::Silu),
+        Some(Activation::ReluSquared),
+    ] {
         let (rows, inputs, outputs) = (19, 7, 35);
         let all_shapes: [&[usize]; 4] = [&[rows, inputs], &[inputs, outputs], &[outputs], &[rows, outputs]];
         all.push(rounding_on_the_way(case(

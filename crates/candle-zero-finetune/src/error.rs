@@ -57,19 +57,6 @@ pub enum FinetuneError {
         /// The problem.
         reason: String,
     },
-    /// A model of which only a part is read.
-    #[error(
-        "{} has a model for images and text, of which only the language model is read: it can generate, but training \
-         or merging would not write the model that its config.json describes; save the language model separately, with \
-         transformers: whole = Gemma3ForConditionalGeneration.from_pretrained(MODEL, dtype=\"auto\"); text = \
-         Gemma3ForCausalLM(whole.config.text_config); text.model = whole.model.language_model; text.tie_weights(); \
-         text.save_pretrained(DIR); put the tokenizer's files next to it",
-        path.display()
-    )]
-    MoreThanText {
-        /// The model's folder.
-        path: PathBuf,
-    },
     /// A model that cannot be trained to classify.
     #[error(
         "{} {found}; --task classify requires a BERT model (model_type \"bert\") in Hugging Face format, with any head \

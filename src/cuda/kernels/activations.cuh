@@ -1,4 +1,4 @@
-// GELU, its tanh approximation and SiLU of one f32, and their slopes, with the formulas of src/kernels/math.rs.
+// GELU, its tanh approximation, SiLU and the square of ReLU of one f32, and their slopes, with the formulas of src/kernels/math.rs.
 #pragma once
 
 // x / (1 + exp(-u)) for a function u of x, and its slope from the slope of u. Below u = -68 the slope is
@@ -41,8 +41,15 @@ struct Gelu {
     }
 };
 
+struct ReluSquared {
+    static __device__ __forceinline__ float above(float x) { return x < 0.0f ? 0.0f : x; }
+    static __device__ __forceinline__ float value(float x) { return above(x) * above(x); }
+    static __device__ __forceinline__ float slope(float x) { return 2.0f * above(x); }
+};
+
 // Defines a kernel for each function.
 #define FOR_FUNCTIONS(MAKE, ...)                                                                               \
     MAKE(gelu_tanh, GeluTanh, __VA_ARGS__)                                                                     \
     MAKE(gelu, Gelu, __VA_ARGS__)                                                                              \
-    MAKE(silu, Silu, __VA_ARGS__)
+    MAKE(silu, Silu, __VA_ARGS__)                                                                              \
+    MAKE(relu_squared, ReluSquared, __VA_ARGS__)

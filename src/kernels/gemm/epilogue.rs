@@ -38,6 +38,8 @@ pub enum Activation {
     Gelu,
     /// x / (1 + exp(-x)).
     Silu,
+    /// max(x, 0)^2.
+    ReluSquared,
 }
 
 impl Activation {
@@ -47,6 +49,7 @@ impl Activation {
             Self::GeluTanh => values.iter_mut().for_each(|x| *x = math::gelu_tanh(*x)),
             Self::Gelu => values.iter_mut().for_each(|x| *x = math::gelu(*x)),
             Self::Silu => values.iter_mut().for_each(|x| *x = math::silu(*x)),
+            Self::ReluSquared => values.iter_mut().for_each(|x| *x = math::relu_squared(*x)),
         }
     }
 }

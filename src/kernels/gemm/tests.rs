@@ -245,7 +245,7 @@ fn check_epilogues<E: Element>() {
         for (m, n, k) in [(5, 70, 33), (13, 48, 1200), (9, 17, 40)].into_iter().skip(if cfg!(miri) { 2 } else { 0 }) {
             for case in (0..64usize).step_by(if cfg!(miri) { 63 } else { 1 }) {
                 let flag = |bit: usize| case >> bit & 1 > 0;
-                let activations = [Activation::GeluTanh, Activation::Silu, Activation::Gelu];
+                let activations = [Activation::GeluTanh, Activation::Silu, Activation::Gelu, Activation::ReluSquared];
                 let activation = (case / 16).checked_sub(1).map(|i| activations[i]);
                 let (a, b) = (Stored::<E>::new(m, k, 0, false, 1), Stored::<E>::new(k, n, 0, true, 2));
                 let (bias, residual) = (numbers::<E>(n, 3), Stored::<E>::new(m, n, 5, false, 4));
@@ -280,6 +280,7 @@ fn check_epilogues<E: Element>() {
                             Activation::GeluTanh => math::gelu_tanh(x as f32),
                             Activation::Gelu => math::gelu(x as f32),
                             Activation::Silu => math::silu(x as f32),
+                            Activation::ReluSquared => math::relu_squared(x as f32),
                         });
                     }
                     x += if flag(3) { f64::from(wide(&[residual.at(i / n, i % n)])[0]) } else { 0.0 };

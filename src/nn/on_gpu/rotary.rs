@@ -25,9 +25,9 @@ impl AngleTables {
         if let Some(angles) = kept.iter().rev().find(|angles| angles.are_on(device, positions)) {
             return Ok(angles.clone());
         }
-        let (half, [cos, sin]) = host.tables();
+        let (layout, half, [cos, sin]) = host.tables();
         let some = positions.max(1).next_power_of_two().saturating_mul(half).min(cos.len());
-        let angles = Arc::new(RotaryAngles::new(device, half, [&cos[..some], &sin[..some]])?);
+        let angles = Arc::new(RotaryAngles::new(device, layout, half, [&cos[..some], &sin[..some]])?);
         // The streams of other threads do not wait for this thread's stream.
         device.cuda_stream().synchronize().w()?;
         kept.push(angles.clone());

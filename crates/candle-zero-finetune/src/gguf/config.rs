@@ -190,7 +190,21 @@ impl<'a> ArchitectureKeys<'a> {
                 let factor = self.need_number("rope.scaling.factor")?;
                 Ok(json!({"rope_type": "linear", "factor": factor}))
             }
-            Some(_) => Err(self.refuse("rope.scaling.type", "none or linear")),
+            Some("yarn") => {
+                let factor = self.need_number("rope.scaling.factor")?;
+                let original = self.need_number("rope.scaling.original_context_length")?;
+                // llama.cpp multiplies the factor that follows from YaRN's paper by this one.
+                let more = self.number("rope.scaling.attn_factor")?.unwrap_or(1.0);
+                Ok(json!({
+                    "rope_type": "yarn",
+                    "factor": factor,
+                    "original_max_position_embeddings": original as u64,
+                    "attention_factor": more * (1.0 + 0.1 * factor.max(1.0).ln()),
+                    "beta_fast": self.number("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
+                    "beta_slow": self.number("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
+                }))
+            }
+            Some(_) => Err(self.refuse("rope.scaling.type", "none, linear or yarn")),
         }
     }
 
@@ -201,7 +215,7 @@ impl<'a> ArchitectureKeys<'a> {
         const NAME: &str = "rope_freqs.weight";
         let Some(given) = self.gguf.dequantized(NAME)? else { return Ok(Json::Null) };
         let theta = self.number("rope.freq_base")?.unwrap_or(1e4);
-        let plain = RotaryConfig { theta, scaling: RotaryScaling::None }.frequencies(head)?;
+        let plain = RotaryConfig { theta, ..RotaryConfig::default() }.frequencies(head, 1)?;
         let factor = given.iter().fold(1f32, |most, factor| most.max(*factor));
         let scaling = Llama3RopeScaling {
             factor: f64::from(factor),
@@ -209,7 +223,8 @@ impl<'a> ArchitectureKeys<'a> {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 8192,
         };
-        let scaled = RotaryConfig { theta, scaling: RotaryScaling::Llama3(scaling) }.frequencies(head)?;
+        let scaled = RotaryConfig { theta, scaling: RotaryScaling::Llama3(scaling), ..RotaryConfig::default() }
+            .frequencies(head, 1)?;
         let is_it = given.len() == plain.len()
             && given
                 .iter()

@@ -8,7 +8,7 @@ use crate::BaseModel;
 use crate::error::{Error, FinetuneError, Result};
 use crate::model::merged_model::{MergedModel, MergedTensor, too_large};
 use candle_zero::files;
-use candle_zero::models::{DecoderConfig, ParameterNaming, RotaryScaling};
+use candle_zero::models::{DecoderConfig, ParameterNaming, RotaryConfig, RotaryScaling, YarnScaling};
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
@@ -65,8 +65,8 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
     });
     let mut entries = Vec::new();
     let mut sources = Vec::new();
-    if let Some(factors) = model.rotary_factors() {
-        let (name, shape) = ("rope_freqs.weight".to_owned(), vec![factors.len()]);
+    for (name, factors) in model.rotary_factors() {
+        let (name, shape) = (name.to_owned(), vec![factors.len()]);
         entries.push(GgufTensor { name, shape, format: GgmlFormat::F32 });
         sources.push(TensorOrigin::Values(factors));
     }
@@ -95,7 +95,7 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
     let mut put = |bytes: &[u8]| buffered.write_all(bytes).map_err(wrong);
     write(&metadata, &entries, &mut put, |at, take| match &sources[at] {
         TensorOrigin::Values(values) => {
-            take(&entries[at].format.encode(values).map_err(|v| too_large("rope_freqs", v, "f16"))?)
+            take(&entries[at].format.encode(values).map_err(|v| too_large(&entries[at].name, v, "f16"))?)
         }
         TensorOrigin::Tensor(name, shape, change) => {
             give(&merged.tensor(name, shape)?, *change, entries[at].format, name, &mut |bytes| {
@@ -171,9 +171,12 @@ impl<'a> GgufArchitecture<'a> {
             }
         };
         let model = Self { architecture, config };
-        let first = config.blocks.first().map(|block| block.rotary);
-        if config.learned_positions.is_none() && config.blocks.iter().any(|block| Some(block.rotary) != first) {
+        let first = config.blocks.first().and_then(|block| block.rotary.as_ref());
+        if config.learned_positions.is_none() && config.blocks.iter().any(|block| block.rotary.as_ref() != first) {
             return Err("its blocks use different settings for rotary positions, for which GGUF has no keys".into());
+        }
+        if first.is_some_and(|rotary| matches!(rotary.scaling, RotaryScaling::Dynamic { .. })) {
+            return Err("its rotary scaling is \"dynamic\", for which GGUF has no keys".into());
         }
         Ok(model)
     }
@@ -212,24 +215,58 @@ impl<'a> GgufArchitecture<'a> {
         put("attention.value_length", number(self.config.head_dim));
         put("rope.dimension_count", number(self.config.head_dim));
         put("vocab_size", number(self.config.vocab));
-        if let Some(block) = self.config.blocks.first() {
-            put("rope.freq_base", GgufValue::F32(block.rotary.theta as f32));
-            if let RotaryScaling::Linear { factor } = block.rotary.scaling {
-                put("rope.scaling.type", GgufValue::String("linear".into()));
+        if let Some(rotary) = self.rotary() {
+            put("rope.freq_base", GgufValue::F32(rotary.theta as f32));
+            let mut scaled = |kind: &str, factor: f64| {
+                put("rope.scaling.type", GgufValue::String(kind.into()));
                 put("rope.scaling.factor", GgufValue::F32(factor as f32));
+            };
+            match &rotary.scaling {
+                RotaryScaling::Linear { factor } => scaled("linear", *factor),
+                RotaryScaling::Yarn(YarnScaling { frequencies, attention_factor }) => {
+                    scaled("yarn", frequencies.factor);
+                    put("rope.scaling.original_context_length", number(frequencies.original_max_position_embeddings));
+                    // llama.cpp multiplies the factor that follows from YaRN's paper by this one.
+                    let usual = 1.0 + 0.1 * frequencies.factor.max(1.0).ln();
+                    put("rope.scaling.attn_factor", GgufValue::F32((attention_factor / usual) as f32));
+                    put("rope.scaling.yarn_beta_fast", GgufValue::F32(frequencies.beta_fast as f32));
+                    put("rope.scaling.yarn_beta_slow", GgufValue::F32(frequencies.beta_slow as f32));
+                }
+                RotaryScaling::LongRope(scaling) => {
+                    put("rope.scaling.original_context_length", number(scaling.original));
+                    put("rope.scaling.attn_factor", GgufValue::F32(scaling.attention_factor as f32));
+                }
+                _ => (),
             }
         }
         keys
     }
 
-    /// Returns the divisors of the rotary frequencies for Llama 3's scaling.
-    fn rotary_factors(&self) -> Option<Vec<f32>> {
-        let rotary = self.config.blocks.first()?.rotary;
-        let RotaryScaling::Llama3(_) = rotary.scaling else { return None };
-        let head = self.config.head_dim;
-        let plain =
-            candle_zero::models::RotaryConfig { scaling: RotaryScaling::None, ..rotary }.frequencies(head).ok()?;
-        Some(plain.iter().zip(rotary.frequencies(head).ok()?).map(|(plain, scaled)| (plain / scaled) as f32).collect())
+    /// Returns the settings of rotary positions, which are those of all blocks.
+    fn rotary(&self) -> Option<&RotaryConfig> {
+        self.config.blocks.first()?.rotary.as_ref()
+    }
+
+    /// Returns the tensors with divisors of the rotary frequencies, by name.
+    fn rotary_factors(&self) -> Vec<(&'static str, Vec<f32>)> {
+        let Some(rotary) = self.rotary() else { return Vec::new() };
+        let narrow = |factors: &[f64]| factors.iter().map(|factor| *factor as f32).collect();
+        match &rotary.scaling {
+            RotaryScaling::Llama3(_) => {
+                let head = self.config.head_dim;
+                let plain = RotaryConfig { scaling: RotaryScaling::None, ..rotary.clone() };
+                let (Ok(plain), Ok(scaled)) = (plain.frequencies(head, 1), rotary.frequencies(head, 1)) else {
+                    return Vec::new();
+                };
+                let factors = plain.iter().zip(scaled).map(|(plain, scaled)| (plain / scaled) as f32);
+                vec![("rope_freqs.weight", factors.collect())]
+            }
+            RotaryScaling::LongRope(scaling) => vec![
+                ("rope_factors_long.weight", narrow(&scaling.long)),
+                ("rope_factors_short.weight", narrow(&scaling.short)),
+            ],
+            _ => Vec::new(),
+        }
     }
 
     /// Returns a tensor's name in the file and the change to its layout.

@@ -9,7 +9,7 @@ use candle_nn::{Init, VarBuilder};
 use candle_zero::engine::InitialValues;
 use candle_zero::models::DecoderConfig;
 use candle_zero::nn::refuse;
-use candle_zero::param::WeightFiles;
+use candle_zero::param::{FileTensor, WeightFiles};
 use candle_zero::util::list;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -40,10 +40,27 @@ pub struct BaseModel {
     json: Value,
     config: DecoderConfig,
     values: Arc<dyn InitialValues>,
+    /// The parts of the model that are not read, if its description is that of more than a language model.
+    other_parts: Option<OtherParts>,
+}
+
+/// The tensors of the other parts of a model around a language model, which results carry unchanged.
+#[derive(Debug, Clone)]
+pub(crate) struct OtherParts {
+    pub files: Arc<WeightFiles>,
+    pub names: Vec<String>,
 }
 
 /// The file name of the description.
 pub(crate) const CONFIG: &str = "config.json";
+
+impl OtherParts {
+    /// Returns the tensors with their names.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, FileTensor<'_>)> {
+        let is_other = |name: &str| self.names.binary_search_by(|other| other.as_str().cmp(name)).is_ok();
+        self.files.tensors().filter(move |(name, _)| is_other(name))
+    }
+}
 
 impl BaseModel {
     /// Opens a folder with `config.json` and weights (`model.safetensors`, or the shards that
@@ -84,7 +101,7 @@ impl BaseModel {
         let description = folder.join(CONFIG);
         let json = DecoderConfig::parse(&description)?;
         let config = DecoderConfig::from_parsed(&json, &description)?;
-        let files = weights_of(folder)?;
+        let files = Arc::new(weights_of(folder)?);
         let parameters = config.parameters()?;
         for (name, shape) in &parameters {
             check_weight(&files, name, shape, &description)?;
@@ -95,8 +112,13 @@ impl BaseModel {
             let (path, names) = (files.path().to_owned(), list(&extra));
             return Err(ParamError::ExtraTensors { path, names }.into());
         }
+        let other_parts = json.get("text_config").is_some().then(|| {
+            let mut names: Vec<String> = files.unused(&used).into_iter().map(str::to_owned).collect();
+            names.sort_unstable();
+            OtherParts { files: files.clone(), names }
+        });
         let (folder, tokenizer) = (folder.to_owned(), folder.to_owned());
-        Ok(Self { folder, tokenizer, json, config, values: Arc::new(files) })
+        Ok(Self { folder, tokenizer, json, config, values: files, other_parts })
     }
 
     fn of_gguf(file: &Path) -> Result<Self> {
@@ -106,7 +128,7 @@ impl BaseModel {
         let gguf = gguf.described_by(&config)?;
         let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let tokenizer = if has_tokenizer(folder) { folder } else { file }.to_owned();
-        Ok(Self { folder: folder.to_owned(), tokenizer, json, config, values: Arc::new(gguf) })
+        Ok(Self { folder: folder.to_owned(), tokenizer, json, config, values: Arc::new(gguf), other_parts: None })
     }
 
     /// Returns the model's description. A copy of it with a shorter `ctx` has smaller tables of rotary positions.
@@ -114,16 +136,9 @@ impl BaseModel {
         &self.config
     }
 
-    /// Checks that `config.json` describes only the part of the model that candle-zero reads. Otherwise a model written
-    /// from that part would not match its description.
-    ///
-    /// # Errors
-    /// [`FinetuneError::MoreThanText`].
-    pub fn check_whole(&self) -> Result<()> {
-        match self.json.get("text_config") {
-            None => Ok(()),
-            Some(_) => Err(FinetuneError::MoreThanText { path: self.folder.clone() }.into()),
-        }
+    /// Returns the other parts of a model whose language model is read.
+    pub(crate) fn other_parts(&self) -> Option<&OtherParts> {
+        self.other_parts.as_ref()
     }
 
     /// Returns the content of `config.json` or, for a GGUF file, its equivalent.

@@ -11,6 +11,7 @@ use candle_zero::files;
 use candle_zero::models::{DecoderConfig, ParameterNaming};
 use candle_zero::nn::WeightLayout;
 use candle_zero::nn::low_rank_update::LowRankUpdate;
+use candle_zero::param::FileTensor;
 use candle_zero::precision::{FlatRef, has_non_finite};
 use std::ops::Range;
 use std::path::Path;
@@ -50,9 +51,8 @@ impl<'a> MergedModel<'a> {
     /// Creates the model of `base` with `adapter` merged in.
     ///
     /// # Errors
-    /// [`FinetuneError::AdapterDoesNotFit`], [`FinetuneError::IncompleteAdapter`], [`FinetuneError::MoreThanText`].
+    /// [`FinetuneError::AdapterDoesNotFit`], [`FinetuneError::IncompleteAdapter`].
     pub fn new(base: &'a BaseModel, adapter: Option<&'a Adapter>) -> Result<Self> {
-        base.check_whole()?;
         let parameters = DecoderConfig { lora: None, ..base.config().clone() }.parameters()?;
         if let Some(adapter) = adapter {
             let lora = Some(adapter.config.clone());
@@ -244,7 +244,7 @@ impl MergedModel<'_> {
         const MAX_SHARD_BYTES: u64 = 5_000_000_000;
         let dtype = dtype.unwrap_or_else(|| self.base.dtype());
         let shapes = self.shapes();
-        let entries: Vec<TensorEntry> = shapes
+        let mut entries: Vec<TensorEntry> = shapes
             .iter()
             .map(|(name, shape)| TensorEntry {
                 name: self.name_in_files(name),
@@ -253,11 +253,25 @@ impl MergedModel<'_> {
                 bytes: dtype.bytes() * shape.iter().product::<usize>() as u64,
             })
             .collect();
+        // The tensors of other parts keep their precision.
+        let others: Vec<(&str, FileTensor<'_>)> = match self.base.other_parts() {
+            Some(parts) => parts.tensors().collect(),
+            None => Vec::new(),
+        };
+        entries.extend(others.iter().map(|(name, tensor)| {
+            let (dtype, bytes) = tensor.raw();
+            let (name, shape) = ((*name).to_owned(), tensor.shape().to_vec());
+            TensorEntry { name, dtype, shape, bytes: bytes.len() as u64 }
+        }));
         let bytes = entries.iter().map(|entry| entry.bytes).sum();
         files::check_free_space(folder, bytes)?;
         let mut count = self.counter(bytes);
         write_model_files(folder, &entries, MAX_SHARD_BYTES, |at, take| {
-            let (name, shape) = &shapes[at];
+            let Some((name, shape)) = shapes.get(at) else {
+                let (_, bytes) = others[at - shapes.len()].1.raw();
+                count(bytes.len());
+                return take(bytes);
+            };
             let tensor = self.tensor(name, shape)?;
             for lines in tensor.pieces(1) {
                 let bytes =
@@ -274,8 +288,12 @@ impl MergedModel<'_> {
         }
     }
 
-    /// Returns a parameter's name in the files of transformers' language models, whose blocks have a prefix.
+    /// Returns a parameter's name in the files of transformers' language models, whose blocks have a prefix, or in the
+    /// base's files if these contain more than a language model.
     fn name_in_files(&self, name: &str) -> String {
+        if let Some((found, _)) = self.base.other_parts().and_then(|parts| parts.files.find(name)) {
+            return found;
+        }
         let prefix = if self.base.config().naming == ParameterNaming::Gpt2 { "transformer." } else { "model." };
         if name.starts_with(prefix) || name.starts_with("lm_head.") { name.into() } else { format!("{prefix}{name}") }
     }

@@ -19,6 +19,8 @@ use std::path::{Path, PathBuf};
 const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
+/// The prefix of a language model inside a model of images, in transformers.
+const OF_IMAGES_MODEL: &str = "model.language_model.";
 /// The maximum size of an adapter's configuration in bytes.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The maximum size of an adapter's tensor file in bytes.
@@ -189,12 +191,20 @@ impl Adapter {
         folder: &Path,
         parameters: impl IntoIterator<Item = &'a str>,
     ) -> std::io::Result<()> {
-        let is_conv1d = parameters.into_iter().any(|name| name.ends_with(".attn.c_attn.weight"));
+        let mut prefix = "model.";
+        for name in parameters {
+            if name.ends_with(".attn.c_attn.weight") {
+                prefix = "transformer.";
+            } else if name.starts_with(OF_IMAGES_MODEL) {
+                prefix = OF_IMAGES_MODEL;
+            }
+        }
+        let is_conv1d = prefix == "transformer.";
         let modules = self.tensors.keys().filter_map(|name| name.strip_suffix(".lora_A.weight"));
         let config = PeftConfig { lora: self.config.clone(), base: self.base.clone(), is_pattern: false };
         let config = config.write(modules, is_conv1d);
         files::write_whole(&folder.join(CONFIG), ".adapter", config.as_bytes())?;
-        let prefix = format!("{PREFIX}{}", if is_conv1d { "transformer." } else { "model." });
+        let prefix = format!("{PREFIX}{prefix}");
         let bytes: Vec<(String, &[usize], Vec<u8>)> = self
             .tensors
             .iter()
@@ -217,7 +227,11 @@ impl Adapter {
 
 /// Returns a parameter's name without the prefix of the blocks.
 fn bare(name: &str) -> &str {
-    ["model.", "transformer."].iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(name)
+    // A language model inside a model of images has two prefixes, whose order depends on the version of transformers.
+    ["model.language_model.", "language_model.model.", "model.", "transformer."]
+        .iter()
+        .find_map(|prefix| name.strip_prefix(prefix))
+        .unwrap_or(name)
 }
 
 fn unusable(path: &Path, reason: String) -> Error {

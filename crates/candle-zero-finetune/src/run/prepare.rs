@@ -63,7 +63,6 @@ impl StartModel {
             return Ok(Self::Encoder { base, config });
         }
         let base = Box::new(BaseModel::open(&options.model)?);
-        base.check_whole()?;
         let lora = options.method.lora().cloned();
         let config = DecoderConfig { lora, checkpoint_activations, ..base.config().clone() };
         Ok(Self::Decoder { base, config })

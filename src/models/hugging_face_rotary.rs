@@ -1,0 +1,330 @@
+//! Reads the windows and rotary positions of a decoder's blocks from a `config.json`.
+
+use super::json_keys::JsonKeys;
+use super::model_families::{LayerKinds, ModelFamily};
+use super::{BlockConfig, LongRopeScaling, QueryGrowth, RotaryConfig, RotaryScaling, YarnScaling};
+use crate::error::Result;
+use crate::nn::frequencies::{Llama3RopeScaling, YarnRopeScaling};
+use serde_json::Value;
+use std::sync::Arc;
+
+const FULL: &str = "full_attention";
+const SLIDING: &str = "sliding_attention";
+const ORIGINAL: &str = "original_max_position_embeddings";
+const PARTIAL: &str = "partial_rotary_factor";
+
+/// Reads the windows and rotary positions of the blocks of a model with a context of `ctx` positions.
+pub(super) fn block_rules(
+    keys: &JsonKeys<'_>,
+    family: &ModelFamily,
+    blocks: usize,
+    ctx: usize,
+) -> Result<Vec<BlockConfig>> {
+    let window = match keys.is_null("sliding_window") {
+        true => None,
+        false => keys.size("sliding_window")?.or(family.window),
+    };
+    let without_positions = blocks_without_positions(keys, family, blocks)?;
+    let types = block_types(keys, family, blocks, window, &without_positions)?;
+    let rotary = |kind: &str| match family.is("gemma3") && kind == SLIDING {
+        true => local_rotary(keys, family, ctx),
+        false => rotary(keys, family, kind, ctx),
+    };
+    let (full, sliding) = (rotary(FULL)?, rotary(SLIDING)?);
+    let rule = |(kind, no_positions): (&&str, &bool)| {
+        let (window, rotary) = match (*kind, window) {
+            (FULL, _) => (None, &full),
+            (_, Some(window)) => (Some(window), &sliding),
+            (_, None) => {
+                return Err(keys.refuse("sliding_window", "a number if layer_types contains sliding_attention"));
+            }
+        };
+        // In Cohere 2, only blocks with a window have positions.
+        let has_none = *no_positions || (family.is("cohere2") && window.is_none());
+        Ok(BlockConfig { window, rotary: (!has_none).then(|| rotary.clone()) })
+    };
+    types.iter().zip(&without_positions).map(rule).collect()
+}
+
+/// Reads which blocks of SmolLM 3 have no positions.
+fn blocks_without_positions(keys: &JsonKeys<'_>, family: &ModelFamily, blocks: usize) -> Result<Vec<bool>> {
+    const KEY: &str = "no_rope_layers";
+    if family.layers != LayerKinds::SmolLm3 {
+        return Ok(vec![false; blocks]);
+    }
+    let Some(given) = keys.get(KEY) else {
+        let interval = keys.size("no_rope_layer_interval")?.unwrap_or(4);
+        return Ok((0..blocks).map(|block| (block + 1) % interval == 0).collect());
+    };
+    let flags = given.as_array().map(|all| {
+        let flag = |value: &Value| value.as_u64().filter(|flag| *flag <= 1).map(|flag| flag == 0);
+        all.iter().map(flag).collect::<Option<Vec<_>>>()
+    });
+    let Some(Some(flags)) = flags else {
+        return Err(keys.refuse(KEY, "a list of 1 (a block with rotary positions) and 0 (a block without)"));
+    };
+    if flags.len() != blocks {
+        let found = format!("a list of length {}", flags.len());
+        return Err(keys.refuse_as(KEY, found, format!("of length num_hidden_layers ({blocks})")));
+    }
+    Ok(flags)
+}
+
+/// Reads the attention type of each block.
+fn block_types<'a>(
+    keys: &JsonKeys<'a>,
+    family: &ModelFamily,
+    blocks: usize,
+    window: Option<usize>,
+    without_positions: &[bool],
+) -> Result<Vec<&'a str>> {
+    let windowed = || vec![if window.is_some() { SLIDING } else { FULL }; blocks];
+    let slides = match family.layers {
+        LayerKinds::Full => return Ok(vec![FULL; blocks]),
+        LayerKinds::Windowed => return Ok(windowed()),
+        LayerKinds::Qwen | LayerKinds::SmolLm3 => keys.flag("use_sliding_window", false)?,
+        LayerKinds::TypesOrWindowed | LayerKinds::Pattern { .. } => true,
+    };
+    if let Some(given) = keys.get("layer_types") {
+        let all = given.as_array().map(|all| all.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
+        let Some(Some(all)) = all else { return Err(keys.refuse("layer_types", "a list of strings")) };
+        if all.len() != blocks {
+            let found = format!("a list of length {}", all.len());
+            return Err(keys.refuse_as("layer_types", found, format!("of length num_hidden_layers ({blocks})")));
+        }
+        if let Some(other) = all.iter().find(|kind| ![FULL, SLIDING].contains(kind)) {
+            let found = format!("a list with {other:?}");
+            return Err(keys.refuse_as("layer_types", found, format!("a list of {FULL} and {SLIDING}")));
+        }
+        if !slides && all.contains(&SLIDING) {
+            let allowed = format!("true if layer_types contains {SLIDING}");
+            return Err(keys.refuse("use_sliding_window", allowed));
+        }
+        return Ok(all);
+    }
+    let of = |is_full: &dyn Fn(usize) -> bool| (0..blocks).map(|i| if is_full(i) { FULL } else { SLIDING }).collect();
+    match family.layers {
+        LayerKinds::Qwen => {
+            // Unlike sizes, this number may be 0.
+            let first = match keys.get("max_window_layers") {
+                None => 28,
+                Some(value) => {
+                    value.as_u64().ok_or_else(|| keys.refuse("max_window_layers", "a whole number of at least 0"))?
+                }
+            };
+            Ok(of(&|i| !slides || (i as u64) < first))
+        }
+        LayerKinds::SmolLm3 => Ok(of(&|i| !slides || window.is_none() || !without_positions[i])),
+        LayerKinds::Pattern { default, keys: names } => {
+            let given = names.iter().map(|key| keys.size(key)).collect::<Result<Vec<_>>>()?;
+            let pattern = given.into_iter().flatten().next().unwrap_or(default);
+            Ok(of(&|i| (i + 1) % pattern == 0))
+        }
+        LayerKinds::Full | LayerKinds::Windowed | LayerKinds::TypesOrWindowed => Ok(windowed()),
+    }
+}
+
+/// Reads the rotary positions of Gemma 3's blocks with a window.
+fn local_rotary(keys: &JsonKeys<'_>, family: &ModelFamily, ctx: usize) -> Result<RotaryConfig> {
+    if keys.get("rope_parameters").is_some() {
+        return rotary(keys, &ModelFamily { theta: 1e4, ..*family }, SLIDING, ctx);
+    }
+    let theta = keys.positive("rope_local_base_freq")?.unwrap_or(1e4);
+    Ok(RotaryConfig { theta, ..RotaryConfig::default() })
+}
+
+/// Reads the rotary positions of blocks with attention type `kind`.
+fn rotary(keys: &JsonKeys<'_>, family: &ModelFamily, kind: &str, ctx: usize) -> Result<RotaryConfig> {
+    let plain = keys.positive("rope_theta")?;
+    let outer = OuterKeys {
+        family,
+        ctx,
+        original: match family.is("phi3") {
+            true => keys.size(ORIGINAL)?.or(Some(4096)),
+            false => None,
+        },
+    };
+    let partial = keys.positive(PARTIAL)?;
+    // In transformers, other models do not read the key.
+    let rotates_complete = family.partial == 1.0 && !family.is("phi3");
+    let complete =
+        |keys: &JsonKeys<'_>| match rotates_complete && keys.positive(PARTIAL)?.is_some_and(|part| part != 1.0) {
+            true => Err(keys.refuse(PARTIAL, "1: complete heads are rotated")),
+            false => Ok(()),
+        };
+    complete(keys)?;
+    let old = keys.object("rope_scaling", "rope_scaling.")?;
+    let old = old.map(|given| Ok::<_, crate::Error>((scaling(&given, outer)?, growth(&given)?))).transpose()?;
+    let given = match (keys.object("rope_parameters", "rope_parameters.")?, &old) {
+        (Some(given), _) => given,
+        (None, Some((scaling, query_growth))) => {
+            // OLMo 3 scales only the positions of blocks without a window.
+            let is_scaled = !(family.is("olmo3") && kind == SLIDING);
+            return Ok(RotaryConfig {
+                theta: plain.unwrap_or(family.theta),
+                scaling: if is_scaled { scaling.clone() } else { RotaryScaling::None },
+                partial: partial.unwrap_or(family.partial),
+                query_growth: *query_growth,
+            });
+        }
+        (None, None) => {
+            let theta = plain.unwrap_or(family.theta);
+            let partial = partial.unwrap_or(family.partial);
+            let default = RotaryConfig { theta, partial, ..RotaryConfig::default() };
+            return Ok(if family.is("ministral3") && plain.is_none() { ministral3() } else { default });
+        }
+    };
+    // There is an entry for each attention type, or one for all.
+    let given = match given.keys().any(|key| [FULL, SLIDING].contains(&key)) {
+        false => given,
+        true if kind == FULL => given.object(FULL, "rope_parameters.full_attention.")?.unwrap_or(given),
+        true => given.object(SLIDING, "rope_parameters.sliding_attention.")?.unwrap_or(given),
+    };
+    let own = given.positive("rope_theta")?;
+    if let (Some(own), Some(plain)) = (own, plain)
+        && own != plain
+        && kind == FULL
+    {
+        return Err(given.refuse("rope_theta", format!("equal to the outer rope_theta ({plain})")));
+    }
+    complete(&given)?;
+    let own_partial = given.positive(PARTIAL)?;
+    if let (Some(own), Some(outer)) = (own_partial, partial)
+        && own != outer
+    {
+        let allowed = format!("equal to the outer partial_rotary_factor ({outer})");
+        return Err(given.refuse(PARTIAL, allowed));
+    }
+    let (scaling, query_growth) = (scaling(&given, outer)?, growth(&given)?);
+    if kind == FULL && old.is_some_and(|(old, _)| old != scaling) {
+        return Err(keys.refuse("rope_scaling", "absent or equal to rope_parameters"));
+    }
+    Ok(RotaryConfig {
+        theta: own.or(plain).unwrap_or(family.theta),
+        scaling,
+        partial: own_partial.or(partial).unwrap_or(family.partial),
+        query_growth,
+    })
+}
+
+/// Returns the rotary positions of Ministral 3 if its file has none.
+fn ministral3() -> RotaryConfig {
+    const ORIGINAL_POSITIONS: usize = 16_384;
+    let frequencies = YarnRopeScaling {
+        factor: 16.0,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        truncate: true,
+        original_max_position_embeddings: ORIGINAL_POSITIONS,
+    };
+    RotaryConfig {
+        theta: 1e6,
+        scaling: RotaryScaling::Yarn(YarnScaling { frequencies, attention_factor: 1.0 }),
+        partial: 1.0,
+        query_growth: Some(QueryGrowth { beta: 0.1, original: ORIGINAL_POSITIONS }),
+    }
+}
+
+/// What the scaling depends on besides its own keys.
+#[derive(Clone, Copy)]
+struct OuterKeys<'a> {
+    family: &'a ModelFamily,
+    /// `max_position_embeddings`.
+    ctx: usize,
+    /// The original context, if it is a key of the model, which then takes precedence.
+    original: Option<usize>,
+}
+
+/// Reads the growth of queries.
+fn growth(given: &JsonKeys<'_>) -> Result<Option<QueryGrowth>> {
+    let Some(beta) = given.positive("llama_4_scaling_beta")? else { return Ok(None) };
+    let original = given.size(ORIGINAL)?.ok_or_else(|| given.refuse(ORIGINAL, "a whole number"))?;
+    Ok(Some(QueryGrowth { beta, original }))
+}
+
+/// Reads the frequency scaling.
+fn scaling(given: &JsonKeys<'_>, outer: OuterKeys<'_>) -> Result<RotaryScaling> {
+    let (new, old) = (given.text("rope_type")?, given.text("type")?);
+    if let (Some(new), Some(old)) = (new, old)
+        && new != old
+    {
+        return Err(given.refuse("type", format!("equal to rope_type ({new:?})")));
+    }
+    let need = |key: &str| given.positive(key)?.ok_or_else(|| given.refuse(key, "a positive number"));
+    let original = || Ok::<_, crate::Error>(outer.original.or(given.size(ORIGINAL)?).unwrap_or(outer.ctx));
+    match new.or(old) {
+        None | Some("default") => Ok(RotaryScaling::None),
+        Some("linear") => Ok(RotaryScaling::Linear { factor: need("factor")? }),
+        Some("dynamic") => Ok(RotaryScaling::Dynamic { factor: need("factor")?, original: outer.ctx }),
+        // Earlier files of Phi-3 have these names.
+        Some("longrope" | "su") => longrope(given, original()?, outer.ctx),
+        Some("yarn") if outer.family.is("phi3") => longrope(given, original()?, outer.ctx),
+        Some("yarn") => yarn(given, original()?, outer.ctx),
+        Some("llama3") => {
+            let original = given.size(ORIGINAL)?.ok_or_else(|| given.refuse(ORIGINAL, "a whole number"))?;
+            let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
+            if low >= high {
+                return Err(given.refuse("high_freq_factor", format!("above low_freq_factor ({low})")));
+            }
+            Ok(RotaryScaling::Llama3(Llama3RopeScaling {
+                factor: need("factor")?,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position_embeddings: original,
+            }))
+        }
+        Some(_) => {
+            let key = if new.is_some() { "rope_type" } else { "type" };
+            Err(given.refuse(key, "default, linear, dynamic, yarn, longrope or llama3"))
+        }
+    }
+}
+
+/// Reads YaRN's parameters.
+fn yarn(given: &JsonKeys<'_>, original: usize, ctx: usize) -> Result<RotaryScaling> {
+    let factor = match given.is_null("factor") {
+        true => ctx as f64 / original as f64,
+        false => given.positive("factor")?.ok_or_else(|| given.refuse("factor", "a positive number"))?,
+    };
+    let growth = |scale: f64, mscale: f64| if scale <= 1.0 { 1.0 } else { 0.1 * mscale * scale.ln() + 1.0 };
+    let (given_factor, mscale) = (given.positive("attention_factor")?, given.number("mscale")?);
+    let attention_factor = match (given_factor, mscale, given.number("mscale_all_dim")?) {
+        (Some(factor), ..) => factor,
+        (None, Some(mscale), Some(all)) if mscale != 0.0 && all != 0.0 => growth(factor, mscale) / growth(factor, all),
+        _ => growth(factor, 1.0),
+    };
+    Ok(RotaryScaling::Yarn(YarnScaling {
+        frequencies: YarnRopeScaling {
+            factor,
+            beta_fast: given.positive("beta_fast")?.unwrap_or(32.0),
+            beta_slow: given.positive("beta_slow")?.unwrap_or(1.0),
+            truncate: given.flag("truncate", true)?,
+            original_max_position_embeddings: original,
+        },
+        attention_factor,
+    }))
+}
+
+/// Reads LongRoPE's parameters.
+fn longrope(given: &JsonKeys<'_>, original: usize, ctx: usize) -> Result<RotaryScaling> {
+    let factors = |key: &str| {
+        let all = given.get(key).and_then(Value::as_array);
+        let positive = |value: &Value| value.as_f64().filter(|factor| *factor > 0.0 && factor.is_finite());
+        let all = all.and_then(|all| all.iter().map(positive).collect::<Option<Vec<f64>>>());
+        all.ok_or_else(|| given.refuse(key, "a list of positive numbers, one for each pair of elements of a head"))
+    };
+    let (short, long) = (factors("short_factor")?, factors("long_factor")?);
+    if short.len() != long.len() {
+        let found = format!("a list of length {}", long.len());
+        let allowed = format!("a list of the length of short_factor ({})", short.len());
+        return Err(given.refuse_as("long_factor", found, allowed));
+    }
+    let factor = given.positive("factor")?.unwrap_or(ctx as f64 / original as f64);
+    let attention_factor = match given.positive("attention_factor")? {
+        Some(given) => given,
+        None if factor <= 1.0 => 1.0,
+        None if original < 2 => return Err(given.refuse_as(ORIGINAL, original, "at least 2 with rope type longrope")),
+        None => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
+    };
+    Ok(RotaryScaling::LongRope(Arc::new(LongRopeScaling { short, long, original, attention_factor })))
+}

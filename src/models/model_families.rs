@@ -1,0 +1,411 @@
+//! The families of decoders: the classes of transformers, with what distinguishes them and their defaults for keys that
+//! files omit.
+
+use super::json_keys::JsonKeys;
+use super::{NormKind, NormPlacement, ParameterNaming, QueryKeyNorms};
+use crate::error::Result;
+use crate::nn::{Activation, RotaryPairs};
+
+/// The models of one class in transformers.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ModelFamily {
+    pub model_type: &'static str,
+    pub vocab: usize,
+    pub hidden: usize,
+    pub inner: usize,
+    pub blocks: usize,
+    pub heads: usize,
+    /// The number of key and value heads, or `None` for the number of query heads.
+    pub kv_heads: Option<usize>,
+    pub head: HeadDim,
+    pub ctx: usize,
+    pub eps: f64,
+    pub eps_key: &'static str,
+    pub theta: f64,
+    /// The share of a head that is rotated.
+    pub partial: f64,
+    pub pairs: RotaryPairs,
+    pub tied: bool,
+    pub window: Option<usize>,
+    pub layers: LayerKinds,
+    pub padding: Option<u32>,
+    pub naming: ParameterNaming,
+    pub norm: NormKind,
+    pub norms: NormPlacement,
+    pub query_key_norms: QueryKeyNorms,
+    pub gated: bool,
+    pub activation_key: &'static str,
+    pub activation: Activation,
+    pub qkv_bias: BiasRule,
+    pub output_bias: BiasRule,
+    pub mlp_bias: BiasRule,
+    /// The keys of options that the blocks here do not have, each with the only value that is allowed.
+    pub refused: &'static [(&'static str, bool, &'static str)],
+}
+
+/// The number of elements in a head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum HeadDim {
+    /// hidden_size / num_attention_heads; there is no key.
+    OfHiddenSize,
+    /// The key's value, or hidden_size / num_attention_heads.
+    Key,
+    /// The key's value, or this number.
+    KeyOr(usize),
+}
+
+/// The attention types of a family's blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LayerKinds {
+    /// All blocks see all earlier positions.
+    Full,
+    /// All blocks have a window if the configuration has one.
+    Windowed,
+    /// The key `layer_types`, or a window in all blocks if the configuration has one.
+    TypesOrWindowed,
+    /// The key `layer_types`, or, if `use_sliding_window` is set, a window from block `max_window_layers` on.
+    Qwen,
+    /// The key `layer_types`, or full attention in every block whose number is a multiple of the pattern.
+    Pattern { default: usize, keys: &'static [&'static str] },
+    /// The key `layer_types`, or, if `use_sliding_window` is set, a window in the blocks without positions.
+    SmolLm3,
+}
+
+/// Whether projections have biases.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum BiasRule {
+    Never,
+    Always,
+    /// The key's value, or the default.
+    Key(&'static str, bool),
+}
+
+impl BiasRule {
+    pub fn read(self, keys: &JsonKeys<'_>) -> Result<bool> {
+        match self {
+            Self::Never => Ok(false),
+            Self::Always => Ok(true),
+            Self::Key(key, default) => keys.flag(key, default),
+        }
+    }
+}
+
+const ATTENTION_BIAS: BiasRule = BiasRule::Key("attention_bias", false);
+
+const LLAMA: ModelFamily = ModelFamily {
+    model_type: "llama",
+    vocab: 32_000,
+    hidden: 4096,
+    inner: 11_008,
+    blocks: 32,
+    heads: 32,
+    kv_heads: None,
+    head: HeadDim::Key,
+    ctx: 2048,
+    eps: 1e-6,
+    eps_key: "rms_norm_eps",
+    theta: 1e4,
+    partial: 1.0,
+    pairs: RotaryPairs::Halves,
+    tied: false,
+    window: None,
+    layers: LayerKinds::Full,
+    padding: None,
+    naming: ParameterNaming::Llama,
+    norm: NormKind::Rms,
+    norms: NormPlacement::Before,
+    query_key_norms: QueryKeyNorms::None,
+    gated: true,
+    activation_key: "hidden_act",
+    activation: Activation::Silu,
+    qkv_bias: ATTENTION_BIAS,
+    output_bias: ATTENTION_BIAS,
+    mlp_bias: BiasRule::Key("mlp_bias", false),
+    refused: &[],
+};
+
+/// A model whose projections never have biases. In transformers it does not read the keys.
+const WITHOUT_BIAS: ModelFamily =
+    ModelFamily { qkv_bias: BiasRule::Never, output_bias: BiasRule::Never, mlp_bias: BiasRule::Never, ..LLAMA };
+
+const MISTRAL: ModelFamily = ModelFamily {
+    model_type: "mistral",
+    inner: 14_336,
+    kv_heads: Some(8),
+    ctx: 131_072,
+    window: Some(4096),
+    layers: LayerKinds::Windowed,
+    ..WITHOUT_BIAS
+};
+
+const QWEN3: ModelFamily = ModelFamily {
+    model_type: "qwen3",
+    vocab: 151_936,
+    inner: 22_016,
+    kv_heads: Some(32),
+    head: HeadDim::KeyOr(128),
+    ctx: 32_768,
+    window: Some(4096),
+    layers: LayerKinds::Qwen,
+    query_key_norms: QueryKeyNorms::PerHead,
+    mlp_bias: BiasRule::Never,
+    ..LLAMA
+};
+
+const GEMMA2: ModelFamily = ModelFamily {
+    model_type: "gemma2",
+    vocab: 256_000,
+    hidden: 2304,
+    inner: 9216,
+    blocks: 26,
+    heads: 8,
+    kv_heads: Some(4),
+    head: HeadDim::KeyOr(256),
+    ctx: 8192,
+    tied: true,
+    window: Some(4096),
+    layers: LayerKinds::Pattern { default: 2, keys: &[] },
+    padding: Some(0),
+    norm: NormKind::RmsPlusOne,
+    norms: NormPlacement::BeforeAndAfter,
+    activation_key: "hidden_activation",
+    activation: Activation::GeluTanh,
+    mlp_bias: BiasRule::Never,
+    refused: &[("use_bidirectional_attention", false, "a language model does not see later tokens")],
+    ..LLAMA
+};
+
+const GEMMA3: ModelFamily = ModelFamily {
+    model_type: "gemma3_text",
+    vocab: 262_208,
+    ctx: 131_072,
+    theta: 1e6,
+    layers: LayerKinds::Pattern { default: 6, keys: &["sliding_window_pattern", "_sliding_window_pattern"] },
+    query_key_norms: QueryKeyNorms::PerHead,
+    ..GEMMA2
+};
+
+const OLMO2: ModelFamily = ModelFamily {
+    model_type: "olmo2",
+    vocab: 50_304,
+    head: HeadDim::OfHiddenSize,
+    eps: 1e-5,
+    padding: Some(1),
+    norms: NormPlacement::After,
+    query_key_norms: QueryKeyNorms::AllHeads,
+    mlp_bias: BiasRule::Never,
+    ..LLAMA
+};
+
+const GLM4: ModelFamily = ModelFamily {
+    model_type: "glm4",
+    vocab: 151_552,
+    inner: 13_696,
+    blocks: 40,
+    kv_heads: Some(2),
+    head: HeadDim::KeyOr(128),
+    ctx: 131_072,
+    eps: 0.000_000_156_25,
+    partial: 0.5,
+    pairs: RotaryPairs::Adjacent,
+    padding: Some(151_329),
+    naming: ParameterNaming::Glm,
+    norms: NormPlacement::BeforeAndAfter,
+    qkv_bias: BiasRule::Key("attention_bias", true),
+    output_bias: BiasRule::Never,
+    mlp_bias: BiasRule::Never,
+    ..LLAMA
+};
+
+const COHERE: ModelFamily = ModelFamily {
+    model_type: "cohere",
+    vocab: 256_000,
+    hidden: 8192,
+    inner: 22_528,
+    blocks: 40,
+    heads: 64,
+    head: HeadDim::OfHiddenSize,
+    ctx: 8192,
+    eps: 1e-5,
+    eps_key: "layer_norm_eps",
+    theta: 500_000.0,
+    pairs: RotaryPairs::Adjacent,
+    tied: true,
+    padding: Some(0),
+    norm: NormKind::LayerWithoutBias,
+    norms: NormPlacement::Parallel,
+    mlp_bias: BiasRule::Never,
+    refused: &[("use_qk_norm", false, "layer norms of queries and keys are not supported")],
+    ..LLAMA
+};
+
+const MINISTRAL3: ModelFamily = ModelFamily {
+    model_type: "ministral3",
+    vocab: 131_072,
+    blocks: 34,
+    head: HeadDim::KeyOr(128),
+    ctx: 262_144,
+    eps: 1e-5,
+    theta: 1e6,
+    window: None,
+    padding: Some(11),
+    ..MISTRAL
+};
+
+/// All families, in the order of their names.
+pub(super) const FAMILIES: [ModelFamily; 21] = [
+    COHERE,
+    ModelFamily {
+        model_type: "cohere2",
+        theta: 1e4,
+        window: Some(4096),
+        layers: LayerKinds::Pattern { default: 4, keys: &["sliding_window_pattern"] },
+        refused: &[],
+        ..COHERE
+    },
+    GEMMA2,
+    GEMMA3,
+    ModelFamily { model_type: "glm", norms: NormPlacement::Before, ..GLM4 },
+    GLM4,
+    ModelFamily {
+        model_type: "gpt2",
+        vocab: 50_257,
+        hidden: 768,
+        blocks: 12,
+        heads: 12,
+        ctx: 1024,
+        eps: 1e-5,
+        tied: true,
+        naming: ParameterNaming::Gpt2,
+        ..LLAMA
+    },
+    ModelFamily { model_type: "granite", head: HeadDim::Key, ..LLAMA },
+    LLAMA,
+    ModelFamily { model_type: "ministral", layers: LayerKinds::TypesOrWindowed, ..MISTRAL },
+    MINISTRAL3,
+    MISTRAL,
+    ModelFamily {
+        model_type: "nemotron",
+        vocab: 256_000,
+        hidden: 6144,
+        inner: 24_576,
+        heads: 48,
+        ctx: 4096,
+        eps: 1e-5,
+        eps_key: "norm_eps",
+        partial: 0.5,
+        norm: NormKind::LayerPlusOne,
+        gated: false,
+        activation: Activation::ReluSquared,
+        ..LLAMA
+    },
+    OLMO2,
+    ModelFamily {
+        model_type: "olmo3",
+        theta: 500_000.0,
+        window: Some(4096),
+        layers: LayerKinds::Pattern { default: 4, keys: &[] },
+        ..OLMO2
+    },
+    ModelFamily {
+        model_type: "phi3",
+        vocab: 32_064,
+        hidden: 3072,
+        inner: 8192,
+        ctx: 4096,
+        eps: 1e-5,
+        layers: LayerKinds::Windowed,
+        padding: Some(32_000),
+        naming: ParameterNaming::Phi3,
+        ..WITHOUT_BIAS
+    },
+    ModelFamily {
+        model_type: "qwen2",
+        head: HeadDim::Key,
+        query_key_norms: QueryKeyNorms::None,
+        qkv_bias: BiasRule::Always,
+        output_bias: BiasRule::Never,
+        ..QWEN3
+    },
+    QWEN3,
+    ModelFamily {
+        model_type: "smollm3",
+        vocab: 128_256,
+        hidden: 2048,
+        blocks: 36,
+        heads: 16,
+        kv_heads: Some(4),
+        head: HeadDim::Key,
+        ctx: 32_768,
+        theta: 2e6,
+        tied: true,
+        layers: LayerKinds::SmolLm3,
+        padding: Some(128_004),
+        ..LLAMA
+    },
+    ModelFamily {
+        model_type: "stablelm",
+        vocab: 50_304,
+        hidden: 2560,
+        inner: 6912,
+        kv_heads: Some(32),
+        head: HeadDim::OfHiddenSize,
+        ctx: 4096,
+        eps: 1e-5,
+        eps_key: "layer_norm_eps",
+        partial: 0.25,
+        norm: NormKind::Layer,
+        qkv_bias: BiasRule::Key("use_qkv_bias", false),
+        output_bias: BiasRule::Never,
+        mlp_bias: BiasRule::Never,
+        refused: &[("qk_layernorm", false, "layer norms of queries and keys are not supported")],
+        ..LLAMA
+    },
+    ModelFamily {
+        model_type: "starcoder2",
+        vocab: 49_152,
+        hidden: 3072,
+        inner: 12_288,
+        blocks: 30,
+        heads: 24,
+        kv_heads: Some(2),
+        head: HeadDim::OfHiddenSize,
+        ctx: 4096,
+        eps: 1e-5,
+        eps_key: "norm_epsilon",
+        tied: true,
+        layers: LayerKinds::Windowed,
+        naming: ParameterNaming::StarCoder2,
+        norm: NormKind::Layer,
+        gated: false,
+        activation: Activation::GeluTanh,
+        qkv_bias: BiasRule::Key("use_bias", true),
+        output_bias: BiasRule::Key("use_bias", true),
+        mlp_bias: BiasRule::Key("use_bias", true),
+        ..LLAMA
+    },
+];
+
+/// The models of images and text whose text part is read, and the family of a text part that has no `model_type`.
+pub(super) const WITH_TEXT_PART: [(&str, &str); 2] = [("gemma3", "gemma3_text"), ("mistral3", "mistral")];
+
+impl ModelFamily {
+    /// Returns the family called `model_type`.
+    pub fn named(model_type: &str) -> Option<&'static Self> {
+        const ALL: &[ModelFamily] = &FAMILIES;
+        ALL.iter().find(|family| family.model_type == model_type)
+    }
+
+    /// Returns whether the model is one of several in its class's lineage, whose `model_type`s begin in the same way.
+    pub fn is(&self, lineage: &str) -> bool {
+        self.model_type.starts_with(lineage)
+    }
+}
+
+/// Returns the names of all models that are read, in alphabetical order.
+pub(super) fn known_model_types() -> Vec<&'static str> {
+    let mut known: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
+    known.extend(WITH_TEXT_PART.iter().map(|(name, _)| *name));
+    known.sort_unstable();
+    known
+}

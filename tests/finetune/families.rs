@@ -1,0 +1,318 @@
+//! More families of decoders: logits, losses and training match transformers, with both styles of config.json, at every
+//! stage.
+
+use crate::fixtures::{far, ids, numbers, values};
+use crate::support::processes::repository;
+use candle_core::{DType, Device, Tensor};
+use candle_zero::comm::threads;
+use candle_zero::models::{Decoder, DecoderConfig, Session};
+use candle_zero::{Engine, Result};
+use candle_zero_finetune::{BaseModel, MergedModel};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+const MODELS: [&str; 18] = [
+    "cohere2",
+    "gemma3_vlm",
+    "glm",
+    "glm4",
+    "granite",
+    "llama_dynamic",
+    "llama_longrope",
+    "llama_yarn",
+    "ministral3",
+    "mistral_nemo",
+    "nemotron",
+    "olmo2",
+    "olmo3",
+    "phi4_mini",
+    "qwen2_yarn",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+];
+
+/// The tolerances from the records' README. The probes are elements of final weights.
+const LOGITS: f32 = 1e-4;
+const LOSS: f64 = 2e-5;
+const LOSS_AFTER_STEPS: f64 = 5e-5;
+const NORM: f64 = 1e-4;
+const WEIGHTS: f64 = 5e-5;
+/// The gradients of keys' biases are only rounding errors.
+const KEY_BIASES: f64 = 1e-2;
+
+fn path(name: impl AsRef<Path>) -> PathBuf {
+    repository().join("tests/fixtures/families").join(name)
+}
+
+fn record(name: impl AsRef<Path>) -> Value {
+    serde_json::from_slice(&std::fs::read(path(name)).unwrap()).unwrap()
+}
+
+fn tensors(name: impl AsRef<Path>) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(path(name), &Device::Cpu).unwrap()
+}
+
+fn base(name: &str) -> BaseModel {
+    BaseModel::open(path("models").join(name)).unwrap()
+}
+
+/// Returns a copy of a model's folder with another file as `config.json`.
+fn copy_with(name: &str, config: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let from = path("models").join(name);
+    std::fs::copy(from.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
+    std::fs::copy(from.join(config), folder.path().join("config.json")).unwrap();
+    folder
+}
+
+fn check_logits(name: &str, base: &BaseModel) {
+    let (recorded, summary) = (tensors(format!("logits/{name}.safetensors")), record(format!("logits/{name}.json")));
+    let tolerance = if ["granite", "cohere2"].contains(&name) { 3e-5 } else { LOGITS };
+    for (inputs, logits) in [("input_ids", "logits"), ("input_ids_short", "logits_short")] {
+        let (Some(inputs), Some(logits)) = (recorded.get(inputs), recorded.get(logits)) else { continue };
+        let inputs = inputs.to_dtype(DType::U32).unwrap();
+        let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
+        let difference = far(&model.forward(&inputs).unwrap(), logits);
+        assert!(difference <= tolerance, "{name}: logits differ by {difference}");
+        println!("{name}, {} tokens: logits {difference:.1e}", inputs.dim(1).unwrap());
+    }
+    let all = ids(&summary["input_ids"]);
+    let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
+    let loss = f64::from(model.loss(&all, &next_tokens(&all)).unwrap().to_scalar::<f32>().unwrap());
+    let want = summary["mean_next_token_loss"].as_f64().unwrap();
+    assert!((loss - want).abs() <= LOSS, "{name}: the loss is {loss}, but must be {want}");
+}
+
+/// Returns the targets of complete rows: the token after each token, and none for the last one. transformers gives the
+/// last token to the model too, which changes rotary positions that depend on the length.
+fn next_tokens(rows: &Tensor) -> Tensor {
+    let (batch, time) = rows.dims2().unwrap();
+    let next = rows.narrow(1, 1, time - 1).unwrap().to_dtype(DType::I64).unwrap();
+    let none = Tensor::full(-100i64, (batch, 1), &Device::Cpu).unwrap();
+    Tensor::cat(&[next, none], 1).unwrap()
+}
+
+#[test]
+fn logits_and_losses_of_more_families_are_those_of_transformers() {
+    MODELS.iter().for_each(|name| check_logits(name, &base(name)));
+}
+
+#[test]
+fn a_config_json_of_transformers_4_describes_the_same_model_of_more_families() {
+    for name in MODELS {
+        let of = |file: &str| DecoderConfig::read(path("models").join(name).join(file)).unwrap();
+        assert_eq!(of("config.json"), of("config.v4.json"), "{name}");
+        check_logits(name, &BaseModel::open(copy_with(name, "config.v4.json").path()).unwrap());
+    }
+}
+
+#[test]
+fn models_of_more_families_have_the_parameters_of_their_files_and_count_them() {
+    for name in MODELS {
+        let base = base(name);
+        let parameters = base.config().parameters().unwrap();
+        let elements: usize = parameters.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
+        assert_eq!(base.config().num_parameters(), elements, "{name}");
+        if name != "gemma3_vlm" {
+            assert_eq!(record(format!("logits/{name}.json"))["parameters"], elements, "{name}");
+        }
+    }
+}
+
+#[test]
+fn generation_with_a_cache_computes_the_logits_of_complete_rows() {
+    for name in MODELS {
+        let base = base(name);
+        let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
+        let rows = record(format!("logits/{name}.json"))["input_ids"].clone();
+        let rows: Vec<Vec<u32>> = serde_json::from_value(rows).unwrap();
+        // Rotary positions that depend on the length begin to change at position 24.
+        let row = &rows[0][..20];
+        let complete = model.forward(&Tensor::new(vec![row.to_vec()], &Device::Cpu).unwrap()).unwrap();
+        let mut session = Session::new();
+        for (at, id) in row.iter().enumerate() {
+            let found = Tensor::new(model.extend(&mut session, &[*id]).unwrap(), &Device::Cpu).unwrap();
+            let expected = complete.narrow(1, at, 1).unwrap().flatten_all().unwrap();
+            assert!(far(&found, &expected) <= LOGITS, "{name}: token {at} differs by {}", far(&found, &expected));
+        }
+    }
+}
+
+struct Run {
+    losses: Vec<f64>,
+    norms: Vec<f64>,
+    weights: Vec<u8>,
+}
+
+fn train(name: &str, plain: &Value, batches: &[Tensor], world: usize, stage: u8) -> Run {
+    let (base, rates) = (base(name), numbers(&plain["lr"]));
+    let config = json!({
+        "train_batch_size": 4,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+        // All parameters are sharded, however small they are.
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.safetensors");
+    let runs = threads::run(world, |comm| -> Result<_> {
+        let (rank, rates) = (comm.rank(), rates.clone());
+        let builder = Engine::builder()
+            .communicator(comm)
+            .device(Device::Cpu)
+            .initial_values(base.values())
+            .schedule(move |applied: u64| rates.get(applied as usize).copied().unwrap_or(0.0));
+        let mut engine = builder.initialize(|vb| Decoder::new(base.config(), vb), config.clone())?;
+        let (mut losses, mut norms) = (vec![], vec![]);
+        for batch in batches {
+            let rows = batch.dim(0)?;
+            let inputs = batch.narrow(0, rank * rows / world, rows / world)?;
+            let targets = next_tokens(&inputs);
+            let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
+            engine.backward(&loss)?;
+            engine.step()?;
+            let all = engine.gather_f64(&[f64::from(loss.to_scalar::<f32>()?)])?;
+            losses.push(all.iter().map(|loss| loss[0]).sum::<f64>() / world as f64);
+            norms.push(engine.global_grad_norm().unwrap());
+        }
+        engine.export_safetensors(&file)?;
+        Ok((losses, norms))
+    });
+    let (losses, norms) = runs.unwrap().remove(0).unwrap();
+    Run { losses, norms, weights: std::fs::read(&file).unwrap() }
+}
+
+/// Compares the recorded elements of every tensor with those of the exported weights.
+fn check_probes(name: &str, plain: &Value, weights: &[u8]) {
+    let found: HashMap<String, Tensor> = candle_core::safetensors::load_buffer(weights, &Device::Cpu).unwrap();
+    let (mut worst, mut outliers, mut count) = (0f64, 0, 0);
+    for (tensor, recorded) in plain["final_weight_probe"].as_object().unwrap() {
+        if ["vision_tower.", "multi_modal_projector."].iter().any(|part| tensor.contains(part)) {
+            continue;
+        }
+        let bare = match tensor.strip_prefix("language_model.model.") {
+            Some(bare) => format!("model.language_model.{bare}"),
+            None => tensor.clone(),
+        };
+        let Some(tensor) = found.get(&bare) else { panic!("{name} has no tensor {tensor}") };
+        let (all, recorded) = (values(tensor), numbers(recorded));
+        let last = (all.len() - 1) as f64;
+        for (i, want) in recorded.iter().enumerate() {
+            // Halves are rounded to even numbers.
+            let at = (i as f64 * last / 7.0).round_ties_even() as usize;
+            let difference = (f64::from(all[at]) - want).abs();
+            if bare.ends_with("k_proj.bias") {
+                assert!(difference <= KEY_BIASES, "{name}: {bare} differs by {difference}");
+                continue;
+            }
+            count += 1;
+            outliers += usize::from(difference > WEIGHTS);
+            worst = worst.max(difference);
+        }
+    }
+    assert!(
+        outliers * 200 <= count && worst <= 20.0 * WEIGHTS,
+        "{name}: {outliers} of {count} differ, by up to {worst}"
+    );
+}
+
+#[test]
+fn training_of_more_families_follows_pytorch_at_every_stage_and_world_size() {
+    let rows: Vec<Vec<Vec<u32>>> =
+        serde_json::from_value(record("trajectories/batches.json")["input_ids"].clone()).unwrap();
+    let batches: Vec<Tensor> = rows.into_iter().map(|rows| Tensor::new(rows, &Device::Cpu).unwrap()).collect();
+    for name in MODELS {
+        let plain = record(format!("trajectories/{name}.json"))["plain"].clone();
+        for world in [1, 2] {
+            let runs = [0, 3].map(|stage| train(name, &plain, &batches, world, stage));
+            let (losses, norms) = (numbers(&plain["loss"]), numbers(&plain["grad_norm"]));
+            let run = &runs[0];
+            assert_eq!((losses.len(), run.losses.len()), (10, 10));
+            let mut worst = [0f64; 2];
+            for step in 0..10 {
+                worst[0] = worst[0].max((run.losses[step] - losses[step]).abs());
+                worst[1] = worst[1].max((run.norms[step] / norms[step] - 1.0).abs());
+            }
+            println!("{name}, {world} ranks: loss {:.1e}, norm {:.1e}", worst[0], worst[1]);
+            assert!(worst[0] <= LOSS_AFTER_STEPS && worst[1] <= NORM, "{name}, {world} ranks: {worst:?}");
+            check_probes(name, &plain, &run.weights);
+            assert!(runs[1].weights == run.weights, "{name}: stages 0 and 3 give different bits on {world} ranks");
+            assert_eq!((&runs[1].losses, &runs[1].norms), (&run.losses, &run.norms), "{name}");
+        }
+    }
+}
+
+/// Returns the error about a model whose description was changed.
+fn refused(name: &str, change: impl FnOnce(&mut Value)) -> String {
+    let folder = copy_with(name, "config.json");
+    let file = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    change(&mut config);
+    std::fs::write(&file, config.to_string()).unwrap();
+    let error = BaseModel::open(folder.path()).unwrap_err().to_string();
+    error.replace(&folder.path().display().to_string(), "DIR")
+}
+
+#[test]
+fn options_of_more_families_that_are_not_supported_are_refused_by_name() {
+    let with = |name, key: &'static str, value: Value| refused(name, move |config| config[key] = value);
+    let rope =
+        |name, key: &'static str, value: Value| refused(name, move |config| config["rope_parameters"][key] = value);
+    insta::assert_snapshot!(with("stablelm", "qk_layernorm", json!(true)), @"DIR/model.safetensors holds tensors that the model does not have: model.layers.0.post_attention_layernorm.bias, model.layers.0.post_attention_layernorm.weight, model.layers.1.post_attention_layernorm.bias, model.layers.1.post_attention_layernorm.weight; does it belong to a different model, or to one of a different size?");
+    insta::assert_snapshot!(with("stablelm", "use_parallel_residual", json!(true)), @"DIR/model.safetensors holds tensors that the model does not have: model.layers.0.post_attention_layernorm.bias, model.layers.0.post_attention_layernorm.weight, model.layers.1.post_attention_layernorm.bias, model.layers.1.post_attention_layernorm.weight; does it belong to a different model, or to one of a different size?");
+    insta::assert_snapshot!(with("cohere2", "hidden_act", json!("relu2")), @r#"DIR/config.json: hidden_act is "relu2", but must be silu, swish, gelu_new or gelu_pytorch_tanh"#);
+    insta::assert_snapshot!(with("nemotron", "hidden_act", json!("relu")), @r#"DIR/config.json: hidden_act is "relu", but must be silu, swish, gelu, gelu_new, gelu_pytorch_tanh or relu2"#);
+    insta::assert_snapshot!(with("smollm3", "no_rope_layers", json!([1, 2, 1, 0])), @"DIR/config.json: no_rope_layers is [1,2,1,0], but must be a list of 1 (a block with rotary positions) and 0 (a block without)");
+    insta::assert_snapshot!(with("smollm3", "no_rope_layers", json!([1, 0])), @"DIR/config.json: no_rope_layers is a list of length 2, but must be of length num_hidden_layers (4)");
+    insta::assert_snapshot!(with("smollm3", "layer_types", json!(["sliding_attention", "full_attention", "full_attention", "full_attention"])), @"DIR/config.json: use_sliding_window is false, but must be true if layer_types contains sliding_attention");
+    insta::assert_snapshot!(with("glm4", "partial_rotary_factor", json!(0.25)), @"DIR/config.json: rope_parameters.partial_rotary_factor is 0.5, but must be equal to the outer partial_rotary_factor (0.25)");
+    insta::assert_snapshot!(rope("glm4", "partial_rotary_factor", json!(0.05)), @"DIR/config.json: partial_rotary_factor is 0.05, but must be a share of a head (16 elements) of at least 2 elements, and an even number of them");
+    insta::assert_snapshot!(with("granite", "residual_multiplier", json!(0)), @"DIR/config.json: residual_multiplier is 0, but must be a positive number");
+    insta::assert_snapshot!(with("olmo2", "num_attention_heads", json!(5)), @"DIR/config.json: hidden_size is 48, but must be a multiple of num_attention_heads (5) if head_dim is absent");
+    insta::assert_snapshot!(rope("llama_yarn", "rope_type", json!("ntk")), @r#"DIR/config.json: rope_parameters.rope_type is "ntk", but must be default, linear, dynamic, yarn, longrope or llama3"#);
+    insta::assert_snapshot!(rope("llama_yarn", "factor", json!("four")), @r#"DIR/config.json: rope_parameters.factor is "four", but must be a positive number"#);
+    insta::assert_snapshot!(refused("llama_yarn", |config| { config["rope_parameters"].as_object_mut().unwrap().remove("factor"); }), @"DIR/config.json: rope_parameters.factor is absent, but must be a positive number");
+    insta::assert_snapshot!(rope("llama_yarn", "beta_fast", json!(-1)), @"DIR/config.json: rope_parameters.beta_fast is -1, but must be a positive number");
+    insta::assert_snapshot!(rope("llama_dynamic", "factor", json!(0)), @"DIR/config.json: rope_parameters.factor is 0, but must be a positive number");
+    insta::assert_snapshot!(rope("llama_longrope", "long_factor", json!([1.0, 2.0])), @"DIR/config.json: rope_parameters.long_factor is a list of length 2, but must be a list of the length of short_factor (8)");
+    insta::assert_snapshot!(rope("llama_longrope", "short_factor", Value::Null), @"DIR/config.json: rope_parameters.short_factor is null, but must be a list of positive numbers, one for each pair of elements of a head");
+    insta::assert_snapshot!(refused("llama_longrope", |config| {
+        let short = json!([1.0, 2.0, 3.0]);
+        config["rope_parameters"]["long_factor"] = short.clone();
+        config["rope_parameters"]["short_factor"] = short;
+    }), @"DIR/config.json: short_factor is a list of length 3, but must be a list of length 8, the number of pairs in a head that are rotated");
+    insta::assert_snapshot!(rope("llama_longrope", "original_max_position_embeddings", json!(1)), @"DIR/config.json: rope_parameters.original_max_position_embeddings is 1, but must be at least 2 with rope type longrope");
+    insta::assert_snapshot!(rope("ministral3", "original_max_position_embeddings", Value::Null), @"DIR/config.json: rope_parameters.original_max_position_embeddings is null, but must be a whole number");
+    insta::assert_snapshot!(refused("gemma3_vlm", |config| { config["text_config"]["model_type"] = json!("gpt2"); }), @r#"DIR/config.json: text_config.model_type is "gpt2", but must be one of cohere, cohere2, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, granite, llama, ministral, ministral3, mistral, mistral3, nemotron, olmo2, olmo3, phi3, qwen2, qwen3, smollm3, stablelm, starcoder2"#);
+}
+
+#[test]
+fn the_documentation_lists_every_model_type() {
+    let page = std::fs::read_to_string(repository().join("docs/finetuning.md")).unwrap();
+    let rows = page.lines().skip_while(|line| !line.starts_with("| `model_type` | models |")).skip(2);
+    let names = rows.take_while(|line| line.starts_with('|')).map(|line| line.split('|').nth(1).unwrap());
+    let mut listed: Vec<String> =
+        names.flat_map(|cell| cell.split(',')).map(|name| name.trim().trim_matches('`').to_owned()).collect();
+    listed.sort();
+    let error = refused("glm", |config| config["model_type"] = json!("none"));
+    let known = error.split("the supported types are ").nth(1).unwrap();
+    assert_eq!(listed.join(", "), known);
+}
+
+#[test]
+fn a_merged_model_of_images_and_text_contains_its_other_parts_unchanged() {
+    let (base, out) = (base("gemma3_vlm"), tempfile::tempdir().unwrap());
+    let target = out.path().join("merged");
+    MergedModel::new(&base, None).unwrap().write_hugging_face(&target, None).unwrap();
+    let before = tensors("models/gemma3_vlm/model.safetensors");
+    let after = candle_core::safetensors::load(target.join("model.safetensors"), &Device::Cpu).unwrap();
+    let names = |all: &HashMap<String, Tensor>| all.keys().cloned().collect::<std::collections::BTreeSet<_>>();
+    assert_eq!(names(&before), names(&after));
+    assert!(before.keys().any(|name| name.starts_with("vision_tower.")));
+    for (name, tensor) in &before {
+        assert_eq!(values(tensor), values(&after[name]), "{name}");
+    }
+    assert_eq!(BaseModel::open(&target).unwrap().config(), base.config());
+}
