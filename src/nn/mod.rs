@@ -43,6 +43,7 @@ mod dpo;
 mod dropout;
 mod embedding;
 pub(crate) mod error;
+mod experts;
 mod f32_parameters;
 pub mod frequencies;
 mod in_f32;
@@ -82,6 +83,11 @@ pub use cross_entropy::{
 pub use dpo::{DpoLoss, Rewards, dpo_loss};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding, embedding_in};
+pub use experts::{
+    ExpertAdapter, ExpertAssignment, ExpertGate, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder,
+    RouterOptions, RouterOrder, Routing, add_gated, combine_experts, expert_rows, gated_activation,
+    load_balancing_loss, route,
+};
 pub use key_value_cache::KeyValueCache;
 pub use linear::{Conv1D, Linear, linear, linear_then};
 #[doc(inline)]
