@@ -14,7 +14,9 @@
 mod adapter;
 mod assignment;
 mod balance_loss;
+mod grouped_rows;
 mod mlp;
+mod options;
 mod projection;
 mod routing;
 mod rows;
@@ -24,9 +26,10 @@ mod unused;
 pub use adapter::ExpertAdapter;
 pub use assignment::ExpertAssignment;
 pub use balance_loss::load_balancing_loss;
-pub use mlp::{ExpertGate, ExpertMlp, GateUpOrder, gated_activation};
+pub use mlp::{ExpertMlp, gated_activation};
+pub use options::{ExpertGate, GateUpOrder, RouterOptions, RouterOrder};
 pub use projection::ExpertProjection;
-pub use routing::{RouterOptions, RouterOrder, Routing, route};
+pub use routing::{Routing, route};
 pub use rows::{add_gated, combine_experts, expert_rows};
 pub use tensors::ExpertTensors;
 

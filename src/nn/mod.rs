@@ -24,6 +24,9 @@
 //! CPU each is one op with a hand-written backward, as are most with CUDA; elsewhere the same functions are composed of
 //! Candle's differentiable ops ([`composed`]).
 //!
+//! [`ExpertMlp`] is the MLP of a mixture of experts, with its router ([`route`]), adapters ([`ExpertAdapter`]) and
+//! auxiliary loss ([`load_balancing_loss`]).
+//!
 //! Gradients between these layers, and those of an engine's parameters, do not pass through Candle's graph, which would
 //! first add each of them to zeros: the graph only determines when the backward of a layer runs (`graph` in the
 //! sources). Parameter values are read at the time of use, so they may leave memory between forward and backward. An

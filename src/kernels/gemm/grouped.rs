@@ -9,7 +9,7 @@
 //!   rows of expert 2   |           task            |
 //! ```
 //!
-//! A task is one of [`super::blocked`], and so are the order of sums and the bits of every result.
+//! The tasks are those of [`super::blocked`]. Therefore, every result has the bits of a separate product.
 
 use super::arithmetic::ElementArithmetic;
 use super::blocked::{GemmPart, GemmPlan, MIN_PARALLEL_MULTIPLICATIONS, WORDS_OF_A};

@@ -86,7 +86,7 @@ fn reference<E: Element>(a: Matrix<'_, E>, b: Matrix<'_, E>) -> Vec<f64> {
     out
 }
 
-const SHAPES: [(usize, usize, usize); 16] = [
+const SHAPES: [(usize, usize, usize); 17] = [
     (1, 1, 1),
     (1, 300, 7),
     (3, 5, 2),
@@ -99,6 +99,7 @@ const SHAPES: [(usize, usize, usize); 16] = [
     (129, 257, 513),
     (33, 80, 1100),
     (20, 40, 2049),
+    (20, 9, 2300),
     (8, 48, 9001),
     (0, 3, 4),
     (3, 0, 4),

@@ -211,7 +211,8 @@ mod tests {
             let whole = ExpertAssignment::new(&choices, k, experts).unwrap();
             let parts = [0..at, at..experts].map(|range| ExpertAssignment::of_range(&choices, k, experts, range).unwrap());
             prop_assert_eq!(parts.iter().flat_map(ExpertAssignment::counts).collect::<Vec<_>>(), whole.counts());
-            prop_assert_eq!(parts.iter().flat_map(|part| part.choice_of.clone()).collect::<Vec<_>>(), whole.choice_of);
+            let slots: Vec<u32> = parts.iter().flat_map(|part| part.choice_of_slots().to_vec()).collect();
+            prop_assert_eq!(&slots[..], whole.choice_of_slots());
             prop_assert!(parts.iter().all(|part| part.rows() == whole.rows()));
         }
     }
@@ -222,9 +223,9 @@ mod tests {
             let error = ExpertAssignment::of_range(choices, k, experts, range).unwrap_err().to_string();
             without_backtrace(&error).to_string()
         };
-        insta::assert_snapshot!(refusal(&[0, 1, 1, 4], 2, 4, 0..4), @"");
-        insta::assert_snapshot!(refusal(&[0, 1, 3, 3], 2, 4, 0..4), @"");
-        insta::assert_snapshot!(refusal(&[0, 1, 2], 2, 4, 0..4), @"");
-        insta::assert_snapshot!(refusal(&[0, 1], 2, 4, 2..5), @"");
+        insta::assert_snapshot!(refusal(&[0, 1, 1, 4], 2, 4, 0..4), @"experts: row 1 chooses expert 4; there are only 4, numbered from 0 on");
+        insta::assert_snapshot!(refusal(&[0, 1, 3, 3], 2, 4, 0..4), @"experts: row 1 chooses expert 3 twice; the experts of a row must differ");
+        insta::assert_snapshot!(refusal(&[0, 1, 2], 2, 4, 0..4), @"experts: 3 choices of 2 experts a row; the number must be a multiple of the experts of a row, and at most 4294967295");
+        insta::assert_snapshot!(refusal(&[0, 1], 2, 4, 2..5), @"experts: the range 2..5 is not one of the 4 experts");
     }
 }

@@ -1,5 +1,6 @@
 //! The MLP of experts: gate and up, the gated activation, down, and the weighted sum.
 
+use super::options::{ExpertGate, GateUpOrder};
 use super::{ExpertProjection, Routing, combine_experts, expert_rows};
 use crate::graph::{OpInputs, SavedTensor, can_remake};
 use crate::kernels::{buffer, gate_up};
@@ -7,8 +8,6 @@ use crate::nn::composed;
 use crate::nn::in_f32::has_kernels;
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{D, Device, Result, Tensor, bail};
-
-pub use crate::kernels::gate_up::{ExpertGate, GateUpOrder};
 
 /// Computes the gated activation of `x` `[.., 2 width]`, which holds gate and up, as `[.., width]`, in f32 and rounded
 /// once.
@@ -105,8 +104,11 @@ impl ExpertMlp {
         let assignment = routing.assignment();
         let rows = expert_rows(x, assignment)?;
         let both = self.gate_up.forward(&rows, assignment)?;
+        // Backward computes the rows and the activation again.
+        drop(rows);
         let inner = gated_activation(&both, self.gate, self.order)?;
         let y = self.down.forward(&inner, assignment)?;
+        drop(inner);
         let mut shape = x.dims().to_vec();
         shape[x.rank() - 1] = self.down.widths().1;
         combine_experts(&y, routing.weights(), assignment, &shape.into())

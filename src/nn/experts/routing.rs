@@ -1,6 +1,7 @@
 //! Routers: the experts of each row, and their weights.
 
 use super::ExpertAssignment;
+use super::options::{RouterOptions, RouterOrder};
 use crate::graph::OpInputs;
 use crate::kernels::element::Element as _;
 use crate::kernels::routing::{softmax, top};
@@ -10,31 +11,6 @@ use crate::nn::in_f32::has_kernels;
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Result, Tensor, bail};
 use std::sync::Arc;
-
-/// The order of a router's operations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RouterOrder {
-    /// A softmax over all experts, of which the largest are chosen: Mixtral, Qwen, OLMoE.
-    SoftmaxThenTop {
-        /// Whether the weights of a row are divided by their sum. Mixtral always does so; in other families this is
-        /// the key `norm_topk_prob`.
-        renormalize: bool,
-    },
-    /// The largest logits are chosen, and the weights are the softmax over these only: gpt-oss.
-    TopThenSoftmax,
-}
-
-/// The options of a router.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RouterOptions {
-    /// The number of experts that each row chooses.
-    pub experts_per_row: usize,
-    /// The order of operations.
-    pub order: RouterOrder,
-    /// Whether the weights remain in f32 in a 16-bit model, as in Mixtral. Otherwise, they are rounded to the logits'
-    /// dtype.
-    pub keep_f32: bool,
-}
 
 /// The choices of a router for a batch of rows.
 #[derive(Debug, Clone)]
@@ -90,10 +66,13 @@ impl Routing {
 pub fn route(logits: &Tensor, options: RouterOptions) -> Result<Routing> {
     let k = options.experts_per_row;
     let experts = logits.dims().last().copied().unwrap_or(0);
+    if experts == 0 {
+        bail!("router: the logits have shape {:?}; their last dimension must be the experts", logits.dims())
+    }
     if k == 0 || k > experts {
         bail!(
-            "router: {k} experts are requested for each row, and the logits of shape {:?} are those of {experts} experts; \
-             between 1 and {experts} can be chosen",
+            "router: {k} of {experts} experts cannot be chosen for each row (the logits have shape {:?}); choose between 1 \
+             and {experts}",
             logits.dims()
         )
     }

@@ -65,10 +65,10 @@ impl ExpertTensors {
         let (dims, dtype) = (self.dims(), self.dtype());
         if self.experts() == 0 || dims.len() != rank {
             bail!(
-                "experts: the {what} of {} experts has {} dimensions for each expert; at least one expert with {rank} is \
-                 needed",
+                "experts: the {what} of each of {} experts has shape {dims:?}; there must be at least one expert, and a {} \
+                 for each",
                 self.experts(),
-                dims.len()
+                if rank == 1 { "vector" } else { "matrix" }
             )
         }
         let Self::Separate(tensors) = self else { return Ok(()) };
