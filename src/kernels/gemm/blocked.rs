@@ -85,8 +85,8 @@ pub(super) struct GemmPlan<'a, E, C> {
 impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
     pub(super) fn new<W: ElementArithmetic<E>>(
         sink: &'a EpilogueOutput<'a, C>,
-        a: Matrix<'_, E>,
-        b: Matrix<'_, E>,
+        a: Matrix<'a, E>,
+        b: Matrix<'a, E>,
     ) -> Self {
         let (rows, cols, inner) = (a.rows(), b.cols(), a.cols());
         let a = GemmOperand {

@@ -68,7 +68,6 @@ impl GroupedRows {
     ) -> Result<()> {
         let hit: Vec<usize> = self.assignment.hit().collect();
         let (inputs, outputs) = (self.sizes.inputs, self.sizes.outputs());
-        // For each weight, the rest of its columns: those of the experts that follow.
         with_parts::<E>(weights, &hit, &mut Vec::new(), &mut |weights| {
             with_parts::<E>(biases, &hit, &mut Vec::new(), &mut |biases| {
                 let mut products = Vec::new();
