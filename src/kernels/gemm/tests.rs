@@ -350,7 +350,7 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
 }
 
 /// The rows of each of several products, with empty, small and large ones.
-const GROUPS: [usize; 9] = [3, 0, 70, 1, 16, 17, 0, 33, 130];
+const GROUPS: [usize; 9] = [3, 0, 70, 1, 16, 17, 0, 33, 66];
 
 /// Returns the results of one product for each of [`GROUPS`], computed in one pass or one by one.
 fn grouped<E: Element, C: Element>(
@@ -387,7 +387,7 @@ fn grouped<E: Element, C: Element>(
 fn check_grouped<E: Element, C: Element>(layouts: &[usize]) {
     let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
     // The one with an inner dimension of 2300 has several spans.
-    let shapes = if cfg!(miri) { vec![(2, 3)] } else { vec![(1, 1), (65, 40), (200, 70), (9, 2300), (5, 0)] };
+    let shapes = if cfg!(miri) { vec![(2, 3)] } else { vec![(1, 1), (65, 40), (130, 70), (9, 2300), (5, 0)] };
     for method in SimdMethod::available::<E>() {
         for (n, k) in shapes.clone() {
             for layout in layouts.iter().step_by(if cfg!(miri) { 5 } else { 1 }) {
@@ -403,10 +403,10 @@ fn check_grouped<E: Element, C: Element>(layouts: &[usize]) {
 
 #[test]
 fn products_in_one_pass_have_the_bits_of_separate_products() {
-    check_grouped::<f32, f32>(&(0..16).collect::<Vec<_>>());
-    check_grouped::<bf16, bf16>(&[0, 6, 9, 15]);
+    check_grouped::<f32, f32>(&[0, 3, 6, 9, 12, 15]);
+    check_grouped::<bf16, bf16>(&[1, 6, 10]);
     check_grouped::<f16, f16>(&[2, 13]);
-    check_grouped::<bf16, f32>(&[1, 4]);
+    check_grouped::<bf16, f32>(&[4]);
 }
 
 #[test]

@@ -68,8 +68,8 @@ impl GroupedRows {
     ) -> Result<()> {
         let hit: Vec<usize> = self.assignment.hit().collect();
         let (inputs, outputs) = (self.sizes.inputs, self.sizes.outputs());
-        with_parts::<E>(weights, &hit, &mut Vec::new(), &mut |weights| {
-            with_parts::<E>(biases, &hit, &mut Vec::new(), &mut |biases| {
+        with_parts::<E>(weights, &hit, &[], &mut |weights| {
+            with_parts::<E>(biases, &hit, &[], &mut |biases| {
                 let mut products = Vec::new();
                 let mut rest = &mut *y;
                 for (i, expert) in hit.iter().enumerate() {
@@ -144,17 +144,20 @@ impl GroupedRows {
     }
 }
 
-/// Calls `look` with the values of the `experts`' tensors of each parameter.
+/// The values of some experts' tensors of one parameter.
+type ExpertValues<'a, E> = Vec<&'a [E]>;
+
+/// Calls `look` with `found`, followed by the values of the `experts`' tensors of each parameter.
 fn with_parts<E: TensorElement>(
     parts: &[ExpertTensors],
     experts: &[usize],
-    found: &mut Vec<Vec<&[E]>>,
-    look: &mut dyn FnMut(&[Vec<&[E]>]) -> Result<()>,
+    found: &[ExpertValues<'_, E>],
+    look: &mut dyn FnMut(&[ExpertValues<'_, E>]) -> Result<()>,
 ) -> Result<()> {
     let Some((first, rest)) = parts.split_first() else { return look(found) };
     first.with_values::<E, _>(experts, NAME, |values| {
-        let mut found: Vec<Vec<&[E]>> = found.iter().cloned().collect();
+        let mut found = found.to_vec();
         found.push(values.to_vec());
-        with_parts(rest, experts, &mut found, look)
+        with_parts(rest, experts, &found, look)
     })
 }
