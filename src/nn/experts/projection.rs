@@ -21,7 +21,7 @@ use std::sync::Arc;
 /// keep them apart. Then the outputs are those of the first parameter, followed by those of the next.
 ///
 /// On the CPU a projection is one pass over the rows of all experts, without padding. Sums are in f32 and are rounded
-/// once to the input's dtype. A row's result has the bits of [`linear`] with the expert's weight, whatever
+/// once to the input's dtype. A row's result has the bits of [`linear()`] with the expert's weight, whatever
 /// the other rows and the number of threads. Frozen parameters get no gradient; of the others, every expert gets one, of
 /// zeros if no row chose it.
 #[derive(Debug, Clone)]
