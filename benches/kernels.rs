@@ -14,14 +14,16 @@ mod peak_memory;
 
 use candle_core::{DType, Device, Tensor, Var, WithDType};
 use candle_zero::nn::{
-    Activation, AttentionOptions, LinearEpilogue, Sequences, WeightLayout, causal_attention, embedding,
-    fused_attention, gelu_tanh, layer_norm, linear, linear_cross_entropy, linear_then, rms_norm,
+    Activation, AttentionOptions, ExpertAssignment, ExpertProjection, ExpertTensors, LinearEpilogue, Sequences,
+    WeightLayout, causal_attention, embedding, fused_attention, gelu_tanh, layer_norm, linear, linear_cross_entropy,
+    linear_then, rms_norm,
 };
 use candle_zero::precision::{Flat, IntFormat, Nf4Scales, WeightPacking};
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
 use half::bf16;
 use std::hint::black_box;
+use std::sync::Arc;
 
 fn main() {
     keep_memory::start_as_a_rank(&[]);
@@ -225,6 +227,52 @@ fn frozen_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
     let bencher = bencher.counter(ItemsCount::new(2 * rows * outputs * inputs));
     let operands = [numbers::<T>(&[rows, inputs]), numbers::<T>(&FROZEN)];
     measure(bencher, false, operands, |[x, weight]| linear(x, weight, None, WeightLayout::OutIn));
+}
+
+/// The number of experts, and the numbers of outputs (gate and up) and inputs of each: a part of Qwen3-30B-A3B.
+const EXPERTS: [usize; 3] = [16, 1536, 2048];
+
+/// Measures the grouped product of all experts with `rows` rows each. The numbers of rows of single experts differ: half
+/// of the experts get three times as many as the others.
+#[divan::bench(types = [f32, bf16], args = [64, 512], sample_size = 1, max_time = 1)]
+fn experts_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
+    run_experts::<T>(bencher, rows, false);
+}
+
+#[divan::bench(types = [f32, bf16], args = [64, 512], sample_size = 1, max_time = 1)]
+fn experts_product_and_backward<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
+    run_experts::<T>(bencher, rows, true);
+}
+
+fn run_experts<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize, with_backward: bool) {
+    let [experts, outputs, inputs] = EXPERTS;
+    let bencher = bencher.counter(product(with_backward, [experts * rows, outputs, inputs]));
+    let of = |expert: usize| if expert.is_multiple_of(2) { rows / 2 } else { rows + rows / 2 };
+    let choices: Vec<u32> = (0..experts).flat_map(|expert| std::iter::repeat_n(expert as u32, of(expert))).collect();
+    let assignment = Arc::new(ExpertAssignment::new(&choices, 1, experts).unwrap());
+    let operands = [numbers::<T>(&[experts * rows, inputs]), numbers::<T>(&EXPERTS)];
+    measure(bencher, with_backward, operands, |[x, weights]| {
+        let weights = vec![ExpertTensors::Fused(weights.clone())];
+        ExpertProjection::new(weights, Vec::new(), WeightLayout::OutIn)?.forward(x, &assignment)
+    });
+}
+
+/// Measures one product with as many rows as all experts of [`experts_product`] have.
+#[divan::bench(types = [f32, bf16], args = [64, 512], sample_size = 1, max_time = 1)]
+fn experts_dense_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
+    run_dense::<T>(bencher, rows, false);
+}
+
+#[divan::bench(types = [f32, bf16], args = [64, 512], sample_size = 1, max_time = 1)]
+fn experts_dense_product_and_backward<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
+    run_dense::<T>(bencher, rows, true);
+}
+
+fn run_dense<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize, with_backward: bool) {
+    let [experts, outputs, inputs] = EXPERTS;
+    let bencher = bencher.counter(product(with_backward, [experts * rows, outputs, inputs]));
+    let operands = [numbers::<T>(&[experts * rows, inputs]), numbers::<T>(&[outputs, inputs])];
+    measure(bencher, with_backward, operands, |[x, weight]| linear(x, weight, None, WeightLayout::OutIn));
 }
 
 fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {

@@ -256,21 +256,23 @@ impl GradSlot {
         if !self.is_open() {
             return Ok(());
         }
+        let (mut values, add) = self.lend(len)?;
+        write(&mut values, add)?;
+        self.put(Grad::own(values));
+        Ok(())
+    }
+
+    /// Takes the gradient out (`true`), to be added again after it was changed in place, or creates one (`false`) of
+    /// `len` elements with arbitrary values.
+    pub fn lend<E: TensorElement>(&self, len: usize) -> Result<(Vec<E>, bool)> {
         self.compute_deferred()?;
-        let Some(grad) = self.take() else {
-            let mut values = buffer::<E>(len);
-            write(&mut values, false)?;
-            self.put(Grad::own(values));
-            return Ok(());
-        };
+        let Some(grad) = self.take() else { return Ok((buffer::<E>(len), false)) };
         let mut flat = grad.into_own()?;
         let dtype = flat.dtype();
         match E::of_flat_mut(&mut flat) {
-            Some(values) => write(values, true)?,
+            Some(values) => Ok((std::mem::take(values), true)),
             None => candle_core::bail!("gradients of one tensor have the dtypes {dtype:?} and {:?}", E::DTYPE),
         }
-        self.put(Grad::Own(flat));
-        Ok(())
     }
 }
 

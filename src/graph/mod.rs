@@ -36,5 +36,5 @@ pub(crate) use autocast::{autocast, autocast_format};
 pub(crate) use backward_flags::{deferring, is_once, is_without_gradients, once, without_gradients};
 pub(crate) use grad_slot::{DeferredGradient, Grad, GradSlot, abandon};
 pub(crate) use node_table::{SavedTensor, can_remake, hold_still, node_of, only_while, with_token};
-pub(crate) use recorded_op::{InputGradSink, OpInputs, ResultStorage, SavedResult, delivering, part_input};
+pub(crate) use recorded_op::{InputGradSink, OpInputs, ResultStorage, SavedResult, copied, delivering, part_input};
 pub(crate) use rng_position::{RngStreamKey, advance_draws, draw_from, rng_position, stream_of, stream_position};

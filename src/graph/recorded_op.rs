@@ -34,7 +34,7 @@ impl InputGradSink {
         weight_gradient: impl Fn(&[E], &InputGradSink) -> Result<()> + Send + 'static,
     ) -> Result<()> {
         match self.open() {
-            Some(slot) if is_deferring() && slot.is_behind_a_gate() => {
+            Some(slot) if self.is_deferred() => {
                 let grad = grad.to_vec();
                 slot.add_later(Box::new(move |slot| weight_gradient(&grad, &Self(Some(slot)))));
                 Ok(())
@@ -42,6 +42,17 @@ impl InputGradSink {
             Some(_) => weight_gradient(grad, self),
             None => Ok(()),
         }
+    }
+
+    /// Returns whether [`InputGradSink::now_or_later`] would leave the gradient for later.
+    pub fn is_deferred(&self) -> bool {
+        self.open().is_some_and(|slot| is_deferring() && slot.is_behind_a_gate())
+    }
+
+    /// Takes the gradient out of its slot, to be given back after adding to it; see [`GradSlot::lend`]. It is `None` if
+    /// no gradient is wanted.
+    pub fn lend<E: TensorElement>(&self, len: usize) -> Result<Option<(Vec<E>, bool)>> {
+        self.open().map(|slot| slot.lend(len)).transpose()
     }
 
     /// Delivers a gradient, or a part of it.
@@ -123,24 +134,30 @@ impl<const N: usize> OpInputs<N> {
     ///
     /// In the backward pass, the gradients of the last inputs are complete first.
     pub fn of(inputs: [Option<&Tensor>; N]) -> Result<Self> {
-        let mut tokens = Vec::new();
-        let mut sink = |input: Option<&Tensor>| -> Result<InputGradSink> {
-            let Some(input) = input.filter(|input| input.track_op() && !is_without_gradients()) else {
-                return Ok(InputGradSink(None));
-            };
-            let GraphNode { token, slot, .. } = match node_of(input) {
-                Some(node) if !node.is_wanted() => return Ok(InputGradSink(None)),
-                Some(node) => node,
-                None => adapted(input)?,
-            };
-            tokens.push(token);
-            Ok(InputGradSink(Some(slot)))
-        };
-        let mut sinks = [const { InputGradSink(None) }; N];
-        for (sink_of, input) in sinks.iter_mut().zip(inputs) {
-            *sink_of = sink(input)?;
+        let mut all = Self { tokens: Vec::new(), sinks: [const { InputGradSink(None) }; N] };
+        for (i, input) in inputs.into_iter().enumerate() {
+            all.sinks[i] = input.map_or(Ok(InputGradSink(None)), |input| all.sink(input))?;
         }
-        Ok(Self { tokens, sinks })
+        Ok(all)
+    }
+
+    /// Adds inputs whose number is known only at run time, and returns the destinations of their gradients.
+    pub fn add<'a>(&mut self, inputs: impl IntoIterator<Item = &'a Tensor>) -> Result<Vec<InputGradSink>> {
+        inputs.into_iter().map(|input| self.sink(input)).collect()
+    }
+
+    /// Finds or creates the token of an input, and returns the destination of its gradient.
+    fn sink(&mut self, input: &Tensor) -> Result<InputGradSink> {
+        if !input.track_op() || is_without_gradients() {
+            return Ok(InputGradSink(None));
+        }
+        let GraphNode { token, slot, .. } = match node_of(input) {
+            Some(node) if !node.is_wanted() => return Ok(InputGradSink(None)),
+            Some(node) => node,
+            None => adapted(input)?,
+        };
+        self.tokens.push(token);
+        Ok(InputGradSink(Some(slot)))
     }
 
     /// Returns whether the gradient of any input is wanted. Otherwise nothing needs to be kept for the backward pass.
@@ -201,8 +218,13 @@ impl From<CudaStorage> for ResultStorage {
     }
 }
 
-/// The value of an operation's result, kept for the operation's own backward pass. It shares the result's memory
-/// without being part of the result's graph.
+/// Returns a copy of a tensor's values as the result of an operation.
+pub(crate) fn copied(tensor: &Tensor) -> Result<ResultStorage> {
+    Ok(ResultStorage(copy_of(tensor)?.0))
+}
+
+/// The value of an operation's result, kept for the operation's own backward. It shares the result's memory without being
+/// part of the result's graph.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SavedResult(Arc<OnceLock<Tensor>>);
 

@@ -128,6 +128,12 @@ pub fn erf(x: f32) -> f32 {
     if x >= 4.0 { 1.0 } else { y }
 }
 
+/// Returns 1 / (1 + exp(-x)).
+#[inline(always)]
+pub fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
 /// Returns x sigmoid(x).
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {

@@ -483,4 +483,4 @@ impl<E: TensorElement> LoraBackward<E> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -24,6 +24,9 @@
 //! On the CPU, each layer is one op with a hand-written backward pass, as are most with CUDA; elsewhere the same
 //! functions are composed of Candle's differentiable ops ([`composed`]).
 //!
+//! [`ExpertMlp`] is the MLP of a mixture of experts, with its router ([`route`]), adapters ([`ExpertAdapter`]) and
+//! auxiliary loss ([`load_balancing_loss`]).
+//!
 //! Gradients between these layers, and those of an engine's parameters, do not pass through Candle's graph, which would
 //! first add each of them to zeros: the graph only determines when the backward pass of a layer runs (`graph` in the
 //! sources). Parameter values are read at the time of use, so they may leave memory between the forward and the
@@ -43,6 +46,7 @@ mod dpo;
 mod dropout;
 mod embedding;
 pub(crate) mod error;
+mod experts;
 mod f32_parameters;
 pub mod frequencies;
 mod in_f32;
@@ -82,6 +86,11 @@ pub use cross_entropy::{
 pub use dpo::{DpoLoss, Rewards, dpo_loss};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding, embedding_in};
+pub use experts::{
+    ExpertAdapter, ExpertAssignment, ExpertGate, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder,
+    RouterOptions, RouterOrder, Routing, add_gated, combine_experts, expert_rows, gated_activation,
+    load_balancing_loss, route,
+};
 pub use key_value_cache::KeyValueCache;
 pub use linear::{Conv1D, Linear, linear, linear_then};
 #[doc(inline)]

@@ -63,7 +63,7 @@ pub(crate) fn capture(
 mod tests {
     use super::*;
     use crate::graph::deferring;
-    use crate::nn::{WeightLayout, linear};
+    use crate::nn::{ExpertAssignment, ExpertProjection, ExpertTensors, WeightLayout, linear};
     use std::sync::Mutex;
 
     /// The gradients that have arrived.
@@ -125,5 +125,18 @@ mod tests {
         let (later, grad) = gradient_of(true, mixed);
         assert!(later < 2);
         assert_eq!(grad, gradient_of(false, mixed).1);
+    }
+
+    #[test]
+    fn the_gradients_of_experts_are_left_for_later_and_have_the_same_bits() {
+        // Three experts with the same weight, one of which has no rows.
+        let experts = |w: &Tensor| {
+            let assignment = Arc::new(ExpertAssignment::new(&[2, 0, 2], 1, 3)?);
+            let weights = vec![ExpertTensors::Separate(vec![w.clone(); 3])];
+            ExpertProjection::new(weights, Vec::new(), WeightLayout::OutIn)?.forward(&ramp((3, 4)), &assignment)
+        };
+        let at_once = gradient_of(false, experts);
+        assert!(at_once.0 == 0 && at_once.1.iter().any(|x| *x != 0.0));
+        assert_eq!(gradient_of(true, experts), (3, at_once.1));
     }
 }

@@ -15,7 +15,7 @@ pub(crate) trait TensorElement: WithDType + kernels::Element {
     fn of_flat(flat: &Flat) -> Option<&[Self]>;
 
     /// Returns the elements of a flat buffer of this dtype, mutably.
-    fn of_flat_mut(flat: &mut Flat) -> Option<&mut [Self]>;
+    fn of_flat_mut(flat: &mut Flat) -> Option<&mut Vec<Self>>;
 
     /// Returns `data` as Candle's storage.
     fn storage(data: Vec<Self>) -> CpuStorage {
@@ -34,7 +34,7 @@ macro_rules! element {
                 if let Flat::$variant(data) = flat { Some(data) } else { None }
             }
 
-            fn of_flat_mut(flat: &mut Flat) -> Option<&mut [Self]> {
+            fn of_flat_mut(flat: &mut Flat) -> Option<&mut Vec<Self>> {
                 if let Flat::$variant(data) = flat { Some(data) } else { None }
             }
         }
@@ -113,6 +113,20 @@ pub(crate) fn with_all<E: WithDType, R, const N: usize>(
         });
     }
     run(slices)
+}
+
+/// Does the same as [`with_all`], for any number of tensors.
+pub(crate) fn with_each<'a, E: WithDType, R>(
+    tensors: impl IntoIterator<Item = &'a Tensor>,
+    op: &'static str,
+    run: impl FnOnce(&[&[E]]) -> Result<R>,
+) -> Result<R> {
+    let storages: Vec<_> = tensors.into_iter().map(|t| (t.storage_and_layout(), t)).collect();
+    let slices = storages.iter().map(|((storage, layout), tensor)| match &**storage {
+        Storage::Cpu(s) => elements::<E>(s, layout, op),
+        _ => Err(Error::Msg(format!("{op}: the CPU kernel received a tensor on {:?}", tensor.device())).bt()),
+    });
+    run(&slices.collect::<Result<Vec<_>>>()?)
 }
 
 /// Does the same as [`with_all`], for one tensor.

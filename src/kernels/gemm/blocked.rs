@@ -19,6 +19,7 @@ use super::microkernel::{self, AccumulatorInit, Microkernels, StridedWords};
 use super::pack::{GemmOperand, PREFETCH_STEPS};
 use super::panels::ColumnPanels;
 use super::scratch::with_words;
+use super::task_grid::{EvenSplit, MIN_ROWS, TaskGrid};
 use super::tile_epilogue::{TilePosition, finish};
 use super::unpacked;
 use crate::kernels::element::Element;
@@ -31,19 +32,15 @@ const BLOCK_STEPS: usize = 512;
 /// The maximum number of blocks of steps for which operands are packed at a time.
 const SPAN_BLOCKS: usize = 4;
 /// The maximum number of words of `a` that are packed at a time (4 MiB).
-const WORDS_OF_A: usize = 1 << 20;
+pub(super) const WORDS_OF_A: usize = 1 << 20;
 /// The number of rows up to which packing all of `b` does not pay off.
 const FEW_ROWS: usize = 16;
-/// The minimum number of rows per task at which packing `b` costs little.
-const MANY_ROWS: usize = 512;
-/// The minimum number of rows per task at which packing `b` costs less than leaving a thread idle.
-const MIN_ROWS: usize = 64;
 /// The number of rows of `a` that one task packs, if rows are contiguous along the inner dimension.
 const PACK_ROWS: usize = 64;
 /// The number of steps of `a` that one task packs, if rows are not contiguous along the inner dimension.
 const PACK_STEPS: usize = 32;
 /// The number of multiplications that take less time than waking another thread.
-const MIN_PARALLEL_MULTIPLICATIONS: usize = 1 << 20;
+pub(super) const MIN_PARALLEL_MULTIPLICATIONS: usize = 1 << 20;
 
 /// Computes `c = epilogue(a b)`. The processor must have the instructions of the words' arithmetic.
 pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Element>(
@@ -51,56 +48,17 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
     a: Matrix<'_, E>,
     b: Matrix<'_, E>,
 ) {
-    let (rows, cols, inner) = (a.rows(), b.cols(), a.cols());
-    let a = GemmOperand {
-        data: a.as_ptr(),
-        outer: rows,
-        inner,
-        outer_stride: a.row_stride(),
-        inner_stride: a.col_stride(),
-    };
-    let b = GemmOperand {
-        data: b.as_ptr(),
-        outer: cols,
-        inner,
-        outer_stride: b.col_stride(),
-        inner_stride: b.row_stride(),
-    };
-    let layout = match () {
-        () if a.is_words::<W>() => OperandLayout::InPlace,
-        () if a.inner_stride == 1 => OperandLayout::Rows,
-        () => OperandLayout::Groups,
-    };
-    let blocks = EvenSplit::new(inner.div_ceil(W::DEPTH), BLOCK_STEPS, W::LANES);
-    let few = rows <= FEW_ROWS && inner > 0;
-    let spans = EvenSplit::new(blocks.count, if few { usize::MAX } else { SPAN_BLOCKS }, 1);
-    let span_steps = (blocks.most() * spans.most()).max(1);
-    let most_rows = if layout == OperandLayout::InPlace { rows } else { (WORDS_OF_A / span_steps).max(MIN_ROWS) };
-    let regions = EvenSplit::new(rows, most_rows, W::LANES.max(W::ROWS));
-    let threads = if rows * cols * inner <= MIN_PARALLEL_MULTIPLICATIONS { 1 } else { rayon::current_num_threads() };
-    let words_of_a = if layout == OperandLayout::InPlace { 0 } else { regions.most() * span_steps };
-    let waiting = if spans.count > 1 { regions.most() * cols.next_multiple_of(W::LANES) } else { 0 };
-    with_words(words_of_a, |packed_a| {
-        with_words(waiting, |sums| {
-            for region in 0..regions.count {
-                for span in 0..spans.count {
-                    let rows = regions.piece(region);
-                    let grid = TaskGrid::new::<W>(rows.len(), cols, if few { 1 } else { span_steps }, threads);
-                    let part = GemmPart {
-                        sink,
-                        a,
-                        b,
-                        layout,
-                        rows,
-                        blocks,
-                        span: spans.piece(span),
-                        grid,
-                        packed_a: SharedPointer(packed_a),
-                        sums: (spans.count > 1).then_some(SharedPointer(sums)),
-                        packed: AtomicUsize::new(0),
-                    };
-                    let tasks = part.packs() + grid.rows.count * grid.cols.count;
-                    let task = |task| part.run::<W>(task, few);
+    let plan = GemmPlan::new::<W>(sink, a, b);
+    let threads = if plan.multiplications() <= MIN_PARALLEL_MULTIPLICATIONS { 1 } else { rayon::current_num_threads() };
+    with_words(plan.words_of_a(), |packed_a| {
+        with_words(plan.waiting_sums::<W>(), |sums| {
+            for region in 0..plan.regions.count {
+                for span in 0..plan.spans.count {
+                    let rows = plan.regions.piece(region).len();
+                    let grid = TaskGrid::new::<W>(rows, plan.cols(), plan.packed_steps(), threads);
+                    let part = plan.part(region, span, grid, packed_a, sums);
+                    let tasks = part.packs() + part.products();
+                    let task = |task| part.run::<W>(task);
                     if threads == 1 { (0..tasks).for_each(task) } else { parallel::for_each(tasks, task) }
                 }
             }
@@ -108,65 +66,105 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
     });
 }
 
-/// A length, split into pieces that are as equal as full units allow.
-#[derive(Clone, Copy)]
-struct EvenSplit {
-    total: usize,
-    unit: usize,
-    count: usize,
+/// A product, and how its operands are divided: into blocks and spans of the inner dimension, and regions of rows.
+pub(super) struct GemmPlan<'a, E, C> {
+    sink: &'a EpilogueOutput<'a, C>,
+    a: GemmOperand<E>,
+    b: GemmOperand<E>,
+    layout: OperandLayout,
+    /// Whether there are so few rows that packed columns of `b` are not kept.
+    few: bool,
+    blocks: EvenSplit,
+    /// The spans, in blocks.
+    pub(super) spans: EvenSplit,
+    pub(super) regions: EvenSplit,
+    /// The number of steps of the longest span.
+    span_steps: usize,
 }
 
-impl EvenSplit {
-    /// Splits into the fewest pieces of at most `most`, or of one unit if that is more. An empty length is one piece.
-    fn new(total: usize, most: usize, unit: usize) -> Self {
-        let count = total.div_ceil(unit).div_ceil((most / unit).max(1)).max(1);
-        Self { total, unit, count }
-    }
-
-    /// Splits into `count` pieces. Some are empty if there are fewer units.
-    fn into(total: usize, count: usize, unit: usize) -> Self {
-        Self { total, unit, count }
-    }
-
-    fn piece(&self, i: usize) -> Range<usize> {
-        let bound = |i: usize| self.total.min(self.total.div_ceil(self.unit) * i / self.count * self.unit);
-        bound(i)..bound(i + 1)
-    }
-
-    /// Returns the length of the longest piece, in full units.
-    fn most(&self) -> usize {
-        self.total.div_ceil(self.unit).div_ceil(self.count) * self.unit
-    }
-}
-
-/// The tasks of a part of the product.
-#[derive(Clone, Copy)]
-struct TaskGrid {
-    rows: EvenSplit,
-    cols: EvenSplit,
-}
-
-impl TaskGrid {
-    /// Chooses as few tasks as fit the caches, but several per thread, so that threads of unequal speed end together.
-    fn new<A: GemmArithmetic>(rows: usize, cols: usize, steps: usize, threads: usize) -> Self {
-        let at_least = 2 * A::COLS;
-        let widest = (A::WORDS_OF_B / steps).max(at_least);
-        if threads == 1 {
-            return Self { rows: EvenSplit::into(rows, 1, A::ROWS), cols: EvenSplit::new(cols, widest, A::COLS) };
-        }
-        let cols = if rows >= 4 * threads * MANY_ROWS {
-            // The rows provide enough tasks, and it is better to write full rows of the result at once.
-            EvenSplit::new(cols, widest, A::COLS)
-        } else {
-            let few = EvenSplit::new(cols, widest.min((cols / (2 * threads)).max(at_least)), A::COLS).count;
-            // All threads get the same number of tasks.
-            let count = few.next_multiple_of(threads);
-            EvenSplit::into(cols, if count <= cols.div_ceil(A::COLS) { count } else { few }, A::COLS)
+impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
+    pub(super) fn new<W: ElementArithmetic<E>>(
+        sink: &'a EpilogueOutput<'a, C>,
+        a: Matrix<'a, E>,
+        b: Matrix<'a, E>,
+    ) -> Self {
+        let (rows, cols, inner) = (a.rows(), b.cols(), a.cols());
+        let a = GemmOperand {
+            data: a.as_ptr(),
+            outer: rows,
+            inner,
+            outer_stride: a.row_stride(),
+            inner_stride: a.col_stride(),
         };
-        let wanted = |tasks: usize, at_least: usize| (tasks * threads).div_ceil(cols.count).min(rows / at_least).max(1);
-        let count = wanted(4, MANY_ROWS).max(wanted(2, MIN_ROWS));
-        let even = (count..count + threads).find(|count| (count * cols.count).is_multiple_of(threads));
-        Self { rows: EvenSplit::into(rows, even.unwrap_or(count), A::ROWS), cols }
+        let b = GemmOperand {
+            data: b.as_ptr(),
+            outer: cols,
+            inner,
+            outer_stride: b.col_stride(),
+            inner_stride: b.row_stride(),
+        };
+        let layout = match () {
+            () if a.is_words::<W>() => OperandLayout::InPlace,
+            () if a.inner_stride == 1 => OperandLayout::Rows,
+            () => OperandLayout::Groups,
+        };
+        let blocks = EvenSplit::new(inner.div_ceil(W::DEPTH), BLOCK_STEPS, W::LANES);
+        let few = rows <= FEW_ROWS && inner > 0;
+        let spans = EvenSplit::new(blocks.count, if few { usize::MAX } else { SPAN_BLOCKS }, 1);
+        let span_steps = (blocks.most() * spans.most()).max(1);
+        let most_rows = if layout == OperandLayout::InPlace { rows } else { (WORDS_OF_A / span_steps).max(MIN_ROWS) };
+        let regions = EvenSplit::new(rows, most_rows, W::LANES.max(W::ROWS));
+        Self { sink, a, b, layout, few, blocks, spans, regions, span_steps }
+    }
+
+    /// Returns the number of multiplications.
+    pub(super) fn multiplications(&self) -> usize {
+        self.a.outer * self.b.outer * self.a.inner
+    }
+
+    /// Returns the number of columns of the result.
+    pub(super) fn cols(&self) -> usize {
+        self.b.outer
+    }
+
+    /// Returns the number of words of `a` that are packed at a time.
+    pub(super) fn words_of_a(&self) -> usize {
+        if self.layout == OperandLayout::InPlace { 0 } else { self.regions.most() * self.span_steps }
+    }
+
+    /// Returns the number of sums of a region that wait for the other spans.
+    pub(super) fn waiting_sums<W: GemmArithmetic>(&self) -> usize {
+        if self.spans.count > 1 { self.regions.most() * self.b.outer.next_multiple_of(W::LANES) } else { 0 }
+    }
+
+    /// Returns the number of steps for which a task keeps packed columns of `b`.
+    pub(super) fn packed_steps(&self) -> usize {
+        if self.few { 1 } else { self.span_steps }
+    }
+
+    /// Returns a part of the product. There must be room for [`GemmPlan::words_of_a`] and [`GemmPlan::waiting_sums`].
+    pub(super) fn part(
+        &self,
+        region: usize,
+        span: usize,
+        grid: TaskGrid,
+        packed_a: *mut f32,
+        sums: *mut f32,
+    ) -> GemmPart<'a, E, C> {
+        GemmPart {
+            sink: self.sink,
+            a: self.a,
+            b: self.b,
+            layout: self.layout,
+            few: self.few,
+            rows: self.regions.piece(region),
+            blocks: self.blocks,
+            span: self.spans.piece(span),
+            grid,
+            packed_a: SharedPointer(packed_a),
+            sums: (self.spans.count > 1).then_some(SharedPointer(sums)),
+            packed: AtomicUsize::new(0),
+        }
     }
 }
 
@@ -197,11 +195,12 @@ impl<T> SharedPointer<T> {
 }
 
 /// A part of the product: the rows of a region, summed over a span of the inner dimension.
-struct GemmPart<'a, E, C> {
+pub(super) struct GemmPart<'a, E, C> {
     sink: &'a EpilogueOutput<'a, C>,
     a: GemmOperand<E>,
     b: GemmOperand<E>,
     layout: OperandLayout,
+    few: bool,
     rows: Range<usize>,
     /// All blocks of steps. `span` selects those of this part.
     blocks: EvenSplit,
@@ -228,8 +227,8 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         start..self.blocks.piece(self.span.end - 1).end
     }
 
-    /// Returns the number of tasks that pack `a`.
-    fn packs(&self) -> usize {
+    /// Returns the number of tasks that pack `a`, which come first.
+    pub(super) fn packs(&self) -> usize {
         match self.layout {
             OperandLayout::InPlace => 0,
             OperandLayout::Rows => self.rows.len().div_ceil(PACK_ROWS),
@@ -237,7 +236,12 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         }
     }
 
-    fn run<W: ElementArithmetic<E> + Microkernels>(&self, task: usize, few: bool) {
+    /// Returns the number of tasks that multiply.
+    pub(super) fn products(&self) -> usize {
+        self.grid.rows.count * self.grid.cols.count
+    }
+
+    pub(super) fn run<W: ElementArithmetic<E> + Microkernels>(&self, task: usize) {
         let packs = self.packs();
         if task < packs {
             self.pack_a::<W>(task);
@@ -251,7 +255,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         }
         let panels = ColumnPanels::new(cols.len().div_ceil(W::LANES), W::VECTORS);
         let width = panels.vectors() * W::LANES;
-        if few {
+        if self.few {
             self.wait_for_a(packs);
             return self.stream::<W>(rows, cols, panels);
         }

@@ -1,5 +1,7 @@
 //! Views of matrices inside slices.
 
+use std::marker::PhantomData;
+
 /// A matrix inside a slice. Element (i, j) is at `i * row_stride + j * col_stride`, and one of the strides is 1.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix<'a, E> {
@@ -71,11 +73,15 @@ impl<'a, E: Copy> Matrix<'a, E> {
 /// A row-major matrix for writing.
 #[derive(Debug)]
 pub struct MatrixMut<'a, E> {
-    data: &'a mut [E],
+    data: *mut E,
     rows: usize,
     cols: usize,
     row_stride: usize,
+    slice: PhantomData<&'a mut [E]>,
 }
+
+// SAFETY: same as for the `&mut [E]` whose elements it exclusively holds.
+unsafe impl<E: Send> Send for MatrixMut<'_, E> {}
 
 impl<'a, E> MatrixMut<'a, E> {
     /// Creates a dense matrix.
@@ -89,7 +95,18 @@ impl<'a, E> MatrixMut<'a, E> {
     /// Panics if rows overlap or exceed the slice.
     pub fn strided(data: &'a mut [E], rows: usize, cols: usize, row_stride: usize) -> Self {
         check_extent(data.len(), rows, cols, row_stride);
-        Self { data, rows, cols, row_stride }
+        Self { data: data.as_mut_ptr(), rows, cols, row_stride, slice: PhantomData }
+    }
+
+    /// Divides the matrix into its first `col` columns and the others. Both lie in the same slice, but have no element in
+    /// common.
+    ///
+    /// # Panics
+    /// Panics if there are fewer columns.
+    pub fn split_columns(self, col: usize) -> (Self, Self) {
+        assert!(col <= self.cols, "there are only {} columns", self.cols);
+        let second = Self { data: self.data.wrapping_add(col), cols: self.cols - col, ..self };
+        (Self { cols: col, ..self }, second)
     }
 
     pub fn rows(&self) -> usize {
@@ -105,7 +122,7 @@ impl<'a, E> MatrixMut<'a, E> {
     }
 
     pub(super) fn as_mut_ptr(&mut self) -> *mut E {
-        self.data.as_mut_ptr()
+        self.data
     }
 }
 

@@ -13,16 +13,19 @@ mod arithmetic;
 mod blocked;
 mod column_sums;
 mod epilogue;
+mod grouped;
 mod matrix;
 mod microkernel;
 mod pack;
 mod panels;
 mod scratch;
+mod task_grid;
 mod tile_epilogue;
 mod unpacked;
 
 pub use column_sums::column_sums;
 pub use epilogue::{Activation, Epilogue};
+pub use grouped::Product;
 pub use matrix::{Matrix, MatrixMut};
 
 use crate::kernels::element::Element;
@@ -59,6 +62,23 @@ fn gemm_by<E: Element, C: Element>(
         return;
     }
     with_words_of!(method, W => blocked::gemm::<W, E, C>(&sink, a, b));
+}
+
+/// Computes several products in one pass: their tasks are divided among the threads together, so that products of
+/// unequal sizes leave no thread idle. Each result has the bits of [`gemm`].
+///
+/// # Panics
+/// Panics if the shapes of a product do not match.
+pub fn gemm_grouped<E: Element, C: Element>(products: Vec<Product<'_, E, C>>) {
+    for Product { a, b, .. } in &products {
+        mac_count::add([a.rows(), a.cols(), b.cols()]);
+    }
+    gemm_grouped_by(SimdMethod::of::<E>(level()), products);
+}
+
+fn gemm_grouped_by<E: Element, C: Element>(method: SimdMethod, products: Vec<Product<'_, E, C>>) {
+    let products: Vec<_> = products.into_iter().filter_map(Product::checked).collect();
+    with_words_of!(method, W => grouped::gemm::<W, E, C>(&products));
 }
 
 #[cfg(test)]

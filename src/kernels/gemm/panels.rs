@@ -16,7 +16,7 @@ impl ColumnPanels {
         // A single vector would leave most of the kernel's registers idle: two panels of two are better than 3 + 1.
         let (full, rest) = match vectors % most {
             0 => (count, 0),
-            1 if count > 1 => (count - 2, 2),
+            1 if count > 1 && most > 2 => (count - 2, 2),
             rest => (count - 1, rest),
         };
         Self { count, most, full, rest }
@@ -47,13 +47,13 @@ mod tests {
 
     #[test]
     fn panels_cover_every_column_once_and_none_is_narrow_beside_others() {
-        for (vectors, most) in (1..100).flat_map(|vectors| [(vectors, 1), (vectors, 3)]) {
+        for (vectors, most) in (1..100).flat_map(|vectors| (1..=3).map(move |most| (vectors, most))) {
             let panels = ColumnPanels::new(vectors, most);
             let mut next = 0;
             for panel in 0..panels.count() {
                 let (first, width) = panels.get(panel);
                 assert_eq!(first, next);
-                assert!(width <= most && (width > 1 || most == 1 || panels.count() == 1));
+                assert!(width <= most && (width > 1 || most < 3 || panels.count() == 1));
                 next += width;
             }
             assert_eq!((next, panels.vectors()), (vectors, next));

@@ -86,7 +86,7 @@ fn reference<E: Element>(a: Matrix<'_, E>, b: Matrix<'_, E>) -> Vec<f64> {
     out
 }
 
-const SHAPES: [(usize, usize, usize); 16] = [
+const SHAPES: [(usize, usize, usize); 17] = [
     (1, 1, 1),
     (1, 300, 7),
     (3, 5, 2),
@@ -99,6 +99,7 @@ const SHAPES: [(usize, usize, usize); 16] = [
     (129, 257, 513),
     (33, 80, 1100),
     (20, 40, 2049),
+    (20, 9, 2300),
     (8, 48, 9001),
     (0, 3, 4),
     (3, 0, 4),
@@ -347,6 +348,104 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
             assert!(product(threads) == one, "{method:?} {threads} threads");
         }
     }
+}
+
+/// The rows of each of several products, with empty, small and large ones.
+const GROUPS: [usize; 9] = [3, 0, 70, 1, 16, 17, 0, 33, 66];
+
+/// Returns the results of one product for each of [`GROUPS`], computed in one pass or one by one.
+fn grouped<E: Element, C: Element>(
+    method: SimdMethod,
+    layout: usize,
+    (n, k): (usize, usize),
+    in_one_pass: bool,
+) -> Vec<f32> {
+    let (ta, tb, accumulate) = (layout & 1 > 0, layout & 2 > 0, layout & 4 > 0);
+    let gap = if layout & 8 > 0 { 5 } else { 0 };
+    let groups = GROUPS.iter().filter(|rows| !cfg!(miri) || **rows < 4);
+    let operands: Vec<_> = (1..)
+        .zip(groups)
+        .map(|(seed, rows)| {
+            let a = Stored::<E>::new(*rows, k, gap, ta, seed);
+            let b = Stored::<E>::new(k, n, gap, tb, 100 + seed);
+            (a, b, numbers::<C>(n, 200 + seed), numbers::<C>(rows * (n + gap), 300 + seed))
+        })
+        .collect();
+    let mut results: Vec<Vec<C>> = operands.iter().map(|(.., result)| result.clone()).collect();
+    let products = operands.iter().zip(&mut results).map(|((a, b, bias, _), result)| {
+        let bias = Some(&bias[..]).filter(|_| accumulate);
+        let epilogue = Epilogue { accumulate, scale: if accumulate { 0.75 } else { 1.0 }, bias, ..Epilogue::default() };
+        Product { result: MatrixMut::strided(result, a.rows, n, n + gap), a: a.view(), b: b.view(), epilogue }
+    });
+    if in_one_pass {
+        gemm_grouped_by(method, products.collect());
+    } else {
+        products.for_each(|product| gemm_by(method, product.result, product.a, product.b, product.epilogue));
+    }
+    results.iter().flat_map(|result| wide(result)).collect()
+}
+
+fn check_grouped<E: Element, C: Element>(layouts: &[usize]) {
+    let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+    // The one with an inner dimension of 2300 has several spans.
+    let shapes = if cfg!(miri) { vec![(2, 3)] } else { vec![(1, 1), (65, 40), (130, 70), (9, 2300), (5, 0)] };
+    for method in SimdMethod::available::<E>() {
+        for (n, k) in shapes.clone() {
+            for layout in layouts.iter().step_by(if cfg!(miri) { 5 } else { 1 }) {
+                let want = grouped::<E, C>(method, *layout, (n, k), false);
+                for threads in [1, 3] {
+                    let got = pool(threads).install(|| grouped::<E, C>(method, *layout, (n, k), true));
+                    assert!(got == want, "{method:?} {n}x{k} {layout}, {threads} threads");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_in_one_pass_have_the_bits_of_separate_products() {
+    check_grouped::<f32, f32>(&[0, 3, 6, 9, 12, 15]);
+    check_grouped::<bf16, bf16>(&[1, 6, 10]);
+    check_grouped::<f16, f16>(&[2, 13]);
+    check_grouped::<bf16, f32>(&[4]);
+}
+
+#[test]
+fn products_of_several_waves_have_the_bits_of_separate_products() {
+    if cfg!(miri) {
+        return;
+    }
+    // Three products of 1.3 million words of `a` each, which must be packed: more than a wave may hold.
+    let (m, n, k) = (640, 7, 2100);
+    let operands: Vec<_> =
+        (0..3).map(|i| (Stored::<f32>::new(m, k, 0, true, i), Stored::<f32>::new(k, n, 0, false, 9 + i))).collect();
+    for method in SimdMethod::available::<f32>() {
+        let (mut want, mut got) = (vec![vec![0f32; m * n]; 3], vec![vec![0f32; m * n]; 3]);
+        for ((a, b), want) in operands.iter().zip(&mut want) {
+            gemm_by(method, MatrixMut::new(want, m, n), a.view(), b.view(), Epilogue::default());
+        }
+        let products = operands.iter().zip(&mut got).map(|((a, b), got)| Product {
+            result: MatrixMut::new(got, m, n),
+            a: a.view(),
+            b: b.view(),
+            epilogue: Epilogue::default(),
+        });
+        gemm_grouped_by(method, products.collect());
+        assert!(got == want, "{method:?}");
+    }
+}
+
+#[test]
+fn products_may_write_different_columns_of_one_matrix() {
+    let (m, n, k) = (20, 30, 7);
+    let (a, b) = (Stored::<f32>::new(m, k, 0, false, 1), Stored::<f32>::new(k, n, 0, false, 2));
+    let (mut want, mut got) = (vec![0f32; m * n], vec![0f32; m * n]);
+    let product = |result, b| Product { result, a: a.view(), b, epilogue: Epilogue::default() };
+    gemm_grouped(vec![product(MatrixMut::new(&mut want, m, n), b.view())]);
+    let (first, second) = MatrixMut::new(&mut got, m, n).split_columns(11);
+    let columns = |from: usize, n: usize| Matrix::strided(&b.data[from..], k, n, b.cols);
+    gemm_grouped(vec![product(second, columns(11, n - 11)), product(first, columns(0, 11))]);
+    assert!(got == want);
 }
 
 #[test]

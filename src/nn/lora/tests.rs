@@ -6,7 +6,7 @@ use crate::nn::Activation;
 use candle_core::{Device, Var};
 
 /// Returns a tensor of numbers in [-1, 1) that differ from seed to seed.
-fn tensor(shape: &[usize], seed: usize, dtype: DType) -> Tensor {
+pub(in crate::nn) fn tensor(shape: &[usize], seed: usize, dtype: DType) -> Tensor {
     let value = |i: usize| ((i * 7919 + seed * 104_729 + i * i * 31) % 2003) as f32 / 1001.5 - 1.0;
     let values = (0..shape.iter().product()).map(value);
     Tensor::from_iter(values, &Device::Cpu).unwrap().reshape(shape).unwrap().to_dtype(dtype).unwrap()
@@ -90,7 +90,10 @@ fn definition(case: Case, t: &[Tensor]) -> Result<Tensor> {
 }
 
 /// Returns the result, and the gradients of all operands that have one.
-fn differentiated(t: &[Tensor], function: impl Fn(&[Tensor]) -> Result<Tensor>) -> (Tensor, Vec<Option<Tensor>>) {
+pub(in crate::nn) fn differentiated(
+    t: &[Tensor],
+    function: impl Fn(&[Tensor]) -> Result<Tensor>,
+) -> (Tensor, Vec<Option<Tensor>>) {
     let vars: Vec<Var> = t.iter().map(|t| Var::from_tensor(t).unwrap()).collect();
     let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
     let y = function(&tensors).unwrap();
@@ -100,7 +103,7 @@ fn differentiated(t: &[Tensor], function: impl Fn(&[Tensor]) -> Result<Tensor>) 
 }
 
 /// Returns the largest difference divided by the largest number.
-fn distance(found: &Tensor, want: &Tensor) -> f64 {
+pub(in crate::nn) fn distance(found: &Tensor, want: &Tensor) -> f64 {
     let flat = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
     let (found, want) = (flat(found), flat(want));
     assert_eq!(found.len(), want.len());

@@ -1,0 +1,83 @@
+//! The division of a product into tasks.
+
+use super::arithmetic::GemmArithmetic;
+use std::ops::Range;
+
+/// The minimum number of rows per task at which packing `b` costs little.
+const MANY_ROWS: usize = 512;
+/// The minimum number of rows per task at which packing `b` costs less than leaving a thread idle.
+pub(super) const MIN_ROWS: usize = 64;
+
+/// A length, split into pieces that are as equal as full units allow.
+#[derive(Clone, Copy)]
+pub(super) struct EvenSplit {
+    total: usize,
+    unit: usize,
+    pub(super) count: usize,
+}
+
+impl EvenSplit {
+    /// Splits into the fewest pieces of at most `most`, or of one unit if that is more. An empty length is one piece.
+    pub(super) fn new(total: usize, most: usize, unit: usize) -> Self {
+        let count = total.div_ceil(unit).div_ceil((most / unit).max(1)).max(1);
+        Self { total, unit, count }
+    }
+
+    /// Splits into `count` pieces. Some are empty if there are fewer units.
+    pub(super) fn into(total: usize, count: usize, unit: usize) -> Self {
+        Self { total, unit, count }
+    }
+
+    pub(super) fn piece(&self, i: usize) -> Range<usize> {
+        let bound = |i: usize| self.total.min(self.total.div_ceil(self.unit) * i / self.count * self.unit);
+        bound(i)..bound(i + 1)
+    }
+
+    /// Returns the length of the longest piece, in full units.
+    pub(super) fn most(&self) -> usize {
+        self.total.div_ceil(self.unit).div_ceil(self.count) * self.unit
+    }
+}
+
+/// The tasks of a part of a product.
+#[derive(Clone, Copy)]
+pub(super) struct TaskGrid {
+    pub(super) rows: EvenSplit,
+    pub(super) cols: EvenSplit,
+}
+
+impl TaskGrid {
+    /// Chooses as few tasks as fit the caches, but several per thread, so that threads of unequal speed end together.
+    pub(super) fn new<A: GemmArithmetic>(rows: usize, cols: usize, steps: usize, threads: usize) -> Self {
+        let at_least = 2 * A::COLS;
+        let widest = (A::WORDS_OF_B / steps).max(at_least);
+        if threads == 1 {
+            return Self { rows: EvenSplit::into(rows, 1, A::ROWS), cols: EvenSplit::new(cols, widest, A::COLS) };
+        }
+        let cols = if rows >= 4 * threads * MANY_ROWS {
+            // The rows provide enough tasks, and it is better to write full rows of the result at once.
+            EvenSplit::new(cols, widest, A::COLS)
+        } else {
+            let few = EvenSplit::new(cols, widest.min((cols / (2 * threads)).max(at_least)), A::COLS).count;
+            // All threads get the same number of tasks.
+            let count = few.next_multiple_of(threads);
+            EvenSplit::into(cols, if count <= cols.div_ceil(A::COLS) { count } else { few }, A::COLS)
+        };
+        let wanted = |tasks: usize, at_least: usize| (tasks * threads).div_ceil(cols.count).min(rows / at_least).max(1);
+        let count = wanted(4, MANY_ROWS).max(wanted(2, MIN_ROWS));
+        let even = (count..count + threads).find(|count| (count * cols.count).is_multiple_of(threads));
+        Self { rows: EvenSplit::into(rows, even.unwrap_or(count), A::ROWS), cols }
+    }
+
+    /// Chooses the tasks of one of several products that are computed together: about `wanted`, or more if the columns
+    /// of fewer tasks do not fit the caches. Rows are divided only if there are too few columns, because every task packs
+    /// its columns.
+    pub(super) fn among<A: GemmArithmetic>(rows: usize, cols: usize, steps: usize, wanted: usize) -> Self {
+        let at_least = 2 * A::COLS;
+        let widest = (A::WORDS_OF_B / steps).max(at_least);
+        let most = (cols / at_least).max(1);
+        let count = EvenSplit::new(cols, widest, A::COLS).count.max(wanted.min(most));
+        let rows = EvenSplit::into(rows, wanted.div_ceil(count).min(rows / MIN_ROWS).max(1), A::ROWS);
+        Self { rows, cols: EvenSplit::into(cols, count, A::COLS) }
+    }
+}

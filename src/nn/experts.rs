@@ -1,0 +1,37 @@
+//! Mixtures of experts: each row of a batch passes through few of many MLPs.
+//!
+//! ```text
+//!   x [rows, width] --> linear --> logits [rows, experts] --> route --> experts and weights of each row
+//!       |                                                                   |
+//!       +--> expert_rows --> gate and up --> gated_activation --> down --> combine_experts --> [rows, width]
+//!             one row per choice, sorted by expert: one grouped product for each projection
+//! ```
+//!
+//! [`ExpertMlp`] is the lower line. No choice is dropped, and no row is padded. Memory and time are proportional to the
+//! number of choices. Results have the same bits for any number of threads and in either form of the weights
+//! ([`ExpertTensors`]).
+
+mod adapter;
+mod assignment;
+mod balance_loss;
+mod grouped_rows;
+mod mlp;
+mod options;
+mod projection;
+mod routing;
+mod rows;
+mod tensors;
+mod unused;
+
+pub use adapter::ExpertAdapter;
+pub use assignment::ExpertAssignment;
+pub use balance_loss::load_balancing_loss;
+pub use mlp::{ExpertMlp, gated_activation};
+pub use options::{ExpertGate, GateUpOrder, RouterOptions, RouterOrder};
+pub use projection::ExpertProjection;
+pub use routing::{Routing, route};
+pub use rows::{add_gated, combine_experts, expert_rows};
+pub use tensors::ExpertTensors;
+
+#[cfg(test)]
+mod tests;

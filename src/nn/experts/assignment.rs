@@ -1,0 +1,231 @@
+//! The rows of each expert, as ranges of slots.
+
+use crate::kernels::experts::RowSlots;
+use candle_core::{Result, bail};
+use std::ops::Range;
+
+/// Which rows go to which expert, after a router has chosen `k` experts for each row.
+///
+/// A slot is one row's copy for one of its experts. Slots are sorted by expert and, within an expert, by row:
+///
+/// ```text
+///   choices, k = 2     row 0: 2, 0    row 1: 0, 1    row 2: 2, 1
+///   slots of expert        0        1        2
+///                      row 0, 1  row 1, 2  row 0, 2
+///   slot                   0  1      2  3      4  5
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExpertAssignment {
+    /// The first slot of each expert, and the number of all slots.
+    starts: Vec<usize>,
+    /// The row of each slot.
+    row_of: Vec<u32>,
+    /// The position of each slot's choice among all choices.
+    choice_of: Vec<u32>,
+    /// The slots of each row, row by row, by rising expert.
+    slots: Vec<u32>,
+    /// The start of each row in `slots`, and the end of the last one.
+    row_starts: Vec<u32>,
+}
+
+impl ExpertAssignment {
+    /// Sorts `choices`, `k` different experts for each row, by expert. There are `experts` experts.
+    ///
+    /// # Errors
+    /// A number of choices that is not a multiple of `k` or is above 2^32 - 1, an expert that does not exist, or one
+    /// that a row chooses twice.
+    pub fn new(choices: &[u32], k: usize, experts: usize) -> Result<Self> {
+        Self::of_range(choices, k, experts, 0..experts)
+    }
+
+    /// Does the same as [`ExpertAssignment::new`], but keeps only the experts in `range`, such as those of one rank. They
+    /// are numbered from 0 on.
+    ///
+    /// # Errors
+    /// The errors of [`ExpertAssignment::new`]; a range that ends after the last expert.
+    pub fn of_range(choices: &[u32], k: usize, experts: usize, range: Range<usize>) -> Result<Self> {
+        if range.start > range.end || range.end > experts {
+            bail!("experts: the range {range:?} is not one of the {experts} experts")
+        }
+        if k == 0 || !choices.len().is_multiple_of(k) || u32::try_from(choices.len()).is_err() {
+            bail!(
+                "experts: {} choices of {k} experts a row; the number must be a multiple of the experts of a row, and at \
+                 most {}",
+                choices.len(),
+                u32::MAX
+            )
+        }
+        let mut starts = vec![0; range.len() + 1];
+        for (i, expert) in choices.iter().enumerate() {
+            let expert = *expert as usize;
+            if expert >= experts {
+                bail!("experts: row {} chooses expert {expert}; there are only {experts}, numbered from 0 on", i / k)
+            }
+            if range.contains(&expert) {
+                starts[expert - range.start + 1] += 1;
+            }
+        }
+        for expert in 0..range.len() {
+            starts[expert + 1] += starts[expert];
+        }
+        let rows = choices.len() / k;
+        let mut next = starts.clone();
+        let n_slots = starts[range.len()];
+        let (mut row_of, mut choice_of) = (vec![0; n_slots], vec![0; n_slots]);
+        let mut row_starts = vec![0; rows + 1];
+        for (i, expert) in choices.iter().enumerate().filter(|(_, expert)| range.contains(&(**expert as usize))) {
+            let (row, local) = (i / k, *expert as usize - range.start);
+            let slot = next[local];
+            if slot > starts[local] && row_of[slot - 1] == row as u32 {
+                bail!("experts: row {row} chooses expert {expert} twice; the experts of a row must differ")
+            }
+            (row_of[slot], choice_of[slot]) = (row as u32, i as u32);
+            next[local] += 1;
+            row_starts[row + 1] += 1;
+        }
+        for row in 0..rows {
+            row_starts[row + 1] += row_starts[row];
+        }
+        let mut next = row_starts.clone();
+        let mut slots = vec![0; n_slots];
+        for (slot, row) in row_of.iter().enumerate() {
+            slots[next[*row as usize] as usize] = slot as u32;
+            next[*row as usize] += 1;
+        }
+        Ok(Self { starts, row_of, choice_of, slots, row_starts })
+    }
+
+    /// Returns the number of experts.
+    pub fn experts(&self) -> usize {
+        self.starts.len() - 1
+    }
+
+    /// Returns the number of rows.
+    pub fn rows(&self) -> usize {
+        self.row_starts.len() - 1
+    }
+
+    /// Returns the number of slots.
+    pub fn slots(&self) -> usize {
+        self.row_of.len()
+    }
+
+    /// Returns the slots of an expert.
+    ///
+    /// # Panics
+    /// Panics if there is no such expert.
+    pub fn slots_of(&self, expert: usize) -> Range<usize> {
+        self.starts[expert]..self.starts[expert + 1]
+    }
+
+    /// Returns the row of each slot.
+    pub fn row_of_slots(&self) -> &[u32] {
+        &self.row_of
+    }
+
+    /// Returns, for each slot, the position of its choice among the choices of all rows.
+    pub fn choice_of_slots(&self) -> &[u32] {
+        &self.choice_of
+    }
+
+    /// Returns the number of rows that chose each expert.
+    pub fn counts(&self) -> Vec<usize> {
+        self.starts.windows(2).map(|pair| pair[1] - pair[0]).collect()
+    }
+
+    /// Returns the experts that at least one row chose, in rising order.
+    pub fn hit(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.experts()).filter(|expert| !self.slots_of(*expert).is_empty())
+    }
+
+    /// Returns the slots of each row, by rising expert.
+    pub(crate) fn by_row(&self) -> RowSlots<'_> {
+        RowSlots { slots: &self.slots, starts: &self.row_starts }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::error::without_backtrace;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_example_of_the_documentation() {
+        let assignment = ExpertAssignment::new(&[2, 0, 0, 1, 2, 1], 2, 3).unwrap();
+        assert_eq!(assignment.row_of_slots(), [0, 1, 1, 2, 0, 2]);
+        assert_eq!(assignment.choice_of_slots(), [1, 2, 3, 5, 0, 4]);
+        assert_eq!(assignment.by_row().slots, [0, 4, 1, 2, 3, 5]);
+        assert_eq!(assignment.counts(), [2, 2, 2]);
+    }
+
+    /// Returns a number of experts, a k, and different experts for each row.
+    fn choices() -> impl Strategy<Value = (usize, usize, Vec<u32>)> {
+        (1usize..9, 0usize..40).prop_flat_map(|(experts, rows)| {
+            (1..=experts, Just(experts), Just(rows)).prop_flat_map(|(k, experts, rows)| {
+                let all: Vec<u32> = (0..experts as u32).collect();
+                // Few rows choose the last experts: some are chosen by no row.
+                let row = Just(all).prop_shuffle().prop_map(move |order| order[..k].to_vec());
+                proptest::collection::vec(row, rows).prop_map(move |rows| (experts, k, rows.concat()))
+            })
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn every_choice_has_one_slot_sorted_by_expert_and_then_by_row((experts, k, choices) in choices()) {
+            let assignment = ExpertAssignment::new(&choices, k, experts).unwrap();
+            prop_assert_eq!((assignment.experts(), assignment.rows(), assignment.slots()), (experts, choices.len() / k, choices.len()));
+            let mut want: Vec<(u32, u32, u32)> =
+                choices.iter().enumerate().map(|(i, expert)| (*expert, (i / k) as u32, i as u32)).collect();
+            want.sort_unstable();
+            let mut found = Vec::new();
+            for expert in 0..experts {
+                for slot in assignment.slots_of(expert) {
+                    found.push((expert as u32, assignment.row_of_slots()[slot], assignment.choice_of_slots()[slot]));
+                }
+            }
+            prop_assert_eq!(&found, &want);
+            let hit: Vec<usize> = assignment.hit().collect();
+            let counted: Vec<usize> = (0..experts).filter(|expert| assignment.counts()[*expert] > 0).collect();
+            prop_assert_eq!(hit, counted);
+        }
+
+        #[test]
+        fn a_row_has_its_slots_by_rising_expert((experts, k, choices) in choices()) {
+            let assignment = ExpertAssignment::new(&choices, k, experts).unwrap();
+            let by_row = assignment.by_row();
+            for row in 0..assignment.rows() {
+                let slots = &by_row.slots[by_row.starts[row] as usize..by_row.starts[row + 1] as usize];
+                let found: Vec<u32> = slots.iter().map(|slot| choices[assignment.choice_of_slots()[*slot as usize] as usize]).collect();
+                let mut want = choices[row * k..(row + 1) * k].to_vec();
+                want.sort_unstable();
+                prop_assert_eq!(found, want);
+            }
+        }
+
+        #[test]
+        fn ranges_of_experts_divide_the_slots((experts, k, choices) in choices(), at in 0usize..9) {
+            let at = at.min(experts);
+            let whole = ExpertAssignment::new(&choices, k, experts).unwrap();
+            let parts = [0..at, at..experts].map(|range| ExpertAssignment::of_range(&choices, k, experts, range).unwrap());
+            prop_assert_eq!(parts.iter().flat_map(ExpertAssignment::counts).collect::<Vec<_>>(), whole.counts());
+            let slots: Vec<u32> = parts.iter().flat_map(|part| part.choice_of_slots().to_vec()).collect();
+            prop_assert_eq!(&slots[..], whole.choice_of_slots());
+            prop_assert!(parts.iter().all(|part| part.rows() == whole.rows()));
+        }
+    }
+
+    #[test]
+    fn choices_that_cannot_be_are_refused() {
+        let refusal = |choices: &[u32], k, experts, range| {
+            let error = ExpertAssignment::of_range(choices, k, experts, range).unwrap_err().to_string();
+            without_backtrace(&error).to_string()
+        };
+        insta::assert_snapshot!(refusal(&[0, 1, 1, 4], 2, 4, 0..4), @"experts: row 1 chooses expert 4; there are only 4, numbered from 0 on");
+        insta::assert_snapshot!(refusal(&[0, 1, 3, 3], 2, 4, 0..4), @"experts: row 1 chooses expert 3 twice; the experts of a row must differ");
+        insta::assert_snapshot!(refusal(&[0, 1, 2], 2, 4, 0..4), @"experts: 3 choices of 2 experts a row; the number must be a multiple of the experts of a row, and at most 4294967295");
+        insta::assert_snapshot!(refusal(&[0, 1], 2, 4, 2..5), @"experts: the range 2..5 is not one of the 4 experts");
+    }
+}

@@ -1,0 +1,39 @@
+//! Gradients of zeros for experts that no row chose.
+
+use super::{ExpertAssignment, ExpertTensors};
+use crate::graph::{Grad, OpInputs, copied};
+use candle_core::{DType, Result, Shape, Tensor};
+
+/// Returns `y` as the result of an operation that delivers gradients of zeros to the tensors of experts that no row
+/// chose. Candle's operations of the other experts leave these tensors out of the graph; the optimizer must treat them
+/// like an expert of a fused tensor, which has a gradient of zeros.
+pub(super) fn with_zero_gradients<'a>(
+    y: Tensor,
+    parameters: impl Iterator<Item = &'a ExpertTensors>,
+    assignment: &ExpertAssignment,
+) -> Result<Tensor> {
+    let mut unused: Vec<&Tensor> = Vec::new();
+    for parameter in parameters {
+        match parameter {
+            ExpertTensors::Separate(tensors) => {
+                let is_unused = |(expert, _): &(usize, &Tensor)| assignment.slots_of(*expert).is_empty();
+                unused.extend(tensors.iter().enumerate().filter(is_unused).map(|(_, tensor)| tensor));
+            }
+            ExpertTensors::Fused(tensor) if assignment.slots() == 0 => unused.push(tensor),
+            ExpertTensors::Fused(_) => {}
+        }
+    }
+    let mut inputs = OpInputs::of([Some(&y)])?;
+    let sinks = inputs.add(unused.iter().copied())?;
+    if sinks.iter().all(|sink| !sink.is_wanted()) {
+        return Ok(y);
+    }
+    let zeros: Vec<(Shape, DType)> = unused.iter().map(|tensor| (tensor.shape().clone(), tensor.dtype())).collect();
+    let (device, shape) = (y.device().clone(), y.shape().clone());
+    inputs.result("unused experts", copied(&y)?, shape, move |grad, [to_y]| {
+        for (sink, (shape, dtype)) in sinks.iter().zip(&zeros).filter(|(sink, _)| sink.is_wanted()) {
+            sink.give(Grad::Shared(Tensor::zeros(shape, *dtype, &device)?))?;
+        }
+        to_y.give(grad)
+    })
+}
