@@ -117,7 +117,7 @@ impl PipelineEstimate {
 
 /// Returns the share of each stage in the elements of the model, without embeddings, of which only rows are read.
 fn shares<B>(module: &PipelineModule<B>, division: &PipelineDivision) -> Vec<f64> {
-    let elements = |layer: usize| match module.is_of_kind(layer, "embedding") {
+    let elements = |layer: usize| match module.kind(layer).to_lowercase().contains("embedding") {
         true => 0,
         false => division.elements[layer],
     };

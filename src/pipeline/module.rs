@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
+use regex::{Regex, RegexBuilder};
 
 /// A layer of a [`PipelineModule`]. Every [`Module`] is one.
 ///
@@ -21,6 +22,16 @@ impl<B, M: Module + Send> PipelineLayer<B> for M {
     }
 }
 
+impl PartitionMethod {
+    /// Compiles the regular expression of a [`PartitionMethod::LayerKind`].
+    ///
+    /// # Errors
+    /// The expression is invalid or too large.
+    pub(crate) fn kind_pattern(expression: &str) -> std::result::Result<Regex, regex::Error> {
+        RegexBuilder::new(expression).case_insensitive(true).build()
+    }
+}
+
 type LayerBuilder<B> = Box<dyn Fn(VarBuilder<'_>) -> Result<Box<dyn PipelineLayer<B>>>>;
 type BatchFn<B> = Box<dyn Fn(&B) -> Result<Tensor>>;
 type LossFn<B> = Box<dyn Fn(&Tensor, &B) -> Result<Tensor>>;
@@ -34,7 +45,8 @@ pub enum PartitionMethod {
     Parameters,
     /// Stages have the same number of layers (`uniform`).
     Uniform,
-    /// Stages have the same number of layers whose kind contains this text (`type:TEXT`), ignoring case.
+    /// Stages have the same number of layers in whose kind this regular expression matches (`type:REGEX`), ignoring
+    /// case.
     LayerKind(String),
 }
 
@@ -108,11 +120,6 @@ impl<B> PipelineModule<B> {
         let kind = self.layers[layer].kind;
         let kind = kind.split_once('<').map_or(kind, |(kind, _)| kind);
         kind.rsplit_once("::").map_or(kind, |(_, kind)| kind)
-    }
-
-    /// Returns whether the kind of a layer contains `text`, ignoring case.
-    pub(crate) fn is_of_kind(&self, layer: usize, text: &str) -> bool {
-        self.kind(layer).to_lowercase().contains(&text.to_lowercase())
     }
 
     /// Builds a layer.

@@ -120,7 +120,7 @@ fn best_cuts(
     (best[layers].unwrap_or_default(), bounds)
 }
 
-/// Divides layers into stages so that each has about the same number of the `selected` layers (`partition: type:TEXT`).
+/// Divides layers into stages so that each has about the same number of the `selected` layers (`partition: type:REGEX`).
 ///
 /// # Errors
 /// There are more stages than layers.

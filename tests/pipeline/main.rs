@@ -1,6 +1,7 @@
 //! Pipelines: the same bits as one rank that accumulates gradients, for every schedule and number of ranks.
 #![allow(clippy::unwrap_used)]
 
+mod buffers;
 mod checkpoints;
 mod estimate;
 mod models;

@@ -58,6 +58,11 @@ impl PipelineSetup {
         self.division.numbers.keys().map(String::as_str)
     }
 
+    /// Returns the names of the complete model's buffers.
+    pub(in crate::engine) fn buffers(&self) -> &BTreeSet<String> {
+        &self.division.buffers
+    }
+
     /// Returns the parameter of which this rank has a copy, and which the rank of the last stage trains.
     pub(in crate::engine) fn copied(&self) -> Option<String> {
         self.division.copied(self.along.rank()).map(str::to_owned)
@@ -98,6 +103,7 @@ impl PipelineSetup {
             is_last,
             fingerprint: self.division.fingerprint,
             all_names: all_names.into_iter().map(|(_, name)| name.clone()).collect(),
+            all_buffers: self.division.buffers.clone(),
         }
     }
 }
