@@ -4,6 +4,7 @@
 mod buffers;
 mod checkpoints;
 mod estimate;
+mod held_activations;
 mod models;
 mod parts_of_a_model;
 mod same_bits;

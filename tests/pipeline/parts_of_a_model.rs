@@ -3,7 +3,7 @@
 
 use super::same_bits::{Batch, LAYERS, Model, batch, config, loss, module, parameters, residual};
 use candle_core::{DType, Device, Tensor};
-use candle_nn::{Activation, VarBuilder};
+use candle_nn::Activation;
 use candle_zero::comm::{Communicator, SoloCommunicator, threads};
 use candle_zero::engine::{EngineBuilder, PipelineEngine};
 use candle_zero::nn::Linear;

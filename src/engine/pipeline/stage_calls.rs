@@ -5,9 +5,11 @@ use crate::engine::step_clock::MicroStepCall;
 use crate::engine::{Engine, MicroStepPhase};
 use crate::error::{EngineError, Error, Result};
 use crate::graph::{Grad, RngStreamKey, draw_from, stream_of, stream_position};
+use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry, MemoryTier};
 use crate::param::ParamId;
 use crate::tensor::residency::with_view;
 use crate::zero::reduce::divided_backward::WaitingGradients;
+use crate::zero::share::share_storage::ShareStorage;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use std::time::Instant;
@@ -40,6 +42,16 @@ impl<M> Engine<M> {
         })?;
         self.end_watch(watch);
         Ok((output, position))
+    }
+
+    /// Returns the ledger of this rank's memory.
+    pub(super) fn ledger(&self) -> &MemoryLedger {
+        self.core.ledger()
+    }
+
+    /// Records that this rank keeps `bytes` of a micro batch for its backward pass.
+    pub(super) fn held_activations(&self, bytes: usize) -> MemoryLedgerEntry {
+        self.ledger().hold_in(MemoryTier::of(self.device()), MemoryKind::StageActivations, bytes)
     }
 
     /// Runs a part of this rank's model without a graph.
