@@ -40,6 +40,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> PipelineConfig {
     let partition = match walk.str("pipeline.partition").unwrap_or("best").to_string().as_str() {
         "best" | "parameters" => PartitionMethod::Parameters,
         "uniform" => PartitionMethod::Uniform,
+        "time" => PartitionMethod::Time,
         other => match other.strip_prefix("type:").filter(|expression| !expression.is_empty()) {
             Some(expression) => {
                 if let Err(error) = PartitionMethod::kind_pattern(expression) {
@@ -54,7 +55,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> PipelineConfig {
                 PartitionMethod::LayerKind(expression.to_string())
             }
             None => {
-                let message = format!("expected best, parameters, uniform or type:REGEX, found {other:?}");
+                let message = format!("expected best, parameters, uniform, time or type:REGEX, found {other:?}");
                 walk.problem(ConfigRule::Range, PARTITION, walk.place(PARTITION), message);
                 PartitionMethod::default()
             }

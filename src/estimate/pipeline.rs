@@ -51,7 +51,8 @@ pub struct PipelineRankEstimate {
 impl PipelineEstimate {
     /// Estimates a pipeline of `world_size` ranks, which
     /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide in the same way. `prepare` makes
-    /// changes to the shapes of each rank, such as [`Shapes::trainable`] and [`Shapes::quantized`].
+    /// changes to the shapes of each rank, such as [`Shapes::trainable`] and [`Shapes::quantized`]. Instead of measured
+    /// times (`pipeline.partition` `time`), the numbers of parameters determine the stages.
     ///
     /// # Errors
     /// The errors of the configuration; numbers of ranks, chunks, layers and micro batches that are incompatible; the
@@ -67,7 +68,7 @@ impl PipelineEstimate {
         let section = source.pipeline(run)?;
         let mesh = PipelineDivision::mesh(&section, world_size)?;
         let [ranks, pipelines] = [MeshAxis::Pipeline, MeshAxis::Data].map(|axis| mesh.len(axis));
-        let division = PipelineDivision::new(module, &section, ranks, (WeightSource::Random { seed: 0 }, None))?;
+        let division = PipelineDivision::new(module, &section, ranks, (WeightSource::Random { seed: 0 }, None), None)?;
         let config = Config::load_for(source, pipelines, run)?;
         PipelineDivision::check_stage(config.zero.stage)?;
         let micro_batches = config.batch.gradient_accumulation_steps;

@@ -5,6 +5,7 @@ mod buffers;
 mod checkpoints;
 mod estimate;
 mod held_activations;
+mod inference;
 mod models;
 mod parts_of_a_model;
 mod same_bits;

@@ -134,6 +134,13 @@ fn what_a_pipeline_cannot_have_is_refused_in_words() {
     };
     insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:transformer"}))), @"cannot train in a pipeline: pipeline.partition is type:transformer, and 2 stages must have at least one layer each with a type name that matches, but only 0 layers have one; the types are Activation, Linear, Residual");
     insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:(residual"}))), @r#"the configuration value: `pipeline.partition`: expected a regular expression after type:, found "(residual": unclosed group; put a backslash before each special character that stands for itself"#);
+    insta::assert_snapshot!(refused(2, module, section(json!({"partition": "time"}))), @"");
+    let of_first = |rank: usize| {
+        let mut config = config(4, 0);
+        config["pipeline"] = json!({"partition": if rank == 0 { "uniform" } else { "time" }});
+        config
+    };
+    insta::assert_snapshot!(refused(3, module, of_first), @"");
     insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:"}))), @r#"the configuration value: `pipeline.partition`: expected best, parameters, uniform or type:REGEX, found "type:""#);
     insta::assert_snapshot!(refused(3, module, section(json!({"partition": "type:^(linear|activation)$"}))), @"cannot train in a pipeline: pipeline.partition is type:^(linear|activation)$, and 3 stages must have at least one layer each with a type name that matches, but only 2 layers have one; the types are Activation, Linear, Residual");
     insta::assert_snapshot!(refused(2, module, section(json!({"chunks": 1u64 << 40, "schedule": "interleaved"}))), @"cannot train in a pipeline: 2 ranks along the pipeline (pipeline.stages; auto: all ranks) with 1099511627776 chunks each (pipeline.chunks) need more stages than the model's 8 layers; use fewer");
@@ -227,6 +234,22 @@ fn layers_are_counted_whose_type_matches_a_regular_expression() {
     assert_eq!(layers("^RESID.*l$"), [3 * 4, 3 * 4 + 2]);
     assert_eq!(layers("linear|activation"), [6 * 4, 2]);
     assert_eq!(layers("residual|Linear"), [4 * 4, 2 * 4 + 2]);
+}
+
+#[test]
+fn a_model_of_ones_own_is_divided_by_measured_time_and_has_the_same_bits() {
+    let with_example = || module().example(|_, _| Ok(batch(0, 0, 0)));
+    let expected = plain(&config(4, 0), |builder| builder);
+    for (ranks, section) in [
+        (1, json!({"partition": "time"})),
+        (3, json!({"partition": "time"})),
+        (2, json!({"partition": "time", "schedule": "zbv", "chunks": 2})),
+    ] {
+        let mut config = config(4, 0);
+        config["pipeline"] = section;
+        // A rank whose stages had no common cut with the others would refuse to start.
+        assert!(piped(ranks, with_example, &config, |builder| builder) == expected, "{ranks} ranks, {config}");
+    }
 }
 
 #[test]

@@ -34,6 +34,8 @@ pub(super) enum BoundaryMessage {
     LookedUp,
     /// The new values of a tied weight, for the first stage.
     TiedWeight,
+    /// The output of the last stage in inference, for all ranks.
+    Output,
 }
 
 /// An activation or its gradient, and the position in the random stream after the layers so far.
@@ -193,18 +195,31 @@ impl StageBoundaries {
 
 /// Checks that the output of `stage` can be the input of the next one.
 pub(super) fn check_boundary(stage: usize, output: &Tensor) -> Result<()> {
-    let (dtype, dims) = (output.dtype(), output.dims().len());
-    let has_gradient = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
-    let problem = match has_gradient {
-        true if dims <= MAX_DIMS => return Ok(()),
-        true => format!("{dims} dimensions, but at most {MAX_DIMS} are supported"),
-        false => format!("the dtype {dtype:?}, but only f32, bf16 and f16 are supported"),
-    };
+    let Some(problem) = problem_of(output) else { return Ok(()) };
     let why = format!(
         "the output of stage {stage} has {problem}; merge this stage's last layer and the next layer into one layer, or \
          choose another pipeline.partition"
     );
     Err(EngineError::Pipeline { why }.into())
+}
+
+/// Checks that the last layer's output can be sent to all ranks.
+pub(super) fn check_output(output: &Tensor) -> Result<()> {
+    let Some(problem) = problem_of(output) else { return Ok(()) };
+    let why = format!(
+        "the output of the last layer has {problem}; use infer_batch_on_last_stage, which sends it to no other rank"
+    );
+    Err(EngineError::PipelineInference { why }.into())
+}
+
+/// Returns the reason why a tensor cannot be sent to another rank.
+fn problem_of(tensor: &Tensor) -> Option<String> {
+    let (dtype, dims) = (tensor.dtype(), tensor.dims().len());
+    match matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+        true if dims <= MAX_DIMS => None,
+        true => Some(format!("{dims} dimensions, but at most {MAX_DIMS} are supported")),
+        false => Some(format!("the dtype {dtype:?}, but only f32, bf16 and f16 are supported")),
+    }
 }
 
 /// Returns the tag of a message, which both sides compute.

@@ -2,6 +2,7 @@
 //!
 //! It depends only on the model and the configuration, and is therefore the same on every rank.
 
+use super::layer_times::LayerTimes;
 use crate::config::PipelineConfig;
 use crate::error::{EngineError, ParamError, Result};
 use crate::layout::{MeshAxis, RankMesh, ZeroStage};
@@ -45,7 +46,8 @@ pub(crate) struct PipelineDivision {
 }
 
 impl PipelineDivision {
-    /// Divides the layers of `module` among `ranks` ranks along a pipeline.
+    /// Divides the layers of `module` among `ranks` ranks along a pipeline. `times` are those that the layers take, if
+    /// they have been measured.
     ///
     /// # Errors
     /// Numbers of ranks, chunks and layers that are incompatible; a layer that cannot be built; a buffer that two layers
@@ -56,19 +58,22 @@ impl PipelineDivision {
         config: &PipelineConfig,
         ranks: usize,
         (source, is_buffer): (WeightSource, Option<&BufferFilter>),
+        times: Option<&LayerTimes>,
     ) -> Result<Self> {
         let refused = |why: String| EngineError::Pipeline { why };
         let stages =
             PipelineSchedule::new(config.schedule, ranks, config.chunks, ranks).map_err(|e| refused(e.to_string()))?;
         let layers = LayerParameters::of(module, source, is_buffer)?;
         check_number_of_stages(config, (ranks, module.len()))?;
-        let cuts = match &config.partition {
-            PartitionMethod::Uniform => uniform_cuts(module.len(), stages.stages()),
-            PartitionMethod::Parameters => {
+        let cuts = match (&config.partition, times) {
+            (PartitionMethod::Time, Some(times)) => times.cuts(stages),
+            (PartitionMethod::Uniform, _) => uniform_cuts(module.len(), stages.stages()),
+            // An estimate has no times.
+            (PartitionMethod::Parameters | PartitionMethod::Time, _) => {
                 let weights: Vec<f64> = layers.elements.iter().map(|elements| *elements as f64).collect();
                 balanced_cuts(&weights, &vec![1.0; stages.stages()])
             }
-            PartitionMethod::LayerKind(expression) => {
+            (PartitionMethod::LayerKind(expression), _) => {
                 let invalid = |error| refused(format!("pipeline.partition is type:{expression}: {error}"));
                 let pattern = PartitionMethod::kind_pattern(expression).map_err(invalid)?;
                 let selected: Vec<bool> = (0..module.len()).map(|layer| pattern.is_match(module.kind(layer))).collect();

@@ -2,6 +2,7 @@
 
 use super::boundary::{BoundaryMessage, BoundaryTensor, StageBoundaries, check_boundary};
 use super::division::RankLayers;
+use super::layer_times::{LayerTimes, check_same_partition};
 use super::setup::PipelineSetup;
 use super::tied_weight::{KeptGradient, TiedWeight};
 use crate::checkpoint::{LoadOptions, LoadedCheckpoint};
@@ -11,8 +12,9 @@ use crate::engine::{Engine, EngineBuilder};
 use crate::error::{EngineError, Result};
 use crate::graph::prepared_op::seeded;
 use crate::graph::{delivering, part_input, without_gradients};
+use crate::layout::{MeshAxis, RankMesh};
 use crate::memory::{MemoryLedgerEntry, MemoryReport};
-use crate::pipeline::{PipelineModule, PipelineOp, PipelinePass, PipelineSchedule};
+use crate::pipeline::{PartitionMethod, PipelineModule, PipelineOp, PipelinePass, PipelineSchedule};
 use crate::tensor::residency;
 use crate::zero::reduce::divided_backward::WaitingGradients;
 use candle_core::{Device, Tensor, Var};
@@ -51,19 +53,19 @@ use std::time::Instant;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct PipelineEngine<B> {
-    engine: Engine<RankLayers<B>>,
-    module: PipelineModule<B>,
-    boundaries: StageBoundaries,
+    pub(super) engine: Engine<RankLayers<B>>,
+    pub(super) module: PipelineModule<B>,
+    pub(super) boundaries: StageBoundaries,
     /// The messages between the first stage and the last one, which have their own order.
-    tied_messages: StageBoundaries,
-    schedule: PipelineSchedule,
+    pub(super) tied_messages: StageBoundaries,
+    pub(super) schedule: PipelineSchedule,
     /// The number of pipelines, and the one that this rank is in.
-    pipelines: usize,
-    pipeline: usize,
+    pub(super) pipelines: usize,
+    pub(super) pipeline: usize,
     /// This rank's position along the pipeline.
-    rank: usize,
+    pub(super) rank: usize,
     /// The weight that the first layer and the last one share, if it is trained.
-    tied: Option<TiedWeight>,
+    pub(super) tied: Option<TiedWeight>,
 }
 
 /// A forward pass whose backward pass has not run yet.
@@ -107,9 +109,18 @@ impl EngineBuilder {
             None => crate::comm::from_env(&RankEnv::from_env()?)?,
         };
         let section = config.pipeline(&self.run_values).inspect_err(|error| job.abort(&error.to_string()))?;
-        let setup = self
-            .weight_source(0)
-            .and_then(|source| PipelineSetup::new(&module, &section, &job, (source, self.buffer_rule.as_ref())));
+        let measure = |mesh: &RankMesh| {
+            if section.partition != PartitionMethod::Time {
+                return Ok(None);
+            }
+            let config = Config::load_for(config.clone(), mesh.len(MeshAxis::Data), &self.run_values)?;
+            let device = self.device_or_default()?;
+            LayerTimes::measured(&module, &config, &device, (&job, mesh)).map(Some)
+        };
+        let setup = self.weight_source(0).and_then(|source| {
+            check_same_partition(&*job, &section.partition)?;
+            PipelineSetup::new(&module, &section, &job, (source, self.buffer_rule.as_ref()), measure)
+        });
         let setup = setup.inspect_err(|error| job.abort(&error.to_string()))?;
         let (along, division) = (setup.along.clone(), setup.division.clone());
         let (pipelines, pipeline) = (setup.data.size(), setup.data.rank());
@@ -187,55 +198,6 @@ impl<B> PipelineEngine<B> {
         self.accumulate_tied(&step, None)?;
         self.boundaries.finish()?;
         self.tied_messages.finish()
-    }
-
-    /// Evaluates `micro_batches` micro batches without training: dropout is off, and no activations are kept. `next`
-    /// returns micro batch i, the same on all ranks of a pipeline. Returns the mean loss over micro batches and
-    /// pipelines, on every rank. Collective.
-    ///
-    /// # Errors
-    /// The error of `next` or of a layer; a failed collective.
-    pub fn eval_batch(&mut self, micro_batches: usize, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
-        self.engine.check_in_step()?;
-        let mean = self.evaluate(micro_batches, next);
-        let mean = self.engine.in_step(mean)?;
-        self.engine.mean_of_last_stage(mean)
-    }
-
-    /// Runs the forward passes of micro batches, and returns the mean loss on the rank of the last stage.
-    fn evaluate(&mut self, micro_batches: usize, mut next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
-        let schedule = self.schedule;
-        let (last, mut sum) = (schedule.stages() - 1, 0.0);
-        for micro_batch in 0..micro_batches {
-            let (batch, module) = (next(micro_batch)?, &self.module);
-            let mut passed = None;
-            for stage in schedule.stages_of(self.rank) {
-                let place = (stage, micro_batch);
-                let x = match stage.checked_sub(1).map(|before| schedule.rank_of(before)) {
-                    None => module.input(&batch)?,
-                    Some(rank) if rank == self.rank => passed.take().expect("the previous stage has run"),
-                    Some(rank) => self.boundaries.receive(BoundaryMessage::Activation, place, rank)?.tensor,
-                };
-                let output = self.engine.evaluate_stage(|layers| {
-                    let output = layers.stages[&stage].iter().try_fold(x, |x, layer| layer.forward(&x, &batch))?;
-                    if stage == last { module.loss(&output, &batch) } else { Ok(output) }
-                })?;
-                if stage == last {
-                    sum += self.engine.loss_value(&output)?;
-                    continue;
-                }
-                check_boundary(stage, &output)?;
-                let sent = BoundaryTensor { tensor: output, next_draw: 0, held: None };
-                match schedule.rank_of(stage + 1) {
-                    rank if rank == self.rank => passed = Some(sent.tensor),
-                    rank => self.boundaries.send(BoundaryMessage::Activation, (stage + 1, micro_batch), rank, &sent)?,
-                }
-                // The first stages would otherwise run ahead, and keep the activations of all micro batches.
-                self.boundaries.finish_until(2 * self.schedule.ranks())?;
-            }
-        }
-        self.boundaries.finish()?;
-        Ok(sum / micro_batches.max(1) as f64)
     }
 
     /// Saves a checkpoint of all stages, as [`Engine::save_checkpoint`] does. Any number of ranks and stages can load
