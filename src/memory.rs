@@ -41,7 +41,7 @@ pub enum MemoryKind {
     Staging,
     /// Inputs that recomputing units keep in a file until backward.
     Activations,
-    /// What a rank of a pipeline keeps of micro batches whose backward pass is not complete: the inputs and outputs of
+    /// The memory that a rank of a pipeline keeps for micro batches whose backward pass is not complete: the inputs and outputs of
     /// its stages, and what the second part of a divided backward pass needs. Activations between the layers of a stage
     /// are not counted.
     StageActivations,

@@ -79,3 +79,20 @@ impl<T> Pending<T> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_result_is_available_once_its_flag_says_so_and_one_without_a_flag_is_not_known_to_be() {
+        assert!(Pending::ready(1).map(|value| value + 1).is_available());
+        assert!(!Pending::from_fn(|| Ok(1)).is_available());
+        let flag = Arc::new(AtomicBool::new(false));
+        let pending = Pending::observed(flag.clone(), || Ok(1)).map(|value| value + 1);
+        assert!(!pending.is_available());
+        flag.store(true, Ordering::Release);
+        assert!(pending.is_available());
+        assert!(matches!(pending.wait(), Ok(2)));
+    }
+}

@@ -28,7 +28,7 @@ pub trait PipelineLayer<B>: Send {
     }
 }
 
-/// What a layer keeps of a text that a pipeline continues.
+/// The state that a layer keeps of a text that a pipeline continues.
 #[derive(Default)]
 pub struct InferenceState {
     /// The number of tokens before the input, if a text is continued.

@@ -90,7 +90,7 @@ fn a_rank_holds_the_activations_of_as_many_micro_batches_as_the_schedule_says() 
             if kind == PipelineScheduleKind::OneForwardOneBackward {
                 assert_eq!(counts[rank], ranks - rank, "{about}");
             }
-            // What is on its way does not depend on the number of micro batches: activations that this rank holds,
+            // The number of messages on their way does not depend on the number of micro batches: activations that this rank holds,
             // gradients of those that the previous rank holds, and messages that have arrived early.
             let (before, after) = (counts[(rank + ranks - 1) % ranks], counts[(rank + 1) % ranks]);
             assert_eq!(messages.held, 0, "{about}");

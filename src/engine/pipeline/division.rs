@@ -210,7 +210,7 @@ impl LayerParameters {
                 if let Some(first) = owners.insert(name.clone(), layer) {
                     let why = format!(
                         "layers {first} and {layer} share buffer {name}, but a buffer is kept only by the rank of its \
-                         stage: put what they share into one layer, or give each layer a buffer of its own"
+                         stage: put what they share into one layer, or give each layer a separate buffer"
                     );
                     return Err(EngineError::Pipeline { why }.into());
                 }

@@ -13,7 +13,7 @@ use crate::pipeline::InferenceState;
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 
-/// What the layers of this rank keep of a text, by stage and position in the stage.
+/// The states that the layers of this rank keep of a text, by stage and position in the stage.
 type KeptStates = BTreeMap<(usize, usize), InferenceState>;
 
 impl PipelineEngine<DecoderBatch> {

@@ -1,7 +1,7 @@
 //! The time that each layer takes on each rank, and the memory that it needs: `pipeline.partition` `time`.
 //!
 //! ```text
-//!   every rank    builds each kind of layer by itself, runs it forward and backward, and takes the shortest of some times
+//!   every rank    builds each kind of layer separately, runs it forward and backward, and takes the shortest of some times
 //!   all ranks     times of all ranks, and their memory limits ----> the same cuts on all ranks
 //! ```
 //!
