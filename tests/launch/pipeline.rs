@@ -73,9 +73,12 @@ fn a_pipeline_of_processes_has_the_losses_and_norms_of_one() {
     assert!(text.contains("sample: "), "{text}");
     assert_eq!(expected.len(), STEPS);
     assert!(expected[STEPS - 1]["loss"].as_f64() < expected[0]["loss"].as_f64());
-    for pipeline in
-        [json!({}), json!({"schedule": "interleaved", "chunks": 2}), json!({"schedule": "zbv", "chunks": 2})]
-    {
+    for pipeline in [
+        json!({}),
+        json!({"partition": "time"}),
+        json!({"schedule": "interleaved", "chunks": 2}),
+        json!({"schedule": "zbv", "chunks": 2}),
+    ] {
         assert_eq!(trained(2, &pipeline).0, expected, "{pipeline}");
     }
     let (steps, _, same_text) = trained_and_sampled(3, &json!({"schedule": "zero_bubble"}));
