@@ -16,7 +16,9 @@ use crate::graph::prepared_op::seeded;
 use crate::layout::{MeshAxis, RankMesh};
 use crate::monitor::{available_memory, process_limit};
 use crate::notice::emit;
+use crate::optim::TrainableFilter;
 use crate::pipeline::{PartitionMethod, PipelineModule, PipelineSchedule, StageCuts, TooManyStages, timed_cuts};
+use crate::util::lock;
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::BTreeMap;
@@ -42,12 +44,13 @@ pub(crate) struct LayerTimes {
 /// The measurements of this rank.
 struct OwnTimes {
     seconds: Vec<f64>,
-    /// The number of elements of each layer's parameters.
-    elements: Vec<u64>,
+    /// The number of elements of each layer's trained parameters, and of its frozen ones.
+    elements: Vec<[u64; 2]>,
 }
 
 impl LayerTimes {
-    /// Collective: measures the layers of `module` on all ranks of a job.
+    /// Collective: measures the layers of `module` on all ranks of a job. `is_trained` selects the parameters that are
+    /// trained; without it, all are.
     ///
     /// # Errors
     /// The module has no example of a micro batch; a layer cannot be built or run; a rank has failed.
@@ -55,6 +58,7 @@ impl LayerTimes {
         module: &PipelineModule<B>,
         config: &Config,
         device: &Device,
+        is_trained: Option<&TrainableFilter>,
         (job, mesh): (&Arc<dyn Communicator>, &RankMesh),
     ) -> Result<Self> {
         let samples = config.batch.train_micro_batch_size_per_gpu;
@@ -63,7 +67,7 @@ impl LayerTimes {
                        PipelineModule::example, or use another pipeline.partition";
             return Err(EngineError::Pipeline { why: why.into() }.into());
         };
-        let own = OwnTimes::measured(module, &batch?, config.precision.dtype(), device)?;
+        let own = OwnTimes::measured(module, &batch?, (config.precision.dtype(), device), is_trained)?;
         let bytes = own.elements.iter().map(|elements| training_bytes(*elements, config, mesh.len(MeshAxis::Data)));
         let bytes: Vec<u64> = bytes.collect();
         let of_rank: Vec<f64> = own.seconds.into_iter().chain([memory_limit(device, &**job) as f64]).collect();
@@ -96,7 +100,8 @@ impl LayerTimes {
         }
         if self.reports {
             emit(
-                "no division of the layers among the pipeline's stages fits the memory that the ranks have available; the                  layers are divided only by time",
+                "no division of the layers among the pipeline's stages fits the memory that the ranks have available; the \
+                 layers are divided only by time",
             );
         }
         let unlimited = vec![u64::MAX; limits.len()];
@@ -105,7 +110,12 @@ impl LayerTimes {
 }
 
 impl OwnTimes {
-    fn measured<B>(module: &PipelineModule<B>, batch: &B, dtype: DType, device: &Device) -> Result<Self> {
+    fn measured<B>(
+        module: &PipelineModule<B>,
+        batch: &B,
+        (dtype, device): (DType, &Device),
+        is_trained: Option<&TrainableFilter>,
+    ) -> Result<Self> {
         let mut known: BTreeMap<String, f64> = BTreeMap::new();
         let mut own = Self { seconds: Vec::new(), elements: Vec::new() };
         let mut x = module.input(batch)?;
@@ -113,7 +123,9 @@ impl OwnTimes {
             let vars = VarMap::new();
             let built = module.build(layer, VarBuilder::from_varmap(&vars, dtype, device))?;
             let shapes = shapes_of(&vars);
-            let key = format!("{} {shapes:?} {:?} {:?}", module.kind(layer), x.dims(), x.dtype());
+            let unnumbered: Vec<(String, &Shape)> =
+                shapes.iter().map(|(name, shape)| (without_number(name), shape)).collect();
+            let key = format!("{} {unnumbered:?} {:?} {:?}", module.kind(layer), x.dims(), x.dtype());
             let is_last = layer + 1 == module.len();
             let run = |x: &Tensor| {
                 let y = built.forward(x, batch)?;
@@ -125,7 +137,12 @@ impl OwnTimes {
             };
             known.insert(key, seconds);
             own.seconds.push(seconds);
-            own.elements.push(shapes.iter().map(|(_, shape)| shape.elem_count() as u64).sum());
+            let mut elements = [0; 2];
+            for (name, shape) in &shapes {
+                let is_frozen = is_trained.is_some_and(|rule| !rule(name, shape.dims()));
+                elements[usize::from(is_frozen)] += shape.elem_count() as u64;
+            }
+            own.elements.push(elements);
             x = y.detach();
         }
         Ok(own)
@@ -158,12 +175,11 @@ fn shortest(
     Ok((best, output.expect("the layer has run")))
 }
 
-/// Returns the names and shapes of the parameters that a layer has.
+/// Returns the names and shapes of the parameters that a layer has, sorted by name.
 fn shapes_of(vars: &VarMap) -> Vec<(String, Shape)> {
-    let data = vars.data().lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let mut shapes: Vec<(String, Shape)> =
-        data.iter().map(|(name, var)| (without_number(name), var.shape().clone())).collect();
-    shapes.sort_by(|a, b| a.0.cmp(&b.0).then_with(|| a.1.dims().cmp(b.1.dims())));
+    let vars = lock(vars.data());
+    let mut shapes: Vec<(String, Shape)> = vars.iter().map(|(name, var)| (name.clone(), var.shape().clone())).collect();
+    shapes.sort_by(|a, b| a.0.cmp(&b.0));
     shapes
 }
 
@@ -172,14 +188,14 @@ fn without_number(name: &str) -> String {
     name.split('.').filter(|part| part.parse::<usize>().is_err()).collect::<Vec<_>>().join(".")
 }
 
-/// Returns the largest number of bytes of the training state of `elements` elements: weights, gradients, and f32 weights
-/// behind 16-bit ones; and two optimizer states in f32, which at stage 1 are divided among the pipelines.
-fn training_bytes(elements: u64, config: &Config, pipelines: usize) -> u64 {
+/// Returns the largest number of bytes of the training state: weights, and for each trained element its gradient, its f32
+/// weight behind a 16-bit one, and two optimizer states in f32, which at stage 1 are divided among the pipelines.
+fn training_bytes([trained, frozen]: [u64; 2], config: &Config, pipelines: usize) -> u64 {
     const F32: u64 = 4;
     let dtype = config.precision.dtype().size_in_bytes() as u64;
     let of_optimizer = 2 * F32 + if dtype < F32 { F32 } else { 0 };
     let shared = if config.zero.stage.placement().optim.is_sharded() { pipelines as u64 } else { 1 };
-    elements.saturating_mul(dtype + F32) + elements.saturating_mul(of_optimizer).div_ceil(shared)
+    (trained + frozen) * dtype + trained * F32 + (trained * of_optimizer).div_ceil(shared)
 }
 
 /// Returns the bytes that this rank may use: its part of the memory that the host has available, within the limits of the
@@ -267,12 +283,16 @@ mod tests {
         let mut module = PipelineModule::new(|x: &Tensor| Ok(x.clone()), |y, _| y.mean_all());
         for (layer, count) in counts.iter().enumerate() {
             let count = count.clone();
-            let build = move |vb: VarBuilder<'_>| Ok(Doubling(count.clone(), vb.get(3, "bias")?));
+            let build = move |vb: VarBuilder<'_>| {
+                vb.get(2, "frozen")?;
+                Ok(Doubling(count.clone(), vb.get(3, "bias")?))
+            };
             module = module.layer(format!("layer.{layer}"), build);
         }
+        let is_trained: TrainableFilter = Arc::new(|name, _| !name.contains("frozen"));
         let x = Tensor::ones((2, 3), DType::F32, &Device::Cpu).unwrap();
-        let own = OwnTimes::measured(&module, &x, DType::F32, &Device::Cpu).unwrap();
-        assert_eq!(own.elements, [3; 4]);
+        let own = OwnTimes::measured(&module, &x, (DType::F32, &Device::Cpu), Some(&is_trained)).unwrap();
+        assert_eq!(own.elements, [[3, 2]; 4]);
         assert!(own.seconds.iter().all(|seconds| seconds.is_finite() && *seconds > 0.0));
         assert_eq!(own.seconds[..2].iter().collect::<Vec<_>>(), own.seconds[1..3].iter().collect::<Vec<_>>());
         // The last layer includes the loss.
@@ -284,10 +304,10 @@ mod tests {
     fn the_training_state_is_that_of_the_configuration() {
         let config = |text: &str, ranks| Config::load_for(text, ranks, &RunValues::default()).unwrap();
         let f32 = config(r#"{"train_micro_batch_size_per_gpu": 1}"#, 1);
-        assert_eq!(training_bytes(10, &f32, 1), 10 * (4 + 4 + 8));
+        assert_eq!(training_bytes([10, 100], &f32, 1), 10 * (4 + 4 + 8) + 100 * 4);
         let bf16 =
             r#"{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}"#;
-        assert_eq!(training_bytes(10, &config(bf16, 2), 2), 10 * (2 + 4) + 10 * 12 / 2);
+        assert_eq!(training_bytes([10, 0], &config(bf16, 2), 2), 10 * (2 + 4) + 10 * 12 / 2);
         assert!(memory_limit(&Device::Cpu, &SoloCommunicator::default()) > 0);
     }
 }

@@ -115,7 +115,7 @@ impl EngineBuilder {
             }
             let config = Config::load_for(config.clone(), mesh.len(MeshAxis::Data), &self.run_values)?;
             let device = self.device_or_default()?;
-            LayerTimes::measured(&module, &config, &device, (&job, mesh)).map(Some)
+            LayerTimes::measured(&module, &config, &device, self.trainable.as_ref(), (&job, mesh)).map(Some)
         };
         let setup = self.weight_source(0).and_then(|source| {
             check_same_partition(&*job, &section.partition)?;
