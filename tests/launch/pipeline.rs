@@ -38,8 +38,11 @@ fn weights(dir: &Path) -> Vec<u8> {
     std::fs::read(dir.join("weights/model.safetensors")).unwrap()
 }
 
-/// Returns the steps, and the content of the files of the last checkpoint.
-fn results(dir: &Path) -> (Vec<Value>, Vec<(String, Vec<u8>)>) {
+/// The steps, and the content of the files of the last checkpoint.
+type Results = (Vec<Value>, Vec<(String, Vec<u8>)>);
+
+/// Returns the results of a job.
+fn results(dir: &Path) -> Results {
     let steps = std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
     let steps = steps.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let last = dir.join("saved").join(std::fs::read_to_string(dir.join("saved/latest")).unwrap().trim());
@@ -53,23 +56,21 @@ fn results(dir: &Path) -> (Vec<Value>, Vec<(String, Vec<u8>)>) {
     (steps, files)
 }
 
-fn trained(ranks: usize, pipeline: &Value) -> (Vec<Value>, Vec<(String, Vec<u8>)>) {
-    let (steps, files, _) = trained_and_sampled(ranks, pipeline);
-    (steps, files)
+fn trained(ranks: usize, pipeline: &Value) -> Results {
+    trained_and_sampled(ranks, pipeline).0
 }
 
 /// Returns the results of training, and what the job prints: the text that the model generates.
-fn trained_and_sampled(ranks: usize, pipeline: &Value) -> (Vec<Value>, Vec<(String, Vec<u8>)>, String) {
+fn trained_and_sampled(ranks: usize, pipeline: &Value) -> (Results, String) {
     let dir = tempfile::tempdir().unwrap();
     let output = command(dir.path(), ranks, pipeline, &[]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
-    let (steps, files) = results(dir.path());
-    (steps, files, String::from_utf8_lossy(&output.stdout).into_owned())
+    (results(dir.path()), String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 #[test]
 fn a_pipeline_of_processes_has_the_losses_and_norms_of_one() {
-    let (expected, _, text) = trained_and_sampled(1, &json!({}));
+    let ((expected, _), text) = trained_and_sampled(1, &json!({}));
     assert!(text.contains("sample: "), "{text}");
     assert_eq!(expected.len(), STEPS);
     assert!(expected[STEPS - 1]["loss"].as_f64() < expected[0]["loss"].as_f64());
@@ -81,7 +82,7 @@ fn a_pipeline_of_processes_has_the_losses_and_norms_of_one() {
     ] {
         assert_eq!(trained(2, &pipeline).0, expected, "{pipeline}");
     }
-    let (steps, _, same_text) = trained_and_sampled(3, &json!({"schedule": "zero_bubble"}));
+    let ((steps, _), same_text) = trained_and_sampled(3, &json!({"schedule": "zero_bubble"}));
     assert_eq!((steps, same_text), (expected, text));
 }
 
