@@ -3,7 +3,7 @@
 //!     zerorun --num_ranks 2 examples/train_pipeline.rs --ds_config ds_configs/pipeline.json --steps 100
 //!
 //! The section `pipeline` of the configuration determines how the blocks are divided. Every rank reads the data of its
-//! pipeline: the first stage uses the inputs, and the last stage uses the targets.
+//! pipeline: the first stage uses the inputs, and the last stage uses the targets. At the end, the model continues a text.
 
 use candle_zero::Engine;
 use candle_zero::checkpoint::LoadOptions;
@@ -42,12 +42,19 @@ struct Args {
     /// File for metrics, with one JSON line per optimizer step
     #[arg(long, value_name = "FILE.jsonl")]
     metrics: Option<PathBuf>,
+    /// Tokens to generate at the end [default: 100 for text, 0 for token files]
+    #[arg(long, value_name = "N")]
+    sample: Option<usize>,
 }
+
+/// The temperature of the sample, slightly below 1, which favours likely tokens.
+const TEMPERATURE: f64 = 0.8;
 
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     let model = GptConfig::preset(&args.model)?;
     let data = TokenData::open(args.data.as_deref())?;
+    let is_text = data.is_byte_level();
     let builder = Engine::builder().same_on_all_ranks(data.name(), data.fingerprint());
     let mut engine = builder.initialize_pipeline(decoder_pipeline(&model)?, args.ds.ds_config.as_path())?;
 
@@ -84,6 +91,17 @@ fn main() -> anyhow::Result<()> {
             && (step + 1 == args.steps || args.save_every.is_some_and(|every| (step + 1).is_multiple_of(every)))
         {
             engine.save_checkpoint(dir, None, json!(null))?;
+        }
+    }
+    // All ranks take part: each one runs its own blocks for each token.
+    let count = args.sample.unwrap_or(if is_text { 100 } else { 0 });
+    if count > 0 {
+        let tokens = engine.generate(&[u32::from(b'\n')], count, TEMPERATURE, engine.config().seed)?;
+        if prints && is_text {
+            let bytes: Vec<u8> = tokens.iter().map(|token| u8::try_from(*token).unwrap_or(b'?')).collect();
+            println!("sample: {:?}", String::from_utf8_lossy(&bytes));
+        } else if prints {
+            println!("sample: {tokens:?}");
         }
     }
     Ok(())

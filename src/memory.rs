@@ -41,6 +41,14 @@ pub enum MemoryKind {
     Staging,
     /// Inputs that recomputing units keep in a file until the backward pass.
     Activations,
+    /// The memory that a rank of a pipeline keeps for micro batches whose backward pass is not complete: the inputs and outputs of
+    /// its stages, and what the second part of a divided backward pass needs. Activations between the layers of a stage
+    /// are not counted.
+    StageActivations,
+    /// Activations and gradients on their way between the stages of a pipeline, and those that wait for their turn: a
+    /// sent message until this rank knows that it has been sent, a received one until the stage has used it, and the
+    /// parts of a tied weight's gradient until all of them have arrived.
+    StageMessages,
     /// The original values of parameters that a gradient check perturbs for a forward pass.
     GradientCheck,
     /// Tensors of the model that are not parameters (running statistics, position ids), in full on every rank.
@@ -79,6 +87,8 @@ impl MemoryKind {
             Self::Buckets => "buckets",
             Self::Staging => "staging",
             Self::Activations => "activations",
+            Self::StageActivations => "stage activations",
+            Self::StageMessages => "stage messages",
             Self::GradientCheck => "gradient check",
             Self::Buffers => "buffers",
         }
@@ -298,17 +308,26 @@ impl MemoryReport {
             free(MemoryKind::GradientCheck),
             free(MemoryKind::Buffers),
         ];
+        let after = |kind, rows: &[MemoryRow]| 1 + rows.iter().position(|row| row.kind == kind).unwrap_or(0);
         if bytes.outer.own > 0 {
-            let after_moments = 1 + rows.iter().position(|row| row.kind == MemoryKind::Moments).unwrap_or(0);
-            rows.insert(after_moments, row(MemoryKind::OuterStates, bytes.outer, placement.optim.is_sharded()));
+            let outer = row(MemoryKind::OuterStates, bytes.outer, placement.optim.is_sharded());
+            rows.insert(after(MemoryKind::Moments, &rows), outer);
+        }
+        let of_stages = [MemoryKind::StageMessages, MemoryKind::StageActivations].map(free);
+        for row in of_stages.into_iter().filter(|row| row.bytes.peak > 0) {
+            rows.insert(after(MemoryKind::Activations, &rows), row);
         }
         let (world_size, copies) = (mesh.world_size(), mesh.copies());
         Self { stage: stage.number(), world_size, copies, parameters, frozen, rows }
     }
 
     /// Returns the row of `kind`.
+    ///
+    /// # Panics
+    /// There is no such row: [`MemoryKind::OuterStates`] has one only with local steps, and
+    /// [`MemoryKind::StageActivations`] and [`MemoryKind::StageMessages`] only after a batch of a pipeline.
     pub fn row(&self, kind: MemoryKind) -> &MemoryRow {
-        self.rows.iter().find(|r| r.kind == kind).expect("a report has a row for every kind")
+        self.rows.iter().find(|r| r.kind == kind).expect("a report has a row for this kind")
     }
 
     /// Returns the peak bytes of the kinds that the formula covers.
@@ -327,14 +346,15 @@ impl fmt::Display for MemoryReport {
             "{psi} parameters{frozen} at stage {stage} on {}{groups}; bytes of this rank:",
             counted(world, "rank")
         )?;
-        write!(f, "{:<15} {:>14} {:>14} {:>14}", "kind", "device", "host", "pinned")?;
+        let width = self.rows.iter().map(|row| row.kind.name().len()).fold(15, usize::max);
+        write!(f, "{:<width$} {:>14} {:>14} {:>14}", "kind", "device", "host", "pinned")?;
         write!(f, " {:>14} {:>14}", "peak in memory", "files")?;
         write!(f, " {:>16} {:>12}", "formula", "padding")?;
         for row in &self.rows {
             let formula = row.formula.map_or("-".into(), |b| format!("{b:.0}"));
             let (device, host, pinned) = (row.device.held, row.host.held, row.pinned.held);
             let (peak, file, padding) = (row.bytes.peak, row.file.held, row.padding);
-            write!(f, "\n{:<15} {device:>14} {host:>14} {pinned:>14} {peak:>14} {file:>14}", row.kind.name())?;
+            write!(f, "\n{:<width$} {device:>14} {host:>14} {pinned:>14} {peak:>14} {file:>14}", row.kind.name())?;
             write!(f, " {formula:>16} {padding:>12.0}")?;
         }
         Ok(())

@@ -1,8 +1,9 @@
 //! The buffers of a checkpoint: one safetensors file, written by rank 0, with a checksum of the complete file in the
 //! manifest.
 //!
-//! Every rank has the same buffers, unless the engine uses `BufferSync::None`; in that case, rank 0's values are saved.
-//! Buffers change in a forward pass, so a background save writes the values from the time at which it began.
+//! Every rank has the same buffers, unless the engine uses `BufferSync::None`; in that case, rank 0's values are saved. In a
+//! pipeline, each rank has those of its stages, and rank 0 saves the buffers of all ranks of its pipeline. Buffers
+//! change in a forward pass, so a background save writes the values from the time at which it began.
 
 use super::folder::not_written;
 use super::manifest::{BufferFile, MANIFEST};
@@ -41,6 +42,15 @@ pub(super) fn snapshot(buffers: &[ModelBuffer], dir: &Path) -> Result<Option<Vec
         Ok(SavedBuffer { name, shape, dtype, bytes: buffer.bytes()? })
     };
     file_of(&buffers.iter().map(now).collect::<Result<Vec<_>>>()?, dir)
+}
+
+/// Returns the file's bytes for the buffers in several files, some of which may be empty; `None` if there are none.
+pub(super) fn joined(files: &[Vec<u8>], dir: &Path) -> Result<Option<Vec<u8>>> {
+    let mut all = Vec::new();
+    for bytes in files.iter().filter(|bytes| !bytes.is_empty()) {
+        all.extend(buffers_in(bytes, |problem| CheckpointError::Unusable { path: dir.join(NAME), problem }.into())?);
+    }
+    file_of(&all, dir)
 }
 
 /// Returns the file's bytes; `None` if there are no buffers.
@@ -84,25 +94,31 @@ pub(super) fn read(folder: &Path, entry: &BufferFile) -> Result<Vec<SavedBuffer>
     if self::entry(&bytes) != *entry {
         return Err(wrong("it is damaged, or a different file; load another tag".into()));
     }
-    let file = SafeTensors::deserialize(&bytes).map_err(|e| wrong(format!("{e}; load another tag")))?;
+    let mut all = buffers_in(&bytes, |problem| wrong(format!("{problem}; load another tag")))?;
+    all.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(all)
+}
+
+/// Returns the buffers in a file with these bytes. `wrong` turns a problem into an error.
+fn buffers_in(bytes: &[u8], wrong: impl Fn(String) -> Error) -> Result<Vec<SavedBuffer>> {
+    let file = SafeTensors::deserialize(bytes).map_err(|e| wrong(e.to_string()))?;
     let saved = |(name, view): (String, TensorView<'_>)| {
         let dtype = dtype_in_file(view.dtype())?;
         Some(SavedBuffer { name, shape: view.shape().to_vec(), dtype, bytes: view.data().to_vec() })
     };
     let all: Option<Vec<SavedBuffer>> = file.tensors().into_iter().map(saved).collect();
-    let mut all =
-        all.ok_or_else(|| wrong("it has a tensor of a type that buffers cannot have; load another tag".into()))?;
-    all.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(all)
+    all.ok_or_else(|| wrong("it has a tensor of a type that buffers cannot have".into()))
 }
 
-/// Returns the new values of the model's `buffers`, with their indices, from the buffers `saved` in a checkpoint.
+/// Returns the new values of this rank's `buffers`, with their indices, from the buffers `saved` in a checkpoint.
+/// `elsewhere` are the names of those that other ranks of a pipeline have.
 ///
 /// # Errors
 /// [`CheckpointError::Unusable`] if a buffer has a different shape, or values that its type in the model cannot hold;
 /// with `strict`, also if the model or the checkpoint lacks a buffer that the other has.
 pub(super) fn wanted(
     buffers: &[ModelBuffer],
+    elsewhere: Option<&BTreeSet<String>>,
     saved: &[SavedBuffer],
     strict: bool,
     folder: &Path,
@@ -111,7 +127,8 @@ pub(super) fn wanted(
     let own: BTreeSet<&str> = buffers.iter().map(|b| b.name.as_str()).collect();
     let theirs: BTreeSet<&str> = saved.iter().map(|b| b.name.as_str()).collect();
     let lacking = own.difference(&theirs).copied().collect();
-    let others = saved.iter().filter(|b| !own.contains(b.name.as_str()) && !is_needless(&b.name, &b.shape));
+    let is_known = |name: &str| own.contains(name) || elsewhere.is_some_and(|names| names.contains(name));
+    let others = saved.iter().filter(|b| !is_known(&b.name) && !is_needless(&b.name, &b.shape));
     let others: Vec<&str> = others.map(|b| b.name.as_str()).collect();
     for (names, what) in [(lacking, "it lacks"), (others, "the model lacks")] {
         if strict && !names.is_empty() {

@@ -260,7 +260,8 @@ pub(crate) fn load(
     };
     let (own, strict) = (core.buffers().list(), options.load_module_strict);
     let checked = checkpoint.check(&blocks(&checkpoint.places, &wanted));
-    let buffers = checked.and_then(|()| buffers::wanted(own, &checkpoint.buffers, strict, &checkpoint.path));
+    let elsewhere = core.pipeline().map(|position| &position.all_buffers);
+    let buffers = checked.and_then(|()| buffers::wanted(own, elsewhere, &checkpoint.buffers, strict, &checkpoint.path));
     let buffers = agree(comm, buffers, failed_elsewhere(&checkpoint.path))?;
     set_all(core, &checkpoint, &wanted)?;
     buffers.iter().try_for_each(|(number, bytes)| core.buffers().list()[*number].set(bytes))?;

@@ -21,7 +21,7 @@ use super::ranks_by_folder::RanksByFolder;
 use super::store::UploadRequest;
 use super::training_progress::TrainingProgress;
 use crate::comm::Communicator;
-use crate::comm::agree::{CollectiveFailure, agree, gather_u64, text_of_rank_0, texts};
+use crate::comm::agree::{CollectiveFailure, agree, byte_strings, gather_u64, text_of_rank_0, texts};
 use crate::config::{Config, TagValidation};
 use crate::error::{CheckpointError, CommError, Result};
 use crate::notice::{emit, warn};
@@ -390,12 +390,21 @@ fn of_all_stages(core: &RankCore, own: Vec<Parameter>) -> Result<Vec<Parameter>>
 
 /// Collective for a model with buffers: returns the content of their file on rank 0, and `None` on the other ranks.
 fn snapshot_of_buffers(core: &RankCore, dir: &Path) -> Result<Option<Vec<u8>>, CollectiveFailure> {
-    let list = core.buffers().list();
-    if list.is_empty() {
+    let (list, first) = (core.buffers().list(), core.job().rank() == 0);
+    let Some(position) = core.pipeline() else {
+        if list.is_empty() {
+            return Ok(None);
+        }
+        let own = if first { buffers::snapshot(list, dir) } else { Ok(None) };
+        return agree(core.job(), own, failed_elsewhere(dir));
+    };
+    if position.all_buffers.is_empty() {
         return Ok(None);
     }
-    let own = if core.job().rank() == 0 { buffers::snapshot(list, dir) } else { Ok(None) };
-    agree(core.job(), own, failed_elsewhere(dir))
+    let own = agree(core.job(), buffers::snapshot(list, dir), failed_elsewhere(dir))?;
+    let of_stages = byte_strings(&*position.comm, own.unwrap_or_default())?;
+    let all = if first { buffers::joined(&of_stages, dir) } else { Ok(None) };
+    agree(core.job(), all, failed_elsewhere(dir))
 }
 
 /// Begins a checkpoint. Returns the tag that all ranks use, the ranks of each folder, and the lock on the folder on the

@@ -73,13 +73,21 @@ pub(crate) fn text_of_rank_0(comm: &dyn Communicator, text: &str) -> Result<Stri
 /// # Errors
 /// A collective failed.
 pub(crate) fn texts(comm: &dyn Communicator, text: &str) -> Result<Vec<String>> {
-    let lengths = gather_u64(comm, &[text.len() as u64])?;
+    let all = byte_strings(comm, text.as_bytes().to_vec())?;
+    Ok(all.iter().map(|bytes| String::from_utf8_lossy(bytes).into()).collect())
+}
+
+/// Collective: returns the `bytes` of every rank, in rank order. They may differ in length.
+///
+/// # Errors
+/// A collective failed.
+pub(crate) fn byte_strings(comm: &dyn Communicator, mut bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+    let lengths = gather_u64(comm, &[bytes.len() as u64])?;
     let longest = lengths.iter().map(|length| length[0]).max().unwrap_or(0);
-    let mut bytes = text.as_bytes().to_vec();
     bytes.resize(longest as usize, 0);
-    let all = gather(comm, bytes)?;
-    let text = |(bytes, length): (&Vec<u8>, &Vec<u64>)| String::from_utf8_lossy(&bytes[..length[0] as usize]).into();
-    Ok(all.iter().zip(&lengths).map(text).collect())
+    let mut all = gather(comm, bytes)?;
+    all.iter_mut().zip(&lengths).for_each(|(bytes, length)| bytes.truncate(length[0] as usize));
+    Ok(all)
 }
 
 /// Collective: returns the number of ranks on each host, in the order of the hosts.

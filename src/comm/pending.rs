@@ -1,6 +1,8 @@
 //! The second half of a collective: its result, for which a rank waits when it needs the value.
 
 use crate::error::Result;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A collective in progress. Dropping it does not stop the collective: the other ranks depend on it.
 #[must_use = "the result of a collective must be awaited"]
@@ -8,7 +10,11 @@ pub struct Pending<T>(PendingState<T>);
 
 enum PendingState<T> {
     Ready(T),
-    Launched(Box<dyn FnOnce() -> Result<T> + Send>),
+    Launched {
+        wait: Box<dyn FnOnce() -> Result<T> + Send>,
+        /// Whether the result is available, if this is known without waiting.
+        is_available: Option<Arc<AtomicBool>>,
+    },
 }
 
 impl<T> Pending<T> {
@@ -30,7 +36,22 @@ impl<T> Pending<T> {
     /// # Ok::<(), candle_zero::Error>(())
     /// ```
     pub fn from_fn(wait: impl FnOnce() -> Result<T> + Send + 'static) -> Self {
-        Self(PendingState::Launched(Box::new(wait)))
+        Self(PendingState::Launched { wait: Box::new(wait), is_available: None })
+    }
+
+    /// Returns a result for which `wait` waits, but not for long once `is_available` is true.
+    pub(super) fn observed(is_available: Arc<AtomicBool>, wait: impl FnOnce() -> Result<T> + Send + 'static) -> Self {
+        Self(PendingState::Launched { wait: Box::new(wait), is_available: Some(is_available) })
+    }
+
+    /// Returns whether the result is known to be available. If this returns false, it may be available nevertheless.
+    pub(crate) fn is_available(&self) -> bool {
+        match &self.0 {
+            PendingState::Ready(_) => true,
+            PendingState::Launched { is_available, .. } => {
+                is_available.as_ref().is_some_and(|is_available| is_available.load(Ordering::Acquire))
+            }
+        }
     }
 
     /// Applies `change` to the result once it is available.
@@ -40,7 +61,9 @@ impl<T> Pending<T> {
     {
         match self.0 {
             PendingState::Ready(value) => Pending::ready(change(value)),
-            PendingState::Launched(wait) => Pending::from_fn(move || wait().map(change)),
+            PendingState::Launched { wait, is_available } => {
+                Pending(PendingState::Launched { wait: Box::new(move || wait().map(change)), is_available })
+            }
         }
     }
 
@@ -52,7 +75,24 @@ impl<T> Pending<T> {
     pub fn wait(self) -> Result<T> {
         match self.0 {
             PendingState::Ready(value) => Ok(value),
-            PendingState::Launched(wait) => wait(),
+            PendingState::Launched { wait, .. } => wait(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_result_is_available_once_its_flag_says_so_and_one_without_a_flag_is_not_known_to_be() {
+        assert!(Pending::ready(1).map(|value| value + 1).is_available());
+        assert!(!Pending::from_fn(|| Ok(1)).is_available());
+        let flag = Arc::new(AtomicBool::new(false));
+        let pending = Pending::observed(flag.clone(), || Ok(1)).map(|value| value + 1);
+        assert!(!pending.is_available());
+        flag.store(true, Ordering::Release);
+        assert!(pending.is_available());
+        assert!(matches!(pending.wait(), Ok(2)));
     }
 }

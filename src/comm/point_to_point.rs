@@ -23,8 +23,8 @@ use crate::error::CommError;
 use crate::precision::Flat;
 use crate::timeline::{self, TimelineLane};
 use candle_core::DType;
-use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
 /// Opens this rank's end of a link.
@@ -104,7 +104,8 @@ fn launch<T: Send + 'static>(
     let (sender, receiver) = mpsc::channel();
     let carried = timeline::carry();
     let on_the_link = carried.clone();
-    let (counters, call) = (counters.clone(), engine_call::present());
+    let is_available = Arc::new(AtomicBool::new(false));
+    let (counters, call, ended) = (counters.clone(), engine_call::present(), is_available.clone());
     let waited = counters.clone();
     let job: LinkJob = Box::new(move |worker| {
         worker.sequence += 1;
@@ -132,6 +133,7 @@ fn launch<T: Send + 'static>(
         }
         // No thread waits for a result whose Pending was dropped.
         _ = sender.send(result);
+        ended.store(true, Ordering::Release);
     });
     let (open, wanted) = (|| open(presence, id), Arc::new(()));
     if let Err(error) = presence.links().push(id, presence.abort_signal(), open, (job, &wanted)) {
@@ -139,7 +141,7 @@ fn launch<T: Send + 'static>(
         presence.abort_signal().abort(&error.to_string());
         return Pending::from_fn(move || Err(error.into()));
     }
-    Pending::from_fn(move || {
+    Pending::observed(is_available, move || {
         let _wanted = wanted;
         let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&carried);
         let start = Instant::now();

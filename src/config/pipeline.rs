@@ -40,10 +40,22 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> PipelineConfig {
     let partition = match walk.str("pipeline.partition").unwrap_or("best").to_string().as_str() {
         "best" | "parameters" => PartitionMethod::Parameters,
         "uniform" => PartitionMethod::Uniform,
-        other => match other.strip_prefix("type:").filter(|text| !text.is_empty()) {
-            Some(text) => PartitionMethod::LayerKind(text.to_string()),
+        "time" => PartitionMethod::Time,
+        other => match other.strip_prefix("type:").filter(|expression| !expression.is_empty()) {
+            Some(expression) => {
+                if let Err(error) = PartitionMethod::kind_pattern(expression) {
+                    let why = error.to_string();
+                    let why = why.lines().last().unwrap_or_default().trim_start_matches("error: ");
+                    let message = format!(
+                        "expected a regular expression after type:, found {expression:?}: {why}; put a backslash before \
+                         each special character that stands for itself"
+                    );
+                    walk.problem(ConfigRule::Range, PARTITION, walk.place(PARTITION), message);
+                }
+                PartitionMethod::LayerKind(expression.to_string())
+            }
             None => {
-                let message = format!("expected best, parameters, uniform or type:TEXT, found {other:?}");
+                let message = format!("expected best, parameters, uniform, time or type:REGEX, found {other:?}");
                 walk.problem(ConfigRule::Range, PARTITION, walk.place(PARTITION), message);
                 PartitionMethod::default()
             }

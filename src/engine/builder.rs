@@ -284,10 +284,7 @@ impl EngineBuilder {
             None => crate::comm::from_env(&env?)?,
         };
         kernels::checked_level().inspect_err(|e| comm.abort(&e.to_string()))?;
-        let device = match self.device.clone() {
-            Some(device) => device,
-            None => crate::device::default()?,
-        };
+        let device = self.device_or_default()?;
         // Ranks that are threads share a file.
         let job = self.pipeline.as_ref().map_or(&comm, PipelineSetup::job);
         let ranks_are_processes = is_process_of_several && job.size() > 1;
@@ -327,6 +324,14 @@ impl EngineBuilder {
 }
 
 impl EngineBuilder {
+    /// Returns the device that the model computes on.
+    ///
+    /// # Errors
+    /// The device cannot be opened.
+    pub(super) fn device_or_default(&self) -> Result<Device> {
+        self.device.clone().map_or_else(crate::device::default, Ok)
+    }
+
     /// Collective if ranks take local steps: divides them into islands, and completes the configuration.
     fn islands(&self, config: &mut Config, job: &Arc<dyn Communicator>) -> Result<Option<IslandRanks>> {
         let Some(local_steps) = &mut config.local_steps else { return Ok(None) };

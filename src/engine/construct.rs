@@ -101,7 +101,7 @@ impl<M> Engine<M> {
         );
         registry.also_buffers(buffer_rule);
         if let Some(pipeline) = &pipeline {
-            registry.part_of(pipeline.names().map(String::from).collect());
+            registry.part_of(pipeline.names().map(String::from).chain(pipeline.buffers().iter().cloned()).collect());
         }
         let (model, mut registered) = build_model(build, registry, &config, &device)
             .map_err(|error| naming_what_is_held(error, &ledger, comm.rank()))?;

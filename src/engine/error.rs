@@ -269,6 +269,12 @@ pub enum EngineError {
         /// The problem, and what to do.
         why: String,
     },
+    /// A pipeline cannot continue a text, or cannot return an output.
+    #[error("cannot run inference in a pipeline: {why}")]
+    PipelineInference {
+        /// The problem, and what to do.
+        why: String,
+    },
     /// The job, the configuration or a call does not fit local steps.
     #[error("cannot take local steps: {why}")]
     LocalSteps {

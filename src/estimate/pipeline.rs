@@ -50,8 +50,9 @@ pub struct PipelineRankEstimate {
 
 impl PipelineEstimate {
     /// Estimates a pipeline of `world_size` ranks, which
-    /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide in the same way. `prepare`
-    /// modifies the shapes of each rank, such as [`Shapes::trainable`] and [`Shapes::quantized`].
+    /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide in the same way. `prepare` makes
+    /// changes to the shapes of each rank, such as [`Shapes::trainable`] and [`Shapes::quantized`]. Instead of measured
+    /// times (`pipeline.partition` `time`), the numbers of parameters determine the stages.
     ///
     /// # Errors
     /// The errors of the configuration; numbers of ranks, chunks, layers and micro batches that are incompatible; the
@@ -67,7 +68,7 @@ impl PipelineEstimate {
         let section = source.pipeline(run)?;
         let mesh = PipelineDivision::mesh(&section, world_size)?;
         let [ranks, pipelines] = [MeshAxis::Pipeline, MeshAxis::Data].map(|axis| mesh.len(axis));
-        let division = PipelineDivision::new(module, &section, ranks, (WeightSource::Random { seed: 0 }, None))?;
+        let division = PipelineDivision::new(module, &section, ranks, (WeightSource::Random { seed: 0 }, None), None)?;
         let config = Config::load_for(source, pipelines, run)?;
         PipelineDivision::check_stage(config.zero.stage)?;
         let micro_batches = config.batch.gradient_accumulation_steps;
@@ -117,7 +118,7 @@ impl PipelineEstimate {
 
 /// Returns the share of each stage in the elements of the model, without embeddings, of which only rows are read.
 fn shares<B>(module: &PipelineModule<B>, division: &PipelineDivision) -> Vec<f64> {
-    let elements = |layer: usize| match module.is_of_kind(layer, "embedding") {
+    let elements = |layer: usize| match module.kind(layer).to_lowercase().contains("embedding") {
         true => 0,
         false => division.elements[layer],
     };

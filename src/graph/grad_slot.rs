@@ -43,6 +43,10 @@ impl Grad {
         }
     }
 
+    pub fn bytes(&self) -> usize {
+        self.len() * self.dtype().size_in_bytes()
+    }
+
     /// Calls `look` with the values on the host, in row-major order.
     pub fn view<T>(&self, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
         match self {
@@ -114,8 +118,13 @@ pub(crate) struct GradSlot {
     gate: Option<GradGate>,
 }
 
-/// A function that computes a part of a gradient and delivers it to the slot.
-type DeferredPart = Box<dyn FnOnce(Arc<GradSlot>) -> Result<()> + Send>;
+/// A part of a gradient that is computed later.
+pub(super) struct DeferredPart {
+    /// The memory that it keeps until then.
+    pub bytes: usize,
+    /// Computes the part and delivers it to the slot.
+    pub compute: Box<dyn FnOnce(Arc<GradSlot>) -> Result<()> + Send>,
+}
 
 /// A gradient, some parts of which have not been computed yet. These parts keep the data that they need in memory.
 pub(crate) struct DeferredGradient {
@@ -131,6 +140,12 @@ impl DeferredGradient {
         (first.is_some() || !later.is_empty()).then_some(Self { first, later })
     }
 
+    /// Returns the bytes of memory that the gradient keeps. The input of layers that share it is counted for each of
+    /// them.
+    pub fn bytes(&self) -> usize {
+        self.first.as_ref().map_or(0, Grad::bytes) + self.later.iter().map(|part| part.bytes).sum::<usize>()
+    }
+
     /// Returns the number of parts that are computed later.
     #[cfg(test)]
     pub fn parts_left(&self) -> usize {
@@ -141,7 +156,7 @@ impl DeferredGradient {
     pub fn compute(self) -> Result<Grad> {
         let slot = Arc::new(GradSlot::default());
         self.first.map_or(Ok(()), |first| slot.add(first))?;
-        self.later.into_iter().try_for_each(|part| part(slot.clone()))?;
+        self.later.into_iter().try_for_each(|part| (part.compute)(slot.clone()))?;
         match slot.take() {
             Some(grad) => Ok(grad),
             None => candle_core::bail!("a layer deferred the gradient of a weight and then delivered none"),

@@ -1,7 +1,7 @@
 //! Records an operation of this library: its inputs, the destinations of their gradients, and its result.
 
 use super::backward_flags::{is_deferring, is_once, is_without_gradients};
-use super::grad_slot::{Grad, GradSlot, abandon};
+use super::grad_slot::{DeferredPart, Grad, GradSlot, abandon};
 use super::node_table::{GraphNode, node_of, with_token};
 use super::prepared_op::{copy_of, one, prepared};
 use crate::kernels::buffer;
@@ -27,16 +27,18 @@ impl InputGradSink {
 
     /// Calls `weight_gradient` with the gradient of a layer's output, to deliver that of the layer's weight. It is
     /// called immediately or, if the backward pass is divided and the weight is a parameter, later and with a copy of
-    /// the output's gradient.
+    /// the output's gradient. Until then, it keeps `kept` bytes of memory, those of the layer's input.
     pub fn now_or_later<E: TensorElement>(
         &self,
         grad: &[E],
+        kept: usize,
         weight_gradient: impl Fn(&[E], &InputGradSink) -> Result<()> + Send + 'static,
     ) -> Result<()> {
         match self.open() {
             Some(slot) if self.is_deferred() => {
-                let grad = grad.to_vec();
-                slot.add_later(Box::new(move |slot| weight_gradient(&grad, &Self(Some(slot)))));
+                let (grad, bytes) = (grad.to_vec(), kept + size_of_val(grad));
+                let compute = Box::new(move |slot| weight_gradient(&grad, &Self(Some(slot))));
+                slot.add_later(DeferredPart { bytes, compute });
                 Ok(())
             }
             Some(_) => weight_gradient(grad, self),

@@ -3,13 +3,14 @@
 
 use super::decoder::{DecoderInputLayers, DecoderOutput, SharedRotaries};
 use super::decoder_block::{BlockContext, DecoderBlock};
+use super::language_model::logits;
 use super::{DecoderConfig, DecoderSizes};
 use crate::error::Result;
-use crate::nn::{Embedding, LossOptions, Sequences, WeightLayout, linear_cross_entropy_with};
-use crate::pipeline::{PipelineLayer, PipelineModule};
+use crate::nn::{Embedding, KeyValueCache, LossOptions, Sequences, WeightLayout, linear_cross_entropy_with};
+use crate::pipeline::{InferenceState, PipelineLayer, PipelineModule};
 use crate::util::lock;
 use crate::zero::Unit;
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use std::sync::{Arc, Mutex};
 
@@ -31,10 +32,15 @@ impl DecoderBatch {
     pub fn new(ids: Tensor, targets: Tensor) -> Self {
         Self { ids, targets, sequences: None, divisor: None }
     }
+
+    /// Returns a micro batch for inference, in which each row is one text. Inference needs no targets.
+    pub fn for_inference(ids: Tensor) -> Self {
+        Self::new(ids.clone(), ids)
+    }
 }
 
 /// Returns a language model as layers of a pipeline, whose output is the loss: the mean cross entropy of the targets, as
-/// in [`LanguageModel::loss_packed`](super::LanguageModel::loss_packed). Names and initial values of the parameters are
+/// in [`LanguageModel::loss_packed`](super::LanguageModel::loss_packed). In inference, the output is the logits. Names and initial values of the parameters are
 /// those of the [`Decoder`](super::Decoder), [`Gpt`](super::Gpt) or [`Llama`](super::Llama) with the same sizes.
 ///
 /// # Errors
@@ -50,9 +56,16 @@ pub fn decoder_pipeline(sizes: &impl DecoderSizes) -> Result<PipelineModule<Deco
         .layer("", move |vb| DecoderInputLayers::new(&input, &vb).map(InputLayer));
     for block in 0..config.blocks.len() {
         let (config, rotaries) = (of(&config), rotaries.clone());
-        module = module.layer("", move |vb| config.block(block, &mut lock(&rotaries), &vb).map(BlockLayer));
+        module = module.layer("", move |vb| {
+            let block = config.block(block, &mut lock(&rotaries), &vb)?;
+            Ok(BlockLayer { block, ctx: config.ctx })
+        });
     }
-    Ok(module.layer("", move |vb| OutputLayer::new(&output, &vb)))
+    let ctx = config.ctx;
+    let example = move |samples: usize, device: &Device| {
+        Ok(DecoderBatch::for_inference(Tensor::zeros((samples, ctx), DType::U32, device)?))
+    };
+    Ok(module.layer("", move |vb| OutputLayer::new(&output, &vb)).with_context(ctx).example(example))
 }
 
 /// The scale, positions and dropout after the token embedding.
@@ -62,15 +75,34 @@ impl PipelineLayer<DecoderBatch> for InputLayer {
     fn forward(&self, x: &Tensor, batch: &DecoderBatch) -> candle_core::Result<Tensor> {
         self.0.forward(x.clone(), 0, batch.sequences.as_ref())
     }
+
+    fn infer(&self, x: &Tensor, batch: &DecoderBatch, state: &mut InferenceState) -> candle_core::Result<Tensor> {
+        self.0.forward(x.clone(), state.position().unwrap_or(0), batch.sequences.as_ref())
+    }
 }
 
 /// One block.
-struct BlockLayer(Unit<DecoderBlock>);
+struct BlockLayer {
+    block: Unit<DecoderBlock>,
+    ctx: usize,
+}
 
 impl PipelineLayer<DecoderBatch> for BlockLayer {
     fn forward(&self, x: &Tensor, batch: &DecoderBatch) -> candle_core::Result<Tensor> {
         let sequences = batch.sequences.clone();
-        self.0.forward_by(x, move |block, x| block.run(x, BlockContext { sequences: sequences.as_ref(), cache: None }))
+        let run = move |block: &DecoderBlock, x: &Tensor| {
+            block.run(x, BlockContext { sequences: sequences.as_ref(), cache: None })
+        };
+        self.block.forward_by(x, run)
+    }
+
+    fn infer(&self, x: &Tensor, batch: &DecoderBatch, state: &mut InferenceState) -> candle_core::Result<Tensor> {
+        match state.kept(|| KeyValueCache::new(self.ctx)) {
+            Some(cache) => {
+                self.block.evaluate(|block| block.run(x, BlockContext { sequences: None, cache: Some(cache) }))
+            }
+            None => self.forward(x, batch),
+        }
     }
 }
 
@@ -94,5 +126,13 @@ impl PipelineLayer<DecoderBatch> for OutputLayer {
         let states = self.output.states(x)?;
         let weight = self.output.weight(self.embedding.as_ref());
         linear_cross_entropy_with(&states, weight, WeightLayout::OutIn, &batch.targets, options)
+    }
+
+    fn infer(&self, x: &Tensor, _: &DecoderBatch, state: &mut InferenceState) -> candle_core::Result<Tensor> {
+        let mut states = self.output.states(x)?;
+        if state.position().is_some() {
+            states = states.narrow(1, states.dim(1)? - 1, 1)?;
+        }
+        logits(&states, self.output.weight(self.embedding.as_ref()), self.output.logit_soft_cap())
     }
 }

@@ -84,11 +84,7 @@ impl<A: Architecture> LanguageModel<A> {
 
     /// Returns the logits for the given states.
     fn project(&self, states: &Tensor) -> Result<Tensor> {
-        let logits = linear(states, self.layers.output(), None, WeightLayout::OutIn)?;
-        match self.layers.logit_soft_cap() {
-            Some(cap) => (logits / cap)?.tanh()? * cap,
-            None => Ok(logits),
-        }
+        logits(states, self.layers.output(), self.layers.logit_soft_cap())
     }
 
     /// Returns the logits `[batch, time, vocab]`, in the parameters' dtype, for ids `[batch, time]` (u32).
@@ -212,8 +208,17 @@ impl<A: Architecture> LanguageModel<A> {
     }
 }
 
+/// Returns the logits for the given states.
+pub(super) fn logits(states: &Tensor, weight: &Tensor, soft_cap: Option<f64>) -> Result<Tensor> {
+    let logits = linear(states, weight, None, WeightLayout::OutIn)?;
+    match soft_cap {
+        Some(cap) => (logits / cap)?.tanh()? * cap,
+        None => Ok(logits),
+    }
+}
+
 /// Returns an error if there are no tokens to continue.
-fn require_tokens(tokens: &[u32]) -> Result<()> {
+pub(crate) fn require_tokens(tokens: &[u32]) -> Result<()> {
     if tokens.is_empty() {
         candle_core::bail!("the model continues a text of at least one token, but none was given")
     }

@@ -36,6 +36,7 @@ pub use gpt::{Gpt, GptLayers};
 pub use gpt_config::GptConfig;
 #[doc(hidden)]
 pub use json_keys::shortened;
+pub(crate) use language_model::require_tokens;
 pub use language_model::{Architecture, LanguageModel};
 pub use llama::{Llama, LlamaLayers};
 pub use llama_config::LlamaConfig;

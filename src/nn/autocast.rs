@@ -71,7 +71,7 @@ fn linear<L: TensorElement>(
             to_bias.give_sums::<f32>(&sums)?;
         }
         let kept = kept.clone();
-        to_weight.now_or_later(&g, move |g, to_weight| {
+        to_weight.now_or_later(&g, size_of_val(&kept[..]), move |g, to_weight| {
             to_weight.accumulate::<f32>(s.inputs * s.outputs, |dw, add| {
                 let mut low = buffer::<L>(dw.len());
                 s.weight_gradient(&kept, Matrix::new(g, s.rows, s.outputs), &mut low, Epilogue::default());

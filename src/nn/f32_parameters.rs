@@ -96,8 +96,8 @@ fn linear<E: TensorElement>(
             column_sums(g, &mut sums);
             with_element!(dtype, NAME, P => to_bias.give_sums::<P>(&sums))?;
         }
-        let kept_x = kept_x.clone();
-        to_weight.now_or_later(&wide, move |g, to_weight| {
+        let (kept_x, kept) = (kept_x.clone(), s.rows * s.inputs * size_of::<E>());
+        to_weight.now_or_later(&wide, kept, move |g, to_weight| {
             let product = |dw: &mut [f32], add: bool| {
                 let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
                 with_wide(&kept_x.get()?, |x| {

@@ -136,7 +136,8 @@ impl<E: TensorElement> LinearBackward<E> {
             bias.give_sums::<E>(&sums)?;
         }
         let this = self.clone();
-        weight.now_or_later(g, move |g, weight| this.deliver_weight_gradient(g, weight))?;
+        let kept = s.rows * s.inputs * size_of::<E>();
+        weight.now_or_later(g, kept, move |g, weight| this.deliver_weight_gradient(g, weight))?;
         x.accumulate::<E>(s.rows * s.inputs, |dx, add| {
             let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
             with_elements::<E, _>(&self.weight, NAME, |w| {

@@ -15,7 +15,7 @@ mod simulation;
 mod stage_cuts;
 
 pub(crate) use message_order::PipelineMessage;
-pub use module::{PartitionMethod, PipelineLayer, PipelineModule};
+pub use module::{InferenceState, PartitionMethod, PipelineLayer, PipelineModule};
 pub use schedule::{PipelineOp, PipelinePass, PipelineSchedule, PipelineScheduleKind, ScheduleError};
 pub use simulation::{SimulatedPipeline, StageCost};
-pub use stage_cuts::{StageCuts, TooManyStages, balanced_cuts, kind_cuts, uniform_cuts};
+pub use stage_cuts::{StageCuts, TooManyStages, balanced_cuts, kind_cuts, timed_cuts, uniform_cuts};

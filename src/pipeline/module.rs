@@ -1,7 +1,9 @@
 //! A model as a list of layers, which is divided among the stages of a pipeline.
 
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
+use regex::{Regex, RegexBuilder};
+use std::any::Any;
 
 /// A layer of a [`PipelineModule`]. Every [`Module`] is one.
 ///
@@ -13,6 +15,51 @@ pub trait PipelineLayer<B>: Send {
     /// # Errors
     /// Any error of the layer's operations.
     fn forward(&self, x: &Tensor, batch: &B) -> Result<Tensor>;
+
+    /// Returns the layer's output in inference, where it may differ: the last layer of
+    /// [`decoder_pipeline`](crate::models::decoder_pipeline) returns logits instead of the loss. If a text is continued,
+    /// `state` has what this layer has kept of the tokens before `x`.
+    ///
+    /// # Errors
+    /// Any error of the layer's operations.
+    fn infer(&self, x: &Tensor, batch: &B, state: &mut InferenceState) -> Result<Tensor> {
+        _ = state;
+        self.forward(x, batch)
+    }
+}
+
+/// The state that a layer keeps of a text that a pipeline continues.
+#[derive(Default)]
+pub struct InferenceState {
+    /// The number of tokens before the input, if a text is continued.
+    position: Option<usize>,
+    kept: Option<Box<dyn Any + Send>>,
+}
+
+impl InferenceState {
+    /// Returns the state of a layer that has seen no tokens of a text yet.
+    pub(crate) fn of_text() -> Self {
+        Self { position: Some(0), kept: None }
+    }
+
+    /// Records that the layer has seen `tokens` more tokens.
+    pub(crate) fn advance(&mut self, tokens: usize) {
+        self.position = self.position.map(|position| position + tokens);
+    }
+
+    /// Returns the number of tokens before the input, or `None` if no text is continued. If one is, only the output at
+    /// its last position is needed.
+    pub fn position(&self) -> Option<usize> {
+        self.position
+    }
+
+    /// Returns what the layer has kept of the tokens before the input, for the layer to change; if that is nothing, the
+    /// layer begins with the result of `new`. `None`: no text is continued.
+    pub fn kept<T: Any + Send>(&mut self, new: impl FnOnce() -> T) -> Option<&mut T> {
+        self.position?;
+        let kept = self.kept.take().and_then(|kept| kept.downcast::<T>().ok()).unwrap_or_else(|| Box::new(new()));
+        self.kept.insert(kept).downcast_mut()
+    }
 }
 
 impl<B, M: Module + Send> PipelineLayer<B> for M {
@@ -21,8 +68,19 @@ impl<B, M: Module + Send> PipelineLayer<B> for M {
     }
 }
 
+impl PartitionMethod {
+    /// Compiles the regular expression of a [`PartitionMethod::LayerKind`].
+    ///
+    /// # Errors
+    /// The expression is invalid or too large.
+    pub(crate) fn kind_pattern(expression: &str) -> std::result::Result<Regex, regex::Error> {
+        RegexBuilder::new(expression).case_insensitive(true).build()
+    }
+}
+
 type LayerBuilder<B> = Box<dyn Fn(VarBuilder<'_>) -> Result<Box<dyn PipelineLayer<B>>>>;
 type BatchFn<B> = Box<dyn Fn(&B) -> Result<Tensor>>;
+type ExampleFn<B> = Box<dyn Fn(usize, &Device) -> Result<B>>;
 type LossFn<B> = Box<dyn Fn(&Tensor, &B) -> Result<Tensor>>;
 
 /// The rule that cuts a model into stages: `pipeline.partition`.
@@ -34,8 +92,12 @@ pub enum PartitionMethod {
     Parameters,
     /// Stages have the same number of layers (`uniform`).
     Uniform,
-    /// Stages have the same number of layers whose kind contains this text (`type:TEXT`), ignoring case.
+    /// Stages have the same number of layers in whose kind this regular expression matches (`type:REGEX`), ignoring
+    /// case.
     LayerKind(String),
+    /// The slowest stage is as fast as possible, by the time that each layer takes on each rank, measured at the start
+    /// (`time`).
+    Time,
 }
 
 /// A model as layers that run one after the other (DeepSpeed's `PipelineModule`). A rank builds only the layers of its
@@ -61,6 +123,9 @@ pub struct PipelineModule<B> {
     input: BatchFn<B>,
     layers: Vec<LayerSpec<B>>,
     loss: LossFn<B>,
+    /// The longest text, in tokens, if the model is a language model.
+    context: Option<usize>,
+    example: Option<ExampleFn<B>>,
 }
 
 /// A layer that is built on the rank that needs it.
@@ -78,7 +143,7 @@ impl<B> PipelineModule<B> {
         input: impl Fn(&B) -> Result<Tensor> + 'static,
         loss: impl Fn(&Tensor, &B) -> Result<Tensor> + 'static,
     ) -> Self {
-        Self { input: Box::new(input), layers: Vec::new(), loss: Box::new(loss) }
+        Self { input: Box::new(input), layers: Vec::new(), loss: Box::new(loss), context: None, example: None }
     }
 
     /// Appends a layer, whose parameters' names begin with `prefix`; an empty prefix adds nothing to the names.
@@ -91,6 +156,30 @@ impl<B> PipelineModule<B> {
         let build: LayerBuilder<B> = Box::new(move |vb| Ok(Box::new(build(vb)?)));
         self.layers.push(LayerSpec { prefix: prefix.into(), kind: std::any::type_name::<L>(), build });
         self
+    }
+
+    /// Sets the function that returns an example of a micro batch, given its number of samples and the device of its
+    /// tensors. With `pipeline.partition` `time`, the time of each layer is measured with it; shapes and dtypes matter,
+    /// values do not. [`decoder_pipeline`](crate::models::decoder_pipeline) has set one.
+    #[must_use]
+    pub fn example(self, example: impl Fn(usize, &Device) -> Result<B> + 'static) -> Self {
+        Self { example: Some(Box::new(example)), ..self }
+    }
+
+    /// Returns an example of a micro batch, if the model has one.
+    pub(crate) fn example_batch(&self, samples: usize, device: &Device) -> Option<Result<B>> {
+        self.example.as_ref().map(|example| example(samples, device))
+    }
+
+    /// Sets the longest text, in tokens, of a language model.
+    #[must_use]
+    pub(crate) fn with_context(self, tokens: usize) -> Self {
+        Self { context: Some(tokens), ..self }
+    }
+
+    /// Returns the longest text, in tokens, if the model is a language model.
+    pub(crate) fn context(&self) -> Option<usize> {
+        self.context
     }
 
     /// Returns the number of layers.
@@ -108,11 +197,6 @@ impl<B> PipelineModule<B> {
         let kind = self.layers[layer].kind;
         let kind = kind.split_once('<').map_or(kind, |(kind, _)| kind);
         kind.rsplit_once("::").map_or(kind, |(_, kind)| kind)
-    }
-
-    /// Returns whether the kind of a layer contains `text`, ignoring case.
-    pub(crate) fn is_of_kind(&self, layer: usize, text: &str) -> bool {
-        self.kind(layer).to_lowercase().contains(&text.to_lowercase())
     }
 
     /// Builds a layer.

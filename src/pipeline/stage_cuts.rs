@@ -72,37 +72,90 @@ pub fn uniform_cuts(layers: usize, stages: usize) -> Result<StageCuts, TooManySt
 /// # Errors
 /// There are more stages than layers.
 pub fn balanced_cuts(weights: &[f64], slowness: &[f64]) -> Result<StageCuts, TooManyStages> {
-    let layers = weights.len();
-    check(layers, slowness.len())?;
-    let mut before = vec![0f64; layers + 1];
-    weights.iter().enumerate().for_each(|(i, weight)| before[i + 1] = before[i] + weight);
-    let cost = |begin: usize, end: usize, slow: f64| (before[end] - before[begin]) * slow;
-    let (largest, _) = best_cuts(layers, slowness, |earlier, stage| Some(f64::max(earlier, stage)), cost);
+    check(weights.len(), slowness.len())?;
+    let before = sums_before(weights.iter().copied());
+    let cost = |stage: usize, layers: Range<usize>| Some((before[layers.end] - before[layers.start]) * slowness[stage]);
+    Ok(most_even_cuts(weights.len(), slowness.len(), cost).expect("a division exists if no stage is rejected"))
+}
+
+/// Divides layers into stages so that the slowest stage is as fast as possible, and no stage needs more memory than its
+/// rank has. `seconds` has, for each stage, the time of each layer on the rank that holds the stage; `bytes` is the memory
+/// of each layer, and `limits` that for each stage. Of equally good divisions, it returns the one with the smallest sum of
+/// squares. Returns `None` if no division fits (`partition: time`).
+///
+/// # Errors
+/// There are more stages than layers.
+///
+/// ```
+/// use candle_zero::pipeline::timed_cuts;
+///
+/// // The second rank takes twice as long for each of the six layers.
+/// let seconds = [vec![1.0; 6], vec![2.0; 6]];
+/// let cuts = timed_cuts(&seconds, &[100; 6], &[1000, 1000])?.unwrap();
+/// assert_eq!([cuts.layers_of(0).len(), cuts.layers_of(1).len()], [4, 2]);
+/// // The first rank has memory for three layers.
+/// let cuts = timed_cuts(&seconds, &[100; 6], &[300, 1000])?.unwrap();
+/// assert_eq!([cuts.layers_of(0).len(), cuts.layers_of(1).len()], [3, 3]);
+/// assert_eq!(timed_cuts(&seconds, &[100; 6], &[300, 200])?, None);
+/// # Ok::<(), candle_zero::pipeline::TooManyStages>(())
+/// ```
+pub fn timed_cuts(seconds: &[Vec<f64>], bytes: &[u64], limits: &[u64]) -> Result<Option<StageCuts>, TooManyStages> {
+    let (layers, stages) = (bytes.len(), seconds.len());
+    assert!(
+        limits.len() == stages && seconds.iter().all(|times| times.len() == layers),
+        "a limit for each stage, and a time for each stage and layer"
+    );
+    check(layers, stages)?;
+    let before: Vec<Vec<f64>> = seconds.iter().map(|times| sums_before(times.iter().copied())).collect();
+    let needed = |layers: Range<usize>| bytes[layers].iter().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
+    let cost = |stage: usize, layers: Range<usize>| {
+        let seconds = before[stage][layers.end] - before[stage][layers.start];
+        (needed(layers) <= limits[stage]).then_some(seconds)
+    };
+    Ok(most_even_cuts(layers, stages, cost))
+}
+
+/// Returns the sum of all values before each position.
+fn sums_before(values: impl Iterator<Item = f64>) -> Vec<f64> {
+    let sums = values.scan(0.0, |sum, value| {
+        *sum += value;
+        Some(*sum)
+    });
+    std::iter::once(0.0).chain(sums).collect()
+}
+
+/// Returns the division in which the largest cost of a stage is as small as possible, and of several such divisions the
+/// one with the smallest sum of squares. `cost` returns the cost of a stage with these layers, or `None` to reject it.
+fn most_even_cuts(
+    layers: usize,
+    stages: usize,
+    cost: impl Fn(usize, Range<usize>) -> Option<f64>,
+) -> Option<StageCuts> {
+    let (largest, _) = best_cuts(layers, stages, |earlier, stage| Some(f64::max(earlier, stage)), &cost)?;
     let square_below = |earlier: f64, stage: f64| (stage <= largest).then_some(earlier + stage * stage);
-    let (_, bounds) = best_cuts(layers, slowness, square_below, cost);
-    Ok(StageCuts { bounds })
+    best_cuts(layers, stages, square_below, &cost).map(|(_, bounds)| StageCuts { bounds })
 }
 
 /// Returns the division with the smallest total, and that total. `add` adds a stage's cost to the total of the stages
 /// before it, or returns `None` to reject the stage.
 fn best_cuts(
     layers: usize,
-    slowness: &[f64],
+    stages: usize,
     add: impl Fn(f64, f64) -> Option<f64>,
-    cost: impl Fn(usize, usize, f64) -> f64,
-) -> (f64, Vec<usize>) {
+    cost: impl Fn(usize, Range<usize>) -> Option<f64>,
+) -> Option<(f64, Vec<usize>)> {
     // best[j]: the smallest total for the first j layers in the stages so far.
     let mut best: Vec<Option<f64>> = vec![None; layers + 1];
     best[0] = Some(0.0);
     // The first layer of each stage, indexed by the end of the stage.
-    let mut starts = Vec::with_capacity(slowness.len());
-    for slow in slowness {
+    let mut starts = Vec::with_capacity(stages);
+    for stage in 0..stages {
         let mut next: Vec<Option<f64>> = vec![None; layers + 1];
         let mut start = vec![0; layers + 1];
         for end in 1..=layers {
             for (begin, earlier) in best[..end].iter().enumerate() {
-                let total = earlier.and_then(|earlier| add(earlier, cost(begin, end, *slow)));
-                let Some(total) = total else { continue };
+                let Some(earlier) = *earlier else { continue };
+                let Some(total) = cost(stage, begin..end).and_then(|cost| add(earlier, cost)) else { continue };
                 // Of equally good starts, the last one is taken, which gives the stage the fewest layers.
                 if next[end].is_none_or(|known| total <= known) {
                     (next[end], start[end]) = (Some(total), begin);
@@ -112,15 +165,16 @@ fn best_cuts(
         best = next;
         starts.push(start);
     }
+    let total = best[layers]?;
     let mut bounds = vec![layers];
     for start in starts.iter().rev() {
         bounds.push(start[bounds[bounds.len() - 1]]);
     }
     bounds.reverse();
-    (best[layers].unwrap_or_default(), bounds)
+    Some((total, bounds))
 }
 
-/// Divides layers into stages so that each has about the same number of the `selected` layers (`partition: type:TEXT`).
+/// Divides layers into stages so that each has about the same number of the `selected` layers (`partition: type:REGEX`).
 ///
 /// # Errors
 /// There are more stages than layers.
@@ -165,7 +219,41 @@ mod tests {
         assert!(balanced_cuts(&[1.0; 3], &[1.0; 4]).is_err());
     }
 
+    /// Returns the bounds of all divisions of `layers` layers into `stages` stages.
+    fn all_bounds(layers: usize, stages: usize) -> Vec<Vec<usize>> {
+        let inner = |set: u32| (1..layers).filter(move |i| set >> (i - 1) & 1 == 1).collect::<Vec<_>>();
+        let all = (0u32..1 << (layers - 1)).map(inner).filter(|inner| inner.len() + 1 == stages);
+        all.map(|inner| [vec![0], inner, vec![layers]].concat()).collect()
+    }
+
     proptest! {
+        #[test]
+        fn no_cut_that_fits_is_faster_and_one_is_found_if_there_is_any(
+            (seconds, bytes, limits) in (1usize..9, 1usize..5).prop_flat_map(|(layers, stages)| {
+                let row = proptest::collection::vec((0u32..50).prop_map(f64::from), layers);
+                let bytes = proptest::collection::vec(0u64..20, layers);
+                (proptest::collection::vec(row, stages), bytes, proptest::collection::vec(0u64..80, stages))
+            }),
+        ) {
+            let (layers, stages) = (bytes.len(), seconds.len());
+            let Ok(cuts) = timed_cuts(&seconds, &bytes, &limits) else {
+                prop_assert!(stages > layers);
+                return Ok(());
+            };
+            let slowest = |bounds: &[usize]| {
+                let sum = |stage: usize| seconds[stage][bounds[stage]..bounds[stage + 1]].iter().sum::<f64>();
+                (0..stages).map(sum).fold(0.0, f64::max)
+            };
+            let fits = |bounds: &[usize]| {
+                let sum = |stage: usize| bytes[bounds[stage]..bounds[stage + 1]].iter().sum::<u64>();
+                (0..stages).all(|stage| sum(stage) <= limits[stage])
+            };
+            let fitting: Vec<Vec<usize>> = all_bounds(layers, stages).into_iter().filter(|bounds| fits(bounds)).collect();
+            let fastest = fitting.iter().map(|bounds| slowest(bounds)).reduce(f64::min);
+            prop_assert_eq!(cuts.as_ref().map(|cuts| slowest(&cuts.bounds)), fastest);
+            prop_assert!(cuts.is_none_or(|cuts| fitting.contains(&cuts.bounds)));
+        }
+
         #[test]
         fn stages_cover_all_layers_and_no_other_cut_is_better(
             weights in proptest::collection::vec(0u32..50, 1..9), slowness in proptest::collection::vec(1u32..4, 1..5),
@@ -187,12 +275,8 @@ mod tests {
                 sums.zip(&slowness).map(|(sum, slow)| sum * slow).fold(0.0, f64::max)
             };
             let found = most(&cuts.bounds);
-            // All other divisions, as sets of inner bounds.
-            for set in 0u32..1 << (layers - 1) {
-                let inner: Vec<usize> = (1..layers).filter(|i| set >> (i - 1) & 1 == 1).collect();
-                if inner.len() + 1 == slowness.len() {
-                    prop_assert!(found <= most(&[vec![0], inner, vec![layers]].concat()) + 1e-9);
-                }
+            for bounds in all_bounds(layers, slowness.len()) {
+                prop_assert!(found <= most(&bounds) + 1e-9);
             }
         }
     }

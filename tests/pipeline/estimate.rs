@@ -14,7 +14,9 @@ use std::sync::Arc;
 /// Returns the bytes that each kind of state occupies between steps, and those that it occupies at most.
 fn bytes(report: &MemoryReport) -> Vec<(MemoryKind, [usize; 2])> {
     let of = |row: &MemoryRow| (row.kind, [row.host.held, row.host.peak]);
-    report.rows.iter().map(of).filter(|(_, [held, peak])| held + peak > 0).collect()
+    // The estimate does not know the size of a micro batch.
+    let is_estimated = |kind: MemoryKind| !matches!(kind, MemoryKind::StageActivations | MemoryKind::StageMessages);
+    report.rows.iter().map(of).filter(|(kind, [held, peak])| held + peak > 0 && is_estimated(*kind)).collect()
 }
 
 /// Returns the same for the estimate of a rank. Unless peaks are `exact`, the peaks of gradients and buckets

@@ -3,7 +3,7 @@
 
 use super::same_bits::{Batch, LAYERS, Model, batch, config, loss, module, parameters, residual};
 use candle_core::{DType, Device, Tensor};
-use candle_nn::{Activation, VarBuilder};
+use candle_nn::Activation;
 use candle_zero::comm::{Communicator, SoloCommunicator, threads};
 use candle_zero::engine::{EngineBuilder, PipelineEngine};
 use candle_zero::nn::Linear;
@@ -125,18 +125,6 @@ fn refused(ranks: usize, module: fn() -> PipelineModule<Batch>, config: impl Fn(
 
 #[test]
 fn what_a_pipeline_cannot_have_is_refused_in_words() {
-    struct Counting(Linear);
-    impl candle_nn::Module for Counting {
-        fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-            self.0.forward(x)
-        }
-    }
-    let with_buffer = || {
-        module().layer("counting", |vb: VarBuilder<'_>| {
-            vb.get(1, "running_mean")?;
-            Ok(Counting(Linear::new(3, 3, vb)?))
-        })
-    };
     let section = |section: Value| {
         move |_: usize| {
             let mut config = config(4, 0);
@@ -144,8 +132,17 @@ fn what_a_pipeline_cannot_have_is_refused_in_words() {
             config
         }
     };
-    insta::assert_snapshot!(refused(2, with_buffer, |_| config(4, 0)), @"cannot train in a pipeline: layer 8 has a buffer, counting.running_mean, but pipelines do not support buffers; compute such values in the layer instead of requesting them from the VarBuilder");
-    insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:transformer"}))), @r#"cannot train in a pipeline: pipeline.partition is type:transformer, and the 2 stages need at least one layer each whose type has "transformer" in its name, but only 0 were found; the types are Activation, Linear, Residual"#);
+    insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:transformer"}))), @"cannot train in a pipeline: pipeline.partition is type:transformer, and 2 stages must have at least one layer each with a type name that matches, but only 0 layers have one; the types are Activation, Linear, Residual");
+    insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:(residual"}))), @r#"the configuration value: `pipeline.partition`: expected a regular expression after type:, found "(residual": unclosed group; put a backslash before each special character that stands for itself"#);
+    insta::assert_snapshot!(refused(2, module, section(json!({"partition": "time"}))), @"cannot train in a pipeline: pipeline.partition is time, but the layers cannot be measured without a micro batch; set one with PipelineModule::example, or use another pipeline.partition");
+    let of_first = |rank: usize| {
+        let mut config = config(4, 0);
+        config["pipeline"] = json!({"partition": if rank == 0 { "uniform" } else { "time" }});
+        config
+    };
+    insta::assert_snapshot!(refused(3, module, of_first), @"cannot train in a pipeline: ranks 0 and 1 have different values of pipeline.partition; give all ranks the same configuration");
+    insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:"}))), @r#"the configuration value: `pipeline.partition`: expected best, parameters, uniform, time or type:REGEX, found "type:""#);
+    insta::assert_snapshot!(refused(3, module, section(json!({"partition": "type:^(linear|activation)$"}))), @"cannot train in a pipeline: pipeline.partition is type:^(linear|activation)$, and 3 stages must have at least one layer each with a type name that matches, but only 2 layers have one; the types are Activation, Linear, Residual");
     insta::assert_snapshot!(refused(2, module, section(json!({"chunks": 1u64 << 40, "schedule": "interleaved"}))), @"cannot train in a pipeline: 2 ranks along the pipeline (pipeline.stages; auto: all ranks) with 1099511627776 chunks each (pipeline.chunks) need more stages than the model's 8 layers; use fewer");
     insta::assert_snapshot!(refused(2, module, section(json!({"schedule": "interleaved", "chunks": 1}))), @"cannot train in a pipeline: pipeline.chunks is 1, but pipeline.schedule interleaved needs 2 or more chunks per rank; use 1f1b for 1");
     insta::assert_snapshot!(refused(2, module, section(json!({"schedule": "eager"}))), @r#"the configuration value: `pipeline.schedule`: expected one of "1f1b", "interleaved", "zero_bubble", "zbv", found the string "eager""#);
@@ -220,6 +217,39 @@ fn an_engine_whose_batch_has_failed_is_out_of_step() {
     let [other, own] = [0, 1].map(|rank| results.as_ref().unwrap()[rank].as_ref().unwrap().clone());
     assert!(own.0.contains("no file") && other.0.contains("rank 1 stopped"), "{own:?} {other:?}");
     assert!(own.1.contains("no file") && other.1.contains("rank 1"), "{own:?} {other:?}");
+}
+
+#[test]
+fn layers_are_counted_whose_type_matches_a_regular_expression() {
+    let layers = |expression: &str| {
+        let mut config = config(4, 0);
+        config["pipeline"] = json!({"partition": format!("type:{expression}")});
+        let own = |comm| {
+            let engine = builder(comm).initialize_pipeline(module(), config.clone())?;
+            Ok(engine.parameter_names().len())
+        };
+        threads::run(2, own).unwrap().into_iter().map(Result::unwrap).collect::<Vec<_>>()
+    };
+    // A residual layer has four parameters, and the head, a linear layer, has two; the activation has none.
+    assert_eq!(layers("^RESID.*l$"), [3 * 4, 3 * 4 + 2]);
+    assert_eq!(layers("linear|activation"), [6 * 4, 2]);
+    assert_eq!(layers("residual|Linear"), [4 * 4, 2 * 4 + 2]);
+}
+
+#[test]
+fn a_model_of_ones_own_is_divided_by_measured_time_and_has_the_same_bits() {
+    let with_example = || module().example(|_, _| Ok(batch(0, 0, 0)));
+    let expected = plain(&config(4, 0), |builder| builder);
+    for (ranks, section) in [
+        (1, json!({"partition": "time"})),
+        (3, json!({"partition": "time"})),
+        (2, json!({"partition": "time", "schedule": "zbv", "chunks": 2})),
+    ] {
+        let mut config = config(4, 0);
+        config["pipeline"] = section;
+        // A rank whose stages had no common cut with the others would refuse to start.
+        assert!(piped(ranks, with_example, &config, |builder| builder) == expected, "{ranks} ranks, {config}");
+    }
 }
 
 #[test]

@@ -70,10 +70,14 @@ impl Model {
         Ok(Self(layers.collect::<candle_core::Result<_>>()?, Linear::new(WIDTH, 3, vb.pp("head"))?))
     }
 
-    pub(super) fn loss(&self, (x, target): &Batch) -> candle_core::Result<Tensor> {
+    pub(super) fn output(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         use candle_nn::Module;
         let x = self.0.iter().try_fold(x.clone(), |x, layer| layer.forward(&x))?;
-        loss(&self.1.forward(&Activation::Gelu.forward(&x)?)?, target)
+        self.1.forward(&Activation::Gelu.forward(&x)?)
+    }
+
+    pub(super) fn loss(&self, (x, target): &Batch) -> candle_core::Result<Tensor> {
+        loss(&self.output(x)?, target)
     }
 }
 

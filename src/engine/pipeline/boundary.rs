@@ -7,6 +7,7 @@
 
 use crate::comm::{Communicator, Pending};
 use crate::error::{EngineError, Result};
+use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry, MemoryTier};
 use crate::pipeline::{PipelineMessage, PipelineSchedule};
 use crate::precision::Flat;
 use crate::tensor::residency::{storage_on, to_storage, with_view};
@@ -33,13 +34,35 @@ pub(super) enum BoundaryMessage {
     LookedUp,
     /// The new values of a tied weight, for the first stage.
     TiedWeight,
+    /// The output of the last stage in inference, for all ranks.
+    Output,
 }
 
 /// An activation or its gradient, and the position in the random stream after the layers so far.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct BoundaryTensor {
     pub tensor: Tensor,
     pub next_draw: u64,
+    /// The entry in the ledger, unless the memory is that of a stage's output.
+    #[allow(dead_code, reason = "held for its Drop")]
+    pub held: Option<MemoryLedgerEntry>,
+}
+
+/// A message on its way to another rank.
+struct SentMessage {
+    tag: u64,
+    header: Pending<()>,
+    data: Pending<()>,
+    #[allow(dead_code, reason = "held for its Drop")]
+    held: MemoryLedgerEntry,
+}
+
+impl SentMessage {
+    /// Waits until the message has been sent.
+    fn wait(self) -> Result<()> {
+        self.header.wait()?;
+        self.data.wait()
+    }
 }
 
 /// The boundaries of this rank's stages.
@@ -47,8 +70,9 @@ pub(super) struct StageBoundaries {
     /// The ranks along the pipeline.
     comm: Arc<dyn Communicator>,
     device: Device,
-    /// The messages on their way to other ranks.
-    sending: VecDeque<Pending<()>>,
+    ledger: MemoryLedger,
+    /// The messages on their way to other ranks, oldest first.
+    sending: VecDeque<SentMessage>,
     /// The tags of the messages of this step that each rank will still send to this one, in the order of sending.
     expected: BTreeMap<usize, VecDeque<u64>>,
     /// The messages that have arrived but that this rank does not need yet, by tag.
@@ -56,8 +80,9 @@ pub(super) struct StageBoundaries {
 }
 
 impl StageBoundaries {
-    pub fn new(comm: Arc<dyn Communicator>, device: Device) -> Self {
-        Self { comm, device, sending: VecDeque::new(), expected: BTreeMap::new(), early: BTreeMap::new() }
+    pub fn new(comm: Arc<dyn Communicator>, device: Device, ledger: MemoryLedger) -> Self {
+        let (sending, expected, early) = (VecDeque::new(), BTreeMap::new(), BTreeMap::new());
+        Self { comm, device, ledger, sending, expected, early }
     }
 
     /// Begins a step: from now on, ranks send in the order of `schedule`, which may differ from the order in which this
@@ -83,15 +108,20 @@ impl StageBoundaries {
         message: BoundaryMessage,
         (boundary, micro_batch): (usize, usize),
         to: usize,
-        BoundaryTensor { tensor, next_draw }: &BoundaryTensor,
+        BoundaryTensor { tensor, next_draw, .. }: &BoundaryTensor,
     ) -> Result<()> {
+        while let Some(oldest) = self.sending.pop_front_if(|oldest| oldest.data.is_available()) {
+            oldest.wait()?;
+        }
         let (tag, dims) = (tag(message, boundary, micro_batch), tensor.dims());
         assert!(dims.len() <= MAX_DIMS, "{} dimensions", dims.len());
         let data = with_view(tensor, |values| values.to_flat())?;
         let mut words = [0; WORDS];
         words[..3].copy_from_slice(&[dims.len() as u64, code_of(data.dtype()), *next_draw]);
         words[3..].iter_mut().zip(dims).for_each(|(word, dim)| *word = *dim as u64);
-        self.sending.extend([self.comm.send(to, header_of(words), tag), self.comm.send(to, data, tag)]);
+        let held = self.ledger.hold(MemoryKind::StageMessages, data.capacity_in_bytes());
+        let header = self.comm.send(to, header_of(words), tag);
+        self.sending.push_back(SentMessage { tag, header, data: self.comm.send(to, data, tag), held });
         Ok(())
     }
 
@@ -107,6 +137,18 @@ impl StageBoundaries {
         from: usize,
     ) -> Result<BoundaryTensor> {
         let wanted = tag(message, boundary, micro_batch);
+        let received = self.receive_wanted(wanted, from)?;
+        if message == BoundaryMessage::Gradient {
+            // The gradient depends on the activation, which has therefore arrived.
+            let activation = tag(BoundaryMessage::Activation, boundary, micro_batch);
+            if let Some(at) = self.sending.iter().position(|sent| sent.tag == activation) {
+                self.sending.remove(at).map_or(Ok(()), SentMessage::wait)?;
+            }
+        }
+        Ok(received)
+    }
+
+    fn receive_wanted(&mut self, wanted: u64, from: usize) -> Result<BoundaryTensor> {
         if let Some(arrived) = self.early.remove(&wanted) {
             return Ok(arrived);
         }
@@ -124,9 +166,15 @@ impl StageBoundaries {
         let dims: Vec<usize> = words[3..][..words[0] as usize].iter().map(|dim| *dim as usize).collect();
         let (shape, dtype) = (Shape::from(dims), dtype_of(words[1]));
         let data = self.comm.receive(from, dtype, shape.elem_count(), tag).wait()?;
+        let held = self.held(data.size_in_bytes());
         let storage = storage_on(&self.device, to_storage(data))?;
         let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
-        Ok(BoundaryTensor { tensor, next_draw: words[2] })
+        Ok(BoundaryTensor { tensor, next_draw: words[2], held: Some(held) })
+    }
+
+    /// Records that this rank holds `bytes` of a message in the memory of its device.
+    pub fn held(&self, bytes: usize) -> MemoryLedgerEntry {
+        self.ledger.hold_in(MemoryTier::of(&self.device), MemoryKind::StageMessages, bytes)
     }
 
     /// Waits until all messages have been sent.
@@ -136,8 +184,7 @@ impl StageBoundaries {
 
     /// Waits until all messages except the newest `messages` have been sent.
     pub fn finish_until(&mut self, messages: usize) -> Result<()> {
-        let newest = 2 * messages;
-        while self.sending.len() > newest
+        while self.sending.len() > messages
             && let Some(oldest) = self.sending.pop_front()
         {
             oldest.wait()?;
@@ -148,18 +195,31 @@ impl StageBoundaries {
 
 /// Checks that the output of `stage` can be the input of the next one.
 pub(super) fn check_boundary(stage: usize, output: &Tensor) -> Result<()> {
-    let (dtype, dims) = (output.dtype(), output.dims().len());
-    let has_gradient = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
-    let problem = match has_gradient {
-        true if dims <= MAX_DIMS => return Ok(()),
-        true => format!("{dims} dimensions, but at most {MAX_DIMS} are supported"),
-        false => format!("the dtype {dtype:?}, but only f32, bf16 and f16 are supported"),
-    };
+    let Some(problem) = problem_of(output) else { return Ok(()) };
     let why = format!(
         "the output of stage {stage} has {problem}; merge this stage's last layer and the next layer into one layer, or \
          choose another pipeline.partition"
     );
     Err(EngineError::Pipeline { why }.into())
+}
+
+/// Checks that the last layer's output can be sent to all ranks.
+pub(super) fn check_output(output: &Tensor) -> Result<()> {
+    let Some(problem) = problem_of(output) else { return Ok(()) };
+    let why = format!(
+        "the output of the last layer has {problem}; use infer_batch_on_last_stage, which sends it to no other rank"
+    );
+    Err(EngineError::PipelineInference { why }.into())
+}
+
+/// Returns the reason why a tensor cannot be sent to another rank.
+fn problem_of(tensor: &Tensor) -> Option<String> {
+    let (dtype, dims) = (tensor.dtype(), tensor.dims().len());
+    match matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+        true if dims <= MAX_DIMS => None,
+        true => Some(format!("{dims} dimensions, but at most {MAX_DIMS} are supported")),
+        false => Some(format!("the dtype {dtype:?}, but only f32, bf16 and f16 are supported")),
+    }
 }
 
 /// Returns the tag of a message, which both sides compute.
@@ -199,6 +259,7 @@ fn words_of(header: &Flat) -> [u64; WORDS] {
 mod tests {
     use super::*;
     use crate::comm::threads;
+    use crate::memory::HeldBytes;
     use proptest::prelude::*;
 
     proptest! {
@@ -216,10 +277,11 @@ mod tests {
         };
         let dtypes = [DType::F32, DType::BF16, DType::F16];
         let results = threads::run(2, |comm| {
-            let mut boundaries = StageBoundaries::new(comm.clone(), Device::Cpu);
+            let ledger = MemoryLedger::default();
+            let mut boundaries = StageBoundaries::new(comm.clone(), Device::Cpu, ledger.clone());
             for (micro_batch, dtype) in dtypes.into_iter().enumerate() {
                 let (place, sent) =
-                    ((1, micro_batch), BoundaryTensor { tensor: tensor(dtype), next_draw: u64::MAX - 7 });
+                    ((1, micro_batch), BoundaryTensor { tensor: tensor(dtype), next_draw: u64::MAX - 7, held: None });
                 if comm.rank() == 0 {
                     boundaries.send(BoundaryMessage::Activation, place, 1, &sent)?;
                     continue;
@@ -231,7 +293,11 @@ mod tests {
                 assert_eq!(bits(&arrived.tensor).unwrap(), bits(&sent.tensor).unwrap());
                 assert_eq!(arrived.next_draw, u64::MAX - 7);
             }
-            boundaries.finish()
+            boundaries.finish()?;
+            // Rank 1 has used each tensor before it received the next one.
+            let HeldBytes { held, peak } = ledger.bytes(MemoryKind::StageMessages);
+            assert_eq!((held, comm.rank() == 0 || peak == 24 * 4), (0, true));
+            Ok(())
         });
         results.unwrap().into_iter().for_each(|result| result.unwrap());
     }

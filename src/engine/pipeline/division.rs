@@ -2,6 +2,7 @@
 //!
 //! The division depends only on the model and the configuration, and is therefore the same on every rank.
 
+use super::layer_times::LayerTimes;
 use crate::config::PipelineConfig;
 use crate::error::{EngineError, ParamError, Result};
 use crate::layout::{MeshAxis, RankMesh, ZeroStage};
@@ -12,7 +13,7 @@ use crate::pipeline::{
 use crate::util::{counted, fnv1a};
 use crate::zero::gather::unit::building;
 use crate::zero::share::var_builder_backend::VarBuilderBackend;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Shape};
 use candle_nn::VarBuilder;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -38,43 +39,54 @@ pub(crate) struct PipelineDivision {
     pub elements: Vec<usize>,
     /// The index of each parameter in the complete model, by name.
     pub numbers: BTreeMap<String, usize>,
-    /// The names and shapes of the complete model's parameters, and the cuts, as a hash.
+    /// The names of the complete model's buffers.
+    pub buffers: BTreeSet<String>,
+    /// The names and shapes of the complete model's parameters and buffers, and the cuts, as a hash.
     pub fingerprint: u64,
 }
 
 impl PipelineDivision {
-    /// Divides the layers of `module` among `ranks` ranks along a pipeline.
+    /// Divides the layers of `module` among `ranks` ranks along a pipeline. `times` are those that the layers take, if
+    /// they have been measured.
     ///
     /// # Errors
-    /// Numbers of ranks, chunks and layers that are incompatible; a layer that cannot be built; a parameter that two
-    /// layers share, unless it is the first layer's only parameter and the other layer is the last.
+    /// Numbers of ranks, chunks and layers that are incompatible; a layer that cannot be built; a buffer that two layers
+    /// share; a parameter that two layers share, unless it is the only one of the first layer and the other layer is the
+    /// last.
     pub fn new<B>(
         module: &PipelineModule<B>,
         config: &PipelineConfig,
         ranks: usize,
         (source, is_buffer): (WeightSource, Option<&BufferFilter>),
+        times: Option<&LayerTimes>,
     ) -> Result<Self> {
         let refused = |why: String| EngineError::Pipeline { why };
         let stages =
             PipelineSchedule::new(config.schedule, ranks, config.chunks, ranks).map_err(|e| refused(e.to_string()))?;
         let layers = LayerParameters::of(module, source, is_buffer)?;
         check_number_of_stages(config, (ranks, module.len()))?;
-        let cuts = match &config.partition {
-            PartitionMethod::Uniform => uniform_cuts(module.len(), stages.stages()),
-            PartitionMethod::Parameters => {
+        let cuts = match (&config.partition, times) {
+            (PartitionMethod::Time, Some(times)) => times.cuts(stages),
+            (PartitionMethod::Uniform, _) => uniform_cuts(module.len(), stages.stages()),
+            // An estimate has no times.
+            (PartitionMethod::Parameters | PartitionMethod::Time, _) => {
                 let weights: Vec<f64> = layers.elements.iter().map(|elements| *elements as f64).collect();
                 balanced_cuts(&weights, &vec![1.0; stages.stages()])
             }
-            PartitionMethod::LayerKind(text) => {
-                let selected: Vec<bool> = (0..module.len()).map(|layer| module.is_of_kind(layer, text)).collect();
+            (PartitionMethod::LayerKind(expression), _) => {
+                let invalid = |error| refused(format!("pipeline.partition is type:{expression}: {error}"));
+                let pattern = PartitionMethod::kind_pattern(expression).map_err(invalid)?;
+                let selected: Vec<bool> = (0..module.len()).map(|layer| pattern.is_match(module.kind(layer))).collect();
                 let found = selected.iter().filter(|selected| **selected).count();
                 if found < stages.stages() {
                     let kinds: BTreeSet<&str> = (0..module.len()).map(|layer| module.kind(layer)).collect();
                     let kinds = kinds.into_iter().collect::<Vec<_>>().join(", ");
                     let why = format!(
-                        "pipeline.partition is type:{text}, and the {} need at least one layer each whose type has \
-                         {text:?} in its name, but only {found} were found; the types are {kinds}",
-                        counted(stages.stages(), "stage")
+                        "pipeline.partition is type:{expression}, and {} must have at least one layer each with a \
+                         type name that matches, but only {} {} one; the types are {kinds}",
+                        counted(stages.stages(), "stage"),
+                        counted(found, "layer"),
+                        if found == 1 { "has" } else { "have" }
                     );
                     return Err(refused(why).into());
                 }
@@ -84,7 +96,8 @@ impl PipelineDivision {
         let cuts = cuts.map_err(|e| refused(e.to_string()))?;
         let tied = layers.tied.filter(|_| stages.stages() > 1);
         let fingerprint = fnv1a(format!("{} {cuts:?}", layers.shapes).as_bytes());
-        Ok(Self { cuts, stages, tied, elements: layers.elements, numbers: layers.numbers, fingerprint })
+        let LayerParameters { elements, numbers, buffers, .. } = layers;
+        Ok(Self { cuts, stages, tied, elements, numbers, buffers, fingerprint })
     }
 
     /// Divides the ranks of a job into pipelines.
@@ -164,12 +177,13 @@ fn check_number_of_stages(config: &PipelineConfig, (ranks, layers): (usize, usiz
     Err(EngineError::Pipeline { why }.into())
 }
 
-/// The parameters of each layer, found by building all layers without memory.
+/// The parameters and buffers of each layer, found by building all layers without memory for parameters.
 struct LayerParameters {
     /// The number of elements of each layer.
     elements: Vec<usize>,
     numbers: BTreeMap<String, usize>,
-    /// The names and shapes of all parameters.
+    buffers: BTreeSet<String>,
+    /// The names and shapes of all parameters and buffers.
     shapes: String,
     /// The parameter that the first layer and the last one share.
     tied: Option<String>,
@@ -179,22 +193,28 @@ impl LayerParameters {
     fn of<B>(module: &PipelineModule<B>, source: WeightSource, is_buffer: Option<&BufferFilter>) -> Result<Self> {
         const DTYPE: DType = DType::F32;
         let (mut elements, mut numbers, mut shapes) = (Vec::new(), BTreeMap::new(), String::new());
+        let mut buffers = BTreeSet::new();
         let mut owners: BTreeMap<String, usize> = BTreeMap::new();
         let mut tied = None;
         let registry = VarBuilderBackend::of_shapes(DTYPE).with_source(source);
         for layer in 0..module.len() {
             let vb = VarBuilder::from_backend(Box::new(registry.clone()), DTYPE, Device::Cpu);
             building(&registry, || module.build(layer, vb)).map_err(|e| registry.explain(e))?;
-            let (params, mut buffers) = registry.take();
+            let (mut params, own) = registry.take();
+            let own = own.into_iter().map(|buffer| (buffer.name, buffer.tensor.shape().clone()));
             let chosen =
-                params.iter().filter(|param| is_buffer.is_some_and(|rule| rule(&param.name, param.shape.dims())));
-            buffers.extend(chosen.map(|param| param.name.clone()));
-            if let Some(buffer) = buffers.first() {
-                let why = format!(
-                    "layer {layer} has a buffer, {buffer}, but pipelines do not support buffers; compute such values \
-                     in the layer instead of requesting them from the VarBuilder"
-                );
-                return Err(EngineError::Pipeline { why }.into());
+                params.extract_if(.., |param| is_buffer.is_some_and(|rule| rule(&param.name, param.shape.dims())));
+            let own: Vec<(String, Shape)> = own.chain(chosen.map(|param| (param.name, param.shape))).collect();
+            for (name, shape) in own {
+                shapes.push_str(&format!("buffer {name} {shape:?};"));
+                if let Some(first) = owners.insert(name.clone(), layer) {
+                    let why = format!(
+                        "layers {first} and {layer} share buffer {name}, but a buffer is kept only by the rank of its \
+                         stage; put what they share into one layer, or give each layer a separate buffer"
+                    );
+                    return Err(EngineError::Pipeline { why }.into());
+                }
+                buffers.insert(name);
             }
             shapes.extend(params.iter().map(|param| format!("{} {:?};", param.name, param.shape)));
             elements.push(params.iter().map(|param| param.numel).sum());
@@ -220,6 +240,6 @@ impl LayerParameters {
         if numbers.is_empty() {
             return Err(ParamError::NoParameters.into());
         }
-        Ok(Self { elements, numbers, shapes, tied })
+        Ok(Self { elements, numbers, buffers, shapes, tied })
     }
 }

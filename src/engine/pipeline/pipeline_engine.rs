@@ -2,8 +2,9 @@
 
 use super::boundary::{BoundaryMessage, BoundaryTensor, StageBoundaries, check_boundary};
 use super::division::RankLayers;
+use super::layer_times::{LayerTimes, check_same_partition};
 use super::setup::PipelineSetup;
-use super::tied_weight::TiedWeight;
+use super::tied_weight::{KeptGradient, TiedWeight};
 use crate::checkpoint::{LoadOptions, LoadedCheckpoint};
 use crate::comm::RankEnv;
 use crate::config::{Config, ConfigSource};
@@ -11,8 +12,9 @@ use crate::engine::{Engine, EngineBuilder};
 use crate::error::{EngineError, Result};
 use crate::graph::prepared_op::seeded;
 use crate::graph::{delivering, part_input, without_gradients};
-use crate::memory::MemoryReport;
-use crate::pipeline::{PipelineModule, PipelineOp, PipelinePass, PipelineSchedule};
+use crate::layout::{MeshAxis, RankMesh};
+use crate::memory::{MemoryLedgerEntry, MemoryReport};
+use crate::pipeline::{PartitionMethod, PipelineModule, PipelineOp, PipelinePass, PipelineSchedule};
 use crate::tensor::residency;
 use crate::zero::reduce::divided_backward::WaitingGradients;
 use candle_core::{Device, Tensor, Var};
@@ -51,19 +53,19 @@ use std::time::Instant;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct PipelineEngine<B> {
-    engine: Engine<RankLayers<B>>,
-    module: PipelineModule<B>,
-    boundaries: StageBoundaries,
+    pub(super) engine: Engine<RankLayers<B>>,
+    pub(super) module: PipelineModule<B>,
+    pub(super) boundaries: StageBoundaries,
     /// The messages between the first stage and the last one, which have their own order.
-    tied_messages: StageBoundaries,
-    schedule: PipelineSchedule,
+    pub(super) tied_messages: StageBoundaries,
+    pub(super) schedule: PipelineSchedule,
     /// The number of pipelines, and the one that this rank is in.
-    pipelines: usize,
-    pipeline: usize,
+    pub(super) pipelines: usize,
+    pub(super) pipeline: usize,
     /// This rank's position along the pipeline.
-    rank: usize,
+    pub(super) rank: usize,
     /// The weight that the first layer and the last one share, if it is trained.
-    tied: Option<TiedWeight>,
+    pub(super) tied: Option<TiedWeight>,
 }
 
 /// A forward pass whose backward pass has not run yet.
@@ -72,6 +74,8 @@ struct HeldForward {
     input: Option<Var>,
     /// The stage's output, or the loss.
     output: Tensor,
+    /// The entry of both in the ledger.
+    held: MemoryLedgerEntry,
 }
 
 /// The state of one optimizer step.
@@ -80,7 +84,7 @@ struct PipelineStep<B> {
     /// The forward passes whose backward passes have not run yet, by stage and micro batch.
     held: BTreeMap<(usize, usize), HeldForward>,
     /// The gradients of parameters between the two parts of a divided backward pass, by stage and micro batch.
-    waiting: BTreeMap<(usize, usize), WaitingGradients>,
+    waiting: BTreeMap<(usize, usize), (WaitingGradients, MemoryLedgerEntry)>,
     /// The tensors that stages of this rank pass to each other, by the later stage and the micro batch.
     activations: BTreeMap<(usize, usize), BoundaryTensor>,
     gradients: BTreeMap<(usize, usize), BoundaryTensor>,
@@ -105,9 +109,18 @@ impl EngineBuilder {
             None => crate::comm::from_env(&RankEnv::from_env()?)?,
         };
         let section = config.pipeline(&self.run_values).inspect_err(|error| job.abort(&error.to_string()))?;
-        let setup = self
-            .weight_source(0)
-            .and_then(|source| PipelineSetup::new(&module, &section, &job, (source, self.buffer_rule.as_ref())));
+        let measure = |mesh: &RankMesh| {
+            if section.partition != PartitionMethod::Time {
+                return Ok(None);
+            }
+            let config = Config::load_for(config.clone(), mesh.len(MeshAxis::Data), &self.run_values)?;
+            let device = self.device_or_default()?;
+            LayerTimes::measured(&module, &config, &device, self.trainable.as_ref(), (&job, mesh)).map(Some)
+        };
+        let setup = self.weight_source(0).and_then(|source| {
+            check_same_partition(&*job, &section.partition)?;
+            PipelineSetup::new(&module, &section, &job, (source, self.buffer_rule.as_ref()), measure)
+        });
         let setup = setup.inspect_err(|error| job.abort(&error.to_string()))?;
         let (along, division) = (setup.along.clone(), setup.division.clone());
         let (pipelines, pipeline) = (setup.data.size(), setup.data.rank());
@@ -124,8 +137,8 @@ impl EngineBuilder {
             Some(name) => TiedWeight::agreed(&engine, name, &*along, ends, schedule)?,
             None => None,
         };
-        let boundaries = StageBoundaries::new(along.clone(), engine.device().clone());
-        let tied_messages = StageBoundaries::new(job, engine.device().clone());
+        let boundaries = StageBoundaries::new(along.clone(), engine.device().clone(), engine.ledger().clone());
+        let tied_messages = StageBoundaries::new(job, engine.device().clone(), engine.ledger().clone());
         Ok(PipelineEngine {
             engine,
             module,
@@ -185,55 +198,6 @@ impl<B> PipelineEngine<B> {
         self.accumulate_tied(&step, None)?;
         self.boundaries.finish()?;
         self.tied_messages.finish()
-    }
-
-    /// Evaluates `micro_batches` micro batches without training: dropout is off, and no activations are kept. `next`
-    /// returns micro batch i, the same on all ranks of a pipeline. Returns the mean loss over micro batches and
-    /// pipelines, on every rank. Collective.
-    ///
-    /// # Errors
-    /// The error of `next` or of a layer; a failed collective.
-    pub fn eval_batch(&mut self, micro_batches: usize, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
-        self.engine.check_in_step()?;
-        let mean = self.evaluate(micro_batches, next);
-        let mean = self.engine.in_step(mean)?;
-        self.engine.mean_of_last_stage(mean)
-    }
-
-    /// Runs the forward passes of micro batches, and returns the mean loss on the rank of the last stage.
-    fn evaluate(&mut self, micro_batches: usize, mut next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
-        let schedule = self.schedule;
-        let (last, mut sum) = (schedule.stages() - 1, 0.0);
-        for micro_batch in 0..micro_batches {
-            let (batch, module) = (next(micro_batch)?, &self.module);
-            let mut passed = None;
-            for stage in schedule.stages_of(self.rank) {
-                let place = (stage, micro_batch);
-                let x = match stage.checked_sub(1).map(|before| schedule.rank_of(before)) {
-                    None => module.input(&batch)?,
-                    Some(rank) if rank == self.rank => passed.take().expect("the previous stage has run"),
-                    Some(rank) => self.boundaries.receive(BoundaryMessage::Activation, place, rank)?.tensor,
-                };
-                let output = self.engine.evaluate_stage(|layers| {
-                    let output = layers.stages[&stage].iter().try_fold(x, |x, layer| layer.forward(&x, &batch))?;
-                    if stage == last { module.loss(&output, &batch) } else { Ok(output) }
-                })?;
-                if stage == last {
-                    sum += self.engine.loss_value(&output)?;
-                    continue;
-                }
-                check_boundary(stage, &output)?;
-                let sent = BoundaryTensor { tensor: output, next_draw: 0 };
-                match schedule.rank_of(stage + 1) {
-                    rank if rank == self.rank => passed = Some(sent.tensor),
-                    rank => self.boundaries.send(BoundaryMessage::Activation, (stage + 1, micro_batch), rank, &sent)?,
-                }
-                // The first stages would otherwise run ahead, and keep the activations of all micro batches.
-                self.boundaries.finish_until(2 * self.schedule.ranks())?;
-            }
-        }
-        self.boundaries.finish()?;
-        Ok(sum / micro_batches.max(1) as f64)
     }
 
     /// Saves a checkpoint of all stages, as [`Engine::save_checkpoint`] does. Any number of ranks and stages can load
@@ -358,8 +322,8 @@ impl<B> PipelineEngine<B> {
         let PipelineOp { stage, micro_batch, .. } = op;
         let place = (stage, micro_batch);
         let batch = &step.batches[micro_batch];
-        let BoundaryTensor { tensor, next_draw } = match stage.checked_sub(1) {
-            None => BoundaryTensor { tensor: self.module.input(batch)?, next_draw: 0 },
+        let BoundaryTensor { tensor, next_draw, held: received } = match stage.checked_sub(1) {
+            None => BoundaryTensor { tensor: self.module.input(batch)?, next_draw: 0, held: None },
             Some(before) => match self.schedule.rank_of(before) {
                 rank if rank == self.rank => step.activations.remove(&place).expect("the previous stage has run"),
                 rank => self.boundaries.receive(BoundaryMessage::Activation, place, rank)?,
@@ -367,6 +331,7 @@ impl<B> PipelineEngine<B> {
         };
         let looks_up = stage == 0 && self.tied.is_some();
         let mut input = if stage > 0 { Some(Var::from_tensor(&tensor)?) } else { None };
+        let mut held = self.engine.held_activations(0);
         let (module, is_last) = (&self.module, stage + 1 == self.schedule.stages());
         let (output, next_draw) = self.engine.forward_stage(micro_batch, next_draw, |layers| {
             let mut layers = layers.stages[&stage].iter();
@@ -378,59 +343,66 @@ impl<B> PipelineEngine<B> {
             let first = input.as_ref().map_or(Ok(tensor.clone()), part_input)?;
             // The backward pass needs the input's place in the graph, but not its values.
             input.as_ref().map_or(Ok(()), |input| residency::clear(input))?;
+            held.resize(input.as_ref().map_or(0, |input| bytes_of(input)));
             let output = layers.try_fold(first, |x, layer| layer.forward(&x, batch))?;
             if is_last { module.loss(&output, batch) } else { Ok(output) }
         })?;
         if !is_last {
             check_boundary(stage, &output)?;
-            let sent = BoundaryTensor { tensor: output.detach(), next_draw };
+            let sent = BoundaryTensor { tensor: output.detach(), next_draw, held: None };
             let next = (stage + 1, micro_batch);
             match self.schedule.rank_of(stage + 1) {
                 rank if rank == self.rank => drop(step.activations.insert(next, sent)),
                 rank => self.boundaries.send(BoundaryMessage::Activation, next, rank, &sent)?,
             }
         }
-        step.held.insert(place, HeldForward { input, output });
+        held.resize(held.bytes() + bytes_of(&output));
+        drop(received);
+        step.held.insert(place, HeldForward { input, output, held });
         Ok(())
     }
 
     fn backward(&mut self, step: &mut PipelineStep<B>, op: PipelineOp) -> Result<()> {
         let PipelineOp { stage, micro_batch, .. } = op;
         let place = (stage, micro_batch);
-        let HeldForward { input, output } = step.held.remove(&place).expect("the stage's forward pass has run");
+        let HeldForward { input, output, held } = step.held.remove(&place).expect("the stage's forward pass has run");
         let of_input = input.as_ref().map(Var::as_tensor);
         let is_last = stage + 1 == self.schedule.stages();
-        let scalar = if is_last {
-            self.engine.scaled_loss(&output)?
+        let (scalar, of_output) = if is_last {
+            (self.engine.scaled_loss(&output)?, None)
         } else {
             let next = (stage + 1, micro_batch);
             let grad = match self.schedule.rank_of(stage + 1) {
                 rank if rank == self.rank => step.gradients.remove(&next).expect("the next stage has run"),
                 rank => self.boundaries.receive(BoundaryMessage::Gradient, next, rank)?,
             };
-            seeded(&output, grad.tensor)?
+            (seeded(&output, grad.tensor)?, grad.held)
         };
         let grad = match (op.pass, self.tied.as_mut().filter(|_| is_last)) {
             (PipelinePass::BackwardInput, _) => {
                 let (grad, waiting) = self.engine.backward_stage_inputs(&scalar, of_input)?;
-                step.waiting.insert(place, waiting);
+                let bytes = waiting.iter().map(|(_, gradient)| gradient.bytes()).sum();
+                step.waiting.insert(place, (waiting, self.engine.held_activations(bytes)));
                 grad
             }
             (_, Some(tied)) => {
                 let (grad, of_output) = self.engine.backward_diverting(&scalar, of_input, tied.param)?;
-                tied.kept.push_back((micro_batch, of_output));
+                let held = self.boundaries.held(of_output.bytes());
+                tied.kept.push_back(KeptGradient { micro_batch, of_output, held });
                 grad
             }
             (_, None) => self.engine.backward_stage(&scalar, of_input)?,
         };
+        drop((scalar, of_output, held));
         if let Some(tensor) = grad {
-            let sent = BoundaryTensor { tensor, next_draw: 0 };
+            let held = self.boundaries.held(bytes_of(&tensor));
+            let sent = BoundaryTensor { tensor, next_draw: 0, held: Some(held) };
             match (stage.checked_sub(1), &mut self.tied) {
                 (Some(before), _) => match self.schedule.rank_of(before) {
                     rank if rank == self.rank => drop(step.gradients.insert(place, sent)),
                     rank => self.boundaries.send(BoundaryMessage::Gradient, place, rank, &sent)?,
                 },
-                (None, Some(tied)) if tied.is_last => tied.looked_up.push_back(sent.tensor),
+                (None, Some(tied)) if tied.is_last => tied.looked_up.push_back(sent),
                 (None, _) => {
                     let [_, rank] = self.tied.as_ref().map_or([0; 2], |tied| tied.ends);
                     self.tied_messages.send(BoundaryMessage::LookedUp, place, rank, &sent)?;
@@ -443,11 +415,12 @@ impl<B> PipelineEngine<B> {
     /// Runs the second part of a divided backward pass.
     fn backward_weights(&mut self, step: &mut PipelineStep<B>, op: PipelineOp) -> Result<()> {
         let PipelineOp { stage, micro_batch, .. } = op;
-        let waiting = step.waiting.remove(&(stage, micro_batch)).expect("the first part has run");
+        let (waiting, _held) = step.waiting.remove(&(stage, micro_batch)).expect("the first part has run");
         let tied = self.tied.as_mut().filter(|_| stage + 1 == self.schedule.stages());
         let of_output = self.engine.backward_stage_weights(waiting, tied.as_ref().map(|tied| tied.param))?;
         if let (Some(tied), Some(of_output)) = (tied, of_output) {
-            tied.kept.push_back((micro_batch, of_output));
+            let held = self.boundaries.held(of_output.bytes());
+            tied.kept.push_back(KeptGradient { micro_batch, of_output, held });
         }
         Ok(())
     }
@@ -459,25 +432,24 @@ impl<B> PipelineEngine<B> {
         // The first stage's part of the newest gradients is still on its way, and this rank does not wait for it.
         let newest = if done.is_some() { self.schedule.ranks() } else { 0 };
         while tied.kept.len() > newest {
-            if done.is_some_and(|done| tied.looked_up_after[tied.kept[0].0] > done) {
+            if done.is_some_and(|done| tied.looked_up_after[tied.kept[0].micro_batch] > done) {
                 return Ok(());
             }
             let of_rows = match tied.is_first {
                 true => tied.looked_up.pop_front(),
                 false => {
-                    let place = (0, tied.kept[0].0);
-                    Some(self.tied_messages.receive(BoundaryMessage::LookedUp, place, tied.ends[0])?.tensor)
+                    let place = (0, tied.kept[0].micro_batch);
+                    Some(self.tied_messages.receive(BoundaryMessage::LookedUp, place, tied.ends[0])?)
                 }
             };
-            let (Some((micro_batch, of_output)), Some(of_rows)) = (tied.kept.pop_front(), of_rows) else {
-                return Ok(());
-            };
+            let (Some(kept), Some(of_rows)) = (tied.kept.pop_front(), of_rows) else { return Ok(()) };
+            let KeptGradient { micro_batch, of_output, held: _held } = kept;
             let (batch, module) = (&step.batches[micro_batch], &self.module);
             let weight = self.engine.weight(tied.param);
             let (scalar, _) = self.engine.forward_stage(micro_batch, 0, |layers| {
                 let lookup = layers.lookup.as_ref().expect("the rank of the last stage has the lookup");
                 let rows = lookup.forward(&module.input(batch)?, batch)?;
-                delivering(&rows, of_rows, &weight, of_output)
+                delivering(&rows, of_rows.tensor, &weight, of_output)
             })?;
             self.engine.backward_stage(&scalar, None)?;
         }
@@ -491,11 +463,17 @@ impl<B> PipelineEngine<B> {
             return Ok(());
         }
         if tied.is_last {
-            let weight = BoundaryTensor { tensor: self.engine.weight(tied.param).detach(), next_draw: 0 };
+            let tensor = self.engine.weight(tied.param).detach();
+            let weight = BoundaryTensor { tensor, next_draw: 0, held: None };
             self.tied_messages.send(BoundaryMessage::TiedWeight, (0, 0), tied.ends[0], &weight)?;
             return self.tied_messages.finish();
         }
         let weight = self.tied_messages.receive(BoundaryMessage::TiedWeight, (0, 0), tied.ends[1])?.tensor;
         self.engine.replace_weight(tied.param, &weight)
     }
+}
+
+/// Returns the size in bytes of a tensor's values.
+fn bytes_of(tensor: &Tensor) -> usize {
+    tensor.elem_count() * tensor.dtype().size_in_bytes()
 }

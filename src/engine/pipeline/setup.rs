@@ -1,6 +1,7 @@
 //! The ranks of a pipeline, and the position of this rank among them.
 
 use super::division::PipelineDivision;
+use super::layer_times::LayerTimes;
 use crate::comm::Communicator;
 use crate::comm::agree::texts;
 use crate::config::PipelineConfig;
@@ -26,7 +27,8 @@ pub(in crate::engine) struct PipelineSetup {
 }
 
 impl PipelineSetup {
-    /// Collective: divides the ranks of a job into pipelines, and the model's layers among their ranks.
+    /// Collective: divides the ranks of a job into pipelines, and the model's layers among their ranks. `measure` returns
+    /// the times of the layers, if they are measured.
     ///
     /// # Errors
     /// A number of stages that does not divide the number of ranks; the errors of [`PipelineDivision::new`].
@@ -35,6 +37,7 @@ impl PipelineSetup {
         config: &PipelineConfig,
         job: &Arc<dyn Communicator>,
         (source, is_buffer): (WeightSource, Option<&BufferFilter>),
+        measure: impl FnOnce(&RankMesh) -> Result<Option<LayerTimes>>,
     ) -> Result<Self> {
         let mesh = PipelineDivision::mesh(config, job.size())?;
         // With several hosts, activations cross the slower network, and gradients of the same stage stay on a host.
@@ -42,7 +45,8 @@ impl PipelineSetup {
         let mesh = if several_hosts { mesh.with_outermost(MeshAxis::Pipeline) } else { mesh };
         let along = job.group(&mesh.groups(&[MeshAxis::Pipeline]))?;
         let data = job.group(&mesh.groups(&[MeshAxis::Data]))?;
-        let division = PipelineDivision::new(module, config, along.size(), (source, is_buffer))?;
+        let times = measure(&mesh)?;
+        let division = PipelineDivision::new(module, config, along.size(), (source, is_buffer), times.as_ref())?;
         let end = |stage: usize| mesh.moved(job.rank(), MeshAxis::Pipeline, division.stages.rank_of(stage));
         let ends = [0, division.stages.stages() - 1].map(end);
         Ok(Self { along, data, division: Arc::new(division), job: job.clone(), mesh, ends })
@@ -56,6 +60,11 @@ impl PipelineSetup {
     /// Returns the names of the complete model's parameters.
     pub(in crate::engine) fn names(&self) -> impl Iterator<Item = &str> + Clone {
         self.division.numbers.keys().map(String::as_str)
+    }
+
+    /// Returns the names of the complete model's buffers.
+    pub(in crate::engine) fn buffers(&self) -> &BTreeSet<String> {
+        &self.division.buffers
     }
 
     /// Returns the parameter of which this rank has a copy, and which the rank of the last stage trains.
@@ -98,6 +107,7 @@ impl PipelineSetup {
             is_last,
             fingerprint: self.division.fingerprint,
             all_names: all_names.into_iter().map(|(_, name)| name.clone()).collect(),
+            all_buffers: self.division.buffers.clone(),
         }
     }
 }

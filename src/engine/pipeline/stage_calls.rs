@@ -1,13 +1,16 @@
 //! The forward and backward passes of a pipeline stage, as calls to the stage's engine.
 
+use crate::comm::agree::first_to_differ;
 use crate::comm::engine_call::during;
 use crate::engine::step_clock::MicroStepCall;
 use crate::engine::{Engine, MicroStepPhase};
-use crate::error::{EngineError, Error, Result};
+use crate::error::{CommError, EngineError, Error, Result};
 use crate::graph::{Grad, RngStreamKey, draw_from, stream_of, stream_position};
+use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry, MemoryTier};
 use crate::param::ParamId;
 use crate::tensor::residency::with_view;
 use crate::zero::reduce::divided_backward::WaitingGradients;
+use crate::zero::share::share_storage::ShareStorage;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use std::time::Instant;
@@ -40,6 +43,16 @@ impl<M> Engine<M> {
         })?;
         self.end_watch(watch);
         Ok((output, position))
+    }
+
+    /// Returns the ledger of this rank's memory.
+    pub(super) fn ledger(&self) -> &MemoryLedger {
+        self.core.ledger()
+    }
+
+    /// Records that this rank keeps `bytes` of a micro batch for its backward pass.
+    pub(super) fn held_activations(&self, bytes: usize) -> MemoryLedgerEntry {
+        self.ledger().hold_in(MemoryTier::of(self.device()), MemoryKind::StageActivations, bytes)
     }
 
     /// Runs a part of this rank's model without a graph.
@@ -159,6 +172,25 @@ impl<M> Engine<M> {
             let all = position.job.gather_f64(vec![f64::from(u8::from(position.is_last)), own]).wait()?;
             let known: Vec<f64> = all.iter().filter(|rank| rank[0] != 0.0).map(|rank| rank[1]).collect();
             Ok::<f64, Error>(known.iter().sum::<f64>() / known.len().max(1) as f64)
+        })
+    }
+
+    /// Collective along the pipeline: returns the token that only the rank of the last stage knows.
+    pub(super) fn token_of_last_stage(&mut self, own: Option<u32>) -> Result<u32> {
+        self.attempt(|engine| {
+            let Some(position) = engine.core.pipeline() else { unreachable!("this engine is part of a pipeline") };
+            let all = position.comm.gather_f64(vec![own.map_or(-1.0, f64::from)]).wait()?;
+            let known = all.iter().map(|rank| rank[0]).find(|token| *token >= 0.0);
+            let none = || CommError::other("the rank of the last stage has sent no token");
+            known.map(|token| token as u32).ok_or_else(none).map_err(Error::from)
+        })
+    }
+
+    /// Collective along the pipeline: returns the first position at which `text` differs from that at position 0.
+    pub(super) fn first_stage_to_differ(&mut self, text: &str) -> Result<Option<usize>> {
+        self.attempt(|engine| {
+            let Some(position) = engine.core.pipeline() else { unreachable!("this engine is part of a pipeline") };
+            first_to_differ(&*position.comm, text)
         })
     }
 

@@ -11,13 +11,14 @@
 //! differentiates the lookup again for the gradient that the first stage sends. The first stage has a copy that it does
 //! not train.
 
+use super::boundary::BoundaryTensor;
 use crate::comm::Communicator;
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::graph::Grad;
+use crate::memory::MemoryLedgerEntry;
 use crate::param::ParamId;
 use crate::pipeline::PipelineSchedule;
-use candle_core::Tensor;
 use std::collections::VecDeque;
 
 /// This rank's role in training a tied weight.
@@ -30,9 +31,17 @@ pub(super) struct TiedWeight {
     /// The last operation of this rank on which the first stage's backward pass of each micro batch depends.
     pub looked_up_after: Vec<usize>,
     /// The output's parts of the gradient, by micro batch, oldest first.
-    pub kept: VecDeque<(usize, Grad)>,
+    pub kept: VecDeque<KeptGradient>,
     /// The gradients of looked-up rows that this rank, which holds both stages, has computed, oldest first.
-    pub looked_up: VecDeque<Tensor>,
+    pub looked_up: VecDeque<BoundaryTensor>,
+}
+
+/// The output's part of the gradient for a micro batch.
+pub(super) struct KeptGradient {
+    pub micro_batch: usize,
+    pub of_output: Grad,
+    #[allow(dead_code, reason = "held for its Drop")]
+    pub held: MemoryLedgerEntry,
 }
 
 impl TiedWeight {

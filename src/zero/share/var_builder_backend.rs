@@ -130,7 +130,7 @@ impl VarBuilderBackend {
         registry
     }
 
-    /// Declares that this rank builds a part of a model whose parameters have these names. The part may have none.
+    /// Declares that this rank builds a part of a model whose parameters and buffers have these names. The part may have none.
     pub fn part_of(&self, complete: BTreeSet<String>) {
         lock(&self.0).complete = Some(complete);
     }
@@ -196,11 +196,11 @@ impl VarBuilderBackend {
 }
 
 impl VarBuilderBackend {
-    /// Takes the parameters that a part of a model has registered, which may be none, and the names of its buffers.
-    pub fn take(&self) -> (Vec<Param>, Vec<String>) {
+    /// Takes the parameters and buffers that a part of a model has registered, which may be none.
+    pub fn take(&self) -> (Vec<Param>, Vec<ModelBuffer>) {
         let mut inner = lock(&self.0);
         inner.by_name.clear();
-        let buffers = std::mem::take(&mut inner.buffers).into_iter().map(|buffer| buffer.name).collect();
+        let buffers = std::mem::take(&mut inner.buffers);
         (std::mem::take(&mut inner.params), buffers)
     }
 }

@@ -9,6 +9,7 @@ use crate::comm::Communicator;
 use crate::error::Result;
 use crate::layout::RankMesh;
 use crate::param::ParamId;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// The contribution of one rank of a pipeline to the vote, or of all of them together.
@@ -38,6 +39,8 @@ pub(crate) struct PipelinePosition {
     pub all_names: Vec<String>,
     /// The parameter whose owner is another rank: a copy of a tied weight.
     pub copied: Option<ParamId>,
+    /// The names of all buffers of the complete model.
+    pub all_buffers: BTreeSet<String>,
 }
 
 impl PipelinePosition {

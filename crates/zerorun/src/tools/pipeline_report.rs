@@ -4,6 +4,7 @@ use super::hosts_forecast::ForecastArguments;
 use crate::error::Result;
 use candle_zero::estimate::{MeasuredStep, Network, PipelineEstimate, PipelineRankEstimate};
 use candle_zero::memory::{MemoryReport, MemoryRow};
+use candle_zero::pipeline::PartitionMethod;
 use candle_zero::util::{binary, counted};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
@@ -107,6 +108,10 @@ impl PipelineReport {
                 "{at:<6}{:>12}{parameters:>16}{trained:>16}{held:>16}{peak:>16}{held_activations:>20}",
                 layers.join(" ")
             );
+        }
+        if estimate.config.pipeline.partition == PartitionMethod::Time {
+            text += "\nA job measures the time of each layer at its start (pipeline.partition: time); here, stages have about \
+                     the same number of parameters.\n";
         }
         let (seconds, bubble) = self.step()?;
         _ = write!(
