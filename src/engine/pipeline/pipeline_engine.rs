@@ -51,7 +51,7 @@ use std::time::Instant;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct PipelineEngine<B> {
-    engine: Engine<RankLayers<B>>,
+    pub(super) engine: Engine<RankLayers<B>>,
     module: PipelineModule<B>,
     boundaries: StageBoundaries,
     /// The messages between the first stage and the last one, which have their own order.
@@ -148,10 +148,23 @@ impl<B> PipelineEngine<B> {
     /// # Errors
     /// The error of `next` or of a layer; the errors of [`Engine::step`].
     pub fn train_batch(&mut self, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
+        self.train_batch_telling(next, &mut |_| ())
+    }
+
+    /// Runs one optimizer step as [`train_batch`](Self::train_batch) does. Calls `tell` with the number of micro batches
+    /// that have passed through this rank's stages, each time it grows.
+    ///
+    /// # Errors
+    /// The same as [`train_batch`](Self::train_batch).
+    pub fn train_batch_telling(
+        &mut self,
+        next: impl FnMut(usize) -> Result<B>,
+        tell: &mut dyn FnMut(usize),
+    ) -> Result<f64> {
         self.engine.check_in_step()?;
         let start = Instant::now();
         let micro_batches = self.schedule.micro_batches();
-        let ran = self.run_micro_batches(next);
+        let ran = self.run_micro_batches(next, tell);
         self.engine.in_step(ran)?;
         self.engine.end_micro_batches(micro_batches, start);
         let stepped = self.engine.step();
@@ -164,8 +177,9 @@ impl<B> PipelineEngine<B> {
     }
 
     /// Runs the forward and backward passes of a step.
-    fn run_micro_batches(&mut self, next: impl FnMut(usize) -> Result<B>) -> Result<()> {
+    fn run_micro_batches(&mut self, next: impl FnMut(usize) -> Result<B>, tell: &mut dyn FnMut(usize)) -> Result<()> {
         let schedule = self.schedule;
+        let (stages, mut passed) = (schedule.stages_of(self.rank).len(), 0);
         let mut step = PipelineStep {
             batches: (0..schedule.micro_batches()).map(next).collect::<Result<_>>()?,
             held: BTreeMap::new(),
@@ -181,6 +195,10 @@ impl<B> PipelineEngine<B> {
                 PipelinePass::BackwardWeight => self.backward_weights(&mut step, op)?,
             }
             self.accumulate_tied(&step, Some(done))?;
+            passed += usize::from(op.pass != PipelinePass::Forward && op.pass != PipelinePass::BackwardWeight);
+            if op.pass != PipelinePass::Forward && passed.is_multiple_of(stages) {
+                tell(passed / stages);
+            }
         }
         self.accumulate_tied(&step, None)?;
         self.boundaries.finish()?;
@@ -195,12 +213,24 @@ impl<B> PipelineEngine<B> {
     /// The error of `next` or of a layer; a failed collective.
     pub fn eval_batch(&mut self, micro_batches: usize, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
         self.engine.check_in_step()?;
-        let mean = self.evaluate(micro_batches, next);
-        let mean = self.engine.in_step(mean)?;
-        self.engine.mean_of_last_stage(mean)
+        let sum = self.evaluate(micro_batches, next);
+        let sum = self.engine.in_step(sum)?;
+        self.engine.mean_of_last_stage(sum / micro_batches.max(1) as f64)
     }
 
-    /// Runs the forward passes of micro batches, and returns the mean loss on the rank of the last stage.
+    /// Evaluates micro batches as [`eval_batch`](Self::eval_batch) does, and returns the sum of their losses over all
+    /// pipelines, on every rank. Collective.
+    ///
+    /// # Errors
+    /// The same as [`eval_batch`](Self::eval_batch).
+    pub fn eval_sum(&mut self, micro_batches: usize, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
+        self.engine.check_in_step()?;
+        let sum = self.evaluate(micro_batches, next);
+        let sum = self.engine.in_step(sum)?;
+        self.engine.sum_of_last_stage(sum)
+    }
+
+    /// Runs the forward passes of micro batches, and returns the sum of the losses on the rank of the last stage.
     fn evaluate(&mut self, micro_batches: usize, mut next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
         let schedule = self.schedule;
         let (last, mut sum) = (schedule.stages() - 1, 0.0);
@@ -233,7 +263,7 @@ impl<B> PipelineEngine<B> {
             }
         }
         self.boundaries.finish()?;
-        Ok(sum / micro_batches.max(1) as f64)
+        Ok(sum)
     }
 
     /// Saves a checkpoint of all stages, as [`Engine::save_checkpoint`] does. Any number of ranks and stages can load

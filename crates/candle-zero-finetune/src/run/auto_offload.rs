@@ -1,7 +1,10 @@
-//! Chooses the stage and the offload of a run without a DeepSpeed configuration.
+//! Chooses the stage and the offload of a run without a DeepSpeed configuration and, on several hosts, how the hosts work
+//! together.
 
-use super::memory_fit::{MemoryDemand, memory_of_rank};
+use super::engine_config;
+use super::memory_fit::{HostNetwork, MemoryDemand, memory_of_rank};
 use super::options::{Objective, TuningMethod};
+use super::pipeline_fit::{PipelineDemand, PipelineShape};
 use super::prepare::{PreparedRun, StartModel};
 use crate::data::sample_cache::own_cache;
 use crate::error::Result;
@@ -19,8 +22,6 @@ use serde_json::Value;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RunRanks {
     pub world: usize,
-    /// This rank.
-    pub rank: usize,
     /// The number of ranks on each host; all ranks if hosts have different numbers.
     pub per_host: usize,
     /// The bytes per second that a host receives from the others, if this rate was measured.
@@ -37,7 +38,7 @@ impl RunRanks {
         let (world, hosts) = (comm.size(), ranks_per_host(comm)?);
         let per_host = if hosts.iter().all(|ranks| *ranks == hosts[0]) { hosts[0] } else { world };
         let network = if measures && per_host < world { rate_between_hosts(comm, MEASURED_BYTES)? } else { None };
-        Ok(Self { world, rank: comm.rank(), per_host, network })
+        Ok(Self { world, per_host, network })
     }
 }
 
@@ -48,32 +49,71 @@ pub(super) fn memory_of_all(comm: &dyn Communicator) -> Result<u64> {
     Ok(of_ranks.into_iter().flatten().fold(own, f64::min) as u64)
 }
 
-/// Returns `config` with the stage and offload that fit into `memory` bytes on each rank, and the reason. Returns it
-/// unchanged for an encoder, or if the user has provided a configuration.
+/// The configuration of a run, with everything that was chosen.
+pub(super) struct Placed {
+    pub config: Value,
+    pub pipeline: Option<PipelineShape>,
+    /// The choice and its reason, if there was one.
+    pub chosen: Option<String>,
+}
+
+/// Completes `config` with the stage and offload that fit into `memory` bytes on each rank, in a pipeline of `stages`
+/// ranks if that is requested. On several hosts, it chooses a pipeline by itself if a host cannot hold the model. Returns
+/// `config` unchanged for an encoder, or if the user has provided a configuration.
 ///
 /// # Errors
-/// Errors of [`MemoryDemand::choose`].
-pub(super) fn fitted(
+/// Errors of [`MemoryDemand::choose`]; a pipeline that is not possible or does not fit.
+pub(super) fn placed(
     prepared: &PreparedRun,
     config: Value,
     memory: u64,
-    ranks: RunRanks,
-) -> Result<(Value, Option<String>)> {
+    (ranks, stages): (RunRanks, Option<usize>),
+) -> Result<Placed> {
     let options = &prepared.options;
-    let sizes = match &prepared.start {
-        StartModel::Decoder { config, .. } if options.ds_config.is_none() => config,
-        _ => return Ok((config, None)),
+    let StartModel::Decoder { config: sizes, .. } = &prepared.start else {
+        return Ok(Placed { config, pipeline: None, chosen: None });
     };
-    let shapes = Shapes::of("model", |vb| Decoder::new(sizes, vb))?;
-    let shapes = match options.method {
+    let prepare = |shapes: Shapes| match options.method {
         TuningMethod::Full => shapes,
         TuningMethod::Lora(_) => shapes.trainable(|name, _| is_adapter(name)),
         TuningMethod::Qlora(_) => shapes.trainable(|name, _| is_adapter(name)).quantized_by(PACKING, is_quantized),
     };
+    let (dtype, trains_base) = (options.precision.dtype(), options.method == TuningMethod::Full);
+    let values = engine_config::run_values(options, sizes.hidden_size, 1, 2);
+    let (recompute, world) = (options.recompute, ranks.world);
+    let pipeline = PipelineDemand {
+        sizes,
+        prepare: &prepare,
+        config: &config,
+        values: &values,
+        dtype,
+        trains_base,
+        recompute,
+        world,
+        memory,
+    };
+    let network = HostNetwork { hosts: world / ranks.per_host, rate: ranks.network };
+    match (stages, &options.ds_config) {
+        (Some(_), Some(_)) => {
+            // Problems are reported before any rank has built its part.
+            let shape = PipelineShape::of(&pipeline.estimate(&config)?)?;
+            return Ok(Placed { config, pipeline: Some(shape), chosen: None });
+        }
+        (None, Some(_)) => return Ok(Placed { config, pipeline: None, chosen: None }),
+        (Some(given), None) => {
+            let fit = pipeline.choose(&[given])?.map_err(|least| least.refused(memory))?;
+            let mut chosen = fit.explained(memory);
+            if network.hosts > 1 {
+                chosen += &network.of_pipeline(pipeline.bytes_between_hosts(network.hosts));
+            }
+            return Ok(Placed { config: fit.config, pipeline: Some(fit.shape), chosen: Some(chosen) });
+        }
+        (None, None) => {}
+    }
+    let shapes = prepare(Shapes::of("model", |vb| Decoder::new(sizes, vb))?);
     // A preference pair is two rows.
     let texts = if matches!(options.objective, Objective::Prefer { .. }) { 2 } else { 1 };
-    let element = options.precision.dtype().size_in_bytes();
-    let trains_base = options.method == TuningMethod::Full;
+    let element = dtype.size_in_bytes();
     let activations = |rows: usize, recompute: bool| {
         let tokens = rows.saturating_mul(texts).saturating_mul(sizes.ctx);
         sizes.activation_bytes(ActivationPass { tokens, element, recompute, trains_base })
@@ -81,18 +121,35 @@ pub(super) fn fitted(
     // Each output has a separate folder, because an offload folder serves only one job at a time.
     let out = std::path::absolute(&options.out).unwrap_or_else(|_| options.out.clone());
     let folder = own_cache()?.join(format!("offload/{:016x}", fnv1a(out.as_os_str().as_encoded_bytes())));
-    let (recompute, activations) = (options.recompute, &activations);
+    // The numbers of ranks with which all hosts hold a part of the same model.
+    let divisions = (1..=world).filter(|stages| stages.is_multiple_of(network.hosts) && world.is_multiple_of(*stages));
+    let divisions: Vec<usize> = divisions.filter(|stages| *stages <= sizes.blocks.len()).collect();
+    let may_divide = network.hosts > 1 && options.objective == Objective::Generate && !divisions.is_empty();
     let demand = MemoryDemand {
         shapes: &shapes,
         config: &config,
         recompute,
-        ranks: ranks.world,
+        ranks: world,
         ranks_per_host: ranks.per_host,
         network: ranks.network,
-        activations,
+        pipeline: may_divide.then(|| pipeline.bytes_between_hosts(network.hosts)),
+        activations: &activations,
         memory,
         folder: &folder,
     };
+    if may_divide
+        && options.pipeline.is_none()
+        && let Some(on_host) = demand.too_large_for_a_host()?
+        && let Ok(Ok(fit)) = pipeline.choose(&divisions)
+    {
+        let chosen = format!(
+            "{}; {on_host}{}{}",
+            fit.explained(memory),
+            network.of_pipeline(pipeline.bytes_between_hosts(network.hosts)),
+            demand.without_pipeline()?
+        );
+        return Ok(Placed { config: fit.config, pipeline: Some(fit.shape), chosen: Some(chosen) });
+    }
     let choice = demand.choose()?;
-    Ok((choice.config, Some(choice.why)))
+    Ok(Placed { config: choice.config, pipeline: None, chosen: Some(choice.why) })
 }

@@ -142,6 +142,16 @@ pub struct CheckpointOptions {
     pub resume: bool,
 }
 
+/// The number of ranks along a pipeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PipelineStages {
+    /// All ranks of the job.
+    Auto,
+    /// This number of ranks. If the job has more, they form several pipelines, which train on different rows.
+    Number(usize),
+}
+
 /// All options of a fine-tuning run. Options that are not set have suitable defaults.
 ///
 /// ```
@@ -171,6 +181,10 @@ pub struct Options {
     /// A DeepSpeed configuration. Its settings take precedence over these options, and it alone determines stage and
     /// offload. Without one, they are chosen from the available memory.
     pub ds_config: Option<PathBuf>,
+    /// The number of ranks along a pipeline, which divides the layers of the model among ranks. 1 means no pipeline.
+    /// Default: the section `pipeline` of the DeepSpeed configuration; without a configuration, a pipeline is used on
+    /// several hosts if the model does not fit into the memory of one.
+    pub pipeline: Option<PipelineStages>,
     /// The precision of the model. Default: f32.
     pub precision: ModelPrecision,
     /// The length of training. Default: three epochs, or up to fifteen with few samples.
@@ -238,6 +252,7 @@ impl Options {
             adapter: None,
             objective: Objective::Generate,
             ds_config: None,
+            pipeline: None,
             precision: ModelPrecision::F32,
             length: TrainingLength::Auto,
             lr: None,
@@ -384,6 +399,17 @@ impl FromStr for WarmupLength {
             }
             None => refused("--warmup", text, "a number of steps, or a percentage of all steps, such as 3%"),
         })
+    }
+}
+
+impl FromStr for PipelineStages {
+    type Err = candle_zero::Error;
+
+    /// Parses `auto` or `2`.
+    fn from_str(text: &str) -> Result<Self> {
+        let number = || text.parse().ok().filter(|stages| *stages > 0).map(Self::Number);
+        let stages = if text == "auto" { Some(Self::Auto) } else { number() };
+        stages.ok_or_else(|| refused("--pipeline", text, "a number of ranks of at least 1, or auto: all ranks"))
     }
 }
 
