@@ -8,7 +8,7 @@ use candle_zero::Result;
 use candle_zero::comm::threads;
 use candle_zero::serde_json::{Value, json};
 use candle_zero_finetune::{
-    CheckpointOptions, FineTune, Objective, Options, PipelineStages, PreparedRun, Source, StepReport, TrainingLength,
+    CheckpointOptions, FineTune, Options, PipelineStages, PreparedRun, Source, StepReport, TrainingLength,
     TuningMethod, ValidationData, WarmupLength,
 };
 use std::path::Path;
@@ -219,7 +219,8 @@ fn what_cannot_be_combined_with_a_pipeline_is_refused_before_a_rank_is_started()
     insta::assert_snapshot!(refusal(&["-n", "4", "--pipeline", "3"]), @"");
     insta::assert_snapshot!(refusal(&["--pipeline", "2"]), @"");
     insta::assert_snapshot!(refusal(&["--pipeline", "0"]), @"");
-    insta::assert_snapshot!(refusal(&[&flag[..], &["--dpo", "beta=0.1"]].concat()), @"");
+    insta::assert_snapshot!(refusal(&[&flag[..], &["--dpo", "beta=0.1"]].concat()), @"zerorun: --pipeline cannot be combined with --dpo, which also needs the output of the model without its adapters for each pair; leave out one of the two");
+    insta::assert_snapshot!(refusal(&[&flag[..], &["--task", "classify"]].concat()), @"zerorun: --pipeline divides the layers of language models, not those of an encoder; train the classifier without a pipeline");
     insta::assert_snapshot!(refusal(&[&flag[..], &["--prompt", "a"]].concat()), @"");
     insta::assert_snapshot!(refusal(&["-n", "8", "--pipeline", "8"]), @"");
     insta::assert_snapshot!(with_config(json!({"pipeline": {"stages": 3}})), @"");
@@ -232,19 +233,4 @@ fn what_cannot_be_combined_with_a_pipeline_is_refused_before_a_rank_is_started()
     let file = with("stages.json", json!({"pipeline": {"stages": 4}}));
     insta::assert_snapshot!(refusal(&["-n", "4", "--pipeline", "2", "--ds_config", &file]), @"");
     insta::assert_snapshot!(refusal(&["-n", "4", "--ds_config", &file, "--batch", "3", "--micro_batch", "2"]), @"");
-}
-
-#[test]
-fn classifiers_and_preferences_are_not_divided() {
-    let folder = tempfile::tempdir().unwrap();
-    let data = chats(folder.path(), 8);
-    let refusal = |objective, method| {
-        let options = Options { objective, method, ..options(folder.path(), "llama", &data, "out") };
-        let options = in_pipeline(&options, 2, "out");
-        let started =
-            threads::run(2, |comm| FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm).map(drop));
-        started.unwrap().remove(0).unwrap_err().to_string()
-    };
-    let lora = || TuningMethod::Lora("r=4".parse().unwrap());
-    insta::assert_snapshot!(refusal(Objective::Prefer { beta: 0.1 }, lora()), @"");
 }

@@ -9,7 +9,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `pipeline_engine.rs` | the engine: one optimizer step, operation by operation |
-//! | `run_state.rs` | what a training program asks of the engine besides steps: ranks, checkpoints, the whole model |
+//! | `run_state.rs` | ranks and times, checkpoints with options, the parameters of the complete model |
 //! | `stage_calls.rs` | the forward and backward passes of one stage, as calls to the stage's engine |
 //! | `boundary.rs` | activations and gradients as messages between stages |
 //! | `tied_weight.rs` | an embedding that is also the output projection |

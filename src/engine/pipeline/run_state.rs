@@ -1,4 +1,4 @@
-//! What a training program asks of the engine of a pipeline besides steps: its ranks and times, checkpoints with options,
+//! The calls of a training program to the engine of a pipeline besides steps: ranks and times, checkpoints with options,
 //! and the parameters of the complete model.
 
 use super::PipelineEngine;

@@ -121,10 +121,8 @@ pub(super) fn placed(
     // Each output has a separate folder, because an offload folder serves only one job at a time.
     let out = std::path::absolute(&options.out).unwrap_or_else(|_| options.out.clone());
     let folder = own_cache()?.join(format!("offload/{:016x}", fnv1a(out.as_os_str().as_encoded_bytes())));
-    // The numbers of ranks with which all hosts hold a part of the same model.
-    let divisions = (1..=world).filter(|stages| stages.is_multiple_of(network.hosts) && world.is_multiple_of(*stages));
-    let divisions: Vec<usize> = divisions.filter(|stages| *stages <= sizes.blocks.len()).collect();
-    let may_divide = network.hosts > 1 && options.objective == Objective::Generate && !divisions.is_empty();
+    let may_divide = options.objective == Objective::Generate && options.pipeline.is_none();
+    let divisions = if may_divide { divisions(sizes.blocks.len(), world, network.hosts) } else { Vec::new() };
     let demand = MemoryDemand {
         shapes: &shapes,
         config: &config,
@@ -132,19 +130,35 @@ pub(super) fn placed(
         ranks: world,
         ranks_per_host: ranks.per_host,
         network: ranks.network,
-        pipeline: may_divide.then(|| pipeline.bytes_between_hosts(network.hosts)),
+        pipeline: (!divisions.is_empty()).then(|| pipeline.bytes_between_hosts(network.hosts)),
         activations: &activations,
         memory,
         folder: &folder,
     };
-    if may_divide
-        && options.pipeline.is_none()
+    chosen(&demand, &pipeline, &divisions)
+}
+
+/// Returns the numbers of ranks along a pipeline with which every host holds a part of a model with `blocks` blocks,
+/// smallest first. On one host, there are none.
+fn divisions(blocks: usize, world: usize, hosts: usize) -> Vec<usize> {
+    if hosts < 2 {
+        return Vec::new();
+    }
+    (hosts..=world.min(blocks)).filter(|ranks| ranks.is_multiple_of(hosts) && world.is_multiple_of(*ranks)).collect()
+}
+
+/// Chooses a pipeline if the ranks of a host cannot hold the model, but those of all hosts can with one of these numbers
+/// of ranks along the pipeline. Otherwise, chooses as [`MemoryDemand::choose`] does.
+fn chosen(demand: &MemoryDemand<'_>, pipeline: &PipelineDemand<'_>, divisions: &[usize]) -> Result<Placed> {
+    if !divisions.is_empty()
         && let Some(on_host) = demand.too_large_for_a_host()?
-        && let Ok(Ok(fit)) = pipeline.choose(&divisions)
+        // If the model cannot be divided, the other choices remain.
+        && let Ok(Ok(fit)) = pipeline.choose(divisions)
     {
+        let network = demand.host_network();
         let chosen = format!(
             "{}; {on_host}{}{}",
-            fit.explained(memory),
+            fit.explained(demand.memory),
             network.of_pipeline(pipeline.bytes_between_hosts(network.hosts)),
             demand.without_pipeline()?
         );
@@ -152,4 +166,85 @@ pub(super) fn placed(
     }
     let choice = demand.choose()?;
     Ok(Placed { config: choice.config, pipeline: None, chosen: Some(choice.why) })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_core::DType;
+    use candle_zero::config::RunValues;
+    use candle_zero::models::{DecoderConfig, DecoderSizes, LlamaConfig};
+    use candle_zero::nn::LoraConfig;
+    use serde_json::json;
+    use std::path::Path;
+
+    /// Chooses for four ranks on two hosts with this memory per rank, connected by 1 Gbit/s.
+    fn on_two_hosts(trains_base: bool, gib: f64) -> (Option<PipelineShape>, String) {
+        let config = LlamaConfig { ctx: 1024, ..LlamaConfig::preset("llama-3.2-1b").unwrap() };
+        let lora = (!trains_base).then(LoraConfig::default);
+        let sizes = DecoderConfig { lora, ..config.decoder().unwrap() };
+        let prepare = |shapes: Shapes| if trains_base { shapes } else { shapes.trainable(|name, _| is_adapter(name)) };
+        let config = json!({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true},
+                            "optimizer": {"type": "AdamW"}});
+        let (values, memory, world, recompute) = (RunValues::default(), (gib * f64::from(1 << 30)) as u64, 4, None);
+        let pipeline = PipelineDemand {
+            sizes: &sizes,
+            prepare: &prepare,
+            config: &config,
+            values: &values,
+            dtype: DType::BF16,
+            trains_base,
+            recompute,
+            world,
+            memory,
+        };
+        let shapes = prepare(Shapes::of("model", |vb| Decoder::new(&sizes, vb)).unwrap());
+        let activations = |rows: usize, recompute: bool| {
+            sizes.activation_bytes(ActivationPass { tokens: rows * 1024, element: 2, recompute, trains_base })
+        };
+        let demand = MemoryDemand {
+            shapes: &shapes,
+            config: &config,
+            recompute,
+            ranks: world,
+            ranks_per_host: 2,
+            network: Some(117e6),
+            pipeline: Some(pipeline.bytes_between_hosts(2)),
+            activations: &activations,
+            memory,
+            folder: Path::new("/scratch"),
+        };
+        let placed = chosen(&demand, &pipeline, &divisions(sizes.blocks.len(), world, 2)).unwrap();
+        assert_eq!(placed.config.get("pipeline").is_some(), placed.pipeline.is_some());
+        (placed.pipeline, placed.chosen.unwrap())
+    }
+
+    #[test]
+    fn hosts_form_a_pipeline_only_if_one_of_them_cannot_hold_the_model() {
+        let (shape, why) = on_two_hosts(false, 4.0);
+        assert_eq!(shape, None);
+        insta::assert_snapshot!(why, @"");
+        let (shape, why) = on_two_hosts(false, 2.25);
+        assert!(shape.is_some(), "{why}");
+        insta::assert_snapshot!(why, @"");
+        let (shape, why) = on_two_hosts(true, 8.0);
+        assert!(shape.is_some(), "{why}");
+        insta::assert_snapshot!(why, @"");
+        let (shape, why) = on_two_hosts(true, 64.0);
+        assert_eq!(shape, None);
+        insta::assert_snapshot!(why, @"");
+        // If the hosts cannot hold the model together either, states are in files.
+        let (shape, why) = on_two_hosts(true, 5.5);
+        assert_eq!(shape, None);
+        insta::assert_snapshot!(why, @"");
+    }
+
+    #[test]
+    fn pipelines_across_hosts_have_a_part_of_the_model_on_each_host() {
+        assert_eq!(divisions(16, 8, 2), [2, 4, 8]);
+        assert_eq!(divisions(16, 12, 3), [3, 6, 12]);
+        assert_eq!(divisions(4, 12, 3), [3]);
+        assert_eq!(divisions(16, 8, 1), []);
+    }
 }

@@ -256,7 +256,7 @@ impl MemoryDemand<'_> {
         Ok(text)
     }
 
-    fn host_network(&self) -> HostNetwork {
+    pub(super) fn host_network(&self) -> HostNetwork {
         HostNetwork { hosts: self.ranks / self.ranks_per_host, rate: self.network }
     }
 

@@ -289,6 +289,20 @@ impl Options {
         self.lr.unwrap_or(usual * part)
     }
 
+    /// Returns why a pipeline cannot have this objective, if that is the case.
+    pub(super) fn indivisible(&self) -> Option<&'static str> {
+        match self.objective {
+            Objective::Generate => None,
+            Objective::Classify => Some(
+                "divides the layers of language models, not those of an encoder; train the classifier without a pipeline",
+            ),
+            Objective::Prefer { .. } => Some(
+                "cannot be combined with --dpo, which also needs the output of the model without its adapters for each \
+                 pair; leave out one of the two",
+            ),
+        }
+    }
+
     /// Returns an error for options that do not make a valid run.
     pub(crate) fn check(&self) -> Result<()> {
         let at_least_one = "a whole number of at least 1";
@@ -341,6 +355,11 @@ impl Options {
             && !(part > 0.0 && part < 1.0)
         {
             return Err(refused("--val", format!("{}%", part * 100.0), "a file, or more than 0% and less than 100%"));
+        }
+        if let (Some(PipelineStages::Auto | PipelineStages::Number(2..)), Some(why)) =
+            (self.pipeline, self.indivisible())
+        {
+            return Err(misused("--pipeline", why));
         }
         if self.objective == Objective::Classify && self.method != TuningMethod::Full {
             let why =
@@ -483,6 +502,10 @@ mod tests {
         insta::assert_snapshot!(text(Options { objective: Objective::Classify, ..with_data() }), @"--task classify trains all weights of an encoder, without adapters; leave out --lora, --qlora and --adapter");
         let dpo = Objective::Prefer { beta: 0.0 };
         insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, such as beta=0.1");
+        let divided = |objective| Options { objective, pipeline: Some(PipelineStages::Auto), ..with_data() };
+        insta::assert_snapshot!(text(divided(Objective::Prefer { beta: 0.1 })), @"--pipeline cannot be combined with --dpo, which also needs the output of the model without its adapters for each pair; leave out one of the two");
+        insta::assert_snapshot!(text(divided(Objective::Classify)), @"--pipeline divides the layers of language models, not those of an encoder; train the classifier without a pipeline");
+        insta::assert_snapshot!("0".parse::<PipelineStages>().unwrap_err(), @"--pipeline is 0, but must be a number of ranks of at least 1, or auto: all ranks");
         insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a percentage of all steps, such as 3%");
         insta::assert_snapshot!(ValidationData::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% besides files; give either a part of the training data or files");
     }

@@ -1,7 +1,7 @@
 //! A run in a pipeline: what it excludes, and the division among ranks that fits into memory.
 
 use super::memory_fit::USABLE_MEMORY;
-use super::options::{Objective, Options, PipelineStages, misused};
+use super::options::{Options, PipelineStages, misused};
 use crate::error::{FinetuneError, Result};
 use candle_core::DType;
 use candle_zero::config::RunValues;
@@ -11,8 +11,7 @@ use candle_zero::util::{binary, counted};
 use serde_json::{Value, json};
 
 /// Returns the number of ranks along the pipeline that the options or the configuration request, if it is above 1, and
-/// completes the configuration's section `pipeline`. A value that is not a number is reported when the configuration is
-/// resolved.
+/// completes the configuration's section `pipeline`. Values of the wrong type are reported when the configuration is resolved.
 ///
 /// # Errors
 /// Options and configuration that contradict each other; a number that does not divide the number of ranks; settings
@@ -28,12 +27,15 @@ pub(super) fn requested_stages(options: &Options, config: &mut Value, world: usi
         );
         return Err(misused("--pipeline", why));
     }
-    match options.pipeline {
-        Some(PipelineStages::Number(given)) => set_stages(config, given),
-        Some(PipelineStages::Auto) if in_file.is_none() => set_stages(config, world),
-        _ => {}
+    let section = config.get("pipeline").unwrap_or(&Value::Null);
+    if config.is_object() && (section.is_null() || section.is_object()) {
+        match options.pipeline {
+            Some(PipelineStages::Number(given)) => set_stages(config, given),
+            Some(PipelineStages::Auto) if in_file.is_none() => set_stages(config, world),
+            _ => {}
+        }
     }
-    let Some(section) = config.get("pipeline").filter(|section| !section.is_null()) else { return Ok(None) };
+    let Some(section) = config.get("pipeline").filter(|section| section.is_object()) else { return Ok(None) };
     let stages = match section.get("stages") {
         Some(Value::Number(stages)) => stages.as_u64().and_then(|stages| usize::try_from(stages).ok()),
         Some(Value::String(text)) if text != "auto" => None,
@@ -63,11 +65,8 @@ pub(super) fn requested_stages(options: &Options, config: &mut Value, world: usi
     }
 }
 
-/// Sets the number of ranks along the pipeline.
+/// Sets the number of ranks along the pipeline in a configuration whose section `pipeline` is an object, null or missing.
 fn set_stages(config: &mut Value, stages: usize) {
-    if !config.get("pipeline").is_some_and(Value::is_object) {
-        config["pipeline"] = json!({});
-    }
     config["pipeline"]["stages"] = json!(stages);
 }
 
@@ -79,21 +78,8 @@ fn check_combination(options: &Options, config: &Value) -> Result<()> {
             None => misused("--ds_config", format!("has a section pipeline, which {why}")),
         })
     };
-    match options.objective {
-        Objective::Generate => {}
-        Objective::Classify => {
-            return refuse(
-                "divides the layers of language models, not those of an encoder; train the classifier without a pipeline"
-                    .into(),
-            );
-        }
-        Objective::Prefer { .. } => {
-            return refuse(
-                "cannot be combined with --dpo, which also needs the output of the model without its adapters for each \
-                 pair; leave out one of the two"
-                    .into(),
-            );
-        }
+    if let Some(why) = options.indivisible() {
+        return refuse(why.into());
     }
     let is_set = |path: &str| config.pointer(path).is_some_and(|value| !value.is_null());
     if is_set("/local_steps") {

@@ -44,7 +44,7 @@ macro_rules! on_either {
     };
 }
 
-/// What an optimizer step has computed, over all ranks.
+/// The results of an optimizer step, over all ranks.
 pub(super) struct StepOutcome {
     /// The mean loss.
     pub loss: f64,
@@ -222,7 +222,7 @@ impl TrainingEngine {
     pub(super) fn synchronize_islands(&mut self) -> Result<()> {
         match self {
             Self::Whole(engine) => engine.synchronize_islands(),
-            // The stages of a pipeline are no islands.
+            // A pipeline has no islands.
             Self::Pipeline(_) => Ok(()),
         }
     }
