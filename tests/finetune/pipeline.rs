@@ -11,9 +11,21 @@ use candle_zero_finetune::{
     CheckpointOptions, FineTune, Options, PipelineStages, PreparedRun, Source, StepReport, TrainingLength,
     TuningMethod, ValidationData, WarmupLength,
 };
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-fn options(folder: &Path, model: &str, data: &str, out: &str) -> Options {
+/// Copies a model into `folder`, with Llama's tokenizer, because the other models have none. Returns the copy.
+fn model(folder: &Path, name: &str) -> PathBuf {
+    let copy = folder.join(format!("model-{name}"));
+    std::fs::create_dir_all(&copy).unwrap();
+    let of = |model: &str| std::fs::read_dir(path("models").join(model)).unwrap().map(|entry| entry.unwrap().path());
+    let is_of_tokenizer = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().contains("token");
+    for file in of("llama").filter(is_of_tokenizer).chain(of(name)) {
+        std::fs::copy(&file, copy.join(file.file_name().unwrap())).unwrap();
+    }
+    copy
+}
+
+fn options(folder: &Path, name: &str, data: &str, out: &str) -> Options {
     Options {
         data: vec![Source::parse(data).unwrap()],
         method: TuningMethod::Lora("r=4,dropout=0.1".parse().unwrap()),
@@ -25,7 +37,7 @@ fn options(folder: &Path, model: &str, data: &str, out: &str) -> Options {
         validation: Some(ValidationData::Part(0.2)),
         eval_every: Some(2),
         cache: Some(folder.join("cache")),
-        ..Options::new(path("models").join(model), folder.join(out))
+        ..Options::new(model(folder, name), folder.join(out))
     }
 }
 
@@ -35,7 +47,7 @@ fn in_pipeline(options: &Options, stages: usize, out: &str) -> Options {
 }
 
 /// Writes a DeepSpeed configuration.
-fn config(folder: &Path, name: &str, config: &Value) -> Option<std::path::PathBuf> {
+fn config(folder: &Path, name: &str, config: &Value) -> Option<PathBuf> {
     Some(write(folder, name, &config.to_string()).into())
 }
 
@@ -83,8 +95,8 @@ fn weights(options: &Options) -> Vec<Vec<u8>> {
 fn a_pipeline_has_the_steps_validations_and_adapters_of_one_rank_to_the_bit() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 30);
-    // GPT-2 and Llama 3.2 have tied embeddings.
-    for model in ["gpt2", "llama", "llama32"] {
+    // GPT-2 and Llama have tied embeddings, and Mistral has not.
+    for model in ["gpt2", "llama", "mistral"] {
         let lora = || "r=4,dropout=0.1".parse().unwrap();
         for (method, name) in
             [(TuningMethod::Lora(lora()), "lora"), (TuningMethod::Qlora(lora()), "qlora"), (TuningMethod::Full, "full")]
@@ -161,9 +173,7 @@ fn a_run_resumes_with_another_number_of_stages_and_without_a_pipeline() {
 /// Returns the files of a folder, without the model card.
 fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    let file = |path: std::path::PathBuf| {
-        (path.file_name().unwrap().to_str().unwrap().to_owned(), std::fs::read(&path).unwrap())
-    };
+    let file = |path: PathBuf| (path.file_name().unwrap().to_str().unwrap().to_owned(), std::fs::read(&path).unwrap());
     let mut files: Vec<_> = entries.filter(|path| path.is_file()).map(file).collect();
     files.sort();
     files

@@ -5,6 +5,7 @@ use super::PipelineEngine;
 use crate::checkpoint::SaveOptions;
 use crate::comm::CommReport;
 use crate::comm::agree::{agree, rank_failed};
+use crate::comm::engine_call::during;
 use crate::error::{Error, Result};
 use crate::offload::OffloadReport;
 use crate::profiler::StepTimings;
@@ -56,7 +57,11 @@ impl<B> PipelineEngine<B> {
     /// # Errors
     /// The same as [`Engine::stop_requested`](crate::Engine::stop_requested).
     pub fn stop_requested(&self) -> Result<bool> {
-        self.engine.stop_requested()
+        // The ranks that hold the same stages vote first, and then all of them.
+        let own = self.engine.stop_requested();
+        let vote = *own.as_ref().unwrap_or(&false);
+        let any = self.gather_f64(&[f64::from(u8::from(vote))])?.iter().any(|rank| rank[0] != 0.0);
+        own.map(|_| any)
     }
 
     /// Collective: returns the `values` of every rank of the job, in rank order.
@@ -64,7 +69,8 @@ impl<B> PipelineEngine<B> {
     /// # Errors
     /// A failed collective.
     pub fn gather_f64(&self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
-        self.engine.gather_f64(values)
+        let _call = during("gather_f64");
+        self.engine.core.job().gather_f64(values.to_vec()).wait()
     }
 
     /// Saves a checkpoint of all stages with options, as
