@@ -201,7 +201,7 @@ fn the_command_says_how_the_model_is_divided_and_writes_the_files_of_one_rank() 
         assert!(found == expected, "{} differs", found.0);
     }
     let line = |part: &str| said.lines().find(|line| line.contains(part)).unwrap_or_default().to_owned();
-    insta::assert_snapshot!(line("parameter tensors"), @"");
+    insta::assert_snapshot!(line("parameter tensors"), @"[rank 0] 42 of 71 parameter tensors are trained, at stage 0 on 2 ranks, in 1 pipeline of 2 ranks, which wait for 22 % of a step");
     assert!(line("chosen for").contains("a pipeline of 2 ranks, stage 0, 4 micro batches of 1 row: at most"), "{said}");
     let lines = std::fs::read_to_string(metrics).unwrap();
     assert_eq!(lines.lines().count(), 4, "{lines}");
@@ -226,21 +226,20 @@ fn what_cannot_be_combined_with_a_pipeline_is_refused_before_a_rank_is_started()
         let file = with("ds.json", content);
         refusal(&["-n", "2", "--ds_config", &file])
     };
-    insta::assert_snapshot!(refusal(&["-n", "4", "--pipeline", "3"]), @"");
-    insta::assert_snapshot!(refusal(&["--pipeline", "2"]), @"");
-    insta::assert_snapshot!(refusal(&["--pipeline", "0"]), @"");
+    insta::assert_snapshot!(refusal(&["-n", "4", "--pipeline", "3"]), @"zerorun: --pipeline is 3, which does not divide 4 ranks; give a number that does, or another number of ranks");
+    insta::assert_snapshot!(refusal(&["--pipeline", "2"]), @"zerorun: --pipeline is 2, which does not divide 1 rank; give a number that does, or another number of ranks");
+    insta::assert_snapshot!(refusal(&["--pipeline", "0"]), @"zerorun: invalid value '0' for '--pipeline <RANKS|auto>': --pipeline is 0, but must be a number of ranks of at least 1, or auto: all ranks");
     insta::assert_snapshot!(refusal(&[&flag[..], &["--dpo", "beta=0.1"]].concat()), @"zerorun: --pipeline cannot be combined with --dpo, which also needs the output of the model without its adapters for each pair; leave out one of the two");
     insta::assert_snapshot!(refusal(&[&flag[..], &["--task", "classify"]].concat()), @"zerorun: --pipeline divides the layers of language models, not those of an encoder; train the classifier without a pipeline");
-    insta::assert_snapshot!(refusal(&[&flag[..], &["--prompt", "a"]].concat()), @"");
-    insta::assert_snapshot!(refusal(&["-n", "8", "--pipeline", "8"]), @"");
-    insta::assert_snapshot!(with_config(json!({"pipeline": {"stages": 3}})), @"");
-    insta::assert_snapshot!(with_config(json!({"pipeline": {"stages": "two"}})), @"");
-    insta::assert_snapshot!(with_config(json!({"pipeline": {}, "zero_optimization": {"stage": 3}})), @"");
+    insta::assert_snapshot!(refusal(&[&flag[..], &["--prompt", "a"]].concat()), @"zerorun: --prompt is not supported in a pipeline, whose ranks have only parts of the model; leave out --prompt or --pipeline, and use zerorun generate with the result");
+    insta::assert_snapshot!(refusal(&["-n", "8", "--pipeline", "8"]), @"zerorun: cannot train in a pipeline: 8 ranks along the pipeline (pipeline.stages; auto: all ranks) need more stages than the model's 6 layers; use fewer");
+    insta::assert_snapshot!(with_config(json!({"pipeline": {"stages": 3}})), @"zerorun: --ds_config has pipeline.stages: 3, which does not divide 2 ranks; give a number that does, or another number of ranks");
+    insta::assert_snapshot!(with_config(json!({"pipeline": {"stages": "two"}})), @r#"zerorun: the configuration value: `pipeline.stages`: expected a whole number (1 or more), found the string "two"; "auto" is also allowed"#);
+    insta::assert_snapshot!(with_config(json!({"pipeline": {}, "zero_optimization": {"stage": 3}})), @"zerorun: --ds_config has a section pipeline, which shards neither gradients nor parameters, but zero_optimization.stage is 3; set it to 0 or 1");
     let file = json!({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": folder.path().join("nvme")}});
-    insta::assert_snapshot!(with_config(json!({"pipeline": {}, "zero_optimization": file})), @"");
-    insta::assert_snapshot!(with_config(json!({"pipeline": {}, "local_steps": {"steps": 5}})), @"");
-    insta::assert_snapshot!(with_config(json!({"pipeline": {"schedule": "interleaved", "chunks": 2}, "train_batch_size": 3, "train_micro_batch_size_per_gpu": 1})), @"");
+    insta::assert_snapshot!(with_config(json!({"pipeline": {}, "zero_optimization": file})), @"zerorun: --ds_config has a section pipeline, which keeps all parameters of its stages in memory; remove zero_optimization.offload_param from the configuration");
+    insta::assert_snapshot!(with_config(json!({"pipeline": {}, "local_steps": {"steps": 5}})), @"zerorun: --ds_config has a section pipeline, which cannot be combined with local_steps; remove one of the two");
     let file = with("stages.json", json!({"pipeline": {"stages": 4}}));
-    insta::assert_snapshot!(refusal(&["-n", "4", "--pipeline", "2", "--ds_config", &file]), @"");
-    insta::assert_snapshot!(refusal(&["-n", "4", "--ds_config", &file, "--batch", "3", "--micro_batch", "2"]), @"");
+    insta::assert_snapshot!(refusal(&["-n", "4", "--pipeline", "2", "--ds_config", &file]), @r#"zerorun: --pipeline is 2, but the DeepSpeed configuration says pipeline.stages: 4; give only one of them, or "auto" there"#);
+    insta::assert_snapshot!(refusal(&["-n", "4", "--ds_config", &file, "--batch", "3", "--micro_batch", "2"]), @"zerorun: --batch is 3, which is not a multiple of the 2 rows that are computed at once (--micro_batch 2 in 1 pipeline); give --batch 2 or 4, or another --micro_batch");
 }

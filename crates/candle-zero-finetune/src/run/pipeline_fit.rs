@@ -50,12 +50,12 @@ pub(super) fn requested_stages(options: &Options, config: &mut Value, world: usi
         }
         Some(stages) if !world.is_multiple_of(stages) => {
             let why = format!(
-                "is {stages}, which does not divide {}; give a number that does, or another number of ranks",
+                "{stages}, which does not divide {}; give a number that does, or another number of ranks",
                 counted(world, "rank")
             );
             Err(match options.pipeline {
-                Some(_) => misused("--pipeline", why),
-                None => misused("--ds_config", format!("has pipeline.stages, which {why}")),
+                Some(_) => misused("--pipeline", format!("is {why}")),
+                None => misused("--ds_config", format!("has pipeline.stages: {why}")),
             })
         }
         Some(stages) => {
