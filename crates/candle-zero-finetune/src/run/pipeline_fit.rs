@@ -11,7 +11,8 @@ use candle_zero::util::{binary, counted};
 use serde_json::{Value, json};
 
 /// Returns the number of ranks along the pipeline that the options or the configuration request, if it is above 1, and
-/// completes the configuration's section `pipeline`. Values of the wrong type are reported when the configuration is resolved.
+/// completes the configuration's section `pipeline`. Values of the wrong type are reported when the configuration is
+/// resolved.
 ///
 /// # Errors
 /// Options and configuration that contradict each other; a number that does not divide the number of ranks; settings
