@@ -2,24 +2,26 @@
 //!
 //!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json --model nano --steps 200
 //!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json --arch llama --steps 200
+//!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/pipeline.json --model nano --steps 200
 //!
-//! Everything about batches, precision, optimizer and ZeRO stage comes from the DeepSpeed configuration; the flags
-//! of this program select model, data and outputs. Without `--data`, the model trains on the corpus embedded in the
-//! library.
+//! Everything about batches, precision, optimizer, ZeRO stage and pipeline comes from the DeepSpeed configuration; the
+//! flags of this program select model, data and outputs. Without `--data`, the model trains on the corpus embedded in
+//! the library.
 
-use anyhow::Context;
 use candle_core::{DType, Device, Tensor};
 use candle_zero::Engine;
-use candle_zero::checkpoint::{LoadOptions, SaveOptions};
+use candle_zero::checkpoint::{LoadOptions, LoadedCheckpoint, SaveOptions};
 use candle_zero::cli::DsArgs;
 use candle_zero::comm::RankEnv;
-use candle_zero::config::{Config, RunValues};
-use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
+use candle_zero::config::{Config, RunValues, read_value};
+use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenBatch, TokenData};
+use candle_zero::engine::PipelineEngine;
 use candle_zero::error::EngineError;
-use candle_zero::estimate::{Estimate, Shapes};
-use candle_zero::memory::MemoryKind;
+use candle_zero::estimate::{Estimate, PipelineEstimate, Shapes};
+use candle_zero::memory::{MemoryKind, MemoryReport};
 use candle_zero::models::{
-    Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers, Session, TokenRng, next_token,
+    Architecture, DecoderBatch, DecoderSizes, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers, Session,
+    TokenRng, decoder_pipeline, next_token,
 };
 use candle_zero::monitor::{MetricsWriter, Progress, available_memory, rss_peak_bytes};
 use candle_zero::offload::OffloadReport;
@@ -30,7 +32,7 @@ use serde_json::{Value, json};
 use std::fmt::Display;
 use std::io::{ErrorKind, Write as _};
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -110,7 +112,8 @@ struct Args {
     /// File for metrics, with one JSON line per optimizer step
     #[arg(long, value_name = "FILE.jsonl")]
     metrics: Option<PathBuf>,
-    /// Number of tokens to generate at the end [default: 200 for text, 0 for token files or if parameters are in files]
+    /// Number of tokens to generate at the end [default: 200 for text, 0 for token files, in a pipeline, and if
+    /// parameters are in files]
     #[arg(long, value_name = "N")]
     sample: Option<usize>,
     /// Recompute each block in the backward pass instead of keeping its activations
@@ -170,6 +173,102 @@ struct OverRanks {
     rss_peak_bytes: Option<u64>,
 }
 
+/// The engine, of the complete model or of a pipeline that divides its layers among ranks.
+enum Trainer<A: Architecture> {
+    Whole(Box<Engine<LanguageModel<A>>>),
+    Pipeline(Box<PipelineEngine<DecoderBatch>>),
+}
+
+/// Calls a method that both engines have.
+macro_rules! on_either {
+    ($trainer:expr, $engine:ident => $call:expr) => {
+        match $trainer {
+            Trainer::Whole($engine) => $call,
+            Trainer::Pipeline($engine) => $call,
+        }
+    };
+}
+
+impl<A: Architecture> Trainer<A> {
+    fn rank(&self) -> usize {
+        on_either!(self, engine => engine.rank())
+    }
+
+    fn config(&self) -> &Config {
+        on_either!(self, engine => engine.config())
+    }
+
+    fn device(&self) -> &Device {
+        on_either!(self, engine => engine.device())
+    }
+
+    fn global_steps(&self) -> u64 {
+        on_either!(self, engine => engine.global_steps())
+    }
+
+    fn skipped_steps(&self) -> u64 {
+        on_either!(self, engine => engine.skipped_steps())
+    }
+
+    fn offload_report(&self) -> OffloadReport {
+        on_either!(self, engine => engine.offload_report())
+    }
+
+    /// Returns which part of the data this rank reads, and the number of parts.
+    fn data_position(&self) -> (usize, usize) {
+        match self {
+            Self::Whole(engine) => (engine.rank(), engine.world_size()),
+            Self::Pipeline(engine) => engine.data_position(),
+        }
+    }
+
+    fn is_divided(&self) -> bool {
+        matches!(self, Self::Pipeline(_))
+    }
+
+    /// Checks whether the weights can be written to `path` at the end.
+    fn check_export(&mut self, path: &Path) -> candle_zero::Result<()> {
+        match self {
+            Self::Whole(engine) if engine.rank() == 0 => engine.check_export(path),
+            Self::Whole(_) => Ok(()),
+            Self::Pipeline(engine) => engine.check_export(path),
+        }
+    }
+
+    /// Loads the newest checkpoint in `dir`, if there is one.
+    fn load(&mut self, dir: &Path) -> candle_zero::Result<Option<LoadedCheckpoint>> {
+        on_either!(self, engine => engine.load_checkpoint(dir, None, &LoadOptions::default()))
+    }
+
+    /// Runs an optimizer step. Returns its loss, which is this rank's mean over micro batches; in a pipeline, it is the
+    /// mean over all pipelines too.
+    fn step(&mut self, loader: &mut Loader) -> candle_zero::Result<f64> {
+        let micro_batches = self.config().batch.gradient_accumulation_steps;
+        match self {
+            Self::Whole(engine) => {
+                let mut sum = 0.0;
+                for _ in 0..micro_batches {
+                    let batch = next(loader)?;
+                    let loss = engine.forward(|model| model.loss(&batch.inputs, &batch.targets))?;
+                    engine.backward(&loss)?;
+                    engine.step()?;
+                    sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+                }
+                Ok(sum / micro_batches as f64)
+            }
+            Self::Pipeline(engine) => engine.train_batch(|_| {
+                let batch = next(loader)?;
+                Ok(DecoderBatch::new(batch.inputs, batch.targets))
+            }),
+        }
+    }
+}
+
+/// Returns the next micro batch.
+fn next(loader: &mut Loader) -> candle_zero::Result<TokenBatch> {
+    loader.next().expect("the sequence of micro batches is endless")
+}
+
 fn main() -> ExitCode {
     // Not `fn main() -> anyhow::Result<()>`, which prints a backtrace after the message if RUST_BACKTRACE is set.
     let args = Args::parse();
@@ -210,7 +309,7 @@ fn say(text: impl Display) -> anyhow::Result<()> {
 
 /// Trains a model with the sizes of `config`, a vocabulary of `vocab` tokens and the width `width`. Checkpoints record
 /// `sizes`.
-fn run<A: Architecture>(
+fn run<A: Architecture<Config: DecoderSizes>>(
     args: &Args,
     config: &A::Config,
     [vocab, width]: [usize; 2],
@@ -226,7 +325,12 @@ fn run<A: Architecture>(
 
     let run_values =
         RunValues { total_num_steps: Some(args.steps), hidden_size: Some(width as u64), ..RunValues::default() };
-    if let Some(warning) = too_large::<A>(args, config, &run_values) {
+    let divided = is_divided(&args.ds.ds_config)?;
+    anyhow::ensure!(
+        !divided || args.sample.is_none_or(|tokens| tokens == 0),
+        "--sample is not supported in a pipeline, whose ranks have only parts of the model; leave it out"
+    );
+    if let Some(warning) = too_large::<A>(args, config, divided, &run_values) {
         // An error means that no one reads stderr.
         _ = writeln!(std::io::stderr(), "warning: {warning}");
     }
@@ -240,15 +344,20 @@ fn run<A: Architecture>(
     if args.no_decay_1d {
         builder = builder.parameter_groups(vec![ParameterGroup::no_decay()]);
     }
-    let mut engine = builder.initialize(|vb| LanguageModel::<A>::new(config, vb), args.ds.ds_config.as_path())?;
+    let ds_config = args.ds.ds_config.as_path();
+    let mut engine: Trainer<A> = match divided {
+        true => Trainer::Pipeline(Box::new(builder.initialize_pipeline(decoder_pipeline(config)?, ds_config)?)),
+        false => Trainer::Whole(Box::new(builder.initialize(|vb| LanguageModel::<A>::new(config, vb), ds_config)?)),
+    };
 
-    if let (Some(path), 0) = (&args.export, engine.rank()) {
+    if let Some(path) = &args.export {
         engine.check_export(path)?;
     }
     let seed = args.seed.unwrap_or(engine.config().seed);
     // If the parameters are in files, all of them would be read once for each token of the sample.
-    let in_files = engine.memory_report().row(MemoryKind::Parameters).file.held > 0;
-    let sample = args.sample.unwrap_or(if data.is_byte_level() && !in_files { 200 } else { 0 });
+    let in_files = on_either!(&engine, engine => engine.memory_report()).row(MemoryKind::Parameters).file.held > 0;
+    let samples = data.is_byte_level() && !in_files && !engine.is_divided();
+    let sample = args.sample.unwrap_or(if samples { 200 } else { 0 });
     let text = data.is_byte_level();
     if text && vocab != BYTES && engine.rank() == 0 {
         say(format!("text is read as bytes, so only {BYTES} tokens occur; the model has a vocabulary of {vocab}"))?;
@@ -259,15 +368,16 @@ fn run<A: Architecture>(
         OrderFlag::Shuffled => SampleOrder::Shuffled { seed },
         OrderFlag::Sequential => SampleOrder::Sequential,
     };
-    let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
+    let (part, parts) = engine.data_position();
+    let shape = BatchShape::new(&engine.config().batch, parts, part);
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
     if let Some(dir) = &args.save {
         // Checked here rather than after hours of training.
-        engine.check_save_dir(dir)?;
+        on_either!(&mut engine, engine => engine.check_save_dir(dir))?;
     }
     if let (true, Some(dir)) = (args.resume, &args.save)
-        && let Some(loaded) = engine.load_checkpoint(dir, None, &LoadOptions::default())?
+        && let Some(loaded) = engine.load(dir)?
     {
         loader.resume(loaded.global_samples);
         if engine.rank() == 0 {
@@ -281,17 +391,17 @@ fn run<A: Architecture>(
         }
         return Ok(Ended::Stopped);
     }
-    if args.export.is_some() || sample > 0 {
+    if let (Trainer::Whole(engine), true) = (&mut engine, args.export.is_some() || sample > 0) {
         // With local steps, this gives all islands the same weights.
         engine.synchronize_islands()?;
     }
     if let Some(path) = &args.export {
-        engine.export_safetensors(path)?;
+        on_either!(&mut engine, engine => engine.export_safetensors(path))?;
     }
     // Every rank generates, because at stage 3 a forward pass gathers parameters from all ranks. All ranks draw the same
     // tokens.
-    if sample > 0 {
-        let tokens = generate(&mut engine, prompt, sample, seed)?;
+    if let (Trainer::Whole(engine), 1..) = (&mut engine, sample) {
+        let tokens = generate(engine, prompt, sample, seed)?;
         if engine.rank() == 0 {
             say(if text { as_text(&tokens) } else { format!("{tokens:?}") })?;
         }
@@ -299,14 +409,37 @@ fn run<A: Architecture>(
     Ok(Ended::Trained)
 }
 
+/// Returns whether the configuration has a section `pipeline` that divides the model's layers among several ranks.
+fn is_divided(ds_config: &Path) -> anyhow::Result<bool> {
+    let config = read_value(ds_config)?;
+    let Some(section) = config.get("pipeline").filter(|section| !section.is_null()) else { return Ok(false) };
+    // By default, all ranks form one pipeline.
+    let stages = section.get("stages").and_then(Value::as_u64);
+    Ok(stages.unwrap_or(RankEnv::from_env()?.world_size as u64) > 1)
+}
+
 /// Returns a warning from rank 0 if the model's training state needs more memory than is available, according to the
 /// estimate. Problems with the configuration are reported elsewhere.
-fn too_large<A: Architecture>(args: &Args, config: &A::Config, run_values: &RunValues) -> Option<String> {
+fn too_large<A: Architecture<Config: DecoderSizes>>(
+    args: &Args,
+    config: &A::Config,
+    divided: bool,
+    run_values: &RunValues,
+) -> Option<String> {
     let env = RankEnv::from_env().ok().filter(|env| env.rank == 0)?;
-    let ds_config = Config::load_for(args.ds.ds_config.as_path(), env.world_size, run_values).ok()?;
-    let shapes = Shapes::of("model", |vb| LanguageModel::<A>::new(config, vb)).ok()?;
-    let estimate = Estimate::new(&shapes, &ds_config).ok()?;
-    let (needs, left) = (estimate.host_bytes() as f64 * env.world_size as f64, available_memory()? as f64);
+    let ds_config = args.ds.ds_config.as_path();
+    let needs = if divided {
+        let module = decoder_pipeline(config).ok()?;
+        let estimate = PipelineEstimate::new(&module, ds_config, env.world_size, run_values, |shapes| shapes).ok()?;
+        let of_rank =
+            |memory: &MemoryReport| memory.rows.iter().map(|row| row.host.peak + row.pinned.peak).sum::<usize>();
+        (estimate.ranks.iter().map(|rank| of_rank(&rank.memory)).sum::<usize>() * estimate.pipelines) as f64
+    } else {
+        let ds_config = Config::load_for(ds_config, env.world_size, run_values).ok()?;
+        let shapes = Shapes::of("model", |vb| LanguageModel::<A>::new(config, vb)).ok()?;
+        Estimate::new(&shapes, &ds_config).ok()?.host_bytes() as f64 * env.world_size as f64
+    };
+    let left = available_memory()? as f64;
     let gib = |bytes: f64| bytes / f64::from(1 << 30);
     (needs > left).then(|| {
         format!(
@@ -383,7 +516,7 @@ fn check_context(args: &Args) -> anyhow::Result<()> {
 /// Runs optimizer steps up to number `args.steps`, each reported by rank 0. With --save, SIGTERM and SIGINT end
 /// training after a checkpoint.
 fn train<A: Architecture>(
-    engine: &mut Engine<LanguageModel<A>>,
+    engine: &mut Trainer<A>,
     loader: &mut Loader,
     args: &Args,
     seq_len: usize,
@@ -402,8 +535,8 @@ fn train<A: Architecture>(
 
     let (first_step, skipped_before) = (engine.global_steps(), engine.skipped_steps());
     for step in first_step..args.steps {
-        if args.save.is_some() && engine.stop_requested()? {
-            engine.wait_for_checkpoint()?;
+        if args.save.is_some() && on_either!(&*engine, engine => engine.stop_requested())? {
+            on_either!(&mut *engine, engine => engine.wait_for_checkpoint())?;
             if step > first_step && !is_due(step, args) {
                 save(engine, args, sizes)?;
             }
@@ -412,25 +545,18 @@ fn train<A: Architecture>(
         }
         let step_start = Instant::now();
         let files_before = engine.offload_report();
-        let (lr, loss_scale) = (engine.lr()[0], engine.loss_scale());
-        let mut loss_sum = 0.0;
-        for _ in 0..batch.gradient_accumulation_steps {
-            let batch = loader.next().context("the data ended")??;
-            let loss = engine.forward(|model| model.loss(&batch.inputs, &batch.targets))?;
-            engine.backward(&loss)?;
-            engine.step()?;
-            loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
-        }
-        let over_ranks = gather(engine, loss_sum / batch.gradient_accumulation_steps as f64)?;
-        let timings = engine.timings();
+        let (lr, loss_scale) = on_either!(&*engine, engine => (engine.lr()[0], engine.loss_scale()));
+        let loss = engine.step(loader)?;
+        let over_ranks = gather(engine, loss)?;
+        let timings = on_either!(&*engine, engine => engine.timings());
         let files = engine.offload_report().since(&files_before);
         let line = StepMetrics {
             step,
             loss: over_ranks.loss,
             lr,
-            grad_norm: engine.global_grad_norm(),
+            grad_norm: on_either!(&*engine, engine => engine.global_grad_norm()),
             loss_scale,
-            skipped: !engine.was_step_applied(),
+            skipped: !on_either!(&*engine, engine => engine.was_step_applied()),
             tokens_per_s: tokens_per_step / step_start.elapsed().as_secs_f64(),
             forward_ms: timings.forward_ms,
             backward_ms: timings.backward_ms,
@@ -449,8 +575,7 @@ fn train<A: Architecture>(
             save(engine, args, sizes)?;
         }
     }
-    engine.wait_for_checkpoint()?;
-    engine.wait_for_upload()?;
+    on_either!(&mut *engine, engine => engine.wait_for_checkpoint().and_then(|()| engine.wait_for_upload()))?;
     progress.finish();
     let files = engine.offload_report();
     if first && files != OffloadReport::default() {
@@ -458,12 +583,12 @@ fn train<A: Architecture>(
     }
     let summary = json!({
         "summary": true,
-        "world_size": engine.world_size(),
+        "world_size": on_either!(&*engine, engine => engine.world_size()),
         "steps": args.steps,
         "skipped_steps": engine.skipped_steps(),
         "seconds": start.elapsed().as_secs_f64(),
-        "memory": engine.memory_report(),
-        "comm": engine.comm_report(),
+        "memory": on_either!(&*engine, engine => engine.memory_report()),
+        "comm": on_either!(&*engine, engine => engine.comm_report()),
         "offload": engine.offload_report(),
     });
     write(&mut metrics, &summary);
@@ -491,20 +616,23 @@ fn is_due(steps: u64, args: &Args) -> bool {
 }
 
 /// Saves a checkpoint. If it is due because of `--save_every`, training continues meanwhile.
-fn save<M>(engine: &mut Engine<M>, args: &Args, sizes: &Value) -> anyhow::Result<()> {
+fn save<A: Architecture>(engine: &mut Trainer<A>, args: &Args, sizes: &Value) -> anyhow::Result<()> {
     let Some(dir) = &args.save else { return Ok(()) };
     let steps = engine.global_steps();
     let in_background = steps != args.steps && is_due(steps, args);
     let options = SaveOptions { in_background, keep: args.keep.map(NonZeroUsize::get), ..SaveOptions::default() };
-    engine.save_checkpoint_with(dir, None, json!({ "model": sizes }), &options)?;
+    let state = json!({ "model": sizes });
+    on_either!(engine, engine => engine.save_checkpoint_with(dir, None, state, &options))?;
     Ok(())
 }
 
 /// Returns the mean loss and the largest memory over all ranks. Collective.
-fn gather<M>(engine: &Engine<M>, loss: f64) -> anyhow::Result<OverRanks> {
+fn gather<A: Architecture>(engine: &Trainer<A>, loss: f64) -> anyhow::Result<OverRanks> {
     let memory = rss_peak_bytes().unwrap_or(0) as f64;
-    let ranks = engine.gather_f64(&[loss, memory])?;
-    let loss = ranks.iter().map(|rank| rank[0]).sum::<f64>() / ranks.len() as f64;
+    let ranks = on_either!(engine, engine => engine.gather_f64(&[loss, memory]))?;
+    // All ranks of a pipeline know the mean.
+    let mean = ranks.iter().map(|rank| rank[0]).sum::<f64>() / ranks.len() as f64;
+    let loss = if engine.is_divided() { loss } else { mean };
     let memory = ranks.iter().fold(0.0, |most: f64, rank| most.max(rank[1])) as u64;
     Ok(OverRanks { loss, rss_peak_bytes: (memory > 0).then_some(memory) })
 }

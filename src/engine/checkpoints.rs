@@ -152,7 +152,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`OutputError`](crate::error::OutputError); [`Error::Io`](crate::Error::Io).
     pub fn check_export(&self, path: impl AsRef<Path>) -> Result<()> {
-        self.core.check_export(path.as_ref(), DType::F32)
+        self.core.check_export(&self.core.model_parameters()?, path.as_ref(), DType::F32)
     }
 
     /// Loads checkpoint `tag` from folder `dir`, or the one that `latest` names, whatever stage, number of ranks,

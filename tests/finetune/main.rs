@@ -34,6 +34,7 @@ mod merge_tool;
 mod outputs;
 mod packed_rows;
 mod parquet;
+mod pipeline;
 mod qlora;
 mod runs;
 mod smollm2;

@@ -78,7 +78,12 @@ fn an_adapter_of_two_hosts_has_the_bytes_of_one_host_and_the_choice_has_its_reas
     let told = succeeded(&command.output().unwrap());
     assert!(files(&at("by-ssh")) == expected, "{told}");
     let chosen = told.lines().find(|line| line.contains("chosen for the available memory")).unwrap();
-    for part in ["of the 2 hosts", "at the measured", "with shards spread over all hosts (stage 3) it would receive"] {
+    for part in [
+        "of the 2 hosts",
+        "at the measured",
+        "with shards spread over all hosts (stage 3) it would receive",
+        "in a pipeline (--pipeline)",
+    ] {
         assert!(chosen.contains(part), "{part}: {chosen}");
     }
 
@@ -89,6 +94,23 @@ fn an_adapter_of_two_hosts_has_the_bytes_of_one_host_and_the_choice_has_its_reas
         finetune(&mut command, &at(name), &flags);
         let told = succeeded(&command.output().unwrap());
         assert!(files(&at(name)) == expected, "{name}: {told}");
+    }
+
+    // A pipeline across the hosts has the bits of one rank; two pipelines, those of two ranks.
+    for (pipeline, ranks) in [("4", 1), ("2", 2)] {
+        let [one, divided] = ["ranks", "pipeline"].map(|name| at(&format!("{name}-{pipeline}")));
+        let mut command = zerorun();
+        finetune(&mut command, &one, &["-n", &ranks.to_string()]);
+        succeeded(&command.output().unwrap());
+        let mut command = first_host(&hosts);
+        let flags = ["--hostfile", hostfile.to_str().unwrap(), "--pipeline", pipeline];
+        finetune(&mut command, &divided, &flags);
+        let told = succeeded(&command.output().unwrap());
+        assert!(files(&divided) == files(&one), "{pipeline}: {told}");
+        let chosen = told.lines().find(|line| line.contains("chosen for the available memory")).unwrap();
+        for part in [&format!("a pipeline of {pipeline} ranks"), "each of the 2 hosts receives only activations"] {
+            assert!(chosen.contains(part), "{part}: {chosen}");
+        }
     }
 
     // One launcher on each host, as a job scheduler starts them.

@@ -254,6 +254,49 @@ fn an_exported_model_begins_where_training_ended() {
 }
 
 #[test]
+fn a_pipeline_of_the_configuration_has_the_steps_and_the_weights_of_one_rank_and_resumes_without_it() {
+    for arch in ["gpt2", "llama"] {
+        let folder = Folder::new(1);
+        let mut config: Value = serde_json::from_slice(&std::fs::read(folder.path("ds_config.json")).unwrap()).unwrap();
+        config["pipeline"] = json!({"stages": "auto", "schedule": "zero_bubble"});
+        std::fs::write(folder.path("pipeline.json"), config.to_string()).unwrap();
+        let run = |ranks: usize, more: &[&str]| {
+            let args = [&["--ds_config", "pipeline.json", "--arch", arch, "--sample", "0"], more].concat();
+            folder.finish(&mut folder.command(ranks, &args))
+        };
+        let one = run(1, &["--steps", "6", "--export", "one.safetensors"]);
+        let divided = run(2, &["--steps", "6", "--export", "two.safetensors"]);
+        assert_eq!(divided.arithmetic(), one.arithmetic(), "{arch}");
+        assert_eq!(divided.summary["world_size"], 2);
+        let weights = |name: &str| std::fs::read(folder.path(name)).unwrap();
+        assert!(weights("two.safetensors") == weights("one.safetensors"), "{arch}");
+        let saving = ["--save", "saves", "--resume"];
+        run(4, &[&["--steps", "3"], &saving[..]].concat());
+        let resumed = run(1, &[&["--steps", "6", "--export", "resumed.safetensors"], &saving[..]].concat());
+        // The metrics of a resumed run contain the earlier steps.
+        assert_eq!(resumed.arithmetic(), one.arithmetic(), "{arch}");
+        assert!(weights("resumed.safetensors") == weights("one.safetensors"), "{arch}");
+    }
+}
+
+#[test]
+fn a_sample_of_a_pipeline_is_refused_before_it_trains() {
+    let folder = Folder::new(1);
+    let config = json!({"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "pipeline": {}});
+    std::fs::write(folder.path("pipeline.json"), config.to_string()).unwrap();
+    let mut command = folder.command(2, &["--ds_config", "pipeline.json", "--steps", "2", "--sample", "8"]);
+    let output = command.output().unwrap();
+    assert!(!output.status.success());
+    let told = stderr(&output);
+    assert!(
+        told.contains(
+            "--sample is not supported in a pipeline, whose ranks have only parts of the model; leave it out"
+        ),
+        "{told}"
+    );
+}
+
+#[test]
 fn rank_0_prints_a_sample_to_stdout_and_plain_progress_goes_to_stderr() {
     let folder = Folder::new(3);
     std::fs::write(folder.path("text.txt"), "to be or not to be, that is the question. ".repeat(20)).unwrap();

@@ -476,6 +476,20 @@ pub enum FinetuneError {
         /// The memory available to a rank.
         had: String,
     },
+    /// A pipeline that does not fit into memory.
+    #[error(
+        "a pipeline of {} needs {needed} per rank, but only {had} per rank is available; use more ranks along the \
+         pipeline, a shorter context or a smaller model, or leave out --pipeline, so that states may be put in files",
+        candle_zero::util::counted(*ranks, "rank")
+    )]
+    PipelineTooLarge {
+        /// The number of ranks along the pipeline.
+        ranks: usize,
+        /// The minimum memory of a rank.
+        needed: String,
+        /// The memory available to a rank.
+        had: String,
+    },
 }
 
 /// Returns the unit that locates the records of a data file: `line` or `row`.

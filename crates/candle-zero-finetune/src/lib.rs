@@ -20,7 +20,7 @@
 //! | the weights that QLoRA holds in 4 bits | [`is_quantized`] |
 //! | answers of a model, token by token | [`Generator`] |
 //! | the resulting model: merged, as a Hugging Face folder or GGUF | [`MergedModel`] |
-//! | a complete run: its options, its inputs, its steps | [`Options`], [`PreparedRun`], [`FineTune`] |
+//! | a complete run: its options, its inputs, its steps, its engine | [`Options`], [`PreparedRun`], [`FineTune`], [`TrainingEngine`] |
 
 mod chat;
 mod data;
@@ -68,8 +68,9 @@ pub use run::fine_tune::FineTune;
 pub use run::memory_fit::{MemoryDemand, MemoryFit, memory_of_rank};
 pub use run::objective::Validation;
 pub use run::options::{
-    CheckpointOptions, LrDecay, ModelPrecision, Objective, Options, TrainingLength, TuningMethod, ValidationData,
-    WarmupLength,
+    CheckpointOptions, LrDecay, ModelPrecision, Objective, Options, PipelineStages, TrainingLength, TuningMethod,
+    ValidationData, WarmupLength,
 };
 pub use run::prepare::PreparedRun;
 pub use run::step_report::{StepReport, StopReason};
+pub use run::training_engine::TrainingEngine;

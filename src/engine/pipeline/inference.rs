@@ -16,9 +16,21 @@ impl<B> PipelineEngine<B> {
     /// The error of `next` or of a layer; a failed collective.
     pub fn eval_batch(&mut self, micro_batches: usize, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
         self.engine.check_in_step()?;
-        let mean = self.mean_loss_of(micro_batches, next);
-        let mean = self.engine.in_step(mean)?;
-        self.engine.mean_of_last_stage(mean)
+        let sum = self.sum_of_losses(micro_batches, next);
+        let sum = self.engine.in_step(sum)?;
+        self.engine.mean_of_last_stage(sum / micro_batches.max(1) as f64)
+    }
+
+    /// Evaluates micro batches as [`eval_batch`](Self::eval_batch) does, and returns the sum of their losses over all
+    /// pipelines, on every rank. Collective.
+    ///
+    /// # Errors
+    /// The same as [`eval_batch`](Self::eval_batch).
+    pub fn eval_sum(&mut self, micro_batches: usize, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
+        self.engine.check_in_step()?;
+        let sum = self.sum_of_losses(micro_batches, next);
+        let sum = self.engine.in_step(sum)?;
+        self.engine.sum_of_last_stage(sum)
     }
 
     /// Runs `micro_batches` micro batches through all stages without training: dropout is off, no loss is computed, and
@@ -72,7 +84,7 @@ impl<B> PipelineEngine<B> {
     }
 
     /// Returns the mean loss of micro batches on the rank of the last stage.
-    fn mean_loss_of(&mut self, micro_batches: usize, mut next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
+    fn sum_of_losses(&mut self, micro_batches: usize, mut next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
         let mut sum = 0.0;
         for micro_batch in 0..micro_batches {
             let batch = next(micro_batch)?;
@@ -86,7 +98,7 @@ impl<B> PipelineEngine<B> {
             }
         }
         self.boundaries.finish()?;
-        Ok(sum / micro_batches.max(1) as f64)
+        Ok(sum)
     }
 
     /// Returns the last layer's output for each micro batch.

@@ -9,6 +9,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `pipeline_engine.rs` | the engine: one optimizer step, operation by operation |
+//! | `run_state.rs` | ranks and times, checkpoints with options, the parameters of the complete model |
 //! | `stage_calls.rs` | the forward and backward passes of one stage, as calls to the stage's engine |
 //! | `inference.rs` | evaluation and inference: forward passes without a graph |
 //! | `generation.rs` | a decoder's text, continued token by token |
@@ -24,6 +25,7 @@ mod generation;
 mod inference;
 mod layer_times;
 mod pipeline_engine;
+mod run_state;
 mod setup;
 mod stage_calls;
 mod tied_weight;

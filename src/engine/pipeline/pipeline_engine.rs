@@ -161,10 +161,23 @@ impl<B> PipelineEngine<B> {
     /// # Errors
     /// The error of `next` or of a layer; the errors of [`Engine::step`].
     pub fn train_batch(&mut self, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
+        self.train_batch_telling(next, &mut |_| ())
+    }
+
+    /// Runs one optimizer step as [`train_batch`](Self::train_batch) does. Calls `tell` with the number of micro batches
+    /// that have passed through this rank's stages, each time it grows.
+    ///
+    /// # Errors
+    /// The same as [`train_batch`](Self::train_batch).
+    pub fn train_batch_telling(
+        &mut self,
+        next: impl FnMut(usize) -> Result<B>,
+        tell: &mut dyn FnMut(usize),
+    ) -> Result<f64> {
         self.engine.check_in_step()?;
         let start = Instant::now();
         let micro_batches = self.schedule.micro_batches();
-        let ran = self.run_micro_batches(next);
+        let ran = self.run_micro_batches(next, tell);
         self.engine.in_step(ran)?;
         self.engine.end_micro_batches(micro_batches, start);
         let stepped = self.engine.step();
@@ -177,8 +190,9 @@ impl<B> PipelineEngine<B> {
     }
 
     /// Runs the forward and backward passes of a step.
-    fn run_micro_batches(&mut self, next: impl FnMut(usize) -> Result<B>) -> Result<()> {
+    fn run_micro_batches(&mut self, next: impl FnMut(usize) -> Result<B>, tell: &mut dyn FnMut(usize)) -> Result<()> {
         let schedule = self.schedule;
+        let (stages, mut passed) = (schedule.stages_of(self.rank).len(), 0);
         let mut step = PipelineStep {
             batches: (0..schedule.micro_batches()).map(next).collect::<Result<_>>()?,
             held: BTreeMap::new(),
@@ -194,6 +208,10 @@ impl<B> PipelineEngine<B> {
                 PipelinePass::BackwardWeight => self.backward_weights(&mut step, op)?,
             }
             self.accumulate_tied(&step, Some(done))?;
+            passed += usize::from(op.pass != PipelinePass::Forward && op.pass != PipelinePass::BackwardWeight);
+            if op.pass != PipelinePass::Forward && passed.is_multiple_of(stages) {
+                tell(passed / stages);
+            }
         }
         self.accumulate_tied(&step, None)?;
         self.boundaries.finish()?;

@@ -167,11 +167,21 @@ impl<M> Engine<M> {
 
     /// Collective: returns the mean of a value that only the ranks of the last stage have.
     pub(super) fn mean_of_last_stage(&mut self, own: f64) -> Result<f64> {
+        let known = self.of_last_stage(own)?;
+        Ok(known.iter().sum::<f64>() / known.len().max(1) as f64)
+    }
+
+    /// Collective: returns the sum of a value that only the ranks of the last stage know.
+    pub(super) fn sum_of_last_stage(&mut self, own: f64) -> Result<f64> {
+        Ok(self.of_last_stage(own)?.iter().sum())
+    }
+
+    /// Collective: returns the values of the ranks of the last stage.
+    fn of_last_stage(&mut self, own: f64) -> Result<Vec<f64>> {
         self.attempt(|engine| {
             let Some(position) = engine.core.pipeline() else { unreachable!("this engine is part of a pipeline") };
             let all = position.job.gather_f64(vec![f64::from(u8::from(position.is_last)), own]).wait()?;
-            let known: Vec<f64> = all.iter().filter(|rank| rank[0] != 0.0).map(|rank| rank[1]).collect();
-            Ok::<f64, Error>(known.iter().sum::<f64>() / known.len().max(1) as f64)
+            Ok::<_, Error>(all.iter().filter(|rank| rank[0] != 0.0).map(|rank| rank[1]).collect())
         })
     }
 

@@ -272,7 +272,8 @@ impl GroupedBackward {
             }
             let slots = self.slots_of(&experts);
             let (this, outputs) = (self.clone(), self.rows.sizes.outputs());
-            sink.now_or_later(&g[slots.start * outputs..slots.end * outputs], move |g, sink| {
+            let kept = slots.len() * self.rows.sizes.inputs * size_of::<E>();
+            sink.now_or_later(&g[slots.start * outputs..slots.end * outputs], kept, move |g, sink| {
                 let lent = LentGradient::<E>::take(sink, &experts, len)?;
                 this.write_weight_gradients(lent.into_iter().collect(), part, g, slots.start)
             })?;

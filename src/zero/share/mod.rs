@@ -11,6 +11,7 @@
 //! | `state_access.rs` | states by parameter, read and written in any storage |
 //! | `param_access.rs` | reads and sets one parameter, its gradient and states |
 //! | `freeze.rs` | freezes and unfreezes parameters between steps |
+//! | `whole_model.rs` | the parameters of the complete model, also those of the other stages of a pipeline |
 //! | `safetensors_export.rs` | writes whole parameters to a file |
 
 mod freeze;
@@ -25,3 +26,4 @@ pub(crate) mod state_storage;
 pub(crate) mod sub_group;
 pub(crate) mod sub_group_builder;
 pub(crate) mod var_builder_backend;
+pub(crate) mod whole_model;

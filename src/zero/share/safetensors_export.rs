@@ -2,11 +2,12 @@
 //! arrive.
 
 use super::state_access::ParamStateKind;
+use super::whole_model::ModelParameter;
 use crate::comm::WireFormat;
 use crate::comm::agree::{CollectiveFailure, agree, rank_failed};
 use crate::error::Result;
 use crate::files::{self, AtomicFile, OutputKind, RunPaths};
-use crate::param::{ModelBuffer, Param};
+use crate::param::ModelBuffer;
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::residency;
 use crate::util::lock;
@@ -28,11 +29,13 @@ impl RankCore {
     /// A communication error; a write error of rank 0, which leaves the ranks in step: the model must not be lost
     /// because of a full disk or a wrong path.
     pub fn export(&self, path: &Path, dtype: DType) -> Result<(), CollectiveFailure> {
+        let model = self.model_parameters()?;
         let mut file =
-            (self.comm.rank() == 0).then(|| SafetensorsExport::begin(path, &self.params, self.buffers.list(), dtype));
-        for param in 0..self.params.len() {
-            let whole = self.whole_f32(param)?;
-            file = file.map(|file| file.and_then(|file| file.append(whole.as_ref())));
+            (self.job().rank() == 0).then(|| SafetensorsExport::begin(path, &model, self.buffers.list(), dtype));
+        for about in &model {
+            if let Some(whole) = self.on_first_rank(about)? {
+                file = file.map(|file| file.and_then(|file| file.append(whole.as_ref())));
+            }
         }
         for buffer in self.buffers.list() {
             let Some(Ok(open)) = file else { break };
@@ -42,20 +45,21 @@ impl RankCore {
         let written = file.map_or(Ok(()), |file| file.and_then(SafetensorsExport::finish));
         let failed = |source| crate::Error::Io { action: "write", path: path.to_owned(), source };
         let elsewhere = |rank| failed(Error::other(rank_failed(rank)));
-        agree(self.comm(), written.map_err(failed), elsewhere)
+        agree(self.job(), written.map_err(failed), elsewhere)
     }
 
-    /// Checks whether [`export`](Self::export) can write to `path`, and has enough space there.
+    /// Checks whether [`export`](Self::export) can write the parameters of `model` to `path`, and has enough space there.
     ///
     /// # Errors
     /// The errors that the export would return.
-    pub fn check_export(&self, path: &Path, dtype: DType) -> Result<()> {
+    pub fn check_export(&self, model: &[ModelParameter], path: &Path, dtype: DType) -> Result<()> {
         let failed = |source| crate::Error::Io { action: "write", path: path.to_owned(), source };
-        let header = header(&self.params, self.buffers.list(), dtype);
+        let header = header(model, self.buffers.list(), dtype);
         let tensors = serde_json::from_slice(&header).map_err(|e| failed(e.into()))?;
         RunPaths::default().writes("the export", path, OutputKind::File).check()?;
         check_earlier(path, &tensors).map_err(failed)?;
-        let values = self.params.iter().map(|p| (p.numel * dtype.size_in_bytes()) as u64);
+        let numel = |about: &ModelParameter| about.dims.iter().product::<usize>();
+        let values = model.iter().map(|about| (numel(about) * dtype.size_in_bytes()) as u64);
         let buffers =
             self.buffers.list().iter().map(|b| (b.tensor.elem_count() * b.tensor.dtype().size_in_bytes()) as u64);
         let folder = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -110,8 +114,8 @@ struct SafetensorsExport {
 
 impl SafetensorsExport {
     /// Writes the header. An existing file is replaced if it is an earlier export of the same parameters.
-    fn begin(path: &Path, params: &[Param], buffers: &[ModelBuffer], dtype: DType) -> std::io::Result<Self> {
-        let header = header(params, buffers, dtype);
+    fn begin(path: &Path, model: &[ModelParameter], buffers: &[ModelBuffer], dtype: DType) -> std::io::Result<Self> {
+        let header = header(model, buffers, dtype);
         let tensors: serde_json::Map<String, Value> = serde_json::from_slice(&header)?;
         check_earlier(path, &tensors)?;
         let mut new = AtomicFile::beside(path)?;
@@ -146,10 +150,10 @@ impl SafetensorsExport {
 }
 
 /// Returns the header of a safetensors file with these tensors.
-fn header(params: &[Param], buffers: &[ModelBuffer], dtype: DType) -> Vec<u8> {
+fn header(model: &[ModelParameter], buffers: &[ModelBuffer], dtype: DType) -> Vec<u8> {
     let mut end = 0usize;
     let mut header = serde_json::Map::new();
-    let params = params.iter().map(|p| (&p.name, p.shape.dims(), dtype));
+    let params = model.iter().map(|about| (&about.name, &about.dims[..], dtype));
     let buffers = buffers.iter().map(|b| (&b.name, b.tensor.dims(), b.tensor.dtype()));
     for (name, dims, dtype) in params.chain(buffers) {
         let start = end;

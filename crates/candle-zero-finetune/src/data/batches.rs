@@ -111,6 +111,13 @@ impl Batches {
         Self { dataset, members, rows, shape, order: rows_in, pad }
     }
 
+    /// Returns the batches of rank `rank` instead of this rank's.
+    #[must_use]
+    pub(crate) fn of_rank(self, rank: usize) -> Self {
+        assert!(rank < self.shape.world, "rank {rank} of {}", self.shape.world);
+        Self { shape: BatchShape { rank, ..self.shape }, ..self }
+    }
+
     /// Returns the number of rows that batches of the data set would have.
     pub(crate) fn count_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> usize {
         match packed_rows(dataset, packing, order) {

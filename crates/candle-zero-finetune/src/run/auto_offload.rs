@@ -1,7 +1,10 @@
-//! Chooses the stage and the offload of a run without a DeepSpeed configuration.
+//! Chooses the stage and the offload of a run without a DeepSpeed configuration and, on several hosts, how the hosts work
+//! together.
 
-use super::memory_fit::{MemoryDemand, memory_of_rank};
+use super::engine_config;
+use super::memory_fit::{HostNetwork, MemoryDemand, memory_of_rank};
 use super::options::{Objective, TuningMethod};
+use super::pipeline_fit::{PipelineDemand, PipelineShape};
 use super::prepare::{PreparedRun, StartModel};
 use crate::data::sample_cache::own_cache;
 use crate::error::Result;
@@ -19,8 +22,6 @@ use serde_json::Value;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RunRanks {
     pub world: usize,
-    /// This rank.
-    pub rank: usize,
     /// The number of ranks on each host; all ranks if hosts have different numbers.
     pub per_host: usize,
     /// The bytes per second that a host receives from the others, if this rate was measured.
@@ -37,7 +38,7 @@ impl RunRanks {
         let (world, hosts) = (comm.size(), ranks_per_host(comm)?);
         let per_host = if hosts.iter().all(|ranks| *ranks == hosts[0]) { hosts[0] } else { world };
         let network = if measures && per_host < world { rate_between_hosts(comm, MEASURED_BYTES)? } else { None };
-        Ok(Self { world, rank: comm.rank(), per_host, network })
+        Ok(Self { world, per_host, network })
     }
 }
 
@@ -48,32 +49,71 @@ pub(super) fn memory_of_all(comm: &dyn Communicator) -> Result<u64> {
     Ok(of_ranks.into_iter().flatten().fold(own, f64::min) as u64)
 }
 
-/// Returns `config` with the stage and offload that fit into `memory` bytes on each rank, and the reason. Returns it
-/// unchanged for an encoder, or if the user has provided a configuration.
+/// The configuration of a run, with everything that was chosen.
+pub(super) struct Placed {
+    pub config: Value,
+    pub pipeline: Option<PipelineShape>,
+    /// The choice and its reason, if there was one.
+    pub chosen: Option<String>,
+}
+
+/// Completes `config` with the stage and offload that fit into `memory` bytes on each rank, in a pipeline of `stages`
+/// ranks if that is requested. On several hosts, it chooses a pipeline by itself if a host cannot hold the model. Returns
+/// `config` unchanged for an encoder, or if the user has provided a configuration.
 ///
 /// # Errors
-/// Errors of [`MemoryDemand::choose`].
-pub(super) fn fitted(
+/// Errors of [`MemoryDemand::choose`]; a pipeline that is not possible or does not fit.
+pub(super) fn placed(
     prepared: &PreparedRun,
     config: Value,
     memory: u64,
-    ranks: RunRanks,
-) -> Result<(Value, Option<String>)> {
+    (ranks, stages): (RunRanks, Option<usize>),
+) -> Result<Placed> {
     let options = &prepared.options;
-    let sizes = match &prepared.start {
-        StartModel::Decoder { config, .. } if options.ds_config.is_none() => config,
-        _ => return Ok((config, None)),
+    let StartModel::Decoder { config: sizes, .. } = &prepared.start else {
+        return Ok(Placed { config, pipeline: None, chosen: None });
     };
-    let shapes = Shapes::of("model", |vb| Decoder::new(sizes, vb))?;
-    let shapes = match options.method {
+    let prepare = |shapes: Shapes| match options.method {
         TuningMethod::Full => shapes,
         TuningMethod::Lora(_) => shapes.trainable(|name, _| is_adapter(name)),
         TuningMethod::Qlora(_) => shapes.trainable(|name, _| is_adapter(name)).quantized_by(PACKING, is_quantized),
     };
+    let (dtype, trains_base) = (options.precision.dtype(), options.method == TuningMethod::Full);
+    let values = engine_config::run_values(options, sizes.hidden_size, 1, 2);
+    let (recompute, world) = (options.recompute, ranks.world);
+    let pipeline = PipelineDemand {
+        sizes,
+        prepare: &prepare,
+        config: &config,
+        values: &values,
+        dtype,
+        trains_base,
+        recompute,
+        world,
+        memory,
+    };
+    let network = HostNetwork { hosts: world / ranks.per_host, rate: ranks.network };
+    match (stages, &options.ds_config) {
+        (Some(_), Some(_)) => {
+            // Problems are reported before any rank has built its part.
+            let shape = PipelineShape::of(&pipeline.estimate(&config)?)?;
+            return Ok(Placed { config, pipeline: Some(shape), chosen: None });
+        }
+        (None, Some(_)) => return Ok(Placed { config, pipeline: None, chosen: None }),
+        (Some(given), None) => {
+            let fit = pipeline.choose(&[given])?.map_err(|least| least.refused(memory))?;
+            let mut chosen = fit.explained(memory);
+            if network.hosts > 1 {
+                chosen += &network.of_pipeline(pipeline.bytes_between_hosts(network.hosts));
+            }
+            return Ok(Placed { config: fit.config, pipeline: Some(fit.shape), chosen: Some(chosen) });
+        }
+        (None, None) => {}
+    }
+    let shapes = prepare(Shapes::of("model", |vb| Decoder::new(sizes, vb))?);
     // A preference pair is two rows.
     let texts = if matches!(options.objective, Objective::Prefer { .. }) { 2 } else { 1 };
-    let element = options.precision.dtype().size_in_bytes();
-    let trains_base = options.method == TuningMethod::Full;
+    let element = dtype.size_in_bytes();
     let activations = |rows: usize, recompute: bool| {
         let tokens = rows.saturating_mul(texts).saturating_mul(sizes.ctx);
         sizes.activation_bytes(ActivationPass { tokens, element, recompute, trains_base })
@@ -81,18 +121,126 @@ pub(super) fn fitted(
     // Each output has a separate folder, because an offload folder serves only one job at a time.
     let out = std::path::absolute(&options.out).unwrap_or_else(|_| options.out.clone());
     let folder = own_cache()?.join(format!("offload/{:016x}", fnv1a(out.as_os_str().as_encoded_bytes())));
-    let (recompute, activations) = (options.recompute, &activations);
+    let may_divide = options.objective == Objective::Generate && options.pipeline.is_none();
+    let divisions = if may_divide { divisions(sizes.blocks.len(), world, network.hosts) } else { Vec::new() };
     let demand = MemoryDemand {
         shapes: &shapes,
         config: &config,
         recompute,
-        ranks: ranks.world,
+        ranks: world,
         ranks_per_host: ranks.per_host,
         network: ranks.network,
-        activations,
+        pipeline: (!divisions.is_empty()).then(|| pipeline.bytes_between_hosts(network.hosts)),
+        activations: &activations,
         memory,
         folder: &folder,
     };
+    chosen(&demand, &pipeline, &divisions)
+}
+
+/// Returns the numbers of ranks along a pipeline with which every host holds a part of a model with `blocks` blocks,
+/// smallest first. On one host, there are none.
+fn divisions(blocks: usize, world: usize, hosts: usize) -> Vec<usize> {
+    if hosts < 2 {
+        return Vec::new();
+    }
+    (hosts..=world.min(blocks)).filter(|ranks| ranks.is_multiple_of(hosts) && world.is_multiple_of(*ranks)).collect()
+}
+
+/// Chooses a pipeline if the ranks of a host cannot hold the model, but those of all hosts can with one of these numbers
+/// of ranks along the pipeline. Otherwise, chooses as [`MemoryDemand::choose`] does.
+fn chosen(demand: &MemoryDemand<'_>, pipeline: &PipelineDemand<'_>, divisions: &[usize]) -> Result<Placed> {
+    if !divisions.is_empty()
+        && let Some(on_host) = demand.too_large_for_a_host()?
+        // If the model cannot be divided, the other choices remain.
+        && let Ok(Ok(fit)) = pipeline.choose(divisions)
+    {
+        let network = demand.host_network();
+        let chosen = format!(
+            "{}; {on_host}{}{}",
+            fit.explained(demand.memory),
+            network.of_pipeline(pipeline.bytes_between_hosts(network.hosts)),
+            demand.without_pipeline()?
+        );
+        return Ok(Placed { config: fit.config, pipeline: Some(fit.shape), chosen: Some(chosen) });
+    }
     let choice = demand.choose()?;
-    Ok((choice.config, Some(choice.why)))
+    Ok(Placed { config: choice.config, pipeline: None, chosen: Some(choice.why) })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_core::DType;
+    use candle_zero::config::RunValues;
+    use candle_zero::models::{DecoderConfig, DecoderSizes, LlamaConfig};
+    use candle_zero::nn::LoraConfig;
+    use serde_json::json;
+    use std::path::Path;
+
+    /// Chooses for four ranks on two hosts with this memory per rank, connected by 1 Gbit/s.
+    fn on_two_hosts(trains_base: bool, gib: f64) -> (Option<PipelineShape>, String) {
+        let config = LlamaConfig { ctx: 1024, ..LlamaConfig::preset("llama-3.2-1b").unwrap() };
+        let lora = (!trains_base).then(LoraConfig::default);
+        let sizes = DecoderConfig { lora, ..config.decoder().unwrap() };
+        let prepare = |shapes: Shapes| if trains_base { shapes } else { shapes.trainable(|name, _| is_adapter(name)) };
+        let config = json!({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true},
+                            "optimizer": {"type": "AdamW"}});
+        let (values, memory, world, recompute) = (RunValues::default(), (gib * f64::from(1 << 30)) as u64, 4, None);
+        let pipeline = PipelineDemand {
+            sizes: &sizes,
+            prepare: &prepare,
+            config: &config,
+            values: &values,
+            dtype: DType::BF16,
+            trains_base,
+            recompute,
+            world,
+            memory,
+        };
+        let shapes = prepare(Shapes::of("model", |vb| Decoder::new(&sizes, vb)).unwrap());
+        let activations = |rows: usize, recompute: bool| {
+            sizes.activation_bytes(ActivationPass { tokens: rows * 1024, element: 2, recompute, trains_base })
+        };
+        let demand = MemoryDemand {
+            shapes: &shapes,
+            config: &config,
+            recompute,
+            ranks: world,
+            ranks_per_host: 2,
+            network: Some(117e6),
+            pipeline: Some(pipeline.bytes_between_hosts(2)),
+            activations: &activations,
+            memory,
+            folder: Path::new("/scratch"),
+        };
+        let placed = chosen(&demand, &pipeline, &divisions(sizes.blocks.len(), world, 2)).unwrap();
+        assert_eq!(placed.config.get("pipeline").is_some(), placed.pipeline.is_some());
+        (placed.pipeline, placed.chosen.unwrap())
+    }
+
+    #[test]
+    fn hosts_form_a_pipeline_only_if_one_of_them_cannot_hold_the_model() {
+        let (shape, why) = on_two_hosts(false, 4.0);
+        assert_eq!(shape, None);
+        insta::assert_snapshot!(why, @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB per rank; stage 0, micro batches of 1 row would need 3.6 GiB. Each of the 2 hosts holds all shards (mics_shard_size), so in each step a host receives only gradients, 21.5 MiB (0.19 s at the measured 111.6 MiB/s); with shards spread over all hosts it would receive 3.4 GiB (30.88 s at the measured 111.6 MiB/s); in a pipeline (--pipeline), 32.0 MiB (0.29 s at the measured 111.6 MiB/s)");
+        let (shape, why) = on_two_hosts(false, 2.25);
+        assert_eq!(shape.map(|shape| shape.ranks), Some(4), "{why}");
+        insta::assert_snapshot!(why, @"a pipeline of 4 ranks, stage 0, 8 micro batches of 1 row, blocks recomputed in backward: at most 1.3 GiB of 2.2 GiB per rank; ranks wait for 37 % of a step; a host that holds all of the model would need 2.1 GiB (stage 3, micro batches of 1 row, blocks recomputed in backward). In each step, each of the 2 hosts receives only activations and their gradients, at most 32.0 MiB (0.29 s at the measured 111.6 MiB/s); with shards spread over all hosts (stage 3) it would receive 3.4 GiB (30.88 s at the measured 111.6 MiB/s), and if each host held all shards (mics_shard_size), 21.5 MiB (0.19 s at the measured 111.6 MiB/s)");
+        // All hosts together cannot hold the states of all weights either.
+        let (shape, why) = on_two_hosts(true, 8.0);
+        assert_eq!(shape, None);
+        insta::assert_snapshot!(why, @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row: at most 5.5 GiB of 8.0 GiB per rank; stage 0, micro batches of 1 row would need 21.5 GiB. Each of the 2 hosts holds all shards (mics_shard_size), so in each step a host receives only gradients, 2.3 GiB (21.13 s at the measured 111.6 MiB/s); with shards spread over all hosts it would receive 5.6 GiB (51.61 s at the measured 111.6 MiB/s); in a pipeline (--pipeline), 64.0 MiB (0.57 s at the measured 111.6 MiB/s)");
+        let (shape, why) = on_two_hosts(true, 64.0);
+        assert_eq!(shape, None, "{why}");
+    }
+
+    #[test]
+    fn pipelines_across_hosts_have_a_part_of_the_model_on_each_host() {
+        assert_eq!(divisions(16, 8, 2), [2, 4, 8]);
+        assert_eq!(divisions(16, 12, 3), [3, 6, 12]);
+        assert_eq!(divisions(4, 12, 3), [3]);
+        assert!(divisions(16, 8, 1).is_empty());
+    }
 }

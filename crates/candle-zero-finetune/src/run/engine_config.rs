@@ -3,18 +3,32 @@
 use super::options::{ModelPrecision, Options, misused};
 use crate::error::Result;
 use candle_zero::config::{Config, RunValues, read_value};
+use candle_zero::util::counted;
 use serde_json::{Map, Value, json};
 
-/// Returns the file's configuration, or an empty one, with batch, optimizer, clipping and precision filled in. If
-/// neither the file nor the options set the number of rows in a step, it is `rows`. The second returned value indicates
-/// whether this is the case.
-pub(super) fn filled_in(options: &Options, world: usize, rows: usize, hidden_size: usize) -> Result<(Value, bool)> {
-    let mut config = match &options.ds_config {
-        Some(path) => read_value(path)?,
-        None => json!({}),
-    };
+/// Returns the file's configuration, or an empty one.
+pub(super) fn read(options: &Options) -> Result<Value> {
+    options.ds_config.as_deref().map_or(Ok(json!({})), read_value)
+}
+
+/// The parts into which the ranks divide the rows of a micro step: ranks, or pipelines of several ranks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct DataParts {
+    pub count: usize,
+    pub are_pipelines: bool,
+}
+
+/// Returns `config` with batch, optimizer, clipping and precision filled in. If neither it nor the options set the number
+/// of rows in a step, it is `rows`. The second returned value indicates whether this is the case.
+pub(super) fn filled_in(
+    mut config: Value,
+    options: &Options,
+    parts: DataParts,
+    rows: usize,
+    hidden_size: usize,
+) -> Result<(Value, bool)> {
     let Some(map) = config.as_object_mut() else { return Ok((config, false)) };
-    let takes_rows = batch(map, options, world, rows)?;
+    let takes_rows = batch(map, options, parts, rows)?;
     rate(map, options, hidden_size)?;
     let mut set = |key: &str, value: Value| _ = map.entry(key).or_insert(value);
     set("gradient_clipping", json!(1.0));
@@ -37,7 +51,7 @@ fn explicit_value(value: Option<&Value>) -> Option<&Value> {
 const BATCH_KEYS: [&str; 3] = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
 /// Sets the batch. Returns whether a step has `rows` rows because nothing else sets its size.
-fn batch(map: &mut Map<String, Value>, options: &Options, world: usize, rows: usize) -> Result<bool> {
+fn batch(map: &mut Map<String, Value>, options: &Options, parts: DataParts, rows: usize) -> Result<bool> {
     if BATCH_KEYS.iter().any(|key| explicit_value(map.get(*key)).is_some()) {
         if let (Some(batch), Some(found)) = (options.batch, explicit_value(map.get(BATCH_KEYS[0])))
             && found.as_u64() != Some(batch as u64)
@@ -46,16 +60,19 @@ fn batch(map: &mut Map<String, Value>, options: &Options, world: usize, rows: us
         }
         return Ok(false);
     }
-    let at_once = options.micro_batch.max(1).saturating_mul(world.max(1));
+    let at_once = options.micro_batch.max(1).saturating_mul(parts.count.max(1));
     if let Some(batch) = options.batch.filter(|batch| batch % at_once != 0) {
         let below = batch / at_once * at_once;
         let near = [below, below.saturating_add(at_once)];
         let near: Vec<String> = near.iter().filter(|rows| **rows > 0).map(usize::to_string).collect();
         let why = format!(
-            "is {batch}, which is not a multiple of the {at_once} rows that are computed at once (--micro_batch {} on {}); \
+            "is {batch}, which is not a multiple of the {at_once} rows that are computed at once (--micro_batch {} {}); \
              give --batch {}, or another --micro_batch",
             options.micro_batch,
-            if world == 1 { "1 rank".into() } else { format!("{world} ranks") },
+            match parts.are_pipelines {
+                true => format!("in {}", counted(parts.count, "pipeline")),
+                false => format!("on {}", counted(parts.count, "rank")),
+            },
             near.join(" or "),
         );
         return Err(misused("--batch", why));
@@ -91,22 +108,27 @@ fn conflict(flag: &'static str, given: impl std::fmt::Display, key: &str, found:
     )
 }
 
-/// Returns the engine's configuration for a run with this number of steps.
-pub(super) fn resolve(
-    config: &Value,
-    options: &Options,
-    world: usize,
-    hidden_size: usize,
-    warmup: u64,
-    steps: u64,
-) -> Result<Config> {
-    let values = RunValues {
+/// Returns the values of a run with this number of steps for keys that are "auto".
+pub(super) fn run_values(options: &Options, hidden_size: usize, warmup: u64, steps: u64) -> RunValues {
+    RunValues {
         train_micro_batch_size_per_gpu: options.micro_batch,
         lr: options.peak_lr(hidden_size),
         warmup_num_steps: Some(warmup),
         total_num_steps: Some(steps),
         hidden_size: Some(hidden_size as u64),
         ..RunValues::default()
-    };
-    Config::load_for(config.clone(), world, &values)
+    }
+}
+
+/// Returns the engine's configuration for a run with this number of steps.
+pub(super) fn resolve(
+    config: &Value,
+    options: &Options,
+    parts: usize,
+    hidden_size: usize,
+    warmup: u64,
+    steps: u64,
+) -> Result<Config> {
+    let values = run_values(options, hidden_size, warmup, steps);
+    Config::load_for(config.clone(), parts, &values)
 }

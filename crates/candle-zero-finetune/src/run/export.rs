@@ -3,12 +3,10 @@
 use super::model_card::ModelCard;
 use super::prepare::{PreparedRun, StartModel};
 use super::result_folders::ResultFolder;
+use super::training_engine::TrainingEngine;
 use crate::data::sample_cache::own_cache;
 use crate::error::{Error, FinetuneError, OutputError, ParamError, Result};
 use crate::model::merged_model::MergedModel;
-use crate::model::trainable_model::TrainableModel;
-use crate::peft::adapter::Adapter;
-use candle_zero::engine::Engine;
 use candle_zero::files::{AtomicFolder, OutputDigests, folder_of};
 use candle_zero::param::WeightFiles;
 use std::path::{Path, PathBuf};
@@ -19,8 +17,8 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// A failed collective.
-pub(crate) fn write(
-    engine: &mut Engine<TrainableModel>,
+pub(super) fn write(
+    engine: &mut TrainingEngine,
     card: &ModelCard<'_>,
     part: ResultFolder,
     to: &Path,
@@ -57,7 +55,7 @@ pub(crate) fn write(
 }
 
 /// Returns this rank's value, or an error on all ranks if any rank failed. Collective.
-fn agree<T>(engine: &Engine<TrainableModel>, to: &Path, own: Result<T>) -> Result<Result<T>> {
+fn agree<T>(engine: &TrainingEngine, to: &Path, own: Result<T>) -> Result<Result<T>> {
     let failed = engine.gather_f64(&[f64::from(u8::from(own.is_err()))])?;
     let others = std::io::Error::other("rank 0 could not write, and reports why");
     Ok(match own {
@@ -69,7 +67,7 @@ fn agree<T>(engine: &Engine<TrainableModel>, to: &Path, own: Result<T>) -> Resul
 }
 
 /// Writes the files from rank 0 into the empty folder `into`. The inner error is a failed write. Collective.
-fn fill(engine: &mut Engine<TrainableModel>, prepared: &PreparedRun, into: &Path) -> Result<Result<()>> {
+fn fill(engine: &mut TrainingEngine, prepared: &PreparedRun, into: &Path) -> Result<Result<()>> {
     let is_first = engine.rank() == 0;
     let (base, config) = match &prepared.start {
         StartModel::Encoder { base, .. } => {
@@ -91,7 +89,7 @@ fn fill(engine: &mut Engine<TrainableModel>, prepared: &PreparedRun, into: &Path
     };
     if let Some(lora) = prepared.options.method.lora() {
         let name = prepared.options.base_name.clone().unwrap_or_else(|| base.folder().display().to_string());
-        let adapter = Adapter::of_engine(engine, lora.clone(), Some(name))?;
+        let adapter = engine.adapter(lora.clone(), Some(name))?;
         if !is_first {
             return Ok(Ok(()));
         }
@@ -128,7 +126,7 @@ fn diverged(error: Error) -> Error {
 }
 
 /// Writes all weights in f32. The inner error is a failed write, on all ranks. Collective.
-fn export(engine: &mut Engine<TrainableModel>, path: &Path) -> Result<Result<()>> {
+fn export(engine: &mut TrainingEngine, path: &Path) -> Result<Result<()>> {
     match engine.export_safetensors(path) {
         Err(error @ (Error::Io { .. } | Error::Output(_))) => Ok(Err(error)),
         exported => exported.map(Ok),
@@ -140,8 +138,8 @@ fn export(engine: &mut Engine<TrainableModel>, path: &Path) -> Result<Result<()>
 ///
 /// # Errors
 /// [`OutputError`]; a failed collective.
-pub(crate) fn finish(
-    engine: &mut Engine<TrainableModel>,
+pub(super) fn finish(
+    engine: &mut TrainingEngine,
     card: &ModelCard<'_>,
     (part, to): (ResultFolder, PathBuf),
     written: &mut OutputDigests,

@@ -12,31 +12,25 @@
 
 use super::auto_offload::{RunRanks, memory_of_all};
 use super::export;
-use super::learning_rate::LearningRates;
 use super::model_card::{ModelCard, RunOutcome};
 use super::objective::Validation;
-use super::options::{CheckpointOptions, Options, TuningMethod, misused};
+use super::options::{CheckpointOptions, TuningMethod, misused};
+use super::pipeline_fit::PipelineShape;
 use super::plan::{RunPlan, remembered_batch};
 use super::prepare::{PreparedRun, StartModel};
 use super::result_folders::ResultFolder;
 use super::run_identity::{KEY, RunIdentity, SavedRun};
 use super::step_report::{StepReport, StopReason};
+use super::training_engine::{StepOutcome, TrainingEngine};
 use crate::chat::conversation::Conversation;
 use crate::data::batches::Batches;
 use crate::error::{Error, Result};
 use crate::model::generator::{GeneratedText, Generator, Sampling};
-use crate::model::trainable_model::TrainableModel;
-use crate::peft::qlora::{PACKING, is_quantized};
-use candle_core::{DType, Device, Tensor};
-use candle_zero::checkpoint::{self, LoadOptions, SaveOptions};
+use candle_zero::checkpoint::{self, SaveOptions};
 use candle_zero::comm::Communicator;
-use candle_zero::config::Config;
-use candle_zero::engine::{Engine, EngineBuilder};
 use candle_zero::files::{OutputDigests, OutputLocks};
-use candle_zero::models::{Bert, Decoder, Session};
-use candle_zero::monitor::rss_peak_bytes;
+use candle_zero::models::Session;
 use candle_zero::nn::Rewards;
-use candle_zero::nn::is_adapter;
 use candle_zero::notice;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -59,7 +53,10 @@ struct RunState {
 /// A fine-tuning run.
 pub struct FineTune {
     prepared: PreparedRun,
-    engine: Engine<TrainableModel>,
+    engine: TrainingEngine,
+    /// The number of trained parameters, and of all of them.
+    parameters: (usize, usize),
+    pipeline: Option<PipelineShape>,
     comm: Arc<dyn Communicator>,
     training: Batches,
     validation: Option<Batches>,
@@ -102,7 +99,7 @@ impl FineTune {
         let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
         let identity = identity.transpose().inspect_err(abort)?;
         let settings = json!(plan.settings(&prepared));
-        let RunPlan { config, rates, training, validation, total, shorter, chosen } = plan;
+        let RunPlan { config, rates, pipeline, training, validation, total, shorter, chosen } = plan;
         prepared.options.outputs_with(&config).check().inspect_err(|error| comm.abort(&error.to_string()))?;
         let claims = match comm.rank() == 0 && !prepared.is_claimed {
             true => {
@@ -113,10 +110,14 @@ impl FineTune {
             false => OutputLocks::default(),
         };
         let written = prepared.options.written();
-        let engine = build(&prepared, config, rates, comm.clone())?;
+        let mut engine = TrainingEngine::build(&prepared, (config, rates), pipeline.is_some(), comm.clone())?;
+        let ((part, _), parameters) = (engine.data_position(), engine.parameter_counts()?);
+        let (training, validation) = (training.of_rank(part), validation.map(|batches| batches.of_rank(part)));
         let mut run = Self {
             prepared,
             engine,
+            parameters,
+            pipeline,
             comm,
             training,
             validation,
@@ -150,7 +151,7 @@ impl FineTune {
         // Read again, because another job may have saved into the folder while this one waited for its lock.
         let saved = self.prepared.saved();
         self.check_saved(saved.as_ref())?;
-        let Some(loaded) = self.engine.load_checkpoint(&saving.dir, None, &LoadOptions::default())? else {
+        let Some(loaded) = self.engine.load_checkpoint(&saving.dir)? else {
             return Ok(());
         };
         if saved.is_none() {
@@ -202,13 +203,24 @@ impl FineTune {
     }
 
     /// Returns the engine.
-    pub fn engine(&mut self) -> &mut Engine<TrainableModel> {
-        &mut self.engine
+    pub fn engine(&self) -> &TrainingEngine {
+        &self.engine
+    }
+
+    /// Returns the number of trained parameters of the model, and the number of all of them.
+    pub fn parameter_counts(&self) -> (usize, usize) {
+        self.parameters
     }
 
     /// Returns the chosen stage and offload and the reason, if there was a choice.
     pub fn chosen(&self) -> Option<&str> {
         self.chosen.as_deref()
+    }
+
+    /// Returns the share of a step in which the ranks of a pipeline wait on average, if messages take no time; 0 without
+    /// a pipeline.
+    pub fn waiting_share(&self) -> f64 {
+        self.pipeline.map_or(0.0, |pipeline| pipeline.waiting)
     }
 
     /// Returns the number of steps of the complete run.
@@ -340,54 +352,23 @@ impl FineTune {
     /// Runs the forward pass, the backward pass and the update.
     fn train(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<StepReport> {
         let (begun, step) = (Instant::now(), self.engine.global_steps());
-        let (batch, world) = (self.engine.config().batch, self.engine.world_size());
         let files_before = self.engine.offload_report();
         let (lr, loss_scale) = (self.engine.lr()[0], self.engine.loss_scale());
-        let micro_steps = batch.gradient_accumulation_steps;
-        // The engine averages over ranks and micro batches. To get the mean over all targets, each sum is divided by an
-        // equal share of their number.
-        let divisor = self.training.targets_of_step(step).max(1) as f64 / (world * micro_steps) as f64;
-        let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
-        let (mut loss_sum, mut tokens, mut rewards_sum) = (0.0, 0, [0.0; 4]);
-        for micro_step in 0..micro_steps {
-            let rows = self.training.batch(step, micro_step);
-            let reference = match objective.needs_reference() {
-                true => Some(self.engine.eval(|model| objective.reference(model, &rows, &device))?),
-                false => None,
-            };
-            let mut rewards = None;
-            let loss = self.engine.forward(|model| {
-                let (loss, of_pairs) = objective.loss(model, &rows, reference.as_ref(), divisor, &device)?;
-                // If the closure runs again to check the gradient, the last run is the one with unchanged weights.
-                rewards = of_pairs;
-                Ok(loss)
-            })?;
-            self.engine.backward(&loss)?;
-            // A failed background save is reported here, after the step has been completed.
-            let made = self.engine.step();
-            self.report_failed_save(made)?;
-            let rewards = rewards.map(Rewards::to_numbers).unwrap_or_default();
-            rewards_sum.iter_mut().zip(rewards).for_each(|(sum, reward)| *sum += reward);
-            loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
-            tokens += rows.tokens;
-            tell(micro_step + 1, micro_steps);
-        }
-        let mut own = vec![loss_sum / micro_steps as f64, tokens as f64, rss_peak_bytes().unwrap_or(0) as f64];
-        own.extend(rewards_sum.map(|sum| sum / micro_steps as f64));
-        let ranks = self.engine.gather_f64(&own)?;
-        let sum = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
-        let most = ranks.iter().fold(0.0, |most: f64, rank| most.max(rank[2])) as u64;
+        let objective = self.prepared.options.objective;
+        let StepOutcome { loss, tokens, rewards, rss_peak_bytes: most, failed_save } =
+            self.engine.train_step(step, &self.training, objective, tell)?;
+        self.report_failed_save(failed_save.map_or(Ok(()), Err))?;
         let timings = self.engine.timings();
         let files = self.engine.offload_report().since(&files_before);
         Ok(StepReport {
             step,
-            loss: sum(0) / world as f64,
+            loss,
             lr,
             grad_norm: self.engine.global_grad_norm(),
             loss_scale,
             skipped: !self.engine.was_step_applied(),
-            tokens: sum(1) as u64,
-            tokens_per_s: sum(1) / begun.elapsed().as_secs_f64(),
+            tokens: tokens as u64,
+            tokens_per_s: tokens / begun.elapsed().as_secs_f64(),
             forward_ms: timings.forward_ms,
             backward_ms: timings.backward_ms,
             step_ms: timings.step_ms,
@@ -396,14 +377,11 @@ impl FineTune {
             disk_read_bytes: files.bytes_read,
             disk_written_bytes: files.bytes_written,
             disk_bytes_per_s: files.bytes_per_s(),
-            rss_peak_bytes: (most > 0).then_some(most),
+            rss_peak_bytes: (most > 0.0).then_some(most as u64),
             val_loss: None,
             val_accuracy: None,
             val_f1: None,
-            rewards: objective.needs_reference().then(|| {
-                let mean = |i: usize| sum(i) / world as f64;
-                Rewards::of_numbers([mean(3), mean(4), mean(5), mean(6)])
-            }),
+            rewards: objective.needs_reference().then(|| Rewards::of_numbers(rewards)),
             val_rewards: None,
         })
     }
@@ -425,17 +403,7 @@ impl FineTune {
         // With local steps, the islands first exchange their changes, so that all of them validate the same weights.
         self.engine.synchronize_islands()?;
         let batches = self.validation.as_ref().expect("a run with validation has data for it");
-        let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
-        let mut sums = vec![];
-        for step in 0..batches.steps_per_epoch() {
-            let rows = batches.batch(step, 0);
-            let of_batch = self.engine.eval(|model| objective.sums(model, &rows, &device))?.to_vec1::<f64>()?;
-            sums.resize(of_batch.len(), 0.0);
-            sums.iter_mut().zip(of_batch).for_each(|(sum, value)| *sum += value);
-        }
-        let ranks = self.engine.gather_f64(&sums)?;
-        let sums: Vec<f64> = (0..sums.len()).map(|i| ranks.iter().map(|rank| rank[i]).sum()).collect();
-        Ok(objective.validation(&sums))
+        self.engine.validate(batches, self.prepared.options.objective)
     }
 
     /// Returns the model's answer to a prompt: to a user message if there is a chat template, otherwise a continuation
@@ -456,10 +424,7 @@ impl FineTune {
         // Beyond the context, each further token would require recomputing all tokens.
         let max_tokens = sampling.max_tokens.min(config.ctx.saturating_sub(ids.len())).max(1);
         let engine = &mut self.engine;
-        let extend = |session: &mut Session, ids: &[u32]| {
-            let logits = engine.eval(|model| Tensor::new(model.decoder()?.extend(session, ids)?, &Device::Cpu))?;
-            Ok(logits.to_vec1()?)
-        };
+        let extend = |session: &mut Session, ids: &[u32]| engine.extend(session, ids);
         generator.answer(&ids, &Sampling { max_tokens, ..sampling.clone() }, extend, |_| ControlFlow::Continue(()))
     }
 
@@ -499,7 +464,7 @@ impl FineTune {
         };
         let identity = self.identity.as_ref().map(RunIdentity::to_json);
         let state = json!({ "finetune": self.state, KEY: identity });
-        self.engine.save_checkpoint_with(dir, None, state, &options)?;
+        self.engine.save_checkpoint(&dir, state, &options)?;
         self.failed_save = None;
         Ok(())
     }
@@ -581,32 +546,4 @@ impl FineTune {
     fn abort(&self, error: &Error) {
         self.comm.abort(&error.to_string());
     }
-}
-
-/// Builds the engine with the model's weights.
-fn build(
-    prepared: &PreparedRun,
-    config: Config,
-    rates: LearningRates,
-    comm: Arc<dyn Communicator>,
-) -> Result<Engine<TrainableModel>> {
-    let Options { method, seed, .. } = &prepared.options;
-    let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
-    builder = builder.initial_values(prepared.values.clone());
-    if config.scheduler.is_none() {
-        builder = builder.schedule(rates);
-    }
-    let sizes = match &prepared.start {
-        StartModel::Encoder { config: sizes, .. } => {
-            return builder.initialize(|vb| Bert::new(sizes, vb).map(TrainableModel::Encoder), config);
-        }
-        StartModel::Decoder { config, .. } => config,
-    };
-    if *method != TuningMethod::Full {
-        builder = builder.trainable(|name, _| is_adapter(name));
-    }
-    if let TuningMethod::Qlora(_) = method {
-        builder = builder.quantized(PACKING, is_quantized);
-    }
-    builder.initialize(|vb| Decoder::new(sizes, vb).map(TrainableModel::Decoder), config)
 }

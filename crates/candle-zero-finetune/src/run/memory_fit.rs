@@ -28,6 +28,8 @@ pub struct MemoryDemand<'a> {
     pub ranks_per_host: usize,
     /// The bytes per second that a host receives from the others, if this rate is known.
     pub network: Option<f64>,
+    /// The bytes that a host would receive in a step if the hosts were connected as a pipeline, if that is possible.
+    pub pipeline: Option<u64>,
     /// A function that returns the size in bytes of the activations of a micro batch with this number of rows, with or
     /// without recomputed blocks. An example is
     /// [`DecoderConfig::activation_bytes`](candle_zero::models::DecoderConfig::activation_bytes).
@@ -64,7 +66,7 @@ pub struct MemoryFit {
 
 /// The share of the memory that a choice may fill. The rest is for the program, data in transfer, and the allocator's
 /// overhead.
-const USABLE_MEMORY: f64 = 0.8;
+pub(super) const USABLE_MEMORY: f64 = 0.8;
 
 /// The number of elements that are prefetched if memory is scarce: the first elements of the next unit.
 const PREFETCHED_ELEMENTS: usize = 10_000_000;
@@ -205,29 +207,28 @@ impl MemoryDemand<'_> {
         Ok(choice)
     }
 
-    /// Returns a description of how much a step moves between hosts with this choice, and with an alternative.
-    fn between_hosts(&self, choice: &MemoryFit) -> Result<String> {
+    /// Returns the bytes that a host receives in a step without groups of ranks: in gathers, and in sums.
+    fn bytes_into_host(&self, stage: u8, micro_batch: usize, recompute: bool) -> Result<[u64; 2]> {
         let hosts = self.ranks / self.ranks_per_host;
-        let over_all = |stage: u8| -> Result<[u64; 2]> {
-            let config = self.load(&json!({ "stage": stage }), Some(choice.micro_batch), choice.recompute)?;
-            let options = EstimateOptions { recompute: choice.recompute, ..EstimateOptions::default() };
-            let step = Estimate::with(self.shapes, &config, options)?.step;
-            // A rank receives everything but its own part; a host, everything but the parts of its ranks.
-            let into_host =
-                |bytes: u64| bytes as f64 * self.ranks as f64 / (self.ranks as f64 - 1.0) * (1.0 - 1.0 / hosts as f64);
-            let gathers = step.kind(CollectiveKind::AllGather).wire_bytes;
-            let sums =
-                step.kind(CollectiveKind::ReduceScatter).wire_bytes + step.kind(CollectiveKind::AllReduce).wire_bytes;
-            Ok([gathers, sums].map(|bytes| into_host(bytes) as u64))
-        };
-        let moved = |bytes: u64| match self.network {
-            Some(rate) => {
-                format!("{} ({:.2} s at the measured {}/s)", binary(bytes), bytes as f64 / rate, binary(rate as u64))
-            }
-            None => binary(bytes),
-        };
+        let config = self.load(&json!({ "stage": stage }), Some(micro_batch), recompute)?;
+        let options = EstimateOptions { recompute, ..EstimateOptions::default() };
+        let step = Estimate::with(self.shapes, &config, options)?.step;
+        // A rank receives everything but its own part; a host, everything but the parts of its ranks.
+        let into_host =
+            |bytes: u64| bytes as f64 * self.ranks as f64 / (self.ranks as f64 - 1.0) * (1.0 - 1.0 / hosts as f64);
+        let gathers = step.kind(CollectiveKind::AllGather).wire_bytes;
+        let sums =
+            step.kind(CollectiveKind::ReduceScatter).wire_bytes + step.kind(CollectiveKind::AllReduce).wire_bytes;
+        Ok([gathers, sums].map(|bytes| into_host(bytes) as u64))
+    }
+
+    /// Returns a description of how much a step moves between hosts with this choice, and with the alternatives.
+    fn between_hosts(&self, choice: &MemoryFit) -> Result<String> {
+        let network = self.host_network();
+        let (hosts, moved) = (network.hosts, |bytes: u64| network.moved(bytes));
+        let over_all = |stage: u8| self.bytes_into_host(stage, choice.micro_batch, choice.recompute);
         let [gathers, sums] = over_all(choice.stage)?;
-        Ok(match (choice.stage, choice.within_hosts) {
+        let mut text = match (choice.stage, choice.within_hosts) {
             (3, true) => format!(
                 ". Each of the {hosts} hosts holds all shards (mics_shard_size), so in each step a host receives only gradients, \
                  {}; with shards spread over all hosts it would receive {}",
@@ -248,7 +249,87 @@ impl MemoryDemand<'_> {
                     moved(shard_gathers + shard_sums)
                 )
             }
-        })
+        };
+        if let Some(bytes) = self.pipeline {
+            text += &format!("; in a pipeline (--pipeline), {}", moved(bytes));
+        }
+        Ok(text)
+    }
+
+    pub(super) fn host_network(&self) -> HostNetwork {
+        HostNetwork { hosts: self.ranks / self.ranks_per_host, rate: self.network }
+    }
+
+    /// If the ranks of a host cannot hold all states in its memory, returns a description of what they would need.
+    ///
+    /// # Errors
+    /// A configuration that cannot be used.
+    pub(super) fn too_large_for_a_host(&self) -> Result<Option<String>> {
+        let most = (self.memory as f64 * USABLE_MEMORY) as u64;
+        let mut least: Option<MemoryFit> = None;
+        let in_memory = |candidate: &PlacementCandidate| {
+            matches!(candidate.place, StatePlacement::Memory(_) | StatePlacement::Sparing)
+        };
+        let sizes = self.micro_batches()?;
+        for candidate in self.candidates().into_iter().filter(in_memory) {
+            for size in &sizes {
+                let choice = self.needs(&candidate, *size)?;
+                if choice.bytes <= most {
+                    return Ok(None);
+                }
+                if least.as_ref().is_none_or(|least| choice.bytes < least.bytes) {
+                    least = Some(choice);
+                }
+            }
+        }
+        Ok(least.map(|least| {
+            format!("a host that holds all of the model would need {} ({})", binary(least.bytes), least.words(None))
+        }))
+    }
+
+    /// Returns a description of how much a step would move between hosts without a pipeline.
+    ///
+    /// # Errors
+    /// A configuration that cannot be used.
+    pub(super) fn without_pipeline(&self) -> Result<String> {
+        let (network, sizes) = (self.host_network(), self.micro_batches()?);
+        let micro_batch = sizes.last().copied().unwrap_or(1);
+        let [gathers, sums] = self.bytes_into_host(3, micro_batch, self.recompute.unwrap_or(false))?;
+        Ok(format!(
+            "; with shards spread over all hosts (stage 3) it would receive {}, and if each host held all shards \
+             (mics_shard_size), {}",
+            network.moved(gathers + sums),
+            network.moved(sums)
+        ))
+    }
+}
+
+/// The hosts of a job, and the network between them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct HostNetwork {
+    pub hosts: usize,
+    /// The bytes per second that a host receives from the others, if this rate is known.
+    pub rate: Option<f64>,
+}
+
+impl HostNetwork {
+    /// Returns a number of bytes, with the time that they take if the rate is known.
+    fn moved(self, bytes: u64) -> String {
+        match self.rate {
+            Some(rate) => {
+                format!("{} ({:.2} s at the measured {}/s)", binary(bytes), bytes as f64 / rate, binary(rate as u64))
+            }
+            None => binary(bytes),
+        }
+    }
+
+    /// Returns a description of how much a step of a pipeline moves between hosts.
+    pub fn of_pipeline(self, bytes: u64) -> String {
+        format!(
+            ". In each step, each of the {} hosts receives only activations and their gradients, at most {}",
+            self.hosts,
+            self.moved(bytes)
+        )
     }
 }
 
@@ -376,9 +457,19 @@ mod tests {
         let json = json!({"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"}});
         let memory = (gib * GIB as f64) as u64;
         let (activations, folder, config) = (&activations, Path::new("/scratch"), &json);
-        let (shapes, recompute, network) = (&shapes, None, network);
-        let demand =
-            MemoryDemand { shapes, config, recompute, ranks, ranks_per_host, network, activations, memory, folder };
+        let (shapes, recompute, network, pipeline) = (&shapes, None, network, None);
+        let demand = MemoryDemand {
+            shapes,
+            config,
+            recompute,
+            ranks,
+            ranks_per_host,
+            network,
+            pipeline,
+            activations,
+            memory,
+            folder,
+        };
         demand.choose()
     }
 

@@ -6,7 +6,9 @@
 //! | `prepare.rs`, `result_folders.rs` | model, data and folders, checked before any weight is read |
 //! | `plan.rs`, `engine_config.rs`, `batch_size.rs`, `learning_rate.rs` | engine configuration, batches and steps |
 //! | `memory_fit.rs`, `auto_offload.rs` | the ZeRO stage and the offload that fit into memory |
+//! | `pipeline_fit.rs` | the division of the model into a pipeline: what it excludes, the memory and the waiting of ranks |
 //! | `fine_tune.rs`, `step_report.rs` | the steps, validations and checkpoints; the report of a step |
+//! | `training_engine.rs` | the engine: of the complete model, or of a pipeline |
 //! | `objective.rs`, `classification_batch.rs`, `classification_scores.rs` | losses and validation metrics |
 //! | `run_identity.rs` | whether a checkpoint belongs to the same run |
 //! | `export.rs`, `model_card.rs` | the files of the result |
@@ -23,8 +25,10 @@ pub(super) mod memory_fit;
 mod model_card;
 pub(super) mod objective;
 pub(super) mod options;
+mod pipeline_fit;
 mod plan;
 pub(super) mod prepare;
 mod result_folders;
 mod run_identity;
 pub(super) mod step_report;
+pub(super) mod training_engine;

@@ -6,7 +6,7 @@ use super::options::Objective;
 use crate::data::batches::{NO_TARGET, RowBatch};
 use crate::model::trainable_model::TrainableModel;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_zero::models::Decoder;
+use candle_zero::models::{Decoder, DecoderBatch};
 use candle_zero::nn::{Rewards, dpo_loss};
 use candle_zero::nn::{Sequences, without_adapters};
 
@@ -25,33 +25,24 @@ pub struct Validation {
     pub rewards: Option<Rewards>,
 }
 
-/// Rows as tensors.
-struct BatchTensors {
-    ids: Tensor,
-    targets: Tensor,
-    sequences: Sequences,
-}
-
-impl BatchTensors {
-    fn new(rows: &RowBatch, device: &Device) -> Result<Self> {
-        let shape = (rows.rows, rows.time);
-        Ok(Self {
-            ids: Tensor::from_slice(&rows.ids, shape, device)?,
-            targets: Tensor::from_slice(&rows.targets, shape, device)?,
-            sequences: Sequences::from_starts(rows.starts.clone(), rows.time)?,
-        })
-    }
-
-    /// Returns the sums of log probabilities of the chosen answers and of the rejected ones. The rows alternate between
-    /// the two.
-    fn sums(&self, model: &Decoder) -> Result<[Tensor; 2]> {
-        let sums = model.log_probabilities(&self.ids, &self.targets, Some(&self.sequences))?.sum(1)?;
-        let pairs = sums.reshape(((), 2))?;
-        Ok([pairs.narrow(1, 0, 1)?.flatten_all()?, pairs.narrow(1, 1, 1)?.flatten_all()?])
-    }
+/// Returns the sums of log probabilities of the chosen answers and of the rejected ones. The rows alternate between the
+/// two.
+fn sums_of_pairs(batch: &DecoderBatch, model: &Decoder) -> Result<[Tensor; 2]> {
+    let sums = model.log_probabilities(&batch.ids, &batch.targets, batch.sequences.as_ref())?.sum(1)?;
+    let pairs = sums.reshape(((), 2))?;
+    Ok([pairs.narrow(1, 0, 1)?.flatten_all()?, pairs.narrow(1, 1, 1)?.flatten_all()?])
 }
 
 impl Objective {
+    /// Returns rows as tensors. The sum over targets is divided by `divisor`, or by their number.
+    pub(super) fn decoder_batch(rows: &RowBatch, divisor: Option<f64>, device: &Device) -> Result<DecoderBatch> {
+        let shape = (rows.rows, rows.time);
+        let ids = Tensor::from_slice(&rows.ids, shape, device)?;
+        let targets = Tensor::from_slice(&rows.targets, shape, device)?;
+        let sequences = Some(Sequences::from_starts(rows.starts.clone(), rows.time)?);
+        Ok(DecoderBatch { ids, targets, sequences, divisor })
+    }
+
     /// Returns whether the loss of a batch needs the output of the model without its adapters
     /// ([`Objective::reference`]).
     pub(super) fn needs_reference(self) -> bool {
@@ -60,7 +51,8 @@ impl Objective {
 
     /// Returns the sums of log probabilities of a batch from the model without its adapters, `[2, pairs]`.
     pub(super) fn reference(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
-        let [chosen, rejected] = without_adapters(|| BatchTensors::new(rows, device)?.sums(model.decoder()?))?;
+        let [chosen, rejected] =
+            without_adapters(|| sums_of_pairs(&Self::decoder_batch(rows, None, device)?, model.decoder()?))?;
         Tensor::stack(&[chosen, rejected], 0)
     }
 
@@ -77,16 +69,19 @@ impl Objective {
         if self == Self::Classify {
             return Ok((ClassificationBatch::of(rows, device)?.loss(model.encoder()?, divisor)?, None));
         }
-        let (batch, model) = (BatchTensors::new(rows, device)?, model.decoder()?);
+        let (batch, model) = (Self::decoder_batch(rows, Some(divisor), device)?, model.decoder()?);
         match (self, reference) {
             (Self::Prefer { beta }, Some(reference)) => {
-                let [chosen, rejected] = batch.sums(model)?;
+                let [chosen, rejected] = sums_of_pairs(&batch, model)?;
                 let of_reference = [reference.get(0)?, reference.get(1)?];
                 let dpo = dpo_loss([&chosen, &rejected], [&of_reference[0], &of_reference[1]], beta)?;
                 Ok((dpo.loss, Some(dpo.rewards)))
             }
             (Self::Prefer { .. }, None) => candle_core::bail!("preferences need log probabilities of the reference"),
-            _ => Ok((model.loss_packed(&batch.ids, &batch.targets, Some(&batch.sequences), Some(divisor))?, None)),
+            _ => {
+                let DecoderBatch { ids, targets, sequences, divisor } = &batch;
+                Ok((model.loss_packed(ids, targets, sequences.as_ref(), *divisor)?, None))
+            }
         }
     }
 
@@ -108,8 +103,8 @@ impl Objective {
             }
             Self::Prefer { beta } => {
                 let reference = self.reference(model, rows, device)?;
-                let batch = BatchTensors::new(rows, device)?;
-                let [chosen, rejected] = batch.sums(model.decoder()?)?;
+                let batch = Self::decoder_batch(rows, None, device)?;
+                let [chosen, rejected] = sums_of_pairs(&batch, model.decoder()?)?;
                 let mut sums = vec![0.0; 6];
                 let real = rows.targets.chunks(rows.time).map(|row| row.iter().any(|target| *target != NO_TARGET));
                 let real: Vec<bool> = real.step_by(2).collect();

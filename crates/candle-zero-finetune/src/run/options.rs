@@ -142,6 +142,16 @@ pub struct CheckpointOptions {
     pub resume: bool,
 }
 
+/// The number of ranks along a pipeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PipelineStages {
+    /// All ranks of the job.
+    Auto,
+    /// This number of ranks. If the job has more, they form several pipelines, which train on different rows.
+    Number(usize),
+}
+
 /// All options of a fine-tuning run. Options that are not set have suitable defaults.
 ///
 /// ```
@@ -171,6 +181,10 @@ pub struct Options {
     /// A DeepSpeed configuration. Its settings take precedence over these options, and only this configuration
     /// determines stage and offload. Without one, they are chosen from the available memory.
     pub ds_config: Option<PathBuf>,
+    /// The number of ranks along a pipeline, which divides the layers of the model among ranks. 1 means no pipeline.
+    /// Default: the section `pipeline` of the DeepSpeed configuration; without a configuration, a pipeline is used on
+    /// several hosts if the model does not fit into the memory of one.
+    pub pipeline: Option<PipelineStages>,
     /// The precision of the model. Default: f32.
     pub precision: ModelPrecision,
     /// The length of training. Default: three epochs, or up to fifteen with few samples.
@@ -238,6 +252,7 @@ impl Options {
             adapter: None,
             objective: Objective::Generate,
             ds_config: None,
+            pipeline: None,
             precision: ModelPrecision::F32,
             length: TrainingLength::Auto,
             lr: None,
@@ -272,6 +287,20 @@ impl Options {
         let usual = if self.method == TuningMethod::Full { 2e-5 } else { by_width.min(1e-3) };
         let part = if matches!(self.objective, Objective::Prefer { .. }) { 0.1 } else { 1.0 };
         self.lr.unwrap_or(usual * part)
+    }
+
+    /// Returns why a pipeline cannot have this objective, if that is the case.
+    pub(super) fn indivisible(&self) -> Option<&'static str> {
+        match self.objective {
+            Objective::Generate => None,
+            Objective::Classify => Some(
+                "divides the layers of language models, not those of an encoder; train the classifier without a pipeline",
+            ),
+            Objective::Prefer { .. } => Some(
+                "cannot be combined with --dpo, which also needs the output of the model without its adapters for each \
+                 pair; leave out one of the two",
+            ),
+        }
     }
 
     /// Returns an error for options that do not make a valid run.
@@ -326,6 +355,11 @@ impl Options {
             && !(part > 0.0 && part < 1.0)
         {
             return Err(refused("--val", format!("{}%", part * 100.0), "a file, or more than 0% and less than 100%"));
+        }
+        if let (Some(PipelineStages::Auto | PipelineStages::Number(2..)), Some(why)) =
+            (self.pipeline, self.indivisible())
+        {
+            return Err(misused("--pipeline", why));
         }
         if self.objective == Objective::Classify && self.method != TuningMethod::Full {
             let why =
@@ -384,6 +418,17 @@ impl FromStr for WarmupLength {
             }
             None => refused("--warmup", text, "a number of steps, or a percentage of all steps, such as 3%"),
         })
+    }
+}
+
+impl FromStr for PipelineStages {
+    type Err = candle_zero::Error;
+
+    /// Parses `auto` or `2`.
+    fn from_str(text: &str) -> Result<Self> {
+        let number = || text.parse().ok().filter(|stages| *stages > 0).map(Self::Number);
+        let stages = if text == "auto" { Some(Self::Auto) } else { number() };
+        stages.ok_or_else(|| refused("--pipeline", text, "a number of ranks of at least 1, or auto: all ranks"))
     }
 }
 
@@ -457,6 +502,10 @@ mod tests {
         insta::assert_snapshot!(text(Options { objective: Objective::Classify, ..with_data() }), @"--task classify trains all weights of an encoder, without adapters; leave out --lora, --qlora and --adapter");
         let dpo = Objective::Prefer { beta: 0.0 };
         insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, such as beta=0.1");
+        let divided = |objective| Options { objective, pipeline: Some(PipelineStages::Auto), ..with_data() };
+        insta::assert_snapshot!(text(divided(Objective::Prefer { beta: 0.1 })), @"--pipeline cannot be combined with --dpo, which also needs the output of the model without its adapters for each pair; leave out one of the two");
+        insta::assert_snapshot!(text(divided(Objective::Classify)), @"--pipeline divides the layers of language models, not those of an encoder; train the classifier without a pipeline");
+        insta::assert_snapshot!("0".parse::<PipelineStages>().unwrap_err(), @"--pipeline is 0, but must be a number of ranks of at least 1, or auto: all ranks");
         insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a percentage of all steps, such as 3%");
         insta::assert_snapshot!(ValidationData::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% besides files; give either a part of the training data or files");
     }

@@ -1,11 +1,12 @@
 //! Derives the engine's configuration, batches and steps from the prepared inputs and the number of ranks.
 
-use super::auto_offload::{RunRanks, fitted};
+use super::auto_offload::{Placed, RunRanks, placed};
 use super::batch_size::{BatchSizing, epochs_for};
-use super::engine_config;
+use super::engine_config::{self, DataParts};
 use super::learning_rate::LearningRates;
 use super::memory_fit::memory_of_rank;
 use super::options::{LrDecay, Objective, TrainingLength};
+use super::pipeline_fit::{PipelineShape, requested_stages};
 use super::prepare::{PreparedRun, StartModel};
 use super::run_identity::{RunIdentity, SavedRun, fingerprint};
 use crate::data::batches::{Batches, RowOrder, SequencePacking};
@@ -21,8 +22,12 @@ use std::collections::BTreeMap;
 
 /// The plan of a run on a given number of ranks.
 pub(super) struct RunPlan {
+    /// The configuration, resolved for the parts into which the data is divided.
     pub config: Config,
     pub rates: LearningRates,
+    /// The ranks along the pipeline, if there is one.
+    pub pipeline: Option<PipelineShape>,
+    /// The batches of rank 0. [`Batches::of_rank`] returns those of the others.
     pub training: Batches,
     pub validation: Option<Batches>,
     /// The number of steps of the run.
@@ -41,17 +46,20 @@ impl RunPlan {
     /// A configuration that cannot be used or that contradicts the options; too little memory, if there is no
     /// configuration.
     pub fn new(prepared: &PreparedRun, memory: u64, ranks: RunRanks, remembered: Option<usize>) -> Result<Self> {
-        let RunRanks { world, rank, .. } = ranks;
         let options = &prepared.options;
         let order = options.shuffle.then_some(options.seed).map_or(RowOrder::Sequential, RowOrder::Shuffled);
-        let unit = world.max(1).saturating_mul(options.micro_batch.max(1));
+        let mut config = engine_config::read(options)?;
+        let stages = requested_stages(options, &mut config, ranks.world)?;
+        let parts = DataParts { count: ranks.world / stages.unwrap_or(1), are_pipelines: stages.is_some() };
+        let unit = parts.count.max(1).saturating_mul(options.micro_batch.max(1));
         let usual = prepared.packing();
         let pace = BatchSizing::new(&prepared.training, usual, order, unit, remembered);
-        let (config, takes_pace) = engine_config::filled_in(options, world, pace.rows, prepared.hidden_size())?;
-        let (config, chosen) = fitted(prepared, config, memory, ranks)?;
+        let (config, takes_pace) = engine_config::filled_in(config, options, parts, pace.rows, prepared.hidden_size())?;
+        let Placed { config, pipeline, chosen } = placed(prepared, config, memory, (ranks, stages))?;
+        let parts = ranks.world / pipeline.map_or(1, |pipeline| pipeline.ranks);
         let resolve =
-            |warmup, steps| engine_config::resolve(&config, options, world, prepared.hidden_size(), warmup, steps);
-        let shape = BatchShape::new(&resolve(1, 2)?.batch, world, rank);
+            |warmup, steps| engine_config::resolve(&config, options, parts, prepared.hidden_size(), warmup, steps);
+        let shape = BatchShape::new(&resolve(1, 2)?.batch, parts, 0);
         let (packing, pad) = (if takes_pace { pace.packing } else { usual }, prepared.pad());
         let data = prepared.training.clone();
         let training = match options.shuffle {
@@ -74,7 +82,7 @@ impl RunPlan {
             SequencePacking::Packed { .. } if packing != usual => Some(training.longest_row()),
             _ => None,
         };
-        Ok(Self { config, rates, training, validation, total, shorter, chosen })
+        Ok(Self { config, rates, pipeline, training, validation, total, shorter, chosen })
     }
 
     /// Returns the identity of the run, for its checkpoints. Reads all weights of the base.
@@ -215,7 +223,7 @@ impl PreparedRun {
     pub fn check_for(&self, world: usize, per_host: usize) -> Result<()> {
         let saved = self.saved();
         let remembered = saved.as_ref().and_then(SavedRun::batch);
-        let ranks = RunRanks { world, rank: 0, per_host, network: None };
+        let ranks = RunRanks { world, per_host, network: None };
         let plan = RunPlan::new(self, memory_of_rank(per_host).unwrap_or(u64::MAX), ranks, remembered)?;
         self.options.outputs_with(&plan.config).check()?;
         self.check_room()?;

@@ -5,8 +5,8 @@ use crate::tools::resolve_model::{HELP, ResolvedModel};
 use crate::tools::sample_flags::SampleFlags;
 use candle_zero::nn::LoraConfig;
 use candle_zero_finetune::{
-    CheckpointOptions, LrDecay, ModelPrecision, Objective, Options, Source, TrainingLength, TuningMethod,
-    ValidationData, WarmupLength,
+    CheckpointOptions, LrDecay, ModelPrecision, Objective, Options, PipelineStages, Source, TrainingLength,
+    TuningMethod, ValidationData, WarmupLength,
 };
 use clap::{Args, ValueEnum, value_parser};
 use std::num::NonZeroUsize;
@@ -55,6 +55,12 @@ pub(super) struct FinetuneFlags {
     /// DeepSpeed configuration [default: stage and offload are chosen from the available memory]
     #[arg(long = "ds_config", aliases = ["deepspeed_config", "ds-config"], value_name = "FILE")]
     ds_config: Option<PathBuf>,
+
+    /// Divide the model's layers among this many ranks (a pipeline), or auto: all ranks; more ranks form several
+    /// pipelines [default: the configuration's section pipeline; without a configuration, only on several hosts, if a
+    /// host cannot hold the model; 1: never]
+    #[arg(long, value_name = "RANKS|auto")]
+    pipeline: Option<PipelineStages>,
 
     /// Number format of the model during training
     #[arg(long, value_enum, default_value_t)]
@@ -227,6 +233,14 @@ impl FinetuneFlags {
         if self.task == FinetuneTaskArg::Classify && self.dpo.is_some() {
             return Err("--dpo is for language models; leave out --dpo or --task classify".into());
         }
+        let is_divided = self.pipeline.is_some_and(|stages| stages != PipelineStages::Number(1));
+        if is_divided && !self.prompt.is_empty() {
+            return Err(
+                "--prompt is not supported in a pipeline, whose ranks have only parts of the model; leave out \
+                        --prompt or --pipeline, and use zerorun generate with the result"
+                    .into(),
+            );
+        }
         if self.task == FinetuneTaskArg::Classify && !self.prompt.is_empty() {
             return Err("--prompt is for language models: a classifier does not answer prompts".into());
         }
@@ -254,6 +268,7 @@ impl FinetuneFlags {
                 None => Objective::Generate,
             },
             ds_config: self.ds_config.clone(),
+            pipeline: self.pipeline,
             precision: match self.dtype {
                 FinetuneDtype::F32 => ModelPrecision::F32,
                 FinetuneDtype::Bf16 => ModelPrecision::Bf16,

@@ -112,6 +112,17 @@ const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
     ),
     (&["test_prompt", "sample_prompt"], "--prompt TEXT"),
     (&["max_new_tokens"], "--max_tokens N"),
+    (
+        &[
+            "pipeline_parallel_size",
+            "pipeline_model_parallel_size",
+            "pp_size",
+            "pp",
+            "num_stages",
+            "pipe_parallel_size",
+        ],
+        "--pipeline RANKS",
+    ),
     (&["nproc_per_node", "num_processes", "num_workers_per_node", "n_gpus", "gpus"], "-n N, the number of ranks"),
     (
         &["train_on_inputs", "train_on_input", "completion_only_loss", "assistant_only_loss"],

@@ -32,7 +32,13 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<StopReason> {
     let prepared = prepared.claimed();
     let mut run = FineTune::start(prepared, comm)?;
     if first {
-        introduce(&mut run);
+        introduce(&run);
+        if run.engine().pipeline_ranks().is_some() && !flags.prompt.is_empty() {
+            eprint(
+                "zerorun: --prompt is ignored, because the ranks of a pipeline have only parts of the model; use \
+                    zerorun generate with the result",
+            );
+        }
     }
     let mut metrics = match &flags.metrics {
         Some(path) if first => Some(open_metrics(path, &run)?),
@@ -108,7 +114,7 @@ fn stop(run: FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
 }
 
 /// Prints the model, the data and the settings of the training run.
-fn introduce(run: &mut FineTune) {
+fn introduce(run: &FineTune) {
     let (rows, steps, at) = (run.rows_per_epoch(), run.total_steps(), run.steps());
     let (shorter, epochs, samples) = (run.shorter_rows(), run.epochs(), run.prepared().training().len());
     let resumed = run.resumed().map(Path::to_owned);
@@ -116,22 +122,32 @@ fn introduce(run: &mut FineTune) {
         print(format!("chosen for the available memory: {chosen}"));
     }
     let ctx = run.prepared().ctx();
-    let engine = run.engine();
-    let (names, trained) = (engine.parameter_names().len(), engine.trainable_parameters().len());
-    let (world, batch) = (engine.world_size(), engine.config().batch);
-    let stage = engine.config().zero.stage;
-    let ranks = counted(world, "rank");
-    print(format!("{trained} of {names} parameter tensors are trained, at stage {stage} on {ranks}"));
+    let (engine, (trained, names)) = (run.engine(), run.parameter_counts());
+    let batch = engine.config().batch;
+    let (stage, ranks) = (engine.config().zero.stage, counted(engine.world_size(), "rank"));
+    let division = engine.pipeline_ranks().map_or(String::new(), |along| {
+        let (pipelines, waiting) = (counted(engine.data_position().1, "pipeline"), 100.0 * run.waiting_share());
+        format!(", in {pipelines} of {along} ranks, which wait for {waiting:.0} % of a step")
+    });
+    print(format!("{trained} of {names} parameter tensors are trained, at stage {stage} on {ranks}{division}"));
+    if run.waiting_share() > 0.5 {
+        eprint(&format!(
+            "zerorun: warning: the ranks of the pipeline wait longer than they compute, because a step has only {} micro \
+             batches; give a larger --batch, or fewer ranks along the pipeline",
+            batch.gradient_accumulation_steps
+        ));
+    }
     let row = match shorter {
         Some(tokens) => format!("{tokens} tokens (not {ctx}, so that an epoch has more steps)"),
         None => format!("{ctx} tokens"),
     };
     print(format!(
-        "{} in {} of up to {row}, {} per step ({} per rank at once): {}, {} through the data",
+        "{} in {} of up to {row}, {} per step ({} per {} at once): {}, {} through the data",
         counted(samples, "sample"),
         counted(rows, "row"),
         batch.train_batch_size,
         batch.train_micro_batch_size_per_gpu,
+        if engine.pipeline_ranks().is_some() { "pipeline" } else { "rank" },
         counted(steps, "step"),
         times(epochs),
     ));
@@ -186,6 +202,9 @@ fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
 
 /// Answers the user's prompts by greedy decoding, identically on all ranks.
 fn answer(run: &mut FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
+    if run.engine().pipeline_ranks().is_some() {
+        return Ok(());
+    }
     let sampling = Sampling { max_tokens: flags.max_tokens, ..Sampling::default() };
     for prompt in &flags.prompt {
         let text = match run.answer(prompt, &sampling) {

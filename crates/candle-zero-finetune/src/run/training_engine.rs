@@ -1,0 +1,382 @@
+//! The engine of a run: of a complete model, or of a pipeline that divides the model's layers among ranks. The loop of a
+//! run is the same with both.
+
+use super::learning_rate::LearningRates;
+use super::objective::Validation;
+use super::options::{Objective, Options, TuningMethod, misused};
+use super::prepare::{PreparedRun, StartModel};
+use crate::data::batches::{Batches, NO_TARGET};
+use crate::error::{Error, Result};
+use crate::model::trainable_model::TrainableModel;
+use crate::peft::adapter::{Adapter, AdapterTensor};
+use crate::peft::qlora::{PACKING, is_quantized};
+use candle_core::{DType, Device, Tensor};
+use candle_zero::checkpoint::{LoadOptions, LoadedCheckpoint, SaveOptions};
+use candle_zero::comm::{CommReport, Communicator};
+use candle_zero::config::Config;
+use candle_zero::engine::{Engine, EngineBuilder, PipelineEngine};
+use candle_zero::memory::MemoryReport;
+use candle_zero::models::{Bert, Decoder, DecoderBatch, Session, decoder_pipeline};
+use candle_zero::monitor::rss_peak_bytes;
+use candle_zero::nn::{LoraConfig, Rewards, is_adapter};
+use candle_zero::offload::OffloadReport;
+use candle_zero::profiler::StepTimings;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The engine of a run.
+#[non_exhaustive]
+pub enum TrainingEngine {
+    /// Every rank runs the complete model on its own part of the data.
+    Whole(Box<Engine<TrainableModel>>),
+    /// Every rank runs some of the model's layers.
+    Pipeline(Box<PipelineEngine<DecoderBatch>>),
+}
+
+/// Calls a method that both engines have.
+macro_rules! on_either {
+    ($of:expr, $engine:ident => $call:expr) => {
+        match $of {
+            Self::Whole($engine) => $call,
+            Self::Pipeline($engine) => $call,
+        }
+    };
+}
+
+/// The results of an optimizer step, over all ranks.
+pub(super) struct StepOutcome {
+    /// The mean loss.
+    pub loss: f64,
+    /// The number of tokens without padding.
+    pub tokens: f64,
+    /// The means of the rewards' numbers, for preferences.
+    pub rewards: [f64; 4],
+    /// The peak memory of the rank that used the most; 0 if unknown.
+    pub rss_peak_bytes: f64,
+    /// The failure of a background save that ended in this step.
+    pub failed_save: Option<Error>,
+}
+
+impl TrainingEngine {
+    /// Builds the engine with the model's weights. Collective.
+    pub(super) fn build(
+        prepared: &PreparedRun,
+        (config, rates): (Config, LearningRates),
+        in_pipeline: bool,
+        comm: Arc<dyn Communicator>,
+    ) -> Result<Self> {
+        let Options { method, seed, .. } = &prepared.options;
+        let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
+        builder = builder.initial_values(prepared.values.clone());
+        if config.scheduler.is_none() {
+            builder = builder.schedule(rates);
+        }
+        let whole = |engine: Engine<TrainableModel>| Self::Whole(Box::new(engine));
+        let sizes = match &prepared.start {
+            StartModel::Encoder { config: sizes, .. } => {
+                let engine = builder.initialize(|vb| Bert::new(sizes, vb).map(TrainableModel::Encoder), config);
+                return engine.map(whole);
+            }
+            StartModel::Decoder { config, .. } => config,
+        };
+        if *method != TuningMethod::Full {
+            builder = builder.trainable(|name, _| is_adapter(name));
+        }
+        if let TuningMethod::Qlora(_) = method {
+            builder = builder.quantized(PACKING, is_quantized);
+        }
+        if in_pipeline {
+            let engine = builder.initialize_pipeline(decoder_pipeline(sizes)?, config)?;
+            return Ok(Self::Pipeline(Box::new(engine)));
+        }
+        builder.initialize(|vb| Decoder::new(sizes, vb).map(TrainableModel::Decoder), config).map(whole)
+    }
+
+    /// Returns this rank of the job.
+    pub fn rank(&self) -> usize {
+        on_either!(self, engine => engine.rank())
+    }
+
+    /// Returns the number of ranks of the job.
+    pub fn world_size(&self) -> usize {
+        on_either!(self, engine => engine.world_size())
+    }
+
+    /// Returns which part of the data this rank trains on, counted from 0, and the number of parts. The ranks of a
+    /// pipeline train on the same part.
+    pub fn data_position(&self) -> (usize, usize) {
+        match self {
+            Self::Whole(engine) => (engine.rank(), engine.world_size()),
+            Self::Pipeline(engine) => engine.data_position(),
+        }
+    }
+
+    /// Returns the number of ranks along the pipeline, if there is one.
+    pub fn pipeline_ranks(&self) -> Option<usize> {
+        match self {
+            Self::Whole(_) => None,
+            Self::Pipeline(engine) => Some(engine.position().1),
+        }
+    }
+
+    /// Returns the configuration. In a pipeline, it is that of the ranks that train the same stages on different data.
+    pub fn config(&self) -> &Config {
+        on_either!(self, engine => engine.config())
+    }
+
+    /// Returns the device on which this rank computes.
+    pub fn device(&self) -> &Device {
+        on_either!(self, engine => engine.device())
+    }
+
+    /// Returns the number of optimizer steps, including skipped ones.
+    pub fn global_steps(&self) -> u64 {
+        on_either!(self, engine => engine.global_steps())
+    }
+
+    /// Returns the number of optimizer steps that changed nothing.
+    pub fn skipped_steps(&self) -> u64 {
+        on_either!(self, engine => engine.skipped_steps())
+    }
+
+    /// Returns whether the last optimizer step changed the weights.
+    pub fn was_step_applied(&self) -> bool {
+        on_either!(self, engine => engine.was_step_applied())
+    }
+
+    /// Returns the gradient norm of the last step, before clipping.
+    pub fn global_grad_norm(&self) -> Option<f64> {
+        on_either!(self, engine => engine.global_grad_norm())
+    }
+
+    /// Returns the learning rate of each parameter group.
+    pub fn lr(&self) -> Vec<f64> {
+        on_either!(self, engine => engine.lr())
+    }
+
+    /// Returns the loss scale of the next step.
+    pub fn loss_scale(&self) -> f64 {
+        on_either!(self, engine => engine.loss_scale())
+    }
+
+    /// Returns the times of the last optimizer step on this rank.
+    pub fn timings(&self) -> StepTimings {
+        on_either!(self, engine => engine.timings())
+    }
+
+    /// Returns this rank's memory by kind.
+    pub fn memory_report(&self) -> MemoryReport {
+        on_either!(self, engine => engine.memory_report())
+    }
+
+    /// Returns this rank's collectives so far.
+    pub fn comm_report(&self) -> CommReport {
+        on_either!(self, engine => engine.comm_report())
+    }
+
+    /// Returns what this rank has read from files of offloaded states and written to them.
+    pub fn offload_report(&self) -> OffloadReport {
+        on_either!(self, engine => engine.offload_report())
+    }
+
+    /// Collective: returns the `values` of every rank of the job, in rank order.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn gather_f64(&self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
+        on_either!(self, engine => engine.gather_f64(values))
+    }
+
+    /// Collective: returns whether a signal has asked any rank to end.
+    pub(super) fn stop_requested(&self) -> Result<bool> {
+        on_either!(self, engine => engine.stop_requested())
+    }
+
+    /// Collective: checks whether checkpoints can be saved into `dir`.
+    pub(super) fn check_save_dir(&mut self, dir: &Path) -> Result<()> {
+        on_either!(self, engine => engine.check_save_dir(dir))
+    }
+
+    /// Collective: saves a checkpoint.
+    pub(super) fn save_checkpoint(&mut self, dir: &Path, state: Value, options: &SaveOptions) -> Result<PathBuf> {
+        on_either!(self, engine => engine.save_checkpoint_with(dir, None, state, options))
+    }
+
+    /// Collective: loads the newest checkpoint of `dir`, if there is one.
+    pub(super) fn load_checkpoint(&mut self, dir: &Path) -> Result<Option<LoadedCheckpoint>> {
+        on_either!(self, engine => engine.load_checkpoint(dir, None, &LoadOptions::default()))
+    }
+
+    /// Collective: waits for a background save.
+    pub(super) fn wait_for_checkpoint(&mut self) -> Result<()> {
+        on_either!(self, engine => engine.wait_for_checkpoint())
+    }
+
+    /// Collective: waits until the last checkpoint is uploaded.
+    pub(super) fn wait_for_upload(&mut self) -> Result<()> {
+        on_either!(self, engine => engine.wait_for_upload())
+    }
+
+    /// Collective: with local steps, gives all islands the same weights.
+    pub(super) fn synchronize_islands(&mut self) -> Result<()> {
+        match self {
+            Self::Whole(engine) => engine.synchronize_islands(),
+            // A pipeline has no islands.
+            Self::Pipeline(_) => Ok(()),
+        }
+    }
+
+    /// Collective: writes the complete model in f32 to `path`, from rank 0.
+    pub(super) fn export_safetensors(&mut self, path: &Path) -> Result<()> {
+        on_either!(self, engine => engine.export_safetensors(path))
+    }
+
+    /// Collective: returns the number of trained parameters of the complete model, and the number of all of them.
+    pub(super) fn parameter_counts(&mut self) -> Result<(usize, usize)> {
+        Ok(match self {
+            Self::Whole(engine) => (engine.trainable_parameters().len(), engine.parameter_names().len()),
+            Self::Pipeline(engine) => {
+                let parameters = engine.model_parameters()?;
+                (parameters.iter().filter(|(_, is_trained)| *is_trained).count(), parameters.len())
+            }
+        })
+    }
+
+    /// Collective: returns the adapter that the engine trains. In a pipeline, it is complete on rank 0 only.
+    pub(super) fn adapter(&mut self, config: LoraConfig, base: Option<String>) -> Result<Adapter> {
+        let engine = match self {
+            Self::Whole(engine) => return Adapter::of_engine(engine, config, base),
+            Self::Pipeline(engine) => engine,
+        };
+        let mut parameters = Vec::new();
+        for (name, tensor) in engine.gather_parameters(is_adapter)? {
+            let (shape, values) = (tensor.dims().to_vec(), tensor.flatten_all()?.to_vec1()?);
+            parameters.push((name, AdapterTensor { shape, values }));
+        }
+        Ok(Adapter::new(config, base, parameters))
+    }
+
+    /// Collective: runs an optimizer step on the rows of step `step`. Calls `tell` after each micro batch of this rank
+    /// with its number, counted from 1, and the number of micro batches.
+    pub(super) fn train_step(
+        &mut self,
+        step: u64,
+        training: &Batches,
+        objective: Objective,
+        tell: &mut dyn FnMut(usize, usize),
+    ) -> Result<StepOutcome> {
+        let micro_steps = self.config().batch.gradient_accumulation_steps;
+        let (device, (_, parts)) = (self.device().clone(), self.data_position());
+        // The engine averages over ranks and micro batches. To get the mean over all targets, each sum is divided by an
+        // equal share of their number.
+        let divisor = training.targets_of_step(step).max(1) as f64 / (parts * micro_steps) as f64;
+        let (mut tokens, mut rewards_sum, mut failed_save) = (0, [0.0; 4], None);
+        let mut saved = |ended: Result<()>| match ended {
+            // The step has been completed.
+            Err(error @ Error::Checkpoint(_)) => {
+                failed_save = Some(error);
+                Ok(())
+            }
+            ended => ended,
+        };
+        let loss = match self {
+            Self::Whole(engine) => {
+                let mut loss_sum = 0.0;
+                for micro_step in 0..micro_steps {
+                    let rows = training.batch(step, micro_step);
+                    let reference = match objective.needs_reference() {
+                        true => Some(engine.eval(|model| objective.reference(model, &rows, &device))?),
+                        false => None,
+                    };
+                    let mut rewards = None;
+                    let loss = engine.forward(|model| {
+                        let (loss, of_pairs) = objective.loss(model, &rows, reference.as_ref(), divisor, &device)?;
+                        // If the closure runs again to check the gradient, the last run is the one with unchanged
+                        // weights.
+                        rewards = of_pairs;
+                        Ok(loss)
+                    })?;
+                    engine.backward(&loss)?;
+                    saved(engine.step())?;
+                    let rewards = rewards.map(Rewards::to_numbers).unwrap_or_default();
+                    rewards_sum.iter_mut().zip(rewards).for_each(|(sum, reward)| *sum += reward);
+                    loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+                    tokens += rows.tokens;
+                    tell(micro_step + 1, micro_steps);
+                }
+                loss_sum / micro_steps as f64
+            }
+            Self::Pipeline(engine) => {
+                let next = |micro_step| {
+                    let rows = training.batch(step, micro_step);
+                    tokens += rows.tokens;
+                    Ok(Objective::decoder_batch(&rows, Some(divisor), &device)?)
+                };
+                saved(engine.train_batch_telling(next, &mut |passed| tell(passed, micro_steps)).map(drop))?;
+                engine.last_loss()
+            }
+        };
+        let mut own = vec![loss, tokens as f64, rss_peak_bytes().unwrap_or(0) as f64];
+        own.extend(rewards_sum.map(|sum| sum / micro_steps as f64));
+        let ranks = self.gather_f64(&own)?;
+        let sum = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
+        let mean = |i: usize| sum(i) / ranks.len() as f64;
+        Ok(StepOutcome {
+            // All ranks of a pipeline know the mean.
+            loss: if self.pipeline_ranks().is_some() { loss } else { mean(0) },
+            // They have the same rows.
+            tokens: sum(1) / self.pipeline_ranks().unwrap_or(1) as f64,
+            rewards: [3, 4, 5, 6].map(mean),
+            rss_peak_bytes: ranks.iter().fold(0.0, |most: f64, rank| most.max(rank[2])),
+            failed_save,
+        })
+    }
+
+    /// Collective: validates the model on all batches, of which every rank has the same number.
+    pub(super) fn validate(&mut self, batches: &Batches, objective: Objective) -> Result<Validation> {
+        let (device, count) = (self.device().clone(), batches.steps_per_epoch());
+        let ranks = match self {
+            Self::Whole(engine) => {
+                let mut sums = vec![];
+                for step in 0..count {
+                    let rows = batches.batch(step, 0);
+                    let of_batch = engine.eval(|model| objective.sums(model, &rows, &device))?.to_vec1::<f64>()?;
+                    sums.resize(of_batch.len(), 0.0);
+                    sums.iter_mut().zip(of_batch).for_each(|(sum, value)| *sum += value);
+                }
+                engine.gather_f64(&sums)?
+            }
+            Self::Pipeline(engine) => {
+                let mut targets = 0;
+                let loss = engine.eval_sum(count as usize, |step| {
+                    let rows = batches.batch(step as u64, 0);
+                    targets += rows.targets.iter().filter(|target| **target != NO_TARGET).count();
+                    Ok(Objective::decoder_batch(&rows, Some(1.0), &device)?)
+                })?;
+                // All ranks of a pipeline have the same rows.
+                let ranks = engine.gather_f64(&[targets as f64])?;
+                let targets = ranks.iter().map(|rank| rank[0]).sum::<f64>() / engine.position().1 as f64;
+                vec![vec![loss, targets]]
+            }
+        };
+        let length = ranks.first().map_or(0, Vec::len);
+        let sums: Vec<f64> = (0..length).map(|i| ranks.iter().map(|rank| rank[i]).sum()).collect();
+        Ok(objective.validation(&sums))
+    }
+
+    /// Collective: returns the logits of the token after `ids`, which continue the text of `session`.
+    pub(super) fn extend(&mut self, session: &mut Session, ids: &[u32]) -> Result<Vec<f32>> {
+        match self {
+            Self::Whole(engine) => {
+                let logits = engine.eval(|model| Tensor::new(model.decoder()?.extend(session, ids)?, &Device::Cpu))?;
+                Ok(logits.to_vec1()?)
+            }
+            Self::Pipeline(_) => Err(misused("--prompt", NO_ANSWERS)),
+        }
+    }
+}
+
+/// Why a pipeline does not answer prompts.
+pub(super) const NO_ANSWERS: &str = "is not supported in a pipeline, whose ranks have only parts of the model; leave it \
+                                     out, and use zerorun generate with the result";
