@@ -75,7 +75,7 @@ fn adapter_bytes(folder: &Path) -> Vec<u8> {
 /// Returns the steps, the rows per epoch, the rows per step, and the epochs of a run on `world` ranks.
 fn planned(options: &Options, world: usize) -> (u64, usize, usize, f64) {
     let ranks = threads::run(world, |comm| -> Result<_> {
-        let mut run = FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm)?;
+        let run = FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm)?;
         let batch = run.engine().config().batch.train_batch_size;
         Ok((run.total_steps(), run.rows_per_epoch(), batch, run.epochs()))
     });
