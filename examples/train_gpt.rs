@@ -23,6 +23,7 @@ use candle_zero::models::{
 use candle_zero::monitor::{MetricsWriter, Progress, available_memory, rss_peak_bytes};
 use candle_zero::offload::OffloadReport;
 use candle_zero::optim::ParameterGroup;
+use candle_zero::runs::{RunEnding, RunSpec};
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -229,7 +230,11 @@ fn run<A: Architecture>(
         // An error means that no one reads stderr.
         _ = writeln!(std::io::stderr(), "warning: {warning}");
     }
-    let mut builder = Engine::builder().run_values(run_values).same_on_all_ranks(data.name(), data.fingerprint());
+    let model = args.model.as_deref().unwrap_or("nano");
+    let record = RunSpec::by_default(&format!("train_gpt-{model}")).total_steps(args.steps);
+    let record = record.settings(json!({ "model": sizes, "data": data.name(), "seq_len": seq_len }));
+    let mut builder =
+        Engine::builder().run(record).run_values(run_values).same_on_all_ranks(data.name(), data.fingerprint());
     if let Some(seed) = args.seed {
         builder = builder.seed(seed);
     }
@@ -240,7 +245,18 @@ fn run<A: Architecture>(
         builder = builder.parameter_groups(vec![ParameterGroup::no_decay()]);
     }
     let mut engine = builder.initialize(|vb| LanguageModel::<A>::new(config, vb), args.ds.ds_config.as_path())?;
+    let ended = run_engine(&mut engine, data, args, [vocab, ctx, seq_len], &sizes);
+    ended.inspect_err(|error| engine.end_run(RunEnding::Failed, Some(&format!("{error:#}"))))
+}
 
+/// Trains a model with a vocabulary of `vocab` tokens, at most `ctx` tokens in a context and `seq_len` in a sample.
+fn run_engine<A: Architecture>(
+    engine: &mut Engine<LanguageModel<A>>,
+    data: TokenData,
+    args: &Args,
+    [vocab, ctx, seq_len]: [usize; 3],
+    sizes: &Value,
+) -> anyhow::Result<Ended> {
     if let (Some(path), 0) = (&args.export, engine.rank()) {
         engine.check_export(path)?;
     }
@@ -273,7 +289,7 @@ fn run<A: Architecture>(
             say(format!("continues after step {}: {}", engine.global_steps(), loaded.path.display()))?;
         }
     }
-    if train(&mut engine, &mut loader, args, seq_len, &sizes)? == Ended::Stopped {
+    if train(engine, &mut loader, args, seq_len, sizes)? == Ended::Stopped {
         if engine.rank() == 0 {
             let steps = engine.global_steps();
             say(format!("stopped by a signal: step {steps} is saved, and --resume continues from there"))?;
@@ -290,9 +306,12 @@ fn run<A: Architecture>(
     // Every rank generates, because at stage 3 a forward pass gathers parameters from all ranks. All ranks draw the same
     // tokens.
     if sample > 0 {
-        let tokens = generate(&mut engine, prompt, sample, seed)?;
+        let begin = prompt.len();
+        let tokens = generate(engine, prompt, sample, seed)?;
+        let shown = |tokens: &[u32]| if text { as_text(tokens) } else { format!("{tokens:?}") };
+        engine.record_sample(&shown(&tokens[..begin]), &shown(&tokens[begin..]));
         if engine.rank() == 0 {
-            say(if text { as_text(&tokens) } else { format!("{tokens:?}") })?;
+            say(shown(&tokens))?;
         }
     }
     Ok(Ended::Trained)
@@ -442,6 +461,7 @@ fn train<A: Architecture>(
             rss_peak_bytes: over_ranks.rss_peak_bytes,
         };
         write(&mut metrics, &line);
+        engine.record_metrics(&[("tokens_per_s", line.tokens_per_s)]);
         progress
             .step(step + 1, || format!("loss {:.4} lr {:.3e} {:.0} tokens/s", line.loss, line.lr, line.tokens_per_s));
         if is_due(step + 1, args) {

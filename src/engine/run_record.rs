@@ -5,7 +5,7 @@ use crate::Error;
 use crate::config::{Config, Precision};
 use crate::error::{Result, without_backtrace};
 use crate::notice::{emit, warn};
-use crate::runs::{LoadedFrom, RunOutcome, RunPlan, RunSpec, RunStart, RunWriter, check_folder, now};
+use crate::runs::{LoadedFrom, RunEnding, RunPlan, RunSpec, RunStart, RunWriter, check_folder, now};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
@@ -97,7 +97,7 @@ impl RunRecorder {
     }
 
     /// Ends the record, if it has begun.
-    fn end(&mut self, step: u64, outcome: RunOutcome, message: Option<&str>) {
+    fn end(&mut self, step: u64, outcome: RunEnding, message: Option<&str>) {
         if let Self::Open(open) = std::mem::take(self)
             && let Err(error) = open.writer.end(step, outcome, message)
         {
@@ -124,7 +124,7 @@ impl<M> Engine<M> {
     /// Ends the record of the run with its outcome, and a message if it has failed. Without this call the record ends
     /// when the engine is dropped: as failed after an error of the engine or in a panic, as stopped after
     /// [`stop_requested`](Self::stop_requested) has returned true, and otherwise as finished.
-    pub fn end_run(&mut self, outcome: RunOutcome, message: Option<&str>) {
+    pub fn end_run(&mut self, outcome: RunEnding, message: Option<&str>) {
         let step = self.global_steps;
         self.reporter.run.end(step, outcome, message);
     }
@@ -182,7 +182,9 @@ impl<M> Engine<M> {
     pub(super) fn record_saved(&mut self, error: Option<&Error>) {
         self.reporter.run.write(|open| match (open.saving.take(), error) {
             (Some(saved), None) => open.writer.checkpoint(saved.step, &saved.folder, &saved.path),
-            (Some(saved), Some(error)) => open.writer.failed_checkpoint(saved.step, &without_backtrace(&error.to_string())),
+            (Some(saved), Some(error)) => {
+                open.writer.failed_checkpoint(saved.step, &without_backtrace(&error.to_string()))
+            }
             (None, _) => Ok(()),
         });
     }
@@ -205,10 +207,10 @@ impl<M> Engine<M> {
     /// Ends the record of an engine that is being dropped.
     pub(super) fn end_run_of_dropped(&mut self) {
         let (outcome, message) = match &self.stopped {
-            _ if std::thread::panicking() => (RunOutcome::Failed, Some("the program panicked".to_owned())),
-            Some(why) => (RunOutcome::Failed, Some(why.clone())),
-            None if self.reporter.stop_requested.load(Ordering::Relaxed) => (RunOutcome::Stopped, None),
-            None => (RunOutcome::Finished, None),
+            _ if std::thread::panicking() => (RunEnding::Failed, Some("the program panicked".to_owned())),
+            Some(why) => (RunEnding::Failed, Some(why.clone())),
+            None if self.reporter.stop_requested.load(Ordering::Relaxed) => (RunEnding::Stopped, None),
+            None => (RunEnding::Finished, None),
         };
         self.end_run(outcome, message.as_deref());
     }

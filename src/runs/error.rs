@@ -58,7 +58,7 @@ pub enum RunError {
         newest: u64,
     },
     /// A name that cannot be that of a run.
-    #[error("the run's name ({source_name}) is `{name}`, but must be 1 to 100 letters, digits, `.`, `_`, `-`, `+`, `=`, `@` or spaces, and must not begin with `.` or `-`")]
+    #[error("{source_name} is `{}`, which cannot be the name of a run; {}", name.escape_debug(), super::spec::NAME_RULE)]
     Name {
         /// The flag, key or variable that gives the name.
         source_name: &'static str,

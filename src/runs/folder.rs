@@ -1,7 +1,7 @@
 //! A folder of runs.
 
 use super::recorded::RecordedRun;
-use super::{EVENTS, INFO, METRICS, RUNS_DIR, DEFAULT_FOLDER, SAMPLES, SUMMARY, WRITING, RunState, spec};
+use super::{DEFAULT_FOLDER, EVENTS, INFO, METRICS, RUNS_DIR, RunState, SAMPLES, SUMMARY, WRITING, spec};
 use crate::error::{Error, Result, RunError};
 use crate::files::{FolderLock, FolderLockOutcome, LOCK};
 use crate::util::{list, nearest};
@@ -30,6 +30,11 @@ impl RunsFolder {
     pub fn find(given: Option<PathBuf>) -> Self {
         let variable = std::env::var_os(RUNS_DIR).filter(|folder| !folder.is_empty() && !spec::is_off(folder));
         Self { folder: given.or(variable.map(PathBuf::from)).unwrap_or_else(|| DEFAULT_FOLDER.into()) }
+    }
+
+    /// Returns whether this text in the place of a folder, such as `off`, switches recording off.
+    pub fn is_off(folder: &Path) -> bool {
+        spec::is_off(folder.as_os_str())
     }
 
     /// Returns the path of the folder.
@@ -111,7 +116,8 @@ impl RunsFolder {
             move |source| Error::Io { action: "remove", path, source }
         };
         if folder.symlink_metadata().map_err(wrong(&folder))?.is_symlink() {
-            let source = std::io::Error::new(ErrorKind::InvalidInput, "it is a link; remove what it leads to, or the link");
+            let source =
+                std::io::Error::new(ErrorKind::InvalidInput, "it is a link; remove what it leads to, or the link");
             return Err(wrong(&folder)(source));
         }
         let running = || RecordedRun::open(&folder).ok().filter(|run| run.state() == RunState::Running);
@@ -126,7 +132,9 @@ impl RunsFolder {
         };
         let mut names: Vec<String> = [METRICS, EVENTS, SAMPLES, SUMMARY].map(String::from).to_vec();
         let entries = std::fs::read_dir(&folder).map_err(wrong(&folder))?.flatten();
-        names.extend(entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with(WRITING)));
+        names.extend(
+            entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with(WRITING)),
+        );
         // Last, so that an interrupted removal can be repeated.
         names.push(INFO.to_owned());
         names.extend(lock.is_none().then(|| LOCK.to_owned()));

@@ -135,7 +135,8 @@ impl WholeMetrics {
                     Some((_, last)) => *last = last.max(row.time),
                     None => self.sessions.push((row.time, row.time)),
                 }
-                let known = self.rows.entry(row.step).or_insert_with(|| MetricsRow { step: row.step, ..MetricsRow::default() });
+                let known =
+                    self.rows.entry(row.step).or_insert_with(|| MetricsRow { step: row.step, ..MetricsRow::default() });
                 known.time = known.time.max(row.time);
                 known.values.extend(row.values);
             }
@@ -155,6 +156,18 @@ impl RunMetrics {
     pub(super) fn read(folder: &Path) -> Result<Self> {
         let whole = WholeMetrics::read(folder)?;
         Ok(Self { rows: whole.rows.into_values().collect(), problem: whole.problem })
+    }
+
+    /// Returns the rows as JSON lines, in the format of the record.
+    pub fn to_json_lines(&self) -> String {
+        let line = |row: &MetricsRow| {
+            let mut line: Map<String, Value> =
+                row.values.iter().map(|(name, value)| (name.clone(), json_number(*value))).collect();
+            line.insert("step".into(), row.step.into());
+            line.insert("time".into(), json_number(row.time));
+            format!("{}\n", Value::from(line))
+        };
+        self.rows.iter().map(line).collect()
     }
 
     /// Returns the names of all values, sorted.
@@ -210,7 +223,9 @@ mod tests {
 
     #[test]
     fn damage_is_named_and_the_other_lines_are_read() {
-        let whole = read("{\"step\":1,\"loss\":1}\nxx\n{\"x\":1}\n{\"step\":2,\"loss\":2}\n{\"step\":18446744073709551615,\"loss\":1}\n{\"st");
+        let whole = read(
+            "{\"step\":1,\"loss\":1}\nxx\n{\"x\":1}\n{\"step\":2,\"loss\":2}\n{\"step\":18446744073709551615,\"loss\":1}\n{\"st",
+        );
         assert_eq!(whole.problem.unwrap(), "the line at byte 20 is not a JSON object");
         assert_eq!(whole.rows.len(), 3);
         assert_eq!(read("{\"step\":-1}\n").problem.unwrap(), "a line has neither a step nor a session");

@@ -28,16 +28,16 @@ mod time;
 mod writer;
 
 pub use folder::{ListedRun, RunsFolder};
+pub use git::GitRevision;
 pub use info::{RunInfo, RunVersions};
 pub use machine::RunMachine;
-pub use git::GitRevision;
 pub use metrics::{MetricsRow, RunMetrics};
 pub use recorded::{RecordedRun, RunState};
-pub use spec::RunSpec;
 pub(crate) use spec::RunPlan;
-pub use summary::{RunOutcome, RunSummary, ValueAtStep};
-pub use time::{parse_utc, utc};
+pub use spec::RunSpec;
+pub use summary::{RunEnding, RunSummary, ValueAtStep};
 pub(crate) use time::now;
+pub use time::{parse_utc, utc};
 pub(crate) use writer::{LoadedFrom, RunStart, RunWriter, check_folder};
 
 /// The variable with the folder of runs; `off` switches recording off.

@@ -1,7 +1,7 @@
 //! A recorded run, as a reader sees it.
 
 use super::lines;
-use super::{EVENTS, RunInfo, RunMetrics, RunOutcome, RunSummary, SAMPLES, time};
+use super::{EVENTS, RunEnding, RunInfo, RunMetrics, RunSummary, SAMPLES, time};
 use crate::error::{Error, Result};
 use crate::files::LOCK;
 use crate::util::host_name;
@@ -67,9 +67,9 @@ impl RecordedRun {
         let summary = RunSummary::load(folder)?;
         let state = match (lock.is_held(&summary), summary.outcome) {
             (true, _) => RunState::Running,
-            (false, Some(RunOutcome::Finished)) => RunState::Finished,
-            (false, Some(RunOutcome::Stopped)) => RunState::Stopped,
-            (false, Some(RunOutcome::Failed)) => RunState::Failed,
+            (false, Some(RunEnding::Finished)) => RunState::Finished,
+            (false, Some(RunEnding::Stopped)) => RunState::Stopped,
+            (false, Some(RunEnding::Failed)) => RunState::Failed,
             (false, None) if summary.error.is_some() => RunState::Failed,
             (false, None) => RunState::Killed,
         };

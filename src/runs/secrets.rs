@@ -7,15 +7,40 @@ const HIDDEN: &str = "***";
 
 /// The words that name a secret, as parts of the names of flags and keys.
 const SECRET_WORDS: [&str; 13] = [
-    "token", "secret", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey", "authorization",
-    "auth", "bearer", "signature",
+    "token",
+    "secret",
+    "password",
+    "passwd",
+    "passphrase",
+    "pwd",
+    "credential",
+    "credentials",
+    "apikey",
+    "authorization",
+    "auth",
+    "bearer",
+    "signature",
 ];
 /// The words that make a following `key` a secret.
 const KEY_WORDS: [&str; 5] = ["api", "access", "secret", "private", "encryption"];
 /// The beginnings of well-known tokens, which are followed by at least 16 letters and digits.
 const TOKEN_PREFIXES: [&str; 16] = [
-    "hf_", "sk-", "sk_", "pk_", "ghp_", "gho_", "ghu_", "ghs_", "github_pat_", "glpat-", "xoxb-", "xoxp-", "AKIA", "ASIA",
-    "eyJ", "ya29.",
+    "hf_",
+    "sk-",
+    "sk_",
+    "pk_",
+    "ghp_",
+    "gho_",
+    "ghu_",
+    "ghs_",
+    "github_pat_",
+    "glpat-",
+    "xoxb-",
+    "xoxp-",
+    "AKIA",
+    "ASIA",
+    "eyJ",
+    "ya29.",
 ];
 const MIN_TOKEN_TAIL: usize = 16;
 
@@ -178,7 +203,8 @@ mod tests {
 
     #[test]
     fn secrets_in_settings_and_messages_are_hidden() {
-        let settings = json!({"comet": {"api_key": "abc", "project": "p"}, "url": "http://u:p@h", "token": null, "tokens": 3});
+        let settings =
+            json!({"comet": {"api_key": "abc", "project": "p"}, "url": "http://u:p@h", "token": null, "tokens": 3});
         assert_eq!(
             settings_without_secrets(settings),
             json!({"comet": {"api_key": "***", "project": "p"}, "url": "http://u:***@h", "token": null, "tokens": 3})

@@ -13,6 +13,10 @@ const OFF: [&str; 4] = ["off", "none", "false", "0"];
 /// The maximum number of bytes of a run's name.
 const MAX_NAME: usize = 100;
 
+/// The rule for names, for messages.
+pub(super) const NAME_RULE: &str =
+    "give 1 to 100 letters, digits, or . _ - + = @ and spaces inside, and begin with a letter or digit";
+
 /// A program's request that its run is recorded, for [`EngineBuilder::run`](crate::EngineBuilder::run).
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunSpec {
@@ -41,13 +45,26 @@ impl RunSpec {
     /// if the folder cannot be written, a message says so, and the program trains without a record.
     pub fn by_default(name: &str) -> Self {
         let allowed: String = name.chars().map(|letter| if is_allowed(letter) { letter } else { '-' }).collect();
-        let name = allowed.trim_start_matches(['.', '-', ' ']).trim_end();
+        let name = allowed.trim_start_matches(|letter: char| !letter.is_alphanumeric());
         let name = name.chars().scan(0, |bytes, letter| {
             *bytes += letter.len_utf8();
             (*bytes <= MAX_NAME).then_some(letter)
         });
-        let name: String = name.collect();
+        let name = name.collect::<String>().trim_end().to_owned();
         Self { is_default: true, ..Self::new(if name.is_empty() { "run".to_owned() } else { name }) }
+    }
+
+    /// Returns an error that says what is allowed unless `name` can be the name of a run.
+    ///
+    /// # Errors
+    /// The rule, as text.
+    pub fn check_name(name: &str) -> std::result::Result<(), &'static str> {
+        let is_name = !name.is_empty()
+            && name.len() <= MAX_NAME
+            && name.chars().all(is_allowed)
+            && name.starts_with(char::is_alphanumeric)
+            && !name.ends_with(' ');
+        if is_name { Ok(()) } else { Err(NAME_RULE) }
     }
 
     /// Sets the folder of runs. The configuration's `run.folder` and the environment variable `CANDLE_ZERO_RUNS_DIR`
@@ -125,8 +142,10 @@ impl RunPlan {
         if !asked || is_off || refused {
             return Ok(None);
         }
-        let is_required =
-            of_job.is_some() || folder.is_some() || config.is_some() || spec.as_ref().is_some_and(|spec| !spec.is_default);
+        let is_required = of_job.is_some()
+            || folder.is_some()
+            || config.is_some()
+            || spec.as_ref().is_some_and(|spec| !spec.is_default);
         let of_config = config.cloned().unwrap_or_default();
         let spec = spec.unwrap_or_else(|| RunSpec::by_default(&program_name()));
         let (name, source_name) = match (of_job, of_config.name) {
@@ -134,12 +153,7 @@ impl RunPlan {
             (None, Some(name)) => (name, "run.name"),
             (None, None) => (spec.name, "EngineBuilder::run"),
         };
-        let is_name = !name.is_empty()
-            && name.len() <= MAX_NAME
-            && name.chars().all(is_allowed)
-            && !name.starts_with(['.', '-', ' '])
-            && !name.ends_with(' ');
-        if !is_name {
+        if RunSpec::check_name(&name).is_err() {
             return Err(RunError::Name { source_name, name }.into());
         }
         let folder = folder.map(PathBuf::from).or(of_config.folder).or(spec.folder);
@@ -181,7 +195,8 @@ mod tests {
         config: Option<RunRecordConfig>,
         variables: &[(&str, &str)],
     ) -> Result<Option<RunPlan>> {
-        let lookup = |name: &str| variables.iter().find(|(own, _)| *own == name).map(|(_, value)| OsString::from(value));
+        let lookup =
+            |name: &str| variables.iter().find(|(own, _)| *own == name).map(|(_, value)| OsString::from(value));
         RunPlan::new(spec, config.as_ref(), lookup)
     }
 
@@ -223,7 +238,7 @@ mod tests {
         let wrong = |name: &str| plan(Some(RunSpec::new(name)), None, &[]).unwrap_err().to_string();
         insta::assert_snapshot!(wrong("a/b"), @"");
         for name in ["", ".", "..", "-x", "a\nb", "a\u{1b}[1m", "<b>", &"x".repeat(101), " a"] {
-            assert!(wrong(name).contains("must be 1 to 100"), "{name}");
+            assert!(wrong(name).contains("give 1 to 100 letters"), "{name}");
         }
         insta::assert_snapshot!(plan(None, Some(config(true, "a:b", "")), &[]).unwrap_err(), @"");
         insta::assert_snapshot!(plan(None, None, &[(RUN, "../x")]).unwrap_err(), @"");

@@ -34,7 +34,7 @@ fn nan_if_null<'de, D: serde::Deserializer<'de>>(from: D) -> std::result::Result
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
-pub enum RunOutcome {
+pub enum RunEnding {
     /// The program is done with it.
     Finished,
     /// A signal asked it to end.
@@ -43,7 +43,7 @@ pub enum RunOutcome {
     Failed,
 }
 
-impl RunOutcome {
+impl RunEnding {
     /// Returns the name of the outcome.
     pub fn name(self) -> &'static str {
         match self {
@@ -86,7 +86,7 @@ pub struct RunSummary {
     /// The number of times that its launcher had restarted the job when the last session began.
     pub restart: u64,
     /// How the run has ended, unless it is running or was killed.
-    pub outcome: Option<RunOutcome>,
+    pub outcome: Option<RunEnding>,
     /// The last error of the last session.
     pub error: Option<String>,
     /// The folder of the run's checkpoints.
@@ -113,9 +113,11 @@ impl RunSummary {
     pub(super) fn load(folder: &Path) -> Result<Self> {
         let length = |name: &str| match folder.join(name).metadata() {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(0),
-            found => {
-                found.map(|found| found.len()).map_err(|source| Error::Io { action: "read", path: folder.join(name), source })
-            }
+            found => found.map(|found| found.len()).map_err(|source| Error::Io {
+                action: "read",
+                path: folder.join(name),
+                source,
+            }),
         };
         let (metrics, events) = (length(METRICS)?, length(EVENTS)?);
         // A summary is only an index: one that is missing or damaged is computed again.
@@ -137,7 +139,12 @@ impl RunSummary {
     /// Computes the summary from the complete files.
     pub(super) fn of_files(folder: &Path) -> Result<Self> {
         let whole = WholeMetrics::read(folder)?;
-        let mut summary = Self { format: FORMAT, metrics_bytes: whole.bytes, problem: whole.problem.map(|why| format!("{METRICS}: {why}")), ..Self::default() };
+        let mut summary = Self {
+            format: FORMAT,
+            metrics_bytes: whole.bytes,
+            problem: whole.problem.map(|why| format!("{METRICS}: {why}")),
+            ..Self::default()
+        };
         for (start, end) in whole.sessions {
             summary.begin_session(start);
             summary.last_time = summary.last_time.max(end);
@@ -158,7 +165,9 @@ impl RunSummary {
                 summary.begin_session(time);
             }
             Some(MetricsLine::Values(row)) => repeated |= summary.add_row(&row).is_err(),
-            None => _ = summary.problem.get_or_insert_with(|| format!("{METRICS}: a line has neither a step nor a session")),
+            None => {
+                _ = summary.problem.get_or_insert_with(|| format!("{METRICS}: a line has neither a step nor a session"))
+            }
         };
         let from = self.metrics_bytes;
         self.metrics_bytes = self.add_lines(folder, METRICS, from, &mut add)?;
@@ -203,7 +212,8 @@ impl RunSummary {
     /// Adds the values of a step. The steps must not repeat earlier ones.
     pub(super) fn add_row(&mut self, row: &MetricsRow) -> std::result::Result<(), StepsRepeated> {
         let (step, loss) = (row.step, row.values.get(LOSS).copied());
-        if step < self.steps || step == self.steps && loss.is_some() && self.loss.is_some_and(|last| last.step == step) {
+        if step < self.steps || step == self.steps && loss.is_some() && self.loss.is_some_and(|last| last.step == step)
+        {
             return Err(StepsRepeated);
         }
         if self.session_started == 0.0 {
@@ -245,7 +255,7 @@ impl RunSummary {
             }
             Some("error") => self.error = text("message"),
             Some("end") => {
-                self.outcome = event.get("outcome").and_then(|outcome| RunOutcome::deserialize(outcome).ok());
+                self.outcome = event.get("outcome").and_then(|outcome| RunEnding::deserialize(outcome).ok());
                 self.error = text("message").or(self.error.take());
                 let time = event.get("time").and_then(Value::as_f64).unwrap_or_default();
                 self.last_time = self.last_time.max(time);

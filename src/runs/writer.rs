@@ -7,7 +7,7 @@ use super::info::{RunInfo, RunVersions};
 use super::metrics::{LOSS, MetricsRow, json_number};
 use super::recorded::RecordedRun;
 use super::secrets::{command_without_secrets, settings_without_secrets, without_secrets};
-use super::summary::{RunOutcome, RunSummary};
+use super::summary::{RunEnding, RunSummary};
 use super::{EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RunMachine, RunPlan, SAMPLES, new_job, time};
 use crate::comm::rank_env::SCRIPT;
 use crate::error::{Error, Result};
@@ -85,7 +85,8 @@ impl LineFile {
             // A link may lead anywhere and is not followed; a pipe is not waited for.
             let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
             let mut open = OpenOptions::new();
-            let file = open.create(true).append(true).read(true).custom_flags(flags.bits().cast_signed()).open(&path)?;
+            let file =
+                open.create(true).append(true).read(true).custom_flags(flags.bits().cast_signed()).open(&path)?;
             crate::files::only_a_file(&file.metadata()?)?;
             // A kill or a full disk may have cut off the last line.
             end_last_line(&file)?;
@@ -136,8 +137,10 @@ impl RunWriter {
     fn open_as(plan: &RunPlan, start: &RunStart, job: &str, restart: u64) -> Result<Self> {
         create_folder(&plan.folder)?;
         for folder in start.loaded.iter().flat_map(|loaded| runs_that_saved(plan, loaded)) {
-            let is_continued = |_: &RunInfo, summary: &RunSummary| summary.restart < restart || !is_of_job(&folder, job);
-            if let Some(FolderAttempt::Opened(writer)) = Self::continue_in(&folder, plan, start, restart, is_continued)? {
+            let is_continued =
+                |_: &RunInfo, summary: &RunSummary| summary.restart < restart || !is_of_job(&folder, job);
+            if let Some(FolderAttempt::Opened(writer)) = Self::continue_in(&folder, plan, start, restart, is_continued)?
+            {
                 return Ok(*writer);
             }
         }
@@ -187,7 +190,14 @@ impl RunWriter {
             configuration: settings_without_secrets(start.configuration.clone()),
         };
         info.write(&folder)?;
-        Self::begin_session(folder, lock, (RunSummary { format: FORMAT, ..RunSummary::default() }, info), plan, start, restart)
+        Self::begin_session(
+            folder,
+            lock,
+            (RunSummary { format: FORMAT, ..RunSummary::default() }, info),
+            plan,
+            start,
+            restart,
+        )
     }
 
     /// Continues the record in a folder if `is_continued` holds and no other process writes it. Returns `None` if there
@@ -303,7 +313,10 @@ impl RunWriter {
         // These names have a meaning of their own.
         let is_free = |name: &str| !["step", "time", "session", "from_step"].contains(&name);
         line.extend(
-            row.values.iter().filter(|(name, _)| is_free(name)).map(|(name, value)| (name.clone(), json_number(*value))),
+            row.values
+                .iter()
+                .filter(|(name, _)| is_free(name))
+                .map(|(name, value)| (name.clone(), json_number(*value))),
         );
         self.metrics.push(line);
         if self.summary.add_row(&row).is_err() {
@@ -346,7 +359,7 @@ impl RunWriter {
     }
 
     /// Ends the record.
-    pub fn end(mut self, step: u64, outcome: RunOutcome, message: Option<&str>) -> Result<()> {
+    pub fn end(mut self, step: u64, outcome: RunEnding, message: Option<&str>) -> Result<()> {
         let mut event = object(json!({"event": "end", "step": step, "outcome": outcome}));
         if let Some(message) = message {
             event.insert("message".into(), shortened(&without_secrets(message)).into());
@@ -444,10 +457,10 @@ fn absolute(folder: &Path) -> PathBuf {
 /// Returns the command line without secrets.
 fn command(plan: &RunPlan) -> Vec<String> {
     let own = || {
-        let mut words: Vec<String> =
-            std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+        let mut words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
         // The program is in the launcher's cache, so its path differs from what the user typed.
-        if let (Some(script), false) = (std::env::var_os(SCRIPT).filter(|script| !script.is_empty()), words.is_empty()) {
+        if let (Some(script), false) = (std::env::var_os(SCRIPT).filter(|script| !script.is_empty()), words.is_empty())
+        {
             words.splice(..1, ["zerorun".to_owned(), script.to_string_lossy().into_owned()]);
         }
         words
@@ -469,4 +482,262 @@ fn shortened(text: &str) -> &str {
         end -= 1;
     }
     &text[..end]
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::{LoadedFrom, RunSpec, RunState, RunsFolder, SUMMARY, lines};
+    use super::*;
+
+    fn plan(folder: &Path, name: &str) -> RunPlan {
+        RunPlan::new(Some(RunSpec::new(name).folder(folder)), None, |_| None).unwrap().unwrap()
+    }
+
+    fn start(loaded: Option<(&Path, u64)>) -> RunStart {
+        let loaded = loaded.map(|(folder, step)| LoadedFrom { folder: folder.into(), path: folder.join("tag"), step });
+        let configuration = json!({"seed": 1, "comet": {"api_key": "secret"}});
+        RunStart { world_size: 2, configuration, time: time::now(), loaded }
+    }
+
+    fn open(folder: &Path, name: &str, job: &str, restart: u64) -> RunWriter {
+        RunWriter::open_as(&plan(folder, name), &start(None), job, restart).unwrap()
+    }
+
+    fn steps(writer: &mut RunWriter, steps: std::ops::RangeInclusive<u64>) {
+        for step in steps {
+            let loss = 10.0 / step as f64;
+            writer.record(step, [("loss".to_owned(), loss), ("lr".to_owned(), 0.1)]).unwrap();
+        }
+    }
+
+    fn ids(folder: &Path) -> Vec<String> {
+        RunsFolder::find(Some(folder.into())).ids().unwrap()
+    }
+
+    const JOB_A: &str = "20260131-235959-aaaaaa";
+    const JOB_B: &str = "20260131-235959-bbbbbb";
+
+    #[test]
+    fn a_run_is_read_as_it_was_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut writer = open(dir.path(), "x", JOB_A, 0);
+        let folder = writer.folder().to_owned();
+        assert_eq!(RecordedRun::open(&folder).unwrap().state(), RunState::Running);
+        steps(&mut writer, 1..=4);
+        writer.record(4, [("val_loss".to_owned(), 2.0)]).unwrap();
+        steps(&mut writer, 5..=5);
+        writer.record(5, [("val_loss".to_owned(), f64::NAN)]).unwrap();
+        writer.sample(5, "a", "b\nc").unwrap();
+        writer.checkpoint(5, dir.path(), &dir.path().join("t")).unwrap();
+        writer.end(5, RunEnding::Finished, None).unwrap();
+        let run = RecordedRun::open(&folder).unwrap();
+        assert_eq!((run.state(), run.id().as_str()), (RunState::Finished, "x-20260131-235959"));
+        let summary = run.summary();
+        assert_eq!((summary.steps, summary.loss.unwrap().value, summary.best_loss.unwrap().step), (5, 2.0, 5));
+        assert_eq!(summary.best_validation.unwrap().step, 4);
+        assert!(summary.validation.unwrap().value.is_nan());
+        assert_eq!(summary.checkpoint_step, Some(5));
+        assert_eq!(run.info().configuration["comet"]["api_key"], "***");
+        assert_eq!(run.metrics().unwrap().rows.len(), 5);
+        assert_eq!(run.samples().unwrap()[0]["text"], "b\nc");
+        assert!(!folder.join(crate::files::LOCK).exists());
+    }
+
+    #[test]
+    fn a_kill_at_any_byte_leaves_a_record_that_is_read_and_continued() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut writer = open(dir.path(), "x", JOB_A, 0);
+        let folder = writer.folder().to_owned();
+        steps(&mut writer, 1..=3);
+        writer.error(3, "an error").unwrap();
+        drop(writer);
+        let [metrics, events] = [METRICS, EVENTS].map(|name| std::fs::read(folder.join(name)).unwrap());
+        let summaries = [std::fs::read(folder.join(SUMMARY)).ok(), None];
+        for cut in 0..=metrics.len() {
+            for summary in &summaries {
+                std::fs::write(folder.join(METRICS), &metrics[..cut]).unwrap();
+                std::fs::write(folder.join(EVENTS), &events[..cut.min(events.len())]).unwrap();
+                match summary {
+                    Some(summary) => std::fs::write(folder.join(SUMMARY), summary).unwrap(),
+                    None => _ = std::fs::remove_file(folder.join(SUMMARY)),
+                }
+                let run = RecordedRun::open(&folder).unwrap();
+                let whole = metrics[..cut].iter().filter(|byte| **byte == b'\n').count().saturating_sub(1);
+                assert_eq!(run.summary().steps, whole as u64, "cut at {cut}");
+                assert_eq!(run.metrics().unwrap().rows.len(), whole);
+                assert_eq!(run.summary().problem, None);
+            }
+        }
+        // A torn line, and a restart.
+        std::fs::write(folder.join(METRICS), &metrics[..metrics.len() - 3]).unwrap();
+        let mut writer = open(dir.path(), "x", JOB_A, 1);
+        assert_eq!(writer.folder(), folder);
+        steps(&mut writer, 1..=2);
+        writer.end(2, RunEnding::Finished, None).unwrap();
+        let run = RecordedRun::open(&folder).unwrap();
+        assert_eq!((run.summary().steps, run.summary().sessions, run.state()), (2, 2, RunState::Finished));
+        assert_eq!(run.metrics().unwrap().problem, None);
+        assert_eq!(*run.summary(), RunSummary::of_files(&folder).unwrap());
+    }
+
+    #[test]
+    fn a_restarted_job_continues_its_runs_and_other_jobs_get_their_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let (first, second) = (open(dir.path(), "x", JOB_A, 0), open(dir.path(), "x", JOB_B, 0));
+        let third = open(dir.path(), "x", JOB_A, 0);
+        assert_eq!(ids(dir.path()), ["x-20260131-235959", "x-20260131-235959-2", "x-20260131-235959-3"]);
+        let folders = [&first, &third].map(|writer| writer.folder().to_owned());
+        drop((first, second, third));
+        // Engines are built in the same order again, at the same time or one after the other.
+        let again = open(dir.path(), "x", JOB_A, 1);
+        assert_eq!(again.folder(), folders[0]);
+        drop(again);
+        assert_eq!(open(dir.path(), "x", JOB_A, 1).folder(), folders[1]);
+        assert_eq!(ids(dir.path()).len(), 3);
+        open(dir.path(), "y", JOB_A, 1);
+        assert_eq!(ids(dir.path()).len(), 4);
+    }
+
+    #[test]
+    fn writers_in_many_threads_each_get_a_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for thread in 0..8 {
+                let (folder, job) = (dir.path(), format!("20260131-235959-{thread:06}"));
+                scope.spawn(move || {
+                    for _ in 0..5 {
+                        let mut writer = open(folder, "x", &job, 0);
+                        steps(&mut writer, 1..=3);
+                        writer.end(3, RunEnding::Finished, None).unwrap();
+                    }
+                });
+            }
+        });
+        let runs = RunsFolder::find(Some(dir.path().into())).runs().unwrap();
+        assert_eq!(runs.len(), 40);
+        assert!(runs.iter().all(|run| run.run.as_ref().unwrap().summary().steps == 3));
+    }
+
+    #[test]
+    fn a_loaded_checkpoint_continues_the_run_of_this_name_that_saved_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let [runs, saved, copied] = ["runs", "saved", "copied"].map(|name| dir.path().join(name));
+        std::fs::create_dir(&saved).unwrap();
+        std::fs::create_dir(&copied).unwrap();
+        let mut writer = open(&runs, "x", JOB_A, 0);
+        let folder = writer.folder().to_owned();
+        steps(&mut writer, 1..=3);
+        writer.checkpoint(3, &saved, &saved.join("tag")).unwrap();
+        steps(&mut writer, 4..=5);
+        let resume = |name: &str, from: &Path| {
+            RunWriter::open_as(&plan(&runs, name), &start(Some((from, 3))), JOB_B, 0).unwrap()
+        };
+        assert_ne!(resume("x", &saved).folder(), folder, "it is still being written");
+        drop(writer);
+        assert_ne!(resume("x", &copied).folder(), folder, "a copy is another run");
+        assert_ne!(resume("y", &saved).folder(), folder, "another name is another run");
+        let mut writer = resume("x", &saved);
+        assert_eq!(writer.folder(), folder);
+        assert_eq!(RecordedRun::open(&folder).unwrap().summary().steps, 3);
+        writer.record(4, [("loss".to_owned(), 7.0)]).unwrap();
+        drop(writer);
+        let run = RecordedRun::open(&folder).unwrap();
+        let losses: Vec<f64> = run.metrics().unwrap().rows.iter().map(|row| row.values["loss"]).collect();
+        assert_eq!(losses, [10.0, 5.0, 10.0 / 3.0, 7.0]);
+        assert_eq!(run.summary().best_loss.unwrap().value, 10.0 / 3.0);
+        assert_eq!(*run.summary(), RunSummary::of_files(&folder).unwrap());
+    }
+
+    #[test]
+    fn a_list_of_runs_reads_two_small_files_of_each() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut bytes = 0;
+        for number in 0..20 {
+            let mut writer = open(dir.path(), "x", &format!("20260131-{number:06}-aaaaaa"), 0);
+            steps(&mut writer, 1..=500);
+            let folder = writer.folder().to_owned();
+            writer.end(500, RunEnding::Finished, None).unwrap();
+            bytes += [INFO, SUMMARY].map(|name| folder.join(name).metadata().unwrap().len()).iter().sum::<u64>();
+            assert!(folder.join(METRICS).metadata().unwrap().len() > 20_000);
+        }
+        let folder = RunsFolder::find(Some(dir.path().into()));
+        lines::cost::take();
+        let runs = folder.runs().unwrap();
+        assert_eq!(lines::cost::take(), (40, bytes));
+        assert!(runs.iter().all(|run| run.run.as_ref().unwrap().summary().steps == 500));
+        // A summary that covers only a part: the rest is read.
+        let of_first = runs[0].run.as_ref().unwrap().folder().to_owned();
+        let mut line = OpenOptions::new().append(true).open(of_first.join(METRICS)).unwrap();
+        line.write_all(b"{\"step\":501,\"time\":1,\"loss\":0.001}\n").unwrap();
+        let run = RecordedRun::open(&of_first).unwrap();
+        assert_eq!((run.summary().steps, run.summary().best_loss.unwrap().step), (501, 501));
+        let (files, read) = lines::cost::take();
+        assert!(files == 3 && read < bytes / 20 + 100, "{files} files, {read} bytes");
+        // A summary of something else: everything is read.
+        std::fs::write(of_first.join(METRICS), "{\"step\":7,\"loss\":1}\n").unwrap();
+        assert_eq!(RecordedRun::open(&of_first).unwrap().summary().steps, 7);
+    }
+
+    #[test]
+    fn a_damaged_record_is_named_and_does_not_hide_the_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let folders: Vec<PathBuf> = (0..5)
+            .map(|number| {
+                let mut writer = open(dir.path(), "x", &format!("20260131-{number:06}-aaaaaa"), 0);
+                steps(&mut writer, 1..=2);
+                let folder = writer.folder().to_owned();
+                writer.end(2, RunEnding::Finished, None).unwrap();
+                folder
+            })
+            .collect();
+        let info = std::fs::read_to_string(folders[0].join(INFO)).unwrap();
+        std::fs::write(folders[0].join(INFO), &info[..40]).unwrap();
+        std::fs::write(folders[1].join(INFO), info.replace("\"format\": 1", "\"format\": 9")).unwrap();
+        std::fs::remove_file(folders[2].join(INFO)).unwrap();
+        std::fs::write(folders[3].join(METRICS), "{\"step\":1,\"loss\":2}\n\0\0\0\n{\"step\":2,\"loss\":1}\n").unwrap();
+        std::fs::create_dir(dir.path().join("not a run")).unwrap();
+        std::fs::write(dir.path().join("file"), "").unwrap();
+        let runs = RunsFolder::find(Some(dir.path().into())).runs().unwrap();
+        assert_eq!(runs.len(), 5);
+        let text = |number: usize| {
+            let error = runs[number].run.as_ref().unwrap_err();
+            error.to_string().replace(dir.path().to_str().unwrap(), "DIR")
+        };
+        insta::assert_snapshot!(text(0), @"");
+        insta::assert_snapshot!(text(1), @"");
+        insta::assert_snapshot!(text(2), @"");
+        let third = runs[3].run.as_ref().unwrap().summary();
+        assert_eq!(third.steps, 2);
+        insta::assert_snapshot!(third.problem.as_ref().unwrap(), @"");
+        assert_eq!(runs[4].run.as_ref().unwrap().summary().problem, None);
+    }
+
+    #[test]
+    fn removing_a_run_removes_only_its_own_files_and_no_run_that_is_recorded() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = RunsFolder::find(Some(dir.path().into()));
+        let writer = open(dir.path(), "x", JOB_A, 0);
+        let id = writer.folder().file_name().unwrap().to_str().unwrap().to_owned();
+        let error = folder.remove(&id, false).unwrap_err().to_string();
+        insta::assert_snapshot!(error.replace(&std::process::id().to_string(), "PID"), @"");
+        std::fs::write(writer.folder().join("notes.txt"), "mine").unwrap();
+        drop(writer);
+        assert_eq!(folder.remove(&id, false).unwrap(), Some(dir.path().join(&id)));
+        assert_eq!(std::fs::read_dir(dir.path().join(&id)).unwrap().count(), 1);
+        let writer = open(dir.path(), "y", JOB_A, 0);
+        assert_eq!(folder.remove("y-20260131-235959", true).unwrap(), None);
+        drop(writer);
+        assert_eq!(ids(dir.path()), [""; 0]);
+    }
+
+    #[test]
+    fn a_disk_that_is_full_ends_the_record_and_no_torn_line_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut writer = open(dir.path(), "x", JOB_A, 0);
+        steps(&mut writer, 1..=1);
+        writer.metrics.file = OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let error = writer.error(1, "x").unwrap_err().to_string();
+        assert!(error.starts_with("cannot write ") && error.contains("No space left"), "{error}");
+    }
 }

@@ -149,6 +149,7 @@ impl<B> PipelineEngine<B> {
     /// The error of `next` or of a layer; the errors of [`Engine::step`].
     pub fn train_batch(&mut self, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
         self.engine.check_in_step()?;
+        self.engine.begin_run();
         let start = Instant::now();
         let micro_batches = self.schedule.micro_batches();
         let ran = self.run_micro_batches(next);
@@ -279,6 +280,11 @@ impl<B> PipelineEngine<B> {
     /// Returns the names of the parameters of this rank's stages.
     pub fn parameter_names(&self) -> Vec<String> {
         self.engine.parameter_names()
+    }
+
+    /// Records values of the current step in the record of the run, as [`Engine::record_metrics`] does.
+    pub fn record_metrics(&mut self, values: &[(&str, f64)]) {
+        self.engine.record_metrics(values);
     }
 
     /// Returns the number of optimizer steps, including skipped ones.

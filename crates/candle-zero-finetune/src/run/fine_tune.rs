@@ -38,6 +38,7 @@ use candle_zero::monitor::rss_peak_bytes;
 use candle_zero::nn::Rewards;
 use candle_zero::nn::is_adapter;
 use candle_zero::notice;
+use candle_zero::runs::RunEnding;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::ops::ControlFlow;
@@ -113,7 +114,7 @@ impl FineTune {
             false => OutputLocks::default(),
         };
         let written = prepared.options.written();
-        let engine = build(&prepared, config, rates, comm.clone())?;
+        let engine = build(&prepared, config, (rates, total, &settings), comm.clone())?;
         let mut run = Self {
             prepared,
             engine,
@@ -273,6 +274,11 @@ impl FineTune {
     /// # Errors
     /// See [`step`](Self::step).
     pub fn step_telling(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<Option<StepReport>> {
+        let stepped = self.next_step(tell);
+        stepped.inspect_err(|error| self.engine.end_run(RunEnding::Failed, Some(&error.to_string())))
+    }
+
+    fn next_step(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<Option<StepReport>> {
         if self.ended.is_none() {
             self.ended = self.is_at_end()?;
         }
@@ -283,12 +289,17 @@ impl FineTune {
         }
         let mut report = self.train(tell)?;
         self.state.loss = Some(report.loss);
+        self.engine.record_metrics(&[("tokens", report.tokens as f64), ("tokens_per_s", report.tokens_per_s)]);
         let steps = self.engine.global_steps();
         if self.validation.is_some() && (steps == self.total || steps.is_multiple_of(self.eval_every())) {
             let validation = self.validate()?;
             report.val_loss = Some(validation.loss);
             (report.val_accuracy, report.val_f1) = (validation.accuracy, validation.f1);
             report.val_rewards = validation.rewards;
+            let scores =
+                [("val_loss", report.val_loss), ("val_accuracy", report.val_accuracy), ("val_f1", report.val_f1)];
+            let scores: Vec<_> = scores.into_iter().filter_map(|(name, score)| Some((name, score?))).collect();
+            self.engine.record_metrics(&scores);
             self.keep_if_best(steps, validation.loss)?;
         }
         let every = self.prepared.options.saving.as_ref().and_then(|saving| saving.every);
@@ -510,6 +521,11 @@ impl FineTune {
     /// A folder that is not writable or not empty; a run in which all steps were skipped; a checkpoint that could not
     /// be uploaded to an object store, in which case the result is still written to its folder.
     pub fn finish(mut self) -> Result<()> {
+        let finished = self.write_result();
+        finished.inspect_err(|error| self.engine.end_run(RunEnding::Failed, Some(&error.to_string())))
+    }
+
+    fn write_result(&mut self) -> Result<()> {
         let saved = self.engine.wait_for_checkpoint();
         self.report_failed_save(saved)?;
         self.engine.synchronize_islands()?;
@@ -587,12 +603,15 @@ impl FineTune {
 fn build(
     prepared: &PreparedRun,
     config: Config,
-    rates: LearningRates,
+    (rates, steps, settings): (LearningRates, u64, &Value),
     comm: Arc<dyn Communicator>,
 ) -> Result<Engine<TrainableModel>> {
     let Options { method, seed, .. } = &prepared.options;
     let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
     builder = builder.initial_values(prepared.values.clone());
+    if let Some(run) = &prepared.options.run {
+        builder = builder.run(run.clone().total_steps(steps).settings(settings.clone()));
+    }
     if config.scheduler.is_none() {
         builder = builder.schedule(rates);
     }
