@@ -30,6 +30,7 @@ mod param_access;
 mod pipeline;
 mod reporter;
 mod run_record;
+mod run_recorder;
 mod step_clock;
 mod trainable;
 mod training_output;

@@ -10,7 +10,7 @@ use super::gradient_check_state::FiniteDifferenceChecker;
 use super::islands::{IslandRanks, Islands};
 use super::pipeline::PipelineSetup;
 use super::reporter::EngineReporter;
-use super::run_record::RunRecorder;
+use super::run_recorder::RunRecorder;
 use super::step_clock::StepClock;
 use super::{AccumulatedLoss, AccumulationProgress, Engine, EngineBuilder, MicroStepPhase};
 use crate::checkpoint::{self, LockedFolders};

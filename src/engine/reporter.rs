@@ -1,6 +1,6 @@
 //! The monitors and logs that an engine reports to, and values for the next report.
 
-use super::run_record::RunRecorder;
+use super::run_recorder::RunRecorder;
 use crate::comm::{CommLog, Communicator};
 use crate::config::Monitoring;
 use crate::files::{folder_of, only_earlier};

@@ -2,6 +2,10 @@
 
 use std::path::PathBuf;
 
+/// The rule for names of runs, for messages.
+pub(super) const NAME_RULE: &str =
+    "give 1 to 100 letters, digits, or . _ - + = @ and spaces inside, and begin with a letter or digit";
+
 /// Errors of the record of runs.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -33,7 +37,7 @@ pub enum RunError {
         name: String,
         /// The number of runs.
         count: usize,
-        /// Their names.
+        /// The names of these runs.
         names: String,
     },
     /// A file of a run cannot be understood.
@@ -58,7 +62,7 @@ pub enum RunError {
         newest: u64,
     },
     /// A name that cannot be that of a run.
-    #[error("{source_name} is `{}`, which cannot be the name of a run; {}", name.escape_debug(), super::spec::NAME_RULE)]
+    #[error("{source_name} is `{}`, which cannot be the name of a run; {}", name.escape_debug(), NAME_RULE)]
     Name {
         /// The flag, key or variable that gives the name.
         source_name: &'static str,

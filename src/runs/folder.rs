@@ -1,7 +1,7 @@
 //! A folder of runs.
 
 use super::recorded::RecordedRun;
-use super::{DEFAULT_FOLDER, EVENTS, INFO, METRICS, RUNS_DIR, RunState, SAMPLES, SUMMARY, WRITING, spec};
+use super::{DEFAULT_FOLDER, EVENTS, INFO, METRICS, RUNS_DIR, RecordedState, SAMPLES, SUMMARY, WRITING, spec};
 use crate::error::{Error, Result, RunError};
 use crate::files::{FolderLock, FolderLockOutcome, LOCK};
 use crate::util::{list, nearest};
@@ -120,7 +120,7 @@ impl RunsFolder {
                 std::io::Error::new(ErrorKind::InvalidInput, "it is a link; remove what it leads to, or the link");
             return Err(wrong(&folder)(source));
         }
-        let running = || RecordedRun::open(&folder).ok().filter(|run| run.state() == RunState::Running);
+        let running = || RecordedRun::open(&folder).ok().filter(|run| run.state() == RecordedState::Running);
         // While it is locked, no process continues it.
         let lock = match FolderLock::ask(&folder, Duration::ZERO).map_err(wrong(&folder))? {
             FolderLockOutcome::Held(lock) => Some(lock),

@@ -103,7 +103,7 @@ mod tests {
         let (all, end) = lines(b"{\"a\":1}\n\0\0\n[1]\n\n{\"b\":\xff}\n{\"c\":3}\n", 0);
         assert_eq!(all.len(), 6);
         assert_eq!(all[1], "the line at byte 8 is not a JSON object");
-        assert_eq!((all[5].as_str(), end), ("{\"c\":3}", 33));
+        assert_eq!((all[5].as_str(), end), ("{\"c\":3}", 32));
         let mut long = vec![b'x'; MAX_LINE as usize + 10];
         long.extend(b"\n{\"d\":4}\n");
         let (all, end) = lines(&long, 0);

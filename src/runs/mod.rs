@@ -1,10 +1,10 @@
 //! The record of a run: a folder with everything that is known about a training run, which `zerorun runs` reads.
 //!
 //! ```text
-//!   RunSpec + key + environment -> RunPlan -> RunWriter (one per run, on rank 0) -> folder
+//!   RunSpec + key + environment -> RecordPlan -> RunWriter (one per run, on rank 0) -> folder
 //!   (spec.rs)                                 (writer.rs)
 //!
-//!   folder -> RunsFolder -> RecordedRun: RunInfo, RunSummary, RunState; rows, events, samples
+//!   folder -> RunsFolder -> RecordedRun: RunInfo, RunSummary, RecordedState; rows, events, samples
 //!             (folder.rs)   (recorded.rs)
 //! ```
 //!
@@ -32,8 +32,8 @@ pub use git::GitRevision;
 pub use info::{RunInfo, RunVersions};
 pub use machine::RunMachine;
 pub use metrics::{MetricsRow, RunMetrics};
-pub use recorded::{RecordedRun, RunState};
-pub(crate) use spec::RunPlan;
+pub use recorded::{RecordedRun, RecordedState};
+pub(crate) use spec::RecordPlan;
 pub use spec::RunSpec;
 pub use summary::{RunEnding, RunSummary, ValueAtStep};
 pub(crate) use time::now;

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 /// The state of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
-pub enum RunState {
+pub enum RecordedState {
     /// A process is recording it.
     Running,
     /// It has ended as planned.
@@ -28,7 +28,7 @@ pub enum RunState {
     Killed,
 }
 
-impl RunState {
+impl RecordedState {
     /// All states.
     pub const ALL: [Self; 5] = [Self::Running, Self::Finished, Self::Stopped, Self::Failed, Self::Killed];
 
@@ -50,7 +50,7 @@ pub struct RecordedRun {
     folder: PathBuf,
     info: RunInfo,
     summary: RunSummary,
-    state: RunState,
+    state: RecordedState,
 }
 
 impl RecordedRun {
@@ -66,12 +66,12 @@ impl RecordedRun {
         let info = RunInfo::read(folder)?;
         let summary = RunSummary::load(folder)?;
         let state = match (lock.is_held(&summary), summary.outcome) {
-            (true, _) => RunState::Running,
-            (false, Some(RunEnding::Finished)) => RunState::Finished,
-            (false, Some(RunEnding::Stopped)) => RunState::Stopped,
-            (false, Some(RunEnding::Failed)) => RunState::Failed,
-            (false, None) if summary.error.is_some() => RunState::Failed,
-            (false, None) => RunState::Killed,
+            (true, _) => RecordedState::Running,
+            (false, Some(RunEnding::Finished)) => RecordedState::Finished,
+            (false, Some(RunEnding::Stopped)) => RecordedState::Stopped,
+            (false, Some(RunEnding::Failed)) => RecordedState::Failed,
+            (false, None) if summary.error.is_some() => RecordedState::Failed,
+            (false, None) => RecordedState::Killed,
         };
         Ok(Self { folder: folder.to_owned(), info, summary, state })
     }
@@ -97,14 +97,16 @@ impl RecordedRun {
     }
 
     /// Returns the state.
-    pub fn state(&self) -> RunState {
+    pub fn state(&self) -> RecordedState {
         self.state
     }
 
     /// Returns the time that the run has taken so far, without pauses between sessions, in seconds.
     pub fn seconds(&self) -> f64 {
         match self.state {
-            RunState::Running => self.summary.earlier_seconds + (time::now() - self.summary.session_started).max(0.0),
+            RecordedState::Running => {
+                self.summary.earlier_seconds + (time::now() - self.summary.session_started).max(0.0)
+            }
             _ => self.summary.seconds(),
         }
     }
@@ -165,7 +167,7 @@ fn leaves(name: &str, tree: &Value, all: &mut Vec<(String, Value)>) {
     }
 }
 
-/// What the lock of a run shows.
+/// The state of a run's lock.
 enum LockSeen {
     Held,
     Free,

@@ -134,6 +134,7 @@ fn without_queries(text: &str) -> String {
 /// Returns a command line without secrets: the values of flags that name one, and well-known tokens.
 pub(super) fn command_without_secrets(words: &[String]) -> Vec<String> {
     let mut hides_next = false;
+    let is_name = |name: &str| name.chars().all(|letter| letter.is_alphanumeric() || "-_.".contains(letter));
     let hide = |word: &String| {
         // A flag without a value may be followed by another flag.
         if std::mem::take(&mut hides_next) && !word.starts_with("--") {
@@ -143,7 +144,7 @@ pub(super) fn command_without_secrets(words: &[String]) -> Vec<String> {
             hides_next = names_secret(word);
         }
         match word.split_once('=') {
-            Some((name, _)) if names_secret(name) => format!("{name}={HIDDEN}"),
+            Some((name, _)) if is_name(name) && names_secret(name) => format!("{name}={HIDDEN}"),
             _ => without_secrets(word),
         }
     };

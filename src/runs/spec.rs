@@ -1,5 +1,6 @@
 //! Whether a run is recorded, under which name and where: what the program, the configuration and the environment say.
 
+use super::error::NAME_RULE;
 use super::{DEFAULT_FOLDER, RUN, RUNS_DIR};
 use crate::config::RunRecordConfig;
 use crate::error::{Result, RunError};
@@ -12,10 +13,6 @@ const OFF: [&str; 4] = ["off", "none", "false", "0"];
 
 /// The maximum number of bytes of a run's name.
 const MAX_NAME: usize = 100;
-
-/// The rule for names, for messages.
-pub(super) const NAME_RULE: &str =
-    "give 1 to 100 letters, digits, or . _ - + = @ and spaces inside, and begin with a letter or digit";
 
 /// A program's request that its run is recorded, for [`EngineBuilder::run`](crate::EngineBuilder::run).
 #[derive(Debug, Clone, PartialEq)]
@@ -112,7 +109,7 @@ impl From<String> for RunSpec {
 
 /// A record that will be written.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct RunPlan {
+pub(crate) struct RecordPlan {
     pub name: String,
     /// The folder of runs.
     pub folder: PathBuf,
@@ -123,7 +120,7 @@ pub(crate) struct RunPlan {
     pub is_required: bool,
 }
 
-impl RunPlan {
+impl RecordPlan {
     /// Combines what the program, the section `run` and the environment say; `None` if nothing is recorded. The
     /// environment takes precedence, then the section.
     ///
@@ -194,10 +191,10 @@ mod tests {
         spec: Option<RunSpec>,
         config: Option<RunRecordConfig>,
         variables: &[(&str, &str)],
-    ) -> Result<Option<RunPlan>> {
+    ) -> Result<Option<RecordPlan>> {
         let lookup =
             |name: &str| variables.iter().find(|(own, _)| *own == name).map(|(_, value)| OsString::from(value));
-        RunPlan::new(spec, config.as_ref(), lookup)
+        RecordPlan::new(spec, config.as_ref(), lookup)
     }
 
     fn config(enabled: bool, name: &str, folder: &str) -> RunRecordConfig {
@@ -205,7 +202,7 @@ mod tests {
         RunRecordConfig { enabled, name: text(name), folder: text(folder).map(PathBuf::from) }
     }
 
-    fn shown(plan: Result<Option<RunPlan>>) -> String {
+    fn shown(plan: Result<Option<RecordPlan>>) -> String {
         let Some(plan) = plan.unwrap() else { return "off".into() };
         format!("{} in {}{}", plan.name, plan.folder.display(), if plan.is_required { "" } else { ", if possible" })
     }
@@ -236,12 +233,12 @@ mod tests {
     #[test]
     fn names_that_make_no_folder_are_refused_and_default_names_are_changed() {
         let wrong = |name: &str| plan(Some(RunSpec::new(name)), None, &[]).unwrap_err().to_string();
-        insta::assert_snapshot!(wrong("a/b"), @"");
+        insta::assert_snapshot!(wrong("a/b"), @"EngineBuilder::run is `a/b`, which cannot be the name of a run; give 1 to 100 letters, digits, or . _ - + = @ and spaces inside, and begin with a letter or digit");
         for name in ["", ".", "..", "-x", "a\nb", "a\u{1b}[1m", "<b>", &"x".repeat(101), " a"] {
             assert!(wrong(name).contains("give 1 to 100 letters"), "{name}");
         }
-        insta::assert_snapshot!(plan(None, Some(config(true, "a:b", "")), &[]).unwrap_err(), @"");
-        insta::assert_snapshot!(plan(None, None, &[(RUN, "../x")]).unwrap_err(), @"");
+        insta::assert_snapshot!(plan(None, Some(config(true, "a:b", "")), &[]).unwrap_err(), @"run.name is `a:b`, which cannot be the name of a run; give 1 to 100 letters, digits, or . _ - + = @ and spaces inside, and begin with a letter or digit");
+        insta::assert_snapshot!(plan(None, None, &[(RUN, "../x")]).unwrap_err(), @"--run or CANDLE_ZERO_RUN is `../x`, which cannot be the name of a run; give 1 to 100 letters, digits, or . _ - + = @ and spaces inside, and begin with a letter or digit");
         for (name, made) in [("a/b c", "a-b c"), ("..", "run"), ("", "run"), ("modèle", "modèle"), ("--x", "x")] {
             assert_eq!(plan(Some(RunSpec::by_default(name)), None, &[]).unwrap().unwrap().name, made);
         }

@@ -54,7 +54,7 @@ impl RunEnding {
     }
 }
 
-/// What is known about a run without reading its metrics.
+/// The state of a run, known without reading its metrics.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]

@@ -8,7 +8,7 @@ use super::metrics::{LOSS, MetricsRow, json_number};
 use super::recorded::RecordedRun;
 use super::secrets::{command_without_secrets, settings_without_secrets, without_secrets};
 use super::summary::{RunEnding, RunSummary};
-use super::{EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RunMachine, RunPlan, SAMPLES, new_job, time};
+use super::{EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RecordPlan, RunMachine, SAMPLES, new_job, time};
 use crate::comm::rank_env::SCRIPT;
 use crate::error::{Error, Result};
 use crate::files::{FolderLock, FolderLockOutcome};
@@ -35,7 +35,7 @@ const MAX_SAME_NAMES: usize = 10_000;
 /// The maximum number of bytes of a recorded message or sample.
 const MAX_TEXT: usize = 1 << 18;
 
-/// What is known when the record begins.
+/// The facts that are known when the record begins.
 #[derive(Debug, Clone)]
 pub(crate) struct RunStart {
     pub world_size: usize,
@@ -129,12 +129,12 @@ impl RunWriter {
     ///
     /// # Errors
     /// The folder cannot be written.
-    pub fn open(plan: &RunPlan, start: &RunStart) -> Result<Self> {
+    pub fn open(plan: &RecordPlan, start: &RunStart) -> Result<Self> {
         Self::open_as(plan, start, job(), restart())
     }
 
     /// Opens the record as part of `job`, which its launcher has restarted so many times.
-    fn open_as(plan: &RunPlan, start: &RunStart, job: &str, restart: u64) -> Result<Self> {
+    fn open_as(plan: &RecordPlan, start: &RunStart, job: &str, restart: u64) -> Result<Self> {
         create_folder(&plan.folder)?;
         for folder in start.loaded.iter().flat_map(|loaded| runs_that_saved(plan, loaded)) {
             let is_continued =
@@ -168,7 +168,7 @@ impl RunWriter {
     }
 
     /// Begins a record in a folder that this process has just created.
-    fn begin_in(folder: PathBuf, plan: &RunPlan, start: &RunStart, job: &str, restart: u64) -> Result<Self> {
+    fn begin_in(folder: PathBuf, plan: &RecordPlan, start: &RunStart, job: &str, restart: u64) -> Result<Self> {
         let Some(lock) = lock(&folder, LOCK_RELEASE_TIMEOUT)? else {
             let source = std::io::Error::new(ErrorKind::WouldBlock, "another process has locked it");
             return Err(Error::Io { action: "write to", path: folder, source });
@@ -204,7 +204,7 @@ impl RunWriter {
     /// is no record that can be continued.
     fn continue_in(
         folder: &Path,
-        plan: &RunPlan,
+        plan: &RecordPlan,
         start: &RunStart,
         restart: u64,
         is_continued: impl Fn(&RunInfo, &RunSummary) -> bool,
@@ -229,7 +229,7 @@ impl RunWriter {
         folder: PathBuf,
         lock: FolderLock,
         (summary, info): (RunSummary, RunInfo),
-        plan: &RunPlan,
+        plan: &RecordPlan,
         start: &RunStart,
         restart: u64,
     ) -> Result<Self> {
@@ -281,7 +281,7 @@ impl RunWriter {
         self.metrics.push(object(json!({"session": session, "from_step": step, "time": time})));
         self.summary.begin_session(time);
         if repeats {
-            // What the repeated steps have contributed is taken out.
+            // The contributions of the repeated steps are taken out.
             self.flush()?;
             let bytes = (self.metrics.len, self.events.len);
             self.summary = RunSummary::of_files(&self.folder)?;
@@ -310,7 +310,7 @@ impl RunWriter {
         let mut line = Map::new();
         line.insert("step".into(), step.into());
         line.insert("time".into(), now.into());
-        // These names have a meaning of their own.
+        // These names have another meaning.
         let is_free = |name: &str| !["step", "time", "session", "from_step"].contains(&name);
         line.extend(
             row.values
@@ -435,7 +435,7 @@ fn is_of_job(folder: &Path, job: &str) -> bool {
 }
 
 /// Returns the folders of the runs of this name whose checkpoints are where one was loaded from, newest first.
-fn runs_that_saved(plan: &RunPlan, loaded: &LoadedFrom) -> Vec<PathBuf> {
+fn runs_that_saved(plan: &RecordPlan, loaded: &LoadedFrom) -> Vec<PathBuf> {
     let from = without_secrets(&absolute(&loaded.folder).to_string_lossy());
     let entries = std::fs::read_dir(&plan.folder).into_iter().flatten().flatten();
     let mut found: Vec<(f64, PathBuf)> = entries
@@ -455,7 +455,7 @@ fn absolute(folder: &Path) -> PathBuf {
 }
 
 /// Returns the command line without secrets.
-fn command(plan: &RunPlan) -> Vec<String> {
+fn command(plan: &RecordPlan) -> Vec<String> {
     let own = || {
         let mut words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
         // The program is in the launcher's cache, so its path differs from what the user typed.
@@ -487,11 +487,11 @@ fn shortened(text: &str) -> &str {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::{LoadedFrom, RunSpec, RunState, RunsFolder, SUMMARY, lines};
+    use super::super::{LoadedFrom, RecordedState, RunSpec, RunsFolder, SUMMARY, lines};
     use super::*;
 
-    fn plan(folder: &Path, name: &str) -> RunPlan {
-        RunPlan::new(Some(RunSpec::new(name).folder(folder)), None, |_| None).unwrap().unwrap()
+    fn plan(folder: &Path, name: &str) -> RecordPlan {
+        RecordPlan::new(Some(RunSpec::new(name).folder(folder)), None, |_| None).unwrap().unwrap()
     }
 
     fn start(loaded: Option<(&Path, u64)>) -> RunStart {
@@ -523,7 +523,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut writer = open(dir.path(), "x", JOB_A, 0);
         let folder = writer.folder().to_owned();
-        assert_eq!(RecordedRun::open(&folder).unwrap().state(), RunState::Running);
+        assert_eq!(RecordedRun::open(&folder).unwrap().state(), RecordedState::Running);
         steps(&mut writer, 1..=4);
         writer.record(4, [("val_loss".to_owned(), 2.0)]).unwrap();
         steps(&mut writer, 5..=5);
@@ -532,7 +532,7 @@ mod tests {
         writer.checkpoint(5, dir.path(), &dir.path().join("t")).unwrap();
         writer.end(5, RunEnding::Finished, None).unwrap();
         let run = RecordedRun::open(&folder).unwrap();
-        assert_eq!((run.state(), run.id().as_str()), (RunState::Finished, "x-20260131-235959"));
+        assert_eq!((run.state(), run.id().as_str()), (RecordedState::Finished, "x-20260131-235959"));
         let summary = run.summary();
         assert_eq!((summary.steps, summary.loss.unwrap().value, summary.best_loss.unwrap().step), (5, 2.0, 5));
         assert_eq!(summary.best_validation.unwrap().step, 4);
@@ -576,7 +576,7 @@ mod tests {
         steps(&mut writer, 1..=2);
         writer.end(2, RunEnding::Finished, None).unwrap();
         let run = RecordedRun::open(&folder).unwrap();
-        assert_eq!((run.summary().steps, run.summary().sessions, run.state()), (2, 2, RunState::Finished));
+        assert_eq!((run.summary().steps, run.summary().sessions, run.state()), (2, 2, RecordedState::Finished));
         assert_eq!(run.metrics().unwrap().problem, None);
         assert_eq!(*run.summary(), RunSummary::of_files(&folder).unwrap());
     }
@@ -641,7 +641,7 @@ mod tests {
         assert_eq!(writer.folder(), folder);
         assert_eq!(RecordedRun::open(&folder).unwrap().summary().steps, 3);
         writer.record(4, [("loss".to_owned(), 7.0)]).unwrap();
-        drop(writer);
+        writer.end(4, RunEnding::Stopped, None).unwrap();
         let run = RecordedRun::open(&folder).unwrap();
         let losses: Vec<f64> = run.metrics().unwrap().rows.iter().map(|row| row.values["loss"]).collect();
         assert_eq!(losses, [10.0, 5.0, 10.0 / 3.0, 7.0]);
@@ -704,12 +704,12 @@ mod tests {
             let error = runs[number].run.as_ref().unwrap_err();
             error.to_string().replace(dir.path().to_str().unwrap(), "DIR")
         };
-        insta::assert_snapshot!(text(0), @"");
-        insta::assert_snapshot!(text(1), @"");
-        insta::assert_snapshot!(text(2), @"");
+        insta::assert_snapshot!(text(0), @"the record DIR/x-20260131-000000/run.json is damaged: it is not JSON (EOF while parsing a value at line 4 column 8)");
+        insta::assert_snapshot!(text(1), @"the record DIR/x-20260131-000001/run.json has format 9, but this version reads formats up to 1; use a newer zerorun");
+        insta::assert_snapshot!(text(2), @"the record DIR/x-20260131-000002/run.json is damaged: it is missing");
         let third = runs[3].run.as_ref().unwrap().summary();
         assert_eq!(third.steps, 2);
-        insta::assert_snapshot!(third.problem.as_ref().unwrap(), @"");
+        insta::assert_snapshot!(third.problem.as_ref().unwrap(), @"metrics.jsonl: the line at byte 20 is not a JSON object");
         assert_eq!(runs[4].run.as_ref().unwrap().summary().problem, None);
     }
 
@@ -720,7 +720,7 @@ mod tests {
         let writer = open(dir.path(), "x", JOB_A, 0);
         let id = writer.folder().file_name().unwrap().to_str().unwrap().to_owned();
         let error = folder.remove(&id, false).unwrap_err().to_string();
-        insta::assert_snapshot!(error.replace(&std::process::id().to_string(), "PID"), @"");
+        insta::assert_snapshot!(error.replace(&std::process::id().to_string(), "PID"), @"run x-20260131-235959 is still running (process PID); stop it first, or give --force to remove its record anyway");
         std::fs::write(writer.folder().join("notes.txt"), "mine").unwrap();
         drop(writer);
         assert_eq!(folder.remove(&id, false).unwrap(), Some(dir.path().join(&id)));
@@ -736,7 +736,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut writer = open(dir.path(), "x", JOB_A, 0);
         steps(&mut writer, 1..=1);
-        writer.metrics.file = OpenOptions::new().write(true).open("/dev/full").unwrap();
+        writer.events.file = OpenOptions::new().write(true).open("/dev/full").unwrap();
         let error = writer.error(1, "x").unwrap_err().to_string();
         assert!(error.starts_with("cannot write ") && error.contains("No space left"), "{error}");
     }

@@ -55,7 +55,7 @@ fn trains() {
     engine.record_sample("2 + 2 =", "4\u{1b}[31m");
 }
 
-/// Returns the program that trains, in a process of its own.
+/// Returns the program that trains, in a separate process.
 fn program(runs: &Path, variables: &[(&str, &str)]) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(as_program(module_path!(), "trains")).env(RUNS_DIR, runs).env_remove(RUN);
@@ -127,7 +127,7 @@ fn a_finished_run_is_listed_shown_exported_and_removed() {
     let losses: Vec<f64> =
         lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap()).collect();
     assert!(losses.len() == 4 && losses[3] < losses[0]);
-    assert_eq!(runs_tool(&runs, &["rm", "tiny"]).status.code(), Some(2), "nobody can be asked");
+    assert_eq!(runs_tool(&runs, &["rm", "tiny"]).status.code(), Some(2), "there is no terminal");
     assert_eq!(listed(&runs, &[]).len(), 1);
     assert!(runs_tool(&runs, &["rm", "tiny", "--yes"]).status.success());
     assert_eq!(std::fs::read_dir(&runs).unwrap().count(), 0);

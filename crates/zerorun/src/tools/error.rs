@@ -39,9 +39,9 @@ pub enum ToolError {
         /// The name of the run.
         id: String,
     },
-    /// Nobody can be asked whether runs may be removed.
+    /// There is no terminal to ask whether runs may be removed.
     #[error(
-        "standard input is not a terminal, so nobody can be asked whether to remove {what}; give --yes to remove without asking"
+        "standard input is not a terminal, so zerorun cannot ask whether to remove {what}; give --yes to remove without asking"
     )]
     NotConfirmed {
         /// The names of the runs.

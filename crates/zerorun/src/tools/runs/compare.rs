@@ -1,8 +1,8 @@
 //! `zerorun runs compare`.
 
 use super::listing::{json_of, partly_damaged, steps};
+use super::output::{FolderFlag, RunsOutput};
 use super::table::{at_step, cell, duration, number, setting, table};
-use super::{FolderFlag, RunsOutput};
 use crate::error::{Result, ToolError};
 use candle_zero::runs::{RecordedRun, RunMetrics};
 use clap::Args;

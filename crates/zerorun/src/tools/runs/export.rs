@@ -1,6 +1,6 @@
 //! `zerorun runs export`.
 
-use super::{FolderFlag, RunsOutput};
+use super::output::{FolderFlag, RunsOutput};
 use crate::error::{Result, RunError};
 use candle_zero::Error;
 use candle_zero::runs::RunMetrics;

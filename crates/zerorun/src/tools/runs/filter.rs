@@ -1,7 +1,7 @@
 //! Which runs are listed: `--filter`, `--state` and `--since`.
 
 use crate::error::{Result, ToolError};
-use candle_zero::runs::{RecordedRun, RunState, parse_utc};
+use candle_zero::runs::{RecordedRun, RecordedState, parse_utc};
 use candle_zero::util::{matches, nearest};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -25,9 +25,9 @@ pub(super) fn filter(text: &str) -> std::result::Result<RunFilter, String> {
 }
 
 /// Parses the name of a state.
-pub(super) fn state(text: &str) -> std::result::Result<RunState, String> {
-    let names = RunState::ALL.map(RunState::name);
-    RunState::ALL
+pub(super) fn state(text: &str) -> std::result::Result<RecordedState, String> {
+    let names = RecordedState::ALL.map(RecordedState::name);
+    RecordedState::ALL
         .into_iter()
         .find(|state| state.name().eq_ignore_ascii_case(text))
         .ok_or_else(|| format!("give one of {}", names.join(", ")))

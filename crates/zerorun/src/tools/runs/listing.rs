@@ -1,11 +1,11 @@
 //! `zerorun runs list`.
 
 use super::filter::{self, RunFilter};
+use super::output::{FolderFlag, RunsOutput};
 use super::table::{at_step, cell, duration, table};
-use super::{FolderFlag, RunsOutput};
 use crate::error::{Result, RunError};
 use candle_zero::Error;
-use candle_zero::runs::{ListedRun, RecordedRun, RunState, ValueAtStep, utc};
+use candle_zero::runs::{ListedRun, RecordedRun, RecordedState, ValueAtStep, utc};
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use std::cmp::Ordering;
@@ -22,7 +22,7 @@ pub(super) struct ListFlags {
 
     /// Only runs in this state: running, finished, stopped, failed or killed; repeatable
     #[arg(long, value_name = "STATE", value_parser = filter::state)]
-    state: Vec<RunState>,
+    state: Vec<RecordedState>,
 
     /// Only runs that began since then: 90m, 12h, 7d or 2w ago, or a date in UTC
     #[arg(long, value_name = "TIME", value_parser = filter::since)]

@@ -4,17 +4,17 @@ mod compare;
 mod export;
 mod filter;
 mod listing;
+mod output;
 mod remove;
 mod show;
 mod table;
 
 use crate::error::Result;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
-use candle_zero::runs::RunsFolder;
-use clap::{Args, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 use listing::ListFlags;
+use output::RunsOutput;
 use std::ffi::OsString;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 const EXAMPLES: &str = "\
@@ -56,33 +56,6 @@ enum RunsCommand {
     Export(export::ExportFlags),
     /// Remove the records of runs
     Rm(remove::RemoveFlags),
-}
-
-/// The folder of runs.
-#[derive(Debug, Args)]
-struct FolderFlag {
-    /// Folder of runs [default: $CANDLE_ZERO_RUNS_DIR, else runs]
-    #[arg(long, value_name = "DIR")]
-    runs: Option<PathBuf>,
-}
-
-impl FolderFlag {
-    fn find(&self) -> RunsFolder {
-        RunsFolder::find(self.runs.clone())
-    }
-}
-
-/// The output of a command.
-struct RunsOutput {
-    text: String,
-    /// The messages about what could not be read.
-    problems: Vec<String>,
-}
-
-impl From<String> for RunsOutput {
-    fn from(text: String) -> Self {
-        Self { text, problems: vec![] }
-    }
 }
 
 /// Returns the definition of the tool's command line.

@@ -1,8 +1,8 @@
 //! `zerorun runs show`.
 
 use super::listing::{json_of, partly_damaged, steps};
+use super::output::{FolderFlag, RunsOutput};
 use super::table::{duration, loss, number, plain, setting};
-use super::{FolderFlag, RunsOutput};
 use crate::error::Result;
 use candle_zero::runs::{RecordedRun, RunMetrics, ValueAtStep, utc};
 use candle_zero::util::{binary, counted};
