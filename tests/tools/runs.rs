@@ -31,6 +31,7 @@ fn trains() {
     let mut engine = builder.initialize(|vb| candle_nn::linear(4, 1, vb), config).unwrap();
     let save = std::env::var_os(SAVE);
     if let Some(dir) = &save {
+        std::fs::create_dir_all(dir).unwrap();
         engine.load_checkpoint(Path::new(dir), None, &LoadOptions::default()).unwrap();
     }
     let is_first_start = number::<u32>("ZERORUN_RESTART").unwrap_or(0) == 0;

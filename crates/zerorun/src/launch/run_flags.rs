@@ -24,11 +24,16 @@ fn name(text: &str) -> Result<String, String> {
 }
 
 impl RunFlags {
-    /// Returns the variables that tell the ranks what was given, and which job they belong to.
-    pub(super) fn variables(&self) -> impl Iterator<Item = (&'static str, OsString)> {
+    /// Returns the variables that tell the ranks what was given.
+    pub(super) fn given(&self) -> impl Iterator<Item = (&'static str, OsString)> {
         let name = self.name.as_ref().map(|name| (RUN, name.into()));
         let folder = self.folder.as_ref().map(|folder| (RUNS_DIR, folder.into()));
-        name.into_iter().chain(folder).chain([(JOB, job().into())])
+        name.into_iter().chain(folder)
+    }
+
+    /// Returns the variables that tell the ranks what was given, and which job they belong to.
+    pub(super) fn variables(&self) -> impl Iterator<Item = (&'static str, OsString)> {
+        self.given().chain([(JOB, job().into())])
     }
 
     /// Returns the flags as words of a command line.
