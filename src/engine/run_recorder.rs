@@ -4,7 +4,7 @@ use crate::Error;
 use crate::config::Config;
 use crate::error::Result;
 use crate::notice::{emit, warn};
-use crate::runs::{LoadedFrom, RecordPlan, RunEnding, RunSpec, RunStart, RunWriter, check_folder, now};
+use crate::runs::{RecordPlan, RunEnding, RunSpec, RunStart, RunWriter, check_folder, now};
 use std::path::{Path, PathBuf};
 
 /// The record of a run, on the rank that writes it.

@@ -221,15 +221,15 @@ fn runs_are_filtered_sorted_and_compared_and_a_damaged_one_is_named() {
     assert_eq!(output.status.code(), Some(1));
     assert_eq!(stdout(&output).lines().count(), 3);
     let text = stderr(&output).replace(&first, "FOLDER");
-    insta::assert_snapshot!(text.trim_end(), @"");
+    insta::assert_snapshot!(text.trim_end(), @"zerorun: the record FOLDER/run.json is damaged: it is not JSON (EOF while parsing an object at line 1 column 1)");
 }
 
 #[test]
 fn wrong_words_are_refused_with_what_is_allowed() {
     let dir = tempfile::tempdir().unwrap();
     let none = printed(&dir.path().join("none"), &[]).replace(dir.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(none.trim_end(), @"");
-    insta::assert_snapshot!(printed(dir.path(), &[]).trim_end(), @"");
+    insta::assert_snapshot!(none.trim_end(), @"zerorun: there is no folder of runs RUNS; run this where training was started, or name the folder with --runs DIR or CANDLE_ZERO_RUNS_DIR");
+    insta::assert_snapshot!(printed(dir.path(), &[]).trim_end(), @"there are no runs in RUNS");
     for name in ["a", "ab"] {
         train(dir.path(), &[(STEPS, "1"), (RUN, name)]);
     }
@@ -237,7 +237,7 @@ fn wrong_words_are_refused_with_what_is_allowed() {
         let output = runs_tool(dir.path(), words);
         assert_eq!(output.status.code(), Some(2), "{words:?}");
         let text = stderr(&output).replace(dir.path().to_str().unwrap(), "RUNS");
-        let text = text.split("\n\nUsage").next().unwrap().split("\n\nFor more").next().unwrap().to_owned();
+        let text = text.split("\n\nUsage").next().unwrap().split("\n\nFor more").next().unwrap().replace('\n', " ");
         // The times in names.
         let digits = |word: &str| match word.split_once("-20") {
             Some((name, _)) => format!("{name}-TIME"),
@@ -245,20 +245,20 @@ fn wrong_words_are_refused_with_what_is_allowed() {
         };
         text.split(' ').map(digits).collect::<Vec<_>>().join(" ").trim_end().to_owned()
     };
-    insta::assert_snapshot!(told(&["show", "x"]), @"");
-    insta::assert_snapshot!(told(&["show", ""]), @"");
-    insta::assert_snapshot!(told(&["rm", "a", "--yes"]), @"");
-    insta::assert_snapshot!(told(&["rm", "ab", "a-"]), @"");
-    insta::assert_snapshot!(told(&["compare", "a-"]), @"");
-    insta::assert_snapshot!(told(&["compare", "a-", "a-"]), @"");
-    insta::assert_snapshot!(told(&["export", "a-"]), @"");
-    insta::assert_snapshot!(told(&["export", "a-", "--csv", "--jsonl"]), @"");
-    insta::assert_snapshot!(told(&["--filter", "lr"]), @"");
-    insta::assert_snapshot!(told(&["--filter", "optimizer.lr=1"]), @"");
-    insta::assert_snapshot!(told(&["--state", "done"]), @"");
-    insta::assert_snapshot!(told(&["--since", "yesterday"]), @"");
-    insta::assert_snapshot!(told(&["--sort", "size"]), @"");
-    insta::assert_snapshot!(told(&["delete", "a"]), @"");
+    insta::assert_snapshot!(told(&["show", "x"]), @"zerorun: no run in RUNS is named `x`; `zerorun runs` lists them");
+    insta::assert_snapshot!(told(&["show", ""]), @"zerorun: `` is the beginning of 2 names: a-TIME ab-TIME give more of the name");
+    insta::assert_snapshot!(told(&["rm", "a", "--yes"]), @"zerorun: `a` is the beginning of 2 names: a-TIME ab-TIME give more of the name");
+    insta::assert_snapshot!(told(&["rm", "ab", "a-"]), @"zerorun: standard input is not a terminal, so zerorun cannot ask whether to remove a-TIME ab-TIME give --yes to remove without asking");
+    insta::assert_snapshot!(told(&["compare", "a-"]), @"zerorun: 2 values required by '<RUN> <RUN>...'; only 1 was provided");
+    insta::assert_snapshot!(told(&["compare", "a-", "a-"]), @"zerorun: run a-TIME is given twice; give different runs");
+    insta::assert_snapshot!(told(&["export", "a-"]), @"zerorun: the following required arguments were not provided:   <--csv|--jsonl>");
+    insta::assert_snapshot!(told(&["export", "a-", "--csv", "--jsonl"]), @"zerorun: the argument '--csv' cannot be used with '--jsonl'");
+    insta::assert_snapshot!(told(&["--filter", "lr"]), @"zerorun: invalid value 'lr' for '--filter <KEY=VALUE>': give a key and a value, such as optimizer.params.lr=0.001 or host=node*");
+    insta::assert_snapshot!(told(&["--filter", "optimizer.lr=1"]), @"zerorun: --filter optimizer.lr: no run has this key; the nearest are optimizer.type, optimizer.params.lr; `zerorun runs show RUN` lists the settings of a run");
+    insta::assert_snapshot!(told(&["--state", "done"]), @"zerorun: invalid value 'done' for '--state <STATE>': give one of running, finished, stopped, failed, killed");
+    insta::assert_snapshot!(told(&["--since", "yesterday"]), @"zerorun: invalid value 'yesterday' for '--since <TIME>': give a time before now, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00");
+    insta::assert_snapshot!(told(&["--sort", "size"]), @"zerorun: invalid value 'size' for '--sort <SORT>'   [possible values: start, name, state, duration, steps, loss, best_loss, val, best_val]");
+    insta::assert_snapshot!(told(&["delete", "a"]), @"zerorun: unrecognized subcommand 'delete'");
 }
 
 #[test]
@@ -266,7 +266,7 @@ fn names_and_folders_that_cannot_be_used_are_refused_before_training() {
     let dir = tempfile::tempdir().unwrap();
     let output = zerorun().args(["--run", "a/b", "train.rs"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    insta::assert_snapshot!(stderr(&output).lines().next().unwrap(), @"");
+    insta::assert_snapshot!(stderr(&output).lines().next().unwrap(), @"zerorun: invalid value 'a/b' for '--run <NAME>': give 1 to 100 letters, digits, or . _ - + = @ and spaces inside, and begin with a letter or digit");
     std::fs::write(dir.path().join("file"), "").unwrap();
     let mut command = program(&dir.path().join("file"), &[(STEPS, "1")]);
     let output = command.stdout(std::process::Stdio::piped()).output().unwrap();

@@ -141,10 +141,10 @@ mod tests {
 
     #[test]
     fn times_and_states_that_do_not_exist_are_refused() {
-        insta::assert_snapshot!(since("yesterday").unwrap_err(), @"");
-        insta::assert_snapshot!(since("7y").unwrap_err(), @"");
-        insta::assert_snapshot!(state("done").unwrap_err(), @"");
-        insta::assert_snapshot!(filter("lr").unwrap_err(), @"");
+        insta::assert_snapshot!(since("yesterday").unwrap_err(), @"give a time before now, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00");
+        insta::assert_snapshot!(since("7y").unwrap_err(), @"give a time before now, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00");
+        insta::assert_snapshot!(state("done").unwrap_err(), @"give one of running, finished, stopped, failed, killed");
+        insta::assert_snapshot!(filter("lr").unwrap_err(), @"give a key and a value, such as optimizer.params.lr=0.001 or host=node*");
         assert_eq!(since("1970-01-02").unwrap(), 86_400.0);
         assert!(since("2d").unwrap() < since("1h").unwrap());
         assert_eq!(filter("a.b = x=y").unwrap().value, "x=y");
