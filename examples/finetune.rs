@@ -3,6 +3,7 @@
 //!     zerorun --num_ranks 2 examples/finetune.rs SmolLM2-135M-Instruct chats.jsonl adapter --steps 100
 
 use candle_zero::comm::{self, RankEnv};
+use candle_zero::runs::RunSpec;
 use candle_zero_finetune::{FineTune, Options, PreparedRun, Source, TrainingLength, TuningMethod};
 use clap::Parser;
 use std::path::PathBuf;
@@ -28,7 +29,9 @@ struct Args {
 
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
+    let run = args.model.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let options = Options {
+        run: Some(RunSpec::by_default(&run)),
         data: vec![Source::parse(&args.data)?],
         method: TuningMethod::Lora(args.lora.parse()?),
         length: TrainingLength::Steps(args.steps),

@@ -26,6 +26,7 @@ use candle_zero::models::{
 use candle_zero::monitor::{MetricsWriter, Progress, available_memory, rss_peak_bytes};
 use candle_zero::offload::OffloadReport;
 use candle_zero::optim::ParameterGroup;
+use candle_zero::runs::{RunEnding, RunSpec};
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -334,7 +335,11 @@ fn run<A: Architecture<Config: DecoderSizes>>(
         // An error means that no one reads stderr.
         _ = writeln!(std::io::stderr(), "warning: {warning}");
     }
-    let mut builder = Engine::builder().run_values(run_values).same_on_all_ranks(data.name(), data.fingerprint());
+    let model = args.model.as_deref().unwrap_or("nano");
+    let record = RunSpec::by_default(&format!("train_gpt-{model}")).total_steps(args.steps);
+    let record = record.settings(json!({ "model": sizes, "data": data.name(), "seq_len": seq_len }));
+    let mut builder =
+        Engine::builder().run(record).run_values(run_values).same_on_all_ranks(data.name(), data.fingerprint());
     if let Some(seed) = args.seed {
         builder = builder.seed(seed);
     }
@@ -349,13 +354,26 @@ fn run<A: Architecture<Config: DecoderSizes>>(
         true => Trainer::Pipeline(Box::new(builder.initialize_pipeline(decoder_pipeline(config)?, ds_config)?)),
         false => Trainer::Whole(Box::new(builder.initialize(|vb| LanguageModel::<A>::new(config, vb), ds_config)?)),
     };
+    let ended = run_engine(&mut engine, data, args, [vocab, ctx, seq_len], &sizes);
+    ended.inspect_err(|error| {
+        on_either!(&mut engine, engine => engine.end_run(RunEnding::Failed, Some(&format!("{error:#}"))));
+    })
+}
 
+/// Trains a model with a vocabulary of `vocab` tokens, at most `ctx` tokens in a context and `seq_len` in a sample.
+fn run_engine<A: Architecture>(
+    engine: &mut Trainer<A>,
+    data: TokenData,
+    args: &Args,
+    [vocab, ctx, seq_len]: [usize; 3],
+    sizes: &Value,
+) -> anyhow::Result<Ended> {
     if let Some(path) = &args.export {
         engine.check_export(path)?;
     }
     let seed = args.seed.unwrap_or(engine.config().seed);
     // If the parameters are in files, all of them would be read once for each token of the sample.
-    let in_files = on_either!(&engine, engine => engine.memory_report()).row(MemoryKind::Parameters).file.held > 0;
+    let in_files = on_either!(&*engine, engine => engine.memory_report()).row(MemoryKind::Parameters).file.held > 0;
     let samples = data.is_byte_level() && !in_files && !engine.is_divided();
     let sample = args.sample.unwrap_or(if samples { 200 } else { 0 });
     let text = data.is_byte_level();
@@ -374,7 +392,7 @@ fn run<A: Architecture<Config: DecoderSizes>>(
 
     if let Some(dir) = &args.save {
         // Checked here rather than after hours of training.
-        on_either!(&mut engine, engine => engine.check_save_dir(dir))?;
+        on_either!(&mut *engine, engine => engine.check_save_dir(dir))?;
     }
     if let (true, Some(dir)) = (args.resume, &args.save)
         && let Some(loaded) = engine.load(dir)?
@@ -384,26 +402,29 @@ fn run<A: Architecture<Config: DecoderSizes>>(
             say(format!("continues after step {}: {}", engine.global_steps(), loaded.path.display()))?;
         }
     }
-    if train(&mut engine, &mut loader, args, seq_len, &sizes)? == Ended::Stopped {
+    if train(engine, &mut loader, args, seq_len, sizes)? == Ended::Stopped {
         if engine.rank() == 0 {
             let steps = engine.global_steps();
             say(format!("stopped by a signal: step {steps} is saved, and --resume continues from there"))?;
         }
         return Ok(Ended::Stopped);
     }
-    if let (Trainer::Whole(engine), true) = (&mut engine, args.export.is_some() || sample > 0) {
+    if let (Trainer::Whole(engine), true) = (&mut *engine, args.export.is_some() || sample > 0) {
         // With local steps, this gives all islands the same weights.
         engine.synchronize_islands()?;
     }
     if let Some(path) = &args.export {
-        on_either!(&mut engine, engine => engine.export_safetensors(path))?;
+        on_either!(&mut *engine, engine => engine.export_safetensors(path))?;
     }
     // Every rank generates, because at stage 3 a forward pass gathers parameters from all ranks. All ranks draw the same
     // tokens.
-    if let (Trainer::Whole(engine), 1..) = (&mut engine, sample) {
+    if let (Trainer::Whole(engine), 1..) = (&mut *engine, sample) {
+        let begin = prompt.len();
         let tokens = generate(engine, prompt, sample, seed)?;
+        let shown = |tokens: &[u32]| if text { as_text(tokens) } else { format!("{tokens:?}") };
+        engine.record_sample(&shown(&tokens[..begin]), &shown(&tokens[begin..]));
         if engine.rank() == 0 {
-            say(if text { as_text(&tokens) } else { format!("{tokens:?}") })?;
+            say(shown(&tokens))?;
         }
     }
     Ok(Ended::Trained)
@@ -569,6 +590,7 @@ fn train<A: Architecture>(
             rss_peak_bytes: over_ranks.rss_peak_bytes,
         };
         write(&mut metrics, &line);
+        on_either!(&mut *engine, engine => engine.record_metrics(&[("tokens_per_s", line.tokens_per_s)]));
         progress
             .step(step + 1, || format!("loss {:.4} lr {:.3e} {:.0} tokens/s", line.loss, line.lr, line.tokens_per_s));
         if is_due(step + 1, args) {

@@ -11,6 +11,7 @@ use candle_zero::cli::DsArgs;
 use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
 use candle_zero::models::{DecoderBatch, GptConfig, decoder_pipeline};
 use candle_zero::monitor::MetricsWriter;
+use candle_zero::runs::RunSpec;
 use clap::Parser;
 use serde_json::json;
 use std::path::PathBuf;
@@ -55,7 +56,8 @@ fn main() -> anyhow::Result<()> {
     let model = GptConfig::preset(&args.model)?;
     let data = TokenData::open(args.data.as_deref())?;
     let is_text = data.is_byte_level();
-    let builder = Engine::builder().same_on_all_ranks(data.name(), data.fingerprint());
+    let run = RunSpec::by_default(&format!("train_pipeline-{}", args.model)).total_steps(args.steps);
+    let builder = Engine::builder().run(run).same_on_all_ranks(data.name(), data.fingerprint());
     let mut engine = builder.initialize_pipeline(decoder_pipeline(&model)?, args.ds.ds_config.as_path())?;
 
     // The ranks of a pipeline train on the same micro batches, and different pipelines on different ones.

@@ -20,6 +20,7 @@ use candle_zero::config::RunValues;
 use candle_zero::data::BatchShape;
 use candle_zero::monitor::MetricsWriter;
 use candle_zero::nn::{Pooling, SyncBatchNorm, cross_entropy, in_training, max_pool2d_with, sync_batch_norm};
+use candle_zero::runs::RunSpec;
 use candle_zero::zero::{Unit, unit};
 use clap::Parser;
 use serde_json::{Value, json};
@@ -122,6 +123,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
     let all_steps = per_epoch * args.epochs;
     let steps = args.steps.map_or(all_steps, |most| most.min(all_steps));
 
+    builder = builder.run(RunSpec::by_default("train_vision").total_steps(steps));
     builder = builder.seed(seed).run_values(RunValues { total_num_steps: Some(steps), ..RunValues::default() });
     let sizes = Sizes {
         width: usize::from(args.width),
@@ -163,6 +165,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
             }
         }
         let accuracy = accuracy(&mut engine, &validation, shape.micro.max(50))?;
+        engine.record_metrics(&[("val_accuracy", accuracy)]);
         let losses = engine.gather_f64(&[loss / count])?;
         let loss = losses.iter().map(|rank| rank[0]).sum::<f64>() / losses.len() as f64;
         let (step, seconds) = (engine.global_steps(), start.elapsed().as_secs_f64());

@@ -29,6 +29,8 @@ mod metrics;
 mod param_access;
 mod pipeline;
 mod reporter;
+mod run_record;
+mod run_recorder;
 mod step_clock;
 mod trainable;
 mod training_output;
@@ -61,6 +63,7 @@ use gradient_check_state::FiniteDifferenceChecker;
 use islands::Islands;
 use reporter::EngineReporter;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use step_clock::{MicroStepCall, StepClock};
 
 /// A wrapper around a model that trains it with ZeRO.
@@ -190,6 +193,7 @@ impl<M> Engine<M> {
             return self.attempt(|engine| engine.repeat_inside(stream, run));
         }
         self.check_order("forward", &[MicroStepPhase::Ready, MicroStepPhase::Forwarded, MicroStepPhase::Held])?;
+        self.begin_run();
         let watch = self.watch(MicroStepCall::Forward);
         let output = self.attempt(|engine| engine.run_forward(stream, run))?;
         self.forwards += 1;
@@ -282,6 +286,7 @@ impl<M> Engine<M> {
     /// Runs the optimizer step: vote, scaler, clip, update, publish. Returns whether an exchange between islands changed
     /// weights.
     fn optimizer_step(&mut self) -> Result<bool> {
+        self.note_rates();
         self.core.look_for_writes()?;
         self.core.reduce_unreduced()?;
         self.core.settle()?;
@@ -443,6 +448,7 @@ impl<M> Engine<M> {
         let own = asked_to_stop();
         let vote = *own.as_ref().unwrap_or(&false);
         let any = self.any_rank(vote)?;
+        self.reporter.stop_requested.fetch_or(any, Ordering::Relaxed);
         own.map_err(|source| EngineError::Signals { source })?;
         Ok(any)
     }
@@ -482,6 +488,7 @@ impl<M> Engine<M> {
         let error = self.core.name_parts(error);
         let why = without_backtrace(&error.to_string());
         self.core.abort(&why);
+        self.record_error(&why);
         self.stopped = Some(why);
         TimelineRecorder::flush(self.recorder.as_ref());
         error
@@ -527,5 +534,6 @@ impl<M> Drop for Engine<M> {
         if !std::thread::panicking() {
             self.report_at_end();
         }
+        self.end_run_of_dropped();
     }
 }

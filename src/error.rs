@@ -31,6 +31,7 @@ pub use crate::offload::error::OffloadError;
 pub use crate::optim::error::OptimError;
 #[doc(inline)]
 pub use crate::param::error::ParamError;
+pub use crate::runs::error::RunError;
 use std::path::PathBuf;
 
 /// A result whose error type is [`Error`].
@@ -98,6 +99,9 @@ pub enum Error {
     /// A monitor or the timeline.
     #[error(transparent)]
     Monitor(#[from] MonitorError),
+    /// The record of a run.
+    #[error(transparent)]
+    Run(#[from] RunError),
     /// An error of a package or program that builds on this one, such as that of a custom communicator or custom
     /// initial values. [`Error::other`] creates it, and [`Error::downcast_ref`] returns the original error.
     #[error(transparent)]

@@ -107,6 +107,7 @@ pub mod param;
 pub mod pipeline;
 pub mod precision;
 pub mod profiler;
+pub mod runs;
 #[doc(hidden)]
 pub mod stop_signal;
 mod tensor;

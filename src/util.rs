@@ -87,6 +87,14 @@ pub fn host_name() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_string()
 }
 
+/// Returns the value of `name` in a file of /proc.
+pub fn proc_field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| {
+        let (found, value) = line.split_once(':')?;
+        (found.trim() == name).then(|| value.trim())
+    })
+}
+
 /// Formats names for a message: the first few, and how many more there are.
 pub fn list<S: AsRef<str>>(names: &[S]) -> String {
     const MAX_LISTED_NAMES: usize = 8;

@@ -33,7 +33,7 @@ mod walk;
 pub use crate::notice::LogLevel;
 pub use error::{ConfigProblem, ConfigRule, TextPosition};
 pub use local_steps::{IslandWire, LocalStepsConfig};
-pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring};
+pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring, RunRecordConfig};
 pub use note::ConfigNote;
 pub use pipeline::PipelineConfig;
 pub use resolved::*;

@@ -26,6 +26,20 @@ pub struct Monitoring {
     pub comms_logger: Option<CommsLogger>,
     /// `flops_profiler`, if enabled.
     pub flops_profiler: Option<FlopsProfiler>,
+    /// `run`, if the section is present.
+    pub run: Option<RunRecordConfig>,
+}
+
+/// The `run` section.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RunRecordConfig {
+    /// `enabled` (default true): keep a record of the run. False switches off a record that the program asks for.
+    pub enabled: bool,
+    /// `name`: the name of the run; `None`: the one that the program gives.
+    pub name: Option<String>,
+    /// `folder`: the folder of runs; `None`: the one that the program gives, or `runs`.
+    pub folder: Option<PathBuf>,
 }
 
 const LEVELS: [(&str, LogLevel); 5] = [
@@ -105,6 +119,11 @@ pub(super) fn resolve(walk: &ConfigWalk<'_>) -> Monitoring {
         log_level: walk.str("log_level").and_then(|name| LEVELS.iter().find(|(own, _)| *own == name)).map(|own| own.1),
         comms_logger: comms_logger(walk),
         flops_profiler: flops_profiler(walk),
+        run: walk.get("run").filter(|section| section.is_object()).map(|_| RunRecordConfig {
+            enabled: walk.bool("run.enabled"),
+            name: walk.str("run.name").map(str::to_owned),
+            folder: walk.str("run.folder").map(PathBuf::from),
+        }),
     }
 }
 
@@ -153,6 +172,14 @@ impl Monitoring {
                 set(tree, "comms_logger.prof_all", json!(prof_all));
                 set(tree, "comms_logger.prof_ops", json!(prof_ops));
                 set(tree, "comms_logger.verbose", json!(verbose));
+            }
+        }
+        match &self.run {
+            None => set(tree, "run", Value::Null),
+            Some(RunRecordConfig { enabled, name, folder }) => {
+                set(tree, "run.enabled", json!(enabled));
+                set(tree, "run.name", json!(name));
+                set(tree, "run.folder", json!(folder.as_ref().map(|folder| folder.to_string_lossy())));
             }
         }
         set(tree, "flops_profiler.enabled", json!(self.flops_profiler.is_some()));

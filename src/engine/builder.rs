@@ -14,6 +14,7 @@ use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup, TrainableFilter};
 use crate::param::{BufferFilter, BufferSync, InitialValues, WeightSource};
 use crate::precision::WeightPacking;
+use crate::runs::RunSpec;
 use crate::timeline::{self, TimelineRecorder};
 use crate::util::counted;
 use candle_core::Device;
@@ -39,6 +40,7 @@ pub struct EngineBuilder {
     pub(super) stochastic_rounding: bool,
     pub(super) quantized: Option<(WeightPacking, TrainableFilter)>,
     timeline: Option<PathBuf>,
+    pub(super) run: Option<RunSpec>,
     pub(super) buffer_rule: Option<BufferFilter>,
     pub(super) buffer_sync: BufferSync,
     ignore_unused_parameters: bool,
@@ -253,6 +255,40 @@ impl EngineBuilder {
     #[must_use]
     pub fn timeline(mut self, file: impl Into<PathBuf>) -> Self {
         self.timeline = Some(file.into());
+        self
+    }
+
+    /// Keeps a record of the run, which `zerorun runs` lists, shows and compares: a folder with the configuration, the
+    /// command line, the machine, the values of each step, checkpoints, errors and samples. `run` is a name, or a
+    /// [`RunSpec`] with more settings. Rank 0 writes the record, from the first forward pass on. A job that is restarted
+    /// continues its record, and a job that loads a checkpoint of a run with the same name continues that one. Default: no record,
+    /// unless the configuration has a section `run` or the environment variable `CANDLE_ZERO_RUN` contains a name.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Tensor};
+    /// # use candle_nn::Module;
+    /// # use candle_zero::Engine;
+    /// # use candle_zero::runs::{RunSpec, RunsFolder};
+    /// # let config = r#"{"train_batch_size": 2, "optimizer": {"type": "AdamW"}}"#;
+    /// # let folder = tempfile::tempdir()?;
+    /// let run = RunSpec::new("regression").folder(folder.path());
+    /// let mut engine = Engine::builder().run(run).initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
+    /// # let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+    /// let loss = engine.forward(|model| model.forward(&x)?.sqr()?.mean_all())?;
+    /// engine.backward(&loss)?;
+    /// engine.step()?;
+    /// engine.record_metrics(&[("val_loss", 0.5)]);
+    /// drop(engine);
+    ///
+    /// let runs = RunsFolder::find(Some(folder.path().into()));
+    /// let run = runs.open("regression")?;
+    /// assert_eq!(run.summary().steps, 1);
+    /// assert_eq!(run.metrics()?.rows[0].values["val_loss"], 0.5);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn run(mut self, run: impl Into<RunSpec>) -> Self {
+        self.run = Some(run.into());
         self
     }
 

@@ -60,7 +60,8 @@ impl<M> Engine<M> {
         self.wait_for_upload()?;
         self.between_steps("save_checkpoint")?;
         let progress = self.progress();
-        let (dir, options) = self.of_island(dir.as_ref(), options);
+        let folder = dir.as_ref().to_owned();
+        let (dir, options) = self.of_island(&folder, options);
         let mut manifest =
             checkpoint::manifest(&self.core, &self.trainer, &self.config, progress, tag, client_state, &options);
         manifest = self.manifest_of_island(manifest)?;
@@ -81,6 +82,7 @@ impl<M> Engine<M> {
             SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.locked_folders)
         })?;
         let path = saving.path();
+        self.reporter.run.saving(self.global_steps, folder, &path);
         self.saving = Some(saving);
         if !options.in_background {
             self.wait_for_checkpoint()?;
@@ -95,7 +97,9 @@ impl<M> Engine<M> {
     pub fn wait_for_checkpoint(&mut self) -> Result<()> {
         let _call = during("wait_for_checkpoint");
         if let Some(saving) = self.saving.take() {
-            let (last, sending) = self.attempt(|_| saving.end())?;
+            let ended = self.attempt(|_| saving.end());
+            self.record_saved(ended.as_ref().err());
+            let (last, sending) = ended?;
             self.last_checkpoint = last;
             self.attempt(|engine| engine.start_upload(sending))?;
         }
@@ -214,7 +218,11 @@ impl<M> Engine<M> {
             self.core.unused_was_judged();
         }
         self.settled(|engine| engine.resume_local_steps(checkpoint.manifest(), options, saved.as_ref()))?;
-        Ok(Some(checkpoint.into_loaded()))
+        let loaded = checkpoint.into_loaded();
+        if !options.load_module_only {
+            self.record_loaded(dir.as_ref(), &loaded.path);
+        }
+        Ok(Some(loaded))
     }
 
     /// Collective: writes full f32 parameters (master weights, if there are any) to `path` as safetensors, from rank 0,
@@ -279,8 +287,12 @@ impl<M> Engine<M> {
             self.start_upload(sending)
         });
         match ended {
-            Ok(()) => Ok(()),
+            Ok(()) => {
+                self.record_saved(None);
+                Ok(())
+            }
             Err(CollectiveFailure::InStep(error)) => {
+                self.record_saved(Some(&error));
                 self.failed_save = Some(error);
                 Ok(())
             }

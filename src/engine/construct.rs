@@ -10,6 +10,7 @@ use super::gradient_check_state::FiniteDifferenceChecker;
 use super::islands::{IslandRanks, Islands};
 use super::pipeline::PipelineSetup;
 use super::reporter::EngineReporter;
+use super::run_recorder::RunRecorder;
 use super::step_clock::StepClock;
 use super::{AccumulatedLoss, AccumulationProgress, Engine, EngineBuilder, MicroStepPhase};
 use crate::checkpoint::{self, LockedFolders};
@@ -64,6 +65,7 @@ impl<M> Engine<M> {
             leaf_units,
             shared_content,
             pipeline,
+            run,
             ..
         } = options;
         let own = CustomComponents { optimizer: optimizer.is_some(), schedule: schedule.is_some(), buffer_sync };
@@ -75,7 +77,7 @@ impl<M> Engine<M> {
         if let Some(url) = &config.upload_checkpoints_to {
             checkpoint::store::check(url)?;
         }
-        let reporter = EngineReporter::open(&config.monitoring, &*comm, reports, monitors)?;
+        let mut reporter = EngineReporter::open(&config.monitoring, &*comm, reports, monitors)?;
         let (ledger, link) = (MemoryLedger::default(), EngineLink::default());
         let weights = source.fingerprint();
         let copied = pipeline.as_ref().and_then(PipelineSetup::copied);
@@ -151,6 +153,7 @@ impl<M> Engine<M> {
         };
         if reports {
             report_delay(&core, &config);
+            reporter.run = RunRecorder::new(run, &config, job.size())?;
         }
         let mut engine = Self {
             check: FiniteDifferenceChecker::of_first_step(config.gradient_check),

@@ -1,5 +1,6 @@
 //! The monitors and logs that an engine reports to, and values for the next report.
 
+use super::run_recorder::RunRecorder;
 use crate::comm::{CommLog, Communicator};
 use crate::config::Monitoring;
 use crate::files::{folder_of, only_earlier};
@@ -7,6 +8,7 @@ use crate::monitor::{MonitorOpener, Monitors, ThroughputTimer};
 use crate::profiler::FlopsProfile;
 use crate::{Error, Result};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 /// The monitors and logs that an engine reports to.
@@ -24,6 +26,12 @@ pub(super) struct EngineReporter {
     pub profile: Option<FlopsProfile>,
     /// The log of `comms_logger`.
     pub comm_log: Option<Arc<CommLog>>,
+    /// The record of the run.
+    pub run: RunRecorder,
+    /// The learning rate and the loss scale of the last optimizer step.
+    pub rates: (f64, f64),
+    /// Whether the job was asked to end.
+    pub stop_requested: AtomicBool,
 }
 
 impl EngineReporter {

@@ -35,6 +35,7 @@ impl<M> Engine<M> {
     /// ```
     pub fn write_events(&mut self, events: &[MonitorEvent]) {
         self.reporter.monitors.write(events);
+        self.record_values(events.iter().map(|event| (event.tag.clone(), event.value)));
     }
 
     /// Returns this rank's collectives so far by kind and size, if `comms_logger` is enabled, like DeepSpeed's
@@ -139,6 +140,7 @@ impl<M> Engine<M> {
             let events = self.events();
             self.reporter.monitors.write(&events);
         }
+        self.record_step();
     }
 
     /// Returns the line that is printed for `steps_per_print`. As in DeepSpeed, the learning rate and momentum are

@@ -1,6 +1,6 @@
 //! Writes one CSV file per tag, as DeepSpeed's `csv_monitor` does.
 
-use super::metrics::end_last_line;
+use super::end_last_line;
 use super::{Monitor, MonitorEvent};
 use crate::files;
 use crate::{Error, Result};

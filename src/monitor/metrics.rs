@@ -200,7 +200,7 @@ fn claim(file: &File, path: &Path) -> Result<bool> {
 
 /// Removes the rest of a last line that a full disk or a kill has cut off. Anything but a regular file is left
 /// unchanged.
-pub(super) fn end_last_line(file: &File) -> std::io::Result<()> {
+pub(crate) fn end_last_line(file: &File) -> std::io::Result<()> {
     /// The number of bytes that are read at a time, starting from the end.
     const READ_CHUNK: u64 = 4096;
     let whole = file.metadata()?;

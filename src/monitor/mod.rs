@@ -20,6 +20,7 @@ pub use csv::CsvMonitor;
 pub use events::{Monitor, MonitorEvent};
 pub use json_lines::JsonLines;
 pub use metrics::MetricsWriter;
+pub(crate) use metrics::end_last_line;
 pub(crate) use monitors::{MonitorOpener, Monitors};
 pub use process_memory::{available_memory, process_limit, rss_bytes, rss_peak_bytes};
 pub use progress::Progress;

@@ -54,6 +54,8 @@ fn clean(mut command: Command) -> Command {
     ] {
         command.env_remove(name);
     }
+    // Training records runs in the working directory unless it is told not to.
+    command.env_remove("CANDLE_ZERO_RUN").env_remove("CANDLE_ZERO_JOB").env("CANDLE_ZERO_RUNS_DIR", "off");
     command.stdin(Stdio::null());
     command
 }

@@ -12,6 +12,7 @@ mod documents;
 mod estimate;
 mod estimate_tool;
 mod report;
+mod runs;
 mod schedule;
 mod tune;
 mod verify;

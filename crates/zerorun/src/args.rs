@@ -9,6 +9,7 @@ use crate::launch::comm_backend::CommBackend;
 use crate::launch::console::CommandLineError;
 use crate::launch::core_binding::CoreBinding;
 use crate::launch::hosts::core_list::CoreList;
+use crate::launch::run_flags::RunFlags;
 use crate::tools;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
@@ -98,6 +99,9 @@ struct ZerorunArguments {
     /// Serve training metrics for Prometheus on this port of 127.0.0.1, from rank 0; 0 picks a free port
     #[arg(long, value_name = "PORT")]
     prometheus: Option<u16>,
+
+    #[command(flatten)]
+    run: RunFlags,
 
     /// Maximum number of job restarts, in total, after a rank failure [also: $PET_MAX_RESTARTS]
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
@@ -202,6 +206,7 @@ fn read_beside(
         features: typed.features,
         master_port: typed.master_port,
         prometheus: typed.prometheus,
+        run: typed.run,
         max_restarts: typed.max_restarts,
         min_ranks: usize::from(typed.min_ranks.unwrap_or(typed.ranks)),
         timeline: typed.timeline,

@@ -16,6 +16,7 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("comms_logger", true, COMMS_LOGGER).switch("enabled"),
     ConfigSection::new("tensorboard", true, TENSORBOARD).switch("enabled"),
     ConfigSection::new("csv_monitor", true, CSV_MONITOR).switch("enabled"),
+    ConfigSection::new("run", false, RUN),
     ConfigSection::new("wandb", true, WANDB).status(none("nothing is sent; `wandb sync` accepts the event files of tensorboard")).switch("enabled").unchecked(),
     ConfigSection::new("comet", true, COMET).status(none("nothing is sent; tensorboard and csv_monitor write the same values to files")).switch("enabled").unchecked(),
     ConfigSection::new("autotuning", false, AUTOTUNING).status(none("a run does not search for settings; `zerorun tune` uses this section"))
@@ -111,6 +112,12 @@ const CSV_MONITOR: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "Write a CSV file per tag, from rank 0.";
     "output_path": Str, "\"\"", H, "Folder; empty: the current folder.";
     "job_name": Str, "\"DeepSpeedJobName\"", H, "Subfolder for the run.";
+};
+
+const RUN: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "true", H, "Keep a record; false: do not, even if the program asks for one.";
+    "name": Str, "null", H, "Name of the run; null: the one that the program gives. CANDLE_ZERO_RUN takes precedence.";
+    "folder": Str, "null", H, "Folder of runs; null: the one that the program gives, or `runs`. CANDLE_ZERO_RUNS_DIR takes precedence.";
 };
 
 const WANDB: &[super::ConfigKey] = keys! {

@@ -60,6 +60,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "comms_logger": Object, "null", H, "Logs collectives. The presence of the section enables it, as in DeepSpeed.";
     "tensorboard": Object, "{}", H, "Event files.";
     "csv_monitor": Object, "{}", H, "CSV files.";
+    "run": Object, "null", H, "A record of the run, which `zerorun runs` reads. The presence of the section enables it. Specific to candle-zero.";
     "wandb": Object, "{}", S, "Weights & Biases.";
     "comet": Object, "{}", S, "Comet.";
     "autotuning": Object, "{}", S, "Search for good settings.";

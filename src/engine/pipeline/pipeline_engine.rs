@@ -15,6 +15,7 @@ use crate::graph::{delivering, part_input, without_gradients};
 use crate::layout::{MeshAxis, RankMesh};
 use crate::memory::{MemoryLedgerEntry, MemoryReport};
 use crate::pipeline::{PartitionMethod, PipelineModule, PipelineOp, PipelinePass, PipelineSchedule};
+use crate::runs::RunEnding;
 use crate::tensor::residency;
 use crate::zero::reduce::divided_backward::WaitingGradients;
 use candle_core::{Device, Tensor, Var};
@@ -175,6 +176,7 @@ impl<B> PipelineEngine<B> {
         tell: &mut dyn FnMut(usize),
     ) -> Result<f64> {
         self.engine.check_in_step()?;
+        self.engine.begin_run();
         let start = Instant::now();
         let micro_batches = self.schedule.micro_batches();
         let ran = self.run_micro_batches(next, tell);
@@ -261,6 +263,21 @@ impl<B> PipelineEngine<B> {
     /// Returns the names of the parameters of this rank's stages.
     pub fn parameter_names(&self) -> Vec<String> {
         self.engine.parameter_names()
+    }
+
+    /// Records a text that the model has generated, as [`Engine::record_sample`] does.
+    pub fn record_sample(&mut self, prompt: &str, text: &str) {
+        self.engine.record_sample(prompt, text);
+    }
+
+    /// Ends the record of the run, as [`Engine::end_run`] does.
+    pub fn end_run(&mut self, outcome: RunEnding, message: Option<&str>) {
+        self.engine.end_run(outcome, message);
+    }
+
+    /// Records values of the current step in the record of the run, as [`Engine::record_metrics`] does.
+    pub fn record_metrics(&mut self, values: &[(&str, f64)]) {
+        self.engine.record_metrics(values);
     }
 
     /// Returns the number of optimizer steps, including skipped ones.

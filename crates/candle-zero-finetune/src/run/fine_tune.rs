@@ -21,7 +21,7 @@ use super::prepare::{PreparedRun, StartModel};
 use super::result_folders::ResultFolder;
 use super::run_identity::{KEY, RunIdentity, SavedRun};
 use super::step_report::{StepReport, StopReason};
-use super::training_engine::{StepOutcome, TrainingEngine};
+use super::training_engine::{StepOutcome, TrainingEngine, TrainingEngineOptions};
 use crate::chat::conversation::Conversation;
 use crate::data::batches::Batches;
 use crate::error::{Error, Result};
@@ -32,6 +32,7 @@ use candle_zero::files::{OutputDigests, OutputLocks};
 use candle_zero::models::Session;
 use candle_zero::nn::Rewards;
 use candle_zero::notice;
+use candle_zero::runs::RunEnding;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::ops::ControlFlow;
@@ -110,7 +111,9 @@ impl FineTune {
             false => OutputLocks::default(),
         };
         let written = prepared.options.written();
-        let mut engine = TrainingEngine::build(&prepared, (config, rates), pipeline.is_some(), comm.clone())?;
+        let record = prepared.options.run.clone().map(|run| run.total_steps(total).settings(settings.clone()));
+        let how = TrainingEngineOptions { config, rates, in_pipeline: pipeline.is_some(), record };
+        let mut engine = TrainingEngine::build(&prepared, how, comm.clone())?;
         let ((part, _), parameters) = (engine.data_position(), engine.parameter_counts()?);
         let (training, validation) = (training.of_rank(part), validation.map(|batches| batches.of_rank(part)));
         let mut run = Self {
@@ -207,6 +210,11 @@ impl FineTune {
         &self.engine
     }
 
+    /// Records an answer of the model in the record of the run, if one is kept.
+    pub fn record_sample(&mut self, prompt: &str, text: &str) {
+        self.engine.record_sample(prompt, text);
+    }
+
     /// Returns the number of trained parameters of the model, and the number of all of them.
     pub fn parameter_counts(&self) -> (usize, usize) {
         self.parameters
@@ -285,6 +293,11 @@ impl FineTune {
     /// # Errors
     /// See [`step`](Self::step).
     pub fn step_telling(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<Option<StepReport>> {
+        let stepped = self.next_step(tell);
+        stepped.inspect_err(|error| self.engine.end_run(RunEnding::Failed, Some(&error.to_string())))
+    }
+
+    fn next_step(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<Option<StepReport>> {
         if self.ended.is_none() {
             self.ended = self.is_at_end()?;
         }
@@ -295,12 +308,17 @@ impl FineTune {
         }
         let mut report = self.train(tell)?;
         self.state.loss = Some(report.loss);
+        self.engine.record_metrics(&[("tokens", report.tokens as f64), ("tokens_per_s", report.tokens_per_s)]);
         let steps = self.engine.global_steps();
         if self.validation.is_some() && (steps == self.total || steps.is_multiple_of(self.eval_every())) {
             let validation = self.validate()?;
             report.val_loss = Some(validation.loss);
             (report.val_accuracy, report.val_f1) = (validation.accuracy, validation.f1);
             report.val_rewards = validation.rewards;
+            let scores =
+                [("val_loss", report.val_loss), ("val_accuracy", report.val_accuracy), ("val_f1", report.val_f1)];
+            let scores: Vec<_> = scores.into_iter().filter_map(|(name, score)| Some((name, score?))).collect();
+            self.engine.record_metrics(&scores);
             self.keep_if_best(steps, validation.loss)?;
         }
         let every = self.prepared.options.saving.as_ref().and_then(|saving| saving.every);
@@ -475,6 +493,11 @@ impl FineTune {
     /// A folder that is not writable or not empty; a run in which all steps were skipped; a checkpoint that could not
     /// be uploaded to an object store, in which case the result is still written to its folder.
     pub fn finish(mut self) -> Result<()> {
+        let finished = self.write_result();
+        finished.inspect_err(|error| self.engine.end_run(RunEnding::Failed, Some(&error.to_string())))
+    }
+
+    fn write_result(&mut self) -> Result<()> {
         let saved = self.engine.wait_for_checkpoint();
         self.report_failed_save(saved)?;
         self.engine.synchronize_islands()?;

@@ -7,6 +7,7 @@ use crate::error::FinetuneError;
 use crate::error::Result;
 use candle_core::DType;
 use candle_zero::nn::LoraConfig;
+use candle_zero::runs::RunSpec;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -236,6 +237,8 @@ pub struct Options {
     /// Whether blocks are recomputed in the backward pass, so that their activations need not be kept. Default: chosen
     /// from the available memory; with a DeepSpeed configuration, false.
     pub recompute: Option<bool>,
+    /// The record of the run, for `zerorun runs`. Default: none.
+    pub run: Option<RunSpec>,
     /// The folder for tokenized data. Default: `candle-zero/samples` in the user's cache.
     pub cache: Option<PathBuf>,
 }
@@ -275,6 +278,7 @@ impl Options {
             resume_anyway: false,
             seed: 42,
             recompute: None,
+            run: None,
             cache: None,
         }
     }

@@ -21,6 +21,7 @@ use candle_zero::monitor::rss_peak_bytes;
 use candle_zero::nn::{LoraConfig, Rewards, is_adapter};
 use candle_zero::offload::OffloadReport;
 use candle_zero::profiler::StepTimings;
+use candle_zero::runs::{RunEnding, RunSpec};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -44,6 +45,17 @@ macro_rules! on_either {
     };
 }
 
+/// What determines the engine of a run besides the prepared model.
+pub(super) struct TrainingEngineOptions {
+    pub config: Config,
+    /// The learning rates, unless the configuration has a schedule.
+    pub rates: LearningRates,
+    /// Whether the model is divided among ranks as a pipeline.
+    pub in_pipeline: bool,
+    /// The record of the run, if one is kept.
+    pub record: Option<RunSpec>,
+}
+
 /// The results of an optimizer step, over all ranks.
 pub(super) struct StepOutcome {
     /// The mean loss.
@@ -62,13 +74,16 @@ impl TrainingEngine {
     /// Builds the engine with the model's weights. Collective.
     pub(super) fn build(
         prepared: &PreparedRun,
-        (config, rates): (Config, LearningRates),
-        in_pipeline: bool,
+        how: TrainingEngineOptions,
         comm: Arc<dyn Communicator>,
     ) -> Result<Self> {
+        let TrainingEngineOptions { config, rates, in_pipeline, record } = how;
         let Options { method, seed, .. } = &prepared.options;
         let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
         builder = builder.initial_values(prepared.values.clone());
+        if let Some(record) = record {
+            builder = builder.run(record);
+        }
         if config.scheduler.is_none() {
             builder = builder.schedule(rates);
         }
@@ -186,6 +201,21 @@ impl TrainingEngine {
     /// A failed collective.
     pub fn gather_f64(&self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
         on_either!(self, engine => engine.gather_f64(values))
+    }
+
+    /// Records values of the current step in the record of the run.
+    pub(super) fn record_metrics(&mut self, values: &[(&str, f64)]) {
+        on_either!(self, engine => engine.record_metrics(values));
+    }
+
+    /// Records an answer of the model in the record of the run.
+    pub(super) fn record_sample(&mut self, prompt: &str, text: &str) {
+        on_either!(self, engine => engine.record_sample(prompt, text));
+    }
+
+    /// Ends the record of the run.
+    pub(super) fn end_run(&mut self, outcome: RunEnding, message: Option<&str>) {
+        on_either!(self, engine => engine.end_run(outcome, message));
     }
 
     /// Collective: returns whether a signal has asked any rank to end.

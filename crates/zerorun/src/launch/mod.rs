@@ -28,6 +28,7 @@ mod pmi;
 mod rank_output;
 pub(crate) mod ranks;
 pub(crate) mod restarts;
+pub(crate) mod run_flags;
 pub(crate) mod script;
 pub(crate) mod script_package;
 pub(crate) mod signals;
@@ -41,6 +42,7 @@ use core_binding::CoreBinding;
 use hosts::world_info::WorldInfo;
 use nodes::ssh::JobWideOptions;
 use ranks::LocalJob;
+use run_flags::RunFlags;
 use script::ScriptTarget;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -85,6 +87,8 @@ pub(crate) struct LaunchOptions {
     pub(crate) master_port: Option<u16>,
     /// The port for metrics. `None`: from the environment.
     pub(crate) prometheus: Option<u16>,
+    /// The record of the run. What is not given comes from the environment.
+    pub(crate) run: RunFlags,
     pub(crate) max_restarts: u32,
     /// The minimum number of ranks, at most `ranks`.
     pub(crate) min_ranks: usize,
@@ -156,6 +160,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         script: Some(options.script.clone()),
         master_port: options.master_port,
         prometheus: options.prometheus,
+        run: options.run.clone(),
         restart: 0,
         timeline: recorded.as_ref().map(|job| job.folder().to_owned()),
         multi_host: None,

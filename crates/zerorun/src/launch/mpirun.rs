@@ -85,6 +85,12 @@ pub(crate) fn become_mpirun(
     variables.push(("MASTER_ADDR".into(), master_addr.unwrap_or(&world.hosts()[0].name).into()));
     variables.push(("MASTER_PORT".into(), job.master_port.unwrap_or(DEFAULT_PORT).to_string()));
     variables.extend(job.timeout.map(|timeout| (TIMEOUT_MS.to_string(), timeout.as_millis().to_string())));
+    for (name, value) in job.run.given() {
+        let text = value.into_string();
+        let text = text.map_err(|word| HostsError::WordNotUtf8 { word: word.to_string_lossy().into_owned() })?;
+        variables.retain(|(other, _)| other != name);
+        variables.push((name.into(), text));
+    }
     let (name, value) = KEEP_MEMORY;
     if cfg!(target_env = "gnu") && std::env::var_os(name).is_none() {
         variables.push((name.into(), value.into()));

@@ -11,6 +11,7 @@ use super::hosts::world_info::DEVICES;
 use super::nodes::secret::SECRET;
 use super::pmi;
 use super::rank_output::RankOutput;
+use super::run_flags::RunFlags;
 use super::signals::{self, LauncherEvent, die_with_parent};
 use super::stderr_tail::StderrTail;
 use crate::error::{Error, LaunchError, Result};
@@ -69,6 +70,8 @@ pub(crate) struct LocalJob {
     pub(crate) master_port: Option<u16>,
     /// The port on which rank 0 serves metrics. `None`: from the environment.
     pub(crate) prometheus: Option<u16>,
+    /// The record of the run. What is not given comes from the environment.
+    pub(crate) run: RunFlags,
     /// The number of restarts so far.
     pub(crate) restart: u32,
     /// The folder in which ranks write their parts of the timeline.
@@ -375,6 +378,7 @@ impl RankProcesses {
             Some(script) => command.env(SCRIPT, script),
             None => command.env_remove(SCRIPT),
         };
+        command.envs(job.run.variables());
         command.env("RANK", number.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
         match &job.cores {
             Some(cores) => {

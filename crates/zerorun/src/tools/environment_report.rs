@@ -6,6 +6,7 @@ use candle_zero::Error;
 use candle_zero::comm::mpi_library;
 use candle_zero::kernels::{self, InstructionSet};
 use candle_zero::offload::{available_memory, free_space, group_limit, is_memory, open_direct};
+use candle_zero::util::proc_field;
 use clap::Parser;
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
@@ -119,8 +120,8 @@ impl MachineReport {
         let wrong = |source| Error::Io { action: "write a file in", path: folder.to_owned(), source };
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let (cpu, memory) = (read("/proc/cpuinfo"), read("/proc/meminfo"));
-        let flags = field(&cpu, "flags").unwrap_or_default();
-        let total = field(&memory, "MemTotal").and_then(|text| text.strip_suffix(" kB")?.parse().ok());
+        let flags = proc_field(&cpu, "flags").unwrap_or_default();
+        let total = proc_field(&memory, "MemTotal").and_then(|text| text.strip_suffix(" kB")?.parse().ok());
         let (mpi, mpi_problem) = match mpi_library() {
             Ok(name) => (Some(name), None),
             Err(CommError::NoMpi { tried }) => (None, Some(format!("tried {tried}"))),
@@ -131,7 +132,7 @@ impl MachineReport {
         let mut machine = Self {
             version: env!("CARGO_PKG_VERSION"),
             kernel: format!("Linux {}", read("/proc/sys/kernel/osrelease").trim()),
-            processor: field(&cpu, "model name").unwrap_or("unknown").to_owned(),
+            processor: proc_field(&cpu, "model name").unwrap_or("unknown").to_owned(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             simd: KERNEL_INSTRUCTION_SETS
                 .into_iter()
@@ -259,20 +260,12 @@ fn wrapped(text: &str) -> String {
     lines
 }
 
-/// Returns the value of `name` in a file of /proc.
-fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
-    text.lines().find_map(|line| {
-        let (found, value) = line.split_once(':')?;
-        (found.trim() == name).then(|| value.trim())
-    })
-}
-
 /// Returns the names of the NVIDIA GPUs, as given by the driver.
 fn gpus() -> Vec<String> {
     let entries = std::fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten();
     let text = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("information")).ok();
     let mut names: Vec<String> =
-        entries.filter_map(text).filter_map(|text| Some(field(&text, "Model")?.to_owned())).collect();
+        entries.filter_map(text).filter_map(|text| Some(proc_field(&text, "Model")?.to_owned())).collect();
     names.sort();
     names
 }

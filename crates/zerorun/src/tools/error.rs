@@ -24,6 +24,29 @@ pub enum ToolError {
         /// The contents of the folder, and the command that accepts it.
         what: &'static str,
     },
+    /// No run has the key of a filter.
+    #[error("--filter {key}: no run has this key{}; `zerorun runs show RUN` lists the settings of a run",
+            hint.as_ref().map_or(String::new(), |hint| format!("; {hint}")))]
+    RunFilter {
+        /// The key.
+        key: String,
+        /// The nearest keys, if there are similar ones.
+        hint: Option<String>,
+    },
+    /// A run would be compared with itself.
+    #[error("run {id} is given twice; give different runs")]
+    SameRun {
+        /// The name of the run.
+        id: String,
+    },
+    /// There is no terminal to ask whether runs may be removed.
+    #[error(
+        "standard input is not a terminal, so zerorun cannot ask whether to remove {what}; give --yes to remove without asking"
+    )]
+    NotConfirmed {
+        /// The names of the runs.
+        what: String,
+    },
     /// The settings of a script cannot be tuned.
     #[error("cannot tune: {problem}")]
     Tune {

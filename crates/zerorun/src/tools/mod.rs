@@ -28,6 +28,7 @@ mod merge;
 mod model_size_flags;
 mod pipeline_report;
 mod resolve_model;
+mod runs;
 mod sample_flags;
 mod schedule;
 mod schema;
@@ -50,7 +51,7 @@ pub(crate) struct ZerorunTool {
 }
 
 /// All tools, in the order of the help.
-const ALL: [ZerorunTool; 18] = [
+const ALL: [ZerorunTool; 19] = [
     ZerorunTool {
         name: "bench",
         about: "Measure an offload folder, or the network between hosts",
@@ -129,6 +130,12 @@ const ALL: [ZerorunTool; 18] = [
         about: "Describe this machine and what it can train",
         run: environment_report::run,
         command: environment_report::command,
+    },
+    ZerorunTool {
+        name: "runs",
+        about: "List and compare recorded training runs",
+        run: runs::run,
+        command: runs::command,
     },
     ZerorunTool {
         name: "schedule",

@@ -263,6 +263,9 @@ fn launcher_command(
     if let Some(port) = job.prometheus {
         option("prometheus", port.to_string());
     }
+    for word in job.run.to_args() {
+        words.push(text(&word)?);
+    }
     words.extend(job_wide.binding.iter().flat_map(|binding| binding.to_args()));
     words.extend([format!("--{SECRET_FROM_STDIN}"), "--".into()]);
     words.push(text(&job.program.clone().into())?);

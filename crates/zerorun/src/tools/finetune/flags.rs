@@ -247,6 +247,12 @@ impl FinetuneFlags {
         Ok(())
     }
 
+    /// Returns the name of the run's record if the user gives none: that of the model.
+    pub(super) fn run_name(&self) -> String {
+        let name = self.model.file_name().unwrap_or(self.model.as_os_str()).to_string_lossy().into_owned();
+        name.strip_suffix(".gguf").unwrap_or(&name).to_owned()
+    }
+
     /// Returns the options of the run, with the resolved model.
     pub(super) fn options(&self, model: ResolvedModel) -> Result<Options> {
         let lora = || self.lora.clone().unwrap_or_default();

@@ -12,11 +12,13 @@ use crate::host_flags::{HOSTS, HostFlags, without_host_flags};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use crate::launch::hosts::world_info::WorldInfo;
 use crate::launch::nodes::NodeOptions;
+use crate::launch::run_flags::RunFlags;
 use crate::launch::{self, JobHosts, RunOptions, ranks};
 use crate::launcher_variables::{LauncherVariables, of_process};
 use crate::tools::resolve_model::ResolvedModel;
 use crate::tools::sample_flags::FileProgress;
 use candle_zero::files::OutputKind;
+use candle_zero::runs::{RunSpec, RunsFolder};
 use candle_zero::util::counted;
 use candle_zero_finetune::hub::FileSelection;
 use candle_zero_finetune::{EncoderBase, Options, PreparedRun};
@@ -31,7 +33,7 @@ use std::time::Duration;
 const EXAMPLES: &str = "\
 Examples:
   zerorun finetune SmolLM2-135M-Instruct --data chats.jsonl --out adapter
-  zerorun finetune Llama-3.2-1B -n 2 --data a.jsonl:2 b.jsonl --val 5% --epochs 3 --out adapter --save runs --save_every 100
+  zerorun finetune Llama-3.2-1B -n 2 --data a.jsonl:2 b.jsonl --val 5% --epochs 3 --out adapter --save checkpoints --save_every 100
   zerorun finetune Qwen3-0.6B --full --dtype bf16 --data texts.txt --out model
   zerorun finetune Llama-2-7b-chat-hf -n 2 --qlora --data chats.jsonl --out adapter
   zerorun finetune Llama-3.2-1B-Instruct --dpo beta=0.1 --data preferences.jsonl --out adapter
@@ -72,6 +74,9 @@ struct FinetuneArguments {
     #[arg(long = "master_port", alias = "master-port", value_name = "PORT",
           value_parser = clap::value_parser!(u16).range(1..), help_heading = HOSTS)]
     master_port: Option<u16>,
+
+    #[command(flatten)]
+    run: RunFlags,
 
     #[command(flatten)]
     flags: FinetuneFlags,
@@ -118,7 +123,10 @@ impl FinetuneArguments {
     fn run(&self, words: Vec<OsString>, job_hosts: &JobHosts) -> ExitCode {
         if let Some(path) = &self.as_rank {
             return match self.flags.options(ResolvedModel::found(&self.flags.model, path)) {
-                Ok(options) => rank::run(options, &self.flags),
+                Ok(options) => {
+                    let run = RunSpec::by_default(&self.flags.run_name()).command(typed_words(&words));
+                    rank::run(Options { run: Some(run), ..options }, &self.flags)
+                }
                 Err(error) => refused(&error, EXIT_SETUP),
             };
         }
@@ -150,9 +158,15 @@ impl FinetuneArguments {
         // The first host's ranks write the result.
         let writes = !matches!(job_hosts, JobHosts::Nodes(NodeOptions { node: 1.., .. }));
         let claim = || {
-            options.claim(|outputs| match &self.flags.metrics {
-                Some(path) => outputs.writes("--metrics", path, OutputKind::Lines),
-                None => outputs,
+            options.claim(|outputs| {
+                let outputs = match &self.flags.metrics {
+                    Some(path) => outputs.writes("--metrics", path, OutputKind::Lines),
+                    None => outputs,
+                };
+                match &self.run.folder {
+                    Some(folder) if !RunsFolder::is_off(folder) => outputs.writes("--runs", folder, OutputKind::Shared),
+                    _ => outputs,
+                }
             })
         };
         let _claims = writes.then(claim).transpose()?;
@@ -179,6 +193,7 @@ impl FinetuneArguments {
             script: None,
             master_port: self.master_port,
             prometheus: None,
+            run: self.run.clone(),
             restart: 0,
             timeline: None,
             multi_host: None,
@@ -192,6 +207,12 @@ impl FinetuneArguments {
             &RunOptions { max_restarts: self.max_restarts, ..RunOptions::default() },
         )
     }
+}
+
+/// Returns the words of a rank's command line that the user has typed.
+fn typed_words(words: &[OsString]) -> Vec<String> {
+    let words = words.iter().map(|word| word.to_string_lossy().into_owned());
+    std::iter::once("zerorun".to_owned()).chain(words.filter(|word| !word.starts_with("--as_rank="))).collect()
 }
 
 /// Returns the number of processes of this command that an MPI launcher has started, if more than one.

@@ -208,7 +208,10 @@ fn answer(run: &mut FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> 
     let sampling = Sampling { max_tokens: flags.max_tokens, ..Sampling::default() };
     for prompt in &flags.prompt {
         let text = match run.answer(prompt, &sampling) {
-            Ok(answer) => format!("{:?}", answer.text),
+            Ok(answer) => {
+                run.record_sample(prompt, &answer.text);
+                format!("{:?}", answer.text)
+            }
             // Logits can become infinite or NaN with 16-bit weights, for example. This does not end the run, because
             // training checks its own loss. All ranks have the same logits, and therefore the same error.
             Err(error) if matches!(error.downcast_ref(), Some(FinetuneError::LogitsNotFinite)) => error.to_string(),

@@ -103,7 +103,8 @@ impl TrialRunner {
         let launcher = std::env::current_exe()
             .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
         let mut command = Command::new(launcher);
-        command.args(["--num_ranks", &self.ranks.to_string()]).arg(&self.program);
+        // Trials are recorded by this tool.
+        command.args(["--num_ranks", &self.ranks.to_string(), "--runs", "off"]).arg(&self.program);
         command.args(self.arguments(&resolved.to_deepspeed_json(), &file, &metrics));
         // If the user has set these, they are meant for other runs.
         [timeline::FILE, timeline::PARTS, PROMETHEUS_PORT].iter().for_each(|name| _ = command.env_remove(name));

@@ -14,6 +14,7 @@ use crate::error::{Error, LaunchError, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use crate::launch::failure_report::RankExitStatus;
 use crate::launch::ranks::{self, LocalJob, RunEnd};
+use crate::launch::run_flags::RunFlags;
 use crate::launch::signals::{self, LauncherEvent};
 use candle_zero::files::ScratchFolder;
 use clap::Parser;
@@ -196,6 +197,7 @@ impl VerifyArguments {
             script: None,
             master_port: None,
             prometheus: None,
+            run: RunFlags { folder: Some("off".into()), ..RunFlags::default() },
             restart,
             timeline: None,
             multi_host: None,

@@ -1,0 +1,179 @@
+//! `zerorun runs list`.
+
+use super::filter::{self, RunFilter};
+use super::output::{FolderFlag, RunsOutput};
+use super::table::{at_step, cell, duration, table};
+use crate::error::{Result, RunError};
+use candle_zero::Error;
+use candle_zero::runs::{ListedRun, RecordedRun, RecordedState, ValueAtStep, utc};
+use clap::{Args, ValueEnum};
+use serde_json::{Value, json};
+use std::cmp::Ordering;
+
+#[derive(Debug, Args)]
+pub(super) struct ListFlags {
+    #[command(flatten)]
+    folder: FolderFlag,
+
+    /// Only runs with this value: name, host, commit, branch, world_size, version, or a key of the configuration or
+    /// settings, or the end of one; * matches anything; repeatable
+    #[arg(long, value_name = "KEY=VALUE", value_parser = filter::filter)]
+    filter: Vec<RunFilter>,
+
+    /// Only runs in this state: running, finished, stopped, failed or killed; repeatable
+    #[arg(long, value_name = "STATE", value_parser = filter::state)]
+    state: Vec<RecordedState>,
+
+    /// Only runs that began since then: 90m, 12h, 7d or 2w ago, or a date in UTC
+    #[arg(long, value_name = "TIME", value_parser = filter::since)]
+    since: Option<f64>,
+
+    /// Order of the runs
+    #[arg(long, value_enum, default_value_t)]
+    sort: SortKey,
+
+    /// Reverse the order
+    #[arg(long)]
+    reverse: bool,
+
+    /// Print a JSON array instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum SortKey {
+    /// Oldest first
+    #[default]
+    Start,
+    Name,
+    State,
+    /// Shortest first
+    Duration,
+    /// Fewest first
+    Steps,
+    /// Lowest first, runs without one last
+    Loss,
+    BestLoss,
+    Val,
+    BestVal,
+}
+
+impl ListFlags {
+    pub(super) fn output(&self) -> Result<RunsOutput> {
+        let folder = self.folder.find();
+        let (mut runs, mut damaged) = (Vec::new(), Vec::new());
+        for ListedRun { id, run, .. } in folder.runs()? {
+            match run {
+                Ok(run) => runs.push(run),
+                Err(error) => damaged.push((id, error)),
+            }
+        }
+        let all = runs.len();
+        runs.retain(|run| self.state.is_empty() || self.state.contains(&run.state()));
+        runs.retain(|run| self.since.is_none_or(|since| run.info().created >= since));
+        filter::keep(&mut runs, &self.filter)?;
+        runs.sort_by(|a, b| {
+            let by_key = self.sort.compare(a, b);
+            if self.reverse { by_key.reverse() } else { by_key }
+        });
+        let mut problems: Vec<String> = damaged.iter().map(|(_, error)| error.to_string()).collect();
+        problems.extend(runs.iter().filter_map(partly_damaged).map(|error| error.to_string()));
+        let text = match (self.json, runs.is_empty()) {
+            (true, _) => {
+                let damaged = damaged.iter().map(|(id, error)| json!({"id": id, "damaged": error.to_string()}));
+                serde_json::to_string_pretty(&runs.iter().map(json_of).chain(damaged).collect::<Vec<_>>())
+                    .unwrap_or_else(|error| unreachable!("text and numbers are JSON: {error}"))
+            }
+            (false, true) if all > 0 => format!("none of the {all} runs in {} matches", folder.path().display()),
+            (false, true) if damaged.is_empty() => format!("there are no runs in {}", folder.path().display()),
+            (false, true) => String::new(),
+            (false, false) => listed(&runs),
+        };
+        Ok(RunsOutput { text, problems })
+    }
+}
+
+/// Returns the error about a run of which a line is damaged.
+pub(super) fn partly_damaged(run: &RecordedRun) -> Option<Error> {
+    let problem = run.summary().problem.clone()?;
+    Some(RunError::Damaged { path: run.folder().to_owned(), problem: format!("{problem}; the rest is shown") }.into())
+}
+
+impl SortKey {
+    fn compare(self, a: &RecordedRun, b: &RecordedRun) -> Ordering {
+        // NaN, and no value at all, are worse than any number.
+        let low = |a: Option<ValueAtStep>, b: Option<ValueAtStep>| {
+            let value = |value: Option<ValueAtStep>| value.map_or(f64::NAN, |value| value.value);
+            let (a, b) = (value(a), value(b));
+            a.is_nan().cmp(&b.is_nan()).then(a.total_cmp(&b))
+        };
+        let (x, y) = (a.summary(), b.summary());
+        let by_start = || a.info().created.total_cmp(&b.info().created).then_with(|| a.id().cmp(&b.id()));
+        match self {
+            Self::Start => Ordering::Equal,
+            Self::Name => a.id().cmp(&b.id()),
+            Self::State => a.state().cmp(&b.state()),
+            Self::Duration => a.seconds().total_cmp(&b.seconds()),
+            Self::Steps => x.steps.cmp(&y.steps),
+            Self::Loss => low(x.loss, y.loss),
+            Self::BestLoss => low(x.best_loss, y.best_loss),
+            Self::Val => low(x.validation, y.validation),
+            Self::BestVal => low(x.best_validation, y.best_validation),
+        }
+        .then_with(by_start)
+    }
+}
+
+/// Returns the table of runs.
+fn listed(runs: &[RecordedRun]) -> String {
+    let headings = ["NAME", "STATE", "START (UTC)", "DURATION", "STEPS", "LOSS", "BEST", "VAL", "BEST VAL"];
+    let row = |run: &RecordedRun| {
+        let summary = run.summary();
+        vec![
+            cell(&run.id()),
+            run.state().name().into(),
+            utc(run.info().created),
+            duration(run.seconds()),
+            steps(run),
+            at_step(summary.loss),
+            at_step(summary.best_loss),
+            at_step(summary.validation),
+            at_step(summary.best_validation),
+        ]
+    };
+    let mut rows = vec![headings.map(String::from).to_vec()];
+    rows.extend(runs.iter().map(row));
+    table(&rows, |column| column >= 3)
+}
+
+/// Returns the number of steps, and that of the complete run if it is known.
+pub(super) fn steps(run: &RecordedRun) -> String {
+    let steps = run.summary().steps;
+    run.info().total_steps.map_or_else(|| steps.to_string(), |total| format!("{steps}/{total}"))
+}
+
+/// Returns what the table shows, and the paths of the record.
+pub(super) fn json_of(run: &RecordedRun) -> Value {
+    let (info, summary) = (run.info(), run.summary());
+    json!({
+        "id": run.id(),
+        "name": info.name,
+        "state": run.state().name(),
+        "folder": run.folder(),
+        "created": info.created,
+        "seconds": run.seconds(),
+        "steps": summary.steps,
+        "total_steps": info.total_steps,
+        "loss": summary.loss,
+        "best_loss": summary.best_loss,
+        "val_loss": summary.validation,
+        "best_val_loss": summary.best_validation,
+        "restarts": summary.sessions.saturating_sub(1),
+        "checkpoints": summary.checkpoints,
+        "checkpoint_step": summary.checkpoint_step,
+        "error": summary.error,
+        "damaged": summary.problem,
+    })
+}

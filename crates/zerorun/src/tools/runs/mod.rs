@@ -1,0 +1,85 @@
+//! `zerorun runs`: lists, shows, compares, exports and removes the records of runs.
+
+mod compare;
+mod export;
+mod filter;
+mod listing;
+mod output;
+mod remove;
+mod show;
+mod table;
+
+use crate::error::Result;
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
+use clap::{Parser, Subcommand};
+use listing::ListFlags;
+use output::RunsOutput;
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+const EXAMPLES: &str = "\
+Examples:
+  zerorun runs                                      list all runs
+  zerorun runs --state running --since 2d           those that run and began in the last two days
+  zerorun runs --filter optimizer.params.lr=0.001 --sort best_val
+  zerorun runs show SmolLM2                         the run whose name begins with this
+  zerorun runs compare nano-20260131-10 nano-20260131-11
+  zerorun runs export nano-20260131-10 --csv > metrics.csv
+  zerorun runs rm nano-20260131-10 --yes";
+
+/// List the records of training runs; or show, compare, export or remove some.
+///
+/// A run is a folder in the folder of runs, which is named after the run and the time (UTC) at which it began. RUN is the name of
+/// that folder, or a beginning that only one has. docs/runs.md describes how runs are recorded.
+///
+/// Exit code: 0 on success; 1 if a record is damaged (the others are still shown) or cannot be removed; 2 if a run or the folder
+/// does not exist, or the command line is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "runs", bin_name = "zerorun runs", after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
+struct RunsArguments {
+    #[command(subcommand)]
+    command: Option<RunsCommand>,
+
+    #[command(flatten)]
+    list: ListFlags,
+}
+
+#[derive(Debug, Subcommand)]
+enum RunsCommand {
+    /// List runs: name, state, start, duration, steps, last and best loss and validation
+    List(ListFlags),
+    /// Show everything about a run except its metrics
+    Show(show::ShowFlags),
+    /// Show what differs in the settings and commands of runs, and their metrics side by side
+    Compare(compare::CompareFlags),
+    /// Print the metrics of a run
+    Export(export::ExportFlags),
+    /// Remove the records of runs
+    Rm(remove::RemoveFlags),
+}
+
+/// Returns the definition of the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <RunsArguments as clap::CommandFactory>::command()
+}
+
+/// Runs the tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let typed = RunsArguments::try_parse_from(words).map_err(CommandLineError)?;
+    let output = match typed.command {
+        None => typed.list.output(),
+        Some(RunsCommand::List(list)) => list.output(),
+        Some(RunsCommand::Show(show)) => show.output(),
+        Some(RunsCommand::Compare(compare)) => compare.output(),
+        Some(RunsCommand::Export(export)) => export.output(),
+        Some(RunsCommand::Rm(remove)) => return Ok(remove.run()),
+    };
+    Ok(match output {
+        Ok(RunsOutput { text, problems }) => {
+            let is_written = text.is_empty() || print(text.trim_end_matches('\n'));
+            problems.iter().for_each(|problem| eprint(&format!("zerorun: {problem}")));
+            if is_written && problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        }
+        Err(error) => refused(&error, EXIT_SETUP),
+    })
+}

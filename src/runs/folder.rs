@@ -1,0 +1,161 @@
+//! A folder of runs.
+
+use super::recorded::RecordedRun;
+use super::{DEFAULT_FOLDER, EVENTS, INFO, METRICS, RUNS_DIR, RecordedState, SAMPLES, SUMMARY, WRITING, spec};
+use crate::error::{Error, Result, RunError};
+use crate::files::{FolderLock, FolderLockOutcome, LOCK};
+use crate::util::{list, nearest};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// A folder of runs.
+#[derive(Debug, Clone)]
+pub struct RunsFolder {
+    folder: PathBuf,
+}
+
+/// A run in a folder, or why it cannot be read.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct ListedRun {
+    /// The name of its folder.
+    pub id: String,
+    /// The run.
+    pub run: Result<RecordedRun>,
+}
+
+impl RunsFolder {
+    /// Returns the folder that is given, or the one that `CANDLE_ZERO_RUNS_DIR` names, or `runs`.
+    pub fn find(given: Option<PathBuf>) -> Self {
+        let variable = std::env::var_os(RUNS_DIR).filter(|folder| !folder.is_empty() && !spec::is_off(folder));
+        Self { folder: given.or(variable.map(PathBuf::from)).unwrap_or_else(|| DEFAULT_FOLDER.into()) }
+    }
+
+    /// Returns whether this text in the place of a folder, such as `off`, switches recording off.
+    pub fn is_off(folder: &Path) -> bool {
+        spec::is_off(folder.as_os_str())
+    }
+
+    /// Returns the path of the folder.
+    pub fn path(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Returns the names of the folders that contain a run, sorted. Anything else in the folder is ignored.
+    ///
+    /// # Errors
+    /// [`RunError::NoFolder`]; the folder cannot be read.
+    pub fn ids(&self) -> Result<Vec<String>> {
+        let wrong = |source: std::io::Error| match source.kind() {
+            ErrorKind::NotFound => Error::from(RunError::NoFolder { folder: self.folder.clone() }),
+            _ => Error::Io { action: "read", path: self.folder.clone(), source },
+        };
+        let mut ids = Vec::new();
+        for entry in std::fs::read_dir(&self.folder).map_err(wrong)? {
+            let entry = entry.map_err(wrong)?;
+            if !entry.file_type().is_ok_and(|kind| kind.is_file()) && is_run(&entry.path()) {
+                ids.push(entry.file_name().to_string_lossy().into_owned());
+            }
+        }
+        ids.sort();
+        Ok(ids)
+    }
+
+    /// Reads all runs, sorted by name. A run that cannot be read does not hide the others.
+    ///
+    /// # Errors
+    /// The errors of [`ids`](Self::ids).
+    pub fn runs(&self) -> Result<Vec<ListedRun>> {
+        let read = |id: String| ListedRun { run: RecordedRun::open(self.folder.join(&id)), id };
+        Ok(self.ids()?.into_iter().map(read).collect())
+    }
+
+    /// Returns the folder of the run that is named: by the name of its folder, or by a beginning that only one has.
+    ///
+    /// # Errors
+    /// [`RunError::NoRun`]; [`RunError::Ambiguous`]; the errors of [`ids`](Self::ids).
+    pub fn named(&self, name: &str) -> Result<PathBuf> {
+        // A path, as a shell completes it.
+        let name = name.trim_end_matches('/');
+        let typed = Path::new(name);
+        let name = match (typed.parent(), typed.file_name().and_then(|name| name.to_str())) {
+            (Some(parent), Some(last)) if parent == self.folder => last,
+            _ => name,
+        };
+        let ids = self.ids()?;
+        let begin: Vec<&String> = ids.iter().filter(|id| id.starts_with(name)).collect();
+        match begin[..] {
+            _ if ids.iter().any(|id| id == name) => Ok(self.folder.join(name)),
+            [only] if !name.is_empty() => Ok(self.folder.join(only)),
+            [] | [_] => {
+                let hint = nearest(name, ids.iter().map(String::as_str));
+                Err(RunError::NoRun { name: name.into(), folder: self.folder.clone(), hint }.into())
+            }
+            _ => Err(RunError::Ambiguous { name: name.into(), count: begin.len(), names: list(&begin) }.into()),
+        }
+    }
+
+    /// Reads the run that is named.
+    ///
+    /// # Errors
+    /// The errors of [`named`](Self::named) and of [`RecordedRun::open`].
+    pub fn open(&self, name: &str) -> Result<RecordedRun> {
+        RecordedRun::open(self.named(name)?)
+    }
+
+    /// Removes the record of a run: the files that belong to it, and the folder if it is empty then. Returns the folder
+    /// if other files keep it.
+    ///
+    /// # Errors
+    /// [`RunError::Running`] unless `forced`; a folder that is a link; files that cannot be removed.
+    pub fn remove(&self, id: &str, forced: bool) -> Result<Option<PathBuf>> {
+        let folder = self.folder.join(id);
+        let wrong = |path: &Path| {
+            let path = path.to_owned();
+            move |source| Error::Io { action: "remove", path, source }
+        };
+        if folder.symlink_metadata().map_err(wrong(&folder))?.is_symlink() {
+            let source =
+                std::io::Error::new(ErrorKind::InvalidInput, "it is a link; remove what it leads to, or the link");
+            return Err(wrong(&folder)(source));
+        }
+        let running = || RecordedRun::open(&folder).ok().filter(|run| run.state() == RecordedState::Running);
+        // While it is locked, no process continues it.
+        let lock = match FolderLock::ask(&folder, Duration::ZERO).map_err(wrong(&folder))? {
+            FolderLockOutcome::Held(lock) => Some(lock),
+            FolderLockOutcome::Busy(pid) if !forced => {
+                let pid = pid.or(running().and_then(|run| run.summary().pid));
+                return Err(RunError::Running { name: id.into(), pid }.into());
+            }
+            FolderLockOutcome::Busy(_) => None,
+        };
+        let mut names: Vec<String> = [METRICS, EVENTS, SAMPLES, SUMMARY].map(String::from).to_vec();
+        let entries = std::fs::read_dir(&folder).map_err(wrong(&folder))?.flatten();
+        names.extend(
+            entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with(WRITING)),
+        );
+        // Last, so that an interrupted removal can be repeated.
+        names.push(INFO.to_owned());
+        names.extend(lock.is_none().then(|| LOCK.to_owned()));
+        for path in names.iter().map(|name| folder.join(name)) {
+            match std::fs::remove_file(&path) {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(wrong(&path)(error)),
+                _ => {}
+            }
+        }
+        drop(lock);
+        match std::fs::remove_dir(&folder) {
+            Ok(()) => Ok(None),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => Ok(Some(folder)),
+            Err(error) => Err(wrong(&folder)(error)),
+        }
+    }
+}
+
+/// Returns whether a folder contains a run, even a damaged one. A process that was killed while it created the folder
+/// has left no file in it.
+fn is_run(folder: &Path) -> bool {
+    [INFO, EVENTS, METRICS].iter().any(|name| folder.join(name).symlink_metadata().is_ok_and(|found| found.is_file()))
+}

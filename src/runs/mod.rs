@@ -1,0 +1,72 @@
+//! The record of a run: a folder with everything that is known about a training run, which `zerorun runs` reads.
+//!
+//! ```text
+//!   RunSpec + key + environment -> RecordPlan -> RunWriter (one per run, on rank 0) -> folder
+//!   (spec.rs)                                 (writer.rs)
+//!
+//!   folder -> RunsFolder -> RecordedRun: RunInfo, RunSummary, RecordedState; rows, events, samples
+//!             (folder.rs)   (recorded.rs)
+//! ```
+//!
+//! A run is a folder with five files. `run.json` describes the run and is written once. `metrics.jsonl`, `events.jsonl`
+//! and `samples.jsonl` only grow: they are JSON lines, and a last line that a kill has cut off is ignored.
+//! `summary.json` is an index: it contains what the first bytes of the other files add up to, and the number of those
+//! bytes, so that a list of many runs reads no metrics. docs/runs.md describes the format.
+
+pub(crate) mod error;
+mod folder;
+mod git;
+mod info;
+mod lines;
+mod machine;
+mod metrics;
+mod recorded;
+mod secrets;
+mod spec;
+mod summary;
+mod time;
+mod writer;
+
+pub use folder::{ListedRun, RunsFolder};
+pub use git::GitRevision;
+pub use info::{RunInfo, RunVersions};
+pub use machine::RunMachine;
+pub use metrics::{MetricsRow, RunMetrics};
+pub use recorded::{RecordedRun, RecordedState};
+pub(crate) use spec::RecordPlan;
+pub use spec::RunSpec;
+pub use summary::{RunEnding, RunSummary, ValueAtStep};
+pub(crate) use time::now;
+pub use time::{parse_utc, utc};
+pub(crate) use writer::{LoadedFrom, RunStart, RunWriter, check_folder};
+
+/// The variable with the folder of runs; `off` switches recording off.
+pub const RUNS_DIR: &str = "CANDLE_ZERO_RUNS_DIR";
+/// The variable with the name of the run, which switches recording on.
+pub const RUN: &str = "CANDLE_ZERO_RUN";
+/// The variable with the id of the job, which `zerorun` gives its ranks; it stays the same when the job restarts.
+pub const JOB: &str = "CANDLE_ZERO_JOB";
+/// The folder of runs if nothing names another.
+pub const DEFAULT_FOLDER: &str = "runs";
+
+/// The version of the format that this version writes; it reads this version and earlier ones.
+const FORMAT: u64 = 1;
+
+/// The files of a run.
+const INFO: &str = "run.json";
+const METRICS: &str = "metrics.jsonl";
+const EVENTS: &str = "events.jsonl";
+const SAMPLES: &str = "samples.jsonl";
+const SUMMARY: &str = "summary.json";
+
+/// The beginning of the names of files that are being written.
+const WRITING: &str = ".writing-";
+
+/// The maximum number of bytes of `run.json` and of `summary.json`.
+const MAX_FILE_BYTES: u64 = 16 << 20;
+
+/// Returns a new id of a job: the time in UTC, and random digits.
+pub fn new_job() -> String {
+    let random = std::hash::BuildHasher::hash_one(&std::collections::hash_map::RandomState::new(), std::process::id());
+    format!("{}-{:06x}", time::stamp(time::now()), random & 0xff_ffff)
+}

@@ -1,0 +1,208 @@
+//! A recorded run, as a reader sees it.
+
+use super::lines;
+use super::{EVENTS, RunEnding, RunInfo, RunMetrics, RunSummary, SAMPLES, time};
+use crate::error::{Error, Result};
+use crate::files::LOCK;
+use crate::util::host_name;
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use serde_json::{Map, Value};
+use std::io::ErrorKind;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+/// The state of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum RecordedState {
+    /// A process is recording it.
+    Running,
+    /// It has ended as planned.
+    Finished,
+    /// A signal has asked it to end, and it has ended after a step.
+    Stopped,
+    /// An error has ended it.
+    Failed,
+    /// Its process has ended without recording how: it was killed, or the machine was switched off.
+    Killed,
+}
+
+impl RecordedState {
+    /// All states.
+    pub const ALL: [Self; 5] = [Self::Running, Self::Finished, Self::Stopped, Self::Failed, Self::Killed];
+
+    /// Returns the name of the state.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Finished => "finished",
+            Self::Stopped => "stopped",
+            Self::Failed => "failed",
+            Self::Killed => "killed",
+        }
+    }
+}
+
+/// A recorded run.
+#[derive(Debug, Clone)]
+pub struct RecordedRun {
+    folder: PathBuf,
+    info: RunInfo,
+    summary: RunSummary,
+    state: RecordedState,
+}
+
+impl RecordedRun {
+    /// Reads the description and the summary of the run in a folder.
+    ///
+    /// # Errors
+    /// [`RunError::Damaged`](crate::error::RunError::Damaged) or [`RunError::Newer`](crate::error::RunError::Newer) if
+    /// the description cannot be understood; files that cannot be read.
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder.as_ref();
+        // Looked at first: a run that ends in between has recorded how.
+        let lock = LockSeen::of(folder);
+        let info = RunInfo::read(folder)?;
+        let summary = RunSummary::load(folder)?;
+        let state = match (lock.is_held(&summary), summary.outcome) {
+            (true, _) => RecordedState::Running,
+            (false, Some(RunEnding::Finished)) => RecordedState::Finished,
+            (false, Some(RunEnding::Stopped)) => RecordedState::Stopped,
+            (false, Some(RunEnding::Failed)) => RecordedState::Failed,
+            (false, None) if summary.error.is_some() => RecordedState::Failed,
+            (false, None) => RecordedState::Killed,
+        };
+        Ok(Self { folder: folder.to_owned(), info, summary, state })
+    }
+
+    /// Returns the name of the folder, which no other run in the same folder of runs has.
+    pub fn id(&self) -> String {
+        self.folder.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    /// Returns the folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Returns the description.
+    pub fn info(&self) -> &RunInfo {
+        &self.info
+    }
+
+    /// Returns the summary.
+    pub fn summary(&self) -> &RunSummary {
+        &self.summary
+    }
+
+    /// Returns the state.
+    pub fn state(&self) -> RecordedState {
+        self.state
+    }
+
+    /// Returns the time that the run has taken so far, without pauses between sessions, in seconds.
+    pub fn seconds(&self) -> f64 {
+        match self.state {
+            RecordedState::Running => {
+                self.summary.earlier_seconds + (time::now() - self.summary.session_started).max(0.0)
+            }
+            _ => self.summary.seconds(),
+        }
+    }
+
+    /// Reads all values by step.
+    ///
+    /// # Errors
+    /// The file cannot be read. Damaged lines are not an error: the first one is named in
+    /// [`RunMetrics::problem`](super::RunMetrics::problem).
+    pub fn metrics(&self) -> Result<RunMetrics> {
+        RunMetrics::read(&self.folder)
+    }
+
+    /// Reads all events, oldest first. Damaged lines are left out.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn events(&self) -> Result<Vec<Map<String, Value>>> {
+        self.lines(EVENTS)
+    }
+
+    /// Reads the texts that the model has generated, oldest first. Damaged lines are left out.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn samples(&self) -> Result<Vec<Map<String, Value>>> {
+        self.lines(SAMPLES)
+    }
+
+    /// Returns the resolved configuration and the program's settings as leaves: dotted names and values.
+    pub fn settings(&self) -> Vec<(String, Value)> {
+        let mut all = Vec::new();
+        for (name, tree) in [("settings", &self.info.settings), ("configuration", &self.info.configuration)] {
+            leaves(name, tree, &mut all);
+        }
+        all
+    }
+
+    fn lines(&self, name: &str) -> Result<Vec<Map<String, Value>>> {
+        let path = self.folder.join(name);
+        let wrong = |source| Error::Io { action: "read", path: path.clone(), source };
+        let file = match lines::open(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(vec![]),
+            file => file.map_err(wrong)?,
+        };
+        let mut all = Vec::new();
+        lines::complete_lines(file, 0, &mut |line| all.extend(line)).map_err(wrong)?;
+        Ok(all)
+    }
+}
+
+/// Collects the values of a tree that are not objects, with their dotted names.
+fn leaves(name: &str, tree: &Value, all: &mut Vec<(String, Value)>) {
+    match tree {
+        Value::Object(entries) => entries.iter().for_each(|(key, value)| leaves(&format!("{name}.{key}"), value, all)),
+        Value::Null => {}
+        value => all.push((name.to_owned(), value.clone())),
+    }
+}
+
+/// The state of a run's lock.
+enum LockSeen {
+    Held,
+    Free,
+    /// The file system has no locks, or the lock is another user's.
+    Unknown,
+}
+
+impl LockSeen {
+    fn of(folder: &Path) -> Self {
+        let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
+        let mut open = std::fs::OpenOptions::new();
+        let file = match open.read(true).custom_flags(flags.bits().cast_signed()).open(folder.join(LOCK)) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Self::Free,
+            Err(_) => return Self::Unknown,
+            Ok(file) => file,
+        };
+        // A writer that begins in this instant waits for the lock.
+        match flock(&file, FlockOperation::NonBlockingLockShared) {
+            Err(Errno::WOULDBLOCK) => Self::Held,
+            Err(_) => Self::Unknown,
+            Ok(()) => {
+                _ = flock(&file, FlockOperation::Unlock);
+                Self::Free
+            }
+        }
+    }
+
+    fn is_held(&self, summary: &RunSummary) -> bool {
+        match self {
+            Self::Held => true,
+            Self::Free => false,
+            Self::Unknown => {
+                let is_alive = |pid: u32| Path::new(&format!("/proc/{pid}")).exists();
+                summary.outcome.is_none() && summary.host == host_name() && summary.pid.is_some_and(is_alive)
+            }
+        }
+    }
+}

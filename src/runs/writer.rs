@@ -1,0 +1,743 @@
+//! Writes the record of a run, on rank 0.
+//!
+//! Lines are collected in memory and passed to the system about once a second and at every event, so that recording a
+//! step costs microseconds. A killed process loses at most the lines of the last second; nothing is synced to disk.
+
+use super::info::{RunInfo, RunVersions};
+use super::metrics::{LOSS, MetricsRow, json_number};
+use super::recorded::RecordedRun;
+use super::secrets::{command_without_secrets, settings_without_secrets, without_secrets};
+use super::summary::{RunEnding, RunSummary};
+use super::{EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RecordPlan, RunMachine, SAMPLES, new_job, time};
+use crate::comm::rank_env::SCRIPT;
+use crate::error::{Error, Result};
+use crate::files::{FolderLock, FolderLockOutcome};
+use crate::monitor::end_last_line;
+use crate::stop_signal::RESTART;
+use serde_json::{Map, Value, json};
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// The time for which lines are collected.
+const FLUSH_INTERVAL: Duration = Duration::from_secs(1);
+/// The number of bytes of lines that are collected.
+const FLUSH_BYTES: usize = 1 << 16;
+/// The time between two summaries.
+const SUMMARY_INTERVAL: Duration = Duration::from_secs(10);
+/// The time for which a killed process may still hold the lock of its run.
+const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
+/// The maximum number of runs with the same name that begin in the same second.
+const MAX_SAME_NAMES: usize = 10_000;
+/// The maximum number of bytes of a recorded message or sample.
+const MAX_TEXT: usize = 1 << 18;
+
+/// The facts that are known when the record begins.
+#[derive(Debug, Clone)]
+pub(crate) struct RunStart {
+    pub world_size: usize,
+    pub configuration: Value,
+    /// When the engine was built, in seconds since 1970.
+    pub time: f64,
+    /// The checkpoint that was loaded, if there is one.
+    pub loaded: Option<LoadedFrom>,
+}
+
+/// A checkpoint that was loaded.
+#[derive(Debug, Clone)]
+pub(crate) struct LoadedFrom {
+    /// The folder of checkpoints.
+    pub folder: PathBuf,
+    pub path: PathBuf,
+    pub step: u64,
+}
+
+/// The writer of a run. The folder is locked as long as it exists.
+#[derive(Debug)]
+pub(crate) struct RunWriter {
+    folder: PathBuf,
+    _lock: FolderLock,
+    metrics: LineFile,
+    events: LineFile,
+    samples: LineFile,
+    summary: RunSummary,
+    flushed: Instant,
+    summarized: Option<Instant>,
+}
+
+/// A file that only grows, and the lines that are not in it yet.
+#[derive(Debug)]
+struct LineFile {
+    file: File,
+    path: PathBuf,
+    pending: Vec<u8>,
+    /// The number of bytes, with those that are pending.
+    len: u64,
+}
+
+impl LineFile {
+    fn open(folder: &Path, name: &str) -> Result<Self> {
+        let path = folder.join(name);
+        let open = || {
+            // A link may lead anywhere and is not followed; a pipe is not waited for.
+            let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
+            let mut open = OpenOptions::new();
+            let file =
+                open.create(true).append(true).read(true).custom_flags(flags.bits().cast_signed()).open(&path)?;
+            crate::files::only_a_file(&file.metadata()?)?;
+            // A kill or a full disk may have cut off the last line.
+            end_last_line(&file)?;
+            Ok((file.metadata()?.len(), file))
+        };
+        let (len, file) = open().map_err(|source| Error::Io { action: "open", path: path.clone(), source })?;
+        Ok(Self { file, path, pending: Vec::new(), len })
+    }
+
+    fn push(&mut self, line: Map<String, Value>) {
+        let before = self.pending.len();
+        serde_json::to_writer(&mut self.pending, &line).expect("text and numbers are JSON");
+        self.pending.push(b'\n');
+        self.len += (self.pending.len() - before) as u64;
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        let written = self.file.write_all(&self.pending).inspect_err(|_| {
+            // The part of the lines that a full disk has taken is removed.
+            _ = end_last_line(&self.file);
+        });
+        self.pending.clear();
+        written.map_err(|source| Error::Io { action: "write", path: self.path.clone(), source })
+    }
+}
+
+/// The outcome of an attempt to write into a folder.
+enum FolderAttempt {
+    Opened(Box<RunWriter>),
+    /// The folder belongs to another run, or another process records it.
+    Taken,
+}
+
+impl RunWriter {
+    /// Begins the record, or continues it: that of the job before it was restarted, or of the run of this name whose
+    /// checkpoint was loaded.
+    ///
+    /// # Errors
+    /// The folder cannot be written.
+    pub fn open(plan: &RecordPlan, start: &RunStart) -> Result<Self> {
+        Self::open_as(plan, start, job(), restart())
+    }
+
+    /// Opens the record as part of `job`, which its launcher has restarted so many times.
+    fn open_as(plan: &RecordPlan, start: &RunStart, job: &str, restart: u64) -> Result<Self> {
+        create_folder(&plan.folder)?;
+        for folder in start.loaded.iter().flat_map(|loaded| runs_that_saved(plan, loaded)) {
+            let is_continued =
+                |_: &RunInfo, summary: &RunSummary| summary.restart < restart || !is_of_job(&folder, job);
+            if let Some(FolderAttempt::Opened(writer)) = Self::continue_in(&folder, plan, start, restart, is_continued)?
+            {
+                return Ok(*writer);
+            }
+        }
+        // A job's id begins with the time at which it began.
+        let stamp = job.rsplit_once('-').map_or(job, |(stamp, _)| stamp);
+        let stem = format!("{}-{}", plan.name, stamp);
+        for number in 1..=MAX_SAME_NAMES {
+            let folder = plan.folder.join(if number == 1 { stem.clone() } else { format!("{stem}-{number}") });
+            match std::fs::create_dir(&folder) {
+                Ok(()) => return Self::begin_in(folder, plan, start, job, restart),
+                Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                    return Err(Error::Io { action: "create", path: folder, source: error });
+                }
+                Err(_) => {}
+            }
+            let is_continued = |info: &RunInfo, summary: &RunSummary| info.job == job && summary.restart < restart;
+            match Self::continue_in(&folder, plan, start, restart, is_continued)? {
+                Some(FolderAttempt::Opened(writer)) => return Ok(*writer),
+                Some(FolderAttempt::Taken) | None => {}
+            }
+        }
+        let text = format!("there are already {MAX_SAME_NAMES} runs with names that begin with {stem}");
+        let source = std::io::Error::new(ErrorKind::AlreadyExists, text);
+        Err(Error::Io { action: "create a run in", path: plan.folder.clone(), source })
+    }
+
+    /// Begins a record in a folder that this process has just created.
+    fn begin_in(folder: PathBuf, plan: &RecordPlan, start: &RunStart, job: &str, restart: u64) -> Result<Self> {
+        let Some(lock) = lock(&folder, LOCK_RELEASE_TIMEOUT)? else {
+            let source = std::io::Error::new(ErrorKind::WouldBlock, "another process has locked it");
+            return Err(Error::Io { action: "write to", path: folder, source });
+        };
+        let directory = std::env::current_dir().unwrap_or_default();
+        let info = RunInfo {
+            format: FORMAT,
+            name: plan.name.clone(),
+            job: job.to_owned(),
+            created: start.time,
+            command: command(plan),
+            directory: directory.display().to_string(),
+            machine: RunMachine::here(),
+            versions: RunVersions::here(),
+            git: GitRevision::of(&directory),
+            world_size: start.world_size,
+            total_steps: plan.total_steps,
+            settings: settings_without_secrets(plan.settings.clone()),
+            configuration: settings_without_secrets(start.configuration.clone()),
+        };
+        info.write(&folder)?;
+        Self::begin_session(
+            folder,
+            lock,
+            (RunSummary { format: FORMAT, ..RunSummary::default() }, info),
+            plan,
+            start,
+            restart,
+        )
+    }
+
+    /// Continues the record in a folder if `is_continued` holds and no other process writes it. Returns `None` if there
+    /// is no record that can be continued.
+    fn continue_in(
+        folder: &Path,
+        plan: &RecordPlan,
+        start: &RunStart,
+        restart: u64,
+        is_continued: impl Fn(&RunInfo, &RunSummary) -> bool,
+    ) -> Result<Option<FolderAttempt>> {
+        let Ok(info) = RunInfo::read(folder) else { return Ok(None) };
+        let fits = |info: &RunInfo| RunSummary::load(folder).is_ok_and(|summary| is_continued(info, &summary));
+        if info.name != plan.name || !fits(&info) {
+            return Ok(Some(FolderAttempt::Taken));
+        }
+        let Some(lock) = lock(folder, LOCK_RELEASE_TIMEOUT)? else { return Ok(Some(FolderAttempt::Taken)) };
+        // Another process may have continued it in the meantime.
+        if !fits(&info) {
+            return Ok(Some(FolderAttempt::Taken));
+        }
+        let summary = RunSummary::of_files(folder)?;
+        let writer = Self::begin_session(folder.to_owned(), lock, (summary, info), plan, start, restart)?;
+        Ok(Some(FolderAttempt::Opened(Box::new(writer))))
+    }
+
+    /// Begins a session: records that this process writes the run from now on.
+    fn begin_session(
+        folder: PathBuf,
+        lock: FolderLock,
+        (summary, info): (RunSummary, RunInfo),
+        plan: &RecordPlan,
+        start: &RunStart,
+        restart: u64,
+    ) -> Result<Self> {
+        let [metrics, events, samples] = [METRICS, EVENTS, SAMPLES].map(|name| LineFile::open(&folder, name));
+        let mut writer = Self {
+            _lock: lock,
+            metrics: metrics?,
+            events: events?,
+            samples: samples?,
+            summary,
+            flushed: Instant::now(),
+            summarized: None,
+            folder,
+        };
+        let session = writer.summary.sessions + 1;
+        let from_step = start.loaded.as_ref().map_or(0, |loaded| loaded.step);
+        let mut event = object(json!({
+            "event": "start",
+            "format": FORMAT,
+            "session": session,
+            "restart": restart,
+            "pid": std::process::id(),
+            "host": crate::util::host_name(),
+            "world_size": start.world_size,
+            "command": command(plan),
+            "step": from_step,
+        }));
+        if let Some(loaded) = &start.loaded {
+            event.insert("loaded".into(), without_secrets(&loaded.path.to_string_lossy()).into());
+        }
+        let configuration = settings_without_secrets(start.configuration.clone());
+        if configuration != info.configuration {
+            event.insert("configuration".into(), configuration);
+        }
+        let settings = settings_without_secrets(plan.settings.clone());
+        if settings != info.settings {
+            event.insert("settings".into(), settings);
+        }
+        writer.push_event(event, start.time);
+        writer.continue_after(from_step, session, start.time)?;
+        writer.flush()?;
+        writer.summarize();
+        Ok(writer)
+    }
+
+    /// Records that the steps after `step` come next, even if they were recorded before.
+    fn continue_after(&mut self, step: u64, session: u64, time: f64) -> Result<()> {
+        let repeats = step < self.summary.steps;
+        self.metrics.push(object(json!({"session": session, "from_step": step, "time": time})));
+        self.summary.begin_session(time);
+        if repeats {
+            // The contributions of the repeated steps are taken out.
+            self.flush()?;
+            let bytes = (self.metrics.len, self.events.len);
+            self.summary = RunSummary::of_files(&self.folder)?;
+            debug_assert_eq!(bytes, (self.summary.metrics_bytes, self.summary.events_bytes));
+        }
+        Ok(())
+    }
+
+    /// Records that a checkpoint was loaded after the run had begun.
+    pub fn loaded(&mut self, loaded: &LoadedFrom) -> Result<()> {
+        let path = without_secrets(&loaded.path.to_string_lossy());
+        self.push_event(object(json!({"event": "load", "path": path, "step": loaded.step})), time::now());
+        self.continue_after(loaded.step, self.summary.sessions, time::now())?;
+        self.flush()
+    }
+
+    /// Returns the folder of the run.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Records values of a step. Values with the name of an earlier one of the same step replace it.
+    pub fn record(&mut self, step: u64, values: impl IntoIterator<Item = (String, f64)>) -> Result<()> {
+        let now = time::now();
+        let row = MetricsRow { step, time: now, values: values.into_iter().collect() };
+        let mut line = Map::new();
+        line.insert("step".into(), step.into());
+        line.insert("time".into(), now.into());
+        // These names have another meaning.
+        let is_free = |name: &str| !["step", "time", "session", "from_step"].contains(&name);
+        line.extend(
+            row.values
+                .iter()
+                .filter(|(name, _)| is_free(name))
+                .map(|(name, value)| (name.clone(), json_number(*value))),
+        );
+        self.metrics.push(line);
+        if self.summary.add_row(&row).is_err() {
+            self.flush()?;
+            self.summary = RunSummary::of_files(&self.folder)?;
+        }
+        let is_due = self.flushed.elapsed() >= FLUSH_INTERVAL || self.metrics.pending.len() >= FLUSH_BYTES;
+        // The first step is visible at once.
+        let is_first = self.summary.best_loss.is_some_and(|best| best.step == step) && self.summary.steps <= 1;
+        if is_due || is_first && row.values.contains_key(LOSS) { self.flush() } else { Ok(()) }
+    }
+
+    /// Records a text that the model has generated.
+    pub fn sample(&mut self, step: u64, prompt: &str, text: &str) -> Result<()> {
+        let (prompt, text) = (shortened(prompt), shortened(text));
+        self.samples.push(object(json!({"step": step, "time": time::now(), "prompt": prompt, "text": text})));
+        self.flush()
+    }
+
+    /// Records that a checkpoint is complete.
+    pub fn checkpoint(&mut self, step: u64, folder: &Path, path: &Path) -> Result<()> {
+        let [path, folder] = [path, &absolute(folder)].map(|path| without_secrets(&path.to_string_lossy()));
+        let event = json!({"event": "checkpoint", "step": step, "path": path, "folder": folder});
+        self.push_event(object(event), time::now());
+        self.flush()
+    }
+
+    /// Records that a checkpoint could not be saved.
+    pub fn failed_checkpoint(&mut self, step: u64, message: &str) -> Result<()> {
+        let message = shortened(&without_secrets(message)).to_owned();
+        self.push_event(object(json!({"event": "failed checkpoint", "step": step, "message": message})), time::now());
+        self.flush()
+    }
+
+    /// Records an error.
+    pub fn error(&mut self, step: u64, message: &str) -> Result<()> {
+        let message = shortened(&without_secrets(message)).to_owned();
+        self.push_event(object(json!({"event": "error", "step": step, "message": message})), time::now());
+        self.flush()
+    }
+
+    /// Ends the record.
+    pub fn end(mut self, step: u64, outcome: RunEnding, message: Option<&str>) -> Result<()> {
+        let mut event = object(json!({"event": "end", "step": step, "outcome": outcome}));
+        if let Some(message) = message {
+            event.insert("message".into(), shortened(&without_secrets(message)).into());
+        }
+        self.push_event(event, time::now());
+        self.flush()?;
+        self.summarize();
+        Ok(())
+    }
+
+    fn push_event(&mut self, mut event: Map<String, Value>, time: f64) {
+        event.insert("time".into(), time.into());
+        self.summary.add_event(&event);
+        self.events.push(event);
+    }
+
+    /// Passes everything to the system.
+    fn flush(&mut self) -> Result<()> {
+        self.flushed = Instant::now();
+        self.metrics.flush()?;
+        self.events.flush()?;
+        self.samples.flush()?;
+        if self.summarized.is_none_or(|at| at.elapsed() >= SUMMARY_INTERVAL) {
+            self.summarize();
+        }
+        Ok(())
+    }
+
+    /// Replaces the summary, which a reader can do without.
+    fn summarize(&mut self) {
+        (self.summary.metrics_bytes, self.summary.events_bytes) = (self.metrics.len, self.events.len);
+        self.summarized = Some(Instant::now());
+        _ = self.summary.store(&self.folder);
+    }
+}
+
+/// Creates the folder of runs, and checks that runs can be created in it.
+pub(crate) fn check_folder(folder: &Path) -> Result<()> {
+    create_folder(folder)?;
+    let probe = tempfile::Builder::new().prefix(super::WRITING).tempdir_in(folder);
+    probe.map(|_| ()).map_err(|source| Error::Io { action: "create a run in", path: folder.to_owned(), source })
+}
+
+fn create_folder(folder: &Path) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(|source| Error::Io { action: "create", path: folder.to_owned(), source })
+}
+
+/// Locks the folder of a run; `None` if another process has it.
+fn lock(folder: &Path, patience: Duration) -> Result<Option<FolderLock>> {
+    match FolderLock::ask(folder, patience) {
+        Ok(FolderLockOutcome::Held(lock)) => Ok(Some(lock)),
+        Ok(FolderLockOutcome::Busy(_)) => Ok(None),
+        Err(source) => Err(Error::Io { action: "lock", path: folder.to_owned(), source }),
+    }
+}
+
+/// Returns the id of the job that this process belongs to.
+fn job() -> &'static str {
+    static JOB_ID: OnceLock<String> = OnceLock::new();
+    let is_id = |id: &String| {
+        (8..=64).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
+    };
+    JOB_ID.get_or_init(|| std::env::var(JOB).ok().filter(is_id).unwrap_or_else(new_job))
+}
+
+/// Returns the number of times that the launcher has restarted this job.
+fn restart() -> u64 {
+    std::env::var(RESTART).ok().and_then(|number| number.parse().ok()).unwrap_or_default()
+}
+
+fn is_of_job(folder: &Path, job: &str) -> bool {
+    RunInfo::read(folder).is_ok_and(|info| info.job == job)
+}
+
+/// Returns the folders of the runs of this name whose checkpoints are where one was loaded from, newest first.
+fn runs_that_saved(plan: &RecordPlan, loaded: &LoadedFrom) -> Vec<PathBuf> {
+    let from = without_secrets(&absolute(&loaded.folder).to_string_lossy());
+    let entries = std::fs::read_dir(&plan.folder).into_iter().flatten().flatten();
+    let mut found: Vec<(f64, PathBuf)> = entries
+        .map(|entry| entry.path())
+        .filter(|folder| folder.join(INFO).is_file())
+        .filter_map(|folder| RecordedRun::open(&folder).ok())
+        .filter(|run| run.info().name == plan.name && run.summary().checkpoints.as_ref() == Some(&from))
+        .map(|run| (run.info().created, run.folder().to_owned()))
+        .collect();
+    found.sort_by(|a, b| b.0.total_cmp(&a.0));
+    found.into_iter().map(|(_, folder)| folder).collect()
+}
+
+/// Returns a folder's path without links, or the address of an object store as it is.
+fn absolute(folder: &Path) -> PathBuf {
+    folder.canonicalize().unwrap_or_else(|_| folder.to_owned())
+}
+
+/// Returns the command line without secrets.
+fn command(plan: &RecordPlan) -> Vec<String> {
+    let own = || {
+        let mut words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+        // The program is in the launcher's cache, so its path differs from what the user typed.
+        if let (Some(script), false) = (std::env::var_os(SCRIPT).filter(|script| !script.is_empty()), words.is_empty())
+        {
+            words.splice(..1, ["zerorun".to_owned(), script.to_string_lossy().into_owned()]);
+        }
+        words
+    };
+    command_without_secrets(&plan.command.clone().unwrap_or_else(own))
+}
+
+fn object(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(entries) => entries,
+        other => unreachable!("an object was written, not {other}"),
+    }
+}
+
+/// Returns the beginning of a text that is longer than a record keeps.
+fn shortened(text: &str) -> &str {
+    let mut end = text.len().min(MAX_TEXT);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::{LoadedFrom, RecordedState, RunSpec, RunsFolder, SUMMARY, lines};
+    use super::*;
+
+    fn plan(folder: &Path, name: &str) -> RecordPlan {
+        RecordPlan::new(Some(RunSpec::new(name).folder(folder)), None, |_| None).unwrap().unwrap()
+    }
+
+    fn start(loaded: Option<(&Path, u64)>) -> RunStart {
+        let loaded = loaded.map(|(folder, step)| LoadedFrom { folder: folder.into(), path: folder.join("tag"), step });
+        let configuration = json!({"seed": 1, "comet": {"api_key": "secret"}});
+        RunStart { world_size: 2, configuration, time: time::now(), loaded }
+    }
+
+    fn open(folder: &Path, name: &str, job: &str, restart: u64) -> RunWriter {
+        RunWriter::open_as(&plan(folder, name), &start(None), job, restart).unwrap()
+    }
+
+    fn steps(writer: &mut RunWriter, steps: std::ops::RangeInclusive<u64>) {
+        for step in steps {
+            let loss = 10.0 / step as f64;
+            writer.record(step, [("loss".to_owned(), loss), ("lr".to_owned(), 0.1)]).unwrap();
+        }
+    }
+
+    fn ids(folder: &Path) -> Vec<String> {
+        RunsFolder::find(Some(folder.into())).ids().unwrap()
+    }
+
+    const JOB_A: &str = "20260131-235959-aaaaaa";
+    const JOB_B: &str = "20260131-235959-bbbbbb";
+
+    #[test]
+    fn a_run_is_read_as_it_was_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut writer = open(dir.path(), "x", JOB_A, 0);
+        let folder = writer.folder().to_owned();
+        assert_eq!(RecordedRun::open(&folder).unwrap().state(), RecordedState::Running);
+        steps(&mut writer, 1..=4);
+        writer.record(4, [("val_loss".to_owned(), 2.0)]).unwrap();
+        steps(&mut writer, 5..=5);
+        writer.record(5, [("val_loss".to_owned(), f64::NAN)]).unwrap();
+        writer.sample(5, "a", "b\nc").unwrap();
+        writer.checkpoint(5, dir.path(), &dir.path().join("t")).unwrap();
+        writer.end(5, RunEnding::Finished, None).unwrap();
+        let run = RecordedRun::open(&folder).unwrap();
+        assert_eq!((run.state(), run.id().as_str()), (RecordedState::Finished, "x-20260131-235959"));
+        let summary = run.summary();
+        assert_eq!((summary.steps, summary.loss.unwrap().value, summary.best_loss.unwrap().step), (5, 2.0, 5));
+        assert_eq!(summary.best_validation.unwrap().step, 4);
+        assert!(summary.validation.unwrap().value.is_nan());
+        assert_eq!(summary.checkpoint_step, Some(5));
+        assert_eq!(run.info().configuration["comet"]["api_key"], "***");
+        assert_eq!(run.metrics().unwrap().rows.len(), 5);
+        assert_eq!(run.samples().unwrap()[0]["text"], "b\nc");
+        assert!(!folder.join(crate::files::LOCK).exists());
+    }
+
+    #[test]
+    fn a_kill_at_any_byte_leaves_a_record_that_is_read_and_continued() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut writer = open(dir.path(), "x", JOB_A, 0);
+        let folder = writer.folder().to_owned();
+        steps(&mut writer, 1..=3);
+        writer.error(3, "an error").unwrap();
+        drop(writer);
+        let [metrics, events] = [METRICS, EVENTS].map(|name| std::fs::read(folder.join(name)).unwrap());
+        let summaries = [std::fs::read(folder.join(SUMMARY)).ok(), None];
+        for cut in 0..=metrics.len() {
+            for summary in &summaries {
+                std::fs::write(folder.join(METRICS), &metrics[..cut]).unwrap();
+                std::fs::write(folder.join(EVENTS), &events[..cut.min(events.len())]).unwrap();
+                match summary {
+                    Some(summary) => std::fs::write(folder.join(SUMMARY), summary).unwrap(),
+                    None => _ = std::fs::remove_file(folder.join(SUMMARY)),
+                }
+                let run = RecordedRun::open(&folder).unwrap();
+                let whole = metrics[..cut].iter().filter(|byte| **byte == b'\n').count().saturating_sub(1);
+                assert_eq!(run.summary().steps, whole as u64, "cut at {cut}");
+                assert_eq!(run.metrics().unwrap().rows.len(), whole);
+                assert_eq!(run.summary().problem, None);
+            }
+        }
+        // A torn line, and a restart.
+        std::fs::write(folder.join(METRICS), &metrics[..metrics.len() - 3]).unwrap();
+        let mut writer = open(dir.path(), "x", JOB_A, 1);
+        assert_eq!(writer.folder(), folder);
+        steps(&mut writer, 1..=2);
+        writer.end(2, RunEnding::Finished, None).unwrap();
+        let run = RecordedRun::open(&folder).unwrap();
+        assert_eq!((run.summary().steps, run.summary().sessions, run.state()), (2, 2, RecordedState::Finished));
+        assert_eq!(run.metrics().unwrap().problem, None);
+        assert_eq!(*run.summary(), RunSummary::of_files(&folder).unwrap());
+    }
+
+    #[test]
+    fn a_restarted_job_continues_its_runs_and_other_jobs_get_their_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let (first, second) = (open(dir.path(), "x", JOB_A, 0), open(dir.path(), "x", JOB_B, 0));
+        let third = open(dir.path(), "x", JOB_A, 0);
+        assert_eq!(ids(dir.path()), ["x-20260131-235959", "x-20260131-235959-2", "x-20260131-235959-3"]);
+        let folders = [&first, &third].map(|writer| writer.folder().to_owned());
+        drop((first, second, third));
+        // Engines are built in the same order again, at the same time or one after the other.
+        let again = open(dir.path(), "x", JOB_A, 1);
+        assert_eq!(again.folder(), folders[0]);
+        drop(again);
+        assert_eq!(open(dir.path(), "x", JOB_A, 1).folder(), folders[1]);
+        assert_eq!(ids(dir.path()).len(), 3);
+        open(dir.path(), "y", JOB_A, 1);
+        assert_eq!(ids(dir.path()).len(), 4);
+    }
+
+    #[test]
+    fn writers_in_many_threads_each_get_a_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for thread in 0..8 {
+                let (folder, job) = (dir.path(), format!("20260131-235959-{thread:06}"));
+                scope.spawn(move || {
+                    for _ in 0..5 {
+                        let mut writer = open(folder, "x", &job, 0);
+                        steps(&mut writer, 1..=3);
+                        writer.end(3, RunEnding::Finished, None).unwrap();
+                    }
+                });
+            }
+        });
+        let runs = RunsFolder::find(Some(dir.path().into())).runs().unwrap();
+        assert_eq!(runs.len(), 40);
+        assert!(runs.iter().all(|run| run.run.as_ref().unwrap().summary().steps == 3));
+    }
+
+    #[test]
+    fn a_loaded_checkpoint_continues_the_run_of_this_name_that_saved_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let [runs, saved, copied] = ["runs", "saved", "copied"].map(|name| dir.path().join(name));
+        std::fs::create_dir(&saved).unwrap();
+        std::fs::create_dir(&copied).unwrap();
+        let mut writer = open(&runs, "x", JOB_A, 0);
+        let folder = writer.folder().to_owned();
+        steps(&mut writer, 1..=3);
+        writer.checkpoint(3, &saved, &saved.join("tag")).unwrap();
+        steps(&mut writer, 4..=5);
+        let resume = |name: &str, from: &Path| {
+            RunWriter::open_as(&plan(&runs, name), &start(Some((from, 3))), JOB_B, 0).unwrap()
+        };
+        assert_ne!(resume("x", &saved).folder(), folder, "it is still being written");
+        drop(writer);
+        assert_ne!(resume("x", &copied).folder(), folder, "a copy is another run");
+        assert_ne!(resume("y", &saved).folder(), folder, "another name is another run");
+        let mut writer = resume("x", &saved);
+        assert_eq!(writer.folder(), folder);
+        assert_eq!(RecordedRun::open(&folder).unwrap().summary().steps, 3);
+        writer.record(4, [("loss".to_owned(), 7.0)]).unwrap();
+        writer.end(4, RunEnding::Stopped, None).unwrap();
+        let run = RecordedRun::open(&folder).unwrap();
+        let losses: Vec<f64> = run.metrics().unwrap().rows.iter().map(|row| row.values["loss"]).collect();
+        assert_eq!(losses, [10.0, 5.0, 10.0 / 3.0, 7.0]);
+        assert_eq!(run.summary().best_loss.unwrap().value, 10.0 / 3.0);
+        assert_eq!(*run.summary(), RunSummary::of_files(&folder).unwrap());
+    }
+
+    #[test]
+    fn a_list_of_runs_reads_two_small_files_of_each() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut bytes = 0;
+        for number in 0..20 {
+            let mut writer = open(dir.path(), "x", &format!("20260131-{number:06}-aaaaaa"), 0);
+            steps(&mut writer, 1..=500);
+            let folder = writer.folder().to_owned();
+            writer.end(500, RunEnding::Finished, None).unwrap();
+            bytes += [INFO, SUMMARY].map(|name| folder.join(name).metadata().unwrap().len()).iter().sum::<u64>();
+            assert!(folder.join(METRICS).metadata().unwrap().len() > 20_000);
+        }
+        let folder = RunsFolder::find(Some(dir.path().into()));
+        lines::cost::take();
+        let runs = folder.runs().unwrap();
+        assert_eq!(lines::cost::take(), (40, bytes));
+        assert!(runs.iter().all(|run| run.run.as_ref().unwrap().summary().steps == 500));
+        // A summary that covers only a part: the rest is read.
+        let of_first = runs[0].run.as_ref().unwrap().folder().to_owned();
+        let mut line = OpenOptions::new().append(true).open(of_first.join(METRICS)).unwrap();
+        line.write_all(b"{\"step\":501,\"time\":1,\"loss\":0.001}\n").unwrap();
+        let run = RecordedRun::open(&of_first).unwrap();
+        assert_eq!((run.summary().steps, run.summary().best_loss.unwrap().step), (501, 501));
+        let (files, read) = lines::cost::take();
+        assert!(files == 3 && read < bytes / 20 + 100, "{files} files, {read} bytes");
+        // A summary of something else: everything is read.
+        std::fs::write(of_first.join(METRICS), "{\"step\":7,\"loss\":1}\n").unwrap();
+        assert_eq!(RecordedRun::open(&of_first).unwrap().summary().steps, 7);
+    }
+
+    #[test]
+    fn a_damaged_record_is_named_and_does_not_hide_the_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let folders: Vec<PathBuf> = (0..5)
+            .map(|number| {
+                let mut writer = open(dir.path(), "x", &format!("20260131-{number:06}-aaaaaa"), 0);
+                steps(&mut writer, 1..=2);
+                let folder = writer.folder().to_owned();
+                writer.end(2, RunEnding::Finished, None).unwrap();
+                folder
+            })
+            .collect();
+        let info = std::fs::read_to_string(folders[0].join(INFO)).unwrap();
+        std::fs::write(folders[0].join(INFO), &info[..40]).unwrap();
+        std::fs::write(folders[1].join(INFO), info.replace("\"format\": 1", "\"format\": 9")).unwrap();
+        std::fs::remove_file(folders[2].join(INFO)).unwrap();
+        std::fs::write(folders[3].join(METRICS), "{\"step\":1,\"loss\":2}\n\0\0\0\n{\"step\":2,\"loss\":1}\n").unwrap();
+        std::fs::create_dir(dir.path().join("not a run")).unwrap();
+        std::fs::write(dir.path().join("file"), "").unwrap();
+        let runs = RunsFolder::find(Some(dir.path().into())).runs().unwrap();
+        assert_eq!(runs.len(), 5);
+        let text = |number: usize| {
+            let error = runs[number].run.as_ref().unwrap_err();
+            error.to_string().replace(dir.path().to_str().unwrap(), "DIR")
+        };
+        insta::assert_snapshot!(text(0), @"the record DIR/x-20260131-000000/run.json is damaged: it is not JSON (EOF while parsing a value at line 4 column 8)");
+        insta::assert_snapshot!(text(1), @"the record DIR/x-20260131-000001/run.json has format 9, but this version reads formats up to 1; use a newer zerorun");
+        insta::assert_snapshot!(text(2), @"the record DIR/x-20260131-000002/run.json is damaged: it is missing");
+        let third = runs[3].run.as_ref().unwrap().summary();
+        assert_eq!(third.steps, 2);
+        insta::assert_snapshot!(third.problem.as_ref().unwrap(), @"metrics.jsonl: the line at byte 20 is not a JSON object");
+        assert_eq!(runs[4].run.as_ref().unwrap().summary().problem, None);
+    }
+
+    #[test]
+    fn removing_a_run_removes_only_its_own_files_and_no_run_that_is_recorded() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = RunsFolder::find(Some(dir.path().into()));
+        let writer = open(dir.path(), "x", JOB_A, 0);
+        let id = writer.folder().file_name().unwrap().to_str().unwrap().to_owned();
+        let error = folder.remove(&id, false).unwrap_err().to_string();
+        insta::assert_snapshot!(error.replace(&std::process::id().to_string(), "PID"), @"run x-20260131-235959 is still running (process PID); stop it first, or give --force to remove its record anyway");
+        std::fs::write(writer.folder().join("notes.txt"), "mine").unwrap();
+        drop(writer);
+        assert_eq!(folder.remove(&id, false).unwrap(), Some(dir.path().join(&id)));
+        assert_eq!(std::fs::read_dir(dir.path().join(&id)).unwrap().count(), 1);
+        let writer = open(dir.path(), "y", JOB_A, 0);
+        assert_eq!(folder.remove("y-20260131-235959", true).unwrap(), None);
+        drop(writer);
+        assert_eq!(ids(dir.path()), [""; 0]);
+    }
+
+    #[test]
+    fn a_disk_that_is_full_ends_the_record_and_no_torn_line_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut writer = open(dir.path(), "x", JOB_A, 0);
+        steps(&mut writer, 1..=1);
+        writer.events.file = OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let error = writer.error(1, "x").unwrap_err().to_string();
+        assert!(error.starts_with("cannot write ") && error.contains("No space left"), "{error}");
+    }
+}
