@@ -23,6 +23,8 @@ mod finite_difference_check;
 mod gradient_check_state;
 mod gradient_report;
 mod island_checkpoints;
+mod island_crossing;
+mod island_donation;
 mod islands;
 mod local_steps;
 mod metrics;
@@ -58,8 +60,10 @@ use crate::zero::rank_core::RankCore;
 use crate::zero::step::sharded_step::Vote;
 use candle_core::{DType, Device, Tensor};
 use gradient_check_state::FiniteDifferenceChecker;
+use island_donation::JoinedRun;
 use islands::Islands;
 use reporter::EngineReporter;
+use serde_json::Value;
 use std::sync::Arc;
 use step_clock::{MicroStepCall, StepClock};
 
@@ -97,6 +101,10 @@ pub struct Engine<M> {
     scaler: LossScaler,
     /// The exchanges with the other islands, if the ranks take local steps.
     islands: Option<Islands>,
+    /// What the program gets in place of a checkpoint, if the island has joined others.
+    joined: Option<JoinedRun>,
+    /// The client state that was saved or loaded last.
+    client_state: Value,
     device: Device,
     phase: MicroStepPhase,
     losses: AccumulatedLoss,
@@ -395,7 +403,7 @@ impl<M> Engine<M> {
     fn report_overflow(&self, scale: f64) {
         const REPORTED_SKIPS: u64 = 10;
         let skipped = self.skipped_steps;
-        if self.rank() != 0 || (skipped > REPORTED_SKIPS && !skipped.is_power_of_two()) {
+        if self.job().rank() != 0 || (skipped > REPORTED_SKIPS && !skipped.is_power_of_two()) {
             return;
         }
         let now = self.scaler.scale();
@@ -523,6 +531,9 @@ impl<M> Drop for Engine<M> {
             {
                 warn(&format!("a checkpoint is on disk but was not uploaded: {error}"));
             }
+        }
+        if self.stopped.is_none() && !std::thread::panicking() {
+            self.leave_islands();
         }
         if !std::thread::panicking() {
             self.report_at_end();

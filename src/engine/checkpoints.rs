@@ -60,6 +60,9 @@ impl<M> Engine<M> {
         self.wait_for_upload()?;
         self.between_steps("save_checkpoint")?;
         let progress = self.progress();
+        if self.islands.is_some() {
+            self.client_state = client_state.clone();
+        }
         let (dir, options) = self.of_island(dir.as_ref(), options);
         let mut manifest =
             checkpoint::manifest(&self.core, &self.trainer, &self.config, progress, tag, client_state, &options);
@@ -160,6 +163,9 @@ impl<M> Engine<M> {
     /// `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); its newest complete checkpoint
     /// is first downloaded into a folder of the user's cache. Collective.
     ///
+    /// An island that has joined others through an island server keeps their state, which is newer: nothing is loaded, and
+    /// the result has the others' `global_samples` and client state.
+    ///
     /// Everything needed is checked before anything changes. The optimizer states include the learning rates that were
     /// set with [`set_lr`](Self::set_lr) (DeepSpeed's `param_groups`); if it was never called, the rates of this
     /// engine's configuration apply. To resume the data at [`LoadedCheckpoint::global_samples`], see
@@ -181,6 +187,9 @@ impl<M> Engine<M> {
         let _call = during("load_checkpoint");
         self.wait_for_checkpoint()?;
         self.between_steps("load_checkpoint")?;
+        if let Some(joined) = self.joined_instead_of(dir.as_ref(), tag) {
+            return Ok(Some(joined));
+        }
         let saved = self.saved_by_islands(dir.as_ref(), tag, options)?;
         let island = self.island_of_job();
         let load = |engine: &mut Self| {
@@ -214,6 +223,9 @@ impl<M> Engine<M> {
             self.core.unused_was_judged();
         }
         self.settled(|engine| engine.resume_local_steps(checkpoint.manifest(), options, saved.as_ref()))?;
+        if self.islands.is_some() {
+            self.client_state = checkpoint.manifest().client_state.clone();
+        }
         Ok(Some(checkpoint.into_loaded()))
     }
 
@@ -239,7 +251,7 @@ impl<M> Engine<M> {
         let _call = during("save_16bit_model");
         let dtype = self.dtype();
         let path = dir.as_ref().join(file_name);
-        if self.rank() == 0 {
+        if self.job().rank() == 0 {
             // If this fails, writing the file fails too, with an error for all ranks.
             _ = std::fs::create_dir_all(dir);
         }
@@ -288,7 +300,7 @@ impl<M> Engine<M> {
         }
     }
 
-    fn progress(&self) -> TrainingProgress {
+    pub(super) fn progress(&self) -> TrainingProgress {
         TrainingProgress {
             global_steps: self.global_steps,
             skipped_steps: self.skipped_steps,
@@ -299,7 +311,7 @@ impl<M> Engine<M> {
         }
     }
 
-    fn set_progress(&mut self, progress: TrainingProgress) {
+    pub(super) fn set_progress(&mut self, progress: TrainingProgress) {
         self.global_steps = progress.global_steps;
         self.skipped_steps = progress.skipped_steps;
         self.optimizer_steps = progress.optimizer_steps;
@@ -314,9 +326,9 @@ impl<M> Engine<M> {
     }
 
     /// Restores the learning rates that were set with `set_lr` in the saved run.
-    fn go_on_with_rates(&mut self, manifest: &Manifest) {
+    pub(super) fn go_on_with_rates(&mut self, manifest: &Manifest) {
         self.trainer.restore_rates(manifest.set_lr.as_deref());
-        let Some(rates) = manifest.set_lr.as_ref().filter(|_| self.rank() == 0) else { return };
+        let Some(rates) = manifest.set_lr.as_ref().filter(|_| self.job().rank() == 0) else { return };
         let rates: Vec<String> = rates.iter().map(|lr| format!("{lr:e}")).collect();
         let until = if self.trainer.is_scheduled() { "the schedule continues" } else { "set_lr sets another" };
         emit(&format!(

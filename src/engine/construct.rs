@@ -7,7 +7,8 @@
 use super::config_comparison::CustomComponents;
 use super::consistency::check_same_on_all_ranks;
 use super::gradient_check_state::FiniteDifferenceChecker;
-use super::islands::{IslandRanks, Islands};
+use super::island_crossing::IslandRanks;
+use super::islands::Islands;
 use super::pipeline::PipelineSetup;
 use super::reporter::EngineReporter;
 use super::step_clock::StepClock;
@@ -33,6 +34,7 @@ use crate::zero::share::share_plan::SharePlan;
 use crate::zero::share::var_builder_backend::VarBuilderBackend;
 use candle_core::Device;
 use candle_nn::VarBuilder;
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
@@ -141,12 +143,20 @@ impl<M> Engine<M> {
             offload,
         }));
         link.connect(&core);
-        check_same_on_all_ranks((&core, islands.as_ref()), &config, own, &trainer, weights, &inits, &shared_content)?;
+        let island_fingerprint = check_same_on_all_ranks(
+            (&core, islands.as_ref()),
+            &config,
+            own,
+            &trainer,
+            weights,
+            &inits,
+            &shared_content,
+        )?;
         #[cfg(feature = "cuda")]
         core.join_gpus()?;
         core.refresh()?;
         let islands = match (islands, &config.local_steps) {
-            (Some(ranks), Some(config)) => Some(Islands::begin(ranks, config, &core)?),
+            (Some(ranks), Some(config)) => Some(Islands::begin(ranks, config, &core, island_fingerprint)?),
             _ => None,
         };
         if reports {
@@ -159,6 +169,8 @@ impl<M> Engine<M> {
             core,
             trainer,
             islands,
+            joined: None,
+            client_state: Value::Null,
             scaler: LossScaler::new(&config.precision, config.zero.stage),
             config,
             device,
@@ -185,6 +197,7 @@ impl<M> Engine<M> {
             recorder: None,
         };
         engine.arm();
+        engine.join_islands()?;
         engine.dump_state();
         Ok(engine)
     }

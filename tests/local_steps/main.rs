@@ -6,6 +6,7 @@ mod checkpoints;
 mod convergence;
 mod faults;
 mod reference;
+mod server;
 mod stages;
 
 use candle_core::{Device, Tensor};

@@ -85,6 +85,8 @@ pub(crate) struct LaunchOptions {
     pub(crate) master_port: Option<u16>,
     /// The port for metrics. `None`: from the environment.
     pub(crate) prometheus: Option<u16>,
+    /// The place of the ranks in a run of islands.
+    pub(crate) island: ranks::IslandPlace,
     pub(crate) max_restarts: u32,
     /// The minimum number of ranks, at most `ranks`.
     pub(crate) min_ranks: usize,
@@ -156,6 +158,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         script: Some(options.script.clone()),
         master_port: options.master_port,
         prometheus: options.prometheus,
+        island: options.island.clone(),
         restart: 0,
         timeline: recorded.as_ref().map(|job| job.folder().to_owned()),
         multi_host: None,

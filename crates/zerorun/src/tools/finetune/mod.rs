@@ -179,6 +179,7 @@ impl FinetuneArguments {
             script: None,
             master_port: self.master_port,
             prometheus: None,
+            island: ranks::IslandPlace::default(),
             restart: 0,
             timeline: None,
             multi_host: None,

@@ -195,6 +195,7 @@ impl VerifyArguments {
             script: None,
             master_port: None,
             prometheus: None,
+            island: ranks::IslandPlace::default(),
             restart,
             timeline: None,
             multi_host: None,
