@@ -60,10 +60,8 @@ use crate::zero::rank_core::RankCore;
 use crate::zero::step::sharded_step::Vote;
 use candle_core::{DType, Device, Tensor};
 use gradient_check_state::FiniteDifferenceChecker;
-use island_donation::JoinedRun;
 use islands::Islands;
 use reporter::EngineReporter;
-use serde_json::Value;
 use std::sync::Arc;
 use step_clock::{MicroStepCall, StepClock};
 
@@ -101,10 +99,6 @@ pub struct Engine<M> {
     scaler: LossScaler,
     /// The exchanges with the other islands, if the ranks take local steps.
     islands: Option<Islands>,
-    /// What the program gets in place of a checkpoint, if the island has joined others.
-    joined: Option<JoinedRun>,
-    /// The client state that was saved or loaded last.
-    client_state: Value,
     device: Device,
     phase: MicroStepPhase,
     losses: AccumulatedLoss,

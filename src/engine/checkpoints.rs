@@ -60,8 +60,8 @@ impl<M> Engine<M> {
         self.wait_for_upload()?;
         self.between_steps("save_checkpoint")?;
         let progress = self.progress();
-        if self.islands.is_some() {
-            self.client_state = client_state.clone();
+        if let Some(islands) = &mut self.islands {
+            islands.client_state = client_state.clone();
         }
         let (dir, options) = self.of_island(dir.as_ref(), options);
         let mut manifest =
@@ -223,8 +223,8 @@ impl<M> Engine<M> {
             self.core.unused_was_judged();
         }
         self.settled(|engine| engine.resume_local_steps(checkpoint.manifest(), options, saved.as_ref()))?;
-        if self.islands.is_some() {
-            self.client_state = checkpoint.manifest().client_state.clone();
+        if let Some(islands) = &mut self.islands {
+            islands.client_state = checkpoint.manifest().client_state.clone();
         }
         Ok(Some(checkpoint.into_loaded()))
     }

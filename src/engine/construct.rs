@@ -34,7 +34,6 @@ use crate::zero::share::share_plan::SharePlan;
 use crate::zero::share::var_builder_backend::VarBuilderBackend;
 use candle_core::Device;
 use candle_nn::VarBuilder;
-use serde_json::Value;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
@@ -169,8 +168,6 @@ impl<M> Engine<M> {
             core,
             trainer,
             islands,
-            joined: None,
-            client_state: Value::Null,
             scaler: LossScaler::new(&config.precision, config.zero.stage),
             config,
             device,

@@ -27,7 +27,7 @@ pub(super) struct SavedByIslands {
     is_own: bool,
 }
 
-/// Collective among the ranks of an island that is a job of its own: returns the checkpoint that it loads: its own, or that
+/// Collective among the ranks of an island that is a separate job: returns the checkpoint that it loads: its own, or that
 /// of the island in slot 0 if it has none.
 fn saved_by_itself(
     islands: &Islands,
@@ -66,7 +66,7 @@ impl<M> Engine<M> {
     /// Returns this rank's island, for the agreement of all islands.
     pub(super) fn island_of_job(&self) -> Option<IslandOfJob> {
         let ranks = &self.islands.as_ref()?.ranks;
-        // Islands that are jobs of their own save without each other.
+        // Islands that are separate jobs save without each other.
         let (_, job) = ranks.across()?;
         Some(IslandOfJob { number: ranks.number(), job: job.clone() })
     }

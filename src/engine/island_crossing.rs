@@ -1,5 +1,5 @@
 //! The ranks of an island, and the way on which its exchanges cross to the other islands: a communicator, if all islands
-//! are parts of one job, or a server, if each island is a job of its own.
+//! are parts of one job, or a server, if each island is a separate job.
 
 use crate::comm::Communicator;
 use crate::comm::agree::{gather_u64, ranks_per_host};
@@ -30,7 +30,7 @@ pub(super) enum IslandCrossing {
         across: Arc<dyn Communicator>,
         job: Arc<dyn Communicator>,
     },
-    /// Each island is a job of its own.
+    /// Each island is a separate job.
     Server(Arc<ServerCrossing>),
 }
 

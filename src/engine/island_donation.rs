@@ -25,15 +25,7 @@ use std::path::Path;
 /// The maximum number of bytes of a part of a buffer.
 const BUFFER_PART: usize = 4 << 20;
 
-/// What an island that has joined gives its program in place of a checkpoint.
-#[derive(Debug, Clone)]
-pub(super) struct JoinedRun {
-    /// The step at which it has joined.
-    step: u64,
-    client_state: Value,
-}
-
-/// The connection of an island to its server.
+/// Returns the connection of an island to its server, if there is one.
 fn link(islands: &Islands) -> Result<Option<&IslandLink>> {
     islands.ranks.server().map(|server| server.link()).transpose()
 }
@@ -44,7 +36,7 @@ impl<M> Engine<M> {
         let Some(islands) = &mut self.islands else { return Ok(()) };
         let Some(donation) = islands.take_donation() else { return Ok(()) };
         islands.store_exchanges(&self.core)?;
-        let (client_state, options) = (self.client_state.clone(), SaveOptions::default());
+        let (client_state, options) = (islands.client_state.clone(), SaveOptions::default());
         let progress = self.progress();
         let manifest =
             checkpoint::manifest(&self.core, &self.trainer, &self.config, progress, None, client_state, &options);
@@ -121,7 +113,8 @@ impl<M> Engine<M> {
                 Received::Part(donation, part) if donation == head.donation => {
                     return Ok::<_, Error>(ControlFlow::Continue(part));
                 }
-                Received::Part(..) | Received::End(_) => {}
+                Received::Part(..) => {}
+                Received::End(donation) if donation <= head.donation => {}
                 Received::Head(other) if other.donation < head.donation => {}
                 other => return Ok(ControlFlow::Break(JoinProgress::after(other))),
             }
@@ -179,30 +172,29 @@ impl<M> Engine<M> {
                 self.global_steps
             ));
         }
-        self.client_state = manifest.client_state.clone();
-        self.joined = Some(JoinedRun { step: self.global_steps, client_state: manifest.client_state.clone() });
+        islands.client_state = manifest.client_state.clone();
+        islands.joined_at = Some(self.global_steps);
         Ok(())
     }
 
     /// Returns whether this island has joined others and has not trained since.
     pub(super) fn has_just_joined(&self) -> bool {
-        self.joined.as_ref().is_some_and(|joined| joined.step == self.global_steps)
+        self.islands.as_ref().is_some_and(|islands| islands.joined_at == Some(self.global_steps))
     }
 
     /// Returns what the program gets in place of the checkpoint in `dir`, if this island has joined others and has not
     /// trained since: its state is newer.
     pub(super) fn joined_instead_of(&self, dir: &Path, tag: Option<&str>) -> Option<LoadedCheckpoint> {
-        let joined = self.joined.as_ref().filter(|_| self.has_just_joined())?;
-        let islands = self.islands.as_ref()?;
+        let islands = self.islands.as_ref().filter(|_| self.has_just_joined())?;
         if self.core.comm().rank() == 0 {
             emit(&format!(
                 "local_steps: the checkpoint in {} is not loaded: this island continues with the state of the others at \
                  step {}",
                 dir.display(),
-                joined.step
+                self.global_steps
             ));
         }
-        let client_state = match &joined.client_state {
+        let client_state = match &islands.client_state {
             // The donor has neither saved nor loaded a checkpoint.
             Value::Null => {
                 checkpoint::peek(&islands.ranks.folder(dir), tag).map_or(Value::Null, |own| own.client_state)

@@ -28,6 +28,7 @@ use crate::util::{counted, fnv1a, list};
 use crate::zero::rank_core::RankCore;
 use crate::zero::step::outer_step::{MeanChange, encoding};
 use candle_core::DType;
+use serde_json::Value;
 use std::collections::VecDeque;
 
 /// The exchanges of this rank's island with the others.
@@ -49,6 +50,10 @@ pub(super) struct Islands {
     donation: Option<u64>,
     /// The traffic with a server.
     traffic: CollectiveKindReport,
+    /// The client state that was saved, loaded or received last.
+    pub client_state: Value,
+    /// The step at which this island has joined others.
+    pub joined_at: Option<u64>,
 }
 
 /// A fragment that has been sent but has not yet taken effect.
@@ -73,7 +78,7 @@ enum ExchangeProgress {
     Stored,
 }
 
-/// What an exchange has brought.
+/// The result of an exchange.
 enum ExchangeResult {
     /// The mean change of this rank's pieces.
     Mean(Vec<f32>),
@@ -122,6 +127,8 @@ impl Islands {
             members: Vec::new(),
             donation: None,
             traffic: CollectiveKindReport::default(),
+            client_state: Value::Null,
+            joined_at: None,
         })
     }
 

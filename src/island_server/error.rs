@@ -36,7 +36,7 @@ pub enum IslandError {
     Lost {
         /// The address, as it was given.
         address: String,
-        /// What was seen.
+        /// The evidence.
         why: String,
     },
     /// The server has removed this island from the run, or does not admit it.

@@ -217,7 +217,7 @@ impl Drop for IslandLink {
     fn drop(&mut self) {
         lock(&self.inbox.inbox).ends = true;
         self.inbox.changed.notify_all();
-        // What waits is still sent; a server that no longer reads is given up at the time limit of writing.
+        // Frames that wait are still sent; a server that no longer reads is given up at the time limit of writing.
         self.outbox.close();
         let mut threads = self.threads.drain(..);
         if let Some(writing) = threads.next() {

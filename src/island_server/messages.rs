@@ -52,7 +52,7 @@ pub(super) fn split_numbers<const N: usize>(bytes: &[u8]) -> Option<([u64; N], &
     Some((numbers, rest))
 }
 
-/// What an island must have in common with the others, and who it is.
+/// The first message of a rank: the properties that its island shares with the others, and its identity.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Hello {
@@ -64,13 +64,13 @@ pub(crate) struct Hello {
     pub slot: Option<usize>,
     /// The position of this rank in its island.
     pub position: usize,
-    /// What all islands have in common.
+    /// The properties that all islands share.
     pub run: RunShape,
     /// For each fragment, the number of elements of this rank's pieces.
     pub lens: Vec<u64>,
 }
 
-/// What all islands of a run have in common.
+/// The properties that all islands of a run share.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RunShape {

@@ -1,4 +1,4 @@
-//! Islands that are jobs of their own: the server at which they meet, and each rank's connection to it.
+//! Islands that are separate jobs: the server at which they meet, and each rank's connection to it.
 //!
 //! ```text
 //!   island in slot 0: ranks 0, 1   ----\
@@ -32,7 +32,7 @@ mod wire;
 
 pub(crate) use link::{Entrance, IslandLink, Received};
 pub(crate) use messages::{DonationHead, Hello, RoundKey, RunShape};
-pub use server::{IslandServer, IslandServerOptions};
+pub use server::{IslandServer, IslandServerOptions, IslandServerStatus};
 pub(crate) use wire::ChangeFormat;
 
 use std::time::Duration;

@@ -66,14 +66,14 @@ impl RecordFile {
         Ok(Self { path: path.to_owned(), file: Some(file) })
     }
 
-    /// Appends an event and syncs it to disk. If that fails, the run goes on without a record.
+    /// Appends an event and syncs it to disk. If that fails, the run continues without a record.
     pub fn append(&mut self, event: &RunEvent) {
         let Some(file) = &mut self.file else { return };
         let mut line = serde_json::to_string(event)
             .unwrap_or_else(|error| unreachable!("strings and numbers are valid JSON: {error}"));
         line.push('\n');
         if let Err(error) = file.write_all(line.as_bytes()).and_then(|()| file.sync_data()) {
-            emit(&format!("island server: {} ends here: {error}; the run goes on", self.path.display()));
+            emit(&format!("island server: {} ends here: {error}; the run continues", self.path.display()));
             self.file = None;
         }
     }

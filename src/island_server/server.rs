@@ -46,6 +46,16 @@ impl Default for IslandServerOptions {
     }
 }
 
+/// The islands that a server knows, by slot.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct IslandServerStatus {
+    /// The islands that take part in exchanges.
+    pub members: Vec<usize>,
+    /// The islands that wait to join, or receive the state of another one.
+    pub waiting: Vec<usize>,
+}
+
 /// A running island server: the meeting point of islands that join, leave and die without stopping the others.
 ///
 /// ```
@@ -120,6 +130,12 @@ impl IslandServer {
     /// Returns the address on which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Returns the islands of the run at this moment.
+    pub fn status(&self) -> IslandServerStatus {
+        let state = lock(&self.shared.state);
+        IslandServerStatus { members: state.membership.members(), waiting: state.membership.waiting() }
     }
 }
 
@@ -208,6 +224,7 @@ impl SharedServer {
         }
         outbox.close();
         _ = sending.join();
+        drain(&mut reader);
         lock(&self.state).connections.remove(&id);
     }
 
@@ -307,6 +324,16 @@ enum ReadEnd {
 impl ReadEnd {
     fn of(why: &str) -> Self {
         if why.starts_with(FOREIGN) { Self::Foreign } else { Self::Network }
+    }
+}
+
+/// Reads a little of what a peer still sends: closing a connection with unread bytes may discard what was sent to the peer.
+fn drain(reader: &mut impl Read) {
+    let mut bytes = [0; 4096];
+    for _ in 0..16 {
+        if !matches!(reader.read(&mut bytes), Ok(1..)) {
+            return;
+        }
     }
 }
 

@@ -1,5 +1,6 @@
-//! Islands that are jobs of their own and meet at an island server: they join, leave and die, and the others go on.
+//! Islands that are separate jobs and meet at an island server: they join, leave and die, and the others continue.
 
+use super::support::processes::wait_up_to;
 use super::{BATCH, Model, Start, batch, config, engine, on_ranks, train, weights};
 use candle_core::Device;
 use candle_zero::Engine;
@@ -11,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 type Weights = Vec<Vec<f32>>;
 
@@ -38,7 +40,7 @@ fn engine_in_slot(
     builder.island_slot(slot).initialize(Model::new, config)
 }
 
-/// An island of `ranks` ranks on threads of its own, each of which runs `program`.
+/// An island of `ranks` ranks on its own threads, each of which runs `program`.
 fn island<T: Send + 'static>(
     ranks: usize,
     program: impl Fn(Arc<dyn candle_zero::comm::Communicator>) -> candle_zero::Result<T> + Send + Sync + 'static,
@@ -242,6 +244,19 @@ fn direct(
     Ok(())
 }
 
+fn train_all(islands: &[Directed], steps: usize) -> Vec<Weights> {
+    islands.iter().for_each(|island| island.order(Order::Train(steps)));
+    islands.iter().map(|island| island.trained().0).collect()
+}
+
+/// Waits until the server has these members, and these islands wait to join.
+fn wait_until(server: &IslandServer, members: &[usize], waiting: &[usize]) {
+    wait_up_to(Duration::from_secs(60), "the server to know the islands", || {
+        let status = server.status();
+        (status.members == members && status.waiting == waiting).then_some(())
+    });
+}
+
 fn keys() -> Value {
     json!({"steps": 4, "fragments": 2, "fragment_delay": 1, "min_islands": 2})
 }
@@ -252,39 +267,258 @@ fn islands_die_and_join_while_the_others_train_and_end_with_the_same_weights() {
     let config = configuration(&section(&server, keys()), 1, 4);
     let mut islands: Vec<Directed> = (0..2).map(|slot| Directed::start(config.clone(), slot)).collect();
     islands.iter().for_each(|island| assert_eq!(island.ready().0, 0));
-    let train = |islands: &[Directed], steps: usize| -> Vec<(Weights, f32)> {
-        islands.iter().for_each(|island| island.order(Order::Train(steps)));
-        islands.iter().map(Directed::trained).collect()
-    };
-    let first = train(&islands, 5);
-    assert!(first.iter().all(|(_, loss)| loss.is_finite()));
-    // Two islands come; they wait until the next exchange.
+    train_all(&islands, 5);
     islands.extend((2..4).map(|slot| Directed::start(config.clone(), slot)));
+    wait_until(&server, &[0, 1], &[2, 3]);
+    // The exchange after step 6 takes effect after step 7.
     islands[..2].iter().for_each(|island| island.order(Order::Train(5)));
-    islands[..2].iter().for_each(|island| _ = island.trained());
-    let joined: Vec<(u64, usize)> = islands[2..].iter().map(Directed::ready).collect();
-    assert!(joined.iter().all(|(step, _)| (6..=10).contains(step)), "{joined:?}");
-    // All of them catch up with step 10, and train on together.
-    for (island, (step, _)) in islands[2..].iter().zip(&joined) {
-        island.order(Order::Train(10 - usize::try_from(*step).unwrap()));
-        island.trained();
+    for (slot, island) in islands.iter().enumerate().skip(2) {
+        assert_eq!(island.ready(), (7, slot));
+        island.order(Order::Train(3));
     }
-    train(&islands, 4);
-    // The donor dies, and an island without a change of its own.
+    islands.iter().for_each(|island| _ = island.trained());
+    train_all(&islands, 4);
+    // The next donor dies, and another island.
     islands.remove(0).die();
     islands.remove(1).die();
-    train(&islands, 5);
-    // The first slot is free again.
+    train_all(&islands, 5);
+    wait_until(&server, &[1, 3], &[]);
     let again = Directed::start(config.clone(), 0);
+    wait_until(&server, &[1, 3], &[0]);
     islands.iter().for_each(|island| island.order(Order::Train(4)));
-    islands.iter().for_each(|island| _ = island.trained());
-    let (step, slot) = again.ready();
-    assert!((20..=23).contains(&step) && slot == 0, "{step}, {slot}");
-    again.order(Order::Train(23 - usize::try_from(step).unwrap()));
-    again.trained();
+    assert_eq!(again.ready(), (21, 0));
+    again.order(Order::Train(2));
     islands.push(again);
+    islands.iter().for_each(|island| _ = island.trained());
     islands.iter().for_each(|island| island.order(Order::Synchronize));
     let last: Vec<(Weights, f32)> = islands.iter().map(Directed::trained).collect();
     assert!(last.iter().all(|(weights, _)| *weights == last[0].0));
     islands.into_iter().for_each(Directed::end);
+    wait_until(&server, &[], &[]);
+}
+
+/// A run in which island 2 joins after step 8, and island 1 is gone before the exchange after step 12: it dies, or is told to
+/// leave by a replay. Returns the weights at the end.
+fn eventful(server: &IslandServer, is_replay: bool) -> Weights {
+    let config = configuration(&section(server, json!({"steps": 4, "min_islands": 2})), 1, 3);
+    let mut islands: Vec<Directed> = (0..2).map(|slot| Directed::start(config.clone(), slot)).collect();
+    islands.iter().for_each(|island| assert_eq!(island.ready().0, 0));
+    train_all(&islands, 6);
+    let joins = Directed::start(config, 2);
+    wait_until(server, &[0, 1], &[2]);
+    train_all(&islands, 2);
+    assert_eq!(joins.ready(), (8, 2));
+    islands.push(joins);
+    train_all(&islands, 3);
+    let leaves = islands.remove(1);
+    if is_replay {
+        leaves.order(Order::Train(1));
+    } else {
+        leaves.die();
+        train_all(&islands, 3);
+        return synchronized(islands);
+    }
+    train_all(&islands, 3);
+    let why = leaves.failed();
+    assert!(why.ends_with("in the recorded run, it left before the exchange after step 12"), "{why}");
+    synchronized(islands)
+}
+
+/// Ends islands, and returns the weights that all of them have at the end.
+fn synchronized(islands: Vec<Directed>) -> Weights {
+    islands.iter().for_each(|island| island.order(Order::Synchronize));
+    let mut last: Vec<(Weights, f32)> = islands.iter().map(Directed::trained).collect();
+    assert!(last.iter().all(|(weights, _)| *weights == last[0].0));
+    islands.into_iter().for_each(Directed::end);
+    last.swap_remove(0).0
+}
+
+#[test]
+fn a_replayed_run_has_the_same_bits() {
+    let dir = tempfile::tempdir().unwrap();
+    let record = dir.path().join("record");
+    let expected = {
+        let server = server(|options| options.record = Some(record.clone()));
+        eventful(&server, false)
+    };
+    let text = std::fs::read_to_string(&record).unwrap();
+    assert!(text.contains(r#""event":"join","slot":2,"donor":0"#), "{text}");
+    let again = dir.path().join("again");
+    let found = {
+        let server = server(|options| {
+            options.replay = Some(record.clone());
+            options.record = Some(again.clone());
+        });
+        eventful(&server, true)
+    };
+    assert!(found == expected);
+    // The same exchanges, with the same members, samples and weights.
+    let rounds = |path: &Path| -> Vec<String> {
+        let text = std::fs::read_to_string(path).unwrap();
+        text.lines().filter(|line| line.contains(r#""event":"round""#)).map(str::to_string).collect()
+    };
+    assert_eq!(rounds(&again), rounds(&record));
+}
+
+#[test]
+fn a_replay_of_another_run_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let record = dir.path().join("record");
+    let run = |options: &dyn Fn(&mut IslandServerOptions), lr: f64| {
+        let server = server(options);
+        let mut config = configuration(&section(&server, json!({"steps": 2})), 1, 2);
+        config["optimizer"]["params"]["lr"] = json!(lr);
+        let islands: Vec<Directed> = (0..2).map(|slot| Directed::start(config.clone(), slot)).collect();
+        islands.iter().for_each(|island| _ = island.ready());
+        islands.iter().for_each(|island| island.order(Order::Train(4)));
+        islands
+            .into_iter()
+            .map(|island| match island.answer() {
+                Answer::Failed(why) => why.replace(&server.address().to_string(), "ADDRESS"),
+                _ => "trained".into(),
+            })
+            .collect::<Vec<String>>()
+    };
+    assert_eq!(run(&|options| options.record = Some(record.clone()), 1e-2), ["trained", "trained"]);
+    let refused = run(&|options| options.replay = Some(record.clone()), 2e-2);
+    insta::assert_snapshot!(refused[0], @"");
+    assert_eq!(refused[0], refused[1]);
+}
+
+#[test]
+fn an_island_that_is_behind_is_told_to_start_again_and_one_that_loads_keeps_the_bits() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = json!({"steps": 4, "fragments": 2, "fragment_delay": 2});
+    let server = server(|_| {});
+    let config = configuration(&section(&server, keys), 1, 2);
+    let start = || -> Vec<Directed> { (0..2).map(|slot| Directed::start(config.clone(), slot)).collect() };
+    let islands = start();
+    islands.iter().for_each(|island| _ = island.ready());
+    train_all(&islands, 7);
+    islands.iter().for_each(|island| island.order(Order::Save(dir.path().to_owned())));
+    islands.iter().for_each(|island| _ = island.ready());
+    let expected = train_all(&islands, 4);
+    islands.into_iter().for_each(Directed::die);
+    wait_until(&server, &[], &[]);
+    // Both resume: the run continues with the same bits.
+    let islands = start();
+    islands.iter().for_each(|island| _ = island.ready());
+    islands.iter().for_each(|island| island.order(Order::Load(dir.path().to_owned())));
+    islands.iter().for_each(|island| assert_eq!(island.ready().0, 7));
+    assert!(train_all(&islands, 4) == expected);
+    islands.into_iter().for_each(Directed::die);
+    wait_until(&server, &[], &[]);
+    // One of them resumes, and the other begins.
+    let islands = start();
+    islands.iter().for_each(|island| _ = island.ready());
+    islands[0].order(Order::Load(dir.path().to_owned()));
+    islands[0].ready();
+    islands[0].order(Order::Train(3));
+    islands[1].order(Order::Train(4));
+    islands[0].trained();
+    let [first, second] = islands.try_into().unwrap_or_else(|_| panic!("two islands"));
+    let why = second.failed().replace(&server.address().to_string(), "ADDRESS");
+    insta::assert_snapshot!(why, @"");
+    // It joins when it is started again, and its checkpoint is not loaded.
+    let again = Directed::start(config.clone(), 1);
+    wait_until(&server, &[0], &[1]);
+    first.order(Order::Train(4));
+    first.trained();
+    assert_eq!(again.ready(), (14, 1));
+    again.order(Order::Load(dir.path().to_owned()));
+    assert_eq!(again.ready(), (14, 1));
+    first.die();
+    again.end();
+}
+
+#[test]
+fn islands_that_do_not_fit_are_refused_and_the_others_continue() {
+    let server = server(|_| {});
+    let address = server.address().to_string();
+    let config = configuration(&section(&server, json!({"steps": 2, "min_islands": 1})), 1, 2);
+    let first = Directed::start(config.clone(), 0);
+    first.ready();
+    let refused = |config: Value, slot: usize| Directed::start(config, slot).failed().replace(&address, "ADDRESS");
+    let with = |change: &dyn Fn(&mut Value)| {
+        let mut config = config.clone();
+        change(&mut config);
+        config
+    };
+    insta::assert_snapshot!(refused(with(&|config| config["local_steps"]["wire_dtype"] = json!("bf16")), 1), @"");
+    insta::assert_snapshot!(refused(with(&|config| config["local_steps"]["steps"] = json!(3)), 1), @"");
+    insta::assert_snapshot!(refused(with(&|config| config["optimizer"]["params"]["lr"] = json!(0.5)), 1), @"");
+    insta::assert_snapshot!(
+        refused(with(&|config| {
+            config["local_steps"]["islands"] = json!(4);
+            config["train_batch_size"] = json!(4 * BATCH);
+        }), 1), @"");
+    insta::assert_snapshot!(refused(config.clone(), 0), @"");
+    insta::assert_snapshot!(refused(config.clone(), 7), @"");
+    let of_two = config.clone();
+    let two_ranks = island(2, move |comm| engine_in_slot(comm, of_two.clone(), 1).map(drop));
+    insta::assert_snapshot!(error(two_ranks).replace(&address, "ADDRESS"), @"");
+    let of_other = config.clone();
+    let other_model = island(1, move |comm| {
+        use candle_nn::VarBuilder;
+        let build = |vb: VarBuilder<'_>| candle_zero::nn::Linear::new(6, 4, vb.pp("a"));
+        Engine::builder().communicator(comm).device(Device::Cpu).initialize(build, of_other.clone()).map(drop)
+    });
+    insta::assert_snapshot!(error(other_model).replace(&address, "ADDRESS"), @"");
+    // A program that is not an island.
+    use std::io::{Read, Write};
+    let mut stream = std::net::TcpStream::connect(&address).unwrap();
+    stream.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let mut answer = Vec::new();
+    // The end may also be a reset.
+    _ = stream.read_to_end(&mut answer);
+    first.order(Order::Train(5));
+    first.trained();
+    first.end();
+}
+
+#[test]
+fn all_slots_taken_and_servers_that_are_not_there_are_named() {
+    let server = server(|_| {});
+    let address = server.address().to_string();
+    let config = configuration(&section(&server, json!({"steps": 2})), 1, 2);
+    let islands: Vec<Directed> = (0..2).map(|slot| Directed::start(config.clone(), slot)).collect();
+    islands.iter().for_each(|island| _ = island.ready());
+    let third = config.clone();
+    let third = island(1, move |comm| engine(comm, third.clone()).map(drop));
+    insta::assert_snapshot!(error(third).replace(&address, "ADDRESS"), @"");
+    // The server ends while islands train.
+    drop(server);
+    islands.iter().for_each(|island| island.order(Order::Train(2)));
+    for island in islands {
+        let why = island.failed().replace(&address, "ADDRESS");
+        assert!(why.starts_with("lost the island server at ADDRESS: "), "{why}");
+        assert!(why.ends_with("the island resumes from its checkpoint when the server runs again"), "{why}");
+    }
+    let why = Directed::start(config, 0).failed().replace(&address, "ADDRESS");
+    insta::assert_snapshot!(why, @"");
+    // Another program listens.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    std::thread::spawn(move || {
+        use std::io::Write;
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(b"SSH-2.0-OpenSSH_9.2\r\n").unwrap();
+        _ = std::io::copy(&mut stream, &mut std::io::sink());
+    });
+    let config = configuration(&json!({"steps": 2, "server": address}), 1, 2);
+    insta::assert_snapshot!(Directed::start(config, 0).failed().replace(&address, "ADDRESS"), @"");
+}
+
+#[test]
+fn keys_of_a_server_that_do_not_fit_each_other_are_named() {
+    let problems = |section: Value| {
+        let config = json!({"train_batch_size": 8, "local_steps": section});
+        candle_zero::config::Config::load(config, 2).unwrap_err().to_string()
+    };
+    insta::assert_snapshot!(problems(json!({"server": "host0", "islands": 2})), @"");
+    insta::assert_snapshot!(problems(json!({"server": "host0:29600"})), @"");
+    insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 1})), @"");
+    insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 2, "min_islands": 3})), @"");
+    insta::assert_snapshot!(problems(json!({"islands": 2, "min_islands": 2})), @"");
+    insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 3})), @"");
 }

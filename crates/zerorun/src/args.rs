@@ -5,11 +5,11 @@ use super::launcher_variables::{LauncherVariables, of_process};
 use super::ranks_per_host;
 use crate::error::Result;
 use crate::launch::LaunchOptions;
-use crate::launch::ranks::IslandPlace;
 use crate::launch::comm_backend::CommBackend;
 use crate::launch::console::CommandLineError;
 use crate::launch::core_binding::CoreBinding;
 use crate::launch::hosts::core_list::CoreList;
+use crate::launch::ranks::IslandPlace;
 use crate::tools;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
@@ -268,7 +268,9 @@ fn wrong_min_ranks(typed: &ZerorunArguments) -> Option<String> {
 fn server_address(text: &str) -> std::result::Result<String, String> {
     match candle_zero::config::is_address(text) {
         true => Ok(text.to_owned()),
-        false => Err("give a name or an address, a colon and a port from 1 to 65535, for example host0:29600".to_string()),
+        false => {
+            Err("give a name or an address, a colon and a port from 1 to 65535, for example host0:29600".to_string())
+        }
     }
 }
 

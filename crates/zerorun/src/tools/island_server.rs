@@ -1,4 +1,4 @@
-//! `zerorun island-server`: the meeting point of islands that are jobs of their own.
+//! `zerorun island-server`: the meeting point of islands that are separate jobs.
 
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use candle_zero::island_server::{IslandServer, IslandServerOptions};
