@@ -22,6 +22,8 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The time between two attempts, and between two looks at whether another rank has failed.
 const INTERVAL: Duration = Duration::from_millis(100);
+/// How long a rank waits for the server's reason after another rank of its island has failed.
+const REASON: Duration = Duration::from_secs(1);
 /// The time limit of one attempt to connect.
 const ATTEMPT: Duration = Duration::from_secs(10);
 /// The number of parts of a donation that are received ahead.
@@ -192,6 +194,7 @@ impl IslandLink {
 
     fn wait<T>(&self, mut take: impl FnMut(&mut Inbox) -> Option<T>, failure: &dyn Fn() -> Option<Error>) -> Result<T> {
         let mut inbox = lock(&self.inbox.inbox);
+        let mut failed: Option<(Error, Instant)> = None;
         loop {
             if let Some(found) = take(&mut inbox) {
                 return Ok(found);
@@ -199,10 +202,13 @@ impl IslandLink {
             if let Some(failed) = &inbox.failed {
                 return Err(failed.clone().into());
             }
-            (inbox, _) = self.inbox.changed.wait_timeout(inbox, INTERVAL).unwrap_or_else(PoisonError::into_inner);
-            if let Some(error) = failure() {
-                return Err(error);
+            match failed {
+                // The server's own reason, which all ranks of the island get, says more.
+                Some((_, since)) if since.elapsed() < REASON => {}
+                Some((error, _)) => return Err(error),
+                None => failed = failure().map(|error| (error, Instant::now())),
             }
+            (inbox, _) = self.inbox.changed.wait_timeout(inbox, INTERVAL).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }

@@ -232,12 +232,12 @@ impl SharedServer {
     fn read_frames(&self, id: ConnectionId, reader: &mut impl Read) -> String {
         let mut is_known = false;
         loop {
-            let max_change = lock(&self.state).membership.max_change();
             let limit = |kind| match kind {
                 FrameKind::Hello if !is_known => Some(MAX_SHORT),
                 FrameKind::Ping => Some(0),
                 _ if !is_known => None,
-                FrameKind::Change => Some(max_change),
+                // The lengths of fragments are known when all ranks of an island are connected.
+                FrameKind::Change => Some(lock(&self.state).membership.max_change()),
                 FrameKind::DonationHead => Some(MAX_MANIFEST),
                 FrameKind::DonationPart => Some(MAX_PART),
                 FrameKind::DonationEnd => Some(8),

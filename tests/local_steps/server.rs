@@ -381,7 +381,7 @@ fn a_replay_of_another_run_is_refused() {
     };
     assert_eq!(run(&|options| options.record = Some(record.clone()), 1e-2), ["trained", "trained"]);
     let refused = run(&|options| options.replay = Some(record.clone()), 2e-2);
-    insta::assert_snapshot!(refused[0], @"");
+    insta::assert_snapshot!(refused[0], @"the island server at ADDRESS refuses this island: the replay differs from its record at the exchange after step 4: the weights have other bits; begin from the same weights and data, with the same number of steps, as the recorded run");
     assert_eq!(refused[0], refused[1]);
 }
 
@@ -418,7 +418,7 @@ fn an_island_that_is_behind_is_told_to_start_again_and_one_that_loads_keeps_the_
     islands[0].trained();
     let [first, second] = islands.try_into().unwrap_or_else(|_| panic!("two islands"));
     let why = second.failed().replace(&server.address().to_string(), "ADDRESS");
-    insta::assert_snapshot!(why, @"");
+    insta::assert_snapshot!(why, @"the island server at ADDRESS refuses this island: it is behind: the first exchange of the others is after step 8; start it again, and it joins them (zerorun --max_restarts does so)");
     // It joins when it is started again, and its checkpoint is not loaded.
     let again = Directed::start(config.clone(), 1);
     wait_until(&server, &[0], &[1]);
@@ -444,26 +444,26 @@ fn islands_that_do_not_fit_are_refused_and_the_others_continue() {
         change(&mut config);
         config
     };
-    insta::assert_snapshot!(refused(with(&|config| config["local_steps"]["wire_dtype"] = json!("bf16")), 1), @"");
-    insta::assert_snapshot!(refused(with(&|config| config["local_steps"]["steps"] = json!(3)), 1), @"");
-    insta::assert_snapshot!(refused(with(&|config| config["optimizer"]["params"]["lr"] = json!(0.5)), 1), @"");
+    insta::assert_snapshot!(refused(with(&|config| config["local_steps"]["wire_dtype"] = json!("bf16")), 1), @"the island server at ADDRESS refuses this island: it and the islands of the run have different values of local_steps.wire_dtype; start the same program with the same files and configuration for all islands");
+    insta::assert_snapshot!(refused(with(&|config| config["local_steps"]["steps"] = json!(3)), 1), @"the island server at ADDRESS refuses this island: it and the islands of the run have different configurations or data; start the same program with the same files and configuration for all islands");
+    insta::assert_snapshot!(refused(with(&|config| config["optimizer"]["params"]["lr"] = json!(0.5)), 1), @"the island server at ADDRESS refuses this island: it and the islands of the run have different configurations or data; start the same program with the same files and configuration for all islands");
     insta::assert_snapshot!(
         refused(with(&|config| {
             config["local_steps"]["islands"] = json!(4);
             config["train_batch_size"] = json!(4 * BATCH);
-        }), 1), @"");
-    insta::assert_snapshot!(refused(config.clone(), 0), @"");
-    insta::assert_snapshot!(refused(config.clone(), 7), @"");
+        }), 1), @"the island server at ADDRESS refuses this island: it and the islands of the run have different numbers of islands (local_steps.islands): 2 and 4; start the same program with the same files and configuration for all islands");
+    insta::assert_snapshot!(refused(config.clone(), 0), @"the island server at ADDRESS refuses this island: slot 0 is taken by another island; ask for another slot, or end that island");
+    insta::assert_snapshot!(refused(config.clone(), 7), @"the island server at ADDRESS refuses this island: it asks for slot 7, but the run has 2 slots (local_steps.islands); ask for 0 to 1");
     let of_two = config.clone();
     let two_ranks = island(2, move |comm| engine_in_slot(comm, of_two.clone(), 1).map(drop));
-    insta::assert_snapshot!(error(two_ranks).replace(&address, "ADDRESS"), @"");
+    insta::assert_snapshot!(error(two_ranks).replace(&address, "ADDRESS"), @"the island server at ADDRESS refuses this island: it and the islands of the run have different numbers of ranks per island: 1 and 2; start the same program with the same files and configuration for all islands");
     let of_other = config.clone();
     let other_model = island(1, move |comm| {
         use candle_nn::VarBuilder;
         let build = |vb: VarBuilder<'_>| candle_zero::nn::Linear::new(6, 4, vb.pp("a"));
         Engine::builder().communicator(comm).device(Device::Cpu).initialize(build, of_other.clone()).map(drop)
     });
-    insta::assert_snapshot!(error(other_model).replace(&address, "ADDRESS"), @"");
+    insta::assert_snapshot!(error(other_model).replace(&address, "ADDRESS"), @"the island server at ADDRESS refuses this island: it and the islands of the run have different models; start the same program with the same files and configuration for all islands");
     // A program that is not an island.
     use std::io::{Read, Write};
     let mut stream = std::net::TcpStream::connect(&address).unwrap();
@@ -485,7 +485,7 @@ fn all_slots_taken_and_servers_that_are_not_there_are_named() {
     islands.iter().for_each(|island| _ = island.ready());
     let third = config.clone();
     let third = island(1, move |comm| engine(comm, third.clone()).map(drop));
-    insta::assert_snapshot!(error(third).replace(&address, "ADDRESS"), @"");
+    insta::assert_snapshot!(error(third).replace(&address, "ADDRESS"), @"the island server at ADDRESS refuses this island: all 2 slots are taken; end an island, or start all islands with a larger local_steps.islands");
     // The server ends while islands train.
     drop(server);
     islands.iter().for_each(|island| island.order(Order::Train(2)));
@@ -495,7 +495,7 @@ fn all_slots_taken_and_servers_that_are_not_there_are_named() {
         assert!(why.ends_with("the island resumes from its checkpoint when the server runs again"), "{why}");
     }
     let why = Directed::start(config, 0).failed().replace(&address, "ADDRESS");
-    insta::assert_snapshot!(why, @"");
+    insta::assert_snapshot!(why, @"cannot reach the island server at ADDRESS: Connection refused (os error 111); start it with `zerorun island-server`, or correct local_steps.server (zerorun --island_server)");
     // Another program listens.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -506,7 +506,7 @@ fn all_slots_taken_and_servers_that_are_not_there_are_named() {
         _ = std::io::copy(&mut stream, &mut std::io::sink());
     });
     let config = configuration(&json!({"steps": 2, "server": address}), 1, 2);
-    insta::assert_snapshot!(Directed::start(config, 0).failed().replace(&address, "ADDRESS"), @"");
+    insta::assert_snapshot!(Directed::start(config, 0).failed().replace(&address, "ADDRESS"), @"the program at ADDRESS is not an island server: it sent a frame of kind 83; correct local_steps.server (zerorun --island_server)");
 }
 
 #[test]
@@ -515,10 +515,10 @@ fn keys_of_a_server_that_do_not_fit_each_other_are_named() {
         let config = json!({"train_batch_size": 8, "local_steps": section});
         candle_zero::config::Config::load(config, 2).unwrap_err().to_string()
     };
-    insta::assert_snapshot!(problems(json!({"server": "host0", "islands": 2})), @"");
-    insta::assert_snapshot!(problems(json!({"server": "host0:29600"})), @"");
-    insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 1})), @"");
-    insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 2, "min_islands": 3})), @"");
-    insta::assert_snapshot!(problems(json!({"islands": 2, "min_islands": 2})), @"");
-    insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 3})), @"");
+    insta::assert_snapshot!(problems(json!({"server": "host0", "islands": 2})), @r#"the configuration value: `local_steps.server`: expected HOST:PORT with a port from 1 to 65535, found "host0""#);
+    insta::assert_snapshot!(problems(json!({"server": "host0:29600"})), @r#"the configuration value: `local_steps.islands`: expected a number of 2 or more, found "auto": with an island server, it is the number of slots for islands, and the number that start is not known"#);
+    insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 1})), @"the configuration value: `local_steps.islands`: expected a number of 2 or more, found 1: with an island server, it is the number of slots for islands, and the number that start is not known");
+    insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 2, "min_islands": 3})), @"the configuration value: `local_steps.min_islands`: expected at most 2 (local_steps.islands), found 3: the islands would wait forever");
+    insta::assert_snapshot!(problems(json!({"islands": 2, "min_islands": 2})), @"the configuration value: `local_steps.min_islands`: expected null without local_steps.server, found 2: islands that are parts of one job all begin together; remove the key, or give local_steps.server");
+    insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 3})), @"the configuration value: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 8 != 1 (derived) * 1 (derived) * 6; choose a train_batch_size that is a multiple of 6");
 }
