@@ -268,10 +268,13 @@ fn run<A: Architecture>(
     if let (true, Some(dir)) = (args.resume, &args.save)
         && let Some(loaded) = engine.load_checkpoint(dir, None, &LoadOptions::default())?
     {
-        loader.resume(loaded.global_samples);
         if engine.rank() == 0 {
             say(format!("continues after step {}: {}", engine.global_steps(), loaded.path.display()))?;
         }
+    }
+    if engine.global_samples() > 0 {
+        // The run continues from a checkpoint, or with the state of other islands.
+        loader.resume(engine.global_samples());
     }
     if train(&mut engine, &mut loader, args, seq_len, &sizes)? == Ended::Stopped {
         if engine.rank() == 0 {

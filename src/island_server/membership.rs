@@ -105,6 +105,8 @@ pub(super) struct Membership {
     slots_of_launchers: HashMap<u64, usize>,
     /// Whether an exchange has been closed since the first member began.
     is_running: bool,
+    /// The number of members that were told that the first exchange waits for more islands.
+    told_to_wait: usize,
     /// Whether the run has ended well, so that those who come later need not wait for others.
     has_ended: bool,
     rounds: BTreeMap<RoundKey, BTreeMap<usize, Vec<Option<RankChange>>>>,
@@ -400,7 +402,17 @@ impl Membership {
         let first = |slot: &usize| self.rounds.iter().find(|(_, round)| round.contains_key(slot)).map(|(key, _)| *key);
         let firsts: Vec<Option<RoundKey>> = members.iter().map(first).collect();
         let complete = |(slot, key): (&usize, &Option<RoundKey>)| key.is_some_and(|key| self.is_complete(key, *slot));
-        if members.len() < least || !members.iter().zip(&firsts).all(complete) {
+        if !members.iter().zip(&firsts).all(complete) {
+            return false;
+        }
+        if members.len() < least {
+            if !members.is_empty() && self.told_to_wait != members.len() {
+                self.told_to_wait = members.len();
+                let missing = counted(least - members.len(), "more island");
+                let notice = format!("the first exchange waits for {missing} (local_steps.min_islands)");
+                let frame = Frame::new(FrameKind::Notice, notice.into_bytes());
+                members.iter().for_each(|slot| self.send_to_island(*slot, &frame));
+            }
             return false;
         }
         self.is_running = true;
