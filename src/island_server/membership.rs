@@ -105,8 +105,8 @@ pub(super) struct Membership {
     slots_of_launchers: HashMap<u64, usize>,
     /// Whether an exchange has been closed since the first member began.
     is_running: bool,
-    /// The number of members that were told that the first exchange waits for more islands.
-    told_to_wait: usize,
+    /// The number of members at the time of the last notice that the first exchange waits for more islands.
+    noticed_members: usize,
     /// Whether the run has ended well, so that those who come later need not wait for others.
     has_ended: bool,
     rounds: BTreeMap<RoundKey, BTreeMap<usize, Vec<Option<RankChange>>>>,
@@ -406,8 +406,8 @@ impl Membership {
             return false;
         }
         if members.len() < least {
-            if !members.is_empty() && self.told_to_wait != members.len() {
-                self.told_to_wait = members.len();
+            if !members.is_empty() && self.noticed_members != members.len() {
+                self.noticed_members = members.len();
                 let missing = counted(least - members.len(), "more island");
                 let notice = format!("the first exchange waits for {missing} (local_steps.min_islands)");
                 let frame = Frame::new(FrameKind::Notice, notice.into_bytes());
@@ -818,6 +818,19 @@ mod tests {
         }
         assert_eq!(server.kinds(2, 0), [FrameKind::Welcome, FrameKind::Refused]);
         assert_eq!(server.membership.bytes(), 0);
+    }
+
+    #[test]
+    fn islands_that_wait_for_others_at_the_first_exchange_get_a_notice_once() {
+        let mut server = TestServer::new(None);
+        server.connect(0);
+        server.change(0, 5, 1.0);
+        server.change(0, 10, 1.0);
+        assert_eq!(server.kinds(0, 0), [FrameKind::Welcome, FrameKind::Notice]);
+        server.connect(1);
+        server.change(1, 5, 1.0);
+        server.change(1, 10, 1.0);
+        assert_eq!(server.means(0, 0).len(), 2);
     }
 
     #[test]

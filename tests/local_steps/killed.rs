@@ -1,6 +1,6 @@
 //! Islands that `zerorun` starts and `kill -9` ends: the others continue, and the islands join again.
 
-use super::support::processes::{as_program, start, stderr, wait_up_to, zerorun};
+use super::support::processes::{as_program, runs, start, stderr, wait_up_to, zerorun};
 use candle_core::{Device, Tensor};
 use candle_zero::Engine;
 use candle_zero::comm::{Communicator, RankEnv, threads};
@@ -53,6 +53,7 @@ fn text(seed: u64) -> (Tensor, Tensor) {
 fn trained(
     comm: Arc<dyn Communicator>,
     section: Value,
+    steps: u64,
     mut after: impl FnMut(&Engine<Gpt>),
 ) -> candle_zero::Result<f32> {
     let gpt = GptConfig {
@@ -65,7 +66,7 @@ fn trained(
     };
     let builder = Engine::builder().communicator(comm).device(Device::Cpu);
     let mut engine = builder.initialize(|vb| Gpt::new(&gpt, vb), config(section))?;
-    while engine.global_steps() < STEPS {
+    while engine.global_steps() < steps {
         let (inputs, targets) = text(engine.global_steps() * SLOTS as u64 + engine.rank() as u64);
         let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
         engine.backward(&loss)?;
@@ -85,11 +86,14 @@ fn trained(
 fn as_an_island() {
     let Some(dir) = std::env::var_os("ISLAND_TEST_DIR") else { return };
     let dir = Path::new(&dir);
-    let gates: Vec<u64> =
-        std::env::var("ISLAND_TEST_GATES").unwrap().split(',').map(|gate| gate.parse().unwrap()).collect();
+    let number = |name: &str| std::env::var(name).unwrap();
+    let gates: Vec<u64> = number("ISLAND_TEST_GATES").split(',').map(|gate| gate.parse().unwrap()).collect();
     let comm = candle_zero::comm::from_env(&RankEnv::from_env().unwrap()).unwrap();
     let section = json!({"steps": WINDOW, "islands": SLOTS, "min_islands": 3});
-    let loss = trained(comm, section, |engine| {
+    let steps = number("ISLAND_TEST_STEPS").parse().unwrap();
+    let slot = number("CANDLE_ZERO_ISLAND_SLOT");
+    std::fs::write(dir.join(format!("pid.{slot}")), std::process::id().to_string()).unwrap();
+    let loss = trained(comm, section, steps, |engine| {
         let (slot, step) = (engine.island().unwrap().0, engine.global_steps());
         if gates.contains(&step) {
             std::fs::write(dir.join(format!("at.{step}.{slot}")), std::process::id().to_string()).unwrap();
@@ -137,11 +141,11 @@ impl Server {
     }
 }
 
-fn island(server: &Server, slot: usize, dir: &Path, gates: &str) -> Child {
+fn island(server: &Server, slot: usize, dir: &Path, (gates, steps): (&str, u64)) -> Child {
     let mut command: Command = zerorun();
-    command.args(["--island_server", &server.address, "--island_slot", &slot.to_string(), "--max_restarts", "3"]);
+    command.args(["--island_server", &server.address, "--island_slot", &slot.to_string(), "--max_restarts", "30"]);
     command.arg(std::env::current_exe().unwrap()).args(as_program(module_path!(), "as_an_island"));
-    command.env("ISLAND_TEST_DIR", dir).env("ISLAND_TEST_GATES", gates);
+    command.env("ISLAND_TEST_DIR", dir).env("ISLAND_TEST_GATES", gates).env("ISLAND_TEST_STEPS", steps.to_string());
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
@@ -167,14 +171,14 @@ fn final_loss(island: Child) -> f32 {
 /// Returns the loss of a run of all islands in one job.
 fn loss_of_one_job() -> f32 {
     let section = json!({"steps": WINDOW, "islands": SLOTS});
-    threads::run(SLOTS, |comm| trained(comm, section.clone(), |_| {})).unwrap().remove(0).unwrap()
+    threads::run(SLOTS, |comm| trained(comm, section.clone(), STEPS, |_| {})).unwrap().remove(0).unwrap()
 }
 
 #[test]
 fn two_islands_that_are_killed_and_one_that_comes_later_join_without_stopping_the_others() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    let (server, gates) = (Server::start(), "12,32");
+    let (server, gates) = (Server::start(), ("12,32", STEPS));
     let mut islands: Vec<Child> = (0..3).map(|slot| island(&server, slot, dir, gates)).collect();
     let victim = at(dir, 12, 1);
     [0, 2].iter().for_each(|slot| _ = at(dir, 12, *slot));
@@ -197,4 +201,35 @@ fn two_islands_that_are_killed_and_one_that_comes_later_join_without_stopping_th
     let expected = loss_of_one_job();
     println!("loss {} instead of {expected}", losses[0]);
     assert!((losses[0] / expected - 1.0).abs() < 0.25, "{} instead of {expected}", losses[0]);
+}
+
+#[test]
+#[ignore = "takes minutes: a campaign of 20 random kills"]
+fn random_kills_hang_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let server = Server::start();
+    // The gate is behind the last step.
+    let islands: Vec<Child> = (0..SLOTS).map(|slot| island(&server, slot, dir, ("1000000", 4000))).collect();
+    let mut random = std::process::id() as u64;
+    let mut draw = |limit: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (random >> 33) % limit
+    };
+    let mut kills = 0;
+    while kills < 20 {
+        std::thread::sleep(Duration::from_millis(draw(3000)));
+        let slot = draw(SLOTS as u64);
+        let pid = std::fs::read_to_string(dir.join(format!("pid.{slot}"))).ok().and_then(|pid| pid.parse().ok());
+        if let Some(pid) = pid.filter(|pid| runs(*pid)) {
+            kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+            kills += 1;
+            println!("killed island {slot}");
+        }
+        assert!(islands.iter().any(|island| runs(island.id() as i32)), "all islands ended after {kills} kills");
+    }
+    let losses: Vec<f32> = islands.into_iter().map(final_loss).collect();
+    println!("{kills} kills, losses {losses:?}");
+    assert!(losses.iter().all(|loss| loss.is_finite()));
+    server.end();
 }
