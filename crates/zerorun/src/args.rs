@@ -596,6 +596,11 @@ mod tests {
 
         For more information, try '--help'.
         "#);
+        insta::assert_snapshot!(refusal("--island_server host0 train.rs"), @r#"
+        zerorun: invalid value 'host0' for '--island_server <HOST:PORT>': give a name or an address, a colon and a port from 1 to 65535, for example host0:29600
+
+        For more information, try '--help'.
+        "#);
         insta::assert_snapshot!(refusal("--master_port 0 train.rs"), @r#"
         zerorun: invalid value '0' for '--master_port <PORT>': 0 is not in 1..=65535
 
