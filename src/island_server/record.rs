@@ -194,10 +194,10 @@ mod tests {
         assert_eq!(replay.begins, [0, 2]);
         assert_eq!(replay.rounds.iter().map(|round| round.key).collect::<Vec<_>>(), [key(5), key(10)]);
         assert_eq!(replay.rounds[0].joins, [(1, 0)]);
-        insta::assert_snapshot!(std::fs::read_to_string(&path).unwrap().lines().nth(3).unwrap(), @"");
+        insta::assert_snapshot!(std::fs::read_to_string(&path).unwrap().lines().nth(3).unwrap(), @r#"{"event":"round","exchange":{"step":5,"call":0,"fragment":0},"members":[{"slot":0,"samples":8},{"slot":2,"samples":4}],"weights":"0f"}"#);
         let again =
             RecordFile::create(&path).unwrap_err().to_string().replace(&dir.path().display().to_string(), "DIR");
-        insta::assert_snapshot!(again, @"");
+        insta::assert_snapshot!(again, @"the record DIR/record cannot be used: it exists; give the name of a new file");
     }
 
     #[test]
@@ -209,11 +209,11 @@ mod tests {
             Replay::read(&path).unwrap_err().to_string().replace(&dir.path().display().to_string(), "DIR")
         };
         let line = |event: &RunEvent| format!("{}\n", serde_json::to_string(event).unwrap());
-        insta::assert_snapshot!(refused("hello\n"), @"");
-        insta::assert_snapshot!(refused(&line(&RunEvent::Start { version: 9, islands: 2, ranks: 1 })), @"");
-        insta::assert_snapshot!(refused(&(line(&round(5)) + &line(&round(5)))), @"");
+        insta::assert_snapshot!(refused("hello\n"), @"the record DIR/record cannot be used: line 1: expected value at line 1 column 1; give a file that `zerorun island-server --record` wrote");
+        insta::assert_snapshot!(refused(&line(&RunEvent::Start { version: 9, islands: 2, ranks: 1 })), @"the record DIR/record cannot be used: line 1: version 9 of the format; this program reads version 1; give a file that `zerorun island-server --record` wrote");
+        insta::assert_snapshot!(refused(&(line(&round(5)) + &line(&round(5)))), @"the record DIR/record cannot be used: line 2: an exchange that is out of order or has no members; give a file that `zerorun island-server --record` wrote");
         let join = RunEvent::Join { slot: 1, donor: 1, exchange: key(5) };
-        insta::assert_snapshot!(refused(&(line(&round(5)) + &line(&join))), @"");
-        insta::assert_snapshot!(refused(&line(&first_event(2, 1))), @"");
+        insta::assert_snapshot!(refused(&(line(&round(5)) + &line(&join))), @"the record DIR/record cannot be used: line 2: an island joins without an exchange or a donor; give a file that `zerorun island-server --record` wrote");
+        insta::assert_snapshot!(refused(&line(&first_event(2, 1))), @"the record DIR/record cannot be used: it has no exchange; give the record of a run in which islands have exchanged");
     }
 }
