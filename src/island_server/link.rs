@@ -275,11 +275,7 @@ impl SharedInbox {
                 let (key, mean) = mean_of(body).ok_or_else(foreign)?;
                 lock(&self.inbox).means.insert(key, mean);
             }
-            FrameKind::Notice => {
-                if tells {
-                    emit(&format!("local_steps: {}", String::from_utf8_lossy(&body)));
-                }
-            }
+            FrameKind::Notice if tells => emit(&format!("local_steps: {}", String::from_utf8_lossy(&body))),
             FrameKind::Refused => {
                 let why = String::from_utf8_lossy(&body).into_owned();
                 return Err(IslandError::Refused { address: address.to_owned(), why });
