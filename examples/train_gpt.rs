@@ -207,6 +207,10 @@ impl<A: Architecture> Trainer<A> {
         on_either!(self, engine => engine.global_steps())
     }
 
+    fn global_samples(&self) -> u64 {
+        on_either!(self, engine => engine.global_samples())
+    }
+
     fn skipped_steps(&self) -> u64 {
         on_either!(self, engine => engine.skipped_steps())
     }
@@ -397,10 +401,13 @@ fn run_engine<A: Architecture>(
     if let (true, Some(dir)) = (args.resume, &args.save)
         && let Some(loaded) = engine.load(dir)?
     {
-        loader.resume(loaded.global_samples);
         if engine.rank() == 0 {
             say(format!("continues after step {}: {}", engine.global_steps(), loaded.path.display()))?;
         }
+    }
+    if engine.global_samples() > 0 {
+        // The run continues from a checkpoint, or with the state of other islands.
+        loader.resume(engine.global_samples());
     }
     if train(engine, &mut loader, args, seq_len, sizes)? == Ended::Stopped {
         if engine.rank() == 0 {

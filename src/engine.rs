@@ -23,6 +23,8 @@ mod finite_difference_check;
 mod gradient_check_state;
 mod gradient_report;
 mod island_checkpoints;
+mod island_crossing;
+mod island_donation;
 mod islands;
 mod local_steps;
 mod metrics;
@@ -400,7 +402,7 @@ impl<M> Engine<M> {
     fn report_overflow(&self, scale: f64) {
         const REPORTED_SKIPS: u64 = 10;
         let skipped = self.skipped_steps;
-        if self.rank() != 0 || (skipped > REPORTED_SKIPS && !skipped.is_power_of_two()) {
+        if self.job().rank() != 0 || (skipped > REPORTED_SKIPS && !skipped.is_power_of_two()) {
             return;
         }
         let now = self.scaler.scale();
@@ -530,6 +532,9 @@ impl<M> Drop for Engine<M> {
             {
                 warn(&format!("a checkpoint is on disk but was not uploaded: {error}"));
             }
+        }
+        if self.stopped.is_none() && !std::thread::panicking() {
+            self.leave_islands();
         }
         if !std::thread::panicking() {
             self.report_at_end();

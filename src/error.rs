@@ -22,6 +22,7 @@ pub use crate::engine::error::EngineError;
 pub use crate::estimate::error::EstimateError;
 #[doc(inline)]
 pub use crate::files::error::OutputError;
+pub use crate::island_server::error::IslandError;
 #[doc(inline)]
 pub use crate::kernels::error::KernelError;
 pub use crate::models::error::ModelError;
@@ -84,6 +85,9 @@ pub enum Error {
     /// Training.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// The connection of an island with its server.
+    #[error(transparent)]
+    Island(#[from] IslandError),
     /// An estimate for several hosts.
     #[error(transparent)]
     Estimate(#[from] EstimateError),

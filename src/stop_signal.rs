@@ -12,7 +12,7 @@ pub const RESTART: &str = "ZERORUN_RESTART";
 
 /// Returns whether SIGTERM, SIGINT or SIGHUP (a closed terminal) has arrived. After the first call, the first such
 /// signal has no other effect.
-pub(crate) fn asked_to_stop() -> io::Result<bool> {
+pub fn asked_to_stop() -> io::Result<bool> {
     static STOP_FLAG: Mutex<Option<Arc<AtomicBool>>> = Mutex::new(None);
     let mut asked = lock(&STOP_FLAG);
     let flag = match &*asked {

@@ -431,7 +431,7 @@ fn go_on_rounding(core: &RankCore, checkpoint: &Checkpoint) {
 }
 
 /// Restores each trained parameter's own update count.
-fn set_counts(core: &RankCore, manifest: &Manifest) {
+pub(crate) fn set_counts(core: &RankCore, manifest: &Manifest) {
     let saved: BTreeMap<&str, u64> = manifest.parameters.iter().map(|p| (p.name.as_str(), p.updates_before)).collect();
     for param in core.params().iter().filter(|param| param.is_trained()) {
         let updates_before = saved.get(param.name.as_str()).copied().unwrap_or_default();

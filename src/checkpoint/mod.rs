@@ -52,7 +52,7 @@ pub use import_deepspeed::import;
 pub use import_deepspeed::new_checkpoint_path;
 pub(crate) use lineage::{LastCheckpoint, LockedFolders};
 pub use load::{Checkpoint, LoadOptions, LoadedCheckpoint};
-pub(crate) use load::{load, peek};
+pub(crate) use load::{load, peek, set_counts};
 pub use manifest::{BufferFile, FileEntry, IslandProgress, Manifest, Parameter};
 pub(crate) use rank_agreement::failed_elsewhere;
 #[doc(hidden)]

@@ -273,7 +273,7 @@ impl Communicator for CpuCommunicator {
     }
 
     fn failure(&self) -> Option<CommError> {
-        self.presence.failure("a collective between GPUs")
+        self.presence.failure("an operation outside this communicator")
     }
 
     fn report(&self) -> CommReport {

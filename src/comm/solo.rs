@@ -81,7 +81,7 @@ impl Communicator for SoloCommunicator {
     }
 
     fn failure(&self) -> Option<CommError> {
-        self.job.as_ref()?.failure("a collective between GPUs")
+        self.job.as_ref()?.failure("an operation outside this communicator")
     }
 
     fn timeout(&self) -> Duration {

@@ -4,14 +4,22 @@ use super::ConfigRule;
 use super::walk::ConfigWalk;
 use serde_json::Value;
 
+/// The variable with the address of the island server. It replaces `local_steps.server`.
+pub(crate) const ISLAND_SERVER: &str = "CANDLE_ZERO_ISLAND_SERVER";
+
 /// The `local_steps` section.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct LocalStepsConfig {
     /// `steps`: the number of steps that an island takes between two exchanges.
     pub steps: u64,
-    /// `islands`: the number of islands; `None`: one per host.
+    /// `islands`: the number of islands, or of slots for islands with a server; `None`: one per host.
     pub islands: Option<usize>,
+    /// `server`, or the variable `CANDLE_ZERO_ISLAND_SERVER`: the address of the island server; `None`: the islands are
+    /// parts of one job.
+    pub server: Option<String>,
+    /// `min_islands`: with a server, the number of islands that must be there before the first exchange; `None`: all.
+    pub min_islands: Option<usize>,
     /// `outer_lr`: the learning rate of the outer optimizer. Default 0.7.
     pub outer_lr: f64,
     /// `outer_momentum`: the momentum of the outer optimizer. Default 0.9.
@@ -94,6 +102,8 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
             "expected less than 1, found 1: no exchange would have an effect".into(),
         );
     }
+    let islands = walk.int("local_steps.islands").and_then(|islands| usize::try_from(islands).ok());
+    let (server, min_islands) = server(walk, islands);
     let wire = match walk.str("local_steps.wire_dtype") {
         Some("bf16") => IslandWire::Bf16,
         Some("int8") => IslandWire::Int8,
@@ -102,7 +112,9 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
     };
     Some(LocalStepsConfig {
         steps,
-        islands: walk.int("local_steps.islands").and_then(|islands| usize::try_from(islands).ok()),
+        islands,
+        server,
+        min_islands,
         outer_lr,
         outer_momentum,
         nesterov: walk.bool("local_steps.nesterov"),
@@ -112,6 +124,66 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
         fragment_alpha: alpha.unwrap_or(if fragment_delay > 0 { 0.5 } else { 0.0 }),
         wire,
     })
+}
+
+/// Reads the address of the island server, and the number of islands that must be there before the first exchange.
+fn server(walk: &mut ConfigWalk<'_>, islands: Option<usize>) -> (Option<String>, Option<usize>) {
+    let own = walk.str("local_steps.server").map(str::to_owned);
+    let of_launcher = std::env::var(ISLAND_SERVER).ok().filter(|address| !address.is_empty());
+    let min_islands = walk.get("local_steps.min_islands").and_then(Value::as_u64);
+    let min_islands = min_islands.map(|least| usize::try_from(least).unwrap_or(usize::MAX));
+    let mut refuse = |rule: ConfigRule, key: &str, message: String| {
+        let path = format!("{SECTION}.{key}");
+        let place = walk.place(&path);
+        walk.problem(rule, &path, place, message);
+    };
+    let is_own = of_launcher.is_none();
+    let Some(address) = of_launcher.or(own) else {
+        if let Some(least) = min_islands {
+            let why =
+                "islands that are parts of one job all begin together; remove the key, or give local_steps.server";
+            refuse(
+                ConfigRule::Conflict,
+                "min_islands",
+                format!("expected null without local_steps.server, found {least}: {why}"),
+            );
+        }
+        return (None, None);
+    };
+    if !is_address(&address) {
+        let from = if is_own { "" } else { " in CANDLE_ZERO_ISLAND_SERVER (zerorun --island_server)" };
+        let message = format!("expected HOST:PORT with a port from 1 to 65535, found {address:?}{from}");
+        refuse(ConfigRule::Range, "server", message);
+    }
+    match (islands, min_islands) {
+        (None | Some(1), _) => {
+            let found = islands.map_or("\"auto\"".into(), |islands| islands.to_string());
+            let why = "with an island server, it is the number of slots for islands, and the number that start is not \
+                       known";
+            refuse(ConfigRule::Conflict, "islands", format!("expected a number of 2 or more, found {found}: {why}"));
+        }
+        (Some(islands), Some(least)) if least > islands => refuse(
+            ConfigRule::Conflict,
+            "min_islands",
+            format!("expected at most {islands} (local_steps.islands), found {least}: the islands would wait forever"),
+        ),
+        _ => {}
+    }
+    (Some(address), min_islands)
+}
+
+/// Returns whether a text has the form `HOST:PORT`.
+pub fn is_address(text: &str) -> bool {
+    let parts = text.rsplit_once(':').filter(|(host, _)| !host.is_empty() && !host.contains(char::is_whitespace));
+    parts.is_some_and(|(_, port)| port.parse::<u16>().is_ok_and(|port| port > 0))
+}
+
+impl LocalStepsConfig {
+    /// Returns the number of ranks of all slots, if a launcher starts `ranks` ranks of one island.
+    pub(crate) fn world_size(config: Option<&Self>, ranks: usize) -> usize {
+        let slots = config.filter(|config| config.server.is_some()).and_then(|config| config.islands);
+        ranks.saturating_mul(slots.unwrap_or(1))
+    }
 }
 
 const SECTION: &str = "local_steps";

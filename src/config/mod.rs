@@ -32,6 +32,9 @@ mod walk;
 #[doc(inline)]
 pub use crate::notice::LogLevel;
 pub use error::{ConfigProblem, ConfigRule, TextPosition};
+pub(crate) use local_steps::ISLAND_SERVER;
+#[doc(hidden)]
+pub use local_steps::is_address;
 pub use local_steps::{IslandWire, LocalStepsConfig};
 pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring, RunRecordConfig};
 pub use note::ConfigNote;

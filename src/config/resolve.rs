@@ -4,9 +4,9 @@ use super::json_node::{JsonNode, JsonValue};
 use super::note::shown;
 use super::walk::ConfigWalk;
 use super::{
-    Config, ConfigNote, ConfigProblem, ConfigRule, Fp16, GradientOp, LeafModule, PipelineConfig, Precision, RunValues,
-    StatePrecision, TagValidation, ZeroConfig, batch, local_steps, monitoring, offload, optim, pipeline, scheduler,
-    value_conversion,
+    Config, ConfigNote, ConfigProblem, ConfigRule, Fp16, GradientOp, LeafModule, LocalStepsConfig, PipelineConfig,
+    Precision, RunValues, StatePrecision, TagValidation, ZeroConfig, batch, local_steps, monitoring, offload, optim,
+    pipeline, scheduler, value_conversion,
 };
 use crate::layout::ZeroStage;
 use candle_core::DType;
@@ -35,6 +35,8 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
     };
     let mut walk = ConfigWalk::new(entries, run);
     let walk_ref = &mut walk;
+    let local_steps = local_steps::resolve(walk_ref);
+    let world_size = LocalStepsConfig::world_size(local_steps.as_ref(), world_size);
     let batch = batch::resolve(walk_ref, world_size);
     let mut zero = zero(walk_ref);
     let precision = precision(walk_ref);
@@ -54,7 +56,6 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
     zero.offload_param = offload::param(walk_ref, zero.stage);
     let activation_checkpointing = activation_checkpointing(walk_ref);
     let pipeline = pipeline::resolve(walk_ref);
-    let local_steps = local_steps::resolve(walk_ref);
     if walk.bool("flops_profiler.enabled") {
         walk.set("wall_clock_breakdown", true.into());
     }

@@ -271,12 +271,20 @@ impl Config {
         self.world_size / islands.clamp(1, self.world_size.max(1))
     }
 
+    /// Returns the number of ranks that one launcher starts: those of an island, if the islands have a server.
+    pub(crate) fn launched_ranks(&self) -> usize {
+        match &self.local_steps {
+            Some(local_steps) if local_steps.server.is_some() => self.ranks_per_island(),
+            _ => self.world_size,
+        }
+    }
+
     /// Returns the configuration of one island of a job on `hosts` hosts, and the number of islands: as if the job had
     /// only the ranks of the island.
     pub(crate) fn of_island(&self, hosts: usize) -> (Self, usize) {
         let mut config = self.clone();
-        let islands = self.local_steps.map_or(1, |local_steps| local_steps.islands.unwrap_or(hosts.max(1)));
-        config.local_steps = self.local_steps.filter(|_| islands > 1);
+        let islands = self.local_steps.as_ref().map_or(1, |local_steps| local_steps.islands.unwrap_or(hosts.max(1)));
+        config.local_steps = self.local_steps.clone().filter(|_| islands > 1);
         match &mut config.local_steps {
             Some(local_steps) => local_steps.islands = Some(1),
             None => return (config, 1),

@@ -46,9 +46,9 @@ impl Config {
             return Err(ConfigError::NoRanks.into());
         }
         let (origin, root) = match source.into().open()? {
-            OpenedSource::Resolved(config) if config.world_size == world_size => return Ok(*config),
+            OpenedSource::Resolved(config) if config.launched_ranks() == world_size => return Ok(*config),
             OpenedSource::Resolved(config) => {
-                return Err(ConfigError::WorldSize { resolved: config.world_size, world_size }.into());
+                return Err(ConfigError::WorldSize { resolved: config.launched_ranks(), world_size }.into());
             }
             OpenedSource::Root(origin, root) => (origin, root),
         };

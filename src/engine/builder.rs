@@ -2,7 +2,7 @@
 
 use super::Engine;
 use super::config_comparison::SharedContent;
-use super::islands::IslandRanks;
+use super::island_crossing::IslandRanks;
 use super::pipeline::{PipelineDivision, PipelineSetup};
 use crate::comm::Communicator;
 use crate::comm::RankEnv;
@@ -46,6 +46,7 @@ pub struct EngineBuilder {
     ignore_unused_parameters: bool,
     gradient_check: Option<bool>,
     pub(super) leaf_units: Vec<String>,
+    island_slot: Option<usize>,
     pub(super) shared_content: Vec<SharedContent>,
     /// This rank's position in a pipeline, if there is one.
     pub(super) pipeline: Option<PipelineSetup>,
@@ -78,6 +79,14 @@ impl EngineBuilder {
     #[must_use]
     pub fn device(mut self, device: Device) -> Self {
         self.device = Some(device);
+        self
+    }
+
+    /// Sets the slot that this island asks the island server for (`local_steps.server`), counted from 0. Default: that of
+    /// `zerorun --island_slot`, else the slot that the island had before a restart, else the lowest free one.
+    #[must_use]
+    pub fn island_slot(mut self, slot: usize) -> Self {
+        self.island_slot = Some(slot);
         self
     }
 
@@ -380,7 +389,7 @@ impl EngineBuilder {
                 "checkpoint.upload_to is {url}, but the checkpoints of islands are not uploaded; remove one of the two keys"
             ));
         }
-        let ranks = IslandRanks::new(local_steps, job)?;
+        let ranks = IslandRanks::new(local_steps, job, self.island_slot)?;
         if ranks.count() == 1 {
             config.local_steps = None;
             let message =

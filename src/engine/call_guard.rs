@@ -65,7 +65,7 @@ impl<M> Engine<M> {
     fn record(&self, half: MicroStepHalf) -> Option<spans::ProfilerSpan> {
         let profiler = self.config.monitoring.flops_profiler.as_ref()?;
         let first = self.accumulation.micro_steps == 0;
-        if self.rank() != 0 || profiler.profile_step != self.global_steps {
+        if self.job().rank() != 0 || profiler.profile_step != self.global_steps {
             return None;
         }
         if first && half == MicroStepHalf::Forward {

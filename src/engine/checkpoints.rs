@@ -60,6 +60,9 @@ impl<M> Engine<M> {
         self.wait_for_upload()?;
         self.between_steps("save_checkpoint")?;
         let progress = self.progress();
+        if let Some(islands) = &mut self.islands {
+            islands.client_state = client_state.clone();
+        }
         let folder = dir.as_ref().to_owned();
         let (dir, options) = self.of_island(&folder, options);
         let mut manifest =
@@ -164,6 +167,9 @@ impl<M> Engine<M> {
     /// `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); its newest complete checkpoint
     /// is first downloaded into a folder of the user's cache. Collective.
     ///
+    /// An island that has joined others through an island server keeps their state, which is newer: nothing is loaded, and
+    /// the result has the others' `global_samples` and client state.
+    ///
     /// Everything needed is checked before anything changes. The optimizer states include the learning rates that were
     /// set with [`set_lr`](Self::set_lr) (DeepSpeed's `param_groups`); if it was never called, the rates of this
     /// engine's configuration apply. To resume the data at [`LoadedCheckpoint::global_samples`], see
@@ -185,6 +191,9 @@ impl<M> Engine<M> {
         let _call = during("load_checkpoint");
         self.wait_for_checkpoint()?;
         self.between_steps("load_checkpoint")?;
+        if let Some(joined) = self.joined_instead_of(dir.as_ref(), tag) {
+            return Ok(Some(joined));
+        }
         let saved = self.saved_by_islands(dir.as_ref(), tag, options)?;
         let island = self.island_of_job();
         let load = |engine: &mut Self| {
@@ -218,6 +227,9 @@ impl<M> Engine<M> {
             self.core.unused_was_judged();
         }
         self.settled(|engine| engine.resume_local_steps(checkpoint.manifest(), options, saved.as_ref()))?;
+        if let Some(islands) = &mut self.islands {
+            islands.client_state = checkpoint.manifest().client_state.clone();
+        }
         let loaded = checkpoint.into_loaded();
         if !options.load_module_only {
             self.record_loaded(dir.as_ref(), &loaded.path);
@@ -247,7 +259,7 @@ impl<M> Engine<M> {
         let _call = during("save_16bit_model");
         let dtype = self.dtype();
         let path = dir.as_ref().join(file_name);
-        if self.rank() == 0 {
+        if self.job().rank() == 0 {
             // If this fails, writing the file fails too, with an error for all ranks.
             _ = std::fs::create_dir_all(dir);
         }
@@ -300,7 +312,7 @@ impl<M> Engine<M> {
         }
     }
 
-    fn progress(&self) -> TrainingProgress {
+    pub(super) fn progress(&self) -> TrainingProgress {
         TrainingProgress {
             global_steps: self.global_steps,
             skipped_steps: self.skipped_steps,
@@ -311,7 +323,7 @@ impl<M> Engine<M> {
         }
     }
 
-    fn set_progress(&mut self, progress: TrainingProgress) {
+    pub(super) fn set_progress(&mut self, progress: TrainingProgress) {
         self.global_steps = progress.global_steps;
         self.skipped_steps = progress.skipped_steps;
         self.optimizer_steps = progress.optimizer_steps;
@@ -326,9 +338,9 @@ impl<M> Engine<M> {
     }
 
     /// Restores the learning rates that were set with `set_lr` in the saved run.
-    fn go_on_with_rates(&mut self, manifest: &Manifest) {
+    pub(super) fn go_on_with_rates(&mut self, manifest: &Manifest) {
         self.trainer.restore_rates(manifest.set_lr.as_deref());
-        let Some(rates) = manifest.set_lr.as_ref().filter(|_| self.rank() == 0) else { return };
+        let Some(rates) = manifest.set_lr.as_ref().filter(|_| self.job().rank() == 0) else { return };
         let rates: Vec<String> = rates.iter().map(|lr| format!("{lr:e}")).collect();
         let until = if self.trainer.is_scheduled() { "the schedule continues" } else { "set_lr sets another" };
         emit(&format!(

@@ -1,7 +1,8 @@
 //! Checks that all ranks start training with the same model, configuration, data and weights.
 
 use super::config_comparison::{CustomComponents, RankConfig, SharedContent};
-use super::islands::IslandRanks;
+use super::island_crossing::IslandRanks;
+use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
 use crate::config::Config;
 use crate::error::{EngineError, KernelError, Result};
@@ -10,6 +11,7 @@ use crate::optim::GroupedOptimizer;
 use crate::util::fnv1a;
 use crate::zero::rank_core::RankCore;
 use candle_nn::Init;
+use serde_json::Value;
 
 /// Hashes and sizes of everything in an engine that must be the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,6 +45,20 @@ impl EngineFingerprint {
         }
     }
 
+    /// Returns what all islands must have in common, each with a name. `config` is a hash of the configuration without
+    /// the keys in which islands may differ.
+    fn of_islands(&self, config: u64) -> Vec<(String, u64)> {
+        let Self { parameters, elements, model, weights, simd, rounding, inits, buffers, .. } = *self;
+        let named = [
+            ("models", of_all(&[parameters, elements, model])),
+            ("configurations or data", config),
+            ("initial weights", of_all(&[weights, inits, buffers])),
+            ("seeds of stochastic rounding", rounding),
+            ("SIMD levels", simd),
+        ];
+        named.map(|(name, hash)| (name.to_owned(), hash)).to_vec()
+    }
+
     fn describe(&self) -> String {
         let Self { parameters, elements, model, .. } = self;
         format!("{parameters} parameters of {elements} elements, {:08x}", *model as u32)
@@ -65,7 +81,7 @@ pub(super) fn check_same_on_all_ranks(
     weights: u64,
     inits: &[Init],
     data: &[SharedContent],
-) -> Result<()> {
+) -> Result<Vec<(String, u64)>> {
     let (params, buffers) = (core.params(), core.buffers().list());
     let mut model: String = params
         .iter()
@@ -95,7 +111,11 @@ pub(super) fn check_same_on_all_ranks(
         .collect();
     let rank = core.comm().rank();
     let Some(other) = (0..all.len()).find(|r| all[*r] != mine) else {
-        return islands.map_or(Ok(()), |islands| check_same_on_all_islands(islands, mine));
+        if let Some((islands, across)) = islands.and_then(|islands| Some((islands, islands.across()?.0))) {
+            check_same_on_all_islands(islands.number(), across, mine)?;
+        }
+        let text = format!("{} {groups:?}", configuration(&of_any_island(config), custom, trainer, data));
+        return Ok(mine.of_islands(fnv1a(text.as_bytes())));
     };
     if all.iter().all(|rank| rank.of_all_else() == mine.of_all_else()) {
         // All ranks reach this point.
@@ -125,13 +145,24 @@ pub(super) fn check_same_on_all_ranks(
     })
 }
 
+/// Returns a configuration without the keys in which islands that are separate jobs may differ: the address at which
+/// they reach the server.
+fn of_any_island(config: &Config) -> Config {
+    let mut config = config.clone();
+    if let Some(local_steps) = &mut config.local_steps {
+        local_steps.server = None;
+    }
+    if let Some(Value::Object(section)) = config.recorded.get_mut("local_steps") {
+        section.remove("server");
+    }
+    config
+}
+
 /// Collective among all ranks of the job: returns an error if islands have different fingerprints. `mine` is that of all
-/// ranks of this island.
-fn check_same_on_all_islands(islands: &IslandRanks, mine: EngineFingerprint) -> Result<()> {
-    let all: Vec<EngineFingerprint> = gather_u64(islands.across(), &mine.numbers())?
-        .iter()
-        .map(|numbers| EngineFingerprint::of_numbers(numbers))
-        .collect();
+/// ranks of island `number`.
+fn check_same_on_all_islands(number: usize, across: &dyn Communicator, mine: EngineFingerprint) -> Result<()> {
+    let all: Vec<EngineFingerprint> =
+        gather_u64(across, &mine.numbers())?.iter().map(|numbers| EngineFingerprint::of_numbers(numbers)).collect();
     let Some(other) = (0..all.len()).find(|island| all[*island] != mine) else { return Ok(()) };
     let theirs = all[other];
     let model = |f: EngineFingerprint| (f.parameters, f.elements, f.model);
@@ -147,8 +178,7 @@ fn check_same_on_all_islands(islands: &IslandRanks, mine: EngineFingerprint) -> 
         "SIMD levels"
     };
     let why = format!(
-        "island {} and island {other} have different {what}; start the same program with the same files on all ranks",
-        islands.number()
+        "island {number} and island {other} have different {what}; start the same program with the same files on all ranks"
     );
     Err(EngineError::LocalSteps { why }.into())
 }

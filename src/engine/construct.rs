@@ -7,7 +7,8 @@
 use super::config_comparison::CustomComponents;
 use super::consistency::check_same_on_all_ranks;
 use super::gradient_check_state::FiniteDifferenceChecker;
-use super::islands::{IslandRanks, Islands};
+use super::island_crossing::IslandRanks;
+use super::islands::Islands;
 use super::pipeline::PipelineSetup;
 use super::reporter::EngineReporter;
 use super::run_recorder::RunRecorder;
@@ -143,12 +144,20 @@ impl<M> Engine<M> {
             offload,
         }));
         link.connect(&core);
-        check_same_on_all_ranks((&core, islands.as_ref()), &config, own, &trainer, weights, &inits, &shared_content)?;
+        let island_fingerprint = check_same_on_all_ranks(
+            (&core, islands.as_ref()),
+            &config,
+            own,
+            &trainer,
+            weights,
+            &inits,
+            &shared_content,
+        )?;
         #[cfg(feature = "cuda")]
         core.join_gpus()?;
         core.refresh()?;
         let islands = match (islands, &config.local_steps) {
-            (Some(ranks), Some(config)) => Some(Islands::begin(ranks, config, &core)?),
+            (Some(ranks), Some(config)) => Some(Islands::begin(ranks, config, &core, island_fingerprint)?),
             _ => None,
         };
         if reports {
@@ -188,6 +197,7 @@ impl<M> Engine<M> {
             recorder: None,
         };
         engine.arm();
+        engine.join_islands()?;
         engine.dump_state();
         Ok(engine)
     }

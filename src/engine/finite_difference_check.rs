@@ -390,7 +390,7 @@ impl<M> Engine<M> {
         let report = self.check.report_of(self.global_steps, not_judged, &limits);
         let is_open = report.not_judged.is_none() && !self.check.open(&limits).is_empty();
         let is_over = !is_open || (report.wrong().next().is_some() && self.check.ends_run.is_none());
-        if let (Some(file), 0) = (&self.check.ends_run, self.rank()) {
+        if let (Some(file), 0) = (&self.check.ends_run, self.job().rank()) {
             // The script may end before the last check.
             let text = serde_json::to_string(&report).unwrap_or_default();
             std::fs::write(file, text).map_err(|source| Error::Io { action: "write", path: file.clone(), source })?;
@@ -421,7 +421,7 @@ impl<M> Engine<M> {
             by_gradient: first.by_gradient,
             by_difference: first.by_difference,
         });
-        if self.rank() == 0 {
+        if self.job().rank() == 0 {
             // In 16 bits, a single check can show no more than a small difference.
             let cannot_tell = |row: &GradientRow| {
                 let difference = (row.by_difference - row.by_gradient).abs();

@@ -6,15 +6,17 @@
 //!   DIR/island_1/latest, DIR/island_1/TAG/...      island 1
 //! ```
 //!
-//! Island 0 publishes its checkpoint last, and only if all others have published theirs. The checkpoints of one save have a
+//! With an island server, each island saves when its program asks for it, without the others. Otherwise,
+//! island 0 publishes its checkpoint last, and only if all others have published theirs. The checkpoints of one save have a
 //! random number in common.
 
 use super::Engine;
+use super::island_crossing::random;
+use super::islands::Islands;
 use crate::checkpoint::{self, IslandOfJob, LoadOptions, Manifest, SaveOptions};
 use crate::comm::agree::{CollectiveFailure, gather_u64, text_of_rank_0};
 use crate::error::{EngineError, Result};
 use crate::zero::share::share_plan::{OUTER_MOMENTUM, OUTER_WEIGHTS};
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::{Path, PathBuf};
 
 /// The checkpoint that an island loads.
@@ -25,12 +27,38 @@ pub(super) struct SavedByIslands {
     is_own: bool,
 }
 
+/// Collective among the ranks of an island that is a separate job: returns the checkpoint that it loads: its own, or that
+/// of the island in slot 0 if it has none.
+fn saved_by_itself(
+    islands: &Islands,
+    dir: &Path,
+    tag: Option<&str>,
+    with_states: bool,
+) -> Result<SavedByIslands, CollectiveFailure> {
+    let (job, own) = (&**islands.ranks.job(), islands.ranks.folder(dir));
+    let found = match job.rank() {
+        0 => checkpoint::peek(&own, tag).map_or(String::new(), |manifest| {
+            let was_island = if manifest.islands.is_some() { "island" } else { "" };
+            format!("{was_island} {}", manifest.tag)
+        }),
+        _ => String::new(),
+    };
+    let found = text_of_rank_0(job, &found)?;
+    Ok(match found.split_once(' ') {
+        Some((was_island, found)) => {
+            let is_own = with_states && was_island == "island";
+            SavedByIslands { dir: own, tag: Some(found.to_owned()), is_own }
+        }
+        None => SavedByIslands { dir: dir.to_owned(), tag: tag.map(str::to_owned), is_own: false },
+    })
+}
+
 impl<M> Engine<M> {
     /// Returns the folder in which this island saves, and the options.
     pub(super) fn of_island(&self, dir: &Path, options: &SaveOptions) -> (PathBuf, SaveOptions) {
         let Some(islands) = &self.islands else { return (dir.to_owned(), options.clone()) };
         // The other islands may have saved one more checkpoint than island 0 when a job dies.
-        let more = usize::from(islands.ranks.number() > 0);
+        let more = usize::from(islands.ranks.across().is_some() && islands.ranks.number() > 0);
         let keep = options.keep.map(|keep| keep.max(1) + more);
         (islands.ranks.folder(dir), SaveOptions { keep, ..options.clone() })
     }
@@ -38,7 +66,9 @@ impl<M> Engine<M> {
     /// Returns this rank's island, for the agreement of all islands.
     pub(super) fn island_of_job(&self) -> Option<IslandOfJob> {
         let ranks = &self.islands.as_ref()?.ranks;
-        Some(IslandOfJob { number: ranks.number(), job: ranks.job().clone() })
+        // Islands that are separate jobs save without each other.
+        let (_, job) = ranks.across()?;
+        Some(IslandOfJob { number: ranks.number(), job: job.clone() })
     }
 
     /// Collective if ranks take local steps: completes the manifest, and stores the exchanges in flight among the optimizer
@@ -46,9 +76,7 @@ impl<M> Engine<M> {
     pub(super) fn manifest_of_island(&mut self, manifest: Manifest) -> Result<Manifest> {
         self.attempt(|engine| {
             let Some(islands) = &mut engine.islands else { return Ok::<_, CollectiveFailure>(manifest) };
-            // A new hasher has random keys.
-            let save = RandomState::new().build_hasher().finish();
-            let save = gather_u64(&**islands.ranks.job(), &[save])?[0][0];
+            let save = gather_u64(&**islands.ranks.job(), &[random()])?[0][0];
             islands.store_exchanges(&engine.core)?;
             Ok(manifest.of_island(islands.progress(save)))
         })
@@ -65,10 +93,14 @@ impl<M> Engine<M> {
         options: &LoadOptions,
     ) -> Result<Option<SavedByIslands>> {
         let with_states = options.load_optimizer_states && !options.load_module_only;
-        let (rank, on_each_host) = (self.rank(), self.config.use_node_local_storage);
+        let on_each_host = self.config.use_node_local_storage;
         self.attempt(|engine| {
             let Some(islands) = &engine.islands else { return Ok::<_, CollectiveFailure>(None) };
             let job = &**islands.ranks.job();
+            let rank = job.rank();
+            if islands.ranks.across().is_none() {
+                return Ok(Some(saved_by_itself(islands, dir, tag, with_states)?));
+            }
             let found = match rank {
                 0 => checkpoint::peek(dir, tag).map_or(String::new(), |manifest| {
                     let islands = manifest.islands.as_ref().map_or(1, |progress| progress.islands);

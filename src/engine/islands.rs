@@ -8,14 +8,16 @@
 //!
 //! An island is a group of consecutive ranks that train as one data-parallel job, under any ZeRO stage. A rank exchanges
 //! its pieces of the parameters with the ranks at the same position on the other islands: it sends its change, weighted
-//! by the samples of its island, and receives the sum.
+//! by the samples of its island, and receives the sum. `island_crossing.rs` is the way there and back: a communicator of
+//! all islands, or a server that islands join and leave.
 
+use super::island_crossing::{IslandCrossing, IslandRanks, ServerCrossing};
 use crate::checkpoint::IslandProgress;
-use crate::comm::agree::ranks_per_host;
-use crate::comm::{Communicator, Pending, WireFormat};
+use crate::comm::{CollectiveKind, CollectiveKindReport, CommReport, Communicator, Pending, WireFormat};
 use crate::config::{LocalStepsConfig, OptimizerConfig, SgdConfig};
-use crate::error::{EngineError, Result};
-use crate::layout::{FragmentSchedule, MeshAxis, RankMesh, exchanged_len, fragments_of};
+use crate::error::{EngineError, Error, Result};
+use crate::island_server::{ChangeFormat, RoundKey};
+use crate::layout::{FragmentSchedule, exchanged_len, fragments_of};
 use crate::memory::MemoryLedgerEntry;
 use crate::notice::emit;
 use crate::optim::{self, Optimizer};
@@ -26,67 +28,8 @@ use crate::util::{counted, fnv1a, list};
 use crate::zero::rank_core::RankCore;
 use crate::zero::step::outer_step::{MeanChange, encoding};
 use candle_core::DType;
+use serde_json::Value;
 use std::collections::VecDeque;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
-/// This rank's island among those of the job.
-#[derive(Clone)]
-pub(super) struct IslandRanks {
-    /// The ranks of this island.
-    pub island: Arc<dyn Communicator>,
-    /// The ranks at this rank's position on all islands, in the order of the islands.
-    across: Arc<dyn Communicator>,
-    job: Arc<dyn Communicator>,
-}
-
-impl IslandRanks {
-    /// Collective: divides the ranks of a job into islands.
-    ///
-    /// # Errors
-    /// The ranks cannot be divided into that many islands of equal size, or hosts have different numbers of ranks.
-    pub fn new(config: &LocalStepsConfig, job: &Arc<dyn Communicator>) -> Result<Self> {
-        let islands = match config.islands {
-            Some(islands) => islands,
-            None => hosts_of_equal_size(&**job)?,
-        };
-        let mesh = RankMesh::new(job.size(), &[(MeshAxis::Island, islands)])
-            .map_err(|_| EngineError::indivisible_islands(islands, job.size()))?;
-        Ok(Self {
-            island: job.group(&mesh.groups(&[MeshAxis::Data]))?,
-            across: job.group(&mesh.groups(&[MeshAxis::Island]))?,
-            job: job.clone(),
-        })
-    }
-
-    /// Returns all ranks of the job.
-    pub fn job(&self) -> &Arc<dyn Communicator> {
-        &self.job
-    }
-
-    /// Returns the ranks at this rank's position on all islands.
-    pub fn across(&self) -> &dyn Communicator {
-        &*self.across
-    }
-
-    /// Returns the number of islands.
-    pub fn count(&self) -> usize {
-        self.across.size()
-    }
-
-    /// Returns the number of this rank's island.
-    pub fn number(&self) -> usize {
-        self.across.rank()
-    }
-
-    /// Returns the folder in which this island saves its checkpoints.
-    pub fn folder(&self, dir: &Path) -> PathBuf {
-        match self.number() {
-            0 => dir.to_owned(),
-            island => dir.join(format!("island_{island}")),
-        }
-    }
-}
 
 /// The exchanges of this rank's island with the others.
 pub(super) struct Islands {
@@ -99,6 +42,18 @@ pub(super) struct Islands {
     /// The samples of this island since the last exchange of each fragment.
     samples: Vec<u64>,
     in_flight: VecDeque<FragmentExchange>,
+    /// The number of `synchronize` calls since the last step.
+    calls: u64,
+    /// The islands of the last exchange, with a server.
+    members: Vec<usize>,
+    /// The donation that this island owes to one that joins.
+    donation: Option<u64>,
+    /// The traffic with a server.
+    traffic: CollectiveKindReport,
+    /// The client state that was saved, loaded or received last.
+    pub client_state: Value,
+    /// The step at which this island has joined others.
+    pub joined_at: Option<u64>,
 }
 
 /// A fragment that has been sent but has not yet taken effect.
@@ -108,9 +63,13 @@ struct FragmentExchange {
     len: usize,
     progress: ExchangeProgress,
     held: MemoryLedgerEntry,
+    /// The donation that this island owes when the exchange takes effect.
+    donation: Option<u64>,
 }
 
 enum ExchangeProgress {
+    /// The server has the change.
+    Sent(RoundKey),
     /// Each rank receives the sum of its part.
     Summing(Pending<Flat>),
     /// All parts of the sum are gathered.
@@ -119,9 +78,25 @@ enum ExchangeProgress {
     Stored,
 }
 
+/// The result of an exchange.
+enum ExchangeResult {
+    /// The mean change of this rank's pieces.
+    Mean(Vec<f32>),
+    /// The mean change is already among the optimizer states.
+    Stored,
+    /// No island had learned anything.
+    Nothing,
+}
+
 impl Islands {
-    /// Begins local steps with the weights of `core`, which are the same on all islands.
-    pub fn begin(ranks: IslandRanks, config: &LocalStepsConfig, core: &RankCore) -> Result<Self> {
+    /// Begins local steps with the weights of `core`, which are the same on all islands. With a server, this rank connects
+    /// to it; `fingerprint` is what all islands must have in common.
+    pub fn begin(
+        ranks: IslandRanks,
+        config: &LocalStepsConfig,
+        core: &RankCore,
+        fingerprint: Vec<(String, u64)>,
+    ) -> Result<Self> {
         let schedule = FragmentSchedule::new(config.steps, config.fragments, config.fragment_delay);
         let (params, elements): (Vec<_>, Vec<_>) = core.trained_params().map(|(id, param)| (id, param.numel)).unzip();
         if schedule.fragments() > params.len() {
@@ -136,14 +111,24 @@ impl Islands {
         let of = fragments_of(&elements, fragments.len());
         params.into_iter().zip(of).for_each(|(param, fragment)| fragments[fragment].push(param));
         core.begin_local_steps()?;
+        if let IslandCrossing::Server(server) = &ranks.crossing {
+            let lens = fragments.iter().map(|params| core.pieces_len(params, core.comm().rank()) as u64);
+            server.connect(&*ranks.island, config, lens.collect(), fingerprint)?;
+        }
         Ok(Self {
             ranks,
-            config: *config,
+            config: config.clone(),
             schedule,
             outer: outer_optimizer(config),
             samples: vec![0; fragments.len()],
             fragments,
             in_flight: VecDeque::new(),
+            calls: 0,
+            members: Vec::new(),
+            donation: None,
+            traffic: CollectiveKindReport::default(),
+            client_state: Value::Null,
+            joined_at: None,
         })
     }
 
@@ -152,6 +137,7 @@ impl Islands {
     /// weights have changed.
     pub fn after_step(&mut self, core: &RankCore, step: u64, samples: u64) -> Result<bool> {
         self.samples.iter_mut().for_each(|sum| *sum = sum.saturating_add(samples));
+        self.calls = 0;
         self.advance(step)?;
         let sent = self.schedule.sent_after(step);
         let arriving = self.schedule.arrives_after(step);
@@ -163,7 +149,7 @@ impl Islands {
         let settled = core.is_behind();
         core.settle()?;
         if let Some(fragment) = sent {
-            self.send(core, fragment)?;
+            self.send(core, fragment, step)?;
         }
         let received = match arriving {
             Some(fragment) => self.receive(core, fragment, self.config.fragment_alpha as f32)?,
@@ -173,14 +159,15 @@ impl Islands {
     }
 
     /// Ends all exchanges: those in flight take effect now, and then every fragment is exchanged. Afterwards all islands
-    /// have the same weights.
-    pub fn synchronize(&mut self, core: &RankCore) -> Result<()> {
+    /// have the same weights. `step` is the last step.
+    pub fn synchronize(&mut self, core: &RankCore, step: u64) -> Result<()> {
+        self.calls += 1;
         let alpha = self.config.fragment_alpha as f32;
         while let Some(fragment) = self.in_flight.front().map(|exchange| exchange.fragment) {
             self.receive(core, fragment, alpha)?;
         }
         for fragment in 0..self.fragments.len() {
-            self.send(core, fragment)?;
+            self.send(core, fragment, step)?;
             if !self.receive(core, fragment, 0.0)? {
                 // No island has trained, but islands may have kept a share of their own weights.
                 core.take_outer_weights(&self.fragments[fragment])?;
@@ -190,8 +177,14 @@ impl Islands {
     }
 
     /// Sends this island's change of a fragment, if any island has trained since the last exchange.
-    fn send(&mut self, core: &RankCore, fragment: usize) -> Result<()> {
-        let across = &self.ranks.across;
+    fn send(&mut self, core: &RankCore, fragment: usize, step: u64) -> Result<()> {
+        let across = match &self.ranks.crossing {
+            IslandCrossing::Communicator { across, .. } => across.clone(),
+            IslandCrossing::Server(server) => {
+                let server = server.clone();
+                return self.send_to_server(&server, core, fragment, step);
+            }
+        };
         let own = std::mem::take(&mut self.samples[fragment]) as f64;
         let all: f64 = across.gather_f64(vec![own]).wait()?.iter().flatten().sum();
         if all == 0.0 {
@@ -208,7 +201,25 @@ impl Islands {
         let sent = Flat::from_f32(change, dtype);
         held.resize(sent.capacity_in_bytes());
         let sum = across.reduce_scatter_as(wire, sent, tag(fragment));
-        self.in_flight.push_back(FragmentExchange { fragment, len, progress: ExchangeProgress::Summing(sum), held });
+        let progress = ExchangeProgress::Summing(sum);
+        self.in_flight.push_back(FragmentExchange { fragment, len, progress, held, donation: None });
+        Ok(())
+    }
+
+    /// Sends this island's change of a fragment to the server, which knows the weights of all changes when it has them.
+    fn send_to_server(&mut self, server: &ServerCrossing, core: &RankCore, fragment: usize, step: u64) -> Result<()> {
+        let samples = std::mem::take(&mut self.samples[fragment]);
+        let (params, format) = (&self.fragments[fragment], ChangeFormat::from(self.config.wire));
+        let len = core.pieces_len(params, core.comm().rank());
+        let bytes = format.encoded_len(len as u64).and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
+        let mut held = core.hold_exchange(len * DType::F32.size_in_bytes() + bytes);
+        let weights = core.outer_weights_hash(params)?;
+        let change = format.encode(core.change_since_exchange(params, 1.0, len)?);
+        held.resize(bytes);
+        let key = RoundKey { step, call: self.calls, fragment: fragment as u64 };
+        server.link()?.send_change(key, samples, weights, change);
+        let progress = ExchangeProgress::Sent(key);
+        self.in_flight.push_back(FragmentExchange { fragment, len, progress, held, donation: None });
         Ok(())
     }
 
@@ -216,9 +227,9 @@ impl Islands {
     fn advance(&mut self, step: u64) -> Result<()> {
         let (schedule, half) = (self.schedule, self.config.fragment_delay.div_ceil(2));
         let Some(due) = step.checked_sub(half).and_then(|sent| schedule.sent_after(sent)) else { return Ok(()) };
-        let (across, wire) = (self.ranks.across.clone(), encoding(self.config.wire).1);
+        let IslandCrossing::Communicator { across, .. } = &self.ranks.crossing else { return Ok(()) };
         match self.in_flight.iter_mut().find(|exchange| exchange.fragment == due) {
-            Some(exchange) => exchange.gather(&*across, wire),
+            Some(exchange) => exchange.gather(&**across, encoding(self.config.wire).1),
             None => Ok(()),
         }
     }
@@ -231,24 +242,96 @@ impl Islands {
             return Ok(false);
         };
         let Some(mut exchange) = self.in_flight.remove(at) else { return Ok(false) };
-        let change = match exchange.sum(&*self.ranks.across, encoding(self.config.wire).1)? {
-            Some(own) => MeanChange::Received(own),
-            None => MeanChange::Stored,
+        let result = self.result(&mut exchange)?;
+        self.donation = self.donation.or(exchange.donation);
+        let change = match result {
+            ExchangeResult::Mean(own) => MeanChange::Received(own),
+            ExchangeResult::Stored => MeanChange::Stored,
+            ExchangeResult::Nothing => return Ok(false),
         };
         core.outer_step(&self.fragments[fragment], change, &*self.outer, alpha)?;
         Ok(true)
     }
 
-    /// Collective among all ranks of the job: waits for the fragments in flight and stores their sums among the optimizer
-    /// states, so that checkpoints contain them. The sums take effect when they are due.
-    pub fn store_exchanges(&mut self, core: &RankCore) -> Result<()> {
-        for exchange in &mut self.in_flight {
-            if let Some(sum) = exchange.sum(&*self.ranks.across, encoding(self.config.wire).1)? {
-                core.store_change(&self.fragments[exchange.fragment], sum)?;
-                exchange.held.resize(0);
+    /// Waits for the result of an exchange. Afterwards the exchange counts as stored.
+    fn result(&mut self, exchange: &mut FragmentExchange) -> Result<ExchangeResult> {
+        match &self.ranks.crossing {
+            IslandCrossing::Communicator { across, .. } => exchange.sum(&**across, encoding(self.config.wire).1),
+            IslandCrossing::Server(server) => {
+                let server = server.clone();
+                self.mean_of_server(&server, exchange)
             }
         }
+    }
+
+    fn mean_of_server(&mut self, server: &ServerCrossing, exchange: &mut FragmentExchange) -> Result<ExchangeResult> {
+        let ExchangeProgress::Sent(key) = exchange.progress else { return Ok(ExchangeResult::Stored) };
+        let island = self.ranks.island.clone();
+        let mean = server.link()?.mean(key, &|| island.failure().map(Error::from))?;
+        exchange.progress = ExchangeProgress::Stored;
+        exchange.donation = mean.donation;
+        if island.rank() == 0 && !self.members.is_empty() && self.members != mean.members {
+            let text = |members: &[usize]| list(&members.iter().map(usize::to_string).collect::<Vec<_>>());
+            let (now, before) = (text(&mean.members), text(&self.members));
+            emit(&format!(
+                "local_steps: after step {}, islands {now} have exchanged; before, it was {before}",
+                key.step
+            ));
+        }
+        self.members = mean.members;
+        if mean.samples == 0 {
+            return Ok(ExchangeResult::Nothing);
+        }
+        let (wide, bytes) = (exchange.len * DType::F32.size_in_bytes(), mean.bytes.len());
+        self.traffic.calls += 1;
+        self.traffic.elements += exchange.len as u64;
+        self.traffic.wire_bytes += bytes as u64;
+        self.traffic.exact_bytes += wide as u64;
+        self.traffic.between_hosts_bytes += bytes as u64;
+        exchange.held.resize(wide + bytes);
+        let own = server.decode(self.config.wire, &mean.bytes, exchange.len)?;
+        drop(mean.bytes);
+        exchange.held.resize(wide);
+        Ok(ExchangeResult::Mean(own))
+    }
+
+    /// Collective among all ranks that exchange with each other: waits for the fragments in flight and stores their sums
+    /// among the optimizer states, so that checkpoints contain them. The sums take effect when they are due.
+    pub fn store_exchanges(&mut self, core: &RankCore) -> Result<()> {
+        for mut exchange in std::mem::take(&mut self.in_flight) {
+            match self.result(&mut exchange)? {
+                ExchangeResult::Mean(sum) => {
+                    core.store_change(&self.fragments[exchange.fragment], sum)?;
+                    exchange.held.resize(0);
+                }
+                ExchangeResult::Stored => {}
+                ExchangeResult::Nothing => {
+                    self.donation = self.donation.or(exchange.donation);
+                    continue;
+                }
+            }
+            self.in_flight.push_back(exchange);
+        }
         Ok(())
+    }
+
+    /// Returns the donation that this island owes, once.
+    pub fn take_donation(&mut self) -> Option<u64> {
+        self.donation.take()
+    }
+
+    /// Returns this rank's traffic with other islands so far.
+    pub fn report(&self) -> CommReport {
+        match &self.ranks.crossing {
+            IslandCrossing::Communicator { across, .. } => across.report(),
+            IslandCrossing::Server(_) => {
+                let mut report = CommReport::default();
+                if self.traffic.calls > 0 {
+                    report.kinds.insert(CollectiveKind::AllReduce, self.traffic);
+                }
+                report
+            }
+        }
     }
 
     /// Begins with weights that are the same on all islands.
@@ -266,6 +349,12 @@ impl Islands {
             samples: self.samples.clone(),
             in_flight: self.in_flight.iter().map(|exchange| exchange.fragment).collect(),
         }
+    }
+
+    /// Continues with the state of a donor, of which `progress` tells. This island has not learned anything yet.
+    pub fn join(&mut self, core: &RankCore, progress: &IslandProgress) {
+        self.resume(core, progress);
+        self.samples.fill(0);
     }
 
     fn schedule_numbers(&self) -> [u64; 3] {
@@ -295,7 +384,7 @@ impl Islands {
 
 impl FragmentExchange {
     fn stored(fragment: usize, held: MemoryLedgerEntry) -> Self {
-        Self { fragment, len: 0, progress: ExchangeProgress::Stored, held }
+        Self { fragment, len: 0, progress: ExchangeProgress::Stored, held, donation: None }
     }
 
     /// Begins the gather of the sums, if they are not being gathered yet.
@@ -309,17 +398,17 @@ impl FragmentExchange {
         Ok(())
     }
 
-    /// Waits for the sum of all islands and returns it, or `None` if it is already stored among the optimizer states.
-    /// Afterwards the exchange counts as stored.
-    fn sum(&mut self, across: &dyn Communicator, wire: WireFormat) -> Result<Option<Vec<f32>>> {
+    /// Waits for the sum of all islands, unless it is already stored among the optimizer states. Afterwards the exchange
+    /// counts as stored.
+    fn sum(&mut self, across: &dyn Communicator, wire: WireFormat) -> Result<ExchangeResult> {
         self.gather(across, wire)?;
         let ExchangeProgress::Gathering(pending) = std::mem::replace(&mut self.progress, ExchangeProgress::Stored)
         else {
-            return Ok(None);
+            return Ok(ExchangeResult::Stored);
         };
         let mut sum = pending.wait()?;
         sum.truncate(self.len);
-        Ok(Some(match sum {
+        Ok(ExchangeResult::Mean(match sum {
             Flat::F32(own) => own,
             sum => {
                 self.held.resize(sum.capacity_in_bytes() + self.len * DType::F32.size_in_bytes());
@@ -331,21 +420,6 @@ impl FragmentExchange {
             }
         }))
     }
-}
-
-/// Collective: returns the number of hosts, or an error if they have different numbers of ranks.
-fn hosts_of_equal_size(job: &dyn Communicator) -> Result<usize> {
-    let hosts = ranks_per_host(job)?;
-    if hosts.iter().any(|ranks| *ranks != hosts[0]) {
-        let ranks: Vec<String> = hosts.iter().map(usize::to_string).collect();
-        let why = format!(
-            "local_steps.islands is \"auto\", one island per host, but the hosts have {} ranks; start the same \
-             number on each host, or give a number of islands",
-            list(&ranks)
-        );
-        return Err(EngineError::LocalSteps { why }.into());
-    }
-    Ok(hosts.len())
 }
 
 /// Returns the outer optimizer.

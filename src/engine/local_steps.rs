@@ -1,13 +1,15 @@
 //! The engine's calls for local steps.
 
 use super::Engine;
+use super::islands::Islands;
 use crate::comm::CommReport;
 use crate::comm::engine_call::during;
 use crate::error::{EngineError, Error, Result};
 
 impl<M> Engine<M> {
     /// Collective among all ranks of the job: ends the current window of local steps early, so that all islands have the
-    /// same weights. Without `local_steps`, it does nothing.
+    /// same weights. With an island server, all islands that train must call it after the same step. Without
+    /// `local_steps`, it does nothing.
     ///
     /// Call it after the last step, before weights are evaluated or exported, unless the last step ended a window.
     ///
@@ -18,10 +20,16 @@ impl<M> Engine<M> {
         self.wait_for_checkpoint()?;
         self.between_steps("synchronize_islands")?;
         self.forget_forward();
+        if self.has_just_joined() {
+            // An island that has just joined has the outer weights.
+            return Ok(());
+        }
         self.settled(|engine| {
+            let step = engine.global_steps;
             let Some(islands) = &mut engine.islands else { return Ok::<(), Error>(()) };
-            islands.synchronize(&engine.core)?;
-            engine.core.refresh()
+            islands.synchronize(&engine.core, step)?;
+            engine.core.refresh()?;
+            engine.donate()
         })
     }
 
@@ -35,14 +43,15 @@ impl<M> Engine<M> {
         Err(EngineError::LocalSteps { why }.into())
     }
 
-    /// Returns the number of this rank's island and the number of islands, if the ranks take local steps.
+    /// Returns the number of this rank's island and the number of islands, if the ranks take local steps. With an island
+    /// server, these are the slot and the number of slots.
     pub fn island(&self) -> Option<(usize, usize)> {
         self.islands.as_ref().map(|islands| (islands.ranks.number(), islands.ranks.count()))
     }
 
     /// Returns the bytes and calls of this rank's exchanges with other islands so far.
     pub fn island_report(&self) -> Option<CommReport> {
-        self.islands.as_ref().map(|islands| islands.ranks.across().report())
+        self.islands.as_ref().map(Islands::report)
     }
 
     /// Exchanges the changes of islands, if an exchange is due after this step. `applied` states whether the step
@@ -50,6 +59,8 @@ impl<M> Engine<M> {
     pub(super) fn exchange_between_islands(&mut self, applied: bool) -> Result<bool> {
         let Some(islands) = &mut self.islands else { return Ok(false) };
         let samples = self.config.batch.train_batch_size / islands.ranks.count();
-        islands.after_step(&self.core, self.global_steps, if applied { samples as u64 } else { 0 })
+        let changed = islands.after_step(&self.core, self.global_steps, if applied { samples as u64 } else { 0 })?;
+        self.donate()?;
+        Ok(changed)
     }
 }

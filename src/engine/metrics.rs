@@ -131,17 +131,18 @@ impl<M> Engine<M> {
         self.clock.last
     }
 
-    /// Returns this rank, counted from 0.
+    /// Returns this rank, counted from 0. With an island server, the ranks of all slots are counted.
     pub fn rank(&self) -> usize {
-        self.job().rank()
+        self.islands.as_ref().map_or_else(|| self.job().rank(), |islands| islands.ranks.rank())
     }
 
-    /// Returns the number of ranks.
+    /// Returns the number of ranks. With an island server, it is that of all slots, whether there are islands in them or
+    /// not.
     pub fn world_size(&self) -> usize {
-        self.job().size()
+        self.islands.as_ref().map_or_else(|| self.job().size(), |islands| islands.ranks.world_size())
     }
 
-    /// Returns all ranks of the job: those of all islands.
+    /// Returns all ranks of the job: those of all islands, or with an island server those of this one.
     pub(super) fn job(&self) -> &dyn Communicator {
         self.islands.as_ref().map_or(self.core.comm(), |islands| &**islands.ranks.job())
     }

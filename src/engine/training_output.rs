@@ -56,7 +56,7 @@ impl<M> Engine<M> {
         if profiler.profile_step.checked_add(1) != Some(self.global_steps) {
             return Ok(());
         }
-        if self.rank() == 0 {
+        if self.job().rank() == 0 {
             let run = (self.global_steps, self.config.batch.train_batch_size, self.world_size());
             let peak = peak_flops(self.dtype());
             let profile = FlopsProfile::new(self.core.units(), &spans::take(), run, self.clock.last, peak);
@@ -85,7 +85,7 @@ impl<M> Engine<M> {
 
     /// Prints the final reports when the engine is dropped.
     pub(super) fn report_at_end(&self) {
-        if let (0, Some(summary)) = (self.rank(), self.comm_summary()) {
+        if let (0, Some(summary)) = (self.job().rank(), self.comm_summary()) {
             emit(&format!("collectives of rank 0\n{summary}"));
         }
     }
@@ -103,7 +103,7 @@ impl<M> Engine<M> {
     fn report_order(&mut self) {
         let changes = self.core.order_changes();
         let new = changes - std::mem::replace(&mut self.reporter.order_changes, changes);
-        if new > 0 && self.config.zero.log_trace_cache_warnings && self.rank() == 0 {
+        if new > 0 && self.config.zero.log_trace_cache_warnings && self.job().rank() == 0 {
             warn(&format!(
                 "step {}: units were used in a different order than before in {}, so the next units could not be \
                  gathered in advance",
@@ -115,7 +115,7 @@ impl<M> Engine<M> {
 
     fn report_progress(&mut self) {
         let speed = self.reporter.throughput.boundary(self.config.batch.train_batch_size);
-        if self.rank() != 0 {
+        if self.job().rank() != 0 {
             return;
         }
         let every = self.config.steps_per_print;
@@ -198,7 +198,7 @@ impl<M> Engine<M> {
     pub(super) fn report_memory(&self, edge: &str, step: u64) {
         let every = self.config.steps_per_print;
         let due = every.is_none_or(|n| step.is_multiple_of(n));
-        if !self.config.monitoring.memory_breakdown || self.rank() != 0 || !due {
+        if !self.config.monitoring.memory_breakdown || self.job().rank() != 0 || !due {
             return;
         }
         let mib = |bytes: usize| format!("{:.2}", bytes as f64 / f64::from(1 << 20));
@@ -211,7 +211,7 @@ impl<M> Engine<M> {
 
     /// Prints the configuration and parameters for `dump_state`.
     pub(super) fn dump_state(&self) {
-        if !self.config.monitoring.dump_state || self.rank() != 0 {
+        if !self.config.monitoring.dump_state || self.job().rank() != 0 {
             return;
         }
         let config = &self.config.to_deepspeed_json();

@@ -13,6 +13,7 @@ use super::traffic::Traffic;
 use crate::comm::{CollectiveKind as CommKind, WireFormat};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
+use crate::island_server::ChangeFormat;
 use crate::layout::{FragmentSchedule, exchanged_len, fragments_of};
 use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry, MemoryReport, MemoryTier, TrackedBuffer};
 use crate::offload::{DiskAccess, StateWindow, WindowSettings};
@@ -212,14 +213,24 @@ impl<'a> Rehearsal<'a> {
         let wide = DType::F32.size_in_bytes();
         let buffers = |bytes: usize| self.ledger.hold(MemoryKind::Buckets, bytes);
         let sent = |fragment: usize| exchanged_len(len(fragment, 0), islands, wire.alignment());
+        // The bytes of a change that crosses through a server.
+        let format = config.server.as_ref().map(|_| ChangeFormat::from(config.wire));
+        let encoded = |fragment: usize| {
+            let bytes = format.and_then(|format| format.encoded_len(len(fragment, 0) as u64))?;
+            usize::try_from(bytes).ok()
+        };
         for fragment in 0..fragments {
-            drop(buffers(sent(fragment) * wide));
-            let is_wide = dtype == DType::F32;
+            let is_wide = dtype == DType::F32 && format.is_none();
             let received = match is_wide {
                 true => sent(fragment) * wide,
                 false => len(fragment, 0) * wide,
             };
-            let wire_copy = if is_wide { 0 } else { sent(fragment) * dtype.size_in_bytes() };
+            let wire_copy = match encoded(fragment) {
+                Some(bytes) => bytes,
+                None if is_wide => 0,
+                None => sent(fragment) * dtype.size_in_bytes(),
+            };
+            drop(buffers(encoded(fragment).map_or(sent(fragment) * wide, |bytes| received + bytes)));
             drop(buffers(received + wire_copy));
             let _received = buffers(received);
             let gathers = !placement.optim.is_sharded() || mesh.copies() > 1;
@@ -231,7 +242,8 @@ impl<'a> Rehearsal<'a> {
             publisher.finish(self)?;
         }
         let in_flight = (fragments - schedule.most_in_flight().min(fragments))..fragments;
-        Ok(in_flight.map(|fragment| buffers(sent(fragment) * dtype.size_in_bytes())).collect())
+        let in_flight_bytes = |fragment| encoded(fragment).unwrap_or(sent(fragment) * dtype.size_in_bytes());
+        Ok(in_flight.map(|fragment| buffers(in_flight_bytes(fragment))).collect())
     }
 
     /// Trains for some steps, and returns the traffic and the trace of one of them.

@@ -5,8 +5,13 @@ mod bad_input;
 mod checkpoints;
 mod convergence;
 mod faults;
+mod killed;
 mod reference;
+mod server;
 mod stages;
+
+#[path = "../support/mod.rs"]
+mod support;
 
 use candle_core::{Device, Tensor};
 use candle_nn::VarBuilder;

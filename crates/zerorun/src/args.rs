@@ -9,6 +9,7 @@ use crate::launch::comm_backend::CommBackend;
 use crate::launch::console::CommandLineError;
 use crate::launch::core_binding::CoreBinding;
 use crate::launch::hosts::core_list::CoreList;
+use crate::launch::ranks::IslandPlace;
 use crate::launch::run_flags::RunFlags;
 use crate::tools;
 use clap::error::ErrorKind;
@@ -102,6 +103,16 @@ struct ZerorunArguments {
 
     #[command(flatten)]
     run: RunFlags,
+
+    /// Take part in a run with local steps as one island, through the island server at this address (zerorun
+    /// island-server); replaces local_steps.server
+    #[arg(long = "island_server", alias = "island-server", value_name = "HOST:PORT", value_parser = server_address)]
+    island_server: Option<String>,
+
+    /// With an island server: the slot to ask for, from 0 [default: after a restart the same as before, else the lowest
+    /// free one]
+    #[arg(long = "island_slot", alias = "island-slot", value_name = "N")]
+    island_slot: Option<u16>,
 
     /// Maximum number of job restarts, in total, after a rank failure [also: $PET_MAX_RESTARTS]
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
@@ -207,6 +218,7 @@ fn read_beside(
         master_port: typed.master_port,
         prometheus: typed.prometheus,
         run: typed.run,
+        island: IslandPlace { server: typed.island_server, slot: typed.island_slot },
         max_restarts: typed.max_restarts,
         min_ranks: usize::from(typed.min_ranks.unwrap_or(typed.ranks)),
         timeline: typed.timeline,
@@ -231,6 +243,8 @@ fn wrong_launcher(typed: &ZerorunArguments) -> Option<String> {
         ("--max_restarts", typed.max_restarts > 0),
         ("--bind_cores_to_rank", typed.bind_cores_to_rank),
         ("--prometheus", typed.prometheus.is_some()),
+        ("--island_server", typed.island_server.is_some()),
+        ("--island_slot", typed.island_slot.is_some()),
     ];
     typed.hosts.wrong_launcher(&own)
 }
@@ -253,6 +267,16 @@ fn wrong_min_ranks(typed: &ZerorunArguments) -> Option<String> {
     (fewest > ranks).then(|| {
         format!("--min_ranks {fewest} is above --num_ranks {ranks}; give at most {ranks}, or a larger --num_ranks")
     })
+}
+
+/// Checks the address of an island server.
+fn server_address(text: &str) -> std::result::Result<String, String> {
+    match candle_zero::config::is_address(text) {
+        true => Ok(text.to_owned()),
+        false => {
+            Err("give a name or an address, a colon and a port from 1 to 65535, for example host0:29600".to_string())
+        }
+    }
 }
 
 /// Parses a duration such as `500ms`, `90s`, `10m`, `2h` or `90`.
@@ -574,6 +598,11 @@ mod tests {
         "#);
         insta::assert_snapshot!(refusal("--timeout 10days train.rs"), @r#"
         zerorun: invalid value '10days' for '--timeout <DURATION>': give a whole number with ms, s, m or h, for example 90s or 10m
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--island_server host0 train.rs"), @r#"
+        zerorun: invalid value 'host0' for '--island_server <HOST:PORT>': give a name or an address, a colon and a port from 1 to 65535, for example host0:29600
 
         For more information, try '--help'.
         "#);

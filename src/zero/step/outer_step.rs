@@ -24,7 +24,9 @@ use crate::zero::rank_core::RankCore;
 use crate::zero::share::share_plan::{OUTER_CHANGE, OUTER_MOMENTUM, OUTER_WEIGHTS};
 use crate::zero::share::state_access::{ParamStateKind, pieces};
 use candle_core::DType;
+use std::hash::Hasher;
 use std::ops::Range;
+use twox_hash::XxHash3_64;
 
 /// Returns the dtype of the buffer in which islands send their changes, and its encoding.
 pub(crate) fn encoding(wire: IslandWire) -> (DType, WireFormat) {
@@ -123,6 +125,24 @@ impl RankCore {
             }
         }
         Ok(change)
+    }
+
+    /// Returns a hash of the outer weights of this rank's pieces of `params`, which are the same on all islands.
+    pub fn outer_weights_hash(&self, params: &[ParamId]) -> Result<u64> {
+        let mut hash = XxHash3_64::new();
+        for param in params {
+            let (owned, piece) = (self.owned(*param), self.piece_of(*param, self.comm.rank()));
+            for part in pieces(&owned) {
+                let own = part.start.max(piece.start)..part.end.min(piece.end);
+                if !own.is_empty() {
+                    let outer = self.state_values(self.outer(OUTER_WEIGHTS), *param, part.clone())?;
+                    for value in &outer[own.start - part.start..own.end - part.start] {
+                        hash.write(&value.to_le_bytes());
+                    }
+                }
+            }
+        }
+        Ok(hash.finish())
     }
 
     /// Collective among the ranks of an island: takes the outer step on the mean change of `params`, and sets the

@@ -89,6 +89,8 @@ pub(crate) struct LaunchOptions {
     pub(crate) prometheus: Option<u16>,
     /// The record of the run. What is not given comes from the environment.
     pub(crate) run: RunFlags,
+    /// The place of the ranks in a run of islands.
+    pub(crate) island: ranks::IslandPlace,
     pub(crate) max_restarts: u32,
     /// The minimum number of ranks, at most `ranks`.
     pub(crate) min_ranks: usize,
@@ -161,6 +163,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         master_port: options.master_port,
         prometheus: options.prometheus,
         run: options.run.clone(),
+        island: options.island.clone(),
         restart: 0,
         timeline: recorded.as_ref().map(|job| job.folder().to_owned()),
         multi_host: None,

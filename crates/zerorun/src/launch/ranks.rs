@@ -19,19 +19,21 @@ use candle_zero::comm::RankFault;
 use candle_zero::comm::agree::rank_pointed_at;
 use candle_zero::comm::rank_env::{BACKEND, BOUND, DEFAULT_TIMEOUT, PMI_FD, SCRIPT, SHM_FD, TIMEOUT_MS};
 use candle_zero::comm::shm::region::SharedMemoryRegion;
+use candle_zero::island_server;
 use candle_zero::monitor::PROMETHEUS_PORT;
 use candle_zero::stop_signal::RESTART;
 use candle_zero::timeline;
 use candle_zero::util::lock;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use std::ffi::OsString;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How long the other ranks may take to exit on their own after a failure.
@@ -72,6 +74,8 @@ pub(crate) struct LocalJob {
     pub(crate) prometheus: Option<u16>,
     /// The record of the run. What is not given comes from the environment.
     pub(crate) run: RunFlags,
+    /// The place of the ranks in a run of islands.
+    pub(crate) island: IslandPlace,
     /// The number of restarts so far.
     pub(crate) restart: u32,
     /// The folder in which ranks write their parts of the timeline.
@@ -82,6 +86,23 @@ pub(crate) struct LocalJob {
     pub(crate) cores: Option<CoreList>,
     /// The ranks' [`DEVICES`]. `None`: from the environment.
     pub(crate) devices: Option<String>,
+}
+
+/// The place of a job's ranks in a run of islands that meet at a server. `None`: from the environment or the
+/// configuration.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct IslandPlace {
+    /// The address of the server.
+    pub(crate) server: Option<String>,
+    /// The slot to ask for.
+    pub(crate) slot: Option<u16>,
+}
+
+/// Returns the number by which an island server recognizes the islands that this launcher starts, one after the other.
+fn launcher_number() -> u64 {
+    static NUMBER: OnceLock<u64> = OnceLock::new();
+    // A new hasher has random keys.
+    *NUMBER.get_or_init(|| RandomState::new().build_hasher().finish())
 }
 
 /// One host of a job on several hosts.
@@ -227,6 +248,9 @@ fn common_environment(job: &LocalJob) -> Result<Vec<(&'static str, String)>> {
     variables.extend([("CROSS_RANK", place.to_string()), ("CROSS_SIZE", hosts.to_string())]);
     variables.extend(context.map(|context| ("PMI_SIZE", context.pmi.world().to_string())));
     variables.extend(job.prometheus.map(|port| (PROMETHEUS_PORT, port.to_string())));
+    variables.extend(job.island.server.clone().map(|server| (island_server::SERVER, server)));
+    variables.extend(job.island.slot.map(|slot| (island_server::SLOT, slot.to_string())));
+    variables.push((island_server::LAUNCHER, launcher_number().to_string()));
     variables.extend(job.devices.clone().map(|devices| (DEVICES, devices)));
     let cores = match &job.cores {
         Some(bound) => bound.cores().len(),

@@ -24,6 +24,7 @@ mod gpu_capacity;
 mod hosts_forecast;
 mod import;
 mod inspect;
+mod island_server;
 mod merge;
 mod model_size_flags;
 mod pipeline_report;
@@ -51,7 +52,7 @@ pub(crate) struct ZerorunTool {
 }
 
 /// All tools, in the order of the help.
-const ALL: [ZerorunTool; 19] = [
+const ALL: [ZerorunTool; 20] = [
     ZerorunTool {
         name: "bench",
         about: "Measure an offload folder, or the network between hosts",
@@ -120,6 +121,12 @@ const ALL: [ZerorunTool; 19] = [
         command: inspect::command,
     },
     ZerorunTool {
+        name: "island-server",
+        about: "Let islands that train with local steps meet, join and leave",
+        run: island_server::run,
+        command: island_server::command,
+    },
+    ZerorunTool {
         name: "merge",
         about: "Merge an adapter into a model, as a Hugging Face folder or GGUF",
         run: merge::run,
@@ -186,7 +193,7 @@ pub(crate) fn help() -> String {
     let mut lines: Vec<(&str, &str)> =
         ALL.iter().map(|tool| (tool.name, tool.about)).chain(COMMAND_LINE_DOCS).collect();
     lines.sort();
-    let lines: String = lines.iter().map(|(name, about)| format!("  {name:13}{about}\n")).collect();
+    let lines: String = lines.iter().map(|(name, about)| format!("  {name:15}{about}\n")).collect();
     format!("Commands (`zerorun COMMAND --help` describes one):\n{lines}")
 }
 

@@ -263,6 +263,12 @@ fn launcher_command(
     if let Some(port) = job.prometheus {
         option("prometheus", port.to_string());
     }
+    if let Some(server) = &job.island.server {
+        option("island_server", server.clone());
+    }
+    if let Some(slot) = job.island.slot {
+        option("island_slot", slot.to_string());
+    }
     for word in job.run.to_args() {
         words.push(text(&word)?);
     }

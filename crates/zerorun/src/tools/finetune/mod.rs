@@ -194,6 +194,7 @@ impl FinetuneArguments {
             master_port: self.master_port,
             prometheus: None,
             run: self.run.clone(),
+            island: ranks::IslandPlace::default(),
             restart: 0,
             timeline: None,
             multi_host: None,

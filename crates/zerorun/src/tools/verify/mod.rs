@@ -198,6 +198,7 @@ impl VerifyArguments {
             master_port: None,
             prometheus: None,
             run: RunFlags { folder: Some("off".into()), ..RunFlags::default() },
+            island: ranks::IslandPlace::default(),
             restart,
             timeline: None,
             multi_host: None,

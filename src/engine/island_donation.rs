@@ -1,0 +1,261 @@
+//! The state of an island on its way to one that joins: the donor's side and that of the island that joins.
+//!
+//! ```text
+//!   donor     head: its progress, as in a checkpoint | optimizer and outer states, piece by piece | buffers | end
+//!   joiner    the same in the same order; then weights = outer weights, and no samples since the last exchange
+//! ```
+//!
+//! Each rank of the donor sends to the rank at the same position of the island that joins, which has the same share of the
+//! model. What the donor has learned since the last exchange stays with it: the joiner starts with the outer weights.
+
+use super::Engine;
+use super::islands::Islands;
+use crate::checkpoint::{self, LoadOptions, LoadedCheckpoint, Manifest, SaveOptions, TrainingProgress};
+use crate::error::{EngineError, Error, Result};
+use crate::island_server::{DonationHead, Entrance, IslandLink, Received};
+use crate::notice::emit;
+use crate::optim::GroupedOptimizer;
+use crate::precision::{Flat, FlatMut};
+use crate::zero::rank_core::RankCore;
+use crate::zero::share::state_access::{ParamStateKind, pieces};
+use serde_json::Value;
+use std::ops::{ControlFlow, Range};
+use std::path::Path;
+
+/// The maximum number of bytes of a part of a buffer.
+const BUFFER_PART: usize = 4 << 20;
+
+/// Returns the connection of an island to its server, if there is one.
+fn link(islands: &Islands) -> Result<Option<&IslandLink>> {
+    islands.ranks.server().map(|server| server.link()).transpose()
+}
+
+impl<M> Engine<M> {
+    /// Gives this island's state to those that join, if the server has asked for it.
+    pub(super) fn donate(&mut self) -> Result<()> {
+        let Some(islands) = &mut self.islands else { return Ok(()) };
+        let Some(donation) = islands.take_donation() else { return Ok(()) };
+        islands.store_exchanges(&self.core)?;
+        let (client_state, options) = (islands.client_state.clone(), SaveOptions::default());
+        let progress = self.progress();
+        let manifest =
+            checkpoint::manifest(&self.core, &self.trainer, &self.config, progress, None, client_state, &options);
+        let Some(islands) = &self.islands else { return Ok(()) };
+        let manifest = serde_json::to_string(&manifest.of_island(islands.progress(0)))
+            .unwrap_or_else(|error| unreachable!("strings and numbers are valid JSON: {error}"));
+        let Some(link) = link(islands)? else { return Ok(()) };
+        link.donate(&DonationHead { donation, step: self.global_steps, manifest });
+        for DonatedPiece { kind, param, range } in pieces_of(&self.core, &self.trainer) {
+            let mut values = vec![0f32; range.len()];
+            self.core.read_state(kind, param, range, |read| FlatMut::F32(&mut values).copy_cast(read))?;
+            link.donate_part(donation, Flat::from(values).as_ref().as_bytes().to_vec());
+        }
+        for buffer in self.core.buffers().list() {
+            buffer.bytes()?.chunks(BUFFER_PART).for_each(|part| link.donate_part(donation, part.to_vec()));
+        }
+        link.end_donation(donation);
+        Ok(())
+    }
+
+    /// Collective among the ranks of the island: receives the state of a donor, if the island joins others.
+    pub(super) fn join_islands(&mut self) -> Result<()> {
+        let joins = match &self.islands {
+            Some(islands) => link(islands)?.is_some_and(|link| link.entrance() == Entrance::Joins),
+            None => false,
+        };
+        if !joins {
+            return Ok(());
+        }
+        let Some(manifest) = self.receive_donation()? else {
+            if self.core.comm().rank() == 0 {
+                emit("local_steps: no other island is left, so this one begins without joining");
+            }
+            return Ok(());
+        };
+        self.settled(|engine| engine.take_donated(&manifest))
+    }
+
+    /// Receives a donation into the states of this rank and returns the donor's manifest, or `None` if no island is left
+    /// to join. If a donor dies, another one begins anew.
+    fn receive_donation(&mut self) -> Result<Option<Manifest>> {
+        let Some(islands) = &self.islands else { return Ok(None) };
+        let (Some(link), island) = (link(islands)?, islands.ranks.island.clone()) else { return Ok(None) };
+        let failure = move || island.failure().map(Error::from);
+        self.core.release_all()?;
+        let mut entry = JoinProgress::Waits;
+        loop {
+            entry = match entry {
+                JoinProgress::Waits => JoinProgress::after(link.received(&failure)?),
+                JoinProgress::Receives(head) => self.receive_from(link, &failure, head)?,
+                JoinProgress::Begins => {
+                    // A donor that died may have left a part of its state.
+                    self.core.begin_local_steps()?;
+                    return Ok(None);
+                }
+                JoinProgress::Joined(head) => {
+                    let head = head.ok_or_else(unfit)?;
+                    return serde_json::from_str(&head.manifest).map(Some).map_err(|_| unfit());
+                }
+            }
+        }
+    }
+
+    /// Receives the donation that begins with `head`.
+    fn receive_from(
+        &self,
+        link: &IslandLink,
+        failure: &dyn Fn() -> Option<Error>,
+        head: DonationHead,
+    ) -> Result<JoinProgress> {
+        // Returns the next part, or what has happened instead. Parts of a donor that died may still arrive.
+        let next = || loop {
+            match link.received(failure)? {
+                Received::Part(donation, part) if donation == head.donation => {
+                    return Ok::<_, Error>(ControlFlow::Continue(part));
+                }
+                Received::Part(..) => {}
+                Received::End(donation) if donation <= head.donation => {}
+                Received::Head(other) if other.donation < head.donation => {}
+                other => return Ok(ControlFlow::Break(JoinProgress::after(other))),
+            }
+        };
+        for DonatedPiece { kind, param, range } in pieces_of(&self.core, &self.trainer) {
+            let part = match next()? {
+                ControlFlow::Continue(part) => part,
+                ControlFlow::Break(entry) => return Ok(entry),
+            };
+            let bytes = part.get(8..).filter(|bytes| bytes.len() == range.len() * 4).ok_or_else(unfit)?;
+            let values: Vec<f32> = bytes.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect();
+            let values = Flat::from(values);
+            self.core.write_state(kind, param, range, |_| Ok(values.clone()))?;
+        }
+        for buffer in self.core.buffers().list() {
+            let mut bytes = Vec::new();
+            while bytes.len() < buffer.size() {
+                let part = match next()? {
+                    ControlFlow::Continue(part) => part,
+                    ControlFlow::Break(entry) => return Ok(entry),
+                };
+                bytes.extend_from_slice(part.get(8..).filter(|part| !part.is_empty()).ok_or_else(unfit)?);
+            }
+            buffer.set((bytes.len() == buffer.size()).then_some(&bytes).ok_or_else(unfit)?)?;
+        }
+        // The island is part of the run when all its ranks have received everything.
+        match next()? {
+            ControlFlow::Continue(_) => Err(unfit()),
+            ControlFlow::Break(JoinProgress::Joined(_)) => Ok(JoinProgress::Joined(Some(head))),
+            ControlFlow::Break(entry) => Ok(entry),
+        }
+    }
+
+    /// Collective among the ranks of the island: continues at the donor's step, with the outer weights.
+    fn take_donated(&mut self, manifest: &Manifest) -> Result<()> {
+        let trained: Vec<_> = self.core.trained_params().map(|(param, _)| param).collect();
+        self.core.take_outer_weights(&trained)?;
+        self.core.refresh()?;
+        checkpoint::set_counts(&self.core, manifest);
+        if let Some(seed) = manifest.rounding_seed {
+            self.core.go_on_rounding(seed);
+        }
+        self.set_progress(TrainingProgress::of(manifest, self.progress(), &LoadOptions::default()));
+        self.go_on_with_rates(manifest);
+        if self.global_steps > 0 {
+            self.core.unused_was_judged();
+        }
+        let Some(islands) = &mut self.islands else { return Ok(()) };
+        let Some(progress) = &manifest.islands else { return Err(unfit()) };
+        islands.join(&self.core, progress);
+        if self.core.comm().rank() == 0 {
+            emit(&format!(
+                "local_steps: island {} has joined the others at step {}",
+                islands.ranks.number(),
+                self.global_steps
+            ));
+        }
+        islands.client_state = manifest.client_state.clone();
+        islands.joined_at = Some(self.global_steps);
+        Ok(())
+    }
+
+    /// Returns whether this island has joined others and has not trained since.
+    pub(super) fn has_just_joined(&self) -> bool {
+        self.islands.as_ref().is_some_and(|islands| islands.joined_at == Some(self.global_steps))
+    }
+
+    /// Returns what the program gets in place of the checkpoint in `dir`, if this island has joined others and has not
+    /// trained since: its state is newer.
+    pub(super) fn joined_instead_of(&self, dir: &Path, tag: Option<&str>) -> Option<LoadedCheckpoint> {
+        let islands = self.islands.as_ref().filter(|_| self.has_just_joined())?;
+        if self.core.comm().rank() == 0 {
+            emit(&format!(
+                "local_steps: the checkpoint in {} is not loaded: this island continues with the state of the others at \
+                 step {}",
+                dir.display(),
+                self.global_steps
+            ));
+        }
+        let client_state = match &islands.client_state {
+            // The donor has neither saved nor loaded a checkpoint.
+            Value::Null => {
+                checkpoint::peek(&islands.ranks.folder(dir), tag).map_or(Value::Null, |own| own.client_state)
+            }
+            state => state.clone(),
+        };
+        Some(LoadedCheckpoint { path: dir.to_owned(), client_state, global_samples: self.global_samples })
+    }
+
+    /// Tells the server that this island's program has ended.
+    pub(super) fn leave_islands(&self) {
+        if let Some(Ok(Some(link))) = self.islands.as_ref().map(link) {
+            link.say_goodbye();
+        }
+    }
+}
+
+/// How far an island that joins others has come.
+enum JoinProgress {
+    /// It waits for a donor.
+    Waits,
+    /// A donor sends its state.
+    Receives(DonationHead),
+    /// It is part of the run. The head is that of the donation, if it is known here.
+    Joined(Option<DonationHead>),
+    /// No other island is left.
+    Begins,
+}
+
+impl JoinProgress {
+    /// Returns the progress after a message that is not a part of the donation.
+    fn after(received: Received) -> Self {
+        match received {
+            Received::Head(head) => Self::Receives(head),
+            Received::Begin => Self::Begins,
+            Received::Joined => Self::Joined(None),
+            Received::Aborted | Received::Part(..) | Received::End(_) => Self::Waits,
+        }
+    }
+}
+
+/// Elements of a state of a parameter.
+struct DonatedPiece {
+    kind: ParamStateKind,
+    param: usize,
+    range: Range<usize>,
+}
+
+/// Returns what a donation contains, in order. It is the same for ranks at the same position.
+fn pieces_of(core: &RankCore, trainer: &GroupedOptimizer) -> Vec<DonatedPiece> {
+    let of_param = |(number, param)| {
+        let names = core.state_names(param, trainer);
+        let kinds = names.iter().filter_map(move |name| ParamStateKind::named(name, names));
+        let owned = core.owned(number);
+        kinds.flat_map(move |kind| pieces(&owned).map(move |range| DonatedPiece { kind, param: number, range }))
+    };
+    core.trained_params().flat_map(of_param).collect()
+}
+
+fn unfit() -> Error {
+    let why =
+        "the state of the donor does not fit this model; start the same program with the same files on all islands";
+    EngineError::LocalSteps { why: why.into() }.into()
+}

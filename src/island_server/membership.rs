@@ -1,0 +1,714 @@
+//! Who takes part in which exchange: the decisions of the island server, without sockets.
+//!
+//! ```text
+//!   forming    islands begin without a donor; the first exchange needs `min_islands` of them, at the same step
+//!   running    an exchange is closed when every member has sent its change; islands that connect wait
+//!              exchange closed -> a donor is named -> its state passes through the server -> joined
+//!   forming    again, when no member is left
+//! ```
+//!
+//! All ranks of an island are in the same exchanges, because an island counts only with the changes of all its ranks.
+
+use super::frame::{Frame, FrameKind};
+use super::messages::{DonationHead, Hello, MeanHead, RoundKey, RunShape, Welcome, split_numbers};
+use super::record::{RecordedRound, Replay, RoundMember, RunEvent, first_event};
+use crate::util::{counted, list};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use twox_hash::XxHash3_64;
+
+/// The number of a connection.
+pub(super) type ConnectionId = u64;
+
+/// An action of the server after a message.
+#[derive(Debug)]
+pub(super) enum ServerAction {
+    Send(ConnectionId, Frame),
+    /// Sends what waits, and ends the connection.
+    Close(ConnectionId),
+    Record(RunEvent),
+    /// Prints a message.
+    Tell(String),
+}
+
+/// An island whose ranks are not all connected yet.
+#[derive(Debug)]
+struct AssemblingIsland {
+    hello: Hello,
+    lens: Vec<Option<Vec<u64>>>,
+    connections: Vec<Option<ConnectionId>>,
+}
+
+/// An island in a slot.
+#[derive(Debug)]
+struct Island {
+    launcher: u64,
+    connections: Vec<ConnectionId>,
+    state: IslandState,
+    /// The last exchange that each rank has sent.
+    last: Vec<Option<RoundKey>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum IslandState {
+    /// Takes part in the exchanges after `since`; `None`: in all.
+    Member { since: Option<u64> },
+    /// Waits for a donor.
+    Waiting,
+    /// Receives a donation. `since` is the donor's step, as soon as it is known.
+    Receiving { since: Option<u64> },
+}
+
+impl IslandState {
+    /// Returns whether an exchange needs this island.
+    fn is_needed_in(self, key: RoundKey) -> bool {
+        match self {
+            Self::Member { since: None } => true,
+            Self::Member { since } | Self::Receiving { since } => since.is_some_and(|since| key.step > since),
+            Self::Waiting => false,
+        }
+    }
+}
+
+/// The change of one rank.
+#[derive(Debug)]
+struct RankChange {
+    samples: u64,
+    /// A hash of the weights after the last exchange.
+    weights: u64,
+    bytes: Vec<u8>,
+}
+
+/// The transfer of an island's state to those that join.
+#[derive(Debug)]
+struct Donation {
+    number: u64,
+    donor: usize,
+    joiners: Vec<usize>,
+    /// The exchange after which the donor was named.
+    key: RoundKey,
+    /// The number of the donor's ranks that have sent everything.
+    ended: usize,
+}
+
+/// The islands of a run.
+#[derive(Debug, Default)]
+pub(super) struct Membership {
+    shape: Option<RunShape>,
+    /// The length of each fragment, by rank.
+    lens: Vec<Option<Vec<u64>>>,
+    /// By the random number of an island's start.
+    assembling: HashMap<u64, AssemblingIsland>,
+    /// By slot.
+    islands: BTreeMap<usize, Island>,
+    /// The slots that launchers had last.
+    slots_of_launchers: HashMap<u64, usize>,
+    /// Whether an exchange has been closed since the first member began.
+    is_running: bool,
+    /// The number of members at the time of the last notice that the first exchange waits for more islands.
+    noticed_members: usize,
+    /// Whether the run has ended well, so that those who come later need not wait for others.
+    has_ended: bool,
+    rounds: BTreeMap<RoundKey, BTreeMap<usize, Vec<Option<RankChange>>>>,
+    last_closed: Option<RoundKey>,
+    donation: Option<Donation>,
+    donations: u64,
+    replay: Replay,
+    is_replay: bool,
+    actions: Vec<ServerAction>,
+}
+
+impl Membership {
+    pub fn new(replay: Option<Replay>) -> Self {
+        Self { is_replay: replay.is_some(), replay: replay.unwrap_or_default(), ..Self::default() }
+    }
+
+    /// Returns what is to be done, in order.
+    pub fn take_actions(&mut self) -> Vec<ServerAction> {
+        std::mem::take(&mut self.actions)
+    }
+
+    /// Returns the maximum length of the body of a change.
+    pub fn max_change(&self) -> u64 {
+        let Some(shape) = &self.shape else { return 0 };
+        let longest = self.lens.iter().flatten().flatten().copied().max().unwrap_or(0);
+        shape.format.encoded_len(longest).unwrap_or(0) + (RoundKey::BYTES + 16) as u64
+    }
+
+    /// Returns the number of bytes of the changes that wait for other islands.
+    #[cfg(test)]
+    pub fn bytes(&self) -> usize {
+        self.rounds.values().flat_map(BTreeMap::values).flatten().flatten().map(|change| change.bytes.len()).sum()
+    }
+
+    fn send(&mut self, connection: ConnectionId, frame: Frame) {
+        self.actions.push(ServerAction::Send(connection, frame));
+    }
+
+    fn send_to_island(&mut self, slot: usize, frame: &Frame) {
+        let connections = self.islands.get(&slot).map(|island| island.connections.clone()).unwrap_or_default();
+        connections.into_iter().for_each(|connection| self.send(connection, frame.clone()));
+    }
+
+    fn refuse(&mut self, connection: ConnectionId, why: &str) {
+        self.send(connection, Frame::new(FrameKind::Refused, why.as_bytes().to_vec()));
+        self.actions.push(ServerAction::Close(connection));
+    }
+
+    fn tell(&mut self, message: String) {
+        self.actions.push(ServerAction::Tell(message));
+    }
+
+    /// Returns the slot and the position of a rank.
+    fn place_of(&self, connection: ConnectionId) -> Option<(usize, usize)> {
+        self.islands.iter().find_map(|(slot, island)| {
+            let position = island.connections.iter().position(|own| *own == connection)?;
+            Some((*slot, position))
+        })
+    }
+
+    /// Admits a rank, and its island when all its ranks are there.
+    pub fn hello(&mut self, connection: ConnectionId, hello: Hello) {
+        if let Err(why) = self.check(&hello) {
+            return self.refuse(connection, &why);
+        }
+        let Hello { start, position, .. } = hello;
+        let ranks = hello.run.ranks;
+        if self.shape.is_none() {
+            self.shape = Some(hello.run.clone());
+            self.lens = vec![None; ranks];
+            self.actions.push(ServerAction::Record(first_event(hello.run.slots, ranks)));
+        }
+        let island = self.assembling.entry(start).or_insert_with(|| AssemblingIsland {
+            lens: vec![None; ranks],
+            connections: vec![None; ranks],
+            hello: hello.clone(),
+        });
+        if island.connections[position].is_some() {
+            return self.refuse(connection, &format!("position {position} of this island is already connected"));
+        }
+        island.connections[position] = Some(connection);
+        island.lens[position] = Some(hello.lens);
+        if island.connections.iter().all(Option::is_some)
+            && let Some(island) = self.assembling.remove(&start)
+        {
+            self.lens = island.lens;
+            let connections = island.connections.into_iter().flatten().collect();
+            self.place(connections, &island.hello);
+        }
+    }
+
+    /// Checks a rank's numbers, and compares its island with the others.
+    fn check(&self, hello: &Hello) -> Result<(), String> {
+        /// More ranks, slots and fragments than any run has.
+        const MOST: usize = 1 << 16;
+        let Hello { position, run, lens, slot, .. } = hello;
+        let fits = (1..=MOST).contains(&run.ranks)
+            && *position < run.ranks
+            && (1..=MOST).contains(&run.slots)
+            && (1..=run.slots).contains(&run.min_islands)
+            && (1..=MOST << 4).contains(&lens.len())
+            && run.fingerprint.len() <= 64
+            && lens.iter().all(|len| run.format.encoded_len(*len).is_some());
+        if !fits {
+            return Err("its first message has numbers that do not fit each other".into());
+        }
+        if let Some(slot) = slot.filter(|slot| *slot >= run.slots) {
+            return Err(format!(
+                "it asks for slot {slot}, but the run has {} (local_steps.islands); ask for 0 to {}",
+                counted(run.slots, "slot"),
+                run.slots - 1
+            ));
+        }
+        let Some(shape) = &self.shape else { return Ok(()) };
+        if let Some(what) = shape.difference(run) {
+            return Err(format!(
+                "it and the islands of the run have different {what}; start the same program with the same \
+                 files and configuration for all islands"
+            ));
+        }
+        match self.lens.get(*position) {
+            Some(Some(own)) if own != lens => Err("it and the islands of the run have different lengths of \
+                                                    fragments; start the same program with the same configuration for \
+                                                    all islands"
+                .into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives an island a slot.
+    fn place(&mut self, connections: Vec<ConnectionId>, hello: &Hello) {
+        let slots = hello.run.slots;
+        let before = self.islands.iter().find(|(_, island)| island.launcher == hello.launcher).map(|(slot, _)| *slot);
+        if let Some(slot) = before {
+            self.remove(slot, "its launcher has started it again", None);
+        }
+        let free = |slot: &usize| !self.islands.contains_key(slot);
+        let own = self.slots_of_launchers.get(&hello.launcher).copied().filter(|slot| *slot < slots).filter(free);
+        let slot = match hello.slot {
+            Some(slot) if free(&slot) => Ok(slot),
+            Some(slot) => {
+                Err(format!("slot {slot} is taken by another island; ask for another slot, or end that island"))
+            }
+            None => own.or_else(|| (0..slots).find(free)).ok_or_else(|| {
+                format!(
+                    "all {} are taken; end an island, or start all islands with a larger local_steps.islands",
+                    counted(slots, "slot")
+                )
+            }),
+        };
+        let slot = match slot {
+            Ok(slot) => slot,
+            Err(why) => {
+                connections.iter().for_each(|connection| self.refuse(*connection, &why));
+                return self.forget_an_empty_run();
+            }
+        };
+        self.slots_of_launchers.insert(hello.launcher, slot);
+        let begins = !self.is_running && (!self.is_replay || self.replay_begins(slot));
+        let state = if begins { IslandState::Member { since: None } } else { IslandState::Waiting };
+        let last = vec![None; connections.len()];
+        self.islands.insert(slot, Island { launcher: hello.launcher, connections, state, last });
+        self.send_to_island(slot, &Frame::new(FrameKind::Welcome, json(&Welcome { slot, joins: !begins })));
+        if begins {
+            self.actions.push(ServerAction::Record(RunEvent::Begin { slot }));
+            self.tell(format!("island {slot} begins"));
+        } else {
+            self.tell(format!("island {slot} waits to join"));
+        }
+        self.advance();
+    }
+
+    /// Returns whether an island begins without a donor in the recorded run.
+    fn replay_begins(&self, slot: usize) -> bool {
+        self.replay.rounds.is_empty() || self.replay.begins.contains(&slot)
+    }
+
+    /// Takes a rank's change.
+    pub fn change(&mut self, connection: ConnectionId, body: Vec<u8>) {
+        let Some((slot, position)) = self.place_of(connection) else { return };
+        if let Err(why) = self.add_change(slot, position, body) {
+            self.remove(slot, &why, Some(&why));
+        }
+        self.advance();
+    }
+
+    fn add_change(&mut self, slot: usize, position: usize, mut body: Vec<u8>) -> Result<(), String> {
+        let broken = || "it does not follow the protocol".to_string();
+        let (key, rest) = RoundKey::split(&body).ok_or_else(broken)?;
+        let ([samples, weights], rest) = split_numbers(rest).ok_or_else(broken)?;
+        let (shape, island) = (self.shape.as_ref().ok_or_else(broken)?, &self.islands[&slot]);
+        let len = self.lens.get(position).and_then(Option::as_ref);
+        let len = len.and_then(|lens| lens.get(usize::try_from(key.fragment).ok()?)).ok_or_else(broken)?;
+        if shape.format.encoded_len(*len) != Some(rest.len() as u64) || !island.state.is_needed_in(key) {
+            return Err(broken());
+        }
+        if island.last[position].is_some_and(|last| last >= key) || self.last_closed.is_some_and(|last| last >= key) {
+            let last = self.last_closed.or(island.last[position]).map_or(0, |last| last.step);
+            return Err(format!(
+                "it exchanges after step {}, but the islands have already exchanged after step {last}; start the same \
+                 program for all islands, or restart this one, which then joins",
+                key.step
+            ));
+        }
+        let ranks = island.connections.len();
+        let header = body.len() - rest.len();
+        body.drain(..header);
+        let changes = self.rounds.entry(key).or_default();
+        let of_island = changes.entry(slot).or_insert_with(|| (0..ranks).map(|_| None).collect());
+        of_island[position] = Some(RankChange { samples, weights, bytes: body });
+        if let Some(island) = self.islands.get_mut(&slot) {
+            island.last[position] = Some(key);
+        }
+        Ok(())
+    }
+
+    /// Returns whether all ranks of an island have sent their changes.
+    fn is_complete(&self, key: RoundKey, slot: usize) -> bool {
+        let changes = self.rounds.get(&key).and_then(|round| round.get(&slot));
+        changes.is_some_and(|changes| changes.iter().all(Option::is_some))
+    }
+
+    /// Returns the slots of the islands that are not members yet.
+    pub fn waiting(&self) -> Vec<usize> {
+        let members = self.members();
+        self.islands.keys().copied().filter(|slot| !members.contains(slot)).collect()
+    }
+
+    /// Returns the slots of the islands that take part in exchanges.
+    pub fn members(&self) -> Vec<usize> {
+        let is_member = |island: &Island| matches!(island.state, IslandState::Member { .. });
+        self.islands.iter().filter(|(_, island)| is_member(island)).map(|(slot, _)| *slot).collect()
+    }
+
+    /// Closes the exchanges that wait for no other island.
+    fn advance(&mut self) {
+        loop {
+            if self.members().is_empty() {
+                self.form_again();
+            }
+            if !self.is_running && !self.is_formed() {
+                return;
+            }
+            let Some(key) = self.rounds.keys().next().copied() else { return };
+            let ready = match self.replay.rounds.front().cloned() {
+                Some(recorded) => self.is_as_recorded(key, &recorded),
+                None => self.is_ready(key),
+            };
+            match ready {
+                // The membership has changed.
+                None => {}
+                Some(false) => return,
+                Some(true) => self.close(key),
+            }
+        }
+    }
+
+    /// If no member is left, lets those that wait begin without a donor.
+    fn form_again(&mut self) {
+        self.rounds.clear();
+        (self.is_running, self.donation, self.last_closed) = (false, None, None);
+        if self.is_replay && !self.replay.rounds.is_empty() {
+            return self.forget_an_empty_run();
+        }
+        let waiting: Vec<usize> = self.islands.keys().copied().collect();
+        for slot in waiting {
+            if let Some(island) = self.islands.get_mut(&slot) {
+                island.state = IslandState::Member { since: None };
+                island.last.fill(None);
+            }
+            self.actions.push(ServerAction::Record(RunEvent::Begin { slot }));
+            self.send_to_island(slot, &Frame::new(FrameKind::Begin, Vec::new()));
+            self.tell(format!("island {slot} begins: no other island is left"));
+        }
+        self.forget_an_empty_run();
+    }
+
+    fn forget_an_empty_run(&mut self) {
+        if self.islands.is_empty() && self.assembling.is_empty() {
+            (self.shape, self.has_ended) = (None, false);
+            self.lens.clear();
+        }
+    }
+
+    /// Returns whether the first exchange can be closed. Islands that are behind the furthest one are told to start
+    /// again, because they then join.
+    fn is_formed(&mut self) -> bool {
+        let members = self.members();
+        if self.is_replay && !self.replay.rounds.is_empty() {
+            return true;
+        }
+        let least = if self.has_ended { 1 } else { self.shape.as_ref().map_or(1, |shape| shape.min_islands) };
+        let first = |slot: &usize| self.rounds.iter().find(|(_, round)| round.contains_key(slot)).map(|(key, _)| *key);
+        let firsts: Vec<Option<RoundKey>> = members.iter().map(first).collect();
+        let complete = |(slot, key): (&usize, &Option<RoundKey>)| key.is_some_and(|key| self.is_complete(key, *slot));
+        if !members.iter().zip(&firsts).all(complete) {
+            return false;
+        }
+        if members.len() < least {
+            if !members.is_empty() && self.noticed_members != members.len() {
+                self.noticed_members = members.len();
+                let missing = counted(least - members.len(), "more island");
+                let notice = format!("the first exchange waits for {missing} (local_steps.min_islands)");
+                let frame = Frame::new(FrameKind::Notice, notice.into_bytes());
+                members.iter().for_each(|slot| self.send_to_island(*slot, &frame));
+            }
+            return false;
+        }
+        self.is_running = true;
+        let furthest = firsts.iter().copied().max().flatten();
+        for (slot, _) in members.iter().zip(firsts).filter(|(_, first)| *first < furthest) {
+            let why = format!(
+                "it is behind: the first exchange of the others is after step {}; start it again, and it joins them \
+                 (zerorun --max_restarts does so)",
+                furthest.map_or(0, |key| key.step)
+            );
+            self.remove_one(*slot, &why, Some(&why));
+        }
+        true
+    }
+
+    /// Returns whether every island that an exchange needs has sent its change; `None` if an island was removed.
+    fn is_ready(&mut self, key: RoundKey) -> Option<bool> {
+        let needed = self.islands.iter().filter(|(_, island)| island.state.is_needed_in(key));
+        let missing: Vec<usize> = needed.map(|(slot, _)| *slot).filter(|slot| !self.is_complete(key, *slot)).collect();
+        if let Some(slot) = missing.iter().find(|slot| self.has_skipped(key, **slot)) {
+            let why =
+                format!("it has skipped the exchange after step {}; start the same program for all islands", key.step);
+            self.remove_one(*slot, &why, Some(&why));
+            return None;
+        }
+        match missing.is_empty() {
+            true => self.agrees_on_weights(key),
+            false => Some(false),
+        }
+    }
+
+    /// Returns whether a rank of an island has sent a later change but not that of an exchange.
+    fn has_skipped(&self, key: RoundKey, slot: usize) -> bool {
+        let changes = self.rounds.get(&key).and_then(|round| round.get(&slot));
+        let has_sent = |position: usize| changes.is_some_and(|changes| changes[position].is_some());
+        let last = self.islands[&slot].last.iter().enumerate();
+        last.into_iter().any(|(position, last)| last.is_some_and(|last| last > key) && !has_sent(position))
+    }
+
+    /// Returns whether an exchange is as in the recorded run; `None` if an island was removed.
+    fn is_as_recorded(&mut self, key: RoundKey, recorded: &RecordedRound) -> Option<bool> {
+        if key != recorded.key {
+            let why = differs(key, &format!("the recorded run has exchanged after step {} next", recorded.key.step));
+            self.remove_all(&why);
+            return None;
+        }
+        let all_sent = recorded.members.iter().all(|member| self.is_complete(key, member.slot));
+        let waits = |slot: &usize| self.islands.get(slot).is_some_and(|island| island.state == IslandState::Waiting);
+        // Islands that died at this point of the recorded run may be those that join after it.
+        let left: Vec<usize> = self
+            .islands
+            .iter()
+            .filter(|(slot, island)| {
+                island.state.is_needed_in(key) && !recorded.members.iter().any(|member| member.slot == **slot)
+            })
+            .map(|(slot, _)| *slot)
+            .collect();
+        if all_sent && !left.is_empty() {
+            let why = format!("in the recorded run, it left before the exchange after step {}", key.step);
+            left.into_iter().for_each(|slot| self.remove_one(slot, &why, Some(&why)));
+            return None;
+        }
+        if !all_sent || !recorded.joins.iter().all(|(slot, _)| waits(slot)) {
+            return Some(false);
+        }
+        let samples = |slot: usize| self.rounds[&key][&slot][0].as_ref().map_or(0, |change| change.samples);
+        let problem = if recorded.members.iter().any(|member| samples(member.slot) != member.samples) {
+            Some("the islands have trained on other numbers of samples")
+        } else {
+            (self.weights_before(key) != recorded.weights).then_some("the weights have other bits")
+        };
+        if let Some(problem) = problem {
+            let why = differs(key, problem);
+            self.remove_all(&why);
+            return None;
+        }
+        self.agrees_on_weights(key)
+    }
+
+    fn remove_all(&mut self, why: &str) {
+        let all: Vec<usize> = self.islands.keys().copied().collect();
+        all.into_iter().for_each(|slot| self.remove_one(slot, why, Some(why)));
+        self.replay = Replay::default();
+    }
+
+    /// Returns true if all islands had the same weights before an exchange; `None` if an island was removed.
+    fn agrees_on_weights(&mut self, key: RoundKey) -> Option<bool> {
+        let round = &self.rounds[&key];
+        let of = |changes: &Vec<Option<RankChange>>| -> Vec<u64> {
+            changes.iter().flatten().map(|change| change.weights).collect()
+        };
+        let first = round.values().next().map(of);
+        let other = round.iter().find(|(_, changes)| Some(of(changes)) != first).map(|(slot, _)| *slot);
+        let Some(slot) = other else { return Some(true) };
+        let why = format!(
+            "its weights of the last exchange differ from those of the others before the exchange after step {}: it has \
+             loaded a checkpoint of another run, or another state of this one; start it again without that checkpoint, \
+             and it joins",
+            key.step
+        );
+        self.remove_one(slot, &why, Some(&why));
+        None
+    }
+
+    /// Returns a hash of the members' common weights before an exchange.
+    fn weights_before(&self, key: RoundKey) -> String {
+        let first = self.rounds.get(&key).and_then(|round| round.values().next());
+        let hashes: Vec<u8> =
+            first.into_iter().flatten().flatten().flat_map(|change| change.weights.to_le_bytes()).collect();
+        format!("{:016x}", XxHash3_64::oneshot(&hashes))
+    }
+
+    /// Closes an exchange: sends the mean to all members, and names a donor if islands wait to join.
+    fn close(&mut self, key: RoundKey) {
+        let weights = self.weights_before(key);
+        let (Some(round), Some(shape)) = (self.rounds.remove(&key), &self.shape) else { return };
+        let format = shape.format;
+        (self.is_running, self.last_closed) = (true, Some(key));
+        let recorded = self.replay.rounds.pop_front();
+        let samples_of = |changes: &[Option<RankChange>]| changes[0].as_ref().map_or(0, |change| change.samples);
+        let members: Vec<RoundMember> =
+            round.iter().map(|(slot, changes)| RoundMember { slot: *slot, samples: samples_of(changes) }).collect();
+        let samples = members.iter().fold(0u64, |sum, member| sum.saturating_add(member.samples));
+        self.actions.push(ServerAction::Record(RunEvent::Round { exchange: key, members: members.clone(), weights }));
+        let slots: Vec<usize> = members.iter().map(|member| member.slot).collect();
+        let donation = self.begin_donation(key, &slots, recorded.as_ref());
+        let fragment = usize::try_from(key.fragment).unwrap_or(usize::MAX);
+        for position in 0..self.lens.len() {
+            let changes: Vec<(u64, &[u8])> = round
+                .values()
+                .filter_map(|changes| Some((samples_of(changes), changes[position].as_ref()?.bytes.as_slice())))
+                .collect();
+            let len = self.lens[position].as_ref().and_then(|lens| lens.get(fragment)).copied().unwrap_or(0);
+            let len = usize::try_from(len).unwrap_or(usize::MAX);
+            let mean = Arc::new(if samples == 0 { Vec::new() } else { format.mean(&changes, len) });
+            for slot in &slots {
+                let is_donor = donation.filter(|(donor, _)| donor == slot).map(|(_, number)| number);
+                let head = json(&MeanHead { samples, members: slots.clone(), donation: is_donor });
+                let mut start = key.to_bytes().to_vec();
+                start.extend((head.len() as u64).to_le_bytes());
+                start.extend(head);
+                if let Some(connection) = self.islands.get(slot).map(|island| island.connections[position]) {
+                    self.send(connection, Frame::with_body(FrameKind::Mean, start, mean.clone()));
+                }
+            }
+        }
+    }
+
+    /// Names a donor if islands wait to join, and returns its slot and the number of the donation.
+    fn begin_donation(
+        &mut self,
+        key: RoundKey,
+        members: &[usize],
+        recorded: Option<&RecordedRound>,
+    ) -> Option<(usize, u64)> {
+        if self.donation.is_some() {
+            return None;
+        }
+        let (joiners, donor): (Vec<usize>, usize) = match recorded {
+            Some(recorded) => (recorded.joins.iter().map(|(slot, _)| *slot).collect(), recorded.joins.first()?.1),
+            None => {
+                let waits = |island: &Island| island.state == IslandState::Waiting;
+                let joiners = self.islands.iter().filter(|(_, island)| waits(island)).map(|(slot, _)| *slot);
+                (joiners.collect(), *members.first()?)
+            }
+        };
+        // At the end of a run, when fragments are exchanged one after the other, no island joins.
+        if joiners.is_empty() || key.call > 0 {
+            return None;
+        }
+        for slot in &joiners {
+            if let Some(island) = self.islands.get_mut(slot) {
+                island.state = IslandState::Receiving { since: None };
+            }
+        }
+        let names: Vec<String> = joiners.iter().map(usize::to_string).collect();
+        self.tell(format!("island {donor} gives its state to island {} after step {}", list(&names), key.step));
+        self.donations += 1;
+        self.donation = Some(Donation { number: self.donations, donor, joiners, key, ended: 0 });
+        Some((donor, self.donations))
+    }
+
+    /// Returns the connections to which a frame of a donation is passed on: those of the ranks at the same position that
+    /// join.
+    pub fn donation(&mut self, connection: ConnectionId, kind: FrameKind, body: &[u8]) -> Vec<ConnectionId> {
+        let Some((slot, position)) = self.place_of(connection) else { return Vec::new() };
+        let Some(donation) = self.donation.as_mut().filter(|donation| donation.donor == slot) else {
+            return Vec::new();
+        };
+        let joiners = donation.joiners.clone();
+        if kind == FrameKind::DonationHead {
+            let head = serde_json::from_slice::<DonationHead>(body).ok();
+            let Some(head) = head.filter(|head| head.donation == donation.number) else { return Vec::new() };
+            for joiner in &joiners {
+                if let Some(island) = self.islands.get_mut(joiner) {
+                    island.state = IslandState::Receiving { since: Some(head.step) };
+                }
+            }
+        }
+        joiners.iter().filter_map(|joiner| Some(self.islands.get(joiner)?.connections[position])).collect()
+    }
+
+    /// Counts a rank of the donor that has sent everything, after it was passed on.
+    pub fn donation_ended(&mut self, connection: ConnectionId) {
+        let Some((slot, _)) = self.place_of(connection) else { return };
+        let ranks = self.lens.len();
+        let Some(donation) = self.donation.as_mut().filter(|donation| donation.donor == slot) else { return };
+        donation.ended += 1;
+        if donation.ended < ranks {
+            return;
+        }
+        let Some(Donation { joiners, donor, key, .. }) = self.donation.take() else { return };
+        for joiner in joiners {
+            let Some(island) = self.islands.get_mut(&joiner) else { continue };
+            let IslandState::Receiving { since } = island.state else { continue };
+            island.state = IslandState::Member { since };
+            self.send_to_island(joiner, &Frame::new(FrameKind::Joined, Vec::new()));
+            self.actions.push(ServerAction::Record(RunEvent::Join { slot: joiner, donor, exchange: key }));
+            self.tell(format!("island {joiner} joins after step {}", since.unwrap_or(key.step)));
+        }
+        self.advance();
+    }
+
+    /// Ends the part of an island whose program has ended.
+    pub fn goodbye(&mut self, connection: ConnectionId) {
+        if let Some((slot, _)) = self.place_of(connection) {
+            if matches!(self.islands[&slot].state, IslandState::Member { .. }) {
+                self.has_ended = true;
+            }
+            self.remove(slot, "its program has ended", None);
+        } else {
+            self.lost(connection, "its program has ended");
+        }
+    }
+
+    /// Ends the part of an island that has lost a rank.
+    pub fn lost(&mut self, connection: ConnectionId, why: &str) {
+        if let Some((slot, position)) = self.place_of(connection) {
+            let why = format!("the connection of rank {position} of this island has ended ({why})");
+            return self.remove(slot, &why, Some(&why));
+        }
+        let found = self.assembling.iter().find(|(_, island)| island.connections.contains(&Some(connection)));
+        if let Some(start) = found.map(|(start, _)| *start)
+            && let Some(island) = self.assembling.remove(&start)
+        {
+            let others = island.connections.into_iter().flatten().filter(|other| *other != connection);
+            let why = format!("another rank of this island has lost its connection ({why})");
+            others.for_each(|other| self.refuse(other, &why));
+        }
+        self.forget_an_empty_run();
+    }
+
+    /// Removes an island, and closes what waited for it.
+    fn remove(&mut self, slot: usize, why: &str, refusal: Option<&str>) {
+        self.remove_one(slot, why, refusal);
+        self.advance();
+    }
+
+    /// Removes an island. Its ranks receive `refusal`, if there is one.
+    fn remove_one(&mut self, slot: usize, why: &str, refusal: Option<&str>) {
+        let Some(island) = self.islands.remove(&slot) else { return };
+        if let Some(refusal) = refusal {
+            island.connections.iter().for_each(|connection| self.refuse(*connection, refusal));
+        }
+        self.rounds.values_mut().for_each(|round| _ = round.remove(&slot));
+        self.rounds.retain(|_, round| !round.is_empty());
+        self.actions.push(ServerAction::Record(RunEvent::Leave { slot, why: why.to_owned() }));
+        self.tell(format!("island {slot} leaves: {why}"));
+        if self.donation.as_ref().is_some_and(|donation| donation.donor == slot)
+            && let Some(donation) = self.donation.take()
+        {
+            for joiner in donation.joiners {
+                if let Some(island) = self.islands.get_mut(&joiner)
+                    && matches!(island.state, IslandState::Receiving { .. })
+                {
+                    island.state = IslandState::Waiting;
+                    self.send_to_island(joiner, &Frame::new(FrameKind::DonationAborted, Vec::new()));
+                }
+            }
+        }
+        self.forget_an_empty_run();
+    }
+}
+
+fn differs(key: RoundKey, what: &str) -> String {
+    format!(
+        "the replay differs from its record at the exchange after step {}: {what}; begin from the same weights and data, \
+         with the same number of steps, as the recorded run",
+        key.step
+    )
+}
+
+fn json(message: &impl serde::Serialize) -> Vec<u8> {
+    serde_json::to_vec(message).unwrap_or_else(|error| unreachable!("numbers and strings are valid JSON: {error}"))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

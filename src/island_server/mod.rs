@@ -1,0 +1,54 @@
+//! Islands that are separate jobs: the server at which they meet, and each rank's connection to it.
+//!
+//! ```text
+//!   island in slot 0: ranks 0, 1   ----\
+//!   island in slot 1: ranks 0, 1   -----+---- island server: one exchange after the other, membership, record
+//!   (slot 2 is empty)                  /
+//!   island in slot 3: ranks 0, 1   ---/
+//! ```
+//!
+//! Each rank of each island has a connection. In an exchange, a rank sends its change of a fragment and receives the mean
+//! of the changes of the ranks at its position. An island that joins receives the state of another one, its donor, also
+//! through the server. `frame.rs`, `messages.rs` and `wire.rs` define the protocol, `membership.rs` decides, `record.rs`
+//! writes down what was decided, `server.rs` and `link.rs` are the two ends of a connection.
+//!
+//! The connection is neither encrypted nor authenticated: use it in a trusted network, or through a tunnel.
+//!
+//! # Memory of the server
+//! While an exchange is open, the server holds the encoded changes of the islands that have sent theirs: at most
+//! `islands x trained elements of a fragment`, 4 bytes each in `fp32`, for each fragment in flight. When it is closed, the
+//! server decodes one change at a time for each position. A donation passes through with at most 48 MiB per rank that
+//! receives it.
+
+pub(crate) mod error;
+mod frame;
+mod link;
+mod membership;
+mod messages;
+mod outbox;
+mod record;
+mod server;
+mod wire;
+
+pub(crate) use link::{Entrance, IslandLink, Received};
+pub(crate) use messages::{DonationHead, Hello, RoundKey, RunShape};
+pub use server::{IslandServer, IslandServerOptions, IslandServerStatus};
+pub(crate) use wire::ChangeFormat;
+
+use std::time::Duration;
+
+/// The variable with the address of the island server. It replaces `local_steps.server`.
+#[doc(hidden)]
+pub const SERVER: &str = crate::config::ISLAND_SERVER;
+/// The variable with the slot that an island asks for.
+#[doc(hidden)]
+pub const SLOT: &str = "CANDLE_ZERO_ISLAND_SLOT";
+/// The variable with the number of the launcher that starts and restarts an island.
+#[doc(hidden)]
+pub const LAUNCHER: &str = "CANDLE_ZERO_LAUNCHER_ID";
+
+/// The time without a sign of life after which the other side of a connection counts as dead.
+const DEFAULT_SILENCE: Duration = Duration::from_secs(60);
+
+/// The time after which a side that has nothing to send gives a sign of life.
+const BEAT: Duration = Duration::from_secs(1);

@@ -1,0 +1,367 @@
+//! The island server: the sockets around [`Membership`].
+//!
+//! Each connection has a thread that reads and one that writes. Every frame that arrives is handled under one lock, so that
+//! all ranks of all islands see the same order of events.
+
+use super::frame::{Frame, FrameKind, ReadError, read};
+use super::membership::{ConnectionId, Membership, ServerAction};
+use super::messages::{Hello, MAGIC, MAX_MANIFEST, MAX_PART, MAX_SHORT, VERSION};
+use super::outbox::{Outbox, start_writer};
+use super::record::{RecordFile, Replay, RunEvent};
+use super::{BEAT, DEFAULT_SILENCE};
+use crate::error::{IslandError, Result};
+use crate::notice::emit;
+use crate::util::lock;
+use std::collections::HashMap;
+use std::io::Read;
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// The maximum number of connections at a time.
+const MAX_CONNECTIONS: usize = 1 << 16;
+
+/// The options of an [`IslandServer`].
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct IslandServerOptions {
+    /// The address and port to listen on. Default: a free port of 127.0.0.1.
+    pub listen: String,
+    /// The file to which the membership of the run is written; it must not exist.
+    pub record: Option<PathBuf>,
+    /// The record whose membership is to happen again.
+    pub replay: Option<PathBuf>,
+    /// The time without a sign of life after which a rank counts as dead: 4 s or more. Default 60 s.
+    pub silence: Duration,
+    /// Whether events are printed. Default false.
+    pub prints: bool,
+}
+
+impl Default for IslandServerOptions {
+    fn default() -> Self {
+        Self { listen: "127.0.0.1:0".into(), record: None, replay: None, silence: DEFAULT_SILENCE, prints: false }
+    }
+}
+
+/// The islands that a server knows, by slot.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct IslandServerStatus {
+    /// The islands that take part in exchanges.
+    pub members: Vec<usize>,
+    /// The islands that wait to join, or receive the state of another one.
+    pub waiting: Vec<usize>,
+}
+
+/// A running island server: the meeting point of islands that join, leave and die without stopping the others.
+///
+/// ```
+/// use candle_zero::island_server::{IslandServer, IslandServerOptions};
+///
+/// let server = IslandServer::start(&IslandServerOptions::default())?;
+/// // The value of `local_steps.server` for islands on this host.
+/// let address = server.address().to_string();
+/// # assert!(address.starts_with("127.0.0.1:"));
+/// # Ok::<(), candle_zero::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct IslandServer {
+    address: SocketAddr,
+    shared: Arc<SharedServer>,
+    acceptor: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct SharedServer {
+    state: Mutex<ServerState>,
+    silence: Duration,
+    prints: bool,
+    ends: AtomicBool,
+}
+
+#[derive(Debug)]
+struct ServerState {
+    membership: Membership,
+    connections: HashMap<ConnectionId, Connection>,
+    next: ConnectionId,
+    record: Option<RecordFile>,
+}
+
+#[derive(Debug)]
+struct Connection {
+    outbox: Arc<Outbox>,
+    stream: TcpStream,
+}
+
+impl IslandServer {
+    /// Starts a server. It ends when the value is dropped.
+    ///
+    /// # Errors
+    /// [`IslandError::Listen`] if the address cannot be used; [`IslandError::Record`] if a record cannot be created or
+    /// read.
+    pub fn start(options: &IslandServerOptions) -> Result<Self> {
+        let replay = options.replay.as_deref().map(Replay::read).transpose()?;
+        let refused =
+            |error: std::io::Error| IslandError::Listen { address: options.listen.clone(), why: error.to_string() };
+        let listener = TcpListener::bind(&options.listen).map_err(refused)?;
+        let address = listener.local_addr().map_err(refused)?;
+        let record = options.record.as_deref().map(RecordFile::create).transpose()?;
+        let shared = Arc::new(SharedServer {
+            state: Mutex::new(ServerState {
+                membership: Membership::new(replay),
+                connections: HashMap::new(),
+                next: 0,
+                record,
+            }),
+            silence: options.silence.max(4 * BEAT),
+            prints: options.prints,
+            ends: AtomicBool::new(false),
+        });
+        let acceptor = std::thread::Builder::new().name("island-server".into()).spawn({
+            let shared = shared.clone();
+            move || accept(&listener, &shared)
+        });
+        Ok(Self { address, shared, acceptor: Some(acceptor.map_err(refused)?) })
+    }
+
+    /// Returns the address on which the server listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Returns the islands of the run at this moment.
+    pub fn status(&self) -> IslandServerStatus {
+        let state = lock(&self.shared.state);
+        IslandServerStatus { members: state.membership.members(), waiting: state.membership.waiting() }
+    }
+}
+
+impl Drop for IslandServer {
+    fn drop(&mut self) {
+        self.shared.ends.store(true, Ordering::Release);
+        // The acceptor waits for a connection.
+        let mut address = self.address;
+        if address.ip().is_unspecified() {
+            address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
+        }
+        if TcpStream::connect_timeout(&address, Duration::from_secs(1)).is_ok()
+            && let Some(acceptor) = self.acceptor.take()
+        {
+            _ = acceptor.join();
+        }
+        for connection in lock(&self.shared.state).connections.values() {
+            connection.outbox.break_off();
+            _ = connection.stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn accept(listener: &TcpListener, shared: &Arc<SharedServer>) {
+    for stream in listener.incoming() {
+        if shared.ends.load(Ordering::Acquire) {
+            return;
+        }
+        match stream {
+            Ok(stream) => {
+                let serving = shared.clone();
+                let started =
+                    std::thread::Builder::new().name("island-reader".into()).spawn(move || serving.serve(stream));
+                if let Err(error) = started {
+                    shared.tell(&format!("a connection is refused: {error}"));
+                }
+            }
+            Err(error) => {
+                shared.tell(&format!("a connection failed: {error}"));
+                // Without file descriptors, every attempt fails at once.
+                std::thread::park_timeout(Duration::from_millis(50));
+            }
+        }
+    }
+}
+
+impl SharedServer {
+    fn tell(&self, message: &str) {
+        if self.prints {
+            emit(&format!("island server: {message}"));
+        }
+    }
+
+    /// Serves a connection until it ends.
+    fn serve(&self, stream: TcpStream) {
+        let peer = stream.peer_addr().map_or("unknown".into(), |peer| peer.to_string());
+        let prepared = stream
+            .set_read_timeout(Some(self.silence))
+            .and_then(|()| stream.set_write_timeout(Some(self.silence)))
+            .and_then(|()| stream.set_nodelay(true))
+            .and_then(|()| Ok((stream.try_clone()?, stream.try_clone()?)));
+        let Ok((mut reader, writer)) = prepared else { return };
+        let outbox = Arc::new(Outbox::default());
+        let Ok(sending) = start_writer(outbox.clone(), writer, BEAT) else { return };
+        let id = {
+            let mut state = lock(&self.state);
+            if state.connections.len() >= MAX_CONNECTIONS {
+                outbox.break_off();
+                return;
+            }
+            state.next += 1;
+            let id = state.next;
+            state.connections.insert(id, Connection { outbox: outbox.clone(), stream });
+            id
+        };
+        let why = match greet(&mut reader) {
+            Ok(()) => self.read_frames(id, &mut reader),
+            Err(why) => {
+                outbox.push(Frame::new(FrameKind::Refused, why.as_bytes().to_vec()));
+                why
+            }
+        };
+        self.handle(|membership| membership.lost(id, &why));
+        if let ReadEnd::Foreign = ReadEnd::of(&why) {
+            self.tell(&format!("the connection of {peer} is refused: {why}"));
+        }
+        outbox.close();
+        _ = sending.join();
+        drain(&mut reader);
+        lock(&self.state).connections.remove(&id);
+    }
+
+    /// Reads frames until the connection ends, and returns why it has ended.
+    fn read_frames(&self, id: ConnectionId, reader: &mut impl Read) -> String {
+        let mut is_known = false;
+        loop {
+            let limit = |kind| match kind {
+                FrameKind::Hello if !is_known => Some(MAX_SHORT),
+                FrameKind::Ping => Some(0),
+                _ if !is_known => None,
+                // The lengths of fragments are known when all ranks of an island are connected.
+                FrameKind::Change => Some(lock(&self.state).membership.max_change()),
+                FrameKind::DonationHead => Some(MAX_MANIFEST),
+                FrameKind::DonationPart => Some(MAX_PART),
+                FrameKind::DonationEnd => Some(8),
+                FrameKind::Goodbye => Some(0),
+                _ => None,
+            };
+            let (kind, body) = match read(reader, limit) {
+                Ok(frame) => frame,
+                Err(error) => return reason(error, self.silence),
+            };
+            match kind {
+                FrameKind::Ping => {}
+                FrameKind::Hello => match serde_json::from_slice::<Hello>(&body) {
+                    Ok(hello) => {
+                        is_known = true;
+                        self.handle(|membership| membership.hello(id, hello));
+                    }
+                    Err(error) => return format!("{FOREIGN}: its first message cannot be read ({error})"),
+                },
+                FrameKind::Change => self.handle(|membership| membership.change(id, body)),
+                FrameKind::Goodbye => {
+                    self.handle(|membership| membership.goodbye(id));
+                    return "its program has ended".into();
+                }
+                kind => self.relay(id, kind, body),
+            }
+        }
+    }
+
+    /// Passes a part of a donation on. If a receiver is slower than the donor, this waits.
+    fn relay(&self, id: ConnectionId, kind: FrameKind, body: Vec<u8>) {
+        let receivers: Vec<Arc<Outbox>> = {
+            let mut state = lock(&self.state);
+            let receivers = state.membership.donation(id, kind, &body);
+            receivers.iter().filter_map(|receiver| Some(state.connections.get(receiver)?.outbox.clone())).collect()
+        };
+        let body = Arc::new(body);
+        for receiver in receivers {
+            receiver.push_when_there_is_room(Frame::with_body(kind, Vec::new(), body.clone()));
+        }
+        if kind == FrameKind::DonationEnd {
+            self.handle(|membership| membership.donation_ended(id));
+        }
+    }
+
+    /// Changes the membership, and does what follows from it.
+    fn handle(&self, change: impl FnOnce(&mut Membership)) {
+        let mut state = lock(&self.state);
+        change(&mut state.membership);
+        for action in state.membership.take_actions() {
+            match action {
+                ServerAction::Send(to, frame) => {
+                    if let Some(connection) = state.connections.get(&to) {
+                        connection.outbox.push(frame);
+                    }
+                }
+                ServerAction::Close(id) => {
+                    if let Some(connection) = state.connections.get(&id) {
+                        connection.outbox.close();
+                    }
+                }
+                ServerAction::Record(event) => self.record(&mut state, &event),
+                ServerAction::Tell(message) => self.tell(&message),
+            }
+        }
+    }
+
+    fn record(&self, state: &mut ServerState, event: &RunEvent) {
+        if let Some(record) = &mut state.record {
+            record.append(event);
+        }
+    }
+}
+
+/// The start of a reason that is not about the network.
+const FOREIGN: &str = "it is not an island";
+
+/// How a connection has ended.
+enum ReadEnd {
+    Foreign,
+    Network,
+}
+
+impl ReadEnd {
+    fn of(why: &str) -> Self {
+        if why.starts_with(FOREIGN) { Self::Foreign } else { Self::Network }
+    }
+}
+
+/// Reads a little of what a peer still sends: closing a connection with unread bytes may discard what was sent to the peer.
+fn drain(reader: &mut impl Read) {
+    let mut bytes = [0; 4096];
+    for _ in 0..16 {
+        if !matches!(reader.read(&mut bytes), Ok(1..)) {
+            return;
+        }
+    }
+}
+
+/// Reads the first word and the version.
+fn greet(reader: &mut impl Read) -> std::result::Result<(), String> {
+    let mut word = [0; 12];
+    reader.read_exact(&mut word).map_err(|error| format!("{FOREIGN}: {error}"))?;
+    let (magic, version) = word.split_at(8);
+    if magic != MAGIC {
+        return Err(format!("{FOREIGN}: its first word is another one"));
+    }
+    let version = version.try_into().map_or(0, u32::from_le_bytes);
+    (version == VERSION).then_some(()).ok_or_else(|| {
+        format!(
+            "{FOREIGN} of this version: it speaks version {version} of the protocol, and this server version {VERSION}"
+        )
+    })
+}
+
+fn reason(error: ReadError, silence: Duration) -> String {
+    match error {
+        ReadError::Foreign(why) => format!("{FOREIGN}: {why}"),
+        ReadError::Io(error) => match error.kind() {
+            std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut => {
+                format!("no sign of life for {} s", silence.as_secs_f64())
+            }
+            std::io::ErrorKind::UnexpectedEof => "it was closed".into(),
+            _ => error.to_string(),
+        },
+    }
+}
