@@ -55,6 +55,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
     let activation_checkpointing = activation_checkpointing(walk_ref);
     let pipeline = pipeline::resolve(walk_ref);
     let local_steps = local_steps::resolve(walk_ref);
+    optim::check_averaging(walk_ref, optimizer.as_ref(), states, local_steps.is_some());
     if walk.bool("flops_profiler.enabled") {
         walk.set("wall_clock_breakdown", true.into());
     }

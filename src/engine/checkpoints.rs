@@ -77,9 +77,12 @@ impl<M> Engine<M> {
             upload_to: self.config.upload_checkpoints_to.clone(),
             island: self.island_of_job(),
         };
+        let shown = self.shown;
         let saving = self.settled(|engine| {
             SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.locked_folders)
         })?;
+        // A save changes nothing.
+        self.shown = shown;
         let path = saving.path();
         self.saving = Some(saving);
         if !options.in_background {

@@ -31,6 +31,7 @@ use crate::zero::rank_core::{
 use crate::zero::reduce::gradient_reducer::ReducePlan;
 use crate::zero::share::share_plan::SharePlan;
 use crate::zero::share::var_builder_backend::VarBuilderBackend;
+use crate::zero::step::shown_weights::ShownWeights;
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use std::collections::BTreeSet;
@@ -163,6 +164,7 @@ impl<M> Engine<M> {
             config,
             device,
             phase: MicroStepPhase::Ready,
+            shown: ShownWeights::Trained,
             losses: AccumulatedLoss::default(),
             global_steps: 0,
             micro_steps: 0,

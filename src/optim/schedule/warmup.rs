@@ -18,10 +18,15 @@ pub(super) fn lr(config: &SchedulerConfig, base_lr: f64, group: usize, it: f64) 
             warmup_max_lr,
             warmup_num_steps,
             warmup_type,
+            decay_power,
         } => {
             let warmup = WarmupRamp::new(*warmup_num_steps, *warmup_type);
             let total = *total_num_steps as f64;
-            let gamma = warmup.at(it).unwrap_or_else(|| ((total - it) / (total - warmup.steps).max(1.0)).max(0.0));
+            let left = || ((total - it) / (total - warmup.steps).max(1.0)).max(0.0);
+            let gamma = warmup.at(it).unwrap_or_else(|| match *decay_power {
+                1.0 => left(),
+                power => left().powf(power),
+            });
             let (min, max) = (warmup_min_lr.of(group), warmup_max_lr.of(group));
             min + (max - min) * gamma
         }
