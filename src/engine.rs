@@ -57,11 +57,11 @@ use crate::stop_signal::asked_to_stop;
 use crate::timeline::{self, TimelineRecorder};
 use crate::zero::rank_core::RankCore;
 use crate::zero::step::sharded_step::Vote;
+use crate::zero::step::shown_weights::ShownWeights;
 use candle_core::{DType, Device, Tensor};
 use gradient_check_state::FiniteDifferenceChecker;
 use islands::Islands;
 use reporter::EngineReporter;
-use crate::zero::step::shown_weights::ShownWeights;
 use std::sync::Arc;
 use step_clock::{MicroStepCall, StepClock};
 

@@ -382,7 +382,8 @@ fn wanted(
                     manifest.optimizer.as_deref().unwrap_or("none")
                 ))
             })?;
-            let len = found.state_lens.get(name).map_or(found.numel(), |len| usize::try_from(*len).unwrap_or(usize::MAX));
+            let len =
+                found.state_lens.get(name).map_or(found.numel(), |len| usize::try_from(*len).unwrap_or(usize::MAX));
             let own_len = match kind {
                 ParamStateKind::Factored(_) => core.held(kind, param).len(),
                 _ => own.numel,

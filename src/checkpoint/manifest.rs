@@ -336,7 +336,8 @@ impl Manifest {
             say(are_known, format!("{} has the states {own:?}, but only {:?} are possible", p.name, self.states))?;
             // There are at most as many rows, and as many columns, as elements.
             let most = p.checked_numel().map_or(u64::MAX, |numel| numel as u64);
-            let odd = p.state_lens.iter().find(|(state, len)| **state == WEIGHTS || !own.contains(state) || **len > most);
+            let odd =
+                p.state_lens.iter().find(|(state, len)| **state == WEIGHTS || !own.contains(state) || **len > most);
             let what = || odd.map_or(String::new(), |(state, len)| format!("{len} elements of state {state}"));
             say(odd.is_none(), format!("{} has {}", p.name, what()))?;
         }

@@ -13,7 +13,9 @@
 use super::buffers;
 use super::folder;
 use super::lineage::{LastCheckpoint, LockedFolders, try_to_write};
-use super::manifest::{FACTORED_VERSION, FORMAT, FileEntry, Manifest, PIPELINE_VERSION, Parameter, VERSION, automatic_tag, file_name};
+use super::manifest::{
+    FACTORED_VERSION, FORMAT, FileEntry, Manifest, PIPELINE_VERSION, Parameter, VERSION, automatic_tag, file_name,
+};
 use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
 use super::rank_file::RankFileWriter;
 use super::rank_file_layout::RankFileLayout;

@@ -4,8 +4,8 @@ use super::keys::typed_section;
 use super::note::shown;
 use super::walk::{ConfigWalk, defaults};
 use super::{
-    AdafactorConfig, AdagradConfig, AdamConfig, ConfigRule, EightBit, EightBitConfig, LambConfig, LarsConfig, LionConfig,
-    MuonConfig, NsMethod, OptimizerConfig, ScheduleFreeConfig, SgdConfig, StatePrecision,
+    AdafactorConfig, AdagradConfig, AdamConfig, ConfigRule, EightBit, EightBitConfig, LambConfig, LarsConfig,
+    LionConfig, MuonConfig, NsMethod, OptimizerConfig, ScheduleFreeConfig, SgdConfig, StatePrecision,
 };
 use crate::layout::ZeroStage;
 use serde_json::Value;

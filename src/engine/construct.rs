@@ -92,6 +92,16 @@ impl<M> Engine<M> {
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
+        if islands.is_some() && share_plan.averages() {
+            let why = "the optimizer averages weights by itself; leave local_steps out, or use an optimizer without \
+                       averaging, such as AdamW";
+            return Err(EngineError::LocalSteps { why: why.into() }.into());
+        }
+        if pipeline.is_some() && share_plan.averages() {
+            let why = "the optimizer averages weights, but the stages of a pipeline evaluate with the weights that are \
+                       trained; use an optimizer without averaging, such as AdamW";
+            return Err(EngineError::Pipeline { why: why.into() }.into());
+        }
         let registry = VarBuilderBackend::new(
             share_plan.clone(),
             device.clone(),

@@ -141,14 +141,7 @@ impl Optimizer for AdafactorPart {
         }
     }
 
-    fn update(
-        &self,
-        _: &StepContext,
-        _: &mut [f32],
-        _: FlatRef<'_>,
-        _: &mut [&mut [f32]],
-        _: Option<FlatMut<'_>>,
-    ) {
+    fn update(&self, _: &StepContext, _: &mut [f32], _: FlatRef<'_>, _: &mut [&mut [f32]], _: Option<FlatMut<'_>>) {
         unreachable!("FactoredOptimizer::update takes the place of this method");
     }
 
@@ -167,13 +160,13 @@ impl Optimizer for AdafactorPart {
 
 /// A parameter as a batch of matrices.
 #[derive(Debug, Clone, Copy)]
-struct MatrixBatch {
+struct FactoredShape {
     rows: usize,
     cols: usize,
     count: usize,
 }
 
-impl MatrixBatch {
+impl FactoredShape {
     fn of(shape: &[usize]) -> Self {
         match shape {
             [leading @ .., rows, cols] => Self { rows: *rows, cols: *cols, count: leading.iter().product() },
@@ -209,7 +202,7 @@ impl AdafactorPart {
                 eps: self.eps(ctx) as f32,
             };
         }
-        let batch = MatrixBatch::of(shape);
+        let batch = FactoredShape::of(shape);
         let (rows, cols) = factored.split_at(batch.all_rows());
         let mean = |rows: &[f32]| rows.iter().map(|row| f64::from(*row)).sum::<f64>() / batch.rows as f64;
         let means = rows.chunks(batch.rows).map(mean).collect();
@@ -237,14 +230,15 @@ impl FactoredOptimizer for AdafactorPart {
         if self.kind == PartKind::Vectors {
             return Vec::new();
         }
-        let batch = MatrixBatch::of(shape);
+        let batch = FactoredShape::of(shape);
         vec![batch.all_rows(), batch.count * batch.cols]
     }
 
     fn add_sums(&self, ctx: &StepContext, at: SlicePosition<'_>, grad: FlatRef<'_>, sums: &mut [f64]) {
-        let batch = MatrixBatch::of(at.shape);
+        let batch = FactoredShape::of(at.shape);
         let (rows, cols) = sums.split_at_mut(batch.all_rows());
-        let slice = SliceSquares { first: at.first, grad, cols: batch.cols, grad_scale: ctx.grad_scale, eps: self.eps(ctx) };
+        let slice =
+            SliceSquares { first: at.first, grad, cols: batch.cols, grad_scale: ctx.grad_scale, eps: self.eps(ctx) };
         let range = at.first..at.first + grad.len();
         if range.is_empty() {
             return;
@@ -273,7 +267,7 @@ impl FactoredOptimizer for AdafactorPart {
     }
 
     fn take_sums(&self, ctx: &StepContext, shape: &[usize], sums: &[f64], factored: &mut [f32]) {
-        let (batch, beta2) = (MatrixBatch::of(shape), self.beta2(ctx));
+        let (batch, beta2) = (FactoredShape::of(shape), self.beta2(ctx));
         for (i, (moment, sum)) in factored.iter_mut().zip(sums).enumerate() {
             let terms = if i < batch.all_rows() { batch.cols } else { batch.rows };
             *moment = (beta2 * f64::from(*moment) + (1.0 - beta2) * sum / terms as f64) as f32;
@@ -294,7 +288,7 @@ impl FactoredOptimizer for AdafactorPart {
         let second = second.map(|second| &*second);
         let chunks = parallel::map(len.div_ceil(CHUNK), |i| {
             let range = i * CHUNK..len.min((i + 1) * CHUNK);
-            level().run(ChunkSquares {
+            level().run(DirectionSquares {
                 moments: &moments,
                 grad_scale: ctx.grad_scale,
                 first: at.first + range.start,
@@ -395,7 +389,7 @@ impl SliceSquares<'_> {
 /// The second moments of a parameter.
 enum SecondMoments<'a> {
     Factored {
-        batch: MatrixBatch,
+        batch: FactoredShape,
         rows: &'a [f32],
         cols: &'a [f32],
         /// The mean of the rows of each matrix.
@@ -430,7 +424,7 @@ impl SecondMoments<'_> {
                     at += len;
                 }
             }
-            (Self::Elements { .. }, None) => unreachable!("vectors have second moments of their own"),
+            (Self::Elements { .. }, None) => unreachable!("vectors have a second moment for each element"),
         }
     }
 }
@@ -449,7 +443,7 @@ fn scaled_gradients(to: &mut [f32], grad: FlatRef<'_>, grad_scale: f32) {
 }
 
 /// The computation of the squares of one chunk of weights and directions, block by block.
-struct ChunkSquares<'a> {
+struct DirectionSquares<'a> {
     moments: &'a SecondMoments<'a>,
     grad_scale: f32,
     first: usize,
@@ -458,7 +452,7 @@ struct ChunkSquares<'a> {
     second: Option<&'a [f32]>,
 }
 
-impl SimdLoop for ChunkSquares<'_> {
+impl SimdLoop for DirectionSquares<'_> {
     type Output = Vec<SquareSums>;
 
     #[inline(always)]

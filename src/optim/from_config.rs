@@ -1,6 +1,6 @@
 //! Creates the optimizer that a configuration names.
 
-use super::{Momentum, Optimizer, adagrad, adafactor, adam, eight_bit, lamb, lars, lion, muon, schedule_free, sgd};
+use super::{Momentum, Optimizer, adafactor, adagrad, adam, eight_bit, lamb, lars, lion, muon, schedule_free, sgd};
 use crate::config::OptimizerConfig;
 
 /// Creates the optimizer that the configuration names. Its learning rate is passed with each

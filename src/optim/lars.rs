@@ -92,7 +92,7 @@ impl Layerwise for Lars {
         let chunks = parallel::map(len.div_ceil(CHUNK), |i| {
             let range = i * CHUNK..len.min((i + 1) * CHUNK);
             let (param, grad) = (&param[range.clone()], grad.slice(range));
-            level().run(ChunkSquares { grad_scale: ctx.grad_scale, param, grad })
+            level().run(LarsChunkSquares { grad_scale: ctx.grad_scale, param, grad })
         });
         for block in chunks.iter().flatten() {
             squares.weights += block.weights;
@@ -131,13 +131,13 @@ impl ElementwiseKernel<1> for LarsKernel {
 }
 
 /// The computation of the squares of one chunk of weights and gradients, block by block.
-struct ChunkSquares<'a> {
+struct LarsChunkSquares<'a> {
     grad_scale: f32,
     param: &'a [f32],
     grad: FlatRef<'a>,
 }
 
-impl SimdLoop for ChunkSquares<'_> {
+impl SimdLoop for LarsChunkSquares<'_> {
     type Output = Vec<SquareSums>;
 
     #[inline(always)]

@@ -158,7 +158,7 @@ pub trait Optimizer: Send + Sync {
         None
     }
 
-    /// Returns where the learning rate comes from. The default is a schedule, or [`lr`](Self::lr) if there is none.
+    /// Returns the source of the learning rate. The default is a schedule, or [`lr`](Self::lr) if there is none.
     fn rate_rule(&self) -> RateRule {
         RateRule::Schedule
     }
@@ -184,7 +184,7 @@ pub trait Optimizer: Send + Sync {
     }
 }
 
-/// Where an optimizer's learning rate comes from.
+/// The source of an optimizer's learning rate.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum RateRule {

@@ -8,7 +8,6 @@ use crate::graph::{Grad, RngStreamKey, draw_from, stream_of, stream_position};
 use crate::param::ParamId;
 use crate::tensor::residency::with_view;
 use crate::zero::reduce::divided_backward::WaitingGradients;
-use crate::zero::step::shown_weights::ShownWeights;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use std::time::Instant;
@@ -32,7 +31,6 @@ impl<M> Engine<M> {
         let watch = self.watch(MicroStepCall::Forward);
         let mut position = next_draw;
         let output = self.attempt(|engine| {
-            engine.show(ShownWeights::Trained)?;
             let run = || {
                 let output = run(&engine.model)?;
                 position = stream_position().1;
@@ -47,10 +45,7 @@ impl<M> Engine<M> {
     /// Runs a part of this rank's model without a graph.
     pub(super) fn evaluate_stage(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         let (_call, _span) = (during("eval"), self.span("eval"));
-        self.attempt(|engine| {
-            engine.show(ShownWeights::Averaged)?;
-            engine.cast(|| engine.core.evaluate(|| run(&engine.model)))
-        })
+        self.attempt(|engine| engine.cast(|| engine.core.evaluate(|| run(&engine.model))))
     }
 
     /// Checks that the loss of an evaluation has one element, and returns its value.

@@ -276,7 +276,9 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
             let (class, len) = (group.class, group.len);
             let Some(role) = class.role() else { continue };
             let states = plan.grouping.state_names(role).iter().zip(plan.formats(role));
-            if let Some(factored) = plan.grouping.factored(role).filter(|factored| !factored.factored_names().is_empty()) {
+            if let Some(factored) =
+                plan.grouping.factored(role).filter(|factored| !factored.factored_names().is_empty())
+            {
                 let states = group.slots.iter().map(|slot| {
                     let len = factored.factored_lens(params[slot.param].shape.dims()).iter().sum();
                     let zeros = R::Buffer::zeros(&R::Buffer::host(), DType::F32, len)?;

@@ -19,9 +19,9 @@ use std::sync::atomic::Ordering;
 /// The weights that the model computes with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ShownWeights {
-    /// Those that are trained.
+    /// The weights that are trained.
     Trained,
-    /// Their average.
+    /// The average of these weights.
     Averaged,
     /// Neither, or not the same for all parameters: weights have been set or loaded.
     Mixed,
@@ -40,17 +40,19 @@ impl RankCore {
         self.release_all()?;
         let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
         let mut groups = self.groups();
-        let which: Vec<usize> = (0..groups.len()).filter(|group| self.share_plan.averages_class(groups[*group].class)).collect();
-        let show = |slot: &SubGroupPosition, _: Range<usize>, ParamSlice { param, state, half, .. }: ParamSlice<'_, '_>| {
-            let about = &self.params[slot.param];
-            let GroupStepSettings { optimizer, ctx } = steps[about.group];
-            let (Some(averaging), Some(shown)) = (optimizer.averaging(), half) else { return };
-            if averaged {
-                return shown.copy_cast(FlatRef::F32(param));
-            }
-            let step = ctx.step.saturating_sub(about.updates_before.load(Ordering::Relaxed));
-            averaging.trained_weights(&StepContext { step, ..ctx }, param, state, shown);
-        };
+        let which: Vec<usize> =
+            (0..groups.len()).filter(|group| self.share_plan.averages_class(groups[*group].class)).collect();
+        let show =
+            |slot: &SubGroupPosition, _: Range<usize>, ParamSlice { param, state, half, .. }: ParamSlice<'_, '_>| {
+                let about = &self.params[slot.param];
+                let GroupStepSettings { optimizer, ctx } = steps[about.group];
+                let (Some(averaging), Some(shown)) = (optimizer.averaging(), half) else { return };
+                if averaged {
+                    return shown.copy_cast(FlatRef::F32(param));
+                }
+                let step = ctx.step.saturating_sub(about.updates_before.load(Ordering::Relaxed));
+                averaging.trained_weights(&StepContext { step, ..ctx }, param, state, shown);
+            };
         sweep(self, &mut groups, &which, SweepMode::Show, show, |slot| publisher.push(self, slot.param))?;
         drop(groups);
         publisher.finish(self)?;
