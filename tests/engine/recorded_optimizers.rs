@@ -62,7 +62,8 @@ fn assert_near(found: &[f32], expected: &Value, what: &str) {
 fn follows(recorded: &Value, case: &Value, world: usize, stage: u8) {
     let what = format!("{} {}, stage {stage}, world {world}", case["type"], case["params"]);
     let config = json!({
-        "train_micro_batch_size_per_gpu": 1, "gradient_check": false, "zero_allow_untested_optimizer": true,
+        "train_micro_batch_size_per_gpu": 1, "gradient_check": false, "gradient_clipping": 0,
+        "zero_allow_untested_optimizer": true,
         "optimizer": {"type": case["type"], "params": case["params"]},
         "zero_optimization": {"stage": stage, "sub_group_size": 16, "stage3_param_persistence_threshold": 0},
     });
@@ -120,7 +121,7 @@ fn weights_follow_the_reference_to_a_millionth_over_20_steps_with_groups() {
     let cases = recorded["cases"].as_array().unwrap();
     assert_eq!(cases.len(), 8);
     for case in cases {
-        for (world, stage) in [(1, 0), (2, 1), (2, 3)] {
+        for (world, stage) in [(1, 0), (2, 1), (2, 2)] {
             follows(&recorded, case, world, stage);
         }
     }
@@ -130,7 +131,8 @@ fn weights_follow_the_reference_to_a_millionth_over_20_steps_with_groups() {
 fn second_moments_of_matrices_are_sums_over_rows_and_columns_that_every_rank_has() {
     let recorded = recorded();
     let config = json!({
-        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adafactor"}, "zero_allow_untested_optimizer": true,
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "optimizer": {"type": "Adafactor"},
+        "zero_allow_untested_optimizer": true,
         "zero_optimization": {"stage": 2},
     });
     let ranks = threads::run(2, |comm| {
@@ -138,7 +140,7 @@ fn second_moments_of_matrices_are_sums_over_rows_and_columns_that_every_rank_has
         let build = |vb: VarBuilder<'_>| NAMES.map(|name| vb.get(shape(&recorded, name), name)).into_iter().collect();
         let mut engine: Engine<Vec<Tensor>> = builder.initialize(build, config.clone())?;
         let loss = engine.forward(|params| {
-            let terms = params.iter().map(|p| (p.affine(1.0, 1.0)?.sqr()?.sum_all()));
+            let terms = params.iter().map(|p| p.affine(1.0, 1.0)?.sqr()?.sum_all());
             Tensor::stack(&terms.collect::<candle_core::Result<Vec<_>>>()?, 0)?.sum_all()
         })?;
         engine.backward(&loss)?;
@@ -156,9 +158,9 @@ fn second_moments_of_matrices_are_sums_over_rows_and_columns_that_every_rank_has
         }
         assert!(states.iter().all(|(full, local)| full == local));
         let refused = engine.safe_set_full_optimizer_state("t", &grad, "exp_avg_sq_row").unwrap_err();
-        insta::assert_snapshot!(refused, @"parameter t has no optimizer state exp_avg_sq_row: it has none");
-        Ok::<_, candle_zero::Error>(states)
+        Ok::<_, candle_zero::Error>((states, refused.to_string()))
     });
     let ranks: Vec<_> = ranks.unwrap().into_iter().map(|rank| rank.unwrap()).collect();
     assert_eq!(ranks[0], ranks[1]);
+    insta::assert_snapshot!(ranks[0].1, @"parameter t has no optimizer state exp_avg_sq_row: it has none");
 }

@@ -140,7 +140,7 @@ fn parameters_that_are_frozen_keep_the_average_and_begin_anew_from_it() {
             let rank = comm.rank();
             let builder = Engine::builder().communicator(comm).device(Device::Cpu);
             let mut engine = builder.initialize(|vb| Tiny::new(SHAPE, vb), config.clone())?;
-            let mut step = |engine: &mut Engine<Tiny>, number: usize| {
+            let step = |engine: &mut Engine<Tiny>, number: usize| {
                 let (ids, targets) = batch(number * world + rank);
                 let loss = engine.forward(|model| model.loss(&ids, &targets))?;
                 engine.backward(&loss)?;
