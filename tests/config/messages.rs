@@ -174,3 +174,30 @@ fn a_value_that_was_never_text_has_no_place() {
     let error = Config::load(json!({"train_batch_size": 8, "steps_per_print": 0}), 1).unwrap_err();
     insta::assert_snapshot!(error, @"the configuration value: `steps_per_print`: expected 1 or more, found 0");
 }
+
+#[test]
+fn settings_of_lars_adafactor_and_schedule_free_that_contradict_each_other() {
+    let configs = [
+        r#"{"train_batch_size": 8, "optimizer": {"type": "lars", "params": {"momentum": 1}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "LARS", "params": {"trust_coefficient": -0.001}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "LARS", "params": {"trust_coef": 0.001}}}"#,
+        r#"{"train_batch_size": 8, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "decay_power": 0}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"lr": 1, "relative_step": true}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"lr": 1, "warmup_init": true}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"clip_threshold": 0}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"decay_rate": 0.8}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"beta1": 1.0}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"eps": 1e-30}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor"}, "zero_optimization": {"stage": 1}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"relative_step": true}}, "scheduler": {"type": "WarmupLR"}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree"}, "scheduler": {"type": "WarmupLR"}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree"}, "local_steps": {"steps": 10}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree"}, "zero_optimization": {"stage": 1}, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree", "params": {"warmup_steps": 0.5}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree", "params": {"r": -1}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree", "params": {"betas": [0.9, 1]}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "ScheduleFree"}}"#,
+    ];
+    let refused: Vec<String> = configs.iter().map(|config| format!("{config}\n  {}", refusal(config, 1))).collect();
+    insta::assert_snapshot!(refused.join("\n"));
+}

@@ -188,58 +188,6 @@ fn optimizers_and_schedules_that_are_not_there_or_incomplete() {
 }
 
 #[test]
-fn settings_of_lars_adafactor_and_schedule_free_that_contradict_each_other() {
-    insta::assert_snapshot!(pictures(
-        1,
-        &[
-            (r#"{"train_batch_size": 8, "optimizer": {"type": "lars", "params": {"momentum": 1}}}"#, 1),
-            (r#"{"train_batch_size": 8, "optimizer": {"type": "LARS", "params": {"trust_coefficient": -0.001}}}"#, 1),
-            (r#"{"train_batch_size": 8, "optimizer": {"type": "LARS", "params": {"trust_coef": 0.001}}}"#, 1),
-            (
-                r#"{"train_batch_size": 8, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "decay_power": 0}}}"#,
-                1
-            ),
-            (
-                r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"lr": 1, "relative_step": true}}}"#,
-                1
-            ),
-            (
-                r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"lr": 1, "warmup_init": true}}}"#,
-                1
-            ),
-            (r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"clip_threshold": 0}}}"#, 1),
-            (r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"decay_rate": 0.8}}}"#, 1),
-            (r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"beta1": 1.0}}}"#, 1),
-            (r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"eps": 1e-30}}}"#, 1),
-            (r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor"}, "zero_optimization": {"stage": 1}}"#, 1),
-            (
-                r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"relative_step": true}}, "scheduler": {"type": "WarmupLR"}}"#,
-                1
-            ),
-            (
-                r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree"}, "scheduler": {"type": "WarmupLR"}}"#,
-                1
-            ),
-            (r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree"}, "local_steps": {"steps": 10}}"#, 1),
-            (
-                r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree"}, "zero_optimization": {"stage": 1}, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}"#,
-                1
-            ),
-            (
-                r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree", "params": {"warmup_steps": 0.5}}}"#,
-                1
-            ),
-            (r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree", "params": {"r": -1}}}"#, 1),
-            (
-                r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree", "params": {"betas": [0.9, 1]}}}"#,
-                1
-            ),
-            (r#"{"train_batch_size": 8, "optimizer": {"type": "ScheduleFree"}}"#, 1),
-        ]
-    ));
-}
-
-#[test]
 fn what_deepspeed_removed_and_what_is_not_offered() {
     insta::assert_snapshot!(pictures(
         1,
