@@ -33,6 +33,7 @@ mod pipeline;
 mod reporter;
 mod run_record;
 mod run_recorder;
+mod shown_weights;
 mod step_clock;
 mod trainable;
 mod training_output;
@@ -60,6 +61,7 @@ use crate::stop_signal::asked_to_stop;
 use crate::timeline::{self, TimelineRecorder};
 use crate::zero::rank_core::RankCore;
 use crate::zero::step::sharded_step::Vote;
+use crate::zero::step::shown_weights::ShownWeights;
 use candle_core::{DType, Device, Tensor};
 use gradient_check_state::FiniteDifferenceChecker;
 use islands::Islands;
@@ -104,6 +106,8 @@ pub struct Engine<M> {
     islands: Option<Islands>,
     device: Device,
     phase: MicroStepPhase,
+    /// The weights that the model computes with, if the optimizer averages weights.
+    shown: ShownWeights,
     losses: AccumulatedLoss,
     check: FiniteDifferenceChecker,
     global_steps: u64,
@@ -197,7 +201,10 @@ impl<M> Engine<M> {
         self.check_order("forward", &[MicroStepPhase::Ready, MicroStepPhase::Forwarded, MicroStepPhase::Held])?;
         self.begin_run();
         let watch = self.watch(MicroStepCall::Forward);
-        let output = self.attempt(|engine| engine.run_forward(stream, run))?;
+        let output = self.attempt(|engine| {
+            engine.show(ShownWeights::Trained)?;
+            engine.run_forward(stream, run)
+        })?;
         self.forwards += 1;
         self.phase = MicroStepPhase::Forwarded;
         self.end_watch(watch);
@@ -211,6 +218,9 @@ impl<M> Engine<M> {
 
     /// Runs the model without a graph; no step or sample is counted. Collective at stage 3.
     ///
+    /// With AdamWScheduleFree, the model computes with the average of the weights. The first evaluation after a forward
+    /// pass is then collective at every stage.
+    ///
     /// This library's layers keep no activations. Candle's own operations on parameters keep activations until the end
     /// of the enclosing unit, or outside units until the end of `run`; [`build_for_eval`](Self::build_for_eval) avoids
     /// that too. [`nn::Dropout`](crate::nn::Dropout) drops nothing.
@@ -220,6 +230,7 @@ impl<M> Engine<M> {
     pub fn eval(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         let (_call, _span) = (during("eval"), self.span("eval"));
         self.attempt(|engine| {
+            engine.show(ShownWeights::Averaged)?;
             let model = engine.for_eval.as_ref().unwrap_or(&engine.model);
             engine.cast(|| engine.core.evaluate(|| run(model)))
         })
@@ -241,6 +252,8 @@ impl<M> Engine<M> {
         self.check_loss(loss)?;
         let watch = self.watch(MicroStepCall::Backward);
         self.attempt(|engine| {
+            // The graph has the tensors that an evaluation since the forward pass has changed.
+            engine.show(ShownWeights::Trained)?;
             let scaled = engine.scaled(loss)?;
             let measures = engine.begin_measuring();
             engine.cast(|| engine.core.backward(&scaled, true))?;
@@ -392,6 +405,7 @@ impl<M> Engine<M> {
     fn update(&mut self, multiplier: f64) -> Result<bool> {
         let trained = self.trainer.for_step(self.optimizer_steps + 1, multiplier as f32)?;
         let weights_changed = self.core.update(&trained)?;
+        self.shown = ShownWeights::Trained;
         self.optimizer_steps += 1;
         self.trainer.step();
         Ok(weights_changed)
@@ -496,14 +510,15 @@ impl<M> Engine<M> {
         error
     }
 
-    /// Runs a `call` on the model's state with [`attempt`](Self::attempt), after finishing a delayed update, unless a
-    /// backward pass still needs the weights from before the update.
+    /// Runs a `call` that may change the model's state with [`attempt`](Self::attempt), after finishing a delayed update,
+    /// unless a backward pass still needs the weights from before the update.
     fn settled<T, E: Into<CollectiveFailure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
         if self.phase != MicroStepPhase::Forwarded {
             self.attempt(|engine| engine.core.settle())?;
         }
         self.attempt(|engine| {
             let result = call(engine).map_err(Into::into)?;
+            engine.shown = ShownWeights::Mixed;
             engine.core.remember_weights()?;
             Ok::<_, CollectiveFailure>(result)
         })

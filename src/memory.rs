@@ -265,6 +265,8 @@ pub(crate) struct ModelBytes {
     pub grads: StateBytes,
     pub master: StateBytes,
     pub moments: StateBytes,
+    /// The moments that every rank has in full.
+    pub factored: usize,
     pub outer: StateBytes,
 }
 
@@ -294,11 +296,12 @@ impl MemoryReport {
             let padding = if sharded { own as f64 - exact } else { 0.0 };
             MemoryRow { formula: Some(exact), padding, ..free(kind) }
         };
+        let moments = row(MemoryKind::Moments, bytes.moments, placement.optim.is_sharded());
         let mut rows = vec![
             row(MemoryKind::Parameters, bytes.params, placement.params.is_sharded()),
             row(MemoryKind::Gradients, bytes.grads, placement.grads.is_sharded()),
             row(MemoryKind::MasterWeights, bytes.master, placement.optim.is_sharded()),
-            row(MemoryKind::Moments, bytes.moments, placement.optim.is_sharded()),
+            MemoryRow { formula: moments.formula.map(|sharded| sharded + bytes.factored as f64), ..moments },
             free(MemoryKind::Persistent),
             free(MemoryKind::Gathered),
             free(MemoryKind::SecondCopy),

@@ -113,6 +113,36 @@ fn every_rank_holds_what_the_formula_says_plus_named_padding() {
 }
 
 #[test]
+fn states_of_every_optimizer_take_what_the_formula_says_and_factored_ones_are_on_every_rank() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let shape = Shape { units: true, layers: 2, ..Shape::default() };
+    // The elements of matrices and vectors of the model, and the sum of rows and columns of its matrices.
+    let (matrices, vectors, rows_and_columns) = (2.0 * 37.0 * 12.0 + 2.0 * (12.0 * 36.0 + 144.0), 181.0, 242.0);
+    let all = matrices + vectors;
+    let no_schedule = |params: Value, kind: &str| json!({"optimizer": {"type": kind, "params": params}, "scheduler": null, "zero_allow_untested_optimizer": true});
+    // For each optimizer, the elements of its states that are sharded, those that are not, and those of the average.
+    let optimizers = [
+        (no_schedule(json!({}), "LARS"), all, 0.0, 0.0),
+        (no_schedule(json!({}), "Adafactor"), vectors, rows_and_columns, 0.0),
+        (no_schedule(json!({"beta1": 0.9}), "Adafactor"), vectors + all, rows_and_columns, 0.0),
+        (no_schedule(json!({}), "AdamWScheduleFree"), 2.0 * all, 0.0, all),
+    ];
+    for (keys, sharded, everywhere, averaged) in optimizers {
+        for (world, stage) in [(1, 0), (2, 0), (2, 1), (2, 3), (4, 2)] {
+            for outcome in train(world, shape, &config(stage, 1, zero(), keys.clone()), 2) {
+                let (report, what) = (&outcome.memory, format!("{keys}, stage {stage}, world {world}"));
+                assert_formula(report, &what);
+                let part = if stage > 0 { world as f64 } else { 1.0 };
+                let formula = |kind| report.row(kind).formula.unwrap();
+                let expected = 4.0 * (sharded / part + everywhere);
+                assert!((formula(MemoryKind::Moments) - expected).abs() < 1e-6, "{what}\n{report}");
+                assert!((formula(MemoryKind::MasterWeights) - 4.0 * averaged / part).abs() < 1e-6, "{what}\n{report}");
+            }
+        }
+    }
+}
+
+#[test]
 fn ranks_of_groups_hold_their_part_of_a_group() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
     let shape = Shape { units: true, layers: 2, ..Shape::default() };

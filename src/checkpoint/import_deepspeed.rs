@@ -117,6 +117,7 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[DeepSpeedState]) ->
         states: None,
         block: 0,
         updates_before: 0,
+        state_lens: std::collections::BTreeMap::new(),
         pipeline_rank: 0,
     });
     let updates = from.global_steps().saturating_sub(from.skipped_steps());

@@ -383,9 +383,23 @@ fn wanted(
                     manifest.optimizer.as_deref().unwrap_or("none")
                 ))
             })?;
+            let len =
+                found.state_lens.get(name).map_or(found.numel(), |len| usize::try_from(*len).unwrap_or(usize::MAX));
+            let own_len = match kind {
+                ParamStateKind::Factored(_) => core.held(kind, param).len(),
+                _ => own.numel,
+            };
+            if len != own_len {
+                return Err(wrong(format!(
+                    "it has {len} elements of {name} of {}, but this optimizer needs {own_len}; train with the optimizer \
+                     that was saved ({}), or load with load_optimizer_states false",
+                    own.name,
+                    manifest.optimizer.as_deref().unwrap_or("none")
+                )));
+            }
             // Full parameters get all their elements from the files, not from other ranks.
             let is_whole = kind == ParamStateKind::Weights && !core.shards(param);
-            let range = if is_whole { 0..own.numel } else { core.owned(param) };
+            let range = if is_whole { 0..own.numel } else { core.held(kind, param) };
             wanted.push(NeededElements { state, saved, kind, param, range });
         }
     }

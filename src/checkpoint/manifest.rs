@@ -8,6 +8,7 @@ use crate::util::counted;
 use crate::zero::share::state_access::WEIGHTS;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::path::Path;
 use twox_hash::XxHash3_64;
 
@@ -18,9 +19,11 @@ pub(super) const FORMAT: &str = "candle-zero checkpoint";
 
 /// The format version that is written. Version 1 had no buffers, blocks, frozen parameters, predecessors, learning
 /// rates set by the user, or rounding seed; its readers reject unknown fields. Version 3 is written only
-/// for a pipeline of several ranks and for islands.
+/// for a pipeline of several ranks and for islands, version 4 only with factored states.
 pub(super) const VERSION: u32 = 2;
 pub(super) const PIPELINE_VERSION: u32 = 3;
+/// The version of a checkpoint with factored states.
+pub(super) const FACTORED_VERSION: u32 = 4;
 
 /// The oldest format version that is read.
 const OLDEST_VERSION: u32 = 1;
@@ -126,6 +129,10 @@ pub struct Parameter {
     /// The number of updates before the first one of this parameter, if it was frozen until then.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub updates_before: u64,
+    /// The number of elements of states that do not have one for each element of the parameter, such as the sums over
+    /// rows and columns of Adafactor.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub state_lens: BTreeMap<String, u64>,
     /// The position in the pipeline of the ranks that saved the parameter.
     #[serde(default, skip_serializing_if = "is_first")]
     pub pipeline_rank: usize,
@@ -233,7 +240,7 @@ pub(super) fn file_name(rank: usize, world_size: usize) -> String {
 impl Manifest {
     /// Returns the manifest of one of several islands.
     pub(crate) fn of_island(self, progress: IslandProgress) -> Self {
-        Self { version: PIPELINE_VERSION, islands: Some(progress), ..self }
+        Self { version: self.version.max(PIPELINE_VERSION), islands: Some(progress), ..self }
     }
 
     /// Returns the text of the manifest file.
@@ -280,10 +287,10 @@ impl Manifest {
             return Err(damaged("its checksum does not match"));
         }
         if let Some(version) =
-            version.filter(|v| !(u64::from(OLDEST_VERSION)..=u64::from(PIPELINE_VERSION)).contains(v))
+            version.filter(|v| !(u64::from(OLDEST_VERSION)..=u64::from(FACTORED_VERSION)).contains(v))
         {
             return Err(format!(
-                "its format has version {version}, but this program reads versions {OLDEST_VERSION} to {PIPELINE_VERSION}; load it with \
+                "its format has version {version}, but this program reads versions {OLDEST_VERSION} to {FACTORED_VERSION}; load it with \
                  the release that wrote it"
             ));
         }
@@ -327,6 +334,12 @@ impl Manifest {
             let are_known = (own.is_empty() || p.has(WEIGHTS)) && own.iter().all(|state| self.states.contains(state));
             let are_known = are_known && p.updates_before <= self.optimizer_steps && p.block < 1 << 20;
             say(are_known, format!("{} has the states {own:?}, but only {:?} are possible", p.name, self.states))?;
+            // There are at most as many rows, and as many columns, as elements.
+            let most = p.checked_numel().map_or(u64::MAX, |numel| numel as u64);
+            let odd =
+                p.state_lens.iter().find(|(state, len)| **state == WEIGHTS || !own.contains(state) || **len > most);
+            let what = || odd.map_or(String::new(), |(state, len)| format!("{len} elements of state {state}"));
+            say(odd.is_none(), format!("{} has {}", p.name, what()))?;
         }
         let mut sum = 0u64;
         for p in &self.parameters {
@@ -373,12 +386,20 @@ impl Manifest {
 
     pub(super) fn layout(&self) -> RankFileLayout {
         let has = |state: &String| self.parameters.iter().map(|p| p.has(state)).collect();
+        let lens = self.states.iter().enumerate().flat_map(|(number, state)| {
+            let of = move |(param, p): (usize, &Parameter)| {
+                let len = usize::try_from(*p.state_lens.get(state)?).unwrap_or(usize::MAX);
+                Some(((number, param), len))
+            };
+            self.parameters.iter().enumerate().filter_map(of)
+        });
         RankFileLayout {
             world_size: self.world_size,
             pipeline_ranks: self.pipeline_ranks,
             positions: self.parameters.iter().map(|p| p.pipeline_rank).collect(),
             cuts: self.parameters.iter().map(Parameter::cut).collect(),
             states: self.states.iter().map(has).collect(),
+            lens: lens.collect(),
         }
     }
 }

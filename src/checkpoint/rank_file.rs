@@ -254,6 +254,7 @@ mod tests {
     use super::*;
     use crate::layout::ShardCut;
     use crate::zero::share::state_access::pieces;
+    use std::collections::BTreeMap;
 
     #[test]
     fn a_file_of_several_buffers_holds_every_value_and_the_checksum_of_every_block() {
@@ -262,7 +263,8 @@ mod tests {
         let numels = [WRITE_BUFFER_BYTES / 4 + 12_345, 3, WRITE_BUFFER_BYTES / 2 + 1];
         let cuts = numels.map(ShardCut::anywhere).to_vec();
         let (positions, states) = (vec![0; 3], vec![vec![true; 3]]);
-        let layout = RankFileLayout { world_size: 1, pipeline_ranks: 1, positions, cuts, states };
+        let layout =
+            RankFileLayout { world_size: 1, pipeline_ranks: 1, positions, cuts, states, lens: BTreeMap::new() };
         let mut file = RankFileWriter::create(folder.path(), &layout, &["a", "b", "c"], &["fp32".into()], 0).unwrap();
         let value = |i: usize| (i.wrapping_mul(2_654_435_761) >> 8) as u32 as f32;
         let mut before = 0;

@@ -11,12 +11,15 @@
 //! A parameter that does not have all states (with Muon, matrices have one state and other parameters two) has no
 //! elements in the sections of the missing ones.
 //!
+//! A factored state has its own number of elements, which are divided among the files like those of a parameter.
+//!
 //! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on the stage.
 //!
 //! In a pipeline, the files of the ranks at its first position come first, then those of the second, ... A file has only
 //! the parameters of its position, each divided among the files of that position.
 
 use crate::layout::ShardCut;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The number of bytes per checksum.
@@ -37,6 +40,8 @@ pub(super) struct RankFileLayout {
     pub cuts: Vec<ShardCut>,
     /// For each state and parameter, whether the parameter has the state.
     pub states: Vec<Vec<bool>>,
+    /// The number of elements of each state and parameter, where it is not that of the parameter.
+    pub lens: BTreeMap<(usize, usize), usize>,
 }
 
 /// A part of a saved parameter.
@@ -55,7 +60,8 @@ impl RankFileLayout {
     pub fn shard(&self, state: usize, param: usize, rank: usize) -> Range<usize> {
         let pieces = self.world_size / self.pipeline_ranks;
         if self.states[state][param] && self.is_in(param, rank) {
-            self.cuts[param].shard(pieces, rank % pieces)
+            let own = self.lens.get(&(state, param)).map(|len| ShardCut { numel: *len, block: 1 });
+            own.unwrap_or(self.cuts[param]).shard(pieces, rank % pieces)
         } else {
             0..0
         }
@@ -121,17 +127,20 @@ mod tests {
             numels in prop::collection::vec((0usize..50, 1usize..9, 0usize..3), 1..8), pieces in 1usize..6,
             pipeline_ranks in 1usize..4,
             has in prop::collection::vec(prop::collection::vec(any::<bool>(), 8), 1..4),
+            own_len in (0usize..4, 0usize..8, 0usize..60),
         ) {
             let states: Vec<Vec<bool>> = has.iter().map(|has| has[..numels.len()].to_vec()).collect();
             let cuts = numels.iter().map(|(numel, block, _)| ShardCut { numel: *numel, block: *block }).collect();
             let positions = numels.iter().map(|(_, _, position)| position % pipeline_ranks).collect();
             let world_size = pieces * pipeline_ranks;
-            let layout = RankFileLayout { world_size, pipeline_ranks, positions, cuts, states: states.clone() };
+            let lens = BTreeMap::from([((own_len.0, own_len.1), own_len.2)]);
+            let layout = RankFileLayout { world_size, pipeline_ranks, positions, cuts, states: states.clone(), lens: lens.clone() };
             let places = RankFileOffsets::new(layout.clone());
             let mut used: Vec<Vec<u8>> = (0..world_size).map(|rank| vec![0; layout.bytes(rank) as usize]).collect();
             for (state, has) in states.iter().enumerate() {
                 for (param, (numel, ..)) in numels.iter().enumerate() {
                     let mut next = 0;
+                    let numel = lens.get(&(state, param)).unwrap_or(numel);
                     for piece in places.pieces(state, param, 0..*numel) {
                         prop_assert_eq!(piece.elements.start, next);
                         prop_assert_eq!(piece.bytes.end - piece.bytes.start, piece.elements.len() as u64 * 4);

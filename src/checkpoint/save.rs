@@ -13,7 +13,9 @@
 use super::buffers;
 use super::folder;
 use super::lineage::{LastCheckpoint, LockedFolders, try_to_write};
-use super::manifest::{FORMAT, FileEntry, Manifest, PIPELINE_VERSION, Parameter, VERSION, automatic_tag, file_name};
+use super::manifest::{
+    FACTORED_VERSION, FORMAT, FileEntry, Manifest, PIPELINE_VERSION, Parameter, VERSION, automatic_tag, file_name,
+};
 use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
 use super::rank_file::RankFileWriter;
 use super::rank_file_layout::RankFileLayout;
@@ -142,15 +144,24 @@ pub(crate) fn manifest(
         let states = std::iter::once(WEIGHTS).chain(own.iter().copied()).filter(|_| !is_left_out);
         let states = (is_left_out || own.len() < all.len()).then(|| states.map(str::to_owned).collect());
         let updates_before = p.updates_before.load(Ordering::Relaxed);
+        let factored = core.factored_names(p, trainer);
+        let lens = factored.iter().zip(core.factored_lens(p)).filter(|_| !is_left_out);
+        let state_lens = lens.map(|(name, len)| ((*name).to_owned(), len as u64)).collect();
         let block = p.cut().block;
         let block = if block > 1 { block as u64 } else { 0 };
         let pipeline_rank = core.pipeline().map_or(0, |position| position.comm.rank());
-        Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec(), states, block, updates_before, pipeline_rank }
+        let (name, shape) = (p.name.clone(), p.shape.dims().to_vec());
+        Parameter { name, shape, states, block, updates_before, state_lens, pipeline_rank }
     });
+    let parameters: Vec<Parameter> = parameters.collect();
     let pipeline_ranks = core.pipeline().map_or(1, |position| position.comm.size());
     Manifest {
         format: FORMAT.into(),
-        version: if pipeline_ranks > 1 { PIPELINE_VERSION } else { VERSION },
+        version: match pipeline_ranks {
+            _ if parameters.iter().any(|p| !p.state_lens.is_empty()) => FACTORED_VERSION,
+            1 => VERSION,
+            _ => PIPELINE_VERSION,
+        },
         tag: tag.map_or_else(|| automatic_tag(progress.global_steps), str::to_owned),
         is_named: tag.is_some(),
         previous: None,
@@ -169,7 +180,7 @@ pub(crate) fn manifest(
         rounding_seed: core.rounding_seed(),
         optimizer: trainer.name().map(str::to_owned),
         states: states.map(str::to_owned).collect(),
-        parameters: parameters.collect(),
+        parameters,
         files: vec![],
         buffers: None,
         config: config.to_deepspeed_json(),
@@ -350,7 +361,7 @@ impl ShareToSave {
             for (number, (param, states)) in &self.own {
                 let (param, Some(kind)) = (*param, ParamStateKind::named(name, *states)) else { continue };
                 let own = self.layout.shard(state, *number, rank);
-                let owned = self.core.owned(param);
+                let owned = self.core.held(kind, param);
                 // States are read in pieces of this rank's share that begin at offsets at which file access may begin.
                 for part in state_access::pieces(&owned) {
                     let (start, end) = (part.start.max(own.start), part.end.min(own.end));

@@ -109,6 +109,14 @@ pub(super) fn optimizer(
         Some(OptimizerConfig::Adagrad(_)) => (3, ": Adagrad needs the gradient, the weights and the sum of squares"),
         Some(OptimizerConfig::Lamb(_)) => (4, ": Lamb needs the gradient, the weights and two moments"),
         Some(OptimizerConfig::Muon(_)) => (4, ": Muon's AdamW needs the gradient, the weights and two moments"),
+        Some(OptimizerConfig::Lars(_)) => (3, ": LARS needs the gradient, the weights and the momentum"),
+        Some(OptimizerConfig::Adafactor(adafactor)) if adafactor.beta1.is_some() => {
+            (4, ": Adafactor with beta1 needs the gradient, the weights and two moments")
+        }
+        Some(OptimizerConfig::Adafactor(_)) => (3, ": Adafactor needs the gradient, the weights and the second moment"),
+        Some(OptimizerConfig::ScheduleFree(_)) => {
+            (4, ": AdamWScheduleFree needs the gradient, the weights and two states")
+        }
         Some(OptimizerConfig::EightBit(EightBitConfig { kind: EightBit::Lion(_), .. })) => {
             (3, ": Lion8bit needs the gradient, the weights and the momentum")
         }

@@ -4,11 +4,28 @@ use super::keys::typed_section;
 use super::note::shown;
 use super::walk::{ConfigWalk, defaults};
 use super::{
-    AdagradConfig, AdamConfig, ConfigRule, EightBit, EightBitConfig, LambConfig, LionConfig, MuonConfig, NsMethod,
-    OptimizerConfig, SgdConfig,
+    AdafactorConfig, AdagradConfig, AdamConfig, ConfigRule, EightBit, EightBitConfig, LambConfig, LarsConfig,
+    LionConfig, MuonConfig, NsMethod, OptimizerConfig, ScheduleFreeConfig, SgdConfig, StatePrecision,
 };
 use crate::layout::ZeroStage;
 use serde_json::Value;
+
+/// The optimizers, as messages and checkpoints name them.
+const OPTIMIZERS: [&str; 13] = [
+    "Adam",
+    "AdamW",
+    "SGD",
+    "Lion",
+    "Adagrad",
+    "Lamb",
+    "Muon",
+    "LARS",
+    "Adafactor",
+    "AdamWScheduleFree",
+    "Adam8bit",
+    "AdamW8bit",
+    "Lion8bit",
+];
 
 /// Optimizers that exist in DeepSpeed or PyTorch but not in candle-zero.
 const OTHER_OPTIMIZERS: [&str; 14] = [
@@ -29,7 +46,7 @@ const OTHER_OPTIMIZERS: [&str; 14] = [
 ];
 
 /// Optimizers that DeepSpeed treats as untested with ZeRO.
-const UNTESTED: [&str; 2] = ["SGD", "Lamb"];
+const UNTESTED: [&str; 3] = ["SGD", "Lamb", "Adafactor"];
 
 /// The default `weight_decay` of torch.optim.AdamW.
 const TORCH_ADAMW_DECAY: f64 = 0.01;
@@ -43,17 +60,16 @@ pub(super) fn optimizer(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<O
         return None;
     }
     // DeepSpeed's names match in any letter case; in candle-zero, all names do.
-    let names = ["Adam", "AdamW", "SGD", "Lion", "Adagrad", "Lamb", "Muon", "Adam8bit", "AdamW8bit", "Lion8bit"];
     let found = walk.str("optimizer.type").map(str::to_string);
     let name = found.and_then(|found| {
-        let name = names.into_iter().find(|name| name.eq_ignore_ascii_case(&found));
+        let name = OPTIMIZERS.into_iter().find(|name| name.eq_ignore_ascii_case(&found));
         if name.is_none() {
-            unknown_type(walk, "optimizer.type", &found, &names, &OTHER_OPTIMIZERS, true);
+            unknown_type(walk, "optimizer.type", &found, &OPTIMIZERS, &OTHER_OPTIMIZERS, true);
         }
         name
     });
     let Some(name) = name else {
-        needs_type(walk, OPTIMIZER, &names);
+        needs_type(walk, OPTIMIZER, &OPTIMIZERS);
         return None;
     };
     parameters(walk, OPTIMIZER, name)?;
@@ -68,6 +84,9 @@ pub(super) fn optimizer(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<O
         }),
         "Lamb" => OptimizerConfig::Lamb(lamb(walk)),
         "Muon" => OptimizerConfig::Muon(muon(walk)),
+        "LARS" => OptimizerConfig::Lars(lars(walk)),
+        "Adafactor" => OptimizerConfig::Adafactor(adafactor(walk)),
+        "AdamWScheduleFree" => OptimizerConfig::ScheduleFree(schedule_free(walk)),
         "Adam8bit" => eight_bit(walk, EightBit::Adam(adam_8bit(walk))),
         "AdamW8bit" => eight_bit(walk, EightBit::AdamW(adam_8bit(walk))),
         "Lion8bit" => eight_bit(walk, EightBit::Lion(lion(walk))),
@@ -81,9 +100,14 @@ fn of(key: &str) -> String {
 }
 
 fn betas(walk: &ConfigWalk<'_>) -> (f64, f64) {
-    let betas = walk.get(&of("betas")).and_then(Value::as_array).map(Vec::as_slice);
-    let Some([beta1, beta2]) = betas else { panic!("the table of keys guarantees that betas are two numbers") };
-    (beta1.as_f64().unwrap_or_default(), beta2.as_f64().unwrap_or_default())
+    pair(walk, "betas")
+}
+
+/// Returns a parameter that is a list of two numbers.
+fn pair(walk: &ConfigWalk<'_>, key: &str) -> (f64, f64) {
+    let numbers = walk.get(&of(key)).and_then(Value::as_array).map(Vec::as_slice);
+    let Some([a, b]) = numbers else { panic!("the table of keys guarantees that {key} are two numbers") };
+    (a.as_f64().unwrap_or_default(), b.as_f64().unwrap_or_default())
 }
 
 fn lion(walk: &ConfigWalk<'_>) -> LionConfig {
@@ -144,13 +168,108 @@ fn lamb(walk: &mut ConfigWalk<'_>) -> LambConfig {
     lamb
 }
 
+/// Reports a factor between 0 and 1 that is 1.
+fn below_one(walk: &mut ConfigWalk<'_>, key: &str) {
+    if walk.get(&of(key)).and_then(Value::as_f64) == Some(1.0) {
+        let place = walk.place(&of(key));
+        walk.problem(ConfigRule::Range, &of(key), place, "expected a number of at least 0 and below 1, found 1");
+    }
+}
+
+fn lars(walk: &mut ConfigWalk<'_>) -> LarsConfig {
+    below_one(walk, "momentum");
+    LarsConfig {
+        lr: walk.float(&of("lr")),
+        momentum: walk.float(&of("momentum")),
+        weight_decay: walk.float(&of("weight_decay")),
+        trust_coefficient: walk.float(&of("trust_coefficient")),
+        eps: walk.float(&of("eps")),
+    }
+}
+
+/// Reads the parameters of Adafactor, with the rules of transformers: a learning rate is either given or relative.
+fn adafactor(walk: &mut ConfigWalk<'_>) -> AdafactorConfig {
+    /// The learning rate if there is none in the file and it is not relative, as for Adam.
+    const DEFAULT_LR: f64 = 1e-3;
+    below_one(walk, "beta1");
+    let lr = walk.get(&of("lr")).and_then(Value::as_f64);
+    let is_scheduled = walk.given.contains_key("scheduler") && walk.get("scheduler") != Some(&Value::Null);
+    let relative = walk.get(&of("relative_step")).and_then(Value::as_bool);
+    let is_relative = relative.unwrap_or(lr.is_none() && !is_scheduled);
+    let warmup_init = walk.bool(&of("warmup_init"));
+    let clip_threshold = walk.float(&of("clip_threshold"));
+    let decay_rate = walk.float(&of("decay_rate"));
+    let mut refuse = |rule: ConfigRule, key: &str, text: String| {
+        let place = walk.place(&of(key));
+        walk.problem(rule, &of(key), place, text);
+    };
+    if let (true, Some(lr)) = (is_relative, lr) {
+        let text = format!("{lr} contradicts relative_step, which sets the learning rate; leave one of them out");
+        refuse(ConfigRule::Conflict, "lr", text);
+    }
+    if warmup_init && !is_relative {
+        refuse(ConfigRule::Conflict, "warmup_init", "true needs relative_step, without lr and scheduler".into());
+    }
+    if clip_threshold <= 0.0 {
+        let text = format!("expected a number above 0, found {clip_threshold}");
+        refuse(ConfigRule::Range, "clip_threshold", text);
+    }
+    if !(-1.0..0.0).contains(&decay_rate) {
+        let text = format!("expected a number of at least -1 and below 0, found {decay_rate}");
+        refuse(ConfigRule::Range, "decay_rate", text);
+    }
+    AdafactorConfig {
+        lr: (!is_relative).then_some(lr.unwrap_or(DEFAULT_LR)),
+        warmup_init,
+        eps: pair(walk, "eps"),
+        clip_threshold,
+        decay_rate,
+        beta1: walk.get(&of("beta1")).and_then(Value::as_f64),
+        weight_decay: walk.float(&of("weight_decay")),
+        scale_parameter: walk.bool(&of("scale_parameter")),
+    }
+}
+
+fn schedule_free(walk: &ConfigWalk<'_>) -> ScheduleFreeConfig {
+    ScheduleFreeConfig {
+        lr: walk.float(&of("lr")),
+        betas: betas(walk),
+        eps: walk.float(&of("eps")),
+        weight_decay: walk.float(&of("weight_decay")),
+        warmup_steps: walk.count(&of("warmup_steps")),
+        r: walk.float(&of("r")),
+        weight_lr_power: walk.float(&of("weight_lr_power")),
+    }
+}
+
+/// Checks what AdamWScheduleFree needs from other sections: the average of the weights is kept in master weights, and
+/// nothing but the optimizer may change it.
+pub(super) fn check_averaging(
+    walk: &mut ConfigWalk<'_>,
+    optimizer: Option<&OptimizerConfig>,
+    states: StatePrecision,
+    has_local_steps: bool,
+) {
+    let Some(OptimizerConfig::ScheduleFree(_)) = optimizer else { return };
+    let mut refuse = |text: &str| {
+        let place = walk.place("optimizer.type");
+        walk.problem(ConfigRule::Conflict, "optimizer.type", place, text);
+    };
+    if !states.master_weights {
+        refuse(
+            "AdamWScheduleFree keeps the average of the weights in f32 master weights; leave \
+             bf16_master_weights_and_grads and fp16_master_weights_and_grads out",
+        );
+    }
+    if has_local_steps {
+        refuse("AdamWScheduleFree averages weights by itself; leave local_steps out, or use AdamW");
+    }
+}
+
 /// Reads the parameters of Muon and of its AdamW part. Each part's own rate takes precedence over the common one.
 fn muon(walk: &mut ConfigWalk<'_>) -> MuonConfig {
+    below_one(walk, "momentum");
     let momentum = walk.float(&of("momentum"));
-    if momentum == 1.0 {
-        let place = walk.place(&of("momentum"));
-        walk.problem(ConfigRule::Range, &of("momentum"), place, "expected a number of at least 0 and below 1, found 1");
-    }
     let rate = |key: &str, default: f64| {
         let given = |key: &str| walk.get(&of(key)).and_then(Value::as_f64);
         given(key).or(given("lr")).unwrap_or(default)
@@ -254,7 +373,7 @@ pub(super) fn unknown_type(
     walk.problem(ConfigRule::Range, path, place, format!("\"{told}\" is unknown; use {offered}.{near}"));
 }
 
-/// Checks `zero_allow_untested_optimizer`, which SGD and Lamb require under ZeRO.
+/// Checks `zero_allow_untested_optimizer`, which some optimizers require under ZeRO.
 fn untested(walk: &mut ConfigWalk<'_>, name: Option<&str>, stage: ZeroStage) {
     let allowed = walk.bool("zero_allow_untested_optimizer");
     let untested = name.filter(|name| UNTESTED.contains(name) && stage > ZeroStage::Zero);
@@ -266,8 +385,8 @@ fn untested(walk: &mut ConfigWalk<'_>, name: Option<&str>, stage: ZeroStage) {
         );
         walk.problem(ConfigRule::Conflict, "optimizer.type", place, text);
     } else if untested.is_none() && walk.given.contains_key("zero_allow_untested_optimizer") {
-        let text = "accepted, but has no effect on this configuration: only SGD, Lamb and custom optimizers at stages 1 \
-                    to 3 need it";
+        let text = "accepted, but has no effect on this configuration: only SGD, Lamb, Adafactor and custom optimizers \
+                    at stages 1 to 3 need it";
         walk.note("zero_allow_untested_optimizer", text);
     }
     // This key is noted whatever its value, because even its default, true, requests DeepSpeed's CPU

@@ -260,6 +260,44 @@ fn optimizer_json(optimizer: &OptimizerConfig) -> Value {
             params["min_8bit_size"] = json!(min_8bit_size);
             json!({ "type": kind.name(), "params": params })
         }
+        OptimizerConfig::Lars(lars) => json!({
+            "type": "LARS",
+            "params": {
+                "lr": lars.lr,
+                "momentum": lars.momentum,
+                "weight_decay": lars.weight_decay,
+                "trust_coefficient": lars.trust_coefficient,
+                "eps": lars.eps,
+            },
+        }),
+        OptimizerConfig::Adafactor(adafactor) => {
+            let mut params = json!({
+                "relative_step": adafactor.lr.is_none(),
+                "warmup_init": adafactor.warmup_init,
+                "scale_parameter": adafactor.scale_parameter,
+                "eps": [adafactor.eps.0, adafactor.eps.1],
+                "clip_threshold": adafactor.clip_threshold,
+                "decay_rate": adafactor.decay_rate,
+                "beta1": adafactor.beta1,
+                "weight_decay": adafactor.weight_decay,
+            });
+            if let Some(lr) = adafactor.lr {
+                params["lr"] = json!(lr);
+            }
+            json!({ "type": "Adafactor", "params": params })
+        }
+        OptimizerConfig::ScheduleFree(schedule_free) => json!({
+            "type": "AdamWScheduleFree",
+            "params": {
+                "lr": schedule_free.lr,
+                "betas": [schedule_free.betas.0, schedule_free.betas.1],
+                "eps": schedule_free.eps,
+                "weight_decay": schedule_free.weight_decay,
+                "warmup_steps": schedule_free.warmup_steps,
+                "r": schedule_free.r,
+                "weight_lr_power": schedule_free.weight_lr_power,
+            },
+        }),
         OptimizerConfig::Muon(muon) => json!({
             "type": "Muon",
             "params": {
@@ -304,16 +342,21 @@ fn scheduler_json(scheduler: &SchedulerConfig) -> Value {
             warmup_max_lr,
             warmup_num_steps,
             warmup_type,
-        } => json!({
-            "type": "WarmupDecayLR",
-            "params": {
+            decay_power,
+        } => {
+            let mut params = json!({
                 "total_num_steps": total_num_steps,
                 "warmup_min_lr": rate(warmup_min_lr),
                 "warmup_max_lr": rate(warmup_max_lr),
                 "warmup_num_steps": warmup_num_steps,
                 "warmup_type": shape(*warmup_type),
-            },
-        }),
+            });
+            // DeepSpeed, which may read what is printed, has no such key.
+            if *decay_power != 1.0 {
+                params["decay_power"] = json!(decay_power);
+            }
+            json!({ "type": "WarmupDecayLR", "params": params })
+        }
         SchedulerConfig::WarmupCosineLr {
             total_num_steps,
             warmup_min_ratio,

@@ -56,6 +56,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
     zero.offload_param = offload::param(walk_ref, zero.stage);
     let activation_checkpointing = activation_checkpointing(walk_ref);
     let pipeline = pipeline::resolve(walk_ref);
+    optim::check_averaging(walk_ref, optimizer.as_ref(), states, local_steps.is_some());
     if walk.bool("flops_profiler.enabled") {
         walk.set("wall_clock_breakdown", true.into());
     }

@@ -40,7 +40,7 @@ pub struct Config {
     pub zero: ZeroConfig,
     /// `optimizer`. An engine that trains needs one.
     pub optimizer: Option<OptimizerConfig>,
-    /// `zero_allow_untested_optimizer`: allow SGD, Lamb and a custom optimizer at stages 1 to 3.
+    /// `zero_allow_untested_optimizer`: allow SGD, Lamb, Adafactor and a custom optimizer at stages 1 to 3.
     pub allows_untested_optimizer: bool,
     /// `scheduler`. Without one, the optimizer's `lr` applies.
     pub scheduler: Option<SchedulerConfig>,
@@ -403,6 +403,12 @@ pub enum OptimizerConfig {
     Lamb(LambConfig),
     /// `Muon`.
     Muon(MuonConfig),
+    /// `LARS`.
+    Lars(LarsConfig),
+    /// `Adafactor`.
+    Adafactor(AdafactorConfig),
+    /// `AdamWScheduleFree`.
+    ScheduleFree(ScheduleFreeConfig),
     /// `Adam8bit`, `AdamW8bit` and `Lion8bit`.
     EightBit(EightBitConfig),
 }
@@ -411,9 +417,9 @@ impl OptimizerConfig {
     /// Returns whether the optimizer has betas, which a schedule may change, rather than a single momentum.
     pub(crate) fn has_betas(&self) -> bool {
         match self {
-            Self::Adam(_) | Self::Lion(_) | Self::Lamb(_) => true,
+            Self::Adam(_) | Self::Lion(_) | Self::Lamb(_) | Self::ScheduleFree(_) => true,
             Self::EightBit(_) => true,
-            Self::Sgd(_) | Self::Adagrad(_) | Self::Muon(_) => false,
+            Self::Sgd(_) | Self::Adagrad(_) | Self::Muon(_) | Self::Lars(_) | Self::Adafactor(_) => false,
         }
     }
 }
@@ -507,6 +513,62 @@ pub struct MuonConfig {
     pub ns_method: NsMethod,
     /// The optimizer of the parameters that are not matrices. Its `lr` is `adam_lr`: default `lr`, else 3e-4.
     pub adam: AdamConfig,
+}
+
+/// The parameters of LARS.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LarsConfig {
+    /// The learning rate. Default 0.1.
+    pub lr: f64,
+    /// The momentum. Default 0.9.
+    pub momentum: f64,
+    /// The weight decay, part of the update. Default 0.
+    pub weight_decay: f64,
+    /// The factor of every trust ratio. Default 0.001.
+    pub trust_coefficient: f64,
+    /// The term added to the denominator of the trust ratio. Default 1e-8.
+    pub eps: f64,
+}
+
+/// The parameters of Adafactor.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdafactorConfig {
+    /// The learning rate. `None`: relative steps (`relative_step`).
+    pub lr: Option<f64>,
+    /// Whether the relative steps of the first 10,000 steps grow from 0. Default false.
+    pub warmup_init: bool,
+    /// The term added to the squared gradient, and the minimum scale of a parameter. Default 1e-30, 1e-3.
+    pub eps: (f64, f64),
+    /// The root mean square above which an update is scaled down. Default 1.
+    pub clip_threshold: f64,
+    /// The exponent of the decay rate of the second moment, 1 - step^`decay_rate`. Default -0.8.
+    pub decay_rate: f64,
+    /// The decay rate of the first moment. Default `None`: no first moment.
+    pub beta1: Option<f64>,
+    /// The decoupled weight decay. Default 0.
+    pub weight_decay: f64,
+    /// Whether the learning rate is multiplied by the root mean square of the parameter. Default true.
+    pub scale_parameter: bool,
+}
+
+/// The parameters of AdamWScheduleFree.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ScheduleFreeConfig {
+    /// The learning rate. Default 0.0025.
+    pub lr: f64,
+    /// The weight of the average in the weights that are trained, and the decay rate of the second moment. Default 0.9,
+    /// 0.999.
+    pub betas: (f64, f64),
+    /// The term added to the denominator. Default 1e-8.
+    pub eps: f64,
+    /// The decoupled weight decay. Default 0.
+    pub weight_decay: f64,
+    /// The number of steps in which the learning rate grows. Default 0.
+    pub warmup_steps: u64,
+    /// The power of the step's number in the step's weight in the average. Default 0.
+    pub r: f64,
+    /// The power of the learning rate in the step's weight in the average. Default 2.
+    pub weight_lr_power: f64,
 }
 
 /// An optimizer with 8-bit states, and its parameters.
@@ -615,6 +677,8 @@ pub enum SchedulerConfig {
         warmup_num_steps: u64,
         /// The shape of the warm-up. Default log.
         warmup_type: WarmupType,
+        /// The power of the share of steps that are left after the warm-up. Default 1: linear decay.
+        decay_power: f64,
     },
     /// `WarmupCosineLR`.
     WarmupCosineLr {

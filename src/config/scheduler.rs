@@ -3,7 +3,7 @@
 use super::note::shown;
 use super::optim::{needs_type, parameters, unknown_type};
 use super::walk::ConfigWalk;
-use super::{ConfigRule, OneCycleConfig, OptimizerConfig, PerGroup, SchedulerConfig, WarmupType};
+use super::{AdafactorConfig, ConfigRule, OneCycleConfig, OptimizerConfig, PerGroup, SchedulerConfig, WarmupType};
 use serde_json::Value;
 
 /// The schedules, in exact letter case.
@@ -47,6 +47,19 @@ pub(super) fn scheduler(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerC
         return None;
     };
     parameters(walk, SCHEDULER, name)?;
+    match optimizer {
+        Some(OptimizerConfig::ScheduleFree(_)) => conflicts(
+            walk,
+            "AdamWScheduleFree averages weights instead of lowering the rate; leave the scheduler section out (warmup_steps \
+             of the optimizer is its warm-up)",
+        ),
+        Some(OptimizerConfig::Adafactor(AdafactorConfig { lr: None, .. })) => conflicts(
+            walk,
+            "Adafactor's relative_step sets the learning rate; leave the scheduler section out, or set relative_step to \
+             false",
+        ),
+        _ => {}
+    }
     match name {
         "OneCycle" => one_cycle(walk, optimizer).map(SchedulerConfig::OneCycle),
         "LRRangeTest" => Some(SchedulerConfig::LrRangeTest {
@@ -57,6 +70,12 @@ pub(super) fn scheduler(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerC
         }),
         _ => warm_up(walk, name, optimizer),
     }
+}
+
+/// Reports that the optimizer cannot have a schedule.
+fn conflicts(walk: &mut ConfigWalk<'_>, why: &str) {
+    let place = walk.place("scheduler.type");
+    walk.problem(ConfigRule::Conflict, "scheduler.type", place, why);
 }
 
 /// Returns the path of a parameter.
@@ -139,7 +158,14 @@ fn warm_up(walk: &mut ConfigWalk<'_>, name: &str, optimizer: Option<&OptimizerCo
         walk.note(&of("total_num_steps"), text);
     }
     Some(if name == "WarmupDecayLR" {
+        let decay_power = walk.float(&of("decay_power"));
+        if decay_power <= 0.0 {
+            let place = walk.place(&of("decay_power"));
+            let text = format!("expected a number above 0, found {decay_power}");
+            walk.problem(ConfigRule::Range, &of("decay_power"), place, text);
+        }
         SchedulerConfig::WarmupDecayLr {
+            decay_power,
             total_num_steps,
             warmup_min_lr: rate(walk, "warmup_min_lr"),
             warmup_max_lr: rate(walk, "warmup_max_lr"),

@@ -81,9 +81,12 @@ impl<M> Engine<M> {
             upload_to: self.config.upload_checkpoints_to.clone(),
             island: self.island_of_job(),
         };
+        let shown = self.shown;
         let saving = self.settled(|engine| {
             SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.locked_folders)
         })?;
+        // A save changes nothing.
+        self.shown = shown;
         let path = saving.path();
         self.reporter.run.saving(self.global_steps, folder, &path);
         self.saving = Some(saving);

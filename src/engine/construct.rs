@@ -33,6 +33,7 @@ use crate::zero::rank_core::{
 use crate::zero::reduce::gradient_reducer::ReducePlan;
 use crate::zero::share::share_plan::SharePlan;
 use crate::zero::share::var_builder_backend::VarBuilderBackend;
+use crate::zero::step::shown_weights::ShownWeights;
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use std::collections::BTreeSet;
@@ -94,6 +95,16 @@ impl<M> Engine<M> {
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
+        if islands.is_some() && share_plan.averages() {
+            let why = "the optimizer averages weights by itself; leave local_steps out, or use an optimizer without \
+                       averaging, such as AdamW";
+            return Err(EngineError::LocalSteps { why: why.into() }.into());
+        }
+        if pipeline.is_some() && share_plan.averages() {
+            let why = "the optimizer averages weights, but the stages of a pipeline evaluate with the weights that are \
+                       trained; use an optimizer without averaging, such as AdamW";
+            return Err(EngineError::Pipeline { why: why.into() }.into());
+        }
         let registry = VarBuilderBackend::new(
             share_plan.clone(),
             device.clone(),
@@ -175,6 +186,7 @@ impl<M> Engine<M> {
             config,
             device,
             phase: MicroStepPhase::Ready,
+            shown: ShownWeights::Trained,
             losses: AccumulatedLoss::default(),
             global_steps: 0,
             micro_steps: 0,

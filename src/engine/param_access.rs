@@ -38,16 +38,20 @@ impl<M> Engine<M> {
     }
 
     /// Collective: returns the full optimizer state `key` (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, ...) of
-    /// parameter `name`, in f32 and the parameter's shape. Before the first update, it is zero.
+    /// parameter `name`, in f32 and the parameter's shape, or in one dimension if it is factored (`exp_avg_sq_row` and
+    /// `exp_avg_sq_col` of Adafactor, which cannot be set). Before the first update, it is zero.
     ///
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::UnknownState`], also for
     /// a frozen parameter, which has no states.
     pub fn safe_get_full_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
         let param = self.agreed_param("safe_get_full_optimizer_state", name, key, None)?;
-        let state = self.state_of(param, key)?;
+        let state = self.readable_state_of(param, key)?;
         let whole = self.attempt(|engine| engine.core.whole_state(state, param))?;
-        self.shaped(param, whole)
+        match state {
+            ParamStateKind::Factored(_) => self.flat(whole),
+            _ => self.shaped(param, whole),
+        }
     }
 
     /// Collective: sets the values of parameter `name` everywhere: master weights, shards and full tensors. Optimizer
@@ -127,7 +131,7 @@ impl<M> Engine<M> {
     /// The same as [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param); [`ParamError::UnknownState`].
     pub fn safe_get_local_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
         let param = self.param(name)?;
-        let state = self.state_of(param, key)?;
+        let state = self.readable_state_of(param, key)?;
         let own = self.attempt(|engine| engine.core.own_state(state, param))?;
         self.flat(own)
     }
@@ -349,6 +353,15 @@ impl<M> Engine<M> {
         }
         let (name, rank) = (self.core.params()[param].name.clone(), self.rank());
         Err(ParamError::LocalShape { name, rank, found: value.dims().to_vec(), len }.into())
+    }
+
+    /// Returns a state, which may be factored.
+    fn readable_state_of(&self, param: ParamId, key: &str) -> Result<ParamStateKind> {
+        let factored = self.core.factored_names(&self.core.params()[param], &self.trainer);
+        match factored.iter().position(|own| *own == key) {
+            Some(number) => Ok(ParamStateKind::Factored(number)),
+            None => self.state_of(param, key),
+        }
     }
 
     fn state_of(&self, param: ParamId, key: &str) -> Result<ParamStateKind> {

@@ -2,6 +2,7 @@
 
 use super::Engine;
 use crate::error::{ParamError, Result};
+use crate::zero::step::shown_weights::ShownWeights;
 
 impl<M> Engine<M> {
     /// Trains the parameters for which `rule`, given their name and shape, returns true, and freezes all others, from
@@ -35,6 +36,8 @@ impl<M> Engine<M> {
             return Err(ParamError::QuantizedTrained { name: param.name.clone() }.into());
         }
         self.forget_forward();
+        // Parameters that are frozen keep the weights in the model.
+        self.attempt(|engine| engine.show(ShownWeights::Averaged))?;
         let updates = self.optimizer_steps;
         self.settled(|engine| engine.core.set_trained(&trained, updates))
     }

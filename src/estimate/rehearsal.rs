@@ -138,7 +138,7 @@ impl<'a> Rehearsal<'a> {
                 whole.push(ledger.hold_in(tier, MemoryKind::Parameters, numel * size));
             }
         }
-        let groups = builder.finish()?;
+        let groups = builder.finish(params)?;
         if let (true, Some(offload)) = (options.gpu, &zero.offload_optimizer)
             && offload.delayed_update_after.is_some()
             && !share_plan.has_files()

@@ -21,6 +21,16 @@ pub enum OptimError {
         /// The value of `zero_optimization.stage`.
         stage: u8,
     },
+    /// There is a schedule, but the optimizer determines the learning rate itself.
+    #[error(
+        "{optimizer} with this configuration determines its learning rate itself and cannot follow a schedule; leave the \
+         schedule out (EngineBuilder::schedule, scheduler), or use another optimizer (Adafactor: set relative_step to \
+         false)"
+    )]
+    NoSchedule {
+        /// The name of the optimizer.
+        optimizer: String,
+    },
     /// The names of an optimizer's states cannot be told apart in checkpoints.
     #[error("the states of optimizer {optimizer} are called {names}: {problem}; give each state a unique name")]
     States {

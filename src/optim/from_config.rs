@@ -1,6 +1,6 @@
 //! Creates the optimizer that a configuration names.
 
-use super::{Momentum, Optimizer, adagrad, adam, eight_bit, lamb, lion, muon, sgd};
+use super::{Momentum, Optimizer, adafactor, adagrad, adam, eight_bit, lamb, lars, lion, muon, schedule_free, sgd};
 use crate::config::OptimizerConfig;
 
 /// Creates the optimizer that the configuration names. Its learning rate is passed with each
@@ -14,6 +14,9 @@ pub fn from_config(config: &OptimizerConfig) -> Box<dyn Optimizer> {
         OptimizerConfig::Lamb(config) => Box::new(lamb::Lamb::new(*config)),
         OptimizerConfig::EightBit(config) => Box::new(eight_bit::EightBitOptimizer::new(*config)),
         OptimizerConfig::Muon(config) => Box::new(muon::Muon::new(*config)),
+        OptimizerConfig::Lars(config) => Box::new(lars::Lars::new(*config)),
+        OptimizerConfig::Adafactor(config) => Box::new(adafactor::Adafactor::new(*config)),
+        OptimizerConfig::ScheduleFree(config) => Box::new(schedule_free::AdamWScheduleFree::new(*config)),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::parameter_groups::{GroupOverrides, GroupSettings};
 use super::schedule::{COMPARED_STEPS, GroupBaseRates};
-use super::{LrSchedule, Momentum, Optimizer, OptimizerRole, ParameterGrouping, Schedule, StepContext};
+use super::{LrSchedule, Momentum, Optimizer, OptimizerRole, ParameterGrouping, RateRule, Schedule, StepContext};
 use crate::config::SchedulerConfig;
 use crate::error::{OptimError, Result};
 use std::fmt;
@@ -60,6 +60,7 @@ impl GroupedOptimizer {
         scheduler: Option<&SchedulerConfig>,
     ) -> Result<(Self, Vec<usize>)> {
         let (settled, empty) = grouping.settle(parameter_groups, used);
+        let own = own_schedule(grouping.optimizer(OptimizerRole::Main), own, scheduler.is_some())?;
         let main = grouping.optimizer(OptimizerRole::Main).map(|o| o.momentum());
         let cycles = matches!(main, Some(Momentum::Betas(..)));
         let count = settled.len();
@@ -116,6 +117,11 @@ impl GroupedOptimizer {
         self.grouping.state_names(self.groups[group].role)
     }
 
+    /// Returns the names of the factored states that a group's parameters have.
+    pub fn factored_names(&self, group: usize) -> &'static [&'static str] {
+        self.grouping.factored_names(self.groups[group].role)
+    }
+
     /// Returns the learning rate of the next step, by group.
     pub fn lr(&self) -> Vec<f64> {
         self.groups.iter().map(OptimizerGroup::lr).collect()
@@ -156,8 +162,9 @@ impl GroupedOptimizer {
         let of_group = |group: &OptimizerGroup| {
             let (lr, betas) = group.schedule.in_force()?;
             let lr = group.set_lr.unwrap_or(lr);
-            let GroupOverrides { betas: own, eps, weight_decay } = group.numbers;
-            let ctx = StepContext { lr, betas: betas.or(own), eps, weight_decay, step, grad_scale };
+            let GroupOverrides { betas: own, eps, weight_decay, trust_ratio } = group.numbers;
+            let trust_ratio = trust_ratio.unwrap_or(true);
+            let ctx = StepContext { lr, betas: betas.or(own), eps, weight_decay, trust_ratio, step, grad_scale };
             let optimizer = self.grouping.optimizer(group.role).ok_or(OptimError::NoOptimizer)?;
             Ok(GroupStepSettings { optimizer, ctx })
         };
@@ -184,6 +191,27 @@ impl GroupedOptimizer {
             group.follow_schedule();
         }
     }
+}
+
+/// Returns the schedule to use instead of the configuration's: the user's `own`, or a rule of the optimizer.
+///
+/// # Errors
+/// [`OptimError::NoSchedule`] if there is a schedule, but the optimizer cannot have one.
+fn own_schedule(
+    optimizer: Option<&dyn Optimizer>,
+    own: Option<Arc<dyn LrSchedule>>,
+    has_scheduler: bool,
+) -> Result<Option<Arc<dyn LrSchedule>>> {
+    let Some(optimizer) = optimizer else { return Ok(own) };
+    let rule: Option<Arc<dyn LrSchedule>> = match optimizer.rate_rule() {
+        RateRule::Schedule => return Ok(own),
+        RateRule::Constant => None,
+        RateRule::OfSteps(rule) => Some(Arc::new(rule)),
+    };
+    if own.is_some() || has_scheduler {
+        return Err(OptimError::NoSchedule { optimizer: optimizer.name().into() }.into());
+    }
+    Ok(rule)
 }
 
 impl fmt::Debug for GroupedOptimizer {

@@ -122,7 +122,7 @@ impl Layerwise for Lamb {
         }
     }
 
-    fn trust_ratio(&self, squares: SquareSums) -> f64 {
+    fn trust_ratio(&self, _: &StepContext, squares: SquareSums) -> f64 {
         if squares.weights == 0.0 || squares.update == 0.0 {
             return 1.0;
         }

@@ -13,6 +13,9 @@
 //! | `lion.rs` | Lion |
 //! | `adagrad.rs` | Adagrad |
 //! | `lamb.rs` | LAMB |
+//! | `lars.rs` | LARS |
+//! | `adafactor.rs` | Adafactor: second moments of matrices as sums over rows and columns |
+//! | `schedule_free.rs` | Schedule-Free AdamW |
 //! | `muon.rs`, `newton_schulz.rs` | Muon: orthogonalized momentum for matrices |
 //! | `eight_bit.rs` | Adam8bit, AdamW8bit and Lion8bit: 8-bit states |
 //! | `state_format.rs` | the storage format of states between steps |
@@ -23,6 +26,7 @@
 //! | `grouped_optimizer.rs` | an engine's optimizer, its parameter groups and their schedules |
 //! | `schedule.rs` | learning rate and momentum by step |
 
+mod adafactor;
 mod adagrad;
 mod adam;
 mod eight_bit;
@@ -32,6 +36,7 @@ mod fp32_modules;
 mod from_config;
 mod grouped_optimizer;
 mod lamb;
+mod lars;
 mod lion;
 mod muon;
 mod newton_schulz;
@@ -39,6 +44,7 @@ mod optimizer;
 mod param_class;
 mod parameter_groups;
 mod schedule;
+mod schedule_free;
 mod sgd;
 mod state_format;
 
@@ -46,7 +52,8 @@ pub(crate) use fp32_modules::Fp32Modules;
 pub use from_config::{base_lr, from_config, momentum};
 pub(crate) use grouped_optimizer::{GroupStepSettings, GroupedOptimizer};
 pub use optimizer::{
-    Layerwise, Momentum, Optimizer, OptimizerNeeds, SQUARES_BLOCK, SquareSums, StepContext, WholeParameterOptimizer,
+    FactoredOptimizer, FactoredSlice, Layerwise, Momentum, Optimizer, OptimizerNeeds, RateRule, SQUARES_BLOCK,
+    SlicePosition, SquareSums, StepContext, WeightAveraging, WholeParameterOptimizer,
 };
 pub(crate) use param_class::{OptimizerRole, ParamClass, WeightFormat};
 pub use parameter_groups::ParameterGroup;

@@ -17,6 +17,9 @@ pub struct StepContext {
     pub eps: Option<f64>,
     /// The weight decay of a [`ParameterGroup`](super::ParameterGroup); `None` means the optimizer's own.
     pub weight_decay: Option<f64>,
+    /// Whether a [`Layerwise`] optimizer multiplies the learning rate by the parameter's trust ratio, unless a
+    /// [`ParameterGroup`](super::ParameterGroup) switches that off. Other optimizers ignore it.
+    pub trust_ratio: bool,
     /// The number of this step, counted from 1. Skipped steps are not counted.
     pub step: u64,
     /// The factor that every gradient element is first multiplied by: 1 / (loss scale x clip factor). See
@@ -28,7 +31,7 @@ impl StepContext {
     /// Creates the context of step number `step` at learning rate `lr`, with the optimizer's own settings and unscaled
     /// gradients.
     pub fn new(lr: f64, step: u64) -> Self {
-        Self { lr, betas: None, eps: None, weight_decay: None, step, grad_scale: 1.0 }
+        Self { lr, betas: None, eps: None, weight_decay: None, trust_ratio: true, step, grad_scale: 1.0 }
     }
 }
 
@@ -155,6 +158,16 @@ pub trait Optimizer: Send + Sync {
         None
     }
 
+    /// Returns the source of the learning rate. The default is a schedule, or [`lr`](Self::lr) if there is none.
+    fn rate_rule(&self) -> RateRule {
+        RateRule::Schedule
+    }
+
+    /// Returns the optimizer's averaging, if it trains other weights than those that the run is to end with.
+    fn averaging(&self) -> Option<&dyn WeightAveraging> {
+        None
+    }
+
     /// Returns whether a kernel of this library can perform [`update`](Self::update) on a GPU too, with states in f32
     /// and bit-identical results. If so, the GPU that runs the model also keeps the states. The default is false.
     #[doc(hidden)]
@@ -171,6 +184,27 @@ pub trait Optimizer: Send + Sync {
     }
 }
 
+/// The source of an optimizer's learning rate.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub enum RateRule {
+    /// A schedule, or the optimizer's own rate if there is none.
+    Schedule,
+    /// The optimizer's own rate. A schedule is an error.
+    Constant,
+    /// A rule of the optimizer: the rate after this number of applied steps. A schedule is an error.
+    OfSteps(fn(u64) -> f64),
+}
+
+/// An optimizer that averages weights: it trains some weights, and keeps others, their average, for evaluation and
+/// export. The average is what [`Optimizer::update`] gets and changes as `param`, and what checkpoints contain; it is
+/// always kept in f32. The model computes gradients with the trained weights, which the update writes to `half`.
+pub trait WeightAveraging {
+    /// Writes the trained weights of a slice after step `ctx.step`, given the average and the states. Before the first
+    /// step, both are the same.
+    fn trained_weights(&self, ctx: &StepContext, average: &[f32], state: &[&mut [f32]], trained: FlatMut<'_>);
+}
+
 /// The values that an optimizer step on a parameter depends on.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
@@ -181,6 +215,8 @@ pub enum OptimizerNeeds<'a> {
     Norms(&'a dyn Layerwise),
     /// The direction depends on all elements of a parameter together.
     Whole(&'a dyn WholeParameterOptimizer),
+    /// The step depends on sums over the rows and columns of the gradient, and on norms of the full parameter.
+    Factors(&'a dyn FactoredOptimizer),
 }
 
 /// An optimizer whose direction for a parameter depends on all elements of the parameter.
@@ -245,5 +281,72 @@ pub trait Layerwise {
     );
 
     /// Returns the factor of the learning rate for a parameter with these sums of squares.
-    fn trust_ratio(&self, squares: SquareSums) -> f64;
+    fn trust_ratio(&self, ctx: &StepContext, squares: SquareSums) -> f64;
+}
+
+/// The position of a slice in its parameter.
+#[derive(Debug, Clone, Copy)]
+pub struct SlicePosition<'a> {
+    /// The shape of the parameter.
+    pub shape: &'a [usize],
+    /// The index of the slice's first element in the parameter, row-major.
+    pub first: usize,
+}
+
+/// An optimizer that keeps sums over the rows and columns of a matrix instead of a state for each element.
+///
+/// These factored states have their own lengths. They are small, and an element's step depends on many of them, so every
+/// rank has all of them, and all ranks change them in the same way.
+///
+/// A step has three passes over a parameter. The first, only for parameters with factored states, adds up sums over the
+/// gradient of all ranks ([`add_sums`](Self::add_sums)), from which [`take_sums`](Self::take_sums) computes the new
+/// factored states. The second sums squares ([`add_squares`](Self::add_squares)). The third updates
+/// ([`update`](Self::update)); it takes the place of [`Optimizer::update`]. In the second and third pass, `factored`
+/// contains the new factored states, and the states of the elements are those before the step.
+pub trait FactoredOptimizer {
+    /// Returns the names of the factored states, in order.
+    fn factored_names(&self) -> &'static [&'static str];
+
+    /// Returns the lengths of the factored states of a parameter of `shape`, in the order of their names.
+    fn factored_lens(&self, shape: &[usize]) -> Vec<usize>;
+
+    /// Adds the terms of a slice to the sums, of which there is one for each element of the factored states. The slices of
+    /// a parameter are processed in order, and give the same bits wherever they end.
+    fn add_sums(&self, ctx: &StepContext, at: SlicePosition<'_>, grad: FlatRef<'_>, sums: &mut [f64]);
+
+    /// Updates the factored states of a parameter of `shape` with the sums of all ranks.
+    fn take_sums(&self, ctx: &StepContext, shape: &[usize], sums: &[f64], factored: &mut [f32]);
+
+    /// Adds the squares of a slice of the weights and of its update to those of the elements before it. Nothing is
+    /// changed. The slices of a parameter are processed in order. If the lengths of all but the last are multiples of
+    /// [`SQUARES_BLOCK`], the sums have the same bits as for the full parameter.
+    fn add_squares(
+        &self,
+        ctx: &StepContext,
+        at: SlicePosition<'_>,
+        slice: FactoredSlice<'_, '_>,
+        squares: &mut SquareSums,
+    );
+
+    /// Performs the step on one slice. `squares` are the sums over the full parameter.
+    fn update(
+        &self,
+        ctx: &StepContext,
+        at: SlicePosition<'_>,
+        slice: FactoredSlice<'_, '_>,
+        squares: SquareSums,
+        half: Option<FlatMut<'_>>,
+    );
+}
+
+/// The buffers of one slice of a parameter with factored states.
+pub struct FactoredSlice<'a, 's> {
+    /// The f32 master weights.
+    pub param: &'a mut [f32],
+    /// The gradient.
+    pub grad: FlatRef<'a>,
+    /// The states of the slice's elements.
+    pub state: &'a mut [&'s mut [f32]],
+    /// All factored states of the parameter, one after the other; empty if it has none.
+    pub factored: &'a [f32],
 }

@@ -7,7 +7,9 @@
 //! Groups are assigned while parameters are registered, because the optimizer states of a parameter depend on its
 //! group. Then the empty groups are dropped, as in DeepSpeed, and the others are numbered.
 
-use super::{Fp32Modules, Momentum, Optimizer, OptimizerNeeds, OptimizerRole, WeightFormat};
+use super::{
+    FactoredOptimizer, Fp32Modules, Momentum, Optimizer, OptimizerNeeds, OptimizerRole, WeightAveraging, WeightFormat,
+};
 use crate::error::{OptimError, Result};
 use crate::precision::WeightPacking;
 use crate::util::matches;
@@ -50,6 +52,7 @@ pub(super) struct GroupOverrides {
     pub betas: Option<(f64, f64)>,
     pub eps: Option<f64>,
     pub weight_decay: Option<f64>,
+    pub trust_ratio: Option<bool>,
 }
 
 impl ParameterGroup {
@@ -109,6 +112,15 @@ impl ParameterGroup {
         self
     }
 
+    /// Sets whether LARS and Lamb multiply the learning rate of each parameter of this group by the parameter's trust
+    /// ratio, which is the default. LARS is often used without it for norms and biases:
+    /// `ParameterGroup::no_decay().trust_ratio(false)`. It has no effect on other optimizers.
+    #[must_use]
+    pub fn trust_ratio(mut self, trust_ratio: bool) -> Self {
+        self.numbers.trust_ratio = Some(trust_ratio);
+        self
+    }
+
     /// Sets DeepSpeed's parameter attribute of this name: whether Muon or AdamW trains the matrices of this group,
     /// whatever their names. (Parameters that are not matrices are trained by AdamW.) Without it, matrices with `embed`
     /// or `lm_head` in their names are trained by AdamW, as in DeepSpeed, whereas GPT-2's embeddings, `wte` and `wpe`,
@@ -145,7 +157,7 @@ impl ParameterGroup {
 
     /// Returns the problem with the group's hyperparameters, if any.
     fn problem(&self, optimizer: &dyn Optimizer) -> Option<String> {
-        let GroupOverrides { betas, eps, weight_decay } = self.numbers;
+        let GroupOverrides { betas, eps, weight_decay, trust_ratio: _ } = self.numbers;
         for (what, number) in [("lr", self.lr), ("weight_decay", weight_decay), ("eps", eps)] {
             if let Some(number) = number.filter(|n| !(0.0..f64::INFINITY).contains(n)) {
                 return Some(format!("{what} is {number}; it must be a finite number of at least 0"));
@@ -305,6 +317,24 @@ impl ParameterGrouping {
         optimizers.all(|optimizer| matches!(optimizer.needs(), OptimizerNeeds::Elements))
     }
 
+    /// Returns the averaging of the optimizer in a role, if it averages weights.
+    pub fn averaging(&self, role: OptimizerRole) -> Option<&dyn WeightAveraging> {
+        self.optimizer(role)?.averaging()
+    }
+
+    /// Returns the optimizer in a role, if it has factored states.
+    pub fn factored(&self, role: OptimizerRole) -> Option<&dyn FactoredOptimizer> {
+        match self.optimizer(role)?.needs() {
+            OptimizerNeeds::Factors(factored) => Some(factored),
+            _ => None,
+        }
+    }
+
+    /// Returns the names of the factored states of parameters that are trained in a role.
+    pub fn factored_names(&self, role: OptimizerRole) -> &'static [&'static str] {
+        self.factored(role).map_or(&[], |factored| factored.factored_names())
+    }
+
     /// Returns the names of the states of parameters that are trained in a role.
     pub fn state_names(&self, role: OptimizerRole) -> &'static [&'static str] {
         self.optimizer(role).map_or(&[], |optimizer| optimizer.state_names())
@@ -313,7 +343,8 @@ impl ParameterGrouping {
     /// Returns the names of all states, each once, in order.
     pub fn all_state_names(&self) -> Vec<&'static str> {
         let mut all = Vec::new();
-        for name in OptimizerRole::ALL.into_iter().flat_map(|role| self.state_names(role)) {
+        let of_role = |role| self.state_names(role).iter().chain(self.factored_names(role));
+        for name in OptimizerRole::ALL.into_iter().flat_map(of_role) {
             if !all.contains(name) {
                 all.push(*name);
             }
@@ -342,7 +373,10 @@ impl ParameterGrouping {
 
 /// Checks the names of states, which become names in checkpoints.
 fn check_states(optimizer: &dyn Optimizer) -> Result<()> {
-    let names = optimizer.state_names();
+    let mut names = optimizer.state_names().to_vec();
+    if let OptimizerNeeds::Factors(factored) = optimizer.needs() {
+        names.extend(factored.factored_names());
+    }
     for (i, name) in names.iter().enumerate() {
         let problem = match *name {
             "" => "one has no name",

@@ -174,6 +174,8 @@ pub(crate) trait StepExecutor: ShareStorage {
                 for _ in &group.outer {
                     add(&mut bytes.outer, of(DType::F32.size_in_bytes()));
                 }
+                bytes.factored +=
+                    group.factored.iter().map(|states| states.buffer().len() * size_of::<f32>()).sum::<usize>();
                 for format in group.moments.iter().map(|moment| moment.format) {
                     let own = format.bytes(group.len);
                     let whole = match zero.stage.placement().optim.is_sharded() {

@@ -218,8 +218,13 @@ fn a_manifest_that_lies_is_refused() {
     lie(&["states"], &|m| m["states"] = json!([]));
     lie(&["unknown field"], &|m| m["more"] = json!(1));
     lie(&["format"], &|m| m["format"] = json!("another"));
-    lie(&["version 4", "reads versions 1 to 3"], &|m| m["version"] = json!(4));
-    lie(&["version 0", "reads versions 1 to 3"], &|m| m["version"] = json!(0));
+    lie(&["version 5", "reads versions 1 to 4"], &|m| m["version"] = json!(5));
+    lie(&["version 0", "reads versions 1 to 4"], &|m| m["version"] = json!(0));
+    lie(&["elements of state fp32"], &|m| m["parameters"][0]["state_lens"] = json!({"fp32": 1}));
+    lie(&["18446744073709551615 elements of state exp_avg"], &|m| {
+        m["parameters"][0]["state_lens"] = json!({"exp_avg": u64::MAX});
+    });
+    lie(&["bytes, but the shapes"], &|m| m["parameters"][0]["state_lens"] = json!({"exp_avg": 1}));
     for ranks in [0, 3, u64::MAX] {
         lie(&["along a pipeline"], &|m| m["pipeline_ranks"] = json!(ranks));
     }

@@ -106,6 +106,66 @@ fn after(run: &[Seen], steps: usize) -> Vec<Seen> {
         .collect()
 }
 
+#[test]
+fn optimizers_with_factored_states_or_averages_go_on_with_the_same_bits_at_any_stage() {
+    let files = folder();
+    let optimizers = [
+        json!({"type": "LARS", "params": {"lr": 5.0, "weight_decay": 0.01}}),
+        json!({"type": "Adafactor"}),
+        json!({"type": "Adafactor", "params": {"lr": 0.01, "beta1": 0.9}}),
+        json!({"type": "AdamWScheduleFree", "params": {"lr": 0.02, "warmup_steps": 5, "r": 0.5}}),
+    ];
+    let nvme = json!({"device": "nvme", "nvme_path": files.path()});
+    let stages = [(0, json!({})), (2, json!({})), (3, json!({"offload_optimizer": nvme}))];
+    for optimizer in optimizers {
+        let keys = json!({"optimizer": optimizer, "scheduler": null, "zero_allow_untested_optimizer": true});
+        let configs = stages.clone().map(|(stage, more)| {
+            let mut zero = zero();
+            zero.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            config(stage, 1, zero, keys.clone())
+        });
+        let straight = run(2, &configs[0], 8, |_| Ok(()));
+        for saving in &configs {
+            let dir = folder();
+            // An evaluation before the save leaves the average in the model.
+            let saves = saves(dir.path(), 4, SaveOptions { in_background: true, ..SaveOptions::default() });
+            let evaluates_and_saves = |engine: &mut Engine<Tiny>| {
+                let (ids, targets) = batch(99);
+                engine.eval(|model| model.loss(&ids, &targets))?;
+                saves(engine)
+            };
+            assert_eq!(run(2, saving, 8, evaluates_and_saves), straight, "{optimizer}: saving");
+            for resuming in &configs {
+                let resumed = run(2, resuming, 8, loads(dir.path()));
+                let what = format!("{optimizer}: {} to {}", saving["zero_optimization"], resuming["zero_optimization"]);
+                assert_eq!(after(&straight, 4), resumed, "{what}");
+            }
+            // Another number of ranks divides the states differently.
+            let alone = run(1, &configs[1], 5, loads(dir.path()));
+            assert!(alone[0].losses.iter().all(|loss| f64::from_bits(*loss).is_finite()));
+        }
+    }
+}
+
+#[test]
+fn states_of_another_optimizer_are_refused() {
+    let keys = |kind: &str| {
+        let optimizer = json!({"type": kind, "params": {"lr": 0.01}});
+        json!({"optimizer": optimizer, "scheduler": null, "zero_allow_untested_optimizer": true})
+    };
+    let dir = folder();
+    run(2, &config(1, 1, zero(), keys("Adafactor")), 2, saves(dir.path(), 1, SaveOptions::default()));
+    let config = config(1, 1, zero(), keys("AdamWScheduleFree"));
+    let ranks = threads::run(2, |comm| {
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+        let mut engine = builder.initialize(|vb| Tiny::new(SHAPE, vb), config.clone())?;
+        engine.load_checkpoint(dir.path(), None, &LoadOptions::default()).map(drop)
+    });
+    let error = ranks.unwrap().remove(0).unwrap_err().to_string();
+    let error = error.replace(&dir.path().display().to_string(), "DIR");
+    insta::assert_snapshot!(error);
+}
+
 fn goes_on_with_the_same_bits(world: usize) {
     let files = folder();
     let nvme = |key: &str| json!({"device": "nvme", "nvme_path": files.path(), key: 0});

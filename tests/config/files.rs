@@ -242,6 +242,7 @@ fn sgd_and_every_schedule_resolve() {
             warmup_min_lr: 0.0.into(),
             warmup_max_lr: 0.001.into(),
             warmup_num_steps,
+            decay_power: 1.0,
             warmup_type
         }
     );
@@ -845,6 +846,7 @@ fn an_auto_of_the_run_has_the_runs_value() {
             warmup_min_lr: 0.0.into(),
             warmup_max_lr: 0.25.into(),
             warmup_num_steps: 7,
+            decay_power: 1.0,
             warmup_type: WarmupType::Log,
         })
     );

@@ -47,7 +47,7 @@ fn broken_json_in_a_file() {
 #[test]
 fn a_string_without_quotes_that_took_in_what_follows() {
     insta::assert_snapshot!(of_file("train_batch_size: 8\noptimizer: { type: AdamW }\n"), @"ds.json: line 2, column 20: expected a JSON value for `type` (text must be in double quotes; an unquoted string extends to the end of its line, and this line contains a bracket), found `AdamW`");
-    insta::assert_snapshot!(of_file("{ train_batch_size: 8\n  optimizer: {\n    type: AdamW,\n  }\n}"), @r#"ds.json: line 3, column 5: `optimizer.type`: "AdamW," is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, Adam8bit, AdamW8bit or Lion8bit. Did you mean "AdamW"?"#);
+    insta::assert_snapshot!(of_file("{ train_batch_size: 8\n  optimizer: {\n    type: AdamW,\n  }\n}"), @r#"ds.json: line 3, column 5: `optimizer.type`: "AdamW," is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit. Did you mean "AdamW"?"#);
     insta::assert_snapshot!(of_file("{ train_batch_size: 8 ranks }"), @"ds.json: line 1, column 23: expected `,` or `}` after the value of `train_batch_size`, found `ranks`");
 }
 
@@ -55,7 +55,7 @@ fn a_string_without_quotes_that_took_in_what_follows() {
 fn names_and_numbers_that_no_terminal_should_see() {
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"\\u001b[31mred\": 1}", 1), @r"the configuration text: line 1, column 25: `\u{1b}[31mred`: not a key at the top level, and no name is similar; remove it, or start its name with `_` if it is a comment");
     insta::assert_snapshot!(refusal(&format!("{{\"train_batch_size\": 8, \"{}\": 1}}", "k".repeat(100_000)), 1), @"the configuration text: line 1, column 25: `kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk...`: not a key at the top level, and no name is similar; remove it");
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"\\u001b[2J\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "\u{1b}[2J" is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, Adam8bit, AdamW8bit or Lion8bit."#);
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"\\u001b[2J\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "\u{1b}[2J" is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit."#);
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 9223372036854775808}", 1), @"the configuration text: line 1, column 22: `train_batch_size`: expected at most 9223372036854775807, found 9223372036854775808");
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"steps_per_print\": 18446744073709551615}", 1), @"the configuration text: line 1, column 44: `steps_per_print`: expected at most 9223372036854775807, found 18446744073709551615");
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdamW\", \"params\": {\"learning_rate\": 1}}}", 1), @"the configuration text: line 1, column 67: `optimizer.params.learning_rate`: not a key of `optimizer.params`; did you mean `optimizer.params.lr`?");
@@ -152,8 +152,8 @@ fn auto_where_nothing_can_answer() {
 
 #[test]
 fn an_unsupported_optimizer_and_an_unknown_one() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"MuSGD\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "MuSGD" is not supported; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, Adam8bit, AdamW8bit or Lion8bit"#);
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdamX\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "AdamX" is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, Adam8bit, AdamW8bit or Lion8bit. Did you mean "AdamW"?"#);
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"MuSGD\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "MuSGD" is not supported; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit"#);
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdamX\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "AdamX" is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit. Did you mean "AdamW"?"#);
 }
 
 #[test]
@@ -173,4 +173,31 @@ fn all_problems_of_a_file_in_its_order() {
 fn a_value_that_was_never_text_has_no_place() {
     let error = Config::load(json!({"train_batch_size": 8, "steps_per_print": 0}), 1).unwrap_err();
     insta::assert_snapshot!(error, @"the configuration value: `steps_per_print`: expected 1 or more, found 0");
+}
+
+#[test]
+fn settings_of_lars_adafactor_and_schedule_free_that_contradict_each_other() {
+    let configs = [
+        r#"{"train_batch_size": 8, "optimizer": {"type": "lars", "params": {"momentum": 1}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "LARS", "params": {"trust_coefficient": -0.001}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "LARS", "params": {"trust_coef": 0.001}}}"#,
+        r#"{"train_batch_size": 8, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "decay_power": 0}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"lr": 1, "relative_step": true}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"lr": 1, "warmup_init": true}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"clip_threshold": 0}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"decay_rate": 0.8}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"beta1": 1.0}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"eps": 1e-30}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor"}, "zero_optimization": {"stage": 1}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "Adafactor", "params": {"relative_step": true}}, "scheduler": {"type": "WarmupLR"}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree"}, "scheduler": {"type": "WarmupLR"}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree"}, "local_steps": {"steps": 10}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree"}, "zero_optimization": {"stage": 1}, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree", "params": {"warmup_steps": 0.5}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree", "params": {"r": -1}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamWScheduleFree", "params": {"betas": [0.9, 1]}}}"#,
+        r#"{"train_batch_size": 8, "optimizer": {"type": "ScheduleFree"}}"#,
+    ];
+    let refused: Vec<String> = configs.iter().map(|config| format!("{config}\n  {}", refusal(config, 1))).collect();
+    insta::assert_snapshot!(refused.join("\n"));
 }

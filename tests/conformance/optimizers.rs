@@ -135,7 +135,7 @@ impl Run {
             let mut squares = SquareSums::default();
             let states: Vec<&[f32]> = self.states.iter().map(Vec::as_slice).collect();
             layerwise.add_squares(&ctx, &self.param, grad, &states, &mut squares);
-            self.ratio = layerwise.trust_ratio(squares);
+            self.ratio = layerwise.trust_ratio(&ctx, squares);
             ctx.lr *= self.ratio;
         }
         let mut bounds = vec![0];
@@ -390,11 +390,11 @@ fn squares_have_the_same_bits_however_they_are_cut() {
     let exact: f64 = param.iter().map(|p| f64::from(*p).powi(2)).sum();
     assert!((whole.weights / exact - 1.0).abs() < 1e-12, "{} {exact}", whole.weights);
     // The ratio of a parameter of zeros, or of one without an update, is 1.
-    assert_eq!(layerwise.trust_ratio(SquareSums { weights: 0.0, update: 4.0 }), 1.0);
-    assert_eq!(layerwise.trust_ratio(SquareSums { weights: 4.0, update: 0.0 }), 1.0);
-    assert_eq!(layerwise.trust_ratio(SquareSums { weights: 4.0, update: 1.0 }), 2.0);
-    assert_eq!(layerwise.trust_ratio(SquareSums { weights: 400.0, update: 1.0 }), 10.0);
-    assert_eq!(layerwise.trust_ratio(SquareSums { weights: 1.0, update: 1e6 }), 0.01);
+    assert_eq!(layerwise.trust_ratio(&ctx, SquareSums { weights: 0.0, update: 4.0 }), 1.0);
+    assert_eq!(layerwise.trust_ratio(&ctx, SquareSums { weights: 4.0, update: 0.0 }), 1.0);
+    assert_eq!(layerwise.trust_ratio(&ctx, SquareSums { weights: 4.0, update: 1.0 }), 2.0);
+    assert_eq!(layerwise.trust_ratio(&ctx, SquareSums { weights: 400.0, update: 1.0 }), 10.0);
+    assert_eq!(layerwise.trust_ratio(&ctx, SquareSums { weights: 1.0, update: 1e6 }), 0.01);
 }
 
 #[test]

@@ -19,6 +19,8 @@ mod muon;
 mod overflow;
 mod own_optimizer;
 mod parameter_groups;
+mod recorded_optimizers;
+mod schedule_free;
 mod schedules;
 mod several_engines;
 mod timeline;

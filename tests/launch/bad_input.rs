@@ -172,7 +172,7 @@ fn configurations_that_break_rules() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake(json!({"optimizer": {"type": "AdamX", "params": {"lr": -1.0}}})), @r#"
-    error: bad.json: line 6, column 5: `optimizer.type`: "AdamX" is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, Adam8bit, AdamW8bit or Lion8bit. Did you mean "AdamW"?
+    error: bad.json: line 6, column 5: `optimizer.type`: "AdamX" is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit. Did you mean "AdamW"?
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

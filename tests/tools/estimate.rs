@@ -323,7 +323,16 @@ fn other_models_optimizers_and_recomputation_are_counted_to_the_byte() {
     let llama = LlamaConfig::preset("llama-nano").unwrap();
     let untied = LlamaConfig { tie_word_embeddings: false, ..llama.clone() };
     let recomputing = json!({"activation_checkpointing": {"partition_activations": true}});
-    for (optimizer, stage) in [("SGD", 1), ("Lion", 2), ("Adagrad", 3), ("Lamb", 3)] {
+    for (optimizer, stage) in [
+        ("SGD", 1),
+        ("Lion", 2),
+        ("Adagrad", 3),
+        ("Lamb", 3),
+        ("LARS", 1),
+        ("Adafactor", 2),
+        ("Adafactor", 3),
+        ("AdamWScheduleFree", 3),
+    ] {
         let more = json!({"optimizer": {"type": optimizer, "params": {"lr": 1e-5}}, "bf16": {"enabled": true}});
         let zero = json!({"stage": stage, "stage3_param_persistence_threshold": 1000});
         check::<LlamaLayers>(optimizer, &llama, 2, &config(2, zero, more), None);

@@ -12,12 +12,19 @@ const STEPS: usize = 6;
 const SHAPE: Shape = Shape { layers: 2, units: true, checkpointed: false };
 
 /// Returns the optimizers that stage_equality.rs and tests/offload/stages.rs do not use.
-fn optimizers() -> [Value; 4] {
+fn optimizers() -> [Value; 8] {
     [
         json!({"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}),
         json!({"type": "Adagrad", "params": {"lr": 0.02, "weight_decay": 0.01}}),
         json!({"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 5e-3, "eps": 1e-4, "weight_decay": 0.01}}),
-        // The gradient of the keys' bias is only rounding error; eps keeps it out of the norms.
+        json!({"type": "LARS", "params": {"lr": 5.0, "weight_decay": 0.01}}),
+        // The gradient of the keys' bias is only rounding error; eps keeps it from being scaled up.
+        json!({"type": "Adafactor", "params": {"eps": [1e-8, 1e-3], "weight_decay": 0.01}}),
+        json!({"type": "Adafactor", "params": {
+            "lr": 0.02, "relative_step": false, "eps": [1e-8, 1e-3], "beta1": 0.9, "scale_parameter": false}}),
+        json!({"type": "AdamWScheduleFree", "params": {
+            "lr": 0.02, "eps": 1e-4, "weight_decay": 0.01, "warmup_steps": 3}}),
+        // Likewise for the norms.
         json!({"type": "Lamb", "params": {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.01}}),
     ]
 }
@@ -25,8 +32,12 @@ fn optimizers() -> [Value; 4] {
 /// Returns the keys besides the ZeRO section. The model, the schedule and the optimizer get the same inputs at any
 /// number of ranks.
 fn with(optimizer: &Value, more: Value) -> Value {
-    let mut keys = json!({"optimizer": optimizer, "zero_allow_untested_optimizer": true,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_min_lr": 1e-3}}});
+    let schedule = json!({"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_min_lr": 1e-3}});
+    // These determine their rate themselves.
+    let is_relative = optimizer["type"] == "Adafactor" && optimizer["params"]["lr"].is_null();
+    let has_own_rate = is_relative || optimizer["type"] == "AdamWScheduleFree";
+    let schedule = if has_own_rate { Value::Null } else { schedule };
+    let mut keys = json!({"optimizer": optimizer, "zero_allow_untested_optimizer": true, "scheduler": schedule});
     keys.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     keys
 }
@@ -40,9 +51,13 @@ fn assert_same(a: &[Outcome], b: &[Outcome], what: &str) {
 }
 
 fn all_stages_agree(world: usize, accumulation: usize, more: Value) {
+    all_stages_agree_with(&optimizers(), world, accumulation, &more);
+}
+
+fn all_stages_agree_with(optimizers: &[Value], world: usize, accumulation: usize, more: &Value) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    for optimizer in optimizers() {
-        let more = with(&optimizer, more.clone());
+    for optimizer in optimizers {
+        let more = with(optimizer, more.clone());
         let reference = train(world, SHAPE, &config(0, accumulation, json!({}), more.clone()), STEPS);
         for stage in 0..4u8 {
             for sub_group in [100, 1_000_000_000] {
@@ -83,6 +98,12 @@ fn stages_give_the_same_bits_on_2_ranks() {
 #[test]
 fn stages_give_the_same_bits_on_3_ranks() {
     all_stages_agree(3, 1, json!({}));
+}
+
+#[test]
+fn stages_give_the_same_bits_on_4_ranks_with_factored_states_and_averages() {
+    let [_, _, _, lars, adafactor, .., schedule_free, _] = optimizers();
+    all_stages_agree_with(&[lars, adafactor, schedule_free], 4, 1, &json!({}));
 }
 
 #[test]

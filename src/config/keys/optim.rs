@@ -11,6 +11,9 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("optimizer.params", false, ADAGRAD).types(&["Adagrad"]),
     ConfigSection::new("optimizer.params", false, LAMB).types(&["Lamb"]),
     ConfigSection::new("optimizer.params", false, MUON).types(&["Muon"]),
+    ConfigSection::new("optimizer.params", false, LARS).types(&["LARS"]),
+    ConfigSection::new("optimizer.params", false, ADAFACTOR).types(&["Adafactor"]),
+    ConfigSection::new("optimizer.params", false, SCHEDULE_FREE).types(&["AdamWScheduleFree"]),
     ConfigSection::new("optimizer.params", false, ADAM_8BIT).types(&["Adam8bit"]),
     ConfigSection::new("optimizer.params", false, ADAMW_8BIT).types(&["AdamW8bit"]),
     ConfigSection::new("optimizer.params", false, LION_8BIT).types(&["Lion8bit"]),
@@ -23,7 +26,7 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
 ];
 
 const OPTIMIZER: &[super::ConfigKey] = keys! {
-    "type": Str, "-", H, "Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, or bitsandbytes' Adam8bit, AdamW8bit or Lion8bit, case-insensitive. Other optimizers of DeepSpeed and PyTorch are refused.";
+    "type": Str, "-", H, "Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, or bitsandbytes' Adam8bit, AdamW8bit or Lion8bit, case-insensitive. Other optimizers of DeepSpeed and PyTorch are refused.";
     "params": Object, "{}", H, "The parameters of this type.";
     "legacy_fusion": Bool, "false", none("it applies only to CUDA kernels"), "Older fused wrapper.";
 };
@@ -103,6 +106,37 @@ const MUON: &[super::ConfigKey] = keys! {
     "per_head_muon": Bool, "false", refuse("complete matrices are orthogonalized"), "Orthogonalize each attention head separately.";
 };
 
+const LARS: &[super::ConfigKey] = keys! {
+    "lr": NOT_NEGATIVE, "0.1", H, "Learning rate, multiplied by each parameter's trust ratio.";
+    "momentum": SHARE, "0.9", H, "Momentum of the updates; below 1.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Added to the gradient; its norm is part of the trust ratio.";
+    "trust_coefficient": NOT_NEGATIVE, "0.001", H, "Factor of the trust ratio: trust_coefficient x norm of the parameter / (norm of the gradient + weight_decay x norm of the parameter + eps).";
+    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the denominator of the trust ratio.";
+};
+
+const ADAFACTOR: &[super::ConfigKey] = keys! {
+    "lr": NOT_NEGATIVE, "null", H, "Learning rate; needs relative_step false. null: 0.001 with relative_step false.";
+    "relative_step": Bool, "null", H, "The learning rate is at most 0.01 and at most 1 / sqrt(step); no scheduler is then allowed. null: true if neither lr nor a scheduler is given.";
+    "warmup_init": Bool, "false", H, "The learning rate is at most 0.000001 x step instead of 0.01; needs relative_step.";
+    "scale_parameter": Bool, "true", H, "Multiply the learning rate by the root mean square of each parameter, at least eps[1].";
+    "eps": Betas, "[1e-30,0.001]", H, "Added to the squared gradient, and the minimum of the root mean square of a parameter in scale_parameter.";
+    "clip_threshold": FLOAT, "1.0", H, "Root mean square above which an update is scaled down; above 0.";
+    "decay_rate": FLOAT, "-0.8", H, "The second moment decays by 1 - step^decay_rate; from -1 to 0, below 0.";
+    "beta1": SHARE, "null", H, "Decay rate of a first moment, below 1; null: no first moment.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay, multiplied by the learning rate with the parameter's scale.";
+};
+
+const SCHEDULE_FREE: &[super::ConfigKey] = keys! {
+    "lr": NOT_NEGATIVE, "0.0025", H, "Learning rate. There is no schedule: averaging takes its place, so a scheduler section is refused.";
+    "betas": Betas, "[0.9,0.999]", H, "Weight of the average in the weights that are trained, and decay rate of the second moment, each at least 0 and below 1.";
+    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the square root of the second moment.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay, of the weights that are trained.";
+    "warmup_steps": COUNT, "0", H, "Steps in which the learning rate grows linearly to lr.";
+    "r": NOT_NEGATIVE, "0.0", H, "A step's weight in the average is proportional to this power of its number.";
+    "weight_lr_power": NOT_NEGATIVE, "2.0", H, "During the warm-up, a step's weight in the average is also proportional to this power of its learning rate.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
+};
+
 const ADAM_8BIT: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
     "betas": Betas, "[0.9,0.999]", H, "Decay rates of the two moments, each at least 0 and below 1.";
@@ -164,6 +198,7 @@ const WARMUP_DECAY_LR: &[super::ConfigKey] = keys! {
     "warmup_max_lr": RATE_PER_GROUP, "0.001", H, "Learning rate after the warm-up.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
     "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is treated as log, as in DeepSpeed, and noted.";
+    "decay_power": FLOAT, "1.0", H, "Not in DeepSpeed. After the warm-up, the rate is proportional to this power of the share of steps that are left, above 0; 1: linear decay, 2: the decay of LARS's paper.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };
 

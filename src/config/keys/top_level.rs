@@ -36,7 +36,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "gradient_check": Bool, "true", H, "The first step compares the gradient with the change in the loss when the weights move slightly, at the cost of two forward passes. Specific to candle-zero.";
     "seed": COUNT, "42", H, "Seed for the initial weights. Specific to candle-zero.";
     "activation_checkpointing": Object, "{}", S, "Recompute activations in the backward pass.";
-    "zero_allow_untested_optimizer": Bool, "false", H, "Allow SGD, Lamb and custom optimizers at stages 1 to 3. The others are always allowed.";
+    "zero_allow_untested_optimizer": Bool, "false", H, "Allow SGD, Lamb, Adafactor and custom optimizers at stages 1 to 3. The others are always allowed.";
     "zero_force_ds_cpu_optimizer": Bool, "true", none("the same optimizer updates states in memory and in files, and it runs on the CPU for offloaded states"), "Offload needs DeepSpeed's CPU optimizer.";
     "allgather_size": POSITIVE, "-", moved("zero_optimization.allgather_bucket_size"), "All-gather bucket of the deprecated zero_optimization: true.";
     "managed_gradient_accumulation": Bool, "true", refuse("gradient_accumulation_steps determines where a step ends; Engine::set_train_batch_size changes it during a run"), "The engine decides the accumulation boundary.";

@@ -47,7 +47,7 @@ impl RankCore {
             };
             builder.push_share(id, param.cut(), weights.as_ref(), param.class(trained[id]))?;
         }
-        let mut groups = builder.finish()?;
+        let mut groups = builder.finish(&self.params)?;
         if let Some(offload) = &self.offload {
             offload.check_space(self.comm()).map_err(CollectiveFailure::InStep)?;
         }
@@ -61,6 +61,12 @@ impl RankCore {
                     let values = self.own_values(ParamStateKind::Moment(number), id, piece.clone())?;
                     moment.write(group.slots[slot].place(&piece), values.as_ref(), self.io())?;
                 }
+            }
+            let names = group.class.role().map_or(&[][..], |role| self.share_plan.grouping.factored_names(role));
+            for number in 0..names.len() {
+                let range = self.factored_range(id, number);
+                let values = self.own_values(ParamStateKind::Factored(number), id, 0..range.len())?;
+                group.factored[slot].buffer_mut().write(range, values.as_ref())?;
             }
         }
         *lock(&self.groups) = groups;

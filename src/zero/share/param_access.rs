@@ -14,7 +14,7 @@ use std::ops::Range;
 impl RankCore {
     /// Returns this rank's part of a state, in f32.
     pub fn own_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
-        let owned = self.owned(param);
+        let owned = self.held(state, param);
         if self.params[param].packing().is_some() {
             // Unpacked in one call: separate calls would each read all words again.
             return self.own_values(state, param, owned);
@@ -37,8 +37,11 @@ impl RankCore {
         Ok(Some(own))
     }
 
-    /// Collective: gathers a whole optimizer state, in f32.
+    /// Collective: gathers a whole optimizer state, in f32. Every rank has all of a factored state.
     pub fn whole_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
+        if let ParamStateKind::Factored(_) = state {
+            return self.own_state(state, param);
+        }
         self.gather_whole(param, self.own_state(state, param)?)
     }
 

@@ -3,7 +3,7 @@
 use crate::config::{Config, LocalStepsConfig, StatePrecision};
 use crate::layout::{Placement, ShardMesh};
 use crate::offload::{ALIGN, STEP};
-use crate::optim::{OptimizerRole, ParameterGrouping, StateFormat, WeightFormat};
+use crate::optim::{OptimizerRole, ParamClass, ParameterGrouping, StateFormat, WeightFormat};
 use crate::tensor::flat_buffer::BufferDevice;
 #[cfg(feature = "cuda")]
 use crate::zero::transfer::device_copy::CopyKind;
@@ -150,6 +150,16 @@ impl SharePlan {
     /// Returns whether trained parameters have master weights.
     pub fn has_master(&self) -> bool {
         self.dtype != DType::F32 && self.states.master_weights
+    }
+
+    /// Returns whether the optimizer of a class of parameters averages weights.
+    pub fn averages_class(&self, class: ParamClass) -> bool {
+        class.role().is_some_and(|role| self.grouping.averaging(role).is_some())
+    }
+
+    /// Returns whether an optimizer averages weights.
+    pub fn averages(&self) -> bool {
+        OptimizerRole::ALL.into_iter().any(|role| self.grouping.averaging(role).is_some())
     }
 
     /// Returns the formats of the optimizer states of a role's parameters.

@@ -28,6 +28,8 @@ pub(crate) enum ParamStateKind {
     Weights,
     /// An optimizer state of the parameter.
     Moment(usize),
+    /// A factored state of the parameter, by index, which has its own length.
+    Factored(usize),
     /// A state of the outer optimizer, by index.
     Outer(usize),
 }
@@ -37,13 +39,15 @@ impl ParamStateKind {
     /// outer optimizer.
     pub fn named(name: &str, states: OptimStateNames) -> Option<Self> {
         let at = |names: &[&str]| names.iter().position(|own| *own == name);
-        match at(states.moments) {
-            None if name == WEIGHTS => Some(Self::Weights),
-            None => at(states.outer).map(Self::Outer),
-            moment => moment.map(Self::Moment),
+        if name == WEIGHTS {
+            return Some(Self::Weights);
         }
+        let moment = at(states.moments).map(Self::Moment);
+        let factored = || at(states.factored).map(Self::Factored);
+        moment.or_else(factored).or_else(|| at(states.outer).map(Self::Outer))
     }
 
+    /// Returns the storage of a sub-group's state; `None` if the state is in the parameters' tensors, or factored.
     pub(in crate::zero) fn storage<'a>(
         &self,
         group: &'a mut SubGroup<RankCore>,
@@ -51,6 +55,7 @@ impl ParamStateKind {
         match self {
             Self::Weights => group.master.as_mut().or(group.weights.as_mut()),
             Self::Moment(i) => group.moments.get_mut(*i).map(|moment| &mut moment.storage),
+            Self::Factored(_) => None,
             Self::Outer(i) => group.outer.get_mut(*i),
         }
     }
@@ -61,13 +66,15 @@ impl ParamStateKind {
 pub(crate) struct OptimStateNames {
     /// The states of the optimizer.
     pub moments: &'static [&'static str],
+    /// The factored states of the optimizer.
+    pub factored: &'static [&'static str],
     /// The states of the outer optimizer, if ranks take local steps.
     pub outer: &'static [&'static str],
 }
 
 impl OptimStateNames {
     pub fn iter(self) -> impl Iterator<Item = &'static str> {
-        self.moments.iter().chain(self.outer).copied()
+        self.moments.iter().chain(self.factored).chain(self.outer).copied()
     }
 }
 
@@ -80,7 +87,27 @@ impl RankCore {
     /// Returns the names of a parameter's states besides its weights.
     pub fn state_names(&self, param: &Param, trainer: &GroupedOptimizer) -> OptimStateNames {
         let outer = if param.is_trained() { self.share_plan.outer_states } else { &[] };
-        OptimStateNames { moments: self.moments(param, trainer), outer }
+        OptimStateNames { moments: self.moments(param, trainer), factored: self.factored_names(param, trainer), outer }
+    }
+
+    /// Returns the names of a parameter's factored states.
+    pub fn factored_names(&self, param: &Param, trainer: &GroupedOptimizer) -> &'static [&'static str] {
+        if param.is_trained() { trainer.factored_names(param.group) } else { &[] }
+    }
+
+    /// Returns the elements of a state of parameter `param` that this rank holds: all of a factored state.
+    pub fn held(&self, state: ParamStateKind, param: usize) -> Range<usize> {
+        match state {
+            ParamStateKind::Factored(number) => 0..self.factored_range(param, number).len(),
+            _ => self.owned(param),
+        }
+    }
+
+    /// Returns the position of a factored state among those of its parameter.
+    pub(super) fn factored_range(&self, param: usize, number: usize) -> Range<usize> {
+        let lens = self.factored_lens(&self.params[param]);
+        let start = lens[..number].iter().sum();
+        start..start + lens[number]
     }
 
     /// Returns the names of all states besides weights.
@@ -94,6 +121,12 @@ impl RankCore {
     pub fn owned(&self, param: usize) -> Range<usize> {
         let (group, slot) = self.place_of(param);
         lock(&self.groups)[group].slots[slot].owned.clone()
+    }
+
+    /// Returns the lengths of the factored states that a parameter has while it is trained.
+    pub fn factored_lens(&self, param: &Param) -> Vec<usize> {
+        let factored = self.share_plan.grouping.factored(param.role);
+        factored.map(|factored| factored.factored_lens(param.shape.dims())).unwrap_or_default()
     }
 
     /// Passes elements `range` of a parameter's state to `take`, which should only copy them, because state in memory
@@ -110,6 +143,10 @@ impl RankCore {
         let mut groups = lock(&self.groups);
         let (number, slot) = self.place_of(param);
         let group = &mut groups[number];
+        if let ParamStateKind::Factored(state) = state {
+            let all = self.factored_range(param, state);
+            return group.factored[slot].buffer().read(all.start + range.start..all.start + range.end, take);
+        }
         if let Some((packing, storage)) = group.packed() {
             let (slot, words) = (&group.slots[slot], self.words(storage, &group.slots[slot])?);
             // The values that the model computes with: complete units, from the unit in which the range begins.
@@ -158,6 +195,11 @@ impl RankCore {
         #[cfg(feature = "cuda")]
         drop(self.wait_for_update()?);
         let (group, slot) = self.place_of(param);
+        if let ParamStateKind::Factored(number) = state {
+            let all = self.factored_range(param, number);
+            let place = all.start + range.start..all.start + range.end;
+            return lock(&self.groups)[group].factored[slot].buffer_mut().write(place, values(range)?.as_ref());
+        }
         if state.storage(&mut lock(&self.groups)[group]).is_none() {
             // The state is in the parameter's tensor, so nothing has to be read for it.
             return Ok(());
@@ -182,6 +224,7 @@ impl RankCore {
                         moment.write(place, values.as_ref(), self.io())?;
                     }
                 }
+                ParamStateKind::Factored(_) => unreachable!("written above"),
                 ParamStateKind::Outer(i) => {
                     if let Some(storage) = outer.get_mut(i) {
                         self.set(storage, place, values.as_ref())?;

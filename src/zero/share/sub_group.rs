@@ -88,6 +88,9 @@ pub(crate) struct SubGroup<R: ShareStorage> {
     /// The file extent of gradients, if they are not in memory.
     pub grad_file: Option<FileExtentOf<R>>,
     pub moments: Vec<OptimState<R>>,
+    /// The factored states of each slot's parameter, one after the other, if the optimizer has any. They are complete on
+    /// every rank, and never in files.
+    pub factored: Vec<TrackedBuffer<R::Buffer>>,
     /// The states of the outer optimizer, if ranks take local steps. An optimizer step does not touch them.
     pub outer: Vec<StateStorage<R>>,
 }
@@ -103,6 +106,8 @@ pub(crate) enum SweepMode {
     Moments,
     /// Weights are loaded, and changed by something other than the gradients.
     Weights,
+    /// Weights and optimizer states are loaded, and the weights that the model computes with are written anew.
+    Show,
 }
 
 impl SweepMode {
@@ -110,13 +115,22 @@ impl SweepMode {
         self != Self::Moments
     }
 
-    /// Returns whether the sweep loads optimizer states and gradients.
     pub fn has_moments(self) -> bool {
         self != Self::Weights
     }
 
+    pub fn has_gradients(self) -> bool {
+        !matches!(self, Self::Weights | Self::Show)
+    }
+
+    /// Returns whether the sweep changes anything.
     pub fn changes(self) -> bool {
         self != Self::Look
+    }
+
+    /// Returns whether the sweep changes master weights and optimizer states.
+    pub fn changes_states(self) -> bool {
+        !matches!(self, Self::Look | Self::Show)
     }
 }
 
@@ -183,14 +197,17 @@ impl<R: ShareStorage> SubGroup<R> {
     /// Returns the states that a window of a sweep reads from files and writes back, in the order in which
     /// [`StateStorage::part`] requests them: weights, master weights, optimizer states, gradients.
     pub fn streams(&self, mode: SweepMode) -> Vec<StateStream<FileExtentOf<R>>> {
-        let writes = mode.changes();
+        let writes = mode.changes_states();
         let changes =
             |storage: &StateStorage<R>| storage.file().map(|e| StateStream { extent: e.clone(), reads: true, writes });
+        let shows = mode.changes();
         // 16-bit weights are recomputed from the master weights, if they exist.
         let made_anew = self.master.is_some();
-        let of_weights = self.weights.as_ref().and_then(changes).map(|s| StateStream { reads: !made_anew, ..s });
+        let of_weights = self.weights.as_ref().and_then(changes);
+        let of_weights = of_weights.map(|stream| StateStream { reads: !made_anew, writes: shows, ..stream });
         let weights = of_weights.into_iter().chain(self.master.as_ref().and_then(changes));
         let grads = self.grad_file.clone().map(|extent| StateStream { extent, reads: true, writes: false });
+        let grads = grads.filter(|_| mode.has_gradients());
         let moments = self.moments.iter().filter_map(|moment| changes(&moment.storage)).chain(grads);
         let weights = weights.filter(|_| mode.has_weights());
         weights.chain(moments.filter(|_| mode.has_moments())).collect()

@@ -15,7 +15,7 @@ use crate::layout::{ShardCut, ShareLayout, SharePosition, groups_in_memory};
 use crate::memory::{MemoryKind, MemoryLedger, TrackedBuffer};
 use crate::offload::{FileExtent, FileTransfer, OffloadStore, StateFileContent};
 use crate::optim::ParamClass;
-use crate::param::ParamId;
+use crate::param::{Param, ParamId};
 use crate::precision::{ElementBuffer, Flat, FlatRef, WeightPacking};
 use crate::tensor::flat_buffer::{BufferDevice, FlatBuffer};
 use crate::zero::rank_core::RankCore;
@@ -228,7 +228,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         let dtype_of_weights = class.weights.packing().map_or(class.weights.dtype(*dtype), |_| DType::F32);
         let weights = || storage(SubGroupStateKind::Weights, dtype_of_weights, spills && weights_in_memory.is_some());
         let master = || storage(SubGroupStateKind::Master, DType::F32, states_in_files.is_some());
-        let has_master = class.has_master(*dtype) && self.plan.has_master();
+        let has_master = class.has_master(*dtype) && self.plan.has_master() || self.plan.averages_class(class);
         Ok(SubGroup {
             class,
             slots: Vec::new(),
@@ -238,6 +238,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
             grads: Vec::new(),
             grad_file: None,
             moments: Vec::new(),
+            factored: Vec::new(),
             outer: Vec::new(),
         })
     }
@@ -247,13 +248,13 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     }
 
     /// Ends the layout: reserves the files of gradients and optimizer states, and allocates the states that stay in
-    /// memory.
+    /// memory. `params` are the registered parameters.
     ///
     /// If a file got no space, the groups must not be used: [`OffloadStore::check_space`] returns the error.
     ///
     /// # Errors
     /// Fails if a file operation fails.
-    pub fn finish(&mut self) -> Result<Vec<SubGroup<R>>> {
+    pub fn finish(&mut self, params: &[Param]) -> Result<Vec<SubGroup<R>>> {
         self.close();
         let mut groups = std::mem::take(&mut self.done);
         // Makes the order of parameters, and of sums over them, independent of where sub-groups end.
@@ -275,6 +276,16 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
             let (class, len) = (group.class, group.len);
             let Some(role) = class.role() else { continue };
             let states = plan.grouping.state_names(role).iter().zip(plan.formats(role));
+            if let Some(factored) =
+                plan.grouping.factored(role).filter(|factored| !factored.factored_names().is_empty())
+            {
+                let states = group.slots.iter().map(|slot| {
+                    let len = factored.factored_lens(params[slot.param].shape.dims()).iter().sum();
+                    let zeros = R::Buffer::zeros(&R::Buffer::host(), DType::F32, len)?;
+                    Ok(TrackedBuffer::new(ledger, MemoryKind::Moments, zeros))
+                });
+                group.factored = states.collect::<Result<_>>()?;
+            }
             if i < stay {
                 let zeros =
                     |kind| Ok(TrackedBuffer::new(ledger, kind, R::Buffer::zeros(&devices.states, DType::F32, len)?));

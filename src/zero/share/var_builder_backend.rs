@@ -191,7 +191,8 @@ impl VarBuilderBackend {
         let (units, used_by) = (std::mem::take(&mut inner.units), std::mem::take(&mut inner.used_by));
         let leaves = std::mem::take(&mut inner.leaves);
         let inits = std::mem::take(&mut inner.inits);
-        Ok(RegisteredModel { params, units, leaves, used_by, groups: inner.groups.finish()?, buffers, inits })
+        let groups = inner.groups.finish(&params)?;
+        Ok(RegisteredModel { params, units, leaves, used_by, groups, buffers, inits })
     }
 }
 

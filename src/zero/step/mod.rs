@@ -9,14 +9,18 @@
 //! | `state_sweep.rs` | a sweep through the share, in memory and in files |
 //! | `stored_states.rs` | states in formats other than f32, and their conversion to f32 and back |
 //! | `whole_param_step.rs` | norms of whole parameters, and directions computed from whole parameters |
+//! | `factored_step.rs` | factored states, and steps that depend on them |
+//! | `shown_weights.rs` | the trained weights or their average in the model |
 //! | `weight_publisher.rs` | sends updated shards to all ranks |
 //! | `delayed_update.rs` | an update that runs during the next step |
 
 #[cfg(feature = "cuda")]
 mod delayed_update;
+mod factored_step;
 pub(in crate::zero) mod hyperparameters;
 pub(crate) mod outer_step;
 pub(crate) mod sharded_step;
+pub(crate) mod shown_weights;
 pub(crate) mod stage_vote;
 pub(crate) mod state_sweep;
 mod stored_states;

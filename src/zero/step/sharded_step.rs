@@ -6,8 +6,10 @@
 //!
 //!   LAMB, between vote and update: a sweep that changes nothing, and the norms of every parameter over all ranks
 //!   Muon, after the update of all others: whole matrices, each on one rank (`whole_param_step.rs`)
+//!   Adafactor, likewise: sums over rows and columns, then norms, then the update (`factored_step.rs`)
 //! ```
 
+use super::factored_step::update_factored;
 use super::hyperparameters::{Hyperparameters, needs};
 use super::stage_vote::StageVote;
 use super::state_sweep::{ParamSlice, StepBackend, sweep};
@@ -104,6 +106,7 @@ pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters
         };
     sweep(core, &mut groups, &by_elements, SweepMode::Update, update, &mut publish)?;
     update_whole(core, &mut groups, hyperparameters, &mut publish)?;
+    update_factored(core, &mut groups, hyperparameters, &mut publish)?;
     drop(groups);
     let _span = timeline::span(timeline::EventCategory::Optimizer, "publish");
     publisher.finish(core)
@@ -170,6 +173,8 @@ impl RankCore {
             Some("states are in files")
         } else if !self.share_plan.grouping.updates_by_elements() {
             Some("the optimizer needs complete parameters, or their norms over all ranks")
+        } else if self.averages_weights() {
+            Some("the optimizer averages weights")
         } else {
             None
         }

@@ -187,7 +187,7 @@ impl StepBackend for RankCore {
                 let in_slot = part.start - slot.at..part.end - slot.at;
                 let mut from_file;
                 let grad = match &*grads {
-                    _ if !mode.has_moments() => FlatRef::F32(&[]),
+                    _ if !mode.has_gradients() => FlatRef::F32(&[]),
                     GradientShare::Memory(grads) => grads.buffer().slice(in_slot.clone()),
                     share => {
                         from_file = staged.next().expect("the window contains the gradients").part(part.clone());

@@ -69,6 +69,20 @@ pub(super) fn trust_ratios<C: StepBackend>(
             }
         };
     sweep(core, groups, &which, SweepMode::Look, sum, |_| Ok(()))?;
+    sum_of_ranks(core, &mut squares)?;
+    let ratio = |(param, squares): (usize, SquareSums)| {
+        let GroupStepSettings { optimizer, ctx } = hyperparameters(param);
+        match optimizer.needs() {
+            OptimizerNeeds::Norms(layerwise) if ctx.trust_ratio => layerwise.trust_ratio(&ctx, squares),
+            _ => 1.0,
+        }
+    };
+    Ok(squares.into_iter().enumerate().map(ratio).collect())
+}
+
+/// Collective: replaces each rank's sums of squares, by parameter, by those of all ranks, added up in the order of their
+/// pieces.
+pub(super) fn sum_of_ranks<C: StepBackend>(core: &C, squares: &mut [SquareSums]) -> Result<()> {
     for squares in squares.chunks_mut(SQUARES_PER_MESSAGE) {
         let own = squares.iter().flat_map(|s| [s.weights, s.update]).collect();
         let ranks = core.mesh().by_piece(core.gather_f64(own)?);
@@ -77,11 +91,7 @@ pub(super) fn trust_ratios<C: StepBackend>(
             *squares = SquareSums { weights: sum(0), update: sum(1) };
         }
     }
-    let ratio = |(param, squares): (usize, SquareSums)| match hyperparameters(param).optimizer.needs() {
-        OptimizerNeeds::Norms(layerwise) => layerwise.trust_ratio(squares),
-        _ => 1.0,
-    };
-    Ok(squares.into_iter().enumerate().map(ratio).collect())
+    Ok(())
 }
 
 /// Collective: updates the parameters whose optimizer needs the full parameters. `complete` is called for every slot

@@ -1,0 +1,18 @@
+//! The weights that the model computes with, if the optimizer averages weights (AdamWScheduleFree).
+
+use super::Engine;
+use crate::error::Result;
+use crate::zero::step::shown_weights::ShownWeights;
+
+impl<M> Engine<M> {
+    /// Collective if the optimizer averages weights: makes the model compute with these weights, if it does not yet.
+    pub(super) fn show(&mut self, weights: ShownWeights) -> Result<()> {
+        if self.shown == weights || !self.core.averages_weights() {
+            return Ok(());
+        }
+        let steps = self.trainer.for_step(self.optimizer_steps, 1.0)?;
+        self.core.show_weights(weights == ShownWeights::Averaged, &steps)?;
+        self.shown = weights;
+        Ok(())
+    }
+}
