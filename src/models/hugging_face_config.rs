@@ -5,7 +5,7 @@
 
 use super::config_checks::MAX_BLOCKS;
 use super::json_keys::{JsonKeys, shortened};
-use super::{BERT, BlockConfig, DecoderConfig, NormKind, ParameterNaming, RotaryConfig, RotaryScaling};
+use super::{BlockConfig, DecoderConfig, NormKind, ParameterNaming, RotaryConfig, RotaryScaling};
 use crate::error::{Error, ModelError, Result};
 use crate::files;
 use crate::nn::Activation;
@@ -67,8 +67,10 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
         return Err(ModelError::NoJson { file: file.to_owned(), why: "it is not an object".into() }.into());
     };
     let keys = JsonKeys::new(file, "", map);
-    if keys.get("model_type").is_some_and(|found| *found == BERT) {
-        return Err(keys.refuse("model_type", "that of a language model; a BERT is fine-tuned with --task classify"));
+    if keys.get("model_type").is_some_and(|found| super::ENCODER_TYPES.iter().any(|known| found == known)) {
+        return Err(
+            keys.refuse("model_type", "that of a language model; an encoder is fine-tuned with --task classify")
+        );
     }
     let Some(family) = ModelFamily::of(&keys)? else {
         let (file, found) = (file.to_owned(), map.get("model_type").map_or("absent".to_owned(), shortened));

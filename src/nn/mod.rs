@@ -68,7 +68,7 @@ mod scatter;
 mod sequences;
 mod upsampling;
 
-pub use activation::{gelu, gelu_gated, gelu_tanh, scaled, silu, swiglu};
+pub use activation::{exact_gelu_gated, gelu, gelu_gated, gelu_tanh, scaled, silu, swiglu};
 pub use add::add;
 pub use attention::{attention, causal_attention, fused_attention, grouped_attention};
 pub use attention_options::AttentionOptions;
@@ -92,7 +92,7 @@ pub use lora_config::adapted_module;
 pub use lora_config::{LoraConfig, LoraTargets, is_adapter};
 pub use matmul::matmul;
 pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_with};
-pub use norm_options::RmsNormOptions;
+pub use norm_options::{LayerNormOptions, RmsNormOptions};
 pub use pooling::{
     Pooling, avg_pool2d, avg_pool2d_with, avg_pool2d_with_stride, max_pool2d, max_pool2d_with, max_pool2d_with_stride,
 };

@@ -7,7 +7,7 @@ use crate::kernels::{buffer, norm};
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
 use crate::nn::recompute::kept_inputs;
-use crate::nn::{RmsNormOptions, composed};
+use crate::nn::{LayerNormOptions, RmsNormOptions, composed};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Error, Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder, init};
@@ -170,22 +170,35 @@ pub(super) fn check_format(op: &'static str, x: &Tensor, parameter: &Tensor) -> 
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
     weight: Tensor,
+    /// The parameter, or zeros without one.
     bias: Tensor,
-    eps: f64,
+    options: LayerNormOptions,
 }
 
 impl LayerNorm {
     /// Builds a layer over a last dimension of `width` elements.
     pub fn new(width: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
-        let weight = vb.get_with_hints(width, "weight", init::ONE)?;
-        let bias = vb.get_with_hints(width, "bias", init::ZERO)?;
-        Ok(Self { weight, bias, eps })
+        Self::with(width, LayerNormOptions { eps, ..LayerNormOptions::default() }, vb)
+    }
+
+    /// Builds a layer with options over a last dimension of `width` elements. The weight starts as the identity.
+    pub fn with(width: usize, options: LayerNormOptions, vb: VarBuilder<'_>) -> Result<Self> {
+        let start = if options.plus_one { init::ZERO } else { init::ONE };
+        let weight = vb.get_with_hints(width, "weight", start)?;
+        let bias = match options.bias {
+            true => vb.get_with_hints(width, "bias", init::ZERO)?,
+            false => Tensor::zeros(width, weight.dtype(), weight.device())?,
+        };
+        Ok(Self { weight, bias, options })
     }
 }
 
 impl Module for LayerNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        layer_norm(x, &self.weight, &self.bias, self.eps)
+        match self.options.plus_one {
+            false => layer_norm(x, &self.weight, &self.bias, self.options.eps),
+            true => layer_norm(x, &self.weight.affine(1.0, 1.0)?, &self.bias, self.options.eps),
+        }
     }
 }
 

@@ -5,13 +5,13 @@ use super::options::{Objective, TuningMethod};
 use super::prepare::{PreparedRun, StartModel};
 use crate::data::sample_cache::own_cache;
 use crate::error::Result;
+use crate::model::classifier_config::ClassifierConfig;
 use crate::peft::qlora::{PACKING, is_quantized};
 use candle_zero::comm::Communicator;
 use candle_zero::comm::agree::ranks_per_host;
 use candle_zero::comm::stats::network_bench::rate_between_hosts;
 use candle_zero::estimate::Shapes;
-use candle_zero::models::{ActivationPass, Decoder};
-use candle_zero::nn::is_adapter;
+use candle_zero::models::{ActivationPass, Decoder, DecoderClassifier, DecoderConfig};
 use candle_zero::util::fnv1a;
 use serde_json::Value;
 
@@ -60,15 +60,22 @@ pub(super) fn fitted(
     ranks: RunRanks,
 ) -> Result<(Value, Option<String>)> {
     let options = &prepared.options;
-    let sizes = match &prepared.start {
-        StartModel::Decoder { config, .. } if options.ds_config.is_none() => config,
-        _ => return Ok((config, None)),
+    let (shapes, sizes) = match &prepared.start {
+        _ if options.ds_config.is_some() => return Ok((config, None)),
+        StartModel::Decoder { config, .. } => (Shapes::of("model", |vb| Decoder::new(config, vb))?, config.clone()),
+        StartModel::Classifier { config: ClassifierConfig::Decoder(sizes), .. } => {
+            // Its labels take the place of the vocabulary.
+            let alike = DecoderConfig { vocab: sizes.labels.len(), ..sizes.decoder.clone() };
+            (Shapes::of("model", |vb| DecoderClassifier::new(sizes, vb))?, alike)
+        }
+        StartModel::Classifier { .. } => return Ok((config, None)),
     };
-    let shapes = Shapes::of("model", |vb| Decoder::new(sizes, vb))?;
+    let is_trained = prepared.start.trained(&options.method);
+    let trained = |shapes: Shapes| shapes.trainable(move |name, _| is_trained(name));
     let shapes = match options.method {
         TuningMethod::Full => shapes,
-        TuningMethod::Lora(_) => shapes.trainable(|name, _| is_adapter(name)),
-        TuningMethod::Qlora(_) => shapes.trainable(|name, _| is_adapter(name)).quantized_by(PACKING, is_quantized),
+        TuningMethod::Lora(_) => trained(shapes),
+        TuningMethod::Qlora(_) => trained(shapes).quantized_by(PACKING, is_quantized),
     };
     // A preference pair is two rows.
     let texts = if matches!(options.objective, Objective::Prefer { .. }) { 2 } else { 1 };

@@ -33,10 +33,9 @@ use candle_zero::comm::Communicator;
 use candle_zero::config::Config;
 use candle_zero::engine::{Engine, EngineBuilder};
 use candle_zero::files::{OutputDigests, OutputLocks};
-use candle_zero::models::{Bert, Decoder, Session};
+use candle_zero::models::{Decoder, Session};
 use candle_zero::monitor::rss_peak_bytes;
 use candle_zero::nn::Rewards;
-use candle_zero::nn::is_adapter;
 use candle_zero::notice;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -442,7 +441,7 @@ impl FineTune {
     /// of the text. Collective: all ranks must pass the same prompt.
     ///
     /// # Errors
-    /// Errors of [`Generator::answer`]; a model that is an encoder; a failed collective.
+    /// Errors of [`Generator::answer`]; a model that is a classifier; a failed collective.
     pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<GeneratedText> {
         let PreparedRun { start, tokenizer, template, .. } = &self.prepared;
         let StartModel::Decoder { base, config } = start else {
@@ -596,17 +595,17 @@ fn build(
     if config.scheduler.is_none() {
         builder = builder.schedule(rates);
     }
-    let sizes = match &prepared.start {
-        StartModel::Encoder { config: sizes, .. } => {
-            return builder.initialize(|vb| Bert::new(sizes, vb).map(TrainableModel::Encoder), config);
-        }
-        StartModel::Decoder { config, .. } => config,
-    };
     if *method != TuningMethod::Full {
-        builder = builder.trainable(|name, _| is_adapter(name));
+        let is_trained = prepared.start.trained(method);
+        builder = builder.trainable(move |name, _| is_trained(name));
     }
     if let TuningMethod::Qlora(_) = method {
         builder = builder.quantized(PACKING, is_quantized);
     }
-    builder.initialize(|vb| Decoder::new(sizes, vb).map(TrainableModel::Decoder), config)
+    match &prepared.start {
+        StartModel::Classifier { config: sizes, .. } => builder.initialize(|vb| sizes.build(vb), config),
+        StartModel::Decoder { config: sizes, .. } => {
+            builder.initialize(|vb| Decoder::new(sizes, vb).map(TrainableModel::Decoder), config)
+        }
+    }
 }

@@ -54,8 +54,8 @@ pub enum Objective {
         /// The weight of a difference in log probability.
         beta: f64,
     },
-    /// Predicting the label of a text, with the cross entropy of the classes. The model is an encoder, and all of its
-    /// weights are trained.
+    /// Predicting the label of a text, with the cross entropy of the classes. The model is an encoder or a decoder. With
+    /// adapters, the head is trained completely.
     Classify,
 }
 
@@ -152,8 +152,8 @@ pub struct CheckpointOptions {
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. For classification, it is the
-    /// folder of a BERT model.
+    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. For classification, it is a folder
+    /// in Hugging Face's format, of an encoder or a language model.
     pub model: PathBuf,
     /// The model's name in the adapter's file. Default: its folder.
     pub base_name: Option<String>,
@@ -327,11 +327,6 @@ impl Options {
         {
             return Err(refused("--val", format!("{}%", part * 100.0), "a file, or more than 0% and less than 100%"));
         }
-        if self.objective == Objective::Classify && self.method != TuningMethod::Full {
-            let why =
-                "classify trains all weights of an encoder, without adapters; leave out --lora, --qlora and --adapter";
-            return Err(misused("--task", why));
-        }
         if let Objective::Prefer { beta } = self.objective {
             if !positive(beta) {
                 return Err(refused("--dpo", format!("beta={beta}"), "beta above 0, such as beta=0.1"));
@@ -454,7 +449,6 @@ mod tests {
         insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: TuningMethod::Full, ..with_data() }), @"--adapter requires adapters; leave out --full");
         let dpo = Objective::Prefer { beta: 0.1 };
         insta::assert_snapshot!(text(Options { objective: dpo, method: TuningMethod::Full, ..with_data() }), @"--dpo requires adapters, because the model without them is the reference; leave out --full");
-        insta::assert_snapshot!(text(Options { objective: Objective::Classify, ..with_data() }), @"--task classify trains all weights of an encoder, without adapters; leave out --lora, --qlora and --adapter");
         let dpo = Objective::Prefer { beta: 0.0 };
         insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, such as beta=0.1");
         insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a percentage of all steps, such as 3%");
