@@ -306,13 +306,13 @@ fn folders_that_are_no_encoder_are_refused() {
     change_config(dir, |config| config["hidden_act"] = "relu".into());
     insta::assert_snapshot!(refused(), @r#"DIR/config.json: hidden_act is "relu", but must be gelu, gelu_new, gelu_pytorch_tanh or silu"#);
     change_config(dir, |config| config["model_type"] = "t5".into());
-    insta::assert_snapshot!(refused(), @r#"DIR has a model of type "roberta"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
+    insta::assert_snapshot!(refused(), @r#"DIR has a model of type "t5"; --task classify requires an encoder (model_type bert, roberta, xlm-roberta, distilbert, electra, modernbert) or a language model, with any head or none, in a folder in Hugging Face format"#);
     std::fs::remove_file(dir.join("config.json")).unwrap();
-    insta::assert_snapshot!(refused(), @r#"DIR has no config.json; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
+    insta::assert_snapshot!(refused(), @"DIR has no config.json; --task classify requires an encoder (model_type bert, roberta, xlm-roberta, distilbert, electra, modernbert) or a language model, with any head or none, in a folder in Hugging Face format");
     // An encoder is not a language model, either.
     let encoder = path("bert/model");
     let error = BaseModel::open(&encoder).unwrap_err().to_string();
-    insta::assert_snapshot!(error.replace(encoder.to_str().unwrap(), "DIR"), @r#"DIR/config.json: model_type is "bert", but must be that of a language model; a BERT is fine-tuned with --task classify"#);
+    insta::assert_snapshot!(error.replace(encoder.to_str().unwrap(), "DIR"), @r#"DIR/config.json: model_type is "bert", but must be that of a language model; an encoder is fine-tuned with --task classify"#);
     let base = ClassifierBase::open(&encoder, &labels(&["a", "b"])).unwrap();
     base.check_tokens(512).unwrap();
     insta::assert_snapshot!(base.check_tokens(513).unwrap_err(), @"the tokenizer has ids up to 512, but the model's embedding has 512 rows (1 too few); use the tokenizer that belongs to the model");
