@@ -46,7 +46,7 @@ impl DecoderClassifierConfig {
 
     /// Returns the description of the layers up to the last norm.
     fn layers(&self) -> DecoderConfig {
-        // A tied output projection has no parameters of its own.
+        // A tied output projection has no separate parameters.
         DecoderConfig { tie_word_embeddings: true, logit_soft_cap: None, ..self.decoder.clone() }
     }
 }

@@ -1,12 +1,8 @@
 //! The shape of an encoder that classifies texts.
 
-use super::DecoderConfig;
 use super::config_checks::{MAX_HEAD_DIM, MAX_POSITIONS, refused, require_blocks, require_parameters, require_sizes};
-use super::encoder_families;
 use crate::error::Result;
 use crate::nn::{Activation, LoraConfig};
-use serde_json::Value;
-use std::path::Path;
 
 /// The shape of an encoder with a sequence classification head: BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ELECTRA or
 /// ModernBERT. The sizes have the names that most of their `config.json` files use.
@@ -197,29 +193,6 @@ impl EncoderNaming {
 }
 
 impl EncoderConfig {
-    /// Reads the shape from the `config.json` of a Hugging Face model.
-    ///
-    /// # Errors
-    /// A file that cannot be read; a model other than these encoders; a value that this library does not support.
-    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref();
-        Self::from_parsed(&DecoderConfig::parse(path)?, path)
-    }
-
-    /// Reads the shape from the parsed content of a `config.json`.
-    ///
-    /// # Errors
-    /// The errors of [`EncoderConfig::read`].
-    pub fn from_hugging_face(config: &Value) -> Result<Self> {
-        Self::from_parsed(config, Path::new("config.json"))
-    }
-
-    /// Reads the shape from the parsed content of `file`.
-    #[doc(hidden)]
-    pub fn from_parsed(content: &Value, file: &Path) -> Result<Self> {
-        encoder_families::read(content, file)
-    }
-
     /// Returns the longest text, in tokens.
     pub fn ctx(&self) -> usize {
         match self.positions {

@@ -1,5 +1,6 @@
 //! Reads the `config.json` of the known encoders, in the style of transformers 4 and of transformers 5.
 
+use super::DecoderConfig;
 use super::encoder_config::{
     EncoderBlockConfig, EncoderConfig, EncoderDropout, EncoderHead, EncoderNaming, EncoderPooling, EncoderPositions,
     HeadActivation,
@@ -49,8 +50,33 @@ const ELECTRA: BertFamily = BertFamily {
     ..BERT
 };
 
+impl EncoderConfig {
+    /// Reads the shape from the `config.json` of a Hugging Face model.
+    ///
+    /// # Errors
+    /// A file that cannot be read; a model other than these encoders; a value that this library does not support.
+    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        Self::from_parsed(&DecoderConfig::parse(path)?, path)
+    }
+
+    /// Reads the shape from the parsed content of a `config.json`.
+    ///
+    /// # Errors
+    /// The errors of [`EncoderConfig::read`].
+    pub fn from_hugging_face(config: &Value) -> Result<Self> {
+        Self::from_parsed(config, Path::new("config.json"))
+    }
+
+    /// Reads the shape from the parsed content of `file`.
+    #[doc(hidden)]
+    pub fn from_parsed(content: &Value, file: &Path) -> Result<Self> {
+        read(content, file)
+    }
+}
+
 /// Reads the configuration from `content`, the content of `file`.
-pub(super) fn read(content: &Value, file: &Path) -> Result<EncoderConfig> {
+fn read(content: &Value, file: &Path) -> Result<EncoderConfig> {
     let empty = Map::new();
     let keys = EncoderKeys(JsonKeys::new(file, "", content.as_object().unwrap_or(&empty)));
     if keys.0.get("quantization_config").is_some() {

@@ -1,4 +1,4 @@
-//! What all models that classify texts have in common.
+//! The interface of all models that classify texts.
 
 use candle_core::{Result, Tensor};
 

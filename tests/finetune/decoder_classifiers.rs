@@ -58,7 +58,7 @@ fn logits_are_those_of_the_last_token_that_is_not_padding() {
         let classifier = ClassifierConfig::Decoder(config).build(vb).unwrap();
         let ids: Vec<u32> = (0..3 * 12).map(|i| i * 31 % 200 + 20).collect();
         let mut ids: Vec<Vec<u32>> = ids.chunks(12).map(<[u32]>::to_vec).collect();
-        // A text that ends with padding tokens of its own, one that is padded, and a whole row.
+        // A text that itself ends with padding tokens, one that is padded, and a whole row.
         (ids[0][7], ids[0][8]) = (3, 3);
         let (lengths, last) = ([9, 5, 12], [6, 4, 11]);
         let rows = Tensor::new(ids.clone(), &Device::Cpu).unwrap();
