@@ -172,7 +172,7 @@ fn adapters_of_classifiers_are_those_of_peft_and_predict_what_was_learned() {
             let bytes = [0, 3].map(|number| {
                 let out = format!("{name}{world}-{number}");
                 let zero = stage(folder.path(), number);
-                let arguments = [method, "--epochs", "5", "-n", world, "--ds_config", &zero];
+                let arguments = [method, "--steps", "6", "-n", world, "--ds_config", &zero];
                 let output = finetune(model, folder.path(), &out, &arguments);
                 assert!(output.status.success(), "{name}: {}", stderr(&output));
                 std::fs::read(folder.path().join(out).join("adapter_model.safetensors")).unwrap()

@@ -188,7 +188,7 @@ mod tests {
                 for bidirectional in [false, true] {
                     let rule = rule(window, bidirectional);
                     for (q, k) in (0..time).flat_map(|q| (0..time).map(move |k| (q, k))) {
-                        let seen = (bidirectional || k <= q) && q.abs_diff(k) < window.unwrap_or(usize::MAX);
+                        let seen = (bidirectional || k <= q) && usize::abs_diff(q, k) < window.unwrap_or(usize::MAX);
                         let what = format!("{window:?} of {time}, in both directions: {bidirectional}: {q} {k}");
                         assert_eq!(in_tiles(&rule, time, q, k).0, seen, "{what}");
                     }
