@@ -7,7 +7,7 @@ use super::config_checks::{MAX_BLOCKS, MAX_POSITIONS};
 use super::hugging_face_rotary::block_rules;
 use super::json_keys::{JsonKeys, shortened};
 use super::model_families::{HeadDim, ModelFamily, WITH_TEXT_PART, known_model_types};
-use super::{BERT, BlockConfig, DecoderConfig, NormPlacement, ParameterNaming, RotaryScaling};
+use super::{BlockConfig, DecoderConfig, NormPlacement, ParameterNaming, RotaryScaling};
 use crate::error::{Error, ModelError, Result};
 use crate::files;
 use crate::nn::Activation;
@@ -70,8 +70,10 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
         return Err(ModelError::NoJson { file: file.to_owned(), why: "it is not an object".into() }.into());
     };
     let keys = JsonKeys::new(file, "", map);
-    if keys.get("model_type").is_some_and(|found| *found == BERT) {
-        return Err(keys.refuse("model_type", "that of a language model; a BERT is fine-tuned with --task classify"));
+    if keys.get("model_type").is_some_and(|found| super::ENCODER_TYPES.iter().any(|known| found == known)) {
+        return Err(
+            keys.refuse("model_type", "that of a language model; an encoder is fine-tuned with --task classify")
+        );
     }
     if keys.get("quantization_config").is_some() {
         return Err(keys.refuse("quantization_config", "absent: weights are read in f32, bf16 or f16"));

@@ -2,18 +2,22 @@
 //! generation with them ([`LanguageModel::generate`], or token by token with [`Session`]).
 
 mod activation_bytes;
-mod bert;
-mod bert_config;
 mod config_checks;
 mod decoder;
 mod decoder_block;
+mod decoder_classifier;
 mod decoder_config;
 mod decoder_pipeline;
+mod encoder;
+mod encoder_block;
+mod encoder_config;
+mod encoder_families;
 pub(crate) mod error;
 mod gpt;
 mod gpt_config;
 mod hugging_face_config;
 mod hugging_face_rotary;
+mod joined_texts;
 mod json_keys;
 mod language_model;
 mod llama;
@@ -22,16 +26,25 @@ mod model_families;
 mod parameter_shapes;
 mod rotary_config;
 mod sampling;
+mod sequence_classifier;
 mod session;
 
 pub use activation_bytes::ActivationPass;
-pub use bert::{Bert, BertBlock};
-#[doc(hidden)]
-pub use bert_config::{BERT, BertConfig};
 pub use decoder::{Decoder, DecoderLayers, DecoderSizes};
 pub use decoder_block::DecoderBlock;
+#[doc(hidden)]
+pub use decoder_classifier::SCORE;
+pub use decoder_classifier::{DecoderClassifier, DecoderClassifierConfig};
 pub use decoder_config::{BlockConfig, DecoderConfig, NormKind, NormPlacement, ParameterNaming, QueryKeyNorms};
 pub use decoder_pipeline::{DecoderBatch, decoder_pipeline};
+pub use encoder::Encoder;
+pub use encoder_block::EncoderBlock;
+pub use encoder_config::{
+    EncoderBlockConfig, EncoderConfig, EncoderDropout, EncoderHead, EncoderNaming, EncoderPooling, EncoderPositions,
+    HeadActivation,
+};
+#[doc(hidden)]
+pub use encoder_families::{ENCODER_TYPES, class_names};
 pub use gpt::{Gpt, GptLayers};
 pub use gpt_config::GptConfig;
 #[doc(hidden)]
@@ -42,6 +55,7 @@ pub use llama::{Llama, LlamaLayers};
 pub use llama_config::LlamaConfig;
 pub use rotary_config::{LongRopeScaling, QueryGrowth, RotaryConfig, RotaryScaling, YarnScaling};
 pub use sampling::{TokenRng, keep_likeliest, next_token};
+pub use sequence_classifier::SequenceClassifier;
 pub use session::Session;
 
 /// Returns `name` if it is a preset of any architecture.

@@ -1,7 +1,7 @@
 //! Lists the parameters of a model without building it.
 
 use super::decoder::DecoderLayers;
-use super::{Bert, BertConfig, DecoderConfig};
+use super::{DecoderClassifier, DecoderClassifierConfig, DecoderConfig, Encoder, EncoderConfig, EncoderNaming};
 use crate::Result;
 use crate::nn::LoraConfig;
 use crate::util::lock;
@@ -30,12 +30,17 @@ impl DecoderConfig {
     /// Invalid sizes.
     pub fn projections(&self) -> Result<Vec<String>> {
         let all = Self { lora: Some(LoraConfig::default()), ..self.clone() };
-        let names = all.parameters()?.into_iter().map(|(name, _)| name);
-        Ok(names.filter_map(|name| Some(name.strip_suffix(".lora_A.weight")?.to_owned())).collect())
+        Ok(adapted(all.parameters()?))
     }
 }
 
-impl BertConfig {
+/// Returns the modules with an adapter among these parameters.
+fn adapted(parameters: NamedShapes) -> Vec<String> {
+    let names = parameters.into_iter().map(|(name, _)| name);
+    names.filter_map(|name| Some(name.strip_suffix(".lora_A.weight")?.to_owned())).collect()
+}
+
+impl EncoderConfig {
     /// Returns the names and shapes of the parameters, in the order in which a model asks for them. Their memory is not
     /// allocated.
     ///
@@ -43,7 +48,39 @@ impl BertConfig {
     /// Invalid sizes.
     pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
         let asked = ShapeRecorder::default();
-        Bert::new(self, asked.builder())?;
+        self.validate()?;
+        // The rotary tables need only one position.
+        Encoder::with_positions(self, 1, asked.builder())?;
+        Ok(asked.names())
+    }
+
+    /// Returns the paths of the projections that can have an adapter: those of the blocks, and of BERT's pooler if it may
+    /// have one.
+    ///
+    /// # Errors
+    /// Invalid sizes.
+    pub fn projections(&self) -> Result<Vec<String>> {
+        let all = Self { lora: Some(LoraConfig::default()), ..self.clone() };
+        let mut paths = adapted(all.parameters()?);
+        if self.adapts_pooler && self.naming == EncoderNaming::Bert {
+            paths.push(self.naming.head_dense().to_owned());
+        }
+        Ok(paths)
+    }
+}
+
+impl DecoderClassifierConfig {
+    /// Returns the names and shapes of the parameters, in the order in which a model asks for them. Their memory is not
+    /// allocated.
+    ///
+    /// # Errors
+    /// Invalid sizes.
+    pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
+        let asked = ShapeRecorder::default();
+        self.validate()?;
+        // The rotary tables need only one position.
+        let decoder = DecoderConfig { ctx: 1, ..self.decoder.clone() };
+        DecoderClassifier::new(&Self { decoder, ..self.clone() }, asked.builder())?;
         Ok(asked.names())
     }
 }

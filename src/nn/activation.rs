@@ -98,6 +98,15 @@ pub fn gelu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     gated("gelu_gated", Activation::GeluTanh, gate, up, composed::gelu_gated)
 }
 
+/// Computes gelu(gate) * up with the exact GELU, elementwise, in f32 and rounded once: the gated activation of
+/// ModernBERT's MLP.
+///
+/// # Errors
+/// Tensors of different shapes.
+pub fn exact_gelu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    gated("exact_gelu_gated", Activation::Gelu, gate, up, composed::exact_gelu_gated)
+}
+
 fn gated(
     name: &'static str,
     function: Activation,

@@ -125,6 +125,11 @@ pub fn gelu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     (gelu_tanh(&wide(gate)?)? * wide(up)?)?.to_dtype(gate.dtype())
 }
 
+/// See [`crate::nn::exact_gelu_gated()`].
+pub fn exact_gelu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    (gelu(&wide(gate)?)? * wide(up)?)?.to_dtype(gate.dtype())
+}
+
 /// See [`crate::nn::Rotary`].
 pub fn rotary(x: &Tensor, head: usize, theta: f64) -> Result<Tensor> {
     rotary_from(x, head, theta, 0)
@@ -260,8 +265,8 @@ fn hidden(options: &AttentionOptions, sequences: Option<&Sequences>, [time, keys
     let before = keys.saturating_sub(time);
     let sees = |row: usize, i: usize, j: usize| {
         let first = |at: usize| sequences.map(|of| at - of.positions()[row * time + at] as usize);
-        let causal = j <= i && options.window.is_none_or(|window| i - j < window);
-        (options.bidirectional || causal) && (sequences.is_none() || first(i) == first(j))
+        let near = options.window.is_none_or(|window| i.abs_diff(j) < window);
+        (options.bidirectional || j <= i) && near && (sequences.is_none() || first(i) == first(j))
     };
     let all = (0..rows).flat_map(|row| (0..time).flat_map(move |i| (0..keys).map(move |j| (row, before + i, j))));
     all.map(|(row, i, j)| if sees(row, i, j) { 0.0 } else { f32::NEG_INFINITY }).collect()

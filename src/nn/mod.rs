@@ -72,7 +72,9 @@ mod scatter;
 mod sequences;
 mod upsampling;
 
-pub use activation::{gelu, gelu_gated, gelu_tanh, relu_squared, scaled, scaled_in_f32, silu, swiglu};
+pub use activation::{
+    exact_gelu_gated, gelu, gelu_gated, gelu_tanh, relu_squared, scaled, scaled_in_f32, silu, swiglu,
+};
 pub use add::add;
 pub use attention::{attention, causal_attention, fused_attention, grouped_attention};
 pub use attention_options::AttentionOptions;

@@ -149,23 +149,21 @@ impl WeightFiles {
 
 /// Returns the names that a parameter may have in files, the most likely first. Hugging Face saves a GPT-2 with a
 /// language-modeling head under `transformer.`, and one without a head, like the published files, without that prefix.
-/// Other models use `model.` or `bert.` in the same way, and a language model inside a vision model also has
-/// `language_model.`. The oldest BERTs use TensorFlow's names for the parameters of norms.
+/// Other models use the prefixes `model.`, `bert.`, `roberta.`, `electra.` and `distilbert.` in the same way, and a language
+/// model inside a vision model also has `language_model.`. The oldest encoders use TensorFlow's names for the parameters of norms.
 fn names_in_files(parameter: &str) -> Vec<String> {
     let mut names = vec![parameter.to_owned(), format!("transformer.{parameter}")];
-    for prefix in ["transformer.", "model.", "bert."] {
-        names.extend(parameter.strip_prefix(prefix).map(str::to_owned));
-    }
+    let bare = ["transformer.", "model.", "bert.", "roberta.", "electra.", "distilbert."];
+    let bare = bare.iter().find_map(|prefix| parameter.strip_prefix(prefix));
+    names.extend(bare.map(str::to_owned));
     names.push(format!("language_model.{parameter}"));
     names.extend(parameter.strip_prefix("model.").map(|bare| format!("model.language_model.{bare}")));
     if let Some(bare) = parameter.strip_prefix("model.language_model.") {
         names.extend([format!("language_model.model.{bare}"), format!("model.{bare}")]);
     }
     for (new, old) in [(".LayerNorm.weight", ".LayerNorm.gamma"), (".LayerNorm.bias", ".LayerNorm.beta")] {
-        let bare = parameter.strip_suffix(new).into_iter();
-        names.extend(
-            bare.flat_map(|bare| [Some(bare), bare.strip_prefix("bert.")]).flatten().map(|bare| format!("{bare}{old}")),
-        );
+        let of_old = |name: &str| name.strip_suffix(new).map(|name| format!("{name}{old}"));
+        names.extend([Some(parameter), bare].into_iter().flatten().filter_map(of_old));
     }
     names
 }

@@ -4,19 +4,19 @@ use crate::fixtures::{far, json as record, path, tensors, values};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_zero::comm::threads;
-use candle_zero::models::{Bert, BertConfig};
+use candle_zero::models::{Encoder, EncoderConfig};
 use candle_zero::{Engine, Result};
 use serde_json::{Value, json};
 
 const LENGTHS: [usize; 4] = [24, 17, 9, 1];
 
-fn config() -> BertConfig {
-    BertConfig::read(path("bert/model/config.json")).unwrap()
+fn config() -> EncoderConfig {
+    EncoderConfig::read(path("bert/model/config.json")).unwrap()
 }
 
-fn model() -> Bert {
+fn model() -> Encoder {
     let weights = candle_core::safetensors::load(path("bert/model/model.safetensors"), &Device::Cpu).unwrap();
-    Bert::new(&config(), VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu)).unwrap()
+    Encoder::new(&config(), VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu)).unwrap()
 }
 
 #[test]
@@ -42,13 +42,13 @@ fn of_row(ids: &[u32], kinds: &[u32], length: usize) -> (u32, Vec<Vec<f32>>) {
         let settings = json!({"train_batch_size": 1, "optimizer": {"type": "AdamW"}});
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let builder = builder.init_from(path("bert/model/model.safetensors"));
-        let mut engine = builder.initialize(|vb| Bert::new(&config(), vb), settings)?;
+        let mut engine = builder.initialize(|vb| Encoder::new(&config(), vb), settings)?;
         let [ids, kinds] = [ids, kinds].map(|row| Tensor::new(row, &Device::Cpu).unwrap().unsqueeze(0).unwrap());
         let label = Tensor::new(&[2u32], &Device::Cpu)?;
         let loss = engine.forward(|model| model.loss(&ids, Some(&kinds), &[length], &label, None))?;
         engine.backward(&loss)?;
         let names = engine.trainable_parameters();
-        let gradient = |engine: &mut Engine<Bert>, name: &str| -> Result<Vec<f32>> {
+        let gradient = |engine: &mut Engine<Encoder>, name: &str| -> Result<Vec<f32>> {
             let gradient = engine.safe_get_full_grad(name)?.unwrap();
             Ok(values(&gradient))
         };
@@ -129,7 +129,7 @@ fn train(batches: &Value, world: usize, stage: u8) -> (Vec<(f64, f64)>, Vec<u8>)
         let part = comm.rank() * 6 / world..(comm.rank() + 1) * 6 / world;
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let builder = builder.init_from(path("bert/model/model.safetensors"));
-        let mut engine = builder.initialize(|vb| Bert::new(&config(), vb), settings.clone())?;
+        let mut engine = builder.initialize(|vb| Encoder::new(&config(), vb), settings.clone())?;
         let mut steps = vec![];
         for batch in batches.as_array().unwrap() {
             let rows = |key: &str| -> Tensor {

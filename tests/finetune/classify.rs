@@ -5,11 +5,11 @@ use crate::support::processes::{stderr, stdout, zerorun};
 use candle_core::{Device, Tensor};
 use candle_zero::comm::threads;
 use candle_zero::data::BatchShape;
-use candle_zero::models::Bert;
+use candle_zero::models::EncoderDropout;
 use candle_zero::{Engine, Result};
 use candle_zero_finetune::{
-    BaseModel, Batches, ClassificationBatch, ClassificationScores, Columns, DataOptions, Dataset, EncoderBase,
-    RowBatch, SequencePacking, Source, Tokenizer, TrainingTask, Truncation, labels_of,
+    BaseModel, Batches, ClassificationBatch, ClassificationScores, ClassifierBase, ClassifierConfig, Columns,
+    DataOptions, Dataset, RowBatch, SequencePacking, Source, Tokenizer, TrainingTask, Truncation, labels_of,
 };
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -210,11 +210,11 @@ fn change_config(folder: &Path, change: impl FnOnce(&mut Value)) {
 }
 
 /// Returns the initial values of all parameters of a model on this base.
-fn first_values(base: &EncoderBase) -> HashMap<String, Vec<f32>> {
+fn first_values(base: &ClassifierBase) -> HashMap<String, Vec<f32>> {
     let runs = threads::run(1, |comm| -> Result<_> {
         let settings = json!({"train_batch_size": 1, "optimizer": {"type": "AdamW"}});
         let builder = Engine::builder().communicator(comm).device(Device::Cpu).initial_values(base.values());
-        let mut engine = builder.initialize(|vb| Bert::new(base.config(), vb), settings)?;
+        let mut engine = builder.initialize(|vb| base.config().build(vb), settings)?;
         let names = engine.trainable_parameters();
         let mut values = HashMap::new();
         for name in names {
@@ -231,19 +231,19 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     let folder = bert();
     let dir = folder.path();
     let own = labels(&["LABEL_0", "LABEL_1", "LABEL_2"]);
-    let base = EncoderBase::open(dir, &own).unwrap();
+    let base = ClassifierBase::open(dir, &own).unwrap();
     assert_eq!((base.notes(), base.data_labels()), (&[][..], own.as_slice()));
     let whole = first_values(&base);
     for (name, tensor) in tensors("bert/model/model.safetensors") {
         assert_eq!(whole[&name], crate::fixtures::values(&tensor), "{name}");
     }
     // Numeric labels refer to the model's classes, even if only some of them occur.
-    let base = EncoderBase::open(dir, &labels(&["0", "2"])).unwrap();
+    let base = ClassifierBase::open(dir, &labels(&["0", "2"])).unwrap();
     assert_eq!((base.notes(), base.data_labels()), (&[][..], labels(&["0", "1", "2"]).as_slice()));
-    assert_eq!(base.config().labels, own);
+    assert_eq!(base.config().labels(), own);
     assert_eq!(first_values(&base), whole);
 
-    let same = |base: &EncoderBase, but: &[&str]| {
+    let same = |base: &ClassifierBase, but: &[&str]| {
         for (name, values) in first_values(base) {
             match but.iter().any(|prefix| name.starts_with(prefix)) {
                 false => assert_eq!(values, whole[&name], "{name}"),
@@ -264,13 +264,13 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
         }
         (!name.starts_with("classifier")).then_some((name, tensor))
     });
-    let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
+    let base = ClassifierBase::open(dir, &labels(&["no", "yes"])).unwrap();
     insta::assert_snapshot!(base.notes().join("\n"), @r"
     the classifier is initialized randomly (standard deviation 0.02): the model has none
     the pooler is initialized randomly: the model has none
     not used, because they belong to heads for other tasks: cls.predictions.transform.dense.bias, cls.predictions.transform.dense.weight
     ");
-    assert_eq!(base.config().labels, ["no", "yes"]);
+    assert_eq!(base.config().labels(), ["no", "yes"]);
     same(&base, &["classifier.", "bert.pooler."]);
     // A plain encoder, with the buffer of its positions.
     change_weights(dir, |name, tensor| match name.strip_prefix("bert.") {
@@ -278,12 +278,12 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
         Some(bare) => Some((bare.to_owned(), tensor)),
         None => Some(("embeddings.position_ids".into(), Tensor::arange(0i64, 64, &Device::Cpu).unwrap())),
     });
-    let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
+    let base = ClassifierBase::open(dir, &labels(&["no", "yes"])).unwrap();
     assert_eq!(base.notes().len(), 1);
     same(&base, &["classifier."]);
     // A classifier for different labels.
     change_weights(dir, |name, tensor| Some((name, tensor)));
-    let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
+    let base = ClassifierBase::open(dir, &labels(&["no", "yes"])).unwrap();
     insta::assert_snapshot!(base.notes().join("\n"), @r#"the classifier is initialized randomly (standard deviation 0.02): the model's classifier has the labels "LABEL_0", "LABEL_1", "LABEL_2", but the data has the labels "no", "yes""#);
     same(&base, &["classifier."]);
 }
@@ -293,7 +293,7 @@ fn folders_that_are_no_encoder_are_refused() {
     let folder = bert();
     let dir = folder.path();
     let refused = || {
-        let error = EncoderBase::open(dir, &labels(&["a", "b"])).unwrap_err();
+        let error = ClassifierBase::open(dir, &labels(&["a", "b"])).unwrap_err();
         error.to_string().replace(dir.to_str().unwrap(), "DIR")
     };
     change_weights(dir, |name, tensor| (name != "bert.encoder.layer.1.output.dense.bias").then_some((name, tensor)));
@@ -305,18 +305,15 @@ fn folders_that_are_no_encoder_are_refused() {
     insta::assert_snapshot!(refused(), @"tensor bert.encoder.layer.0.intermediate.dense.weight in DIR/model.safetensors has shape [96, 48], but DIR/config.json describes one of [90, 48]; take both files from the same model");
     change_config(dir, |config| config["hidden_act"] = "relu".into());
     insta::assert_snapshot!(refused(), @r#"DIR/config.json: hidden_act is "relu", but must be gelu, gelu_new, gelu_pytorch_tanh or silu"#);
-    change_config(dir, |config| config["model_type"] = "roberta".into());
-    insta::assert_snapshot!(refused(), @r#"DIR has a model of type "roberta"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
+    change_config(dir, |config| config["model_type"] = "t5".into());
+    insta::assert_snapshot!(refused(), @r#"DIR has a model of type "t5"; --task classify requires an encoder (model_type bert, roberta, xlm-roberta, distilbert, electra, modernbert) or a language model, with any head or none, in a folder in Hugging Face format"#);
     std::fs::remove_file(dir.join("config.json")).unwrap();
-    insta::assert_snapshot!(refused(), @r#"DIR has no config.json; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
-    let llama = path("models/llama");
-    let error = EncoderBase::open(&llama, &labels(&["a", "b"])).unwrap_err().to_string();
-    insta::assert_snapshot!(error.replace(llama.to_str().unwrap(), "DIR"), @r#"DIR has a model of type "llama"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
+    insta::assert_snapshot!(refused(), @"DIR has no config.json; --task classify requires an encoder (model_type bert, roberta, xlm-roberta, distilbert, electra, modernbert) or a language model, with any head or none, in a folder in Hugging Face format");
     // An encoder is not a language model, either.
     let encoder = path("bert/model");
     let error = BaseModel::open(&encoder).unwrap_err().to_string();
-    insta::assert_snapshot!(error.replace(encoder.to_str().unwrap(), "DIR"), @r#"DIR/config.json: model_type is "bert", but must be that of a language model; a BERT is fine-tuned with --task classify"#);
-    let base = EncoderBase::open(&encoder, &labels(&["a", "b"])).unwrap();
+    insta::assert_snapshot!(error.replace(encoder.to_str().unwrap(), "DIR"), @r#"DIR/config.json: model_type is "bert", but must be that of a language model; an encoder is fine-tuned with --task classify"#);
+    let base = ClassifierBase::open(&encoder, &labels(&["a", "b"])).unwrap();
     base.check_tokens(512).unwrap();
     insta::assert_snapshot!(base.check_tokens(513).unwrap_err(), @"the tokenizer has ids up to 512, but the model's embedding has 512 rows (1 too few); use the tokenizer that belongs to the model");
 }
@@ -325,7 +322,7 @@ fn folders_that_are_no_encoder_are_refused() {
 fn the_description_that_is_written_names_the_classes() {
     let folder = bert();
     change_config(folder.path(), |config| config["num_labels"] = 3.into());
-    let base = EncoderBase::open(folder.path(), &labels(&["no", "yes"])).unwrap();
+    let base = ClassifierBase::open(folder.path(), &labels(&["no", "yes"])).unwrap();
     let out = tempfile::tempdir().unwrap();
     base.write_beside(out.path()).unwrap();
     let config: Value = serde_json::from_slice(&std::fs::read(out.path().join("config.json")).unwrap()).unwrap();
@@ -362,17 +359,20 @@ fn train(world: usize, stage: u8, more: usize, filler: u32) -> (Vec<u32>, Vec<u8
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     });
-    let base = EncoderBase::open(path("bert/model"), &labels(&["0", "1", "2"])).unwrap();
+    let base = ClassifierBase::open(path("bert/model"), &labels(&["0", "1", "2"])).unwrap();
     let mut config = base.config().clone();
-    // Dropout does not depend on padding, either.
-    (config.hidden_dropout, config.classifier_dropout) = (0.1, 0.1);
+    if let ClassifierConfig::Encoder(encoder) = &mut config {
+        // Dropout does not depend on padding, either.
+        let dropout = EncoderDropout { embeddings: 0.1, attention: 0.1, mlp: 0.1, classifier: 0.1, ..encoder.dropout };
+        encoder.dropout = dropout;
+    }
     let texts: Vec<Vec<u32>> = [21, 6, 13, 1].iter().map(|n| (0..*n).map(|i| i * 37 % 500 + 5).collect()).collect();
     let out = tempfile::tempdir().unwrap();
     let file = out.path().join("model.safetensors");
     let runs = threads::run(world, |comm| -> Result<_> {
         let rank = comm.rank();
         let builder = Engine::builder().communicator(comm).device(Device::Cpu).initial_values(base.values());
-        let mut engine = builder.initialize(|vb| Bert::new(&config, vb), settings.clone())?;
+        let mut engine = builder.initialize(|vb| config.build(vb), settings.clone())?;
         let mut bits = vec![];
         for _ in 0..3 {
             for micro in 0..2 / world {
@@ -380,7 +380,7 @@ fn train(world: usize, stage: u8, more: usize, filler: u32) -> (Vec<u32>, Vec<u8
                 let part: Vec<(&[u32], u32)> = part.map(|i| (texts[i].as_slice(), i as u32 % 3)).collect();
                 let longest = part.iter().map(|(ids, _)| ids.len()).max().unwrap();
                 let texts = ClassificationBatch::of(&rows(&part, longest + more, filler), &Device::Cpu)?;
-                let loss = engine.forward(|model| texts.loss(model, 2.0))?;
+                let loss = engine.forward(|model| texts.loss(model.classifier()?, 2.0))?;
                 engine.backward(&loss)?;
                 engine.step()?;
                 bits.push(f64::from(loss.to_scalar::<f32>()?));
@@ -415,13 +415,13 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
     let lines: String = (0..5).map(|i| format!("{},{}\n", "good ".repeat(i + 1), i % 2)).collect();
     let source = file(&folder, "x.csv", &format!("text,label\n{lines}"));
     let base =
-        EncoderBase::open(folder.path(), &labels_of(std::slice::from_ref(&source), &Columns::default()).unwrap())
+        ClassifierBase::open(folder.path(), &labels_of(std::slice::from_ref(&source), &Columns::default()).unwrap())
             .unwrap();
     let options = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(TrainingTask::Classify, 16) };
     let dataset = Arc::new(prepare(&folder, &[source], &options).unwrap());
     let weights = candle_core::safetensors::load(path("bert/model/model.safetensors"), &Device::Cpu).unwrap();
     let vb = candle_nn::VarBuilder::from_tensors(weights, candle_core::DType::F32, &Device::Cpu);
-    let model = Bert::new(base.config(), vb).unwrap();
+    let model = base.config().build(vb).unwrap();
     let judged = |micro: usize, world: usize| {
         let (mut scores, mut sum) = (ClassificationScores::new(3), 0.0);
         let mut counted = 0;
@@ -430,9 +430,9 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
             let batches = Batches::validation(dataset.clone(), SequencePacking::Padded, shape, 3);
             for step in 0..batches.steps_per_epoch() {
                 let texts = ClassificationBatch::of(&batches.batch(step, 0), &Device::Cpu).unwrap();
-                sum += texts.judge(&texts.logits(&model).unwrap(), &mut scores).unwrap();
+                sum += texts.judge(&texts.logits(model.classifier().unwrap()).unwrap(), &mut scores).unwrap();
                 // A row without a text has a loss of 0 and no gradient.
-                let loss = texts.loss(&model, 2.0).unwrap().to_scalar::<f32>().unwrap();
+                let loss = texts.loss(model.classifier().unwrap(), 2.0).unwrap().to_scalar::<f32>().unwrap();
                 assert!(loss.is_finite());
                 counted += if rank == 0 { batches.targets_of_step(step) } else { 0 };
             }
@@ -498,11 +498,11 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
     // The result is a model with these classes that gives the same answers.
     for out in ["out", "out-best"] {
         let out = folder.path().join(out);
-        let base = EncoderBase::open(&out, &labels(&["positive", "negative"])).unwrap();
+        let base = ClassifierBase::open(&out, &labels(&["positive", "negative"])).unwrap();
         assert_eq!((base.notes(), base.data_labels()), (&[][..], labels(&["negative", "positive"]).as_slice()));
         let weights = candle_core::safetensors::load(out.join("model.safetensors"), &Device::Cpu).unwrap();
         let vb = candle_nn::VarBuilder::from_tensors(weights, candle_core::DType::F32, &Device::Cpu);
-        let model = Bert::new(base.config(), vb).unwrap();
+        let model = base.config().build(vb).unwrap();
         let options =
             DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(TrainingTask::Classify, 32) };
         let dataset = Arc::new(prepare(&folder, &[Source::parse(&data).unwrap()], &options).unwrap());
@@ -511,7 +511,7 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
         let mut scores = ClassificationScores::new(2);
         for step in 0..batches.steps_per_epoch() {
             let texts = ClassificationBatch::of(&batches.batch(step, 0), &Device::Cpu).unwrap();
-            texts.judge(&texts.logits(&model).unwrap(), &mut scores).unwrap();
+            texts.judge(&texts.logits(model.classifier().unwrap()).unwrap(), &mut scores).unwrap();
         }
         assert_eq!(scores.texts(), 600);
         assert!(scores.accuracy() >= 0.95 && scores.macro_f1() >= 0.95, "{scores}");
@@ -604,8 +604,6 @@ fn wrong_uses_of_the_task_are_refused_before_a_rank_is_started() {
         let said = stderr(&output).replace(folder.path().to_str().unwrap(), "DIR");
         said.lines().find(|line| !line.is_empty()).unwrap_or_default().to_owned()
     };
-    insta::assert_snapshot!(refused(&["--data", &data, "--lora", "r=4"]), @"zerorun: --task classify trains all weights of an encoder, without adapters; leave out --lora, --qlora and --adapter");
-    insta::assert_snapshot!(refused(&["--data", &data, "--qlora"]), @"zerorun: --task classify trains all weights of an encoder, without adapters; leave out --lora, --qlora and --adapter");
     insta::assert_snapshot!(refused(&["--data", &data, "--dpo", "beta=0.1"]), @"zerorun: --dpo is for language models; leave out --dpo or --task classify");
     insta::assert_snapshot!(refused(&["--data", &data, "--prompt", "x"]), @"zerorun: --prompt is for language models: a classifier does not answer prompts");
     insta::assert_snapshot!(refused(&["--data", &data, "--ctx", "65"]), @"zerorun: --ctx is 65, but must be 2 to 64, the model's context");

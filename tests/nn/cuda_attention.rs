@@ -72,6 +72,7 @@ fn attention_with_windows_caps_and_packed_rows_is_that_of_the_formulas_with_its_
         fused([2, 30, 2, 2, 8], capped, None),
         grouped([2, 30, 2, 1, 8], both_ways, None),
         fused([2, 30, 1, 1, 8], both_ways, packed()),
+        grouped([1, 80, 2, 1, 8], AttentionOptions { window: Some(9), ..both_ways }, None),
         grouped([2, 30, 2, 1, 8], AttentionOptions { window: Some(4), ..capped }, packed()),
     ];
     check(&gpu, cases);

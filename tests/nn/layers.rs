@@ -201,6 +201,9 @@ fn cases_of_fine_tuning() -> Vec<Case> {
         (bound, Some(packed.clone())),
         (both_ways, None),
         (both_ways, Some(packed.clone())),
+        (AttentionOptions { window: Some(4), ..both_ways }, None),
+        (AttentionOptions { window: Some(1), ..both_ways }, Some(packed.clone())),
+        (AttentionOptions { bidirectional: true, ..bound }, Some(packed.clone())),
         (usual, Some(packed.clone())),
     ] {
         let (q, kv) = ([2, 40, 12], [2, 40, 6]);
@@ -232,6 +235,8 @@ fn cases_of_fine_tuning() -> Vec<Case> {
     let shape: [&[usize]; 2] = [&[3, 17], &[3, 17]];
     let gated = |a: &[Tensor]| nn::gelu_gated(&a[0], &a[1]);
     all.push(case("gelu_gated", &shape, gated, |a| composed::gelu_gated(&a[0], &a[1])));
+    let gated = |a: &[Tensor]| nn::exact_gelu_gated(&a[0], &a[1]);
+    all.push(case("exact_gelu_gated", &shape, gated, |a| composed::exact_gelu_gated(&a[0], &a[1])));
     let wide = |a: &[Tensor]| a[0].affine(4.0, 0.0);
     all.push(case("gelu", &shape[..1], move |a| nn::gelu(&wide(a)?), move |a| composed::gelu(&wide(a)?)));
     // A factor that every dtype can represent.

@@ -3,6 +3,7 @@
 pub use candle_zero::error::{
     CheckpointError, ConfigError, Error, LoraError, ModelError, OutputError, ParamError, Result,
 };
+use candle_zero::models::ENCODER_TYPES;
 use std::path::{Path, PathBuf};
 
 /// Errors of fine-tuning.
@@ -59,11 +60,11 @@ pub enum FinetuneError {
     },
     /// A model that cannot be trained to classify.
     #[error(
-        "{} {found}; --task classify requires a BERT model (model_type \"bert\") in Hugging Face format, with any head \
-         or none; to fine-tune a language model, leave out --task",
-        path.display()
+        "{} {found}; --task classify requires an encoder (model_type {}) or a language model, with any head or none, in a \
+         folder in Hugging Face format",
+        path.display(), ENCODER_TYPES.join(", ")
     )]
-    NoEncoder {
+    NoClassifierBase {
         /// The folder.
         path: PathBuf,
         /// A description of what the folder contains instead.

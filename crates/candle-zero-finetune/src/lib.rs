@@ -14,7 +14,7 @@
 //! | low-rank adapters in PEFT's files | [`Adapter`] |
 //! | preference optimization | [`dpo_loss`] |
 //! | a model's folder or GGUF file: its description, and its weights by name | [`BaseModel`] |
-//! | the encoder that is trained to classify, its rows and scores | [`EncoderBase`], [`ClassificationBatch`], [`ClassificationScores`] |
+//! | the model that is trained to classify, its rows and scores | [`ClassifierBase`], [`ClassificationBatch`], [`ClassificationScores`] |
 //! | initial values of adapters and of the base's weights | [`AdaptedValues`] |
 //! | the stage, the offload and the micro batch that fit into memory | [`MemoryDemand`], [`MemoryFit`] |
 //! | the weights that QLoRA holds in 4 bits | [`is_quantized`] |
@@ -53,7 +53,8 @@ pub use data::source::Source;
 pub use gguf::export::GgufFormat;
 pub use model::base_model::BaseModel;
 pub use model::classifier::{ClassificationOutput, Classifier};
-pub use model::encoder_base::EncoderBase;
+pub use model::classifier_base::ClassifierBase;
+pub use model::classifier_config::ClassifierConfig;
 pub use model::generator::{GeneratedText, Generator, Sampling};
 pub use model::merged_model::MergedModel;
 #[cfg(feature = "hub")]

@@ -10,10 +10,9 @@ pub struct AttentionRule<'a> {
     pub scale: f32,
     /// The c in c tanh(score / c), which limits scaled scores.
     pub soft_cap: Option<f32>,
-    /// The maximum number of keys that a query sees, including the key at its own position.
+    /// The window: a query sees only the keys whose distance from it is less than this number.
     pub window: Option<usize>,
-    /// Whether a query sees all positions of its sequence, not only those up to its own. There is no window in this
-    /// case.
+    /// Whether a query also sees the positions after its own.
     pub bidirectional: bool,
     /// The starts of the sequences in each row of positions, the first at 0. Without them, a row is one sequence.
     pub starts: Option<&'a [Vec<usize>]>,
@@ -68,6 +67,8 @@ pub(super) struct TileShape {
 pub(super) struct TileMaskEdge {
     /// The offset of the first visible key: query i sees keys from i + this value on.
     pub from: isize,
+    /// The offset of the first key that is no longer visible: query i sees keys before i + this value.
+    pub to: isize,
     /// The number of existing keys.
     pub keys: usize,
 }
@@ -116,7 +117,9 @@ impl AttentionRule<'_> {
         }
         let of_span = |SequenceSpan { len, .. }| {
             let full = self.window.map_or(len, |window| window.min(len));
-            if self.bidirectional { len * len } else { full * (full + 1) / 2 + (len - full) * full }
+            let behind = full * (full + 1) / 2 + (len - full) * full;
+            // In both directions, only the pairs of a query and the key at its own position are not mirrored.
+            if self.bidirectional { 2 * behind - len } else { behind }
         };
         h.heads * self.spans(h).into_iter().map(of_span).sum::<usize>()
     }
@@ -130,21 +133,24 @@ impl AttentionRule<'_> {
         n: usize,
     ) -> impl Iterator<Item = (usize, TileShape)> + use<> {
         let (queries, window, bidirectional) = (n.next_multiple_of(BAND), self.window, self.bidirectional);
-        let (from, to) = match (bidirectional, window) {
-            (true, _) => (0, time),
-            (false, window) => (window.map_or(0, |window| (start + 1).saturating_sub(window)), start + 1),
+        let from = window.map_or(0, |window| (start + 1).saturating_sub(window));
+        let to = match (bidirectional, window) {
+            (true, Some(window)) => time.min((start + n - 1).saturating_add(window)),
+            (true, None) => time,
+            (false, _) => start + 1,
         };
         (from / BLOCK * BLOCK..to).step_by(BLOCK).map(move |first| {
             let diagonal = !bidirectional && first == start;
             let exist = if diagonal { n } else { BLOCK.min(time - first) };
             let keys = exist.next_multiple_of(BAND);
-            // Query `start` + i sees the keys after `start` + i - window.
-            let from = match window {
-                Some(window) if !bidirectional => (start - first) as isize + 1 - window.min(time) as isize,
-                _ => -(BLOCK as isize),
-            };
-            let edge = from + n as isize > 1 || (!diagonal && exist < keys);
-            (first, TileShape { keys, queries, diagonal, edge: edge.then_some(TileMaskEdge { from, keys: exist }) })
+            // Query `start` + i sees the keys after `start` + i - window, and in both directions those before `start` +
+            // i + window.
+            let ahead = start as isize - first as isize;
+            let reach = window.map(|window| window.min(time) as isize);
+            let from = reach.map_or(-(BLOCK as isize), |reach| ahead + 1 - reach);
+            let to = reach.filter(|_| bidirectional).map_or(BLOCK as isize, |reach| ahead + reach);
+            let edge = from + n as isize > 1 || to < exist as isize || (!diagonal && exist < keys);
+            (first, TileShape { keys, queries, diagonal, edge: edge.then_some(TileMaskEdge { from, to, keys: exist }) })
         })
     }
 }
@@ -165,7 +171,8 @@ mod tests {
             if (first..first + s.keys).contains(&k) {
                 assert!(!found.1, "tiles do not overlap");
                 let (i, j) = (q - start, k - first);
-                let within = s.edge.is_none_or(|e| j as isize >= i as isize + e.from && j < e.keys);
+                let visible = |e: TileMaskEdge| i as isize + e.from..i as isize + e.to;
+                let within = s.edge.is_none_or(|e| visible(e).contains(&(j as isize)) && j < e.keys);
                 found = (within && (!s.diagonal || j <= i), true);
             }
         }
@@ -178,14 +185,14 @@ mod tests {
             for window in
                 [None, Some(1), Some(12), Some(64), Some(65), Some(70), Some(199), Some(200), Some(usize::MAX)]
             {
-                let rule = rule(window, false);
-                for (q, k) in (0..time).flat_map(|q| (0..time).map(move |k| (q, k))) {
-                    let seen = k <= q && q - k < window.unwrap_or(usize::MAX);
-                    assert_eq!(in_tiles(&rule, time, q, k).0, seen, "{window:?} of {time}: {q} {k}");
+                for bidirectional in [false, true] {
+                    let rule = rule(window, bidirectional);
+                    for (q, k) in (0..time).flat_map(|q| (0..time).map(move |k| (q, k))) {
+                        let seen = (bidirectional || k <= q) && usize::abs_diff(q, k) < window.unwrap_or(usize::MAX);
+                        let what = format!("{window:?} of {time}, in both directions: {bidirectional}: {q} {k}");
+                        assert_eq!(in_tiles(&rule, time, q, k).0, seen, "{what}");
+                    }
                 }
-            }
-            for (q, k) in (0..time).flat_map(|q| (0..time).map(move |k| (q, k))) {
-                assert!(in_tiles(&rule(None, true), time, q, k).0, "{time}: {q} {k}");
             }
         }
     }
@@ -199,15 +206,27 @@ mod tests {
         assert_eq!(tiles(Some(65), 192), [128, 192]);
         assert_eq!(tiles(Some(66), 192), [64, 128, 192]);
         assert_eq!(tiles(Some(1), 192), [192]);
+        let both_ways =
+            |window, start| rule(window, true).tiles(1000, start, BLOCK).map(|tile| tile.0).collect::<Vec<_>>();
+        assert_eq!(both_ways(Some(1), 192), [192]);
+        assert_eq!(both_ways(Some(2), 192), [128, 192, 256]);
+        assert_eq!(both_ways(Some(66), 192), [64, 128, 192, 256, 320]);
+        assert_eq!(both_ways(Some(2), 960), [896, 960]);
+        assert_eq!(both_ways(Some(65), 0), [0, 64]);
     }
 
     #[test]
     fn a_window_that_hides_nothing_leaves_no_edges() {
         for start in (0..200).step_by(BLOCK) {
             let n = BLOCK.min(200 - start);
-            let tiles = |window| rule(window, false).tiles(200, start, n).collect::<Vec<_>>();
-            assert_eq!(tiles(Some(200)), tiles(None));
-            assert!(tiles(None).iter().all(|(_, shape)| shape.edge.is_none()));
+            let tiles = |window, bidirectional| rule(window, bidirectional).tiles(200, start, n).collect::<Vec<_>>();
+            assert_eq!(tiles(Some(200), false), tiles(None, false));
+            assert!(tiles(None, false).iter().all(|(_, shape)| shape.edge.is_none()));
+            // The last block has keys that do not exist.
+            let hides = |tiles: Vec<(usize, TileShape)>| {
+                tiles.iter().map(|(first, shape)| (*first, shape.edge.is_some())).collect::<Vec<_>>()
+            };
+            assert_eq!(hides(tiles(Some(200), true)), hides(tiles(None, true)));
         }
     }
 
@@ -220,5 +239,7 @@ mod tests {
         assert_eq!(rule(Some(3), false).pairs(&h), 2 * 3 * 27);
         assert_eq!(packed(rule(None, false)).pairs(&h), 3 * (10 + 21 + 1 + 36 + 1));
         assert_eq!(packed(rule(None, true)).pairs(&h), 3 * (16 + 36 + 1 + 64 + 1));
+        assert_eq!(rule(Some(3), true).pairs(&h), 2 * 3 * 44);
+        assert_eq!(rule(Some(1), true).pairs(&h), 2 * 3 * 10);
     }
 }

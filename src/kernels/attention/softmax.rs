@@ -82,11 +82,14 @@ impl TileMask for WindowMask {
         if key >= self.edge.keys {
             return other;
         }
-        // The queries before this lane see the key.
-        let end = key as isize + 1 - self.query as isize - self.edge.from;
+        // The queries from lane `start` to before lane `end` see the key.
+        let lane =
+            |offset: isize| (key as isize + 1 - self.query as isize - offset).clamp(0, V::LANES as isize) as usize;
+        let (start, end) = (lane(self.edge.to), lane(self.edge.from));
         // SAFETY: as the caller promises.
         unsafe {
-            let seen = other.keep_from_lane(end.clamp(0, V::LANES as isize) as usize, x);
+            let seen = other.keep_from_lane(end, x);
+            let seen = if start > 0 { seen.keep_from_lane(start, other) } else { seen };
             if self.diagonal { CausalMask(self.query).keep(seen, key, other) } else { seen }
         }
     }

@@ -43,8 +43,8 @@ impl<E: Element> Case<E> {
 
     /// Returns whether position `t` of row `b` sees position `s`.
     fn sees(&self, b: usize, t: usize, s: usize) -> bool {
-        let behind = s <= t && t - s < self.rule.window.unwrap_or(usize::MAX);
-        self.start(b, t) == self.start(b, s) && (behind || self.rule.bidirectional)
+        let near = t.abs_diff(s) < self.rule.window.unwrap_or(usize::MAX);
+        self.start(b, t) == self.start(b, s) && near && (s <= t || self.rule.bidirectional)
     }
 
     fn stride(&self) -> usize {
@@ -172,13 +172,16 @@ fn rules(h: &AttentionShape) -> Vec<(AttentionRule<'static>, Option<Vec<Vec<usiz
         both_ways,
         AttentionRule { bidirectional: true, ..capped },
         AttentionRule { window: Some(20), ..capped },
+        AttentionRule { window: Some(20), bidirectional: true, ..capped },
     ];
+    let windows_both_ways = windows.map(|rule| AttentionRule { bidirectional: true, ..rule });
     // Sequences of one position and of many, different in each row.
     let starts = |row: usize| (0..h.time).filter(|t| *t == 0 || [3, 4, 80 + row, 83].contains(t)).collect();
     let packed: Vec<Vec<usize>> = (0..h.batch).map(starts).collect();
-    let packs = [usual, both_ways, windows[1], AttentionRule { window: Some(20), ..capped }]
+    let packs = [usual, both_ways, windows[1], windows_both_ways[1], AttentionRule { window: Some(20), ..capped }]
         .map(|rule| (rule, Some(packed.clone())));
-    alone.into_iter().chain(windows).map(|rule| (rule, None)).chain(packs).collect()
+    let alone = alone.into_iter().chain(windows).chain(windows_both_ways);
+    alone.map(|rule| (rule, None)).chain(packs).collect()
 }
 
 fn results_and_gradients_are_those_of_the_formulas<E: Element>(accuracy: f64) {

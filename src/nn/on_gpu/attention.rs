@@ -8,7 +8,8 @@ use crate::nn::{AttentionOptions, Sequences};
 use crate::tensor::device_elements::with_each;
 use candle_core::{Result, Tensor};
 
-/// Computes attention for queries, keys and values, or for one tensor that contains them side by side.
+/// Computes attention for queries, keys and values, or for one tensor that contains them side by side. The kernels have
+/// no windows in both directions: for them, as for other devices and formats, it returns `None`.
 pub(in crate::nn) fn attention<const N: usize>(
     name: &'static str,
     heads: AttentionShape,
@@ -17,7 +18,8 @@ pub(in crate::nn) fn attention<const N: usize>(
     sequences: Option<&Sequences>,
 ) -> Result<Option<Tensor>> {
     let one_format = parts.iter().all(|part| part.dtype() == parts[0].dtype());
-    let device = supported_device(&parts).filter(|device| one_format && kernel::takes(device, &heads));
+    let has_kernel = one_format && !(options.bidirectional && options.window.is_some());
+    let device = supported_device(&parts).filter(|device| has_kernel && kernel::takes(device, &heads));
     let Some(device) = device else { return Ok(None) };
     let rule = options.rule(heads.head, sequences)?;
     let parts: Vec<Tensor> = parts.iter().map(|part| part.contiguous()).collect::<Result<_>>()?;

@@ -208,7 +208,7 @@ pub(super) fn check_rows(rows: usize, ids: usize) -> Result<()> {
 }
 
 /// The output projection, which files may contain even if the model uses its embedding instead.
-const LM_HEAD: &str = "lm_head.weight";
+pub(super) const LM_HEAD: &str = "lm_head.weight";
 
 /// Returns whether a tensor belongs to the vision part of a model around the language model.
 fn is_of_images(json: &Value, name: &str) -> bool {

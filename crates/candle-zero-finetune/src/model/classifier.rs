@@ -1,11 +1,15 @@
-//! A trained text classifier without an engine: the folder of a BERT model, its tokenizer, and the labels' names.
+//! A trained text classifier without an engine: the folder of the model, its tokenizer, and the labels' names.
 
-use super::base_model::builder_over;
-use super::encoder_base::EncoderBase;
+use super::base_model::{CONFIG, builder_over};
+use super::classifier_base::ClassifierBase;
+use super::classifier_config::ClassifierConfig;
+use super::trainable_model::TrainableModel;
 use crate::chat::tokenizer::Tokenizer;
 use crate::error::{FinetuneError, Result};
+use crate::peft::adapted_values::AdaptedValues;
+use crate::peft::adapter::Adapter;
 use candle_core::{D, DType, Device, Tensor};
-use candle_zero::models::Bert;
+use candle_zero::models::{DecoderConfig, class_names};
 use std::path::Path;
 
 /// A classifier that predicts the labels of texts. Each text is processed separately, so its result does not depend on
@@ -19,7 +23,8 @@ use std::path::Path;
 /// ```
 #[derive(Debug)]
 pub struct Classifier {
-    model: Bert,
+    model: TrainableModel,
+    config: ClassifierConfig,
     tokenizer: Tokenizer,
 }
 
@@ -40,19 +45,45 @@ impl Classifier {
     /// `AutoModelForSequenceClassification` loads, and reads its weights in f32.
     ///
     /// # Errors
-    /// Errors of [`EncoderBase::open_trained`] and [`Tokenizer::open`]; a tokenizer with more ids than the model has
+    /// Errors of [`ClassifierBase::open_trained`] and [`Tokenizer::open`]; a tokenizer with more ids than the model has
     /// rows; weights that are not finite.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
-        let base = EncoderBase::open_trained(folder)?;
+        let base = ClassifierBase::open_trained(folder)?;
         let tokenizer = Tokenizer::open(base.folder())?;
         base.check_tokens(tokenizer.vocab_size())?;
         let vb = builder_over(base.values(), DType::F32, &Device::Cpu);
-        Ok(Self { model: Bert::new(base.config(), vb)?, tokenizer })
+        Ok(Self { model: base.config().build(vb)?, config: base.config().clone(), tokenizer })
+    }
+
+    /// Opens the folder of a model together with that of an adapter for it, which `zerorun finetune --task classify
+    /// --lora` or PEFT (task type SEQ_CLS) writes, and reads the weights in f32. The names of the labels are those in the
+    /// adapter's `config.json`, if it has one.
+    ///
+    /// # Errors
+    /// Errors of [`ClassifierBase::open`], [`Adapter::read`] and [`Tokenizer::open`]; an adapter of a language model or
+    /// for another model; weights that are not finite.
+    pub fn open_with_adapter(folder: impl AsRef<Path>, adapter: impl AsRef<Path>) -> Result<Self> {
+        let (folder, adapter) = (folder.as_ref(), Adapter::read(adapter)?);
+        let description = adapter.path().join(CONFIG);
+        let json = description.is_file().then(|| DecoderConfig::parse(&description)).transpose()?;
+        let names = match &json {
+            Some(json) => class_names(json, &description)?,
+            None => (0..adapter.labels()?).map(|i| format!("LABEL_{i}")).collect(),
+        };
+        let mut base = ClassifierBase::open(folder, &names)?;
+        let padding = json.and_then(|json| u32::try_from(json["pad_token_id"].as_u64()?).ok());
+        base.pad_with(padding);
+        let tokenizer = Tokenizer::open(base.folder())?;
+        base.check_tokens(tokenizer.vocab_size())?;
+        let config = base.config().clone().with_lora(Some(adapter.config.clone()));
+        let values = AdaptedValues::of_classifier(&base, &config, Some(adapter))?;
+        let model = config.build(values.var_builder(DType::F32, &Device::Cpu))?;
+        Ok(Self { model, config, tokenizer })
     }
 
     /// Returns the names of the labels, in the order of the classes.
     pub fn labels(&self) -> &[String] {
-        &self.model.config().labels
+        self.config.labels()
     }
 
     /// Predicts the label of a text. A text longer than the model's context is cut, but the tokenizer's last token is
@@ -63,7 +94,7 @@ impl Classifier {
     pub fn classify(&self, text: &str) -> Result<ClassificationOutput> {
         let mut ids = self.tokenizer.encode(text)?.ids;
         let (before, after) = self.tokenizer.around();
-        let room = self.model.config().max_position_embeddings.saturating_sub(before.len() + after.len());
+        let room = self.config.ctx().saturating_sub(before.len() + after.len());
         let cut = ids.len().saturating_sub(room);
         ids.truncate(room);
         let ids = [before, &ids, after].concat();
@@ -72,7 +103,7 @@ impl Classifier {
             return Err(unusable("the tokenizer produces no tokens for it"));
         }
         let ids = Tensor::from_vec(ids, (1, tokens), &Device::Cpu)?;
-        let logits = self.model.forward(&ids, None, &[tokens])?.squeeze(0)?.to_dtype(DType::F64)?;
+        let logits = self.model.classifier()?.logits(&ids, &[tokens])?.squeeze(0)?.to_dtype(DType::F64)?;
         let exp = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?)?.exp()?;
         let probabilities: Vec<f64> = exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)?.to_vec1()?;
         if probabilities.iter().any(|p| !p.is_finite()) {

@@ -3,6 +3,8 @@
 
 use crate::error::Result;
 use crate::model::base_model::builder_over;
+use crate::model::classifier_base::ClassifierBase;
+use crate::model::classifier_config::ClassifierConfig;
 use crate::model::merged_model::layout_of;
 use crate::{Adapter, BaseModel};
 use candle_core::{DType, Device};
@@ -56,11 +58,32 @@ impl AdaptedValues {
         if let Some(lora) = &config.lora {
             lora.check_targets(config.projections()?.iter().map(String::as_str))?;
         }
+        Self::over(base.values(), parameters, adapter)
+    }
+
+    /// Returns the values for a classifier of `config`, which is the configuration of `base` with adapters
+    /// ([`ClassifierConfig::with_lora`]).
+    ///
+    /// # Errors
+    /// Targets that match no projection; an adapter for another model or with other settings, or of a language model.
+    pub fn of_classifier(base: &ClassifierBase, config: &ClassifierConfig, adapter: Option<Adapter>) -> Result<Self> {
+        if let Some(lora) = config.lora() {
+            lora.check_targets(config.projections()?.iter().map(String::as_str))?;
+        }
+        adapter.as_ref().map_or(Ok(()), Adapter::check_classifies)?;
+        Self::over(base.values(), config.parameters()?, adapter)
+    }
+
+    fn over(
+        base: Arc<dyn InitialValues>,
+        parameters: Vec<(String, Vec<usize>)>,
+        adapter: Option<Adapter>,
+    ) -> Result<Self> {
         if let Some(adapter) = &adapter {
             adapter.check_fits(&parameters)?;
         }
         let shapes = parameters.into_iter().filter(|(_, shape)| shape.len() == 2).collect();
-        Ok(Self { base: base.values(), shapes, adapter, packed: None })
+        Ok(Self { base, shapes, adapter, packed: None })
     }
 
     /// Returns the values for a model of `dtype` whose weights are packed if `rule` returns true

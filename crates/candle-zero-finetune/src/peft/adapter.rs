@@ -42,6 +42,8 @@ pub struct Adapter {
     pub config: LoraConfig,
     /// The model that it was trained on, as a folder or a Hub name, if the adapter names it.
     pub base: Option<String>,
+    /// The modules of a classifier's head that are trained completely, or `None` for the adapter of a language model.
+    saved: Option<Vec<String>>,
     /// The folder that it was read from.
     path: PathBuf,
     /// The tensors by parameter name, without the prefix of the blocks.
@@ -56,7 +58,50 @@ impl Adapter {
         parameters: impl IntoIterator<Item = (String, AdapterTensor)>,
     ) -> Self {
         let tensors = parameters.into_iter().map(|(name, tensor)| (bare(&name).to_owned(), tensor)).collect();
-        Self { config, base, path: PathBuf::new(), tensors }
+        Self { config, base, saved: None, path: PathBuf::new(), tensors }
+    }
+
+    /// Returns the adapter of a classifier, which includes the complete parameters of the modules `saved`
+    /// (`modules_to_save` of PEFT's task type SEQ_CLS).
+    #[must_use]
+    pub fn of_classifier(self, saved: Vec<String>) -> Self {
+        Self { saved: Some(saved), ..self }
+    }
+
+    /// Returns the modules of a classifier's head that are trained completely, or `None` for the adapter of a language
+    /// model.
+    pub fn saved_modules(&self) -> Option<&[String]> {
+        self.saved.as_deref()
+    }
+
+    /// Returns the number of labels that a classifier's adapter knows.
+    ///
+    /// # Errors
+    /// The adapter of a language model; one without a projection to labels.
+    pub(crate) fn labels(&self) -> Result<usize> {
+        self.check_classifies()?;
+        let projections = ["score.weight", "classifier.weight", "classifier.out_proj.weight"];
+        let weight = projections.iter().find_map(|name| self.tensors.get(*name));
+        let labels = weight.and_then(|weight| weight.shape.first().copied());
+        labels.ok_or_else(|| {
+            let reason = format!("it has no projection to labels, which is one of {}", list(&projections));
+            unusable(&self.path.join(TENSORS), reason)
+        })
+    }
+
+    /// Checks that this is the adapter of a classifier.
+    ///
+    /// # Errors
+    /// The adapter of a language model.
+    pub(crate) fn check_classifies(&self) -> Result<()> {
+        match self.saved {
+            Some(_) => Ok(()),
+            None => {
+                let reason =
+                    "its task_type is not SEQ_CLS: it is the adapter of a language model, without a classifier";
+                Err(unusable(&self.path.join(CONFIG), reason.into()))
+            }
+        }
     }
 
     /// Returns the adapter that an engine trains. Collective.
@@ -64,7 +109,31 @@ impl Adapter {
     /// # Errors
     /// Errors of [`Engine::safe_get_full_fp32_param`].
     pub fn of_engine<M>(engine: &mut Engine<M>, config: LoraConfig, base: Option<String>) -> Result<Self> {
-        let names: Vec<String> = engine.trainable_parameters().into_iter().filter(|name| is_adapter(name)).collect();
+        Self::of_parameters(engine, config, base, is_adapter)
+    }
+
+    /// Returns the adapter of a classifier that an engine trains, with the modules `saved`. Collective.
+    ///
+    /// # Errors
+    /// Errors of [`Engine::safe_get_full_fp32_param`].
+    pub fn of_classifying_engine<M>(
+        engine: &mut Engine<M>,
+        config: LoraConfig,
+        base: Option<String>,
+        saved: Vec<String>,
+    ) -> Result<Self> {
+        let is_part = |name: &str| is_adapter(name) || is_saved(name, &saved);
+        Ok(Self::of_parameters(engine, config, base, is_part)?.of_classifier(saved))
+    }
+
+    /// Returns an adapter with the trained parameters for which `is_part` returns true. Collective.
+    fn of_parameters<M>(
+        engine: &mut Engine<M>,
+        config: LoraConfig,
+        base: Option<String>,
+        is_part: impl Fn(&str) -> bool,
+    ) -> Result<Self> {
+        let names: Vec<String> = engine.trainable_parameters().into_iter().filter(|name| is_part(name)).collect();
         let mut parameters = Vec::with_capacity(names.len());
         for name in names {
             let tensor = engine.safe_get_full_fp32_param(&name)?;
@@ -104,7 +173,8 @@ impl Adapter {
         let file = SafeTensors::deserialize(&bytes).map_err(|e| unusable(&path, e.to_string()))?;
         let mut tensors = BTreeMap::new();
         for (key, view) in file.iter() {
-            let name = key.strip_prefix(PREFIX).filter(|name| is_adapter(name)).ok_or_else(|| {
+            let is_part = |name: &&str| is_adapter(name) || config.saved.as_ref().is_some_and(|of| is_saved(name, of));
+            let name = key.strip_prefix(PREFIX).filter(is_part).ok_or_else(|| {
                 unusable(
                     &path,
                     format!("{key} is not a tensor of a LoRA adapter, whose keys are {PREFIX}NAME.lora_A.weight"),
@@ -117,11 +187,12 @@ impl Adapter {
             tensors.insert(bare(name).to_owned(), AdapterTensor { shape: view.shape().to_vec(), values });
         }
         if config.is_pattern {
-            let modules: BTreeSet<&str> = tensors.keys().filter_map(|name| adapted_module(name)).collect();
+            let modules: BTreeSet<&str> = tensors.keys().filter_map(|name: &String| adapted_module(name)).collect();
             config.lora.targets = LoraTargets::Names(modules.into_iter().map(str::to_owned).collect());
             config.lora.validate().map_err(|_| unusable(&path, "it has no adapter tensors".into()))?;
         }
-        Ok(Self { config: config.lora, base: config.base, path: folder.to_owned(), tensors })
+        let PeftConfig { lora, base, saved, .. } = config;
+        Ok(Self { config: lora, base, saved, path: folder.to_owned(), tensors })
     }
 
     /// Checks that all values are finite.
@@ -151,6 +222,10 @@ impl Adapter {
             parameters.iter().map(|(name, shape)| (bare(name), shape.as_slice())).collect();
         for (name, tensor) in &self.tensors {
             match shapes.get(name.as_str()) {
+                None if self.saved.is_some() && !parameters.iter().any(|(name, _)| is_head(name)) => {
+                    let problem = "it belongs to a classifier (task_type SEQ_CLS), which zerorun classify uses";
+                    return wrong(name, problem.into());
+                }
                 None => return wrong(name, "the model has no such projection".into()),
                 Some(shape) if **shape != tensor.shape => {
                     return wrong(name, format!("it has shape {:?}, but the model needs {shape:?}", tensor.shape));
@@ -158,7 +233,9 @@ impl Adapter {
                 Some(_) => (),
             }
         }
-        let lacks = |name: &&str| is_adapter(name) && self.tensor(name).is_none();
+        let has = |name: &str| self.tensor(name).is_some();
+        let is_part = |name: &str| is_adapter(name) || self.saved.as_ref().is_some_and(|of| is_saved(name, of));
+        let lacks = |name: &&str| is_part(name) && !has(name);
         let missing: Vec<&str> = parameters.iter().map(|(name, _)| name.as_str()).filter(lacks).collect();
         if missing.is_empty() {
             return Ok(());
@@ -201,16 +278,20 @@ impl Adapter {
         }
         let is_conv1d = prefix == "transformer.";
         let modules = self.tensors.keys().filter_map(|name| name.strip_suffix(".lora_A.weight"));
-        let config = PeftConfig { lora: self.config.clone(), base: self.base.clone(), is_pattern: false };
-        let config = config.write(modules, is_conv1d);
+        let (lora, base, saved) = (self.config.clone(), self.base.clone(), self.saved.clone());
+        let config = PeftConfig { lora, base, is_pattern: false, saved }.write(modules, is_conv1d);
         files::write_whole(&folder.join(CONFIG), ".adapter", config.as_bytes())?;
-        let prefix = format!("{PREFIX}{prefix}");
+        // Only the names of blocks are stored without the prefix of the model's files.
+        let prefix = |name: &str| match self.saved.is_none() || ["layers.", "h."].iter().any(|b| name.starts_with(b)) {
+            true => prefix,
+            false => "",
+        };
         let bytes: Vec<(String, &[usize], Vec<u8>)> = self
             .tensors
             .iter()
             .map(|(name, tensor)| {
                 let bytes = tensor.values.iter().flat_map(|value| value.to_le_bytes()).collect();
-                (format!("{prefix}{name}"), tensor.shape.as_slice(), bytes)
+                (format!("{PREFIX}{}{name}", prefix(name)), tensor.shape.as_slice(), bytes)
             })
             .collect();
         let invalid = |e: safetensors::SafeTensorError| std::io::Error::new(std::io::ErrorKind::InvalidData, e);
@@ -223,6 +304,18 @@ impl Adapter {
         files::write_whole(&folder.join(TENSORS), ".adapter", &file)?;
         files::sync_folder(folder)
     }
+}
+
+/// Returns whether a parameter belongs to one of the modules that are saved completely. As in PEFT, a module is meant if
+/// its path ends with one of the names.
+pub(crate) fn is_saved(parameter: &str, saved: &[String]) -> bool {
+    let mut modules = parameter.match_indices('.').map(|(at, _)| &parameter[..at]);
+    !is_adapter(parameter) && modules.any(|module| saved.iter().any(|name| module.ends_with(name.as_str())))
+}
+
+/// Returns whether a parameter belongs to the projection of a classifier to labels.
+fn is_head(parameter: &str) -> bool {
+    ["score.", "classifier."].iter().any(|head| parameter.starts_with(head))
 }
 
 /// Returns a parameter's name without the prefix of the blocks.
@@ -293,6 +386,52 @@ mod tests {
         assert_eq!(names, want);
         // A folder with files is never overwritten.
         adapter.write(&out, []).unwrap_err();
+    }
+
+    #[test]
+    fn the_head_of_a_classifier_is_written_under_its_own_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("adapter");
+        let head = AdapterTensor { shape: vec![2, 6], values: vec![0.5; 12] };
+        let mut adapter = adapter().of_classifier(vec!["score".into()]);
+        adapter.tensors.insert("score.weight".into(), head);
+        adapter.write(&out, ["model.layers.0.self_attn.q_proj.weight"]).unwrap();
+        assert_eq!(Adapter::read(&out).unwrap(), Adapter { path: out.clone(), ..adapter.clone() });
+        let file = std::fs::read(out.join(TENSORS)).unwrap();
+        let file = SafeTensors::deserialize(&file).unwrap();
+        let mut names = file.names();
+        names.sort_unstable();
+        let block = "base_model.model.model.layers.0.self_attn.q_proj";
+        let want = [
+            format!("{block}.lora_A.weight"),
+            format!("{block}.lora_B.weight"),
+            "base_model.model.score.weight".to_owned(),
+        ];
+        assert_eq!(names, want);
+        assert_eq!(adapter.labels().unwrap(), 2);
+        let mut of_model = parameters();
+        insta::assert_snapshot!(adapter.check_fits(&of_model).unwrap_err());
+        of_model.push(("score.weight".into(), vec![3, 6]));
+        insta::assert_snapshot!(adapter.check_fits(&of_model).unwrap_err());
+        of_model.pop();
+        of_model.push(("score.weight".into(), vec![2, 6]));
+        adapter.check_fits(&of_model).unwrap();
+        adapter.tensors.remove("score.weight");
+        insta::assert_snapshot!(adapter.check_fits(&of_model).unwrap_err());
+        insta::assert_snapshot!(adapter.labels().unwrap_err());
+        insta::assert_snapshot!(Adapter { saved: None, ..adapter }.labels().unwrap_err());
+    }
+
+    #[test]
+    fn saved_modules_are_meant_by_the_ends_of_their_paths() {
+        let saved = ["classifier".to_owned(), "pooler".to_owned()];
+        assert!(
+            ["classifier.weight", "pre_classifier.bias", "classifier.out_proj.weight", "bert.pooler.dense.weight"]
+                .iter()
+                .all(|name| is_saved(name, &saved))
+        );
+        assert!(!is_saved("bert.encoder.layer.0.output.dense.weight", &saved));
+        assert!(!is_saved("classifiers.weight", &saved));
     }
 
     #[test]

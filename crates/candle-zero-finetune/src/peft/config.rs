@@ -14,15 +14,23 @@ pub(super) struct PeftConfig {
     /// Whether `target_modules` is a regular expression, as unsloth writes it. The tensor file then determines the
     /// modules.
     pub is_pattern: bool,
+    /// The modules of a classifier that are saved completely (`modules_to_save` with the task type SEQ_CLS), or `None`
+    /// for the adapter of a language model.
+    pub saved: Option<Vec<String>>,
 }
 
+/// The task type of a classifier's adapter.
+const CLASSIFIER_TASK: &str = "SEQ_CLS";
+
+/// The modules that PEFT saves with a classifier's adapter, whatever else there is.
+const CLASSIFIER_MODULES: [&str; 2] = ["classifier", "score"];
+
 /// Unsupported settings, which change what an adapter computes or which weights it has.
-const UNSUPPORTED_SETTINGS: [&str; 17] = [
+const UNSUPPORTED_SETTINGS: [&str; 16] = [
     "rank_pattern",
     "alpha_pattern",
     "layers_to_transform",
     "exclude_modules",
-    "modules_to_save",
     "lora_bias",
     "use_qalora",
     "use_bdlora",
@@ -39,7 +47,7 @@ const UNSUPPORTED_SETTINGS: [&str; 17] = [
 
 /// Settings that are checked individually, and those that do not change a finished adapter: who wrote it, how it was
 /// initialized, and details of settings that are refused.
-const HANDLED_SETTINGS: [&str; 25] = [
+const HANDLED_SETTINGS: [&str; 26] = [
     "auto_mapping",
     "base_model_name_or_path",
     "bias",
@@ -55,6 +63,7 @@ const HANDLED_SETTINGS: [&str; 25] = [
     "lora_dropout",
     "lora_ga_config",
     "megatron_core",
+    "modules_to_save",
     "peft_type",
     "peft_version",
     "qalora_group_size",
@@ -103,6 +112,7 @@ impl PeftConfig {
                 ));
             }
         }
+        let saved = saved_modules(get("task_type"), get("modules_to_save").filter(|value| !is_off(value)))?;
         check_start(get("init_lora_weights"))?;
         if let Some(bias) = get("bias").filter(|bias| *bias != "none") {
             return Err(format!("bias is {bias}; only \"none\" is supported"));
@@ -131,7 +141,7 @@ impl PeftConfig {
         lora.validate().map_err(|e| e.to_string())?;
         let is_pattern = get("target_modules").is_some_and(Value::is_string) && lora.targets != LoraTargets::AllLinear;
         let base = get("base_model_name_or_path").and_then(Value::as_str).map(str::to_owned);
-        Ok(Self { lora, base, is_pattern })
+        Ok(Self { lora, base, is_pattern, saved })
     }
 
     /// Returns the text of a file for adapters of these projections, with the keys that all versions of PEFT since 0.10
@@ -140,8 +150,9 @@ impl PeftConfig {
         let LoraConfig { r, alpha, dropout, ref targets, rslora, dora } = self.lora;
         let targets: BTreeSet<&str> = match targets {
             LoraTargets::Names(names) => names.iter().map(String::as_str).collect(),
-            LoraTargets::AllLinear => modules.into_iter().filter_map(|module| module.rsplit('.').next()).collect(),
+            LoraTargets::AllLinear => modules.into_iter().filter_map(target_name).collect(),
         };
+        let task = if self.saved.is_some() { CLASSIFIER_TASK } else { "CAUSAL_LM" };
         // PEFT writes an integer.
         let alpha = if alpha.fract() == 0.0 && alpha < 1e15 { json!(alpha as u64) } else { json!(alpha) };
         // The shortest decimal number with this f32 value.
@@ -158,17 +169,46 @@ impl PeftConfig {
             "layers_to_transform": null,
             "lora_alpha": alpha,
             "lora_dropout": dropout,
-            "modules_to_save": null,
+            "modules_to_save": self.saved,
             "peft_type": "LORA",
             "r": r,
             "rank_pattern": {},
             "revision": null,
             "target_modules": targets,
-            "task_type": "CAUSAL_LM",
+            "task_type": task,
             "use_dora": dora,
             "use_rslora": rslora,
         });
         format!("{config:#}\n")
+    }
+}
+
+/// Returns the target that selects a module in a block: the last part of its path. If a head has modules of that name,
+/// too, as BERT's and RoBERTa's have, it is the path within the block.
+fn target_name(module: &str) -> Option<&str> {
+    const NAMES_IN_HEADS: [&str; 1] = ["dense"];
+    let last = module.rsplit('.').next()?;
+    let mut in_block = module.match_indices('.').map(|(at, _)| &module[at + 1..]);
+    let is_number = |part: Option<&str>| part.is_some_and(|part| part.parse::<usize>().is_ok());
+    let after_number = in_block.find(|rest| is_number(module[..module.len() - rest.len() - 1].rsplit('.').next()));
+    Some(if NAMES_IN_HEADS.contains(&last) { after_number.unwrap_or(last) } else { last })
+}
+
+/// Returns the modules that are saved completely, for a classifier's adapter.
+fn saved_modules(task: Option<&Value>, found: Option<&Value>) -> Result<Option<Vec<String>>, String> {
+    let names = |list: &Vec<Value>| list.iter().map(|name| name.as_str().map(str::to_owned)).collect();
+    match (task.is_some_and(|task| task == CLASSIFIER_TASK), found) {
+        (false, None) => Ok(None),
+        (false, Some(found)) => Err(format!(
+            "modules_to_save is {}, which is supported only with the task_type {CLASSIFIER_TASK}; train the adapter \
+             without it",
+            shortened(found)
+        )),
+        (true, None) => Ok(Some(CLASSIFIER_MODULES.map(str::to_owned).to_vec())),
+        (true, Some(found)) => match found.as_array().and_then(names) {
+            Some(names) => Ok(Some(names)),
+            None => Err(format!("modules_to_save is {}; it must be a list of names", shortened(found))),
+        },
     }
 }
 
@@ -216,7 +256,7 @@ mod tests {
     #[test]
     fn a_written_configuration_is_read_again_with_the_names_of_all_targets() {
         let lora: LoraConfig = "r=4,alpha=9,dropout=0.05,dora,targets=all-linear".parse().unwrap();
-        let config = PeftConfig { lora, base: Some("dir".into()), is_pattern: false };
+        let config = PeftConfig { lora, base: Some("dir".into()), is_pattern: false, saved: None };
         let modules = ["h.0.attn.c_proj", "h.0.attn.c_attn", "h.0.mlp.c_proj"];
         let text = config.write(modules, true);
         let value: Value = serde_json::from_str(&text).unwrap();
@@ -226,6 +266,26 @@ mod tests {
         let names = LoraTargets::Names(vec!["c_attn".into(), "c_proj".into()]);
         let want = LoraConfig { targets: names, ..config.lora.clone() };
         assert_eq!(PeftConfig::read(&text).unwrap(), PeftConfig { lora: want, ..config });
+    }
+
+    #[test]
+    fn a_classifiers_configuration_names_its_head_and_no_module_of_the_head_by_accident() {
+        let saved = Some(vec!["classifier".to_owned()]);
+        let config = PeftConfig { lora: LoraConfig::default(), base: None, is_pattern: false, saved };
+        let block = "bert.encoder.layer.11";
+        let modules = ["attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense"]
+            .map(|module| format!("{block}.{module}"));
+        let text = config.write(modules.iter().map(String::as_str), false);
+        let value: Value = serde_json::from_str(&text).unwrap();
+        let targets = ["attention.output.dense", "intermediate.dense", "output.dense", "query"];
+        assert_eq!(value["target_modules"], json!(targets));
+        assert_eq!((&value["task_type"], &value["modules_to_save"]), (&json!("SEQ_CLS"), &json!(["classifier"])));
+        assert_eq!(PeftConfig::read(&text).unwrap().saved, config.saved);
+        // PEFT's own default.
+        let usual =
+            json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q"], "task_type": "SEQ_CLS"});
+        let usual = PeftConfig::read(&usual.to_string()).unwrap().saved.unwrap();
+        assert_eq!(usual, ["classifier", "score"]);
     }
 
     #[test]
@@ -278,7 +338,8 @@ mod tests {
         insta::assert_snapshot!(text(json!({"r": 0})), @"LoRA settings: r is 0, but must be from 1 to 1048576");
         insta::assert_snapshot!(text(json!({"lora_alpha": null})), @"it has no lora_alpha");
         insta::assert_snapshot!(text(json!({"bias": "all"})), @r#"bias is "all"; only "none" is supported"#);
-        insta::assert_snapshot!(text(json!({"modules_to_save": ["lm_head"]})), @r#"modules_to_save is ["lm_head"], which is not supported; train the adapter without it"#);
+        insta::assert_snapshot!(text(json!({"modules_to_save": ["lm_head"]})), @r#"modules_to_save is ["lm_head"], which is supported only with the task_type SEQ_CLS; train the adapter without it"#);
+        insta::assert_snapshot!(text(json!({"modules_to_save": [1], "task_type": "SEQ_CLS"})), @"modules_to_save is [1]; it must be a list of names");
         insta::assert_snapshot!(text(json!({"init_lora_weights": "pissa_niter_16"})), @r#"init_lora_weights is "pissa_niter_16", which changes the base's weights before training, so the adapter fits only the changed weights; the supported values are true, false, "gaussian", "eva", "orthogonal", "mica"; save it from PEFT as a plain adapter, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter before training"#);
         insta::assert_snapshot!(text(json!({"use_new_thing": 2})), @"use_new_thing is 2, but this key is unknown: it may change what the adapter computes; remove it from the file if it does not");
         insta::assert_snapshot!(text(json!({"layers_to_transform": 0})), @"layers_to_transform is 0, which is not supported; train the adapter without it");

@@ -6,7 +6,7 @@ use candle_zero::precision::{Nf4Scales, WeightPacking};
 /// The packing of these weights: NF4 with 8-bit scales (QLoRA, arXiv 2305.14314).
 pub(crate) const PACKING: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
-/// Returns whether QLoRA quantizes a parameter of a decoder, given its name and shape. It quantizes the weights of all
+/// Returns whether QLoRA quantizes a parameter of a decoder or an encoder, given its name and shape. It quantizes the weights of all
 /// linear layers in the model's blocks. As in PEFT, embeddings, the output projection, norms and biases stay in the
 /// model's precision.
 ///

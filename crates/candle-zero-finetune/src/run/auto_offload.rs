@@ -8,13 +8,13 @@ use super::pipeline_fit::{PipelineDemand, PipelineShape};
 use super::prepare::{PreparedRun, StartModel};
 use crate::data::sample_cache::own_cache;
 use crate::error::Result;
+use crate::model::classifier_config::ClassifierConfig;
 use crate::peft::qlora::{PACKING, is_quantized};
 use candle_zero::comm::Communicator;
 use candle_zero::comm::agree::ranks_per_host;
 use candle_zero::comm::stats::network_bench::rate_between_hosts;
 use candle_zero::estimate::Shapes;
-use candle_zero::models::{ActivationPass, Decoder};
-use candle_zero::nn::is_adapter;
+use candle_zero::models::{ActivationPass, Decoder, DecoderClassifier, DecoderConfig};
 use candle_zero::util::fnv1a;
 use serde_json::Value;
 
@@ -70,13 +70,23 @@ pub(super) fn placed(
     (ranks, stages): (RunRanks, Option<usize>),
 ) -> Result<Placed> {
     let options = &prepared.options;
-    let StartModel::Decoder { config: sizes, .. } = &prepared.start else {
-        return Ok(Placed { config, pipeline: None, chosen: None });
+    let nothing = |config| Ok(Placed { config, pipeline: None, chosen: None });
+    let sizes = match &prepared.start {
+        StartModel::Decoder { config, .. } => config.clone(),
+        StartModel::Classifier { .. } if options.ds_config.is_some() => return nothing(config),
+        // Its labels take the place of the vocabulary.
+        StartModel::Classifier { config: ClassifierConfig::Decoder(sizes), .. } => {
+            DecoderConfig { vocab: sizes.labels.len(), ..sizes.decoder.clone() }
+        }
+        StartModel::Classifier { .. } => return nothing(config),
     };
+    let sizes = &sizes;
+    let is_trained = prepared.start.trained(&options.method);
+    let trained = |shapes: Shapes| shapes.trainable(|name, _| is_trained(name));
     let prepare = |shapes: Shapes| match options.method {
         TuningMethod::Full => shapes,
-        TuningMethod::Lora(_) => shapes.trainable(|name, _| is_adapter(name)),
-        TuningMethod::Qlora(_) => shapes.trainable(|name, _| is_adapter(name)).quantized_by(PACKING, is_quantized),
+        TuningMethod::Lora(_) => trained(shapes),
+        TuningMethod::Qlora(_) => trained(shapes).quantized_by(PACKING, is_quantized),
     };
     let (dtype, trains_base) = (options.precision.dtype(), options.method == TuningMethod::Full);
     let values = engine_config::run_values(options, sizes.hidden_size, 1, 2);
@@ -110,7 +120,12 @@ pub(super) fn placed(
         }
         (None, None) => {}
     }
-    let shapes = prepare(Shapes::of("model", |vb| Decoder::new(sizes, vb))?);
+    let shapes = prepare(match &prepared.start {
+        StartModel::Classifier { config: ClassifierConfig::Decoder(sizes), .. } => {
+            Shapes::of("model", |vb| DecoderClassifier::new(sizes, vb))?
+        }
+        _ => Shapes::of("model", |vb| Decoder::new(sizes, vb))?,
+    });
     // A preference pair is two rows.
     let texts = if matches!(options.objective, Objective::Prefer { .. }) { 2 } else { 1 };
     let element = dtype.size_in_bytes();
@@ -172,6 +187,7 @@ fn chosen(demand: &MemoryDemand<'_>, pipeline: &PipelineDemand<'_>, divisions: &
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use candle_zero::nn::is_adapter;
     use candle_core::DType;
     use candle_zero::config::RunValues;
     use candle_zero::models::{DecoderConfig, DecoderSizes, LlamaConfig};

@@ -1,9 +1,9 @@
-//! Rows of labelled texts in the form that an encoder takes.
+//! Rows of labelled texts in the form that a classifier takes.
 
 use super::classification_scores::ClassificationScores;
 use crate::data::batches::{NO_TARGET, RowBatch};
 use candle_core::{Device, Result, Tensor};
-use candle_zero::models::Bert;
+use candle_zero::models::SequenceClassifier;
 use candle_zero::nn::{LossOptions, cross_entropy_with};
 
 /// The texts of a micro batch with their labels.
@@ -39,17 +39,18 @@ impl ClassificationBatch {
     /// Returns the sum of the cross entropies divided by `divisor`, a scalar of f32. It is 0 if no row has a text.
     ///
     /// # Errors
-    /// Errors of [`Bert::loss`].
-    pub fn loss(&self, model: &Bert, divisor: f64) -> Result<Tensor> {
-        model.loss(&self.ids, None, &self.lengths, &self.labels, Some(divisor))
+    /// Errors of [`SequenceClassifier::logits`].
+    pub fn loss(&self, model: &(impl SequenceClassifier + ?Sized), divisor: f64) -> Result<Tensor> {
+        let options = LossOptions { divisor: Some(divisor), ..LossOptions::default() };
+        cross_entropy_with(&self.logits(model)?, &self.labels, options)
     }
 
     /// Returns the logits `[rows, labels]`.
     ///
     /// # Errors
-    /// Errors of [`Bert::forward`].
-    pub fn logits(&self, model: &Bert) -> Result<Tensor> {
-        model.forward(&self.ids, None, &self.lengths)
+    /// Errors of [`SequenceClassifier::logits`].
+    pub fn logits(&self, model: &(impl SequenceClassifier + ?Sized)) -> Result<Tensor> {
+        model.logits(&self.ids, &self.lengths)
     }
 
     /// Adds the predictions (the labels with the largest logits) to the counts of `scores`, and returns the sum of the

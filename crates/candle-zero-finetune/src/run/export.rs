@@ -4,6 +4,7 @@ use super::model_card::ModelCard;
 use super::prepare::{PreparedRun, StartModel};
 use super::result_folders::ResultFolder;
 use super::training_engine::TrainingEngine;
+use crate::Adapter;
 use crate::data::sample_cache::own_cache;
 use crate::error::{Error, FinetuneError, OutputError, ParamError, Result};
 use crate::model::merged_model::MergedModel;
@@ -70,7 +71,16 @@ fn agree<T>(engine: &TrainingEngine, to: &Path, own: Result<T>) -> Result<Result
 fn fill(engine: &mut TrainingEngine, prepared: &PreparedRun, into: &Path) -> Result<Result<()>> {
     let is_first = engine.rank() == 0;
     let (base, config) = match &prepared.start {
-        StartModel::Encoder { base, .. } => {
+        StartModel::Classifier { base, config, saved } => {
+            if let Some(lora) = prepared.options.method.lora() {
+                let name = prepared.options.base_name.clone().unwrap_or_else(|| base.folder().display().to_string());
+                let adapter = engine.classifier_adapter(lora.clone(), Some(name), saved.clone())?;
+                if !is_first {
+                    return Ok(Ok(()));
+                }
+                let parameters = config.parameters()?;
+                return Ok(write_adapter(&adapter, into, &parameters).and_then(|()| base.write_config(into)));
+            }
             let file = into.join("model.safetensors");
             let exported = export(engine, &file)?;
             if !is_first {
@@ -93,13 +103,7 @@ fn fill(engine: &mut TrainingEngine, prepared: &PreparedRun, into: &Path) -> Res
         if !is_first {
             return Ok(Ok(()));
         }
-        let write = || {
-            adapter.check_finite().map_err(diverged)?;
-            let parameters = config.parameters()?;
-            let written = adapter.write_into(into, parameters.iter().map(|(name, _)| name.as_str()));
-            written.map_err(|source| Error::Io { action: "write", path: into.to_owned(), source })
-        };
-        return Ok(write());
+        return Ok(config.parameters().and_then(|parameters| write_adapter(&adapter, into, &parameters)));
     }
     // This file, next to `into` in the scratch folder, holds all weights in f32. The files in `into` are written from it.
     let whole = into.with_file_name("weights.safetensors");
@@ -113,6 +117,13 @@ fn fill(engine: &mut TrainingEngine, prepared: &PreparedRun, into: &Path) -> Res
     });
     _ = std::fs::remove_file(&whole);
     Ok(merged)
+}
+
+/// Writes the files of an adapter for a model with these parameters.
+fn write_adapter(adapter: &Adapter, into: &Path, parameters: &[(String, Vec<usize>)]) -> Result<()> {
+    adapter.check_finite().map_err(diverged)?;
+    let written = adapter.write_into(into, parameters.iter().map(|(name, _)| name.as_str()));
+    written.map_err(|source| Error::Io { action: "write", path: into.to_owned(), source })
 }
 
 /// Converts an error about a non-finite value in a file or adapter to one about a trained weight.

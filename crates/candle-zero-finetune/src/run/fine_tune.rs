@@ -428,7 +428,7 @@ impl FineTune {
     /// of the text. Collective: all ranks must pass the same prompt.
     ///
     /// # Errors
-    /// Errors of [`Generator::answer`]; a model that is an encoder; a failed collective.
+    /// Errors of [`Generator::answer`]; a model that is a classifier; a failed collective.
     pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<GeneratedText> {
         let PreparedRun { start, tokenizer, template, .. } = &self.prepared;
         let StartModel::Decoder { base, config } = start else {

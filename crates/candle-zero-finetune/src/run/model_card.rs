@@ -89,7 +89,8 @@ fn method(prepared: &PreparedRun) -> String {
 fn readme(prepared: &PreparedRun, outcome: RunOutcome) -> String {
     let (base, options) = (base_name(prepared), &prepared.options);
     let (library, pipeline) = match (&options.method, options.objective) {
-        (_, Objective::Classify) => ("transformers", "text-classification"),
+        (TuningMethod::Full, Objective::Classify) => ("transformers", "text-classification"),
+        (_, Objective::Classify) => ("peft", "text-classification"),
         (TuningMethod::Full, _) => ("transformers", "text-generation"),
         _ => ("peft", "text-generation"),
     };
@@ -115,7 +116,8 @@ fn readme(prepared: &PreparedRun, outcome: RunOutcome) -> String {
     }
     text += &format!(". [{RECORD}]({RECORD}) lists the settings and the data files.\n\n## Use\n\n```sh\n");
     text += match (&options.method, options.objective) {
-        (_, Objective::Classify) => "zerorun classify THIS_FOLDER \"a text\"\n",
+        (TuningMethod::Full, Objective::Classify) => "zerorun classify THIS_FOLDER \"a text\"\n",
+        (_, Objective::Classify) => "zerorun classify BASE_MODEL --adapter THIS_FOLDER \"a text\"\n",
         (TuningMethod::Full, _) => "zerorun generate THIS_FOLDER --prompt \"a question\"\n",
         _ => {
             "zerorun generate BASE_MODEL --adapter THIS_FOLDER --prompt \"a question\"\n\
@@ -124,9 +126,17 @@ fn readme(prepared: &PreparedRun, outcome: RunOutcome) -> String {
     };
     text += "```\n\n```python\n";
     text += &match (&options.method, options.objective) {
-        (_, Objective::Classify) => "from transformers import pipeline\n\n\
+        (TuningMethod::Full, Objective::Classify) => "from transformers import pipeline\n\n\
              pipeline(\"text-classification\", \"THIS_FOLDER\")(\"a text\")\n"
             .to_owned(),
+        (_, Objective::Classify) => format!(
+            "from peft import PeftModel\nfrom transformers import AutoConfig, AutoModelForSequenceClassification, \
+             AutoTokenizer\n\n\
+             config = AutoConfig.from_pretrained(\"THIS_FOLDER\")\n\
+             model = AutoModelForSequenceClassification.from_pretrained({quoted}, config=config)\n\
+             model = PeftModel.from_pretrained(model, \"THIS_FOLDER\")\n\
+             tokenizer = AutoTokenizer.from_pretrained(\"THIS_FOLDER\")\n"
+        ),
         (TuningMethod::Full, _) => "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
              model = AutoModelForCausalLM.from_pretrained(\"THIS_FOLDER\")\n\
              tokenizer = AutoTokenizer.from_pretrained(\"THIS_FOLDER\")\n"

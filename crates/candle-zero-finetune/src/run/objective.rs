@@ -67,7 +67,7 @@ impl Objective {
         device: &Device,
     ) -> Result<(Tensor, Option<Rewards>)> {
         if self == Self::Classify {
-            return Ok((ClassificationBatch::of(rows, device)?.loss(model.encoder()?, divisor)?, None));
+            return Ok((ClassificationBatch::of(rows, device)?.loss(model.classifier()?, divisor)?, None));
         }
         let (batch, model) = (Self::decoder_batch(rows, Some(divisor), device)?, model.decoder()?);
         match (self, reference) {
@@ -91,8 +91,8 @@ impl Objective {
     pub(super) fn sums(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
         let sums = match self {
             Self::Classify => {
-                let (model, texts) = (model.encoder()?, ClassificationBatch::of(rows, device)?);
-                let mut scores = ClassificationScores::new(model.config().labels.len());
+                let (model, texts) = (model.classifier()?, ClassificationBatch::of(rows, device)?);
+                let mut scores = ClassificationScores::new(model.labels().len());
                 let loss = texts.judge(&texts.logits(model)?, &mut scores)?;
                 [vec![loss, scores.texts() as f64], scores.to_numbers()].concat()
             }

@@ -55,8 +55,8 @@ pub enum Objective {
         /// The weight of a difference in log probability.
         beta: f64,
     },
-    /// Predicting the label of a text, with the cross entropy of the classes. The model is an encoder, and all of its
-    /// weights are trained.
+    /// Predicting the label of a text, with the cross entropy of the classes. The model is an encoder or a decoder. With
+    /// adapters, the head is trained completely.
     Classify,
 }
 
@@ -163,8 +163,8 @@ pub enum PipelineStages {
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. For classification, it is the
-    /// folder of a BERT model.
+    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. For classification, it is a folder
+    /// in Hugging Face's format, of an encoder or a language model.
     pub model: PathBuf,
     /// The model's name in the adapter's file. Default: its folder.
     pub base_name: Option<String>,
@@ -297,9 +297,9 @@ impl Options {
     pub(super) fn indivisible(&self) -> Option<&'static str> {
         match self.objective {
             Objective::Generate => None,
-            Objective::Classify => Some(
-                "divides the layers of language models, not those of an encoder; train the classifier without a pipeline",
-            ),
+            Objective::Classify => {
+                Some("divides the layers of language models, not those of a classifier; leave out --pipeline")
+            }
             Objective::Prefer { .. } => Some(
                 "cannot be combined with --dpo, which also needs the output of the model without its adapters for each \
                  pair; leave out one of the two",
@@ -364,11 +364,6 @@ impl Options {
             (self.pipeline, self.indivisible())
         {
             return Err(misused("--pipeline", why));
-        }
-        if self.objective == Objective::Classify && self.method != TuningMethod::Full {
-            let why =
-                "classify trains all weights of an encoder, without adapters; leave out --lora, --qlora and --adapter";
-            return Err(misused("--task", why));
         }
         if let Objective::Prefer { beta } = self.objective {
             if !positive(beta) {
@@ -503,12 +498,11 @@ mod tests {
         insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: TuningMethod::Full, ..with_data() }), @"--adapter requires adapters; leave out --full");
         let dpo = Objective::Prefer { beta: 0.1 };
         insta::assert_snapshot!(text(Options { objective: dpo, method: TuningMethod::Full, ..with_data() }), @"--dpo requires adapters, because the model without them is the reference; leave out --full");
-        insta::assert_snapshot!(text(Options { objective: Objective::Classify, ..with_data() }), @"--task classify trains all weights of an encoder, without adapters; leave out --lora, --qlora and --adapter");
         let dpo = Objective::Prefer { beta: 0.0 };
         insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, such as beta=0.1");
         let divided = |objective| Options { objective, pipeline: Some(PipelineStages::Auto), ..with_data() };
         insta::assert_snapshot!(text(divided(Objective::Prefer { beta: 0.1 })), @"--pipeline cannot be combined with --dpo, which also needs the output of the model without its adapters for each pair; leave out one of the two");
-        insta::assert_snapshot!(text(divided(Objective::Classify)), @"--pipeline divides the layers of language models, not those of an encoder; train the classifier without a pipeline");
+        insta::assert_snapshot!(text(divided(Objective::Classify)), @"--pipeline divides the layers of language models, not those of a classifier; leave out --pipeline");
         insta::assert_snapshot!("0".parse::<PipelineStages>().unwrap_err(), @"--pipeline is 0, but must be a number of ranks of at least 1, or auto: all ranks");
         insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a percentage of all steps, such as 3%");
         insta::assert_snapshot!(ValidationData::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% besides files; give either a part of the training data or files");

@@ -92,7 +92,7 @@ impl RunPlan {
     pub fn identity(&self, prepared: &PreparedRun) -> Result<RunIdentity> {
         let (values, parameters) = match &prepared.start {
             StartModel::Decoder { base, .. } => (base.values(), base.config().parameters()?),
-            StartModel::Encoder { base, .. } => (base.values(), base.config().parameters()?),
+            StartModel::Classifier { base, .. } => (base.values(), base.config().parameters()?),
         };
         let mut settings = self.settings(prepared);
         settings.insert("base's weights".into(), hex(fingerprint(&*values, &parameters)?));

@@ -13,12 +13,14 @@ use crate::data::source::Source;
 use crate::error::FinetuneError;
 use crate::error::{Error, Result};
 use crate::model::base_model::BaseModel;
-use crate::model::encoder_base::EncoderBase;
+use crate::model::classifier_base::ClassifierBase;
+use crate::model::classifier_config::ClassifierConfig;
 use crate::peft::adapted_values::AdaptedValues;
-use crate::peft::adapter::Adapter;
+use crate::peft::adapter::{Adapter, is_saved};
 use crate::peft::qlora::{PACKING, is_quantized};
 use candle_zero::engine::InitialValues;
-use candle_zero::models::{BertConfig, DecoderConfig};
+use candle_zero::models::DecoderConfig;
+use candle_zero::nn::is_adapter;
 use candle_zero::util::counted;
 use std::path::Path;
 use std::sync::Arc;
@@ -46,8 +48,9 @@ pub struct PreparedRun {
 pub(super) enum StartModel {
     /// A language model. The description includes adapters and the row length.
     Decoder { base: Box<BaseModel>, config: DecoderConfig },
-    /// An encoder to be trained as a classifier.
-    Encoder { base: EncoderBase, config: BertConfig },
+    /// A model to be trained as a classifier. The description includes adapters and, for a decoder, the row length. With
+    /// adapters, the modules `saved` are trained completely.
+    Classifier { base: Box<ClassifierBase>, config: ClassifierConfig, saved: Vec<String> },
 }
 
 impl StartModel {
@@ -58,9 +61,10 @@ impl StartModel {
                 true => labels_of(&options.data, &options.columns)?,
                 false => options.labels.clone(),
             };
-            let base = EncoderBase::open(&options.model, &labels)?;
-            let config = BertConfig { checkpoint_activations, ..base.config().clone() };
-            return Ok(Self::Encoder { base, config });
+            let base = Box::new(ClassifierBase::open(&options.model, &labels)?);
+            let config = base.config().clone().with_lora(options.method.lora().cloned());
+            let (config, saved) = (config.recomputing(checkpoint_activations), base.saved_modules());
+            return Ok(Self::Classifier { base, config, saved });
         }
         let base = Box::new(BaseModel::open(&options.model)?);
         let lora = options.method.lora().cloned();
@@ -72,15 +76,32 @@ impl StartModel {
     pub(super) fn tokenizer_path(&self) -> &Path {
         match self {
             Self::Decoder { base, .. } => base.tokenizer_path(),
-            Self::Encoder { base, .. } => base.folder(),
+            Self::Classifier { base, .. } => base.folder(),
         }
     }
 
     fn check_tokens(&self, ids: usize) -> Result<()> {
         match self {
             Self::Decoder { base, .. } => base.check_tokens(ids),
-            Self::Encoder { base, .. } => base.check_tokens(ids),
+            Self::Classifier { base, .. } => base.check_tokens(ids),
         }
+    }
+
+    /// Sets the padding token of a classifier whose description has none.
+    fn pad_with(&mut self, id: Option<u32>) {
+        if let Self::Classifier { base, config, .. } = self {
+            base.pad_with(id);
+            if let (ClassifierConfig::Decoder(own), ClassifierConfig::Decoder(of_base)) = (config, base.config()) {
+                own.pad_token_id = of_base.pad_token_id;
+            }
+        }
+    }
+
+    /// Returns the rule that selects, by name, the parameters that are trained with a method.
+    pub(super) fn trained(&self, method: &TuningMethod) -> impl Fn(&str) -> bool + Clone + Send + Sync + use<> {
+        let is_full = *method == TuningMethod::Full;
+        let saved = if let Self::Classifier { saved, .. } = self { saved.clone() } else { vec![] };
+        move |name| is_full || is_adapter(name) || is_saved(name, &saved)
     }
 
     /// Returns the initial values of the parameters of a model for rows of `ctx` tokens, including those of the adapter
@@ -102,7 +123,31 @@ impl StartModel {
                     None => base.values(),
                 })
             }
-            Self::Encoder { base, .. } => Ok(base.values()),
+            Self::Classifier { base, config, saved } => {
+                config.set_ctx(ctx);
+                if config.lora().is_none() {
+                    return Ok(base.values());
+                }
+                let mut adapter = adapter;
+                if let Some(begun) = adapter.take() {
+                    begun.check_classifies()?;
+                    // PEFT also lists modules that the model does not have.
+                    let parameters = config.parameters()?;
+                    let exists = |module: &String| {
+                        parameters.iter().any(|(name, _)| is_saved(name, std::slice::from_ref(module)))
+                    };
+                    let further = begun.saved_modules().unwrap_or_default().iter();
+                    let further: Vec<String> =
+                        further.filter(|module| exists(module) && !saved.contains(module)).cloned().collect();
+                    saved.extend(further);
+                    adapter = Some(begun.of_classifier(saved.clone()));
+                }
+                let values = AdaptedValues::of_classifier(base, config, adapter)?;
+                Ok(Arc::new(match options.method {
+                    TuningMethod::Qlora(_) => values.quantized(PACKING, options.precision.dtype(), is_quantized),
+                    _ => values,
+                }))
+            }
         }
     }
 
@@ -110,7 +155,7 @@ impl StartModel {
     fn longest(&self) -> usize {
         match self {
             Self::Decoder { base, .. } => base.config().ctx,
-            Self::Encoder { base, .. } => base.config().max_position_embeddings,
+            Self::Classifier { base, .. } => base.config().ctx(),
         }
     }
 }
@@ -134,6 +179,7 @@ impl PreparedRun {
         let mut start = StartModel::open(&options)?;
         let tokenizer = Tokenizer::open(start.tokenizer_path())?;
         start.check_tokens(tokenizer.vocab_size())?;
+        start.pad_with(["pad_token", "eos_token"].into_iter().find_map(|name| tokenizer.special_id(name)));
         let template = match Template::open(start.tokenizer_path(), &tokenizer) {
             Err(error) if matches!(error.downcast_ref(), Some(FinetuneError::NoTemplate { .. })) => None,
             found => Some(found?),
@@ -147,7 +193,7 @@ impl PreparedRun {
         let values = start.values(ctx, adapter, &options)?;
         let labels = match &start {
             StartModel::Decoder { .. } => vec![],
-            StartModel::Encoder { base, .. } => base.data_labels().to_vec(),
+            StartModel::Classifier { base, .. } => base.data_labels().to_vec(),
         };
         let cache = options.cache.clone().map_or_else(default_cache, Ok)?;
         let mut prepare = |sources: &[Source]| {
@@ -210,19 +256,19 @@ impl PreparedRun {
     }
 
     /// Returns the language model that the run starts from and the description of the one that is trained: the former's
-    /// description with adapters, and with the row length as its context. Returns `None` if an encoder is trained.
+    /// description with adapters, and with the row length as its context. Returns `None` if a classifier is trained.
     pub fn decoder(&self) -> Option<(&BaseModel, &DecoderConfig)> {
         match &self.start {
             StartModel::Decoder { base, config } => Some((base.as_ref(), config)),
-            StartModel::Encoder { .. } => None,
+            StartModel::Classifier { .. } => None,
         }
     }
 
-    /// Returns the encoder, if one is trained.
-    pub fn encoder(&self) -> Option<&EncoderBase> {
+    /// Returns the model that a classifier is trained from, if one is trained.
+    pub fn classifier(&self) -> Option<&ClassifierBase> {
         match &self.start {
             StartModel::Decoder { .. } => None,
-            StartModel::Encoder { base, .. } => Some(base),
+            StartModel::Classifier { base, .. } => Some(base),
         }
     }
 
@@ -260,7 +306,7 @@ impl PreparedRun {
     pub(crate) fn hidden_size(&self) -> usize {
         match &self.start {
             StartModel::Decoder { config, .. } => config.hidden_size,
-            StartModel::Encoder { config, .. } => config.hidden_size,
+            StartModel::Classifier { config, .. } => config.hidden_size(),
         }
     }
 

@@ -202,9 +202,10 @@ impl PreparedRun {
         let count = |shape: &[usize]| shape.iter().fold(1u64, |product, n| product.saturating_mul(*n as u64));
         let sum = |numbers: &mut dyn Iterator<Item = u64>| numbers.fold(0u64, u64::saturating_add);
         let (folder, weights, meanwhile) = match &self.start {
-            StartModel::Encoder { base, config } => {
-                let all = config.parameters()?;
-                (base.folder(), sum(&mut all.iter().map(|(_, shape)| count(shape))).saturating_mul(4), 0)
+            StartModel::Classifier { base, config, .. } => {
+                let (all, is_written) = (config.parameters()?, self.start.trained(&self.options.method));
+                let written = all.iter().filter(|(name, _)| is_written(name));
+                (base.folder(), sum(&mut written.map(|(_, shape)| count(shape))).saturating_mul(4), 0)
             }
             StartModel::Decoder { base, config } => {
                 let all = config.parameters()?;

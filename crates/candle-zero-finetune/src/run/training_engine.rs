@@ -16,7 +16,7 @@ use candle_zero::comm::{CommReport, Communicator};
 use candle_zero::config::Config;
 use candle_zero::engine::{Engine, EngineBuilder, PipelineEngine};
 use candle_zero::memory::MemoryReport;
-use candle_zero::models::{Bert, Decoder, DecoderBatch, Session, decoder_pipeline};
+use candle_zero::models::{Decoder, DecoderBatch, Session, decoder_pipeline};
 use candle_zero::monitor::rss_peak_bytes;
 use candle_zero::nn::{LoraConfig, Rewards, is_adapter};
 use candle_zero::offload::OffloadReport;
@@ -87,20 +87,20 @@ impl TrainingEngine {
         if config.scheduler.is_none() {
             builder = builder.schedule(rates);
         }
-        let whole = |engine: Engine<TrainableModel>| Self::Whole(Box::new(engine));
-        let sizes = match &prepared.start {
-            StartModel::Encoder { config: sizes, .. } => {
-                let engine = builder.initialize(|vb| Bert::new(sizes, vb).map(TrainableModel::Encoder), config);
-                return engine.map(whole);
-            }
-            StartModel::Decoder { config, .. } => config,
-        };
         if *method != TuningMethod::Full {
-            builder = builder.trainable(|name, _| is_adapter(name));
+            let is_trained = prepared.start.trained(method);
+            builder = builder.trainable(move |name, _| is_trained(name));
         }
         if let TuningMethod::Qlora(_) = method {
             builder = builder.quantized(PACKING, is_quantized);
         }
+        let whole = |engine: Engine<TrainableModel>| Self::Whole(Box::new(engine));
+        let sizes = match &prepared.start {
+            StartModel::Classifier { config: sizes, .. } => {
+                return builder.initialize(|vb| sizes.build(vb), config).map(whole);
+            }
+            StartModel::Decoder { config, .. } => config,
+        };
         if in_pipeline {
             let engine = builder.initialize_pipeline(decoder_pipeline(sizes)?, config)?;
             return Ok(Self::Pipeline(Box::new(engine)));
@@ -285,6 +285,22 @@ impl TrainingEngine {
             parameters.push((name, AdapterTensor { shape, values }));
         }
         Ok(Adapter::new(config, base, parameters))
+    }
+
+    /// Collective: returns the adapter of a classifier with the modules `saved`.
+    ///
+    /// # Errors
+    /// Errors of [`Adapter::of_classifying_engine`].
+    pub(super) fn classifier_adapter(
+        &mut self,
+        config: LoraConfig,
+        base: Option<String>,
+        saved: Vec<String>,
+    ) -> Result<Adapter> {
+        match self {
+            Self::Whole(engine) => Adapter::of_classifying_engine(engine, config, base, saved),
+            Self::Pipeline(_) => unreachable!("options with a pipeline and a classifier are refused"),
+        }
     }
 
     /// Collective: runs an optimizer step on the rows of step `step`. Calls `tell` after each micro batch of this rank

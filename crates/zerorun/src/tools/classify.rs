@@ -10,8 +10,8 @@ use std::io::{self, BufRead as _, Read as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Predict the labels of texts with a model from `zerorun finetune --task classify`, or another BERT for sequence
-/// classification.
+/// Predict the labels of texts with a model from `zerorun finetune --task classify`, or another encoder or language model
+/// for sequence classification.
 ///
 /// Prints one line per text: its label, the label's probability, and the text. Without TEXT, each line of standard
 /// input is a text.
@@ -21,11 +21,15 @@ use std::process::ExitCode;
 #[derive(Debug, Parser)]
 #[command(name = "classify", bin_name = "zerorun classify")]
 struct ClassifyArguments {
-    /// Folder of the trained model
+    /// Folder of the trained model, or with --adapter, of the model that the adapter was trained on
     model: PathBuf,
 
     /// Texts to classify
     text: Vec<String>,
+
+    /// Folder of a classifier's adapter, in PEFT's format
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
 
     /// Print one JSON object per text, with the probabilities of all labels
     #[arg(long)]
@@ -48,7 +52,10 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 
 impl ClassifyArguments {
     fn run(self) -> Result<ExitCode> {
-        let classifier = Classifier::open(&self.model)?;
+        let classifier = match &self.adapter {
+            Some(adapter) => Classifier::open_with_adapter(&self.model, adapter)?,
+            None => Classifier::open(&self.model)?,
+        };
         for text in &self.text {
             if !self.show(&classifier, text)? {
                 return Ok(ExitCode::FAILURE);

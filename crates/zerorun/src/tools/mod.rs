@@ -73,7 +73,7 @@ const ALL: [ZerorunTool; 20] = [
     },
     ZerorunTool {
         name: "classify",
-        about: "Predict labels of texts with a fine-tuned BERT",
+        about: "Predict labels of texts with a fine-tuned classifier",
         run: classify::run,
         command: classify::command,
     },

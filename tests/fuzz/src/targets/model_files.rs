@@ -3,7 +3,7 @@
 
 use super::{join, split};
 use crate::scratch;
-use candle_zero::models::{BertConfig, DecoderConfig};
+use candle_zero::models::{DecoderConfig, EncoderConfig};
 use candle_zero_finetune::{Adapter, Conversation, SpecialTokens, Template, Tokenizer};
 use std::fs;
 use std::path::PathBuf;
@@ -95,7 +95,7 @@ fn decoder(bytes: &[u8]) -> bool {
 
 fn encoder(bytes: &[u8]) -> bool {
     let path = scratch::write("encoder/config.json", bytes);
-    BertConfig::read(&path).and_then(|config| config.parameters()).is_ok()
+    EncoderConfig::read(&path).and_then(|config| config.parameters()).is_ok()
 }
 
 /// Returns the folder of an adapter.

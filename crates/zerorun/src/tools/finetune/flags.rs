@@ -27,7 +27,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
 
-    /// Task: text generation, or text classification (BERT models)
+    /// Task: text generation, or text classification (encoders and language models)
     #[arg(long, value_enum, default_value_t)]
     task: FinetuneTaskArg,
 

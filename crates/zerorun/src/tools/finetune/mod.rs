@@ -21,7 +21,7 @@ use candle_zero::files::OutputKind;
 use candle_zero::runs::{RunSpec, RunsFolder};
 use candle_zero::util::counted;
 use candle_zero_finetune::hub::FileSelection;
-use candle_zero_finetune::{EncoderBase, Options, PreparedRun};
+use candle_zero_finetune::{ClassifierBase, Options, PreparedRun};
 use clap::parser::ValueSource;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, error::ErrorKind};
 use flags::FinetuneFlags;
@@ -37,7 +37,8 @@ Examples:
   zerorun finetune Qwen3-0.6B --full --dtype bf16 --data texts.txt --out model
   zerorun finetune Llama-2-7b-chat-hf -n 2 --qlora --data chats.jsonl --out adapter
   zerorun finetune Llama-3.2-1B-Instruct --dpo beta=0.1 --data preferences.jsonl --out adapter
-  zerorun finetune bert-base-uncased --task classify --data reviews.csv --val 5% --epochs 3 --out model";
+  zerorun finetune bert-base-uncased --task classify --data reviews.csv --val 5% --epochs 3 --out model
+  zerorun finetune Qwen3-0.6B --task classify --lora r=16 --data reviews.csv --out adapter";
 
 /// How long a step and the writes after it may take once a signal has asked the run to end. A second signal ends the
 /// ranks immediately.
@@ -53,8 +54,9 @@ const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved fi
 ///
 /// The result is an adapter in PEFT format, or with --full a model folder.
 ///
-/// With --task classify, a BERT model learns to predict the labels of texts (columns text and label); the result is a
-/// model folder.
+/// With --task classify, an encoder (BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ELECTRA, ModernBERT) or a language model
+/// learns to predict the labels of texts (columns text and label). All weights are trained and the result is a model
+/// folder; with --lora or --qlora, the result is an adapter that includes the classifier.
 #[derive(Debug, Parser)]
 #[command(name = "finetune", bin_name = "zerorun finetune", after_help = EXAMPLES)]
 struct FinetuneArguments {
@@ -234,7 +236,7 @@ fn prepare(options: Options, ranks: (usize, usize), reports: bool) -> Result<()>
     if !reports {
         return Ok(());
     }
-    for note in prepared.encoder().map(EncoderBase::notes).unwrap_or_default() {
+    for note in prepared.classifier().map(ClassifierBase::notes).unwrap_or_default() {
         eprint(note);
     }
     let data = [("training", Some(prepared.training())), ("validation", prepared.validation())];
