@@ -400,10 +400,9 @@ fn run_engine<A: Architecture>(
     }
     if let (true, Some(dir)) = (args.resume, &args.save)
         && let Some(loaded) = engine.load(dir)?
+        && engine.rank() == 0
     {
-        if engine.rank() == 0 {
-            say(format!("continues after step {}: {}", engine.global_steps(), loaded.path.display()))?;
-        }
+        say(format!("continues after step {}: {}", engine.global_steps(), loaded.path.display()))?;
     }
     if engine.global_samples() > 0 {
         // The run continues from a checkpoint, or with the state of other islands.

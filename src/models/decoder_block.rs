@@ -178,12 +178,11 @@ impl BlockNames {
                 after_mlp: "post_mlp_layernorm",
                 ..LLAMA
             },
-            // Otherwise, only models with all four norms have a name of its own for the norm before the MLP: it is the
-            // norm after attention in the others.
             _ if config.norm_placement == NormPlacement::BeforeAndAfter => LLAMA,
             ParameterNaming::StarCoder2 => {
                 Self { before_mlp: "post_attention_layernorm", up: "c_fc", down: "c_proj", ..LLAMA }
             }
+            // In models with two norms, the second one is named for its position after attention.
             _ => Self { before_mlp: "post_attention_layernorm", ..LLAMA },
         }
     }

@@ -225,7 +225,7 @@ fn ministral3() -> RotaryConfig {
     }
 }
 
-/// What the scaling depends on besides its own keys.
+/// The values outside a scaling's own keys on which it depends.
 #[derive(Clone, Copy)]
 struct OuterKeys<'a> {
     family: &'a ModelFamily,

@@ -41,7 +41,7 @@ pub enum RotaryScaling {
         /// The context length in tokens before it was extended.
         original: usize,
     },
-    /// Each frequency has a factor of its own. Attention scores grow.
+    /// Each frequency has its own factor. Attention scores grow.
     LongRope(Arc<LongRopeScaling>),
 }
 

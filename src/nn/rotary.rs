@@ -19,7 +19,7 @@ pub use crate::kernels::rope::{RotaryLayout, RotaryPairs};
 pub struct Rotary {
     ctx: usize,
     layout: RotaryLayout,
-    angles: RotaryAngles,
+    angles: AngleSource,
 }
 
 /// The frequencies of an input with this number of positions, in radians per position.
@@ -29,7 +29,7 @@ pub type FrequenciesOfLength = Arc<dyn Fn(usize) -> Result<Vec<f64>> + Send + Sy
 type PositionFactor = Arc<dyn Fn(usize) -> f64 + Send + Sync>;
 
 #[derive(Debug, Clone)]
-enum RotaryAngles {
+enum AngleSource {
     /// The angles of all inputs.
     Fixed(Arc<AngleTable>),
     /// The angles depend on the length of the input.
@@ -87,7 +87,7 @@ impl Rotary {
         factor: impl Fn(usize) -> f64 + Send + Sync + 'static,
     ) -> Result<Self> {
         let table = AngleTable::new(ctx, layout, frequencies, Arc::new(factor))?;
-        Ok(Self { ctx, layout, angles: RotaryAngles::Fixed(Arc::new(table)) })
+        Ok(Self { ctx, layout, angles: AngleSource::Fixed(Arc::new(table)) })
     }
 
     /// Creates a rotation whose frequencies depend on the number of positions of the input, as in rope types "dynamic"
@@ -105,7 +105,7 @@ impl Rotary {
         let factor: PositionFactor = Arc::new(factor);
         AngleTable::new(1, layout, frequencies(1)?, factor.clone())?;
         let angles = AnglesByLength { frequencies, factor, recent: Mutex::default() };
-        Ok(Self { ctx, layout, angles: RotaryAngles::ByLength(Arc::new(angles)) })
+        Ok(Self { ctx, layout, angles: AngleSource::ByLength(Arc::new(angles)) })
     }
 
     /// Returns `x` `[batch, time, heads * head]` with the heads at position t rotated by t times each pair's frequency.
@@ -180,7 +180,7 @@ impl Rotary {
     }
 }
 
-impl RotaryAngles {
+impl AngleSource {
     /// Returns the angles of an input of `length` positions, at most `ctx`.
     fn of(&self, length: usize, ctx: usize, layout: RotaryLayout) -> Result<Arc<AngleTable>> {
         let by_length = match self {

@@ -21,10 +21,10 @@ fn keys(more: Value) -> Value {
 
 /// A place in a micro step where a program may evaluate.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Place {
-    AfterForward,
-    AfterBackward,
-    AfterStep,
+enum EvaluationAfter {
+    Forward,
+    Backward,
+    Step,
 }
 
 type Losses = Vec<u32>;
@@ -33,7 +33,7 @@ type Losses = Vec<u32>;
 fn train(
     world: usize,
     config: &Value,
-    at: impl Fn(&mut Engine<Tiny>, Place) -> Result<()> + Sync,
+    at: impl Fn(&mut Engine<Tiny>, EvaluationAfter) -> Result<()> + Sync,
 ) -> (Losses, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -46,11 +46,11 @@ fn train(
             let (ids, targets) = batch(step * world + rank);
             let loss = engine.forward(|model| model.loss(&ids, &targets))?;
             losses.push(loss.to_scalar::<f32>()?.to_bits());
-            at(&mut engine, Place::AfterForward)?;
+            at(&mut engine, EvaluationAfter::Forward)?;
             engine.backward(&loss)?;
-            at(&mut engine, Place::AfterBackward)?;
+            at(&mut engine, EvaluationAfter::Backward)?;
             engine.step()?;
-            at(&mut engine, Place::AfterStep)?;
+            at(&mut engine, EvaluationAfter::Step)?;
         }
         engine.export_safetensors(&file)?;
         Ok::<_, candle_zero::Error>(losses)
@@ -82,7 +82,7 @@ fn evaluations_at_any_point_change_no_bit_of_the_training_at_any_stage_and_in_fi
         let reference = train(world, &config(0, 1, json!({}), keys(json!({}))), |_, _| Ok(()));
         for (stage, files) in [(0, None), (1, None), (2, Some(folder.path())), (3, None), (3, Some(folder.path()))] {
             let config = config(stage, 1, zero(stage, files), keys(json!({})));
-            for place in [Place::AfterForward, Place::AfterBackward, Place::AfterStep] {
+            for place in [EvaluationAfter::Forward, EvaluationAfter::Backward, EvaluationAfter::Step] {
                 let evaluating = train(world, &config, |engine, here| {
                     if here == place {
                         evaluate(engine)?;

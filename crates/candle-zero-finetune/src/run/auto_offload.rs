@@ -187,11 +187,11 @@ fn chosen(demand: &MemoryDemand<'_>, pipeline: &PipelineDemand<'_>, divisions: &
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use candle_zero::nn::is_adapter;
     use candle_core::DType;
     use candle_zero::config::RunValues;
     use candle_zero::models::{DecoderConfig, DecoderSizes, LlamaConfig};
     use candle_zero::nn::LoraConfig;
+    use candle_zero::nn::is_adapter;
     use serde_json::json;
     use std::path::Path;
 

@@ -525,7 +525,7 @@ impl FineTune {
         self.engine.wait_for_upload()
     }
 
-    /// Writes the current model of a run that was stopped and has no checkpoints, into the folder [`Options::stopped`],
+    /// Writes the current model of a run that was stopped and has no checkpoints, into the folder [`Options::stopped`](super::options::Options::stopped),
     /// or a folder of that name with a number appended if it already exists, and returns the folder. Training cannot be
     /// resumed from it. Collective.
     ///

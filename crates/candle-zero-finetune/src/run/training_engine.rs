@@ -45,7 +45,7 @@ macro_rules! on_either {
     };
 }
 
-/// What determines the engine of a run besides the prepared model.
+/// The settings of an engine that do not follow from the prepared model.
 pub(super) struct TrainingEngineOptions {
     pub config: Config,
     /// The learning rates, unless the configuration has a schedule.
