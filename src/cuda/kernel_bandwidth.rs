@@ -15,6 +15,7 @@ use super::rotary::{RotaryAngles, RotaryPositions, rotate};
 use super::*;
 use crate::kernels::attention::{AttentionRule, AttentionShape};
 use crate::kernels::gemm::Activation;
+use crate::kernels::rope::RotaryLayout;
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
@@ -200,7 +201,7 @@ fn activations(bench: &mut KernelBench) {
     bench.row("dropout", 4 * n, MIN_SUMMING_SHARE, || drop(dropout::dropout(&device, x, 0.1, 7, 0).unwrap()));
     let (half, time) = (64, n / WIDTH);
     let angles = vec![0.5; time * half];
-    let angles = RotaryAngles::new(&device, half, [&angles, &angles]).unwrap();
+    let angles = RotaryAngles::new(&device, RotaryLayout::of_complete_heads(half), half, [&angles, &angles]).unwrap();
     let positions = RotaryPositions::From { first: 0, time: time.min(2048) };
     bench.row("rotary positions", 4 * n, MIN_STREAMING_SHARE, || {
         drop(rotate(&device, &angles, x, WIDTH, &positions, 1.0).unwrap());
