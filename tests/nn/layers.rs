@@ -202,7 +202,7 @@ fn cases_of_fine_tuning() -> Vec<Case> {
         (both_ways, None),
         (both_ways, Some(packed.clone())),
         (AttentionOptions { window: Some(4), ..both_ways }, None),
-        (AttentionOptions { window: Some(1), ..both_ways }, Some(packed.clone())),
+        (AttentionOptions { window: Some(2), ..both_ways }, Some(packed.clone())),
         (AttentionOptions { bidirectional: true, ..bound }, Some(packed.clone())),
         (usual, Some(packed.clone())),
     ] {

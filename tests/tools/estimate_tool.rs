@@ -289,7 +289,8 @@ fn a_pipeline_is_estimated_rank_by_rank() {
     // 1F1B with 8 micro batches on 4 equal ranks would wait for 3 / 11 of a step.
     assert!(all["waiting_share"].as_f64().unwrap() >= 3.0 / 11.0, "{all}");
     // Times are not known yet.
-    let timed = json!({"train_micro_batch_size_per_gpu": 1, "pipeline": {"partition": "time"}});
+    let timed =
+        json!({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "pipeline": {"partition": "time"}});
     let (_folder, file) = config_of(&timed);
     let args = ["--model", "llama-nano", "--ds_config", file.to_str().unwrap(), "-n", "2", "--pipeline"];
     let text = stdout(&estimate(&args));

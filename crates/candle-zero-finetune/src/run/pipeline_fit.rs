@@ -111,7 +111,7 @@ pub(super) struct PipelineDemand<'a> {
     pub values: &'a RunValues,
     pub dtype: DType,
     pub trains_base: bool,
-    /// Whether blocks are recomputed in backward, or `None` to choose.
+    /// Whether blocks are recomputed in the backward pass, or `None` to choose.
     pub recompute: Option<bool>,
     /// The number of ranks of the job.
     pub world: usize,
@@ -245,7 +245,7 @@ impl PipelineFit {
     /// Returns a readable description of the division.
     pub fn words(&self) -> String {
         let Self { shape, stage, micro_batches, micro_batch, .. } = *self;
-        let again = if self.recompute { ", blocks recomputed in backward" } else { "" };
+        let again = if self.recompute { ", blocks recomputed in the backward pass" } else { "" };
         let batches = if micro_batches == 1 { "micro batch" } else { "micro batches" };
         format!(
             "a pipeline of {}, stage {stage}, {micro_batches} {batches} of {}{again}",
