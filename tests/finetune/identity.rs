@@ -248,6 +248,63 @@ fn a_merged_model_has_all_templates_of_the_base_as_a_folder_and_as_gguf() {
     let config = desk.model.join("tokenizer_config.json");
     let mut settings: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
     let merge = |out: &str| {
+        let output = zerorun().arg("merge").arg(&desk.model).arg("--out").arg(desk.path(out)).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+    };
+    let keys = |file: &str| {
+        let mut file = std::fs::File::open(desk.path(file)).unwrap();
+        let metadata = gguf_file::Content::read(&mut file).unwrap().metadata;
+        let text = |key: &str| metadata.get(key).map(|value| value.to_string().unwrap().clone());
+        let names = metadata.get("tokenizer.chat_templates").map(|names| format!("{names:?}"));
+        (text("tokenizer.chat_template"), text("tokenizer.chat_template.tool_use"), names)
+    };
+    // The templates are in a list.
+    let entry = |name: &str, template: &str| json!({"name": name, "template": template});
+    settings["chat_template"] = json!([entry("default", "usual"), entry("tool_use", "tools")]);
+    std::fs::write(&config, settings.to_string()).unwrap();
+    _ = std::fs::remove_file(desk.model.join("chat_template.jinja"));
+    merge("list");
+    merge("list.gguf");
+    let written: Value =
+        serde_json::from_slice(&std::fs::read(desk.path("list/tokenizer_config.json")).unwrap()).unwrap();
+    assert_eq!(written["chat_template"], settings["chat_template"]);
+    let expected =
+        (Some("usual".to_owned()), Some("tools".to_owned()), Some(r#"Array([String("tool_use")])"#.to_owned()));
+    assert_eq!(keys("list.gguf"), expected);
+
+    // The templates are in files.
+    settings.as_object_mut().unwrap().remove("chat_template");
+    std::fs::write(&config, settings.to_string()).unwrap();
+    std::fs::create_dir(desk.model.join("additional_chat_templates")).unwrap();
+    std::fs::write(desk.model.join("chat_template.jinja"), "usual").unwrap();
+    std::fs::write(desk.model.join("additional_chat_templates/tool_use.jinja"), "tools").unwrap();
+    merge("files");
+    merge("files.gguf");
+    for name in ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"] {
+        assert_eq!(
+            std::fs::read(desk.path("files").join(name)).unwrap(),
+            std::fs::read(desk.model.join(name)).unwrap()
+        );
+    }
+    assert_eq!(keys("files.gguf"), expected);
+}
+
+#[test]
+fn of_a_model_for_images_too_nothing_is_written_that_is_no_such_model() {
+    let desk = Desk::new();
+    let from = path("models/gemma3");
+    let text: Value = serde_json::from_slice(&std::fs::read(from.join("config.json")).unwrap()).unwrap();
+    let config = json!({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text,
+        "vision_config": {"model_type": "siglip_vision_model"}, "torch_dtype": "float32"});
+    std::fs::write(desk.model.join("config.json"), config.to_string()).unwrap();
+    let tensors = candle_core::safetensors::load(from.join("model.safetensors"), &Device::Cpu).unwrap();
+    for prefix in ["language_model.model.", "model.language_model."] {
+        let renamed = |name: &str| name.replacen("model.", prefix, 1);
+        let mut tensors: std::collections::HashMap<_, _> =
+            tensors.iter().map(|(name, tensor)| (renamed(name), tensor.clone())).collect();
+        let patch = tensors.values().next().unwrap().clone();
+        tensors.insert("vision_tower.vision_model.embeddings.patch_embedding.weight".into(), patch);
+        candle_core::safetensors::save(&tensors, desk.model.join("model.safetensors")).unwrap();
         // What is written contains the part for images too, under the names of the files.
         let out = desk.path(prefix.trim_end_matches('.'));
         let output = zerorun().arg("merge").arg(&desk.model).arg("--out").arg(&out).output().unwrap();
