@@ -7,7 +7,8 @@ use crate::support::device::gpu;
 use crate::support::skips::skipped;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_zero::nn::{
-    self, Activation, LinearEpilogue, LossOptions, RmsNormOptions, Rotary, Sequences, WeightLayout, composed,
+    self, Activation, LinearEpilogue, LossOptions, RmsNormOptions, Rotary, RotaryLayout, RotaryPairs, Sequences,
+    WeightLayout, composed,
 };
 
 /// Returns a GPU; if none answers, reports `test` as skipped.
@@ -281,6 +282,17 @@ fn rotary_positions_are_those_of_the_formulas_and_turn_back() {
         move |a| rotary.forward_in(&a[0], &packed),
         move |a| composed::rotary_at(&a[0], &[1.0, 0.3, 0.02], &positions),
     ));
+    for (head, pairs) in [(12, RotaryPairs::Adjacent), (6, RotaryPairs::Adjacent), (10, RotaryPairs::Halves)] {
+        let layout = RotaryLayout { head, pairs };
+        let rotary = Rotary::with(40, layout, vec![1.0, 0.3, 0.02], |t| 1.0 + t as f64 / 64.0).unwrap();
+        let positions: Vec<usize> = (0..34).map(|row| 5 + row % 17).collect();
+        cases.push(case(
+            format!("rotary in a part of {head} elements, {pairs:?}"),
+            &[&[2, 17, 2 * head]],
+            move |a| rotary.forward_from(&a[0], 5),
+            move |a| composed::rotary_with(&a[0], layout, &[1.0, 0.3, 0.02], &positions, |t| 1.0 + t as f64 / 64.0),
+        ));
+    }
     check(&gpu, cases);
     // Tables grow with the positions that occur.
     let rotary = Rotary::new(8, 50, 10_000.0).unwrap();
@@ -494,7 +506,7 @@ fn linear_layers_and_what_follows_are_those_of_the_formulas_with_their_slopes() 
         Some(Activation::ReluSquared),
     ];
     for (i, activation) in functions.into_iter().enumerate() {
-        let (rows, inputs, outputs) = ([70, 2, 1, 5][i], [7, 1, 33, 9][i], [3, 35, 1, 17][i]);
+        let (rows, inputs, outputs) = ([70, 2, 1, 5, 33][i], [7, 1, 33, 9, 12][i], [3, 35, 1, 17, 20][i]);
         let layout = if i % 2 == 0 { WeightLayout::OutIn } else { WeightLayout::InOut };
         let weight = if i % 2 == 0 { [outputs, inputs] } else { [inputs, outputs] };
         let all: [&[usize]; 4] = [&[rows, inputs], &weight, &[outputs], &[rows, outputs]];
