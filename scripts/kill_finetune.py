@@ -20,6 +20,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,8 @@ import time
 FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "tests/fixtures/finetune"
 Job = collections.namedtuple("Job", "mode stage files ranks steps")
 MODES = ("lora", "lora_val", "qlora", "full", "full_val", "dpo")
+# The files of a run's record: a killed job continues its record or begins another one, whose name contains the time.
+RECORD = re.compile(r"runs/|runs/[^/]+/(run\.json|(metrics|events|samples)\.jsonl|summary\.json|\.candle-zero\.lock)?")
 MARK = "KILL_FINETUNE_JOB"
 
 
@@ -126,7 +129,7 @@ class Campaign:
     @staticmethod
     def left(folder):
         """Returns the names of all files that a job leaves, the digests of its results, and its losses."""
-        names = sorted(name for name in tree(folder) if not name.startswith(("tmp/.", "log")))
+        names = sorted(name for name in tree(folder) if not name.startswith(("tmp/.", "log")) and not RECORD.fullmatch(name))
         results = {name: tree(folder / name) for name in ("out", "out-best")}
         return names, results, losses(folder / "m.jsonl")
 
