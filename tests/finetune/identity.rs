@@ -305,7 +305,7 @@ fn of_a_model_for_images_too_nothing_is_written_that_is_no_such_model() {
         let patch = tensors.values().next().unwrap().clone();
         tensors.insert("vision_tower.vision_model.embeddings.patch_embedding.weight".into(), patch);
         candle_core::safetensors::save(&tensors, desk.model.join("model.safetensors")).unwrap();
-        // What is written contains the part for images too, under the names of the files.
+        // The written files contain the part for images too, under the same names.
         let out = desk.path(prefix.trim_end_matches('.'));
         let output = zerorun().arg("merge").arg(&desk.model).arg("--out").arg(&out).output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
