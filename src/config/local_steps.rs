@@ -18,7 +18,7 @@ pub struct LocalStepsConfig {
     /// `server`, or the variable `CANDLE_ZERO_ISLAND_SERVER`: the address of the island server; `None`: the islands are
     /// parts of one job.
     pub server: Option<String>,
-    /// `min_islands`: with a server, the number of islands that must be there before the first exchange; `None`: all.
+    /// `min_islands`: with a server, the number of islands that must have begun before the first exchange; `None`: all.
     pub min_islands: Option<usize>,
     /// `outer_lr`: the learning rate of the outer optimizer. Default 0.7.
     pub outer_lr: f64,
@@ -126,7 +126,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
     })
 }
 
-/// Reads the address of the island server, and the number of islands that must be there before the first exchange.
+/// Reads the address of the island server, and the number of islands that must have begun before the first exchange.
 fn server(walk: &mut ConfigWalk<'_>, islands: Option<usize>) -> (Option<String>, Option<usize>) {
     let own = walk.str("local_steps.server").map(str::to_owned);
     let of_launcher = std::env::var(ISLAND_SERVER).ok().filter(|address| !address.is_empty());

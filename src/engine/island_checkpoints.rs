@@ -27,8 +27,8 @@ pub(super) struct SavedByIslands {
     is_own: bool,
 }
 
-/// Collective among the ranks of an island that is a separate job: returns the checkpoint that it loads: its own, or that
-/// of the island in slot 0 if it has none.
+/// Returns the checkpoint that an island that is a separate job loads: its own or, if it has none, that of the island in
+/// slot 0. Collective among the ranks of the island.
 fn saved_by_itself(
     islands: &Islands,
     dir: &Path,
@@ -138,7 +138,7 @@ impl<M> Engine<M> {
                 };
                 return Err(refused(format!(
                     "checkpoint {found} of {} is not complete: {why}; load another tag, or remove the island_* folders and \
-                     start another number of islands to begin with the first island's part",
+                     start a different number of islands, which all begin with the first island's part",
                     dir.display()
                 )));
             }

@@ -45,7 +45,7 @@ impl RunRecorder {
     /// the job.
     ///
     /// # Errors
-    /// A name that cannot be used; a folder that cannot be written, unless the program has not asked for this record.
+    /// A name that cannot be used; a folder that cannot be written, if the record is required.
     pub fn new(spec: Option<RunSpec>, config: &Config, ranks: usize) -> Result<Self> {
         let plan = RecordPlan::new(spec, config.monitoring.run.as_ref(), |name| std::env::var_os(name))?;
         let Some(plan) = plan else { return Ok(Self::Off) };

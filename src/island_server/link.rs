@@ -1,6 +1,6 @@
 //! A rank's connection to the island server.
 //!
-//! A thread sends and one receives, so training continues while changes and means are on their way.
+//! One thread sends and another receives, so training continues while changes and means are in transit.
 
 use super::frame::{Frame, FrameKind, ReadError, read};
 use super::messages::{
@@ -18,9 +18,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a rank tries to reach a server that does not listen yet.
+/// How long a rank tries to reach a server that is not listening yet.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// The time between two attempts, and between two looks at whether another rank has failed.
+/// The time between two attempts, and between two checks of whether another rank has failed.
 const INTERVAL: Duration = Duration::from_millis(100);
 /// How long a rank waits for the server's reason after another rank of its island has failed.
 const REASON: Duration = Duration::from_secs(1);
@@ -223,7 +223,7 @@ impl Drop for IslandLink {
     fn drop(&mut self) {
         lock(&self.inbox.inbox).ends = true;
         self.inbox.changed.notify_all();
-        // Frames that wait are still sent; a server that no longer reads is given up at the time limit of writing.
+        // Waiting frames are still sent. If the server no longer reads, the write timeout ends the attempt.
         self.outbox.close();
         let mut threads = self.threads.drain(..);
         if let Some(writing) = threads.next() {

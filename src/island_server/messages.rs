@@ -78,7 +78,7 @@ pub(crate) struct RunShape {
     pub slots: usize,
     /// The number of ranks of an island.
     pub ranks: usize,
-    /// The number of islands that must be there before the first exchange.
+    /// The number of islands that must have begun before the first exchange.
     pub min_islands: usize,
     pub format: ChangeFormat,
     /// Hashes of what engines compare, each with a name for messages.

@@ -12,7 +12,7 @@
 //! through the server. `frame.rs`, `messages.rs` and `wire.rs` define the protocol, `membership.rs` decides, `record.rs`
 //! writes down what was decided, `server.rs` and `link.rs` are the two ends of a connection.
 //!
-//! The connection is neither encrypted nor authenticated: use it in a trusted network, or through a tunnel.
+//! The connection is neither encrypted nor authenticated; use it only on a trusted network, or through a tunnel.
 //!
 //! # Memory of the server
 //! While an exchange is open, the server holds the encoded changes of the islands that have sent theirs: at most

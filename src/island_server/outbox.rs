@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// The number of bytes from which a relay waits for its receiver.
+/// The number of waiting bytes above which a relay waits until its receiver has caught up.
 const RELAY_BYTES: usize = 32 << 20;
 
 /// The frames that wait to be sent on a connection.
@@ -24,9 +24,9 @@ pub(super) struct Outbox {
 struct OutboxState {
     frames: VecDeque<Frame>,
     bytes: usize,
-    /// No frame is accepted any more. Those that wait are still sent.
+    /// Further frames are dropped. Waiting frames are still sent.
     closed: bool,
-    /// The connection no longer accepts frames.
+    /// The connection is broken; no frame is sent.
     broken: bool,
 }
 
@@ -41,7 +41,8 @@ impl Outbox {
         }
     }
 
-    /// Adds a frame when there is room for it, so that memory is bounded if the sender is faster than the receiver.
+    /// Waits until there is room for a frame, and adds it. Memory is therefore bounded if the sender is faster than the
+    /// receiver.
     pub fn push_when_there_is_room(&self, frame: Frame) {
         let mut state = lock(&self.state);
         while state.bytes > RELAY_BYTES && !state.closed && !state.broken {
@@ -51,7 +52,7 @@ impl Outbox {
         self.push(frame);
     }
 
-    /// Ends the connection after the frames that wait.
+    /// Ends the connection once the waiting frames have been sent.
     pub fn close(&self) {
         lock(&self.state).closed = true;
         self.changed.notify_all();
@@ -79,7 +80,7 @@ impl Outbox {
         }
     }
 
-    /// Gives back the room of a frame that was sent.
+    /// Frees the space of a frame that was sent.
     fn sent(&self, frame: &Frame) {
         let mut state = lock(&self.state);
         state.bytes = state.bytes.saturating_sub(frame.len());
@@ -99,7 +100,7 @@ pub(super) fn start_writer(outbox: Arc<Outbox>, stream: TcpStream, beat: Duratio
             outbox.sent(&frame);
         }
         drop(to);
-        // The reader of this connection ends, too.
+        // This also ends the reader of the connection.
         let broken = lock(&outbox.state).broken;
         _ = stream.shutdown(if broken { Shutdown::Both } else { Shutdown::Write });
     })

@@ -122,7 +122,7 @@ struct ClassificationHead {
 impl ClassificationHead {
     fn new(config: &EncoderConfig, vb: &VarBuilder<'_>) -> Result<Self> {
         let (d, naming, std) = (config.hidden_size, config.naming, config.initializer_range);
-        // Targets given by name may include the pooler, as in PEFT. "All" are those of the blocks.
+        // Targets given by name may include the pooler, as in PEFT. `AllLinear` means the layers of the blocks.
         let by_name = |lora: &&crate::nn::LoraConfig| lora.targets != crate::nn::LoraTargets::AllLinear;
         let lora = config.lora.as_ref().filter(|_| config.adapts_pooler && naming == EncoderNaming::Bert);
         let options =

@@ -71,7 +71,7 @@ impl RunsFolder {
         Ok(self.ids()?.into_iter().map(read).collect())
     }
 
-    /// Returns the folder of the run that is named: by the name of its folder, or by a beginning that only one has.
+    /// Returns the folder of a run, which is given by the name of its folder, or by a prefix that matches only one run.
     ///
     /// # Errors
     /// [`RunError::NoRun`]; [`RunError::Ambiguous`]; the errors of [`ids`](Self::ids).

@@ -59,7 +59,7 @@ fn names_secret(name: &str) -> bool {
     }
     words.retain(|word| !word.is_empty());
     let is_key = |pair: &[String]| KEY_WORDS.contains(&pair[0].as_str()) && ["key", "keys"].contains(&pair[1].as_str());
-    // `eos_token` and `token_type` are parts of models.
+    // `eos_token` and `token_type` are settings of models.
     let of_model = ["eos", "bos", "pad", "unk", "sep", "cls", "mask", "id", "ids", "type"];
     let is_models = words.iter().any(|word| of_model.contains(&word.as_str()));
     words.iter().any(|word| SECRET_WORDS.contains(&word.as_str()) && !(is_models && word == "token"))
@@ -131,7 +131,7 @@ fn without_queries(text: &str) -> String {
     out
 }
 
-/// Returns a command line without secrets: the values of flags that name one, and well-known tokens.
+/// Returns a command line in which secrets are replaced: the values of flags that name a secret, and well-known tokens.
 pub(super) fn command_without_secrets(words: &[String]) -> Vec<String> {
     let mut hides_next = false;
     let is_name = |name: &str| name.chars().all(|letter| letter.is_alphanumeric() || "-_.".contains(letter));

@@ -226,14 +226,14 @@ fn what_cannot_be_combined_with_a_pipeline_is_refused_before_a_rank_is_started()
         let file = with("ds.json", content);
         refusal(&["-n", "2", "--ds_config", &file])
     };
-    insta::assert_snapshot!(refusal(&["-n", "4", "--pipeline", "3"]), @"zerorun: --pipeline is 3, which does not divide 4 ranks; give a number that does, or another number of ranks");
-    insta::assert_snapshot!(refusal(&["--pipeline", "2"]), @"zerorun: --pipeline is 2, which does not divide 1 rank; give a number that does, or another number of ranks");
+    insta::assert_snapshot!(refusal(&["-n", "4", "--pipeline", "3"]), @"zerorun: --pipeline is 3, which does not divide 4 ranks; give a number that does, or a different number of ranks");
+    insta::assert_snapshot!(refusal(&["--pipeline", "2"]), @"zerorun: --pipeline is 2, which does not divide 1 rank; give a number that does, or a different number of ranks");
     insta::assert_snapshot!(refusal(&["--pipeline", "0"]), @"zerorun: invalid value '0' for '--pipeline <RANKS|auto>': --pipeline is 0, but must be a number of ranks of at least 1, or auto: all ranks");
     insta::assert_snapshot!(refusal(&[&flag[..], &["--dpo", "beta=0.1"]].concat()), @"zerorun: --pipeline cannot be combined with --dpo, which also needs the output of the model without its adapters for each pair; leave out one of the two");
     insta::assert_snapshot!(refusal(&[&flag[..], &["--task", "classify"]].concat()), @"zerorun: --pipeline divides the layers of language models, not those of a classifier; leave out --pipeline");
     insta::assert_snapshot!(refusal(&[&flag[..], &["--prompt", "a"]].concat()), @"zerorun: --prompt is not supported in a pipeline, whose ranks have only parts of the model; leave out --prompt or --pipeline, and use zerorun generate with the result");
     insta::assert_snapshot!(refusal(&["-n", "8", "--pipeline", "8"]), @"zerorun: cannot train in a pipeline: 8 ranks along the pipeline (pipeline.stages; auto: all ranks) need more stages than the model's 6 layers; use fewer");
-    insta::assert_snapshot!(with_config(json!({"pipeline": {"stages": 3}})), @"zerorun: --ds_config has pipeline.stages: 3, which does not divide 2 ranks; give a number that does, or another number of ranks");
+    insta::assert_snapshot!(with_config(json!({"pipeline": {"stages": 3}})), @"zerorun: --ds_config has pipeline.stages: 3, which does not divide 2 ranks; give a number that does, or a different number of ranks");
     insta::assert_snapshot!(with_config(json!({"pipeline": {"stages": "two"}})), @r#"zerorun: the configuration value: `pipeline.stages`: expected a whole number (1 or more), found the string "two"; "auto" is also allowed"#);
     insta::assert_snapshot!(with_config(json!({"pipeline": {}, "zero_optimization": {"stage": 3}})), @"zerorun: --ds_config has a section pipeline, which shards neither gradients nor parameters, but zero_optimization.stage is 3; set it to 0 or 1");
     let file = json!({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": folder.path().join("nvme")}});

@@ -324,7 +324,7 @@ fn looked_up_rows_give_their_gradients_in_a_fixed_order() {
         ));
     }
     check(&gpu, cases);
-    // An f32 table in a model of 16 bits; a padding row; a table that is also the output projection.
+    // An f32 table in a 16-bit model; a padding row; a table that is also the output projection.
     let (at, table) = (ids(&[3, 17], 11, &gpu), tensor(&[12, 7], 1, DType::F32).to_device(&gpu).unwrap());
     let low: Function = Box::new(move |a| nn::embedding_in(&at, &a[0], DType::BF16));
     let (y, grads) = run(&low, std::slice::from_ref(&table));

@@ -164,7 +164,7 @@ fn a_text_that_cannot_be_continued_is_refused_in_words_and_the_ranks_remain_in_s
         builder(comm, |builder| builder).initialize_pipeline(module, config(1))?.generate(&[1], 1, 0.0, 0)
     };
     let error = threads::run(1, run).unwrap().remove(0).unwrap_err();
-    insta::assert_snapshot!(error, @"cannot run inference in a pipeline: the model's longest text is unknown; build the layers with models::decoder_pipeline");
+    insta::assert_snapshot!(error, @"cannot run inference in a pipeline: the model's context length is unknown; build the layers with models::decoder_pipeline");
 }
 
 /// Returns the index of the largest element of each row.

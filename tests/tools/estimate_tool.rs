@@ -268,7 +268,7 @@ fn a_pipeline_is_estimated_rank_by_rank() {
     1              4-6          395904          395904         4.5 MiB         9.1 MiB                   1
 
     per micro batch and boundary, 64.0 KiB cross the network forward, and the same amount backward
-    ranks wait for 14.1 % of a step, in which a message takes 0.8 ms (1Gbit,300us)
+    ranks wait for 14.1 % of a step; one message takes 0.8 ms (1Gbit,300us)
     a step takes 1.165 s, instead of 2.000 s on one rank
 
     not included:
@@ -276,7 +276,7 @@ fn a_pipeline_is_estimated_rank_by_rank() {
     - data on its way to the model, and a checkpoint while it is written
     - the program itself: its code, its threads, and memory that the allocator keeps
     assumed:
-    - for the waiting time: stages take times in proportion to their parameters without embeddings, and forward passes, gradients of inputs and gradients of weights take equally long
+    - for the waiting time: stages take times in proportion to their parameters without embeddings, and forward passes, gradients of inputs and gradients of weights all take the same time
     ");
     let output = estimate(&[&args[..], &["-n", "4", "--frozen", "*.mlp.*", "--json"]].concat());
     let all: Value = serde_json::from_str(&stdout(&output)).unwrap();

@@ -109,8 +109,8 @@ struct ZerorunArguments {
     #[arg(long = "island_server", alias = "island-server", value_name = "HOST:PORT", value_parser = server_address)]
     island_server: Option<String>,
 
-    /// With an island server: the slot to ask for, from 0 [default: after a restart the same as before, else the lowest
-    /// free one]
+    /// With an island server: the slot to request, from 0 [default: after a restart, the previous slot; otherwise, the
+    /// lowest free one]
     #[arg(long = "island_slot", alias = "island-slot", value_name = "N")]
     island_slot: Option<u16>,
 

@@ -14,7 +14,7 @@ pub(in crate::comm) struct ReceivedBytes {
     pub wire: usize,
     /// The number of bytes without any encoding.
     pub exact: usize,
-    /// The number of sent bytes that came from other hosts.
+    /// The part of `wire` that came from other hosts.
     pub between_hosts: usize,
 }
 

@@ -109,7 +109,7 @@ const MUON: &[super::ConfigKey] = keys! {
 const LARS: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.1", H, "Learning rate, multiplied by each parameter's trust ratio.";
     "momentum": SHARE, "0.9", H, "Momentum of the updates; below 1.";
-    "weight_decay": NOT_NEGATIVE, "0.0", H, "Added to the gradient; its norm is part of the trust ratio.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay, added to the gradient; it also enters the denominator of the trust ratio.";
     "trust_coefficient": NOT_NEGATIVE, "0.001", H, "Factor of the trust ratio: trust_coefficient x norm of the parameter / (norm of the gradient + weight_decay x norm of the parameter + eps).";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the denominator of the trust ratio.";
 };
@@ -121,7 +121,7 @@ const ADAFACTOR: &[super::ConfigKey] = keys! {
     "scale_parameter": Bool, "true", H, "Multiply the learning rate by the root mean square of each parameter, at least eps[1].";
     "eps": Betas, "[1e-30,0.001]", H, "Added to the squared gradient, and the minimum of the root mean square of a parameter in scale_parameter.";
     "clip_threshold": FLOAT, "1.0", H, "Root mean square above which an update is scaled down; above 0.";
-    "decay_rate": FLOAT, "-0.8", H, "The second moment decays by 1 - step^decay_rate; from -1 to 0, below 0.";
+    "decay_rate": FLOAT, "-0.8", H, "Exponent in the decay rate of the second moment, 1 - step^decay_rate; at least -1 and below 0.";
     "beta1": SHARE, "null", H, "Decay rate of a first moment, below 1; null: no first moment.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay, multiplied by the learning rate with the parameter's scale.";
 };

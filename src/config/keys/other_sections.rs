@@ -199,7 +199,7 @@ const LOCAL_STEPS: &[super::ConfigKey] = keys! {
     "steps": POSITIVE, "100", H, "Steps that an island takes by itself between two exchanges (H).";
     "islands": AutoOr(&POSITIVE), "\"auto\"", H, "Number of islands, each with the same number of consecutive ranks; auto: one per host. With `server`, the number of slots for islands.";
     "server": Str, "null", H, "HOST:PORT of an island server (zerorun island-server): each island is a separate job, and islands join and leave while others train. zerorun --island_server replaces it. null: the islands are parts of one job.";
-    "min_islands": POSITIVE, "null", H, "With `server`, the number of islands that must be there before the first exchange; null: all.";
+    "min_islands": POSITIVE, "null", H, "With `server`, the number of islands that must have begun before the first exchange; null: all.";
     "outer_lr": NOT_NEGATIVE, "0.7", H, "Learning rate of the outer optimizer (above 0), SGD on the mean change of the weights. With outer_momentum 0, a learning rate of 1 makes the islands' mean the new weights.";
     "outer_momentum": SHARE, "0.9", H, "Momentum of the outer optimizer, below 1; 0: no buffer.";
     "nesterov": Bool, "true", H, "Nesterov momentum.";

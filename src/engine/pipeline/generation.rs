@@ -13,13 +13,13 @@ use crate::pipeline::InferenceState;
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 
-/// The states that the layers of this rank keep of a text, by stage and position in the stage.
+/// The states that the layers of this rank keep for a text, by stage and position in the stage.
 type KeptStates = BTreeMap<(usize, usize), InferenceState>;
 
 impl PipelineEngine<DecoderBatch> {
     /// Returns `n` tokens that continue `prompt`: the most likely ones at temperature 0, otherwise sampled with `seed`.
     /// They are the tokens that [`LanguageModel::generate`](crate::models::LanguageModel::generate) returns for the same
-    /// weights on one rank. Until it returns, each rank keeps the keys and values of its own blocks. If the text is
+    /// weights on one rank. Until this call returns, each rank keeps the keys and values of its own blocks. If the text is
     /// longer than the model's context, only the last tokens count, and each new one requires a pass of the full context.
     /// Collective along the pipeline, whose ranks pass the same arguments.
     ///
@@ -39,7 +39,7 @@ impl PipelineEngine<DecoderBatch> {
         }
         require_tokens(prompt)?;
         let Some(context) = self.module.context() else {
-            let why = "the model's longest text is unknown; build the layers with models::decoder_pipeline".to_string();
+            let why = "the model's context length is unknown; build the layers with models::decoder_pipeline".to_string();
             return Err(EngineError::PipelineInference { why }.into());
         };
         let generated = self.continued(prompt, (n, temperature, seed), context);
@@ -57,7 +57,7 @@ impl PipelineEngine<DecoderBatch> {
         for _ in 0..n {
             let logits = match text.len() {
                 len if len <= context => self.logits_after(&text[seen..], &mut kept)?,
-                // The positions of all tokens shift, so that nothing that was kept is of use.
+                // The positions of all tokens shift, so nothing that was kept can be used.
                 len => self.logits_after(&text[len - context..], &mut KeptStates::new())?,
             };
             seen = text.len();

@@ -1,4 +1,4 @@
-//! The grouped products of a projection: of its forward, and of the gradients of its input and its weights.
+//! The grouped products of a projection: those of its forward pass, and those of the gradients of its input and weights.
 
 use super::{ExpertAssignment, ExpertTensors};
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, Product, gemm_grouped};
@@ -57,7 +57,7 @@ impl GroupedRows {
         Matrix::strided(rows.get(columns.start..).unwrap_or_default(), slots.len(), columns.len(), outputs)
     }
 
-    /// Computes `y = x W + bias`, or adds it.
+    /// Computes `x W + bias`, and writes it to `y` or, with `accumulate`, adds it to `y`.
     pub fn product<E: TensorElement>(
         &self,
         x: &[E],
@@ -92,7 +92,8 @@ impl GroupedRows {
         })
     }
 
-    /// Computes the gradient of the input from that of the result, `g`, or adds it.
+    /// Computes the gradient of the input from that of the result, `g`, and writes it to `dx` or, with `accumulate`, adds it
+    /// to `dx`.
     pub fn input_gradient<E: TensorElement>(
         &self,
         g: &[E],
@@ -124,8 +125,8 @@ impl GroupedRows {
         Ok(())
     }
 
-    /// Returns the product that computes the gradient of an expert's weight, in its layout, or adds it. `g` begins with
-    /// the row of slot `first`.
+    /// Returns the product that writes the gradient of an expert's weight, in the weight's layout, to `dw` or, with
+    /// `accumulate`, adds it to `dw`. `g` begins with the row of slot `first`.
     pub fn weight_gradient<'a, E: TensorElement>(
         &self,
         x: &'a [E],

@@ -17,17 +17,17 @@ use std::sync::Arc;
 
 /// One projection of all experts: y = x W_e (+ b_e) for each row x of expert e.
 ///
-/// A projection may consist of several parameters, whose outputs are joined: gate and up of Llama's MLP in files that
-/// keep them apart. Then the outputs are those of the first parameter, followed by those of the next.
+/// A projection may consist of several parameters, such as the gate and up projections of Llama's MLP in files that store
+/// them separately. The outputs of the first parameter are then followed by those of the next.
 ///
-/// On the CPU a projection is one pass over the rows of all experts, without padding. Sums are in f32 and are rounded
-/// once to the input's dtype. A row's result has the bits of [`linear()`] with the expert's weight, whatever
-/// the other rows and the number of threads. Frozen parameters get no gradient; of the others, every expert gets one, of
-/// zeros if no row chose it.
+/// On the CPU, a projection is one pass over the rows of all experts, without padding. Sums are in f32 and are rounded
+/// once to the input's dtype. A row's result has the same bits as that of [`linear()`] with the expert's weight,
+/// whatever the other rows and the number of threads are. Frozen parameters get no gradient. For other parameters, every
+/// expert gets a gradient, which is zero if no row chose the expert.
 #[derive(Debug, Clone)]
 pub struct ExpertProjection {
     weights: Vec<ExpertTensors>,
-    /// As many as there are weights, or none.
+    /// As many biases as weights, or none.
     biases: Vec<ExpertTensors>,
     layout: WeightLayout,
     adapter: Option<ExpertAdapter>,
@@ -119,7 +119,7 @@ impl ExpertProjection {
     pub fn forward(&self, x: &Tensor, assignment: &Arc<ExpertAssignment>) -> Result<Tensor> {
         if x.dims() != [assignment.slots(), self.sizes.inputs] || assignment.experts() != self.sizes.experts {
             bail!(
-                "experts: the input has shape {:?} and the assignment {} experts; {} slots of a projection of {} experts need \
+                "experts: the input has shape {:?} and the assignment has {} experts; {} slots of a projection of {} experts need \
                  [{}, {}]",
                 x.dims(),
                 assignment.experts(),

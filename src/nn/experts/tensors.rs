@@ -60,7 +60,7 @@ impl ExpertTensors {
         }
     }
 
-    /// Checks that all experts have tensors of the same shape, `dims.len() == rank`, and dtype.
+    /// Checks that all experts have tensors of the same dtype and the same shape, with `rank` dimensions.
     pub(super) fn check(&self, rank: usize, what: &str) -> Result<()> {
         let (dims, dtype) = (self.dims(), self.dtype());
         if self.experts() == 0 || dims.len() != rank {
@@ -103,8 +103,8 @@ impl ExpertTensors {
         self.dims().iter().product()
     }
 
-    /// Calls `look` with the values of the tensors of `experts`, which are contiguous and on the CPU. Values of other
-    /// separate tensors need not exist.
+    /// Calls `look` with the values of the tensors of `experts`, which are contiguous and on the CPU. If each expert has a
+    /// separate tensor, the values of the other experts need not be in memory.
     pub(super) fn with_values<E: TensorElement, R>(
         &self,
         experts: &[usize],

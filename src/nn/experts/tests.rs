@@ -589,7 +589,7 @@ fn projections_that_do_not_fit_are_refused() {
     insta::assert_snapshot!(refusal(new(vec![of(&[4, 6, 9])], vec![]).unwrap().with_adapter(adapter)), @"experts: the adapter's matrices have shapes [8, 9] and [6, 7]; 4 experts of 9 inputs and 6 outputs need [4 r, 9] and [6, 4 r]");
     let projection = new(vec![of(&[4, 6, 9])], vec![]).unwrap();
     let error = projection.forward(&tensor(&[3, 9], 1, DType::F32), &assignment()).unwrap_err().to_string();
-    insta::assert_snapshot!(without_backtrace(&error), @"experts: the input has shape [3, 9] and the assignment 7 experts; 82 slots of a projection of 4 experts need [82, 9]");
+    insta::assert_snapshot!(without_backtrace(&error), @"experts: the input has shape [3, 9] and the assignment has 7 experts; 82 slots of a projection of 4 experts need [82, 9]");
     let down = new(vec![of(&[4, 9, 5])], vec![]).unwrap();
     let error = ExpertMlp::new(projection, down, ExpertGate::Silu, GateUpOrder::Halves).unwrap_err().to_string();
     insta::assert_snapshot!(without_backtrace(&error), @"experts: gate and up of 4 experts have 6 outputs, and down of 4 experts has 5 inputs; there must be as many experts, and 10 outputs");

@@ -1,7 +1,7 @@
-//! Checks once for parameters that no backward pass reaches: they are an error, or get zeros.
+//! Checks once for parameters that no backward pass reaches: they cause an error, or their gradients are zero.
 //!
-//! The first accumulation is judged as a whole and over all ranks, so that a model whose micro steps or ranks alternate
-//! between its parts is not an error. A model that has already been trained was judged when its training began, so a
+//! The first accumulation is judged as a whole and over all ranks, so that alternating between the parts of a
+//! model, by micro step or by rank, does not cause an error. A model that has already been trained was judged when its training began, so a
 //! run that loads its checkpoint may skip a part in its first step.
 
 use super::gradient_reducer::is_expected;
@@ -22,7 +22,7 @@ impl RankCore {
         let Some(seen) = lock(&self.gradients).take_seen() else { return Ok(()) };
         let seen = self.comm.gather_bytes(seen.into_iter().map(u8::from).collect()).wait()?;
         let is_missing = |param: usize| seen.iter().all(|rank| rank.get(param) == Some(&0));
-        // An expert that received no input is not an error.
+        // An expert that received no input does not cause an error.
         let is_in_leaf = |p: &Param| self.leaves[p.unit] != LeafPosition::Outside;
         let params = self.params.iter().enumerate();
         let missing = params.filter(|(id, p)| is_expected(p) && !is_in_leaf(p) && is_missing(*id));

@@ -177,7 +177,7 @@ impl SharePlan {
         self.formats(role).into_iter().map(StateFormat::block).max().unwrap_or(1)
     }
 
-    /// Returns the number of elements by which the length of a share in files must be divisible, so that their codes,
+    /// Returns the number of elements by which the length of a share in files must be divisible, so that its codes,
     /// or 16-bit numbers, fill complete pages.
     pub fn step(&self) -> usize {
         if OptimizerRole::ALL.into_iter().any(|role| self.block(role) > 1) { ALIGN } else { STEP }

@@ -51,7 +51,7 @@ pub(super) fn requested_stages(options: &Options, config: &mut Value, world: usi
         }
         Some(stages) if !world.is_multiple_of(stages) => {
             let why = format!(
-                "{stages}, which does not divide {}; give a number that does, or another number of ranks",
+                "{stages}, which does not divide {}; give a number that does, or a different number of ranks",
                 counted(world, "rank")
             );
             Err(match options.pipeline {

@@ -11,7 +11,7 @@ pub(super) struct ScriptParts {
     /// The TOML text between the fences, and the script's line where it begins, counted from 1. `None` if there is no
     /// frontmatter.
     pub(super) manifest: Option<(String, usize)>,
-    /// The complete script, with `//` in front of the `#!` line and of each line of the frontmatter.
+    /// The complete script, with `//` in place of the `#!` line and of each line of the frontmatter.
     pub(super) code: String,
 }
 

@@ -21,7 +21,7 @@ use std::process::ExitCode;
 #[derive(Debug, Parser)]
 #[command(name = "classify", bin_name = "zerorun classify")]
 struct ClassifyArguments {
-    /// Folder of the trained model, or with --adapter, of the model that the adapter was trained on
+    /// Folder of the trained model or, with --adapter, of the model that the adapter was trained on
     model: PathBuf,
 
     /// Texts to classify

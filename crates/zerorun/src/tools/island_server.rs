@@ -9,14 +9,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// The time between two looks at whether the server is asked to end.
+/// The time between two checks of whether the server has been asked to end.
 const INTERVAL: Duration = Duration::from_millis(200);
 
 /// Let islands meet: jobs that train the same model with local steps, join and leave while the others train, and exchange
-/// what they have learned. Start each island with `zerorun --island_server HOST:PORT`, or set local_steps.server.
+/// the changes in their weights. Start each island with `zerorun --island_server HOST:PORT`, or set local_steps.server.
 ///
 /// The server prints the address on which it listens, and runs until it gets SIGINT or SIGTERM. Connections are neither
-/// encrypted nor authenticated: use them in a trusted network, or through a tunnel.
+/// encrypted nor authenticated; use them only on a trusted network, or through a tunnel.
 ///
 /// Exit code: 0 after a signal, 2 if the server cannot start or the command line is wrong.
 #[derive(Debug, Parser)]
@@ -30,11 +30,11 @@ struct IslandServerArguments {
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     bind: String,
 
-    /// Record who takes part in each exchange in FILE, which must not exist
+    /// Record in FILE, which must not exist, which islands take part in each exchange
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
 
-    /// Make the membership of a recorded run happen again, so that it has the same bits
+    /// Repeat the joins and departures of the run recorded in FILE, so that this run has the same bits
     #[arg(long, value_name = "FILE")]
     replay: Option<PathBuf>,
 

@@ -30,7 +30,7 @@ const NOT_INCLUDED: [&str; 3] = [
 ];
 
 const ASSUMED: &str = "for the waiting time: stages take times in proportion to their parameters without embeddings, and \
-                       forward passes, gradients of inputs and gradients of weights take equally long";
+                       forward passes, gradients of inputs and gradients of weights all take the same time";
 
 impl PipelineReport {
     /// Returns the report on `estimate`. An activation of one micro batch has `elements` elements.
@@ -124,7 +124,7 @@ impl PipelineReport {
         match (&self.network, seconds) {
             (Some(network), Some(_)) => {
                 let message = self.message_s() * 1e3;
-                _ = writeln!(text, ", in which a message takes {message:.1} ms ({network})");
+                _ = writeln!(text, "; one message takes {message:.1} ms ({network})");
             }
             _ => text += ", if messages take no time\n",
         }

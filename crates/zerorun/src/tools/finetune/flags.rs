@@ -56,9 +56,9 @@ pub(super) struct FinetuneFlags {
     #[arg(long = "ds_config", aliases = ["deepspeed_config", "ds-config"], value_name = "FILE")]
     ds_config: Option<PathBuf>,
 
-    /// Divide the model's layers among this many ranks (a pipeline), or auto: all ranks; more ranks form several
-    /// pipelines [default: the configuration's section pipeline; without a configuration, only on several hosts, if a
-    /// host cannot hold the model; 1: never]
+    /// Divide the model's layers among this many ranks, which form a pipeline; auto: all ranks. If the job has more
+    /// ranks, they form several pipelines. 1: no pipeline [default: as in the configuration's section pipeline; without
+    /// a configuration, a pipeline only if there are several hosts and one host cannot hold the model]
     #[arg(long, value_name = "RANKS|auto")]
     pipeline: Option<PipelineStages>,
 

@@ -52,7 +52,7 @@ const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved fi
 /// instruction and output, ShareGPT conversations, or text; `zerorun data show` prints how they are read. The model is
 /// trained on the assistant's messages, including the end of each turn.
 ///
-/// The result is an adapter in PEFT format, or with --full a model folder.
+/// The result is an adapter in PEFT format or, with --full, a model folder.
 ///
 /// With --task classify, an encoder (BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ELECTRA, ModernBERT) or a language model
 /// learns to predict the labels of texts (columns text and label). All weights are trained and the result is a model

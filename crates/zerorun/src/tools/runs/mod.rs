@@ -20,17 +20,17 @@ use std::process::ExitCode;
 const EXAMPLES: &str = "\
 Examples:
   zerorun runs                                      list all runs
-  zerorun runs --state running --since 2d           those that run and began in the last two days
+  zerorun runs --state running --since 2d           those that are running and began in the last two days
   zerorun runs --filter optimizer.params.lr=0.001 --sort best_val
   zerorun runs show SmolLM2                         the run whose name begins with this
   zerorun runs compare nano-20260131-10 nano-20260131-11
   zerorun runs export nano-20260131-10 --csv > metrics.csv
   zerorun runs rm nano-20260131-10 --yes";
 
-/// List the records of training runs; or show, compare, export or remove some.
+/// List the records of training runs; or show, compare, export or remove some of them.
 ///
-/// A run is a folder in the folder of runs, which is named after the run and the time (UTC) at which it began. RUN is the name of
-/// that folder, or a beginning that only one has. docs/runs.md describes how runs are recorded.
+/// A record is a folder, named after the run and the time (UTC) at which the run began, in the folder of runs. RUN is the name of
+/// such a folder, or a prefix that matches only one run. docs/runs.md describes how runs are recorded.
 ///
 /// Exit code: 0 on success; 1 if a record is damaged (the others are still shown) or cannot be removed; 2 if a run or the folder
 /// does not exist, or the command line is wrong.
@@ -46,7 +46,7 @@ struct RunsArguments {
 
 #[derive(Debug, Subcommand)]
 enum RunsCommand {
-    /// List runs: name, state, start, duration, steps, last and best loss and validation
+    /// List runs: name, state, start, duration, steps, last and best loss and validation loss
     List(ListFlags),
     /// Show everything about a run except its metrics
     Show(show::ShowFlags),
