@@ -1,7 +1,8 @@
 //! Writes the record of a run, on rank 0.
 //!
 //! Lines are collected in memory and passed to the system about once a second and at every event, so that recording a
-//! step costs microseconds. A killed process loses at most the lines that were recorded since then; nothing is synced to disk.
+//! step costs microseconds. A killed process loses at most the lines that were recorded since then; nothing is synced
+//! to disk.
 
 use super::info::{RunInfo, RunVersions};
 use super::metrics::{LOSS, MetricsRow, json_number};

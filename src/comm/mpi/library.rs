@@ -58,8 +58,8 @@ impl MpiLibrary {
     /// `mpirun` that started this process or that is on the PATH.
     ///
     /// # Errors
-    /// No library is found (the error lists all places), or the library that is found cannot be loaded or lacks a required
-    /// function.
+    /// No library is found (the error lists all places), or the library that is found cannot be loaded or lacks a
+    /// required function.
     pub(super) fn find() -> Result<Self, CommError> {
         if let Some(path) = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
             let path = PathBuf::from(path);

@@ -19,9 +19,9 @@ type KeptStates = BTreeMap<(usize, usize), InferenceState>;
 impl PipelineEngine<DecoderBatch> {
     /// Returns `n` tokens that continue `prompt`: the most likely ones at temperature 0, otherwise sampled with `seed`.
     /// They are the tokens that [`LanguageModel::generate`](crate::models::LanguageModel::generate) returns for the same
-    /// weights on one rank. Until this call returns, each rank keeps the keys and values of its own blocks. If the text is
-    /// longer than the model's context, only the last tokens count, and each new one requires a pass of the full context.
-    /// Collective along the pipeline, whose ranks pass the same arguments.
+    /// weights on one rank. Until this call returns, each rank keeps the keys and values of its own blocks. If the text
+    /// is longer than the model's context, only the last tokens count, and each new one requires a pass of the full
+    /// context. Collective along the pipeline, whose ranks pass the same arguments.
     ///
     /// # Errors
     /// No tokens; a model that was not made by [`decoder_pipeline`](crate::models::decoder_pipeline); a token outside the
@@ -39,7 +39,8 @@ impl PipelineEngine<DecoderBatch> {
         }
         require_tokens(prompt)?;
         let Some(context) = self.module.context() else {
-            let why = "the model's context length is unknown; build the layers with models::decoder_pipeline".to_string();
+            let why =
+                "the model's context length is unknown; build the layers with models::decoder_pipeline".to_string();
             return Err(EngineError::PipelineInference { why }.into());
         };
         let generated = self.continued(prompt, (n, temperature, seed), context);

@@ -1,4 +1,5 @@
-//! The grouped products of a projection: those of its forward pass, and those of the gradients of its input and weights.
+//! The grouped products of a projection: those of its forward pass, and those of the gradients of its input and
+//! weights.
 
 use super::{ExpertAssignment, ExpertTensors};
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, Product, gemm_grouped};
@@ -92,8 +93,8 @@ impl GroupedRows {
         })
     }
 
-    /// Computes the gradient of the input from that of the result, `g`, and writes it to `dx` or, with `accumulate`, adds it
-    /// to `dx`.
+    /// Computes the gradient of the input from that of the result, `g`, and writes it to `dx` or, with `accumulate`,
+    /// adds it to `dx`.
     pub fn input_gradient<E: TensorElement>(
         &self,
         g: &[E],

@@ -17,13 +17,13 @@ use std::sync::Arc;
 
 /// One projection of all experts: y = x W_e (+ b_e) for each row x of expert e.
 ///
-/// A projection may consist of several parameters, such as the gate and up projections of Llama's MLP in files that store
-/// them separately. The outputs of the first parameter are then followed by those of the next.
+/// A projection may consist of several parameters, such as the gate and up projections of Llama's MLP in files that
+/// store them separately. The outputs of the first parameter are then followed by those of the next.
 ///
 /// On the CPU, a projection is one pass over the rows of all experts, without padding. Sums are in f32 and are rounded
 /// once to the input's dtype. A row's result has the same bits as that of [`linear()`] with the expert's weight,
-/// whatever the other rows and the number of threads are. Frozen parameters get no gradient. For other parameters, every
-/// expert gets a gradient, which is zero if no row chose the expert.
+/// whatever the other rows and the number of threads are. Frozen parameters get no gradient. For other parameters,
+/// every expert gets a gradient, which is zero if no row chose the expert.
 #[derive(Debug, Clone)]
 pub struct ExpertProjection {
     weights: Vec<ExpertTensors>,
@@ -119,8 +119,8 @@ impl ExpertProjection {
     pub fn forward(&self, x: &Tensor, assignment: &Arc<ExpertAssignment>) -> Result<Tensor> {
         if x.dims() != [assignment.slots(), self.sizes.inputs] || assignment.experts() != self.sizes.experts {
             bail!(
-                "experts: the input has shape {:?} and the assignment has {} experts; {} slots of a projection of {} experts need \
-                 [{}, {}]",
+                "experts: the input has shape {:?} and the assignment has {} experts; {} slots of a projection of {} \
+                 experts need [{}, {}]",
                 x.dims(),
                 assignment.experts(),
                 assignment.slots(),

@@ -1,8 +1,8 @@
 //! Checks once for parameters that no backward pass reaches: they cause an error, or their gradients are zero.
 //!
 //! The first accumulation is judged as a whole and over all ranks, so that alternating between the parts of a
-//! model, by micro step or by rank, does not cause an error. A model that has already been trained was judged when its training began, so a
-//! run that loads its checkpoint may skip a part in its first step.
+//! model, by micro step or by rank, does not cause an error. A model that has already been trained was judged when its
+//! training began, so a run that loads its checkpoint may skip a part in its first step.
 
 use super::gradient_reducer::is_expected;
 use crate::error::{EngineError, Result};

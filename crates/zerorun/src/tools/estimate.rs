@@ -84,8 +84,9 @@ struct EstimateArguments {
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     recompute: bool,
 
-    /// Estimate a pipeline formed by the ranks: the layers and the memory of each rank, and the share of a step in which
-    /// ranks wait. The configuration's section `pipeline` determines how the layers of a built-in model are divided
+    /// Estimate a pipeline formed by the ranks: the layers and the memory of each rank, and the share of a step in
+    /// which ranks wait. The configuration's section `pipeline` determines how the layers of a built-in model are
+    /// divided
     #[arg(long, conflicts_with_all = ["safetensors", "table", "gpu", "recompute", "deepspeed"])]
     pipeline: bool,
 
