@@ -120,7 +120,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
         nesterov: walk.bool("local_steps.nesterov"),
         fragments,
         fragment_delay,
-        // The exchange does not contain the changes in an island's weights that occur while it is on its way.
+        // The exchange does not contain the changes in an island's weights that occur while it is in transit.
         fragment_alpha: alpha.unwrap_or(if fragment_delay > 0 { 0.5 } else { 0.0 }),
         wire,
     })

@@ -34,7 +34,7 @@ pub struct Monitoring {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RunRecordConfig {
-    /// `enabled` (default true): keep a record of the run. False switches off a record that the program asks for.
+    /// `enabled` (default true): keep a record of the run. False switches off a record that the program requests.
     pub enabled: bool,
     /// `name`: the name of the run; `None`: the one that the program gives.
     pub name: Option<String>,

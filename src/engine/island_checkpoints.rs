@@ -6,7 +6,7 @@
 //!   DIR/island_1/latest, DIR/island_1/TAG/...      island 1
 //! ```
 //!
-//! With an island server, each island saves when its program asks for it, without the others. Otherwise,
+//! With an island server, each island saves when its program requests it, independently of the others. Otherwise,
 //! island 0 publishes its checkpoint last, and only if all others have published theirs. The checkpoints of one save have a
 //! random number in common.
 
@@ -66,7 +66,7 @@ impl<M> Engine<M> {
     /// Returns this rank's island, for the agreement of all islands.
     pub(super) fn island_of_job(&self) -> Option<IslandOfJob> {
         let ranks = &self.islands.as_ref()?.ranks;
-        // Islands that are separate jobs save without each other.
+        // Islands that are separate jobs save independently of each other.
         let (_, job) = ranks.across()?;
         Some(IslandOfJob { number: ranks.number(), job: job.clone() })
     }
@@ -134,7 +134,7 @@ impl<M> Engine<M> {
             if let Some(other) = all.iter().position(|id| *id != all[0]) {
                 let why = match all[other][0] {
                     0 => format!("rank {other} cannot read its island's part of it"),
-                    _ => format!("the part of rank {other}'s island is from another save"),
+                    _ => format!("the part of rank {other}'s island is from a different save"),
                 };
                 return Err(refused(format!(
                     "checkpoint {found} of {} is not complete: {why}; load another tag, or remove the island_* folders and \

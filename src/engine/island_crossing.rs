@@ -1,4 +1,4 @@
-//! The ranks of an island, and the way on which its exchanges cross to the other islands: a communicator, if all islands
+//! The ranks of an island, and the path by which its exchanges reach the other islands: a communicator, if all islands
 //! are parts of one job, or a server, if each island is a separate job.
 
 use crate::comm::Communicator;
@@ -21,7 +21,7 @@ pub(super) struct IslandRanks {
     pub crossing: IslandCrossing,
 }
 
-/// The way on which exchanges cross from one island to the others.
+/// The path by which exchanges reach the other islands.
 #[derive(Clone)]
 pub(super) enum IslandCrossing {
     /// All islands are parts of one job.
@@ -34,19 +34,19 @@ pub(super) enum IslandCrossing {
     Server(Arc<ServerCrossing>),
 }
 
-/// The way through an island server.
+/// The path through an island server.
 pub(super) struct ServerCrossing {
     address: String,
     slots: usize,
-    /// The slot to ask for. `None`: that of the environment, if any.
+    /// The slot to request. `None`: that of the environment, if any.
     asked: Option<usize>,
-    /// The connection, when the model is built.
+    /// The connection, once the model has been built.
     link: OnceLock<IslandLink>,
 }
 
 impl IslandRanks {
     /// Collective: divides the ranks of a job into islands. With a server, all ranks are one island. `slot` is the slot to
-    /// ask the server for.
+    /// request from the server.
     ///
     /// # Errors
     /// The ranks cannot be divided into that many islands of equal size, or hosts have different numbers of ranks.
@@ -66,7 +66,7 @@ impl IslandRanks {
         Ok(Self { island: job.group(&mesh.groups(&[MeshAxis::Data]))?, crossing })
     }
 
-    /// Returns all ranks of the job: those of all islands, or with a server those of this one.
+    /// Returns all ranks of the job: those of all islands or, with a server, those of this island.
     pub fn job(&self) -> &Arc<dyn Communicator> {
         match &self.crossing {
             IslandCrossing::Communicator { job, .. } => job,
@@ -180,7 +180,7 @@ impl ServerCrossing {
     /// Returns the connection.
     ///
     /// # Errors
-    /// There is none yet.
+    /// This rank is not connected yet.
     pub fn link(&self) -> Result<&IslandLink> {
         let none = || IslandError::Lost { address: self.address.clone(), why: "this rank is not connected".into() };
         self.link.get().ok_or_else(|| none().into())
@@ -189,7 +189,7 @@ impl ServerCrossing {
     /// Decodes a mean of `len` elements.
     ///
     /// # Errors
-    /// The server has sent another number of bytes.
+    /// The server has sent a different number of bytes.
     pub fn decode(&self, wire: IslandWire, bytes: &[u8], len: usize) -> Result<Vec<f32>> {
         let format = ChangeFormat::from(wire);
         if format.encoded_len(len as u64) != Some(bytes.len() as u64) {

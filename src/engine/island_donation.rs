@@ -1,4 +1,4 @@
-//! The state of an island on its way to one that joins: the donor's side and that of the island that joins.
+//! The transfer of an island's state to one that joins: the donor's side, and the side of the island that joins.
 //!
 //! ```text
 //!   donor     head: its progress, as in a checkpoint | optimizer and outer states, piece by piece | buffers | end
@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Each rank of the donor sends to the rank at the same position of the island that joins, which has the same share of the
-//! model. What the donor has learned since the last exchange stays with it: the joiner starts with the outer weights.
+//! model. The donor's changes since the last exchange are not sent; the joiner starts with the outer weights.
 
 use super::Engine;
 use super::islands::Islands;
@@ -31,7 +31,7 @@ fn link(islands: &Islands) -> Result<Option<&IslandLink>> {
 }
 
 impl<M> Engine<M> {
-    /// Gives this island's state to those that join, if the server has asked for it.
+    /// Gives this island's state to those that join, if the server has requested it.
     pub(super) fn donate(&mut self) -> Result<()> {
         let Some(islands) = &mut self.islands else { return Ok(()) };
         let Some(donation) = islands.take_donation() else { return Ok(()) };
@@ -76,7 +76,7 @@ impl<M> Engine<M> {
     }
 
     /// Receives a donation into the states of this rank and returns the donor's manifest, or `None` if no island is left
-    /// to join. If a donor dies, another one begins anew.
+    /// to join. If a donor dies, a different donor begins anew.
     fn receive_donation(&mut self) -> Result<Option<Manifest>> {
         let Some(islands) = &self.islands else { return Ok(None) };
         let (Some(link), island) = (link(islands)?, islands.ranks.island.clone()) else { return Ok(None) };
@@ -204,7 +204,7 @@ impl<M> Engine<M> {
         Some(LoadedCheckpoint { path: dir.to_owned(), client_state, global_samples: self.global_samples })
     }
 
-    /// Tells the server that this island's program has ended.
+    /// Notifies the server that this island's program has ended.
     pub(super) fn leave_islands(&self) {
         if let Some(Ok(Some(link))) = self.islands.as_ref().map(link) {
             link.say_goodbye();
@@ -212,7 +212,7 @@ impl<M> Engine<M> {
     }
 }
 
-/// How far an island that joins others has come.
+/// The progress of an island that joins others.
 enum JoinProgress {
     /// It waits for a donor.
     Waits,

@@ -8,8 +8,8 @@
 //!
 //! An island is a group of consecutive ranks that train as one data-parallel job, under any ZeRO stage. A rank exchanges
 //! its pieces of the parameters with the ranks at the same position on the other islands: it sends its change, weighted
-//! by the samples of its island, and receives the sum. `island_crossing.rs` is the way there and back: a communicator of
-//! all islands, or a server that islands join and leave.
+//! by the samples of its island, and receives the sum. `island_crossing.rs` contains the path of these messages: a
+//! communicator of all islands, or a server that islands join and leave.
 
 use super::island_crossing::{IslandCrossing, IslandRanks, ServerCrossing};
 use crate::checkpoint::IslandProgress;
@@ -46,7 +46,7 @@ pub(super) struct Islands {
     calls: u64,
     /// The islands of the last exchange, with a server.
     members: Vec<usize>,
-    /// The donation that this island owes to one that joins.
+    /// The donation that this island must make to islands that join.
     donation: Option<u64>,
     /// The traffic with a server.
     traffic: CollectiveKindReport,
@@ -63,7 +63,7 @@ struct FragmentExchange {
     len: usize,
     progress: ExchangeProgress,
     held: MemoryLedgerEntry,
-    /// The donation that this island owes when the exchange takes effect.
+    /// The donation that this island must make when the exchange takes effect.
     donation: Option<u64>,
 }
 
@@ -84,7 +84,7 @@ enum ExchangeResult {
     Mean(Vec<f32>),
     /// The mean change is already among the optimizer states.
     Stored,
-    /// No island had learned anything.
+    /// No island had trained.
     Nothing,
 }
 
@@ -206,7 +206,7 @@ impl Islands {
         Ok(())
     }
 
-    /// Sends this island's change of a fragment to the server, which knows the weights of all changes when it has them.
+    /// Sends this island's change of a fragment to the server. The server weights the changes once it has all of them.
     fn send_to_server(&mut self, server: &ServerCrossing, core: &RankCore, fragment: usize, step: u64) -> Result<()> {
         let samples = std::mem::take(&mut self.samples[fragment]);
         let (params, format) = (&self.fragments[fragment], ChangeFormat::from(self.config.wire));
@@ -315,7 +315,7 @@ impl Islands {
         Ok(())
     }
 
-    /// Returns the donation that this island owes, once.
+    /// Returns the donation that this island must make, only once.
     pub fn take_donation(&mut self) -> Option<u64> {
         self.donation.take()
     }
@@ -351,7 +351,7 @@ impl Islands {
         }
     }
 
-    /// Continues with the state of a donor, of which `progress` tells. This island has not learned anything yet.
+    /// Continues with the state of a donor, whose progress is `progress`. This island has not trained yet.
     pub fn join(&mut self, core: &RankCore, progress: &IslandProgress) {
         self.resume(core, progress);
         self.samples.fill(0);
@@ -368,8 +368,8 @@ impl Islands {
         if saved.schedule != self.schedule_numbers() || saved.samples.len() != self.samples.len() {
             if self.ranks.job().rank() == 0 {
                 emit(
-                    "local_steps: the checkpoint was saved with other values of steps, fragments or fragment_delay; \
-                     exchanges that had begun are dropped",
+                    "local_steps: the checkpoint was saved with different values of steps, fragments or \
+                     fragment_delay; exchanges that had begun are dropped",
                 );
             }
             return;

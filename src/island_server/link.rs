@@ -89,7 +89,7 @@ struct Inbox {
     welcome: Option<Welcome>,
     means: BTreeMap<RoundKey, ExchangedMean>,
     donated: VecDeque<Received>,
-    /// Why nothing more arrives.
+    /// The reason why nothing more arrives.
     failed: Option<IslandError>,
     ends: bool,
 }
@@ -186,7 +186,7 @@ impl IslandLink {
         self.outbox.push(Frame::new(FrameKind::DonationEnd, number.to_le_bytes().to_vec()));
     }
 
-    /// Tells the server that the program of this island has ended, and ends the connection.
+    /// Notifies the server that the program of this island has ended, and ends the connection.
     pub fn say_goodbye(&self) {
         self.outbox.push(Frame::new(FrameKind::Goodbye, Vec::new()));
         self.outbox.close();
@@ -203,7 +203,7 @@ impl IslandLink {
                 return Err(failed.clone().into());
             }
             match failed {
-                // The server's own reason, which all ranks of the island get, says more.
+                // The server's own reason, which all ranks of the island get, is more specific.
                 Some((_, since)) if since.elapsed() < REASON => {}
                 Some((error, _)) => return Err(error),
                 None => failed = failure().map(|error| (error, Instant::now())),

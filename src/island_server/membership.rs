@@ -1,4 +1,4 @@
-//! Who takes part in which exchange: the decisions of the island server, without sockets.
+//! The decisions of the island server on which islands take part in which exchange. Sockets are not involved.
 //!
 //! ```text
 //!   forming    islands begin without a donor; the first exchange needs `min_islands` of them, at the same step
@@ -24,7 +24,7 @@ pub(super) type ConnectionId = u64;
 #[derive(Debug)]
 pub(super) enum ServerAction {
     Send(ConnectionId, Frame),
-    /// Sends what waits, and ends the connection.
+    /// Sends the waiting frames, and ends the connection.
     Close(ConnectionId),
     Record(RunEvent),
     /// Prints a message.
@@ -45,7 +45,7 @@ struct Island {
     launcher: u64,
     connections: Vec<ConnectionId>,
     state: IslandState,
-    /// The last exchange that each rank has sent.
+    /// The last exchange for which each rank has sent its change.
     last: Vec<Option<RoundKey>>,
 }
 
@@ -107,7 +107,7 @@ pub(super) struct Membership {
     is_running: bool,
     /// The number of members at the time of the last notice that the first exchange waits for more islands.
     noticed_members: usize,
-    /// Whether the run has ended well, so that those who come later need not wait for others.
+    /// Whether the run has ended normally. Islands that begin later then need not wait for others.
     has_ended: bool,
     rounds: BTreeMap<RoundKey, BTreeMap<usize, Vec<Option<RankChange>>>>,
     last_closed: Option<RoundKey>,
@@ -123,7 +123,7 @@ impl Membership {
         Self { is_replay: replay.is_some(), replay: replay.unwrap_or_default(), ..Self::default() }
     }
 
-    /// Returns what is to be done, in order.
+    /// Returns the actions to be taken, in order.
     pub fn take_actions(&mut self) -> Vec<ServerAction> {
         std::mem::take(&mut self.actions)
     }
@@ -167,7 +167,7 @@ impl Membership {
         })
     }
 
-    /// Admits a rank, and its island when all its ranks are there.
+    /// Admits a rank and, once all ranks of its island are connected, the island.
     pub fn hello(&mut self, connection: ConnectionId, hello: Hello) {
         if let Err(why) = self.check(&hello) {
             return self.refuse(connection, &why);
@@ -211,11 +211,11 @@ impl Membership {
             && run.fingerprint.len() <= 64
             && lens.iter().all(|len| run.format.encoded_len(*len).is_some());
         if !fits {
-            return Err("its first message has numbers that do not fit each other".into());
+            return Err("its first message has numbers that do not match each other".into());
         }
         if let Some(slot) = slot.filter(|slot| *slot >= run.slots) {
             return Err(format!(
-                "it asks for slot {slot}, but the run has {} (local_steps.islands); ask for 0 to {}",
+                "it requests slot {slot}, but the run has {} (local_steps.islands); request 0 to {}",
                 counted(run.slots, "slot"),
                 run.slots - 1
             ));
@@ -248,7 +248,7 @@ impl Membership {
         let slot = match hello.slot {
             Some(slot) if free(&slot) => Ok(slot),
             Some(slot) => {
-                Err(format!("slot {slot} is taken by another island; ask for another slot, or end that island"))
+                Err(format!("slot {slot} is taken by another island; request a different slot, or end that island"))
             }
             None => own.or_else(|| (0..slots).find(free)).ok_or_else(|| {
                 format!(
@@ -364,7 +364,7 @@ impl Membership {
         }
     }
 
-    /// If no member is left, lets those that wait begin without a donor.
+    /// If no member is left, lets the waiting islands begin without a donor.
     fn form_again(&mut self) {
         self.rounds.clear();
         (self.is_running, self.donation, self.last_closed) = (false, None, None);
@@ -391,8 +391,8 @@ impl Membership {
         }
     }
 
-    /// Returns whether the first exchange can be closed. Islands that are behind the furthest one are told to start
-    /// again, because they then join.
+    /// Returns whether the first exchange can be closed. Islands that have taken fewer steps than the
+    /// furthest island are told to start again, because they then join.
     fn is_formed(&mut self) -> bool {
         let members = self.members();
         if self.is_replay && !self.replay.rounds.is_empty() {
@@ -480,9 +480,9 @@ impl Membership {
         }
         let samples = |slot: usize| self.rounds[&key][&slot][0].as_ref().map_or(0, |change| change.samples);
         let problem = if recorded.members.iter().any(|member| samples(member.slot) != member.samples) {
-            Some("the islands have trained on other numbers of samples")
+            Some("the islands have trained on different numbers of samples")
         } else {
-            (self.weights_before(key) != recorded.weights).then_some("the weights have other bits")
+            (self.weights_before(key) != recorded.weights).then_some("the weights have different bits")
         };
         if let Some(problem) = problem {
             let why = differs(key, problem);
@@ -509,8 +509,8 @@ impl Membership {
         let Some(slot) = other else { return Some(true) };
         let why = format!(
             "its weights of the last exchange differ from those of the others before the exchange after step {}: it has \
-             loaded a checkpoint of another run, or another state of this one; start it again without that checkpoint, \
-             and it joins",
+             loaded a checkpoint of a different run, or of a different state of this run; start it again without \
+             that checkpoint, and it joins",
             key.step
         );
         self.remove_one(slot, &why, Some(&why));
@@ -595,8 +595,8 @@ impl Membership {
         Some((donor, self.donations))
     }
 
-    /// Returns the connections to which a frame of a donation is passed on: those of the ranks at the same position that
-    /// join.
+    /// Returns the connections to which a frame of a donation is passed on: those of the joining ranks at the same
+    /// position.
     pub fn donation(&mut self, connection: ConnectionId, kind: FrameKind, body: &[u8]) -> Vec<ConnectionId> {
         let Some((slot, position)) = self.place_of(connection) else { return Vec::new() };
         let Some(donation) = self.donation.as_mut().filter(|donation| donation.donor == slot) else {
@@ -615,7 +615,7 @@ impl Membership {
         joiners.iter().filter_map(|joiner| Some(self.islands.get(joiner)?.connections[position])).collect()
     }
 
-    /// Counts a rank of the donor that has sent everything, after it was passed on.
+    /// Counts a rank of the donor whose complete state has been passed on.
     pub fn donation_ended(&mut self, connection: ConnectionId) {
         let Some((slot, _)) = self.place_of(connection) else { return };
         let ranks = self.lens.len();
@@ -665,7 +665,7 @@ impl Membership {
         self.forget_an_empty_run();
     }
 
-    /// Removes an island, and closes what waited for it.
+    /// Removes an island, and closes the exchanges that waited for it.
     fn remove(&mut self, slot: usize, why: &str, refusal: Option<&str>) {
         self.remove_one(slot, why, refusal);
         self.advance();

@@ -3,7 +3,7 @@
 use super::wire::ChangeFormat;
 use serde::{Deserialize, Serialize};
 
-/// The version of the protocol. Server and islands must have the same.
+/// The version of the protocol. The server and the islands must use the same version.
 pub(super) const VERSION: u32 = 1;
 /// The first word of a connection, before the first frame.
 pub(super) const MAGIC: &[u8; 8] = b"CZISLAND";
@@ -56,11 +56,11 @@ pub(super) fn split_numbers<const N: usize>(bytes: &[u8]) -> Option<([u64; N], &
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Hello {
-    /// A random number of this start of the island, the same on all its ranks.
+    /// A random number that identifies this start of the island. It is the same on all ranks of the island.
     pub start: u64,
     /// The number of the launcher that starts and restarts the island; a random number if there is none.
     pub launcher: u64,
-    /// The slot asked for, if any.
+    /// The requested slot, if any.
     pub slot: Option<usize>,
     /// The position of this rank in its island.
     pub position: usize,
@@ -81,12 +81,12 @@ pub(crate) struct RunShape {
     /// The number of islands that must have begun before the first exchange.
     pub min_islands: usize,
     pub format: ChangeFormat,
-    /// Hashes of what engines compare, each with a name for messages.
+    /// Hashes of the values that engines compare, each with a name for messages.
     pub fingerprint: Vec<(String, u64)>,
 }
 
 impl RunShape {
-    /// Returns the name of the first thing in which another island differs.
+    /// Returns the name of the first property in which another island differs.
     pub fn difference(&self, other: &Self) -> Option<String> {
         let numbers = [
             ("numbers of islands (local_steps.islands)", self.slots, other.slots),

@@ -8,9 +8,10 @@
 //! ```
 //!
 //! Each rank of each island has a connection. In an exchange, a rank sends its change of a fragment and receives the mean
-//! of the changes of the ranks at its position. An island that joins receives the state of another one, its donor, also
-//! through the server. `frame.rs`, `messages.rs` and `wire.rs` define the protocol, `membership.rs` decides, `record.rs`
-//! writes down what was decided, `server.rs` and `link.rs` are the two ends of a connection.
+//! of the changes of the ranks at its position. An island that joins receives the state of another island, its
+//! donor, through the server as well. `frame.rs`, `messages.rs` and `wire.rs` define the protocol, `membership.rs`
+//! decides which islands take part, `record.rs` records these decisions, and `server.rs` and `link.rs` are the two ends
+//! of a connection.
 //!
 //! The connection is neither encrypted nor authenticated; use it only on a trusted network, or through a tunnel.
 //!
@@ -40,7 +41,7 @@ use std::time::Duration;
 /// The variable with the address of the island server. It replaces `local_steps.server`.
 #[doc(hidden)]
 pub const SERVER: &str = crate::config::ISLAND_SERVER;
-/// The variable with the slot that an island asks for.
+/// The variable with the slot that an island requests.
 #[doc(hidden)]
 pub const SLOT: &str = "CANDLE_ZERO_ISLAND_SLOT";
 /// The variable with the number of the launcher that starts and restarts an island.

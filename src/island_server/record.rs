@@ -1,4 +1,5 @@
-//! The record of a run: the membership of every exchange, as JSON lines. A replay makes the same membership happen.
+//! The record of a run: the membership of every exchange, as JSON lines. A replay repeats the same joins and
+//! departures.
 
 use super::messages::RoundKey;
 use crate::error::{IslandError, Result};
@@ -18,7 +19,7 @@ const VERSION: u32 = 1;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase", deny_unknown_fields)]
 pub(super) enum RunEvent {
-    /// The first island is there.
+    /// The first island has connected.
     Start { version: u32, islands: usize, ranks: usize },
     /// An island begins without a donor.
     Begin { slot: usize },
@@ -106,7 +107,7 @@ impl Replay {
         let wrong = |why: String| IslandError::Record { path: path.to_owned(), why };
         let text = crate::files::read_text(path, MAX_RECORD_BYTES)
             .map_err(|error| wrong(format!("{error}; give a file that `zerorun island-server --record` wrote")))?;
-        // A server that was killed may have left half a line.
+        // A server that was killed may have left a partial line.
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
         let mut replay = Self::default();
         for (number, line) in whole.lines().enumerate() {
@@ -188,7 +189,7 @@ mod tests {
         ] {
             record.append(&event);
         }
-        // Half a line, as after a power failure.
+        // A partial line, as after a power failure.
         record.file.as_mut().unwrap().write_all(b"{\"event\":\"rou").unwrap();
         let replay = Replay::read(&path).unwrap();
         assert_eq!(replay.begins, [0, 2]);

@@ -1,7 +1,7 @@
 //! The island server: the sockets around [`Membership`].
 //!
-//! Each connection has a thread that reads and one that writes. Every frame that arrives is handled under one lock, so that
-//! all ranks of all islands see the same order of events.
+//! Each connection has one thread that reads and another that writes. Every frame that arrives is handled under one
+//! lock, so that all ranks of all islands see the same order of events.
 
 use super::frame::{Frame, FrameKind, ReadError, read};
 use super::membership::{ConnectionId, Membership, ServerAction};
@@ -32,7 +32,7 @@ pub struct IslandServerOptions {
     pub listen: String,
     /// The file to which the membership of the run is written; it must not exist.
     pub record: Option<PathBuf>,
-    /// The record whose membership is to happen again.
+    /// The record of the run whose joins and departures are to be repeated.
     pub replay: Option<PathBuf>,
     /// The time without a sign of life after which a rank counts as dead: 4 s or more. Default 60 s.
     pub silence: Duration,
@@ -46,13 +46,13 @@ impl Default for IslandServerOptions {
     }
 }
 
-/// The islands that a server knows, by slot.
+/// The islands of a server's run, by slot.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct IslandServerStatus {
     /// The islands that take part in exchanges.
     pub members: Vec<usize>,
-    /// The islands that wait to join, or receive the state of another one.
+    /// The islands that wait to join, or are receiving the state of a donor.
     pub waiting: Vec<usize>,
 }
 
@@ -175,7 +175,7 @@ fn accept(listener: &TcpListener, shared: &Arc<SharedServer>) {
             }
             Err(error) => {
                 shared.tell(&format!("a connection failed: {error}"));
-                // Without file descriptors, every attempt fails at once.
+                // Without file descriptors, every attempt fails immediately.
                 std::thread::park_timeout(Duration::from_millis(50));
             }
         }
@@ -283,7 +283,7 @@ impl SharedServer {
         }
     }
 
-    /// Changes the membership, and does what follows from it.
+    /// Changes the membership, and carries out the resulting actions.
     fn handle(&self, change: impl FnOnce(&mut Membership)) {
         let mut state = lock(&self.state);
         change(&mut state.membership);
@@ -327,7 +327,8 @@ impl ReadEnd {
     }
 }
 
-/// Reads a little of what a peer still sends: closing a connection with unread bytes may discard what was sent to the peer.
+/// Reads part of what a peer still sends, because closing a connection with unread bytes may discard what was sent to
+/// the peer.
 fn drain(reader: &mut impl Read) {
     let mut bytes = [0; 4096];
     for _ in 0..16 {
@@ -343,12 +344,13 @@ fn greet(reader: &mut impl Read) -> std::result::Result<(), String> {
     reader.read_exact(&mut word).map_err(|error| format!("{FOREIGN}: {error}"))?;
     let (magic, version) = word.split_at(8);
     if magic != MAGIC {
-        return Err(format!("{FOREIGN}: its first word is another one"));
+        return Err(format!("{FOREIGN}: it begins with a different word"));
     }
     let version = version.try_into().map_or(0, u32::from_le_bytes);
     (version == VERSION).then_some(()).ok_or_else(|| {
         format!(
-            "{FOREIGN} of this version: it speaks version {version} of the protocol, and this server version {VERSION}"
+            "{FOREIGN} of this version: it uses version {version} of the protocol, and this server uses version \
+             {VERSION}"
         )
     })
 }

@@ -193,7 +193,7 @@ impl EncoderNaming {
 }
 
 impl EncoderConfig {
-    /// Returns the longest text, in tokens.
+    /// Returns the maximum length of a text, in tokens.
     pub fn ctx(&self) -> usize {
         match self.positions {
             EncoderPositions::Learned(rows) | EncoderPositions::Rotary(rows) => rows,

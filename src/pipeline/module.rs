@@ -123,7 +123,7 @@ pub struct PipelineModule<B> {
     input: BatchFn<B>,
     layers: Vec<LayerSpec<B>>,
     loss: LossFn<B>,
-    /// The longest text, in tokens, if the model is a language model.
+    /// The context length in tokens, if the model is a language model.
     context: Option<usize>,
     example: Option<ExampleFn<B>>,
 }
@@ -171,13 +171,13 @@ impl<B> PipelineModule<B> {
         self.example.as_ref().map(|example| example(samples, device))
     }
 
-    /// Sets the longest text, in tokens, of a language model.
+    /// Sets the context length of a language model, in tokens.
     #[must_use]
     pub(crate) fn with_context(self, tokens: usize) -> Self {
         Self { context: Some(tokens), ..self }
     }
 
-    /// Returns the longest text, in tokens, if the model is a language model.
+    /// Returns the context length in tokens, if the model is a language model.
     pub(crate) fn context(&self) -> Option<usize> {
         self.context
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 /// The rule for names of runs, for messages.
 pub(super) const NAME_RULE: &str =
-    "give 1 to 100 letters, digits, or . _ - + = @ and spaces inside, and begin with a letter or digit";
+    "give 1 to 100 letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit";
 
 /// Errors of the record of runs.
 #[derive(Debug, thiserror::Error)]
@@ -30,10 +30,10 @@ pub enum RunError {
         /// The nearest names, if there are similar ones.
         hint: Option<String>,
     },
-    /// Several runs have names that begin like this.
-    #[error("`{name}` is the beginning of {count} names: {names}; give more of the name")]
+    /// Several runs have names with this prefix.
+    #[error("`{name}` is a prefix of {count} names: {names}; give more of the name")]
     Ambiguous {
-        /// The beginning.
+        /// The prefix.
         name: String,
         /// The number of runs.
         count: usize,

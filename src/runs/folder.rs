@@ -32,7 +32,7 @@ impl RunsFolder {
         Self { folder: given.or(variable.map(PathBuf::from)).unwrap_or_else(|| DEFAULT_FOLDER.into()) }
     }
 
-    /// Returns whether this text in the place of a folder, such as `off`, switches recording off.
+    /// Returns whether this text, such as `off`, switches recording off when it is given in place of a folder.
     pub fn is_off(folder: &Path) -> bool {
         spec::is_off(folder.as_os_str())
     }
@@ -96,7 +96,7 @@ impl RunsFolder {
         }
     }
 
-    /// Reads the run that is named.
+    /// Reads the run that `name` selects.
     ///
     /// # Errors
     /// The errors of [`named`](Self::named) and of [`RecordedRun::open`].
@@ -104,8 +104,8 @@ impl RunsFolder {
         RecordedRun::open(self.named(name)?)
     }
 
-    /// Removes the record of a run: the files that belong to it, and the folder if it is empty then. Returns the folder
-    /// if other files keep it.
+    /// Removes the record of a run: the files that belong to it, and the folder if it is then empty. Returns the folder
+    /// if it contains other files.
     ///
     /// # Errors
     /// [`RunError::Running`] unless `forced`; a folder that is a link; files that cannot be removed.

@@ -2,10 +2,11 @@
 //!
 //! ```text
 //!   {"session": 1, "from_step": 0, "time": ...}     a process begins or continues the run after this step
-//!   {"step": 1, "time": ..., "loss": ..., ...}      values of a step; several lines of a step add up
+//!   {"step": 1, "time": ..., "loss": ..., ...}      values of a step; several lines of a step are merged
 //! ```
 //!
-//! A run that continues from a checkpoint repeats the steps after it: what was recorded for them before is dropped.
+//! A run that continues from a checkpoint repeats the steps after the checkpoint; the earlier records of these steps
+//! are dropped.
 
 use super::{METRICS, lines};
 use crate::error::{Error, Result};

@@ -10,8 +10,8 @@
 //!
 //! A run is a folder with five files. `run.json` describes the run and is written once. `metrics.jsonl`, `events.jsonl`
 //! and `samples.jsonl` only grow: they are JSON lines, and a last line that a kill has cut off is ignored.
-//! `summary.json` is an index: it contains what the first bytes of the other files add up to, and the number of those
-//! bytes, so that a list of many runs reads no metrics. docs/runs.md describes the format.
+//! `summary.json` is an index: it summarizes the first bytes of the other files and contains the number of those bytes,
+//! so listing many runs does not require reading their metrics. docs/runs.md describes the format.
 
 pub(crate) mod error;
 mod folder;
@@ -46,7 +46,7 @@ pub const RUNS_DIR: &str = "CANDLE_ZERO_RUNS_DIR";
 pub const RUN: &str = "CANDLE_ZERO_RUN";
 /// The variable with the id of the job, which `zerorun` gives its ranks; it stays the same when the job restarts.
 pub const JOB: &str = "CANDLE_ZERO_JOB";
-/// The folder of runs if nothing names another.
+/// The default folder of runs.
 pub const DEFAULT_FOLDER: &str = "runs";
 
 /// The version of the format that this version writes; it reads this version and earlier ones.

@@ -24,7 +24,7 @@ pub enum RecordedState {
     Stopped,
     /// An error has ended it.
     Failed,
-    /// Its process has ended without recording how: it was killed, or the machine was switched off.
+    /// Its process has ended without recording how it ended: it was killed, or the machine was switched off.
     Killed,
 }
 
@@ -61,7 +61,7 @@ impl RecordedRun {
     /// the description cannot be understood; files that cannot be read.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
-        // Looked at first: a run that ends in between has recorded how.
+        // The lock is checked first: a run that ends in between has recorded how it ended.
         let lock = LockSeen::of(folder);
         let info = RunInfo::read(folder)?;
         let summary = RunSummary::load(folder)?;

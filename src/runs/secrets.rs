@@ -23,7 +23,7 @@ const SECRET_WORDS: [&str; 13] = [
 ];
 /// The words that make a following `key` a secret.
 const KEY_WORDS: [&str; 5] = ["api", "access", "secret", "private", "encryption"];
-/// The beginnings of well-known tokens, which are followed by at least 16 letters and digits.
+/// The prefixes of well-known tokens, which are followed by at least 16 letters and digits.
 const TOKEN_PREFIXES: [&str; 16] = [
     "hf_",
     "sk-",

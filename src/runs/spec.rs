@@ -1,4 +1,5 @@
-//! Whether a run is recorded, under which name and where: what the program, the configuration and the environment say.
+//! Determines, from the program, the configuration and the environment, whether a run is recorded, under which name and
+//! where.
 
 use super::error::NAME_RULE;
 use super::{DEFAULT_FOLDER, RUN, RUNS_DIR};
@@ -38,8 +39,8 @@ impl RunSpec {
         }
     }
 
-    /// Requests a record that the user has not asked for: characters of the name that are not allowed are replaced, and
-    /// if the folder cannot be written, a message says so, and the program trains without a record.
+    /// Requests a record by default, without a request from the user: characters of the name that are not allowed are
+    /// replaced, and if the folder cannot be written, a message reports this, and the program trains without a record.
     pub fn by_default(name: &str) -> Self {
         let allowed: String = name.chars().map(|letter| if is_allowed(letter) { letter } else { '-' }).collect();
         let name = allowed.trim_start_matches(|letter: char| !letter.is_alphanumeric());
@@ -51,7 +52,7 @@ impl RunSpec {
         Self { is_default: true, ..Self::new(if name.is_empty() { "run".to_owned() } else { name }) }
     }
 
-    /// Returns an error that says what is allowed unless `name` can be the name of a run.
+    /// Returns an error that states the rule unless `name` can be the name of a run.
     ///
     /// # Errors
     /// The rule, as text.
@@ -116,12 +117,12 @@ pub(crate) struct RecordPlan {
     pub settings: Value,
     pub total_steps: Option<u64>,
     pub command: Option<Vec<String>>,
-    /// Whether the user has asked for it, so that a folder that cannot be written is an error.
+    /// Whether the user has requested it. A folder that cannot be written is then an error.
     pub is_required: bool,
 }
 
 impl RecordPlan {
-    /// Combines what the program, the section `run` and the environment say; `None` if nothing is recorded. The
+    /// Combines the settings of the program, the section `run` and the environment; `None` if nothing is recorded. The
     /// environment takes precedence, then the section.
     ///
     /// # Errors
@@ -233,12 +234,12 @@ mod tests {
     #[test]
     fn names_that_make_no_folder_are_refused_and_default_names_are_changed() {
         let wrong = |name: &str| plan(Some(RunSpec::new(name)), None, &[]).unwrap_err().to_string();
-        insta::assert_snapshot!(wrong("a/b"), @"EngineBuilder::run is `a/b`, which cannot be the name of a run; give 1 to 100 letters, digits, or . _ - + = @ and spaces inside, and begin with a letter or digit");
+        insta::assert_snapshot!(wrong("a/b"), @"EngineBuilder::run is `a/b`, which cannot be the name of a run; give 1 to 100 letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
         for name in ["", ".", "..", "-x", "a\nb", "a\u{1b}[1m", "<b>", &"x".repeat(101), " a"] {
             assert!(wrong(name).contains("give 1 to 100 letters"), "{name}");
         }
-        insta::assert_snapshot!(plan(None, Some(config(true, "a:b", "")), &[]).unwrap_err(), @"run.name is `a:b`, which cannot be the name of a run; give 1 to 100 letters, digits, or . _ - + = @ and spaces inside, and begin with a letter or digit");
-        insta::assert_snapshot!(plan(None, None, &[(RUN, "../x")]).unwrap_err(), @"--run or CANDLE_ZERO_RUN is `../x`, which cannot be the name of a run; give 1 to 100 letters, digits, or . _ - + = @ and spaces inside, and begin with a letter or digit");
+        insta::assert_snapshot!(plan(None, Some(config(true, "a:b", "")), &[]).unwrap_err(), @"run.name is `a:b`, which cannot be the name of a run; give 1 to 100 letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
+        insta::assert_snapshot!(plan(None, None, &[(RUN, "../x")]).unwrap_err(), @"--run or CANDLE_ZERO_RUN is `../x`, which cannot be the name of a run; give 1 to 100 letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
         for (name, made) in [("a/b c", "a-b c"), ("..", "run"), ("", "run"), ("modèle", "modèle"), ("--x", "x")] {
             assert_eq!(plan(Some(RunSpec::by_default(name)), None, &[]).unwrap().unwrap().name, made);
         }

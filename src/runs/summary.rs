@@ -1,7 +1,8 @@
-//! `summary.json`: what the metrics and events of a run add up to, so that a list of runs need not read them.
+//! `summary.json`: a summary of the metrics and events of a run. Listing runs does not require reading the other files.
 //!
-//! The summary says how many bytes of the two files it covers. A reader compares these numbers with the lengths of the
-//! files, adds what has been appended since, and reads everything if the files are shorter or if steps were repeated.
+//! The summary contains the number of bytes of each file that it covers. A reader compares these numbers with the
+//! lengths of the files, adds what has been appended since, and reads everything if the files are shorter or if steps
+//! were repeated.
 
 use super::metrics::{LOSS, MetricsLine, MetricsRow, WholeMetrics};
 use super::{EVENTS, FORMAT, MAX_FILE_BYTES, METRICS, SUMMARY, WRITING, lines};
@@ -21,7 +22,7 @@ const VALIDATION_LOSS: [&str; 5] = ["val_loss", "validation_loss", "eval_loss", 
 pub struct ValueAtStep {
     /// The number of steps.
     pub step: u64,
-    /// The value. Not finite values are `null` in JSON.
+    /// The value. Values that are not finite are `null` in JSON.
     #[serde(deserialize_with = "nan_if_null")]
     pub value: f64,
 }
@@ -35,7 +36,7 @@ fn nan_if_null<'de, D: serde::Deserializer<'de>>(from: D) -> std::result::Result
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum RunEnding {
-    /// The program is done with it.
+    /// The program has ended it normally.
     Finished,
     /// A signal asked it to end.
     Stopped,
@@ -101,7 +102,7 @@ pub struct RunSummary {
     pub problem: Option<String>,
 }
 
-/// Steps were repeated, so that the summary of the earlier ones is no longer valid.
+/// Steps were repeated, so the summary of the earlier ones is invalid.
 #[derive(Debug, PartialEq)]
 pub(super) struct StepsRepeated;
 

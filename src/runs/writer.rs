@@ -134,7 +134,7 @@ impl RunWriter {
         Self::open_as(plan, start, job(), restart())
     }
 
-    /// Opens the record as part of `job`, which its launcher has restarted so many times.
+    /// Opens the record as part of `job`, which its launcher has restarted `restart` times.
     fn open_as(plan: &RecordPlan, start: &RunStart, job: &str, restart: u64) -> Result<Self> {
         create_folder(&plan.folder)?;
         for folder in start.loaded.iter().flat_map(|loaded| runs_that_saved(plan, loaded)) {
@@ -325,7 +325,7 @@ impl RunWriter {
             self.summary = RunSummary::of_files(&self.folder)?;
         }
         let is_due = self.flushed.elapsed() >= FLUSH_INTERVAL || self.metrics.pending.len() >= FLUSH_BYTES;
-        // The first step is visible at once.
+        // The first step is visible immediately.
         let is_first = self.summary.best_loss.is_some_and(|best| best.step == step) && self.summary.steps <= 1;
         if is_due || is_first && row.values.contains_key(LOSS) { self.flush() } else { Ok(()) }
     }
@@ -389,7 +389,7 @@ impl RunWriter {
         Ok(())
     }
 
-    /// Replaces the summary, which a reader can do without.
+    /// Replaces the summary. Readers do not depend on it.
     fn summarize(&mut self) {
         (self.summary.metrics_bytes, self.summary.events_bytes) = (self.metrics.len, self.events.len);
         self.summarized = Some(Instant::now());

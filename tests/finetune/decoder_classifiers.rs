@@ -253,7 +253,7 @@ fn adapters_that_are_no_classifiers_or_those_of_others_are_refused() {
         classify.arg("classify").arg(model).arg("--adapter").arg(&adapter).arg("a text").output().unwrap()
     };
     insta::assert_snapshot!(said(classify(&llama)));
-    // A classifier's adapter without its score, with another number of labels, and for another model.
+    // A classifier's adapter without its score, with a different number of labels, and for a different model.
     std::fs::write(&config, classifying.to_string()).unwrap();
     insta::assert_snapshot!(said(classify(&llama)));
     std::fs::write(&file, whole).unwrap();

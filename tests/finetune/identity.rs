@@ -72,7 +72,7 @@ impl Desk {
 
 /// Returns the settings that a refusal names.
 fn named(text: &str) -> Vec<&str> {
-    let list = text.split_once("other settings: ").unwrap().1.split_once(" (saved -> now)").unwrap().0;
+    let list = text.split_once("different settings: ").unwrap().1.split_once(" (saved -> now)").unwrap().0;
     list.split("; ").map(|difference| difference.split_once(": ").unwrap().0).collect()
 }
 
@@ -116,7 +116,7 @@ fn a_run_with_other_settings_is_not_continued_and_all_of_them_are_named() {
     assert!(said.contains("this run continues from it as requested: lr: 0.01 -> 0.001; steps: 4 -> 8"), "{said}");
     // The checkpoint now belongs to that run.
     let said = desk.trained("again", &words[..7]);
-    assert!(!said.contains("other settings"), "{said}");
+    assert!(!said.contains("different settings"), "{said}");
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     let words =
         ["--save", "saves", "--resume", "-n", "2", "--save_every", "1", "--keep", "1", "--ds_config", "ds.json"];
     let said = desk.trained("second", &[&words[..], &["--data", "many.jsonl"]].concat());
-    assert!(said.contains("continues after step 2") && !said.contains("other settings"), "{said}");
+    assert!(said.contains("continues after step 2") && !said.contains("different settings"), "{said}");
 }
 
 #[test]

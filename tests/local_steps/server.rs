@@ -381,7 +381,7 @@ fn a_replay_of_another_run_is_refused() {
     };
     assert_eq!(run(&|options| options.record = Some(record.clone()), 1e-2), ["trained", "trained"]);
     let refused = run(&|options| options.replay = Some(record.clone()), 2e-2);
-    insta::assert_snapshot!(refused[0], @"the island server at ADDRESS refuses this island: the replay differs from its record at the exchange after step 4: the weights have other bits; begin from the same weights and data, with the same number of steps, as the recorded run");
+    insta::assert_snapshot!(refused[0], @"the island server at ADDRESS refuses this island: the replay differs from its record at the exchange after step 4: the weights have different bits; begin from the same weights and data, with the same number of steps, as the recorded run");
     assert_eq!(refused[0], refused[1]);
 }
 
@@ -452,8 +452,8 @@ fn islands_that_do_not_fit_are_refused_and_the_others_continue() {
             config["local_steps"]["islands"] = json!(4);
             config["train_batch_size"] = json!(4 * BATCH);
         }), 1), @"the island server at ADDRESS refuses this island: it and the islands of the run have different numbers of islands (local_steps.islands): 2 and 4; start the same program with the same files and configuration for all islands");
-    insta::assert_snapshot!(refused(config.clone(), 0), @"the island server at ADDRESS refuses this island: slot 0 is taken by another island; ask for another slot, or end that island");
-    insta::assert_snapshot!(refused(config.clone(), 7), @"the island server at ADDRESS refuses this island: it asks for slot 7, but the run has 2 slots (local_steps.islands); ask for 0 to 1");
+    insta::assert_snapshot!(refused(config.clone(), 0), @"the island server at ADDRESS refuses this island: slot 0 is taken by another island; request a different slot, or end that island");
+    insta::assert_snapshot!(refused(config.clone(), 7), @"the island server at ADDRESS refuses this island: it requests slot 7, but the run has 2 slots (local_steps.islands); request 0 to 1");
     let of_two = config.clone();
     let two_ranks = island(2, move |comm| engine_in_slot(comm, of_two.clone(), 1).map(drop));
     insta::assert_snapshot!(error(two_ranks).replace(&address, "ADDRESS"), @"the island server at ADDRESS refuses this island: it and the islands of the run have different numbers of ranks per island: 1 and 2; start the same program with the same files and configuration for all islands");

@@ -246,8 +246,8 @@ fn wrong_words_are_refused_with_what_is_allowed() {
         text.split(' ').map(digits).collect::<Vec<_>>().join(" ").trim_end().to_owned()
     };
     insta::assert_snapshot!(told(&["show", "x"]), @"zerorun: no run in RUNS is named `x`; `zerorun runs` lists them");
-    insta::assert_snapshot!(told(&["show", ""]), @"zerorun: `` is the beginning of 2 names: a-TIME ab-TIME give more of the name");
-    insta::assert_snapshot!(told(&["rm", "a", "--yes"]), @"zerorun: `a` is the beginning of 2 names: a-TIME ab-TIME give more of the name");
+    insta::assert_snapshot!(told(&["show", ""]), @"zerorun: `` is a prefix of 2 names: a-TIME ab-TIME give more of the name");
+    insta::assert_snapshot!(told(&["rm", "a", "--yes"]), @"zerorun: `a` is a prefix of 2 names: a-TIME ab-TIME give more of the name");
     insta::assert_snapshot!(told(&["rm", "ab", "a-"]), @"zerorun: standard input is not a terminal, so zerorun cannot ask whether to remove a-TIME ab-TIME give --yes to remove without asking");
     insta::assert_snapshot!(told(&["compare", "a-"]), @"zerorun: 2 values required by '<RUN> <RUN>...'; only 1 was provided");
     insta::assert_snapshot!(told(&["compare", "a-", "a-"]), @"zerorun: run a-TIME is given twice; give different runs");
@@ -267,7 +267,7 @@ fn names_and_folders_that_cannot_be_used_are_refused_before_training() {
     let dir = tempfile::tempdir().unwrap();
     let output = zerorun().args(["--run", "a/b", "train.rs"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    insta::assert_snapshot!(stderr(&output).lines().next().unwrap(), @"zerorun: invalid value 'a/b' for '--run <NAME>': give 1 to 100 letters, digits, or . _ - + = @ and spaces inside, and begin with a letter or digit");
+    insta::assert_snapshot!(stderr(&output).lines().next().unwrap(), @"zerorun: invalid value 'a/b' for '--run <NAME>': give 1 to 100 letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
     std::fs::write(dir.path().join("file"), "").unwrap();
     let mut command = program(&dir.path().join("file"), &[(STEPS, "1")]);
     let output = command.stdout(std::process::Stdio::piped()).output().unwrap();

@@ -436,10 +436,10 @@ pub enum FinetuneError {
         /// The problem, and what is allowed.
         problem: String,
     },
-    /// A checkpoint of a run with other settings.
+    /// A checkpoint of a run with different settings.
     #[error(
-        "checkpoint {} was saved by a run with other settings: {differences} (saved -> now); continuing would mix the \
-         two runs; give the saved settings, or another folder for --save to start over, or continue anyway with \
+        "checkpoint {} was saved by a run with different settings: {differences} (saved -> now); continuing would mix \
+         the two runs; give the saved settings, or another folder for --save to start over, or continue anyway with \
          --resume_anyway",
         checkpoint.display()
     )]

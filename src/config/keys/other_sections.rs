@@ -115,7 +115,7 @@ const CSV_MONITOR: &[super::ConfigKey] = keys! {
 };
 
 const RUN: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "true", H, "Keep a record; false: do not, even if the program asks for one.";
+    "enabled": Bool, "true", H, "Keep a record; false: keep none, even if the program requests one.";
     "name": Str, "null", H, "Name of the run; null: the one that the program gives. CANDLE_ZERO_RUN takes precedence.";
     "folder": Str, "null", H, "Folder of runs; null: the one that the program gives, or `runs`. CANDLE_ZERO_RUNS_DIR takes precedence.";
 };

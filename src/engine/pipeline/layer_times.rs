@@ -5,7 +5,7 @@
 //!   all ranks     times of all ranks, and their memory limits ----> the same cuts on all ranks
 //! ```
 //!
-//! The layers are plain Candle models here: they are built outside of the engine, one at a time, and dropped again.
+//! The layers are plain Candle models here: they are built outside the engine, one at a time, and dropped again.
 //! Layers of the same kind whose parameters and inputs have the same shapes are measured once.
 
 use crate::comm::Communicator;
@@ -87,8 +87,8 @@ impl LayerTimes {
         Self { seconds, bytes, limits, reports: false }
     }
 
-    /// Divides the layers among the stages of `schedule`. If no division fits the memory, the times alone decide, and rank
-    /// 0 says so.
+    /// Divides the layers among the stages of `schedule`. If no division fits the memory, only the times count, and
+    /// rank 0 reports this.
     pub fn cuts(&self, schedule: PipelineSchedule) -> std::result::Result<StageCuts, TooManyStages> {
         let rank_of = |stage: usize| schedule.rank_of(stage);
         let seconds: Vec<Vec<f64>> = (0..schedule.stages()).map(|stage| self.seconds[rank_of(stage)].clone()).collect();

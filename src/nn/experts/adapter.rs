@@ -245,7 +245,7 @@ impl AdapterSizes {
         gemm_grouped(products);
     }
 
-    /// Writes the adapter's part of x's gradient, or adds it.
+    /// Computes the adapter's part of the gradient of x, and writes it to `dx` or, with `accumulate`, adds it to `dx`.
     pub fn gradient_of_x<E: TensorElement>(&self, dh: &[f32], a: &[f32], dx: &mut [E], accumulate: bool) {
         let (inputs, rank) = (self.inputs, self.rank);
         let pieces: Vec<Piece> =

@@ -22,10 +22,10 @@ use candle_core::{CpuStorage, Result, Tensor, bail};
 /// layers. This is one loss for the model, not the mean of the layers' losses. With perfect balance, it is the number of
 /// experts per row. T_e is a constant for the gradient.
 ///
-/// `counts`, if given, has one element for each row of a layer. Rows with `false` (padding) count nowhere.
+/// `counts`, if given, has one element for each row of a layer. Rows with `false` (padding) do not count.
 ///
 /// # Errors
-/// No layer; layers of different sizes; a `counts` of another length, or one without a row that counts.
+/// No layer; layers of different sizes; a `counts` of a different length, or without a row that counts.
 pub fn load_balancing_loss(layers: &[Routing], counts: Option<&[bool]>) -> Result<Tensor> {
     let Some(first) = layers.first() else {
         bail!("{NAME}: there is no layer with experts; compute the loss only for models that have one")

@@ -67,8 +67,8 @@ pub struct ExpertMlp {
 }
 
 impl ExpertMlp {
-    /// Creates the MLP from the projection to gate and up (one weight with both, or the weights of gate and of up), that
-    /// from the activation to the output, and the activation.
+    /// Creates the MLP from `gate_up`, the projection to gate and up (one weight with both, or one weight for each),
+    /// `down`, the projection from the activation to the output, and the activation `gate`.
     ///
     /// # Errors
     /// Projections of different numbers of experts, or whose sizes do not match.
@@ -104,7 +104,7 @@ impl ExpertMlp {
         let assignment = routing.assignment();
         let rows = expert_rows(x, assignment)?;
         let both = self.gate_up.forward(&rows, assignment)?;
-        // Backward computes the rows and the activation again.
+        // The backward pass computes the rows and the activation again.
         drop(rows);
         let inner = gated_activation(&both, self.gate, self.order)?;
         let y = self.down.forward(&inner, assignment)?;

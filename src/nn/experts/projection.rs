@@ -187,14 +187,14 @@ impl ExpertProjection {
     }
 }
 
-/// The values of the adapter that backward needs.
+/// The values of the adapter that the backward pass needs.
 struct KeptAdapter {
     sizes: AdapterSizes,
     h: Vec<f32>,
     adapter: ExpertAdapter,
 }
 
-/// The values that backward needs.
+/// The values that the backward pass needs.
 struct GroupedBackward {
     rows: GroupedRows,
     x: SavedTensor,

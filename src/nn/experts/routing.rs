@@ -57,8 +57,8 @@ impl Routing {
 /// Chooses experts for each row of the router's `logits` `[.., experts]`. The logits are usually those of
 /// [`linear`](crate::nn::linear()), with the model's dtype.
 ///
-/// All numbers are computed in f32, and weights are rounded once. Of equal numbers, the lowest expert is chosen.
-/// The gradient passes through the weights of the chosen experts; the choice itself is constant.
+/// All numbers are computed in f32, and weights are rounded once. Among equal numbers, the expert with the lowest index
+/// is chosen. The gradient passes through the weights of the chosen experts; the choice itself is constant.
 ///
 /// # Errors
 /// More experts per row than there are experts, or none; logits without a dimension; a dtype other than f32, bf16 or

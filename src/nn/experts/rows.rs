@@ -1,4 +1,4 @@
-//! The way of rows to their experts and back.
+//! The path of rows to their experts and back.
 
 use super::ExpertAssignment;
 use crate::graph::{Grad, OpInputs, SavedTensor, can_remake};

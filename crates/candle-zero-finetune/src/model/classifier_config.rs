@@ -36,7 +36,7 @@ impl ClassifierConfig {
         }
     }
 
-    /// Returns the longest text, in tokens.
+    /// Returns the maximum length of a text, in tokens.
     pub fn ctx(&self) -> usize {
         match self {
             Self::Encoder(config) => config.ctx(),

@@ -52,7 +52,7 @@ impl AdaptedValues {
     /// ([`DecoderConfig::lora`]).
     ///
     /// # Errors
-    /// Targets that match no projection; an adapter for another model or with other settings.
+    /// Targets that match no projection; an adapter for a different model or with different settings.
     pub fn new(base: &BaseModel, config: &DecoderConfig, adapter: Option<Adapter>) -> Result<Self> {
         let parameters = config.parameters()?;
         if let Some(lora) = &config.lora {
@@ -65,7 +65,8 @@ impl AdaptedValues {
     /// ([`ClassifierConfig::with_lora`]).
     ///
     /// # Errors
-    /// Targets that match no projection; an adapter for another model or with other settings, or of a language model.
+    /// Targets that match no projection; an adapter for a different model or with different settings, or of a language
+    /// model.
     pub fn of_classifier(base: &ClassifierBase, config: &ClassifierConfig, adapter: Option<Adapter>) -> Result<Self> {
         if let Some(lora) = config.lora() {
             lora.check_targets(config.projections()?.iter().map(String::as_str))?;

@@ -229,8 +229,8 @@ pub struct Options {
     pub patience: Option<u64>,
     /// The checkpoints. Default: none.
     pub saving: Option<CheckpointOptions>,
-    /// Whether the run continues from a checkpoint that was saved with other settings. Default: false; the checkpoint
-    /// is refused and the error lists the differences.
+    /// Whether the run continues from a checkpoint that was saved with different settings. Default: false; the
+    /// checkpoint is refused and the error lists the differences.
     pub resume_anyway: bool,
     /// The seed for the initial adapters, the order of the data, and dropout. Default: 42.
     pub seed: u64,

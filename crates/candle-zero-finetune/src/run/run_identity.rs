@@ -52,7 +52,7 @@ impl SavedRun {
     }
 
     /// Checks that the run `now`, of `total` steps, may continue from this checkpoint. Returns a message if it
-    /// continues with other settings because `anyway` allows it, or if the settings could not be compared.
+    /// continues with different settings because `anyway` allows it, or if the settings could not be compared.
     ///
     /// # Errors
     /// [`FinetuneError::StepsMade`], [`FinetuneError::OtherRun`].
@@ -72,7 +72,7 @@ impl SavedRun {
         match (differences.is_empty(), anyway) {
             (true, _) => Ok(None),
             (false, true) => Ok(Some(format!(
-                "{} was saved by a run with other settings, and this run continues from it as requested: {}",
+                "{} was saved by a run with different settings, and this run continues from it as requested: {}",
                 self.path.display(),
                 differences.join("; ")
             ))),
@@ -158,8 +158,8 @@ mod tests {
         let now = identity(json!({"r": 4, "alpha": 800.0, "lr": 2e-3, "delayed_update_after": 3, "targets": "q_proj"}));
         let saved = saved(&before, 4);
         assert_eq!(saved.check(&before, 6, false).unwrap(), None);
-        insta::assert_snapshot!(saved.check(&now, 6, false).unwrap_err(), @"checkpoint saves/step4 was saved by a run with other settings: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002 (saved -> now); continuing would mix the two runs; give the saved settings, or another folder for --save to start over, or continue anyway with --resume_anyway");
-        insta::assert_snapshot!(saved.check(&now, 6, true).unwrap().unwrap(), @"saves/step4 was saved by a run with other settings, and this run continues from it as requested: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002");
+        insta::assert_snapshot!(saved.check(&now, 6, false).unwrap_err(), @"checkpoint saves/step4 was saved by a run with different settings: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002 (saved -> now); continuing would mix the two runs; give the saved settings, or another folder for --save to start over, or continue anyway with --resume_anyway");
+        insta::assert_snapshot!(saved.check(&now, 6, true).unwrap().unwrap(), @"saves/step4 was saved by a run with different settings, and this run continues from it as requested: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002");
     }
 
     #[test]

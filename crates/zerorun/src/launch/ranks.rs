@@ -94,7 +94,7 @@ pub(crate) struct LocalJob {
 pub(crate) struct IslandPlace {
     /// The address of the server.
     pub(crate) server: Option<String>,
-    /// The slot to ask for.
+    /// The slot to request.
     pub(crate) slot: Option<u16>,
 }
 

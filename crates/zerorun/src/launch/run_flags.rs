@@ -24,14 +24,14 @@ fn name(text: &str) -> Result<String, String> {
 }
 
 impl RunFlags {
-    /// Returns the variables that tell the ranks what was given.
+    /// Returns the variables that pass the flags to the ranks.
     pub(super) fn given(&self) -> impl Iterator<Item = (&'static str, OsString)> {
         let name = self.name.as_ref().map(|name| (RUN, name.into()));
         let folder = self.folder.as_ref().map(|folder| (RUNS_DIR, folder.into()));
         name.into_iter().chain(folder)
     }
 
-    /// Returns the variables that tell the ranks what was given, and which job they belong to.
+    /// Returns the variables that pass the flags and the id of the job to the ranks.
     pub(super) fn variables(&self) -> impl Iterator<Item = (&'static str, OsString)> {
         self.given().chain([(JOB, job().into())])
     }

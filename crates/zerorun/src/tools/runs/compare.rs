@@ -14,7 +14,7 @@ pub(super) struct CompareFlags {
     #[command(flatten)]
     folder: FolderFlag,
 
-    /// The runs: their names, or the beginnings of them
+    /// The runs: their names, or prefixes of their names
     #[arg(value_name = "RUN", required = true, num_args = 2..)]
     run: Vec<String>,
 

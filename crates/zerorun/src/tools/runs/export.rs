@@ -13,7 +13,7 @@ pub(super) struct ExportFlags {
     #[command(flatten)]
     folder: FolderFlag,
 
-    /// The run: its name, or the beginning of it
+    /// The run: its name, or a prefix of its name
     #[arg(value_name = "RUN")]
     run: String,
 

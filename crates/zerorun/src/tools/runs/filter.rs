@@ -71,12 +71,12 @@ fn values(run: &RecordedRun) -> Vec<(String, Value)> {
     all
 }
 
-/// Returns whether `name` is the key that is asked for: the same, or ending with it after a dot.
+/// Returns whether `name` is the requested key, or ends with a dot and the requested key.
 fn is_key(name: &str, key: &str) -> bool {
     name == key || name.strip_suffix(key).is_some_and(|rest| rest.ends_with('.'))
 }
 
-/// Returns whether a value is the one that is asked for: as a number, or as text in which `*` matches anything.
+/// Returns whether a value is the requested one: as a number, or as text in which `*` matches anything.
 fn is_value(value: &Value, asked: &str) -> bool {
     match (value, asked.parse::<f64>()) {
         (Value::Number(number), Ok(asked)) => number.as_f64() == Some(asked),

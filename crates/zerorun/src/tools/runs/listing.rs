@@ -15,8 +15,8 @@ pub(super) struct ListFlags {
     #[command(flatten)]
     folder: FolderFlag,
 
-    /// Only runs with this value: name, host, commit, branch, world_size, version, or a key of the configuration or
-    /// settings, or the end of one; * matches anything; repeatable
+    /// Only runs in which KEY has this value. KEY is name, host, commit, branch, world_size, version, or a key of the
+    /// configuration or of the settings, or the end of such a key. In VALUE, * matches anything; repeatable
     #[arg(long, value_name = "KEY=VALUE", value_parser = filter::filter)]
     filter: Vec<RunFilter>,
 
@@ -24,7 +24,7 @@ pub(super) struct ListFlags {
     #[arg(long, value_name = "STATE", value_parser = filter::state)]
     state: Vec<RecordedState>,
 
-    /// Only runs that began since then: 90m, 12h, 7d or 2w ago, or a date in UTC
+    /// Only runs that began at or after this time: 90m, 12h, 7d or 2w ago, or a date in UTC
     #[arg(long, value_name = "TIME", value_parser = filter::since)]
     since: Option<f64>,
 
@@ -53,7 +53,7 @@ enum SortKey {
     Duration,
     /// Fewest first
     Steps,
-    /// Lowest first, runs without one last
+    /// Lowest first, runs without a loss last
     Loss,
     BestLoss,
     Val,

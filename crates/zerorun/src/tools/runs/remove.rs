@@ -16,7 +16,7 @@ pub(super) struct RemoveFlags {
     #[command(flatten)]
     folder: FolderFlag,
 
-    /// The runs: their names, or the beginnings of them
+    /// The runs: their names, or prefixes of their names
     #[arg(value_name = "RUN", required = true)]
     run: Vec<String>,
 

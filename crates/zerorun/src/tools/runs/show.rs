@@ -20,7 +20,7 @@ pub(super) struct ShowFlags {
     #[command(flatten)]
     folder: FolderFlag,
 
-    /// The run: its name, or the beginning of it
+    /// The run: its name, or a prefix of its name
     #[arg(value_name = "RUN")]
     run: String,
 
