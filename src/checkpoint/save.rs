@@ -249,7 +249,7 @@ impl SaveJob {
         let written = match writing {
             WriteJob::Done(result) => result,
             WriteJob::Thread(thread) => thread.join().unwrap_or_else(|_| {
-                let problem = "the thread that wrote it panicked; its panic message says why".into();
+                let problem = "the thread that wrote it panicked; its panic message gives the reason".into();
                 Err(CheckpointError::Unusable { path: dir.clone(), problem }.into())
             }),
         };

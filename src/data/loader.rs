@@ -3,7 +3,7 @@
 //! A batch is built on request, on the thread that requests it: 8 samples of 256 tokens that are in memory take 2
 //! microseconds, whereas handing the work to another thread and taking the result back takes 6. The slow case is a
 //! token file that is not in memory: a batch then waits for the disk, for up to 45 milliseconds. The loader therefore
-//! tells the system which tokens the next batch will need, and they are read while the step runs. A batch then waits
+//! requests the tokens of the next batch from the system, which reads them while the step runs. A batch then waits
 //! for at most 0.2 milliseconds, and the hint costs half a microsecond per sample. (Measured on a virtual machine with
 //! two AMD Zen 5 cores.)
 

@@ -15,7 +15,7 @@ pub const SCORE: &str = "score";
 /// The shape of a decoder that classifies texts.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderClassifierConfig {
-    /// The decoder. Its output projection and what belongs to its logits are not used.
+    /// The decoder. Its output projection and the settings of its logits are not used.
     pub decoder: DecoderConfig,
     /// The names of the classes.
     pub labels: Vec<String>,
@@ -29,7 +29,7 @@ impl DecoderClassifierConfig {
     /// Checks that the values describe a valid model.
     ///
     /// # Errors
-    /// The errors of [`DecoderConfig::validate`]; no labels; a padding token outside of the vocabulary; a standard
+    /// The errors of [`DecoderConfig::validate`]; no labels; a padding token outside the vocabulary; a standard
     /// deviation that is negative or not finite.
     pub fn validate(&self) -> OwnResult<()> {
         self.decoder.validate()?;

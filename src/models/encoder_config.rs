@@ -153,7 +153,7 @@ pub enum EncoderNaming {
 }
 
 impl EncoderNaming {
-    /// Returns the prefix of all parameters outside of the head.
+    /// Returns the prefix of all parameters outside the head.
     pub fn prefix(self) -> &'static str {
         match self {
             Self::Bert => "bert",

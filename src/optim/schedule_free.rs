@@ -23,13 +23,13 @@ use std::sync::Mutex;
 /// y    = (1 - b1) * z + b1 * x
 /// ```
 ///
-/// The original keeps `y` and `z` and computes `x` when it is asked for. Here the states are `x` (the master weights) and
+/// The original keeps `y` and `z` and computes `x` when it is needed. Here, the states are `x` (the master weights) and
 /// `z`, and `y` exists only in the model's tensors, computed from them. `x` and `y` can thus replace each other in the
 /// model without any rounding, and a checkpoint contains `x`.
 ///
-/// Because the learning rate is constant but for the warm-up, it cancels in `c`, which depends only on the number of the
-/// step. A rate that is set during training (`Engine::set_lr`) changes steps but not their weights in the average, which
-/// in the original grow with the largest rate so far.
+/// Because the learning rate is constant except during the warm-up, it cancels in `c`, which depends only on the number
+/// of the step. A rate that is set during training (`Engine::set_lr`) changes steps but not their weights in the
+/// average, which in the original grow with the largest rate so far.
 #[derive(Debug)]
 pub(super) struct AdamWScheduleFree {
     config: ScheduleFreeConfig,
@@ -256,7 +256,7 @@ impl StepWeights {
 
     /// Returns the share of step `step` in the average of all steps up to it.
     fn share(&self, step: u64) -> f64 {
-        // All steps after the warm-up have the same weight, so that nothing has to be added up.
+        // All steps after the warm-up have the same weight, so nothing has to be added up.
         if self.r == 0.0 && self.warmup_steps <= 1 {
             return 1.0 / step as f64;
         }
@@ -265,7 +265,8 @@ impl StepWeights {
         if sum > 0.0 { weight / sum } else { 1.0 }
     }
 
-    /// Returns the sum of the weights of the first `count` steps. It has the same bits whatever was asked for before.
+    /// Returns the sum of the weights of the first `count` steps. It has the same bits, whichever sums were requested
+    /// before.
     fn sum(&self, count: u64) -> f64 {
         let mut sums = lock(&self.sums);
         if sums.last.0 == count {

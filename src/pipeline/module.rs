@@ -18,7 +18,7 @@ pub trait PipelineLayer<B>: Send {
 
     /// Returns the layer's output in inference, where it may differ: the last layer of
     /// [`decoder_pipeline`](crate::models::decoder_pipeline) returns logits instead of the loss. If a text is continued,
-    /// `state` has what this layer has kept of the tokens before `x`.
+    /// `state` contains what this layer has kept for the tokens before `x`.
     ///
     /// # Errors
     /// Any error of the layer's operations.
@@ -28,7 +28,7 @@ pub trait PipelineLayer<B>: Send {
     }
 }
 
-/// The state that a layer keeps of a text that a pipeline continues.
+/// The state that a layer keeps for a text that a pipeline continues.
 #[derive(Default)]
 pub struct InferenceState {
     /// The number of tokens before the input, if a text is continued.
@@ -53,8 +53,8 @@ impl InferenceState {
         self.position
     }
 
-    /// Returns what the layer has kept of the tokens before the input, for the layer to change; if that is nothing, the
-    /// layer begins with the result of `new`. `None`: no text is continued.
+    /// Returns what the layer has kept for the tokens before the input, which the layer may change. If it has kept
+    /// nothing, it begins with the result of `new`. Returns `None` if no text is continued.
     pub fn kept<T: Any + Send>(&mut self, new: impl FnOnce() -> T) -> Option<&mut T> {
         self.position?;
         let kept = self.kept.take().and_then(|kept| kept.downcast::<T>().ok()).unwrap_or_else(|| Box::new(new()));
@@ -160,7 +160,7 @@ impl<B> PipelineModule<B> {
 
     /// Sets the function that returns an example of a micro batch, given its number of samples and the device of its
     /// tensors. With `pipeline.partition` `time`, the time of each layer is measured with it; shapes and dtypes matter,
-    /// values do not. [`decoder_pipeline`](crate::models::decoder_pipeline) has set one.
+    /// values do not. [`decoder_pipeline`](crate::models::decoder_pipeline) sets one.
     #[must_use]
     pub fn example(self, example: impl Fn(usize, &Device) -> Result<B> + 'static) -> Self {
         Self { example: Some(Box::new(example)), ..self }

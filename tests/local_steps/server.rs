@@ -233,7 +233,7 @@ fn direct(
                 tell(ready(&engine));
             }
             Order::Die => {
-                // A rank that is out of step says no goodbye.
+                // A rank that is out of step does not announce its end.
                 let bad = candle_core::Tensor::new(f32::NAN, &Device::Cpu)?;
                 let loss = engine.forward(|model| model.loss(&batch(1, slot, (0, 1)))?.add(&bad))?;
                 assert!(engine.backward(&loss).is_err());

@@ -39,7 +39,7 @@ A script is one Rust file. It may begin with its manifest:
   ---
   fn main() { ... }
 
-Without a manifest it gets candle-zero, candle-core, candle-nn and anyhow.";
+Without a manifest, it gets candle-zero, candle-core, candle-nn and anyhow.";
 
 const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
 
@@ -48,7 +48,7 @@ const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
 #[command(name = "zerorun", version, override_usage = USAGE)]
 struct ZerorunArguments {
     /// Number of ranks (processes) on each host; or cpu (one per core), gpu (one per GPU), or auto (one per GPU, or per
-    /// core without GPUs). With --hostfile, overrides its slots [also: $PET_NPROC_PER_NODE]
+    /// core without GPUs). With --hostfile, overrides the slots in that file [also: $PET_NPROC_PER_NODE]
     #[arg(
         short = 'n',
         long = "num_ranks",
@@ -60,8 +60,8 @@ struct ZerorunArguments {
     )]
     ranks: u16,
 
-    /// Maximum time that a rank waits for the others: 500ms, 90s, 10m, 2h; a number without a unit is in seconds
-    /// [default: $CANDLE_ZERO_TIMEOUT_MS, else 10m]
+    /// Maximum time that a rank waits for the others, such as 500ms, 90s, 10m or 2h; a number without a unit is in
+    /// seconds [default: $CANDLE_ZERO_TIMEOUT_MS, else 10m]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     timeout: Option<Duration>,
 

@@ -44,7 +44,7 @@ pub(super) fn update_factored<C: StepBackend>(
     if which.is_empty() {
         return Ok(());
     }
-    // A sweep visits the sub-groups, so that their factored states are elsewhere in the meantime.
+    // A sweep visits the sub-groups, so their factored states are elsewhere in the meantime.
     let mut states = FactoredStates::<C>::new();
     for group in &mut *groups {
         let params = group.slots.iter().map(|slot| slot.param);

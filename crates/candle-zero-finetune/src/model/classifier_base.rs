@@ -52,7 +52,8 @@ impl ClassifierBase {
     /// `labels`, the labels of the data ([`labels_of`](crate::labels_of)). Reads only headers, and compares the weights'
     /// names, shapes and types with the description.
     ///
-    /// A classifier in the files is kept if it knows the labels by name, or if the labels are its class numbers.
+    /// A classifier in the files is kept if its classes have the names of the labels, or if the labels are the numbers
+    /// of its classes.
     ///
     /// # Errors
     /// A folder without a model, or with a model of an unknown type ([`FinetuneError::NoClassifierBase`]); unsupported
@@ -61,7 +62,7 @@ impl ClassifierBase {
         Self::open_for(folder.as_ref(), Some(labels))
     }
 
-    /// Opens the folder of a trained classifier, with the labels that it knows.
+    /// Opens the folder of a trained classifier, with its labels.
     ///
     /// # Errors
     /// Errors of [`open`](Self::open); files without a part of the classifier ([`FinetuneError::NoClassifier`]).
@@ -155,8 +156,8 @@ impl ClassifierBase {
     }
 
     /// Returns the modules that are trained completely, and saved with the adapters, if the other weights are frozen:
-    /// the classifier, and what else is initialized randomly. The names are the last parts of the modules' paths, as
-    /// PEFT's `modules_to_save` has them.
+    /// the classifier, and everything else that is initialized randomly. The names are the last parts of the modules'
+    /// paths, as in PEFT's `modules_to_save`.
     pub fn saved_modules(&self) -> Vec<String> {
         let is_random = |module: &str| self.values.random.iter().any(|name| is_in_module(name, module));
         let modules: &[(&str, bool)] = match &self.config {
@@ -240,7 +241,7 @@ fn decoder(json: &Value, folder: &Path, description: &Path) -> Result<DecoderCla
     Ok(DecoderClassifierConfig { decoder, labels, pad_token_id, initializer_range })
 }
 
-/// Returns transformers' class for the classifier: that of the described model, with another head.
+/// Returns transformers' class for the classifier: that of the described model, with a different head.
 fn architecture(json: &Value, model_type: &str) -> Option<String> {
     let encoder = match model_type {
         "bert" => Some("Bert"),

@@ -74,7 +74,7 @@ impl Adapter {
         self.saved.as_deref()
     }
 
-    /// Returns the number of labels that a classifier's adapter knows.
+    /// Returns the number of labels of a classifier's adapter.
     ///
     /// # Errors
     /// The adapter of a language model; one without a projection to labels.
@@ -158,7 +158,7 @@ impl Adapter {
     /// Reads a folder that PEFT or [`Adapter::write`] has written.
     ///
     /// # Errors
-    /// A file that is missing, damaged or too large; another kind of adapter; unsupported settings.
+    /// A file that is missing, damaged or too large; a different kind of adapter; unsupported settings.
     pub fn read(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let io = |path: &Path| {

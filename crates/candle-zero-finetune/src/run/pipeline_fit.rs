@@ -23,7 +23,7 @@ pub(super) fn requested_stages(options: &Options, config: &mut Value, world: usi
         && found.as_u64() != Some(given as u64)
     {
         let why = format!(
-            "is {given}, but the DeepSpeed configuration says pipeline.stages: {found}; give only one of them, or \
+            "is {given}, but the DeepSpeed configuration has pipeline.stages: {found}; give only one of them, or \
              \"auto\" there"
         );
         return Err(misused("--pipeline", why));

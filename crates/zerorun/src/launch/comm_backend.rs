@@ -6,6 +6,6 @@ pub(crate) enum CommBackend {
     /// Shared memory
     #[default]
     Shm,
-    /// MPI, with the library found as under mpirun
+    /// MPI, with the same library as under mpirun
     Mpi,
 }

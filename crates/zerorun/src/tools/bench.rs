@@ -51,7 +51,7 @@ struct DiskBenchArguments {
     /// Folder to test, as in `nvme_path`; the files that are written there are temporary
     path: PathBuf,
 
-    /// Disk space to use, 1MiB or more: 512MiB, 4GiB; a number without a unit is in bytes
+    /// Disk space to use, 1MiB or more, such as 512MiB or 4GiB; a number without a unit is in bytes
     #[arg(long, value_name = "SIZE", default_value = "2GiB", value_parser = whole_size)]
     size: u64,
 

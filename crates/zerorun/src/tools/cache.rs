@@ -11,9 +11,10 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// List the scripts that zerorun has built and the size of its build folder, or remove what is no longer needed.
+/// List the scripts that zerorun has built and the size of its build folder, or remove builds that are no longer
+/// needed.
 ///
-/// Whatever is removed is rebuilt the next time a script needs it.
+/// Removed builds are rebuilt when a script needs them.
 ///
 /// Exit code: 0 on success, 1 if something cannot be read or removed, 2 if the folder cannot be determined or the
 /// command line is wrong.

@@ -32,11 +32,11 @@ struct ConsolidateArguments {
     #[arg(long, value_enum, default_value = "f32")]
     dtype: ConsolidateDtype,
 
-    /// Maximum bytes of parameters per file: 5GB, 500MB, 2GiB; a number without a unit is in bytes
+    /// Maximum bytes of parameters per file, such as 5GB, 500MB or 2GiB; a number without a unit is in bytes
     #[arg(long = "max_shard_size", alias = "max-shard-size", value_name = "SIZE", default_value = "5GB", value_parser = size)]
     max_shard_size: u64,
 
-    /// Number of attention heads of a GPT-2, for config.json, if the checkpoint does not contain it
+    /// Number of attention heads of a GPT-2, for config.json, if the checkpoint does not contain this number
     #[arg(long = "n_head", alias = "n-head", value_name = "N")]
     n_head: Option<usize>,
 }

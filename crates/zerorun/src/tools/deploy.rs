@@ -26,7 +26,7 @@ enum ClusterKind {
     Slurm,
 }
 
-/// Print the file that a cluster needs to start a job on several hosts.
+/// Print the manifest or batch script with which a cluster starts a job on several hosts.
 ///
 /// `zerorun deploy k8s --nodes 4 -n 8 --image REGISTRY/train train --ds_config /ds_configs/zero3.json > job.yaml`, then
 /// `kubectl apply -f job.yaml`; `zerorun deploy slurm --nodes 4 -n 8 ./train ... > job.sh`, then `sbatch job.sh`.

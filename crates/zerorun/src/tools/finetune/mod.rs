@@ -60,7 +60,7 @@ const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved fi
 #[derive(Debug, Parser)]
 #[command(name = "finetune", bin_name = "zerorun finetune", after_help = EXAMPLES)]
 struct FinetuneArguments {
-    /// Number of ranks (processes) on each host. With --hostfile, overrides its slots
+    /// Number of ranks (processes) on each host. With --hostfile, overrides the slots in that file
     #[arg(short = 'n', long = "num_ranks", visible_alias = "num_gpus", alias = "num-ranks", value_name = "N",
           default_value = "1", value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: u16,

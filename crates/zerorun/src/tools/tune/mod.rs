@@ -58,8 +58,8 @@ struct TuneArguments {
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: u16,
 
-    /// Memory that a rank may use: 512MiB, 4GiB; a number without a unit is in bytes [default: its share of the memory
-    /// available now]
+    /// Memory that a rank may use, such as 512MiB or 4GiB; a number without a unit is in bytes [default: the rank's
+    /// share of the memory available now]
     #[arg(long = "memory_limit", alias = "memory-limit", value_name = "SIZE", value_parser = size)]
     memory_limit: Option<u64>,
 

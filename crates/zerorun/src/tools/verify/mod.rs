@@ -29,8 +29,8 @@ use verify_rows::{VerifyDtype, VerifyRow};
 
 /// Train a small GPT at stages 0, 1, 2 and 3, and at stage 3 with offload to host memory and to files, in f32, bf16 and
 /// fp16, with accumulation and clipping. Compares the bits of every loss and every parameter after every step with
-/// those of stage 0. Also trains it in pipelines of all ranks, and compares these with one rank that accumulates
-/// gradients.
+/// those of stage 0. Also trains the model in pipelines of all ranks, and compares these runs with a run on one rank
+/// that accumulates the gradients of the same samples.
 ///
 /// With a SCRIPT, runs its first step, compares every trained parameter's gradient with the change in the loss when
 /// that parameter is moved slightly up and down, and prints a table. The script ends after that step.
