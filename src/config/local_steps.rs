@@ -26,7 +26,7 @@ pub struct LocalStepsConfig {
     pub outer_momentum: f64,
     /// `nesterov`: whether the outer optimizer uses Nesterov momentum. Default true.
     pub nesterov: bool,
-    /// `fragments`: the number of parts of the model that take turns being exchanged. Default 1.
+    /// `fragments`: the number of parts of the model that are exchanged in turn. Default 1.
     pub fragments: u64,
     /// `fragment_delay`: the number of steps that an exchange may take while training continues. Default 0.
     pub fragment_delay: u64,

@@ -119,7 +119,7 @@ const ADAFACTOR: &[super::ConfigKey] = keys! {
     "relative_step": Bool, "null", H, "The learning rate is at most 0.01 and at most 1 / sqrt(step); no scheduler is then allowed. null: true if neither lr nor a scheduler is given.";
     "warmup_init": Bool, "false", H, "The learning rate is at most 0.000001 x step instead of 0.01; needs relative_step.";
     "scale_parameter": Bool, "true", H, "Multiply the learning rate by the root mean square of each parameter, at least eps[1].";
-    "eps": Betas, "[1e-30,0.001]", H, "Added to the squared gradient, and the minimum of the root mean square of a parameter in scale_parameter.";
+    "eps": Betas, "[1e-30,0.001]", H, "Two numbers: the first is added to the squared gradient; the second is the minimum of a parameter's root mean square in scale_parameter.";
     "clip_threshold": FLOAT, "1.0", H, "Root mean square above which an update is scaled down; above 0.";
     "decay_rate": FLOAT, "-0.8", H, "Exponent in the decay rate of the second moment, 1 - step^decay_rate; at least -1 and below 0.";
     "beta1": SHARE, "null", H, "Decay rate of a first moment, below 1; null: no first moment.";
@@ -130,7 +130,7 @@ const SCHEDULE_FREE: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.0025", H, "Learning rate. There is no schedule: averaging takes its place, so a scheduler section is refused.";
     "betas": Betas, "[0.9,0.999]", H, "Weight of the average in the weights that are trained, and decay rate of the second moment, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the square root of the second moment.";
-    "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay, of the weights that are trained.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay of the trained weights.";
     "warmup_steps": COUNT, "0", H, "Steps in which the learning rate grows linearly to lr.";
     "r": NOT_NEGATIVE, "0.0", H, "A step's weight in the average is proportional to this power of its number.";
     "weight_lr_power": NOT_NEGATIVE, "2.0", H, "During the warm-up, a step's weight in the average is also proportional to this power of its learning rate.";
@@ -198,7 +198,7 @@ const WARMUP_DECAY_LR: &[super::ConfigKey] = keys! {
     "warmup_max_lr": RATE_PER_GROUP, "0.001", H, "Learning rate after the warm-up.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
     "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is treated as log, as in DeepSpeed, and noted.";
-    "decay_power": FLOAT, "1.0", H, "Not in DeepSpeed. After the warm-up, the rate is proportional to this power of the share of steps that are left, above 0; 1: linear decay, 2: the decay of LARS's paper.";
+    "decay_power": FLOAT, "1.0", H, "Not in DeepSpeed. After the warm-up, the rate is proportional to this power of the share of steps that are left, above 0; 1: linear decay, 2: the decay in the LARS paper.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };
 
