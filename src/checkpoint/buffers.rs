@@ -114,8 +114,8 @@ fn buffers_in(bytes: &[u8], wrong: impl Fn(String) -> Error) -> Result<Vec<Saved
 /// `elsewhere` are the names of those that other ranks of a pipeline have.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] if a buffer has a different shape, or values that its type in the model cannot hold;
-/// with `strict`, also if the model or the checkpoint lacks a buffer that the other has.
+/// [`CheckpointError::Unusable`] if a buffer has a different shape, or values that its type in the model cannot hold,
+/// or, with `strict`, if the model or the checkpoint lacks a buffer that the other has.
 pub(super) fn wanted(
     buffers: &[ModelBuffer],
     elsewhere: Option<&BTreeSet<String>>,

@@ -82,7 +82,7 @@ impl Checkpoint {
     /// checkpoint.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`], which names the file, if a file is missing, damaged or not readable; also if
+    /// [`CheckpointError::Unusable`], which names the file, if a file is missing, damaged or not readable, or if
     /// `tag` is `None` and the folder has checkpoints but no `latest`.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
         let dir = dir.as_ref();

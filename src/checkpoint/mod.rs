@@ -12,7 +12,7 @@
 //! ```
 //!
 //! The files contain f32: parameters at the full precision of the master weights, and the optimizer states. A 16-bit
-//! model gets its parameters by rounding them, as after every step, so that a run that resumes is bit-identical to one
+//! model gets its parameters by rounding them, as after every step, so a run that resumes is bit-identical to one
 //! that never stopped. The entry points are [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`].
 
 mod buffers;

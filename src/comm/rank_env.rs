@@ -81,7 +81,7 @@ pub struct RankEnv {
     pub master_port: u16,
     /// The inherited file descriptor of the memory that the ranks of this host share; set by zerorun.
     pub shm_fd: Option<RawFd>,
-    /// Whether an MPI launcher started the ranks (mpirun, mpiexec, srun), so that MPI connects them.
+    /// Whether an MPI launcher started the ranks (mpirun, mpiexec, srun). MPI then connects them.
     pub mpi: bool,
     /// How long a rank waits for the others in a collective.
     pub timeout: Duration,

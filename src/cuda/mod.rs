@@ -31,7 +31,7 @@
 //! `kernel_bandwidth.rs` measures the kernels. This module works on slices; the layers that use it are in `nn::on_gpu`.
 //! The formulas are those of the host, in [`crate::kernels`].
 //!
-//! All work runs on the stream of Candle's device, in the order of the calls, so that a buffer is written before the
+//! All work runs on the stream of Candle's device, in the order of the calls, so a buffer is written before the
 //! next operation of the model reads it. Collectives, and copies to and from the host that are concurrent with the
 //! model's work, have separate streams. `nccl.rs` and `copy_queue.rs` order these with Candle's stream. Numbers are
 //! computed in f32 and rounded once, as on the host: elementwise operations produce the host's bits. Each file with

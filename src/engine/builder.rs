@@ -83,7 +83,7 @@ impl EngineBuilder {
     }
 
     /// Sets the slot that this island asks the island server for (`local_steps.server`), counted from 0. Default: that of
-    /// `zerorun --island_slot`, else the slot that the island had before a restart, else the lowest free one.
+    /// `zerorun --island_slot`; otherwise, after a restart, the previous slot; otherwise, the lowest free one.
     #[must_use]
     pub fn island_slot(mut self, slot: usize) -> Self {
         self.island_slot = Some(slot);

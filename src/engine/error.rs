@@ -163,7 +163,7 @@ pub enum EngineError {
     #[error(
         "the loss comes from an older forward pass, {}; run forward again, call backward on its output, and detach \
          everything that is kept from one step to the next",
-        if *.is_old { "before the last update of the weights" } else { "on which backward has already run" }
+        if *.is_old { "before the last update of the weights" } else { "on which the backward pass has already run" }
     )]
     OldLoss {
         /// Whether the weights have changed since that forward pass.

@@ -336,7 +336,7 @@ impl<M> Engine<M> {
         self.attempt(|engine| agree(engine.core.comm(), own, elsewhere))
     }
 
-    /// Returns an error if every rank has full parameters, so that they cannot be set part by part.
+    /// Returns an error if every rank has full parameters, which cannot be set part by part.
     fn is_sharded(&self, call: &'static str, full: &'static str) -> Result<()> {
         match self.config.zero.stage.placement().optim.is_sharded() {
             true => Ok(()),

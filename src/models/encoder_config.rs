@@ -52,7 +52,7 @@ pub struct EncoderConfig {
     pub labels: Vec<String>,
     /// The dropout probabilities. Attention weights are never dropped.
     pub dropout: EncoderDropout,
-    /// Whether each block keeps only its input in forward and runs again in backward.
+    /// Whether each block keeps only its input in the forward pass and runs again in the backward pass.
     pub checkpoint_activations: bool,
     /// The adapters of projections in the blocks, which are selected by their names in the files.
     pub lora: Option<LoraConfig>,

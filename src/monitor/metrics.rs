@@ -99,7 +99,7 @@ impl MetricsWriter {
     /// Appends one line. Numbers that are not finite become `null`, since JSON cannot represent them.
     ///
     /// # Errors
-    /// [`Error::Io`], also if `record` cannot be converted to JSON (a map whose keys are not text).
+    /// [`Error::Io`], including if `record` cannot be converted to JSON (a map whose keys are not text).
     pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
         let write = |file: &mut File| {
             let mut line = serde_json::to_vec(record)?;

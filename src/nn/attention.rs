@@ -1,4 +1,4 @@
-//! Multi-head attention, also with grouped heads.
+//! Multi-head attention, including grouped heads.
 
 use crate::graph::{Grad, OpInputs, SavedResult};
 use crate::kernels::attention::{self, AttentionShape, MultiHeadRows, MultiHeadRowsMut};

@@ -1,7 +1,7 @@
 //! Layers with a correct backward pass, for training.
 //!
 //! Candle's own fast layers cannot be trained. In Candle 0.11, the following go through ops **without a backward pass
-//! and cut the graph silently**, so that everything before them gets no gradient, and no error reports it:
+//! and cut the graph silently**, so everything before them gets no gradient, and no error reports it:
 //!
 //! - `candle_nn::ops::{softmax_last_dim, rms_norm, layer_norm, sdpa}`;
 //! - `candle_nn::rotary_emb::{rope, rope_i, rope_thd}`;

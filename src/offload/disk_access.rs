@@ -59,7 +59,7 @@ impl AtomicDiskAccess {
         self.0.store(access as u8, Ordering::Relaxed);
     }
 
-    /// Returns whether the current access is direct, so that copies may be needed for alignment.
+    /// Returns whether the current access is direct. Copies may then be needed for alignment.
     pub fn is_direct(&self) -> bool {
         self.0.load(Ordering::Relaxed) == DiskAccess::Direct as u8
     }

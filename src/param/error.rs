@@ -193,8 +193,8 @@ pub enum ParamError {
     /// The model's constructor computed with a parameter.
     #[error(
         "the model computes with a parameter while it is built ({last} was the last one it took): the result would \
-         keep the initial values forever while the parameter is trained; compute the result in forward (views \
-         such as t() and reshape may be taken immediately)"
+         keep the initial values forever while the parameter is trained; compute the result in the forward pass \
+         (views such as t() and reshape may be taken immediately)"
     )]
     UsedWhileBuilding {
         /// The parameter that was taken last.
@@ -203,8 +203,8 @@ pub enum ParamError {
     /// A parameter was used while it was sharded.
     #[error(
         "an operation used a sharded parameter that is not currently gathered: {names}; use parameters only inside the \
-         closure given to engine.forward or engine.eval, and a unit's parameters only inside that unit's forward \
-         ({why})"
+         closure given to engine.forward or engine.eval, and a unit's parameters only inside that unit's \
+         forward pass ({why})"
     )]
     Absent {
         /// Candidates: parameters that were absent.
@@ -218,7 +218,7 @@ pub enum ParamError {
         "an operation used a parameter without values ({why}): either a sharded one outside its engine's calls, which \
          belongs in the closure passed to that engine's forward or eval (use Engine::gathered and \
          safe_get_full_fp32_param elsewhere); or a copy that the model's constructor made (copy(), force_contiguous) \
-         before the values were set; copy in forward"
+         before the values were set; copy in the forward pass"
     )]
     AbsentElsewhere {
         /// The operation's message, without a backtrace.

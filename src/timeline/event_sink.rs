@@ -57,7 +57,7 @@ struct UnwrittenEvents {
 
 struct EventLinesFile {
     file: File,
-    /// Whether writing has failed, so that nothing more is written.
+    /// Whether writing has failed. Nothing more is then written.
     has_failed: bool,
 }
 

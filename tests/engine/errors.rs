@@ -64,7 +64,7 @@ fn a_parameter_used_outside_of_its_unit_is_named_at_stage_3_and_fine_below() {
     for error in results.unwrap() {
         let error = error.unwrap_err();
         assert!(matches!(error, Error::Param(ParamError::Absent { .. })));
-        insta::allow_duplicates! { insta::assert_snapshot!(error, @"an operation used a sharded parameter that is not currently gathered: inner.weight, inner.bias; use parameters only inside the closure given to engine.forward or engine.eval, and a unit's parameters only inside that unit's forward (dtype mismatch in matmul, lhs: F32, rhs: F6E2M3)"); }
+        insta::allow_duplicates! { insta::assert_snapshot!(error, @"an operation used a sharded parameter that is not currently gathered: inner.weight, inner.bias; use parameters only inside the closure given to engine.forward or engine.eval, and a unit's parameters only inside that unit's forward pass (dtype mismatch in matmul, lhs: F32, rhs: F6E2M3)"); }
     }
 }
 
@@ -414,7 +414,7 @@ fn a_tensor_that_is_computed_while_the_model_is_built_is_refused_at_every_stage(
                 Ok((layer, derived))
             };
             let error = Engine::initialize(build, plain(stage)).map(drop).unwrap_err();
-            insta::allow_duplicates! { insta::assert_snapshot!(error, @"the model computes with a parameter while it is built (a.bias was the last one it took): the result would keep the initial values forever while the parameter is trained; compute the result in forward (views such as t() and reshape may be taken immediately)"); }
+            insta::allow_duplicates! { insta::assert_snapshot!(error, @"the model computes with a parameter while it is built (a.bias was the last one it took): the result would keep the initial values forever while the parameter is trained; compute the result in the forward pass (views such as t() and reshape may be taken immediately)"); }
         }
     }
 }

@@ -23,7 +23,7 @@ pub struct Faults {
     pub ends: Vec<usize>,
     /// The number of responses that contain a wrong byte.
     pub wrong_bytes: usize,
-    /// Whether ranges are unsupported, so that every response contains the complete file.
+    /// Whether ranges are unsupported. Every response then contains the complete file.
     pub no_parts: bool,
     /// The number of requests for files that are answered with 503.
     pub busy: usize,

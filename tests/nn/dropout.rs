@@ -125,7 +125,7 @@ fn evaluation_drops_nothing() {
     let model = |dropout| {
         let backend = candle_nn::VarMap::new();
         let gpt = Gpt::new(&gpt(dropout, false), VarBuilder::from_varmap(&backend, DType::F32, &Device::Cpu)).unwrap();
-        // Every weight is the same function of its position, so that both models are equal.
+        // Every weight is the same function of its position, so both models are equal.
         for (name, var) in backend.data().lock().unwrap().iter() {
             let place = |i: usize| ((i + name.len()) % 13) as f32 / 100.0;
             let values = Tensor::from_iter((0..var.elem_count()).map(place), &Device::Cpu).unwrap();

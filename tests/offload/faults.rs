@@ -264,7 +264,7 @@ fn training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning
 
 // ---- killed jobs -----------------------------------------------------------------------------------------------
 
-/// Returns whether a process has ended, so that none of its threads can hold a file open.
+/// Returns whether a process has ended, including all of its threads, which could hold a file open.
 fn is_gone(pid: i32) -> bool {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
     threads <= 1 && !runs(pid)

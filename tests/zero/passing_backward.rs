@@ -339,7 +339,7 @@ fn gan(world: usize, build: Build, config: &Value, with_generator: bool) -> (Vec
                 generator.step()?;
             }
             let of_real = discriminator.forward(|d| d(&real))?;
-            // The fake samples are the same in both runs, so that the discriminator learns the same.
+            // The fake samples are the same in both runs, so the discriminator learns the same.
             let of_fake = discriminator.forward(|d| d(&fake))?;
             discriminator.backward(&(of_fake.sqr()?.mean_all()? - of_real.mean_all()?)?)?;
             discriminator.step()?;

@@ -4,7 +4,7 @@ use super::pickle::{Pickle, PickleNode, PickleNodeId, PickleProblem};
 use serde_json::Value as Json;
 
 /// The maximum number of values that one conversion to JSON may visit, and their maximum depth: values of a pickle can
-/// share parts, so that a few bytes can expand without limit.
+/// share parts, so a few bytes can expand without limit.
 const MAX_JSON_VALUES: usize = 100_000;
 const MAX_JSON_DEPTH: usize = 60;
 /// The number of bytes of text that count as one value.

@@ -21,7 +21,7 @@ impl OnlineSoftmax {
     }
 }
 
-/// The number of keys that are processed at a time. Each has a separate maximum and sum, so that they are independent.
+/// The number of keys that are processed at a time. Each has a separate maximum and sum, so they are independent.
 const KEYS: usize = 4;
 
 /// The keys of a tile as seen by a vector of queries. All queries see the keys before `all`. Some see those from `all`

@@ -32,7 +32,7 @@ pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
             });
         });
         for part in 0..parts {
-            // SAFETY: as above, and no task is writing any more.
+            // SAFETY: as above, and no task is still writing.
             let part = unsafe { std::slice::from_raw_parts(sums.at(part * cols), cols) };
             out.iter_mut().zip(part).for_each(|(out, part)| *out += part);
         }

@@ -14,7 +14,7 @@ pub(super) struct TilePosition {
 }
 
 impl<C: Element> EpilogueOutput<'_, C> {
-    /// Returns whether the sums are only stored or added unchanged, so that a microkernel can store them itself.
+    /// Returns whether the sums are only stored or added unchanged. A microkernel can then store them itself.
     pub(super) fn takes_sums(&self) -> bool {
         C::KIND == ElementDtype::F32 && self.adds_nothing()
     }

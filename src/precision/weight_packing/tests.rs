@@ -62,7 +62,7 @@ fn nf4_has_the_codes_and_values_that_bitsandbytes_recorded() {
         assert_eq!(record[2..2 + in_block.len()], *in_block, "the codes of block {i}");
         assert_eq!(record[..2], half::bf16::from_f32(scales[i]).to_le_bytes(), "the scale of block {i}");
     }
-    // These recorded scales are bf16 numbers, so that they are the same in both libraries.
+    // These recorded scales are bf16 numbers, so they are the same in both libraries.
     let mut bytes = own;
     let exact = floats(&recorded["bf16_absmax"]);
     bytes

@@ -250,7 +250,7 @@ fn packed_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> 
 /// complete row.
 fn first_fit(lengths: impl Iterator<Item = usize>, ctx: usize) -> Vec<u32> {
     let mut room = FreeSpaceTree { leaves: 1, most: vec![0; 2], rows: 0 };
-    // Even the shortest sample takes up room, so that a row without any room left accepts no sample.
+    // Even the shortest sample takes up room, so a row without any room left accepts no sample.
     lengths.map(|length| room.take(length.clamp(1, ctx.max(1)), ctx.max(1))).collect()
 }
 

@@ -234,7 +234,7 @@ pub struct Options {
     pub resume_anyway: bool,
     /// The seed for the initial adapters, the order of the data, and dropout. Default: 42.
     pub seed: u64,
-    /// Whether blocks are recomputed in the backward pass, so that their activations need not be kept. Default: chosen
+    /// Whether blocks are recomputed in the backward pass, instead of keeping their activations. Default: chosen
     /// from the available memory; with a DeepSpeed configuration, false.
     pub recompute: Option<bool>,
     /// The record of the run, for `zerorun runs`. Default: none.
