@@ -658,7 +658,7 @@ fn save<A: Architecture>(engine: &mut Trainer<A>, args: &Args, sizes: &Value) ->
 fn gather<A: Architecture>(engine: &Trainer<A>, loss: f64) -> anyhow::Result<OverRanks> {
     let memory = rss_peak_bytes().unwrap_or(0) as f64;
     let ranks = on_either!(engine, engine => engine.gather_f64(&[loss, memory]))?;
-    // All ranks of a pipeline know the mean.
+    // All ranks of a pipeline have the mean.
     let mean = ranks.iter().map(|rank| rank[0]).sum::<f64>() / ranks.len() as f64;
     let loss = if engine.is_divided() { loss } else { mean };
     let memory = ranks.iter().fold(0.0, |most: f64, rank| most.max(rank[1])) as u64;

@@ -43,7 +43,7 @@ struct Args {
     /// File for metrics, with one JSON line per optimizer step
     #[arg(long, value_name = "FILE.jsonl")]
     metrics: Option<PathBuf>,
-    /// Tokens to generate at the end [default: 100 for text, 0 for token files]
+    /// Number of tokens to generate at the end [default: 100 for text, 0 for token files]
     #[arg(long, value_name = "N")]
     sample: Option<usize>,
 }

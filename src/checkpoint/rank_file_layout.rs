@@ -40,7 +40,7 @@ pub(super) struct RankFileLayout {
     pub cuts: Vec<ShardCut>,
     /// For each state and parameter, whether the parameter has the state.
     pub states: Vec<Vec<bool>>,
-    /// The number of elements of each state and parameter, where it is not that of the parameter.
+    /// The number of elements of each state of each parameter, if it differs from that of the parameter.
     pub lens: BTreeMap<(usize, usize), usize>,
 }
 

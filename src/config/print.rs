@@ -351,7 +351,7 @@ fn scheduler_json(scheduler: &SchedulerConfig) -> Value {
                 "warmup_num_steps": warmup_num_steps,
                 "warmup_type": shape(*warmup_type),
             });
-            // DeepSpeed, which may read what is printed, has no such key.
+            // DeepSpeed, which may read the printed configuration, has no such key.
             if *decay_power != 1.0 {
                 params["decay_power"] = json!(decay_power);
             }

@@ -82,8 +82,8 @@ impl EngineBuilder {
         self
     }
 
-    /// Sets the slot that this island asks the island server for (`local_steps.server`), counted from 0. Default: that of
-    /// `zerorun --island_slot`; otherwise, after a restart, the previous slot; otherwise, the lowest free one.
+    /// Sets the slot that this island requests from the island server (`local_steps.server`), counted from 0. Default:
+    /// that of `zerorun --island_slot`; otherwise, after a restart, the previous slot; otherwise, the lowest free one.
     #[must_use]
     pub fn island_slot(mut self, slot: usize) -> Self {
         self.island_slot = Some(slot);
@@ -270,8 +270,9 @@ impl EngineBuilder {
     /// Keeps a record of the run, which `zerorun runs` lists, shows and compares: a folder with the configuration, the
     /// command line, the machine, the values of each step, checkpoints, errors and samples. `run` is a name, or a
     /// [`RunSpec`] with more settings. Rank 0 writes the record, from the first forward pass on. A job that is restarted
-    /// continues its record, and a job that loads a checkpoint of a run with the same name continues that one. Default: no record,
-    /// unless the configuration has a section `run` or the environment variable `CANDLE_ZERO_RUN` contains a name.
+    /// continues its record, and a job that loads a checkpoint of a run with the same name continues the record of that
+    /// run. Default: no record, unless the configuration has a section `run` or the environment variable
+    /// `CANDLE_ZERO_RUN` contains a name.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor};

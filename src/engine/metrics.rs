@@ -136,13 +136,12 @@ impl<M> Engine<M> {
         self.islands.as_ref().map_or_else(|| self.job().rank(), |islands| islands.ranks.rank())
     }
 
-    /// Returns the number of ranks. With an island server, it is that of all slots, whether there are islands in them or
-    /// not.
+    /// Returns the number of ranks. With an island server, it is that of all slots, including empty ones.
     pub fn world_size(&self) -> usize {
         self.islands.as_ref().map_or_else(|| self.job().size(), |islands| islands.ranks.world_size())
     }
 
-    /// Returns all ranks of the job: those of all islands, or with an island server those of this one.
+    /// Returns all ranks of the job: those of all islands or, with an island server, those of this island.
     pub(super) fn job(&self) -> &dyn Communicator {
         self.islands.as_ref().map_or(self.core.comm(), |islands| &**islands.ranks.job())
     }

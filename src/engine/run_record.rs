@@ -24,8 +24,8 @@ impl<M> Engine<M> {
         self.reporter.run.write(|open| open.writer.sample(step, prompt, text));
     }
 
-    /// Ends the record of the run with its outcome, and a message if it has failed. Without this call the record ends
-    /// when the engine is dropped: as failed after an error of the engine or in a panic, as stopped after
+    /// Ends the record of the run with its outcome, and a message if it has failed. Without this call, the record ends
+    /// when the engine is dropped: as failed after an error from the engine or during a panic, as stopped after
     /// [`stop_requested`](Self::stop_requested) has returned true, and otherwise as finished.
     pub fn end_run(&mut self, outcome: RunEnding, message: Option<&str>) {
         let step = self.global_steps;

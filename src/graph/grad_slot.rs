@@ -140,8 +140,8 @@ impl DeferredGradient {
         (first.is_some() || !later.is_empty()).then_some(Self { first, later })
     }
 
-    /// Returns the bytes of memory that the gradient keeps. The input of layers that share it is counted for each of
-    /// them.
+    /// Returns the bytes of memory that the gradient keeps. An input that several layers share is counted for
+    /// each of them.
     pub fn bytes(&self) -> usize {
         self.first.as_ref().map_or(0, Grad::bytes) + self.later.iter().map(|part| part.bytes).sum::<usize>()
     }

@@ -225,8 +225,8 @@ pub(crate) fn copied(tensor: &Tensor) -> Result<ResultStorage> {
     Ok(ResultStorage(copy_of(tensor)?.0))
 }
 
-/// The value of an operation's result, kept for the operation's own backward. It shares the result's memory without being
-/// part of the result's graph.
+/// The value of an operation's result, kept for the operation's own backward pass. It shares the result's memory
+/// without being part of the result's graph.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SavedResult(Arc<OnceLock<Tensor>>);
 

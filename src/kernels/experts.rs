@@ -1,4 +1,4 @@
-//! The rows of mixtures of experts: the sum of what the experts return for each row, and the addition of a gated shared
+//! The rows of mixtures of experts: the sum of the experts' results for each row, and the addition of a gated shared
 //! expert.
 
 use crate::kernels::element::Element;
@@ -33,8 +33,9 @@ impl RowSlots<'_> {
     }
 }
 
-/// Writes the sum of each row's slots to `out`, or adds it: the slots of `y`, multiplied by `weights` (one number per
-/// slot, or none), in the row's order, starting from 0, in f32. A row's sum is rounded once.
+/// Sums each row's slots, and writes the sum to `out` or, with `accumulate`, adds it to `out`. The slots of `y`,
+/// multiplied by `weights` (one number per slot, or none), are added in the row's order, starting from 0, in f32. A
+/// row's sum is rounded once.
 pub fn sum_slots<E: Element>(
     rows: RowSlots<'_>,
     y: &[E],

@@ -23,8 +23,8 @@ pub fn softmax(row: &mut [f32]) {
     });
 }
 
-/// Writes the positions of the largest numbers of a row to `top`, the largest first. Of equal numbers, the one with the
-/// lowest position comes first. NaN counts as the smallest number.
+/// Writes the positions of the largest numbers of a row to `top`, the largest first. Among equal numbers, the one with
+/// the lowest position comes first. NaN counts as the smallest number.
 ///
 /// # Panics
 /// Panics if the row has fewer numbers.

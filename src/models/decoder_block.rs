@@ -16,7 +16,7 @@ pub struct DecoderBlock {
     before_attention: Option<BlockNorm>,
     attention: BlockAttention,
     after_attention: Option<BlockNorm>,
-    /// The norm of the MLP's input, unless it has that of attention.
+    /// The norm of the MLP's input, unless the MLP has the same normalized input as attention.
     before_mlp: Option<BlockNorm>,
     mlp: Mlp,
     after_mlp: Option<BlockNorm>,

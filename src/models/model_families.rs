@@ -124,7 +124,7 @@ const LLAMA: ModelFamily = ModelFamily {
     refused: &[],
 };
 
-/// A model whose projections never have biases. In transformers it does not read the keys.
+/// A model whose projections never have biases. In transformers, it does not read these keys.
 const WITHOUT_BIAS: ModelFamily =
     ModelFamily { qkv_bias: BiasRule::Never, output_bias: BiasRule::Never, mlp_bias: BiasRule::Never, ..LLAMA };
 

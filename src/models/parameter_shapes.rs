@@ -11,7 +11,7 @@ use candle_nn::{Init, VarBuilder};
 use std::sync::{Arc, Mutex};
 
 impl DecoderConfig {
-    /// Returns the names and shapes of the parameters, in the order in which a model asks for them. Their memory is not
+    /// Returns the names and shapes of the parameters, in the order in which a model requests them. Their memory is not
     /// allocated.
     ///
     /// # Errors
@@ -41,7 +41,7 @@ fn adapted(parameters: NamedShapes) -> Vec<String> {
 }
 
 impl EncoderConfig {
-    /// Returns the names and shapes of the parameters, in the order in which a model asks for them. Their memory is not
+    /// Returns the names and shapes of the parameters, in the order in which a model requests them. Their memory is not
     /// allocated.
     ///
     /// # Errors
@@ -70,7 +70,7 @@ impl EncoderConfig {
 }
 
 impl DecoderClassifierConfig {
-    /// Returns the names and shapes of the parameters, in the order in which a model asks for them. Their memory is not
+    /// Returns the names and shapes of the parameters, in the order in which a model requests them. Their memory is not
     /// allocated.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl DecoderClassifierConfig {
     }
 }
 
-/// A recorder of the names and shapes that a model asks for, which allocates no memory for them.
+/// A recorder of the names and shapes that a model requests, which allocates no memory for them.
 #[derive(Debug, Clone, Default)]
 struct ShapeRecorder(Arc<Mutex<NamedShapes>>);
 

@@ -163,7 +163,7 @@ pub trait Optimizer: Send + Sync {
         RateRule::Schedule
     }
 
-    /// Returns the optimizer's averaging, if it trains other weights than those that the run is to end with.
+    /// Returns the optimizer's averaging, if the trained weights differ from those with which the run ends.
     fn averaging(&self) -> Option<&dyn WeightAveraging> {
         None
     }
@@ -196,9 +196,9 @@ pub enum RateRule {
     OfSteps(fn(u64) -> f64),
 }
 
-/// An optimizer that averages weights: it trains some weights, and keeps others, their average, for evaluation and
-/// export. The average is what [`Optimizer::update`] gets and changes as `param`, and what checkpoints contain; it is
-/// always kept in f32. The model computes gradients with the trained weights, which the update writes to `half`.
+/// An optimizer that averages weights: it trains one set of weights, and keeps an average for evaluation and export.
+/// [`Optimizer::update`] receives and changes the average as `param`, and checkpoints contain it. The average is always
+/// kept in f32. The model computes gradients with the trained weights, which the update writes to `half`.
 pub trait WeightAveraging {
     /// Writes the trained weights of a slice after step `ctx.step`, given the average and the states. Before the first
     /// step, both are the same.

@@ -140,7 +140,7 @@ fn optimizers_with_factored_states_or_averages_go_on_with_the_same_bits_at_any_s
                 let what = format!("{optimizer}: {} to {}", saving["zero_optimization"], resuming["zero_optimization"]);
                 assert_eq!(after(&straight, 4), resumed, "{what}");
             }
-            // Another number of ranks divides the states differently.
+            // A different number of ranks divides the states differently.
             let alone = run(1, &configs[1], 5, loads(dir.path()));
             assert!(alone[0].losses.iter().all(|loss| f64::from_bits(*loss).is_finite()));
         }

@@ -58,7 +58,7 @@ fn base(name: &str) -> BaseModel {
     BaseModel::open(path("models").join(name)).unwrap()
 }
 
-/// Returns a copy of a model's folder with another file as `config.json`.
+/// Returns a copy of a model's folder with a different file as `config.json`.
 fn copy_with(name: &str, config: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let from = path("models").join(name);

@@ -95,7 +95,7 @@ fn weights(options: &Options) -> Vec<Vec<u8>> {
 fn a_pipeline_has_the_steps_validations_and_adapters_of_one_rank_to_the_bit() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 30);
-    // GPT-2 and Llama have tied embeddings, and Mistral has not.
+    // GPT-2 and Llama have tied embeddings; Mistral does not.
     for model in ["gpt2", "llama", "mistral"] {
         let lora = || "r=4,dropout=0.1".parse().unwrap();
         for (method, name) in
@@ -136,7 +136,7 @@ fn two_pipelines_have_the_bits_of_two_ranks_and_padded_rows_too() {
         let divided = in_pipeline(&whole, 2, &format!("{at}-divided"));
         assert_eq!(train(&divided, 4), steps, "packing {packing}");
         assert!(weights(&divided) == weights(&whole), "packing {packing}");
-        // The same from a configuration, with another schedule and sharded optimizer states.
+        // The same from a configuration, with a different schedule and sharded optimizer states.
         let section = json!({"stages": 2, "schedule": "zero_bubble"});
         let ds_config =
             config(folder.path(), "pipeline.json", &json!({"pipeline": section, "zero_optimization": {"stage": 1}}));

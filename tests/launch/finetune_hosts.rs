@@ -96,7 +96,7 @@ fn an_adapter_of_two_hosts_has_the_bytes_of_one_host_and_the_choice_has_its_reas
         assert!(files(&at(name)) == expected, "{name}: {told}");
     }
 
-    // A pipeline across the hosts has the bits of one rank; two pipelines, those of two ranks.
+    // A pipeline across the hosts has the same bits as one rank, and two pipelines have the same bits as two ranks.
     for (pipeline, ranks) in [("4", 1), ("2", 2)] {
         let [one, divided] = ["ranks", "pipeline"].map(|name| at(&format!("{name}-{pipeline}")));
         let mut command = zerorun();

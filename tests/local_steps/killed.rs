@@ -209,7 +209,7 @@ fn random_kills_hang_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let server = Server::start();
-    // The gate is behind the last step.
+    // The gate is beyond the last step.
     let islands: Vec<Child> = (0..SLOTS).map(|slot| island(&server, slot, dir, ("1000000", 4000))).collect();
     let mut random = std::process::id() as u64;
     let mut draw = |limit: u64| {

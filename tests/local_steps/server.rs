@@ -124,7 +124,7 @@ enum Order {
     Synchronize,
     Save(PathBuf),
     Load(PathBuf),
-    /// The process dies: its connections end without a goodbye.
+    /// The process dies: its connections end without notice.
     Die,
 }
 

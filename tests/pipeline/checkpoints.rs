@@ -113,8 +113,9 @@ fn a_checkpoint_of_a_pipeline_continues_anywhere_and_one_of_anywhere_in_a_pipeli
 
 #[test]
 fn a_job_that_changes_its_ranks_again_and_again_has_the_bits_of_one_that_changes_only_where_it_must() {
-    // Three ranks, which repeat the same data, round the sum of their gradients, so stage 3 has its own bits. What
-    // the others hand over to it, and what they make of its checkpoint, has the same bits for all of them.
+    // Three ranks, which repeat the same data, round the sum of their gradients, so stage 3 has its own bits. The
+    // states that the other divisions pass to stage 3, and the results that they compute from its checkpoint, have the
+    // same bits for all of them.
     let (four, two, three, one) =
         (Ranks::Pipeline(4, 1), Ranks::Pipeline(2, 1), Ranks::Plain(3, 3), Ranks::Plain(1, 0));
     let chunks = Ranks::Pipeline(2, 2);

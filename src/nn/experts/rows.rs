@@ -51,7 +51,7 @@ pub fn expert_rows(x: &Tensor, assignment: &Arc<ExpertAssignment>) -> Result<Ten
     })
 }
 
-/// Returns the sum of what the experts return for each row: the slots of `y` `[slots, width]`, multiplied by their
+/// Returns the sum of the experts' results for each row: the slots of `y` `[slots, width]`, multiplied by their
 /// `weights` `[rows, experts per row]`, by rising expert and starting from 0. It is computed in f32 and rounded once. The
 /// result has the shape `shape`, `[.., width]`.
 ///

@@ -8,8 +8,8 @@ use crate::nn::{AttentionOptions, Sequences};
 use crate::tensor::device_elements::with_each;
 use candle_core::{Result, Tensor};
 
-/// Computes attention for queries, keys and values, or for one tensor that contains them side by side. The kernels have
-/// no windows in both directions: for them, as for other devices and formats, it returns `None`.
+/// Computes attention for queries, keys and values, or for one tensor that contains them side by side. The kernels do
+/// not support windows in both directions. For these, as for other devices and formats, it returns `None`.
 pub(in crate::nn) fn attention<const N: usize>(
     name: &'static str,
     heads: AttentionShape,

@@ -11,7 +11,7 @@
 //! | `state_access.rs` | states by parameter, read and written in any storage |
 //! | `param_access.rs` | reads and sets one parameter, its gradient and states |
 //! | `freeze.rs` | freezes and unfreezes parameters between steps |
-//! | `whole_model.rs` | the parameters of the complete model, also those of the other stages of a pipeline |
+//! | `whole_model.rs` | the parameters of the complete model, including those of the other stages of a pipeline |
 //! | `safetensors_export.rs` | writes whole parameters to a file |
 
 mod freeze;

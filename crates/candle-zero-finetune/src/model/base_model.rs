@@ -40,7 +40,7 @@ pub struct BaseModel {
     json: Value,
     config: DecoderConfig,
     values: Arc<dyn InitialValues>,
-    /// The parts of the model that are not read, if its description is that of more than a language model.
+    /// The parts of the model that are not read, if it contains more than a language model.
     other_parts: Option<OtherParts>,
 }
 

@@ -77,7 +77,7 @@ impl Adapter {
     /// Returns the number of labels of a classifier's adapter.
     ///
     /// # Errors
-    /// The adapter of a language model; one without a projection to labels.
+    /// The adapter of a language model; an adapter without a projection to labels.
     pub(crate) fn labels(&self) -> Result<usize> {
         self.check_classifies()?;
         let projections = ["score.weight", "classifier.weight", "classifier.out_proj.weight"];

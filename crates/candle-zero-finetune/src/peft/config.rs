@@ -22,7 +22,7 @@ pub(super) struct PeftConfig {
 /// The task type of a classifier's adapter.
 const CLASSIFIER_TASK: &str = "SEQ_CLS";
 
-/// The modules that PEFT saves with a classifier's adapter, whatever else there is.
+/// The modules that PEFT always saves with a classifier's adapter.
 const CLASSIFIER_MODULES: [&str; 2] = ["classifier", "score"];
 
 /// Unsupported settings, which change what an adapter computes or which weights it has.
@@ -183,8 +183,8 @@ impl PeftConfig {
     }
 }
 
-/// Returns the target that selects a module in a block: the last part of its path. If a head has modules of that name,
-/// too, as BERT's and RoBERTa's have, it is the path within the block.
+/// Returns the target that selects a module in a block: the last part of its path. If the head also has modules
+/// of that name, as in BERT and RoBERTa, it is the path within the block.
 fn target_name(module: &str) -> Option<&str> {
     const NAMES_IN_HEADS: [&str; 1] = ["dense"];
     let last = module.rsplit('.').next()?;

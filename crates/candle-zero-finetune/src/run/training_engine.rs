@@ -369,7 +369,7 @@ impl TrainingEngine {
         let sum = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
         let mean = |i: usize| sum(i) / ranks.len() as f64;
         Ok(StepOutcome {
-            // All ranks of a pipeline know the mean.
+            // All ranks of a pipeline have the mean.
             loss: if self.pipeline_ranks().is_some() { loss } else { mean(0) },
             // They have the same rows.
             tokens: sum(1) / self.pipeline_ranks().unwrap_or(1) as f64,

@@ -87,7 +87,7 @@ pub(crate) struct LaunchOptions {
     pub(crate) master_port: Option<u16>,
     /// The port for metrics. `None`: from the environment.
     pub(crate) prometheus: Option<u16>,
-    /// The record of the run. What is not given comes from the environment.
+    /// The record of the run. Settings that are not given come from the environment.
     pub(crate) run: RunFlags,
     /// The place of the ranks in a run of islands.
     pub(crate) island: ranks::IslandPlace,

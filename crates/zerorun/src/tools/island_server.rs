@@ -59,7 +59,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     options.replay = arguments.replay;
     options.silence = Duration::from_secs(arguments.silence);
     options.prints = true;
-    // The handlers are installed before anybody can know that the server runs.
+    // The handlers are installed before the server prints its address, after which a signal may arrive.
     if let Err(source) = asked_to_stop() {
         return Ok(refused(&candle_zero::error::EngineError::Signals { source }.into(), EXIT_SETUP));
     }
