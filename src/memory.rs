@@ -327,7 +327,7 @@ impl MemoryReport {
     /// Returns the row of `kind`.
     ///
     /// # Panics
-    /// If there is no such row: [`MemoryKind::OuterStates`] has one only with local steps, and
+    /// If there is no such row. [`MemoryKind::OuterStates`] has a row only with local steps, and
     /// [`MemoryKind::StageActivations`] and [`MemoryKind::StageMessages`] only after a batch of a pipeline.
     pub fn row(&self, kind: MemoryKind) -> &MemoryRow {
         self.rows.iter().find(|r| r.kind == kind).expect("a report has a row for this kind")

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! Each rank of the donor sends to the rank at the same position of the island that joins, which has the same share of the
-//! model. The donor's changes since the last exchange are not sent; the joiner starts with the outer weights.
+//! model. The changes in the donor's weights since the last exchange are not sent; the joiner starts with the outer
+//! weights.
 
 use super::Engine;
 use super::islands::Islands;

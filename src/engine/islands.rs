@@ -315,7 +315,7 @@ impl Islands {
         Ok(())
     }
 
-    /// Returns the donation that this island must make, only once.
+    /// Takes the donation that this island must make.
     pub fn take_donation(&mut self) -> Option<u64> {
         self.donation.take()
     }

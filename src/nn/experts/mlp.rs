@@ -67,8 +67,8 @@ pub struct ExpertMlp {
 }
 
 impl ExpertMlp {
-    /// Creates the MLP from `gate_up`, the projection to gate and up (one weight with both, or one weight for each),
-    /// `down`, the projection from the activation to the output, and the activation `gate`.
+    /// Creates the MLP from `gate_up` (the projection to gate and up, with one weight for both or one for each), `down`
+    /// (the projection from the activation to the output) and the activation `gate`.
     ///
     /// # Errors
     /// Projections of different numbers of experts, or whose sizes do not match.
