@@ -1,4 +1,5 @@
-//! The grouped products of a projection: those of its forward pass, and those of the gradients of its input and weights.
+//! The grouped products of a projection: those of its forward pass, and those of the gradients of its input and
+//! weights.
 
 use super::{ExpertAssignment, ExpertTensors};
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, Product, gemm_grouped};
