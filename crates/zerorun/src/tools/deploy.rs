@@ -1,4 +1,4 @@
-//! `zerorun deploy`: prints the file that a cluster needs to start a job on several hosts.
+//! `zerorun deploy`: prints the manifest or batch script with which a cluster starts a job on several hosts.
 
 use crate::error::Result as OrError;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print_and_exit, refused};
