@@ -18,7 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 57
-PACKAGES = {"candle-zero": "cli,s3", "candle-zero-finetune": "hub"}
+PACKAGES = ["candle-zero", "candle-zero-finetune"]
+# Those of zerorun, which uses all features of the libraries that do not need a GPU.
+FEATURES = "hub,s3"
 # Traits that are derived or automatic. They are listed by name on the line of the type instead of on separate lines.
 MARKERS = {"Copy", "Clone", "Debug", "Default", "Eq", "Hash", "Ord", "PartialEq", "PartialOrd", "Display", "Error", "Serialize"}
 
@@ -253,15 +255,19 @@ class Api:
             self.lines.append(f"pub type {name}" + (f": {bounds}" if bounds else ""))
 
 
-def lines_of(package, features):
-    command = ["cargo", "rustdoc", "--release", "-q", "-p", package, "--lib", "--features", features, "--"]
-    command += ["-Z", "unstable-options", "--output-format", "json", "--document-hidden-items", "--cap-lints", "allow"]
+def document():
+    """Lets rustdoc write the JSON of all packages in one command, whose dependencies have the features of the other builds."""
+    command = ["cargo", "doc", "--release", "-q", "--no-deps", "--features", FEATURES]
+    flags = "-Z unstable-options --output-format json --document-hidden-items --cap-lints allow"
     # Only rustdoc gets RUSTC_BOOTSTRAP: cargo would check all dependencies again because of it.
     with tempfile.TemporaryDirectory() as folder:
         rustdoc = Path(folder) / "rustdoc"
         rustdoc.write_text('#!/bin/sh\nRUSTC_BOOTSTRAP=1 exec rustdoc "$@"\n')
         rustdoc.chmod(0o755)
-        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "RUSTDOC": str(rustdoc)})
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "RUSTDOC": str(rustdoc), "RUSTDOCFLAGS": flags})
+
+
+def lines_of(package):
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     crate = json.loads((ROOT / target / "doc" / f"{package.replace('-', '_')}.json").read_text())
     if crate["format_version"] != FORMAT:
@@ -271,9 +277,10 @@ def lines_of(package, features):
 
 def main():
     differs = False
-    for package, features in PACKAGES.items():
+    document()
+    for package in PACKAGES:
         path = ROOT / "api" / f"{package}.txt"
-        lines = lines_of(package, features)
+        lines = lines_of(package)
         if "--write" in sys.argv[1:]:
             path.parent.mkdir(exist_ok=True)
             path.write_text("\n".join(lines) + "\n")
