@@ -15,7 +15,8 @@ use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The value that the engine records in every step. A line with it begins a step, even one that was recorded before.
+/// The name of the value that the engine records in every step. A line that contains this value begins a step, even if
+/// that step was recorded before.
 pub(super) const LOSS: &str = "loss";
 
 /// The values of a step.

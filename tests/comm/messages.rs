@@ -209,7 +209,7 @@ fn a_failed_rank_is_named_in_the_collectives_of_other_groups() {
     let results = threads::run(4, |comm| {
         let group = comm.group(&[vec![0, 1], vec![2, 3]])?;
         match comm.rank() {
-            // Rank 1 waits for its partner in the other group too, so rank 0 waits for rank 1.
+            // Rank 1 waits for rank 3, which is in the other group and fails; rank 0 waits for rank 1.
             0 => group.all_reduce(message(0, 0, 0, 5), 0).wait().map(drop),
             1 => comm.receive(3, DType::F32, 5, 0).wait().map(drop),
             2 => group.all_reduce(message(2, 0, 0, 5), 0).wait().map(drop),

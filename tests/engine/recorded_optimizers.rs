@@ -1,5 +1,5 @@
-//! LARS, Adafactor and AdamWScheduleFree, compared with values that scripts/record_optimizers.py recorded from their
-//! paper, from transformers and from schedulefree.
+//! LARS, Adafactor and AdamWScheduleFree, compared with values that scripts/record_optimizers.py recorded from an
+//! implementation of the LARS paper, from transformers and from schedulefree, respectively.
 
 use candle_core::{Device, Tensor};
 use candle_nn::VarBuilder;

@@ -27,7 +27,7 @@ pub struct FileReadProgress {
     pub of: u64,
 }
 
-/// Samples of several files, each file counted according to its weight.
+/// The samples of several files, each repeated according to its file's weight.
 #[derive(Debug, Clone)]
 pub struct Dataset {
     parts: Vec<FileSamples>,

@@ -350,7 +350,7 @@ impl DatasetBuilder<'_> {
         let has_end = end_text.is_some_and(|end| text.trim_end().ends_with(end));
         if has_start || has_end {
             notes.push(RecordNote::Remark(
-                "have the tokenizer's special token at the beginning or end already, so it is not added again".into(),
+                "have the tokenizer's special token at the beginning or end, so it is not added again".into(),
             ));
         }
         let before = if has_start { &[] } else { before };
