@@ -9,7 +9,7 @@
 //!
 //! Each lane adds up some of the chunks: see [`super::chain_roles`]. A block is the same piece of every chunk. The
 //! ranks of a host share their parts of a block through shared memory, in the wire format of a single machine. Each
-//! lane adds the parts of its chunks to the partial sums of the previous host, and sends the result to the next. From
+//! lane adds the parts of its chunks to the partial sums of the previous host, and sends them to the next host. From
 //! the last host's lanes, every owner on another host receives its sums in a message, and an owner on the last host
 //! through shared memory.
 //!
@@ -36,8 +36,8 @@ use crate::precision::{Flat, FlatRef};
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Returns how many blocks after its own parts a rank receives its sums: the number that can be in flight among `hosts`
-/// hosts.
+/// Returns by how many blocks the sums that a rank receives lag behind the parts that it adds: the number of blocks
+/// that can be in flight among `hosts` hosts.
 fn behind(hosts: usize) -> usize {
     2 * MESSAGES_IN_FLIGHT * (hosts - 1)
 }
@@ -122,8 +122,8 @@ impl ChainReduce<'_> {
         Ok(())
     }
 
-    /// Waits for the partial sums of a block from the previous host: owner after owner. On the first host, the values
-    /// have no meaning.
+    /// Waits for the partial sums of a block from the previous host, in the order of their owners. On the first host,
+    /// the values have no meaning.
     fn take_partial(&mut self, block: &Range<usize>) -> Result<Vec<f32>> {
         let mut partial = vec![0f32; self.role.owners.len() * block.len()];
         if let (Some(before), Some(transfer)) = (self.role.before, self.coming.pop_front()) {

@@ -1,4 +1,4 @@
-//! Computes sums for which the owner receives all parts: the parts themselves are sent between hosts.
+//! Direct sums: the owner of a sum receives all parts, which are sent between hosts as they are.
 //!
 //! A rank sends its part of a chunk to the owner on another host, in the wire format of a single machine (as integers
 //! if that format uses integers). Ranks of one host share their parts through shared memory, and the owner adds all of

@@ -79,8 +79,8 @@ fn most_chunks(hosts: &HostTopology) -> usize {
     hosts.host_ranks().iter().map(of).max().unwrap_or(1)
 }
 
-/// Returns the number of elements of every chunk in one block; a message has those of one chunk. The number is the same
-/// on all ranks.
+/// Returns the number of elements of every chunk in one block; a message contains this many elements of one chunk. The
+/// number is the same on all ranks.
 pub(super) fn block_elements(hosts: &HostTopology, code: InterHostFormat, chunk: usize) -> usize {
     let chunks = most_chunks(hosts);
     let bytes = (code.encoded_len(chunk) / BLOCKS_PER_SUM).max(MIN_MESSAGE_BYTES).min(message_bytes(chunks));

@@ -49,7 +49,8 @@ impl MessageTag {
 /// How long the other ranks may take to end after one has failed.
 const PEER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The additional delay per rank, for up to [`MAX_DELAYED_RANKS`] ranks, before a rank aborts a failed job: Open MPI's
-/// mpirun may hang if several ranks abort at the same time; once one rank aborts, the next is ended before its turn.
+/// mpirun may hang if several ranks abort at the same time; once one rank aborts, the next rank is ended before its
+/// turn.
 const ABORT_DELAY_PER_RANK: Duration = Duration::from_millis(500);
 const MAX_DELAYED_RANKS: usize = 8;
 

@@ -1,8 +1,8 @@
 //! The number of bytes sent between hosts, and the reduce algorithm chosen because of it.
 //!
-//! Of W ranks on H hosts, L are on one host; a chunk has c elements of s bytes, which take e bytes when sent (c s, or
-//! the size of their integer encoding). The network link of each host carries traffic in both directions at the same
-//! time.
+//! Of W ranks on H hosts, L are on the given host; a chunk has c elements of s bytes, which take e bytes when sent (c
+//! s, or the size of their integer encoding). The network link of each host carries traffic in both directions at the
+//! same time.
 //!
 //! | | into a host | out of a host |
 //! | --- | --- | --- |

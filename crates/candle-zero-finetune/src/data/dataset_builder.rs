@@ -413,7 +413,7 @@ impl DatasetBuilder<'_> {
         Some(sample)
     }
 
-    /// Returns a number that changes whenever anything that the samples are made from changes, and the file's size in
+    /// Returns a number that changes whenever anything that the samples are built from changes, and the file's size in
     /// bytes.
     fn fingerprint(&self) -> Result<(u64, u64)> {
         let path = &self.source.path;

@@ -307,7 +307,7 @@ impl Options {
         }
     }
 
-    /// Returns an error for options that do not make a valid run.
+    /// Returns an error for options that do not describe a valid run.
     pub(crate) fn check(&self) -> Result<()> {
         let at_least_one = "a whole number of at least 1";
         let positive = |x: f64| x > 0.0 && x.is_finite();
