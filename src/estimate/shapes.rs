@@ -169,7 +169,7 @@ impl Shapes {
         self
     }
 
-    /// Freezes a parameter, in addition to those that are frozen already.
+    /// Freezes a parameter, in addition to those that are already frozen.
     #[must_use]
     pub(super) fn frozen_too(self, name: &str) -> Self {
         let named = self.registered.params.iter().filter(|param| param.name == name);

@@ -2,7 +2,7 @@
 //!
 //! All messages are sent and received without blocking, and progress is made by polling, so that a wait can end with an
 //! error when a rank is gone. No call in this module waits for another process, except [`MpiLink::gather`] at the
-//! start.
+//! start and [`MpiLink::end`] at the end.
 
 use super::library::MpiLibrary;
 use crate::error::CommError;
