@@ -10,9 +10,8 @@
 //! Each lane adds up some of the chunks: see [`super::chain_roles`]. A block is the same piece of every chunk. The
 //! ranks of a host share their parts of a block through shared memory, in the wire format that a single machine would
 //! use. Each lane adds the parts of its chunks to the partial sums of the previous host, and sends the new sums to the
-//! next host. From
-//! the last host's lanes, every owner on another host receives its sums in a message, and an owner on the last host
-//! through shared memory.
+//! next host. Every owner on another host receives its sums from the last host's lanes in a message, and an owner on
+//! the last host through shared memory.
 //!
 //! # Blocks in flight
 //!

@@ -136,7 +136,7 @@ fn numbers_of_experts_that_cannot_be_are_refused() {
     insta::assert_snapshot!(refusal(tensor(&[5, 4], 1, DType::F32), 5), @"router: 5 of 4 experts cannot be chosen for each row (the logits have shape [5, 4]); choose between 1 and 4");
     insta::assert_snapshot!(refusal(tensor(&[5, 4], 1, DType::F32), 0), @"router: 0 of 4 experts cannot be chosen for each row (the logits have shape [5, 4]); choose between 1 and 4");
     insta::assert_snapshot!(refusal(tensor(&[5, 4], 1, DType::F64), 2), @"router: the logits have dtype F64; f32, bf16 or f16 is needed");
-    insta::assert_snapshot!(refusal(Tensor::new(1f32, &Device::Cpu).unwrap(), 1), @"router: the logits have shape []; their last dimension must be the experts");
+    insta::assert_snapshot!(refusal(Tensor::new(1f32, &Device::Cpu).unwrap(), 1), @"router: the logits have shape []; their last dimension must be the number of experts");
 }
 
 // --- Recordings of transformers ---
@@ -592,7 +592,7 @@ fn projections_that_do_not_fit_are_refused() {
     insta::assert_snapshot!(without_backtrace(&error), @"experts: the input has shape [3, 9] and the assignment has 7 experts; 82 slots of a projection of 4 experts need [82, 9]");
     let down = new(vec![of(&[4, 9, 5])], vec![]).unwrap();
     let error = ExpertMlp::new(projection, down, ExpertGate::Silu, GateUpOrder::Halves).unwrap_err().to_string();
-    insta::assert_snapshot!(without_backtrace(&error), @"experts: gate and up of 4 experts have 6 outputs, and down of 4 experts has 5 inputs; there must be as many experts, and 10 outputs");
+    insta::assert_snapshot!(without_backtrace(&error), @"experts: gate and up of 4 experts have 6 outputs, and down of 4 experts has 5 inputs; the numbers of experts must be equal, and there must be 10 outputs");
 }
 
 // --- The whole layer ---
