@@ -64,7 +64,7 @@ impl MetricsLine {
     }
 }
 
-/// Returns a recorded number. JSON has no numbers that are not finite, so these are text.
+/// Returns a recorded number. JSON has no numbers that are not finite, so they are recorded as text.
 fn number(value: &Value) -> Option<f64> {
     match value {
         Value::String(text) => match text.as_str() {

@@ -18,7 +18,10 @@ pub fn gated_activation(x: &Tensor, gate: ExpertGate, order: GateUpOrder) -> Res
     const NAME: &str = "gated_activation";
     let both = x.dim(D::Minus1)?;
     if !both.is_multiple_of(2) {
-        bail!("{NAME}: the input has shape {:?}; its last dimension must be even, because it holds gate and up", x.dims())
+        bail!(
+            "{NAME}: the input has shape {:?}; its last dimension must be even, because it holds gate and up",
+            x.dims()
+        )
     }
     if !has_kernels(x) {
         return composed::gated_activation(x, gate, order);
