@@ -154,7 +154,7 @@ impl Checkpoint {
     /// [`CheckpointError::Unusable`] if the bytes do not match their checksum.
     ///
     /// # Panics
-    /// If the manifest has no such state, parameter or element.
+    /// Panics if the manifest has no such state, parameter or element.
     pub fn read(&self, state: usize, param: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let Manifest { parameters, states, .. } = &self.manifest;
         let has = |state: &String| range.end <= parameters[param].numel() && parameters[param].has(state);

@@ -1,7 +1,7 @@
 //! The loss scale of fp16 training.
 //!
 //! f16 gradients underflow. Multiplying the loss by a scale lifts them into range, and dividing the gradients by the
-//! scale before the update removes it again. A dynamic scale grows while no gradient overflows, and shrinks on
+//! scale before the update undoes this. A dynamic scale grows while no gradient overflows, and shrinks on
 //! overflow.
 //!
 //! DeepSpeed has two rules for a dynamic scale, and both are implemented: stages 1 to 3 tolerate `fp16.hysteresis`

@@ -40,7 +40,7 @@ fn engine_in_slot(
     builder.island_slot(slot).initialize(Model::new, config)
 }
 
-/// An island of `ranks` ranks on its own threads, each of which runs `program`.
+/// Starts an island of `ranks` ranks, each of which runs `program` on its own thread.
 fn island<T: Send + 'static>(
     ranks: usize,
     program: impl Fn(Arc<dyn candle_zero::comm::Communicator>) -> candle_zero::Result<T> + Send + Sync + 'static,
@@ -297,8 +297,8 @@ fn islands_die_and_join_while_the_others_train_and_end_with_the_same_weights() {
     wait_until(&server, &[], &[]);
 }
 
-/// A run in which island 2 joins after step 8, and island 1 is gone before the exchange after step 12: it dies, or is told to
-/// leave by a replay. Returns the weights at the end.
+/// Executes a run in which island 2 joins after step 8, and island 1 is gone before the exchange after step 12: it
+/// dies, or a replay tells it to leave. Returns the weights at the end.
 fn eventful(server: &IslandServer, is_replay: bool) -> Weights {
     let config = configuration(&section(server, json!({"steps": 4, "min_islands": 2})), 1, 3);
     let mut islands: Vec<Directed> = (0..2).map(|slot| Directed::start(config.clone(), slot)).collect();

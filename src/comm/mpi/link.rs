@@ -228,7 +228,7 @@ impl MpiTransfer {
     /// Returns the bytes that were received or sent.
     ///
     /// # Panics
-    /// If the transfer is not complete.
+    /// Panics if the transfer is not complete.
     pub(super) fn into_bytes(self) -> Vec<u8> {
         assert!(self.requests.is_empty(), "a message is taken when it has arrived");
         // SAFETY: the memory comes from a box, and MPI is done with it.

@@ -44,7 +44,7 @@ fn check(
 const EXPERTS: usize = 7;
 const ROWS: usize = 41;
 
-/// Two experts for each row, of which experts 3 and 6 are chosen by no row, and expert 1 by most.
+/// Returns the choices of two experts for each row. Experts 3 and 6 are chosen by no row, and expert 1 by most rows.
 fn choices() -> Vec<u32> {
     let others = [0, 2, 4, 5];
     (0..ROWS)
@@ -375,7 +375,7 @@ fn operands(case: Case) -> Vec<Tensor> {
     all
 }
 
-/// The input, weights, biases and adapter from the operands.
+/// Returns the input, weights, biases and adapter from the operands.
 fn taken(case: Case, t: &[Tensor]) -> (Tensor, Vec<ExpertTensors>, Vec<ExpertTensors>, Option<ExpertAdapter>) {
     let mut rest = &t[1..];
     let mut take = || {
@@ -597,8 +597,8 @@ fn projections_that_do_not_fit_are_refused() {
 
 // --- The whole layer ---
 
-/// A block of a mixture: router, experts, and a shared expert with a gate. The operands are x, the router's weight, gate
-/// and up, down, and the shared expert's weights.
+/// Runs a block of a mixture: router, experts, and a shared expert with a gate. The operands are x, the router's
+/// weight, gate and up, down, and the shared expert's weights.
 fn block(t: &[Tensor], options: RouterOptions) -> Result<Tensor> {
     let logits = linear(&t[0], &t[1], None, WeightLayout::OutIn)?;
     let routing = route(&logits, options)?;
@@ -611,7 +611,7 @@ fn block(t: &[Tensor], options: RouterOptions) -> Result<Tensor> {
     add_gated(&y, &linear(&t[0], &t[5], None, WeightLayout::OutIn)?, &shared)
 }
 
-/// The same as a plain loop.
+/// Computes the same as [`block`], in a plain loop.
 fn block_in_a_loop(t: &[Tensor], choices: &[u32], options: RouterOptions) -> Result<Tensor> {
     let (batch, time, width) = t[0].dims3()?;
     let x = t[0].reshape((batch * time, width))?;
