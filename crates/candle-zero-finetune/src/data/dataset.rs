@@ -164,7 +164,7 @@ impl Dataset {
     ///
     /// # Panics
     ///
-    /// If the sample does not exist, or if its file was changed while it was mapped.
+    /// Panics if the sample does not exist, or if its file was changed while it was mapped.
     pub fn sample(&self, i: usize) -> SampleRef<'_> {
         let (part, of_file) = self.place(i);
         part.cache.sample(of_file)

@@ -114,7 +114,7 @@ impl<'a> SampleRef<'a> {
     ///
     /// # Panics
     ///
-    /// If there is no token `i`.
+    /// Panics if there is no token `i`.
     pub fn is_target(&self, i: usize) -> bool {
         assert!(i < self.len(), "token {i} of {}", self.len());
         self.bits[i / 8] >> (i % 8) & 1 == 1
@@ -247,7 +247,7 @@ impl SampleCache {
     ///
     /// # Panics
     ///
-    /// If the sample does not exist, or if the file was changed while it was mapped.
+    /// Panics if the sample does not exist, or if the file was changed while it was mapped.
     pub(super) fn sample(&self, i: usize) -> SampleRef<'_> {
         let entry = self.entry(i);
         let (start, count) = (long(entry) as usize * 4, word(&entry[8..]) as usize);
