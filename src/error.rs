@@ -70,7 +70,7 @@ pub enum Error {
     /// A parameter that the model asks for, or the file with its initial values.
     #[error(transparent)]
     Param(#[from] ParamError),
-    /// An optimizer, a param group or a schedule.
+    /// An optimizer, a parameter group or a schedule.
     #[error(transparent)]
     Optim(#[from] OptimError),
     /// Offloading to files.

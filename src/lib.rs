@@ -74,7 +74,7 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!(
     "candle-zero runs only on Linux: ranks share memory through memfd_create and wait in futexes, and offloaded state \
-     needs O_TMPFILE, O_DIRECT and fallocate; on another system build it in a Linux container or virtual machine"
+     needs O_TMPFILE, O_DIRECT and fallocate; on another system, build it in a Linux container or virtual machine"
 );
 
 pub mod checkpoint;

@@ -41,9 +41,9 @@ pub enum MemoryKind {
     Staging,
     /// Inputs that recomputing units keep in a file until the backward pass.
     Activations,
-    /// The memory that a rank of a pipeline keeps for micro batches whose backward pass is not complete: the inputs and outputs of
-    /// its stages, and what the second part of a divided backward pass needs. Activations between the layers of a stage
-    /// are not counted.
+    /// The memory that a rank of a pipeline keeps for micro batches whose backward pass is not complete: the inputs and
+    /// outputs of its stages, and what the second part of a divided backward pass needs. Activations between the layers
+    /// of a stage are not counted.
     StageActivations,
     /// Activations and gradients on their way between the stages of a pipeline, and those that wait for their turn: a
     /// sent message until this rank knows that it has been sent, a received one until the stage has used it, and the
@@ -116,7 +116,7 @@ struct LedgerTotals {
     memory: BTreeMap<MemoryKind, HeldBytes>,
 }
 
-/// One allocation in the ledger. It is dropped together with the memory that it stands for.
+/// One allocation in the ledger. It is dropped together with the memory that it represents.
 #[derive(Debug)]
 pub(crate) struct MemoryLedgerEntry {
     ledger: MemoryLedger,
@@ -327,7 +327,7 @@ impl MemoryReport {
     /// Returns the row of `kind`.
     ///
     /// # Panics
-    /// If there is no such row. [`MemoryKind::OuterStates`] has a row only with local steps, and
+    /// Panics if there is no such row. [`MemoryKind::OuterStates`] has a row only with local steps, and
     /// [`MemoryKind::StageActivations`] and [`MemoryKind::StageMessages`] only after a batch of a pipeline.
     pub fn row(&self, kind: MemoryKind) -> &MemoryRow {
         self.rows.iter().find(|r| r.kind == kind).expect("a report has a row for this kind")

@@ -127,7 +127,7 @@ pub fn binary(bytes: u64) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
-/// Returns whether `name` matches `pattern`, in which `*` stands for any characters, including none.
+/// Returns whether `name` matches `pattern`, in which `*` matches any characters, including none.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
     let Some(name) = name.strip_prefix(head) else { return false };

@@ -1,7 +1,7 @@
 //! Writes a checkpoint's parameters in Hugging Face's layout, for transformers and other programs that read it.
 //!
 //! ```text
-//!   OUT/model.safetensors                          all parameters, or above the size limit:
+//!   OUT/model.safetensors                          all parameters, or, if they exceed the size limit:
 //!   OUT/model-00001-of-00003.safetensors ...
 //!   OUT/model.safetensors.index.json               which file contains which parameter
 //!   OUT/config.json                                if the architecture is known

@@ -97,7 +97,7 @@ impl CheckpointListing {
     }
 }
 
-/// Examines checkpoint `tag` of `dir`: its manifest, the lengths and headers of its files, and, if `tell` is given,
+/// Examines checkpoint `tag` in `dir`: its manifest, the lengths and headers of its files, and, if `tell` is given,
 /// every byte. `tell` is called with the bytes read so far and their total.
 #[doc(hidden)]
 pub fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>) -> CheckpointExamination {

@@ -174,7 +174,7 @@ fn replaced_tag<'a>(dir: &Path, name: &'a str) -> Option<&'a str> {
     })
 }
 
-/// Returns the complete checkpoint of `dir` that the file at `path` names.
+/// Returns the complete checkpoint in `dir` that the file at `path` names.
 fn named_by(dir: &Path, path: &Path) -> Option<String> {
     let tag = read_text(path, MAX_LATEST_BYTES).ok()?;
     let tag = tag.trim_end().to_owned();

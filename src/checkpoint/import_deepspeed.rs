@@ -12,7 +12,7 @@ use crate::zero::share::state_access::{WEIGHTS, pieces};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// Writes the content of a DeepSpeed checkpoint as checkpoint `tag` of the folder `dir`, and points `latest` to it.
+/// Writes the content of a DeepSpeed checkpoint as checkpoint `tag` in the folder `dir`, and points `latest` to it.
 /// `tell` is called with the bytes written so far and their total. Returns the folder of the checkpoint.
 ///
 /// Buffers that cannot be read are left out, with a message. The checkpoint consists of the file of one rank; any
@@ -48,7 +48,7 @@ pub fn import(
     published.inspect_err(|_| folder::give_up(dir, tag))
 }
 
-/// Returns the folder that [`import`] writes for checkpoint `tag` of `dir`.
+/// Returns the folder that [`import`] writes for checkpoint `tag` in `dir`.
 ///
 /// # Errors
 /// The same as [`import`]'s if the checkpoint already exists, and for an invalid name.

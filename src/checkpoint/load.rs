@@ -78,7 +78,7 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names. Returns `None` if there is no
+    /// Opens checkpoint `tag` in folder `dir`, or the one that `latest` names. Returns `None` if there is no
     /// checkpoint.
     ///
     /// # Errors
@@ -154,7 +154,7 @@ impl Checkpoint {
     /// [`CheckpointError::Unusable`] if the bytes do not match their checksum.
     ///
     /// # Panics
-    /// If the manifest has no such state, parameter or element.
+    /// Panics if the manifest has no such state, parameter or element.
     pub fn read(&self, state: usize, param: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let Manifest { parameters, states, .. } = &self.manifest;
         let has = |state: &String| range.end <= parameters[param].numel() && parameters[param].has(state);
@@ -225,14 +225,14 @@ struct NeededElements {
     range: Range<usize>,
 }
 
-/// Returns the manifest of checkpoint `tag` of folder `dir`, or of the one that `latest` names; `None` if it cannot be
+/// Returns the manifest of checkpoint `tag` in folder `dir`, or of the one that `latest` names; `None` if it cannot be
 /// read: loading the checkpoint then reports why.
 pub(crate) fn peek(dir: &Path, tag: Option<&str>) -> Option<Manifest> {
     let tag = tag.map_or_else(|| folder::latest(dir).ok().flatten(), |tag| Some(tag.to_owned()))?;
     Manifest::read(&folder::existing(dir, &tag).ok()?.join(MANIFEST)).ok()
 }
 
-/// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, into `core`, this rank's state. Everything
+/// Loads checkpoint `tag` in folder `dir`, or the one that `latest` names, into `core`, this rank's state. Everything
 /// that is needed is checked before anything changes. If each host has its own folder (`on_each_host`), the newest
 /// checkpoint that is complete over all of them is loaded. Collective.
 ///

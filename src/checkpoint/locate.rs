@@ -57,7 +57,7 @@ pub(super) fn files(manifest: &Manifest) -> impl Iterator<Item = (&str, u64)> {
     ranks.chain(manifest.buffers.iter().map(|file| (file.name.as_str(), file.bytes)))
 }
 
-/// Finds checkpoint `tag` of the folders `dir`, or the newest complete one of those that `latest` names. Returns `None`
+/// Finds checkpoint `tag` in the folders `dir`, or the newest complete one of those that `latest` names. Returns `None`
 /// if no host has any. Collective.
 ///
 /// # Errors

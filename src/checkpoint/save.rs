@@ -456,12 +456,12 @@ fn publish(prepared: folder::PreparedCheckpoint, dir: &Path, tag: &str, options:
     Ok(())
 }
 
-/// Removes all but the `keep` newest checkpoints of `dir` that were saved without a tag; `tag`, which exists, stays.
+/// Removes all but the `keep` newest checkpoints in `dir` that were saved without a tag; `tag`, which exists, stays.
 #[doc(hidden)]
 pub fn keep_newest(dir: &Path, keep: usize, tag: &str) {
     if let Err(error) = folder::keep_newest(dir, keep.max(1), tag) {
         // The checkpoint is saved nevertheless.
-        warn(&format!("warning: {error}; they remain, and checkpoint {tag} is saved"));
+        warn(&format!("warning: {error}; the old checkpoints remain, and checkpoint {tag} is saved"));
     }
 }
 

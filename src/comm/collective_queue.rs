@@ -3,13 +3,13 @@
 //!
 //! ```text
 //!   launch ----> jobs, in issue order ----> comm thread: while the training thread computes
-//!                                     \---> the waiting thread: jobs that are not started yet
+//!                                     \---> the waiting thread: jobs that have not started yet
 //! ```
 //!
 //! A thread that runs jobs holds the worker and takes the first job, so jobs run in the order of issue whichever thread
-//! runs them. If a waiting thread left its job to the comm thread, it would wait for that thread to wake, run the job
-//! and wake it again, which takes longer than a short collective itself. For the same reason, the comm thread is not
-//! woken for short collectives: they start when a thread waits for them, with the next long one, or after
+//! runs them. If a waiting thread left its job to the comm thread, the comm thread would have to wake, run the job and
+//! wake the waiting thread, which takes longer than a short collective itself. For the same reason, the comm thread is
+//! not woken for short collectives: they start when a thread waits for them, with the next long one, or after
 //! [`MAX_QUEUE_DELAY`].
 
 use super::abort_signal::AbortSignal;
@@ -37,7 +37,7 @@ const IDLE_POLLS_BEFORE_SLEEP: u32 = 100;
 
 type CollectiveJob = Box<dyn FnOnce(&mut CollectiveWorker) + Send>;
 
-/// The jobs that are launched but not started, and the worker that runs them.
+/// The jobs that have been launched but not started, and the worker that runs them.
 struct CollectiveQueue {
     jobs: Mutex<QueuedJobs>,
     /// Signals the comm thread that `jobs` is urgent or closed.

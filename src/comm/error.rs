@@ -38,7 +38,7 @@ pub enum CommError {
     },
     /// The ranks cannot be divided into groups.
     #[error(
-        "rank {rank} cannot make groups of ranks: {why} (every rank must be in exactly one group, and all ranks must \
+        "rank {rank} cannot form groups of ranks: {why} (every rank must be in exactly one group, and all ranks must \
          pass the same groups in the same order)"
     )]
     Groups {

@@ -168,8 +168,8 @@ impl GpuCollectives {
     }
 
     /// Begins an all-reduce, a reduce-scatter or an all-gather, whose result is in the memory of `buffer`. All ranks
-    /// launch the same ones in the same order, which is checked when a rank waits for them. Elements are sent unchanged
-    /// or as integers; a format that applies only between hosts is handled by the communicator instead.
+    /// launch the same collectives in the same order, which is checked when a rank waits for them. Elements are sent
+    /// unchanged or as integers; a format that applies only between hosts is handled by the communicator instead.
     ///
     /// # Errors
     /// NCCL failed, or a rank has failed.
@@ -269,7 +269,7 @@ fn error_of(error: NcclError, rank: usize, comm: &dyn Communicator) -> Error {
         // The text is kept because it reports a lack of memory.
         NcclError::Device(error) => Error::Candle(candle_core::Error::Msg(error.to_string())),
         NcclError::Lost { .. } | NcclError::Silent { .. } | NcclError::Refused { .. } => {
-            // NCCL notices that a rank has failed before it is known here which one.
+            // NCCL notices that a rank has failed before this rank can determine which one.
             let until = Instant::now() + FAILED_RANK_TIMEOUT;
             loop {
                 match comm.failure() {

@@ -42,8 +42,9 @@ struct JoinedJob {
     ranks: BTreeMap<usize, Arc<CpuCommunicator>>,
 }
 
-/// Returns the communicator of this process, which enters the region on the first call. It is never dropped: a rank
-/// that left between two engines would be gone for the others. The launcher notifies them when the process ends.
+/// Returns the communicator of this process, which enters the region on the first call. The communicator is never
+/// dropped: a rank that left between two engines would be gone for the others. The launcher notifies them when the
+/// process ends.
 fn communicator_of_process(fd: std::os::fd::RawFd, env: &RankEnv) -> Result<Arc<CpuCommunicator>> {
     static JOINED: Mutex<JoinedJob> = Mutex::new(JoinedJob { region: None, ranks: BTreeMap::new() });
     let JoinedJob { region, ranks } = &mut *lock(&JOINED);
@@ -119,8 +120,8 @@ impl JobCommunicator {
 
 impl Drop for JobCommunicator {
     /// Finishes launched collectives first because peers depend on them, unless this rank panics. The last handle also
-    /// waits until launched messages are sent; an earlier one must not, because a message may wait for what this rank
-    /// does next.
+    /// waits until launched messages are sent. An earlier handle must not wait, because a message may depend on what
+    /// this rank does next.
     fn drop(&mut self) {
         let is_last = self.0.presence().handles().fetch_sub(1, Ordering::Relaxed) == 1;
         if std::thread::panicking() {

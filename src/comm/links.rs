@@ -76,8 +76,8 @@ impl LinkThread {
 pub(super) struct PointToPointLinks(Mutex<BTreeMap<LinkId, LinkThread>>);
 
 impl PointToPointLinks {
-    /// Waits until all launched messages to other ranks are sent. It does not wait for those from other ranks, which
-    /// may never arrive.
+    /// Waits until all launched messages to other ranks are sent, but not for messages from other ranks, which may
+    /// never arrive.
     pub(super) fn finish_sends(&self) {
         let (done, waiting) = mpsc::channel::<()>();
         let is_sending = |(id, _): &(&LinkId, &LinkThread)| id.direction == LinkDirection::Sending;

@@ -17,7 +17,7 @@
 //!
 //! PMIx provides a process's rank (within `PMIX_NAMESPACE`), not the number of ranks: the user sets it with
 //! `WORLD_SIZE`, as DeepSpeed's launcher does for MPICH, and MPI confirms it. PALS and jsrun do not provide the number
-//! of ranks on a host: [`RankEnv`] then has the total number of ranks.
+//! of ranks on a host: [`RankEnv`] then contains the total number of ranks instead.
 //!
 //! Ranks started by an MPI launcher (all rows but the first) are connected by MPI, on one host or several. Ranks of
 //! `zerorun` are connected by MPI if it has started them on several hosts, or with `--backend mpi`. Ranks of the first
@@ -305,8 +305,8 @@ impl EnvironmentVariables<'_> {
         Ok(None)
     }
 
-    /// Returns a rank's index on its host for a launcher that does not provide the number of ranks there; `most` is its
-    /// maximum.
+    /// Returns a rank's index on its host, and `most`, which is an upper bound for a launcher that does not provide the
+    /// number of ranks there.
     fn local_among(&self, name: &'static str, most: RankVariable) -> Result<Option<(RankVariable, RankVariable)>> {
         Ok(self.number(name)?.map(|local_rank| (local_rank, most)))
     }

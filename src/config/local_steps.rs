@@ -158,8 +158,8 @@ fn server(walk: &mut ConfigWalk<'_>, islands: Option<usize>) -> (Option<String>,
     match (islands, min_islands) {
         (None | Some(1), _) => {
             let found = islands.map_or("\"auto\"".into(), |islands| islands.to_string());
-            let why = "with an island server, it is the number of slots for islands, and the number that start is not \
-                       known";
+            let why = "with an island server, this key is the number of slots for islands, which cannot be derived and \
+                       must be at least 2";
             refuse(ConfigRule::Conflict, "islands", format!("expected a number of 2 or more, found {found}: {why}"));
         }
         (Some(islands), Some(least)) if least > islands => refuse(

@@ -261,8 +261,8 @@ fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
         "fp32" | "float32" | "float" => return None,
         "fp16" | "float16" | "half" => (
             ConfigRule::Unsupported,
-            "is not supported: its smallest number is 6e-8, so gradients of such products need loss scaling, which an \
-             f32 model does not have; use \"bfloat16\", or the fp16 section instead of this one",
+            "is not supported: its smallest positive number is 6e-8, so gradients of such products need loss scaling, which \
+             an f32 model does not have; use \"bfloat16\", or the fp16 section instead of this one",
         ),
         "int8" => (ConfigRule::Unsupported, "is not supported: integer products have no gradient; use \"bfloat16\""),
         _ => (ConfigRule::Range, "is unknown; use \"bfloat16\" or \"float32\""),

@@ -148,7 +148,7 @@ pub struct Fp16 {
     pub initial_scale_power: u32,
     /// The number of steps without overflow before the scale doubles. Default 1000.
     pub loss_scale_window: u64,
-    /// The number of overflows tolerated before the scale halves. Default 2.
+    /// The number of overflows that it takes to halve the scale. Default 2.
     pub hysteresis: u32,
     /// Whether each step without overflow refills the hysteresis.
     pub consecutive_hysteresis: bool,

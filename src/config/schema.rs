@@ -104,7 +104,7 @@ fn property(section: &'static ConfigSection, key: &'static ConfigKey) -> Value {
         if key.default == "null" {
             forms.push(json!({"type": "null"}));
         }
-        // A required name has no default that `"auto"` could stand for.
+        // A required name has no default that `"auto"` could select.
         let named = key.default == NO_DEFAULT && key.kind == ConfigValueKind::Str;
         if !named && !matches!(key.kind, ConfigValueKind::AutoOr(_)) {
             forms.push(json!({"const": "auto"}));

@@ -32,7 +32,7 @@ pub(crate) enum KernelArgument<'a> {
     Long(u64),
 }
 
-/// Implements [`From`] for the conversion of an argument's type.
+/// Implements the conversion from a type to an argument.
 macro_rules! argument {
     ($type:ty, $variant:ident) => {
         impl<'a> From<$type> for KernelArgument<'a> {

@@ -91,7 +91,7 @@ impl Loader {
     ///
     /// # Panics
     ///
-    /// If `ctx` or a count in `shape` is 0, or if the rank is not below the number of ranks.
+    /// Panics if `ctx` or a count in `shape` is 0, or if the rank is not below the number of ranks.
     pub fn new(
         data: impl Into<Arc<TokenData>>,
         order: SampleOrder,

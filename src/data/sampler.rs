@@ -35,7 +35,7 @@ impl Sampler {
     ///
     /// # Panics
     ///
-    /// If `ctx` is 0.
+    /// Panics if `ctx` is 0.
     pub fn new(order: SampleOrder, data: &TokenData, ctx: usize) -> Result<Self> {
         assert!(ctx > 0, "a sample has at least one token");
         // A sample is ctx inputs and one more target. The modulus of the sequential order must not be 0 either.

@@ -168,7 +168,7 @@ impl TokenData {
     ///
     /// # Panics
     ///
-    /// If the range ends after the last token.
+    /// Panics if the range ends after the last token.
     pub fn extend(&self, start: usize, count: usize, to: &mut Vec<u32>) {
         match &self.tokens {
             TokenStorage::Text(text) => {
@@ -183,7 +183,7 @@ impl TokenData {
     ///
     /// # Panics
     ///
-    /// If the range ends after the last token.
+    /// Panics if the range ends after the last token.
     pub(super) fn will_need(&self, start: usize, count: usize) {
         assert!(start + count <= self.len(), "tokens {start} .. {} of {}", start + count, self.len());
         match &self.tokens {

@@ -192,7 +192,7 @@ pub enum EngineError {
         by_difference: f64,
     },
     /// The end of a run whose only purpose was to check gradients.
-    #[error("the run ends here: it only had to check the gradients of the first step (zerorun verify)")]
+    #[error("the run ends here: it only had to check gradients (zerorun verify)")]
     GradientsChecked,
     /// The loss is NaN or infinite.
     #[error("the loss is {loss} on rank {rank} in optimizer step {step} (micro step {micro_step}); {}", nonfinite_advice(*step))]
@@ -283,10 +283,10 @@ pub enum EngineError {
     },
     /// A recomputed unit produced a different output in the backward pass.
     #[error(
-        "unit {unit} gave a different output when backward ran it again: gradients would be those of a different \
-         function; Candle's random numbers (candle_nn::Dropout, Tensor::rand) cannot be repeated, nor can draws on the \
-         model's own threads; use candle_zero::nn::Dropout, or let the unit keep its activations (checkpointed(false), \
-         no activation_checkpointing section)"
+        "unit {unit} gave a different output when the backward pass ran it again: gradients would be those of a \
+         different function; Candle's random numbers (candle_nn::Dropout, Tensor::rand) cannot be repeated, nor can \
+         draws on the model's own threads; use candle_zero::nn::Dropout, or let the unit keep its activations \
+         (checkpointed(false), no activation_checkpointing section)"
     )]
     RecomputationDiffers {
         /// The unit's name.

@@ -299,7 +299,7 @@ impl<M> Engine<M> {
             let of_unit = |(unit, (name, _)): (usize, &(String, usize))| {
                 let params =
                     trained().filter(|(_, param): &(usize, &Param)| param.unit == unit).map(|(id, _)| id).collect();
-                PerturbedGroup::new(if name.is_empty() { "outside of units".into() } else { name.clone() }, params)
+                PerturbedGroup::new(if name.is_empty() { "outside units".into() } else { name.clone() }, params)
             };
             return units.iter().enumerate().map(of_unit).filter(|group| !group.params.is_empty()).collect();
         }

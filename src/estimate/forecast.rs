@@ -14,7 +14,7 @@ use crate::error::{EstimateError, Result};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// The maximum number of ranks in [`Estimate::weak_scaling`].
+/// The number of ranks up to which [`Estimate::weak_scaling`] doubles the number of hosts.
 const MAX_RANKS: usize = 1024;
 
 /// The collectives of one kind in a step, and the bytes they send between hosts.
@@ -97,7 +97,7 @@ impl Estimate {
         Ok(Forecast { hosts, ranks, between, wire_s: wire, step_s: measured.map(|_| step) })
     }
 
-    /// Predicts steps on 1, 2, 4 ... hosts with `each` ranks per host, and on `hosts` hosts, up to 1,024 ranks. Each
+    /// Predicts steps on 1, 2, 4 ... hosts, up to 1,024 ranks, and on `hosts` hosts, with `each` ranks per host. Each
     /// rank keeps the batch size that it has in `config`.
     ///
     /// # Errors

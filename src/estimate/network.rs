@@ -29,7 +29,7 @@ pub struct Network {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RateUnit {
     name: &'static str,
-    /// The bytes per second that one unit stands for: of frames, or of data only.
+    /// The bytes per second that one unit represents: of frames, or of data only.
     bytes: u64,
     /// The number of bits in a byte, if the unit counts bits on the wire.
     bits: Option<u64>,

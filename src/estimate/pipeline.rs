@@ -50,8 +50,8 @@ pub struct PipelineRankEstimate {
 
 impl PipelineEstimate {
     /// Estimates a pipeline of `world_size` ranks, which
-    /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide in the same way. `prepare` makes
-    /// changes to the shapes of each rank, such as [`Shapes::trainable`] and [`Shapes::quantized`]. Instead of measured
+    /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide in the same way. `prepare`
+    /// changes the shapes of each rank, such as [`Shapes::trainable`] and [`Shapes::quantized`]. Instead of measured
     /// times (`pipeline.partition` `time`), the numbers of parameters determine the stages.
     ///
     /// # Errors

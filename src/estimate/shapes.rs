@@ -118,13 +118,13 @@ impl Shapes {
             UnitRule::None => "as requested: the whole model is one unit",
         };
         let assumed = vec![
-            "every tensor of the file is a parameter, used in the natural order of the names".to_string(),
+            "every tensor in the file is a parameter, used in the natural order of the names".to_string(),
             format!("{units} units, {how}"),
         ];
         Ok(Self { name: path.display().to_string(), registered, packing: None, kept_f32: None, assumed })
     }
 
-    /// Freezes the parameters whose names match one of `patterns`, in which `*` stands for any characters, as with
+    /// Freezes the parameters whose names match one of `patterns`, in which `*` matches any characters, as with
     /// [`EngineBuilder::trainable`](crate::EngineBuilder::trainable). The others are trained.
     ///
     /// # Errors
@@ -169,7 +169,7 @@ impl Shapes {
         self
     }
 
-    /// Freezes a parameter, in addition to those that are frozen already.
+    /// Freezes a parameter, in addition to those that are already frozen.
     #[must_use]
     pub(super) fn frozen_too(self, name: &str) -> Self {
         let named = self.registered.params.iter().filter(|param| param.name == name);

@@ -39,8 +39,8 @@ impl AtomicFolder {
         &self.new
     }
 
-    /// Syncs the folder to disk and renames it, if the target does not exist or is an empty folder. The files must be
-    /// synced already.
+    /// Syncs the folder to disk and renames it, if the target does not exist or is an empty folder. The files must
+    /// already be synced.
     ///
     /// # Errors
     /// The target exists by now; a write error.

@@ -39,7 +39,7 @@ fn reserves(file: &File, folder: &Path, bytes: u64) -> bool {
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
         Ok(()) => true,
         Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => false,
-        // The file system cannot reserve space, so the reported free space must do.
+        // The file system cannot reserve space, so only the reported free space can be checked.
         Err(_) => fits(),
     }
 }

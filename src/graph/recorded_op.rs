@@ -27,7 +27,7 @@ impl InputGradSink {
 
     /// Calls `weight_gradient` with the gradient of a layer's output, to deliver that of the layer's weight. It is
     /// called immediately or, if the backward pass is divided and the weight is a parameter, later and with a copy of
-    /// the output's gradient. Until then, it keeps `kept` bytes of memory, those of the layer's input.
+    /// the output's gradient. Until then, `weight_gradient` keeps `kept` bytes of memory, those of the layer's input.
     pub fn now_or_later<E: TensorElement>(
         &self,
         grad: &[E],
@@ -51,8 +51,8 @@ impl InputGradSink {
         self.open().is_some_and(|slot| is_deferring() && slot.is_behind_a_gate())
     }
 
-    /// Takes the gradient out of its slot, to be given back after adding to it; see [`GradSlot::lend`]. It is `None` if
-    /// no gradient is wanted.
+    /// Takes the gradient out of its slot, to be given back after adding to it; see [`GradSlot::lend`]. Returns `None`
+    /// if no gradient is wanted.
     pub fn lend<E: TensorElement>(&self, len: usize) -> Result<Option<(Vec<E>, bool)>> {
         self.open().map(|slot| slot.lend(len)).transpose()
     }

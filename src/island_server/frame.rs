@@ -4,8 +4,8 @@
 //!   kind (1 byte) | length (8 bytes, little endian) | body
 //! ```
 //!
-//! A length is checked against the limit of its kind before anything is read, and a body takes memory only as its bytes
-//! arrive.
+//! A frame's length is checked against the limit for the frame's kind before the body is read, and the body takes
+//! memory only as its bytes arrive.
 
 use std::io::{self, Read, Write};
 use std::sync::Arc;

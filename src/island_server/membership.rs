@@ -97,11 +97,11 @@ pub(super) struct Membership {
     shape: Option<RunShape>,
     /// The length of each fragment, by rank.
     lens: Vec<Option<Vec<u64>>>,
-    /// By the random number of an island's start.
+    /// The islands whose ranks are not all connected yet, by the random numbers of their starts.
     assembling: HashMap<u64, AssemblingIsland>,
-    /// By slot.
+    /// The islands, by slot.
     islands: BTreeMap<usize, Island>,
-    /// The slots that launchers had last.
+    /// The last slot of each launcher's island.
     slots_of_launchers: HashMap<u64, usize>,
     /// Whether an exchange has been closed since the first member began.
     is_running: bool,

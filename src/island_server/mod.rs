@@ -17,9 +17,9 @@
 //!
 //! # Memory of the server
 //! While an exchange is open, the server holds the encoded changes of the islands that have sent theirs: at most
-//! `islands x trained elements of a fragment`, 4 bytes each in `fp32`, for each fragment in flight. When it is closed, the
-//! server decodes one change at a time for each position. A donation passes through with at most 48 MiB per rank that
-//! receives it.
+//! `islands x trained elements of a fragment`, 4 bytes each in `fp32`, for each fragment in flight. When the exchange
+//! is closed, the server decodes one change at a time for each position. While a donation passes through, the server
+//! holds at most 48 MiB of it for each rank that receives it.
 
 pub(crate) mod error;
 mod frame;

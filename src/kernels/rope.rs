@@ -7,7 +7,7 @@ use crate::kernels::parallel::{ParallelChunks, for_each_part};
 /// The number of rows that one task rotates.
 const ROWS_PER_TASK: usize = 32;
 
-/// The elements that form a pair, among the elements of a head that are rotated.
+/// The elements that form a pair, among the rotated elements of a head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RotaryPairs {
     /// Element i of the first half and element i of the second half, as in most of Hugging Face's models.
@@ -37,7 +37,7 @@ impl RotaryLayout {
 #[derive(Debug, Clone)]
 pub struct RotaryTable {
     layout: RotaryLayout,
-    /// The number of pairs of a head that are rotated.
+    /// The number of rotated pairs in a head.
     half: usize,
     time: usize,
     /// The cosines `[time, half]`.

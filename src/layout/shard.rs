@@ -15,7 +15,8 @@ pub fn shard_len(numel: usize, world_size: usize) -> usize {
     numel.div_ceil(world_size)
 }
 
-/// Returns the elements of a parameter that `rank` owns: fewer than [`shard_len`], or none, at the tail.
+/// Returns the elements of a parameter that `rank` owns, without padding: the last ranks may own fewer than
+/// [`shard_len`] elements, or none.
 pub fn shard_range(numel: usize, world_size: usize, rank: usize) -> Range<usize> {
     let len = shard_len(numel, world_size);
     (rank * len).min(numel)..((rank + 1) * len).min(numel)
@@ -41,7 +42,8 @@ impl ShardCut {
         shard_len(self.numel.div_ceil(self.block), world_size) * self.block
     }
 
-    /// Returns the elements that `rank` owns: fewer than [`shard_len`](Self::shard_len), or none, at the tail.
+    /// Returns the elements that `rank` owns, without padding: the last ranks may own fewer than
+    /// [`shard_len`](Self::shard_len) elements, or none.
     pub fn shard(self, world_size: usize, rank: usize) -> Range<usize> {
         let blocks = shard_range(self.numel.div_ceil(self.block), world_size, rank);
         (blocks.start * self.block).min(self.numel)..(blocks.end * self.block).min(self.numel)

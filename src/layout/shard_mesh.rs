@@ -87,13 +87,15 @@ impl ShardMesh {
         cut.shard_len(self.world_size) * self.copies()
     }
 
-    /// Returns the elements of a shard: fewer, or none, at the tail.
+    /// Returns the elements of a shard, without padding: the last shards may have fewer elements than the others, or
+    /// none.
     pub fn shard(self, cut: ShardCut, shard: usize) -> Range<usize> {
         let pieces = self.pieces_of(shard);
         cut.shard(self.world_size, pieces.start).start..cut.shard(self.world_size, pieces.end - 1).end
     }
 
-    /// Returns the elements of a piece: fewer, or none, at the tail.
+    /// Returns the elements of a piece, without padding: the last pieces may have fewer elements than the others, or
+    /// none.
     pub fn piece(self, cut: ShardCut, piece: usize) -> Range<usize> {
         cut.shard(self.world_size, piece)
     }

@@ -106,7 +106,7 @@ impl EncoderBlock {
     ) -> Result<Self> {
         let names = EncoderBlockNames::of(config.naming);
         let norm = |name: &str| config.norm(config.hidden_size, vb.pp(name));
-        // With norms first, the first block takes the embeddings, which are normalized already.
+        // With norms first, the first block takes the embeddings, which are already normalized.
         let has_attention_norm = !config.norms_first || number > 0;
         Ok(Self {
             attention: EncoderAttention::new(config, &names, &config.blocks[number], rotary, &vb)?,

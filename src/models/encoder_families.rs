@@ -242,10 +242,10 @@ impl EncoderKeys<'_> {
         })
     }
 
-    /// Returns blocks without windows. `key` is the name of their number.
+    /// Returns blocks without windows. `key` is the key for their number.
     fn equal_blocks(&self, key: &'static str, default: usize) -> Result<Vec<EncoderBlockConfig>> {
         let blocks = self.size(key, default)?;
-        // Before there is memory for each of them.
+        // The number is checked before memory for the blocks is allocated.
         super::config_checks::require_blocks(key, blocks).map_err(|error| self.of_file(error))?;
         Ok(vec![EncoderBlockConfig { window: None, theta: 1e4 }; blocks])
     }
@@ -345,7 +345,7 @@ impl EncoderKeys<'_> {
         })
     }
 
-    /// Returns the blocks of a ModernBERT, of which some see only the positions near their own.
+    /// Returns the blocks of a ModernBERT. In some of them, a position attends only to positions near it.
     fn modernbert_blocks(&self) -> Result<Vec<EncoderBlockConfig>> {
         let blocks = self.equal_blocks("num_hidden_layers", 22)?.len();
         let every = self.size("global_attn_every_n_layers", 3)?;

@@ -145,7 +145,7 @@ fn rotary(keys: &JsonKeys<'_>, family: &ModelFamily, kind: &str, ctx: usize) -> 
         },
     };
     let partial = keys.positive(PARTIAL)?;
-    // In transformers, other models do not read the key.
+    // In transformers, the classes of other models do not read the key.
     let rotates_complete = family.partial == 1.0 && !family.is("phi3");
     let complete =
         |keys: &JsonKeys<'_>| match rotates_complete && keys.positive(PARTIAL)?.is_some_and(|part| part != 1.0) {
@@ -225,7 +225,7 @@ fn ministral3() -> RotaryConfig {
     }
 }
 
-/// The values outside a scaling's own keys on which it depends.
+/// The values on which a scaling depends, apart from its own keys.
 #[derive(Clone, Copy)]
 struct OuterKeys<'a> {
     family: &'a ModelFamily,

@@ -124,7 +124,7 @@ const LLAMA: ModelFamily = ModelFamily {
     refused: &[],
 };
 
-/// A model whose projections never have biases. In transformers, it does not read these keys.
+/// A model whose projections never have biases. Its class in transformers does not read these keys.
 const WITHOUT_BIAS: ModelFamily =
     ModelFamily { qkv_bias: BiasRule::Never, output_bias: BiasRule::Never, mlp_bias: BiasRule::Never, ..LLAMA };
 
@@ -396,7 +396,7 @@ impl ModelFamily {
         ALL.iter().find(|family| family.model_type == model_type)
     }
 
-    /// Returns whether the model is one of several in its class's lineage, whose `model_type`s begin in the same way.
+    /// Returns whether the model belongs to a lineage: models whose `model_type`s begin with `lineage`.
     pub fn is(&self, lineage: &str) -> bool {
         self.model_type.starts_with(lineage)
     }

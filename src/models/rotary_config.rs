@@ -120,7 +120,7 @@ impl RotaryConfig {
         }
     }
 
-    /// Returns the number of elements in a head of `head` elements that are rotated.
+    /// Returns the number of rotated elements in a head of `head` elements.
     pub fn width(&self, head: usize) -> usize {
         (head as f64 * self.partial) as usize
     }
@@ -151,7 +151,7 @@ impl RotaryConfig {
                 if [&scaling.short, &scaling.long].iter().any(|all| all.len() != width / 2) =>
             {
                 let found = format!("a list of length {}", scaling.short.len());
-                let allowed = format!("a list of length {}, the number of pairs in a head that are rotated", width / 2);
+                let allowed = format!("a list of length {}, the number of rotated pairs in a head", width / 2);
                 return Err(refused("short_factor", found, &allowed));
             }
             RotaryScaling::Dynamic { .. } if width == 2 => {

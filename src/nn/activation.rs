@@ -154,7 +154,7 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
     scaled_in_f32(x, rounded(factor, x.dtype()))
 }
 
-/// Multiplies x by a number as PyTorch multiplies by a number of Python's: the factor is in f32 and the product is
+/// Multiplies x by a number as PyTorch multiplies a tensor by a Python number: the factor is in f32 and the product is
 /// rounded once, to x's dtype. Granite scales its residual branches in this way.
 pub fn scaled_in_f32(x: &Tensor, factor: f64) -> Result<Tensor> {
     const NAME: &str = "scaled";

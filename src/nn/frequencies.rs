@@ -140,7 +140,7 @@ pub fn dynamic(
 pub fn longrope(width: usize, theta: f64, factors: &[f64]) -> Result<Vec<f64>> {
     let plain = default(width, theta)?;
     if factors.len() != plain.len() {
-        let allowed = format!("{}, the number of pairs in a head that are rotated", plain.len());
+        let allowed = format!("{}, the number of rotated pairs in a head", plain.len());
         return Err(config("the number of factors of longrope", factors.len() as f64, allowed));
     }
     factors.iter().try_for_each(|factor| require("a factor of longrope", *factor))?;
@@ -237,7 +237,7 @@ mod tests {
         insta::assert_snapshot!(text(linear(&[1.0], f64::NAN)), @"model configuration: factor is NaN, but must be a number above 0");
         insta::assert_snapshot!(text(llama3(&[1.0], &scaling)), @"model configuration: high_freq_factor is 4, but must be above low_freq_factor, 4");
         insta::assert_snapshot!(text(dynamic(2, 1e4, 4.0, 24, 48)), @"model configuration: head_dim is 2, but must be above 2 with rope type dynamic");
-        insta::assert_snapshot!(text(longrope(8, 1e4, &[1.0; 3])), @"model configuration: the number of factors of longrope is 3, but must be 4, the number of pairs in a head that are rotated");
+        insta::assert_snapshot!(text(longrope(8, 1e4, &[1.0; 3])), @"model configuration: the number of factors of longrope is 3, but must be 4, the number of rotated pairs in a head");
         insta::assert_snapshot!(text(longrope(2, 1e4, &[0.0])), @"model configuration: a factor of longrope is 0, but must be a number above 0");
     }
 }

@@ -23,7 +23,7 @@ impl LinearSizes {
         let last = x.dims().last().copied().unwrap_or(0);
         if x.rank() == 0 || last != inputs {
             bail!(
-                "linear: the input has shape {:?}; its last dimension must be {inputs}, the weight's inputs",
+                "linear: the input has shape {:?}; its last dimension must be {inputs}, the number of inputs of the weight",
                 x.dims()
             )
         }

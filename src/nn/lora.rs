@@ -252,7 +252,7 @@ fn in_pieces(rows: usize, mut f: impl FnMut(Range<usize>)) {
     (0..rows).step_by(ROWS).for_each(|start| f(start..rows.min(start + ROWS)));
 }
 
-/// Calls `look` with rows of `x` in f32: all at once if they are f32 already, otherwise a block at a time.
+/// Calls `look` with rows of `x` in f32: all together if they are already f32, otherwise a block at a time.
 fn in_f32<E: TensorElement>(x: &[E], rows: usize, width: usize, mut look: impl FnMut(Range<usize>, &[f32])) {
     if E::KIND == ElementDtype::F32 {
         return look(0..rows, bytemuck::cast_slice(x));

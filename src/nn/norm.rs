@@ -130,8 +130,8 @@ fn head_of(x: &Tensor, weight: &Tensor) -> Result<usize> {
             Ok(head)
         }
         _ => bail!(
-            "{RMS_NORM}: weight {dims:?} must have the length of a head; the input's last dimension, of {:?}, is not \
-             a multiple of it",
+            "{RMS_NORM}: the weight has shape {dims:?}, but must be a vector whose length divides the last dimension \
+             of the input, which has shape {:?}",
             x.dims()
         ),
     }
@@ -154,7 +154,11 @@ fn width_of(op: &'static str, x: &Tensor, params: &[(&str, &Tensor)]) -> Result<
     let width = x.dims().last().copied().unwrap_or(0);
     if x.rank() == 0 || width == 0 || params.iter().any(|(_, p)| p.dims() != [width]) {
         let found: Vec<String> = params.iter().map(|(name, p)| format!("{name} {:?}", p.dims())).collect();
-        bail!("{op}: {} must have the length of the input's last dimension, {:?}", found.join(" and "), x.dims())
+        bail!(
+            "{op}: {} must have the length of the last dimension of the input, which has shape {:?}",
+            found.join(" and "),
+            x.dims()
+        )
     }
     params.iter().try_for_each(|(_, parameter)| check_format(op, x, parameter))?;
     Ok(width)

@@ -21,11 +21,11 @@ pub struct ProjectionOptions<'a> {
 
 /// A linear layer, y = x W + b, with or without a low-rank adapter ([`LoraConfig`]).
 ///
-/// Parameters: "weight" (`[out, in]` or, as in GPT-2's Conv1D, `[in, out]`), "bias" `[out]`, and with an adapter, named
-/// as in PEFT, "lora_A.weight" `[r, in]`, "lora_B.weight" `[out, r]` and, with DoRA, "lora_magnitude_vector" `[out]`. A
-/// starts uniform within 1 / sqrt(in), as in PEFT, and B at 0, so the adapter adds nothing at first. The magnitude
-/// should start as the norms of the weight's rows, which the initial values have to provide; the magnitude's init hint
-/// is 1.
+/// Parameters: "weight" (`[out, in]` or, as in GPT-2's Conv1D, `[in, out]`), "bias" `[out]` and, with an adapter, the
+/// following, named as in PEFT: "lora_A.weight" `[r, in]`, "lora_B.weight" `[out, r]` and, with DoRA,
+/// "lora_magnitude_vector" `[out]`. As in PEFT, the initial values of A are uniform between -1 / sqrt(in) and
+/// 1 / sqrt(in), and those of B are 0, so the adapter adds nothing at first. The magnitude should start as the norms of
+/// the weight's rows, which the initial values have to provide; the magnitude's init hint is 1.
 ///
 /// An adapter's parameters may be in f32 in a 16-bit model
 /// ([`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)). Frozen parameters get no gradient.

@@ -5,8 +5,7 @@
 //!   reserve, fill -> 3 rounds of [write, read] with every kind of access        sequential
 //!                 -> 3 rounds of [plain loops, pipeline with 4 pairs of flags]  optimizer step
 //!                 -> the update without files, in memory
-//!                 -> 3 rounds of the pipeline with neither and with both flags, with an update as slow as the disk
-//! access
+//!                 -> 3 rounds of the pipeline with neither and with both flags; the update is as slow as the disk
 //!                 -> 3 rounds of the pipeline with 15 pairs of block size and queue depth (sweep)
 //! ```
 //!

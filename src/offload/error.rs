@@ -29,8 +29,8 @@ pub enum OffloadError {
     },
     /// A disk that cannot hold the offloaded state.
     #[error(
-        "cannot offload to {}: files there need {needed} bytes, but {available} are free: {} bytes are missing; free \
-         that space, or set nvme_path to a folder on a larger disk",
+        "cannot offload to {}: files there need {needed} bytes, but {available} are free: {} more bytes are needed; \
+         free that much space, or set nvme_path to a folder on a larger disk",
         path.display(),
         needed.saturating_sub(*available)
     )]

@@ -3,11 +3,11 @@
 //! ```text
 //!   optimizer step             window k+1        window k          window k-1
 //!     master weights, states     read   ------>  update  ------->  write
-//!     gradients                  read   ------>  use               (written in backward)
+//!     gradients                  read   ------>  use               (written in the backward pass)
 //!     parameter shards                           compute ------->  write
 //!
 //!   forward, backward (stage 3)   unit i+1: read its shards | unit i: all-gather, compute, release
-//!   backward                      a reduced gradient share -> its file, while backward continues
+//!   backward                      a reduced gradient share -> its file, while the pass continues
 //! ```
 //!
 //! Every kind of state has one file per rank, an arena (`file_arena.rs`), in which sub-groups are stored one after the

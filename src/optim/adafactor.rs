@@ -548,7 +548,8 @@ mod tests {
         AdafactorPart { config, kind }
     }
 
-    /// Weights and states after some steps that visit the parameter in slices that end at `cuts`.
+    /// Returns the weights and states after some steps, each of which visits the parameter in slices that end at
+    /// `cuts`.
     fn run(part: &AdafactorPart, shape: &[usize], cuts: &[usize]) -> (Vec<f32>, Vec<Vec<f32>>, Vec<f32>) {
         let len: usize = shape.iter().product();
         let mut param: Vec<f32> = (0..len).map(|i| (i as f32 * 0.37).sin()).collect();
@@ -586,7 +587,8 @@ mod tests {
             for (kind, shape) in [(PartKind::Matrices, &SHAPE[..]), (PartKind::Vectors, &[4200][..])] {
                 let part = part(kind, beta1);
                 let whole = run(&part, shape, &[]);
-                // Slices that end within rows; squares are summed in blocks, so that all but the last are multiples.
+                // These slices end within rows. Squares are summed in blocks, so slices must begin at multiples of a
+                // block.
                 assert!(whole == run(&part, shape, &[1024, 3072]), "{kind:?}, {beta1:?}");
             }
         }

@@ -78,7 +78,7 @@ impl Optimizer for Adagrad {
 #[derive(Debug, Clone, Copy)]
 struct AdagradConstants {
     grad_scale: f32,
-    /// The multiple of the parameter that is added to the gradient (weight decay).
+    /// The factor by which the parameter is multiplied before it is added to the gradient (weight decay).
     l2: f32,
     lr: f32,
     eps: f32,

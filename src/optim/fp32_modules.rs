@@ -3,7 +3,7 @@
 //! ```text
 //!   "ln_f"          h.3.ln_f.weight, ln_f.bias                  complete words of a name, between dots
 //!   "mlp.c_proj"    h.0.mlp.c_proj.weight                       several consecutive words
-//!   "ln_*"          ln_f.bias, h.3.ln_1.weight                  * stands for any characters
+//!   "ln_*"          ln_f.bias, h.3.ln_1.weight                  * matches any characters
 //! ```
 
 use crate::error::{ParamError, Result};

@@ -1,8 +1,10 @@
 //! Optimizers on slices of flat f32 buffers, and learning-rate schedules.
 //!
-//! An optimizer does not depend on tensors or parameters: it updates elements. A share of the flat space may be cut
-//! anywhere (by rank, by sub-group, by chunk), and every element still gets the same bits: no step reads a neighbouring
-//! element, and no code path treats the end of a slice differently.
+//! An optimizer does not depend on tensors: it updates the elements of slices. A share of the flat space may be cut
+//! anywhere (by rank, by sub-group, by chunk), and every element still gets the same bits: an update reads no
+//! neighbouring element, and no code path treats the end of a slice differently. If an update also depends on norms of
+//! the parameter, on sums over its rows and columns, or on the full parameter, separate passes compute these first:
+//! see `Layerwise`, `FactoredOptimizer` and `WholeParameterOptimizer` in `optimizer.rs`.
 //!
 //! | file | content |
 //! | --- | --- |

@@ -66,7 +66,7 @@ impl ParameterGroup {
         Self::new().dims(0..=1).weight_decay(0.0)
     }
 
-    /// Selects only parameters whose name matches one of `patterns`, in which `*` stands for any characters, as in
+    /// Selects only parameters whose name matches one of `patterns`, in which `*` matches any characters, as in
     /// `h.*.ln_*`.
     #[must_use]
     pub fn names<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {

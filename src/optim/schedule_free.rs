@@ -143,7 +143,7 @@ impl Mix {
         average + self.of_z * (z - average)
     }
 
-    /// Writes `y` to `trained`, of which `flat` makes a flat slice.
+    /// Writes `y` to `trained`, which `flat` converts to a flat slice.
     fn write<'t, T: Send>(
         self,
         average: &[f32],

@@ -149,8 +149,9 @@ impl WeightFiles {
 
 /// Returns the names that a parameter may have in files, the most likely first. Hugging Face saves a GPT-2 with a
 /// language-modeling head under `transformer.`, and one without a head, like the published files, without that prefix.
-/// Other models use the prefixes `model.`, `bert.`, `roberta.`, `electra.` and `distilbert.` in the same way, and a language
-/// model inside a vision model also has `language_model.`. The oldest encoders use TensorFlow's names for the parameters of norms.
+/// Other models use the prefixes `model.`, `bert.`, `roberta.`, `electra.` and `distilbert.` in the same way, and a
+/// language model inside a vision model also has `language_model.`. The oldest encoders use TensorFlow's names for the
+/// parameters of norms.
 fn names_in_files(parameter: &str) -> Vec<String> {
     let mut names = vec![parameter.to_owned(), format!("transformer.{parameter}")];
     let bare = ["transformer.", "model.", "bert.", "roberta.", "electra.", "distilbert."];

@@ -53,8 +53,8 @@ impl InferenceState {
         self.position
     }
 
-    /// Returns what the layer has kept for the tokens before the input, which the layer may change. If it has kept
-    /// nothing, it begins with the result of `new`. Returns `None` if no text is continued.
+    /// Returns what the layer has kept for the tokens before the input. The layer may change it. A layer that has kept
+    /// nothing begins with the result of `new`. Returns `None` if no text is continued.
     pub fn kept<T: Any + Send>(&mut self, new: impl FnOnce() -> T) -> Option<&mut T> {
         self.position?;
         let kept = self.kept.take().and_then(|kept| kept.downcast::<T>().ok()).unwrap_or_else(|| Box::new(new()));
@@ -95,8 +95,8 @@ pub enum PartitionMethod {
     /// Stages have the same number of layers in whose kind this regular expression matches (`type:REGEX`), ignoring
     /// case.
     LayerKind(String),
-    /// The slowest stage is as fast as possible, by the time that each layer takes on each rank, measured at the start
-    /// (`time`).
+    /// The slowest stage is as fast as possible, judging by the time that each layer takes on each rank, which is
+    /// measured at the start (`time`).
     Time,
 }
 

@@ -1,12 +1,12 @@
 //! The loss scale of fp16 training.
 //!
 //! f16 gradients underflow. Multiplying the loss by a scale lifts them into range, and dividing the gradients by the
-//! scale before the update removes it again. A dynamic scale grows while no gradient overflows, and shrinks on
+//! scale before the update undoes this. A dynamic scale grows while no gradient overflows, and shrinks on
 //! overflow.
 //!
-//! DeepSpeed has two rules for a dynamic scale, and both are implemented: stages 1 to 3 tolerate `fp16.hysteresis`
-//! overflows and end the run when the scale cannot decrease any further; stage 0 halves the scale immediately and never
-//! ends the run.
+//! DeepSpeed has two rules for a dynamic scale, and both are implemented. At stages 1 to 3, it takes `fp16.hysteresis`
+//! overflows to halve the scale, and the run ends when the scale cannot decrease any further. At stage 0, each overflow
+//! halves the scale, and the run never ends for this reason.
 
 use crate::config::{Fp16, Precision};
 use crate::error::{EngineError, Result};

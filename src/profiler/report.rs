@@ -189,7 +189,7 @@ impl fmt::Display for ProfileTable<'_> {
         let all = total.forward_macs + total.backward_macs;
         for row in *rows {
             let macs = row.forward_macs + row.backward_macs;
-            let name = if row.name.is_empty() { "(outside of units)" } else { &row.name };
+            let name = if row.name.is_empty() { "(outside units)" } else { &row.name };
             let share = macs as f64 / all.max(1) as f64 * 100.0;
             let rate = 2.0 * macs as f64 / (row.forward_ms + row.backward_ms).max(1e-6) * 1e3;
             let sizes = [row.parameters as f64, row.forward_macs as f64, row.backward_macs as f64];
@@ -277,7 +277,7 @@ mod tests {
 
         modules
         module                     parameters     fwd MACs     bwd MACs       MACs %       fwd ms       bwd ms       FLOP/s
-        (outside of units)             1.00 K       2.00 M       4.00 M         20.0         1.00         2.00       4.00 G
+        (outside units)                1.00 K       2.00 M       4.00 M         20.0         1.00         2.00       4.00 G
         h.0                               500       3.00 M       6.00 M         30.0         2.00         4.00       3.00 G
         h.1                               500       4.00 M       8.00 M         40.0         3.00         6.00       2.67 G
         other.0.mlp                       250       1.00 M       2.00 M         10.0         4.00         8.00     500.00 M
@@ -295,9 +295,9 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         assert_eq!(text(Some(0), 3, true), [""; 0]);
-        assert_eq!(text(Some(1), 2, false), ["", "top modules at depth 1", "module", "h", "(outside of units)"]);
+        assert_eq!(text(Some(1), 2, false), ["", "top modules at depth 1", "module", "h", "(outside units)"]);
         assert_eq!(text(Some(9), 1, false), ["", "top modules at depth 3", "module", "h.1"]);
-        let modules = ["", "modules", "module", "(outside of units)", "h.0", "h.1", "other.0"];
+        let modules = ["", "modules", "module", "(outside units)", "h.0", "h.1", "other.0"];
         assert_eq!(text(Some(2), 0, true), modules);
     }
 }

@@ -48,7 +48,7 @@ pub enum RunError {
         /// The problem.
         problem: String,
     },
-    /// A newer version of this library has written the run.
+    /// A newer version of this library wrote the run.
     #[error(
         "the record {} has format {found}, but this version reads formats up to {newest}; use a newer zerorun",
         path.display()

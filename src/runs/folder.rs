@@ -76,7 +76,7 @@ impl RunsFolder {
     /// # Errors
     /// [`RunError::NoRun`]; [`RunError::Ambiguous`]; the errors of [`ids`](Self::ids).
     pub fn named(&self, name: &str) -> Result<PathBuf> {
-        // A path, as a shell completes it.
+        // A shell completes the path of a folder with a slash.
         let name = name.trim_end_matches('/');
         let typed = Path::new(name);
         let name = match (typed.parent(), typed.file_name().and_then(|name| name.to_str())) {
@@ -116,12 +116,14 @@ impl RunsFolder {
             move |source| Error::Io { action: "remove", path, source }
         };
         if folder.symlink_metadata().map_err(wrong(&folder))?.is_symlink() {
-            let source =
-                std::io::Error::new(ErrorKind::InvalidInput, "it is a link; remove what it leads to, or the link");
+            let source = std::io::Error::new(
+                ErrorKind::InvalidInput,
+                "it is a link; remove the link, or the folder it leads to",
+            );
             return Err(wrong(&folder)(source));
         }
         let running = || RecordedRun::open(&folder).ok().filter(|run| run.state() == RecordedState::Running);
-        // While it is locked, no process continues it.
+        // While the folder is locked, no other process continues the run.
         let lock = match FolderLock::ask(&folder, Duration::ZERO).map_err(wrong(&folder))? {
             FolderLockOutcome::Held(lock) => Some(lock),
             FolderLockOutcome::Busy(pid) if !forced => {
@@ -135,7 +137,7 @@ impl RunsFolder {
         names.extend(
             entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with(WRITING)),
         );
-        // Last, so that an interrupted removal can be repeated.
+        // This file is removed last, so that an interrupted removal can be repeated.
         names.push(INFO.to_owned());
         names.extend(lock.is_none().then(|| LOCK.to_owned()));
         for path in names.iter().map(|name| folder.join(name)) {
@@ -154,8 +156,8 @@ impl RunsFolder {
     }
 }
 
-/// Returns whether a folder contains a run, even a damaged one. A process that was killed while it created the folder
-/// has left no file in it.
+/// Returns whether a folder contains a run, even a damaged one. A folder without these files, such as one whose process
+/// was killed immediately after it had created the folder, is not a run.
 fn is_run(folder: &Path) -> bool {
     [INFO, EVENTS, METRICS].iter().any(|name| folder.join(name).symlink_metadata().is_ok_and(|found| found.is_file()))
 }

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io::{BufRead as _, BufReader, Read as _, Result, Seek as _, SeekFrom};
 use std::path::Path;
 
-/// The maximum number of bytes of a line. A longer one is damaged.
+/// The maximum number of bytes of a line. A longer line counts as damaged.
 const MAX_LINE: u64 = 4 << 20;
 
 /// Opens a file of a run for reading.

@@ -15,7 +15,8 @@ use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The value that the engine records in every step. A line with it begins a step, even one that was recorded before.
+/// The name of the value that the engine records in every step. A line that contains this value begins a step, even if
+/// that step was recorded before.
 pub(super) const LOSS: &str = "loss";
 
 /// The values of a step.
@@ -63,7 +64,7 @@ impl MetricsLine {
     }
 }
 
-/// Returns a recorded number. JSON has no numbers that are not finite, so these are text.
+/// Returns a recorded number. JSON has no numbers that are not finite, so they are recorded as text.
 fn number(value: &Value) -> Option<f64> {
     match value {
         Value::String(text) => match text.as_str() {

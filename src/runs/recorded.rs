@@ -18,13 +18,13 @@ use std::path::{Path, PathBuf};
 pub enum RecordedState {
     /// A process is recording it.
     Running,
-    /// It has ended as planned.
+    /// It ended as planned.
     Finished,
-    /// A signal has asked it to end, and it has ended after a step.
+    /// A signal asked it to end, and it ended after a step.
     Stopped,
-    /// An error has ended it.
+    /// An error ended it.
     Failed,
-    /// Its process has ended without recording how it ended: it was killed, or the machine was switched off.
+    /// Its process ended without recording how: the process was killed, or the machine was switched off.
     Killed,
 }
 
@@ -61,7 +61,7 @@ impl RecordedRun {
     /// the description cannot be understood; files that cannot be read.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
-        // The lock is checked first: a run that ends in between has recorded how it ended.
+        // The lock is checked before the files are read: a run that ends between the two has recorded how it ended.
         let lock = LockSeen::of(folder);
         let info = RunInfo::read(folder)?;
         let summary = RunSummary::load(folder)?;

@@ -36,7 +36,7 @@ fn nan_if_null<'de, D: serde::Deserializer<'de>>(from: D) -> std::result::Result
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum RunEnding {
-    /// The program has ended it normally.
+    /// The program ended it normally.
     Finished,
     /// A signal asked it to end.
     Stopped,
@@ -84,7 +84,7 @@ pub struct RunSummary {
     pub last_time: f64,
     /// The number of processes that have recorded the run, one after the other.
     pub sessions: u64,
-    /// The number of times that its launcher had restarted the job when the last session began.
+    /// The number of times that the launcher had restarted the job when the last session began.
     pub restart: u64,
     /// How the run has ended, unless it is running or was killed.
     pub outcome: Option<RunEnding>,
@@ -102,7 +102,7 @@ pub struct RunSummary {
     pub problem: Option<String>,
 }
 
-/// Steps were repeated, so the summary of the earlier ones is invalid.
+/// Steps were repeated, so the summary, which includes their earlier records, is invalid.
 #[derive(Debug, PartialEq)]
 pub(super) struct StepsRepeated;
 

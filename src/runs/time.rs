@@ -12,7 +12,7 @@ pub(crate) fn now() -> f64 {
 
 /// Returns the year, month, day, hour, minute and second of a time in UTC.
 fn parts(seconds: f64) -> [u64; 6] {
-    // Times beyond the year 9999 are cut off: a damaged record may contain any number.
+    // Times after the year 9999 are set to its last second, because a damaged record may contain any number.
     let seconds = seconds.clamp(0.0, 253_402_300_799.0) as u64;
     let (days, rest) = (seconds / DAY, seconds % DAY);
     // The algorithm of Howard Hinnant's `civil_from_days`, with years that begin in March.

@@ -56,7 +56,7 @@ pub(crate) struct LoadedFrom {
     pub step: u64,
 }
 
-/// The writer of a run. The folder is locked as long as it exists.
+/// The writer of a run. The folder is locked as long as the writer exists.
 #[derive(Debug)]
 pub(crate) struct RunWriter {
     folder: PathBuf,
@@ -75,7 +75,7 @@ struct LineFile {
     file: File,
     path: PathBuf,
     pending: Vec<u8>,
-    /// The number of bytes, with those that are pending.
+    /// The number of bytes, including those that are pending.
     len: u64,
 }
 
@@ -109,7 +109,7 @@ impl LineFile {
             return Ok(());
         }
         let written = self.file.write_all(&self.pending).inspect_err(|_| {
-            // The part of the lines that a full disk has taken is removed.
+            // If only a part of the lines was written, as on a full disk, an incomplete last line is removed.
             _ = end_last_line(&self.file);
         });
         self.pending.clear();
@@ -125,8 +125,8 @@ enum FolderAttempt {
 }
 
 impl RunWriter {
-    /// Begins the record, or continues it: that of the job before it was restarted, or of the run of this name whose
-    /// checkpoint was loaded.
+    /// Begins a record, or continues an existing one: that of the same job before its restart, or that of the run with
+    /// this name whose checkpoint was loaded.
     ///
     /// # Errors
     /// The folder cannot be written.
@@ -282,7 +282,7 @@ impl RunWriter {
         self.metrics.push(object(json!({"session": session, "from_step": step, "time": time})));
         self.summary.begin_session(time);
         if repeats {
-            // The contributions of the repeated steps are taken out.
+            // The contributions of the repeated steps are removed from the summary.
             self.flush()?;
             let bytes = (self.metrics.len, self.events.len);
             self.summary = RunSummary::of_files(&self.folder)?;
@@ -304,14 +304,14 @@ impl RunWriter {
         &self.folder
     }
 
-    /// Records values of a step. Values with the name of an earlier one of the same step replace it.
+    /// Records values of a step. A value replaces an earlier one of the same step that has the same name.
     pub fn record(&mut self, step: u64, values: impl IntoIterator<Item = (String, f64)>) -> Result<()> {
         let now = time::now();
         let row = MetricsRow { step, time: now, values: values.into_iter().collect() };
         let mut line = Map::new();
         line.insert("step".into(), step.into());
         line.insert("time".into(), now.into());
-        // These names have another meaning.
+        // These names have other meanings in the file.
         let is_free = |name: &str| !["step", "time", "session", "from_step"].contains(&name);
         line.extend(
             row.values
@@ -435,7 +435,8 @@ fn is_of_job(folder: &Path, job: &str) -> bool {
     RunInfo::read(folder).is_ok_and(|info| info.job == job)
 }
 
-/// Returns the folders of the runs of this name whose checkpoints are where one was loaded from, newest first.
+/// Returns the folders of the runs, newest first, that have this name and save their checkpoints in the folder from
+/// which one was loaded.
 fn runs_that_saved(plan: &RecordPlan, loaded: &LoadedFrom) -> Vec<PathBuf> {
     let from = without_secrets(&absolute(&loaded.folder).to_string_lossy());
     let entries = std::fs::read_dir(&plan.folder).into_iter().flatten().flatten();

@@ -1,5 +1,6 @@
 //! The core's part in a micro step: the methods that the engine calls, and those that units and parameters call to
 //! report their progress.
+//!
 //! ```text
 //!   engine    forward | backward ....................... | (vote, update: step/) | end_step
 //!   graph     enter, leave_forward | begin_backward, gradient_arrived

@@ -110,7 +110,7 @@ pub(crate) struct RankCore {
     pub(super) check: FiniteDifferenceCheck,
     /// The outputs of forward passes.
     pub(super) outputs: ForwardOutputs,
-    /// The thread that runs the engine's backward: gradients count only in that thread.
+    /// The thread that runs the engine's backward pass: gradients count only in that thread.
     pub(super) backward_on: Mutex<Option<ThreadId>>,
     /// The first error inside an operation; Candle's own error type cannot carry it.
     failure: Mutex<Option<Error>>,

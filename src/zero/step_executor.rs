@@ -36,7 +36,7 @@ pub(crate) struct RankInfo<'a> {
     pub tier: MemoryTier,
 }
 
-/// A rank that trains, or a rehearsal of one.
+/// A rank that trains, or a rehearsal of such a rank.
 pub(crate) trait StepExecutor: ShareStorage {
     /// A pending collective.
     type Pending;

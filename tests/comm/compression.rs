@@ -277,8 +277,8 @@ fn train_nano(world: usize, config: &Value, steps: usize) -> (Vec<f64>, [CommRep
     (losses, reports.try_into().unwrap())
 }
 
-/// Stage 3, with weights gathered for the forward pass and again for the backward pass, as for a model that does not
-/// fit.
+/// Returns a configuration of stage 3 in which weights are gathered for the forward pass and again for the backward
+/// pass, as for a model that does not fit into memory.
 fn nano_config(world: usize, [weights, gradients]: [bool; 2], more: Value) -> Value {
     let zero = json!({
         "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,

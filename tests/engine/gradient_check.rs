@@ -134,7 +134,7 @@ fn max_pool(vb: VarBuilder<'_>) -> Result<Loss> {
     pooled(vb, |x| x.max_pool2d(2))
 }
 
-/// A model in which another operation also uses the input of the upsampling.
+/// Builds a model in which another operation also uses the input of the upsampling.
 fn upsampling(vb: VarBuilder<'_>) -> Result<Loss> {
     let conv = candle_nn::conv2d(1, 3, 2, Default::default(), vb.pp("conv"))?;
     Ok(Box::new(move || {

@@ -1,5 +1,5 @@
-//! LARS, Adafactor and AdamWScheduleFree, compared with values that scripts/record_optimizers.py recorded from their
-//! paper, from transformers and from schedulefree.
+//! LARS, Adafactor and AdamWScheduleFree, compared with values that scripts/record_optimizers.py recorded from an
+//! implementation of the LARS paper, from transformers and from schedulefree, respectively.
 
 use candle_core::{Device, Tensor};
 use candle_nn::VarBuilder;
@@ -19,12 +19,12 @@ fn shape(recorded: &Value, name: &str) -> Vec<usize> {
     serde_json::from_value(recorded["shapes"][name].clone()).unwrap()
 }
 
-/// The initial value of element `i` of tensor `k`.
+/// Returns the initial value of element `i` of tensor `k`.
 fn initial(k: i64, i: i64) -> f32 {
     (2 * ((2741 * (i + 1) + 877 * (k + 1) + 13 * i * i) % 2001) - 2001) as f32 / 16384.0
 }
 
-/// The gradient of element `i` of tensor `k` in step `s`.
+/// Returns the gradient of element `i` of tensor `k` in step `s`.
 fn gradient(s: i64, k: i64, i: i64) -> f32 {
     let numerator = 2 * ((1103 * (i + 1) + 389 * s * (i + 3) + 617 * (k + 1) * s + 71 * i * i) % 1001) - 1001;
     numerator as f32 / 4096.0 * 2.0f32.powi(-3 * (i % 4) as i32)

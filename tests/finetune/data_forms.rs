@@ -473,8 +473,8 @@ fn tokens_that_stand_around_a_text_do_not_come_twice() {
     let desk = Desk { tokenizer: Tokenizer::open(folder.path()).unwrap(), ..desk };
     let options = DataOptions::new(TrainingTask::Generate, 64);
     let made = |text: &str| made_with(&desk, None, "x.jsonl", text, &options);
-    let already = "has the tokenizer's special token at the beginning or end already";
-    holds(&made(r#"{"prompt": "a", "completion": "b"}"#), &["\n<|endoftext|>a⟦b<|im_end|>⟧", "!already"]);
+    let already = "has the tokenizer's special token at the beginning or end, so it is not added again";
+    holds(&made(r#"{"prompt": "a", "completion": "b"}"#), &["\n<|endoftext|>a⟦b<|im_end|>⟧", "!special token"]);
     holds(
         &made(r#"{"prompt": "<|endoftext|>a", "completion": "b<|im_end|>"}"#),
         &["\n<|endoftext|>a⟦b<|im_end|>⟧\n", already],

@@ -270,7 +270,8 @@ fn a_written_gguf_holds_the_merged_model() {
             let file = out.path().join("model.gguf");
             merged.write_gguf(&file, format).unwrap();
             let read = BaseModel::open(&file).unwrap();
-            // In the file, Mistral's context ends at its window, which llama.cpp does not apply.
+            // In the file, Mistral's context is limited to its attention window, because llama.cpp does not apply the
+            // window.
             let time = read.config().ctx.min(48);
             assert_eq!(time < 48, model == "mistral");
             let ids = tensors(format!("logits/{model}.safetensors"))["input_ids"].to_dtype(DType::U32).unwrap();

@@ -40,7 +40,7 @@ fn engine_in_slot(
     builder.island_slot(slot).initialize(Model::new, config)
 }
 
-/// An island of `ranks` ranks on its own threads, each of which runs `program`.
+/// Starts an island of `ranks` ranks, each of which runs `program` on its own thread.
 fn island<T: Send + 'static>(
     ranks: usize,
     program: impl Fn(Arc<dyn candle_zero::comm::Communicator>) -> candle_zero::Result<T> + Send + Sync + 'static,
@@ -297,8 +297,8 @@ fn islands_die_and_join_while_the_others_train_and_end_with_the_same_weights() {
     wait_until(&server, &[], &[]);
 }
 
-/// A run in which island 2 joins after step 8, and island 1 is gone before the exchange after step 12: it dies, or is told to
-/// leave by a replay. Returns the weights at the end.
+/// Executes a run in which island 2 joins after step 8, and island 1 is gone before the exchange after step 12: it
+/// dies, or a replay tells it to leave. Returns the weights at the end.
 fn eventful(server: &IslandServer, is_replay: bool) -> Weights {
     let config = configuration(&section(server, json!({"steps": 4, "min_islands": 2})), 1, 3);
     let mut islands: Vec<Directed> = (0..2).map(|slot| Directed::start(config.clone(), slot)).collect();
@@ -516,8 +516,8 @@ fn keys_of_a_server_that_do_not_fit_each_other_are_named() {
         candle_zero::config::Config::load(config, 2).unwrap_err().to_string()
     };
     insta::assert_snapshot!(problems(json!({"server": "host0", "islands": 2})), @r#"the configuration value: `local_steps.server`: expected HOST:PORT with a port from 1 to 65535, found "host0""#);
-    insta::assert_snapshot!(problems(json!({"server": "host0:29600"})), @r#"the configuration value: `local_steps.islands`: expected a number of 2 or more, found "auto": with an island server, it is the number of slots for islands, and the number that start is not known"#);
-    insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 1})), @"the configuration value: `local_steps.islands`: expected a number of 2 or more, found 1: with an island server, it is the number of slots for islands, and the number that start is not known");
+    insta::assert_snapshot!(problems(json!({"server": "host0:29600"})), @r#"the configuration value: `local_steps.islands`: expected a number of 2 or more, found "auto": with an island server, this key is the number of slots for islands, which cannot be derived and must be at least 2"#);
+    insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 1})), @"the configuration value: `local_steps.islands`: expected a number of 2 or more, found 1: with an island server, this key is the number of slots for islands, which cannot be derived and must be at least 2");
     insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 2, "min_islands": 3})), @"the configuration value: `local_steps.min_islands`: expected at most 2 (local_steps.islands), found 3: the islands would wait forever");
     insta::assert_snapshot!(problems(json!({"islands": 2, "min_islands": 2})), @"the configuration value: `local_steps.min_islands`: expected null without local_steps.server, found 2: islands that are parts of one job all begin together; remove the key, or give local_steps.server");
     insta::assert_snapshot!(problems(json!({"server": "host0:29600", "islands": 3})), @"the configuration value: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 8 != 1 (derived) * 1 (derived) * 6; choose a train_batch_size that is a multiple of 6");

@@ -1,4 +1,5 @@
-//! GPT-2 on plain Candle autograd: compared with recorded runs of DeepSpeed on PyTorch, and its own guarantees.
+//! GPT-2 on plain Candle autograd: a comparison with recorded runs of DeepSpeed on PyTorch, and tests of the model's
+//! own guarantees.
 
 use crate::support::processes::repository;
 use crate::support::synth;

@@ -343,7 +343,7 @@ fn sequences_and_options_that_do_not_fit_are_refused() {
     let error = |result: Result<Tensor>| result.unwrap_err().to_string().lines().next().unwrap().to_string();
     let long = Sequences::padded(&[6, 6], 6).unwrap();
     insta::assert_snapshot!(error(rotary.forward_in(&qkv, &long)), @"rotary: a sequence has 6 positions, but there are angles for only 5");
-    insta::assert_snapshot!(error(nn::rms_norm_with(&qkv, &tensor(&[5], 1), nn::RmsNormOptions { by_head: true, ..Default::default() })), @"rms_norm: weight [5] must have the length of a head; the input's last dimension, of [2, 6, 24], is not a multiple of it");
+    insta::assert_snapshot!(error(nn::rms_norm_with(&qkv, &tensor(&[5], 1), nn::RmsNormOptions { by_head: true, ..Default::default() })), @"rms_norm: the weight has shape [5], but must be a vector whose length divides the last dimension of the input, which has shape [2, 6, 24]");
 }
 
 #[test]
@@ -368,12 +368,12 @@ fn shapes_and_dtypes_that_do_not_fit_are_refused() {
         text.lines().next().unwrap().to_string()
     };
     let (x, w) = (tensor(&[3, 4], 0), tensor(&[5, 4], 1));
-    insta::assert_snapshot!(text(nn::linear(&x, &w, None, WeightLayout::InOut)), @"linear: the input has shape [3, 4]; its last dimension must be 5, the weight's inputs");
+    insta::assert_snapshot!(text(nn::linear(&x, &w, None, WeightLayout::InOut)), @"linear: the input has shape [3, 4]; its last dimension must be 5, the number of inputs of the weight");
     insta::assert_snapshot!(text(nn::linear(&x, &w, Some(&tensor(&[4], 2)), WeightLayout::OutIn)), @"linear: the bias has shape [4]; the weight's outputs require [5]");
     insta::assert_snapshot!(text(nn::linear(&x, &w.to_dtype(DType::BF16).unwrap(), None, WeightLayout::OutIn)), @"dtype mismatch in linear, lhs: F32, rhs: BF16");
     insta::assert_snapshot!(text(nn::gelu_tanh(&x.to_dtype(DType::F64).unwrap())), @"unsupported dtype F64 for op gelu_tanh");
     insta::assert_snapshot!(text(nn::causal_attention(&tensor(&[1, 2, 12], 0), 3)), @"causal_attention: the input has shape [1, 2, 12]; it must be [batch, time, 3 * width] with a width divisible by the 3 heads");
-    insta::assert_snapshot!(text(nn::layer_norm(&x, &tensor(&[3], 0), &tensor(&[4], 0), 1e-5)), @"layer_norm: weight [3] and bias [4] must have the length of the input's last dimension, [3, 4]");
+    insta::assert_snapshot!(text(nn::layer_norm(&x, &tensor(&[3], 0), &tensor(&[4], 0), 1e-5)), @"layer_norm: weight [3] and bias [4] must have the length of the last dimension of the input, which has shape [3, 4]");
     insta::assert_snapshot!(text(nn::embedding(&ids(&[2], 3).to_dtype(DType::I64).unwrap(), &w)), @"embedding: the ids have dtype I64, not u32; convert them with to_dtype(DType::U32)");
     insta::assert_snapshot!(text(nn::cross_entropy(&x, &ids(&[2], 3))), @"cross_entropy: logits [3, 4] need targets of shape [3], not [2]");
 }

@@ -310,8 +310,8 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
     let name = |text: &Value| text.as_str().unwrap().replace(folder.path().to_str().unwrap(), "FOLDER");
     let missing = number("needed") - number("available");
     let expected = format!(
-        "cannot offload to FOLDER: files there need {} bytes, but {} are free: {missing} bytes are missing; free that \
-         space, or set nvme_path to a folder on a larger disk",
+        "cannot offload to FOLDER: files there need {} bytes, but {} are free: {missing} more bytes are needed; free \
+         that much space, or set nvme_path to a folder on a larger disk",
         number("needed"),
         number("available")
     );
@@ -361,7 +361,7 @@ fn a_disk_that_fills_up_during_training_does_not_matter() {
         } else {
             // Space for the kept inputs of recomputing units is reserved when they are kept for the first time.
             let text = run.as_str().unwrap_or_else(|| panic!("{found}"));
-            assert!(text.contains("bytes are missing; free that space"), "{text}");
+            assert!(text.contains("more bytes are needed; free that much space"), "{text}");
         }
     }
 }

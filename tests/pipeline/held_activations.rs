@@ -24,7 +24,7 @@ fn bytes_of_stage(stage: usize, stages: usize, layers: usize) -> [usize; 2] {
     // The last stage's output is the loss.
     let output = if stage + 1 == stages { 4 } else { CROSSING };
     let deferred = |layer: usize| match layers - layer {
-        // The head has 3 outputs. Its bias has a gradient already.
+        // The head has 3 outputs. Its bias already has a gradient.
         1 => CROSSING + 4 * 3 * 4 + 3 * 4,
         2 => 0,
         // The input and the output's gradient of the linear layer; the gradients of its bias and of the norm.

@@ -21,7 +21,7 @@ fn values(tensor: &Tensor) -> (Vec<usize>, Vec<f32>) {
     (tensor.dims().to_vec(), values)
 }
 
-/// The sections `pipeline` of the configurations under test, with the number of ranks.
+/// Returns the sections `pipeline` of the configurations under test, each with the number of ranks.
 fn pipelines() -> [(usize, Value); 5] {
     [
         (1, json!({})),

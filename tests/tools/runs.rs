@@ -69,7 +69,7 @@ fn train(runs: &Path, variables: &[(&str, &str)]) {
     assert!(program(runs, variables).status().unwrap().success());
 }
 
-/// Starts a training that does not end, and waits until steps are recorded.
+/// Starts a training run that does not end, and waits until steps are recorded.
 fn start(runs: &Path) -> Child {
     let before = listed(runs, &[]).len();
     let child = program(runs, &[]).spawn().unwrap();
@@ -91,7 +91,7 @@ fn runs_tool(runs: &Path, words: &[&str]) -> Output {
     command.output().unwrap()
 }
 
-/// Returns the output of the tool, in which the folder, names and times are replaced.
+/// Returns the output of the tool, in which the folder is replaced.
 fn printed(runs: &Path, words: &[&str]) -> String {
     let output = runs_tool(runs, words);
     format!("{}{}", stdout(&output), stderr(&output)).replace(runs.to_str().unwrap(), "RUNS")
@@ -272,7 +272,7 @@ fn names_and_folders_that_cannot_be_used_are_refused_before_training() {
     let mut command = program(&dir.path().join("file"), &[(STEPS, "1")]);
     let output = command.stdout(std::process::Stdio::piped()).output().unwrap();
     assert!(!output.status.success());
-    // Without a folder nothing is recorded.
+    // With `off` as the folder, nothing is recorded.
     let mut command = program(Path::new("off"), &[(STEPS, "1")]);
     assert!(command.current_dir(dir.path()).status().unwrap().success());
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);

@@ -15,7 +15,8 @@ use std::sync::Arc;
 const STEPS: usize = 4;
 const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 3 };
 
-/// Threads with only the four required methods of a communicator, as ranks of hosts with `here` ranks each.
+/// A communicator over threads that implements only the four required methods and `ranks_here`, with `here` ranks per
+/// host.
 struct Bare {
     inner: Arc<dyn Communicator>,
     here: usize,

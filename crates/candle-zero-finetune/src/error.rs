@@ -205,7 +205,7 @@ pub enum FinetuneError {
     TemplateWithoutEnd {
         /// The template and its file.
         template: String,
-        /// The line in which it was stopped.
+        /// The line in which the rendering was stopped.
         line: Option<usize>,
     },
     /// A conversation that the chat template refuses or cannot render.

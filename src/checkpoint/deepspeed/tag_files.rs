@@ -49,8 +49,8 @@ impl TagFiles {
             false => Err(wrong(
                 &path,
                 format!(
-                    "this file, which names the parameters at stage {stage}, is missing; copy it into the folder of \
-                     the others"
+                    "this file, which names the parameters at stage {stage}, is missing; copy it into the folder with \
+                     the other files"
                 ),
             )),
         }
@@ -76,8 +76,8 @@ impl TagFiles {
             None => Ok(()),
             Some((rank, path)) => {
                 let problem = format!(
-                    "this is a file of rank {rank}, but the checkpoint is for {}; the folder has files of two \
-                     checkpoints; remove those that do not belong to it",
+                    "this is a file of rank {rank}, but the checkpoint is for {}, so the folder contains files of two \
+                     checkpoints; remove the files of one of them",
                     counted(world_size, "rank")
                 );
                 Err(wrong(path, problem))

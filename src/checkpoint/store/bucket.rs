@@ -104,7 +104,7 @@ impl ObjectBucket {
             return Err(form());
         }
         let prefix = Key::parse(prefix).map_err(|_| form())?;
-        // rustls requires a process-wide default provider; another part of the program may have installed one already.
+        // rustls requires a process-wide default provider; another part of the program may already have installed one.
         _ = rustls::crypto::ring::default_provider().install_default();
         let endpoint = ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"].into_iter().find_map(|name| std::env::var(name).ok());
         let is_plain = endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"));

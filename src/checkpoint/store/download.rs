@@ -100,7 +100,8 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
         None => Err(wrong(
             bucket.url(),
             format!(
-                "no checkpoint in it is complete ({}); to start from scratch, give another address or remove them",
+                "no checkpoint in it is complete ({}); to start from scratch, give a different address or remove these \
+                 checkpoints",
                 list(&notes)
             ),
         )),

@@ -37,7 +37,7 @@ pub(super) struct AbiConstants {
     pub byte: AbiHandle,
     pub errors_return: AbiHandle,
     pub status_ignore: usize,
-    /// The thread level at which any one thread at a time may call the library.
+    /// The thread level at which all threads may call the library, but only one at a time.
     pub serialized: c_int,
 }
 

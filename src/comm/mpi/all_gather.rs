@@ -146,7 +146,7 @@ fn swap(
     Ok(arriving)
 }
 
-/// Returns the share of `exact` bytes that belongs to `len` of the `part` bytes that are sent for them.
+/// Returns how many bytes `len` bytes of a part encode: the same fraction of `exact` as `len` is of `part`.
 fn exact_share(len: usize, part: usize, exact: usize) -> usize {
     if part == 0 { 0 } else { (len as u128 * exact as u128 / part as u128) as usize }
 }

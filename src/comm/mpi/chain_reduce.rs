@@ -8,20 +8,21 @@
 //! ```
 //!
 //! Each lane adds up some of the chunks: see [`super::chain_roles`]. A block is the same piece of every chunk. The
-//! ranks of a host share their parts of a block through shared memory, in the wire format of a single machine. Each
-//! lane adds the parts of its chunks to the partial sums of the previous host, and sends the result to the next. From
-//! the last host's lanes, every owner on another host receives its sums in a message, and an owner on the last host
-//! through shared memory.
+//! ranks of a host share their parts of a block through shared memory, in the wire format that a single machine would
+//! use. Each lane adds the parts of its chunks to the partial sums of the previous host, and sends the new sums to the
+//! next host. Every owner on another host receives its sums from the last host's lanes in a message, and an owner on
+//! the last host through shared memory.
 //!
 //! # Blocks in flight
 //!
 //! Partial sums are received [`MESSAGES_IN_FLIGHT`] blocks ahead, the same number may be in flight to the next host,
-//! and an owner receives a block's sums when its host is [`behind`] blocks further along. Hosts thus work on different
-//! blocks at the same time, and neither they nor their network links wait for one message to arrive. Everything is
-//! received in memory that was allocated before the sender could have produced it. A rank holds messages of at most
-//! [`MAX_MESSAGE_BYTES`](super::inter_host::MAX_MESSAGE_BYTES): MESSAGES_IN_FLIGHT incoming ones, one more than that
-//! outgoing, one in use, and its own sums, which amount to fewer than 2 MESSAGES_IN_FLIGHT messages: 4.5 MiB in total,
-//! whatever the size of the sum. [`super::traffic`] gives the cost on the network.
+//! and an owner receives a block's sums when its host has advanced by [`behind`] further blocks. Hosts thus work on
+//! different blocks at the same time, and neither they nor their network links wait for individual messages. Everything
+//! is received in memory that was allocated before the sender could have produced it. A rank holds messages of at most
+//! [`MAX_MESSAGE_BYTES`](super::inter_host::MAX_MESSAGE_BYTES): MESSAGES_IN_FLIGHT incoming messages,
+//! MESSAGES_IN_FLIGHT + 1 outgoing messages, one message in use, and its own sums, which amount to fewer than
+//! 2 MESSAGES_IN_FLIGHT messages: 4.5 MiB in total, whatever the size of the sum. [`super::traffic`] gives the cost on
+//! the network.
 
 use super::chain_roles::{ChainRole, handed_by};
 use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result};
@@ -36,8 +37,8 @@ use crate::precision::{Flat, FlatRef};
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Returns how many blocks after its own parts a rank receives its sums: the number that can be in flight among `hosts`
-/// hosts.
+/// Returns by how many blocks the sums that a rank receives lag behind the parts that it adds: the number of blocks
+/// that can be in flight among `hosts` hosts.
 fn behind(hosts: usize) -> usize {
     2 * MESSAGES_IN_FLIGHT * (hosts - 1)
 }
@@ -122,8 +123,8 @@ impl ChainReduce<'_> {
         Ok(())
     }
 
-    /// Waits for the partial sums of a block from the previous host: owner after owner. On the first host, the values
-    /// have no meaning.
+    /// Waits for the partial sums of a block from the previous host, in the order of their owners. On the first host,
+    /// the values have no meaning.
     fn take_partial(&mut self, block: &Range<usize>) -> Result<Vec<f32>> {
         let mut partial = vec![0f32; self.role.owners.len() * block.len()];
         if let (Some(before), Some(transfer)) = (self.role.before, self.coming.pop_front()) {

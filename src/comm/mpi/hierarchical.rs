@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Within a host, collectives use the [`ShmExchange`](crate::comm::shm::exchange::ShmExchange) of a world of that
-//! host's ranks. Between hosts they use messages: a header, which names the collective that a rank is in, then pieces
+//! host's ranks. Between hosts, they use messages: a header, which names the collective that a rank is in, then pieces
 //! of data. The next pieces are in flight while the current one is processed.
 //!
 //! Sums run in rank order in f32, so the bits are those of one machine with the same number of ranks, whichever

@@ -6,20 +6,21 @@
 //!   host 2   parts of its ranks -> partial sum of rank 2's chunk --(code)-------->  + decoded partial sum of host 2
 //! ```
 //!
-//! A host sends each owner on another host one encoded chunk, however many ranks it has. Each of its ranks adds up its
-//! own chunk, and chunks of ranks of other hosts: those of the ranks at the same position on their hosts, if hosts have
-//! the same number of ranks. The owner adds the hosts' sums in host order, in f32, and rounds once. With one rank on
-//! each host, the bits are thus those of parts that are encoded individually, and on one host those of exact parts.
+//! A host sends each owner on another host one encoded chunk, however many ranks the sending host has. Each rank adds
+//! up its own chunk and chunks of ranks on other hosts. If all hosts have the same number of ranks, these are the
+//! chunks of the ranks at the same position on the other hosts. The owner adds the hosts' sums in host order, in f32,
+//! and rounds once. With one rank on each host, the bits are thus those of individually encoded parts; on a single
+//! host, they are those of exact parts.
 //!
 //! # Blocks in flight
 //!
 //! A block is the same piece of every chunk. It is sent, encoded, once it has been added up on this host. The blocks of
 //! the other hosts are awaited when [`MESSAGES_IN_FLIGHT`] further blocks have been added up, so that hosts and their
-//! network links do not wait for one message to arrive. The partial sums of a block that a rank computes take at most
-//! [`MAX_PARTIAL_SUM_BYTES`] bytes, and their encoded form half of that. A rank holds the partial sums of one block,
-//! the encoded form of MESSAGES_IN_FLIGHT + 1 outgoing and 2 MESSAGES_IN_FLIGHT incoming blocks, and MESSAGES_IN_FLIGHT
-//! blocks of its own chunk's sums: less than 20 MiB, whatever the size of the sum. [`super::traffic`] gives the cost on
-//! the network.
+//! network links do not wait for individual messages. The partial sums of a block that a rank computes take at most
+//! [`MAX_PARTIAL_SUM_BYTES`] bytes, and their encoded form at most half of that. A rank holds the partial sums of one
+//! block, the encoded form of MESSAGES_IN_FLIGHT + 1 outgoing and 2 MESSAGES_IN_FLIGHT incoming blocks, and
+//! MESSAGES_IN_FLIGHT blocks of its own chunk's sums: less than 20 MiB, whatever the size of the sum.
+//! [`super::traffic`] gives the cost on the network.
 
 use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result, message_bytes};
 use super::intra_host::IntraHostSum;
@@ -79,8 +80,8 @@ fn most_chunks(hosts: &HostTopology) -> usize {
     hosts.host_ranks().iter().map(of).max().unwrap_or(1)
 }
 
-/// Returns the number of elements of every chunk in one block; a message has those of one chunk. The number is the same
-/// on all ranks.
+/// Returns the number of elements of every chunk in one block; a message contains this many elements of one chunk. The
+/// number is the same on all ranks.
 pub(super) fn block_elements(hosts: &HostTopology, code: InterHostFormat, chunk: usize) -> usize {
     let chunks = most_chunks(hosts);
     let bytes = (code.encoded_len(chunk) / BLOCKS_PER_SUM).max(MIN_MESSAGE_BYTES).min(message_bytes(chunks));

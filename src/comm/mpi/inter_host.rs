@@ -2,8 +2,8 @@
 //!
 //! A message is either a header, which names the collective that a rank is in, or data. All sends and receives are
 //! non-blocking; a wait for a message ends with an error if a rank has failed or left, or if the time limit has
-//! expired. Waits for this host's ranks make progress on messages too: those ranks may, through other hosts, depend on
-//! what this rank has sent.
+//! expired. Waits for ranks on this host also make progress on messages, because those ranks may depend, through other
+//! hosts, on what this rank has sent.
 
 use super::group_link::GroupLink;
 use super::link::{MessageTag, MpiTransfer};

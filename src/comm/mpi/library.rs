@@ -221,7 +221,7 @@ fn under_zerorun() -> bool {
     std::env::var_os(SHM_FD).is_some()
 }
 
-/// Returns the ABIs in the order in which they are searched: under Open MPI's mpirun its own first.
+/// Returns the ABIs in the order in which they are searched. Under Open MPI's mpirun, Open MPI's own ABI comes first.
 fn preferred(under_open_mpi: bool, under_zerorun: bool) -> Vec<MpiAbi> {
     match (under_zerorun, under_open_mpi) {
         // Zerorun connects ranks as MPICH's process managers do; Open MPI's library supports only its own.

@@ -2,7 +2,7 @@
 //!
 //! All messages are sent and received without blocking, and progress is made by polling, so that a wait can end with an
 //! error when a rank is gone. No call in this module waits for another process, except [`MpiLink::gather`] at the
-//! start.
+//! start and [`MpiLink::end`] at the end.
 
 use super::library::MpiLibrary;
 use crate::error::CommError;
@@ -49,7 +49,8 @@ impl MessageTag {
 /// How long the other ranks may take to end after one has failed.
 const PEER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The additional delay per rank, for up to [`MAX_DELAYED_RANKS`] ranks, before a rank aborts a failed job: Open MPI's
-/// mpirun may hang if several ranks abort at the same time; once one rank aborts, the next is ended before its turn.
+/// mpirun may hang if several ranks abort at the same time; once one rank aborts, the next rank is ended before its
+/// turn.
 const ABORT_DELAY_PER_RANK: Duration = Duration::from_millis(500);
 const MAX_DELAYED_RANKS: usize = 8;
 
@@ -227,7 +228,7 @@ impl MpiTransfer {
     /// Returns the bytes that were received or sent.
     ///
     /// # Panics
-    /// If the transfer is not complete.
+    /// Panics if the transfer is not complete.
     pub(super) fn into_bytes(self) -> Vec<u8> {
         assert!(self.requests.is_empty(), "a message is taken when it has arrived");
         // SAFETY: the memory comes from a box, and MPI is done with it.

@@ -100,7 +100,7 @@ impl MpiRank {
         });
         let hosts = hosts.inspect_err(|error| {
             // Every rank finds these errors in the data of all ranks. A rank that ended without finalizing MPI would
-            // take others down before they have been notified themselves.
+            // end others before they had found the error themselves.
             if matches!(error, Error::Comm(CommError::HostsMixed { .. } | CommError::ProgramsDiffer { .. })) {
                 link.end();
             }

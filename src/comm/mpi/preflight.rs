@@ -10,7 +10,8 @@ use std::hash::Hasher;
 use std::io::Read;
 use twox_hash::XxHash3_64;
 
-/// The data that the first rank of a host reports: a hash of its program, 0 if that cannot be read, and its clock.
+/// The data that the first rank of a host reports: a hash of its program (0 if the program cannot be read), and its
+/// clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct HostPreflight {
     program: u64,

@@ -1,7 +1,8 @@
 //! The number of bytes sent between hosts, and the reduce algorithm chosen because of it.
 //!
-//! Of W ranks on H hosts, L are on one host; a chunk has c elements of s bytes, which take e bytes when sent (c s, or
-//! the size of their integer encoding). The network links of all hosts carry both directions at the same time.
+//! Of W ranks on H hosts, L are on the given host; a chunk has c elements of s bytes, which take e bytes when sent (c
+//! s, or the size of their integer encoding). The network link of each host carries traffic in both directions at the
+//! same time.
 //!
 //! | | into a host | out of a host |
 //! | --- | --- | --- |
@@ -10,8 +11,8 @@
 //! | sum, encoded host sums | (H - 1) L e | (W - L) e |
 //! | gather | (W - L) e | L e for each other host |
 //!
-//! In a direct sum, parts cross a link once for each pair of a rank that has one and a rank that receives it, L times
-//! as often as necessary. A chain carries each element once, but as an f32 partial sum, and the sums come back from the
+//! In a direct sum, every part crosses the link separately for each rank that receives it, L times as often as
+//! necessary. A chain carries each element once, but as an f32 partial sum, and the sums come back from the
 //! last host. With two hosts of 8 ranks each (W = 16), a direct sum sends 256 c bytes in f32, 128 c in bf16, 66 c as
 //! 8-bit and 34 c as 4-bit integers; a chain sends 64 c in any format. A format that is encoded only between hosts
 //! ([`WireFormat::BetweenHosts`]) is always sent as host sums: 16 c as bf16, 8.25 c as 8-bit and 4.25 c as 4-bit
@@ -25,7 +26,7 @@ use crate::comm::wire::format::WireFormat;
 use crate::comm::wire::inter_host::InterHostFormat;
 use std::ops::Range;
 
-/// Sums whose chunks have fewer bytes in total are sent as raw parts, which arrive after a single message.
+/// Sums whose chunks have fewer bytes in total are sent as raw parts, which reach their owner in a single message.
 const SHORT_BYTES: usize = 256 << 10;
 /// The number of bytes of a partial sum of one element.
 const PARTIAL_SUM_BYTES: usize = size_of::<f32>();
@@ -40,13 +41,13 @@ pub(super) const MIN_MESSAGE_BYTES: usize = 16 << 10;
 pub(super) enum ReduceAlgorithm {
     /// Every part goes to the owner of the sum.
     Direct,
-    /// The sums of the first hosts are passed to the next.
+    /// Each host adds its parts to the sums of the preceding hosts, and passes the new sums to the next host.
     Chain,
     /// Each host's sum goes to the owner, encoded.
     HostSums(InterHostFormat),
 }
 
-/// The bytes received by the host that receives the most, and sent by the host that sends the most.
+/// The bytes received by the host that receives the most, and those sent by the host that sends the most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PeakHostTraffic {
     pub into: usize,
@@ -119,8 +120,8 @@ pub(super) fn gather_bytes(hosts: &[Range<usize>], part: usize) -> PeakHostTraff
     PeakHostTraffic::of(hosts.iter().map(of))
 }
 
-/// Returns the number of elements of every chunk in one block of a chain: a message from host to host has those of a
-/// lane's chunks.
+/// Returns the number of elements of every chunk in one block of a chain: a message from host to host contains this
+/// many elements of each chunk of a lane.
 pub(super) fn block_elements(hosts: &HostTopology, wire: WireFormat, chunk: usize) -> usize {
     let of_each = PARTIAL_SUM_BYTES * hosts.world_size().div_ceil(hosts.lanes());
     let bytes =
@@ -163,10 +164,10 @@ mod tests {
             assert_eq!(
                 coded(&[8, 4], code),
                 PeakHostTraffic { into: bytes, out: bytes },
-                "four owners receive, eight are sent to"
+                "eight owners receive on the first host; the second host sends to these eight"
             );
         }
-        // The host with one rank receives the most, the host with three ranks sends the most.
+        // The host with one rank receives the most, and the host with three ranks sends the most.
         let gather = |counts: &[usize]| gather_bytes(HostTopology::with(counts, 0).host_ranks(), 100);
         assert_eq!(gather(&[3, 1]), PeakHostTraffic { into: 300, out: 300 });
         assert_eq!(gather(&[2, 2, 2]), PeakHostTraffic { into: 400, out: 400 });

@@ -44,7 +44,7 @@ pub(in crate::comm) fn gather_of(
     for range in pieces(chunk, ints.whole_blocks_in(SLOT_BYTES)) {
         let bytes = ints.encoded_len(range.len());
         let at = |r: usize| group.place(r) * chunk + range.start..group.place(r) * chunk + range.end;
-        // The shard lies at the start, in the position of rank 0's, and is encoded before rank 0's arrives.
+        // The shard lies at the start, in the position of rank 0's shard, and is encoded before that shard arrives.
         ex.publish(bytes, |slot| {
             ints.encode(shard.slice(range.clone()), slot);
             ints.decode(slot, shard.slice_mut(at(rank)));

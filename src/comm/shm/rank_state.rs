@@ -62,7 +62,7 @@ const ABORTED: u32 = 3;
 const DEAD: u32 = 4;
 
 impl SharedMemoryRegion {
-    /// Called by the launcher: records that the process of `rank` has ended abnormally. Every waiting rank returns an
+    /// Records that the process of `rank` has ended abnormally. Called by the launcher. Every waiting rank returns an
     /// error with `why`.
     pub fn mark_dead(&self, rank: usize, why: &str) {
         self.write_text(rank, FailureText::Cause, why);
@@ -70,7 +70,7 @@ impl SharedMemoryRegion {
         self.leave(rank, DEAD);
     }
 
-    /// Called by the launcher: records that the process of `rank` has ended with exit code 0.
+    /// Records that the process of `rank` has ended with exit code 0. Called by the launcher.
     pub fn mark_left(&self, rank: usize) {
         self.leave(rank, FINISHED);
     }

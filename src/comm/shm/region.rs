@@ -114,7 +114,7 @@ impl SharedMemoryRegion {
             return Err(foreign(format!("{} bytes instead of the {bytes} bytes of {world_size} ranks", stat.st_size)));
         }
         // SAFETY: the launcher passed the descriptor to this process for this purpose, and `comm::from_env`, the only
-        // caller, does not get here again once it has succeeded. So nothing else in this process owns it.
+        // caller, does not get here again once it has succeeded. Nothing else in this process owns it.
         Self::open(unsafe { OwnedFd::from_raw_fd(fd) }, world_size)
     }
 
@@ -198,7 +198,7 @@ impl SharedMemoryRegion {
         Ok(())
     }
 
-    /// Called by the launcher: records that all ranks have been started. The ranks that have started sleep until then:
+    /// Records that all ranks have been started. Called by the launcher. The ranks that have started sleep until then:
     /// if many ranks share few cores, the first would otherwise delay the start of the last.
     pub fn let_in(&self) {
         let all_started = self.word32(ALL_STARTED);

@@ -93,7 +93,7 @@ const FP16: &[super::ConfigKey] = keys! {
     "loss_scale": NOT_NEGATIVE, "0.0", H, "0: dynamic; larger values: a static scale.";
     "initial_scale_power": INT, "16", H, "The first dynamic scale is 2 to the power of this number (0 to 127).";
     "loss_scale_window": ANY_I64, "1000", H, "Steps without overflow before the scale doubles; > 0 if dynamic.";
-    "hysteresis": INT, "2", H, "Overflows tolerated before the scale halves; > 0 if dynamic.";
+    "hysteresis": INT, "2", H, "Overflows that it takes to halve the scale; > 0 if dynamic.";
     "consecutive_hysteresis": Bool, "false", H, "Restore the hysteresis after each step without overflow.";
     "min_loss_scale": ANY_I64, "1", H, "Lower bound of the dynamic scale; > 0 if dynamic.";
     "fp16_master_weights_and_grads": Bool, "false", H, "No f32 master weights: the f16 weights are updated in f32 and rounded. Stages 1 to 3.";
@@ -126,6 +126,6 @@ const ACTIVATION_CHECKPOINTING: &[super::ConfigKey] = keys! {
 
 const TORCH_AUTOCAST: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "An f32 model multiplies in a lower-precision format: Linear and Conv1D of candle_zero::nn round their input and weight, multiply, and widen the result. Parameters, gradients and everything else stay in f32 (PyTorch also rounds attention).";
-    "dtype": Str, "null", H, "Format of the products: bfloat16 (null), or float32 for no rounding. float16 is refused: its smallest number is 6e-8, so gradients of such products need loss scaling, which the fp16 section provides; int8 is refused: it has no gradient.";
+    "dtype": Str, "null", H, "Format of the products: bfloat16 (null), or float32 for no rounding. float16 is refused: its smallest positive number is 6e-8, so gradients of such products need loss scaling, which the fp16 section provides; int8 is refused: it has no gradient.";
     "lower_precision_safe_modules": Strings, "null", none("all gradients are communicated in communication_data_type, f32 by default; set it to bf16 for all of them"), "Modules whose gradients are communicated in low precision, by class path; a class other than a linear or convolutional layer is an error.";
 };

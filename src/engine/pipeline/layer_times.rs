@@ -1,7 +1,7 @@
 //! The time that each layer takes on each rank, and the memory that it needs: `pipeline.partition` `time`.
 //!
 //! ```text
-//!   every rank    builds each kind of layer separately, runs it forward and backward, and takes the shortest of some times
+//!   every rank    builds each kind of layer separately, and takes the shortest of several forward and backward passes
 //!   all ranks     times of all ranks, and their memory limits ----> the same cuts on all ranks
 //! ```
 //!
@@ -259,7 +259,7 @@ mod tests {
         assert_eq!(lengths(&times(1.0, u64::MAX), plain), [3, 3]);
         assert_eq!(lengths(&times(2.0, u64::MAX), plain), [4, 2]);
         assert_eq!(lengths(&times(1.0, 100), plain), [5, 1]);
-        // Nothing fits into 50 bytes, and the times alone decide.
+        // Nothing fits into 50 bytes, so only the times decide.
         assert_eq!(lengths(&times(2.0, 50), plain), [4, 2]);
         // In a V, the first rank has the outer stages.
         let v = schedule(PipelineScheduleKind::ZeroBubbleV, 2, 2);

@@ -47,8 +47,10 @@ use std::time::Instant;
 ///                  "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}"#;
 /// // All ranks form one pipeline. This program runs as a single rank.
 /// let mut engine = Engine::builder().initialize_pipeline(module, config)?;
-/// let batch = (Tensor::ones((2, 4), candle_core::DType::F32, &Device::Cpu)?, Tensor::zeros((2, 1),
-/// candle_core::DType::F32, &Device::Cpu)?); let first = engine.train_batch(|_| Ok(batch.clone()))?;
+/// let inputs = Tensor::ones((2, 4), candle_core::DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::zeros((2, 1), candle_core::DType::F32, &Device::Cpu)?;
+/// let batch = (inputs, targets);
+/// let first = engine.train_batch(|_| Ok(batch.clone()))?;
 /// let second = engine.train_batch(|_| Ok(batch.clone()))?;
 /// assert!(second < first);
 /// # Ok::<(), Box<dyn std::error::Error>>(())

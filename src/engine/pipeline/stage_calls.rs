@@ -171,7 +171,7 @@ impl<M> Engine<M> {
         Ok(known.iter().sum::<f64>() / known.len().max(1) as f64)
     }
 
-    /// Collective: returns the sum of a value that only the ranks of the last stage know.
+    /// Collective: returns the sum of a value that only the ranks of the last stage have.
     pub(super) fn sum_of_last_stage(&mut self, own: f64) -> Result<f64> {
         Ok(self.of_last_stage(own)?.iter().sum())
     }
@@ -185,7 +185,7 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Collective along the pipeline: returns the token that only the rank of the last stage knows.
+    /// Collective along the pipeline: returns the token that only the rank of the last stage has.
     pub(super) fn token_of_last_stage(&mut self, own: Option<u32>) -> Result<u32> {
         self.attempt(|engine| {
             let Some(position) = engine.core.pipeline() else { unreachable!("this engine is part of a pipeline") };

@@ -1,4 +1,4 @@
-//! Arrays of f32 for any machine. A product and a sum are never fused, so that the bits are the same everywhere.
+//! Vectors of four f32 for any machine. A product and a sum are never fused, so that the bits are the same everywhere.
 
 use super::{SimdVector, TransposeBlock, copy_in};
 use crate::kernels::element::Element;

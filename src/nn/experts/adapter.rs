@@ -139,8 +139,9 @@ impl AdapterSizes {
         }
     }
 
-    /// Calls `look` with rows of `x` (`width` elements for each slot) in f32, and their experts: all at once if they are
-    /// f32 already, otherwise a few at a time. How the rows of an expert are divided does not depend on other experts.
+    /// Calls `look` with rows of `x` (`width` elements for each slot) in f32, and their experts: all together if they
+    /// are already f32, otherwise a few at a time. How the rows of an expert are divided does not depend on other
+    /// experts.
     fn in_f32<E: TensorElement>(&self, x: &[E], width: usize, mut look: impl FnMut(&[Piece], &[f32])) {
         let hit = || self.assignment.hit().map(|expert| (expert, self.assignment.slots_of(expert)));
         if E::KIND == ElementDtype::F32 {

@@ -18,7 +18,10 @@ pub fn gated_activation(x: &Tensor, gate: ExpertGate, order: GateUpOrder) -> Res
     const NAME: &str = "gated_activation";
     let both = x.dim(D::Minus1)?;
     if !both.is_multiple_of(2) {
-        bail!("{NAME}: the input has shape {:?}; its last dimension must be even: gate and up", x.dims())
+        bail!(
+            "{NAME}: the input has shape {:?}; its last dimension must be even, because it holds gate and up",
+            x.dims()
+        )
     }
     if !has_kernels(x) {
         return composed::gated_activation(x, gate, order);
@@ -81,8 +84,8 @@ impl ExpertMlp {
         let ((_, both), (width, _)) = (gate_up.widths(), down.widths());
         if gate_up.experts() != down.experts() || both != 2 * width {
             bail!(
-                "experts: gate and up of {} experts have {both} outputs, and down of {} experts has {width} inputs; there must \
-                 be as many experts, and {} outputs",
+                "experts: gate and up of {} experts have {both} outputs, and down of {} experts has {width} inputs; the \
+                 numbers of experts must be equal, and there must be {} outputs",
                 gate_up.experts(),
                 down.experts(),
                 2 * width

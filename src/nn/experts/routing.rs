@@ -67,7 +67,7 @@ pub fn route(logits: &Tensor, options: RouterOptions) -> Result<Routing> {
     let k = options.experts_per_row;
     let experts = logits.dims().last().copied().unwrap_or(0);
     if experts == 0 {
-        bail!("router: the logits have shape {:?}; their last dimension must be the experts", logits.dims())
+        bail!("router: the logits have shape {:?}; their last dimension must be the number of experts", logits.dims())
     }
     if k == 0 || k > experts {
         bail!(

@@ -44,7 +44,7 @@ fn check(
 const EXPERTS: usize = 7;
 const ROWS: usize = 41;
 
-/// Two experts for each row, of which experts 3 and 6 are chosen by no row, and expert 1 by most.
+/// Returns the choices of two experts for each row. Experts 3 and 6 are chosen by no row, and expert 1 by most rows.
 fn choices() -> Vec<u32> {
     let others = [0, 2, 4, 5];
     (0..ROWS)
@@ -136,7 +136,7 @@ fn numbers_of_experts_that_cannot_be_are_refused() {
     insta::assert_snapshot!(refusal(tensor(&[5, 4], 1, DType::F32), 5), @"router: 5 of 4 experts cannot be chosen for each row (the logits have shape [5, 4]); choose between 1 and 4");
     insta::assert_snapshot!(refusal(tensor(&[5, 4], 1, DType::F32), 0), @"router: 0 of 4 experts cannot be chosen for each row (the logits have shape [5, 4]); choose between 1 and 4");
     insta::assert_snapshot!(refusal(tensor(&[5, 4], 1, DType::F64), 2), @"router: the logits have dtype F64; f32, bf16 or f16 is needed");
-    insta::assert_snapshot!(refusal(Tensor::new(1f32, &Device::Cpu).unwrap(), 1), @"router: the logits have shape []; their last dimension must be the experts");
+    insta::assert_snapshot!(refusal(Tensor::new(1f32, &Device::Cpu).unwrap(), 1), @"router: the logits have shape []; their last dimension must be the number of experts");
 }
 
 // --- Recordings of transformers ---
@@ -375,7 +375,7 @@ fn operands(case: Case) -> Vec<Tensor> {
     all
 }
 
-/// The input, weights, biases and adapter from the operands.
+/// Returns the input, weights, biases and adapter from the operands.
 fn taken(case: Case, t: &[Tensor]) -> (Tensor, Vec<ExpertTensors>, Vec<ExpertTensors>, Option<ExpertAdapter>) {
     let mut rest = &t[1..];
     let mut take = || {
@@ -592,13 +592,13 @@ fn projections_that_do_not_fit_are_refused() {
     insta::assert_snapshot!(without_backtrace(&error), @"experts: the input has shape [3, 9] and the assignment has 7 experts; 82 slots of a projection of 4 experts need [82, 9]");
     let down = new(vec![of(&[4, 9, 5])], vec![]).unwrap();
     let error = ExpertMlp::new(projection, down, ExpertGate::Silu, GateUpOrder::Halves).unwrap_err().to_string();
-    insta::assert_snapshot!(without_backtrace(&error), @"experts: gate and up of 4 experts have 6 outputs, and down of 4 experts has 5 inputs; there must be as many experts, and 10 outputs");
+    insta::assert_snapshot!(without_backtrace(&error), @"experts: gate and up of 4 experts have 6 outputs, and down of 4 experts has 5 inputs; the numbers of experts must be equal, and there must be 10 outputs");
 }
 
 // --- The whole layer ---
 
-/// A block of a mixture: router, experts, and a shared expert with a gate. The operands are x, the router's weight, gate
-/// and up, down, and the shared expert's weights.
+/// Runs a block of a mixture: router, experts, and a shared expert with a gate. The operands are x, the router's
+/// weight, gate and up, down, and the shared expert's weights.
 fn block(t: &[Tensor], options: RouterOptions) -> Result<Tensor> {
     let logits = linear(&t[0], &t[1], None, WeightLayout::OutIn)?;
     let routing = route(&logits, options)?;
@@ -611,7 +611,7 @@ fn block(t: &[Tensor], options: RouterOptions) -> Result<Tensor> {
     add_gated(&y, &linear(&t[0], &t[5], None, WeightLayout::OutIn)?, &shared)
 }
 
-/// The same as a plain loop.
+/// Computes the same as [`block`], in a plain loop.
 fn block_in_a_loop(t: &[Tensor], choices: &[u32], options: RouterOptions) -> Result<Tensor> {
     let (batch, time, width) = t[0].dims3()?;
     let x = t[0].reshape((batch * time, width))?;

@@ -1,9 +1,9 @@
 //! The cross entropy with target classes, computed from logits or from hidden states and an output projection.
 //!
 //! ```text
-//!   hidden states --(rows that count)--> chunk --(product)--> logits --(kernel)--> losses, and the logits' memory
-//! becomes their
-//!   gradient --(products)--> that of the chunk, and a part of the weight's
+//!   hidden states --(rows that count)--> chunk --(product)--> logits
+//!   logits --(kernel)--> losses, and the gradient of the logits, in the logits' memory
+//!   gradient of the logits --(products)--> gradient of the chunk, and a part of the weight's gradient
 //! ```
 //!
 //! Products are computed by Candle with cuBLAS: each is rounded to the operands' dtype. The parts of the weight's

@@ -28,7 +28,7 @@ pub(super) struct ForwardOutputsState {
 
 /// One output of a forward pass.
 pub(crate) struct ForwardOutput {
-    /// The number of weight updates before it.
+    /// The number of weight updates before this output.
     pub(super) updates: u64,
     pub(super) is_differentiated: AtomicBool,
     pub(super) probe: Mutex<Option<OutputProbe>>,

@@ -16,7 +16,7 @@ pub(in crate::zero) struct GradientPackFormat {
     pub factor: f32,
 }
 
-/// Prepares one gradient, followed by zeros up to `padded` elements.
+/// Prepares one gradient and pads it with zeros to `padded` elements.
 pub(in crate::zero) fn prepare(
     device: &CudaDevice,
     GradientPackFormat { dtype, factor }: GradientPackFormat,

@@ -1,8 +1,8 @@
 //! Moves gradients from the backward pass that computes them to this rank's share.
 //!
 //! ```text
-//!   arrived -> [held until backward ends: stage 1] -> bucket -> reduce -> [leaves the GPU] -> becomes the share,
-//!                                                                                             or is added to it
+//!   arrived -> [held to the end of the pass: stage 1] -> bucket -> reduce -> [leaves the GPU] -> becomes the share,
+//!                                                                                                or is added to it
 //! ```
 //!
 //! A large gradient is reduced separately, in the buffer that its layer wrote: a parameter's pieces are already in it
@@ -51,7 +51,7 @@ pub(crate) struct ReducePlan {
     pub overlap: bool,
     /// The factor before the reduction.
     pub(super) before: f32,
-    /// The factor after it.
+    /// The factor after the reduction.
     after: f32,
     /// The dtype to which gradients and their sums are rounded before a transfer.
     pub dtype: DType,
@@ -189,7 +189,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         self.collect(core, arrived)
     }
 
-    /// Ends backward: reduces the remaining gradients, and waits for all pending reductions.
+    /// Ends the backward pass: reduces the remaining gradients, and waits for all pending reductions.
     pub fn end_backward(&mut self, core: &C) -> Result<()> {
         for arrived in std::mem::take(&mut self.held) {
             self.collect(core, arrived)?;

@@ -71,7 +71,7 @@ impl<R: ShareStorage> OptimState<R> {
         }
     }
 
-    /// Creates scales of zero, which make every code stand for zero.
+    /// Creates scales of zero, with which every code represents zero.
     fn scales(ledger: &MemoryLedger, format: StateFormat, len: usize) -> Result<Option<TrackedBuffer<R::Buffer>>> {
         let zeros = || R::Buffer::zeros(&R::Buffer::host(), DType::F32, len.div_ceil(BLOCK));
         format.map().map(|_| Ok(TrackedBuffer::new(ledger, MemoryKind::Moments, zeros()?))).transpose()

@@ -102,8 +102,8 @@ impl SharePlan {
         self.placement.params.is_sharded() && (shares || weights.packing().is_some())
     }
 
-    /// Returns whether packed shares are unpacked from where they are. This holds for a single rank without files,
-    /// because an early copy of them would not speed anything up.
+    /// Returns whether packed shares are unpacked directly from their storage. This is the case for a single rank
+    /// without files, because copying the shares early would not speed anything up.
     pub fn unpacks_in_place(&self) -> bool {
         self.mesh.shards() == 1 && !self.has_files()
     }

@@ -4,7 +4,7 @@ use crate::memory::MemoryLedger;
 use crate::offload::StateFiles;
 use crate::precision::ElementBuffer;
 
-/// The memory and the files of a rank that trains, or of a rehearsal of one.
+/// The memory and the files of a rank that trains, or of a rehearsal of such a rank.
 pub(crate) trait ShareStorage: Sized {
     /// A buffer in memory.
     type Buffer: ElementBuffer;

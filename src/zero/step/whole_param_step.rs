@@ -5,7 +5,7 @@
 //!
 //!   whole (Muon)    as many parameters at a time as there are ranks, of similar cost:
 //!     each in turn   shard: momentum, rough direction -> all-gather -> the rank whose turn it is keeps the result
-//!     all at once    every rank finishes the direction that it keeps
+//!     all together   every rank finishes the direction that it keeps
 //!     each in turn   finished direction -> reduce-scatter (all others add zeros) -> shard: update -> publish
 //! ```
 //!

@@ -42,7 +42,7 @@ const MOST_WAITING: Duration = Duration::from_secs(60);
 const MOST_MEMORY: u64 = 1 << 30;
 /// The maximum address space. An allocation beyond it fails, as a larger one would on any machine.
 const MOST_ADDRESSES: u64 = 16 << 30;
-/// The time for making a failing input smaller.
+/// The time available for reducing a failing input.
 const MINIMIZING: Duration = Duration::from_secs(15);
 /// The maximum number of failures that are written for a target.
 const MOST_FAILURES: usize = 8;

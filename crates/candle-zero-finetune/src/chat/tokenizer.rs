@@ -234,7 +234,8 @@ fn added_around(inner: &tokenizers::Tokenizer) -> tokenizers::Result<(Vec<u32>, 
     Ok(at.map_or((vec![], vec![]), |at| (whole[..at].to_vec(), whole[at + bare.len()..].to_vec())))
 }
 
-/// Returns `tokens` with or without `token`, as the configuration requests, or unchanged if it requests neither.
+/// Returns only `token` if the configuration requests it and `tokens` lacks it, `tokens` without it if the
+/// configuration excludes it, and otherwise `tokens` unchanged.
 fn with_token(tokens: Vec<u32>, token: Option<u32>, asked: Option<bool>) -> Vec<u32> {
     match (token, asked) {
         (Some(token), Some(true)) if !tokens.contains(&token) => vec![token],

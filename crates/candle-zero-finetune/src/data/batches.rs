@@ -76,7 +76,7 @@ impl Batches {
     ///
     /// # Panics
     ///
-    /// If the data set is empty.
+    /// Panics if the data set is empty.
     pub fn training(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, seed: u64, pad: u32) -> Self {
         Self::new(dataset, packing, shape, RowOrder::Shuffled(seed), pad)
     }

@@ -27,7 +27,7 @@ pub struct FileReadProgress {
     pub of: u64,
 }
 
-/// Samples of several files, each file counted according to its weight.
+/// The samples of several files, each repeated according to its file's weight.
 #[derive(Debug, Clone)]
 pub struct Dataset {
     parts: Vec<FileSamples>,
@@ -52,7 +52,7 @@ struct FileSamples {
 }
 
 impl Dataset {
-    /// Reads `sources`, or maps samples from `folder` that were made from the same files, tokenizer, template and
+    /// Reads `sources`, or maps samples from `folder` that were built from the same files, tokenizer, template and
     /// options. If several processes need the same file at the same time, one builds it and the others wait.
     ///
     /// `progress` is called regularly with the progress of a file.
@@ -164,7 +164,7 @@ impl Dataset {
     ///
     /// # Panics
     ///
-    /// If the sample does not exist, or if its file was changed while it was mapped.
+    /// Panics if the sample does not exist, or if its file was changed while it was mapped.
     pub fn sample(&self, i: usize) -> SampleRef<'_> {
         let (part, of_file) = self.place(i);
         part.cache.sample(of_file)

@@ -350,7 +350,7 @@ impl DatasetBuilder<'_> {
         let has_end = end_text.is_some_and(|end| text.trim_end().ends_with(end));
         if has_start || has_end {
             notes.push(RecordNote::Remark(
-                "have the tokenizer's special token at the beginning or end already, so it is not added again".into(),
+                "have the tokenizer's special token at the beginning or end, so it is not added again".into(),
             ));
         }
         let before = if has_start { &[] } else { before };
@@ -413,7 +413,7 @@ impl DatasetBuilder<'_> {
         Some(sample)
     }
 
-    /// Returns a number that changes whenever anything that the samples are made from changes, and the file's size in
+    /// Returns a number that changes whenever anything that the samples are built from changes, and the file's size in
     /// bytes.
     fn fingerprint(&self) -> Result<(u64, u64)> {
         let path = &self.source.path;

@@ -5,10 +5,10 @@
 //! | `columns.rs` | the names of columns, and their roles |
 //! | `source.rs`, `record_reader.rs`, `parquet.rs`, `csv_table.rs` | a file, record by record |
 //! | `raw_record.rs` | a record before it is parsed |
-//! | `record_parser.rs`, `tracked_record.rs`, `chat_messages.rs` | a parsed record: an example to learn |
+//! | `record_parser.rs`, `tracked_record.rs`, `chat_messages.rs` | a parsed record: an example to learn from |
 //! | `sample.rs` | the tokens of an example, and which of them are predicted |
 //! | `dataset_builder.rs`, `data_options.rs`, `labels.rs` | the samples of a file: parsed and tokenized in parallel |
-//! | `sample_cache.rs`, `dataset.rs` | samples, written once and mapped; those of several files, counted by weight |
+//! | `sample_cache.rs`, `dataset.rs` | samples, written once and mapped; the samples of several files, each repeated according to its file's weight |
 //! | `data_report.rs`, `show_samples.rs` | what happened to the records, and samples for people to read |
 //! | `batches.rs` | rows of samples, packed or padded |
 

@@ -47,7 +47,7 @@ impl fmt::Display for RecordFormat {
     }
 }
 
-/// An example to learn, parsed from a record.
+/// An example to learn from, parsed from a record.
 #[derive(Debug)]
 pub(super) enum TrainingExample {
     /// A conversation. The model is trained on the assistant's messages that are marked in `learned`.
@@ -118,7 +118,7 @@ impl RecordParser<'_> {
                         &PREFERENCE_KEYS,
                         "it looks like a rating of a single answer (KTO), which is not supported, and if it were \
                          ignored, bad answers would be trained on like good ones; omit the bad ones and the column, \
-                         or make pairs of chosen and rejected",
+                         or form pairs of chosen and rejected answers",
                     )?;
                     if let Some(rank) = fields.rank() {
                         remarks.push(format!(

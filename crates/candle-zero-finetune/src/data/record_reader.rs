@@ -145,8 +145,8 @@ fn is_wide(head: &[u8]) -> bool {
     in_pairs || has_character(true) || has_character(false)
 }
 
-/// Returns whether JSON is spread over several lines: the first line ends within a value, and the second one does not
-/// contain a complete value.
+/// Returns whether JSON is spread over several lines: the first line ends within a value, and the second one is not a
+/// complete object.
 fn is_printed(head: &[u8]) -> bool {
     let is_cut = |line: &[u8]| serde_json::from_slice::<serde::de::IgnoredAny>(line).is_err_and(|e| e.is_eof());
     let is_object =

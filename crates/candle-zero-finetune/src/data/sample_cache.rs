@@ -3,7 +3,7 @@
 //! The file is little-endian, in words of four bytes: a header of 16 words; each sample's ids, then one bit per id, set
 //! if the id is a target, padded to complete words; an index of 8 words per sample (the offset of its ids in words as
 //! two words, their number, label, line as two words, a digest of ids and bits as two words); a report as JSON. The
-//! header contains a fingerprint of what the file was made from, the positions of the file's parts, and a digest of
+//! header contains a fingerprint of what the file was built from, the positions of the file's parts, and a digest of
 //! itself, the index and the report. A file that was not written to its end has no header. All digests are checked when
 //! a file is opened, so a damaged file is rebuilt.
 //!
@@ -114,7 +114,7 @@ impl<'a> SampleRef<'a> {
     ///
     /// # Panics
     ///
-    /// If there is no token `i`.
+    /// Panics if there is no token `i`.
     pub fn is_target(&self, i: usize) -> bool {
         assert!(i < self.len(), "token {i} of {}", self.len());
         self.bits[i / 8] >> (i % 8) & 1 == 1
@@ -184,7 +184,7 @@ impl SampleCache {
             return Err("it is damaged");
         }
         if found != fingerprint {
-            return Err("it was made with other data, or another tokenizer, template or options");
+            return Err("it was built from different data, or with a different tokenizer, template or options");
         }
         let cache = Self { map, samples: samples as usize, tokens, index: index as usize, report: report as usize };
         match (0..cache.samples).into_par_iter().all(|i| cache.is_whole(i)) {
@@ -203,7 +203,7 @@ impl SampleCache {
         place.is_some_and(|(start, end)| XxHash3_64::oneshot(&self.map[start..end]) == long(&entry[24..]))
     }
 
-    /// Returns a hash of the samples' ids, targets, labels and order, regardless of what they were made from.
+    /// Returns a hash of the samples' ids, targets, labels and order, regardless of what they were built from.
     pub(super) fn content(&self) -> u64 {
         let mut hash = XxHash3_64::new();
         for i in 0..self.samples {
@@ -247,7 +247,7 @@ impl SampleCache {
     ///
     /// # Panics
     ///
-    /// If the sample does not exist, or if the file was changed while it was mapped.
+    /// Panics if the sample does not exist, or if the file was changed while it was mapped.
     pub(super) fn sample(&self, i: usize) -> SampleRef<'_> {
         let entry = self.entry(i);
         let (start, count) = (long(entry) as usize * 4, word(&entry[8..]) as usize);
@@ -420,7 +420,7 @@ mod tests {
         let why = |fingerprint| SampleCache::open(&path, fingerprint).unwrap().unwrap_err();
         assert_eq!(why(7), "there is no file");
         write(&path, &[Sample { ids: vec![1, 2, 3], targets: vec![false, true, true] }]);
-        assert!(why(8).starts_with("it was made with other data"));
+        assert!(why(8).starts_with("it was built from different data"));
         let whole = std::fs::read(&path).unwrap();
         for bytes in 0..whole.len() {
             std::fs::write(&path, &whole[..bytes]).unwrap();
@@ -432,7 +432,10 @@ mod tests {
             other[byte] ^= 0x10;
             std::fs::write(&path, other).unwrap();
             let said = why(7);
-            assert!(!said.starts_with("it was made with other data") && said != "there is no file", "{byte}: {said}");
+            assert!(
+                !said.starts_with("it was built from different data") && said != "there is no file",
+                "{byte}: {said}"
+            );
         }
         let mut longer = whole.clone();
         longer.push(0);

@@ -181,7 +181,8 @@ impl<'a> ArchitectureKeys<'a> {
         if infos.contains_key("rope_factors_long.weight") || infos.contains_key("rope_factors_short.weight") {
             return Err(super::weights::bad(
                 &self.gguf.path,
-                "it has rope_factors_long.weight: rotary positions of type longrope are not supported",
+                "it has rope_factors_long.weight or rope_factors_short.weight: rotary positions of type longrope are \
+                 not supported",
             ));
         }
         match self.text("rope.scaling.type")? {

@@ -46,9 +46,9 @@ impl GgufFile {
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
-        // SAFETY: the map is only read. If another process truncated the file while it is mapped, an access would raise
-        // SIGBUS. Nothing in candle-zero writes weights in place, and copying every model into memory to rule this out
-        // would be too expensive.
+        // SAFETY: the map is only read. If another process truncated the file while it was mapped, an access would
+        // raise SIGBUS. Nothing in candle-zero writes weights in place, and copying every model into memory to rule
+        // this out would be too expensive.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let content = Content::read(&mut AlignmentGuard { file: Cursor::new(&map[..]), of_alignment: None });
         let content = content.map_err(|e| bad(path, candle_zero::error::without_backtrace(&e.to_string())))?;
@@ -147,8 +147,9 @@ impl GgufFile {
         match end.filter(|end| *end <= self.map.len()) {
             Some(_) => Ok(()),
             None => {
+                let bytes = self.map.len();
                 let reason =
-                    format!("tensor {name} ends beyond the {} bytes of the file: it is truncated", self.map.len());
+                    format!("tensor {name} ends beyond the end of the file ({bytes} bytes): the file is truncated");
                 Err(bad(&self.path, reason))
             }
         }

@@ -44,7 +44,7 @@ pub struct BaseModel {
     other_parts: Option<OtherParts>,
 }
 
-/// The tensors of the other parts of a model around a language model, which results carry unchanged.
+/// The tensors of the other parts of a model around a language model, which results contain unchanged.
 #[derive(Debug, Clone)]
 pub(crate) struct OtherParts {
     pub files: Arc<WeightFiles>,

@@ -32,7 +32,7 @@ impl ClassificationScores {
     ///
     /// # Panics
     ///
-    /// If the class does not exist.
+    /// Panics if the class does not exist.
     pub fn count(&mut self, found: usize, label: usize) {
         self.counts[label][0] += u64::from(found == label);
         self.counts[found][1] += 1;

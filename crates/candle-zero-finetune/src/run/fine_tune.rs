@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! PreparedRun -> start -> step, step, ... -> finish
-//!                         | forward, backward, update: for each micro batch of the step
+//!                         | forward and backward for each micro batch of the step, then the update
 //!                         | validate if due, and keep the best model
 //!                         | save if due, or if a signal requests the end of the run
 //! ```

@@ -194,9 +194,9 @@ pub struct Options {
     /// smaller one, up to 1e-3, and less for a larger one; 2e-5 for training all weights; a tenth of either for
     /// preferences.
     pub lr: Option<f64>,
-    /// The number of rows, or preference pairs, in a step of all ranks. Default: 8, or 4, 2 or 1 with little data, so
-    /// that an epoch has 30 steps or more, rounded up to a multiple of the number of rows that the ranks compute at the
-    /// same time. With very little data, rows also hold fewer samples than would fit.
+    /// The number of rows, or preference pairs, in a step, across all ranks. Default: 8 (or 4, 2 or 1 with little data,
+    /// so that an epoch has 30 steps or more). This number is rounded up to a multiple of the number of rows that the
+    /// ranks compute at the same time. With very little data, rows also hold fewer samples than would fit.
     pub batch: Option<usize>,
     /// The number of rows that a rank computes at a time. Default: 1.
     pub micro_batch: usize,
@@ -234,7 +234,7 @@ pub struct Options {
     pub resume_anyway: bool,
     /// The seed for the initial adapters, the order of the data, and dropout. Default: 42.
     pub seed: u64,
-    /// Whether blocks are recomputed in the backward pass, instead of keeping their activations. Default: chosen
+    /// Whether blocks are recomputed in the backward pass, so that their activations need not be kept. Default: chosen
     /// from the available memory; with a DeepSpeed configuration, false.
     pub recompute: Option<bool>,
     /// The record of the run, for `zerorun runs`. Default: none.
@@ -307,7 +307,7 @@ impl Options {
         }
     }
 
-    /// Returns an error for options that do not make a valid run.
+    /// Returns an error for options that do not describe a valid run.
     pub(crate) fn check(&self) -> Result<()> {
         let at_least_one = "a whole number of at least 1";
         let positive = |x: f64| x > 0.0 && x.is_finite();

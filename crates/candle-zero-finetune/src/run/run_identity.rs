@@ -115,8 +115,8 @@ impl RunIdentity {
     }
 }
 
-/// Returns a number that changes with any weight. All weights are read, piece by piece on all cores. It depends only on
-/// names and values, not on files, shards or their precision.
+/// Returns a number that changes with any weight. All weights are read, piece by piece on all cores. The number depends
+/// only on names, shapes and values, not on files, shards or their precision.
 pub(crate) fn fingerprint(values: &dyn InitialValues, parameters: &[(String, Vec<usize>)]) -> Result<u64> {
     const CHUNK_ELEMENTS: usize = 1 << 20;
     let pieces: Vec<(&str, &[usize], usize)> = parameters

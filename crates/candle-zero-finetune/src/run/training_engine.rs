@@ -233,7 +233,7 @@ impl TrainingEngine {
         on_either!(self, engine => engine.save_checkpoint_with(dir, None, state, options))
     }
 
-    /// Collective: loads the newest checkpoint of `dir`, if there is one.
+    /// Collective: loads the newest checkpoint in `dir`, if there is one.
     pub(super) fn load_checkpoint(&mut self, dir: &Path) -> Result<Option<LoadedCheckpoint>> {
         on_either!(self, engine => engine.load_checkpoint(dir, None, &LoadOptions::default()))
     }

@@ -16,8 +16,8 @@ use std::process::ExitCode;
 ///
 /// Removed builds are rebuilt when a script needs them.
 ///
-/// Exit code: 0 on success, 1 if something cannot be read or removed, 2 if the folder cannot be determined or the
-/// command line is wrong.
+/// Exit code: 0 on success, 1 if something cannot be read, removed or printed, 2 if the folder cannot be determined or
+/// the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "cache", bin_name = "zerorun cache")]
 struct CacheArguments {

@@ -25,7 +25,8 @@ use std::process::ExitCode;
 /// and to and from files in each step, and whether this machine has enough memory and disk space. No weights are read
 /// or created.
 ///
-/// Exit code: 0, or 2 if the model, the configuration or the command line is wrong.
+/// Exit code: 0 if the estimate is printed, 1 if standard output could not be written, 2 if the model, the
+/// configuration or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "estimate", bin_name = "zerorun estimate",
           group = ArgGroup::new("what").args(["model", "safetensors", "table"]).required(true),
@@ -285,7 +286,7 @@ struct EstimateReport {
     deepspeed: bool,
 }
 
-/// The needs that do not depend on the configuration.
+/// The needs that no estimate includes, whatever the configuration.
 const NOT_INCLUDED: [&str; 3] = [
     "activations, which depend on the micro batch and the length of the samples, and data kept by units that recompute \
      their forward pass",

@@ -14,8 +14,9 @@ use std::process::ExitCode;
 /// Convert a DeepSpeed checkpoint (ZeRO stages 1 to 3: weights, Adam's moments, counters) into a candle-zero checkpoint.
 /// No pickle is executed.
 ///
-/// Exit code: 0 if everything is written, 1 if the checkpoint is damaged or a file cannot be written, 2 if there is no
-/// checkpoint or the command line is wrong. OUT gets no new checkpoint unless the code is 0.
+/// Exit code: 0 if everything is written, 1 if the checkpoint is damaged or a file or standard output cannot be
+/// written, 2 if there is no checkpoint or the command line is wrong. OUT gets no new checkpoint unless all of its
+/// files are written.
 #[derive(Debug, Parser)]
 #[command(name = "import", bin_name = "zerorun import")]
 struct ImportArguments {

@@ -12,13 +12,14 @@ use std::time::Duration;
 /// The time between two checks of whether the server has been asked to end.
 const INTERVAL: Duration = Duration::from_millis(200);
 
-/// Let islands meet: jobs that train the same model with local steps, join and leave while the others train, and exchange
-/// the changes in their weights. Start each island with `zerorun --island_server HOST:PORT`, or set local_steps.server.
+/// Let islands meet. Islands are jobs that train the same model with local steps, that join and leave while the others
+/// train, and that exchange the changes in their weights. Start each island with `zerorun --island_server HOST:PORT`,
+/// or set local_steps.server.
 ///
 /// The server prints the address on which it listens, and runs until it gets SIGINT or SIGTERM. Connections are neither
 /// encrypted nor authenticated; use them only on a trusted network, or through a tunnel.
 ///
-/// Exit code: 0 after a signal, 2 if the server cannot start or the command line is wrong.
+/// Exit code: 0 after a signal, 2 if the server cannot start or print its address, or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "island-server", bin_name = "zerorun island-server")]
 struct IslandServerArguments {

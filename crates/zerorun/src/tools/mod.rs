@@ -3,8 +3,8 @@
 //!
 //! Each tool has a file or folder named after it. `config_diagnostic` belongs to `check`, `hosts_forecast`,
 //! `pipeline_report` and `gpu_capacity` to `estimate`, `model_size_flags` to `estimate` and `tune`, `sample_flags` to
-//! `data` and `finetune`, and `resolve_model` to all tools that accept a model. A script with the same name as a tool
-//! is started as `./NAME`.
+//! `data` and `finetune`, and `resolve_model` to `data`, `finetune`, `generate` and `merge`. A script with the same
+//! name as a tool is started as `./NAME`.
 
 mod bench;
 mod byte_progress;

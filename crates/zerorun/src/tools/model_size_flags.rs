@@ -138,7 +138,8 @@ impl SizedPreset {
     }
 }
 
-/// Rotary positions are not parameters, so a short table suffices.
+/// Returns the same sizes with a context of one position: rotary positions are not parameters, so a short table
+/// suffices.
 fn short(config: &LlamaConfig) -> LlamaConfig {
     LlamaConfig { ctx: 1, ..config.clone() }
 }

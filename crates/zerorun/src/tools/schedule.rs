@@ -20,7 +20,7 @@ const PLOT_ROWS: usize = 12;
 const PLOT_COLUMNS: usize = 64;
 
 /// Show the learning rate and the momentum of each optimizer step of a configuration, without training: one JSON object
-/// per line, `{"step":1,"lr":0.001,"betas":[0.9,0.999]}`, or with SGD `"momentum":0.9`.
+/// per line, such as `{"step":1,"lr":0.001,"betas":[0.9,0.999]}`; with SGD, `"momentum":0.9` takes the place of betas.
 ///
 /// Exit code: 0 if everything is shown, 1 if the output could not be written, 2 if the configuration or the command
 /// line is wrong, or the schedule reaches a value that no optimizer accepts.

@@ -36,7 +36,7 @@ pub(crate) fn parse(text: &str, path: &Path) -> Result<Vec<HostSlots>, HostsErro
     if hosts.is_empty() { Err(HostsError::NoEntry { path: path.into() }) } else { Ok(hosts) }
 }
 
-/// Returns the name and the digits at the beginning of a line.
+/// Returns the name at the beginning of a line, and the digits after `slots=`.
 fn entry(line: &str) -> Option<(&str, &str)> {
     let (name, rest) = line.split_once(char::is_whitespace)?;
     let rest = rest.trim_start().strip_prefix("slots=")?;

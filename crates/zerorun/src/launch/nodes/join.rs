@@ -45,7 +45,7 @@ fn fitting(hello: &HostHello, longest: usize) -> Result<HostHello, String> {
     }
     Err(format!(
         "the program's arguments and the files that they name take more than {longest} bytes to compare; name a folder \
-         instead of its files, or set {} on every host, which allows more",
+         instead of its files, or set {} on every host, which raises this limit",
         SECRET
     ))
 }
@@ -65,6 +65,6 @@ mod tests {
         assert_eq!(fitting(&large, MAX_UNPROVED_BYTES).unwrap(), hello("b"));
         assert_eq!(fitting(&large, MAX_MESSAGE_BYTES).unwrap(), large);
         let told = fitting(&HostHello { files: files(100_000), ..hello("b") }, MAX_UNPROVED_BYTES).unwrap_err();
-        insta::assert_snapshot!(told, @"the program's arguments and the files that they name take more than 1048576 bytes to compare; name a folder instead of its files, or set CANDLE_ZERO_SECRET on every host, which allows more");
+        insta::assert_snapshot!(told, @"the program's arguments and the files that they name take more than 1048576 bytes to compare; name a folder instead of its files, or set CANDLE_ZERO_SECRET on every host, which raises this limit");
     }
 }

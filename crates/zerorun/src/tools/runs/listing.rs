@@ -15,8 +15,8 @@ pub(super) struct ListFlags {
     #[command(flatten)]
     folder: FolderFlag,
 
-    /// Only runs in which KEY has this value. KEY is name, host, commit, branch, world_size, version, or a key of the
-    /// configuration or of the settings, or the end of such a key. In VALUE, * matches anything; repeatable
+    /// Only runs in which KEY has this value; repeatable. KEY is name, id, state, host, commit, branch, world_size or
+    /// version, or a key of the configuration or the settings (or the end of such a key). In VALUE, * matches anything
     #[arg(long, value_name = "KEY=VALUE", value_parser = filter::filter)]
     filter: Vec<RunFilter>,
 

@@ -44,8 +44,8 @@ use trial_record::{TrialRecord, TrialRow, write_whole};
 /// tuner_num_trials, min_train_batch_size, max_train_batch_size, min_train_micro_batch_size_per_gpu,
 /// max_train_micro_batch_size_per_gpu, num_tuning_micro_batch_sizes.
 ///
-/// Exit code: 0 if the fastest configuration is written, 1 if no run succeeded or a file cannot be written, 2 if the
-/// configuration, the script or the command line is wrong.
+/// Exit code: 0 if the fastest configuration is written, 1 if no run succeeded or a file or standard output cannot be
+/// written, 2 if the configuration, the script or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(
     name = "tune",

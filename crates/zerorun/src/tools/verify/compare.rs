@@ -169,7 +169,7 @@ impl RankResults {
 mod tests {
     use super::*;
 
-    /// Two ranks, three steps of two micro steps, two parameters.
+    /// Returns the results of two ranks: three steps of two micro steps, with two parameters.
     fn job() -> Vec<RankResults> {
         let log = |rank: u64| RankResults {
             names: vec!["wte".to_string(), "h.0".to_string()],

@@ -32,11 +32,12 @@ use verify_rows::{VerifyDtype, VerifyRow};
 /// those of stage 0. Also trains the model in pipelines of all ranks, and compares these runs with a run on one rank
 /// that accumulates the gradients of the same samples.
 ///
-/// With a SCRIPT, runs its first step, compares every trained parameter's gradient with the change in the loss when
-/// that parameter is moved slightly up and down, and prints a table. The script ends after that step.
+/// With a SCRIPT, runs its first step (or a few steps if the first is not decisive), compares every trained parameter's
+/// gradient with the change in the loss when that parameter is moved slightly up and down, and prints a table. The
+/// script then ends.
 ///
-/// Exit code: 0 if everything is equal, or correct; 1 if something differs or a rank failed; 2 if the command line is
-/// wrong or the folder does not exist.
+/// Exit code: 0 if everything is equal, or correct; 1 if something differs, a rank failed, or standard output could not
+/// be written; 2 if the command line is wrong or the folder does not exist.
 #[derive(Debug, Parser)]
 #[command(name = "verify", bin_name = "zerorun verify")]
 struct VerifyArguments {

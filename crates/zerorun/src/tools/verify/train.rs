@@ -1,4 +1,4 @@
-//! A rank of one row: trains, and writes its log.
+//! One rank of the job behind a row of the table: it trains, and writes its log.
 
 use super::compare::RankResults;
 use candle_core::{DType, Device};
