@@ -47,7 +47,7 @@ pub trait Monitor: Send {
     }
 }
 
-/// A milestone of a run that monitors are told about.
+/// A milestone of a run that monitors note.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum RunMilestone<'a> {
@@ -67,7 +67,7 @@ pub enum RunMilestone<'a> {
     Ends(RunEnding),
 }
 
-/// What is known about a run when it begins. Passwords and tokens are replaced.
+/// The facts about a run that are known when it begins. Passwords and tokens are replaced.
 #[derive(Debug, Clone, Default, PartialEq)]
 #[non_exhaustive]
 pub struct RunDescription {

@@ -18,7 +18,7 @@ const SESSION_START: &str = "_hparams_/session_start_info";
 const SESSION_END: &str = "_hparams_/session_end_info";
 /// A tensor without elements: of type f32, with one dimension of size 0.
 const EMPTY_TENSOR: [u8; 6] = [0x08, 1, 0x12, 2, 0x12, 0];
-/// The tags of values that the table shows beside the hyperparameters.
+/// The tags of values that the table shows next to the hyperparameters.
 const METRICS: [&str; 4] = ["Train/Samples/train_loss", "val_loss", "Train/Samples/lr", "Train/Samples/grad_norm"];
 
 /// Returns the values that describe a run that begins: the list of hyperparameters and metrics, and the values of the

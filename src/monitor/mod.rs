@@ -1,7 +1,7 @@
 //! The output of a run during training: metrics for programs, and progress for people.
 //!
 //! The engine writes its [`MonitorEvent`]s to the [`Monitor`]s that the configuration enables (`tensorboard`,
-//! `csv_monitor`, `wandb`) and to those that were passed to its builder, and tells them about the run's milestones.
+//! `csv_monitor`, `wandb`) and to those that were passed to its builder, and notifies them of the run's milestones.
 
 mod crc32c;
 mod csv;

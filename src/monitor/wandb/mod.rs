@@ -256,7 +256,7 @@ mod tests {
         first.note(&RunMilestone::Begins(&description(0, None))).unwrap();
         train(&mut first, [8, 16, 24]);
         first.note(&RunMilestone::Saved { folder: &checkpoints }).unwrap();
-        // A row of the program itself, with a step of its own.
+        // A row of the program itself, with another kind of step.
         first.write(&[MonitorEvent::new("epoch_loss", 0.5, 1_000_000)]).unwrap();
         train(&mut first, [32, 40]);
         let folder = first.run_folder().unwrap().to_owned();

@@ -1,4 +1,4 @@
-//! The records of a Weights & Biases run, as protobuf messages, and what is read back from them.
+//! The records of a Weights & Biases run, as protobuf messages, and the part of them that is read back.
 //!
 //! ```text
 //! Record    1 num | 2 history | 3 summary | 5 config | 17 run | 18 exit | 21 header
@@ -135,7 +135,7 @@ fn number(value: f64) -> String {
     }
 }
 
-/// What is read back from a record.
+/// The part of a record that is read back.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct RecordHead {
     pub num: u64,

@@ -115,7 +115,7 @@ fn kept_length(file: &File, mut is_kept: impl FnMut(&[u8]) -> bool) -> Result<Op
     use std::io::{Seek as _, SeekFrom};
     let mut file = file;
     file.seek(SeekFrom::Start(0))?;
-    let mut reader = RecordReader { file: BufReader::with_capacity(BLOCK as usize, file), position: 0 };
+    let mut reader = LogReader { file: BufReader::with_capacity(BLOCK as usize, file), position: 0 };
     let mut header = [0; FILE_HEADER.len()];
     if !reader.fill(&mut header)? || header != FILE_HEADER {
         return Ok(None);
@@ -131,12 +131,12 @@ fn kept_length(file: &File, mut is_kept: impl FnMut(&[u8]) -> bool) -> Result<Op
 }
 
 /// Reads records one after the other.
-struct RecordReader<R> {
+struct LogReader<R> {
     file: R,
     position: u64,
 }
 
-impl<R: Read> RecordReader<R> {
+impl<R: Read> LogReader<R> {
     /// Fills a buffer. Returns false if the file ends before.
     fn fill(&mut self, buffer: &mut [u8]) -> Result<bool> {
         match self.file.read_exact(buffer) {

@@ -1,5 +1,7 @@
 //! `zerorun bench`: measures the performance of this machine.
 
+mod scaling;
+
 use crate::launch::console::{CommandLineError, EXIT_SETUP, refused};
 use candle_zero::comm::stats::network_bench;
 use candle_zero::comm::{self, RankEnv};
@@ -29,6 +31,7 @@ struct BenchArguments {
 enum BenchCommand {
     Disk(DiskBenchArguments),
     Network(NetworkBenchArguments),
+    Scaling(scaling::ScalingArguments),
 }
 
 /// Measure MPI and collectives on the network between hosts. Start it as the program of a job's ranks: `zerorun --hostfile
@@ -85,9 +88,10 @@ pub(super) fn command() -> clap::Command {
 
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
-    Ok(match BenchArguments::try_parse_from(words).map_err(CommandLineError)?.what {
+    Ok(match BenchArguments::try_parse_from(&words).map_err(CommandLineError)?.what {
         BenchCommand::Disk(disk) => disk.run(),
         BenchCommand::Network(network) => network.run(),
+        BenchCommand::Scaling(scaling) => scaling.run(words),
     })
 }
 
@@ -307,7 +311,7 @@ mod tests {
         let words = std::iter::once("bench").chain(words.split_whitespace()).map(OsString::from);
         match BenchArguments::try_parse_from(words).map_err(CommandLineError)?.what {
             BenchCommand::Disk(disk) => Ok(disk),
-            BenchCommand::Network(_) => panic!("a disk was asked for"),
+            BenchCommand::Network(_) | BenchCommand::Scaling(_) => panic!("a disk was asked for"),
         }
     }
 
@@ -380,6 +384,13 @@ mod tests {
 
         For more information, try '--help'.
         "#);
+        insta::assert_snapshot!(refusal("scaling --ranks 0"), @"");
+        insta::assert_snapshot!(refusal("scaling --ranks 1,x"), @"");
+        insta::assert_snapshot!(refusal("scaling --stages 4"), @"");
+        insta::assert_snapshot!(refusal("scaling --scaling fast"), @"");
+        insta::assert_snapshot!(refusal("scaling --steps 0"), @"");
+        insta::assert_snapshot!(refusal("scaling --batch 0"), @"");
+        insta::assert_snapshot!(refusal("scaling nano"), @"");
         insta::assert_snapshot!(refusal("disk /x --queue 4"), @r#"
         zerorun: unexpected argument '--queue' found
 
