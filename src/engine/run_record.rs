@@ -30,9 +30,9 @@ impl<M> Engine<M> {
         self.reporter.run.write(|open| open.writer.sample(step, prompt, text));
     }
 
-    /// Ends the record of the run, and the run of the monitors, with its outcome, and a message if it has failed. Without this call the record ends
-    /// when the engine is dropped: as failed after an error of the engine or in a panic, as stopped after
-    /// [`stop_requested`](Self::stop_requested) has returned true, and otherwise as finished.
+    /// Ends the record of the run, and the run of the monitors, with its outcome, and a message if it has failed. Without
+    /// this call the run ends when the engine is dropped: as failed after an error of the engine or in a panic, as stopped
+    /// after [`stop_requested`](Self::stop_requested) has returned true, and otherwise as finished.
     pub fn end_run(&mut self, outcome: RunEnding, message: Option<&str>) {
         let step = self.global_steps;
         self.reporter.run.end(step, outcome, message);

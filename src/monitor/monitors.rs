@@ -81,9 +81,13 @@ impl Monitors {
 
     /// Begins the run, if it has not begun.
     pub fn begin(&mut self) {
-        if let MonitoredRun::Waiting(run) = std::mem::replace(&mut self.run, MonitoredRun::Begun) {
-            self.note(&RunMilestone::Begins(&run));
-        }
+        self.run = match std::mem::take(&mut self.run) {
+            MonitoredRun::Waiting(run) => {
+                self.note(&RunMilestone::Begins(&run));
+                MonitoredRun::Begun
+            }
+            other => other,
+        };
     }
 
     /// Notes that a checkpoint is complete.
@@ -175,10 +179,12 @@ mod tests {
         monitors.saved(Path::new("ckpt"));
         monitors.loaded(Path::new("ckpt"), 8);
         monitors.end(RunEnding::Stopped);
+        monitors.write(&[]);
         monitors.end(RunEnding::Finished);
         let noted: Vec<String> = noted.try_iter().collect();
-        let expected = ["gpt begins after 8 samples", "1 events", "saved in ckpt", "loaded 8 samples", "stopped"]
-            .map(String::from);
+        let expected =
+            ["gpt begins after 8 samples", "1 events", "saved in ckpt", "loaded 8 samples", "stopped", "0 events"]
+                .map(String::from);
         assert_eq!(noted, expected);
     }
 
