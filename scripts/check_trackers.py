@@ -1,6 +1,6 @@
-"""Reads Weights & Biases runs and TensorBoard's hyperparameters with their own readers: check_trackers.py ZERORUN
+"""Reads Weights & Biases runs and TensorBoard's hyperparameters with their own readers: check_trackers.py ZERORUN [TRAIN_GPT]
 
-ZERORUN is the launcher. Trains a tiny model with two ranks, kills the job while it trains, reads what it has left, resumes it from its
+ZERORUN is the launcher, and TRAIN_GPT the built example, or its source, which the launcher builds (default). Trains a tiny model with two ranks, kills the job while it trains, reads what it has left, resumes it from its
 checkpoint, and reads everything again. Every value must equal that of the record of the run, and each step must be there once. Needs the
 packages wandb and tensorboard; uses no network.
 """
@@ -29,6 +29,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BATCH = 8
 PREFIX = "Train/Samples/"
 zerorun = str(pathlib.Path(sys.argv[1]).resolve())
+train_gpt = str(pathlib.Path(sys.argv[2]).resolve() if len(sys.argv) > 2 else ROOT / "examples" / "train_gpt.rs")
 
 
 def config(folder):
@@ -45,7 +46,7 @@ def config(folder):
 
 def command(folder, steps):
     return [
-        zerorun, "--num_ranks", "2", "--run", "trackers", "--runs", str(folder / "runs"), str(ROOT / "examples" / "train_gpt.rs"),
+        zerorun, "--num_ranks", "2", "--run", "trackers", "--runs", str(folder / "runs"), train_gpt,
         "--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--ctx", "16", "--sample", "0", "--ds_config", str(folder / "ds_config.json"),
         "--save", str(folder / "checkpoints"), "--save_every", "5", "--keep", "2", "--resume", "--steps", str(steps),
     ]

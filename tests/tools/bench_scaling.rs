@@ -101,7 +101,8 @@ fn one_and_two_ranks_are_measured_with_both_kinds_of_scaling_and_drawn() {
     let svg = std::fs::read_to_string(folder.path().join("scaling.svg")).unwrap();
     let elements = elements(&svg);
     let count = |name: &str| elements.iter().filter(|element| *element == name).count();
-    assert_eq!((elements[0].as_str(), count("svg"), count("g"), count("circle")), ("svg", 1, 4, 8));
+    // Two points and a name in each of four panels.
+    assert_eq!((elements[0].as_str(), count("svg"), count("g"), count("circle")), ("svg", 1, 4, 12));
     // An earlier picture is replaced.
     let again = scaling(folder.path(), &["--ranks", "1", "--stages", "0", "--scaling", "weak", "--svg", "scaling.svg"]);
     assert!(again.status.success(), "{}", stderr(&again));

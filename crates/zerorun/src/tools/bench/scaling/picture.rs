@@ -67,8 +67,8 @@ mod tests {
         assert_eq!((count("<g transform"), count("</g>"), count(">ranks</text>")), (4, 4, 4));
         assert_eq!((count(">tokens/s</text>"), count(">efficiency in %</text>")), (2, 2));
         assert_eq!((count(">stage 0</text>"), count(">stage 3</text>"), count(">ideal</text>")), (4, 4, 4));
-        // Three points on each of the two curves of four panels.
-        assert_eq!((count("<circle "), count(" width=\"8\"")), (12, 12));
+        // Three points and a name on each of the two curves of four panels.
+        assert_eq!((count("<circle "), count(" width=\"8\"")), (16, 16));
         assert!(!svg.contains("NaN"), "{svg}");
     }
 }

@@ -1,6 +1,6 @@
 //! Line charts as SVG: panels in rows and columns, readable without color.
 //!
-//! Each series has its own marker and its own pattern of dashes, and its name stands at the end of its line. The
+//! Each series has its own marker and its own pattern of dashes, and its name stands near the end of its line. The
 //! categories of the x axis, which are numbers of ranks, have equal distances.
 
 use std::fmt::Write as _;
@@ -103,7 +103,7 @@ impl ChartPanel {
             let points: Vec<(f64, f64)> =
                 series.values.iter().enumerate().filter(|(_, v)| v.is_finite()).map(|(i, v)| (x(i), y(*v))).collect();
             svg.push_str(&line(&points, number, series.is_ideal));
-            ends.extend(points.last().map(|end| (end.1, end.0, escaped(&series.name))));
+            ends.extend(points.last().map(|end| (end.1, end.0, number)));
         }
         // Names that would overlap are moved down, and then up from the bottom.
         ends.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -116,8 +116,14 @@ impl ChartPanel {
             *height = height.min(lowest);
             lowest = *height - NAME_DISTANCE;
         }
-        for ((_, at, name), height) in ends.iter().zip(heights) {
-            _ = writeln!(svg, "<text x=\"{:.1}\" y=\"{:.1}\">{name}</text>", at + 10.0, height + 4.0);
+        // Each name has the marker of its series, because it may not stand at the end of its line.
+        for ((_, at, number), height) in ends.iter().zip(heights) {
+            let series = &self.series[*number];
+            if !series.is_ideal {
+                svg.push_str(&marker(at + 16.0, height, *number));
+            }
+            let (at, name) = (at + 24.0, escaped(&series.name));
+            _ = writeln!(svg, "<text x=\"{at:.1}\" y=\"{:.1}\">{name}</text>", height + 4.0);
         }
         svg
     }
@@ -137,16 +143,19 @@ fn line(points: &[(f64, f64)], number: usize, is_ideal: bool) -> String {
     let mut svg = format!(
         "<path d=\"M{path}\" fill=\"none\" stroke=\"{color}\" stroke-width=\"2\" stroke-dasharray=\"{dashes}\"/>\n"
     );
-    for (x, y) in points {
-        let marker = match number % 4 {
-            0 => format!("<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\""),
-            1 => format!("<rect x=\"{:.1}\" y=\"{:.1}\" width=\"8\" height=\"8\"", x - 4.0, y - 4.0),
-            2 => format!("<path d=\"M{:.1} {:.1}h10l-5 -9z\"", x - 5.0, y + 4.0),
-            _ => format!("<path d=\"M{x:.1} {:.1}l5 5l-5 5l-5 -5z\"", y - 5.0),
-        };
-        _ = writeln!(svg, "{marker} fill=\"{color}\"/>");
-    }
+    points.iter().for_each(|(x, y)| svg.push_str(&marker(*x, *y, number)));
     svg
+}
+
+/// Draws the marker of a series.
+fn marker(x: f64, y: f64, number: usize) -> String {
+    let shape = match number % 4 {
+        0 => format!("<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\""),
+        1 => format!("<rect x=\"{:.1}\" y=\"{:.1}\" width=\"8\" height=\"8\"", x - 4.0, y - 4.0),
+        2 => format!("<path d=\"M{:.1} {:.1}h10l-5 -9z\"", x - 5.0, y + 4.0),
+        _ => format!("<path d=\"M{x:.1} {:.1}l5 5l-5 5l-5 -5z\"", y - 5.0),
+    };
+    format!("{shape} fill=\"{}\"/>\n", COLORS[number % COLORS.len()])
 }
 
 /// Returns the distance of the ticks of an axis from 0 to `largest`, and their number without that of 0.
