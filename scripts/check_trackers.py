@@ -6,6 +6,7 @@ packages wandb and tensorboard; uses no network.
 """
 
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -24,6 +25,9 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.get_experiment import Handler as ExperimentHandler
 from tensorboard.plugins.hparams.list_session_groups import Handler as GroupsHandler
+
+# TensorBoard reports the steps that it leaves out because they are repeated.
+logging.getLogger("tensorboard").setLevel(logging.ERROR)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BATCH = 8
@@ -140,7 +144,7 @@ def check_wandb(folder, is_killed):
     assert named == {"entity": "team", "project": "trackers", "run_group": "ci", "display_name": "trackers"}, named
     configuration = run["config"]["configuration"]
     assert configuration["train_batch_size"] == BATCH and configuration["optimizer"]["params"]["lr"] == 3e-3, configuration
-    assert run["config"]["settings"]["n_embd"] == 16 and run["config"]["world_size"] == 2, run["config"]
+    assert run["config"]["settings"]["model"]["n_embd"] == 16 and run["config"]["world_size"] == 2, run["config"]
     assert ("exit" in kinds) != is_killed and (is_killed or records[-1] == ("exit", {"exit_code": 0})), kinds[-3:]
 
     rows, newest = {}, {}
@@ -185,9 +189,9 @@ def check_tensorboard(folder, is_killed):
     for tag, name in (("train_loss", "loss"), ("grad_norm", "grad_norm")):
         found = [(event.step, event.value) for event in events.Scalars(PREFIX + tag)]
         wanted = [(step * BATCH, f32(row[name])) for step, row in sorted(expected.items())]
-        both = min(len(found), len(wanted)) if is_killed else None
-        assert found[:both] == wanted[:both], (tag, found[-3:], wanted[-3:])
-        assert abs(len(found) - len(wanted)) <= 1
+        # The record of a killed run lacks the steps of its last second.
+        both = len(wanted) if is_killed else None
+        assert found[:both] == wanted, (tag, found[-3:], wanted[-3:])
 
     content = {
         tag: events.SummaryMetadata(tag).plugin_data.content
@@ -198,13 +202,13 @@ def check_tensorboard(folder, is_killed):
     wanted = {
         "train_batch_size": 8.0, "train_micro_batch_size_per_gpu": 2.0, "gradient_accumulation_steps": 2.0, "world_size": 2.0,
         "zero_optimization.stage": 2.0, "optimizer.type": "AdamW", "optimizer.params.lr": 3e-3, "optimizer.params.betas": "[0.9,0.95]",
-        "n_embd": 16.0, "n_layer": 1.0,
+        "total_steps": 1_000_000.0, "model.n_embd": 16.0, "model.n_layer": 1.0,
     }
     assert wanted.items() <= values.items(), values
     assert "a-secret-key" not in str(values)
 
     # The same through the backend of the plugin, as TensorBoard's page gets it.
-    multiplexer = EventMultiplexer(size_guidance={SCALARS: 0})
+    multiplexer = EventMultiplexer()
     multiplexer.AddRunsFromDirectory(str(folder), name=None)
     multiplexer.Reload()
     provider = MultiplexerDataProvider(multiplexer, str(folder))

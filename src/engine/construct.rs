@@ -220,7 +220,7 @@ impl<M> Engine<M> {
 
 /// Describes the run to the monitors.
 fn describe(spec: Option<&RunSpec>, config: &Config, world_size: usize) -> RunDescription {
-    let settings = spec.map_or(serde_json::Value::Null, |spec| spec.settings_of_program().clone());
+    let (settings, total_steps) = spec.map(RunSpec::settings_and_steps).unwrap_or_default();
     let variable = |name: &str| std::env::var_os(name);
     RunDescription {
         name: run_name(spec, config.monitoring.run.as_ref(), variable),
@@ -229,6 +229,7 @@ fn describe(spec: Option<&RunSpec>, config: &Config, world_size: usize) -> RunDe
         world_size,
         configuration: settings_without_secrets(config.to_deepspeed_json()),
         settings: settings_without_secrets(settings),
+        total_steps,
         ..RunDescription::default()
     }
 }

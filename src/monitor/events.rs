@@ -83,6 +83,8 @@ pub struct RunDescription {
     pub configuration: Value,
     /// The settings of the program that are not part of the configuration.
     pub settings: Value,
+    /// The number of steps of the complete run, if the program knows it.
+    pub total_steps: Option<u64>,
     /// The folder of checkpoints from which one was loaded.
     pub loaded_from: Option<PathBuf>,
     /// The number of samples of all ranks before the first step.

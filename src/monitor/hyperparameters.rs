@@ -46,8 +46,8 @@ const OUTPUT_KEYS: [&str; 14] = [
 const MAX_COUNT: usize = 1000;
 const MAX_CHARS: usize = 1000;
 
-/// Returns the hyperparameters of a run by name: the number of ranks, the settings of the program, and the keys of the
-/// configuration that differ from their defaults or are always listed. A setting with the name of a key of the
+/// Returns the hyperparameters of a run by name: the numbers of ranks and steps, the settings of the program, and the keys
+/// of the configuration that differ from their defaults or are always listed. A setting with the name of a key of the
 /// configuration begins with `settings.`.
 pub(super) fn hyperparameters(run: &RunDescription) -> BTreeMap<String, Hyperparameter> {
     let defaults = leaves(defaults());
@@ -58,6 +58,7 @@ pub(super) fn hyperparameters(run: &RunDescription) -> BTreeMap<String, Hyperpar
     });
     let mut all: BTreeMap<String, Hyperparameter> = of_config.collect();
     all.insert("world_size".into(), Hyperparameter::Number(run.world_size as f64));
+    all.extend(run.total_steps.map(|steps| ("total_steps".into(), Hyperparameter::Number(steps as f64))));
     for (name, value) in leaves(&run.settings) {
         let name = if all.contains_key(&name) { format!("settings.{name}") } else { name };
         all.insert(name, value);
@@ -122,6 +123,7 @@ mod tests {
         let run = RunDescription {
             world_size: 2,
             configuration: config.to_deepspeed_json(),
+            total_steps: Some(20),
             settings: json!({"model": "nano", "seed": 7, "data": {"files": ["a", "b"]}, "none": null}),
             ..RunDescription::default()
         };
@@ -143,6 +145,7 @@ mod tests {
         optimizer.type Text("AdamW")
         seed Number(42.0)
         settings.seed Number(7.0)
+        total_steps Number(20.0)
         train_batch_size Number(8.0)
         train_micro_batch_size_per_gpu Number(4.0)
         world_size Number(2.0)

@@ -94,9 +94,9 @@ impl RunSpec {
         self
     }
 
-    /// Returns the settings of the program.
-    pub(crate) fn settings_of_program(&self) -> &Value {
-        &self.settings
+    /// Returns the settings of the program, and the number of steps of the complete run.
+    pub(crate) fn settings_and_steps(&self) -> (Value, Option<u64>) {
+        (self.settings.clone(), self.total_steps)
     }
 }
 

@@ -118,6 +118,7 @@ fn configuration(run: &RunDescription) -> ProtobufMessage {
         ("configuration", run.configuration.clone()),
         ("settings", run.settings.clone()),
         ("world_size", json!(run.world_size)),
+        ("total_steps", json!(run.total_steps)),
     ];
     let items = items.into_iter().filter(|(_, value)| !value.is_null());
     items.fold(ProtobufMessage::default(), |config: ProtobufMessage, (key, value): (&str, Value)| {
