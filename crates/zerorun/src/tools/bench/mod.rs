@@ -384,13 +384,44 @@ mod tests {
 
         For more information, try '--help'.
         "#);
-        insta::assert_snapshot!(refusal("scaling --ranks 0"), @"");
-        insta::assert_snapshot!(refusal("scaling --ranks 1,x"), @"");
-        insta::assert_snapshot!(refusal("scaling --stages 4"), @"");
-        insta::assert_snapshot!(refusal("scaling --scaling fast"), @"");
-        insta::assert_snapshot!(refusal("scaling --steps 0"), @"");
-        insta::assert_snapshot!(refusal("scaling --batch 0"), @"");
-        insta::assert_snapshot!(refusal("scaling nano"), @"");
+        insta::assert_snapshot!(refusal("scaling --ranks 0"), @r#"
+        zerorun: invalid value '0' for '--ranks <N|LIST>': 0 is not in 1..=1024
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling --ranks 1,x"), @r#"
+        zerorun: invalid value 'x' for '--ranks <N|LIST>': invalid digit found in string
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling --stages 4"), @r#"
+        zerorun: invalid value '4' for '--stages <LIST>': 4 is not in 0..=3
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling --scaling fast"), @r#"
+        zerorun: invalid value 'fast' for '--scaling <LIST>'
+          [possible values: weak, strong]
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling --steps 0"), @r#"
+        zerorun: invalid value '0' for '--steps <N>': 0 is not in 1..=100000
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling --batch 0"), @r#"
+        zerorun: invalid value '0' for '--batch <N>': 0 is not in 1..=65536
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling nano"), @r#"
+        zerorun: unexpected argument 'nano' found
+
+        Usage: zerorun bench scaling [OPTIONS]
+
+        For more information, try '--help'.
+        "#);
         insta::assert_snapshot!(refusal("disk /x --queue 4"), @r#"
         zerorun: unexpected argument '--queue' found
 

@@ -2,7 +2,6 @@
 
 use super::super::super::model_size_flags::SizedPreset;
 use crate::error::{Error, Result};
-use candle_core::Device;
 use candle_zero::Engine;
 use candle_zero::candle_nn::VarBuilder;
 use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
@@ -72,7 +71,7 @@ fn train<A: Architecture>(
     let batch = engine.config().batch;
     let shape = BatchShape::new(&batch, engine.world_size(), engine.rank());
     let order = SampleOrder::Shuffled { seed: engine.config().seed };
-    let loader = Loader::new(TokenData::embedded(), order, shape, seq_len, vocab, &Device::Cpu)?;
+    let loader = Loader::new(TokenData::embedded(), order, shape, seq_len, vocab, engine.device())?;
     let mut measured = RankMeasurement::default();
     let mut sent_before = 0;
     for step in 0..WARM_UP_STEPS + steps {

@@ -185,7 +185,27 @@ pub(super) mod tests {
 
     #[test]
     fn the_table_compares_each_curve_with_its_first_point() {
-        insta::assert_snapshot!(setting().table(&made_up()), @"");
+        insta::assert_snapshot!(setting().table(&made_up()), @r"
+        nano, f32, micro batches of 2 sequences of 100 tokens; medians of 3 steps; 1 core per rank
+
+        weak scaling: the same batch per rank
+        stage  ranks   batch     steps/s     tokens/s   efficiency   sent by a rank/step
+            0      1       2      100.00        20000      100.0 %                   0 B
+            0      2       4       90.91        36364       90.9 %               1.0 KiB
+            0      4       8       76.92        61538       76.9 %               3.0 KiB
+            3      1       2      100.00        20000      100.0 %                   0 B
+            3      2       4       90.91        36364       90.9 %               4.0 KiB
+            3      4       8       76.92        61538       76.9 %              12.0 KiB
+
+        strong scaling: 8 sequences in total
+        stage  ranks   batch     steps/s     tokens/s   efficiency   sent by a rank/step
+            0      1       8       25.00        20000      100.0 %                   0 B
+            0      2       8       47.62        38095       95.2 %               1.0 KiB
+            0      4       8       76.92        61538       76.9 %               3.0 KiB
+            3      1       8       25.00        20000      100.0 %                   0 B
+            3      2       8       47.62        38095       95.2 %               4.0 KiB
+            3      4       8       76.92        61538       76.9 %              12.0 KiB
+        ");
         let json = setting().json(&made_up());
         assert_eq!((&json["model"], json["rows"].as_array().map(Vec::len)), (&json!("nano"), Some(12)));
         assert_eq!(json["rows"][0]["scaling"], "weak");
