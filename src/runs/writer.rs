@@ -569,7 +569,7 @@ mod tests {
                 assert_eq!(run.summary().problem, None);
             }
         }
-        // A torn line, and a restart. The events are whole: a long command line makes them longer than the metrics.
+        // A torn line, and a restart. The events are complete: with a long command line, they are longer than the metrics.
         std::fs::write(folder.join(EVENTS), &events).unwrap();
         std::fs::write(folder.join(METRICS), &metrics[..metrics.len() - 3]).unwrap();
         let mut writer = open(dir.path(), "x", JOB_A, 1);
