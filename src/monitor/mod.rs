@@ -32,4 +32,4 @@ pub use progress::Progress;
 pub use prometheus::{PORT as PROMETHEUS_PORT, Prometheus};
 pub use tensorboard::TensorBoard;
 pub(crate) use throughput::ThroughputTimer;
-pub use wandb::WandbMonitor;
+use wandb::WandbMonitor;

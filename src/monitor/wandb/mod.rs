@@ -19,7 +19,7 @@ use crate::wall_clock::now;
 use records::{RecordHead, RecordKind, RecordMaker, WandbRunIdentity};
 use run_folder::WandbRunFolder;
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use transaction_log::TransactionLog;
 
 /// A tag of the engine's events, which are written at each step.
@@ -80,11 +80,6 @@ impl WandbMonitor {
         let probe = std::fs::create_dir_all(&folder).and_then(|()| tempfile::tempdir_in(&folder));
         probe.map_err(|source| Error::Io { action: "write to", path: folder.clone(), source })?;
         Ok(Some(Self { config: config.clone(), folder, name: text(NAME), id, run: None }))
-    }
-
-    /// Returns the folder of the run, once it has begun.
-    pub fn run_folder(&self) -> Option<&Path> {
-        self.run.as_ref().map(|run| run.folder.path())
     }
 
     /// Begins a run, or continues the one that this job wrote before, or whose checkpoint was loaded.
@@ -186,6 +181,7 @@ impl Monitor for WandbMonitor {
 mod tests {
     use super::*;
     use serde_json::json;
+    use std::path::Path;
 
     /// Returns a monitor whose runs are in `folder`.
     fn monitor(folder: &Path) -> WandbMonitor {
@@ -259,7 +255,7 @@ mod tests {
         // A row of the program itself, with another kind of step.
         first.write(&[MonitorEvent::new("epoch_loss", 0.5, 1_000_000)]).unwrap();
         train(&mut first, [32, 40]);
-        let folder = first.run_folder().unwrap().to_owned();
+        let folder = first.run.as_ref().unwrap().folder.path().to_owned();
         let path = first.run.as_ref().unwrap().folder.log_path();
         drop(first);
         let bytes = std::fs::read(&path).unwrap();
@@ -269,7 +265,7 @@ mod tests {
         let mut run = description(0, Some((&checkpoints, 24)));
         run.job = "20260102-000000-abcdef".into();
         again.note(&RunMilestone::Begins(&run)).unwrap();
-        assert_eq!(again.run_folder().unwrap(), folder);
+        assert_eq!(again.run.as_ref().unwrap().folder.path(), folder);
         train(&mut again, [32, 40, 48]);
         again.note(&RunMilestone::Loaded { samples: 40 }).unwrap();
         train(&mut again, [48, 56]);
