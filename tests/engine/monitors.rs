@@ -305,8 +305,11 @@ impl Monitor for Collector {
     }
 }
 
-/// Returns the selectors of an expression of PromQL: the name of a metric, and the names, operators and values of labels.
-fn selectors(expression: &str) -> Vec<(&str, Vec<(&str, &str, &str)>)> {
+/// The name, the operator and the value of a label.
+type Label<'a> = (&'a str, &'a str, &'a str);
+
+/// Returns the selectors of an expression of PromQL: the name of a metric, and its labels.
+fn selectors(expression: &str) -> Vec<(&str, Vec<Label<'_>>)> {
     let ends_name = |c: char| !(c.is_ascii_alphanumeric() || c == '_');
     let mut found = Vec::new();
     for part in expression.split_inclusive('}') {

@@ -214,8 +214,8 @@ mod tests {
 
     /// Returns the numbers and the kinds of a run's records: the step of a row, `exit`, or nothing.
     fn records(folder: &Path) -> Vec<(u64, String)> {
-        let file = std::fs::read_dir(folder).unwrap().flatten().map(|entry| entry.path());
-        let path = file.filter(|path| path.extension().is_some_and(|end| end == "wandb")).next().unwrap();
+        let mut files = std::fs::read_dir(folder).unwrap().flatten().map(|entry| entry.path());
+        let path = files.find(|path| path.extension().is_some_and(|end| end == "wandb")).unwrap();
         let mut found = Vec::new();
         let file = std::fs::OpenOptions::new().read(true).append(true).open(path).unwrap();
         TransactionLog::resume(file, |record| {

@@ -10,7 +10,7 @@
 //! The checksum is that of zlib, not LevelDB's CRC-32C.
 
 use std::fs::File;
-use std::io::{BufReader, Read, Result, Write as _};
+use std::io::{BufReader, Read, Result, Seek as _, SeekFrom, Write as _};
 
 /// The beginning of a file.
 const FILE_HEADER: [u8; 7] = [b':', b'W', b'&', b'B', 0xe1, 0xbe, 0];
@@ -112,7 +112,6 @@ fn checksum(kind: u8, data: &[u8]) -> u32 {
 /// Returns the number of bytes up to the first record that is damaged or not kept, or `None` if the file is of another
 /// kind.
 fn kept_length(file: &File, mut is_kept: impl FnMut(&[u8]) -> bool) -> Result<Option<u64>> {
-    use std::io::{Seek as _, SeekFrom};
     let mut file = file;
     file.seek(SeekFrom::Start(0))?;
     let mut reader = LogReader { file: BufReader::with_capacity(BLOCK as usize, file), position: 0 };

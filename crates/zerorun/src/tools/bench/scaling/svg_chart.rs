@@ -54,7 +54,7 @@ pub(super) fn draw(begin: &str, heading: &str, panels: &[ChartPanel], columns: u
     for (number, panel) in panels.iter().enumerate() {
         let (x, y) = (WIDTH * (number % columns) as f64, HEADING + HEIGHT * (number / columns) as f64);
         // Writing to a String cannot fail.
-        _ = write!(svg, "<g transform=\"translate({x} {y})\">\n{}</g>\n", panel.body());
+        _ = writeln!(svg, "<g transform=\"translate({x} {y})\">\n{}</g>", panel.body());
     }
     svg + "</svg>\n"
 }
