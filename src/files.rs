@@ -87,7 +87,10 @@ pub fn read_text(path: impl AsRef<Path>, most: u64) -> Result<String> {
 
 /// Returns an error unless `path` does not exist, is an empty file, or is a file that begins with `begins`, which marks
 /// an earlier output of the same kind. `what` names this kind in the error.
-pub(crate) fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()> {
+///
+/// # Errors
+/// A file of another kind, or one that cannot be read.
+pub fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()> {
     if path.symlink_metadata().is_err() {
         return Ok(());
     }

@@ -119,6 +119,7 @@ pub mod timeline;
 pub mod untrusted_work;
 #[doc(hidden)]
 pub mod util;
+mod wall_clock;
 pub mod zero;
 
 /// The version of Candle that the signatures of this crate use.

@@ -36,7 +36,7 @@ pub(crate) use local_steps::ISLAND_SERVER;
 #[doc(hidden)]
 pub use local_steps::is_address;
 pub use local_steps::{IslandWire, LocalStepsConfig};
-pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring, RunRecordConfig};
+pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring, RunRecordConfig, WandbConfig};
 pub use note::ConfigNote;
 pub use pipeline::PipelineConfig;
 pub use resolved::*;

@@ -13,6 +13,8 @@ pub struct Monitoring {
     pub tensorboard: Option<MonitorFolder>,
     /// `csv_monitor`, if enabled: rank 0 writes one CSV file per tag.
     pub csv_monitor: Option<MonitorFolder>,
+    /// `wandb`, if enabled: rank 0 writes a Weights & Biases run, without a network.
+    pub wandb: Option<WandbConfig>,
     /// `timers.throughput.enabled` (default true): log samples per second every `steps_per_print` steps.
     pub throughput: bool,
     /// `memory_breakdown`: log memory use before and after each forward pass, and after each backward pass and step,
@@ -49,6 +51,18 @@ const LEVELS: [(&str, LogLevel); 5] = [
     ("error", LogLevel::Error),
     ("critical", LogLevel::Critical),
 ];
+
+/// The `wandb` section.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WandbConfig {
+    /// `group`: the group of the run.
+    pub group: Option<String>,
+    /// `team`: the entity to which the run is uploaded; `None`: the user's default.
+    pub team: Option<String>,
+    /// `project`: the project of the run. Default `deepspeed`.
+    pub project: String,
+}
 
 /// The folder that a monitor writes to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -113,6 +127,11 @@ pub(super) fn resolve(walk: &ConfigWalk<'_>) -> Monitoring {
     Monitoring {
         tensorboard: folder("tensorboard"),
         csv_monitor: folder("csv_monitor"),
+        wandb: walk.bool("wandb.enabled").then(|| WandbConfig {
+            group: walk.str("wandb.group").map(str::to_owned),
+            team: walk.str("wandb.team").map(str::to_owned),
+            project: walk.str("wandb.project").unwrap_or_default().to_owned(),
+        }),
         throughput: walk.bool("timers.throughput.enabled"),
         memory_breakdown: walk.bool("memory_breakdown"),
         dump_state: walk.bool("dump_state"),
@@ -158,6 +177,12 @@ impl Monitoring {
                 set(tree, &format!("{section}.output_path"), json!(output_path.to_string_lossy()));
                 set(tree, &format!("{section}.job_name"), json!(job_name));
             }
+        }
+        set(tree, "wandb.enabled", json!(self.wandb.is_some()));
+        if let Some(WandbConfig { group, team, project }) = &self.wandb {
+            set(tree, "wandb.group", json!(group));
+            set(tree, "wandb.team", json!(team));
+            set(tree, "wandb.project", json!(project));
         }
         set(tree, "timers.throughput.enabled", json!(self.throughput));
         set(tree, "memory_breakdown", json!(self.memory_breakdown));

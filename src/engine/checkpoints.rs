@@ -1,5 +1,6 @@
 //! Saving, loading and exporting an engine's state.
 
+use super::reporter::SavingCheckpoint;
 use super::{AccumulatedLoss, Engine, MicroStepPhase};
 use crate::checkpoint::failed_elsewhere;
 use crate::checkpoint::store::{CheckpointUpload, UploadRequest, address, fetch};
@@ -88,7 +89,7 @@ impl<M> Engine<M> {
         // A save changes nothing.
         self.shown = shown;
         let path = saving.path();
-        self.reporter.run.saving(self.global_steps, folder, &path);
+        self.reporter.saving = Some(SavingCheckpoint { step: self.global_steps, folder, path: path.clone() });
         self.saving = Some(saving);
         if !options.in_background {
             self.wait_for_checkpoint()?;

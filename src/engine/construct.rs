@@ -20,11 +20,13 @@ use crate::config::{Config, LeafModule};
 use crate::error::{EngineError, Error, OptimError, ParamError, Result};
 use crate::layout::ZeroStage;
 use crate::memory::MemoryLedger;
+use crate::monitor::RunDescription;
 use crate::notice::{emit, suppress_below};
 use crate::offload::{DiskAccess, OffloadStore};
 use crate::optim::{self, GroupedOptimizer, LrSchedule, Optimizer, ParameterGroup, ParameterGrouping, TrainableFilter};
 use crate::param::WeightSource;
 use crate::precision::{LossScaler, WeightPacking};
+use crate::runs::{RunSpec, job, restart, run_name, settings_without_secrets};
 use crate::util::list;
 use crate::zero::gather::unit::building;
 use crate::zero::rank_core::{
@@ -173,6 +175,7 @@ impl<M> Engine<M> {
         };
         if reports {
             report_delay(&core, &config);
+            reporter.monitors.describe(describe(run.as_ref(), &config, job.size()));
             reporter.run = RunRecorder::new(run, &config, job.size())?;
         }
         let mut engine = Self {
@@ -212,6 +215,22 @@ impl<M> Engine<M> {
         engine.join_islands()?;
         engine.dump_state();
         Ok(engine)
+    }
+}
+
+/// Describes the run to the monitors.
+fn describe(spec: Option<&RunSpec>, config: &Config, world_size: usize) -> RunDescription {
+    let (settings, total_steps) = spec.map(RunSpec::settings_and_steps).unwrap_or_default();
+    let variable = |name: &str| std::env::var_os(name);
+    RunDescription {
+        name: run_name(spec, config.monitoring.run.as_ref(), variable),
+        job: job().to_owned(),
+        restart: restart(),
+        world_size,
+        configuration: settings_without_secrets(config.to_deepspeed_json()),
+        settings: settings_without_secrets(settings),
+        total_steps,
+        ..RunDescription::default()
     }
 }
 

@@ -7,6 +7,7 @@ use crate::files::{folder_of, only_earlier};
 use crate::monitor::{MonitorOpener, Monitors, ThroughputTimer};
 use crate::profiler::FlopsProfile;
 use crate::{Error, Result};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -28,10 +29,19 @@ pub(super) struct EngineReporter {
     pub comm_log: Option<Arc<CommLog>>,
     /// The record of the run.
     pub run: RunRecorder,
+    /// The checkpoint that is being saved.
+    pub saving: Option<SavingCheckpoint>,
     /// The learning rate and the loss scale of the last optimizer step.
     pub rates: (f64, f64),
     /// Whether the job was asked to end.
     pub stop_requested: AtomicBool,
+}
+
+/// A checkpoint that is being saved.
+pub(super) struct SavingCheckpoint {
+    pub step: u64,
+    pub folder: PathBuf,
+    pub path: PathBuf,
 }
 
 impl EngineReporter {

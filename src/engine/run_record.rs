@@ -5,15 +5,21 @@ use super::run_recorder::RunRecorder;
 use crate::Error;
 use crate::config::Precision;
 use crate::error::without_backtrace;
+use crate::monitor::MonitorEvent;
 use crate::runs::{LoadedFrom, RunEnding};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
 impl<M> Engine<M> {
     /// Records values of the current step in the record of the run ([`EngineBuilder::run`](super::EngineBuilder::run)),
-    /// such as `val_loss`, the loss on validation data, which `zerorun runs` lists. Without a record, and on ranks other
-    /// than 0, it does nothing.
+    /// such as `val_loss`, the loss on validation data, which `zerorun runs` lists. Monitors get them, too, with the names
+    /// as tags. On ranks other than 0, it does nothing.
     pub fn record_metrics(&mut self, values: &[(&str, f64)]) {
+        if !self.reporter.monitors.is_empty() {
+            let event = |(name, value): &(&str, f64)| MonitorEvent::new(*name, *value, self.global_samples);
+            let events: Vec<MonitorEvent> = values.iter().map(event).collect();
+            self.reporter.monitors.write(&events);
+        }
         self.record_values(values.iter().map(|(name, value)| ((*name).to_owned(), *value)));
     }
 
@@ -24,12 +30,13 @@ impl<M> Engine<M> {
         self.reporter.run.write(|open| open.writer.sample(step, prompt, text));
     }
 
-    /// Ends the record of the run with its outcome, and a message if it has failed. Without this call, the record ends
-    /// when the engine is dropped: as failed after an error from the engine or during a panic, as stopped after
-    /// [`stop_requested`](Self::stop_requested) has returned true, and otherwise as finished.
+    /// Ends the record of the run, and the run of the monitors, with its outcome, and a message if it has failed. Without
+    /// this call, the run ends when the engine is dropped: as failed after an error from the engine or during a panic, as
+    /// stopped after [`stop_requested`](Self::stop_requested) has returned true, and otherwise as finished.
     pub fn end_run(&mut self, outcome: RunEnding, message: Option<&str>) {
         let step = self.global_steps;
         self.reporter.run.end(step, outcome, message);
+        self.reporter.monitors.end(outcome);
     }
 
     /// Returns the folder with the record of the run, once it has begun, on the rank that writes it.
@@ -40,9 +47,10 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Begins the record before the first forward pass.
+    /// Begins the record before the first forward pass, and the run of the monitors.
     pub(super) fn begin_run(&mut self) {
         self.reporter.run.begin();
+        self.reporter.monitors.begin();
     }
 
     pub(super) fn record_values(&mut self, values: impl Iterator<Item = (String, f64)>) {
@@ -83,7 +91,11 @@ impl<M> Engine<M> {
 
     /// Records that the checkpoint that was being saved is complete, or why it is not.
     pub(super) fn record_saved(&mut self, error: Option<&Error>) {
-        self.reporter.run.write(|open| match (open.saving.take(), error) {
+        let saved = self.reporter.saving.take();
+        if let (Some(saved), None) = (&saved, error) {
+            self.reporter.monitors.saved(&saved.folder);
+        }
+        self.reporter.run.write(|open| match (saved, error) {
             (Some(saved), None) => open.writer.checkpoint(saved.step, &saved.folder, &saved.path),
             (Some(saved), Some(error)) => {
                 open.writer.failed_checkpoint(saved.step, &without_backtrace(&error.to_string()))
@@ -94,6 +106,7 @@ impl<M> Engine<M> {
 
     /// Records that the run continues from a checkpoint.
     pub(super) fn record_loaded(&mut self, folder: &Path, path: &Path) {
+        self.reporter.monitors.loaded(folder, self.global_samples);
         let loaded = LoadedFrom { folder: folder.to_owned(), path: path.to_owned(), step: self.global_steps };
         match &mut self.reporter.run {
             RunRecorder::Waiting(waiting) => waiting.start.loaded = Some(loaded),

@@ -5,7 +5,6 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::notice::{emit, warn};
 use crate::runs::{RecordPlan, RunEnding, RunSpec, RunStart, RunWriter, check_folder, now};
-use std::path::{Path, PathBuf};
 
 /// The record of a run, on the rank that writes it.
 #[derive(Default)]
@@ -29,15 +28,6 @@ pub(super) struct WaitingRecord {
 /// A record that is being written.
 pub(super) struct OpenRecord {
     pub writer: RunWriter,
-    /// The checkpoint that is being saved.
-    pub saving: Option<SavingCheckpoint>,
-}
-
-/// A checkpoint that is being saved.
-pub(super) struct SavingCheckpoint {
-    pub step: u64,
-    pub folder: PathBuf,
-    pub path: PathBuf,
 }
 
 impl RunRecorder {
@@ -67,7 +57,7 @@ impl RunRecorder {
         let Self::Waiting(waiting) = self else { return };
         let opened = RunWriter::open(&waiting.plan, &waiting.start);
         *self = match opened {
-            Ok(writer) => Self::Open(Box::new(OpenRecord { writer, saving: None })),
+            Ok(writer) => Self::Open(Box::new(OpenRecord { writer })),
             Err(error) => Self::given_up(&error),
         };
     }
@@ -85,14 +75,6 @@ impl RunRecorder {
         if let Err(error) = write(open) {
             *self = Self::given_up(&error);
         }
-    }
-
-    /// Remembers a checkpoint that is being saved.
-    pub fn saving(&mut self, step: u64, folder: PathBuf, path: &Path) {
-        self.write(|open| {
-            open.saving = Some(SavingCheckpoint { step, folder, path: path.to_owned() });
-            Ok(())
-        });
     }
 
     /// Ends the record, if it has begun.

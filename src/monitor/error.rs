@@ -25,6 +25,14 @@ pub enum MonitorError {
         /// The value of the variable.
         value: String,
     },
+    /// The environment variable for the id of a Weights & Biases run contains characters that are not allowed.
+    #[error(
+        "environment variable WANDB_RUN_ID is `{value}`; give 1 to 64 letters (a to z), digits, `-` or `_`, or remove it"
+    )]
+    WandbRunId {
+        /// The value of the variable.
+        value: String,
+    },
     /// Another job writes metrics to the same file.
     #[error(
         "cannot write metrics to {}: a running job already writes them there{}; give each job its own file, or stop \

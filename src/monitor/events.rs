@@ -1,6 +1,9 @@
-//! The monitor trait and its events.
+//! The monitor trait, its events, and the milestones of a run.
 
 use crate::Result;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
 
 /// A value of a scalar that is tracked over a run.
 #[derive(Debug, Clone, PartialEq)]
@@ -33,4 +36,81 @@ pub trait Monitor: Send {
     /// # Errors
     /// [`Error::Io`](crate::Error::Io), or another error that names what cannot be written.
     fn write(&mut self, events: &[MonitorEvent]) -> Result<()>;
+
+    /// Notes a milestone of the run. Default: does nothing.
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write).
+    fn note(&mut self, milestone: &RunMilestone<'_>) -> Result<()> {
+        _ = milestone;
+        Ok(())
+    }
+}
+
+/// A milestone of a run that monitors note.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub enum RunMilestone<'a> {
+    /// Training begins or continues. Precedes all events; a program that only evaluates has no milestones.
+    Begins(&'a RunDescription),
+    /// A checkpoint was loaded after the beginning: events of later samples are repeated.
+    Loaded {
+        /// The number of samples in the checkpoint.
+        samples: u64,
+    },
+    /// A checkpoint is complete.
+    Saved {
+        /// The folder of checkpoints.
+        folder: &'a Path,
+    },
+    /// The run ends.
+    Ends(RunEnding),
+}
+
+/// The facts about a run that are known when it begins. Passwords and tokens are replaced.
+#[derive(Debug, Clone, Default, PartialEq)]
+#[non_exhaustive]
+pub struct RunDescription {
+    /// The name of the run, or of the program.
+    pub name: String,
+    /// The id of the job, which stays the same when the launcher restarts the job.
+    pub job: String,
+    /// The number of times that the launcher has restarted the job.
+    pub restart: u64,
+    /// The number of ranks.
+    pub world_size: usize,
+    /// The resolved configuration.
+    pub configuration: Value,
+    /// The settings of the program that are not part of the configuration.
+    pub settings: Value,
+    /// The number of steps of the complete run, if the program knows it.
+    pub total_steps: Option<u64>,
+    /// The folder of checkpoints from which one was loaded.
+    pub loaded_from: Option<PathBuf>,
+    /// The number of samples of all ranks before the first step.
+    pub samples: u64,
+}
+
+/// How a run has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum RunEnding {
+    /// The program ended it normally.
+    Finished,
+    /// A signal asked it to end.
+    Stopped,
+    /// An error ended it.
+    Failed,
+}
+
+impl RunEnding {
+    /// Returns the name of the outcome.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Finished => "finished",
+            Self::Stopped => "stopped",
+            Self::Failed => "failed",
+        }
+    }
 }

@@ -1,23 +1,27 @@
 //! The output of a run during training: metrics for programs, and progress for people.
 //!
 //! The engine writes its [`MonitorEvent`]s to the [`Monitor`]s that the configuration enables (`tensorboard`,
-//! `csv_monitor`) and to those that were passed to its builder.
+//! `csv_monitor`, `wandb`) and to those that were passed to its builder, and notifies them of the run's milestones.
 
 mod crc32c;
 mod csv;
 pub(crate) mod error;
 mod events;
+mod hparams;
+mod hyperparameters;
 mod json_lines;
 mod metrics;
 mod monitors;
 mod process_memory;
 mod progress;
 mod prometheus;
+mod protobuf;
 mod tensorboard;
 mod throughput;
+mod wandb;
 
 pub use csv::CsvMonitor;
-pub use events::{Monitor, MonitorEvent};
+pub use events::{Monitor, MonitorEvent, RunDescription, RunEnding, RunMilestone};
 pub use json_lines::JsonLines;
 pub use metrics::MetricsWriter;
 pub(crate) use metrics::end_last_line;
@@ -28,3 +32,4 @@ pub use progress::Progress;
 pub use prometheus::{PORT as PROMETHEUS_PORT, Prometheus};
 pub use tensorboard::TensorBoard;
 pub(crate) use throughput::ThroughputTimer;
+use wandb::WandbMonitor;

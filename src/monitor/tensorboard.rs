@@ -4,12 +4,16 @@
 //!
 //! ```text
 //! record   length (u64) | masked CRC-32C of the length | message | masked CRC-32C of the message
-//! Event    1 wall_time (f64) | 2 step (i64) | 3 file_version (string; the first record) or 5 summary
-//! summary  1 value: 1 tag (string) | 2 simple_value (f32)
+//! Event    1 wall_time (f64) | 2 step (i64) | 3 file_version (string; the first record), 5 summary or 7 session_log
+//! summary  1 value: 1 tag (string) | 2 simple_value (f32), or 8 tensor and 9 metadata (hparams.rs)
 //! ```
+//!
+//! A session log marks the step from which a run continues. TensorBoard then leaves out what an earlier file contains
+//! about later steps, which are repeated.
 
 use super::crc32c::masked;
-use super::{Monitor, MonitorEvent};
+use super::protobuf::ProtobufMessage;
+use super::{Monitor, MonitorEvent, RunMilestone, hparams};
 use crate::util::host_name;
 use crate::{Error, Result};
 use std::fs::File;
@@ -63,6 +67,38 @@ impl Monitor for TensorBoard {
         let records: Vec<u8> = events.iter().flat_map(|event| record(&message(event, now))).collect();
         self.append(&records)
     }
+
+    /// Writes the hyperparameters and the outcome of the run, for TensorBoard's table of hyperparameters.
+    fn note(&mut self, milestone: &RunMilestone<'_>) -> Result<()> {
+        let now = seconds();
+        match milestone {
+            RunMilestone::Begins(run) => {
+                let [experiment, start] = hparams::beginning(run, now);
+                let records =
+                    [session_start(run.samples, now), hparams_event(&experiment, now), hparams_event(&start, now)];
+                self.append(&records.map(|event| record(&event)).concat())
+            }
+            RunMilestone::Loaded { samples } => self.append(&record(&session_start(*samples, now))),
+            RunMilestone::Ends(ending) => match hparams::ending(*ending, now) {
+                Some(end) => self.append(&record(&hparams_event(&end, now))),
+                None => Ok(()),
+            },
+            RunMilestone::Saved { .. } => Ok(()),
+        }
+    }
+}
+
+/// Returns the event that says that the steps after `samples` samples come next.
+fn session_start(samples: u64, now: f64) -> Vec<u8> {
+    /// `SessionLog.START`.
+    const START: u64 = 1;
+    let log = ProtobufMessage::default().varint(1, START);
+    ProtobufMessage::default().double(1, now).varint(2, samples + 1).message(7, &log).0
+}
+
+fn hparams_event(value: &ProtobufMessage, now: f64) -> Vec<u8> {
+    let summary = ProtobufMessage::default().message(1, value);
+    ProtobufMessage::default().double(1, now).message(5, &summary).0
 }
 
 /// Returns a file name such as `events.out.tfevents.SECONDS.HOST.PROCESS.NUMBER`: TensorBoard looks for the first
@@ -92,53 +128,10 @@ fn record(message: &[u8]) -> Vec<u8> {
     [&length[..], &masked(&length).to_le_bytes(), message, &masked(message).to_le_bytes()].concat()
 }
 
-/// A protobuf message under construction, field by field.
-#[derive(Default)]
-struct ProtobufMessage(Vec<u8>);
-
-impl ProtobufMessage {
-    /// Writes a key: the field's number and the encoding of its value.
-    fn key(&mut self, field: u8, wire_type: u8) {
-        self.0.push(field << 3 | wire_type);
-    }
-
-    fn push_varint(&mut self, mut value: u64) {
-        while value >= 0x80 {
-            self.0.push(value as u8 | 0x80);
-            value >>= 7;
-        }
-        self.0.push(value as u8);
-    }
-
-    fn varint(mut self, field: u8, value: u64) -> Self {
-        self.key(field, 0);
-        self.push_varint(value);
-        self
-    }
-
-    fn double(mut self, field: u8, value: f64) -> Self {
-        self.key(field, 1);
-        self.0.extend(value.to_le_bytes());
-        self
-    }
-
-    fn float(mut self, field: u8, value: f32) -> Self {
-        self.key(field, 5);
-        self.0.extend(value.to_le_bytes());
-        self
-    }
-
-    fn bytes(mut self, field: u8, value: &[u8]) -> Self {
-        self.key(field, 2);
-        self.push_varint(value.len() as u64);
-        self.0.extend(value);
-        self
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::{RunDescription, RunEnding};
     use super::*;
 
     /// Computes CRC-32C by polynomial division, bit by bit from the highest power: no table, and nothing reversed but
@@ -241,6 +234,27 @@ mod tests {
         }
         // A run that is killed in the middle of a record leaves the records before it intact.
         assert_eq!(messages(&bytes[..bytes.len() - 3]).len(), written.len());
+    }
+
+    #[test]
+    fn a_run_that_begins_marks_its_first_step_and_names_its_hyperparameters() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut board = TensorBoard::create(dir.path()).unwrap();
+        let run = RunDescription { samples: 24, world_size: 2, ..RunDescription::default() };
+        board.note(&RunMilestone::Begins(&run)).unwrap();
+        board.write(&[MonitorEvent::new("x", 1.0, 32)]).unwrap();
+        board.note(&RunMilestone::Loaded { samples: 8 }).unwrap();
+        board.note(&RunMilestone::Ends(RunEnding::Stopped)).unwrap();
+        board.note(&RunMilestone::Ends(RunEnding::Finished)).unwrap();
+        let bytes = std::fs::read(board.path()).unwrap();
+        let read = messages(&bytes);
+        let start = |message: &[u8]| (field(message, 2).unwrap().1, field(field(message, 7).unwrap().0, 1).unwrap().1);
+        assert_eq!((start(read[1]), start(read[5])), ((25, 1), (9, 1)));
+        let tags: Vec<&[u8]> =
+            read.iter().filter_map(|message| field(field(field(message, 5)?.0, 1)?.0, 1)).map(|tag| tag.0).collect();
+        let hparams = ["experiment", "session_start_info", "session_end_info"].map(|name| format!("_hparams_/{name}"));
+        let [experiment, begin, end] = hparams.each_ref().map(|tag| tag.as_bytes());
+        assert_eq!(tags, [experiment, begin, b"x", end]);
     }
 
     #[test]

@@ -24,21 +24,23 @@ mod recorded;
 mod secrets;
 mod spec;
 mod summary;
-mod time;
 mod writer;
 
+pub use crate::monitor::RunEnding;
+use crate::wall_clock;
+pub(crate) use crate::wall_clock::now;
+pub use crate::wall_clock::{parse_utc, utc};
 pub use folder::{ListedRun, RunsFolder};
 pub use git::GitRevision;
 pub use info::{RunInfo, RunVersions};
 pub use machine::RunMachine;
 pub use metrics::{MetricsRow, RunMetrics};
 pub use recorded::{RecordedRun, RecordedState};
-pub(crate) use spec::RecordPlan;
+pub(crate) use secrets::settings_without_secrets;
 pub use spec::RunSpec;
-pub use summary::{RunEnding, RunSummary, ValueAtStep};
-pub(crate) use time::now;
-pub use time::{parse_utc, utc};
-pub(crate) use writer::{LoadedFrom, RunStart, RunWriter, check_folder};
+pub(crate) use spec::{RecordPlan, run_name};
+pub use summary::{RunSummary, ValueAtStep};
+pub(crate) use writer::{LoadedFrom, RunStart, RunWriter, check_folder, job, restart};
 
 /// The variable with the folder of runs; `off` switches recording off.
 pub const RUNS_DIR: &str = "CANDLE_ZERO_RUNS_DIR";
@@ -68,5 +70,5 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 /// Returns a new id of a job: the time in UTC, and random digits.
 pub fn new_job() -> String {
     let random = std::hash::BuildHasher::hash_one(&std::collections::hash_map::RandomState::new(), std::process::id());
-    format!("{}-{:06x}", time::stamp(time::now()), random & 0xff_ffff)
+    format!("{}-{:06x}", wall_clock::stamp(now()), random & 0xff_ffff)
 }

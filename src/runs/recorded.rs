@@ -1,7 +1,7 @@
 //! A recorded run, as a reader sees it.
 
 use super::lines;
-use super::{EVENTS, RunEnding, RunInfo, RunMetrics, RunSummary, SAMPLES, time};
+use super::{EVENTS, RunEnding, RunInfo, RunMetrics, RunSummary, SAMPLES, now};
 use crate::error::{Error, Result};
 use crate::files::LOCK;
 use crate::util::host_name;
@@ -104,9 +104,7 @@ impl RecordedRun {
     /// Returns the time that the run has taken so far, without pauses between sessions, in seconds.
     pub fn seconds(&self) -> f64 {
         match self.state {
-            RecordedState::Running => {
-                self.summary.earlier_seconds + (time::now() - self.summary.session_started).max(0.0)
-            }
+            RecordedState::Running => self.summary.earlier_seconds + (now() - self.summary.session_started).max(0.0),
             _ => self.summary.seconds(),
         }
     }

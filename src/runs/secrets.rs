@@ -152,7 +152,7 @@ pub(super) fn command_without_secrets(words: &[String]) -> Vec<String> {
 }
 
 /// Returns a tree of settings without secrets.
-pub(super) fn settings_without_secrets(value: Value) -> Value {
+pub(crate) fn settings_without_secrets(value: Value) -> Value {
     match value {
         Value::String(text) => Value::String(without_secrets(&text)),
         Value::Array(items) => items.into_iter().map(settings_without_secrets).collect(),

@@ -94,6 +94,23 @@ impl RunSpec {
         self.command = Some(words);
         self
     }
+
+    /// Returns the settings of the program, and the number of steps of the complete run.
+    pub(crate) fn settings_and_steps(&self) -> (Value, Option<u64>) {
+        (self.settings.clone(), self.total_steps)
+    }
+}
+
+/// Returns the name of a run, whether it is recorded or not: that of the environment, of the section `run`, of the
+/// program's request, or of the program.
+pub(crate) fn run_name(
+    spec: Option<&RunSpec>,
+    config: Option<&RunRecordConfig>,
+    variable: impl Fn(&str) -> Option<OsString>,
+) -> String {
+    let of_job = variable(RUN).filter(|value| !value.is_empty()).map(|name| name.to_string_lossy().into_owned());
+    let of_config = || config.and_then(|config| config.name.clone());
+    of_job.or_else(of_config).or_else(|| spec.map(|spec| spec.name.clone())).unwrap_or_else(program_name)
 }
 
 impl From<&str> for RunSpec {

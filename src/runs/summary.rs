@@ -8,6 +8,7 @@ use super::metrics::{LOSS, MetricsLine, MetricsRow, WholeMetrics};
 use super::{EVENTS, FORMAT, MAX_FILE_BYTES, METRICS, SUMMARY, WRITING, lines};
 use crate::error::{Error, Result};
 use crate::files;
+use crate::monitor::RunEnding;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::io::{ErrorKind, Write as _};
@@ -29,30 +30,6 @@ pub struct ValueAtStep {
 
 fn nan_if_null<'de, D: serde::Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
-}
-
-/// How a run has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum RunEnding {
-    /// The program ended it normally.
-    Finished,
-    /// A signal asked it to end.
-    Stopped,
-    /// An error ended it.
-    Failed,
-}
-
-impl RunEnding {
-    /// Returns the name of the outcome.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Finished => "finished",
-            Self::Stopped => "stopped",
-            Self::Failed => "failed",
-        }
-    }
 }
 
 /// The state of a run, known without reading its metrics.

@@ -8,12 +8,12 @@ use super::info::{RunInfo, RunVersions};
 use super::metrics::{LOSS, MetricsRow, json_number};
 use super::recorded::RecordedRun;
 use super::secrets::{command_without_secrets, settings_without_secrets, without_secrets};
-use super::summary::{RunEnding, RunSummary};
-use super::{EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RecordPlan, RunMachine, SAMPLES, new_job, time};
+use super::summary::RunSummary;
+use super::{EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RecordPlan, RunMachine, SAMPLES, new_job, now};
 use crate::comm::rank_env::SCRIPT;
 use crate::error::{Error, Result};
 use crate::files::{FolderLock, FolderLockOutcome};
-use crate::monitor::end_last_line;
+use crate::monitor::{RunEnding, end_last_line};
 use crate::stop_signal::RESTART;
 use serde_json::{Map, Value, json};
 use std::fs::{File, OpenOptions};
@@ -294,8 +294,8 @@ impl RunWriter {
     /// Records that a checkpoint was loaded after the run had begun.
     pub fn loaded(&mut self, loaded: &LoadedFrom) -> Result<()> {
         let path = without_secrets(&loaded.path.to_string_lossy());
-        self.push_event(object(json!({"event": "load", "path": path, "step": loaded.step})), time::now());
-        self.continue_after(loaded.step, self.summary.sessions, time::now())?;
+        self.push_event(object(json!({"event": "load", "path": path, "step": loaded.step})), now());
+        self.continue_after(loaded.step, self.summary.sessions, now())?;
         self.flush()
     }
 
@@ -306,11 +306,11 @@ impl RunWriter {
 
     /// Records values of a step. A value replaces an earlier one of the same step that has the same name.
     pub fn record(&mut self, step: u64, values: impl IntoIterator<Item = (String, f64)>) -> Result<()> {
-        let now = time::now();
-        let row = MetricsRow { step, time: now, values: values.into_iter().collect() };
+        let time = now();
+        let row = MetricsRow { step, time, values: values.into_iter().collect() };
         let mut line = Map::new();
         line.insert("step".into(), step.into());
-        line.insert("time".into(), now.into());
+        line.insert("time".into(), time.into());
         // These names have other meanings in the file.
         let is_free = |name: &str| !["step", "time", "session", "from_step"].contains(&name);
         line.extend(
@@ -333,7 +333,7 @@ impl RunWriter {
     /// Records a text that the model has generated.
     pub fn sample(&mut self, step: u64, prompt: &str, text: &str) -> Result<()> {
         let (prompt, text) = (shortened(prompt), shortened(text));
-        self.samples.push(object(json!({"step": step, "time": time::now(), "prompt": prompt, "text": text})));
+        self.samples.push(object(json!({"step": step, "time": now(), "prompt": prompt, "text": text})));
         self.flush()
     }
 
@@ -341,21 +341,21 @@ impl RunWriter {
     pub fn checkpoint(&mut self, step: u64, folder: &Path, path: &Path) -> Result<()> {
         let [path, folder] = [path, &absolute(folder)].map(|path| without_secrets(&path.to_string_lossy()));
         let event = json!({"event": "checkpoint", "step": step, "path": path, "folder": folder});
-        self.push_event(object(event), time::now());
+        self.push_event(object(event), now());
         self.flush()
     }
 
     /// Records that a checkpoint could not be saved.
     pub fn failed_checkpoint(&mut self, step: u64, message: &str) -> Result<()> {
         let message = shortened(&without_secrets(message)).to_owned();
-        self.push_event(object(json!({"event": "failed checkpoint", "step": step, "message": message})), time::now());
+        self.push_event(object(json!({"event": "failed checkpoint", "step": step, "message": message})), now());
         self.flush()
     }
 
     /// Records an error.
     pub fn error(&mut self, step: u64, message: &str) -> Result<()> {
         let message = shortened(&without_secrets(message)).to_owned();
-        self.push_event(object(json!({"event": "error", "step": step, "message": message})), time::now());
+        self.push_event(object(json!({"event": "error", "step": step, "message": message})), now());
         self.flush()
     }
 
@@ -365,7 +365,7 @@ impl RunWriter {
         if let Some(message) = message {
             event.insert("message".into(), shortened(&without_secrets(message)).into());
         }
-        self.push_event(event, time::now());
+        self.push_event(event, now());
         self.flush()?;
         self.summarize();
         Ok(())
@@ -418,7 +418,7 @@ fn lock(folder: &Path, patience: Duration) -> Result<Option<FolderLock>> {
 }
 
 /// Returns the id of the job that this process belongs to.
-fn job() -> &'static str {
+pub(crate) fn job() -> &'static str {
     static JOB_ID: OnceLock<String> = OnceLock::new();
     let is_id = |id: &String| {
         (8..=64).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
@@ -427,7 +427,7 @@ fn job() -> &'static str {
 }
 
 /// Returns the number of times that the launcher has restarted this job.
-fn restart() -> u64 {
+pub(crate) fn restart() -> u64 {
     std::env::var(RESTART).ok().and_then(|number| number.parse().ok()).unwrap_or_default()
 }
 
@@ -499,7 +499,7 @@ mod tests {
     fn start(loaded: Option<(&Path, u64)>) -> RunStart {
         let loaded = loaded.map(|(folder, step)| LoadedFrom { folder: folder.into(), path: folder.join("tag"), step });
         let configuration = json!({"seed": 1, "comet": {"api_key": "secret"}});
-        RunStart { world_size: 2, configuration, time: time::now(), loaded }
+        RunStart { world_size: 2, configuration, time: now(), loaded }
     }
 
     fn open(folder: &Path, name: &str, job: &str, restart: u64) -> RunWriter {
@@ -571,7 +571,8 @@ mod tests {
                 assert_eq!(run.summary().problem, None);
             }
         }
-        // A torn line, and a restart.
+        // A torn line, and a restart. The events are complete: with a long command line, they are longer than the metrics.
+        std::fs::write(folder.join(EVENTS), &events).unwrap();
         std::fs::write(folder.join(METRICS), &metrics[..metrics.len() - 3]).unwrap();
         let mut writer = open(dir.path(), "x", JOB_A, 1);
         assert_eq!(writer.folder(), folder);

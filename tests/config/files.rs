@@ -300,7 +300,7 @@ fn keys_without_effect_are_noted_once_each_and_defaults_are_not() {
         "optimizer": {"type": "AdamW", "params": {"torch_adam": true, "adam_w_mode": false}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_type": "cubic"}},
         "aio": {"thread_count": 4, "queue_depth": 32, "single_submit": true, "overlap_events": false, "use_gds": true},
-        "wandb": {"enabled": true, "team": 3, "x": null},
+        "comet": {"enabled": true, "workspace": 3, "x": null},
         "tensorboard": {"enabled": false, "job_name": "x"}, "comms_logger": {"enabled": false},
         "compile": {"backend": "inductor"}, "tensor_parallel": {"autotp_size": 1},
         "flops_profiler": {"enabled": true}, "checkpoint": {"tag_validation": "fail"},
@@ -308,6 +308,21 @@ fn keys_without_effect_are_noted_once_each_and_defaults_are_not() {
     })));
     insta::assert_snapshot!(notes(&config));
     assert!(config.wall_clock_breakdown && config.activation_checkpointing);
+}
+
+#[test]
+fn the_section_wandb_is_read_and_printed_again_and_its_mistakes_are_errors() {
+    let section = json!({"enabled": true, "group": "g", "team": "t"});
+    let config = load(with(json!({"wandb": section})));
+    let wandb = config.monitoring.wandb.clone().unwrap();
+    assert_eq!(
+        (wandb.group.as_deref(), wandb.team.as_deref(), wandb.project.as_str()),
+        (Some("g"), Some("t"), "deepspeed")
+    );
+    assert_eq!(load(config.to_deepspeed_json()).monitoring.wandb, Some(wandb));
+    assert_eq!(notes(&config), "");
+    assert_eq!(load(with(json!({"wandb": {"enabled": false, "project": "p"}}))).monitoring.wandb, None);
+    assert_eq!(refused(json!({"wandb": {"enabled": true, "team": 3, "entity": "x"}})), ["wandb.team", "wandb.entity"]);
 }
 
 #[test]

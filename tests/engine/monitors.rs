@@ -295,6 +295,119 @@ fn prometheus_reads_a_running_job_and_a_taken_port_is_an_error() {
     rest.join().unwrap().unwrap();
 }
 
+/// A monitor that collects the events of an engine.
+struct Collector(std::sync::mpsc::Sender<MonitorEvent>);
+
+impl Monitor for Collector {
+    fn write(&mut self, events: &[MonitorEvent]) -> candle_zero::Result<()> {
+        events.iter().for_each(|event| self.0.send(event.clone()).unwrap());
+        Ok(())
+    }
+}
+
+/// The name, the operator and the value of a label.
+type Label<'a> = (&'a str, &'a str, &'a str);
+
+/// Returns the selectors of an expression of PromQL: the name of a metric, and its labels.
+fn selectors(expression: &str) -> Vec<(&str, Vec<Label<'_>>)> {
+    let ends_name = |c: char| !(c.is_ascii_alphanumeric() || c == '_');
+    let mut found = Vec::new();
+    for part in expression.split_inclusive('}') {
+        let Some((before, labels)) = part.strip_suffix('}').and_then(|part| part.split_once('{')) else { continue };
+        let start = before.rfind(ends_name).map_or(0, |at| at + 1);
+        let mut list = Vec::new();
+        for label in labels.split(", ") {
+            let (name, rest) = label.split_at(label.find(ends_name).unwrap());
+            let (operator, value) = rest.split_once('"').unwrap();
+            list.push((name, operator, value.strip_suffix('"').unwrap()));
+        }
+        found.push((&before[start..], list));
+    }
+    found
+}
+
+#[test]
+fn the_dashboard_of_grafana_asks_for_metrics_labels_and_tags_that_are_served() {
+    let (sender, collected) = std::sync::mpsc::channel();
+    let more = json!({"wall_clock_breakdown": true, "fp16": {"enabled": true, "initial_scale_power": 8}});
+    let mut engine = Engine::builder()
+        .monitor(move || Ok(Collector(sender)))
+        .initialize(|vb| Tiny::new(Shape::default(), vb), config(1, 1, json!({}), more))
+        .unwrap();
+    let (ids, targets) = batch(0);
+    for _ in 0..2 {
+        let loss = engine.forward(|model| model.loss(&ids, &targets)).unwrap();
+        engine.backward(&loss).unwrap();
+        engine.step().unwrap();
+    }
+    // `zerorun finetune` records both, `train_gpt` the second.
+    engine.record_metrics(&[("val_loss", 1.0), ("tokens_per_s", 2.0)]);
+    drop(engine);
+    let events: Vec<MonitorEvent> = collected.iter().collect();
+    let mut prometheus = candle_zero::monitor::Prometheus::listen(0).unwrap();
+    prometheus.write(&events).unwrap();
+    let mut client = TcpStream::connect(prometheus.address()).unwrap();
+    client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    client.read_to_string(&mut answer).unwrap();
+    let served: Vec<_> = answer.lines().filter(|line| !line.starts_with('#')).flat_map(selectors).collect();
+
+    let dashboard: Value = serde_json::from_str(include_str!("../../docs/grafana.json")).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let expressions: Vec<&str> = panels
+        .iter()
+        .flat_map(|panel| panel["targets"].as_array().unwrap())
+        .map(|target| target["expr"].as_str().unwrap())
+        .collect();
+    assert!(expressions.len() > 15, "{expressions:?}");
+    for expression in expressions {
+        let found = selectors(expression);
+        assert!(!found.is_empty(), "{expression}");
+        for (metric, labels) in found {
+            // Prometheus itself adds `instance`.
+            let asked: Vec<_> = labels.into_iter().filter(|(name, ..)| *name != "instance").collect();
+            let is_served =
+                served.iter().any(|(name, has)| *name == metric && asked.iter().all(|label| has.contains(label)));
+            assert!(is_served, "{expression}: {served:?}");
+        }
+    }
+    let variable = &dashboard["templating"]["list"][1];
+    assert_eq!(variable["query"]["query"], "label_values(candle_zero_value, instance)");
+    assert!(served.iter().any(|(name, _)| *name == "candle_zero_value"));
+}
+
+// ---- Weights & Biases ------------------------------------------------------------------------------------------
+
+#[test]
+fn a_run_of_weights_and_biases_continues_from_its_checkpoint_and_has_each_step_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let train = |steps: &str| {
+        let more = json!({"wandb": {"enabled": true, "project": "p", "group": "g"}, "steps_per_print": 1000});
+        let args = ["--steps", steps, "--save", "checkpoints", "--resume"];
+        let mut command = train_gpt(dir.path(), &["-n", "2", "--run", "small"], more, &args);
+        said(&command.env_remove("WANDB_DIR").env_remove("WANDB_MODE").output().unwrap())
+    };
+    let first = train("3").join("\n");
+    let second = train("5").join("\n");
+    let folders: Vec<_> = std::fs::read_dir(dir.path().join("wandb")).unwrap().map(|e| e.unwrap().path()).collect();
+    let [folder] = &folders[..] else { panic!("{folders:?}") };
+    let name = folder.file_name().unwrap().to_str().unwrap();
+    let id = name.rsplit_once('-').unwrap().1;
+    assert!(name.starts_with("offline-run-20") && id.len() == 8, "{name}");
+    let said = |how: &str| {
+        let folder = format!("wandb/{name}");
+        format!("Weights & Biases run {id} {how} in {folder}; upload it with wandb sync")
+    };
+    assert!(first.contains(&said("is written")), "{first}");
+    assert!(second.contains(&said("continues")), "{second}");
+    let bytes = std::fs::read(folder.join(format!("run-{id}.wandb"))).unwrap();
+    let count = |text: &str| bytes.windows(text.len()).filter(|window| *window == text.as_bytes()).count();
+    // The file is smaller than a block, so no text is divided. Each value is in the history and in the summary.
+    assert!(bytes.starts_with(b":W&B") && bytes.len() < 32 << 10, "{}", bytes.len());
+    assert_eq!((count("Train/Samples/train_loss"), count("tokens_per_s")), (10, 10));
+    assert_eq!((count("\"train_batch_size\":8"), count("\"seq_len\":32")), (2, 2));
+}
+
 // ---- flops -----------------------------------------------------------------------------------------------------
 
 /// Returns rank 0's profile of a GPT's second step on `world` ranks, with two micro steps of two samples per rank.

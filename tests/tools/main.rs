@@ -5,6 +5,7 @@
 mod support;
 
 mod bench_disk;
+mod bench_scaling;
 mod check;
 mod checkpoint;
 mod commands;

@@ -177,7 +177,7 @@ fn the_section_of_the_configuration_counts() {
 
 #[test]
 fn a_run_that_hangs_is_ended_and_is_a_row() {
-    let folder = Folder::new(&json!({"wandb": {"enabled": false, "slow": true}}));
+    let folder = Folder::new(&json!({"comet": {"enabled": false, "slow": true}}));
     let output = folder.tune_script(&["--stages", "0", "--run_limit", "1"]);
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     assert!(stdout(&output).contains("stage 0, micro batch 1  failed: it took longer than 1 s"), "{}", stdout(&output));

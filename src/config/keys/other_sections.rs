@@ -17,8 +17,8 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("tensorboard", true, TENSORBOARD).switch("enabled"),
     ConfigSection::new("csv_monitor", true, CSV_MONITOR).switch("enabled"),
     ConfigSection::new("run", false, RUN),
-    ConfigSection::new("wandb", true, WANDB).status(none("nothing is sent; `wandb sync` accepts the event files of tensorboard")).switch("enabled").unchecked(),
-    ConfigSection::new("comet", true, COMET).status(none("nothing is sent; tensorboard and csv_monitor write the same values to files")).switch("enabled").unchecked(),
+    ConfigSection::new("wandb", true, WANDB).switch("enabled"),
+    ConfigSection::new("comet", true, COMET).status(none("nothing is written for Comet; tensorboard, csv_monitor and wandb write the same values to files")).switch("enabled").unchecked(),
     ConfigSection::new("autotuning", false, AUTOTUNING).status(none("a run does not search for settings; `zerorun tune` uses this section"))
         .when_off("accepted, but has no effect here: a run does not search for settings; `zerorun tune` uses this section").unchecked(),
     ConfigSection::new("compile", true, COMPILE).status(none("Rust is already compiled"))
@@ -121,10 +121,10 @@ const RUN: &[super::ConfigKey] = keys! {
 };
 
 const WANDB: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "false", S, "Send metrics.";
-    "group": Str, "null", S, "Group of runs.";
-    "team": Str, "null", S, "Team.";
-    "project": Str, "\"deepspeed\"", S, "Project.";
+    "enabled": Bool, "false", H, "Write a Weights & Biases run, from rank 0, into the folder `wandb`. Nothing is sent: `wandb sync` uploads the run.";
+    "group": Str, "null", H, "Group of the run.";
+    "team": Str, "null", H, "Team to which the run is uploaded; null: the user's default.";
+    "project": Str, "\"deepspeed\"", H, "Project of the run.";
 };
 
 const COMET: &[super::ConfigKey] = keys! {

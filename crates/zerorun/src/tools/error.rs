@@ -47,6 +47,12 @@ pub enum ToolError {
         /// The names of the runs.
         what: String,
     },
+    /// The flags of `zerorun bench scaling` do not fit together.
+    #[error("cannot measure: {problem}")]
+    Scaling {
+        /// The problem and its remedy.
+        problem: String,
+    },
     /// The settings of a script cannot be tuned.
     #[error("cannot tune: {problem}")]
     Tune {

@@ -2,9 +2,9 @@
 //! tool.
 //!
 //! Each tool has a file or folder named after it. `config_diagnostic` belongs to `check`, `hosts_forecast`,
-//! `pipeline_report` and `gpu_capacity` to `estimate`, `model_size_flags` to `estimate` and `tune`, `sample_flags` to
-//! `data` and `finetune`, and `resolve_model` to `data`, `finetune`, `generate` and `merge`. A script with the same
-//! name as a tool is started as `./NAME`.
+//! `pipeline_report` and `gpu_capacity` to `estimate`, `model_size_flags` to `estimate`, `tune` and `bench`, `own_ranks` to
+//! `verify` and `bench`, `sample_flags` to `data` and `finetune`, and `resolve_model` to all tools that accept a model. A
+//! script with the same name as a tool is started as `./NAME`.
 
 mod bench;
 mod byte_progress;
@@ -27,6 +27,7 @@ mod inspect;
 mod island_server;
 mod merge;
 mod model_size_flags;
+mod own_ranks;
 mod pipeline_report;
 mod resolve_model;
 mod runs;
@@ -55,7 +56,7 @@ pub(crate) struct ZerorunTool {
 const ALL: [ZerorunTool; 20] = [
     ZerorunTool {
         name: "bench",
-        about: "Measure an offload folder, or the network between hosts",
+        about: "Measure an offload folder, the network, or the speed of several ranks",
         run: bench::run,
         command: bench::command,
     },

@@ -109,6 +109,14 @@ impl SizedPreset {
         }
     }
 
+    /// Returns the context length.
+    pub(super) fn ctx(&self) -> usize {
+        match self {
+            Self::Gpt(_, config) => config.ctx,
+            Self::Llama(_, config) => config.ctx,
+        }
+    }
+
     /// Returns the parameters.
     pub(super) fn shapes(&self) -> Result<Shapes> {
         match self {

@@ -50,6 +50,11 @@ impl CoreList {
         &self.0
     }
 
+    /// Returns the first `count` cores, or all if there are fewer.
+    pub(crate) fn first(&self, count: usize) -> Self {
+        Self(self.0[..count.min(self.0.len())].to_vec())
+    }
+
     /// Returns the cores of local rank `local_rank` among `ranks` ranks of the host.
     pub(crate) fn share(&self, local_rank: usize, ranks: usize) -> Result<&[usize], HostsError> {
         assert!(local_rank < ranks, "local rank {local_rank} of {ranks}");

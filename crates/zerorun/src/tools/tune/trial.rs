@@ -170,9 +170,10 @@ impl TrialRunner {
 
 /// Returns a configuration for a short run, which neither logs nor writes to the user's monitoring files.
 fn quiet(config: &Value) -> Value {
-    const REPORTING_KEYS: [&str; 9] = [
+    const REPORTING_KEYS: [&str; 10] = [
         "tensorboard",
         "csv_monitor",
+        "wandb",
         "comms_logger",
         "flops_profiler",
         "wall_clock_breakdown",
@@ -289,7 +290,7 @@ mod tests {
 
     #[test]
     fn a_short_run_writes_no_files_of_monitoring() {
-        let config = json!({"seed": 1, "csv_monitor": {"enabled": true}, "tensorboard": {"enabled": true},
+        let config = json!({"seed": 1, "csv_monitor": {"enabled": true}, "tensorboard": {"enabled": true}, "wandb": {"enabled": true},
                             "wall_clock_breakdown": true, "comms_logger": {}, "flops_profiler": {"enabled": true}});
         assert_eq!(quiet(&config), json!({"seed": 1}));
     }

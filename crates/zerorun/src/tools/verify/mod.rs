@@ -10,21 +10,16 @@ mod gradients;
 mod train;
 mod verify_rows;
 
-use crate::error::{Error, LaunchError, Result};
-use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
-use crate::launch::failure_report::RankExitStatus;
-use crate::launch::ranks::{self, LocalJob, RunEnd};
-use crate::launch::run_flags::RunFlags;
-use crate::launch::signals::{self, LauncherEvent};
+use super::own_ranks::{OwnJobStop, OwnRanks};
+use crate::error::{Error, Result};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use candle_zero::files::ScratchFolder;
 use clap::Parser;
 use compare::{FirstDifference, RankResults};
-use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::mpsc::Receiver;
 use verify_rows::{VerifyDtype, VerifyRow};
 
 /// Train a small GPT at stages 0, 1, 2 and 3, and at stage 3 with offload to host memory and to files, in f32, bf16 and
@@ -75,22 +70,6 @@ struct VerifyArguments {
 /// parent folder.
 const PREFIX: &str = "candle-zero-verify-";
 
-/// The reason why there is no verdict.
-enum VerifyStop {
-    /// An error that the user must fix.
-    SetUp(Error),
-    /// A rank failed; the text is the report about it.
-    Failed(String),
-    /// A signal asked the run to end.
-    Interrupted(Signal),
-}
-
-impl From<Error> for VerifyStop {
-    fn from(error: Error) -> Self {
-        Self::SetUp(error)
-    }
-}
-
 /// Returns the definition of the tool's command line.
 pub(super) fn command() -> clap::Command {
     <VerifyArguments as clap::CommandFactory>::command()
@@ -116,24 +95,16 @@ impl VerifyArguments {
         match self.compare_all() {
             Ok(true) => ExitCode::SUCCESS,
             Ok(false) => ExitCode::FAILURE,
-            Err(VerifyStop::SetUp(error)) => refused(&error, EXIT_SETUP),
-            Err(VerifyStop::Failed(report)) => {
-                eprint(&report);
-                ExitCode::FAILURE
-            }
-            Err(VerifyStop::Interrupted(signal)) => {
-                eprint(&format!("zerorun: stopped by {}", signals::name(signal.as_raw())));
-                ExitCode::from(RankExitStatus::Signal(signal.as_raw()).exit_code())
-            }
+            Err(stop) => stop.report(),
         }
     }
 
     /// Reports all rows one by one. Returns true if all are as expected and could be reported.
-    fn compare_all(&self) -> Result<bool, VerifyStop> {
+    fn compare_all(&self) -> Result<bool, OwnJobStop> {
         let parent = self.dir.clone().unwrap_or_else(std::env::temp_dir);
         let wrong = |source| Error::Io { action: "create a folder in", path: parent.clone(), source };
         let folder = ScratchFolder::new(&parent, PREFIX).map_err(wrong)?;
-        let (_, events) = signals::listen()?;
+        let mut own_ranks = OwnRanks::new()?;
         let (mut told, mut list) = (true, Vec::new());
         let mut first = None;
         let rows = verify_rows::rows(self.ranks.into(), train::layers()?);
@@ -144,7 +115,7 @@ impl VerifyArguments {
             let mut reference = Vec::new();
             for (of_precision, row) in rows.iter().copied().enumerate() {
                 let number = number * rows.len() + of_precision;
-                let logs = self.train(row, precision, &folder.path().join(number.to_string()), number, &events)?;
+                let logs = self.train(row, precision, &folder.path().join(number.to_string()), &mut own_ranks)?;
                 if row.is_reference() {
                     reference = logs.clone();
                 }
@@ -173,47 +144,17 @@ impl VerifyArguments {
         row: VerifyRow,
         precision: VerifyDtype,
         folder: &Path,
-        number: usize,
-        events: &Receiver<LauncherEvent>,
-    ) -> Result<Vec<RankResults>, VerifyStop> {
+        own_ranks: &mut OwnRanks,
+    ) -> Result<Vec<RankResults>, OwnJobStop> {
         let wrong = |source| Error::Io { action: "write", path: folder.to_owned(), source };
         std::fs::create_dir(folder).map_err(wrong)?;
         let config = verify_rows::config(row, precision, self.ranks.into(), folder).to_string();
         std::fs::write(folder.join(train::CONFIG), config).map_err(wrong)?;
-        let program = std::env::current_exe()
-            .map_err(|source| Error::from(LaunchError::Setup { what: "finding the program itself", source }))?;
         let (steps, ranks) = (self.steps.to_string(), row.ranks(self.ranks.into()));
         let mut args: Vec<OsString> = ["verify", "--steps", &steps, "--rank_of"].map(Into::into).into();
         args.push(folder.into());
-        // Each further job counts as a restart of the first, so that the launcher does not repeat its warning about the
-        // number of ranks.
-        let restart = u32::try_from(number).unwrap_or(u32::MAX);
-        let job = LocalJob {
-            program,
-            args,
-            world: ranks,
-            timeout: None,
-            grace: ranks::DEFAULT_GRACE,
-            on_signal: None,
-            script: None,
-            master_port: None,
-            prometheus: None,
-            run: RunFlags { folder: Some("off".into()), ..RunFlags::default() },
-            island: ranks::IslandPlace::default(),
-            restart,
-            timeline: None,
-            multi_host: None,
-            cores: None,
-            devices: None,
-        };
-        match ranks::run(&job, events)? {
-            RunEnd::Well | RunEnd::Unwritten => {
-                Ok((0..ranks).map(|rank| RankResults::read(&train::file(folder, rank))).collect::<Result<_>>()?)
-            }
-            RunEnd::Elsewhere => unreachable!("the ranks are on this host"),
-            RunEnd::Interrupted(signal) => Err(VerifyStop::Interrupted(signal)),
-            RunEnd::Failed(failure) => Err(VerifyStop::Failed(failure.report)),
-        }
+        own_ranks.run(args, ranks, None)?;
+        Ok((0..ranks).map(|rank| RankResults::read(&train::file(folder, rank))).collect::<Result<_>>()?)
     }
 
     fn object(&self, rows: Vec<Value>) -> Value {

@@ -1,4 +1,4 @@
-//! Times of records: seconds since 1970, and their text in UTC.
+//! Times of records and file names: seconds since 1970, and their text in UTC.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -34,7 +34,7 @@ pub fn utc(seconds: f64) -> String {
 }
 
 /// Returns a time as `20260131-235959`, in UTC, for names of folders.
-pub(super) fn stamp(seconds: f64) -> String {
+pub(crate) fn stamp(seconds: f64) -> String {
     let [year, month, day, hour, minute, second] = parts(seconds);
     format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
 }

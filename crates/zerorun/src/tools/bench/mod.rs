@@ -1,5 +1,7 @@
 //! `zerorun bench`: measures the performance of this machine.
 
+mod scaling;
+
 use crate::launch::console::{CommandLineError, EXIT_SETUP, refused};
 use candle_zero::comm::stats::network_bench;
 use candle_zero::comm::{self, RankEnv};
@@ -29,6 +31,7 @@ struct BenchArguments {
 enum BenchCommand {
     Disk(DiskBenchArguments),
     Network(NetworkBenchArguments),
+    Scaling(scaling::ScalingArguments),
 }
 
 /// Measure MPI and collectives on the network between hosts. Start it as the program of a job's ranks: `zerorun --hostfile
@@ -85,9 +88,10 @@ pub(super) fn command() -> clap::Command {
 
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
-    Ok(match BenchArguments::try_parse_from(words).map_err(CommandLineError)?.what {
+    Ok(match BenchArguments::try_parse_from(&words).map_err(CommandLineError)?.what {
         BenchCommand::Disk(disk) => disk.run(),
         BenchCommand::Network(network) => network.run(),
+        BenchCommand::Scaling(scaling) => scaling.run(words),
     })
 }
 
@@ -307,7 +311,7 @@ mod tests {
         let words = std::iter::once("bench").chain(words.split_whitespace()).map(OsString::from);
         match BenchArguments::try_parse_from(words).map_err(CommandLineError)?.what {
             BenchCommand::Disk(disk) => Ok(disk),
-            BenchCommand::Network(_) => panic!("a disk was asked for"),
+            BenchCommand::Network(_) | BenchCommand::Scaling(_) => panic!("a disk was asked for"),
         }
     }
 
@@ -377,6 +381,44 @@ mod tests {
         "#);
         insta::assert_snapshot!(refusal("disk /x --queue_depth 0"), @r#"
         zerorun: invalid value '0' for '--queue_depth <N>': 0 is not in 1..=64
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling --ranks 0"), @r#"
+        zerorun: invalid value '0' for '--ranks <N|LIST>': 0 is not in 1..=1024
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling --ranks 1,x"), @r#"
+        zerorun: invalid value 'x' for '--ranks <N|LIST>': invalid digit found in string
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling --stages 4"), @r#"
+        zerorun: invalid value '4' for '--stages <LIST>': 4 is not in 0..=3
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling --scaling fast"), @r#"
+        zerorun: invalid value 'fast' for '--scaling <LIST>'
+          [possible values: weak, strong]
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling --steps 0"), @r#"
+        zerorun: invalid value '0' for '--steps <N>': 0 is not in 1..=100000
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling --batch 0"), @r#"
+        zerorun: invalid value '0' for '--batch <N>': 0 is not in 1..=65536
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("scaling nano"), @r#"
+        zerorun: unexpected argument 'nano' found
+
+        Usage: zerorun bench scaling [OPTIONS]
 
         For more information, try '--help'.
         "#);

@@ -1,0 +1,358 @@
+//! Writes Weights & Biases runs without a network: `wandb sync` uploads them, and `wandb leet` shows them.
+//!
+//! ```text
+//! wandb/offline-run-YYYYmmdd_HHMMSS-ID/run-ID.wandb      the log of records (transaction_log.rs, records.rs)
+//!                                      candle-zero.json  the job and its checkpoints, to continue the run (run_folder.rs)
+//! ```
+//!
+//! A run that continues after a restart, or from one of its checkpoints, goes on in its file.
+
+mod records;
+mod run_folder;
+mod transaction_log;
+
+use super::{Monitor, MonitorEvent, RunDescription, RunEnding, RunMilestone};
+use crate::config::WandbConfig;
+use crate::error::{Error, MonitorError, Result};
+use crate::notice::emit;
+use crate::wall_clock::now;
+use records::{RecordHead, RecordKind, RecordMaker, WandbRunIdentity};
+use run_folder::WandbRunFolder;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use transaction_log::TransactionLog;
+
+/// A tag of the engine's events, which are written at each step.
+const ENGINE_TAG: &str = "Train/Samples/lr";
+/// The folder of runs if `WANDB_DIR` names no other.
+const FOLDER: &str = "wandb";
+
+/// The environment variables that are obeyed, with the meaning that wandb gives them.
+const DIR: &str = "WANDB_DIR";
+const MODE: &str = "WANDB_MODE";
+const NAME: &str = "WANDB_NAME";
+const RUN_ID: &str = "WANDB_RUN_ID";
+
+/// A monitor that writes a Weights & Biases run into a folder `offline-run-...`. The run begins with the first step.
+/// Nothing is sent.
+#[derive(Debug)]
+pub struct WandbMonitor {
+    config: WandbConfig,
+    /// The folder of runs.
+    folder: PathBuf,
+    /// The name and the id that the environment gives.
+    name: Option<String>,
+    id: Option<String>,
+    run: Option<OpenWandbRun>,
+}
+
+/// A run that is being written.
+#[derive(Debug)]
+struct OpenWandbRun {
+    identity: WandbRunIdentity,
+    folder: WandbRunFolder,
+    log: TransactionLog,
+    maker: RecordMaker,
+}
+
+impl WandbMonitor {
+    /// Creates the monitor that the environment allows: none if `WANDB_MODE` is `disabled`. The folder of runs is
+    /// created if it is missing: `wandb` in the working directory, or in the folder that `WANDB_DIR` names.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the folder, or a folder in it, cannot be created; [`MonitorError::WandbRunId`] if `WANDB_RUN_ID`
+    /// cannot be part of a name.
+    pub fn create(config: &WandbConfig) -> Result<Option<Self>> {
+        Self::of_environment(config, |name| std::env::var_os(name))
+    }
+
+    fn of_environment(config: &WandbConfig, variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<Self>> {
+        let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let text = |name: &str| variable(name).map(|value| value.to_string_lossy().into_owned());
+        if text(MODE).is_some_and(|mode| mode.eq_ignore_ascii_case("disabled")) {
+            return Ok(None);
+        }
+        let id = text(RUN_ID);
+        if let Some(value) = id.as_ref().filter(|id| !run_folder::is_id(id)) {
+            return Err(MonitorError::WandbRunId { value: value.clone() }.into());
+        }
+        let folder = variable(DIR).map_or(FOLDER.into(), |folder| PathBuf::from(folder).join(FOLDER));
+        let probe = std::fs::create_dir_all(&folder).and_then(|()| tempfile::tempdir_in(&folder));
+        probe.map_err(|source| Error::Io { action: "write to", path: folder.clone(), source })?;
+        Ok(Some(Self { config: config.clone(), folder, name: text(NAME), id, run: None }))
+    }
+
+    /// Begins a run, or continues the one that this job wrote before, or whose checkpoint was loaded.
+    fn begin(&mut self, run: &RunDescription) -> Result<()> {
+        for folder in WandbRunFolder::continued_by(run, &self.folder) {
+            let samples = run.samples;
+            let mut last = 0;
+            let resumed = folder.resume_log(|record| is_before(record, samples, &mut last))?;
+            let Some(log) = resumed else { continue };
+            let identity = folder.identity().clone();
+            let mut open = OpenWandbRun { identity, folder, log, maker: RecordMaker::after(last) };
+            let record = open.maker.config(run);
+            open.append(&[record])?;
+            open.folder.remember(run)?;
+            return self.opened(open, "continues");
+        }
+        let identity = WandbRunIdentity {
+            id: self.id.clone().unwrap_or_else(run_folder::new_id),
+            display_name: self.name.clone().unwrap_or_else(|| run.name.clone()),
+            start: now(),
+        };
+        let (folder, file) = WandbRunFolder::create(&self.folder, &identity, run)?;
+        let path = folder.log_path();
+        let log = TransactionLog::begin(file).map_err(|source| Error::Io { action: "write", path, source })?;
+        let mut open = OpenWandbRun { identity, folder, log, maker: RecordMaker::default() };
+        let records = [open.maker.header(), open.maker.run(&open.identity, &self.config, run)];
+        open.append(&records)?;
+        self.opened(open, "is written")
+    }
+
+    fn opened(&mut self, run: OpenWandbRun, how: &str) -> Result<()> {
+        let (id, path) = (&run.identity.id, run.folder.path().display());
+        emit(&format!("Weights & Biases run {id} {how} in {path}; upload it with wandb sync"));
+        self.run = Some(run);
+        Ok(())
+    }
+}
+
+/// Returns whether a record belongs to the first `samples` samples, and notes its number. Rows of the program itself may
+/// have other steps; they stay with the rows of the engine before them.
+fn is_before(record: &[u8], samples: u64, last: &mut u64) -> bool {
+    let head = RecordHead::read(record, ENGINE_TAG);
+    let is_kept = match head.kind {
+        RecordKind::Row { step, of_engine } => !of_engine || step <= samples,
+        RecordKind::Exit => false,
+        RecordKind::Other => true,
+    };
+    if is_kept {
+        *last = head.num;
+    }
+    is_kept
+}
+
+impl OpenWandbRun {
+    fn append(&mut self, records: &[Vec<u8>]) -> Result<()> {
+        let path = self.folder.log_path();
+        self.log.append(records).map_err(|source| Error::Io { action: "write", path, source })
+    }
+
+    /// Removes the rows of later samples.
+    fn rewind(&mut self, samples: u64) -> Result<()> {
+        let mut last = 0;
+        let path = self.folder.log_path();
+        let rewound = self.log.rewind(|record| is_before(record, samples, &mut last));
+        rewound.map_err(|source| Error::Io { action: "rewind", path, source })?;
+        self.maker = RecordMaker::after(last);
+        Ok(())
+    }
+
+    fn end(mut self, ending: RunEnding) -> Result<()> {
+        let record = self.maker.exit(ending, now() - self.identity.start);
+        self.append(&[record])
+    }
+}
+
+impl Monitor for WandbMonitor {
+    /// Writes one row for all events of a step. Events before the beginning or after the end of the run are not written.
+    fn write(&mut self, events: &[MonitorEvent]) -> Result<()> {
+        let Some(run) = &mut self.run else { return Ok(()) };
+        let (time, start) = (now(), run.identity.start);
+        let rows = events.chunk_by(|a, b| a.step == b.step);
+        let records: Vec<Vec<u8>> = rows.flat_map(|row| run.maker.row(row[0].step, row, time, start)).collect();
+        run.append(&records)
+    }
+
+    fn note(&mut self, milestone: &RunMilestone<'_>) -> Result<()> {
+        match (milestone, &mut self.run) {
+            (RunMilestone::Begins(run), _) => self.begin(run),
+            (RunMilestone::Loaded { samples }, Some(run)) => run.rewind(*samples),
+            (RunMilestone::Saved { folder }, Some(run)) => run.folder.remember_checkpoints(folder),
+            (RunMilestone::Ends(ending), run) => run.take().map_or(Ok(()), |run| run.end(*ending)),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use std::path::Path;
+
+    /// Returns a monitor whose runs are in `folder`.
+    fn monitor(folder: &Path) -> WandbMonitor {
+        let config = WandbConfig { group: None, team: None, project: "p".into() };
+        let variable = |name: &str| (name == DIR).then(|| folder.as_os_str().to_owned());
+        WandbMonitor::of_environment(&config, variable).unwrap().unwrap()
+    }
+
+    fn description(restart: u64, loaded: Option<(&Path, u64)>) -> RunDescription {
+        RunDescription {
+            name: "gpt".into(),
+            job: "20260101-000000-abcdef".into(),
+            restart,
+            world_size: 2,
+            configuration: json!({"seed": 1}),
+            loaded_from: loaded.map(|(folder, _)| folder.to_owned()),
+            samples: loaded.map_or(0, |(_, samples)| samples),
+            ..RunDescription::default()
+        }
+    }
+
+    /// Writes the rows of the engine after these numbers of samples.
+    fn train(monitor: &mut WandbMonitor, samples: impl IntoIterator<Item = u64>) {
+        for samples in samples {
+            let events = [("train_loss", 1.0 / samples as f64), ("lr", 0.1)];
+            let events = events.map(|(name, value)| MonitorEvent::new(format!("Train/Samples/{name}"), value, samples));
+            monitor.write(&events).unwrap();
+        }
+    }
+
+    /// Returns the numbers and the kinds of a run's records: the step of a row, `exit`, or nothing.
+    fn records(folder: &Path) -> Vec<(u64, String)> {
+        let mut files = std::fs::read_dir(folder).unwrap().flatten().map(|entry| entry.path());
+        let path = files.find(|path| path.extension().is_some_and(|end| end == "wandb")).unwrap();
+        let mut found = Vec::new();
+        let file = std::fs::OpenOptions::new().read(true).append(true).open(path).unwrap();
+        TransactionLog::resume(file, |record| {
+            let head = RecordHead::read(record, ENGINE_TAG);
+            let text = match head.kind {
+                RecordKind::Row { step, .. } => step.to_string(),
+                RecordKind::Exit => "exit".into(),
+                RecordKind::Other => String::new(),
+            };
+            found.push((head.num, text));
+            true
+        })
+        .unwrap();
+        found
+    }
+
+    fn rows(folder: &Path) -> Vec<String> {
+        records(folder).into_iter().map(|(_, text)| text).filter(|text| !text.is_empty()).collect()
+    }
+
+    fn folders(folder: &Path) -> Vec<PathBuf> {
+        let mut all: Vec<PathBuf> =
+            std::fs::read_dir(folder.join(FOLDER)).unwrap().map(|entry| entry.unwrap().path()).collect();
+        all.sort();
+        all
+    }
+
+    #[test]
+    fn a_killed_run_continues_after_its_checkpoint_with_each_step_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoints = dir.path().join("checkpoints");
+        std::fs::create_dir(&checkpoints).unwrap();
+        let mut first = monitor(dir.path());
+        first.note(&RunMilestone::Begins(&description(0, None))).unwrap();
+        train(&mut first, [8, 16, 24]);
+        first.note(&RunMilestone::Saved { folder: &checkpoints }).unwrap();
+        // A row of the program itself, with another kind of step.
+        first.write(&[MonitorEvent::new("epoch_loss", 0.5, 1_000_000)]).unwrap();
+        train(&mut first, [32, 40]);
+        let folder = first.run.as_ref().unwrap().folder.path().to_owned();
+        let path = first.run.as_ref().unwrap().folder.log_path();
+        drop(first);
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::write(&path, &bytes[..bytes.len() - 5]).unwrap();
+
+        let mut again = monitor(dir.path());
+        let mut run = description(0, Some((&checkpoints, 24)));
+        run.job = "20260102-000000-abcdef".into();
+        again.note(&RunMilestone::Begins(&run)).unwrap();
+        assert_eq!(again.run.as_ref().unwrap().folder.path(), folder);
+        train(&mut again, [32, 40, 48]);
+        again.note(&RunMilestone::Loaded { samples: 40 }).unwrap();
+        train(&mut again, [48, 56]);
+        again.note(&RunMilestone::Ends(RunEnding::Finished)).unwrap();
+        assert_eq!(rows(&folder), ["8", "16", "24", "1000000", "32", "40", "48", "56", "exit"]);
+        let numbers: Vec<u64> = records(&folder).into_iter().map(|(number, _)| number).collect();
+        assert_eq!(numbers, (1..=numbers.len() as u64).collect::<Vec<_>>());
+        assert_eq!(folders(dir.path()).len(), 1);
+    }
+
+    #[test]
+    fn a_job_that_is_restarted_continues_its_run_and_another_job_begins_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        // Two engines of one process.
+        let [mut a, mut b] = [(), ()].map(|()| monitor(dir.path()));
+        for monitor in [&mut a, &mut b] {
+            monitor.note(&RunMilestone::Begins(&description(0, None))).unwrap();
+            train(monitor, [8]);
+            monitor.note(&RunMilestone::Ends(RunEnding::Failed)).unwrap();
+        }
+        drop((a, b));
+        assert_eq!(folders(dir.path()).len(), 2);
+        let [mut a, mut b] = [(), ()].map(|()| monitor(dir.path()));
+        for monitor in [&mut a, &mut b] {
+            monitor.note(&RunMilestone::Begins(&description(1, None))).unwrap();
+            train(monitor, [8, 16]);
+        }
+        assert_eq!(folders(dir.path()).len(), 2);
+        drop((a, b));
+        for folder in folders(dir.path()) {
+            assert_eq!(rows(&folder), ["8", "16"]);
+        }
+        let other = RunDescription { job: "20260103-000000-abcdef".into(), ..description(7, None) };
+        monitor(dir.path()).note(&RunMilestone::Begins(&other)).unwrap();
+        let renamed = RunDescription { name: "bert".into(), ..description(7, None) };
+        monitor(dir.path()).note(&RunMilestone::Begins(&renamed)).unwrap();
+        assert_eq!(folders(dir.path()).len(), 4);
+    }
+
+    #[test]
+    fn a_run_that_another_process_writes_and_a_damaged_one_are_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut first = monitor(dir.path());
+        first.note(&RunMilestone::Begins(&description(0, None))).unwrap();
+        train(&mut first, [8]);
+        let path = first.run.as_ref().unwrap().folder.log_path();
+        first.note(&RunMilestone::Ends(RunEnding::Stopped)).unwrap();
+        std::fs::write(&path, "damaged").unwrap();
+        monitor(dir.path()).note(&RunMilestone::Begins(&description(1, None))).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "damaged");
+        assert_eq!(folders(dir.path()).len(), 2);
+    }
+
+    #[test]
+    fn the_environment_names_folder_run_and_id_or_switches_the_monitor_off() {
+        let dir = tempfile::tempdir().unwrap();
+        let with = |name: &'static str, value: &'static str| {
+            let folder = dir.path().as_os_str().to_owned();
+            let variable = move |asked: &str| match asked {
+                DIR => Some(folder.clone()),
+                _ => (asked == name).then(|| value.into()),
+            };
+            WandbMonitor::of_environment(&WandbConfig::default(), variable)
+        };
+        assert!(with(MODE, "disabled").unwrap().is_none());
+        for _ in 0..2 {
+            let mut named = with(RUN_ID, "my_run-1").unwrap().unwrap();
+            named.note(&RunMilestone::Begins(&description(0, None))).unwrap();
+            assert!(named.run.as_ref().unwrap().folder.log_path().ends_with("run-my_run-1.wandb"));
+        }
+        let mut named = with(NAME, "a name").unwrap().unwrap();
+        named.note(&RunMilestone::Begins(&description(0, None))).unwrap();
+        assert_eq!(named.run.unwrap().identity.display_name, "a name");
+        insta::assert_snapshot!(with(RUN_ID, "../x").unwrap_err(), @"environment variable WANDB_RUN_ID is `../x`; give 1 to 64 letters (a to z), digits, `-` or `_`, or remove it");
+        std::fs::write(dir.path().join("file"), "").unwrap();
+        let file = dir.path().join("file").into_os_string();
+        let error = WandbMonitor::of_environment(&WandbConfig::default(), |name| (name == DIR).then(|| file.clone()));
+        let error = error.unwrap_err().to_string();
+        assert!(error.starts_with("cannot write to ") && error.contains("file/wandb: "), "{error}");
+    }
+
+    #[test]
+    fn ids_have_eight_letters_and_differ() {
+        let ids: std::collections::BTreeSet<String> = (0..100).map(|_| run_folder::new_id()).collect();
+        assert!(ids.len() > 90 && ids.iter().all(|id| id.len() == 8 && run_folder::is_id(id)), "{ids:?}");
+        for id in ["", "a/b", "a b", "é", &"x".repeat(65)] {
+            assert!(!run_folder::is_id(id), "{id}");
+        }
+    }
+}
