@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::notice::{emit, warn};
 use crate::runs::{RecordPlan, RunEnding, RunSpec, RunStart, RunWriter, check_folder, now};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// The record of a run, on the rank that writes it.
 #[derive(Default)]
@@ -31,6 +32,22 @@ pub(super) struct OpenRecord {
     pub writer: RunWriter,
     /// The checkpoint that is being saved.
     pub saving: Option<SavingCheckpoint>,
+    /// When the ranks last reported.
+    reported: Option<Instant>,
+}
+
+/// The time between two reports of all ranks, and between two looks for requests.
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
+
+impl OpenRecord {
+    /// Returns whether the ranks should report again, and if so begins the next interval.
+    pub fn is_report_due(&mut self) -> bool {
+        let is_due = self.reported.is_none_or(|at| at.elapsed() >= REPORT_INTERVAL);
+        if is_due {
+            self.reported = Some(Instant::now());
+        }
+        is_due
+    }
 }
 
 /// A checkpoint that is being saved.
@@ -67,7 +84,7 @@ impl RunRecorder {
         let Self::Waiting(waiting) = self else { return };
         let opened = RunWriter::open(&waiting.plan, &waiting.start);
         *self = match opened {
-            Ok(writer) => Self::Open(Box::new(OpenRecord { writer, saving: None })),
+            Ok(writer) => Self::Open(Box::new(OpenRecord { writer, saving: None, reported: None })),
             Err(error) => Self::given_up(&error),
         };
     }
