@@ -42,9 +42,9 @@ pub(super) struct EngineReporter {
     pub stop_requested: AtomicBool,
     /// Whether the record of the run contains a request to end, on rank 0.
     pub stop_in_record: bool,
-    /// What rank 0 asked for in the last vote.
+    /// The requests of rank 0 in the last vote.
     pub requests: StepRequests,
-    /// Whether a checkpoint was asked for, and the program has not been told.
+    /// Whether a checkpoint was asked for, and the program has not yet asked.
     pub save_requested: AtomicBool,
     /// The questions that the program has asked.
     pub answers: AnsweredRequests,

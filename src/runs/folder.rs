@@ -2,8 +2,8 @@
 
 use super::recorded::RecordedRun;
 use super::{
-    DEFAULT_FOLDER, EARLIER_LOG, EVENTS, INFO, LAUNCH, LOG, METRICS, RANKS, RUNS_DIR, RecordedState, RunRequest, SAMPLES, SUMMARY,
-    WRITING, spec,
+    DEFAULT_FOLDER, EARLIER_LOG, EVENTS, INFO, LAUNCH, LOG, METRICS, RANKS, RUNS_DIR, RecordedState, RunRequest,
+    SAMPLES, SUMMARY, WRITING, spec,
 };
 use crate::error::{Error, Result, RunError};
 use crate::files::{FolderLock, FolderLockOutcome, LOCK};

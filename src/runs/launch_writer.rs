@@ -1,4 +1,4 @@
-//! What the launcher adds to the record of a run: the output of the ranks, and how each of them has ended.
+//! The launcher's part of the record of a run: the output of the ranks, and how each of them has ended.
 
 use super::line_file::LineFile;
 use super::secrets::without_secrets;

@@ -1,4 +1,4 @@
-//! What a rank reports about itself about once a second: its memory by kind, and the times of its last step.
+//! The report of a rank about itself, about once a second: its memory by kind, and the times of its last step.
 
 use crate::memory::{MemoryKind, MemoryReport, MemoryRow};
 use crate::monitor::{rss_bytes, rss_peak_bytes};
@@ -64,7 +64,8 @@ impl RankReport {
         }));
         for kind in MemoryKind::ALL {
             let bytes = self.memory.iter().find(|bytes| bytes.kind == kind);
-            numbers.extend(bytes.map_or([0.0; 3], |bytes| [bytes.held, bytes.peak, bytes.file].map(|bytes| bytes as f64)));
+            numbers
+                .extend(bytes.map_or([0.0; 3], |bytes| [bytes.held, bytes.peak, bytes.file].map(|bytes| bytes as f64)));
         }
         numbers
     }

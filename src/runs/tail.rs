@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use std::io::{BufRead as _, ErrorKind, Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// The maximum number of bytes of a file that one look reads. What lies further back is skipped.
+/// The maximum number of bytes of a file that one look reads. Older lines are skipped.
 const MAX_NEWS: u64 = 4 << 20;
 /// The maximum number of bytes of the log that one look reads.
 const MAX_LOG_NEWS: u64 = 256 << 10;
@@ -19,7 +19,7 @@ pub struct RunTail {
     positions: [u64; 5],
 }
 
-/// What has been appended.
+/// The lines that have been appended.
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct RunNews {
@@ -31,7 +31,7 @@ pub struct RunNews {
     pub events: Vec<Map<String, Value>>,
     /// The samples.
     pub samples: Vec<Map<String, Value>>,
-    /// What the launcher has recorded.
+    /// The events of the launcher.
     pub launch: Vec<Map<String, Value>>,
     /// The lines of the log.
     pub log: Vec<String>,
@@ -41,12 +41,7 @@ impl RunNews {
     /// Returns whether there is nothing new.
     pub fn is_empty(&self) -> bool {
         let Self { metrics, has_gap, events, samples, launch, log } = self;
-        !has_gap
-            && metrics.is_empty()
-            && events.is_empty()
-            && samples.is_empty()
-            && launch.is_empty()
-            && log.is_empty()
+        !has_gap && metrics.is_empty() && events.is_empty() && samples.is_empty() && launch.is_empty() && log.is_empty()
     }
 }
 

@@ -12,7 +12,8 @@ use super::requests::{RunRequest, take_requests};
 use super::secrets::{command_without_secrets, settings_without_secrets, without_secrets};
 use super::summary::{RunEnding, RunSummary};
 use super::{
-    EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RANKS, RUN_FOLDERS, RecordPlan, RunMachine, SAMPLES, WRITING, new_job, time,
+    EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RANKS, RUN_FOLDERS, RecordPlan, RunMachine, SAMPLES, WRITING,
+    new_job, time,
 };
 use crate::comm::rank_env::SCRIPT;
 use crate::error::{Error, Result};
@@ -198,8 +199,9 @@ impl RunWriter {
             summarized: None,
             folder,
         };
-        // Those that a job before this one has not seen.
+        // Requests that a job before this one has not seen, and files that it has not finished because it was killed.
         take_requests(&writer.folder);
+        remove_unfinished(&writer.folder);
         announce(&writer.folder);
         let session = writer.summary.sessions + 1;
         let from_step = start.loaded.as_ref().map_or(0, |loaded| loaded.step);
@@ -405,7 +407,16 @@ fn lock(folder: &Path, patience: Duration) -> Result<Option<FolderLock>> {
     }
 }
 
-/// Tells the launcher which folder belongs to the run. Without a launcher, or if it is gone, nobody needs to know.
+/// Removes files that a killed process was writing. The folder is locked, so no other process writes them now.
+fn remove_unfinished(folder: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_name().to_str().is_some_and(|name| name.starts_with(WRITING)) {
+            _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// Tells the launcher which folder belongs to the run. Without a launcher, or if it is gone, no other process needs to know.
 fn announce(folder: &Path) {
     let Some(path) = std::env::var_os(RUN_FOLDERS).filter(|path| !path.is_empty()) else { return };
     let folder = absolute(folder);

@@ -8,6 +8,7 @@ mod bench_disk;
 mod check;
 mod checkpoint;
 mod commands;
+mod dash;
 mod documents;
 mod estimate;
 mod estimate_tool;

@@ -12,8 +12,8 @@
 use super::factored_step::update_factored;
 use super::hyperparameters::{Hyperparameters, needs};
 use super::stage_vote::StageVote;
-use super::step_requests::StepRequests;
 use super::state_sweep::{ParamSlice, StepBackend, sweep};
+use super::step_requests::StepRequests;
 use super::weight_publisher::WeightPublisher;
 use super::whole_param_step::{trust_ratios, update_whole};
 use crate::error::Result;
@@ -41,7 +41,7 @@ pub(crate) struct Vote {
     pub overflowed: Vec<usize>,
     /// The mean of the losses.
     pub loss: f64,
-    /// What rank 0 asks of all ranks.
+    /// The requests of rank 0 to all ranks.
     pub requests: StepRequests,
 }
 

@@ -21,7 +21,7 @@ pub(crate) struct StageVote {
     /// The loss, which only the last stage computes.
     pub loss: f64,
     pub loss_is_finite: bool,
-    /// What rank 0 asks of all ranks.
+    /// The requests of rank 0 to all ranks.
     pub requests: StepRequests,
 }
 
@@ -56,7 +56,8 @@ impl PipelinePosition {
         numbers.extend(own.squares.iter().flat_map(|(param, squares)| [self.in_model[*param] as f64, *squares]));
         numbers.resize(WORDS + 2 * longest, 0.0);
         let all = self.comm.gather_f64(numbers).wait()?;
-        let mut vote = StageVote { squares: Vec::new(), loss: 0.0, loss_is_finite: true, requests: StepRequests::default() };
+        let mut vote =
+            StageVote { squares: Vec::new(), loss: 0.0, loss_is_finite: true, requests: StepRequests::default() };
         for (numbers, count) in all.iter().zip(&counts) {
             let (head, squares) = numbers.split_at(WORDS);
             let (loss_is_finite, requests) = StepRequests::of_number(head[2]);

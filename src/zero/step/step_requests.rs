@@ -1,4 +1,4 @@
-//! What rank 0 asks of all ranks in a vote, in the same message as the flag for overflow.
+//! Requests of rank 0 to all ranks in a vote, in the same message as the flag for overflow.
 
 /// The requests of a step. All ranks know them after the vote.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! Which requests are answered.
 //!
 //! A page of another site can make the browser send requests to this server. Such a site cannot read the responses unless
-//! its name leads to this host (DNS rebinding), so only names that nobody else can own are accepted as the host. Requests
+//! its name leads to this host (DNS rebinding), so only names that no other site can own are accepted as the host. Requests
 //! that act need the token, which only the terminal has shown.
 
 use super::error::DashboardError;
@@ -65,7 +65,9 @@ impl AccessRules {
         let forbidden = |text: &str| Err(HttpRefusal::new(403, text));
         match request.header("host") {
             Some(host) if self.is_own(host) => {}
-            _ => return forbidden("the host of this address is unknown here; use the address that zerorun has printed"),
+            _ => {
+                return forbidden("the host of this address is unknown here; use the address that zerorun has printed");
+            }
         }
         // Other sites need not even know whether a run exists.
         if request.header("sec-fetch-site") == Some("cross-site") && request.path.starts_with("/api/") {
@@ -126,14 +128,27 @@ mod tests {
     }
 
     #[test]
-    fn only_names_that_nobody_else_can_own_are_accepted_as_the_host() {
+    fn only_names_that_no_other_site_can_own_are_accepted_as_the_host() {
         let rules = AccessRules::new(Ipv4Addr::LOCALHOST.into()).unwrap();
         let open = AccessRules { name: Some("node-1".into()), ..rules.clone() };
         for host in ["127.0.0.1:80", "127.0.0.1", "localhost:1", "LOCALHOST", "10.1.2.3:8321", "[::1]:8321", "[::1]"] {
             assert!(rules.is_own(host), "{host}");
         }
-        let others = ["", "evil.example", "evil.example:8321", "127.0.0.1.evil.example", "localhost.evil.example", ":80",
-                      "[::1", "[evil]:1", "[::1]evil", "127.0.0.1:", "127.0.0.1:x", "node-1:80", "localhost:80:80"];
+        let others = [
+            "",
+            "evil.example",
+            "evil.example:8321",
+            "127.0.0.1.evil.example",
+            "localhost.evil.example",
+            ":80",
+            "[::1",
+            "[evil]:1",
+            "[::1]evil",
+            "127.0.0.1:",
+            "127.0.0.1:x",
+            "node-1:80",
+            "localhost:80:80",
+        ];
         for host in others {
             assert!(!rules.is_own(host), "{host}");
         }
@@ -148,7 +163,8 @@ mod tests {
         let host = ("host", "localhost:1");
         assert!(checks("GET", &[host]) && !checks("GET", &[]) && !checks("POST", &[host]));
         assert!(checks("POST", &[host, ("authorization", &token)]));
-        for wrong in ["Bearer ", "Bearer x", &token[..token.len() - 1], &format!("{token}0"), &token["Bearer ".len()..]] {
+        for wrong in ["Bearer ", "Bearer x", &token[..token.len() - 1], &format!("{token}0"), &token["Bearer ".len()..]]
+        {
             assert!(!checks("POST", &[host, ("authorization", wrong)]), "{wrong}");
         }
         let authorization = ("authorization", token.as_str());

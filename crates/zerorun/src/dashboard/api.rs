@@ -2,7 +2,7 @@
 
 use super::columns::MetricsColumns;
 use super::http::{HttpRefusal, HttpRequest};
-use super::server::DashboardState;
+use super::state::DashboardState;
 use crate::error::{Error, RunError};
 use candle_zero::runs::{RecordedRun, RecordedState, RunRequest, RunTail};
 use candle_zero::util::lock;
@@ -23,15 +23,11 @@ const MAX_LOG: usize = 2000;
 const LIST_AGE: Duration = Duration::from_secs(1);
 const LIST_AGE_FACTOR: u32 = 10;
 
-/// The last list of runs. Many pages ask for it again and again.
-#[derive(Debug, Default)]
-pub(super) struct RunsList(Option<(Instant, Value)>);
-
 /// Returns the list of runs.
 pub(super) fn runs(state: &DashboardState) -> Result<Value, HttpRefusal> {
     let mut list = lock(&state.list);
     let folder = state.folder.runs();
-    if let Some((until, known)) = &list.0
+    if let Some((until, known)) = &*list
         && Instant::now() < *until
         && known["folder"] == json!(folder.path())
     {
@@ -49,7 +45,7 @@ pub(super) fn runs(state: &DashboardState) -> Result<Value, HttpRefusal> {
         Err(error) => json!({"id": listed.id, "state": "damaged", "damaged": error.to_string()}),
     };
     let answer = json!({"folder": folder.path(), "runs": runs.iter().map(of_run).collect::<Vec<_>>()});
-    list.0 = Some((Instant::now() + LIST_AGE.max(begun.elapsed() * LIST_AGE_FACTOR), answer.clone()));
+    *list = Some((Instant::now() + LIST_AGE.max(begun.elapsed() * LIST_AGE_FACTOR), answer.clone()));
     Ok(answer)
 }
 
@@ -110,7 +106,9 @@ pub(super) fn request(request: &HttpRequest, state: &DashboardState) -> Result<V
     if !ranks["answers"].as_array().is_some_and(|answers| answers.iter().any(|answer| answer == what)) {
         let text = match asked {
             RunRequest::Stop => "the program has not yet asked whether it should stop (Engine::stop_requested)",
-            _ => "the program has not yet asked whether it should save (Engine::save_requested), or saves no checkpoints",
+            _ => {
+                "the program has not yet asked whether it should save (Engine::save_requested), or saves no checkpoints"
+            }
         };
         return Err(HttpRefusal::new(409, text));
     }

@@ -31,8 +31,21 @@ mod tests {
             let text = String::from_utf8_lossy(asset.bytes);
             // The names of XML's formats look like addresses, but are never requested.
             let text = text.replace("http://www.w3.org/2000/svg", "");
-            for forbidden in ["http:", "https:", "//cdn", "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write",
-                              "eval(", "new Function", "javascript:", "onclick=", "style=\"", "import("] {
+            for forbidden in [
+                "http:",
+                "https:",
+                "//cdn",
+                "innerHTML",
+                "outerHTML",
+                "insertAdjacentHTML",
+                "document.write",
+                "eval(",
+                "new Function",
+                "javascript:",
+                "onclick=",
+                "style=\"",
+                "import(",
+            ] {
                 assert!(!text.contains(forbidden), "{} contains {forbidden}", asset.path);
             }
             for (_, rest) in text.match_indices("src=\"").map(|(at, found)| text.split_at(at + found.len())) {

@@ -70,7 +70,8 @@ impl MetricsColumns {
     /// Returns the columns as JSON. A missing value is null; numbers that are not finite are text.
     pub(super) fn to_json(&self) -> Value {
         let column = |part: fn(&ValueRange) -> f64| -> Map<String, Value> {
-            let number = |range: &Option<ValueRange>| range.as_ref().map_or(Value::Null, |range| json_number(part(range)));
+            let number =
+                |range: &Option<ValueRange>| range.as_ref().map_or(Value::Null, |range| json_number(part(range)));
             self.values.iter().map(|(name, ranges)| (name.clone(), ranges.iter().map(number).collect())).collect()
         };
         let mut all = json!({"steps": self.steps, "times": self.times, "values": column(ValueRange::mean)});
@@ -101,13 +102,13 @@ mod tests {
 
     #[test]
     fn few_rows_are_kept_as_they_are() {
-        insta::assert_snapshot!(MetricsColumns::of(&rows(5), 10).to_json(), @"");
-        insta::assert_snapshot!(MetricsColumns::of(&[], 10).to_json(), @"");
+        insta::assert_snapshot!(MetricsColumns::of(&rows(5), 10).to_json(), @r#"{"steps":[1,2,3,4,5],"times":[1.0,2.0,3.0,4.0,5.0],"values":{"loss":[1.0,2.0,3.0,4.0,5.0],"val_loss":[null,null,null,"NaN",null]}}"#);
+        insta::assert_snapshot!(MetricsColumns::of(&[], 10).to_json(), @r#"{"steps":[],"times":[],"values":{}}"#);
     }
 
     #[test]
     fn many_rows_become_means_with_their_ranges() {
-        insta::assert_snapshot!(MetricsColumns::of(&rows(10), 3).to_json(), @"");
+        insta::assert_snapshot!(MetricsColumns::of(&rows(10), 3).to_json(), @r#"{"high":{"loss":[4.0,8.0,10.0],"val_loss":["NaN","NaN",null]},"low":{"loss":[1.0,5.0,9.0],"val_loss":["NaN","NaN",null]},"steps":[4,8,10],"times":[4.0,8.0,10.0],"values":{"loss":[2.5,6.5,9.5],"val_loss":["NaN","NaN",null]}}"#);
         for (count, most) in [(1, 1), (100, 1), (1000, 7), (1001, 500), (3, 2)] {
             let columns = MetricsColumns::of(&rows(count), most);
             assert!(columns.steps.len() <= most && columns.steps.last() == Some(&count));

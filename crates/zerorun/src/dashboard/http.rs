@@ -1,5 +1,6 @@
 //! Requests and responses of HTTP/1.1, as far as the dashboard needs them: one request a connection, and no body.
 
+use serde_json::Value;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -14,7 +15,7 @@ const MAX_BODY: usize = 1 << 10;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the page may do: load its own files and talk to this server, and nothing else.
+/// The policy for the page: it may load its own files and talk to this server, and nothing else.
 pub(super) const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
                                  base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -131,7 +132,9 @@ impl HttpRequest {
         for line in lines {
             let (name, value) = line.split_once(':').ok_or_else(|| bad("a header has no colon"))?;
             let is_name = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
-            if name.is_empty() || !name.bytes().all(is_name) || value.contains(|letter: char| letter.is_control() && letter != '\t')
+            if name.is_empty()
+                || !name.bytes().all(is_name)
+                || value.contains(|letter: char| letter.is_control() && letter != '\t')
             {
                 return Err(bad("a header has characters that are not allowed"));
             }
@@ -193,7 +196,12 @@ pub(super) fn encode(text: &str) -> String {
 }
 
 /// Writes the head of a response. `length`: that of the body, unless it ends with the connection.
-pub(super) fn write_head(client: &mut impl Write, status: u16, kind: ContentKind, length: Option<usize>) -> io::Result<()> {
+pub(super) fn write_head(
+    client: &mut impl Write,
+    status: u16,
+    kind: ContentKind,
+    length: Option<usize>,
+) -> io::Result<()> {
     let reason = match status {
         200 => "OK",
         400 => "Bad Request",
@@ -233,6 +241,11 @@ pub(super) fn respond(
     client.flush()
 }
 
+/// Returns JSON in which `<` is escaped, so that it stays harmless even in the middle of HTML.
+pub(super) fn json_bytes(value: &Value) -> Vec<u8> {
+    value.to_string().replace('<', "\\u003c").into_bytes()
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -245,9 +258,13 @@ mod tests {
     #[test]
     fn a_request_is_parsed() {
         let (request, body) =
-            parse("POST /api/request?id=a%20b%2F%C3%BC&x=1+2&y HTTP/1.1\r\nHost: localhost:1\r\nContent-Length: 7").unwrap();
+            parse("POST /api/request?id=a%20b%2F%C3%BC&x=1+2&y HTTP/1.1\r\nHost: localhost:1\r\nContent-Length: 7")
+                .unwrap();
         assert_eq!((request.method.as_str(), request.path.as_str(), body), ("POST", "/api/request", 7));
-        assert_eq!((request.value("id"), request.value("x"), request.value("y")), (Some("a b/ü"), Some("1 2"), Some("")));
+        assert_eq!(
+            (request.value("id"), request.value("x"), request.value("y")),
+            (Some("a b/ü"), Some("1 2"), Some(""))
+        );
         assert_eq!((request.header("host"), request.header("origin")), (Some("localhost:1"), None));
         let text = "a b/ü&=+%";
         assert_eq!(parse_query(&format!("n={}", encode(text))).unwrap(), [("n".to_owned(), text.to_owned())]);
@@ -256,11 +273,25 @@ mod tests {
     #[test]
     fn what_is_not_a_request_is_refused() {
         for head in [
-            "", "GET", "GET /", "GET / HTTP/2", "GET x HTTP/1.1", "GET http://a/ HTTP/1.1", "GET  / HTTP/1.1",
-            "GET / HTTP/1.1 x", "GET / HTTP/1.1\r\nno colon", "GET / HTTP/1.1\r\na b: c", "GET / HTTP/1.1\r\n: c",
-            "GET / HTTP/1.1\r\na: \u{1}", "GET / HTTP/1.1\r\nHost: a\r\nhost: b", "GET /?%zz HTTP/1.1",
-            "GET /?%ff HTTP/1.1", "GET /?%a HTTP/1.1", "POST / HTTP/1.1\r\nTransfer-Encoding: chunked",
-            "POST / HTTP/1.1\r\nContent-Length: -1", "POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 1",
+            "",
+            "GET",
+            "GET /",
+            "GET / HTTP/2",
+            "GET x HTTP/1.1",
+            "GET http://a/ HTTP/1.1",
+            "GET  / HTTP/1.1",
+            "GET / HTTP/1.1 x",
+            "GET / HTTP/1.1\r\nno colon",
+            "GET / HTTP/1.1\r\na b: c",
+            "GET / HTTP/1.1\r\n: c",
+            "GET / HTTP/1.1\r\na: \u{1}",
+            "GET / HTTP/1.1\r\nHost: a\r\nhost: b",
+            "GET /?%zz HTTP/1.1",
+            "GET /?%ff HTTP/1.1",
+            "GET /?%a HTTP/1.1",
+            "POST / HTTP/1.1\r\nTransfer-Encoding: chunked",
+            "POST / HTTP/1.1\r\nContent-Length: -1",
+            "POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 1",
         ] {
             assert_eq!(parse(head), Err(400), "{head:?}");
         }

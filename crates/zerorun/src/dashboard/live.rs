@@ -5,8 +5,8 @@
 
 use super::api::opened;
 use super::columns::MetricsColumns;
-use super::http::{ContentKind, HttpRefusal, HttpRequest, encode, parse_query, write_head};
-use super::server::{DashboardState, json_bytes};
+use super::http::{ContentKind, HttpRefusal, HttpRequest, encode, json_bytes, parse_query, write_head};
+use super::state::DashboardState;
 use candle_zero::runs::{MetricsLine, MetricsRow, RecordedRun, RunNews, RunTail};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ pub(super) struct WatchedRun {
     id: String,
     folder: PathBuf,
     tail: RunTail,
-    /// What was last sent about its state and its ranks.
+    /// The state and the ranks that were last sent.
     state: Value,
     ranks: Value,
 }
@@ -52,7 +52,13 @@ pub(super) fn tails(request: &HttpRequest, state: &DashboardState) -> Result<Vec
         let positions: [u64; 5] = positions.and_then(|all| all.try_into().ok()).ok_or_else(wrong)?;
         let run = opened(id, state)?;
         let tail = RunTail::new(run.folder(), positions);
-        Ok(WatchedRun { id: id.to_owned(), folder: run.folder().to_owned(), tail, state: Value::Null, ranks: Value::Null })
+        Ok(WatchedRun {
+            id: id.to_owned(),
+            folder: run.folder().to_owned(),
+            tail,
+            state: Value::Null,
+            ranks: Value::Null,
+        })
     };
     runs.iter().map(watched).collect()
 }
@@ -134,8 +140,12 @@ fn add(all: &mut Value, news: &RunNews) {
         all["after"] = json!(after);
         all["rows"] = MetricsColumns::of(&rows, MAX_ROWS).to_json();
     }
-    let lists = [("events", json!(news.events)), ("samples", json!(news.samples)), ("launch", json!(news.launch)),
-                 ("log", json!(news.log))];
+    let lists = [
+        ("events", json!(news.events)),
+        ("samples", json!(news.samples)),
+        ("launch", json!(news.launch)),
+        ("log", json!(news.log)),
+    ];
     for (name, list) in lists {
         if list.as_array().is_some_and(|list| !list.is_empty()) {
             all[name] = list;
@@ -179,8 +189,8 @@ mod tests {
 
     #[test]
     fn repeated_steps_replace_those_that_the_page_has() {
-        let (after, rows) = rows(&[values(5, "loss"), values(6, "loss"), values(6, "val_loss"), values(7, "loss"),
-                                   values(6, "loss")]);
+        let (after, rows) =
+            rows(&[values(5, "loss"), values(6, "loss"), values(6, "val_loss"), values(7, "loss"), values(6, "loss")]);
         assert_eq!(after, Some(4));
         assert_eq!(rows.iter().map(|row| (row.step, row.values.len())).collect::<Vec<_>>(), [(5, 1), (6, 1)]);
         let (after, rows) = super::rows(&[values(6, "val_loss")]);

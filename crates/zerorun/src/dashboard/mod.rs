@@ -19,5 +19,7 @@ pub(crate) mod error;
 mod http;
 mod live;
 mod server;
+mod state;
 
-pub(crate) use server::{Dashboard, ServedFolder};
+pub(crate) use server::Dashboard;
+pub(crate) use state::ServedFolder;

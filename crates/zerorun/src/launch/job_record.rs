@@ -1,7 +1,7 @@
 //! The launcher's part of the records of runs: the output of the ranks, and how they have ended.
 //!
 //! ```text
-//!   launcher   creates a file, and names it in CANDLE_ZERO_RUN_FOLDERS
+//!   launcher   creates a file in memory, and names it in CANDLE_ZERO_RUN_FOLDERS
 //!   rank 0     appends the folder of each run that it records (candle_zero::runs)
 //!   launcher   from then on writes `log.txt` and `launch.jsonl` in these folders, first what has been collected
 //! ```
@@ -10,29 +10,33 @@
 
 use super::console::eprint;
 use super::failure_report::{EndedRank, StopRequest};
-use super::ranks::LocalJob;
+use super::run_flags::RunFlags;
 use crate::dashboard::ServedFolder;
-use candle_zero::runs::{LaunchWriter, RunsFolder};
+use candle_zero::runs::LaunchWriter;
 use candle_zero::util::{host_name, lock};
+use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use tempfile::NamedTempFile;
 
 /// The maximum number of bytes of lines that are collected before a run begins. Older ones are dropped.
 const MAX_WAITING: usize = 256 << 10;
 /// The time between two looks for new folders.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
-/// The maximum number of runs of a job.
+/// The maximum number of runs of a job, and of bytes of their folders.
 const MAX_RUNS: usize = 64;
+const MAX_ANNOUNCED: usize = 256 << 10;
 
 /// The launcher's part of the records of a job's runs.
 #[derive(Debug)]
 pub(super) struct JobRecord {
     /// The file to which rank 0 appends the folders; `None`: nothing is recorded, or on another host.
-    announced: Option<NamedTempFile>,
+    announced: Option<File>,
     state: Mutex<JobRecordState>,
     served: Option<ServedFolder>,
 }
@@ -40,7 +44,7 @@ pub(super) struct JobRecord {
 #[derive(Debug, Default)]
 struct JobRecordState {
     writers: Vec<LaunchWriter>,
-    /// What is written into the folders of runs that begin later.
+    /// The events so far, for runs that begin later.
     events: Vec<Map<String, Value>>,
     lines: VecDeque<WaitingLine>,
     waiting_bytes: usize,
@@ -57,23 +61,21 @@ struct WaitingLine {
 }
 
 impl JobRecord {
-    /// Begins the record of a start of the job.
-    pub(super) fn begin(job: &LocalJob) -> Self {
-        let context = job.multi_host.as_ref();
-        let is_off = job.run.folder.as_ref().is_some_and(|folder| RunsFolder::is_off(folder));
-        let has_first = context.is_none_or(|context| context.first == 0);
-        // Without the file, which needs a folder for temporary files, there is no log.
-        let file = || tempfile::Builder::new().prefix("candle-zero-runs-").tempfile().ok();
-        let announced = (!is_off && has_first).then(file).flatten();
-        let record = Self { announced, state: Mutex::default(), served: job.run.served.clone() };
-        let ranks = context.map_or(job.world, |context| context.pmi.world());
-        record.event(json!({"event": "start", "restart": job.restart, "ranks": ranks, "here": job.world}));
+    /// Begins the record of a start of the job, the `restart`-th one. `first` is the first of the `here` ranks of this
+    /// host among all `ranks`.
+    pub(super) fn begin(run: &RunFlags, restart: u32, first: usize, [here, ranks]: [usize; 2]) -> Self {
+        // It is in memory, so nothing is left if this launcher is killed. Without it, there is no log.
+        let file = || memfd_create("candle-zero-runs", MemfdFlags::CLOEXEC).ok().map(File::from);
+        let announced = (!run.is_off() && first == 0).then(file).flatten();
+        let record = Self { announced, state: Mutex::default(), served: run.served.clone() };
+        record.event(json!({"event": "start", "restart": restart, "ranks": ranks, "here": here}));
         record
     }
 
-    /// Returns the file for the ranks' variable.
-    pub(super) fn path(&self) -> Option<&Path> {
-        self.announced.as_ref().map(NamedTempFile::path)
+    /// Returns the path by which the ranks open the file.
+    pub(super) fn path(&self) -> Option<PathBuf> {
+        let file = self.announced.as_ref()?;
+        Some(format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()).into())
     }
 
     /// Adds a line of a rank's output.
@@ -130,12 +132,15 @@ impl JobRecord {
     }
 
     /// Looks for folders that rank 0 has announced.
-    fn look(&self, state: &mut JobRecordState, file: &NamedTempFile, at_once: bool) {
+    fn look(&self, state: &mut JobRecordState, file: &File, at_once: bool) {
         if !at_once && state.looked.is_some_and(|at| at.elapsed() < LOOK_INTERVAL) {
             return;
         }
         state.looked = Some(Instant::now());
-        let text = std::fs::read_to_string(file.path()).unwrap_or_default();
+        let length = file.metadata().map_or(0, |found| found.len());
+        let mut bytes = vec![0; MAX_ANNOUNCED.min(usize::try_from(length).unwrap_or(usize::MAX))];
+        let text =
+            file.read_exact_at(&mut bytes, 0).ok().and_then(|()| String::from_utf8(bytes).ok()).unwrap_or_default();
         let complete = text.rsplit_once('\n').map_or("", |(complete, _)| complete);
         for folder in complete.lines().map(PathBuf::from).take(MAX_RUNS) {
             if !state.is_given_up && !state.writers.iter().any(|writer| writer.folder() == folder) {

@@ -17,12 +17,12 @@ pub(crate) mod error;
 mod exported_variables;
 pub(crate) mod failure_report;
 mod frontmatter;
-mod job_record;
 #[allow(
     dead_code,
     reason = "the arguments of DeepSpeed's node launcher and multi-node runners are computed only for recorded cases"
 )]
 pub(crate) mod hosts;
+mod job_record;
 pub(crate) mod mpirun;
 pub(crate) mod nodes;
 mod pmi;

@@ -7,8 +7,8 @@ use super::console::{ConsoleStream, eprint};
 use super::core_binding;
 use super::failure_report::{self, CulpritRank, EndedRank, RankExitStatus, StopRequest};
 use super::hosts::core_list::CoreList;
-use super::job_record::JobRecord;
 use super::hosts::world_info::DEVICES;
+use super::job_record::JobRecord;
 use super::nodes::secret::SECRET;
 use super::pmi;
 use super::rank_output::RankOutput;
@@ -191,8 +191,10 @@ pub(crate) struct RunFailure {
 /// Runs the ranks until they end. Must be called on the main thread.
 pub(crate) fn run(job: &LocalJob, events: &Receiver<LauncherEvent>) -> Result<RunEnd> {
     let region = SharedMemoryRegion::create(job.world)?;
-    let record = Arc::new(JobRecord::begin(job));
-    let place = job.multi_host.as_ref().map_or((None, 0), |context| (context.host.clone(), context.first));
+    let context = job.multi_host.as_ref();
+    let place = context.map_or((None, 0), |context| (context.host.clone(), context.first));
+    let counts = [job.world, context.map_or(job.world, |context| context.pmi.world())];
+    let record = Arc::new(JobRecord::begin(&job.run, job.restart, place.1, counts));
     let mut output = RankOutput::new(place, Arc::clone(&record));
     let common = common_environment(job)?;
     let mut ranks = RankProcesses {

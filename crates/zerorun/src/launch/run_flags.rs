@@ -57,10 +57,18 @@ impl RunFlags {
 
     /// Returns the conflict of the flags with each other, if any.
     pub(crate) fn wrong(&self) -> Option<String> {
-        let is_off = self.folder.as_ref().is_some_and(|folder| RunsFolder::is_off(folder));
-        (is_off && self.dashboard.is_some()).then(|| {
-            "--dashboard shows the record of the run, but --runs off keeps none; leave one of the two out".to_owned()
+        (self.is_off() && self.dashboard.is_some()).then(|| {
+            format!(
+                "--dashboard shows the record of the run, but --runs or {RUNS_DIR} is off; give a folder in --runs, or leave \
+                 --dashboard out"
+            )
         })
+    }
+
+    /// Returns whether the flags or the environment switch recording off.
+    pub(super) fn is_off(&self) -> bool {
+        let of_variable = || std::env::var_os(RUNS_DIR).map(PathBuf::from);
+        self.folder.clone().or_else(of_variable).is_some_and(|folder| RunsFolder::is_off(&folder))
     }
 
     /// Returns the flags as words of a command line for the launchers of other hosts, which serve no page.

@@ -69,7 +69,10 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
         return Ok(ExitCode::from(EXIT_SETUP));
     }
     if !folder.path().exists() {
-        eprint(&format!("zerorun: there is no folder {} yet; the page shows runs when it has some", folder.path().display()));
+        eprint(&format!(
+            "zerorun: there is no folder {} yet; the page shows runs when it has some",
+            folder.path().display()
+        ));
     }
     if dashboard.is_open_to_others() {
         eprint(OPEN_DASHBOARD);

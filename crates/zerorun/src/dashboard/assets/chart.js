@@ -1,6 +1,6 @@
 // Curves as SVG.
 
-import { duration, h, number, s } from "./dom.js";
+import { duration, h, number, s, scientific } from "./dom.js";
 import { smoothed } from "./series.js";
 
 const HEIGHT = 210;
@@ -50,10 +50,20 @@ function extent(values, isLog) {
   return [low, high];
 }
 
+/** Returns the values without the highest and the lowest hundredths, which may be far away. */
+function usual(values) {
+  const sorted = values.filter((value) => Number.isFinite(value)).sort((a, b) => a - b);
+  const cut = Math.floor(sorted.length / 50);
+  return sorted.slice(cut, sorted.length - cut);
+}
+
+let charts = 0;
+
 /** A chart of one value of several runs. */
 export class Chart {
   constructor(title) {
     this.title = title;
+    this.inside = `inside${charts++}`;
     this.legend = h("ul", {});
     this.caption = h("figcaption", { "aria-live": "polite" });
     this.svg = s("svg", { height: HEIGHT, tabindex: 0, role: "img" });
@@ -75,7 +85,7 @@ export class Chart {
     const lines = this.series.map(({ points }) => (settings.smoothing > 0 ? smoothed(points.y, settings.smoothing) : points.y));
     this.lines = lines;
     const xs = extent(this.series.flatMap(({ points }) => [points.x.find((x) => !settings.logx || x > 0), points.x.at(-1)]), settings.logx);
-    const ys = extent(this.series.flatMap(({ points }, index) => (settings.smoothing > 0 ? lines[index] : points.low.concat(points.high))), settings.logy);
+    const ys = extent(this.series.flatMap(({ points }, index) => (settings.smoothing > 0 ? lines[index].concat(usual(points.y)) : points.low.concat(points.high))), settings.logy);
     const inside = [width - MARGIN.left - MARGIN.right, HEIGHT - MARGIN.top - MARGIN.bottom];
     const scale = ([low, high], isLog, from, length) => {
       const place = isLog ? Math.log10 : (value) => value;
@@ -93,14 +103,15 @@ export class Chart {
     const x = scale(xs, settings.logx, MARGIN.left, inside[0]);
     const y = scale(ys, settings.logy, HEIGHT - MARGIN.bottom, -inside[1]);
     this.place = x;
-    const parts = [];
+    const parts = [s("clipPath", { id: this.inside }, s("rect", { x: MARGIN.left, y: MARGIN.top, width: inside[0], height: inside[1] }))];
+    const isSmall = Math.max(...ys.map(Math.abs)) < 0.01;
     for (const tick of ticks(...ys, settings.logy, 5)) {
       parts.push(s("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick) }));
-      parts.push(s("text", { x: MARGIN.left - 6, y: y(tick) + 4, "text-anchor": "end" }, number(tick)));
+      parts.push(s("text", { x: MARGIN.left - 6, y: y(tick) + 4, "text-anchor": "end" }, isSmall ? scientific(tick) : number(tick)));
     }
     const across = ticks(...xs, settings.logx, Math.max(2, Math.floor(width / 90)));
     for (const tick of across) {
-      const anchor = x(tick) > width - 40 ? "end" : "middle";
+      const anchor = x(tick) > width - 24 ? "end" : "middle";
       const text = settings.axis === "time" ? duration(tick) : number(tick);
       parts.push(s("line", { class: "grid", x1: x(tick), x2: x(tick), y1: HEIGHT - MARGIN.bottom, y2: HEIGHT - MARGIN.bottom + 4 }));
       parts.push(s("text", { x: Math.min(x(tick), width - 2), y: HEIGHT - 6, "text-anchor": anchor }, text));
@@ -112,7 +123,7 @@ export class Chart {
       const path = (values) => this.path(points.x, values, x, y, visible);
       const reduced = points.y.some((value, at) => points.low[at] !== value && Number.isFinite(value));
       if (reduced && settings.smoothing === 0) parts.push(s("path", { class: `band f${style}`, d: this.band(points, x, y, visible) }));
-      if (settings.smoothing > 0) parts.push(s("path", { class: `curve raw s${style}`, d: path(points.y), "clip-path": "url(#inside)" }));
+      if (settings.smoothing > 0) parts.push(s("path", { class: `curve raw s${style}`, d: path(points.y), "clip-path": `url(#${this.inside})` }));
       parts.push(s("path", { class: `curve s${style}`, d: path(lines[index]), "stroke-dasharray": this.series.length > 1 ? DASHES[style] : "" }));
       parts.push(...this.markers(points.x, lines[index], x, y, visible, style));
     });

@@ -30,9 +30,14 @@ export function number(value) {
   if (Number.isNaN(value)) return "not a number";
   if (!Number.isFinite(value)) return value > 0 ? "infinite" : "−infinite";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return scientific(value);
   if (Number.isInteger(value)) return value.toLocaleString("en-US");
   return size >= 1000 ? Math.round(value).toLocaleString("en-US") : value.toPrecision(4).replace(/\.?0+$/, "");
+}
+
+/** Returns a number with a power of ten, such as `1.5e-4`. */
+export function scientific(value) {
+  return value === 0 ? "0" : value.toExponential(2).replace(/\.?0+e/, "e");
 }
 
 /** Returns bytes with a unit. */

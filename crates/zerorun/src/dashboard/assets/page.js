@@ -89,17 +89,18 @@ function drawList() {
   const runs = page.list.filter(matches);
   byId("count").textContent = `${runs.length} of ${page.list.length} runs; check several to compare them`;
   const active = document.activeElement?.dataset?.key;
-  const loss = (found) => h("td", { class: "number" }, found ? number(value(found.value) ?? NaN) : "–");
+  const fact = (name, found) => (found ? `${name} ${number(value(found.value) ?? NaN)}` : null);
   const rows = runs.slice(0, 500).map((run) => {
     const shown = page.shown.get(run.id);
     const box = h("input", { type: "checkbox", "aria-label": `Show ${run.id}`, "data-key": `box ${run.id}`, onchange: (event) => (event.target.checked ? show(run.id) : hide(run.id)) });
     box.checked = Boolean(shown);
     const name = h("button", { type: "button", "data-key": run.id, onclick: () => focus(run.id) }, run.id);
     const steps = run.steps === undefined ? "–" : run.total_steps ? `${number(run.steps)}/${number(run.total_steps)}` : number(run.steps);
+    const isBad = ["failed", "killed", "damaged"].includes(run.state);
+    const facts = [`${steps} steps`, fact("loss", run.loss), fact("validation", run.val_loss)].filter((text) => text);
     return h("tr", { class: page.focused === run.id ? "focused" : null, title: run.damaged ?? run.error ?? null },
-      h("td", {}, box, shown ? swatch(shown.style) : null), h("td", { class: "name" }, name),
-      h("td", { class: run.state === "failed" || run.state === "killed" || run.state === "damaged" ? "failed" : null }, run.state),
-      h("td", { class: "number" }, steps), loss(run.loss), loss(run.val_loss));
+      h("td", { class: "shown" }, box, shown ? swatch(shown.style) : null),
+      h("td", { class: "name" }, name, h("p", { class: "quiet" }, h("span", { class: isBad ? "failed" : null }, run.state), ` · ${facts.join(" · ")}`)));
   });
   byId("runs").tBodies[0].replaceChildren(...rows);
   if (active) [...document.querySelectorAll("[data-key]")].find((element) => element.dataset.key === active)?.focus();
@@ -131,6 +132,8 @@ async function show(id) {
 async function load(run) {
   const query = `id=${encodeURIComponent(run.id)}`;
   run.details = await get(`/api/run?${query}`);
+  // The duration of a running run goes on from here.
+  run.begun = Date.now() / 1000 - (run.details.run.seconds ?? 0);
   const metrics = await get(`/api/metrics?${query}`);
   run.rows = new RunRows();
   run.rows.add(metrics.rows);
@@ -260,15 +263,15 @@ function drawFocused() {
     return;
   }
   const { state, steps, total_steps: total, seconds, loss, best_val_loss: best, error, damaged, created } = details.run;
-  const took = state === "running" && created ? Math.max(seconds ?? 0, 0) : seconds;
+  const now = Date.now() / 1000;
+  const took = state === "running" ? now - run.begun : seconds;
   const facts = [state, `${number(steps)}${total ? ` of ${number(total)}` : ""} steps`, took ? duration(took) : null, loss ? `loss ${number(value(loss.value) ?? NaN)}` : null,
     best ? `best validation ${number(value(best.value) ?? NaN)} (step ${number(best.step)})` : null, `began ${utc(created)} UTC`];
   byId("facts").textContent = facts.filter((fact) => fact).join(" · ");
   byId("problem").textContent = [error, damaged, run.problem].filter((text) => text).join("\n");
   drawActions(details);
-  const now = Date.now() / 1000;
   const { ranks, launch, events, log, samples, config, info } = details;
-  panel("ranks", [ranks, launch, events, state, Math.floor(now / 5)], () => drawRanks(byId("ranks").querySelector("div"), details, now));
+  panel("ranks", [ranks, launch, events, state, Math.floor(now / 5), byId("charts").clientWidth], () => drawRanks(byId("ranks").querySelector("div"), details, now));
   panel("log", [log, byId("logfilter").value], () => drawLog(byId("log").querySelector("pre"), log, byId("logfilter").value));
   panel("samples", [samples], () => drawSamples(byId("samples").querySelector("div"), samples));
   const others = [...page.shown.values()].filter((other) => other !== run && other.details).map((other) => other.details);

@@ -15,12 +15,11 @@ function patterns(prefix, count) {
 }
 
 /** Returns bars, one for each row, whose parts are { name, value }. Bars have the same scale. */
-function bars(prefix, rows, names, text, label) {
-  const width = 640;
+function bars(prefix, rows, names, text, label, width) {
   const [left, height] = [58, 22];
   const most = Math.max(...rows.map(({ parts }) => parts.reduce((all, part) => all + part.value, 0)), Number.MIN_VALUE);
   const scale = (width - left - 90) / most;
-  const picture = s("svg", { viewBox: `0 0 ${width} ${rows.length * height + 2}`, width: "100%", role: "img", "aria-label": label }, patterns(prefix, names.length));
+  const picture = s("svg", { width, height: rows.length * height + 2, role: "img", "aria-label": label }, patterns(prefix, names.length));
   rows.forEach(({ title, parts }, row) => {
     const y = row * height + 2;
     picture.append(s("text", { x: left - 6, y: y + 14, "text-anchor": "end" }, title));
@@ -74,6 +73,7 @@ export function rankStates(details, now) {
 /** Draws the ranks: their states, memory by kind, and the parts of their last step. */
 export function drawRanks(place, details, now) {
   const { states, report, failure, age } = rankStates(details, now);
+  const width = Math.min(900, Math.max(240, place.clientWidth - 20));
   const open = new Set([...place.querySelectorAll("details[open]")].map((element) => element.dataset.name));
   const failed = failure ? [h("p", { class: "problem" }, failure.message)] : [];
   const head = ["Rank", "Host", "State", "Process", "Resident", "Waiting"].map((name, at) => h("th", { scope: "col", class: at > 3 ? "number" : null }, name));
@@ -90,8 +90,8 @@ export function drawRanks(place, details, now) {
     const kinds = [...new Set(report.ranks.flatMap((rank) => Object.keys(rank.memory)))];
     const of = (rank, part) => kinds.map((name) => ({ name, value: rank.memory[name]?.[part] ?? 0 }));
     const sum = (part) => report.ranks.reduce((all, rank) => all + of(rank, part).reduce((total, { value }) => total + value, 0), 0);
-    parts.push(bars("kind", report.ranks.map((rank) => ({ title: title(rank), parts: of(rank, "held") })), kinds, bytes, "Model state in memory, by kind, between steps"));
-    if (sum("file") > 0) parts.push(bars("file", report.ranks.map((rank) => ({ title: title(rank), parts: of(rank, "file") })), kinds, bytes, "Model state in files, by kind"));
+    parts.push(bars("kind", report.ranks.map((rank) => ({ title: title(rank), parts: of(rank, "held") })), kinds, bytes, "Model state in memory, by kind, between steps", width));
+    if (sum("file") > 0) parts.push(bars("file", report.ranks.map((rank) => ({ title: title(rank), parts: of(rank, "file") })), kinds, bytes, "Model state in files, by kind", width));
     const cell = ({ held, peak, file } = { held: 0, peak: 0, file: 0 }) => h("td", { class: "number" }, `${bytes(held)}, at most ${bytes(peak)}${file > 0 ? `, ${bytes(file)} in files` : ""}`);
     parts.push(h("details", { "data-name": "numbers", open: open.has("numbers") }, h("summary", {}, "Memory in numbers"),
       h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Kind"), report.ranks.map((rank) => h("th", { scope: "col", class: "number" }, title(rank))))),
@@ -100,8 +100,8 @@ export function drawRanks(place, details, now) {
     const phases = [["forward", "forward_ms"], ["backward", "backward_ms"], ["step", "step_ms"]];
     const waits = [["for other ranks", "comm_ms"], ["for files", "disk_ms"]].filter(([, key]) => report.ranks.some((rank) => rank[key] > 0));
     const times = (all) => report.ranks.map((rank) => ({ title: title(rank), parts: all.map(([name, key]) => ({ name, value: rank[key] })) }));
-    parts.push(bars("phase", times(phases), phases.map(([name]) => name), milliseconds, "Time of the last step, by phase"));
-    if (waits.length > 0) parts.push(bars("wait", times(waits), waits.map(([name]) => name), milliseconds, "Of this, waiting"));
+    parts.push(bars("phase", times(phases), phases.map(([name]) => name), milliseconds, "Time of the last step, by phase", width));
+    if (waits.length > 0) parts.push(bars("wait", times(waits), waits.map(([name]) => name), milliseconds, "Of this, waiting", width));
   }
   place.replaceChildren(...parts);
 }
