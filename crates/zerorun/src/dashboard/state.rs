@@ -27,7 +27,7 @@ impl ServedFolder {
     }
 
     /// Returns the folder.
-    pub(super) fn runs(&self) -> RunsFolder {
+    pub(crate) fn runs(&self) -> RunsFolder {
         RunsFolder::find(Some(lock(&self.0).clone()))
     }
 }

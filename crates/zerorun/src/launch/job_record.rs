@@ -60,6 +60,13 @@ struct WaitingLine {
     text: Vec<u8>,
 }
 
+impl WaitingLine {
+    /// Returns the number of bytes that it takes, about; an empty line takes some too.
+    fn bytes(&self) -> usize {
+        std::mem::size_of::<Self>() + self.prefix.len() + self.text.len()
+    }
+}
+
 impl JobRecord {
     /// Begins the record of a start of the job, the `restart`-th one. `first` is the first of the `here` ranks of this
     /// host among all `ranks`.
@@ -171,12 +178,12 @@ impl JobRecordState {
     }
 
     fn wait(&mut self, line: WaitingLine) {
-        self.waiting_bytes += line.text.len();
+        self.waiting_bytes += line.bytes();
         self.lines.push_back(line);
         while self.waiting_bytes > MAX_WAITING
             && let Some(oldest) = self.lines.pop_front()
         {
-            self.waiting_bytes -= oldest.text.len();
+            self.waiting_bytes -= oldest.bytes();
         }
     }
 
@@ -190,5 +197,60 @@ impl JobRecordState {
         self.is_given_up = true;
         self.writers.clear();
         eprint(&format!("zerorun: the output of the ranks is no longer recorded: {error}"));
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::io::Write as _;
+
+    fn record() -> JobRecord {
+        let file = memfd_create("test", MemfdFlags::CLOEXEC).map(File::from).unwrap();
+        JobRecord { announced: Some(file), state: Mutex::default(), served: Some(ServedFolder::new("elsewhere")) }
+    }
+
+    fn announce(record: &JobRecord, folder: &std::path::Path) {
+        // As a rank does, by the path.
+        let mut file = std::fs::OpenOptions::new().append(true).open(record.path().unwrap()).unwrap();
+        file.write_all(format!("{}\n", folder.display()).as_bytes()).unwrap();
+    }
+
+    #[test]
+    fn what_ranks_wrote_before_their_run_began_is_in_its_log_and_the_page_shows_its_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let (first, second) = (dir.path().join("a"), dir.path().join("b"));
+        [&first, &second].map(|folder| std::fs::create_dir(folder).unwrap());
+        let record = record();
+        record.event(json!({"event": "start"}));
+        record.line("[rank 1] ", b"early");
+        announce(&record, &first);
+        announce(&record, &second);
+        record.finish();
+        record.line("[rank 0] ", b"late");
+        record.failed(1, "rank 1 failed");
+        let read = |folder: &PathBuf, name: &str| std::fs::read_to_string(folder.join(name)).unwrap();
+        let log = read(&first, "log.txt");
+        let lines: Vec<&str> = log.lines().map(|line| line.split_once(" [").unwrap().1).collect();
+        assert_eq!(lines, ["rank 1] early", "rank 0] late"]);
+        assert_eq!(read(&second, "log.txt").lines().count(), 1);
+        for folder in [&first, &second] {
+            let events = read(folder, "launch.jsonl");
+            assert_eq!(events.lines().count(), 2, "{events}");
+        }
+        assert_eq!(record.served.unwrap().runs().path(), dir.path());
+    }
+
+    #[test]
+    fn lines_that_wait_are_bounded_and_the_newest_stay() {
+        let record = record();
+        for _ in 0..10_000 {
+            record.line("[rank 0] ", b"");
+        }
+        record.line("[rank 0] ", &[b'x'; MAX_WAITING / 2]);
+        let state = lock(&record.state);
+        assert!(state.waiting_bytes <= MAX_WAITING && state.lines.len() > 100);
+        assert_eq!(state.lines.back().unwrap().text.len(), MAX_WAITING / 2);
     }
 }
