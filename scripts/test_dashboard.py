@@ -211,7 +211,7 @@ def record(folder, name, steps, *, loss, lr, ranks, extra=(), planted="", killed
     launch = [{"event": "start", "restart": 0, "ranks": ranks, "here": ranks, "time": begin + 1}]
     for rank in range(ranks):
         dead = rank == killed
-        how = "was killed by SIGKILL" if dead else "was stopped by zerorun after another rank had failed" if killed is not None else "ended with exit code 0"
+        how = "was killed by SIGKILL (9)" if dead else "was stopped by zerorun after another rank had failed" if killed is not None else "ended with exit code 0"
         launch.append({"event": "rank", "rank": rank, "host": host, "outcome": "failed" if dead else "stopped" if killed is not None else "ended",
                        "how": how + planted, "time": end + 1})
     lines("launch.jsonl", launch)
@@ -263,6 +263,12 @@ def test(zerorun, work, browser):
         check("token" not in browser.run("return location.hash"), "the token stays in the address")
         first, before = series(browser, "Loss"), steps_shown(browser)
         until("its curve grows", lambda: training.drain() or (steps_shown(browser) > before + 2 and series(browser, "Loss") != first))
+        browser.click("#runs tbody tr:nth-child(2) input")
+        before = steps_shown(browser)
+        until("it grows next to another run", lambda: training.drain() or steps_shown(browser) > before)
+        lines = browser.text("#log pre").splitlines()
+        check(len(lines) == len(set(lines)) > 2, f"lines of the log are shown twice: {lines}")
+        browser.click("#runs tbody tr:nth-child(2) input")
         until("ranks report", lambda: browser.run("return document.querySelectorAll('#rankstates tbody tr').length") == 2)
         live = browser.text("#title")
         until("buttons are enabled", lambda: not browser.run("return document.getElementById('save').disabled || document.getElementById('stop').disabled"))
@@ -292,7 +298,7 @@ def test(zerorun, work, browser):
         reported = [rank["pid"] for rank in dash.get(f"/api/run?id={live}")["ranks"]["ranks"]]
         check(sorted(reported) == sorted(ranks), f"the reports name the processes {ranks}, not {reported}")
         os.kill(reported[1], signal.SIGKILL)
-        until("the dead rank is shown", lambda: training.drain() or "dead: was killed by SIGKILL" in browser.text("#rankstates tbody tr:nth-child(2)"))
+        until("the dead rank is shown", lambda: training.drain() or "dead: was killed by SIGKILL (9)" in browser.text("#rankstates tbody tr:nth-child(2)"))
         training.stop()
         until("the end of the job is shown", lambda: re.match("failed|killed", browser.text("#facts")))
         check("[rank 1]" in browser.text("#log pre") or "[rank 0]" in browser.text("#log pre"), "the log has lines of ranks")

@@ -91,7 +91,8 @@ impl HttpRequest {
             Ok(read > 0 && !left.is_zero())
         };
         let end = loop {
-            if let Some(end) = bytes.windows(4).position(|end| end == b"\r\n\r\n") {
+            let end = bytes.windows(4).position(|end| end == b"\r\n\r\n");
+            if let Some(end) = end.filter(|end| *end <= MAX_HEAD) {
                 break end;
             }
             if bytes.len() > MAX_HEAD {

@@ -221,7 +221,9 @@ mod tests {
     fn what_ranks_wrote_before_their_run_began_is_in_its_log_and_the_page_shows_its_folder() {
         let dir = tempfile::tempdir().unwrap();
         let (first, second) = (dir.path().join("a"), dir.path().join("b"));
-        [&first, &second].map(|folder| std::fs::create_dir(folder).unwrap());
+        for folder in [&first, &second] {
+            std::fs::create_dir(folder).unwrap();
+        }
         let record = record();
         record.event(json!({"event": "start"}));
         record.line("[rank 1] ", b"early");

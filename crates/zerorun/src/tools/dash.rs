@@ -40,8 +40,13 @@ struct DashArguments {
     port: u16,
 
     /// Local address to listen on, such as 0.0.0.0 for all; then others can read the runs
-    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", value_parser = local_address)]
     bind: IpAddr,
+}
+
+/// Parses the address to listen on.
+fn local_address(text: &str) -> Result<IpAddr, String> {
+    text.parse().map_err(|_| "give a numeric address of this machine, such as 127.0.0.1, or 0.0.0.0 for all".to_owned())
 }
 
 /// Returns the definition of the tool's command line.

@@ -62,6 +62,7 @@ function writeAddress() {
   history.replaceState(null, "", `#${parts}`);
 }
 
+/** Reads the list of runs. Returns whether that was possible. */
 async function loadList() {
   try {
     const { folder, runs } = await get("/api/runs");
@@ -74,8 +75,10 @@ async function loadList() {
       if (first) await focus(first.id);
     }
     if (page.shown.size === 0) say(page.list.length === 0 ? "no runs yet" : "ready");
+    return true;
   } catch (error) {
     say(`no connection to zerorun: ${error.message}; the page shows what it has`, true);
+    return false;
   }
 }
 
@@ -173,12 +176,29 @@ function watch() {
   const runs = [...page.shown.values()].map(({ id, positions }) => `run=${encodeURIComponent(`${id}@${positions.join(".")}`)}`);
   const stream = new EventSource(`/api/live?${runs.join("&")}`);
   stream.onopen = () => say("live");
-  stream.onerror = () => say("no connection to zerorun; the page shows what it has", true);
+  stream.onerror = () => {
+    say("no connection to zerorun; the page shows what it has", true);
+    // The browser repeats an interrupted request, but not one that was refused, for example because a run was removed.
+    if (stream.readyState === EventSource.CLOSED) setTimeout(() => page.stream === stream && watchAgain(), LIST_INTERVAL);
+  };
   stream.onmessage = (event) => {
     for (const news of JSON.parse(event.data).runs) update(news);
+    for (const reached of new URLSearchParams(event.lastEventId).getAll("run")) {
+      const at = reached.lastIndexOf("@");
+      const run = page.shown.get(reached.slice(0, at));
+      if (run) run.positions = reached.slice(at + 1).split(".");
+    }
     plan();
   };
   page.stream = stream;
+}
+
+/** Hides runs that no longer exist, and watches the others again. */
+async function watchAgain() {
+  if (await loadList()) {
+    for (const id of [...page.shown.keys()]) if (!page.list.some((run) => run.id === id)) hide(id);
+  }
+  watch();
 }
 
 /** Adds news of a run. */
