@@ -376,6 +376,7 @@ def screenshots(zerorun, work, browser, pictures):
             browser.open(f"{dash.link}&" + "&".join(f"run={run}" for run in ids))
             until("the page", lambda: browser.run("return document.querySelectorAll('#charts svg[tabindex] path.curve').length") >= 6 * len(ids))
             until("the ranks", lambda: browser.run("return document.querySelectorAll('#rankstates tbody tr').length") == 8)
+            until("the list", lambda: browser.run("return document.querySelectorAll('#runs tbody tr').length") == 3)
             browser.run("const slider = document.getElementById('smoothing'); slider.value = 0.8; slider.dispatchEvent(new Event('input', {bubbles: true}))")
             until("smoothed curves", lambda: browser.run("return document.querySelectorAll('#charts path.raw').length") > 0)
             browser.run(script)

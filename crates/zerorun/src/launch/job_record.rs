@@ -105,10 +105,11 @@ impl JobRecord {
             StopRequest::Terminate => "was stopped by zerorun after another rank had failed".to_owned(),
             StopRequest::Kill => "was killed by zerorun because it did not end".to_owned(),
         };
-        let outcome = match (end.ended.is_failure(), end.request) {
-            (false, _) => "ended",
-            (true, StopRequest::Nothing) => "failed",
-            (true, _) => "stopped",
+        let outcome = match end.request {
+            _ if !end.ended.is_failure() => "ended",
+            StopRequest::Nothing if end.before_failure => "failed",
+            // Because of another rank, or of a signal to the launcher.
+            _ => "stopped",
         };
         self.event(json!({"event": "rank", "rank": rank, "host": host_name(), "outcome": outcome, "how": how}));
     }

@@ -4,10 +4,10 @@
 //! (`script_package`; its manifest may be at the top of the code, see `frontmatter`). `cargo_build` builds the
 //! executable with cargo. `ranks` starts it N times, passes on its output (`rank_output`, `stderr_tail`) and signals
 //! (`signals`), and stops everything when a rank fails (`failure_report`). `restarts` decides whether the job starts
-//! again. `job_record` adds the output and the ends of ranks to the record of a run. Output of `zerorun` itself goes through `console`. `core_binding` gives each rank its own cores. `hosts`
-//! computes which ranks run on which host. `nodes` starts and connects the launchers of several hosts, or starts their
-//! ranks with `mpirun`; `pmi` connects the MPI libraries of the ranks. In the ranks, `comm/rank_env.rs` reads the
-//! variables that the launcher has set.
+//! again. `job_record` adds the output and the ends of ranks to the record of a run. Output of `zerorun` itself goes
+//! through `console`. `core_binding` gives each rank its own cores. `hosts` computes which ranks run on which host.
+//! `nodes` starts and connects the launchers of several hosts, or starts their ranks with `mpirun`; `pmi` connects the
+//! MPI libraries of the ranks. In the ranks, `comm/rank_env.rs` reads the variables that the launcher has set.
 
 pub(crate) mod cargo_build;
 pub(crate) mod comm_backend;

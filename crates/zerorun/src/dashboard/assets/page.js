@@ -369,8 +369,8 @@ async function begin() {
   const chosen = readAddress();
   writeAddress();
   page.hasChosen = chosen.length > 0;
-  for (const id of chosen.slice(0, STYLES)) await show(id);
   await loadList();
+  for (const id of chosen.slice(0, STYLES)) await show(id);
   setInterval(() => {
     if (!document.hidden) loadList();
   }, LIST_INTERVAL);

@@ -58,8 +58,10 @@ export function rankStates(details, now) {
   const states = Array.from({ length: Math.min(count, 4096) }, (_, rank) => {
     const [end, own] = [ended.get(rank), reports.get(rank)];
     const out = { rank, host: own?.host ?? end?.host ?? "", report: own, text: "", kind: "quiet" };
-    if (end?.outcome === "failed") [out.kind, out.text] = ["failed", `✕ dead: ${end.how}`];
-    else if (end?.outcome === "stopped") out.text = `■ ${end.how}`;
+    // Of ranks that end together, the launcher says which one has failed first.
+    const isFirst = !failure || failure.rank === rank || !ended.has(failure.rank);
+    if (end?.outcome === "failed" && isFirst) [out.kind, out.text] = ["failed", `✕ dead: ${end.how}`];
+    else if (end && end.outcome !== "ended") out.text = `■ ${end.how}`;
     else if (end) out.text = "✓ ended";
     else if (state === "running") out.text = own ? `● running` : "● starting";
     else if (state === "killed") [out.kind, out.text] = ["failed", "? unknown: the job was killed"];
@@ -78,7 +80,7 @@ export function drawRanks(place, details, now) {
   const failed = failure ? [h("p", { class: "problem" }, failure.message)] : [];
   const head = ["Rank", "Host", "State", "Process", "Resident", "Waiting"].map((name, at) => h("th", { scope: "col", class: at > 3 ? "number" : null }, name));
   const row = ({ rank, host, report: own, text, kind }) => h("tr", {},
-    h("td", {}, String(rank)), h("td", {}, host), h("td", { class: kind === "failed" ? "failed" : null }, text), h("td", {}, own ? String(own.pid) : "–"),
+    h("td", {}, String(rank)), h("td", {}, host), h("td", { class: kind === "failed" ? "state failed" : "state" }, text), h("td", {}, own ? String(own.pid) : "–"),
     h("td", { class: "number" }, own ? bytes(own.rss_bytes) : "–"),
     h("td", { class: "number" }, own ? milliseconds(own.comm_ms + own.disk_ms) : "–"));
   const table = h("div", { class: "scroll" }, h("table", { id: "rankstates" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, states.map(row))));
