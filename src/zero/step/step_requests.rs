@@ -15,7 +15,7 @@ impl StepRequests {
 
     /// Returns the requests as the bits of a small number.
     pub(super) fn to_bits(self) -> u8 {
-        u8::from(self.report) * Self::REPORT | u8::from(self.save) * Self::SAVE
+        (u8::from(self.report) * Self::REPORT) | (u8::from(self.save) * Self::SAVE)
     }
 
     /// Returns the requests from the bits of a small number.
@@ -31,7 +31,7 @@ impl StepRequests {
 
     /// Returns a flag and the requests as one number of a message.
     pub(super) fn with_flag(self, flag: bool) -> f64 {
-        f64::from(u8::from(flag) | self.to_bits() << 1)
+        f64::from(u8::from(flag) | (self.to_bits() << 1))
     }
 
     /// Returns the flag and the requests of [`with_flag`](Self::with_flag).

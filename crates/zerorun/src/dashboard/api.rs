@@ -37,7 +37,7 @@ pub(super) fn runs(state: &DashboardState) -> Result<Value, HttpRefusal> {
     let runs = match folder.runs() {
         Ok(runs) => runs,
         // The first run will create it.
-        Err(error) if matches!(error, Error::Run(RunError::NoFolder { .. })) => vec![],
+        Err(Error::Run(RunError::NoFolder { .. })) => vec![],
         Err(error) => return Err(failed(&error)),
     };
     let of_run = |listed: &candle_zero::runs::ListedRun| match &listed.run {

@@ -178,7 +178,7 @@ fn decode(text: &str) -> Option<String> {
         out.push(match byte {
             b'%' => {
                 let mut digit = || char::from(bytes.next()?).to_digit(16);
-                (digit()? << 4 | digit()?) as u8
+                (digit()? * 16 + digit()?) as u8
             }
             b'+' => b' ',
             byte => byte,
