@@ -359,12 +359,12 @@ def test(zerorun, work, browser):
 
 
 def screenshots(zerorun, work, browser, pictures):
-    runs = work / "made up"
+    runs = work / "runs"
     curve = lambda bottom, speed: lambda step: bottom + 3.9 * math.exp(-step / speed) + 0.9 * math.exp(-step / (5 * speed))
     record(runs / "mini-20260130-091200", "mini", 1500, loss=curve(2.1, 60), lr=1e-3, ranks=8)
     record(runs / "mini-warm-20260131-181500", "mini-warm", 1500, loss=curve(1.9, 75), lr=2e-3, ranks=8, offset=90000, extra=[("gradient_clipping", 1.0)])
     record(runs / "mini-wide-20260131-203000", "mini-wide", 620, loss=curve(1.8, 70), lr=2e-3, ranks=8, killed=5, total=1500, offset=98000)
-    dash = Server([zerorun, "dash", str(runs), "--port", "0"], cwd=work)
+    dash = Server([zerorun, "dash", "runs", "--port", "0"], cwd=work)
     pictures.mkdir(parents=True, exist_ok=True)
     try:
         for name, width, height, ids, script in (
