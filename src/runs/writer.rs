@@ -579,8 +579,9 @@ mod tests {
                 assert_eq!(run.summary().problem, None);
             }
         }
-        // A torn line, and a restart.
+        // A torn line, and a restart. The events contain the command line and may be longer than the metrics.
         std::fs::write(folder.join(METRICS), &metrics[..metrics.len() - 3]).unwrap();
+        std::fs::write(folder.join(EVENTS), &events).unwrap();
         let mut writer = open(dir.path(), "x", JOB_A, 1);
         assert_eq!(writer.folder(), folder);
         steps(&mut writer, 1..=2);
