@@ -599,7 +599,8 @@ fn train<A: Architecture>(
         on_either!(&mut *engine, engine => engine.record_metrics(&[("tokens_per_s", line.tokens_per_s)]));
         progress
             .step(step + 1, || format!("loss {:.4} lr {:.3e} {:.0} tokens/s", line.loss, line.lr, line.tokens_per_s));
-        if is_due(step + 1, args) {
+        let is_requested = args.save.is_some() && on_either!(&*engine, engine => engine.save_requested());
+        if is_due(step + 1, args) || is_requested {
             save(engine, args, sizes)?;
         }
     }

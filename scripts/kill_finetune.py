@@ -32,7 +32,9 @@ FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "tests/fixtures/fine
 Job = collections.namedtuple("Job", "mode stage files ranks steps")
 MODES = ("lora", "lora_val", "qlora", "full", "full_val", "dpo")
 # The files of a run's record: a killed job continues its record or begins another one, whose name contains the time.
-RECORD = re.compile(r"runs/|runs/[^/]+/(run\.json|(metrics|events|samples)\.jsonl|summary\.json|\.candle-zero\.lock)?")
+RECORD = re.compile(
+    r"runs/|runs/[^/]+/((run|ranks|summary)\.json|(metrics|events|samples|launch)\.jsonl|log(\.1)?\.txt|\.candle-zero\.lock)?"
+)
 MARK = "KILL_FINETUNE_JOB"
 
 

@@ -30,6 +30,7 @@ mod local_steps;
 mod metrics;
 mod param_access;
 mod pipeline;
+mod rank_reports;
 mod reporter;
 mod run_record;
 mod run_recorder;
@@ -369,8 +370,11 @@ impl<M> Engine<M> {
     /// Collective: returns the gradient norm, the overflow flag and the mean loss over all ranks.
     fn vote(&mut self) -> Result<Vote> {
         let AccumulatedLoss { sum, any_non_finite } = std::mem::take(&mut self.losses);
-        let vote = self.core.vote(sum / self.config.batch.gradient_accumulation_steps as f64, !any_non_finite)?;
+        let requests = self.due_requests();
+        let loss = sum / self.config.batch.gradient_accumulation_steps as f64;
+        let vote = self.core.vote(loss, !any_non_finite, requests)?;
         self.reporter.loss = vote.loss;
+        self.note_requests(vote.requests);
         Ok(vote)
     }
 
@@ -437,9 +441,10 @@ impl<M> Engine<M> {
         ));
     }
 
-    /// Returns whether the job was asked to end: whether any rank has received SIGTERM or SIGINT. From the first call
-    /// on, these signals no longer end the process, so that a loop that calls this once per step can save a checkpoint
-    /// and exit cleanly. Collective, so that all ranks end after the same step.
+    /// Returns whether the job was asked to end: whether any rank has received SIGTERM or SIGINT, or the user has asked
+    /// for it in `zerorun dash`. From the first call on, these signals no longer end the process, so that a loop that
+    /// calls this once per step can save a checkpoint and exit cleanly. Collective, so that all ranks end after the same
+    /// step.
     ///
     /// Without `zerorun`, a second such signal ends the process. `zerorun` kills its ranks on a second signal, or after
     /// the `--grace` period.
@@ -462,7 +467,8 @@ impl<M> Engine<M> {
     pub fn stop_requested(&self) -> Result<bool> {
         // All ranks vote, even if one of them cannot listen for signals.
         let own = asked_to_stop();
-        let vote = *own.as_ref().unwrap_or(&false);
+        self.reporter.answers.stop.store(true, Ordering::Relaxed);
+        let vote = *own.as_ref().unwrap_or(&false) || self.reporter.stop_in_record;
         let any = self.any_rank(vote)?;
         self.reporter.stop_requested.fetch_or(any, Ordering::Relaxed);
         own.map_err(|source| EngineError::Signals { source })?;

@@ -73,6 +73,25 @@ pub enum MemoryTier {
 }
 
 impl MemoryKind {
+    /// All kinds.
+    pub(crate) const ALL: [Self; 15] = [
+        Self::Parameters,
+        Self::Gradients,
+        Self::MasterWeights,
+        Self::Moments,
+        Self::OuterStates,
+        Self::Persistent,
+        Self::Gathered,
+        Self::SecondCopy,
+        Self::Buckets,
+        Self::Staging,
+        Self::Activations,
+        Self::StageActivations,
+        Self::StageMessages,
+        Self::GradientCheck,
+        Self::Buffers,
+    ];
+
     /// Returns the name used in reports.
     pub fn name(self) -> &'static str {
         match self {

@@ -6,11 +6,19 @@ use crate::config::Monitoring;
 use crate::files::{folder_of, only_earlier};
 use crate::monitor::{MonitorOpener, Monitors, ThroughputTimer};
 use crate::profiler::FlopsProfile;
+use crate::zero::step::step_requests::StepRequests;
 use crate::{Error, Result};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
+
+/// The requests of the user to which the program responds, known because it has asked for them.
+#[derive(Debug, Default)]
+pub(super) struct AnsweredRequests {
+    pub stop: AtomicBool,
+    pub save: AtomicBool,
+}
 
 /// The monitors and logs that an engine reports to.
 #[derive(Default)]
@@ -35,6 +43,14 @@ pub(super) struct EngineReporter {
     pub rates: (f64, f64),
     /// Whether the job was asked to end.
     pub stop_requested: AtomicBool,
+    /// Whether the record of the run contains a request to end, on rank 0.
+    pub stop_in_record: bool,
+    /// The requests of rank 0 in the last vote.
+    pub requests: StepRequests,
+    /// Whether a checkpoint was asked for, and the program has not yet asked.
+    pub save_requested: AtomicBool,
+    /// The questions that the program has asked.
+    pub answers: AnsweredRequests,
 }
 
 /// A checkpoint that is being saved.

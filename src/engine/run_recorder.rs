@@ -5,6 +5,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::notice::{emit, warn};
 use crate::runs::{RecordPlan, RunEnding, RunSpec, RunStart, RunWriter, check_folder, now};
+use std::time::{Duration, Instant};
 
 /// The record of a run, on the rank that writes it.
 #[derive(Default)]
@@ -28,6 +29,22 @@ pub(super) struct WaitingRecord {
 /// A record that is being written.
 pub(super) struct OpenRecord {
     pub writer: RunWriter,
+    /// When the ranks last reported.
+    reported: Option<Instant>,
+}
+
+/// The time between two reports of all ranks, and between two checks for requests.
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
+
+impl OpenRecord {
+    /// Returns whether the ranks should report again, and if so begins the next interval.
+    pub fn is_report_due(&mut self) -> bool {
+        let is_due = self.reported.is_none_or(|at| at.elapsed() >= REPORT_INTERVAL);
+        if is_due {
+            self.reported = Some(Instant::now());
+        }
+        is_due
+    }
 }
 
 impl RunRecorder {
@@ -57,7 +74,7 @@ impl RunRecorder {
         let Self::Waiting(waiting) = self else { return };
         let opened = RunWriter::open(&waiting.plan, &waiting.start);
         *self = match opened {
-            Ok(writer) => Self::Open(Box::new(OpenRecord { writer })),
+            Ok(writer) => Self::Open(Box::new(OpenRecord { writer, reported: None })),
             Err(error) => Self::given_up(&error),
         };
     }

@@ -96,6 +96,7 @@ impl<M> Engine<M> {
         self.clock.boundary(waited);
         self.report_order();
         self.report_progress();
+        self.report_ranks()?;
         self.end_profile()
     }
 

@@ -39,6 +39,7 @@ use crate::zero::step::sharded_step::{update, vote};
 use crate::zero::step::stage_vote::StageVote;
 use crate::zero::step::state_sweep;
 use crate::zero::step::state_sweep::ParamSlice;
+use crate::zero::step::step_requests::StepRequests;
 use crate::zero::step::weight_publisher::WeightPublisher;
 use crate::zero::step_executor::{RankInfo, StepExecutor};
 use crate::zero::transfer::device_copy::{CopyKind, UPDATE_CHUNK, WINDOWS_BYTES, windows_tier};
@@ -270,7 +271,7 @@ impl<'a> Rehearsal<'a> {
             }
             self.step_trace.borrow_mut().repeat(accumulation - micro_steps);
             self.step_trace.borrow_mut().begin_part();
-            vote(self, 0.0, true, self.plan.accumulate)?;
+            vote(self, 0.0, true, StepRequests::default(), self.plan.accumulate)?;
             update(self, &|param| {
                 let Param { name, shape, .. } = &self.params[param];
                 let optimizer =

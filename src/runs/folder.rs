@@ -1,7 +1,10 @@
 //! A folder of runs.
 
 use super::recorded::RecordedRun;
-use super::{DEFAULT_FOLDER, EVENTS, INFO, METRICS, RUNS_DIR, RecordedState, SAMPLES, SUMMARY, WRITING, spec};
+use super::{
+    DEFAULT_FOLDER, EARLIER_LOG, EVENTS, INFO, LAUNCH, LOG, METRICS, RANKS, RUNS_DIR, RecordedState, RunRequest,
+    SAMPLES, SUMMARY, WRITING, spec,
+};
 use crate::error::{Error, Result, RunError};
 use crate::files::{FolderLock, FolderLockOutcome, LOCK};
 use crate::util::{list, nearest};
@@ -132,7 +135,9 @@ impl RunsFolder {
             }
             FolderLockOutcome::Busy(_) => None,
         };
-        let mut names: Vec<String> = [METRICS, EVENTS, SAMPLES, SUMMARY].map(String::from).to_vec();
+        let own = [METRICS, EVENTS, SAMPLES, SUMMARY, RANKS, LAUNCH, LOG, EARLIER_LOG];
+        let requests = RunRequest::ALL.map(RunRequest::file_name);
+        let mut names: Vec<String> = own.into_iter().chain(requests).map(String::from).collect();
         let entries = std::fs::read_dir(&folder).map_err(wrong(&folder))?.flatten();
         names.extend(
             entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with(WRITING)),

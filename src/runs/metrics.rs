@@ -39,12 +39,24 @@ pub struct RunMetrics {
     pub rows: Vec<MetricsRow>,
     /// The first damaged line, if there is one.
     pub problem: Option<String>,
+    /// The number of bytes up to the end of the last complete line, at which a [`RunTail`](super::RunTail) continues.
+    pub bytes: u64,
 }
 
 /// A line of the file.
-#[derive(Debug, PartialEq)]
-pub(super) enum MetricsLine {
-    Session { number: u64, from_step: u64, time: f64 },
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum MetricsLine {
+    /// A process begins or continues the run after a step: what was recorded for later steps is dropped.
+    Session {
+        /// The number of the process, counted from 1.
+        number: u64,
+        /// The step.
+        from_step: u64,
+        /// When it began, in seconds since 1970.
+        time: f64,
+    },
+    /// Values of a step. Several lines of a step add up, except that a line with the value `loss` begins its step anew.
     Values(MetricsRow),
 }
 
@@ -78,7 +90,7 @@ fn number(value: &Value) -> Option<f64> {
 }
 
 /// Returns the JSON of a number, which is text if the number is not finite.
-pub(super) fn json_number(number: f64) -> Value {
+pub fn json_number(number: f64) -> Value {
     match serde_json::Number::from_f64(number) {
         Some(number) => Value::Number(number),
         None if number.is_nan() => "NaN".into(),
@@ -157,7 +169,7 @@ impl RunMetrics {
     /// Reads the values in the folder of a run.
     pub(super) fn read(folder: &Path) -> Result<Self> {
         let whole = WholeMetrics::read(folder)?;
-        Ok(Self { rows: whole.rows.into_values().collect(), problem: whole.problem })
+        Ok(Self { rows: whole.rows.into_values().collect(), problem: whole.problem, bytes: whole.bytes })
     }
 
     /// Returns the rows as JSON lines, in the format of the record.

@@ -8,22 +8,28 @@
 //!             (folder.rs)   (recorded.rs)
 //! ```
 //!
-//! A run is a folder with five files. `run.json` describes the run and is written once. `metrics.jsonl`, `events.jsonl`
-//! and `samples.jsonl` only grow: they are JSON lines, and a last line that a kill has cut off is ignored.
-//! `summary.json` is an index: it summarizes the first bytes of the other files and contains the number of those bytes,
-//! so listing many runs does not require reading their metrics. docs/runs.md describes the format.
+//! A run is a folder of files. `run.json` describes the run and is written once. `metrics.jsonl`, `events.jsonl` and
+//! `samples.jsonl` only grow: they are JSON lines, and a last line that a kill has cut off is ignored. `summary.json` is an
+//! index: it summarizes the first bytes of the other files and contains the number of those bytes, so listing many runs
+//! does not require reading their metrics. `ranks.json` is the last report of all ranks. The launcher writes `launch.jsonl`
+//! and `log.txt` (launch_writer.rs). Requests of the user are files, too (requests.rs). docs/runs.md describes the format.
 
 pub(crate) mod error;
 mod folder;
 mod git;
 mod info;
+mod launch_writer;
+mod line_file;
 mod lines;
 mod machine;
 mod metrics;
+mod rank_report;
 mod recorded;
+mod requests;
 mod secrets;
 mod spec;
 mod summary;
+mod tail;
 mod writer;
 
 pub use crate::monitor::RunEnding;
@@ -33,13 +39,17 @@ pub use crate::wall_clock::{parse_utc, utc};
 pub use folder::{ListedRun, RunsFolder};
 pub use git::GitRevision;
 pub use info::{RunInfo, RunVersions};
+pub use launch_writer::LaunchWriter;
 pub use machine::RunMachine;
-pub use metrics::{MetricsRow, RunMetrics};
+pub use metrics::{MetricsLine, MetricsRow, RunMetrics, json_number};
+pub(crate) use rank_report::RankReport;
 pub use recorded::{RecordedRun, RecordedState};
+pub use requests::RunRequest;
 pub(crate) use secrets::settings_without_secrets;
 pub use spec::RunSpec;
 pub(crate) use spec::{RecordPlan, run_name};
 pub use summary::{RunSummary, ValueAtStep};
+pub use tail::{RunNews, RunTail};
 pub(crate) use writer::{LoadedFrom, RunStart, RunWriter, check_folder, job, restart};
 
 /// The variable with the folder of runs; `off` switches recording off.
@@ -48,6 +58,10 @@ pub const RUNS_DIR: &str = "CANDLE_ZERO_RUNS_DIR";
 pub const RUN: &str = "CANDLE_ZERO_RUN";
 /// The variable with the id of the job, which `zerorun` gives its ranks; it stays the same when the job restarts.
 pub const JOB: &str = "CANDLE_ZERO_JOB";
+/// The variable with which `zerorun --dashboard` switches recording on, under the name that the program gives.
+pub const RECORD: &str = "CANDLE_ZERO_RECORD";
+/// The variable with the file to which rank 0 appends the folder of each run that it records, for its launcher.
+pub const RUN_FOLDERS: &str = "CANDLE_ZERO_RUN_FOLDERS";
 /// The default folder of runs.
 pub const DEFAULT_FOLDER: &str = "runs";
 
@@ -59,6 +73,10 @@ const INFO: &str = "run.json";
 const METRICS: &str = "metrics.jsonl";
 const EVENTS: &str = "events.jsonl";
 const SAMPLES: &str = "samples.jsonl";
+const RANKS: &str = "ranks.json";
+const LAUNCH: &str = "launch.jsonl";
+const LOG: &str = "log.txt";
+const EARLIER_LOG: &str = "log.1.txt";
 const SUMMARY: &str = "summary.json";
 
 /// The beginning of the names of files that are being written.

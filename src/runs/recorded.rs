@@ -1,13 +1,16 @@
 //! A recorded run, as a reader sees it.
 
 use super::lines;
-use super::{EVENTS, RunEnding, RunInfo, RunMetrics, RunSummary, SAMPLES, now};
+use super::requests::leave_request;
+use super::{
+    EVENTS, LAUNCH, MAX_FILE_BYTES, RANKS, RunEnding, RunInfo, RunMetrics, RunRequest, RunSummary, SAMPLES, now,
+};
 use crate::error::{Error, Result};
 use crate::files::LOCK;
 use crate::util::host_name;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
@@ -132,6 +135,62 @@ impl RecordedRun {
     /// The file cannot be read.
     pub fn samples(&self) -> Result<Vec<Map<String, Value>>> {
         self.lines(SAMPLES)
+    }
+
+    /// Reads what the launcher has recorded, oldest first: starts, and how ranks have ended. Damaged lines are left out.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn launch_events(&self) -> Result<Vec<Map<String, Value>>> {
+        self.lines(LAUNCH)
+    }
+
+    /// Reads the last report of the ranks, with the memory and the times of each; `None` if there is none, or if it is
+    /// damaged.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn ranks(&self) -> Result<Option<Value>> {
+        let path = self.folder.join(RANKS);
+        match lines::read(&path, MAX_FILE_BYTES) {
+            Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(Error::Io { action: "read", path, source }),
+        }
+    }
+
+    /// Asks the program that records this run for something. It finds the request within a second or at the end of its
+    /// step, and acts on it if it calls [`Engine::stop_requested`](crate::Engine::stop_requested) or
+    /// [`Engine::save_requested`](crate::Engine::save_requested).
+    ///
+    /// # Errors
+    /// The request cannot be written.
+    pub fn request(&self, request: RunRequest) -> Result<()> {
+        leave_request(&self.folder, request)
+    }
+
+    /// Returns what a list of runs shows about it.
+    pub fn to_json(&self) -> Value {
+        let (info, summary) = (&self.info, &self.summary);
+        json!({
+            "id": self.id(),
+            "name": info.name,
+            "state": self.state.name(),
+            "folder": self.folder,
+            "created": info.created,
+            "seconds": self.seconds(),
+            "steps": summary.steps,
+            "total_steps": info.total_steps,
+            "loss": summary.loss,
+            "best_loss": summary.best_loss,
+            "val_loss": summary.validation,
+            "best_val_loss": summary.best_validation,
+            "restarts": summary.sessions.saturating_sub(1),
+            "checkpoints": summary.checkpoints,
+            "checkpoint_step": summary.checkpoint_step,
+            "error": summary.error,
+            "damaged": summary.problem,
+        })
     }
 
     /// Returns the resolved configuration and the program's settings as leaves: dotted names and values.

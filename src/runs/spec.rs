@@ -2,7 +2,7 @@
 //! where.
 
 use super::error::NAME_RULE;
-use super::{DEFAULT_FOLDER, RUN, RUNS_DIR};
+use super::{DEFAULT_FOLDER, RECORD, RUN, RUNS_DIR};
 use crate::config::RunRecordConfig;
 use crate::error::{Result, RunError};
 use serde_json::Value;
@@ -150,14 +150,15 @@ impl RecordPlan {
         variable: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Option<Self>> {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
-        let (of_job, folder) = (variable(RUN), variable(RUNS_DIR));
+        let (of_job, folder, is_watched) = (variable(RUN), variable(RUNS_DIR), variable(RECORD).is_some());
         let is_off = folder.as_ref().is_some_and(|folder| is_off(folder));
-        let asked = spec.is_some() || of_job.is_some() || config.is_some_and(|config| config.enabled);
-        let refused = of_job.is_none() && config.is_some_and(|config| !config.enabled);
+        let asked = spec.is_some() || of_job.is_some() || is_watched || config.is_some_and(|config| config.enabled);
+        let refused = of_job.is_none() && !is_watched && config.is_some_and(|config| !config.enabled);
         if !asked || is_off || refused {
             return Ok(None);
         }
         let is_required = of_job.is_some()
+            || is_watched
             || folder.is_some()
             || config.is_some()
             || spec.as_ref().is_some_and(|spec| !spec.is_default);

@@ -5,20 +5,24 @@
 //! to disk.
 
 use super::info::{RunInfo, RunVersions};
+use super::line_file::LineFile;
 use super::metrics::{LOSS, MetricsRow, json_number};
+use super::rank_report::RankReport;
 use super::recorded::RecordedRun;
+use super::requests::{RunRequest, take_requests};
 use super::secrets::{command_without_secrets, settings_without_secrets, without_secrets};
 use super::summary::RunSummary;
-use super::{EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RecordPlan, RunMachine, SAMPLES, new_job, now};
+use super::{
+    EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RANKS, RUN_FOLDERS, RecordPlan, RunMachine, SAMPLES, WRITING,
+    new_job, now,
+};
 use crate::comm::rank_env::SCRIPT;
 use crate::error::{Error, Result};
-use crate::files::{FolderLock, FolderLockOutcome};
-use crate::monitor::{RunEnding, end_last_line};
+use crate::files::{self, FolderLock, FolderLockOutcome};
+use crate::monitor::RunEnding;
 use crate::stop_signal::RESTART;
 use serde_json::{Map, Value, json};
-use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -67,54 +71,6 @@ pub(crate) struct RunWriter {
     summary: RunSummary,
     flushed: Instant,
     summarized: Option<Instant>,
-}
-
-/// A file that only grows, and the lines that are not in it yet.
-#[derive(Debug)]
-struct LineFile {
-    file: File,
-    path: PathBuf,
-    pending: Vec<u8>,
-    /// The number of bytes, including those that are pending.
-    len: u64,
-}
-
-impl LineFile {
-    fn open(folder: &Path, name: &str) -> Result<Self> {
-        let path = folder.join(name);
-        let open = || {
-            // A link may lead anywhere and is not followed; a pipe is not waited for.
-            let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
-            let mut open = OpenOptions::new();
-            let file =
-                open.create(true).append(true).read(true).custom_flags(flags.bits().cast_signed()).open(&path)?;
-            crate::files::only_a_file(&file.metadata()?)?;
-            // A kill or a full disk may have cut off the last line.
-            end_last_line(&file)?;
-            Ok((file.metadata()?.len(), file))
-        };
-        let (len, file) = open().map_err(|source| Error::Io { action: "open", path: path.clone(), source })?;
-        Ok(Self { file, path, pending: Vec::new(), len })
-    }
-
-    fn push(&mut self, line: Map<String, Value>) {
-        let before = self.pending.len();
-        serde_json::to_writer(&mut self.pending, &line).expect("text and numbers are JSON");
-        self.pending.push(b'\n');
-        self.len += (self.pending.len() - before) as u64;
-    }
-
-    fn flush(&mut self) -> Result<()> {
-        if self.pending.is_empty() {
-            return Ok(());
-        }
-        let written = self.file.write_all(&self.pending).inspect_err(|_| {
-            // If only a part of the lines was written, as on a full disk, an incomplete last line is removed.
-            _ = end_last_line(&self.file);
-        });
-        self.pending.clear();
-        written.map_err(|source| Error::Io { action: "write", path: self.path.clone(), source })
-    }
 }
 
 /// The outcome of an attempt to write into a folder.
@@ -245,6 +201,10 @@ impl RunWriter {
             summarized: None,
             folder,
         };
+        // Requests that a job before this one has not seen, and files that it has not finished because it was killed.
+        take_requests(&writer.folder);
+        remove_unfinished(&writer.folder);
+        announce(&writer.folder);
         let session = writer.summary.sessions + 1;
         let from_step = start.loaded.as_ref().map_or(0, |loaded| loaded.step);
         let mut event = object(json!({
@@ -279,7 +239,7 @@ impl RunWriter {
     /// Records that the steps after `step` come next, even if they were recorded before.
     fn continue_after(&mut self, step: u64, session: u64, time: f64) -> Result<()> {
         let repeats = step < self.summary.steps;
-        self.metrics.push(object(json!({"session": session, "from_step": step, "time": time})));
+        self.metrics.push(&object(json!({"session": session, "from_step": step, "time": time})));
         self.summary.begin_session(time);
         if repeats {
             // The contributions of the repeated steps are removed from the summary.
@@ -319,7 +279,7 @@ impl RunWriter {
                 .filter(|(name, _)| is_free(name))
                 .map(|(name, value)| (name.clone(), json_number(*value))),
         );
-        self.metrics.push(line);
+        self.metrics.push(&line);
         if self.summary.add_row(&row).is_err() {
             self.flush()?;
             self.summary = RunSummary::of_files(&self.folder)?;
@@ -333,7 +293,7 @@ impl RunWriter {
     /// Records a text that the model has generated.
     pub fn sample(&mut self, step: u64, prompt: &str, text: &str) -> Result<()> {
         let (prompt, text) = (shortened(prompt), shortened(text));
-        self.samples.push(object(json!({"step": step, "time": now(), "prompt": prompt, "text": text})));
+        self.samples.push(&object(json!({"step": step, "time": now(), "prompt": prompt, "text": text})));
         self.flush()
     }
 
@@ -359,6 +319,38 @@ impl RunWriter {
         self.flush()
     }
 
+    /// Replaces the last report of the ranks. `answers` are the requests that the program responds to.
+    pub fn ranks(&mut self, step: u64, answers: &[RunRequest], ranks: &[RankReport]) -> Result<()> {
+        let report = json!({
+            "step": step,
+            "time": now(),
+            "session": self.summary.sessions,
+            "answers": answers.iter().map(|request| request.name()).collect::<Vec<_>>(),
+            "ranks": ranks.iter().enumerate().map(|(rank, report)| report.to_json(rank)).collect::<Vec<_>>(),
+        });
+        let path = self.folder.join(RANKS);
+        let write = || {
+            // It is not synced to disk, as the next report replaces it.
+            let mut file = files::new_beside(&self.folder, WRITING)?;
+            file.write_all(report.to_string().as_bytes())?;
+            file.persist(&path).map_err(std::io::Error::from)
+        };
+        write().map(|_| ()).map_err(|source| Error::Io { action: "write", path: path.clone(), source })
+    }
+
+    /// Returns the requests that have arrived since the last call, and records them.
+    pub fn take_requests(&mut self, step: u64) -> Result<Vec<RunRequest>> {
+        let requests = take_requests(&self.folder);
+        for request in &requests {
+            let event = json!({"event": "request", "step": step, "request": request.name()});
+            self.push_event(object(event), now());
+        }
+        if !requests.is_empty() {
+            self.flush()?;
+        }
+        Ok(requests)
+    }
+
     /// Ends the record.
     pub fn end(mut self, step: u64, outcome: RunEnding, message: Option<&str>) -> Result<()> {
         let mut event = object(json!({"event": "end", "step": step, "outcome": outcome}));
@@ -374,7 +366,7 @@ impl RunWriter {
     fn push_event(&mut self, mut event: Map<String, Value>, time: f64) {
         event.insert("time".into(), time.into());
         self.summary.add_event(&event);
-        self.events.push(event);
+        self.events.push(&event);
     }
 
     /// Passes everything to the system.
@@ -414,6 +406,24 @@ fn lock(folder: &Path, patience: Duration) -> Result<Option<FolderLock>> {
         Ok(FolderLockOutcome::Held(lock)) => Ok(Some(lock)),
         Ok(FolderLockOutcome::Busy(_)) => Ok(None),
         Err(source) => Err(Error::Io { action: "lock", path: folder.to_owned(), source }),
+    }
+}
+
+/// Removes files that a killed process was writing. The folder is locked, so no other process writes them now.
+fn remove_unfinished(folder: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_name().to_str().is_some_and(|name| name.starts_with(WRITING)) {
+            _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// Tells the launcher which folder belongs to the run. Without a launcher, or if it is gone, no other process needs to know.
+fn announce(folder: &Path) {
+    let Some(path) = std::env::var_os(RUN_FOLDERS).filter(|path| !path.is_empty()) else { return };
+    let folder = absolute(folder);
+    if let (Ok(mut file), Some(folder)) = (std::fs::OpenOptions::new().append(true).open(path), folder.to_str()) {
+        _ = file.write_all(format!("{folder}\n").as_bytes());
     }
 }
 
@@ -491,6 +501,7 @@ fn shortened(text: &str) -> &str {
 mod tests {
     use super::super::{LoadedFrom, RecordedState, RunSpec, RunsFolder, SUMMARY, lines};
     use super::*;
+    use std::fs::OpenOptions;
 
     fn plan(folder: &Path, name: &str) -> RecordPlan {
         RecordPlan::new(Some(RunSpec::new(name).folder(folder)), None, |_| None).unwrap().unwrap()
@@ -572,8 +583,8 @@ mod tests {
             }
         }
         // A torn line, and a restart. The events are complete: with a long command line, they are longer than the metrics.
-        std::fs::write(folder.join(EVENTS), &events).unwrap();
         std::fs::write(folder.join(METRICS), &metrics[..metrics.len() - 3]).unwrap();
+        std::fs::write(folder.join(EVENTS), &events).unwrap();
         let mut writer = open(dir.path(), "x", JOB_A, 1);
         assert_eq!(writer.folder(), folder);
         steps(&mut writer, 1..=2);

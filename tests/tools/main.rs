@@ -9,6 +9,7 @@ mod bench_scaling;
 mod check;
 mod checkpoint;
 mod commands;
+mod dash;
 mod documents;
 mod estimate;
 mod estimate_tool;

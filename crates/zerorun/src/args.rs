@@ -190,7 +190,7 @@ fn read_beside(
     let mut typed = typed.map_err(|e| CommandLineError(e.format(&mut reader)))?;
     let filled_in = typed.fill_in(&matches, variables);
     filled_in.map_err(|error| CommandLineError(reader.error(ErrorKind::ValueValidation, error)))?;
-    let wrong = [wrong_min_ranks, wrong_backend, wrong_launcher];
+    let wrong = [wrong_min_ranks, wrong_backend, wrong_launcher, |typed: &ZerorunArguments| typed.run.wrong()];
     let text = wrong.iter().find_map(|wrong| wrong(&typed)).or_else(|| typed.hosts.wrong_min_nodes(typed.max_restarts));
     if let Some(text) = text {
         return Err(CommandLineError(reader.error(ErrorKind::ArgumentConflict, text)));
@@ -243,6 +243,7 @@ fn wrong_launcher(typed: &ZerorunArguments) -> Option<String> {
         ("--max_restarts", typed.max_restarts > 0),
         ("--bind_cores_to_rank", typed.bind_cores_to_rank),
         ("--prometheus", typed.prometheus.is_some()),
+        ("--dashboard", typed.run.dashboard.is_some()),
         ("--island_server", typed.island_server.is_some()),
         ("--island_slot", typed.island_slot.is_some()),
     ];

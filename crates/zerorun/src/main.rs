@@ -2,10 +2,11 @@
 //!
 //! The first word decides. If it names a tool, `tools` runs it. Otherwise `args` parses the command line (with
 //! `host_flags`, which `zerorun finetune` uses too), `launcher_variables` adds the variables of another launcher, and
-//! `launch` starts the script.
+//! `launch` starts the script. `dashboard` is the page in the browser, of a job or as a tool.
 
 mod args;
 mod completions;
+mod dashboard;
 mod error;
 mod host_flags;
 mod launch;

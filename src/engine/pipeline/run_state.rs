@@ -64,6 +64,12 @@ impl<B> PipelineEngine<B> {
         own.map(|_| any)
     }
 
+    /// Returns whether the user has asked for a checkpoint, as
+    /// [`Engine::save_requested`](crate::Engine::save_requested) does.
+    pub fn save_requested(&self) -> bool {
+        self.engine.save_requested()
+    }
+
     /// Collective: returns the `values` of every rank of the job, in rank order.
     ///
     /// # Errors

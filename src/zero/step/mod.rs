@@ -5,6 +5,7 @@
 //! | `sharded_step.rs` | the vote and the update |
 //! | `outer_step.rs` | the outer step of local steps, between islands |
 //! | `stage_vote.rs` | the vote of the stages of a pipeline |
+//! | `step_requests.rs` | requests of rank 0 to all ranks in a vote |
 //! | `hyperparameters.rs` | the optimizer's settings for each parameter |
 //! | `state_sweep.rs` | a sweep through the share, in memory and in files |
 //! | `stored_states.rs` | states in formats other than f32, and their conversion to f32 and back |
@@ -23,6 +24,7 @@ pub(crate) mod sharded_step;
 pub(crate) mod shown_weights;
 pub(crate) mod stage_vote;
 pub(crate) mod state_sweep;
+pub(crate) mod step_requests;
 mod stored_states;
 pub(crate) mod weight_publisher;
 mod whole_param_step;

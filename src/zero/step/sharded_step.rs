@@ -13,6 +13,7 @@ use super::factored_step::update_factored;
 use super::hyperparameters::{Hyperparameters, needs};
 use super::stage_vote::StageVote;
 use super::state_sweep::{ParamSlice, StepBackend, sweep};
+use super::step_requests::StepRequests;
 use super::weight_publisher::WeightPublisher;
 use super::whole_param_step::{trust_ratios, update_whole};
 use crate::error::Result;
@@ -40,6 +41,8 @@ pub(crate) struct Vote {
     pub overflowed: Vec<usize>,
     /// The mean of the losses.
     pub loss: f64,
+    /// The requests of rank 0 to all ranks.
+    pub requests: StepRequests,
 }
 
 impl Vote {
@@ -52,7 +55,13 @@ impl Vote {
 /// Collective: computes the norm and the overflow flag over all ranks. Each rank covers its piece of every gradient,
 /// parameter by parameter, even if it holds more. The sum is therefore computed in the same order at every stage, with
 /// and without groups.
-pub(crate) fn vote<R: StepExecutor>(core: &R, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
+pub(crate) fn vote<R: StepExecutor>(
+    core: &R,
+    loss: f64,
+    loss_is_finite: bool,
+    requests: StepRequests,
+    accumulate: DType,
+) -> Result<Vote> {
     let _span = timeline::span(timeline::EventCategory::Optimizer, "vote");
     let mut squares = Vec::new();
     for group in core.groups().iter_mut().filter(|group| group.class.is_trained()) {
@@ -70,14 +79,16 @@ pub(crate) fn vote<R: StepExecutor>(core: &R, loss: f64, loss_is_finite: bool, a
     // Added one after the other, in the order of registration: neither the ends of sub-groups nor those of pipeline
     // stages change the sum.
     squares.sort_by_key(|(param, _)| *param);
-    let StageVote { squares, loss, loss_is_finite } =
-        core.vote_of_all_stages(StageVote { squares, loss, loss_is_finite })?;
+    let StageVote { squares, loss, loss_is_finite, requests } =
+        core.vote_of_all_stages(StageVote { squares, loss, loss_is_finite, requests })?;
     let sum: f64 = squares.into_iter().fold(0.0, |sum, (_, squares)| sum + squares);
     let overflow = !loss_is_finite || !sum.is_finite();
-    let votes = core.gather_f64(vec![sum, f64::from(u8::from(overflow)), loss])?;
+    let votes = core.gather_f64(vec![sum, requests.with_flag(overflow), loss])?;
+    let flags: Vec<_> = votes.iter().map(|v| StepRequests::of_number(v[1])).collect();
     Ok(Vote {
-        overflowed: votes.iter().enumerate().filter(|(_, v)| v[1] != 0.0).map(|(r, _)| r).collect(),
+        overflowed: flags.iter().enumerate().filter(|(_, (overflow, _))| *overflow).map(|(r, _)| r).collect(),
         loss: votes.iter().map(|v| v[2]).sum::<f64>() / votes.len() as f64,
+        requests: flags.iter().fold(StepRequests::default(), |all, (_, requests)| all.or(*requests)),
         norm: core.mesh().by_piece(votes).iter().map(|v| v[0]).sum::<f64>().sqrt(),
     })
 }
@@ -115,10 +126,10 @@ pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters
 impl RankCore {
     /// Runs the [`vote`] for this rank. In the first training step, all ranks first judge parameters that no backward
     /// pass reached.
-    pub fn vote(&self, loss: f64, loss_is_finite: bool) -> Result<Vote> {
+    pub fn vote(&self, loss: f64, loss_is_finite: bool, requests: StepRequests) -> Result<Vote> {
         self.judge_unused()?;
         let accumulate = lock(&self.gradients).accumulate_dtype();
-        vote(self, loss, loss_is_finite, accumulate).map_err(|error| self.naming_what_is_held(error))
+        vote(self, loss, loss_is_finite, requests, accumulate).map_err(|error| self.naming_what_is_held(error))
     }
 
     /// Runs the [`update`] of this rank's share. `steps` has the settings by parameter group. Returns whether the

@@ -5,6 +5,7 @@
 //!   all of them          sums in the order of the complete model's parameters: the sum that one rank forms
 //! ```
 
+use super::step_requests::StepRequests;
 use crate::comm::Communicator;
 use crate::error::Result;
 use crate::layout::RankMesh;
@@ -20,6 +21,8 @@ pub(crate) struct StageVote {
     /// The loss, which only the last stage computes.
     pub loss: f64,
     pub loss_is_finite: bool,
+    /// The requests of rank 0 to all ranks.
+    pub requests: StepRequests,
 }
 
 /// This rank's position among those along the pipeline.
@@ -49,16 +52,19 @@ impl PipelinePosition {
         const WORDS: usize = 3;
         let counts = self.comm.gather_f64(vec![own.squares.len() as f64]).wait()?;
         let longest = counts.iter().map(|count| count[0] as usize).max().unwrap_or(0);
-        let mut numbers = vec![f64::from(u8::from(self.is_last)), own.loss, f64::from(u8::from(own.loss_is_finite))];
+        let mut numbers = vec![f64::from(u8::from(self.is_last)), own.loss, own.requests.with_flag(own.loss_is_finite)];
         numbers.extend(own.squares.iter().flat_map(|(param, squares)| [self.in_model[*param] as f64, *squares]));
         numbers.resize(WORDS + 2 * longest, 0.0);
         let all = self.comm.gather_f64(numbers).wait()?;
-        let mut vote = StageVote { squares: Vec::new(), loss: 0.0, loss_is_finite: true };
+        let mut vote =
+            StageVote { squares: Vec::new(), loss: 0.0, loss_is_finite: true, requests: StepRequests::default() };
         for (numbers, count) in all.iter().zip(&counts) {
             let (head, squares) = numbers.split_at(WORDS);
+            let (loss_is_finite, requests) = StepRequests::of_number(head[2]);
             if head[0] != 0.0 {
-                (vote.loss, vote.loss_is_finite) = (head[1], head[2] != 0.0);
+                (vote.loss, vote.loss_is_finite) = (head[1], loss_is_finite);
             }
+            vote.requests = vote.requests.or(requests);
             let squares = squares.chunks_exact(2).take(count[0] as usize);
             vote.squares.extend(squares.map(|pair| (pair[0] as usize, pair[1])));
         }

@@ -321,8 +321,11 @@ impl FineTune {
             self.engine.record_metrics(&scores);
             self.keep_if_best(steps, validation.loss)?;
         }
-        let every = self.prepared.options.saving.as_ref().and_then(|saving| saving.every);
-        if every.is_some_and(|every| steps.is_multiple_of(every)) && steps != self.total {
+        let saving = self.prepared.options.saving.as_ref();
+        let is_due = saving.and_then(|saving| saving.every).is_some_and(|every| steps.is_multiple_of(every));
+        // A run without a folder for checkpoints does not ask, so the dashboard offers no request.
+        let is_requested = saving.is_some() && self.engine.save_requested();
+        if (is_due || is_requested) && steps != self.total {
             let saved = self.save(true);
             self.report_failed_save(saved)?;
         }

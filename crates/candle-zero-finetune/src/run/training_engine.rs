@@ -223,6 +223,11 @@ impl TrainingEngine {
         on_either!(self, engine => engine.stop_requested())
     }
 
+    /// Returns whether the user has asked for a checkpoint: the same on all ranks.
+    pub(super) fn save_requested(&self) -> bool {
+        on_either!(self, engine => engine.save_requested())
+    }
+
     /// Collective: checks whether checkpoints can be saved into `dir`.
     pub(super) fn check_save_dir(&mut self, dir: &Path) -> Result<()> {
         on_either!(self, engine => engine.check_save_dir(dir))

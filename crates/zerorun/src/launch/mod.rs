@@ -4,10 +4,10 @@
 //! (`script_package`; its manifest may be at the top of the code, see `frontmatter`). `cargo_build` builds the
 //! executable with cargo. `ranks` starts it N times, passes on its output (`rank_output`, `stderr_tail`) and signals
 //! (`signals`), and stops everything when a rank fails (`failure_report`). `restarts` decides whether the job starts
-//! again. Output of `zerorun` itself goes through `console`. `core_binding` gives each rank its own cores. `hosts`
-//! computes which ranks run on which host. `nodes` starts and connects the launchers of several hosts, or starts their
-//! ranks with `mpirun`; `pmi` connects the MPI libraries of the ranks. In the ranks, `comm/rank_env.rs` reads the
-//! variables that the launcher has set.
+//! again. `job_record` adds the output and the ends of ranks to the record of a run. Output of `zerorun` itself goes
+//! through `console`. `core_binding` gives each rank its own cores. `hosts` computes which ranks run on which host.
+//! `nodes` starts and connects the launchers of several hosts, or starts their ranks with `mpirun`; `pmi` connects the
+//! MPI libraries of the ranks. In the ranks, `comm/rank_env.rs` reads the variables that the launcher has set.
 
 pub(crate) mod cargo_build;
 pub(crate) mod comm_backend;
@@ -22,6 +22,7 @@ mod frontmatter;
     reason = "the arguments of DeepSpeed's node launcher and multi-node runners are computed only for recorded cases"
 )]
 pub(crate) mod hosts;
+mod job_record;
 pub(crate) mod mpirun;
 pub(crate) mod nodes;
 mod pmi;
@@ -34,7 +35,9 @@ pub(crate) mod script_package;
 pub(crate) mod signals;
 mod stderr_tail;
 
+use crate::dashboard::{Dashboard, ServedFolder};
 use candle_zero::kernels::checked_level;
+use candle_zero::runs::RunsFolder;
 use candle_zero::{Result, timeline};
 use comm_backend::CommBackend;
 use console::{eprint, print};
@@ -201,11 +204,12 @@ pub(crate) struct RunOptions<'a> {
 ///
 /// Must be called on the main thread.
 pub(crate) fn run_on(
-    job: LocalJob,
+    mut job: LocalJob,
     job_hosts: &JobHosts,
     world: Option<&WorldInfo>,
     options: &RunOptions<'_>,
 ) -> Result<u8> {
+    let _dashboard = serve_dashboard(&mut job, job_hosts)?;
     let max_restarts = options.max_restarts;
     let rule = restarts::RestartPolicy { max_restarts, min_ranks: options.min_ranks.unwrap_or(job.world) };
     match (job_hosts, world) {
@@ -224,3 +228,22 @@ pub(crate) fn run_on(
         _ => restarts::run(options.backend, job, &rule),
     }
 }
+
+/// Starts the dashboard that the job's flags ask for. On several hosts that something else starts, only the first one
+/// serves it.
+fn serve_dashboard(job: &mut LocalJob, job_hosts: &JobHosts) -> Result<Option<Dashboard>> {
+    let is_other_host = matches!(job_hosts, JobHosts::Nodes(nodes::NodeOptions { node: 1.., .. }));
+    let Some(address) = job.run.dashboard.filter(|_| !is_other_host) else { return Ok(None) };
+    let served = ServedFolder::new(RunsFolder::find(job.run.folder.clone()).path());
+    let dashboard = Dashboard::serve(served.clone(), address)?;
+    job.run.served = Some(served);
+    eprint(&format!("zerorun: dashboard: {}", dashboard.link()));
+    if dashboard.is_open_to_others() {
+        eprint(OPEN_DASHBOARD);
+    }
+    Ok(Some(dashboard))
+}
+
+/// The warning about a dashboard that other hosts can reach.
+pub(crate) const OPEN_DASHBOARD: &str = "zerorun: warning: everyone who can reach this port can read the records of all \
+                                         runs in the folder; requests to a running program need the token in the link";

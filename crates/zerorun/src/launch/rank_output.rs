@@ -4,6 +4,7 @@
 //! which is what a terminal would show in the end.
 
 use super::console::{self, ConsoleStream, eprint};
+use super::job_record::JobRecord;
 use super::signals::LauncherEvent;
 use super::stderr_tail::StderrTail;
 use crate::error::{LaunchError, Result};
@@ -138,6 +139,7 @@ pub(super) struct RankOutput {
     unwritten: Arc<AtomicBool>,
     /// The name of this host, if there are several hosts, and the number of its first rank.
     place: (Option<String>, usize),
+    record: Arc<JobRecord>,
 }
 
 /// The results of draining the output.
@@ -153,8 +155,8 @@ pub(super) struct DrainedOutput {
 
 impl RankOutput {
     /// Creates the output of one host's ranks, with the host's name if there are other hosts, and the number of its
-    /// first rank.
-    pub(super) fn new(place: (Option<String>, usize)) -> Self {
+    /// first rank. Complete lines also go into `record`.
+    pub(super) fn new(place: (Option<String>, usize), record: Arc<JobRecord>) -> Self {
         let (ended_sender, ended) = channel();
         let screen = ConsoleScreen {
             out_is_terminal: io::stdout().is_terminal(),
@@ -170,6 +172,7 @@ impl RankOutput {
             tails: Arc::default(),
             unwritten: Arc::default(),
             place,
+            record,
         }
     }
 
@@ -185,15 +188,19 @@ impl RankOutput {
         let ended = self.ended_sender.clone();
         let (host, first) = &self.place;
         let host = host.as_ref().map(|host| format!("{host} ")).unwrap_or_default();
-        let prefix = format!("[{host}rank {}] ", first + rank).into_bytes();
+        let prefix = format!("[{host}rank {}] ", first + rank);
+        let record = Arc::clone(&self.record);
         let tails = Arc::clone(&self.tails);
         let unwritten = Arc::clone(&self.unwritten);
         let work = move || {
             let show = |piece: OutputPiece<'_>| {
-                if let (ConsoleStream::Err, OutputPiece::Line(line)) = (stream, &piece) {
-                    remember(&tails, rank, line);
+                if let OutputPiece::Line(line) = &piece {
+                    if stream == ConsoleStream::Err {
+                        remember(&tails, rank, line);
+                    }
+                    record.line(&prefix, line);
                 }
-                screen.show(stream, &prefix, &piece)
+                screen.show(stream, prefix.as_bytes(), &piece)
             };
             let mut splitter = LineSplitter::default();
             let mut buffer = vec![0; READ_CHUNK];

@@ -8,6 +8,7 @@ use super::core_binding;
 use super::failure_report::{self, CulpritRank, EndedRank, RankExitStatus, StopRequest};
 use super::hosts::core_list::CoreList;
 use super::hosts::world_info::DEVICES;
+use super::job_record::JobRecord;
 use super::nodes::secret::SECRET;
 use super::pmi;
 use super::rank_output::RankOutput;
@@ -21,6 +22,7 @@ use candle_zero::comm::rank_env::{BACKEND, BOUND, DEFAULT_TIMEOUT, PMI_FD, SCRIP
 use candle_zero::comm::shm::region::SharedMemoryRegion;
 use candle_zero::island_server;
 use candle_zero::monitor::PROMETHEUS_PORT;
+use candle_zero::runs::{RECORD, RUN_FOLDERS};
 use candle_zero::stop_signal::RESTART;
 use candle_zero::timeline;
 use candle_zero::util::lock;
@@ -189,8 +191,11 @@ pub(crate) struct RunFailure {
 /// Runs the ranks until they end. Must be called on the main thread.
 pub(crate) fn run(job: &LocalJob, events: &Receiver<LauncherEvent>) -> Result<RunEnd> {
     let region = SharedMemoryRegion::create(job.world)?;
-    let mut output =
-        RankOutput::new(job.multi_host.as_ref().map_or((None, 0), |context| (context.host.clone(), context.first)));
+    let context = job.multi_host.as_ref();
+    let place = context.map_or((None, 0), |context| (context.host.clone(), context.first));
+    let counts = [job.world, context.map_or(job.world, |context| context.pmi.world())];
+    let record = Arc::new(JobRecord::begin(&job.run, job.restart, place.1, counts));
+    let mut output = RankOutput::new(place, Arc::clone(&record));
     let common = common_environment(job)?;
     let mut ranks = RankProcesses {
         region,
@@ -201,6 +206,7 @@ pub(crate) fn run(job: &LocalJob, events: &Receiver<LauncherEvent>) -> Result<Ru
         grace: job.grace,
         on_signal: job.on_signal,
         multi_host: job.multi_host.clone(),
+        record: Arc::clone(&record),
     };
     for rank in 0..job.world {
         ranks.start(rank, job, &common, &mut output)?;
@@ -216,7 +222,12 @@ pub(crate) fn run(job: &LocalJob, events: &Receiver<LauncherEvent>) -> Result<Ru
     ranks.supervise(events);
     let drained = output.drain(events);
     ranks.asked = drained.asked.or(ranks.asked);
-    Ok(match ranks.end(&drained.tails) {
+    let end = ranks.end(&drained.tails);
+    if let RunEnd::Failed(failure) = &end {
+        record.failed(failure.rank, failure.headline.trim_start_matches("zerorun: "));
+    }
+    record.finish();
+    Ok(match end {
         RunEnd::Well if drained.unwritten => RunEnd::Unwritten,
         end => end,
     })
@@ -355,6 +366,7 @@ struct RankProcesses {
     grace: Duration,
     on_signal: Option<&'static str>,
     multi_host: Option<MultiHostContext>,
+    record: Arc<JobRecord>,
 }
 
 impl RankProcesses {
@@ -402,7 +414,12 @@ impl RankProcesses {
             Some(script) => command.env(SCRIPT, script),
             None => command.env_remove(SCRIPT),
         };
+        command.env_remove(RECORD);
         command.envs(job.run.variables());
+        match self.record.path() {
+            Some(path) => command.env(RUN_FOLDERS, path),
+            None => command.env_remove(RUN_FOLDERS),
+        };
         command.env("RANK", number.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
         match &job.cores {
             Some(cores) => {
@@ -417,7 +434,8 @@ impl RankProcesses {
         // the launcher, which passes it on.
         command.process_group(0);
         die_with_parent(&mut command, Signal::KILL);
-        if job.world > 1 || job.multi_host.as_ref().is_some_and(|context| context.hosts > 1) {
+        let is_watched = job.run.dashboard.is_some();
+        if job.world > 1 || is_watched || job.multi_host.as_ref().is_some_and(|context| context.hosts > 1) {
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         } else if std::io::IsTerminal::is_terminal(&std::io::stdin()) {
             // The kernel stops a background process group that reads from the terminal.
@@ -475,6 +493,7 @@ impl RankProcesses {
             let before_failure = matches!(self.cause, ShutdownCause::Running);
             let end = EndedRank { rank: index, ended, request: rank.request, before_failure };
             rank.end = Some(end);
+            self.record.ended(index + self.multi_host.as_ref().map_or(0, |context| context.first), &end);
             if ended.is_failure() {
                 self.region.mark_dead(index, &format!("its process {ended}"));
             } else {
@@ -535,6 +554,7 @@ impl RankProcesses {
                 let remote_failure = self.multi_host.as_ref().and_then(|context| lock(&context.remote_failure).clone());
                 if let Some((rank, why)) = remote_failure {
                     self.region.mark_remote_death(rank, &why);
+                    self.record.failed_elsewhere(rank, &why);
                     if matches!(self.cause, ShutdownCause::Running) {
                         self.cause = ShutdownCause::Elsewhere { at: Instant::now() };
                     }

@@ -1,8 +1,10 @@
 //! The flags for the record of a run, which the launcher and `zerorun finetune` share.
 
-use candle_zero::runs::{JOB, RUN, RUNS_DIR, RunSpec, new_job};
+use crate::dashboard::ServedFolder;
+use candle_zero::runs::{JOB, RECORD, RUN, RUNS_DIR, RunSpec, RunsFolder, new_job};
 use clap::Args;
 use std::ffi::OsString;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
@@ -16,6 +18,22 @@ pub(crate) struct RunFlags {
     /// Folder of runs, or off to keep no record [default: $CANDLE_ZERO_RUNS_DIR, else runs]
     #[arg(long = "runs", value_name = "DIR|off")]
     pub(crate) folder: Option<PathBuf>,
+
+    /// Serve a page about this job and earlier runs on a port of 127.0.0.1, or of another address; 0 picks a free port
+    #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = dashboard_address)]
+    pub(crate) dashboard: Option<SocketAddr>,
+
+    /// The folder that the dashboard of this job serves.
+    #[arg(skip)]
+    pub(crate) served: Option<ServedFolder>,
+}
+
+/// Parses the address of a dashboard.
+fn dashboard_address(text: &str) -> Result<SocketAddr, String> {
+    let port = text.parse::<u16>().map(|port| SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port));
+    port.or_else(|_| text.parse::<SocketAddr>()).map_err(|_| {
+        "give a port from 0 to 65535, or a numeric address and a port, for example 8321 or 0.0.0.0:8321".to_owned()
+    })
 }
 
 /// Parses the name of a run.
@@ -33,10 +51,27 @@ impl RunFlags {
 
     /// Returns the variables that pass the flags and the id of the job to the ranks.
     pub(super) fn variables(&self) -> impl Iterator<Item = (&'static str, OsString)> {
-        self.given().chain([(JOB, job().into())])
+        let record = self.dashboard.map(|_| (RECORD, "1".into()));
+        self.given().chain(record).chain([(JOB, job().into())])
     }
 
-    /// Returns the flags as words of a command line.
+    /// Returns the conflict of the flags with each other, if any.
+    pub(crate) fn wrong(&self) -> Option<String> {
+        (self.is_off() && self.dashboard.is_some()).then(|| {
+            format!(
+                "--dashboard shows the record of the run, but --runs or {RUNS_DIR} is off; give a folder in --runs, or leave \
+                 --dashboard out"
+            )
+        })
+    }
+
+    /// Returns whether the flags or the environment switch recording off.
+    pub(super) fn is_off(&self) -> bool {
+        let of_variable = || std::env::var_os(RUNS_DIR).map(PathBuf::from);
+        self.folder.clone().or_else(of_variable).is_some_and(|folder| RunsFolder::is_off(&folder))
+    }
+
+    /// Returns the flags as words of a command line for the launchers of other hosts, which serve no page.
     pub(super) fn to_args(&self) -> impl Iterator<Item = OsString> {
         let name = self.name.as_ref().map(|name| ["--run".into(), name.into()]);
         let folder = self.folder.as_ref().map(|folder| ["--runs".into(), folder.into()]);

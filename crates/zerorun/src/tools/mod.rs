@@ -13,6 +13,7 @@ mod check_config;
 mod classify;
 mod config_diagnostic;
 mod consolidate;
+mod dash;
 mod data;
 mod deploy;
 mod environment_report;
@@ -53,7 +54,7 @@ pub(crate) struct ZerorunTool {
 }
 
 /// All tools, in the order of the help.
-const ALL: [ZerorunTool; 20] = [
+const ALL: [ZerorunTool; 21] = [
     ZerorunTool {
         name: "bench",
         about: "Measure an offload folder, the network, or the speed of several ranks",
@@ -83,6 +84,12 @@ const ALL: [ZerorunTool; 20] = [
         about: "Write a checkpoint's parameters as Hugging Face files",
         run: consolidate::run,
         command: consolidate::command,
+    },
+    ZerorunTool {
+        name: "dash",
+        about: "Watch and compare runs on a page in the browser",
+        run: dash::run,
+        command: dash::command,
     },
     ZerorunTool {
         name: "data",

@@ -101,9 +101,10 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
         .try_get_matches_from(&words)
         .and_then(|matches| Ok((FinetuneArguments::from_arg_matches(&matches)?, matches)));
     let (mut arguments, matches) = matches.map_err(|error| CommandLineError(foreign_flags::explained(error)))?;
-    let own = [("--max_restarts", arguments.max_restarts > 0)];
+    let own = [("--max_restarts", arguments.max_restarts > 0), ("--dashboard", arguments.run.dashboard.is_some())];
     let hosts = &arguments.hosts;
     let wrong = hosts.wrong_launcher(&own).or_else(|| hosts.wrong_min_nodes(arguments.max_restarts));
+    let wrong = wrong.or_else(|| arguments.run.wrong());
     if let Some(text) = arguments.flags.check().err().or(wrong) {
         return refused(text);
     }

@@ -1,6 +1,6 @@
 //! `zerorun runs compare`.
 
-use super::listing::{json_of, partly_damaged, steps};
+use super::listing::{partly_damaged, steps};
 use super::output::{FolderFlag, RunsOutput};
 use super::table::{at_step, cell, duration, number, setting, table};
 use crate::error::{Result, ToolError};
@@ -42,7 +42,7 @@ impl CompareFlags {
                 rows.iter().map(|(name, values)| (name.clone(), json!(values))).collect::<serde_json::Map<_, _>>()
             };
             let all = json!({
-                "runs": runs.iter().map(json_of).collect::<Vec<_>>(),
+                "runs": runs.iter().map(RecordedRun::to_json).collect::<Vec<_>>(),
                 "differences": tree(&differences),
                 "last": tree(&last),
             });

@@ -7,7 +7,7 @@ use crate::error::{Result, RunError};
 use candle_zero::Error;
 use candle_zero::runs::{ListedRun, RecordedRun, RecordedState, ValueAtStep, utc};
 use clap::{Args, ValueEnum};
-use serde_json::{Value, json};
+use serde_json::json;
 use std::cmp::Ordering;
 
 #[derive(Debug, Args)]
@@ -83,7 +83,7 @@ impl ListFlags {
         let text = match (self.json, runs.is_empty()) {
             (true, _) => {
                 let damaged = damaged.iter().map(|(id, error)| json!({"id": id, "damaged": error.to_string()}));
-                serde_json::to_string_pretty(&runs.iter().map(json_of).chain(damaged).collect::<Vec<_>>())
+                serde_json::to_string_pretty(&runs.iter().map(RecordedRun::to_json).chain(damaged).collect::<Vec<_>>())
                     .unwrap_or_else(|error| unreachable!("text and numbers are JSON: {error}"))
             }
             (false, true) if all > 0 => format!("none of the {all} runs in {} matches", folder.path().display()),
@@ -152,28 +152,4 @@ fn listed(runs: &[RecordedRun]) -> String {
 pub(super) fn steps(run: &RecordedRun) -> String {
     let steps = run.summary().steps;
     run.info().total_steps.map_or_else(|| steps.to_string(), |total| format!("{steps}/{total}"))
-}
-
-/// Returns what the table shows, and the paths of the record.
-pub(super) fn json_of(run: &RecordedRun) -> Value {
-    let (info, summary) = (run.info(), run.summary());
-    json!({
-        "id": run.id(),
-        "name": info.name,
-        "state": run.state().name(),
-        "folder": run.folder(),
-        "created": info.created,
-        "seconds": run.seconds(),
-        "steps": summary.steps,
-        "total_steps": info.total_steps,
-        "loss": summary.loss,
-        "best_loss": summary.best_loss,
-        "val_loss": summary.validation,
-        "best_val_loss": summary.best_validation,
-        "restarts": summary.sessions.saturating_sub(1),
-        "checkpoints": summary.checkpoints,
-        "checkpoint_step": summary.checkpoint_step,
-        "error": summary.error,
-        "damaged": summary.problem,
-    })
 }

@@ -1,6 +1,6 @@
 //! `zerorun runs show`.
 
-use super::listing::{json_of, partly_damaged, steps};
+use super::listing::{partly_damaged, steps};
 use super::output::{FolderFlag, RunsOutput};
 use super::table::{duration, loss, number, plain, setting};
 use crate::error::Result;
@@ -39,7 +39,7 @@ impl ShowFlags {
         }
         let text = match self.json {
             true => {
-                let mut all = json_of(&run);
+                let mut all = run.to_json();
                 all["info"] = json!(run.info());
                 all["last"] = json!(metrics.rows.last());
                 all["events"] = json!(events);
@@ -174,6 +174,7 @@ fn event(event: &Map<String, Value>) -> String {
             format!("start{restart}{from}, {ranks}, process {} on {}", number("pid").unwrap_or_default(), text("host"))
         }
         "checkpoint" => format!("checkpoint after step {step}: {}", text("path")),
+        "request" => format!("asked to {} after step {step}", text("request")),
         "load" => format!("continues after step {step}, from {}", text("path")),
         "end" => match text("message") {
             "" => format!("{} after step {step}", text("outcome")),

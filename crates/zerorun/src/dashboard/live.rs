@@ -1,0 +1,199 @@
+//! Live updates: what is appended to the records of runs, as server-sent events.
+//!
+//! However fast a run is, there are at most ten events a second: rows that arrive in between become one event, and many
+//! rows become few (`columns`).
+
+use super::api::opened;
+use super::columns::MetricsColumns;
+use super::http::{ContentKind, HttpRefusal, HttpRequest, encode, json_bytes, parse_query, write_head};
+use super::state::DashboardState;
+use candle_zero::runs::{MetricsLine, MetricsRow, RecordedRun, RunNews, RunTail};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::net::TcpStream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// The time between two events.
+const INTERVAL: Duration = Duration::from_millis(100);
+/// The time between two looks at the states of the runs and the reports of their ranks.
+const STATE_INTERVAL: Duration = Duration::from_secs(1);
+/// The time without news after which a comment shows that the connection still exists.
+const QUIET: Duration = Duration::from_secs(15);
+/// The maximum number of runs of a page.
+const MAX_RUNS: usize = 12;
+/// The maximum number of rows of a run in one event.
+const MAX_ROWS: usize = 100;
+
+/// A run that a page watches.
+pub(super) struct WatchedRun {
+    id: String,
+    folder: PathBuf,
+    tail: RunTail,
+    /// The state and the ranks that were last sent.
+    state: Value,
+    ranks: Value,
+}
+
+/// Returns the runs that a request names, as `run=ID@POSITIONS`; after an interruption, the browser repeats the last id,
+/// which has newer positions.
+pub(super) fn tails(request: &HttpRequest, state: &DashboardState) -> Result<Vec<WatchedRun>, HttpRefusal> {
+    let last = request.header("last-event-id").and_then(parse_query);
+    let named = last.as_ref().filter(|query| !query.is_empty()).unwrap_or(&request.query);
+    let runs: Vec<&String> = named.iter().filter(|(name, _)| name == "run").map(|(_, value)| value).collect();
+    if runs.len() > MAX_RUNS {
+        return Err(HttpRefusal::new(400, format!("a page watches at most {MAX_RUNS} runs")));
+    }
+    let watched = |text: &&String| {
+        let wrong = || HttpRefusal::new(400, "a run is given as ID@POSITIONS, which are five numbers with dots");
+        let (id, positions) = text.rsplit_once('@').ok_or_else(wrong)?;
+        let positions: Option<Vec<u64>> = positions.split('.').map(|number| number.parse().ok()).collect();
+        let positions: [u64; 5] = positions.and_then(|all| all.try_into().ok()).ok_or_else(wrong)?;
+        let run = opened(id, state)?;
+        let tail = RunTail::new(run.folder(), positions);
+        Ok(WatchedRun {
+            id: id.to_owned(),
+            folder: run.folder().to_owned(),
+            tail,
+            state: Value::Null,
+            ranks: Value::Null,
+        })
+    };
+    runs.iter().map(watched).collect()
+}
+
+/// Sends events until the client leaves or the server ends.
+pub(super) fn stream(client: &mut TcpStream, mut runs: Vec<WatchedRun>, state: &DashboardState) -> std::io::Result<()> {
+    write_head(client, 200, ContentKind::EventStream, None)?;
+    client.write_all(b"retry: 1000\n\n")?;
+    let (mut sent, mut looked) = (Instant::now(), None::<Instant>);
+    while !state.is_ending() {
+        let looks = looked.is_none_or(|at| at.elapsed() >= STATE_INTERVAL);
+        if looks {
+            looked = Some(Instant::now());
+        }
+        let news: Vec<Value> = runs.iter_mut().filter_map(|run| run.news(looks)).collect();
+        if !news.is_empty() {
+            let data = json_bytes(&json!({"runs": news}));
+            let id: Vec<String> = runs.iter().map(WatchedRun::place).collect();
+            client.write_all(format!("id: {}\ndata: ", id.join("&")).as_bytes())?;
+            client.write_all(&data)?;
+            client.write_all(b"\n\n")?;
+            sent = Instant::now();
+        } else if sent.elapsed() >= QUIET {
+            client.write_all(b": quiet\n\n")?;
+            sent = Instant::now();
+        }
+        std::thread::sleep(INTERVAL);
+    }
+    Ok(())
+}
+
+impl WatchedRun {
+    /// Returns the run and the positions that it has reached, as a part of a query.
+    fn place(&self) -> String {
+        let positions = self.tail.positions().map(|position| position.to_string()).join(".");
+        format!("run={}", encode(&format!("{}@{positions}", self.id)))
+    }
+
+    /// Returns what is new. `looks`: whether the state and the ranks are read too.
+    fn news(&mut self, looks: bool) -> Option<Value> {
+        // A file that cannot be read now may be readable later; a removed run is noticed below.
+        let news = self.tail.look().unwrap_or_default();
+        let mut all = json!({"id": self.id});
+        let mut is_new = !news.is_empty();
+        if is_new {
+            add(&mut all, &news);
+        }
+        if looks {
+            let run = RecordedRun::open(&self.folder);
+            let (state, ranks) = match &run {
+                Ok(run) => {
+                    let mut state = run.to_json();
+                    // It always changes, and the page can compute it.
+                    if run.state() == candle_zero::runs::RecordedState::Running {
+                        state["seconds"] = Value::Null;
+                    }
+                    (state, run.ranks().unwrap_or_default().unwrap_or_default())
+                }
+                Err(error) => (json!({"id": self.id, "state": "damaged", "damaged": error.to_string()}), Value::Null),
+            };
+            for (name, known, found) in [("run", &mut self.state, state), ("ranks", &mut self.ranks, ranks)] {
+                if *known != found {
+                    all[name] = found.clone();
+                    *known = found;
+                    is_new = true;
+                }
+            }
+        }
+        is_new.then_some(all)
+    }
+}
+
+/// Adds news to the message of a run.
+fn add(all: &mut Value, news: &RunNews) {
+    if news.has_gap {
+        all["reload"] = true.into();
+    } else if !news.metrics.is_empty() {
+        let (after, rows) = rows(&news.metrics);
+        all["after"] = json!(after);
+        all["rows"] = MetricsColumns::of(&rows, MAX_ROWS).to_json();
+    }
+    let lists = [
+        ("events", json!(news.events)),
+        ("samples", json!(news.samples)),
+        ("launch", json!(news.launch)),
+        ("log", json!(news.log)),
+    ];
+    for (name, list) in lists {
+        if list.as_array().is_some_and(|list| !list.is_empty()) {
+            all[name] = list;
+        }
+    }
+}
+
+/// Returns the step after which the page forgets its rows, because they are repeated, and the rows that follow.
+fn rows(lines: &[MetricsLine]) -> (Option<u64>, Vec<MetricsRow>) {
+    let (mut after, mut rows) = (None::<u64>, BTreeMap::<u64, MetricsRow>::new());
+    for line in lines {
+        let (from, row) = match line {
+            MetricsLine::Session { from_step, .. } => (Some(*from_step), None),
+            MetricsLine::Values(row) if row.values.contains_key("loss") => (row.step.checked_sub(1), Some(row)),
+            MetricsLine::Values(row) => (None, Some(row)),
+            _ => continue,
+        };
+        if let Some(from) = from {
+            rows.split_off(&from.saturating_add(1));
+            after = Some(after.map_or(from, |after| after.min(from)));
+        }
+        if let Some(row) = row {
+            let known = rows.entry(row.step).or_default();
+            (known.step, known.time) = (row.step, known.time.max(row.time));
+            known.values.extend(row.values.clone());
+        }
+    }
+    (after, rows.into_values().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(step: u64, name: &str) -> MetricsLine {
+        let mut row = MetricsRow::default();
+        row.step = step;
+        row.values.insert(name.into(), step as f64);
+        MetricsLine::Values(row)
+    }
+
+    #[test]
+    fn repeated_steps_replace_those_that_the_page_has() {
+        let (after, rows) =
+            rows(&[values(5, "loss"), values(6, "loss"), values(6, "val_loss"), values(7, "loss"), values(6, "loss")]);
+        assert_eq!(after, Some(4));
+        assert_eq!(rows.iter().map(|row| (row.step, row.values.len())).collect::<Vec<_>>(), [(5, 1), (6, 1)]);
+        let (after, rows) = super::rows(&[values(6, "val_loss")]);
+        assert_eq!((after, rows.len()), (None, 1));
+    }
+}

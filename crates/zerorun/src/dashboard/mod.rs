@@ -1,0 +1,25 @@
+//! The dashboard: a page in the browser about recorded runs, served by this program.
+//!
+//! ```text
+//!   browser  GET /, /page.js ...          assets.rs        the page, compiled into the program
+//!            GET /api/runs, /api/run ...  api.rs           the records of runs as JSON (columns.rs: metrics)
+//!            GET /api/live                live.rs          what is appended to the records, as server-sent events
+//!            POST /api/request            api.rs           requests to a running program, only with the token
+//! ```
+//!
+//! `server` accepts connections and answers each on its own thread; `http` reads requests and writes responses; `access`
+//! decides which requests are answered. The page only displays text as text, and its policy (`http::POLICY`) forbids the
+//! browser to run or load anything else.
+
+mod access;
+mod api;
+mod assets;
+mod columns;
+pub(crate) mod error;
+mod http;
+mod live;
+mod server;
+mod state;
+
+pub(crate) use server::Dashboard;
+pub(crate) use state::ServedFolder;

@@ -1,0 +1,89 @@
+//! `zerorun dash`: a page in the browser about recorded runs.
+
+use crate::dashboard::{Dashboard, ServedFolder};
+use crate::launch::OPEN_DASHBOARD;
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
+use candle_zero::runs::RunsFolder;
+use candle_zero::stop_signal::asked_to_stop;
+use clap::Parser;
+use std::ffi::OsString;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// The time between two looks at whether the server is asked to end.
+const INTERVAL: Duration = Duration::from_millis(200);
+
+const EXAMPLES: &str = "\
+Examples:
+  zerorun dash                         the runs in this folder's `runs`
+  zerorun dash /data/runs --port 0     another folder, and a free port
+  zerorun -n 2 --dashboard 8321 train.rs   the page of a job, which ends with it";
+
+/// Serve a page about recorded runs: curves of running and earlier runs over one another, the memory and times of each rank,
+/// log lines, samples, and what differs in the configurations.
+///
+/// Prints a link with a token, without which the page cannot ask a running program to save or stop. Runs until it gets SIGINT or
+/// SIGTERM. The page needs no network.
+///
+/// Exit code: 0 after a signal, 2 if the server cannot start or the command line is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "dash", bin_name = "zerorun dash", after_help = EXAMPLES)]
+struct DashArguments {
+    /// Folder of runs [default: $CANDLE_ZERO_RUNS_DIR, else runs]
+    #[arg(value_name = "RUNS")]
+    runs: Option<PathBuf>,
+
+    /// Port to listen on; 0 picks a free one
+    #[arg(long, value_name = "PORT", default_value = "8321")]
+    port: u16,
+
+    /// Local address to listen on, such as 0.0.0.0 for all; then others can read the runs
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", value_parser = local_address)]
+    bind: IpAddr,
+}
+
+/// Parses the address to listen on.
+fn local_address(text: &str) -> Result<IpAddr, String> {
+    text.parse().map_err(|_| "give a numeric address of this machine, such as 127.0.0.1, or 0.0.0.0 for all".to_owned())
+}
+
+/// Returns the definition of the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <DashArguments as clap::CommandFactory>::command()
+}
+
+/// Runs the tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let DashArguments { runs, port, bind } = DashArguments::try_parse_from(words).map_err(CommandLineError)?;
+    // The handlers are installed before anybody can know that the server runs.
+    if let Err(source) = asked_to_stop() {
+        return Ok(refused(&candle_zero::error::EngineError::Signals { source }.into(), EXIT_SETUP));
+    }
+    let folder = RunsFolder::find(runs);
+    // A folder that does not exist yet is created by its first run.
+    if let Err(error) = folder.path().exists().then(|| folder.ids()).transpose() {
+        return Ok(refused(&error, EXIT_SETUP));
+    }
+    let dashboard = match Dashboard::serve(ServedFolder::new(folder.path()), SocketAddr::new(bind, port)) {
+        Ok(dashboard) => dashboard,
+        Err(error) => return Ok(refused(&error.into(), EXIT_SETUP)),
+    };
+    if !print(format_args!("dashboard: {}", dashboard.link())) {
+        return Ok(ExitCode::from(EXIT_SETUP));
+    }
+    if !folder.path().exists() {
+        eprint(&format!(
+            "zerorun: there is no folder {} yet; the page shows runs when it has some",
+            folder.path().display()
+        ));
+    }
+    if dashboard.is_open_to_others() {
+        eprint(OPEN_DASHBOARD);
+    }
+    while matches!(asked_to_stop(), Ok(false)) {
+        std::thread::sleep(INTERVAL);
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,80 @@
+//! Reports of all ranks for the record of the run, and requests of the user that arrive through it.
+//!
+//! ```text
+//!   rank 0      about once a second: a report is due, requests are read -> in the vote of the step
+//!   all ranks   after the vote: know whether this step ends with a report, and whether a checkpoint was asked for
+//!   all ranks   at the end of such a step: gather the reports on rank 0, which replaces `ranks.json`
+//! ```
+//!
+//! A step without a report sends the same messages as an engine without a record.
+
+use super::Engine;
+use super::run_recorder::RunRecorder;
+use crate::error::Result;
+use crate::runs::{RankReport, RunRequest};
+use crate::zero::step::step_requests::StepRequests;
+use std::sync::atomic::Ordering;
+
+impl<M> Engine<M> {
+    /// Returns whether the user has asked for a checkpoint in `zerorun dash` since the last call: the same on all ranks
+    /// after the same step. It costs nothing, so a training loop can call it after every step, between accumulations.
+    /// Without a record of the run, and on islands, it returns false.
+    ///
+    /// ```no_run
+    /// # fn run(engine: &mut candle_zero::Engine<candle_nn::Linear>) -> candle_zero::Result<()> {
+    /// // forward, backward, step ...
+    /// if engine.save_requested() {
+    ///     engine.save_checkpoint("checkpoints", None, serde_json::Value::Null)?;
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn save_requested(&self) -> bool {
+        self.reporter.answers.save.store(true, Ordering::Relaxed);
+        self.reporter.save_requested.swap(false, Ordering::Relaxed)
+    }
+
+    /// Returns what this rank asks of all ranks in the vote of this step. Only the rank that writes the record asks, at
+    /// most once a second.
+    pub(super) fn due_requests(&mut self) -> StepRequests {
+        let step = self.global_steps;
+        let RunRecorder::Open(open) = &mut self.reporter.run else { return StepRequests::default() };
+        if !open.is_report_due() {
+            return StepRequests::default();
+        }
+        let mut asked = Vec::new();
+        self.reporter.run.write(|open| {
+            asked = open.writer.take_requests(step)?;
+            Ok(())
+        });
+        self.reporter.stop_in_record |= asked.contains(&RunRequest::Stop);
+        // Islands save together, but the vote is within one island.
+        let save = asked.contains(&RunRequest::Save) && self.islands.is_none();
+        StepRequests { report: true, save }
+    }
+
+    /// Remembers what the ranks were asked for in the vote.
+    pub(super) fn note_requests(&mut self, requests: StepRequests) {
+        self.reporter.requests = requests;
+        self.reporter.save_requested.fetch_or(requests.save, Ordering::Relaxed);
+    }
+
+    /// Gathers the reports of the ranks if the vote has asked for them. Collective in such a step.
+    pub(super) fn report_ranks(&mut self) -> Result<()> {
+        if !std::mem::take(&mut self.reporter.requests).report {
+            return Ok(());
+        }
+        let own = RankReport::of(&self.memory_report(), self.clock.last);
+        let all = self.core.job().gather_f64(own.to_numbers()).wait()?;
+        let answers = &self.reporter.answers;
+        let is_answered = |request: &RunRequest| match request {
+            RunRequest::Save => answers.save.load(Ordering::Relaxed) && self.islands.is_none(),
+            RunRequest::Stop => answers.stop.load(Ordering::Relaxed),
+        };
+        let answered: Vec<RunRequest> = RunRequest::ALL.into_iter().filter(is_answered).collect();
+        let (step, reports) = (self.global_steps, all.iter().map(|numbers| RankReport::of_numbers(numbers)));
+        let reports: Vec<RankReport> = reports.collect();
+        self.reporter.run.write(|open| open.writer.ranks(step, &answered, &reports));
+        Ok(())
+    }
+}

@@ -1,0 +1,250 @@
+//! Reads what has been appended to the files of a run since the last look.
+
+use super::metrics::MetricsLine;
+use super::{EARLIER_LOG, EVENTS, LAUNCH, LOG, METRICS, SAMPLES, lines};
+use crate::error::{Error, Result};
+use serde_json::{Map, Value};
+use std::io::{BufRead as _, ErrorKind, Read as _, Seek as _, SeekFrom};
+use std::path::{Path, PathBuf};
+
+/// The maximum number of bytes of a file that one look reads. Older lines are skipped.
+const MAX_NEWS: u64 = 4 << 20;
+/// The maximum number of bytes of the log that one look reads.
+const MAX_LOG_NEWS: u64 = 256 << 10;
+
+/// A reader of what is appended to the files of a run.
+#[derive(Debug, Clone)]
+pub struct RunTail {
+    folder: PathBuf,
+    positions: [u64; 5],
+}
+
+/// The lines that have been appended.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct RunNews {
+    /// The lines of `metrics.jsonl`.
+    pub metrics: Vec<MetricsLine>,
+    /// Whether lines of `metrics.jsonl` were skipped, or the file is another one: read all metrics again.
+    pub has_gap: bool,
+    /// The events.
+    pub events: Vec<Map<String, Value>>,
+    /// The samples.
+    pub samples: Vec<Map<String, Value>>,
+    /// The events of the launcher.
+    pub launch: Vec<Map<String, Value>>,
+    /// The lines of the log.
+    pub log: Vec<String>,
+}
+
+impl RunNews {
+    /// Returns whether there is nothing new.
+    pub fn is_empty(&self) -> bool {
+        let Self { metrics, has_gap, events, samples, launch, log } = self;
+        !has_gap && metrics.is_empty() && events.is_empty() && samples.is_empty() && launch.is_empty() && log.is_empty()
+    }
+}
+
+impl RunTail {
+    /// Begins at the given positions in `metrics.jsonl`, `events.jsonl`, `samples.jsonl`, `launch.jsonl` and `log.txt`,
+    /// in bytes.
+    pub fn new(folder: impl Into<PathBuf>, positions: [u64; 5]) -> Self {
+        Self { folder: folder.into(), positions }
+    }
+
+    /// Begins at the end of `metrics.jsonl`, and at the beginning of the other files.
+    ///
+    /// # Errors
+    /// The folder cannot be read.
+    pub fn without_metrics(folder: impl Into<PathBuf>) -> Result<Self> {
+        let folder = folder.into();
+        let path = folder.join(METRICS);
+        match length(&path) {
+            Ok(len) => Ok(Self::new(folder, [len.unwrap_or_default(), 0, 0, 0, 0])),
+            Err(source) => Err(Error::Io { action: "read", path, source }),
+        }
+    }
+
+    /// Returns the positions at which the next look begins.
+    pub fn positions(&self) -> [u64; 5] {
+        self.positions
+    }
+
+    /// Reads what has been appended since the last look, in complete lines. Damaged lines are left out.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub fn look(&mut self) -> Result<RunNews> {
+        let mut news = RunNews::default();
+        let [metrics, events, samples, launch, log] = &mut self.positions;
+        let all = |name: &str, at: &mut u64, lines: &mut Vec<Map<String, Value>>| {
+            appended(&self.folder.join(name), at, &mut |line| lines.push(line))
+        };
+        news.has_gap = appended(&self.folder.join(METRICS), metrics, &mut |line| {
+            news.metrics.extend(MetricsLine::of(line));
+        })?;
+        all(EVENTS, events, &mut news.events)?;
+        all(SAMPLES, samples, &mut news.samples)?;
+        all(LAUNCH, launch, &mut news.launch)?;
+        news.log = appended_text(&self.folder, log)?;
+        Ok(news)
+    }
+}
+
+/// Calls `each` with the lines after position `at`, and moves it. Returns whether lines were skipped, or the file is
+/// shorter than it was.
+fn appended(path: &Path, at: &mut u64, each: &mut dyn FnMut(Map<String, Value>)) -> Result<bool> {
+    let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
+    let Some(len) = length(path).map_err(wrong)? else { return Ok(std::mem::take(at) > 0) };
+    let is_other = len < *at;
+    if is_other {
+        *at = 0;
+    }
+    if len == *at {
+        return Ok(is_other);
+    }
+    let mut file = lines::open(path).map_err(wrong)?;
+    let is_far = len - *at > MAX_NEWS;
+    if is_far {
+        *at = next_line(&mut file, len - MAX_NEWS).map_err(wrong)?;
+    }
+    *at = lines::complete_lines(file, *at, &mut |line| line.into_iter().for_each(&mut *each)).map_err(wrong)?;
+    Ok(is_other || is_far)
+}
+
+/// Returns the lines of the log after position `at`, and moves it. If a new file has begun, the rest of the earlier one
+/// comes first.
+fn appended_text(folder: &Path, at: &mut u64) -> Result<Vec<String>> {
+    let (path, earlier) = (folder.join(LOG), folder.join(EARLIER_LOG));
+    let wrong = |source| Error::Io { action: "read", path: path.clone(), source };
+    let len = length(&path).map_err(wrong)?.unwrap_or_default();
+    let mut all = Vec::new();
+    let begins_late = *at == 0 && len < MAX_LOG_NEWS;
+    if len < *at || begins_late {
+        let end = length(&earlier).map_err(wrong)?.unwrap_or_default();
+        let from = if begins_late { end.saturating_sub(MAX_LOG_NEWS - len) } else { *at };
+        if from < end {
+            text_lines(&earlier, from, &mut all).map_err(wrong)?;
+        }
+        *at = 0;
+    }
+    if len > *at {
+        *at = text_lines(&path, *at, &mut all).map_err(wrong)?;
+    }
+    Ok(all)
+}
+
+/// Adds the complete lines of a text after a position, at most the last [`MAX_LOG_NEWS`] bytes of them. Returns the
+/// position after them.
+fn text_lines(path: &Path, from: u64, all: &mut Vec<String>) -> std::io::Result<u64> {
+    let mut file = lines::open(path)?;
+    let len = file.metadata()?.len();
+    let first = len.saturating_sub(MAX_LOG_NEWS);
+    let from = if first > from { next_line(&mut file, first)? } else { from };
+    file.seek(SeekFrom::Start(from))?;
+    let mut bytes = Vec::new();
+    file.take(2 * MAX_LOG_NEWS).read_to_end(&mut bytes)?;
+    let end = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+    all.extend(String::from_utf8_lossy(&bytes[..end]).lines().map(str::to_owned));
+    Ok(from + end as u64)
+}
+
+/// Returns the first position from `from` on at which a line begins.
+fn next_line(file: &mut std::fs::File, from: u64) -> std::io::Result<u64> {
+    if from == 0 {
+        return Ok(0);
+    }
+    file.seek(SeekFrom::Start(from - 1))?;
+    let mut reader = std::io::BufReader::new(file);
+    Ok(from - 1 + reader.skip_until(b'\n')? as u64)
+}
+
+/// Returns the length of a file; `None` if there is none.
+fn length(path: &Path) -> std::io::Result<Option<u64>> {
+    match std::fs::metadata(path) {
+        Ok(found) => Ok(Some(found.len())),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::fs::OpenOptions;
+    use std::io::Write as _;
+
+    fn append(folder: &Path, name: &str, text: &str) {
+        let mut file = OpenOptions::new().create(true).append(true).open(folder.join(name)).unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+    }
+
+    fn steps(news: &RunNews) -> Vec<u64> {
+        let step = |line: &MetricsLine| match line {
+            MetricsLine::Session { from_step, .. } => *from_step,
+            MetricsLine::Values(row) => row.step,
+        };
+        news.metrics.iter().map(step).collect()
+    }
+
+    #[test]
+    fn each_line_is_seen_once_when_it_is_complete() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut tail = RunTail::new(dir.path(), [0; 5]);
+        assert!(tail.look().unwrap().is_empty());
+        append(dir.path(), METRICS, "{\"session\":1,\"from_step\":0}\n{\"step\":1,\"loss\":2}\n{\"st");
+        append(dir.path(), EVENTS, "{\"event\":\"start\"}\nxx\n");
+        append(dir.path(), LOG, "a\nb");
+        let news = tail.look().unwrap();
+        assert_eq!((steps(&news), news.has_gap, news.events.len(), news.log), (vec![0, 1], false, 1, vec!["a".into()]));
+        assert!(tail.look().unwrap().is_empty());
+        append(dir.path(), METRICS, "ep\":2,\"loss\":1}\n");
+        append(dir.path(), LOG, "c\n");
+        let news = tail.look().unwrap();
+        assert_eq!((steps(&news), news.log), (vec![2], vec!["bc".into()]));
+        let again = RunTail::new(dir.path(), tail.positions()).look().unwrap();
+        assert!(again.is_empty(), "{again:?}");
+    }
+
+    #[test]
+    fn another_file_in_the_place_of_the_first_is_a_gap() {
+        let dir = tempfile::tempdir().unwrap();
+        append(dir.path(), METRICS, "{\"step\":1,\"loss\":2}\n{\"step\":2,\"loss\":2}\n");
+        let mut tail = RunTail::new(dir.path(), [0; 5]);
+        assert!(!tail.look().unwrap().has_gap);
+        std::fs::write(dir.path().join(METRICS), "{\"step\":5,\"loss\":2}\n").unwrap();
+        let news = tail.look().unwrap();
+        assert_eq!((news.has_gap, steps(&news)), (true, vec![5]));
+        std::fs::remove_file(dir.path().join(METRICS)).unwrap();
+        assert!(tail.look().unwrap().has_gap && tail.look().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_look_after_a_long_time_reads_the_newest_part() {
+        let dir = tempfile::tempdir().unwrap();
+        let line = |step: u64| format!("{{\"step\":{step:08},\"loss\":2.5}}\n").replace(":0", ":1");
+        let text: String = (0..200_000).map(line).collect();
+        assert!(text.len() as u64 > MAX_NEWS + 1000);
+        append(dir.path(), METRICS, &text);
+        append(dir.path(), LOG, &"0123456789\n".repeat(100_000));
+        let mut tail = RunTail::new(dir.path(), [0; 5]);
+        let news = tail.look().unwrap();
+        assert!(news.has_gap && news.metrics.len() > 100_000 && news.metrics.len() < 200_000);
+        assert!(news.log.iter().all(|line| line == "0123456789") && news.log.len() > 20_000 && news.log.len() < 30_000);
+        assert!(tail.look().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_log_that_was_rotated_is_read_to_its_end_first() {
+        let dir = tempfile::tempdir().unwrap();
+        append(dir.path(), LOG, "one\n");
+        let mut tail = RunTail::new(dir.path(), [0; 5]);
+        assert_eq!(tail.look().unwrap().log, ["one"]);
+        append(dir.path(), LOG, "two\n");
+        std::fs::rename(dir.path().join(LOG), dir.path().join(EARLIER_LOG)).unwrap();
+        append(dir.path(), LOG, "3\n");
+        assert_eq!(tail.look().unwrap().log, ["two", "3"]);
+        assert_eq!(RunTail::new(dir.path(), [0; 5]).look().unwrap().log, ["one", "two", "3"]);
+    }
+}
