@@ -47,4 +47,12 @@ pub enum LoraError {
         /// The last components of the names of the model's projections.
         known: String,
     },
+    /// A target does not match any parameter of experts.
+    #[error("LoRA target parameter {target} is not the end of the name of a parameter of experts; {known}")]
+    NoSuchParameter {
+        /// The requested target.
+        target: String,
+        /// The parameters of experts that the model has.
+        known: String,
+    },
 }

@@ -25,7 +25,7 @@ mod unused;
 
 pub use adapter::ExpertAdapter;
 pub use assignment::ExpertAssignment;
-pub use balance_loss::load_balancing_loss;
+pub use balance_loss::{SyncBalanceLoss, load_balancing_loss};
 pub use mlp::{ExpertMlp, gated_activation};
 pub use options::{ExpertGate, GateUpOrder, RouterOptions, RouterOrder};
 pub use projection::ExpertProjection;
