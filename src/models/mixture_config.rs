@@ -107,6 +107,13 @@ impl MixtureConfig {
         }
     }
 
+    /// Returns the width of the MLP with as many intermediate values per token as the chosen experts, the shared expert, and
+    /// the outputs of the experts before they are added, for a model of this width.
+    pub(super) fn intermediate(&self, hidden: usize) -> usize {
+        let k = self.router.experts_per_row;
+        k * self.expert_width + self.shared_width.unwrap_or(0) + (k * hidden).div_ceil(3)
+    }
+
     /// Returns the number of elements of a sparse block's parameters in place of an MLP, for a model of this width.
     pub(super) fn elements(&self, hidden: u128) -> u128 {
         let wide = |size: usize| size as u128;

@@ -15,6 +15,7 @@ mod encoder_block;
 mod encoder_config;
 mod encoder_families;
 pub(crate) mod error;
+mod expert_parameters;
 mod gpt;
 mod gpt_config;
 mod hugging_face_config;
@@ -50,6 +51,8 @@ pub use encoder_config::{
 };
 #[doc(hidden)]
 pub use encoder_families::{ENCODER_TYPES, class_names};
+#[doc(hidden)]
+pub use expert_parameters::ExpertPart;
 pub use gpt::{Gpt, GptLayers};
 pub use gpt_config::GptConfig;
 #[doc(hidden)]

@@ -6,8 +6,8 @@
 pub enum LoraError {
     /// A key is unknown.
     #[error(
-        "LoRA settings \"{settings}\": there is no key {found}{}; the keys are r, alpha, dropout and targets, each \
-         with a value, and rslora and dora",
+        "LoRA settings \"{settings}\": there is no key {found}{}; the keys are r, alpha, dropout, targets and \
+         target_parameters, each with a value, and rslora and dora",
         suggestion.as_ref().map(|s| format!(" (did you mean {s}?)")).unwrap_or_default()
     )]
     UnknownKey {

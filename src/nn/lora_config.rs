@@ -296,6 +296,22 @@ mod tests {
     }
 
     #[test]
+    fn parameters_of_experts_are_targets_of_their_own_and_nested_as_in_peft() {
+        let names = ["m.layers.0.mlp.experts.gate_up_proj", "m.layers.0.mlp.experts.down_proj"].map(str::to_owned);
+        let wrappers = |settings: &str| settings.parse::<LoraConfig>().unwrap().expert_wrappers(&names);
+        let both = "r=4,target_parameters=mlp.experts.gate_up_proj+experts.down_proj";
+        assert_eq!(wrappers(both), [Some("base_layer"), Some("")]);
+        assert_eq!(wrappers("target_parameters=down_proj"), [None, Some("")]);
+        assert_eq!(wrappers("target_parameters=experts.gate_up_proj"), [Some(""), None]);
+        assert_eq!(wrappers("r=4"), [None, None]);
+        let config: LoraConfig = both.parse().unwrap();
+        assert_eq!(config.targets, LoraTargets::Names(vec![]));
+        assert!(!config.selects("m.layers.0.self_attn.q_proj"));
+        let config: LoraConfig = format!("targets=all-linear,{both}").parse().unwrap();
+        assert_eq!((config.targets, config.target_parameters.len()), (LoraTargets::AllLinear, 2));
+    }
+
+    #[test]
     fn a_target_matches_whole_last_parts_of_a_name() {
         let config: LoraConfig = "targets=c_proj+attn.q".parse().unwrap();
         for (module, selected) in [
@@ -315,8 +331,8 @@ mod tests {
     #[test]
     fn settings_that_cannot_be_used_are_refused_by_key() {
         let text = |settings: &str| settings.parse::<LoraConfig>().unwrap_err().to_string();
-        insta::assert_snapshot!(text("r=16,alpa=32"), @r#"LoRA settings "r=16,alpa=32": there is no key alpa (did you mean alpha?); the keys are r, alpha, dropout and targets, each with a value, and rslora and dora"#);
-        insta::assert_snapshot!(text("rank=16"), @r#"LoRA settings "rank=16": there is no key rank; the keys are r, alpha, dropout and targets, each with a value, and rslora and dora"#);
+        insta::assert_snapshot!(text("r=16,alpa=32"), @r#"LoRA settings "r=16,alpa=32": there is no key alpa (did you mean alpha?); the keys are r, alpha, dropout, targets and target_parameters, each with a value, and rslora and dora"#);
+        insta::assert_snapshot!(text("rank=16"), @r#"LoRA settings "rank=16": there is no key rank; the keys are r, alpha, dropout, targets and target_parameters, each with a value, and rslora and dora"#);
         insta::assert_snapshot!(text("r=16,r=8"), @r#"LoRA settings "r=16,r=8": r is given twice; give it once"#);
         insta::assert_snapshot!(text("r"), @"LoRA settings: r is empty, but must be a whole number of at least 1, such as r=16");
         insta::assert_snapshot!(text("r=0"), @"LoRA settings: r is 0, but must be from 1 to 1048576");
@@ -325,6 +341,9 @@ mod tests {
         insta::assert_snapshot!(text("dropout=1"), @"LoRA settings: dropout is 1, but must be at least 0 and below 1");
         insta::assert_snapshot!(text("rslora=yes"), @"LoRA settings: rslora is yes, but must be true or false; rslora without a value means true");
         insta::assert_snapshot!(text("targets="), @"LoRA settings: targets is empty, but must be all-linear or names of projections joined by +, such as q_proj+v_proj");
+        insta::assert_snapshot!(text("target_parameters=a+"), @r#"LoRA settings: target_parameters is "a+", but must be names of parameters of experts joined by +, such as mlp.experts.gate_up_proj+mlp.experts.down_proj"#);
+        insta::assert_snapshot!(text("target_parameters=a,dropout=0.1"), @"LoRA settings: dropout is 0.1, but must be 0 with target_parameters: as in PEFT, adapters of experts have neither dropout nor DoRA");
+        insta::assert_snapshot!(text("target_parameters=a,dora"), @"LoRA settings: dora is true, but must be false with target_parameters: as in PEFT, adapters of experts have neither dropout nor DoRA");
         insta::assert_snapshot!(text("targets=q_proj+"), @r#"LoRA settings: targets is "q_proj+", but must be all-linear or names of projections joined by +, such as q_proj+v_proj"#);
     }
 
