@@ -4,13 +4,14 @@ use super::decoder_block::{BlockContext, BlockNorm, DecoderBlock, INITIAL_STD};
 use super::{Architecture, BlockConfig, DecoderConfig, LanguageModel, ParameterNaming, RotaryConfig, RoutedStates};
 use super::{BalanceLossOptions, MixtureConfig};
 use crate::nn::{
-    Dropout, Embedding, KeyValueCache, Linear, Rotary, RouterOptions, Sequences, SyncBalanceLoss, add, columns, normal,
-    refuse, route, scaled, scaled_in_f32,
+    CheckedRouter, Dropout, Embedding, KeyValueCache, Linear, Rotary, Sequences, SyncBalanceLoss, add, columns, normal,
+    refuse, scaled, scaled_in_f32,
 };
 use crate::zero::Unit;
 use crate::zero::unit;
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
+use std::collections::BTreeMap;
 use std::marker::PhantomData;
 
 /// A language model described by a [`DecoderConfig`], of any family that [`DecoderConfig::read`] knows.
@@ -56,10 +57,9 @@ pub struct DecoderLayers<C = DecoderConfig> {
 /// What the losses outside of the blocks need to know about the routers of sparse blocks.
 #[derive(Debug, Clone)]
 struct Routers {
-    /// The numbers of the sparse blocks, in rising order.
-    blocks: Vec<usize>,
+    /// The numbers of the sparse blocks, in rising order, with their routers.
+    blocks: BTreeMap<usize, CheckedRouter>,
     experts: usize,
-    options: RouterOptions,
     balance: SyncBalanceLoss,
     coefficient: Option<f64>,
 }
@@ -67,9 +67,8 @@ struct Routers {
 impl Routers {
     fn new(config: &DecoderConfig, mixture: &MixtureConfig) -> Self {
         Self {
-            blocks: config.sparse_blocks().collect(),
+            blocks: config.sparse_blocks().map(|block| (block, CheckedRouter::new(mixture.router))).collect(),
             experts: mixture.experts,
-            options: mixture.router,
             balance: SyncBalanceLoss::of_model(),
             coefficient: mixture.balance_coefficient,
         }
@@ -258,14 +257,15 @@ impl<C: DecoderSizes> Architecture for DecoderLayers<C> {
         let mut x = self.embedded(ids, 0, sequences)?;
         let (width, mut routings) = (x.dims3()?.2, Vec::with_capacity(routers.blocks.len()));
         for (number, block) in self.blocks.iter().enumerate() {
-            let (sequences, is_sparse) = (sequences.cloned(), routers.blocks.binary_search(&number).is_ok());
+            let (sequences, router) = (sequences.cloned(), routers.blocks.get(&number));
+            let is_sparse = router.is_some();
             x = block.forward_by(&x, move |block, x| {
                 let sequences = sequences.as_ref();
                 block.run(x, BlockContext { sequences, with_router_logits: is_sparse, ..BlockContext::default() })
             })?;
-            if is_sparse {
+            if let Some(router) = router {
                 let logits = columns(&x, width..width + routers.experts)?;
-                routings.push((number, route(&logits, routers.options)?));
+                routings.push((number, router.route(&logits)?));
                 x = columns(&x, 0..width)?;
             }
         }
@@ -284,7 +284,8 @@ impl<C: DecoderSizes> Architecture for DecoderLayers<C> {
     fn states_after(&self, ids: &Tensor, caches: &mut [KeyValueCache]) -> Result<Tensor> {
         let mut x = self.embedded(ids, caches.first().map_or(0, KeyValueCache::len), None)?;
         for (block, cache) in self.blocks.iter().zip(caches) {
-            x = block.evaluate(|block| block.run(&x, BlockContext { cache: Some(cache), ..BlockContext::default() }))?;
+            x = block
+                .evaluate(|block| block.run(&x, BlockContext { cache: Some(cache), ..BlockContext::default() }))?;
         }
         self.output.states(&x)
     }

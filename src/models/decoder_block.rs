@@ -157,8 +157,7 @@ impl DecoderConfig {
         vb: &VarBuilder<'_>,
     ) -> Result<Projection> {
         let layout = if self.naming == ParameterNaming::Gpt2 { WeightLayout::InOut } else { WeightLayout::OutIn };
-        let options =
-            ProjectionOptions { layout, bias, std: self.initial_std(is_residual), lora: self.lora.as_ref() };
+        let options = ProjectionOptions { layout, bias, std: self.initial_std(is_residual), lora: self.lora.as_ref() };
         Projection::new(inputs, outputs, options, vb.pp(name))
     }
 }

@@ -3,8 +3,8 @@
 use super::decoder_mlp::Mlp;
 use super::{DecoderConfig, MixtureConfig, MixtureNaming};
 use crate::nn::{
-    ExpertAdapter, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, LoraConfig, Projection, RouterOptions,
-    Routing, WeightLayout, add_gated, linear, normal, route,
+    CheckedRouter, ExpertAdapter, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, LoraConfig, Projection,
+    Routing, WeightLayout, add_gated, linear, normal,
 };
 use candle_core::{Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder, init};
@@ -25,7 +25,7 @@ pub(super) struct Mixture {
 struct Router {
     weight: Tensor,
     bias: Option<Tensor>,
-    options: RouterOptions,
+    choices: CheckedRouter,
 }
 
 /// An expert through which every token passes.
@@ -54,7 +54,7 @@ impl Mixture {
                 true => Some(of_router.get_with_hints(mixture.experts, "bias", init::ZERO)?),
                 false => None,
             },
-            options: mixture.router,
+            choices: CheckedRouter::new(mixture.router),
         };
         let (gate_up, down) = projections(config, mixture, &module.pp("experts"))?;
         let adapters = ExpertAdapters { lora: config.lora.as_ref(), experts: mixture.experts, vb: vb.pp(EXPERTS) };
@@ -80,7 +80,7 @@ impl Mixture {
     /// Applies the mixture to `x` `[batch, time, hidden_size]`, and returns the choices of its router, too.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Routing)> {
         let logits = linear(x, &self.router.weight, self.router.bias.as_ref(), WeightLayout::OutIn)?;
-        let routing = route(&logits, self.router.options)?;
+        let routing = self.router.choices.route(&logits)?;
         let y = self.experts.forward(x, &routing)?;
         let y = match &self.shared {
             Some(shared) => add_gated(&y, &shared.gate.forward(x)?, &shared.mlp.forward(x)?)?,

@@ -178,6 +178,10 @@ fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
     let is_parallel = family.is("stablelm") && keys.flag("use_parallel_residual", false)?;
     let mut rules = block_rules(keys, family, blocks, ctx)?;
     let (mixture, mlps) = mixture(keys, family, blocks)?;
+    let activation = activation(keys, family.activation_key, family.activation, family.gated)?;
+    if mixture.is_some() && activation != Activation::Silu {
+        return Err(keys.refuse(family.activation_key, "silu or swish in a mixture of experts"));
+    }
     rules.iter_mut().zip(mlps).for_each(|(rule, mlp)| rule.mlp = mlp);
     Ok(DecoderConfig {
         naming: family.naming,
@@ -200,7 +204,7 @@ fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
         output_bias: family.output_bias.read(keys)?,
         mlp_bias: family.mlp_bias.read(keys)?,
         gated: family.gated,
-        activation: activation(keys, family.activation_key, family.activation, family.gated)?,
+        activation,
         mixture,
         clip_qkv: if family.is("olmoe") { keys.positive("clip_qkv")? } else { None },
         attention_sinks: family.is("gpt_oss"),

@@ -22,8 +22,8 @@ pub(super) fn block_rules(
 ) -> Result<Vec<BlockConfig>> {
     // For a model without windows, Qwen's class writes 0.
     let is_zero = || keys.get("sliding_window").is_some_and(|window| *window == 0);
-    let has_no_windows =
-        keys.is_null("sliding_window") || (family.is("qwen") && is_zero() && !keys.flag("use_sliding_window", false)?);
+    let has_no_windows = keys.is_null("sliding_window")
+        || (family.is("qwen") && is_zero() && !keys.flag("use_sliding_window", false)?);
     let window = match has_no_windows {
         true => None,
         false => keys.size("sliding_window")?.or(family.window),

@@ -123,7 +123,8 @@ impl MixtureConfig {
             router += 1;
             expert = expert.saturating_add(2 * width + hidden);
         }
-        let shared = self.shared_width.map_or(0, |width| (3 * wide(width)).saturating_mul(hidden).saturating_add(hidden));
+        let shared =
+            self.shared_width.map_or(0, |width| (3 * wide(width)).saturating_mul(hidden).saturating_add(hidden));
         experts.saturating_mul(router.saturating_add(expert)).saturating_add(shared)
     }
 }

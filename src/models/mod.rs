@@ -41,7 +41,9 @@ pub use decoder_block::DecoderBlock;
 #[doc(hidden)]
 pub use decoder_classifier::SCORE;
 pub use decoder_classifier::{DecoderClassifier, DecoderClassifierConfig};
-pub use decoder_config::{BlockConfig, BlockMlp, DecoderConfig, NormKind, NormPlacement, ParameterNaming, QueryKeyNorms};
+pub use decoder_config::{
+    BlockConfig, BlockMlp, DecoderConfig, NormKind, NormPlacement, ParameterNaming, QueryKeyNorms,
+};
 pub use decoder_pipeline::{DecoderBatch, decoder_pipeline};
 pub use encoder::Encoder;
 pub use encoder_block::EncoderBlock;

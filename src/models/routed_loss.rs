@@ -112,10 +112,8 @@ impl<A: Architecture> LanguageModel<A> {
             bail!("the mask has {} elements; there are {} tokens", counts.len(), ids.elem_count())
         }
         let RoutedStates { states, routings } = self.layers().routed_states(ids, sequences)?;
-        let loads = routings.iter().map(|(block, routing)| ExpertLoad {
-            block: *block,
-            choices: choices(routing, counts),
-        });
+        let loads =
+            routings.iter().map(|(block, routing)| ExpertLoad { block: *block, choices: choices(routing, counts) });
         let mut report = RouterReport { loads: loads.collect(), ..RouterReport::default() };
         if let Some(BalanceLossOptions { loss, coefficient }) = self.layers().balance_loss() {
             let routings: Vec<Routing> = routings.into_iter().map(|(_, routing)| routing).collect();

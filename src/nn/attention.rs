@@ -141,7 +141,8 @@ pub(super) fn with_some_sinks(
     sequences.map_or(Ok(()), |sequences| sequences.check(NAME, heads.batch, heads.time))?;
     #[cfg(feature = "cuda")]
     if sinks.is_none()
-        && let Some(y) = on_gpu::attention::attention(NAME, heads, [q, k, v], options, sequences)? {
+        && let Some(y) = on_gpu::attention::attention(NAME, heads, [q, k, v], options, sequences)?
+    {
         return Ok(y);
     }
     if !q.device().is_cpu() {
@@ -193,7 +194,9 @@ pub(super) fn with_some_sinks(
 /// Checks that there is a sink for each query head, if there are sinks.
 pub(super) fn check_sinks(sinks: Option<&Tensor>, n_head: usize) -> Result<()> {
     match sinks.filter(|sinks| sinks.dims() != [n_head]) {
-        Some(sinks) => bail!("attention: the sinks have shape {:?}; {n_head} query heads need [{n_head}]", sinks.dims()),
+        Some(sinks) => {
+            bail!("attention: the sinks have shape {:?}; {n_head} query heads need [{n_head}]", sinks.dims())
+        }
         None => Ok(()),
     }
 }

@@ -91,6 +91,7 @@ pub use cross_entropy::{
 pub use dpo::{DpoLoss, Rewards, dpo_loss};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding, embedding_in};
+pub(crate) use experts::CheckedRouter;
 pub use experts::{
     ExpertAdapter, ExpertAssignment, ExpertGate, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder,
     RouterOptions, RouterOrder, Routing, SyncBalanceLoss, add_gated, combine_experts, expert_rows, gated_activation,

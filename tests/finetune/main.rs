@@ -36,6 +36,7 @@ mod merge_tool;
 mod moe;
 mod moe_folders;
 mod moe_lora;
+mod moe_runs;
 mod outputs;
 mod packed_rows;
 mod parquet;

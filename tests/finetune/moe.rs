@@ -332,6 +332,7 @@ fn follow(name: &str, kind: &str) {
         for step in 0..20 {
             worst[0] = worst[0].max((first.losses[step] - losses[step]).abs());
             worst[1] = worst[1].max((first.norms[step] / norms[step] - 1.0).abs());
+            println!("DEBUG {step} {:.2e} {:.2e}", first.norms[step] / norms[step] - 1.0, first.losses[step] - losses[step]);
             if kind == "aux" {
                 worst[2] = worst[2].max((first.balances[step] - numbers(&run["aux_loss"])[step]).abs());
             }
@@ -376,9 +377,7 @@ fn mixtures_that_recompute_give_the_same_bits_with_and_without_auxiliary_loss() 
     for name in ["gpt_oss", "qwen3_moe_step2", "qwen2_moe"] {
         let record = record(format!("trajectories/{name}.json"));
         for kind in ["plain", "aux"] {
-            let run = |stage, recompute| {
-                train(name, &record[kind], batches, Training { world: 2, stage, recompute })
-            };
+            let run = |stage, recompute| train(name, &record[kind], batches, Training { world: 2, stage, recompute });
             let kept = run(0, false);
             for again in [run(0, true), run(2, true), run(3, true)] {
                 assert_eq!((&again.losses, &again.norms), (&kept.losses, &kept.norms), "{name} {kind}");

@@ -321,7 +321,10 @@ fn experts_in_four_bits_give_the_same_bits_at_every_stage() {
         for world in [1, 2] {
             let whole = train_on_four_bits(model, world, 0, None);
             for stage in 1..=3 {
-                assert!(train_on_four_bits(model, world, stage, None) == whole, "{model}, stage {stage}, {world} ranks");
+                assert!(
+                    train_on_four_bits(model, world, stage, None) == whole,
+                    "{model}, stage {stage}, {world} ranks"
+                );
             }
             let kept = train_on_four_bits(model, world, 3, Some(0));
             assert!(kept.0[0] != whole.0[0], "{model}: layer 0 is packed although it is left out");
@@ -352,10 +355,8 @@ fn no_block_of_four_bits_has_elements_of_two_experts() {
             let mine = expert * len..(expert + 1) * len;
             let alone = rounded(&values[mine.clone()]);
             // The scales of scales are common to more elements than an expert has.
-            let far = far(
-                &Tensor::new(&together[mine], &Device::Cpu).unwrap(),
-                &Tensor::new(alone, &Device::Cpu).unwrap(),
-            );
+            let far =
+                far(&Tensor::new(&together[mine], &Device::Cpu).unwrap(), &Tensor::new(alone, &Device::Cpu).unwrap());
             assert!(far <= 1e-2, "{name}, expert {expert}: {far}");
         }
         count += 1;

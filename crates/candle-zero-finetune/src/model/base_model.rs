@@ -126,8 +126,7 @@ impl BaseModel {
             OtherParts { files: files.clone(), names }
         });
         let (folder, tokenizer) = (folder.to_owned(), folder.to_owned());
-        let values: Arc<dyn InitialValues> =
-            if packed.is_empty() { files } else { Arc::new(Mxfp4Files::new(files)) };
+        let values: Arc<dyn InitialValues> = if packed.is_empty() { files } else { Arc::new(Mxfp4Files::new(files)) };
         Ok(Self { folder, tokenizer, json, config, values, other_parts })
     }
 

@@ -26,11 +26,8 @@ impl ExpertShares {
         });
         let mut found: Option<Self> = None;
         for share in shares {
-            let before = found.unwrap_or(Self {
-                largest_expert_share: share,
-                smallest_expert_share: share,
-                unused_experts: 0,
-            });
+            let before =
+                found.unwrap_or(Self { largest_expert_share: share, smallest_expert_share: share, unused_experts: 0 });
             found = Some(Self {
                 largest_expert_share: before.largest_expert_share.max(share),
                 smallest_expert_share: before.smallest_expert_share.min(share),
@@ -62,10 +59,8 @@ impl ExpertWatch {
     /// Takes the loads of a step, and returns a message for each block with experts that are found dead for the first time.
     pub fn observe(&mut self, loads: &[ExpertLoad]) -> Vec<String> {
         if self.blocks.is_empty() {
-            let watched = |load: &ExpertLoad| WatchedBlock {
-                block: load.block,
-                missed: vec![Some(0.0); load.choices.len()],
-            };
+            let watched =
+                |load: &ExpertLoad| WatchedBlock { block: load.block, missed: vec![Some(0.0); load.choices.len()] };
             self.blocks = loads.iter().map(watched).collect();
         }
         let mut messages = Vec::new();

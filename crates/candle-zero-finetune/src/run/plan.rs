@@ -107,7 +107,8 @@ impl RunPlan {
         set("tokenizer", hex(prepared.tokenizer.fingerprint()));
         set("chat template", prepared.template.as_ref().map_or(Value::Null, |template| hex(template.fingerprint())));
         set("method", json!(options.method.name()));
-        if let Some(LoraConfig { r, alpha, dropout, targets, target_parameters, rslora, dora }) = options.method.lora() {
+        if let Some(LoraConfig { r, alpha, dropout, targets, target_parameters, rslora, dora }) = options.method.lora()
+        {
             set("r", json!(r));
             set("alpha", json!(alpha));
             set("dropout", json!(dropout));

@@ -121,9 +121,11 @@ impl StartModel {
                     Some(_) => {
                         let values = AdaptedValues::new(base, config, adapter)?;
                         Arc::new(match options.method {
-                            TuningMethod::Qlora(_) => {
-                                values.quantized(PACKING, options.precision.dtype(), quantized_except(&options.keep_layers))
-                            }
+                            TuningMethod::Qlora(_) => values.quantized(
+                                PACKING,
+                                options.precision.dtype(),
+                                quantized_except(&options.keep_layers),
+                            ),
                             _ => values,
                         })
                     }
@@ -151,7 +153,9 @@ impl StartModel {
                 }
                 let values = AdaptedValues::of_classifier(base, config, adapter)?;
                 Ok(Arc::new(match options.method {
-                    TuningMethod::Qlora(_) => values.quantized(PACKING, options.precision.dtype(), quantized_except(&options.keep_layers)),
+                    TuningMethod::Qlora(_) => {
+                        values.quantized(PACKING, options.precision.dtype(), quantized_except(&options.keep_layers))
+                    }
                     _ => values,
                 }))
             }
@@ -172,7 +176,9 @@ fn set_balance(config: &mut DecoderConfig, options: &Options) -> Result<()> {
     const FLAG: &str = "--router_aux_loss_coef";
     match (&mut config.mixture, options.router_aux_loss_coef) {
         (Some(mixture), Some(factor)) => mixture.balance_coefficient = Some(factor),
-        (None, Some(_)) => return Err(misused(FLAG, "is for mixtures of experts, and the model is none; leave it out")),
+        (None, Some(_)) => {
+            return Err(misused(FLAG, "is for mixtures of experts, and the model is none; leave it out"));
+        }
         (_, None) => (),
     }
     let Some(mixture) = &mut config.mixture else { return Ok(()) };
