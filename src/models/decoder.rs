@@ -54,7 +54,7 @@ pub struct DecoderLayers<C = DecoderConfig> {
     sizes: PhantomData<fn() -> C>,
 }
 
-/// What the losses outside of the blocks need to know about the routers of sparse blocks.
+/// The routers of sparse blocks, as the losses outside of the blocks see them.
 #[derive(Debug, Clone)]
 struct Routers {
     /// The numbers of the sparse blocks, in rising order, with their routers.

@@ -1,5 +1,6 @@
 //! One block of a decoder: attention, then an MLP or a mixture of experts, each adding to the residual stream.
 
+use super::block_names::BlockNames;
 use super::decoder_mixture::Mixture;
 use super::decoder_mlp::Mlp;
 use super::{BlockConfig, BlockMlp, DecoderConfig, NormKind, NormPlacement, ParameterNaming, QueryKeyNorms};
@@ -27,7 +28,7 @@ pub struct DecoderBlock {
     drop: Option<Dropout>,
 }
 
-/// What follows attention in a block.
+/// The layers that follow attention in a block.
 #[derive(Debug, Clone)]
 enum MlpOrMixture {
     Mlp(Mlp),
@@ -164,62 +165,6 @@ impl DecoderConfig {
 
 /// The standard deviation of initial weights.
 pub(super) const INITIAL_STD: f64 = 0.02;
-
-/// The parameter names within a block that differ between models.
-pub(super) struct BlockNames {
-    before_attention: &'static str,
-    after_attention: &'static str,
-    before_mlp: &'static str,
-    after_mlp: &'static str,
-    attention: &'static str,
-    qkv: &'static str,
-    attention_output: &'static str,
-    pub up: &'static str,
-    pub down: &'static str,
-}
-
-const LLAMA: BlockNames = BlockNames {
-    before_attention: "input_layernorm",
-    after_attention: "post_attention_layernorm",
-    before_mlp: "pre_feedforward_layernorm",
-    after_mlp: "post_feedforward_layernorm",
-    attention: "self_attn",
-    qkv: "qkv_proj",
-    attention_output: "o_proj",
-    up: "up_proj",
-    down: "down_proj",
-};
-
-const GPT2: BlockNames = BlockNames {
-    before_attention: "ln_1",
-    before_mlp: "ln_2",
-    attention: "attn",
-    qkv: "c_attn",
-    attention_output: "c_proj",
-    up: "c_fc",
-    down: "c_proj",
-    ..LLAMA
-};
-
-impl BlockNames {
-    pub fn of(config: &DecoderConfig) -> Self {
-        match config.naming {
-            ParameterNaming::Gpt2 => GPT2,
-            ParameterNaming::Glm if config.norm_placement == NormPlacement::BeforeAndAfter => Self {
-                after_attention: "post_self_attn_layernorm",
-                before_mlp: "post_attention_layernorm",
-                after_mlp: "post_mlp_layernorm",
-                ..LLAMA
-            },
-            _ if config.norm_placement == NormPlacement::BeforeAndAfter => LLAMA,
-            ParameterNaming::StarCoder2 => {
-                Self { before_mlp: "post_attention_layernorm", up: "c_fc", down: "c_proj", ..LLAMA }
-            }
-            // In models with two norms, the second one is named for its position after attention.
-            _ => Self { before_mlp: "post_attention_layernorm", ..LLAMA },
-        }
-    }
-}
 
 /// A norm on the residual stream.
 #[derive(Debug, Clone)]

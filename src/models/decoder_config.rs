@@ -96,7 +96,7 @@ pub struct BlockConfig {
     pub window: Option<usize>,
     /// The rotary positions, or `None` for a block without positions. They are not used with learned positions.
     pub rotary: Option<RotaryConfig>,
-    /// What follows attention.
+    /// The layers that follow attention.
     pub mlp: BlockMlp,
 }
 
@@ -107,7 +107,7 @@ impl Default for BlockConfig {
     }
 }
 
-/// What follows attention in a block.
+/// The layers that follow attention in a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockMlp {
     /// An MLP.

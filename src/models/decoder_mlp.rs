@@ -1,6 +1,6 @@
 //! The MLP of a block.
 
-use super::decoder_block::BlockNames;
+use super::block_names::BlockNames;
 use super::{DecoderConfig, ParameterNaming};
 use crate::nn::{Activation, LinearEpilogue, Projection, columns, gelu_gated, swiglu};
 use candle_core::{Result, Tensor};

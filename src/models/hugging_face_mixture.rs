@@ -2,7 +2,8 @@
 
 use super::json_keys::JsonKeys;
 use super::mixture_config::MixtureNaming;
-use super::model_families::{ExpertWeighting, MixtureFamily, ModelFamily};
+use super::mixture_families::{ExpertWeighting, MixtureFamily};
+use super::model_families::ModelFamily;
 use super::{BlockMlp, MixtureConfig};
 use crate::error::Result;
 use crate::nn::{ExpertGate, RouterOptions, RouterOrder};

@@ -2,6 +2,7 @@
 //! generation with them ([`LanguageModel::generate`], or token by token with [`Session`]).
 
 mod activation_bytes;
+mod block_names;
 mod config_checks;
 mod decoder;
 mod decoder_block;
@@ -27,10 +28,12 @@ mod language_model;
 mod llama;
 mod llama_config;
 mod mixture_config;
+mod mixture_families;
 mod model_families;
 mod parameter_shapes;
 mod rotary_config;
 mod routed_loss;
+mod router_report;
 mod sampling;
 mod sequence_classifier;
 mod session;
@@ -65,7 +68,7 @@ pub use llama::{Llama, LlamaLayers};
 pub use llama_config::LlamaConfig;
 pub use mixture_config::{MixtureConfig, MixtureNaming};
 pub use rotary_config::{LongRopeScaling, QueryGrowth, RotaryConfig, RotaryScaling, YarnScaling};
-pub use routed_loss::{BalanceLossOptions, ExpertLoad, RoutedStates, RouterReport};
+pub use router_report::{BalanceLossOptions, ExpertLoad, RoutedStates, RouterReport};
 pub use sampling::{TokenRng, keep_likeliest, next_token};
 pub use sequence_classifier::SequenceClassifier;
 pub use session::Session;

@@ -2,7 +2,9 @@
 //! files omit.
 
 use super::json_keys::JsonKeys;
-use super::mixture_config::MixtureNaming;
+use super::mixture_families::{
+    GPT_OSS_MIXTURE, MIXTRAL_MIXTURE, MixtureFamily, OLMOE_MIXTURE, QWEN2_MIXTURE, QWEN3_MIXTURE,
+};
 use super::{NormKind, NormPlacement, ParameterNaming, QueryKeyNorms};
 use crate::error::Result;
 use crate::nn::{Activation, RotaryPairs};
@@ -44,33 +46,6 @@ pub(super) struct ModelFamily {
     pub mixture: Option<MixtureFamily>,
     /// The keys of options that the blocks here do not have, each with the only value that is allowed.
     pub refused: &'static [(&'static str, bool, &'static str)],
-}
-
-/// The mixtures of experts of one class in transformers.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct MixtureFamily {
-    pub naming: MixtureNaming,
-    pub experts: usize,
-    pub experts_per_token: usize,
-    /// The key of an expert's intermediate width, and its default.
-    pub expert_width: (&'static str, usize),
-    pub weighting: ExpertWeighting,
-    /// The default width of the shared expert, if there is one.
-    pub shared_width: Option<usize>,
-    /// Whether some blocks may be dense (`decoder_sparse_step`, `mlp_only_layers`).
-    pub has_dense_blocks: bool,
-    pub balance_coefficient: f64,
-}
-
-/// The weights of the chosen experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ExpertWeighting {
-    /// The probabilities of the chosen experts, divided by their sum.
-    Renormalized,
-    /// The probabilities, divided by their sum if the key is true. Its default is false.
-    Key(&'static str),
-    /// A softmax over the logits of the chosen experts.
-    OfChosenLogits,
 }
 
 /// The number of elements in a head.
@@ -283,18 +258,6 @@ const MINISTRAL3: ModelFamily = ModelFamily {
     ..MISTRAL
 };
 
-/// The mixtures of Qwen 3.
-const QWEN3_MIXTURE: MixtureFamily = MixtureFamily {
-    naming: MixtureNaming::Qwen,
-    experts: 128,
-    experts_per_token: 8,
-    expert_width: ("moe_intermediate_size", 768),
-    weighting: ExpertWeighting::Key("norm_topk_prob"),
-    shared_width: None,
-    has_dense_blocks: true,
-    balance_coefficient: 0.001,
-};
-
 /// Windows are refused for Qwen's mixtures, because versions of transformers differ in the blocks that have one.
 const QWEN_MOE_REFUSED: &[(&str, bool, &str)] =
     &[("use_sliding_window", false, "windows are not supported in this model")];
@@ -355,16 +318,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         qkv_bias: BiasRule::Key("attention_bias", true),
         output_bias: BiasRule::Key("attention_bias", true),
         mlp_bias: BiasRule::Never,
-        mixture: Some(MixtureFamily {
-            naming: MixtureNaming::GptOss,
-            experts: 128,
-            experts_per_token: 4,
-            expert_width: ("intermediate_size", 2880),
-            weighting: ExpertWeighting::OfChosenLogits,
-            shared_width: None,
-            has_dense_blocks: false,
-            balance_coefficient: 0.9,
-        }),
+        mixture: Some(GPT_OSS_MIXTURE),
         ..LLAMA
     },
     ModelFamily { model_type: "granite", head: HeadDim::Key, ..LLAMA },
@@ -377,16 +331,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         eps: 1e-5,
         theta: 1e6,
         window: None,
-        mixture: Some(MixtureFamily {
-            naming: MixtureNaming::Mixtral,
-            experts: 8,
-            experts_per_token: 2,
-            expert_width: ("intermediate_size", 14_336),
-            weighting: ExpertWeighting::Renormalized,
-            shared_width: None,
-            has_dense_blocks: false,
-            balance_coefficient: 0.001,
-        }),
+        mixture: Some(MIXTRAL_MIXTURE),
         ..MISTRAL
     },
     ModelFamily {
@@ -420,13 +365,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         heads: 16,
         ctx: 4096,
         norms: NormPlacement::Before,
-        mixture: Some(MixtureFamily {
-            experts: 64,
-            expert_width: ("intermediate_size", 2048),
-            has_dense_blocks: false,
-            balance_coefficient: 0.01,
-            ..QWEN3_MIXTURE
-        }),
+        mixture: Some(OLMOE_MIXTURE),
         ..OLMO2
     },
     ModelFamily {
@@ -457,13 +396,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         query_key_norms: QueryKeyNorms::None,
         qkv_bias: BiasRule::Key("qkv_bias", true),
         output_bias: BiasRule::Never,
-        mixture: Some(MixtureFamily {
-            experts: 60,
-            experts_per_token: 4,
-            expert_width: ("moe_intermediate_size", 1408),
-            shared_width: Some(5632),
-            ..QWEN3_MIXTURE
-        }),
+        mixture: Some(QWEN2_MIXTURE),
         ..QWEN3_MOE
     },
     QWEN3,

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::threads;
 use candle_zero::models::{Architecture, Decoder, DecoderConfig, DecoderLayers, RoutedStates, Session};
 use candle_zero::nn::Sequences;
-use candle_zero::{Engine, Result};
+use candle_zero::{Engine, GradientCheckVerdict, Result};
 use candle_zero_finetune::BaseModel;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -276,6 +276,9 @@ fn train(name: &str, run: &Value, batches: &[Tensor], how: Training) -> Run {
             balances.push(mean(1));
             norms.push(engine.global_grad_norm().unwrap());
         }
+        // Moved parameters change no choices of experts, so the first gradient can be compared with differences.
+        let report = engine.gradient_report().expect("a gradient report");
+        assert!(report.rows.iter().all(|row| row.verdict == GradientCheckVerdict::Right), "{report}");
         engine.export_safetensors(&file)?;
         Ok((losses, balances, norms))
     });
@@ -332,7 +335,11 @@ fn follow(name: &str, kind: &str) {
         for step in 0..20 {
             worst[0] = worst[0].max((first.losses[step] - losses[step]).abs());
             worst[1] = worst[1].max((first.norms[step] / norms[step] - 1.0).abs());
-            println!("DEBUG {step} {:.2e} {:.2e}", first.norms[step] / norms[step] - 1.0, first.losses[step] - losses[step]);
+            println!(
+                "DEBUG {step} {:.2e} {:.2e}",
+                first.norms[step] / norms[step] - 1.0,
+                first.losses[step] - losses[step]
+            );
             if kind == "aux" {
                 worst[2] = worst[2].max((first.balances[step] - numbers(&run["aux_loss"])[step]).abs());
             }

@@ -10,7 +10,7 @@ use candle_core::{Result, Tensor};
 use std::sync::{Arc, Mutex};
 
 /// A router of a model. It does what [`route`](super::route()) does, except in the forward passes of a gradient check, which
-/// move the parameters: there, all passes have the choices of the first one. A choice is a constant for the gradient, but a
+/// move the parameters: there, all passes have the choices of the one without moves. A choice is a constant for the gradient, but a
 /// small move changes it for some rows, and the loss then jumps.
 #[derive(Debug, Clone)]
 pub(crate) struct CheckedRouter {
@@ -19,7 +19,7 @@ pub(crate) struct CheckedRouter {
     held: Arc<Mutex<Option<HeldChoices>>>,
 }
 
-/// The choices of the first forward pass of a check.
+/// The choices of the forward pass of a check that moves no parameter.
 #[derive(Debug)]
 struct HeldChoices {
     /// The random stream of the forward pass that the check repeats.
@@ -42,14 +42,15 @@ impl CheckedRouter {
     /// The errors of [`route`](super::route()).
     pub fn route(&self, logits: &Tensor) -> Result<Routing> {
         let mut held = lock(&self.held);
-        if !self.link.core().is_some_and(|core| core.is_checking()) {
+        let Some(core) = self.link.core().filter(|core| core.is_checking()) else {
             *held = None;
             drop(held);
             return super::route(logits, self.options);
-        }
+        };
+        let is_moved = core.hold_choices();
         let stream = rng_position().stream;
         let is_same = |held: &HeldChoices| held.stream == stream && held.dims == logits.dims();
-        let (choices, assignment) = match held.as_ref().filter(|held| is_same(held)) {
+        let (choices, assignment) = match held.as_ref().filter(|held| is_moved && is_same(held)) {
             Some(held) => (held.choices.clone(), held.assignment.clone()),
             None => choose(logits, self.options)?,
         };

@@ -196,7 +196,7 @@ impl PeftConfig {
     }
 }
 
-/// Returns whether a module with an adapter is the wrapper of a parameter of experts, which is no projection.
+/// Returns whether a module with an adapter is the wrapper of a parameter of experts rather than a projection.
 pub(super) fn is_of_experts(module: &str) -> bool {
     let module = module.strip_suffix(".base_layer").unwrap_or(module);
     module == "experts" || module.ends_with(".experts")

@@ -31,7 +31,7 @@ pub(super) struct BatchLoss {
     pub loss: Tensor,
     /// The rewards of the pairs, for preferences.
     pub rewards: Option<Rewards>,
-    /// What the routers of a mixture of experts did. The load-balancing loss is part of `loss`.
+    /// The report of the routers of a mixture of experts. The load-balancing loss is part of `loss`.
     pub routers: RouterReport,
 }
 
