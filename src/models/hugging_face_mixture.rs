@@ -1,7 +1,7 @@
 //! Reads a decoder's mixture of experts from a `config.json`.
 
 use super::json_keys::JsonKeys;
-use super::mixture_config::MixtureNaming;
+use super::mixture_config::{MAX_EXPERTS, MixtureNaming};
 use super::mixture_families::{ExpertWeighting, MixtureFamily};
 use super::model_families::ModelFamily;
 use super::{BlockMlp, MixtureConfig};
@@ -29,6 +29,9 @@ fn config(keys: &JsonKeys<'_>, family: &MixtureFamily) -> Result<MixtureConfig> 
         return Err(keys.refuse("router_jitter_noise", "0: noise in the router's input is not supported"));
     }
     let (experts_key, experts) = experts(keys, family)?;
+    if experts > MAX_EXPERTS {
+        return Err(keys.refuse(experts_key, format!("at most {MAX_EXPERTS}")));
+    }
     let experts_per_row = size(PER_TOKEN, family.experts_per_token)?;
     if experts_per_row > experts {
         return Err(keys.refuse_as(PER_TOKEN, experts_per_row, format!("at most {experts_key} ({experts})")));

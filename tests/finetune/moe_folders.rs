@@ -81,37 +81,37 @@ fn shorten(tensors: &mut [RawTensor], name: &str, by: usize) {
 #[test]
 fn experts_that_are_missing_or_have_other_sizes_are_named() {
     let expert = "model.layers.1.block_sparse_moe.experts.3.w2.weight";
-    insta::assert_snapshot!(with_tensors("mixtral", |all| all.retain(|tensor| tensor.name != expert)), @"");
-    insta::assert_snapshot!(with_tensors("mixtral", |all| shorten(all, expert, 1)), @"");
-    insta::assert_snapshot!(with_tensors("mixtral", |all| shorten(all, "model.layers.0.block_sparse_moe.gate.weight", 1)), @"");
-    insta::assert_snapshot!(with_tensors("gpt_oss", |all| shorten(all, "model.layers.0.mlp.experts.down_proj", 1)), @"");
+    insta::assert_snapshot!(with_tensors("mixtral", |all| all.retain(|tensor| tensor.name != expert)), @"DIR/model.safetensors has no tensor model.layers.1.block_sparse_moe.experts.3.w2.weight of shape [32, 40], which the model needs; the file must hold exactly the model's parameters, but it has lm_head.weight, model.embed_tokens.weight, model.layers.0.block_sparse_moe.experts.0.w1.weight and 37 more");
+    insta::assert_snapshot!(with_tensors("mixtral", |all| shorten(all, expert, 1)), @"tensor model.layers.1.block_sparse_moe.experts.3.w2.weight in DIR/model.safetensors has shape [31, 40], but DIR/config.json describes one of [32, 40]; take both files from the same model");
+    insta::assert_snapshot!(with_tensors("mixtral", |all| shorten(all, "model.layers.0.block_sparse_moe.gate.weight", 1)), @"tensor model.layers.0.block_sparse_moe.gate.weight in DIR/model.safetensors has shape [3, 32], but DIR/config.json describes one of [4, 32]; take both files from the same model");
+    insta::assert_snapshot!(with_tensors("gpt_oss", |all| shorten(all, "model.layers.0.mlp.experts.down_proj", 1)), @"tensor model.layers.0.mlp.experts.down_proj in DIR/model.safetensors has shape [3, 32, 32], but DIR/config.json describes one of [4, 32, 32]; take both files from the same model");
     // One expert more than the description has.
-    insta::assert_snapshot!(with("mixtral", "num_local_experts", json!(3)), @"");
-    insta::assert_snapshot!(with("qwen3_moe", "mlp_only_layers", json!([])), @"");
+    insta::assert_snapshot!(with("mixtral", "num_local_experts", json!(3)), @"tensor model.layers.0.block_sparse_moe.gate.weight in DIR/model.safetensors has shape [4, 32], but DIR/config.json describes one of [3, 32]; take both files from the same model");
+    insta::assert_snapshot!(with("qwen3_moe", "mlp_only_layers", json!([])), @"DIR/model.safetensors has no tensor model.layers.1.mlp.gate.weight of shape [6, 40], which the model needs; the file must hold exactly the model's parameters, but it has lm_head.weight, model.embed_tokens.weight, model.layers.0.input_layernorm.weight and 38 more");
 }
 
 #[test]
 fn descriptions_of_mixtures_that_cannot_be_are_refused_by_key() {
-    insta::assert_snapshot!(with("mixtral", "num_experts_per_tok", json!(5)), @"");
-    insta::assert_snapshot!(with("mixtral", "num_experts_per_tok", json!(0)), @"");
-    insta::assert_snapshot!(with("mixtral", "num_local_experts", json!(-4)), @"");
-    insta::assert_snapshot!(with("mixtral", "num_local_experts", json!(4_000_000)), @"");
-    insta::assert_snapshot!(with("mixtral", "num_experts", json!(8)), @"");
-    insta::assert_snapshot!(with("mixtral", "router_jitter_noise", json!(0.1)), @"");
-    insta::assert_snapshot!(with("mixtral", "router_aux_loss_coef", json!(-1.0)), @"");
-    insta::assert_snapshot!(with("mixtral", "output_router_logits", json!("yes")), @"");
-    insta::assert_snapshot!(with("mixtral", "hidden_act", json!("gelu_pytorch_tanh")), @"");
-    insta::assert_snapshot!(with("mixtral", "quantization_config", json!({"quant_method": "mxfp4"})), @"");
-    insta::assert_snapshot!(with("qwen3_moe", "decoder_sparse_step", json!(0)), @"");
-    insta::assert_snapshot!(with("qwen3_moe", "mlp_only_layers", json!([2])), @"");
-    insta::assert_snapshot!(with("qwen3_moe", "mlp_only_layers", json!("1")), @"");
-    insta::assert_snapshot!(with("qwen3_moe", "use_sliding_window", json!(true)), @"");
-    insta::assert_snapshot!(with("qwen3_moe", "moe_intermediate_size", json!(0)), @"");
-    insta::assert_snapshot!(with("qwen2_moe", "shared_expert_intermediate_size", json!(0)), @"");
-    insta::assert_snapshot!(with("olmoe_clip", "clip_qkv", json!(0)), @"");
-    insta::assert_snapshot!(with("gpt_oss", "swiglu_limit", json!(-7)), @"");
-    insta::assert_snapshot!(with("gpt_oss", "experts_per_token", json!(4)), @"");
-    insta::assert_snapshot!(with("gpt_oss", "quantization_config", json!({"quant_method": "fp8"})), @"");
+    insta::assert_snapshot!(with("mixtral", "num_experts_per_tok", json!(5)), @"DIR/config.json: num_experts_per_tok is 5, but must be at most num_local_experts (4)");
+    insta::assert_snapshot!(with("mixtral", "num_experts_per_tok", json!(0)), @"DIR/config.json: num_experts_per_tok is 0, but must be a whole number from 1 to 4294967295");
+    insta::assert_snapshot!(with("mixtral", "num_local_experts", json!(-4)), @"DIR/config.json: num_local_experts is -4, but must be a whole number from 1 to 4294967295");
+    insta::assert_snapshot!(with("mixtral", "num_local_experts", json!(4_000_000)), @"DIR/config.json: num_local_experts is 4000000, but must be at most 16384");
+    insta::assert_snapshot!(with("mixtral", "num_experts", json!(8)), @"DIR/config.json: num_local_experts is 4, but must be equal to num_experts (8), or absent");
+    insta::assert_snapshot!(with("mixtral", "router_jitter_noise", json!(0.1)), @"DIR/config.json: router_jitter_noise is 0.1, but must be 0: noise in the router's input is not supported");
+    insta::assert_snapshot!(with("mixtral", "router_aux_loss_coef", json!(-1.0)), @"DIR/config.json: router_aux_loss_coef is -1.0, but must be a number of at least 0");
+    insta::assert_snapshot!(with("mixtral", "output_router_logits", json!("yes")), @r#"DIR/config.json: output_router_logits is "yes", but must be true or false"#);
+    insta::assert_snapshot!(with("mixtral", "hidden_act", json!("gelu_pytorch_tanh")), @r#"DIR/config.json: hidden_act is "gelu_pytorch_tanh", but must be silu or swish in a mixture of experts"#);
+    insta::assert_snapshot!(with("mixtral", "quantization_config", json!({"quant_method": "mxfp4"})), @r#"DIR/config.json: quantization_config is {"quant_method":"mxfp4"}, but must be absent: weights are read in f32, bf16 or f16"#);
+    insta::assert_snapshot!(with("qwen3_moe", "decoder_sparse_step", json!(0)), @"DIR/config.json: decoder_sparse_step is 0, but must be a whole number from 1 to 4294967295");
+    insta::assert_snapshot!(with("qwen3_moe", "mlp_only_layers", json!([2])), @"DIR/config.json: mlp_only_layers is a list with 2, but must be numbers below num_hidden_layers (2)");
+    insta::assert_snapshot!(with("qwen3_moe", "mlp_only_layers", json!("1")), @r#"DIR/config.json: mlp_only_layers is "1", but must be a list of numbers of layers"#);
+    insta::assert_snapshot!(with("qwen3_moe", "use_sliding_window", json!(true)), @"DIR/config.json: use_sliding_window is true, but must be false: windows are not supported in this model");
+    insta::assert_snapshot!(with("qwen3_moe", "moe_intermediate_size", json!(0)), @"DIR/config.json: moe_intermediate_size is 0, but must be a whole number from 1 to 4294967295");
+    insta::assert_snapshot!(with("qwen2_moe", "shared_expert_intermediate_size", json!(0)), @"DIR/config.json: shared_expert_intermediate_size is 0, but must be a whole number from 1 to 4294967295");
+    insta::assert_snapshot!(with("olmoe_clip", "clip_qkv", json!(0)), @"DIR/config.json: clip_qkv is 0, but must be a positive number");
+    insta::assert_snapshot!(with("gpt_oss", "swiglu_limit", json!(-7)), @"DIR/config.json: swiglu_limit is -7, but must be a positive number");
+    insta::assert_snapshot!(with("gpt_oss", "experts_per_token", json!(4)), @"DIR/config.json: experts_per_token is 4, but must be equal to num_experts_per_tok (2)");
+    insta::assert_snapshot!(with("gpt_oss", "quantization_config", json!({"quant_method": "fp8"})), @r#"DIR/config.json: quantization_config is {"quant_method":"fp8"}, but must be absent or of quant_method mxfp4"#);
 }
 
 #[test]
@@ -121,15 +121,15 @@ fn experts_in_mxfp4_that_are_incomplete_or_do_not_match_are_named() {
         let name = format!("{gate_up}_{end}");
         with_tensors("gpt_oss_mxfp4", move |all| all.retain(|tensor| tensor.name != name))
     };
-    insta::assert_snapshot!(without("scales"), @"");
-    insta::assert_snapshot!(without("blocks"), @"");
+    insta::assert_snapshot!(without("scales"), @"DIR/model.safetensors: tensor model.layers.0.mlp.experts.gate_up_proj_scales is missing, but there is model.layers.0.mlp.experts.gate_up_proj_blocks; MXFP4 needs both: download the files again");
+    insta::assert_snapshot!(without("blocks"), @"DIR/model.safetensors: tensor model.layers.0.mlp.experts.gate_up_proj_blocks is missing, but there is model.layers.0.mlp.experts.gate_up_proj_scales; MXFP4 needs both: download the files again");
     let scales = format!("{gate_up}_scales");
-    insta::assert_snapshot!(with_tensors("gpt_oss_mxfp4", |all| shorten(all, &scales, 1)), @"");
+    insta::assert_snapshot!(with_tensors("gpt_oss_mxfp4", |all| shorten(all, &scales, 1)), @"DIR/model.safetensors: tensor model.layers.0.mlp.experts.gate_up_proj_scales has shape [3, 64, 2] and dtype U8; the experts that config.json describes need [4, 64, 2] and U8");
     insta::assert_snapshot!(with_tensors("gpt_oss_mxfp4", |all| {
         let tensor = all.iter_mut().find(|tensor| tensor.name == scales).unwrap();
         tensor.dtype = Dtype::I8;
-    }), @"");
-    insta::assert_snapshot!(with("gpt_oss_mxfp4", "intermediate_size", json!(48)), @"");
+    }), @"DIR/model.safetensors: tensor model.layers.0.mlp.experts.gate_up_proj_scales has shape [4, 64, 2] and dtype I8; the experts that config.json describes need [4, 64, 2] and U8");
+    insta::assert_snapshot!(with("gpt_oss_mxfp4", "intermediate_size", json!(48)), @"DIR/model.safetensors: tensor model.layers.0.mlp.experts.gate_up_proj_blocks has shape [4, 64, 2, 16] and dtype U8; the experts that config.json describes need [4, 96, 2, 16] and U8");
     // A scale of 255 is not a number.
     let folder = copy("gpt_oss_mxfp4");
     edit(folder.path(), |all| {

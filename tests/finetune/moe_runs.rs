@@ -143,7 +143,7 @@ fn experts_in_mxfp4_are_trained_in_four_bits_and_merged() {
     let adapter = folder.path().join("adapter");
     let words = [
         &["--data", &data, "--steps", "2", "--batch", "2", "--ctx", "48", "--lora", lora][..],
-        &["--qlora", "--keep_layers", "1", "--lr", "0.01"],
+        &["--qlora", "--keep_layers", "1", "--lr", "0.01", "--dtype", "bf16"],
     ];
     let output = finetune(&model, folder.path(), &words.concat()).arg("--out").arg(&adapter).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
@@ -168,6 +168,27 @@ fn experts_in_mxfp4_are_trained_in_four_bits_and_merged() {
 }
 
 #[test]
+fn a_mixture_in_a_pipeline_has_the_bits_of_one_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let lora = "r=2,targets=q_proj,target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj";
+    let of = |out: &str| Options {
+        method: TuningMethod::Lora(lora.parse().unwrap()),
+        ..options(folder.path(), "mixtral", out)
+    };
+    let alone = train(&of("alone"), 1, 0);
+    let pipeline = train(&Options { pipeline: Some(PipelineStages::Number(2)), ..of("pipeline") }, 2, 0);
+    for (one, two) in alone.iter().zip(&pipeline) {
+        assert_eq!((one.loss, one.grad_norm), (two.loss, two.grad_norm));
+        assert!(one.experts.is_some() && two.experts.is_none());
+    }
+    let [one, two] = ["alone", "pipeline"].map(|out| Adapter::read(folder.path().join(out)).unwrap());
+    for name in ["base_layer.lora_A.weight", "base_layer.lora_B.weight", "lora_A.weight", "lora_B.weight"] {
+        let name = format!("model.layers.1.mlp.experts.{name}");
+        assert_eq!(one.tensor(&name).unwrap(), two.tensor(&name).unwrap(), "{name}");
+    }
+}
+
+#[test]
 fn options_that_a_mixture_cannot_have_are_refused_by_flag() {
     let folder = tempfile::tempdir().unwrap();
     let text = |options: Options| {
@@ -176,11 +197,11 @@ fn options_that_a_mixture_cannot_have_are_refused_by_flag() {
     };
     let usual = |name: &str| options(folder.path(), name, "out");
     let qlora = TuningMethod::Qlora("r=2".parse().unwrap());
-    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(-1.0), ..usual("mixtral") }), @"");
-    insta::assert_snapshot!(text(Options { keep_layers: vec![0], ..usual("mixtral") }), @"");
-    insta::assert_snapshot!(text(Options { keep_layers: vec![0, 2], method: qlora, ..usual("mixtral") }), @"");
+    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(-1.0), ..usual("mixtral") }), @"--router_aux_loss_coef is -1, but must be a finite number of at least 0");
+    insta::assert_snapshot!(text(Options { keep_layers: vec![0], ..usual("mixtral") }), @"--keep_layers requires --qlora, because only QLoRA holds weights in 4 bits");
+    insta::assert_snapshot!(text(Options { keep_layers: vec![0, 2], method: qlora, ..usual("mixtral") }), @"--keep_layers is 2, but must be numbers of layers from 0 to 1");
     let divided = Options { pipeline: Some(PipelineStages::Number(2)), ..usual("mixtral") };
-    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..divided }), @"");
+    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..divided }), @"--pipeline cannot be combined with the load-balancing loss of a mixture of experts, because no stage has the routers of all blocks; give --router_aux_loss_coef 0, or leave --pipeline out");
     let llama = Options { model: crate::fixtures::path("models/llama"), ..usual("mixtral") };
-    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..llama }), @"");
+    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..llama }), @"--router_aux_loss_coef is for mixtures of experts, and the model is none; leave it out");
 }
