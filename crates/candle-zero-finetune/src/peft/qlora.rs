@@ -14,7 +14,8 @@ pub(crate) const PACKING: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQu
 pub fn is_quantized(name: &str, shape: &[usize]) -> bool {
     let is_in_block = name.split('.').any(|part| part.parse::<usize>().is_ok());
     let is_linear = match *shape {
-        [_, _] => !ROUTERS.iter().any(|router| name.ends_with(router)),
+        // The biases of all experts also have two dimensions.
+        [_, _] => name.ends_with(".weight") && !ROUTERS.iter().any(|router| name.ends_with(router)),
         // The matrices of all experts. No block of packed elements has elements of two experts.
         [_, rows, columns] => name.contains(".experts.") && (rows * columns).is_multiple_of(BLOCK),
         _ => false,
