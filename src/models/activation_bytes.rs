@@ -43,8 +43,9 @@ impl DecoderConfig {
         let whole = of_tokens(largest);
         // The gradients of the MLP's intermediate values and of the residual stream, together with the values that are
         // recomputed.
-        let dense = if sparse < blocks { self.intermediate_size } else { 0 };
-        let inner = self.mixture.as_ref().filter(|_| sparse > 0).map_or(0, |mixture| mixture.intermediate(width));
+        let (has_dense, has_sparse) = (blocks == 0 || sparse < blocks, blocks == 0 || sparse > 0);
+        let dense = if has_dense { self.intermediate_size } else { 0 };
+        let inner = self.mixture.as_ref().filter(|_| has_sparse).map_or(0, |mixture| mixture.intermediate(width));
         let passing = of_tokens((2 * dense.max(inner) + 3 * width) * element);
         let output = if trains_base { self.vocab.saturating_mul(width).saturating_mul(4 + element) } else { 0 };
         let logits = MAX_LOGITS_BYTES
