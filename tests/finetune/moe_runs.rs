@@ -123,7 +123,11 @@ fn a_dead_expert_is_named_once_with_its_layer() {
     let output = command.arg("--out").arg(&out).arg("--metrics").arg(&metrics).output().unwrap();
     let text = stderr(&output);
     assert!(output.status.success(), "{text}");
-    assert_eq!(text.matches("expert 5 (of 16) of layer 1").count(), 1, "{text}");
+    // In so short a run, other experts may be unused, too.
+    let named =
+        text.lines().filter_map(|line| line.split_once("no token chooses ")?.1.split_once(" (of 16) of layer 1"));
+    let numbers = named.flat_map(|(experts, _)| experts.split([' ', ',']));
+    assert_eq!(numbers.filter(|number| *number == "5").count(), 1, "{text}");
     let lines = std::fs::read_to_string(&metrics).unwrap();
     let steps: Vec<Value> = lines.lines().map(|line| candle_zero::serde_json::from_str(line).unwrap()).collect();
     let steps: Vec<&Value> = steps.iter().filter(|line| !line["loss"].is_null()).collect();
