@@ -32,7 +32,7 @@ pub struct DecoderBlock {
 #[derive(Debug, Clone)]
 enum MlpOrMixture {
     Mlp(Mlp),
-    Mixture(Mixture),
+    Mixture(Box<Mixture>),
 }
 
 /// The inputs of a block besides its hidden states.
@@ -66,7 +66,7 @@ impl DecoderBlock {
             before_mlp: norm(has_before && placement != NormPlacement::Parallel, names.before_mlp)?,
             mlp: match rule.mlp {
                 BlockMlp::Dense => MlpOrMixture::Mlp(Mlp::new(config, config.intermediate_size, &vb.pp("mlp"))?),
-                BlockMlp::Mixture => MlpOrMixture::Mixture(Mixture::new(config, &vb)?),
+                BlockMlp::Mixture => MlpOrMixture::Mixture(Box::new(Mixture::new(config, &vb)?)),
             },
             after_mlp: norm(placement.is_after(), names.after_mlp)?,
             is_parallel: placement == NormPlacement::Parallel,

@@ -103,7 +103,7 @@ pub(crate) fn joined_columns(a: &Tensor, b: &Tensor) -> Result<Tensor> {
             Ok(())
         })?;
         inputs.result(NAME, E::storage(y), shape, move |grad, sinks| {
-            for (sink, range) in sinks.into_iter().zip([0..m, m..m + n]) {
+            for (sink, range) in sinks.iter().zip([0..m, m..m + n]) {
                 let part = range.len();
                 sink.make::<E>(rows * part, |dx| {
                     grad.read::<E, _>(NAME, |dy| {
