@@ -255,7 +255,8 @@ fn attentions(bench: &KernelBench) {
             println!("-     attention, heads of {head}: composed on this GPU");
             continue;
         }
-        let rule = AttentionRule { scale: 0.1, soft_cap: None, window: None, bidirectional: false, starts: None };
+        let rule =
+            AttentionRule { scale: 0.1, soft_cap: None, window: None, bidirectional: false, starts: None, sinks: None };
         let [qkv, dout] = [3, 1].map(|parts| bench.zeros(DType::BF16, parts * batch * time * heads * head));
         let (qkv, dout) = ([&all(&qkv)], &all(&dout));
         let forward = || attention::forward(device, (&h, &rule), qkv).unwrap();

@@ -181,7 +181,7 @@ impl<M> Engine<M> {
     /// Returns the outputs of the next forward pass with parameters perturbed, group by group.
     fn try_moves(&mut self, repeat: &mut GradientCheckForward<'_, M>) -> Result<Option<PerturbedOutputs>> {
         let mut tried = PerturbedOutputs::default();
-        if self.check.of_each {
+        if self.check.of_each || self.core.holds_choices() {
             tried.unmoved = Some(repeat.rerun_forward(self, &Perturbation::NONE)?);
         }
         let elements = tried.unmoved.as_ref().map_or(1, Tensor::elem_count);
@@ -191,11 +191,16 @@ impl<M> Engine<M> {
         let limits = self.limits();
         for number in self.check.open(&limits) {
             let params = std::mem::take(&mut self.check.groups[number].params);
-            let moved = self.try_group(&params, self.check.groups[number].step, tried.unmoved.as_ref(), repeat);
+            let unmoved = tried.unmoved.as_ref().filter(|_| self.check.of_each);
+            let moved = self.try_group(&params, self.check.groups[number].step, unmoved, repeat);
             self.check.groups[number].params = params;
             let (step, up, down) = moved?;
             self.check.groups[number].step = Some(step);
             tried.moved.push((up, down));
+        }
+        // Layers have kept the choices of a forward pass with moves. This happens once for a model.
+        if tried.unmoved.is_none() && self.core.holds_choices() {
+            return self.try_moves(repeat);
         }
         Ok(Some(tried))
     }

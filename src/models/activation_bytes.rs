@@ -1,6 +1,6 @@
 //! Counts the activation bytes that a decoder keeps for the backward pass, from its configuration.
 
-use super::{DecoderConfig, QueryKeyNorms};
+use super::{BlockMlp, DecoderConfig, QueryKeyNorms};
 
 /// A forward and a backward pass of a decoder whose activations are counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,17 +31,29 @@ impl DecoderConfig {
         let ActivationPass { tokens, element, recompute, trains_base } = pass;
         let (width, blocks) = (self.hidden_size, self.blocks.len());
         let of_tokens = |bytes: usize| tokens.saturating_mul(bytes);
-        let whole = of_tokens(self.kept_by_block(element));
+        // Blocks differ in what follows attention.
+        let sparse = self.sparse_blocks().count();
+        let [of_dense, of_sparse] = [BlockMlp::Dense, BlockMlp::Mixture].map(|mlp| self.kept_by_block(mlp, element));
+        let largest = match (sparse, blocks - sparse) {
+            (0, _) => of_dense,
+            (_, 0) => of_sparse,
+            _ => of_dense.max(of_sparse),
+        };
+        let all = of_tokens(sparse * of_sparse + (blocks - sparse) * of_dense);
+        let whole = of_tokens(largest);
         // The gradients of the MLP's intermediate values and of the residual stream, together with the values that are
         // recomputed.
-        let passing = of_tokens((2 * self.intermediate_size + 3 * width) * element);
+        let (has_dense, has_sparse) = (blocks == 0 || sparse < blocks, blocks == 0 || sparse > 0);
+        let dense = if has_dense { self.intermediate_size } else { 0 };
+        let inner = self.mixture.as_ref().filter(|_| has_sparse).map_or(0, |mixture| mixture.intermediate(width));
+        let passing = of_tokens((2 * dense.max(inner) + 3 * width) * element);
         let output = if trains_base { self.vocab.saturating_mul(width).saturating_mul(4 + element) } else { 0 };
         let logits = MAX_LOGITS_BYTES
             .min(2 * of_tokens(self.vocab * element))
             .max(MIN_LOGITS_ROWS.min(tokens) * self.vocab * element);
         let loss = of_tokens(width * (4 + 3 * element)).saturating_add(logits).saturating_add(output);
         if !recompute {
-            return whole.saturating_mul(blocks).saturating_add(passing.max(loss));
+            return all.saturating_add(passing.max(loss));
         }
         let inputs = of_tokens(blocks.saturating_mul(width * element));
         // The result of a frozen embedding has no graph. The first block is then not recomputed, and keeps everything.
@@ -50,13 +62,17 @@ impl DecoderConfig {
     }
 
     /// Returns the number of bytes per token that a block keeps.
-    fn kept_by_block(&self, element: usize) -> usize {
-        let (width, inner) = (self.hidden_size, self.intermediate_size);
+    fn kept_by_block(&self, mlp: BlockMlp, element: usize) -> usize {
+        let width = self.hidden_size;
+        let mixture = self.mixture.as_ref().filter(|_| mlp == BlockMlp::Mixture);
+        let inner = mixture.map_or(self.intermediate_size, |mixture| mixture.intermediate(width));
         let (q, kv) = (self.query_width(), self.kv_width());
         // The residual stream before attention and before the MLP; queries, keys, values, and the output of attention.
         let mut elements = 2 * width + 2 * q + 2 * kv;
         // The gate, its factor and the product; or the input of the activation.
         elements += if self.gated { 3 * inner } else { inner };
+        // The logits and the softmax of a router in f32.
+        elements += mixture.map_or(0, |mixture| 2 * 4 * mixture.experts / element.max(1));
         if self.query_key_norms != QueryKeyNorms::None {
             elements += q + kv;
         }

@@ -1,14 +1,17 @@
 //! Decoders built from a configuration: from token ids to the states that the output projection takes.
 
 use super::decoder_block::{BlockContext, BlockNorm, DecoderBlock, INITIAL_STD};
-use super::{Architecture, BlockConfig, DecoderConfig, LanguageModel, ParameterNaming, RotaryConfig};
+use super::{Architecture, BlockConfig, DecoderConfig, LanguageModel, ParameterNaming, RotaryConfig, RoutedStates};
+use super::{BalanceLossOptions, MixtureConfig};
 use crate::nn::{
-    Dropout, Embedding, KeyValueCache, Linear, Rotary, Sequences, add, normal, refuse, scaled, scaled_in_f32,
+    CheckedRouter, Dropout, Embedding, KeyValueCache, Linear, Rotary, Sequences, SyncBalanceLoss, add, columns, normal,
+    refuse, scaled, scaled_in_f32,
 };
 use crate::zero::Unit;
 use crate::zero::unit;
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
+use std::collections::BTreeMap;
 use std::marker::PhantomData;
 
 /// A language model described by a [`DecoderConfig`], of any family that [`DecoderConfig::read`] knows.
@@ -47,7 +50,29 @@ pub struct DecoderLayers<C = DecoderConfig> {
     input: DecoderInputLayers,
     blocks: Vec<Unit<DecoderBlock>>,
     output: DecoderOutput,
+    routers: Option<Routers>,
     sizes: PhantomData<fn() -> C>,
+}
+
+/// The routers of sparse blocks, as the losses outside of the blocks see them.
+#[derive(Debug, Clone)]
+struct Routers {
+    /// The numbers of the sparse blocks, in rising order, with their routers.
+    blocks: BTreeMap<usize, CheckedRouter>,
+    experts: usize,
+    balance: SyncBalanceLoss,
+    coefficient: Option<f64>,
+}
+
+impl Routers {
+    fn new(config: &DecoderConfig, mixture: &MixtureConfig) -> Self {
+        Self {
+            blocks: config.sparse_blocks().map(|block| (block, CheckedRouter::new(mixture.router))).collect(),
+            experts: mixture.experts,
+            balance: SyncBalanceLoss::of_model(),
+            coefficient: mixture.balance_coefficient,
+        }
+    }
 }
 
 impl<C> DecoderLayers<C> {
@@ -59,7 +84,9 @@ impl<C> DecoderLayers<C> {
         let blocks = (0..config.blocks.len()).map(|block| config.block(block, &mut rotaries, &vb));
         let blocks = blocks.collect::<Result<_>>()?;
         let output = DecoderOutput::new(config, &vb)?;
-        Ok(Self { embedding, input, blocks, output, sizes: PhantomData })
+        let routers = config.mixture.as_ref().map(|mixture| Routers::new(config, mixture));
+        let routers = routers.filter(|routers| !routers.blocks.is_empty());
+        Ok(Self { embedding, input, blocks, output, routers, sizes: PhantomData })
     }
 
     /// Returns the input of the first block for tokens that start at position `first`.
@@ -217,10 +244,37 @@ impl<C: DecoderSizes> Architecture for DecoderLayers<C> {
         for block in &self.blocks {
             let sequences = sequences.cloned();
             x = block.forward_by(&x, move |block, x| {
-                block.run(x, BlockContext { sequences: sequences.as_ref(), cache: None })
+                block.run(x, BlockContext { sequences: sequences.as_ref(), ..BlockContext::default() })
             })?;
         }
         self.output.states(&x)
+    }
+
+    fn routed_states(&self, ids: &Tensor, sequences: Option<&Sequences>) -> Result<RoutedStates> {
+        let Some(routers) = &self.routers else {
+            return Ok(RoutedStates { states: self.states(ids, sequences)?, routings: Vec::new() });
+        };
+        let mut x = self.embedded(ids, 0, sequences)?;
+        let (width, mut routings) = (x.dims3()?.2, Vec::with_capacity(routers.blocks.len()));
+        for (number, block) in self.blocks.iter().enumerate() {
+            let (sequences, router) = (sequences.cloned(), routers.blocks.get(&number));
+            let is_sparse = router.is_some();
+            x = block.forward_by(&x, move |block, x| {
+                let sequences = sequences.as_ref();
+                block.run(x, BlockContext { sequences, with_router_logits: is_sparse, ..BlockContext::default() })
+            })?;
+            if let Some(router) = router {
+                let logits = columns(&x, width..width + routers.experts)?;
+                routings.push((number, router.route(&logits)?));
+                x = columns(&x, 0..width)?;
+            }
+        }
+        Ok(RoutedStates { states: self.output.states(&x)?, routings })
+    }
+
+    fn balance_loss(&self) -> Option<BalanceLossOptions<'_>> {
+        let routers = self.routers.as_ref()?;
+        routers.coefficient.map(|coefficient| BalanceLossOptions { loss: &routers.balance, coefficient })
     }
 
     fn blocks(&self) -> usize {
@@ -230,7 +284,8 @@ impl<C: DecoderSizes> Architecture for DecoderLayers<C> {
     fn states_after(&self, ids: &Tensor, caches: &mut [KeyValueCache]) -> Result<Tensor> {
         let mut x = self.embedded(ids, caches.first().map_or(0, KeyValueCache::len), None)?;
         for (block, cache) in self.blocks.iter().zip(caches) {
-            x = block.evaluate(|block| block.run(&x, BlockContext { sequences: None, cache: Some(cache) }))?;
+            x = block
+                .evaluate(|block| block.run(&x, BlockContext { cache: Some(cache), ..BlockContext::default() }))?;
         }
         self.output.states(&x)
     }

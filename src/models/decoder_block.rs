@@ -1,15 +1,18 @@
-//! One block of a decoder: attention, then an MLP, each adding to the residual stream.
+//! One block of a decoder: attention, then an MLP or a mixture of experts, each adding to the residual stream.
 
-use super::{BlockConfig, DecoderConfig, NormKind, NormPlacement, ParameterNaming, QueryKeyNorms};
+use super::block_names::BlockNames;
+use super::decoder_mixture::Mixture;
+use super::decoder_mlp::Mlp;
+use super::{BlockConfig, BlockMlp, DecoderConfig, NormKind, NormPlacement, ParameterNaming, QueryKeyNorms};
 use crate::nn::{
-    Activation, AttentionOptions, Dropout, KeyValueCache, LayerNorm, LayerNormOptions, LinearEpilogue, Projection,
-    ProjectionOptions, RmsNorm, RmsNormOptions, Rotary, Sequences, WeightLayout, add, attention, columns,
-    fused_attention, gelu_gated, scaled_in_f32, swiglu,
+    AttentionOptions, Dropout, KeyValueCache, LayerNorm, LayerNormOptions, LinearEpilogue, Projection,
+    ProjectionOptions, RmsNorm, RmsNormOptions, Rotary, Sequences, WeightLayout, add, attention, attention_with_sinks,
+    clamped, columns, fused_attention, joined_columns, normal, scaled_in_f32,
 };
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-/// One transformer block: attention and an MLP, which add to the residual stream, with norms at the places of a
+/// One transformer block: attention and an MLP or a mixture of experts, which add to the residual stream, with norms at the places of a
 /// [`NormPlacement`].
 #[derive(Debug, Clone)]
 pub struct DecoderBlock {
@@ -18,11 +21,18 @@ pub struct DecoderBlock {
     after_attention: Option<BlockNorm>,
     /// The norm of the MLP's input, unless the MLP has the same normalized input as attention.
     before_mlp: Option<BlockNorm>,
-    mlp: Mlp,
+    mlp: MlpOrMixture,
     after_mlp: Option<BlockNorm>,
     is_parallel: bool,
     residual_scale: Option<f64>,
     drop: Option<Dropout>,
+}
+
+/// The layers that follow attention in a block.
+#[derive(Debug, Clone)]
+enum MlpOrMixture {
+    Mlp(Mlp),
+    Mixture(Box<Mixture>),
 }
 
 /// The inputs of a block besides its hidden states.
@@ -32,6 +42,8 @@ pub(super) struct BlockContext<'a> {
     pub sequences: Option<&'a Sequences>,
     /// The keys and values of the positions before the input.
     pub cache: Option<&'a mut KeyValueCache>,
+    /// Whether a sparse block returns its router's logits as further columns of its result.
+    pub with_router_logits: bool,
 }
 
 impl DecoderBlock {
@@ -52,7 +64,10 @@ impl DecoderBlock {
             attention: BlockAttention::new(config, rule, rotary, &vb.pp(names.attention))?,
             after_attention: norm(placement.is_after(), names.after_attention)?,
             before_mlp: norm(has_before && placement != NormPlacement::Parallel, names.before_mlp)?,
-            mlp: Mlp::new(config, &vb.pp("mlp"))?,
+            mlp: match rule.mlp {
+                BlockMlp::Dense => MlpOrMixture::Mlp(Mlp::new(config, config.intermediate_size, &vb.pp("mlp"))?),
+                BlockMlp::Mixture => MlpOrMixture::Mixture(Box::new(Mixture::new(config, &vb)?)),
+            },
             after_mlp: norm(placement.is_after(), names.after_mlp)?,
             is_parallel: placement == NormPlacement::Parallel,
             residual_scale: config.residual_scale,
@@ -61,17 +76,27 @@ impl DecoderBlock {
     }
 
     /// Applies the block to `x` `[batch, time, hidden_size]`.
+    ///
+    /// The router's logits leave the block with the result, `[batch, time, hidden_size + experts]`, if they are wanted,
+    /// so that a loss outside of a block that recomputes can depend on them.
     pub(super) fn run(&self, x: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
         let normalized = |norm: &Option<BlockNorm>, x: &Tensor| match norm {
             Some(norm) => norm.forward(x),
             None => Ok(x.clone()),
         };
+        let with_router_logits = around.with_router_logits;
         let h = normalized(&self.before_attention, x)?;
         let attended = self.attention.forward(&h, around)?;
         let x = &self.add_projected(x, &self.attention.output, &attended, self.after_attention.as_ref())?;
         let h = if self.is_parallel { h } else { normalized(&self.before_mlp, x)? };
-        let h = self.mlp.down_input(&h)?;
-        self.add_projected(x, &self.mlp.down, &h, self.after_mlp.as_ref())
+        match &self.mlp {
+            MlpOrMixture::Mlp(mlp) => self.add_projected(x, &mlp.down, &mlp.down_input(&h)?, self.after_mlp.as_ref()),
+            MlpOrMixture::Mixture(mixture) => {
+                let (y, routing) = mixture.forward(&h)?;
+                let y = self.add_output(x, y, self.after_mlp.as_ref())?;
+                if with_router_logits { joined_columns(&y, routing.logits()) } else { Ok(y) }
+            }
+        }
     }
 
     /// Returns x + dropout(scale * norm(projection(h))).
@@ -85,7 +110,11 @@ impl DecoderBlock {
         if norm.is_none() && self.drop.is_none() && self.residual_scale.is_none() {
             return projection.forward_then(h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() });
         }
-        let mut y = projection.forward(h)?;
+        self.add_output(x, projection.forward(h)?, norm)
+    }
+
+    /// Returns x + dropout(scale * norm(y)).
+    fn add_output(&self, x: &Tensor, mut y: Tensor, norm: Option<&BlockNorm>) -> Result<Tensor> {
         if let Some(norm) = norm {
             y = norm.forward(&y)?;
         }
@@ -112,9 +141,15 @@ impl DecoderConfig {
         (self.dropout > 0.0).then(|| Dropout::new(self.dropout, 0))
     }
 
+    /// Returns the standard deviation of the initial weights of a projection in a block. `is_residual` states whether its
+    /// output is added to the residual stream.
+    pub(super) fn initial_std(&self, is_residual: bool) -> f64 {
+        if is_residual { INITIAL_STD / (2.0 * self.blocks.len() as f64).sqrt() } else { INITIAL_STD }
+    }
+
     /// Builds the projection `name` of a block. `is_residual` states whether its output is added to the residual
     /// stream.
-    fn projection(
+    pub(super) fn projection(
         &self,
         name: &str,
         [inputs, outputs]: [usize; 2],
@@ -123,70 +158,13 @@ impl DecoderConfig {
         vb: &VarBuilder<'_>,
     ) -> Result<Projection> {
         let layout = if self.naming == ParameterNaming::Gpt2 { WeightLayout::InOut } else { WeightLayout::OutIn };
-        let std = if is_residual { INITIAL_STD / (2.0 * self.blocks.len() as f64).sqrt() } else { INITIAL_STD };
-        let options = ProjectionOptions { layout, bias, std, lora: self.lora.as_ref() };
+        let options = ProjectionOptions { layout, bias, std: self.initial_std(is_residual), lora: self.lora.as_ref() };
         Projection::new(inputs, outputs, options, vb.pp(name))
     }
 }
 
 /// The standard deviation of initial weights.
 pub(super) const INITIAL_STD: f64 = 0.02;
-
-/// The parameter names within a block that differ between models.
-struct BlockNames {
-    before_attention: &'static str,
-    after_attention: &'static str,
-    before_mlp: &'static str,
-    after_mlp: &'static str,
-    attention: &'static str,
-    qkv: &'static str,
-    attention_output: &'static str,
-    up: &'static str,
-    down: &'static str,
-}
-
-const LLAMA: BlockNames = BlockNames {
-    before_attention: "input_layernorm",
-    after_attention: "post_attention_layernorm",
-    before_mlp: "pre_feedforward_layernorm",
-    after_mlp: "post_feedforward_layernorm",
-    attention: "self_attn",
-    qkv: "qkv_proj",
-    attention_output: "o_proj",
-    up: "up_proj",
-    down: "down_proj",
-};
-
-const GPT2: BlockNames = BlockNames {
-    before_attention: "ln_1",
-    before_mlp: "ln_2",
-    attention: "attn",
-    qkv: "c_attn",
-    attention_output: "c_proj",
-    up: "c_fc",
-    down: "c_proj",
-    ..LLAMA
-};
-
-impl BlockNames {
-    fn of(config: &DecoderConfig) -> Self {
-        match config.naming {
-            ParameterNaming::Gpt2 => GPT2,
-            ParameterNaming::Glm if config.norm_placement == NormPlacement::BeforeAndAfter => Self {
-                after_attention: "post_self_attn_layernorm",
-                before_mlp: "post_attention_layernorm",
-                after_mlp: "post_mlp_layernorm",
-                ..LLAMA
-            },
-            _ if config.norm_placement == NormPlacement::BeforeAndAfter => LLAMA,
-            ParameterNaming::StarCoder2 => {
-                Self { before_mlp: "post_attention_layernorm", up: "c_fc", down: "c_proj", ..LLAMA }
-            }
-            // In models with two norms, the second one is named for its position after attention.
-            _ => Self { before_mlp: "post_attention_layernorm", ..LLAMA },
-        }
-    }
-}
 
 /// A norm on the residual stream.
 #[derive(Debug, Clone)]
@@ -236,6 +214,10 @@ struct BlockAttention {
     query_key_norms: Option<[RmsNorm; 2]>,
     /// The rotations of queries and keys.
     rotary: Option<[Rotary; 2]>,
+    /// The limit of the elements of queries, keys and values before they are rotated.
+    clip: Option<f64>,
+    /// The scores of the query heads' sinks.
+    sinks: Option<Tensor>,
     options: AttentionOptions,
     output: Projection,
 }
@@ -283,6 +265,11 @@ impl BlockAttention {
             input,
             query_key_norms,
             rotary,
+            clip: config.clip_qkv,
+            sinks: match config.attention_sinks {
+                true => Some(vb.get_with_hints(config.num_attention_heads, "sinks", normal(INITIAL_STD))?),
+                false => None,
+            },
             options: AttentionOptions {
                 scale: config.query_scale,
                 soft_cap: config.attention_soft_cap,
@@ -295,7 +282,7 @@ impl BlockAttention {
 
     /// Returns the input of the output projection.
     fn forward(&self, h: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
-        let BlockContext { sequences, cache } = around;
+        let BlockContext { sequences, cache, .. } = around;
         let first = cache.as_ref().map_or(0, |cache| cache.len());
         let [q, k, v] = match &self.input {
             QkvProjections::Apart([q, k, v]) => [q.forward(h)?, k.forward(h)?, v.forward(h)?],
@@ -326,85 +313,37 @@ impl BlockAttention {
                 Some(norms) => norms[which].forward(&x)?,
                 None => x,
             };
+            let x = self.clipped(x)?;
             match (&self.rotary, sequences) {
                 (Some(rotary), Some(sequences)) => rotary[which].forward_in(&x, sequences),
                 (Some(rotary), None) => rotary[which].forward_from(&x, first),
                 (None, _) => Ok(x),
             }
         };
-        let (q, k) = (turned(q, 0)?, turned(k, 1)?);
-        match cache {
-            Some(cache) => cache.attention(&q, &k, &v, self.heads, self.kv_heads, &self.options),
-            None => attention(&q, &k, &v, self.heads, self.kv_heads, &self.options, sequences),
+        let (q, k, v) = (turned(q, 0)?, turned(k, 1)?, self.clipped(v)?);
+        let (heads, kv_heads, options) = (self.heads, self.kv_heads, &self.options);
+        match (cache, &self.sinks) {
+            (Some(cache), None) => cache.attention(&q, &k, &v, heads, kv_heads, options),
+            (Some(cache), Some(sinks)) => cache.attention_with_sinks([&q, &k, &v], sinks, heads, kv_heads, options),
+            (None, None) => attention(&q, &k, &v, heads, kv_heads, options, sequences),
+            (None, Some(sinks)) => attention_with_sinks([&q, &k, &v], sinks, heads, kv_heads, options, sequences),
         }
+    }
+
+    /// Limits the elements of queries, keys or values, if they are limited.
+    fn clipped(&self, x: Tensor) -> Result<Tensor> {
+        self.clip.map_or(Ok(x.clone()), |limit| clamped(&x, limit))
     }
 
     /// Returns whether attention takes queries, keys and values side by side in one tensor.
     fn takes_fused(&self) -> bool {
-        self.rotary.is_none() && self.query_key_norms.is_none() && self.heads == self.kv_heads
+        let is_plain = self.rotary.is_none() && self.query_key_norms.is_none() && self.clip.is_none();
+        is_plain && self.sinks.is_none() && self.heads == self.kv_heads
     }
 
     /// Splits queries, keys and values that are side by side in one tensor.
     fn split_qkv(&self, qkv: &Tensor) -> Result<[Tensor; 3]> {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         Ok([columns(qkv, 0..q)?, columns(qkv, q..q + kv)?, columns(qkv, q + kv..q + 2 * kv)?])
-    }
-}
-
-/// The MLP of a block.
-#[derive(Debug, Clone)]
-struct Mlp {
-    input: MlpInput,
-    activation: Activation,
-    down: Projection,
-}
-
-/// The first projections of an MLP.
-#[derive(Debug, Clone)]
-enum MlpInput {
-    Plain(Projection),
-    /// The gate and the up projection.
-    Gated([Projection; 2]),
-    /// One projection with gate and up side by side, each with this number of columns.
-    FusedGated(Projection, usize),
-}
-
-impl Mlp {
-    fn new(config: &DecoderConfig, vb: &VarBuilder<'_>) -> Result<Self> {
-        let (d, inner, names) = (config.hidden_size, config.intermediate_size, BlockNames::of(config));
-        let projection = |name: &str, outputs| config.projection(name, [d, outputs], config.mlp_bias, false, vb);
-        let input = match (config.gated, config.naming) {
-            (false, _) => MlpInput::Plain(projection(names.up, inner)?),
-            (true, ParameterNaming::Phi3 | ParameterNaming::Glm) => {
-                MlpInput::FusedGated(projection("gate_up_proj", 2 * inner)?, inner)
-            }
-            (true, _) => MlpInput::Gated([projection("gate_proj", inner)?, projection(names.up, inner)?]),
-        };
-        let down = config.projection(names.down, [inner, d], config.mlp_bias, true, vb)?;
-        Ok(Self { input, activation: config.activation, down })
-    }
-
-    /// Returns the input of the down projection.
-    fn down_input(&self, x: &Tensor) -> Result<Tensor> {
-        match &self.input {
-            MlpInput::Plain(up) => {
-                up.forward_then(x, LinearEpilogue { activation: Some(self.activation), ..LinearEpilogue::default() })
-            }
-            MlpInput::Gated([gate, up]) => self.gated(&gate.forward(x)?, &up.forward(x)?),
-            MlpInput::FusedGated(gate_up, inner) => {
-                let both = gate_up.forward(x)?;
-                self.gated(&columns(&both, 0..*inner)?, &columns(&both, *inner..2 * inner)?)
-            }
-        }
-    }
-
-    fn gated(&self, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-        match self.activation {
-            Activation::Silu => swiglu(gate, up),
-            Activation::GeluTanh => gelu_gated(gate, up),
-            Activation::Gelu | Activation::ReluSquared => {
-                candle_core::bail!("a gate with the activation {:?} is not supported", self.activation)
-            }
-        }
     }
 }

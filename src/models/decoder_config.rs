@@ -1,5 +1,6 @@
 //! A decoder as one configuration, with the options in which the model families differ.
 
+use super::MixtureConfig;
 use super::config_checks::{MAX_HEAD_DIM, MAX_POSITIONS, refused, require_blocks, require_parameters, require_sizes};
 use super::rotary_config::RotaryConfig;
 use crate::Result;
@@ -22,7 +23,7 @@ pub struct DecoderConfig {
     pub ctx: usize,
     /// The width of the residual stream.
     pub hidden_size: usize,
-    /// The width of the MLP's intermediate layer.
+    /// The width of the intermediate layer of dense blocks' MLPs.
     pub intermediate_size: usize,
     /// The number of query heads per block.
     pub num_attention_heads: usize,
@@ -54,6 +55,13 @@ pub struct DecoderConfig {
     pub gated: bool,
     /// The MLP's activation.
     pub activation: Activation,
+    /// The mixture of experts of sparse blocks, if there are any.
+    pub mixture: Option<MixtureConfig>,
+    /// The limit of the elements of queries, keys and values before they are rotated: a number c limits them to the range
+    /// from -c to c (OLMoE).
+    pub clip_qkv: Option<f64>,
+    /// Whether each query head has a sink: a key without a value, whose score is a parameter (gpt-oss).
+    pub attention_sinks: bool,
     /// The factor applied to attention scores, or `None` for `1 / sqrt(head_dim)`.
     pub query_scale: Option<f64>,
     /// The cap of attention scores: they are mapped to `cap * tanh(score / cap)`.
@@ -88,13 +96,24 @@ pub struct BlockConfig {
     pub window: Option<usize>,
     /// The rotary positions, or `None` for a block without positions. They are not used with learned positions.
     pub rotary: Option<RotaryConfig>,
+    /// The layers that follow attention.
+    pub mlp: BlockMlp,
 }
 
 impl Default for BlockConfig {
-    /// Returns a block that sees all positions up to its own, which are rotary.
+    /// Returns a block with an MLP that sees all positions up to its own, which are rotary.
     fn default() -> Self {
-        Self { window: None, rotary: Some(RotaryConfig::default()) }
+        Self { window: None, rotary: Some(RotaryConfig::default()), mlp: BlockMlp::Dense }
     }
+}
+
+/// The layers that follow attention in a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockMlp {
+    /// An MLP.
+    Dense,
+    /// A mixture of experts ([`DecoderConfig::mixture`]).
+    Mixture,
 }
 
 /// The naming and storage of a decoder's parameters in Hugging Face's files.
@@ -200,6 +219,9 @@ impl DecoderConfig {
             mlp_bias: true,
             gated: false,
             activation: Activation::GeluTanh,
+            mixture: None,
+            clip_qkv: None,
+            attention_sinks: false,
             query_scale: None,
             attention_soft_cap: None,
             logit_soft_cap: None,
@@ -242,6 +264,7 @@ impl DecoderConfig {
             return Err(refused("num_key_value_heads", kv_heads, &allowed));
         }
         require_parameters(self.elements())?;
+        self.check_mixture()?;
         match self.learned_positions {
             Some(rows) if rows < self.ctx => {
                 return Err(refused(
@@ -286,6 +309,7 @@ impl DecoderConfig {
         }
         let positive = [
             ("norm_eps", Some(self.norm_eps)),
+            ("clip_qkv", self.clip_qkv),
             ("query_scale", self.query_scale),
             ("attention_soft_cap", self.attention_soft_cap),
             ("logit_soft_cap", self.logit_soft_cap),
@@ -302,6 +326,29 @@ impl DecoderConfig {
             return Err(refused("dropout", self.dropout, "at least 0 and below 1"));
         }
         self.lora.as_ref().map_or(Ok(()), LoraConfig::validate)
+    }
+
+    /// Checks the mixture of experts, and that sparse blocks have one.
+    fn check_mixture(&self) -> Result<()> {
+        let sparse = self.sparse_blocks().count();
+        let Some(mixture) = &self.mixture else {
+            return match sparse {
+                0 => Ok(()),
+                _ => Err(refused("mixture", "absent", "present, because there are sparse blocks")),
+            };
+        };
+        mixture.validate(self.blocks.len())?;
+        let is_plain = self.gated && self.activation == Activation::Silu && !self.mlp_bias;
+        if self.naming != ParameterNaming::Llama || !is_plain {
+            let allowed = "absent: only blocks with Llama's names and a gate with SiLU without biases have a mixture";
+            return Err(refused("mixture", "present", allowed));
+        }
+        Ok(())
+    }
+
+    /// Returns the numbers of the blocks with a mixture of experts.
+    pub fn sparse_blocks(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.blocks.len()).filter(|block| self.blocks[*block].mlp == BlockMlp::Mixture)
     }
 
     /// Checks the rotary positions of all blocks.
@@ -340,13 +387,19 @@ impl DecoderConfig {
             QueryKeyNorms::PerHead => 2 * head,
             QueryKeyNorms::AllHeads => q + kv,
         };
-        let weights = (2 * q).saturating_add(2 * kv).saturating_add((ups + 1) * inner).saturating_mul(d);
-        let biases = if_so(self.qkv_bias, q + 2 * kv)
+        let attention = (2 * q).saturating_add(2 * kv).saturating_mul(d);
+        let others = if_so(self.qkv_bias, q + 2 * kv)
             + if_so(self.output_bias, d)
-            + if_so(self.mlp_bias, ups * inner + d)
-            + query_key_norms;
-        let block = weights.saturating_add(biases + norm * self.norm_placement.count() as u128);
+            + if_so(self.attention_sinks, wide(self.num_attention_heads))
+            + query_key_norms
+            + norm * self.norm_placement.count() as u128;
+        let mlp = ((ups + 1) * inner).saturating_mul(d).saturating_add(if_so(self.mlp_bias, ups * inner + d));
+        let sparse = self.sparse_blocks().count();
+        let mixtures = self.mixture.as_ref().map_or(0, |mixture| mixture.elements(d)).saturating_mul(wide(sparse));
+        let mlps = mlp.saturating_mul(wide(self.blocks.len() - sparse));
         let rows = if_so(!self.tie_word_embeddings, vocab) + vocab + wide(self.learned_positions.unwrap_or(0));
-        wide(self.blocks.len()).saturating_mul(block).saturating_add(rows.saturating_mul(d)).saturating_add(norm)
+        let blocks = wide(self.blocks.len()).saturating_mul(attention.saturating_add(others));
+        let blocks = blocks.saturating_add(mlps).saturating_add(mixtures);
+        blocks.saturating_add(rows.saturating_mul(d)).saturating_add(norm)
     }
 }

@@ -1,6 +1,7 @@
 //! A decoder as layers of a pipeline: the token embedding, the layers before the first block, each block, and the
 //! output with the loss.
 
+use super::config_checks::refused;
 use super::decoder::{DecoderInputLayers, DecoderOutput, SharedRotaries};
 use super::decoder_block::{BlockContext, DecoderBlock};
 use super::language_model::logits;
@@ -45,9 +46,14 @@ impl DecoderBatch {
 /// [`Llama`](super::Llama) with the same sizes.
 ///
 /// # Errors
-/// Invalid sizes.
+/// Invalid sizes; a mixture of experts with a load-balancing loss.
 pub fn decoder_pipeline(sizes: &impl DecoderSizes) -> Result<PipelineModule<DecoderBatch>> {
     let config = Arc::new(sizes.decoder()?);
+    if config.mixture.as_ref().is_some_and(|mixture| mixture.balance_coefficient.is_some()) {
+        let allowed = "absent in a pipeline, whose stages do not have the routers of all blocks; turn the load-balancing \
+                       loss off";
+        return Err(refused("router_aux_loss_coef", "present", allowed));
+    }
     let rotaries = Arc::new(Mutex::new(SharedRotaries::default()));
     let of = |config: &Arc<DecoderConfig>| config.clone();
     let module = PipelineModule::new(|batch: &DecoderBatch| Ok(batch.ids.clone()), |loss, _| Ok(loss.clone()));
@@ -92,7 +98,7 @@ impl PipelineLayer<DecoderBatch> for BlockLayer {
     fn forward(&self, x: &Tensor, batch: &DecoderBatch) -> candle_core::Result<Tensor> {
         let sequences = batch.sequences.clone();
         let run = move |block: &DecoderBlock, x: &Tensor| {
-            block.run(x, BlockContext { sequences: sequences.as_ref(), cache: None })
+            block.run(x, BlockContext { sequences: sequences.as_ref(), ..BlockContext::default() })
         };
         self.block.forward_by(x, run)
     }
@@ -100,7 +106,8 @@ impl PipelineLayer<DecoderBatch> for BlockLayer {
     fn infer(&self, x: &Tensor, batch: &DecoderBatch, state: &mut InferenceState) -> candle_core::Result<Tensor> {
         match state.kept(|| KeyValueCache::new(self.ctx)) {
             Some(cache) => {
-                self.block.evaluate(|block| block.run(x, BlockContext { sequences: None, cache: Some(cache) }))
+                let around = BlockContext { cache: Some(cache), ..BlockContext::default() };
+                self.block.evaluate(|block| block.run(x, around))
             }
             None => self.forward(x, batch),
         }

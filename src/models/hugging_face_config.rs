@@ -4,6 +4,7 @@
 //! For keys that a file omits, the defaults of the model's class in transformers apply.
 
 use super::config_checks::{MAX_BLOCKS, MAX_POSITIONS};
+use super::hugging_face_mixture::mixture;
 use super::hugging_face_rotary::block_rules;
 use super::json_keys::{JsonKeys, shortened};
 use super::model_families::{HeadDim, ModelFamily, WITH_TEXT_PART, known_model_types};
@@ -21,9 +22,10 @@ impl DecoderConfig {
     /// Reads the configuration from the `config.json` of a Hugging Face model, as transformers 5 or 4 writes it. `ctx`
     /// is its `max_position_embeddings` (or `n_positions`), and may be lowered before a model is built.
     ///
-    /// Known `model_type`s: cohere, cohere2, gemma2, gemma3 (its text part), gemma3_text, glm, glm4, gpt2, granite, llama
-    /// (Llama 2 and 3, TinyLlama, SmolLM2), ministral, ministral3, mistral, mistral3 (its text part), nemotron, olmo2,
-    /// olmo3, phi3 (and 4), qwen2 (and 2.5), qwen3, smollm3, stablelm, starcoder2. Keys that do not affect a forward pass without
+    /// Known `model_type`s: cohere, cohere2, gemma2, gemma3 (its text part), gemma3_text, glm, glm4, gpt2, gpt_oss,
+    /// granite, llama (Llama 2 and 3, TinyLlama, SmolLM2), ministral, ministral3, mistral, mistral3 (its text part),
+    /// mixtral, nemotron, olmo2, olmo3, olmoe, phi3 (and 4), qwen2 (and 2.5), qwen2_moe, qwen3, qwen3_moe, smollm3,
+    /// stablelm, starcoder2. Keys that do not affect a forward pass without
     /// dropout are ignored.
     ///
     /// # Errors
@@ -75,9 +77,7 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
             keys.refuse("model_type", "that of a language model; an encoder is fine-tuned with --task classify")
         );
     }
-    if keys.get("quantization_config").is_some() {
-        return Err(keys.refuse("quantization_config", "absent: weights are read in f32, bf16 or f16"));
-    }
+    check_quantization(&keys)?;
     // An absent key has a default in transformers; null does not.
     let sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"];
     if let Some(key) = sizes.into_iter().find(|key| map.get(*key).is_some_and(Value::is_null)) {
@@ -101,6 +101,17 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
             Err(ModelError::HuggingFace { file: file.to_owned(), key: key.into(), found, allowed }.into())
         }
         Err(other) => Err(other),
+    }
+}
+
+/// Checks that weights are not quantized, except the experts of gpt-oss in MXFP4.
+fn check_quantization(keys: &JsonKeys<'_>) -> Result<()> {
+    let Some(given) = keys.get("quantization_config") else { return Ok(()) };
+    let is_mxfp4 = given.get("quant_method").is_some_and(|method| method == "mxfp4");
+    match keys.text("model_type")? {
+        Some("gpt_oss") if is_mxfp4 => Ok(()),
+        Some("gpt_oss") => Err(keys.refuse("quantization_config", "absent or of quant_method mxfp4")),
+        _ => Err(keys.refuse("quantization_config", "absent: weights are read in f32, bf16 or f16")),
     }
 }
 
@@ -165,7 +176,13 @@ fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
     // Multiplications by 1 take time and change nothing.
     let factor = |factor: Option<f64>| factor.filter(|factor| *factor != 1.0);
     let is_parallel = family.is("stablelm") && keys.flag("use_parallel_residual", false)?;
-    let rules = block_rules(keys, family, blocks, ctx)?;
+    let mut rules = block_rules(keys, family, blocks, ctx)?;
+    let (mixture, mlps) = mixture(keys, family, blocks)?;
+    let activation = activation(keys, family.activation_key, family.activation, family.gated)?;
+    if mixture.is_some() && activation != Activation::Silu {
+        return Err(keys.refuse(family.activation_key, "silu or swish in a mixture of experts"));
+    }
+    rules.iter_mut().zip(mlps).for_each(|(rule, mlp)| rule.mlp = mlp);
     Ok(DecoderConfig {
         naming: family.naming,
         prefix: "model.",
@@ -187,7 +204,10 @@ fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
         output_bias: family.output_bias.read(keys)?,
         mlp_bias: family.mlp_bias.read(keys)?,
         gated: family.gated,
-        activation: activation(keys, family.activation_key, family.activation, family.gated)?,
+        activation,
+        mixture,
+        clip_qkv: if family.is("olmoe") { keys.positive("clip_qkv")? } else { None },
+        attention_sinks: family.is("gpt_oss"),
         query_scale,
         attention_soft_cap: if is_gemma { cap("attn_logit_softcapping", 50.0)? } else { None },
         logit_soft_cap: if is_gemma { cap("final_logit_softcapping", 30.0)? } else { None },

@@ -2,7 +2,7 @@
 
 use super::json_keys::JsonKeys;
 use super::model_families::{LayerKinds, ModelFamily};
-use super::{BlockConfig, LongRopeScaling, QueryGrowth, RotaryConfig, RotaryScaling, YarnScaling};
+use super::{BlockConfig, BlockMlp, LongRopeScaling, QueryGrowth, RotaryConfig, RotaryScaling, YarnScaling};
 use crate::error::Result;
 use crate::nn::frequencies::{Llama3RopeScaling, YarnRopeScaling};
 use serde_json::Value;
@@ -20,7 +20,11 @@ pub(super) fn block_rules(
     blocks: usize,
     ctx: usize,
 ) -> Result<Vec<BlockConfig>> {
-    let window = match keys.is_null("sliding_window") {
+    // For a model without windows, Qwen's class writes 0.
+    let is_zero = || keys.get("sliding_window").is_some_and(|window| *window == 0);
+    let has_no_windows = keys.is_null("sliding_window")
+        || (family.is("qwen") && is_zero() && !keys.flag("use_sliding_window", false)?);
+    let window = match has_no_windows {
         true => None,
         false => keys.size("sliding_window")?.or(family.window),
     };
@@ -41,7 +45,7 @@ pub(super) fn block_rules(
         };
         // In Cohere 2, only blocks with a window have positions.
         let has_none = *no_positions || (family.is("cohere2") && window.is_none());
-        Ok(BlockConfig { window, rotary: (!has_none).then(|| rotary.clone()) })
+        Ok(BlockConfig { window, rotary: (!has_none).then(|| rotary.clone()), mlp: BlockMlp::Dense })
     };
     types.iter().zip(&without_positions).map(rule).collect()
 }
@@ -171,7 +175,11 @@ fn rotary(keys: &JsonKeys<'_>, family: &ModelFamily, kind: &str, ctx: usize) -> 
             let theta = plain.unwrap_or(family.theta);
             let partial = partial.unwrap_or(family.partial);
             let default = RotaryConfig { theta, partial, ..RotaryConfig::default() };
-            return Ok(if family.is("ministral3") && plain.is_none() { ministral3() } else { default });
+            return Ok(match family.model_type {
+                "ministral3" if plain.is_none() => ministral3(),
+                "gpt_oss" => RotaryConfig { scaling: gpt_oss(), ..default },
+                _ => default,
+            });
         }
     };
     // There is an entry for each attention type, or one for all.
@@ -223,6 +231,19 @@ fn ministral3() -> RotaryConfig {
         partial: 1.0,
         query_growth: Some(QueryGrowth { beta: 0.1, original: ORIGINAL_POSITIONS }),
     }
+}
+
+/// Returns the frequency scaling of gpt-oss if its file has none.
+fn gpt_oss() -> RotaryScaling {
+    let factor = 32f64;
+    let frequencies = YarnRopeScaling {
+        factor,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        truncate: false,
+        original_max_position_embeddings: 4096,
+    };
+    RotaryScaling::Yarn(YarnScaling { frequencies, attention_factor: 0.1 * factor.ln() + 1.0 })
 }
 
 /// The values on which a scaling depends, apart from its own keys.

@@ -1,6 +1,6 @@
 //! The parts that all language models share: logits, loss and generation on top of a stack of blocks.
 
-use super::{Session, TokenRng, next_token};
+use super::{BalanceLossOptions, RoutedStates, Session, TokenRng, next_token};
 use crate::error::ModelError;
 use crate::graph::without_gradients;
 use crate::nn::{
@@ -28,6 +28,20 @@ pub trait Architecture: Sized {
     /// Returns the states after the last block and the last norm, `[batch, time, width]`, for ids `[batch, time]`
     /// (u32). `time` is at most the context length. Each row is one text, or contains the texts given by `sequences`.
     fn states(&self, ids: &Tensor, sequences: Option<&Sequences>) -> Result<Tensor>;
+
+    /// Returns the states, and the choices of the routers of sparse blocks. The gradient of the routers' logits reaches
+    /// their parameters, also in blocks that recompute.
+    ///
+    /// # Errors
+    /// The errors of [`Architecture::states`].
+    fn routed_states(&self, ids: &Tensor, sequences: Option<&Sequences>) -> Result<RoutedStates> {
+        Ok(RoutedStates { states: self.states(ids, sequences)?, routings: Vec::new() })
+    }
+
+    /// Returns the load-balancing loss of the routers, if the model is trained with it.
+    fn balance_loss(&self) -> Option<BalanceLossOptions<'_>> {
+        None
+    }
 
     /// Returns the number of blocks, each of which computes keys and values.
     fn blocks(&self) -> usize;
@@ -73,12 +87,23 @@ impl<A: Architecture> LanguageModel<A> {
         &self.config
     }
 
+    /// Returns the layers.
+    pub(super) fn layers(&self) -> &A {
+        &self.layers
+    }
+
+    /// Checks that ids fit into the context.
+    pub(super) fn check_length(&self, ids: &Tensor) -> Result<()> {
+        let (length, context) = (ids.dims2()?.1, A::ctx(&self.config));
+        match length > context {
+            true => Err(refuse(ModelError::SequenceTooLong { length, context }.into())),
+            false => Ok(()),
+        }
+    }
+
     /// Returns the input of the output projection, for ids that fit into the context.
     fn states(&self, ids: &Tensor, sequences: Option<&Sequences>) -> Result<Tensor> {
-        let (length, context) = (ids.dims2()?.1, A::ctx(&self.config));
-        if length > context {
-            return Err(refuse(ModelError::SequenceTooLong { length, context }.into()));
-        }
+        self.check_length(ids)?;
         self.layers.states(ids, sequences)
     }
 

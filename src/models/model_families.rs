@@ -2,6 +2,9 @@
 //! files omit.
 
 use super::json_keys::JsonKeys;
+use super::mixture_families::{
+    GPT_OSS_MIXTURE, MIXTRAL_MIXTURE, MixtureFamily, OLMOE_MIXTURE, QWEN2_MIXTURE, QWEN3_MIXTURE,
+};
 use super::{NormKind, NormPlacement, ParameterNaming, QueryKeyNorms};
 use crate::error::Result;
 use crate::nn::{Activation, RotaryPairs};
@@ -39,6 +42,8 @@ pub(super) struct ModelFamily {
     pub qkv_bias: BiasRule,
     pub output_bias: BiasRule,
     pub mlp_bias: BiasRule,
+    /// The mixture of experts of sparse blocks, if the family has one.
+    pub mixture: Option<MixtureFamily>,
     /// The keys of options that the blocks here do not have, each with the only value that is allowed.
     pub refused: &'static [(&'static str, bool, &'static str)],
 }
@@ -121,6 +126,7 @@ const LLAMA: ModelFamily = ModelFamily {
     qkv_bias: ATTENTION_BIAS,
     output_bias: ATTENTION_BIAS,
     mlp_bias: BiasRule::Key("mlp_bias", false),
+    mixture: None,
     refused: &[],
 };
 
@@ -252,8 +258,24 @@ const MINISTRAL3: ModelFamily = ModelFamily {
     ..MISTRAL
 };
 
+/// Windows are refused for Qwen's mixtures, because versions of transformers differ in the blocks that have one.
+const QWEN_MOE_REFUSED: &[(&str, bool, &str)] =
+    &[("use_sliding_window", false, "windows are not supported in this model")];
+
+const QWEN3_MOE: ModelFamily = ModelFamily {
+    model_type: "qwen3_moe",
+    hidden: 2048,
+    inner: 6144,
+    blocks: 24,
+    kv_heads: Some(4),
+    head: HeadDim::Key,
+    mixture: Some(QWEN3_MIXTURE),
+    refused: QWEN_MOE_REFUSED,
+    ..QWEN3
+};
+
 /// All families, in the order of their names.
-pub(super) const FAMILIES: [ModelFamily; 21] = [
+pub(super) const FAMILIES: [ModelFamily; 26] = [
     COHERE,
     ModelFamily {
         model_type: "cohere2",
@@ -279,11 +301,39 @@ pub(super) const FAMILIES: [ModelFamily; 21] = [
         naming: ParameterNaming::Gpt2,
         ..LLAMA
     },
+    ModelFamily {
+        model_type: "gpt_oss",
+        vocab: 201_088,
+        hidden: 2880,
+        inner: 2880,
+        blocks: 36,
+        heads: 64,
+        kv_heads: Some(8),
+        head: HeadDim::KeyOr(64),
+        ctx: 131_072,
+        eps: 1e-5,
+        theta: 150_000.0,
+        window: Some(128),
+        layers: LayerKinds::Pattern { default: 2, keys: &[] },
+        qkv_bias: BiasRule::Key("attention_bias", true),
+        output_bias: BiasRule::Key("attention_bias", true),
+        mlp_bias: BiasRule::Never,
+        mixture: Some(GPT_OSS_MIXTURE),
+        ..LLAMA
+    },
     ModelFamily { model_type: "granite", head: HeadDim::Key, ..LLAMA },
     LLAMA,
     ModelFamily { model_type: "ministral", layers: LayerKinds::TypesOrWindowed, ..MISTRAL },
     MINISTRAL3,
     MISTRAL,
+    ModelFamily {
+        model_type: "mixtral",
+        eps: 1e-5,
+        theta: 1e6,
+        window: None,
+        mixture: Some(MIXTRAL_MIXTURE),
+        ..MISTRAL
+    },
     ModelFamily {
         model_type: "nemotron",
         vocab: 256_000,
@@ -308,6 +358,17 @@ pub(super) const FAMILIES: [ModelFamily; 21] = [
         ..OLMO2
     },
     ModelFamily {
+        model_type: "olmoe",
+        hidden: 2048,
+        inner: 2048,
+        blocks: 16,
+        heads: 16,
+        ctx: 4096,
+        norms: NormPlacement::Before,
+        mixture: Some(OLMOE_MIXTURE),
+        ..OLMO2
+    },
+    ModelFamily {
         model_type: "phi3",
         vocab: 32_064,
         hidden: 3072,
@@ -327,7 +388,19 @@ pub(super) const FAMILIES: [ModelFamily; 21] = [
         output_bias: BiasRule::Never,
         ..QWEN3
     },
+    ModelFamily {
+        model_type: "qwen2_moe",
+        inner: 5632,
+        heads: 16,
+        kv_heads: Some(16),
+        query_key_norms: QueryKeyNorms::None,
+        qkv_bias: BiasRule::Key("qkv_bias", true),
+        output_bias: BiasRule::Never,
+        mixture: Some(QWEN2_MIXTURE),
+        ..QWEN3_MOE
+    },
     QWEN3,
+    QWEN3_MOE,
     ModelFamily {
         model_type: "smollm3",
         vocab: 128_256,

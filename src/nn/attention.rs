@@ -1,8 +1,9 @@
 //! Multi-head attention, including grouped heads.
 
 use crate::graph::{Grad, OpInputs, SavedResult};
-use crate::kernels::attention::{self, AttentionShape, MultiHeadRows, MultiHeadRowsMut};
+use crate::kernels::attention::{self, AttentionRule, AttentionShape, MultiHeadRows, MultiHeadRowsMut};
 use crate::kernels::buffer;
+use crate::nn::f32_parameters::with_wide;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
 use crate::nn::{AttentionOptions, Sequences, composed};
@@ -105,18 +106,51 @@ pub fn attention(
     options: &AttentionOptions,
     sequences: Option<&Sequences>,
 ) -> Result<Tensor> {
+    with_some_sinks(q, k, v, None, (n_head, n_kv_head), options, sequences)
+}
+
+/// Computes [`attention()`] with a sink for each query head: a key without a value, which every query sees. `sinks`
+/// `[n_head]` are the scores of the sinks (gpt-oss). The probabilities of the other keys then add up to less than 1.
+///
+/// # Errors
+/// The errors of [`attention()`]; a number of sinks other than `n_head`.
+pub fn attention_with_sinks(
+    [q, k, v]: [&Tensor; 3],
+    sinks: &Tensor,
+    n_head: usize,
+    n_kv_head: usize,
+    options: &AttentionOptions,
+    sequences: Option<&Sequences>,
+) -> Result<Tensor> {
+    with_some_sinks(q, k, v, Some(sinks), (n_head, n_kv_head), options, sequences)
+}
+
+/// Computes attention, with sinks if there are any.
+pub(super) fn with_some_sinks(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sinks: Option<&Tensor>,
+    (n_head, n_kv_head): (usize, usize),
+    options: &AttentionOptions,
+    sequences: Option<&Sequences>,
+) -> Result<Tensor> {
     let heads = grouped_heads(q, k, v, n_head, n_kv_head)?;
+    check_sinks(sinks, n_head)?;
     let rule = options.rule(heads.head, sequences)?;
     sequences.map_or(Ok(()), |sequences| sequences.check(NAME, heads.batch, heads.time))?;
     #[cfg(feature = "cuda")]
-    if let Some(y) = on_gpu::attention::attention(NAME, heads, [q, k, v], options, sequences)? {
+    if sinks.is_none()
+        && let Some(y) = on_gpu::attention::attention(NAME, heads, [q, k, v], options, sequences)?
+    {
         return Ok(y);
     }
     if !q.device().is_cpu() {
-        return composed::attention(q, k, v, n_head, n_kv_head, options, sequences);
+        return composed::with_some_sinks([q, k, v], sinks, (n_head, n_kv_head), options, sequences);
     }
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
-    let inputs = OpInputs::of([Some(&q), Some(&k), Some(&v)])?;
+    let inputs = OpInputs::of([Some(&q), Some(&k), Some(&v), sinks])?;
+    let scores = sinks.map(wide_values).transpose()?;
     let (width, kv_width) = (n_head * heads.head, n_kv_head * heads.head);
     let shape = q.shape().clone();
     with_element!(q.dtype(), NAME, E => {
@@ -124,13 +158,15 @@ pub fn attention(
         with_all([Some(&q), Some(&k), Some(&v)], NAME, |[q, k, v]| {
             if !y.is_empty() {
                 let qkv = [rows::<E>(q, width), rows(k, kv_width), rows(v, kv_width)];
+                let rule = AttentionRule { sinks: scores.as_deref(), ..rule };
                 attention::forward(&heads, &rule, qkv, &mut y, &mut lse);
             }
             Ok(())
         })?;
         let own = SavedResult::default();
         let (result, options, sequences) = (own.clone(), *options, sequences.cloned());
-        let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_q, to_k, to_v]| {
+        let sinks_dtype = sinks.map(Tensor::dtype);
+        let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_q, to_k, to_v, to_sinks]| {
             let rule = options.rule(heads.head, sequences.as_ref())?;
             let [mut dq, mut dk, mut dv] = [&q, &k, &v].map(|x| buffer::<E>(x.elem_count()));
             with_all([Some(&q), Some(&k), Some(&v), Some(result.get()?)], NAME, |[q, k, v, y]| {
@@ -138,8 +174,13 @@ pub fn attention(
                 let gradients = [MultiHeadRowsMut::new(&mut dq, width), gradient(&mut dk), gradient(&mut dv)];
                 let qkv = [rows(q, width), rows(k, kv_width), rows(v, kv_width)];
                 grad.read::<E, _>(NAME, |dy| {
-                    attention::backward(&heads, &rule, qkv, (y.unwrap_or_default(), &lse, dy), gradients);
-                    Ok(())
+                    let results = (y.unwrap_or_default(), &lse[..], dy);
+                    attention::backward(&heads, &rule, qkv, results, gradients);
+                    let Some(dtype) = sinks_dtype.filter(|_| to_sinks.is_wanted()) else { return Ok(()) };
+                    let mut sums = vec![0f32; heads.heads];
+                    let rule = AttentionRule { sinks: scores.as_deref(), ..rule };
+                    attention::sink_gradients(&heads, &rule, results, &mut sums);
+                    with_element!(dtype, NAME, P => to_sinks.give_sums::<P>(&sums))
                 })
             })?;
             to_q.give(Grad::own(dq))?;
@@ -148,6 +189,21 @@ pub fn attention(
         })?;
         Ok(own.save(y))
     })
+}
+
+/// Checks that there is a sink for each query head, if there are sinks.
+pub(super) fn check_sinks(sinks: Option<&Tensor>, n_head: usize) -> Result<()> {
+    match sinks.filter(|sinks| sinks.dims() != [n_head]) {
+        Some(sinks) => {
+            bail!("attention: the sinks have shape {:?}; {n_head} query heads need [{n_head}]", sinks.dims())
+        }
+        None => Ok(()),
+    }
+}
+
+/// Returns the values of a parameter in f32.
+pub(super) fn wide_values(parameter: &Tensor) -> Result<Vec<f32>> {
+    with_wide(&parameter.contiguous()?, |values| Ok(values.to_vec()))
 }
 
 const NAME: &str = "causal_attention";

@@ -34,6 +34,7 @@ impl AttentionOptions {
             window: self.window,
             bidirectional: self.bidirectional,
             starts: sequences.map(Sequences::starts),
+            sinks: None,
         })
     }
 }

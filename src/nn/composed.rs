@@ -234,6 +234,29 @@ pub fn attention(
     options: &AttentionOptions,
     sequences: Option<&Sequences>,
 ) -> Result<Tensor> {
+    with_some_sinks([q, k, v], None, (n_head, n_kv_head), options, sequences)
+}
+
+/// See [`crate::nn::attention_with_sinks()`]. There may be more keys than queries, as in [`grouped_attention`].
+pub fn attention_with_sinks(
+    qkv: [&Tensor; 3],
+    sinks: &Tensor,
+    n_head: usize,
+    n_kv_head: usize,
+    options: &AttentionOptions,
+    sequences: Option<&Sequences>,
+) -> Result<Tensor> {
+    with_some_sinks(qkv, Some(sinks), (n_head, n_kv_head), options, sequences)
+}
+
+/// Computes attention, with sinks if there are any.
+pub(super) fn with_some_sinks(
+    [q, k, v]: [&Tensor; 3],
+    sinks: Option<&Tensor>,
+    (n_head, n_kv_head): (usize, usize),
+    options: &AttentionOptions,
+    sequences: Option<&Sequences>,
+) -> Result<Tensor> {
     let ((batch, time, width), dtype) = (q.dims3()?, q.dtype());
     let (keys, head, group) = (k.dim(1)?, width / n_head, n_head / n_kv_head);
     let split =
@@ -249,7 +272,15 @@ pub fn attention(
     let mask = hidden(options, sequences, [time, keys]);
     let mask = Tensor::from_vec(mask, (sequences.map_or(1, Sequences::batch), 1, time, keys), q.device())?;
     let scores = scores.broadcast_add(&mask.to_dtype(q.dtype())?)?;
-    let y = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v)?;
+    let probabilities = match sinks {
+        None => candle_nn::ops::softmax(&scores, D::Minus1)?,
+        Some(sinks) => {
+            let last = wide(sinks)?.to_dtype(scores.dtype())?.reshape((1, n_head, 1, 1))?;
+            let all = Tensor::cat(&[scores, last.broadcast_as((batch, n_head, time, 1))?.contiguous()?], D::Minus1)?;
+            candle_nn::ops::softmax(&all, D::Minus1)?.narrow(D::Minus1, 0, keys)?.contiguous()?
+        }
+    };
+    let y = probabilities.matmul(&v)?;
     y.transpose(1, 2)?.contiguous()?.reshape((batch, time, width))?.to_dtype(dtype)
 }
 

@@ -6,8 +6,8 @@
 pub enum LoraError {
     /// A key is unknown.
     #[error(
-        "LoRA settings \"{settings}\": there is no key {found}{}; the keys are r, alpha, dropout and targets, each \
-         with a value, and rslora and dora",
+        "LoRA settings \"{settings}\": there is no key {found}{}; the keys are r, alpha, dropout, targets and \
+         target_parameters, each with a value, and rslora and dora",
         suggestion.as_ref().map(|s| format!(" (did you mean {s}?)")).unwrap_or_default()
     )]
     UnknownKey {
@@ -45,6 +45,14 @@ pub enum LoraError {
         /// The requested target.
         target: String,
         /// The last components of the names of the model's projections.
+        known: String,
+    },
+    /// A target does not match any parameter of experts.
+    #[error("LoRA target parameter {target} is not the end of the name of a parameter of experts; {known}")]
+    NoSuchParameter {
+        /// The requested target.
+        target: String,
+        /// The parameters of experts that the model has.
         known: String,
     },
 }

@@ -14,6 +14,7 @@
 mod adapter;
 mod assignment;
 mod balance_loss;
+mod checked_router;
 mod grouped_rows;
 mod mlp;
 mod options;
@@ -25,7 +26,8 @@ mod unused;
 
 pub use adapter::ExpertAdapter;
 pub use assignment::ExpertAssignment;
-pub use balance_loss::load_balancing_loss;
+pub use balance_loss::{SyncBalanceLoss, load_balancing_loss};
+pub(crate) use checked_router::CheckedRouter;
 pub use mlp::{ExpertMlp, gated_activation};
 pub use options::{ExpertGate, GateUpOrder, RouterOptions, RouterOrder};
 pub use projection::ExpertProjection;

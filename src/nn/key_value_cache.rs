@@ -1,7 +1,7 @@
 //! Attention for text continuation, with cached keys and values of the text so far.
 
-use super::attention::{fused_heads, fused_parts, grouped_heads, rows};
-use super::{AttentionOptions, attention, composed, fused_attention};
+use super::attention::{check_sinks, fused_heads, fused_parts, grouped_heads, rows, wide_values, with_some_sinks};
+use super::{AttentionOptions, composed, fused_attention};
 use crate::graph::is_without_gradients;
 use crate::kernels::attention::{
     AttentionRule, AttentionShape, KvCacheView, MultiHeadRows, capacity_for, forward_cached, keep_keys, keep_values,
@@ -133,7 +133,7 @@ impl KeyValueCache {
         let width = n_head * h.head;
         if !qkv.device().is_cpu() {
             let [q, k, v] = [0, 1, 2].map(|part| qkv.narrow(2, part * width, width));
-            return self.on_device(&h, [&q?, &k?, &v?], options);
+            return self.on_device(&h, [&q?, &k?, &v?], None, options);
         }
         let qkv = qkv.contiguous()?.detach();
         let first = self.is_empty().then(|| fused_attention(&qkv, n_head, options, None)).transpose()?;
@@ -172,14 +172,45 @@ impl KeyValueCache {
         n_kv_head: usize,
         options: &AttentionOptions,
     ) -> Result<Tensor> {
+        self.with_some_sinks([q, k, v], None, (n_head, n_kv_head), options)
+    }
+
+    /// Computes [`KeyValueCache::attention`] with the scores of sinks, as in
+    /// [`attention_with_sinks`](crate::nn::attention_with_sinks()).
+    ///
+    /// # Errors
+    /// Returns the errors of [`KeyValueCache::attention`]. Also fails if there is not one sink for each query head.
+    pub fn attention_with_sinks(
+        &mut self,
+        qkv: [&Tensor; 3],
+        sinks: &Tensor,
+        n_head: usize,
+        n_kv_head: usize,
+        options: &AttentionOptions,
+    ) -> Result<Tensor> {
+        self.with_some_sinks(qkv, Some(sinks), (n_head, n_kv_head), options)
+    }
+
+    fn with_some_sinks(
+        &mut self,
+        [q, k, v]: [&Tensor; 3],
+        sinks: Option<&Tensor>,
+        (n_head, n_kv_head): (usize, usize),
+        options: &AttentionOptions,
+    ) -> Result<Tensor> {
         let h = grouped_heads(q, k, v, n_head, n_kv_head)?;
         self.check(&h, k.dtype(), &[q, k, v])?;
+        check_sinks(sinks, n_head)?;
         let rule = one_way(options, &h)?;
         if !q.device().is_cpu() {
-            return self.on_device(&h, [q, k, v], options);
+            return self.on_device(&h, [q, k, v], sinks, options);
         }
+        let sinks = sinks.map(Tensor::detach);
+        let scores = sinks.as_ref().map(wide_values).transpose()?;
+        let rule = AttentionRule { sinks: scores.as_deref(), ..rule };
         let (q, k, v) = (q.contiguous()?.detach(), k.contiguous()?.detach(), v.contiguous()?.detach());
-        let first = self.is_empty().then(|| attention(&q, &k, &v, n_head, n_kv_head, options, None)).transpose()?;
+        let complete = || with_some_sinks(&q, &k, &v, sinks.as_ref(), (n_head, n_kv_head), options, None);
+        let first = self.is_empty().then(complete).transpose()?;
         let (width, kv_width) = (h.heads * h.head, h.kv_heads * h.head);
         with_element!(q.dtype(), NAME, E => {
             with_all::<E, _, 3>([Some(&q), Some(&k), Some(&v)], NAME, |[q, k, v]| {
@@ -261,13 +292,21 @@ impl KeyValueCache {
 
     /// Does the same as [`KeyValueCache::attend`] with Candle's operations, which copy keys and values when the cache
     /// grows.
-    fn on_device(&mut self, h: &AttentionShape, [q, k, v]: [&Tensor; 3], options: &AttentionOptions) -> Result<Tensor> {
+    fn on_device(
+        &mut self,
+        h: &AttentionShape,
+        [q, k, v]: [&Tensor; 3],
+        sinks: Option<&Tensor>,
+        options: &AttentionOptions,
+    ) -> Result<Tensor> {
         let after = |kept: &Tensor, new: &Tensor| Tensor::cat(&[&kept.narrow(1, 0, self.len)?, &new.detach()], 1);
         let (keys, values) = match &self.device {
             Some([keys, values]) if !self.is_empty() => (after(keys, k)?, after(values, v)?),
             _ => (k.contiguous()?.detach(), v.contiguous()?.detach()),
         };
-        let y = composed::attention(&q.detach(), &keys, &values, h.heads, h.kv_heads, options, None)?;
+        let sinks = sinks.map(Tensor::detach);
+        let all = [&q.detach(), &keys, &values];
+        let y = composed::with_some_sinks(all, sinks.as_ref(), (h.heads, h.kv_heads), options, None)?;
         self.device = Some([keys, values]);
         self.len += h.time;
         Ok(y)
@@ -318,12 +357,15 @@ mod tests {
         };
         let (q, k, v) = (numbers(24, 1), numbers(12, 2), numbers(12, 3));
         let bound = AttentionOptions { scale: Some(0.3), soft_cap: Some(2.0), window: Some(4), bidirectional: false };
-        for options in [AttentionOptions::default(), bound] {
+        let sinks = Tensor::new(&[0.5f32, -1.0, 2.0, 0.0], &Device::Cpu).unwrap();
+        for (options, sinks) in [(AttentionOptions::default(), None), (bound, None), (bound, Some(&sinks))] {
             let (mut host, mut device) = (KeyValueCache::new(9), KeyValueCache::new(9));
             for (from, time) in [(0, 5), (5, 1), (6, 3)] {
                 let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(1, from, time).unwrap());
-                let want = host.attention(&q, &k, &v, 4, 2, &options).unwrap();
-                let got = device.on_device(&AttentionShape { time, ..h }, [&q, &k, &v], &options).unwrap();
+                let (want, got) = (host.with_some_sinks([&q, &k, &v], sinks, (4, 2), &options), {
+                    device.on_device(&AttentionShape { time, ..h }, [&q, &k, &v], sinks, &options)
+                });
+                let (want, got) = (want.unwrap(), got.unwrap());
                 let difference = (got - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
                 assert!(difference < 4e-6, "{from}: {difference}");
             }

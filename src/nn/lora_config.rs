@@ -25,6 +25,10 @@ pub struct LoraConfig {
     pub dropout: f32,
     /// The projections that get an adapter.
     pub targets: LoraTargets,
+    /// The parameters of experts that get an adapter (PEFT's `target_parameters`): those whose name is one of these
+    /// names, or ends with a dot followed by one of them. A mixture of experts has the parameters
+    /// `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, whatever the names in its files.
+    pub target_parameters: Vec<String>,
     /// Whether s is alpha / sqrt(r) (Kalajdzievski 2023).
     pub rslora: bool,
     /// Whether the norms of the rows of W + s B A are replaced by trained parameters (DoRA, Liu et al. 2024). The
@@ -35,16 +39,24 @@ pub struct LoraConfig {
 /// The selection of projections that get an adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LoraTargets {
-    /// All projections except the output projection.
+    /// All projections except the output projection, routers and experts.
     AllLinear,
     /// The projections whose name is one of these names, or ends with a dot followed by one of them, as in PEFT.
     Names(Vec<String>),
 }
 
 impl Default for LoraConfig {
-    /// Returns the settings with r 16 and alpha 32, for all projections.
+    /// Returns the settings with r 16 and alpha 32, for all projections except those of experts.
     fn default() -> Self {
-        Self { r: 16, alpha: 32.0, dropout: 0.0, targets: LoraTargets::AllLinear, rslora: false, dora: false }
+        Self {
+            r: 16,
+            alpha: 32.0,
+            dropout: 0.0,
+            targets: LoraTargets::AllLinear,
+            target_parameters: Vec::new(),
+            rslora: false,
+            dora: false,
+        }
     }
 }
 
@@ -66,10 +78,22 @@ impl LoraConfig {
         }
     }
 
+    /// Returns the path, within their module, of the adapters of two parameters of experts, the first of which is
+    /// registered first: `None` for a parameter without an adapter. As in PEFT, the module is wrapped once for each
+    /// parameter, and the wrapper of the second one is around that of the first.
+    pub(crate) fn expert_wrappers(&self, parameters: &[String; 2]) -> [Option<&'static str>; 2] {
+        let is_selected = |name: &String| self.target_parameters.iter().any(|target| is_last_part(name, target));
+        match parameters.each_ref().map(is_selected) {
+            [true, true] => [Some(BASE_LAYER), Some("")],
+            [first, second] => [first.then_some(""), second.then_some("")],
+        }
+    }
+
     /// Checks that the values describe a valid adapter.
     ///
     /// # Errors
-    /// A rank of 0, an alpha that is not positive and finite in f32, a probability outside [0, 1), or no targets.
+    /// A rank of 0, an alpha that is not positive and finite in f32, a probability outside [0, 1), no targets, or
+    /// dropout or DoRA for experts.
     pub fn validate(&self) -> Result<()> {
         if !(1..=MAX_RANK).contains(&self.r) {
             return Err(refused("r", self.r, &format!("from 1 to {MAX_RANK}")));
@@ -83,7 +107,21 @@ impl LoraConfig {
         if !(0.0..1.0).contains(&self.dropout) {
             return Err(refused("dropout", self.dropout, "at least 0 and below 1"));
         }
+        if self.target_parameters.iter().any(String::is_empty) {
+            let found = format!("\"{}\"", self.target_parameters.join("+"));
+            return Err(refused("target_parameters", found, TARGET_PARAMETERS));
+        }
+        if !self.target_parameters.is_empty() {
+            let why = "with target_parameters: as in PEFT, adapters of experts have neither dropout nor DoRA";
+            if self.dropout > 0.0 {
+                return Err(refused("dropout", self.dropout, &format!("0 {why}")));
+            }
+            if self.dora {
+                return Err(refused("dora", true, &format!("false {why}")));
+            }
+        }
         match &self.targets {
+            LoraTargets::Names(names) if names.is_empty() && !self.target_parameters.is_empty() => Ok(()),
             LoraTargets::Names(names) if names.is_empty() || names.iter().any(String::is_empty) => {
                 let found = if names.is_empty() { "empty".into() } else { format!("\"{}\"", names.join("+")) };
                 Err(refused("targets", found, TARGETS))
@@ -107,6 +145,29 @@ impl LoraConfig {
     }
 }
 
+impl LoraConfig {
+    /// Checks that each of the target parameters matches one of these parameters of experts, given by their names.
+    ///
+    /// # Errors
+    /// [`LoraError::NoSuchParameter`] if one does not.
+    pub fn check_target_parameters<'a>(&self, parameters: impl IntoIterator<Item = &'a str>) -> Result<()> {
+        let parameters: BTreeSet<&str> = parameters.into_iter().collect();
+        let is_missed = |target: &&String| !parameters.iter().any(|name| is_last_part(name, target));
+        let Some(target) = self.target_parameters.iter().find(is_missed) else { return Ok(()) };
+        // The names within a block.
+        let after = |name: &'a str| name.match_indices("mlp.").next().map_or(name, |(at, _)| &name[at..]);
+        let known: BTreeSet<&str> = parameters.iter().map(|name| after(name)).collect();
+        let known: Vec<&str> = known.into_iter().collect();
+        let known = match known.is_empty() {
+            true => "the model has no mixture of experts; leave target_parameters out".to_owned(),
+            false => format!("the parameters that can have an adapter are {}", known.join(", ")),
+        };
+        Err(LoraError::NoSuchParameter { target: target.clone(), known }.into())
+    }
+}
+
+/// The module inside a wrapper of PEFT.
+const BASE_LAYER: &str = "base_layer";
 const A: &str = ".lora_A.weight";
 const B: &str = ".lora_B.weight";
 const MAGNITUDE: &str = ".lora_magnitude_vector";
@@ -129,7 +190,9 @@ fn is_last_part(name: &str, part: &str) -> bool {
 }
 
 const TARGETS: &str = "all-linear or names of projections joined by +, such as q_proj+v_proj";
-const KEYS: [&str; 6] = ["r", "alpha", "dropout", "targets", "rslora", "dora"];
+const TARGET_PARAMETERS: &str =
+    "names of parameters of experts joined by +, such as mlp.experts.gate_up_proj+mlp.experts.down_proj";
+const KEYS: [&str; 7] = ["r", "alpha", "dropout", "targets", "target_parameters", "rslora", "dora"];
 
 fn refused(key: &'static str, found: impl std::fmt::Display, allowed: &str) -> crate::Error {
     LoraError::Value { key, found: found.to_string(), allowed: allowed.into() }.into()
@@ -139,7 +202,9 @@ impl FromStr for LoraConfig {
     type Err = crate::Error;
 
     /// Reads `r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,rslora,dora`: any of the keys, in any order. Omitted
-    /// keys have their values from [`LoraConfig::default`], except that alpha is twice r.
+    /// keys have their values from [`LoraConfig::default`], except that alpha is twice r. With
+    /// `target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj`, experts have adapters; projections have them
+    /// only if `targets` selects them.
     fn from_str(settings: &str) -> Result<Self> {
         let mut config = Self::default();
         let (mut seen, mut alpha) = (Vec::new(), None);
@@ -160,9 +225,16 @@ impl FromStr for LoraConfig {
                     config.dropout = number("dropout", value(), "at least 0 and below 1, such as dropout=0.05")?
                 }
                 "targets" => config.targets = targets(value().map_err(|found| refused("targets", found, TARGETS))?),
+                "target_parameters" => {
+                    let names = value().map_err(|found| refused("target_parameters", found, TARGET_PARAMETERS))?;
+                    config.target_parameters = names.split('+').map(|name| name.trim().into()).collect();
+                }
                 "rslora" => config.rslora = flag("rslora", value())?,
                 _ => config.dora = flag("dora", value())?,
             }
+        }
+        if seen.contains(&"target_parameters") && !seen.contains(&"targets") {
+            config.targets = LoraTargets::Names(Vec::new());
         }
         config.alpha = alpha.unwrap_or(2.0 * config.r as f64);
         config.validate()?;
@@ -224,6 +296,22 @@ mod tests {
     }
 
     #[test]
+    fn parameters_of_experts_are_targets_of_their_own_and_nested_as_in_peft() {
+        let names = ["m.layers.0.mlp.experts.gate_up_proj", "m.layers.0.mlp.experts.down_proj"].map(str::to_owned);
+        let wrappers = |settings: &str| settings.parse::<LoraConfig>().unwrap().expert_wrappers(&names);
+        let both = "r=4,target_parameters=mlp.experts.gate_up_proj+experts.down_proj";
+        assert_eq!(wrappers(both), [Some("base_layer"), Some("")]);
+        assert_eq!(wrappers("target_parameters=down_proj"), [None, Some("")]);
+        assert_eq!(wrappers("target_parameters=experts.gate_up_proj"), [Some(""), None]);
+        assert_eq!(wrappers("r=4"), [None, None]);
+        let config: LoraConfig = both.parse().unwrap();
+        assert_eq!(config.targets, LoraTargets::Names(vec![]));
+        assert!(!config.selects("m.layers.0.self_attn.q_proj"));
+        let config: LoraConfig = format!("targets=all-linear,{both}").parse().unwrap();
+        assert_eq!((config.targets, config.target_parameters.len()), (LoraTargets::AllLinear, 2));
+    }
+
+    #[test]
     fn a_target_matches_whole_last_parts_of_a_name() {
         let config: LoraConfig = "targets=c_proj+attn.q".parse().unwrap();
         for (module, selected) in [
@@ -243,8 +331,8 @@ mod tests {
     #[test]
     fn settings_that_cannot_be_used_are_refused_by_key() {
         let text = |settings: &str| settings.parse::<LoraConfig>().unwrap_err().to_string();
-        insta::assert_snapshot!(text("r=16,alpa=32"), @r#"LoRA settings "r=16,alpa=32": there is no key alpa (did you mean alpha?); the keys are r, alpha, dropout and targets, each with a value, and rslora and dora"#);
-        insta::assert_snapshot!(text("rank=16"), @r#"LoRA settings "rank=16": there is no key rank; the keys are r, alpha, dropout and targets, each with a value, and rslora and dora"#);
+        insta::assert_snapshot!(text("r=16,alpa=32"), @r#"LoRA settings "r=16,alpa=32": there is no key alpa (did you mean alpha?); the keys are r, alpha, dropout, targets and target_parameters, each with a value, and rslora and dora"#);
+        insta::assert_snapshot!(text("rank=16"), @r#"LoRA settings "rank=16": there is no key rank; the keys are r, alpha, dropout, targets and target_parameters, each with a value, and rslora and dora"#);
         insta::assert_snapshot!(text("r=16,r=8"), @r#"LoRA settings "r=16,r=8": r is given twice; give it once"#);
         insta::assert_snapshot!(text("r"), @"LoRA settings: r is empty, but must be a whole number of at least 1, such as r=16");
         insta::assert_snapshot!(text("r=0"), @"LoRA settings: r is 0, but must be from 1 to 1048576");
@@ -253,6 +341,9 @@ mod tests {
         insta::assert_snapshot!(text("dropout=1"), @"LoRA settings: dropout is 1, but must be at least 0 and below 1");
         insta::assert_snapshot!(text("rslora=yes"), @"LoRA settings: rslora is yes, but must be true or false; rslora without a value means true");
         insta::assert_snapshot!(text("targets="), @"LoRA settings: targets is empty, but must be all-linear or names of projections joined by +, such as q_proj+v_proj");
+        insta::assert_snapshot!(text("target_parameters=a+"), @r#"LoRA settings: target_parameters is "a+", but must be names of parameters of experts joined by +, such as mlp.experts.gate_up_proj+mlp.experts.down_proj"#);
+        insta::assert_snapshot!(text("target_parameters=a,dropout=0.1"), @"LoRA settings: dropout is 0.1, but must be 0 with target_parameters: as in PEFT, adapters of experts have neither dropout nor DoRA");
+        insta::assert_snapshot!(text("target_parameters=a,dora"), @"LoRA settings: dora is true, but must be false with target_parameters: as in PEFT, adapters of experts have neither dropout nor DoRA");
         insta::assert_snapshot!(text("targets=q_proj+"), @r#"LoRA settings: targets is "q_proj+", but must be all-linear or names of projections joined by +, such as q_proj+v_proj"#);
     }
 

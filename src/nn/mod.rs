@@ -38,6 +38,7 @@ mod attention;
 mod attention_options;
 mod autocast;
 mod batch_norm;
+mod clamp;
 mod columns;
 pub mod composed;
 mod convolution;
@@ -76,10 +77,12 @@ pub use activation::{
     exact_gelu_gated, gelu, gelu_gated, gelu_tanh, relu_squared, scaled, scaled_in_f32, silu, swiglu,
 };
 pub use add::add;
-pub use attention::{attention, causal_attention, fused_attention, grouped_attention};
+pub use attention::{attention, attention_with_sinks, causal_attention, fused_attention, grouped_attention};
 pub use attention_options::AttentionOptions;
 pub use batch_norm::{SyncBatchNorm, sync_batch_norm};
+pub use clamp::clamped;
 pub use columns::columns;
+pub(crate) use columns::joined_columns;
 pub use convolution::{Conv1d, ConvTranspose1d, conv_transpose1d, conv_transpose1d_no_bias, conv1d, conv1d_no_bias};
 pub use cross_entropy::{
     LossOptions, cross_entropy, cross_entropy_with, linear_cross_entropy, linear_cross_entropy_with,
@@ -88,9 +91,10 @@ pub use cross_entropy::{
 pub use dpo::{DpoLoss, Rewards, dpo_loss};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding, embedding_in};
+pub(crate) use experts::CheckedRouter;
 pub use experts::{
     ExpertAdapter, ExpertAssignment, ExpertGate, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder,
-    RouterOptions, RouterOrder, Routing, add_gated, combine_experts, expert_rows, gated_activation,
+    RouterOptions, RouterOrder, Routing, SyncBalanceLoss, add_gated, combine_experts, expert_rows, gated_activation,
     load_balancing_loss, route,
 };
 pub use key_value_cache::KeyValueCache;

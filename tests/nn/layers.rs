@@ -222,6 +222,22 @@ fn cases_of_fine_tuning() -> Vec<Case> {
             move |x| composed::fused_attention(&x[0], 2, &attend, b.as_ref()),
         )));
     }
+    for (attend, sequences) in [(usual, None), (bound, Some(packed.clone())), (both_ways, None)] {
+        let (q, kv) = ([2, 40, 12], [2, 40, 6]);
+        let (a, b) = (sequences.clone(), sequences.clone());
+        all.push(rounding_on_the_way(case(
+            format!("attention with sinks {attend:?} {sequences:?}"),
+            &[&q, &kv, &kv, &[4]],
+            move |x| {
+                let sinks = (&x[3] * 3.0)?;
+                nn::attention_with_sinks([&(&x[0] * 2.0)?, &x[1], &x[2]], &sinks, 4, 2, &attend, a.as_ref())
+            },
+            move |x| {
+                let sinks = (&x[3] * 3.0)?;
+                composed::attention_with_sinks([&(&x[0] * 2.0)?, &x[1], &x[2]], &sinks, 4, 2, &attend, b.as_ref())
+            },
+        )));
+    }
     for (plus_one, by_head) in [(true, false), (false, true), (true, true)] {
         let options = RmsNormOptions { eps: 1e-6, plus_one, by_head };
         let width = if by_head { 8 } else { 24 };

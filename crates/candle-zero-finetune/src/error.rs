@@ -70,6 +70,16 @@ pub enum FinetuneError {
         /// A description of what the folder contains instead.
         found: String,
     },
+    /// A tensor of experts in MXFP4 that cannot be read.
+    #[error("{}: tensor {tensor} {problem}", path.display())]
+    PackedExperts {
+        /// The file with the weights, or the index.
+        path: PathBuf,
+        /// The name of the tensor.
+        tensor: String,
+        /// The problem, and what to do about it.
+        problem: String,
+    },
     /// A tensor whose shape differs from the model description.
     #[error(
         "tensor {name} in {} has shape {found:?}, but {} describes one of {expected:?}; take both files from the same \

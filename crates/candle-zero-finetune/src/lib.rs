@@ -65,6 +65,7 @@ pub use peft::adapter::{Adapter, AdapterTensor};
 pub use peft::qlora::is_quantized;
 pub use run::classification_batch::ClassificationBatch;
 pub use run::classification_scores::{ClassScore, ClassificationScores};
+pub use run::expert_loads::ExpertShares;
 pub use run::fine_tune::FineTune;
 pub use run::memory_fit::{MemoryDemand, MemoryFit, memory_of_rank};
 pub use run::objective::Validation;

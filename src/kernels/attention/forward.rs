@@ -11,15 +11,16 @@ use super::tiles::{ScoreTiles, gather, scores};
 use crate::kernels::element::Element;
 use crate::kernels::vector::PackElementsToWords;
 
-/// Computes the rows of `out` and of `lse` of one head of a sequence of `h.time` positions.
+/// Computes the rows of `out` and of `lse` of one head of a sequence of `h.time` positions. `sink` is the score of the
+/// head's sink, if it has one.
 ///
 /// # Safety
 /// The processor must have the instructions of `T`.
 pub(super) unsafe fn one_head<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
+    sink: Option<f32>,
     [q, k, v]: [HeadRows<'_, E>; 3],
-    mut out: HeadRowsMut<'_, E>,
-    mut lse: HeadRowsMut<'_, f32>,
+    (mut out, mut lse): (HeadRowsMut<'_, E>, HeadRowsMut<'_, f32>),
     scratch: &mut AttentionScratch,
 ) {
     let HeadBufferLayout { words, width, columns, depth, time } = HeadBufferLayout::new::<T>(h);
@@ -34,7 +35,7 @@ pub(super) unsafe fn one_head<T: ScoreTiles + PackElementsToWords<E>, E: Element
             let n = BLOCK.min(h.time - start);
             let padded = n.next_multiple_of(BAND);
             pack::transposed::<T, E>(q, start..start + n, words, padded, queries);
-            let mut state = OnlineSoftmax::new();
+            let mut state = OnlineSoftmax::new(sink);
             let mut begin = true;
             for (first, shape) in rule.tiles(h.time, start, n) {
                 scores::<T>(tile, (&keys[first * words..], words), queries, depth, shape);

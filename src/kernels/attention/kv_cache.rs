@@ -96,6 +96,7 @@ pub fn forward_cached<E: Element>(
     out: &mut [E],
 ) {
     assert!(!rule.bidirectional && rule.starts.is_none(), "{rule:?} cannot be used with a cache");
+    rule.check_sinks(h);
     h.check(out.len(), h.batch * h.heads * h.time);
     assert!(
         cached.capacity.is_multiple_of(BLOCK) && cached.before + h.time <= cached.capacity,
@@ -123,7 +124,10 @@ pub fn forward_cached<E: Element>(
         let (batch, kv_head) = (task / h.kv_heads, task % h.kv_heads);
         let [keys, values] = [cached.keys, cached.values].map(|all| &all[task * of_head..][..of_head]);
         let q = |head| q.head(h, batch, kv_head * h.group() + head);
-        SCRATCH.with_borrow_mut(|scratch| one_key_head((h, rule), q, [keys, values], cached.before, out, scratch));
+        let sinks = rule.sinks.map(|sinks| &sinks[kv_head * h.group()..][..h.group()]);
+        SCRATCH.with_borrow_mut(|scratch| {
+            one_key_head((h, rule), sinks, q, ([keys, values], cached.before), out, scratch);
+        });
     };
     let tasks = h.batch * h.kv_heads;
     let out = MultiHeadRowsMut::new(out, h.heads * h.head).by_head(h.batch, h.time, h.kv_heads, h.group() * h.head);
@@ -135,12 +139,12 @@ pub fn forward_cached<E: Element>(
 }
 
 /// Computes the results of all queries of one key head, a few at a time. `q` returns the queries of a head of the
-/// group.
+/// group, and `sinks` are the scores of the group's sinks.
 fn one_key_head<'a, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
+    sinks: Option<&[f32]>,
     q: impl Fn(usize) -> HeadRows<'a, E>,
-    [keys, values]: [&[E]; 2],
-    before: usize,
+    ([keys, values], before): ([&[E]; 2], usize),
     mut out: HeadRowsMut<'_, E>,
     scratch: &mut AttentionScratch,
 ) {
@@ -176,7 +180,8 @@ fn one_key_head<'a, E: Element>(
                         *score = cap * tanh(*score / cap);
                     }
                 }
-                let max = maximum(scores);
+                let sink = sinks.map(|sinks| sinks[place(row).1]);
+                let max = sink.map_or(maximum(scores), |sink| maximum(scores).max(sink));
                 for score in scores.iter_mut() {
                     *score = exp(*score - max);
                 }
@@ -186,7 +191,7 @@ fn one_key_head<'a, E: Element>(
                     #[inline(always)]
                     |x, _| x,
                 );
-                *factor = 1.0 / total;
+                *factor = 1.0 / sink.map_or(total, |sink| total + exp(sink - max));
             }
             sums.fill(0.0);
             for start in (least / POSITIONS * POSITIONS..most).step_by(POSITIONS) {

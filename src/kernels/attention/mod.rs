@@ -8,6 +8,9 @@
 //! one (sequence, head) in the forward pass, and one (sequence, key head) or one of its query heads in the backward
 //! pass. The order of sums is the same in each case, so results have the same bits for any number of threads.
 //!
+//! A head may have a sink: a key without a value, whose score is a parameter. It takes part in the softmax, so the
+//! probabilities of the other keys add up to less than 1. The running softmax begins with it.
+//!
 //! The code is generic over the vectors of a SIMD level and the words that its products use ([`tiles::ScoreTiles`]).
 //! [`SimdMethod::of`] selects them for a level. bf16 elements are multiplied in pairs on processors with a fast
 //! AVX512_BF16. All other elements are widened to f32 when they are packed.
@@ -32,6 +35,7 @@ pub use shape::AttentionShape;
 pub use strided::{MultiHeadRows, MultiHeadRowsMut};
 
 use crate::kernels::element::Element;
+use crate::kernels::f32_access::get;
 use crate::kernels::mac_count;
 use crate::kernels::parallel::{DisjointParts, ParallelChunks, for_each, for_each_part};
 use crate::kernels::simd::level;
@@ -81,6 +85,34 @@ pub fn backward<E: Element>(
     backward_on(SimdMethod::of::<E>(level()), (h, rule), &given, (&spans, whole), gradients);
 }
 
+/// Computes the gradients of the sinks' scores and overwrites `sums`. The arguments are those of [`backward()`]; the
+/// gradients of the other inputs depend on the sinks only through `lse`.
+///
+/// Panics if the slices do not match the sizes, or if the rule has no sinks.
+pub fn sink_gradients<E: Element>(
+    h: &AttentionShape,
+    rule: &AttentionRule<'_>,
+    (out, lse, dout): (&[E], &[f32], &[E]),
+    sums: &mut [f32],
+) {
+    h.check(out.len(), lse.len());
+    h.check(dout.len(), lse.len());
+    rule.check_sinks(h);
+    let Some(sinks) = rule.sinks else { panic!("{rule:?} has no sinks") };
+    assert_eq!(sums.len(), h.heads, "there must be a gradient for each head");
+    for_each_part(h.heads, ParallelChunks::new(sums, 1), |head, sum| {
+        let mut total = 0f64;
+        for row in 0..h.batch * h.time {
+            let at = (row * h.heads + head) * h.head;
+            let along = out[at..at + h.head].iter().zip(&dout[at..at + h.head]);
+            let along = along.map(|(y, dy)| f64::from(get(*y)) * f64::from(get(*dy))).sum::<f64>();
+            // The sink's value is 0, so its probability's gradient is 0, from which the mean over all keys is subtracted.
+            total -= f64::from(sinks[head] - lse[row * h.heads + head]).exp() * along;
+        }
+        sum[0] = total as f32;
+    });
+}
+
 fn forward_on<E: Element>(
     path: SimdMethod,
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
@@ -89,6 +121,7 @@ fn forward_on<E: Element>(
     lse: &mut [f32],
 ) {
     h.check(out.len(), lse.len());
+    rule.check_sinks(h);
     if out.is_empty() {
         return;
     }
@@ -105,7 +138,8 @@ fn forward_on<E: Element>(
             // taken once.
             with_words_of!(path, T => unsafe {
                 let (out, lse) = (out.take_some(span, head, 1), lse.take_some(span, head, 1));
-                forward::one_head::<T, E>((&of_sequence, rule), [q, k, v], out, lse, scratch)
+                let sink = rule.sinks.map(|sinks| sinks[head]);
+                forward::one_head::<T, E>((&of_sequence, rule), sink, [q, k, v], (out, lse), scratch)
             });
         });
     });

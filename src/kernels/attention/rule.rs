@@ -16,6 +16,8 @@ pub struct AttentionRule<'a> {
     pub bidirectional: bool,
     /// The starts of the sequences in each row of positions, the first at 0. Without them, a row is one sequence.
     pub starts: Option<&'a [Vec<usize>]>,
+    /// The score of each query head's sink: a key without a value, which every query sees.
+    pub sinks: Option<&'a [f32]>,
 }
 
 /// The parameters of [`AttentionRule::soft_cap`] that convert a product x to a score as a base-2 exponent: outer
@@ -78,7 +80,14 @@ impl AttentionRule<'_> {
     /// for heads of `head` elements.
     pub fn causal(head: usize) -> Self {
         let scale = 1.0 / (head as f32).sqrt();
-        Self { scale, soft_cap: None, window: None, bidirectional: false, starts: None }
+        Self { scale, soft_cap: None, window: None, bidirectional: false, starts: None, sinks: None }
+    }
+
+    /// Checks that there is a sink for each query head, if there are sinks.
+    ///
+    /// Panics if there is not.
+    pub(super) fn check_sinks(&self, h: &AttentionShape) {
+        assert!(self.sinks.is_none_or(|sinks| sinks.len() == h.heads), "{h:?}: wrong number of sinks");
     }
 
     /// Returns the factor that converts the numbers of a tile to base-2 exponents, and the cap that is applied before it,

@@ -1,7 +1,7 @@
 //! Conversion of scores to probabilities and to the scores' gradients, a vector of queries at a time.
 
 use super::rule::{SoftCap, TileMaskEdge, TileShape};
-use super::shape::{BAND, BLOCK, TILE};
+use super::shape::{BAND, BLOCK, LOG2_E, TILE};
 use crate::kernels::vector::{SimdVector, tanh};
 
 /// The running softmax of a block of queries, computed with powers of 2.
@@ -15,9 +15,11 @@ pub(super) struct OnlineSoftmax {
 }
 
 impl OnlineSoftmax {
-    pub(super) fn new() -> Self {
+    /// Returns the state before any key, or after the sink if there is one.
+    pub(super) fn new(sink: Option<f32>) -> Self {
         // The maximum starts at a finite number, so that nothing becomes NaN before a query has seen a key.
-        Self { max: [f32::MIN; BLOCK], sum: [0.0; BLOCK], shrink: [0.0; BLOCK] }
+        let (max, sum) = sink.map_or((f32::MIN, 0.0), |score| (score * LOG2_E, 1.0));
+        Self { max: [max; BLOCK], sum: [sum; BLOCK], shrink: [0.0; BLOCK] }
     }
 }
 

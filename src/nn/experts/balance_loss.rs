@@ -8,6 +8,8 @@ use crate::kernels::routing::softmax;
 use crate::nn::composed;
 use crate::nn::in_f32::{has_kernels, with_grad};
 use crate::tensor::element::with_element;
+use crate::zero::gather::unit::link_under_construction;
+use crate::zero::rank_core::EngineLink;
 use candle_core::{CpuStorage, Result, Tensor, bail};
 
 /// Returns the load-balancing loss of a whole model (Fedus et al. 2021), a scalar in f32, from the routings of its sparse
@@ -27,6 +29,38 @@ use candle_core::{CpuStorage, Result, Tensor, bail};
 /// # Errors
 /// No layer; layers of different sizes; a `counts` of a different length, or without a row that counts.
 pub fn load_balancing_loss(layers: &[Routing], counts: Option<&[bool]>) -> Result<Tensor> {
+    loss_among(layers, counts, &EngineLink::default())
+}
+
+/// The load-balancing loss of a batch that is divided among the ranks of an engine.
+///
+/// The loss is not a mean over rows, so ranks that each computed it for their own rows would train on another loss than
+/// one rank with all rows. T_e and R are therefore counted over all ranks, and each rank's part is scaled so that the
+/// mean over ranks, which an engine computes, is the loss of the complete batch. Without an engine,
+/// this is [`load_balancing_loss`].
+#[derive(Debug, Clone)]
+pub struct SyncBalanceLoss {
+    link: EngineLink,
+}
+
+impl SyncBalanceLoss {
+    /// Creates the loss for the model that is being built.
+    pub fn of_model() -> Self {
+        Self { link: link_under_construction() }
+    }
+
+    /// Returns this rank's part of [`load_balancing_loss`]. This is a collective operation in an engine: all ranks must
+    /// call it.
+    ///
+    /// # Errors
+    /// The errors of [`load_balancing_loss`]; no row that counts on any rank; a failed collective.
+    pub fn loss(&self, layers: &[Routing], counts: Option<&[bool]>) -> Result<Tensor> {
+        loss_among(layers, counts, &self.link)
+    }
+}
+
+/// Computes this rank's part of the loss, where `link` leads to the other ranks.
+fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) -> Result<Tensor> {
     let Some(first) = layers.first() else {
         bail!("{NAME}: there is no layer with experts; compute the loss only for models that have one")
     };
@@ -51,19 +85,29 @@ pub fn load_balancing_loss(layers: &[Routing], counts: Option<&[bool]>) -> Resul
         bail!("{NAME}: the mask has {} elements; there are {rows} rows", counts.len())
     }
     let counted = counts.map_or(rows, |counts| counts.iter().filter(|counts| **counts).count());
-    if counted == 0 {
-        bail!("{NAME}: none of the {rows} rows counts; leave out micro batches that are only padding")
-    }
     let does_count = |row: usize| counts.is_none_or(|counts| counts[row]);
-    let n = (counted * layers.len()) as f64;
-    let mut chosen = vec![0u64; experts];
+    // The number of rows, and then the number of choices of each expert.
+    let mut numbers = vec![0f64; 1 + experts];
+    numbers[0] = counted as f64;
     for layer in layers {
         for (i, expert) in layer.choices().iter().enumerate() {
-            chosen[*expert as usize] += u64::from(does_count(i / k));
+            numbers[1 + *expert as usize] += f64::from(u8::from(does_count(i / k)));
         }
     }
+    let mut ranks = 1.0;
+    if let Some(core) = link.core() {
+        let of_ranks = core.numbers_of_all(numbers.clone())?;
+        ranks = of_ranks.len() as f64;
+        for (i, sum) in numbers.iter_mut().enumerate() {
+            *sum = of_ranks.iter().map(|rank| rank[i]).sum();
+        }
+    }
+    if numbers[0] == 0.0 {
+        bail!("{NAME}: none of the {rows} rows counts; leave out micro batches that are only padding")
+    }
+    let n = numbers[0] * layers.len() as f64;
     // The factors of the sums of probabilities.
-    let factors: Vec<f64> = chosen.iter().map(|chosen| experts as f64 * *chosen as f64 / (n * n)).collect();
+    let factors: Vec<f64> = numbers[1..].iter().map(|chosen| ranks * experts as f64 * chosen / (n * n)).collect();
     if !layers.iter().all(|layer| has_kernels(layer.logits())) {
         let logits: Vec<&Tensor> = layers.iter().map(Routing::logits).collect();
         return composed::load_balancing_loss(&logits, &factors, counts);

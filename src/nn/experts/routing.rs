@@ -64,6 +64,12 @@ impl Routing {
 /// More experts per row than there are experts, or none; logits without a dimension; a dtype other than f32, bf16 or
 /// f16 on the CPU.
 pub fn route(logits: &Tensor, options: RouterOptions) -> Result<Routing> {
+    let (choices, assignment) = choose(logits, options)?;
+    routed(logits, options, choices, assignment)
+}
+
+/// Returns the experts of each row, the best first, and the rows sorted by expert.
+pub(super) fn choose(logits: &Tensor, options: RouterOptions) -> Result<(Arc<Vec<u32>>, Arc<ExpertAssignment>)> {
     let k = options.experts_per_row;
     let experts = logits.dims().last().copied().unwrap_or(0);
     if experts == 0 {
@@ -97,10 +103,21 @@ pub fn route(logits: &Tensor, options: RouterOptions) -> Result<Routing> {
         },
     );
     let assignment = Arc::new(ExpertAssignment::new(&choices, k, experts)?);
-    let choices = Arc::new(choices);
+    Ok((Arc::new(choices), assignment))
+}
+
+/// Returns a routing with these choices, whose weights are those that the logits give them.
+pub(super) fn routed(
+    logits: &Tensor,
+    options: RouterOptions,
+    choices: Arc<Vec<u32>>,
+    assignment: Arc<ExpertAssignment>,
+) -> Result<Routing> {
+    let (order, k, experts) = (options.order, options.experts_per_row, assignment.experts());
+    let rows = assignment.rows();
     let dtype = if options.keep_f32 { DType::F32 } else { logits.dtype() };
     let weights = if logits.device().is_cpu() {
-        weights_of(logits, host, &choices, order, [rows, experts, k], dtype)?
+        weights_of(logits, rows_in_f32(&logits.detach())?, &choices, order, [rows, experts, k], dtype)?
     } else {
         let logits = logits.reshape((rows, experts))?;
         composed::routing_weights(&logits, &choices, k, order)?.to_dtype(dtype)?

@@ -39,6 +39,18 @@ impl RankCore {
         self.check.shifts.load(Ordering::Relaxed)
     }
 
+    /// Returns whether layers keep the discrete choices of a check's first forward pass for the later ones. That pass must
+    /// then be one without moves, because the gradient is that of its choices.
+    pub fn holds_choices(&self) -> bool {
+        self.check.holds_choices.load(Ordering::Relaxed)
+    }
+
+    /// Reports that a layer keeps its choices, and returns whether the check's current forward pass moves parameters.
+    pub(crate) fn hold_choices(&self) -> bool {
+        self.check.holds_choices.store(true, Ordering::Relaxed);
+        lock(&self.check.state).sign != 0.0
+    }
+
     /// Runs a forward pass with parameters moved. Afterwards everything is restored, and nothing can be differentiated.
     ///
     /// # Errors

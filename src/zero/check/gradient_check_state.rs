@@ -53,6 +53,8 @@ pub(crate) struct FiniteDifferenceCheck {
     pub(super) armed: AtomicBool,
     /// Whether a forward pass runs with moved parameters.
     pub(super) shifts: AtomicBool,
+    /// Whether layers of the model keep their choices during a check.
+    pub(super) holds_choices: AtomicBool,
     /// Whether the current backward pass is measured.
     pub(super) measures: AtomicBool,
     pub(super) state: Mutex<GradientCheckState>,

@@ -44,6 +44,15 @@ pub struct RowBatch {
     pub labels: Vec<u32>,
     /// The number of tokens without padding.
     pub tokens: usize,
+    /// The number of tokens in each row without padding.
+    pub lengths: Vec<usize>,
+}
+
+impl RowBatch {
+    /// Returns which positions are not padding, row after row.
+    pub(crate) fn mask(&self) -> Vec<bool> {
+        self.lengths.iter().flat_map(|length| (0..self.time).map(move |position| position < *length)).collect()
+    }
 }
 
 /// The order of rows.
@@ -199,6 +208,7 @@ impl Batches {
                 batch.labels.push(sample.label);
             }
             batch.tokens += at;
+            batch.lengths.push(at);
             if at < time {
                 starts.push(at);
             }

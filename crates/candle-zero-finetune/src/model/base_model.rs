@@ -1,5 +1,6 @@
 //! The model that fine-tuning starts from: a folder in Hugging Face's format, or a GGUF file.
 
+use super::mxfp4::{Mxfp4Files, check_packed, is_packed, packed_names};
 use crate::chat::tokenizer_files::has_tokenizer;
 use crate::error::{FinetuneError, ParamError, Result};
 use crate::gguf::weights::{GgufFile, gguf_files};
@@ -64,7 +65,7 @@ impl OtherParts {
 
 impl BaseModel {
     /// Opens a folder with `config.json` and weights (`model.safetensors`, or the shards that
-    /// `model.safetensors.index.json` lists, in f32, bf16 or f16), a GGUF file, or a folder with one. Reads only
+    /// `model.safetensors.index.json` lists, in f32, bf16 or f16, and experts also in MXFP4), a GGUF file, or a folder with one. Reads only
     /// headers, and compares the weights' names, shapes and types with the description.
     ///
     /// If the model has no separate output projection, an output projection among the weights is ignored.
@@ -103,10 +104,17 @@ impl BaseModel {
         let config = DecoderConfig::from_parsed(&json, &description)?;
         let files = Arc::new(weights_of(folder)?);
         let parameters = config.parameters()?;
+        let mut packed = Vec::new();
         for (name, shape) in &parameters {
-            check_weight(&files, name, shape, &description)?;
+            if is_packed(&files, name) {
+                check_packed(&files, name, shape)?;
+                packed.extend(packed_names(name));
+            } else {
+                check_weight(&files, name, shape, &description)?;
+            }
         }
-        let used: BTreeSet<&str> = parameters.iter().map(|(name, _)| name.as_str()).chain([LM_HEAD]).collect();
+        let used = parameters.iter().map(|(name, _)| name.as_str()).chain([LM_HEAD]);
+        let used: BTreeSet<&str> = used.chain(packed.iter().map(String::as_str)).collect();
         let extra: Vec<&str> = files.unused(&used).into_iter().filter(|name| !is_of_images(&json, name)).collect();
         if !extra.is_empty() {
             let (path, names) = (files.path().to_owned(), list(&extra));
@@ -118,7 +126,8 @@ impl BaseModel {
             OtherParts { files: files.clone(), names }
         });
         let (folder, tokenizer) = (folder.to_owned(), folder.to_owned());
-        Ok(Self { folder, tokenizer, json, config, values: files, other_parts })
+        let values: Arc<dyn InitialValues> = if packed.is_empty() { files } else { Arc::new(Mxfp4Files::new(files)) };
+        Ok(Self { folder, tokenizer, json, config, values, other_parts })
     }
 
     fn of_gguf(file: &Path) -> Result<Self> {

@@ -82,6 +82,22 @@ impl ClassifierConfig {
         }
     }
 
+    /// Returns the names of the parameters of experts that can have an adapter.
+    pub(crate) fn expert_parameters(&self) -> Vec<String> {
+        match self {
+            Self::Encoder(_) => Vec::new(),
+            Self::Decoder(config) => config.decoder.expert_parameters(),
+        }
+    }
+
+    /// Returns the number of blocks.
+    pub(crate) fn blocks(&self) -> usize {
+        match self {
+            Self::Encoder(config) => config.blocks.len(),
+            Self::Decoder(config) => config.decoder.blocks.len(),
+        }
+    }
+
     /// Returns the settings of the adapters, if there are any.
     pub fn lora(&self) -> Option<&LoraConfig> {
         match self {

@@ -8,7 +8,7 @@ use crate::{Adapter, AdapterTensor, BaseModel};
 use candle_zero::checkpoint::{ConsolidatedDtype, TensorEntry, write_model_files};
 use candle_zero::engine::InitialValues;
 use candle_zero::files;
-use candle_zero::models::{DecoderConfig, ParameterNaming};
+use candle_zero::models::{DecoderConfig, ExpertPart, ParameterNaming};
 use candle_zero::nn::WeightLayout;
 use candle_zero::nn::low_rank_update::LowRankUpdate;
 use candle_zero::param::FileTensor;
@@ -73,6 +73,7 @@ impl<'a> MergedModel<'a> {
         let is_changed = |name: &str| {
             let module = name.strip_suffix(".weight");
             module.is_some_and(|module| self.part(module, "lora_A.weight").is_some())
+                || self.expert_part(name).is_some()
         };
         (self.parameters.len(), self.parameters.iter().filter(|(name, _)| is_changed(name)).count())
     }
@@ -80,6 +81,14 @@ impl<'a> MergedModel<'a> {
     /// Returns a tensor of the adapter for a module.
     fn part(&self, module: &str, end: &str) -> Option<&'a AdapterTensor> {
         self.adapter?.tensor(&format!("{module}.{end}"))
+    }
+
+    /// Returns which part of a parameter of all experts with an adapter a tensor contains.
+    fn expert_part(&self, name: &str) -> Option<(ExpertPart, [&'a AdapterTensor; 2])> {
+        let part = self.base.config().expert_part(name, &self.adapter?.config)?;
+        let module = part.adapter.as_deref()?;
+        let matrices = [self.part(module, "lora_A.weight")?, self.part(module, "lora_B.weight")?];
+        Some((part, matrices))
     }
 
     /// Returns a counter of the bytes written, out of `total`.
@@ -115,8 +124,13 @@ impl<'a> MergedModel<'a> {
             name: name.to_owned(),
             shape: shape.to_vec(),
             low: None,
+            of_experts: None,
             factors: None,
         };
+        if let (Some((part, [a, b])), Some(adapter)) = (self.expert_part(name), self.adapter) {
+            tensor.of_experts = Some(ExpertUpdates::new(part, [a, b], adapter.config.scale() as f32));
+            return Ok(tensor);
+        }
         let part = |end: &str| self.part(name.strip_suffix(".weight")?, end);
         let (Some(adapter), Some(a), Some(b), &[rows, cols]) =
             (self.adapter, part("lora_A.weight"), part("lora_B.weight"), shape)
@@ -143,6 +157,8 @@ impl BaseModel {
         match json["dtype"].as_str().or_else(|| json["torch_dtype"].as_str()) {
             Some("bfloat16") => ConsolidatedDtype::Bf16,
             Some("float16") => ConsolidatedDtype::F16,
+            // The values of MXFP4 are exact in bf16.
+            None if !json["quantization_config"].is_null() => ConsolidatedDtype::Bf16,
             _ => ConsolidatedDtype::F32,
         }
     }
@@ -163,6 +179,7 @@ pub(crate) struct MergedTensor<'a> {
     name: String,
     shape: Vec<usize>,
     low: Option<LowRankUpdate<'a>>,
+    of_experts: Option<ExpertUpdates<'a>>,
     /// The factor of each output, with DoRA.
     factors: Option<Vec<f32>>,
 }
@@ -195,8 +212,12 @@ impl MergedTensor<'_> {
         if let Some(low) = &self.low {
             low.add_to(lines.clone(), &mut values);
             if let Some(factors) = &self.factors {
-                low.scale(lines, &mut values, factors);
+                low.scale(lines.clone(), &mut values, factors);
             }
+            self.check(&values)?;
+        }
+        if let Some(of_experts) = &self.of_experts {
+            of_experts.add_to(lines, &mut values);
             self.check(&values)?;
         }
         Ok(values)
@@ -218,6 +239,50 @@ impl MergedTensor<'_> {
         let found = self.weights.values(&self.name, &self.shape, lines.start * width..lines.end * width)?;
         values.copy_from_slice(&found);
         Ok(())
+    }
+}
+
+/// The updates of the experts whose weights a tensor contains.
+struct ExpertUpdates<'a> {
+    part: ExpertPart,
+    /// The matrices A and B of each expert. B has only the rows of the tensor's outputs.
+    matrices: Vec<(&'a [f32], Vec<f32>)>,
+    scale: f32,
+}
+
+impl<'a> ExpertUpdates<'a> {
+    /// Takes the matrices of single experts out of those of all experts: A is `[experts * r, in]`, B is
+    /// `[out, r * experts]` with the experts in turn.
+    fn new(part: ExpertPart, [a, b]: [&'a AdapterTensor; 2], scale: f32) -> Self {
+        let (columns, inputs) = (a.shape[0], part.inputs);
+        let all = b.values.chunks_exact(columns.max(1));
+        let rows: Vec<&[f32]> = all.skip(part.outputs.start).take(part.outputs.len()).collect();
+        // The adapter was compared with the model, whose number of experts divides the rows.
+        let experts = part.of;
+        let rank = columns / experts.max(1);
+        let matrices = part.experts.clone().map(|expert| {
+            let a = &a.values[expert * rank * inputs..(expert + 1) * rank * inputs];
+            let row = |row: &&[f32]| (0..rank).map(|i| row[i * experts + expert]).collect::<Vec<_>>();
+            (a, rows.iter().flat_map(row).collect())
+        });
+        Self { matrices: matrices.collect(), part, scale }
+    }
+
+    /// Adds the updates to lines of the tensor: rows of an expert's matrix, or the matrices of several experts.
+    fn add_to(&self, lines: Range<usize>, values: &mut [f32]) {
+        let ExpertPart { layout, inputs, ref outputs, .. } = self.part;
+        let update = |(a, b): &(&'a [f32], Vec<f32>), lines, values: &mut [f32]| {
+            LowRankUpdate { layout, inputs, outputs: outputs.len(), a, b, scale: self.scale }.add_to(lines, values);
+        };
+        match layout {
+            WeightLayout::OutIn => update(&self.matrices[0], lines, values),
+            WeightLayout::InOut => {
+                let of_expert = values.chunks_exact_mut((inputs * outputs.len()).max(1));
+                for (matrices, values) in self.matrices[lines].iter().zip(of_expert) {
+                    update(matrices, 0..inputs, values);
+                }
+            }
+        }
     }
 }
 

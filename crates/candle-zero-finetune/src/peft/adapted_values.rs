@@ -35,7 +35,7 @@ pub struct AdaptedValues {
 struct PackedWeights {
     packing: WeightPacking,
     dtype: DType,
-    rule: fn(&str, &[usize]) -> bool,
+    rule: Box<dyn Fn(&str, &[usize]) -> bool + Send + Sync>,
 }
 
 impl std::fmt::Debug for PackedWeights {
@@ -57,6 +57,7 @@ impl AdaptedValues {
         let parameters = config.parameters()?;
         if let Some(lora) = &config.lora {
             lora.check_targets(config.projections()?.iter().map(String::as_str))?;
+            lora.check_target_parameters(config.expert_parameters().iter().map(String::as_str))?;
         }
         Self::over(base.values(), parameters, adapter)
     }
@@ -70,6 +71,7 @@ impl AdaptedValues {
     pub fn of_classifier(base: &ClassifierBase, config: &ClassifierConfig, adapter: Option<Adapter>) -> Result<Self> {
         if let Some(lora) = config.lora() {
             lora.check_targets(config.projections()?.iter().map(String::as_str))?;
+            lora.check_target_parameters(config.expert_parameters().iter().map(String::as_str))?;
         }
         adapter.as_ref().map_or(Ok(()), Adapter::check_classifies)?;
         Self::over(base.values(), config.parameters()?, adapter)
@@ -91,8 +93,13 @@ impl AdaptedValues {
     /// ([`EngineBuilder::quantized`](candle_zero::EngineBuilder::quantized)). Magnitudes are initialized with the norms
     /// of the unpacked weights, so that an adapter has no effect at first.
     #[must_use]
-    pub fn quantized(self, packing: WeightPacking, dtype: DType, rule: fn(&str, &[usize]) -> bool) -> Self {
-        Self { packed: Some(PackedWeights { packing, dtype, rule }), ..self }
+    pub fn quantized(
+        self,
+        packing: WeightPacking,
+        dtype: DType,
+        rule: impl Fn(&str, &[usize]) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        Self { packed: Some(PackedWeights { packing, dtype, rule: Box::new(rule) }), ..self }
     }
 
     /// Returns a builder for a model without an engine; see [`BaseModel::var_builder`]. It is useful only with an

@@ -3,7 +3,7 @@
 //! The keys of the tensors are `base_model.model.` followed by the parameter's name in transformers' language model,
 //! whose blocks have the prefix `model.` or `transformer.`. Files of the models themselves may omit that prefix.
 
-use super::config::PeftConfig;
+use super::config::{PeftConfig, is_of_experts};
 use crate::error::{Error, FinetuneError, Result};
 use crate::model::output_dir::new_folder;
 use candle_zero::engine::Engine;
@@ -187,7 +187,8 @@ impl Adapter {
             tensors.insert(bare(name).to_owned(), AdapterTensor { shape: view.shape().to_vec(), values });
         }
         if config.is_pattern {
-            let modules: BTreeSet<&str> = tensors.keys().filter_map(|name: &String| adapted_module(name)).collect();
+            let modules = tensors.keys().filter_map(|name: &String| adapted_module(name));
+            let modules: BTreeSet<&str> = modules.filter(|module| !is_of_experts(module)).collect();
             config.lora.targets = LoraTargets::Names(modules.into_iter().map(str::to_owned).collect());
             config.lora.validate().map_err(|_| unusable(&path, "it has no adapter tensors".into()))?;
         }

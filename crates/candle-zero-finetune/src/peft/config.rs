@@ -26,7 +26,7 @@ const CLASSIFIER_TASK: &str = "SEQ_CLS";
 const CLASSIFIER_MODULES: [&str; 2] = ["classifier", "score"];
 
 /// Unsupported settings, which change what an adapter computes or which weights it has.
-const UNSUPPORTED_SETTINGS: [&str; 16] = [
+const UNSUPPORTED_SETTINGS: [&str; 15] = [
     "rank_pattern",
     "alpha_pattern",
     "layers_to_transform",
@@ -35,7 +35,6 @@ const UNSUPPORTED_SETTINGS: [&str; 16] = [
     "use_qalora",
     "use_bdlora",
     "trainable_token_indices",
-    "target_parameters",
     "layer_replication",
     "alora_invocation_tokens",
     "arrow_config",
@@ -47,7 +46,7 @@ const UNSUPPORTED_SETTINGS: [&str; 16] = [
 
 /// Settings that are checked individually, and those that do not change a finished adapter: who wrote it, how it was
 /// initialized, and details of settings that are refused.
-const HANDLED_SETTINGS: [&str; 26] = [
+const HANDLED_SETTINGS: [&str; 27] = [
     "auto_mapping",
     "base_model_name_or_path",
     "bias",
@@ -71,6 +70,7 @@ const HANDLED_SETTINGS: [&str; 26] = [
     "revision",
     "runtime_config",
     "target_modules",
+    "target_parameters",
     "task_type",
     "use_dora",
     "use_rslora",
@@ -130,11 +130,14 @@ impl PeftConfig {
             Some(r) => r,
             None => return Err(format!("r is {}; it must be a whole number", config.get("r").unwrap_or(&Value::Null))),
         };
+        let target_parameters = names("target_parameters", get("target_parameters"))?.unwrap_or_default();
+        let has_parameters = !target_parameters.is_empty();
         let lora = LoraConfig {
             r,
             alpha: number("lora_alpha", None)?,
             dropout: number("lora_dropout", Some(0.0))? as f32,
-            targets: targets(get("target_modules"))?,
+            targets: targets(get("target_modules"), has_parameters)?,
+            target_parameters,
             rslora: flag("use_rslora")?,
             dora: flag("use_dora")?,
         };
@@ -147,10 +150,12 @@ impl PeftConfig {
     /// Returns the text of a file for adapters of these projections, with the keys that all versions of PEFT since 0.10
     /// read. `is_conv1d` indicates whether their weights have shape `[in, out]`.
     pub fn write<'a>(&self, modules: impl IntoIterator<Item = &'a str>, is_conv1d: bool) -> String {
-        let LoraConfig { r, alpha, dropout, ref targets, rslora, dora } = self.lora;
+        let LoraConfig { r, alpha, dropout, ref targets, ref target_parameters, rslora, dora } = self.lora;
         let targets: BTreeSet<&str> = match targets {
             LoraTargets::Names(names) => names.iter().map(String::as_str).collect(),
-            LoraTargets::AllLinear => modules.into_iter().filter_map(target_name).collect(),
+            LoraTargets::AllLinear => {
+                modules.into_iter().filter(|module| !is_of_experts(module)).filter_map(target_name).collect()
+            }
         };
         let task = if self.saved.is_some() { CLASSIFIER_TASK } else { "CAUSAL_LM" };
         // PEFT writes an integer.
@@ -179,8 +184,22 @@ impl PeftConfig {
             "use_dora": dora,
             "use_rslora": rslora,
         });
+        // Versions of PEFT before 0.17 do not know the key.
+        let config = match (config, target_parameters.is_empty()) {
+            (Value::Object(mut config), false) => {
+                config.insert("target_parameters".into(), json!(target_parameters));
+                Value::Object(config)
+            }
+            (config, _) => config,
+        };
         format!("{config:#}\n")
     }
+}
+
+/// Returns whether a module with an adapter is the wrapper of a parameter of experts rather than a projection.
+pub(super) fn is_of_experts(module: &str) -> bool {
+    let module = module.strip_suffix(".base_layer").unwrap_or(module);
+    module == "experts" || module.ends_with(".experts")
 }
 
 /// Returns the target that selects a module in a block: the last part of its path. If the head also has modules
@@ -232,15 +251,25 @@ fn check_start(found: Option<&Value>) -> Result<(), String> {
     }
 }
 
-fn targets(found: Option<&Value>) -> Result<LoraTargets, String> {
+/// Returns the names in a list.
+fn names(key: &str, found: Option<&Value>) -> Result<Option<Vec<String>>, String> {
     let names = |list: &Vec<Value>| list.iter().map(|name| name.as_str().map(str::to_owned)).collect();
+    match found {
+        None => Ok(None),
+        Some(value) => match value.as_array().and_then(names) {
+            Some(names) => Ok(Some(names)),
+            None => Err(format!("{key} is {value}; it must be a list of names")),
+        },
+    }
+}
+
+/// Returns the projections with adapters. If parameters of experts have adapters, there need not be any.
+fn targets(found: Option<&Value>, has_parameters: bool) -> Result<LoraTargets, String> {
     match found {
         Some(Value::String(all)) if all == "all-linear" => Ok(LoraTargets::AllLinear),
         Some(Value::String(pattern)) => Ok(LoraTargets::Names(vec![pattern.clone()])),
-        Some(Value::Array(list)) => match names(list) {
-            Some(names) => Ok(LoraTargets::Names(names)),
-            None => Err(format!("target_modules is {list:?}; it must be a list of names")),
-        },
+        Some(Value::Array(_)) => Ok(LoraTargets::Names(names("target_modules", found)?.unwrap_or_default())),
+        None if has_parameters => Ok(LoraTargets::Names(Vec::new())),
         Some(other) => Err(format!(
             "target_modules is {other}; a list of names, \"all-linear\" or a regular expression is supported"
         )),

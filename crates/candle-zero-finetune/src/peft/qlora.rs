@@ -7,18 +7,50 @@ use candle_zero::precision::{Nf4Scales, WeightPacking};
 pub(crate) const PACKING: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
 /// Returns whether QLoRA quantizes a parameter of a decoder or an encoder, given its name and shape. It quantizes the weights of all
-/// linear layers in the model's blocks. As in PEFT, embeddings, the output projection, norms and biases stay in the
-/// model's precision.
+/// linear layers in the model's blocks, those of experts included. As in PEFT, embeddings, the output projection, norms,
+/// biases and routers stay in the model's precision.
 ///
 /// This is the rule for [`EngineBuilder::quantized`](candle_zero::EngineBuilder::quantized).
 pub fn is_quantized(name: &str, shape: &[usize]) -> bool {
     let is_in_block = name.split('.').any(|part| part.parse::<usize>().is_ok());
-    shape.len() == 2 && is_in_block && !is_adapter(name)
+    let is_linear = match *shape {
+        // The biases of all experts also have two dimensions.
+        [_, _] => name.ends_with(".weight") && !ROUTERS.iter().any(|router| name.ends_with(router)),
+        // The matrices of all experts. No block of packed elements has elements of two experts.
+        [_, rows, columns] => name.contains(".experts.") && (rows * columns).is_multiple_of(BLOCK),
+        _ => false,
+    };
+    is_in_block && is_linear && !is_adapter(name)
+}
+
+/// The ends of the names of routers' weights, and of the gates of shared experts. They are small, and errors in them would
+/// change the choices of experts.
+const ROUTERS: [&str; 3] = [".gate.weight", ".router.weight", ".shared_expert_gate.weight"];
+/// The number of elements with a common scale.
+const BLOCK: usize = 64;
+
+/// Returns the rule that selects the parameters that QLoRA quantizes, except those of the blocks with these numbers.
+pub(crate) fn quantized_except(blocks: &[usize]) -> impl Fn(&str, &[usize]) -> bool + Clone + Send + Sync + 'static {
+    let blocks = blocks.to_vec();
+    move |name, shape| is_quantized(name, shape) && !block_of(name).is_some_and(|block| blocks.contains(&block))
+}
+
+/// Returns the number of the block that a parameter belongs to.
+fn block_of(name: &str) -> Option<usize> {
+    name.split('.').find_map(|part| part.parse().ok())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn named_blocks_are_left_out() {
+        let rule = quantized_except(&[0, 5]);
+        let name = |block: usize| format!("model.layers.{block}.mlp.experts.3.up_proj.weight");
+        let found: Vec<bool> = (0..7).map(|block| rule(&name(block), &[4, 4])).collect();
+        assert_eq!(found, [false, true, true, true, true, false, true]);
+    }
 
     #[test]
     fn linear_layers_of_blocks_are_quantized_and_nothing_else() {
@@ -30,7 +62,16 @@ mod tests {
             ("transformer.wpe.weight", &[9, 4]),
             ("model.layers.3.input_layernorm.weight", &[4]),
             ("model.layers.3.mlp.up_proj.lora_A.weight", &[2, 4]),
+            ("model.layers.3.mlp.gate.weight", &[8, 4]),
+            ("model.layers.3.block_sparse_moe.gate.weight", &[8, 4]),
+            ("model.layers.3.mlp.router.weight", &[8, 4]),
+            ("model.layers.3.mlp.shared_expert_gate.weight", &[1, 4]),
+            ("model.layers.3.mlp.experts.gate_up_proj_bias", &[8, 64]),
+            ("model.layers.3.mlp.experts.gate_up_proj", &[8, 4, 8]),
+            ("model.layers.3.mlp.experts.base_layer.lora_A.weight", &[8, 4]),
         ];
+        assert!(is_quantized("model.layers.3.mlp.experts.7.gate_proj.weight", &[4, 4]));
+        assert!(is_quantized("model.layers.3.mlp.experts.down_proj", &[8, 8, 16]));
         assert!(others.iter().all(|(name, shape)| !is_quantized(name, shape)));
     }
 }

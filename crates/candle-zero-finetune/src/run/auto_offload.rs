@@ -9,7 +9,7 @@ use super::prepare::{PreparedRun, StartModel};
 use crate::data::sample_cache::own_cache;
 use crate::error::Result;
 use crate::model::classifier_config::ClassifierConfig;
-use crate::peft::qlora::{PACKING, is_quantized};
+use crate::peft::qlora::{PACKING, quantized_except};
 use candle_zero::comm::Communicator;
 use candle_zero::comm::agree::ranks_per_host;
 use candle_zero::comm::stats::network_bench::rate_between_hosts;
@@ -86,7 +86,7 @@ pub(super) fn placed(
     let prepare = |shapes: Shapes| match options.method {
         TuningMethod::Full => shapes,
         TuningMethod::Lora(_) => trained(shapes),
-        TuningMethod::Qlora(_) => trained(shapes).quantized_by(PACKING, is_quantized),
+        TuningMethod::Qlora(_) => trained(shapes).quantized_by(PACKING, quantized_except(&options.keep_layers)),
     };
     let (dtype, trains_base) = (options.precision.dtype(), options.method == TuningMethod::Full);
     let values = engine_config::run_values(options, sizes.hidden_size, 1, 2);

@@ -11,6 +11,7 @@
 //! uninterrupted run would have done, bit for bit.
 
 use super::auto_offload::{RunRanks, memory_of_all};
+use super::expert_loads::{ExpertShares, ExpertWatch};
 use super::export;
 use super::model_card::{ModelCard, RunOutcome};
 use super::objective::Validation;
@@ -77,6 +78,8 @@ pub struct FineTune {
     _claims: OutputLocks,
     /// The digests of what this run has written into the folders of its result.
     written: OutputDigests,
+    /// The experts that routers may have stopped choosing.
+    experts: ExpertWatch,
     /// Whether the best model could not be written.
     best_is_lost: bool,
     /// The reason why the newest checkpoint could not be saved.
@@ -136,6 +139,7 @@ impl FineTune {
             chosen,
             _claims: claims,
             written,
+            experts: ExpertWatch::default(),
             best_is_lost: false,
             failed_save: None,
         };
@@ -309,6 +313,10 @@ impl FineTune {
         let mut report = self.train(tell)?;
         self.state.loss = Some(report.loss);
         self.engine.record_metrics(&[("tokens", report.tokens as f64), ("tokens_per_s", report.tokens_per_s)]);
+        let of_routers = report.of_routers();
+        if !of_routers.is_empty() {
+            self.engine.record_metrics(&of_routers);
+        }
         let steps = self.engine.global_steps();
         if self.validation.is_some() && (steps == self.total || steps.is_multiple_of(self.eval_every())) {
             let validation = self.validate()?;
@@ -376,9 +384,14 @@ impl FineTune {
         let files_before = self.engine.offload_report();
         let (lr, loss_scale) = (self.engine.lr()[0], self.engine.loss_scale());
         let objective = self.prepared.options.objective;
-        let StepOutcome { loss, tokens, rewards, rss_peak_bytes: most, failed_save } =
+        let StepOutcome { loss, tokens, rewards, balance, loads, rss_peak_bytes: most, failed_save } =
             self.engine.train_step(step, &self.training, objective, tell)?;
         self.report_failed_save(failed_save.map_or(Ok(()), Err))?;
+        for message in self.experts.observe(&loads) {
+            if self.comm.rank() == 0 {
+                notice::emit(&message);
+            }
+        }
         let timings = self.engine.timings();
         let files = self.engine.offload_report().since(&files_before);
         Ok(StepReport {
@@ -402,6 +415,8 @@ impl FineTune {
             val_loss: None,
             val_accuracy: None,
             val_f1: None,
+            router_aux_loss: balance,
+            experts: ExpertShares::of(&loads),
             rewards: objective.needs_reference().then(|| Rewards::of_numbers(rewards)),
             val_rewards: None,
         })

@@ -9,6 +9,7 @@
 //! | `pipeline_fit.rs` | the division of the model into a pipeline: what it excludes, the memory and the waiting of ranks |
 //! | `fine_tune.rs`, `step_report.rs` | the steps, validations and checkpoints; the report of a step |
 //! | `training_engine.rs` | the engine: of the complete model, or of a pipeline |
+//! | `expert_loads.rs` | how evenly the routers of a mixture choose, and the experts that they no longer choose |
 //! | `objective.rs`, `classification_batch.rs`, `classification_scores.rs` | losses and validation metrics |
 //! | `run_identity.rs` | whether a checkpoint belongs to the same run |
 //! | `export.rs`, `model_card.rs` | the files of the result |
@@ -18,6 +19,7 @@ mod batch_size;
 pub(super) mod classification_batch;
 pub(super) mod classification_scores;
 mod engine_config;
+pub(super) mod expert_loads;
 mod export;
 pub(super) mod fine_tune;
 mod learning_rate;

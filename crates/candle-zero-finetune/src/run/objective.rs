@@ -6,7 +6,7 @@ use super::options::Objective;
 use crate::data::batches::{NO_TARGET, RowBatch};
 use crate::model::trainable_model::TrainableModel;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_zero::models::{Decoder, DecoderBatch};
+use candle_zero::models::{Decoder, DecoderBatch, RouterReport};
 use candle_zero::nn::{Rewards, dpo_loss};
 use candle_zero::nn::{Sequences, without_adapters};
 
@@ -25,10 +25,25 @@ pub struct Validation {
     pub rewards: Option<Rewards>,
 }
 
+/// The loss of a batch.
+pub(super) struct BatchLoss {
+    /// The loss that is differentiated, an f32 scalar.
+    pub loss: Tensor,
+    /// The rewards of the pairs, for preferences.
+    pub rewards: Option<Rewards>,
+    /// The report of the routers of a mixture of experts. The load-balancing loss is part of `loss`.
+    pub routers: RouterReport,
+}
+
 /// Returns the sums of log probabilities of the chosen answers and of the rejected ones. The rows alternate between the
 /// two.
 fn sums_of_pairs(batch: &DecoderBatch, model: &Decoder) -> Result<[Tensor; 2]> {
-    let sums = model.log_probabilities(&batch.ids, &batch.targets, batch.sequences.as_ref())?.sum(1)?;
+    paired(&model.log_probabilities(&batch.ids, &batch.targets, batch.sequences.as_ref())?)
+}
+
+/// Returns the sums of the rows of chosen answers and of rejected ones.
+fn paired(log_probabilities: &Tensor) -> Result<[Tensor; 2]> {
+    let sums = log_probabilities.sum(1)?;
     let pairs = sums.reshape(((), 2))?;
     Ok([pairs.narrow(1, 0, 1)?.flatten_all()?, pairs.narrow(1, 1, 1)?.flatten_all()?])
 }
@@ -56,8 +71,9 @@ impl Objective {
         Tensor::stack(&[chosen, rejected], 0)
     }
 
-    /// Returns the loss of a batch, an f32 scalar: the sum over targets or labels, divided by `divisor`. For
-    /// preferences, returns the mean loss of the pairs, relative to `reference`, and the rewards of the pairs.
+    /// Returns the loss of a batch: the sum over targets or labels, divided by `divisor`. For preferences, returns the mean
+    /// loss of the pairs, relative to `reference`, and the rewards of the pairs. A load-balancing loss is added if the
+    /// model is trained with one.
     pub(super) fn loss(
         self,
         model: &TrainableModel,
@@ -65,22 +81,26 @@ impl Objective {
         reference: Option<&Tensor>,
         divisor: f64,
         device: &Device,
-    ) -> Result<(Tensor, Option<Rewards>)> {
+    ) -> Result<BatchLoss> {
         if self == Self::Classify {
-            return Ok((ClassificationBatch::of(rows, device)?.loss(model.classifier()?, divisor)?, None));
+            let loss = ClassificationBatch::of(rows, device)?.loss(model.classifier()?, divisor)?;
+            return Ok(BatchLoss { loss, rewards: None, routers: RouterReport::default() });
         }
         let (batch, model) = (Self::decoder_batch(rows, Some(divisor), device)?, model.decoder()?);
+        let DecoderBatch { ids, targets, sequences, divisor } = &batch;
+        let (sequences, mask) = (sequences.as_ref(), rows.mask());
         match (self, reference) {
             (Self::Prefer { beta }, Some(reference)) => {
-                let [chosen, rejected] = sums_of_pairs(&batch, model)?;
+                let (all, routers) = model.routed_log_probabilities(ids, targets, sequences, Some(&mask))?;
+                let [chosen, rejected] = paired(&all)?;
                 let of_reference = [reference.get(0)?, reference.get(1)?];
                 let dpo = dpo_loss([&chosen, &rejected], [&of_reference[0], &of_reference[1]], beta)?;
-                Ok((dpo.loss, Some(dpo.rewards)))
+                Ok(BatchLoss { loss: routers.add_to(&dpo.loss)?, rewards: Some(dpo.rewards), routers })
             }
             (Self::Prefer { .. }, None) => candle_core::bail!("preferences need log probabilities of the reference"),
             _ => {
-                let DecoderBatch { ids, targets, sequences, divisor } = &batch;
-                Ok((model.loss_packed(ids, targets, sequences.as_ref(), *divisor)?, None))
+                let (loss, routers) = model.routed_loss(ids, targets, sequences, *divisor, Some(&mask))?;
+                Ok(BatchLoss { loss: routers.add_to(&loss)?, rewards: None, routers })
             }
         }
     }
@@ -98,7 +118,11 @@ impl Objective {
             }
             Self::Generate => {
                 let targets = rows.targets.iter().filter(|target| **target != NO_TARGET).count();
-                let loss = self.loss(model, rows, None, 1.0, device)?.0.to_scalar::<f32>()?;
+                // The load-balancing loss is not a sum over targets, and no part of a validation.
+                let DecoderBatch { ids, targets: next, sequences, divisor } =
+                    Self::decoder_batch(rows, Some(1.0), device)?;
+                let loss = model.decoder()?.loss_packed(&ids, &next, sequences.as_ref(), divisor)?;
+                let loss = loss.to_scalar::<f32>()?;
                 vec![f64::from(loss), targets as f64]
             }
             Self::Prefer { beta } => {

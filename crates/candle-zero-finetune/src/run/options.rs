@@ -237,6 +237,11 @@ pub struct Options {
     /// Whether blocks are recomputed in the backward pass, so that their activations need not be kept. Default: chosen
     /// from the available memory; with a DeepSpeed configuration, false.
     pub recompute: Option<bool>,
+    /// The numbers of the blocks whose weights QLoRA does not hold in 4 bits. Default: none.
+    pub keep_layers: Vec<usize>,
+    /// The factor of the load-balancing loss of a mixture of experts in the loss that is trained on; 0 turns it off.
+    /// Default: that of the model's `config.json`, if `output_router_logits` is set there, otherwise 0.
+    pub router_aux_loss_coef: Option<f64>,
     /// The record of the run, for `zerorun runs`. Default: none.
     pub run: Option<RunSpec>,
     /// The folder for tokenized data. Default: `candle-zero/samples` in the user's cache.
@@ -278,6 +283,8 @@ impl Options {
             resume_anyway: false,
             seed: 42,
             recompute: None,
+            keep_layers: vec![],
+            router_aux_loss_coef: None,
             run: None,
             cache: None,
         }
@@ -364,6 +371,12 @@ impl Options {
             (self.pipeline, self.indivisible())
         {
             return Err(misused("--pipeline", why));
+        }
+        if !self.keep_layers.is_empty() && !matches!(self.method, TuningMethod::Qlora(_)) {
+            return Err(misused("--keep_layers", "requires --qlora, because only QLoRA holds weights in 4 bits"));
+        }
+        if let Some(factor) = self.router_aux_loss_coef.filter(|factor| !(*factor >= 0.0 && factor.is_finite())) {
+            return Err(refused("--router_aux_loss_coef", factor, "a finite number of at least 0"));
         }
         if let Objective::Prefer { beta } = self.objective {
             if !positive(beta) {

@@ -107,7 +107,8 @@ impl RunPlan {
         set("tokenizer", hex(prepared.tokenizer.fingerprint()));
         set("chat template", prepared.template.as_ref().map_or(Value::Null, |template| hex(template.fingerprint())));
         set("method", json!(options.method.name()));
-        if let Some(LoraConfig { r, alpha, dropout, targets, rslora, dora }) = options.method.lora() {
+        if let Some(LoraConfig { r, alpha, dropout, targets, target_parameters, rslora, dora }) = options.method.lora()
+        {
             set("r", json!(r));
             set("alpha", json!(alpha));
             set("dropout", json!(dropout));
@@ -120,8 +121,24 @@ impl RunPlan {
                 }
             };
             set("targets", json!(targets));
+            if !target_parameters.is_empty() {
+                let mut names = target_parameters.clone();
+                names.sort_unstable();
+                set("target_parameters", json!(names.join("+")));
+            }
             set("rslora", json!(rslora));
             set("dora", json!(dora));
+        }
+        if !options.keep_layers.is_empty() {
+            let mut kept = options.keep_layers.clone();
+            kept.sort_unstable();
+            kept.dedup();
+            set("keep_layers", json!(kept));
+        }
+        if let StartModel::Decoder { config, .. } = &prepared.start
+            && let Some(factor) = config.mixture.as_ref().and_then(|mixture| mixture.balance_coefficient)
+        {
+            set("router_aux_loss_coef", json!(factor));
         }
         set("adapter that it began with", prepared.adapter.map_or(Value::Null, hex));
         set(

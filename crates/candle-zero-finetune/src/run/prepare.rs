@@ -1,6 +1,6 @@
 //! Prepares the inputs of a run before the engine is built: the model's description, its tokenizer and its data.
 
-use super::options::{Objective, Options, TuningMethod, ValidationData, misused, refused};
+use super::options::{Objective, Options, PipelineStages, TuningMethod, ValidationData, misused, refused};
 use super::run_identity::SavedRun;
 use crate::chat::template::Template;
 use crate::chat::tokenizer::Tokenizer;
@@ -17,7 +17,7 @@ use crate::model::classifier_base::ClassifierBase;
 use crate::model::classifier_config::ClassifierConfig;
 use crate::peft::adapted_values::AdaptedValues;
 use crate::peft::adapter::{Adapter, is_saved};
-use crate::peft::qlora::{PACKING, is_quantized};
+use crate::peft::qlora::{PACKING, quantized_except};
 use candle_zero::engine::InitialValues;
 use candle_zero::models::DecoderConfig;
 use candle_zero::nn::is_adapter;
@@ -64,11 +64,18 @@ impl StartModel {
             let base = Box::new(ClassifierBase::open(&options.model, &labels)?);
             let config = base.config().clone().with_lora(options.method.lora().cloned());
             let (config, saved) = (config.recomputing(checkpoint_activations), base.saved_modules());
+            if options.router_aux_loss_coef.is_some() {
+                let why = "is for language models: a classifier is trained without a load-balancing loss";
+                return Err(misused("--router_aux_loss_coef", why));
+            }
+            check_kept(options, config.blocks())?;
             return Ok(Self::Classifier { base, config, saved });
         }
         let base = Box::new(BaseModel::open(&options.model)?);
         let lora = options.method.lora().cloned();
-        let config = DecoderConfig { lora, checkpoint_activations, ..base.config().clone() };
+        let mut config = DecoderConfig { lora, checkpoint_activations, ..base.config().clone() };
+        set_balance(&mut config, options)?;
+        check_kept(options, config.blocks.len())?;
         Ok(Self::Decoder { base, config })
     }
 
@@ -114,9 +121,11 @@ impl StartModel {
                     Some(_) => {
                         let values = AdaptedValues::new(base, config, adapter)?;
                         Arc::new(match options.method {
-                            TuningMethod::Qlora(_) => {
-                                values.quantized(PACKING, options.precision.dtype(), is_quantized)
-                            }
+                            TuningMethod::Qlora(_) => values.quantized(
+                                PACKING,
+                                options.precision.dtype(),
+                                quantized_except(&options.keep_layers),
+                            ),
                             _ => values,
                         })
                     }
@@ -144,7 +153,9 @@ impl StartModel {
                 }
                 let values = AdaptedValues::of_classifier(base, config, adapter)?;
                 Ok(Arc::new(match options.method {
-                    TuningMethod::Qlora(_) => values.quantized(PACKING, options.precision.dtype(), is_quantized),
+                    TuningMethod::Qlora(_) => {
+                        values.quantized(PACKING, options.precision.dtype(), quantized_except(&options.keep_layers))
+                    }
                     _ => values,
                 }))
             }
@@ -157,6 +168,37 @@ impl StartModel {
             Self::Decoder { base, .. } => base.config().ctx,
             Self::Classifier { base, .. } => base.config().ctx(),
         }
+    }
+}
+
+/// Sets the factor of the load-balancing loss, and checks that the run can have one.
+fn set_balance(config: &mut DecoderConfig, options: &Options) -> Result<()> {
+    const FLAG: &str = "--router_aux_loss_coef";
+    match (&mut config.mixture, options.router_aux_loss_coef) {
+        (Some(mixture), Some(factor)) => mixture.balance_coefficient = Some(factor),
+        (None, Some(_)) => {
+            return Err(misused(FLAG, "is for mixtures of experts, and the model is none; leave it out"));
+        }
+        (_, None) => (),
+    }
+    let Some(mixture) = &mut config.mixture else { return Ok(()) };
+    mixture.balance_coefficient = mixture.balance_coefficient.filter(|factor| *factor > 0.0);
+    let is_divided = matches!(options.pipeline, Some(PipelineStages::Auto | PipelineStages::Number(2..)));
+    match is_divided && mixture.balance_coefficient.is_some() {
+        true => Err(misused(
+            "--pipeline",
+            "cannot be combined with the load-balancing loss of a mixture of experts, because no stage has the routers of \
+             all blocks; give --router_aux_loss_coef 0, or leave --pipeline out",
+        )),
+        false => Ok(()),
+    }
+}
+
+/// Checks that the model has the blocks whose weights QLoRA does not pack.
+fn check_kept(options: &Options, blocks: usize) -> Result<()> {
+    match options.keep_layers.iter().find(|block| **block >= blocks) {
+        Some(block) => Err(refused("--keep_layers", block, format!("numbers of layers from 0 to {}", blocks - 1))),
+        None => Ok(()),
     }
 }
 

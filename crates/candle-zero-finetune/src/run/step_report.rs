@@ -1,5 +1,6 @@
 //! Reports of a run: the measurements of each optimizer step, and why the run has ended.
 
+use super::expert_loads::ExpertShares;
 use candle_zero::nn::Rewards;
 use serde::Serialize;
 
@@ -41,6 +42,13 @@ pub struct StepReport {
     pub disk_bytes_per_s: f64,
     /// The peak memory of the rank that used the most.
     pub rss_peak_bytes: Option<u64>,
+    /// The load-balancing loss of the step's routers, which is part of `loss` with a factor, if the model is trained with
+    /// one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub router_aux_loss: Option<f64>,
+    /// How evenly the routers of a mixture chose their experts.
+    #[serde(flatten)]
+    pub experts: Option<ExpertShares>,
     /// The mean loss on the validation data, if the model was validated after this step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
@@ -56,6 +64,20 @@ pub struct StepReport {
     /// The rewards of the validation's pairs, if the model was validated after this step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_rewards: Option<Rewards>,
+}
+
+impl StepReport {
+    /// Returns the names and values of what is known about routers.
+    pub(super) fn of_routers(&self) -> Vec<(&'static str, f64)> {
+        let mut values = Vec::new();
+        values.extend(self.router_aux_loss.map(|loss| ("router_aux_loss", loss)));
+        if let Some(shares) = &self.experts {
+            values.push(("largest_expert_share", shares.largest_expert_share));
+            values.push(("smallest_expert_share", shares.smallest_expert_share));
+            values.push(("unused_experts", shares.unused_experts as f64));
+        }
+        values
+    }
 }
 
 /// The reason why a run has stopped.

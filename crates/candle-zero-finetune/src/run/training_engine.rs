@@ -9,14 +9,14 @@ use crate::data::batches::{Batches, NO_TARGET};
 use crate::error::{Error, Result};
 use crate::model::trainable_model::TrainableModel;
 use crate::peft::adapter::{Adapter, AdapterTensor};
-use crate::peft::qlora::{PACKING, is_quantized};
+use crate::peft::qlora::{PACKING, quantized_except};
 use candle_core::{DType, Device, Tensor};
 use candle_zero::checkpoint::{LoadOptions, LoadedCheckpoint, SaveOptions};
 use candle_zero::comm::{CommReport, Communicator};
 use candle_zero::config::Config;
 use candle_zero::engine::{Engine, EngineBuilder, PipelineEngine};
 use candle_zero::memory::MemoryReport;
-use candle_zero::models::{Decoder, DecoderBatch, Session, decoder_pipeline};
+use candle_zero::models::{Decoder, DecoderBatch, ExpertLoad, RouterReport, Session, decoder_pipeline};
 use candle_zero::monitor::rss_peak_bytes;
 use candle_zero::nn::{LoraConfig, Rewards, is_adapter};
 use candle_zero::offload::OffloadReport;
@@ -64,6 +64,10 @@ pub(super) struct StepOutcome {
     pub tokens: f64,
     /// The means of the rewards' numbers, for preferences.
     pub rewards: [f64; 4],
+    /// The mean load-balancing loss, if the model is trained with one.
+    pub balance: Option<f64>,
+    /// The loads of the experts of all sparse blocks, over all micro batches and ranks.
+    pub loads: Vec<ExpertLoad>,
     /// The peak memory of the rank that used the most; 0 if unknown.
     pub rss_peak_bytes: f64,
     /// The failure of a background save that ended in this step.
@@ -92,7 +96,7 @@ impl TrainingEngine {
             builder = builder.trainable(move |name, _| is_trained(name));
         }
         if let TuningMethod::Qlora(_) = method {
-            builder = builder.quantized(PACKING, is_quantized);
+            builder = builder.quantized(PACKING, quantized_except(&prepared.options.keep_layers));
         }
         let whole = |engine: Engine<TrainableModel>| Self::Whole(Box::new(engine));
         let sizes = match &prepared.start {
@@ -323,6 +327,7 @@ impl TrainingEngine {
         // equal share of their number.
         let divisor = training.targets_of_step(step).max(1) as f64 / (parts * micro_steps) as f64;
         let (mut tokens, mut rewards_sum, mut failed_save) = (0, [0.0; 4], None);
+        let (mut balance_sum, mut loads) = (None, Vec::<ExpertLoad>::new());
         let mut saved = |ended: Result<()>| match ended {
             // The step has been completed.
             Err(error @ Error::Checkpoint(_)) => {
@@ -340,14 +345,18 @@ impl TrainingEngine {
                         true => Some(engine.eval(|model| objective.reference(model, &rows, &device))?),
                         false => None,
                     };
-                    let mut rewards = None;
+                    let (mut rewards, mut routers) = (None, RouterReport::default());
                     let loss = engine.forward(|model| {
-                        let (loss, of_pairs) = objective.loss(model, &rows, reference.as_ref(), divisor, &device)?;
+                        let of_batch = objective.loss(model, &rows, reference.as_ref(), divisor, &device)?;
                         // If the closure runs again to check the gradient, the last run is the one with unchanged
                         // weights.
-                        rewards = of_pairs;
-                        Ok(loss)
+                        (rewards, routers) = (of_batch.rewards, of_batch.routers);
+                        Ok(of_batch.loss)
                     })?;
+                    if let Some(balance) = &routers.balance {
+                        *balance_sum.get_or_insert(0.0) += f64::from(balance.to_scalar::<f32>()?);
+                    }
+                    add_loads(&mut loads, routers.loads);
                     engine.backward(&loss)?;
                     saved(engine.step())?;
                     let rewards = rewards.map(Rewards::to_numbers).unwrap_or_default();
@@ -370,15 +379,21 @@ impl TrainingEngine {
         };
         let mut own = vec![loss, tokens as f64, rss_peak_bytes().unwrap_or(0) as f64];
         own.extend(rewards_sum.map(|sum| sum / micro_steps as f64));
+        own.push(balance_sum.unwrap_or(0.0) / micro_steps as f64);
+        own.extend(loads.iter().flat_map(|load| &load.choices).map(|choices| *choices as f64));
         let ranks = self.gather_f64(&own)?;
         let sum = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
         let mean = |i: usize| sum(i) / ranks.len() as f64;
+        let all_choices = loads.iter_mut().flat_map(|load| &mut load.choices);
+        all_choices.enumerate().for_each(|(i, choices)| *choices = sum(8 + i) as u64);
         Ok(StepOutcome {
             // All ranks of a pipeline have the mean.
             loss: if self.pipeline_ranks().is_some() { loss } else { mean(0) },
             // They have the same rows.
             tokens: sum(1) / self.pipeline_ranks().unwrap_or(1) as f64,
             rewards: [3, 4, 5, 6].map(mean),
+            balance: balance_sum.map(|_| mean(7)),
+            loads,
             rss_peak_bytes: ranks.iter().fold(0.0, |most: f64, rank| most.max(rank[2])),
             failed_save,
         })
@@ -425,6 +440,17 @@ impl TrainingEngine {
             }
             Self::Pipeline(_) => Err(misused("--prompt", NO_ANSWERS)),
         }
+    }
+}
+
+/// Adds the loads of a micro batch to those of earlier ones.
+fn add_loads(all: &mut Vec<ExpertLoad>, more: Vec<ExpertLoad>) {
+    if all.is_empty() {
+        *all = more;
+        return;
+    }
+    for (sum, load) in all.iter_mut().zip(more) {
+        sum.choices.iter_mut().zip(load.choices).for_each(|(sum, choices)| *sum += choices);
     }
 }
 

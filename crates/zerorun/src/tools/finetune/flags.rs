@@ -31,8 +31,8 @@ pub(super) struct FinetuneFlags {
     #[arg(long, value_enum, default_value_t)]
     task: FinetuneTaskArg,
 
-    /// Adapter settings: r, alpha, dropout, targets (all-linear, or names joined by +), rslora, dora [default:
-    /// r=16,alpha=32,targets=all-linear]
+    /// Adapter settings: r, alpha, dropout, targets (all-linear, or names joined by +), target_parameters (of experts,
+    /// joined by +), rslora, dora [default: r=16,alpha=32,targets=all-linear]
     #[arg(long, value_name = "SETTINGS", conflicts_with = "full")]
     lora: Option<LoraConfig>,
 
@@ -44,9 +44,18 @@ pub(super) struct FinetuneFlags {
     #[arg(long, conflicts_with = "full")]
     qlora: bool,
 
+    /// With --qlora, layers (counted from 0) whose weights are not packed
+    #[arg(long = "keep_layers", alias = "keep-layers", value_name = "N,N", value_delimiter = ',', requires = "qlora")]
+    keep_layers: Vec<usize>,
+
     /// Train all weights [default with --task classify]
     #[arg(long)]
     full: bool,
+
+    /// Factor of the load-balancing loss of a mixture of experts; 0 turns it off [default: that of config.json if
+    /// output_router_logits is set there, otherwise 0]
+    #[arg(long = "router_aux_loss_coef", aliases = ["router-aux-loss-coef", "aux_loss_coef"], value_name = "X")]
+    router_aux_loss_coef: Option<f64>,
 
     /// Train on preferences (chosen and rejected answers), with the model without adapters as the reference
     #[arg(long, value_name = "beta=B", value_parser = beta)]
@@ -317,6 +326,8 @@ impl FinetuneFlags {
             resume_anyway: self.resume_anyway,
             seed: self.seed,
             recompute: self.activation_checkpointing.then_some(true),
+            keep_layers: self.keep_layers.clone(),
+            router_aux_loss_coef: self.router_aux_loss_coef,
             cache: self.samples.cache.clone(),
             base_name: model.repository.map(|repository| repository.name().to_owned()),
             ..Options::new(model.path, &self.out)

@@ -67,6 +67,10 @@ const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
         &["lora_target", "lora_target_modules", "target_modules", "lora_modules", "lora_target_linear"],
         "--lora targets=q_proj+v_proj, or targets=all-linear, which is the default",
     ),
+    (
+        &["lora_target_parameters", "target_parameters"],
+        "--lora target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj",
+    ),
     (&["use_rslora", "peft_use_rslora", "rslora"], "--lora rslora"),
     (&["use_dora", "peft_use_dora", "dora"], "--lora dora"),
     (&["use_peft", "use_lora", "finetuning_type", "train_type"], "--lora SETTINGS (the default), --qlora or --full"),

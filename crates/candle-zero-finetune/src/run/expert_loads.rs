@@ -1,0 +1,125 @@
+//! The loads of the experts of a mixture: how evenly routers choose, and which experts they no longer choose.
+
+use candle_zero::models::ExpertLoad;
+use serde::Serialize;
+
+/// How evenly the routers of a step chose their experts. A share is a part of the choices of a block's router, so that
+/// all shares of N experts are 1 / N if they are chosen equally often.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct ExpertShares {
+    /// The largest share of an expert, in any block.
+    pub largest_expert_share: f64,
+    /// The smallest share of an expert, in any block.
+    pub smallest_expert_share: f64,
+    /// The number of experts, over all blocks, that no token chose.
+    pub unused_experts: u64,
+}
+
+impl ExpertShares {
+    /// Returns the shares of a step, or `None` if there were no choices.
+    pub(super) fn of(loads: &[ExpertLoad]) -> Option<Self> {
+        let shares = loads.iter().flat_map(|load| {
+            let all = load.choices.iter().sum::<u64>();
+            let share = move |choices: &u64| *choices as f64 / all as f64;
+            load.choices.iter().filter(move |_| all > 0).map(share)
+        });
+        let mut found: Option<Self> = None;
+        for share in shares {
+            let before =
+                found.unwrap_or(Self { largest_expert_share: share, smallest_expert_share: share, unused_experts: 0 });
+            found = Some(Self {
+                largest_expert_share: before.largest_expert_share.max(share),
+                smallest_expert_share: before.smallest_expert_share.min(share),
+                unused_experts: before.unused_experts + u64::from(share == 0.0),
+            });
+        }
+        found
+    }
+}
+
+/// Finds experts that are dead: no token chooses them although many would if the experts were chosen equally often.
+#[derive(Debug, Default)]
+pub(super) struct ExpertWatch {
+    blocks: Vec<WatchedBlock>,
+}
+
+#[derive(Debug)]
+struct WatchedBlock {
+    block: usize,
+    /// For each expert, the number of tokens that would have chosen it since it was last chosen if all experts were chosen
+    /// equally often, or `None` once it has been reported.
+    missed: Vec<Option<f64>>,
+}
+
+/// The number of tokens that an expert has missed when it is reported as dead.
+const DEAD_AFTER: f64 = 100.0;
+
+impl ExpertWatch {
+    /// Takes the loads of a step, and returns a message for each block with experts that are found dead for the first time.
+    pub fn observe(&mut self, loads: &[ExpertLoad]) -> Vec<String> {
+        if self.blocks.is_empty() {
+            let watched =
+                |load: &ExpertLoad| WatchedBlock { block: load.block, missed: vec![Some(0.0); load.choices.len()] };
+            self.blocks = loads.iter().map(watched).collect();
+        }
+        let mut messages = Vec::new();
+        for (watched, load) in self.blocks.iter_mut().zip(loads) {
+            let even = load.choices.iter().sum::<u64>() as f64 / load.choices.len().max(1) as f64;
+            let mut dead = Vec::new();
+            for (expert, (missed, choices)) in watched.missed.iter_mut().zip(&load.choices).enumerate() {
+                *missed = missed.map(|missed| if *choices == 0 { missed + even } else { 0.0 });
+                if missed.is_some_and(|missed| missed >= DEAD_AFTER) {
+                    *missed = None;
+                    dead.push(expert.to_string());
+                }
+            }
+            if !dead.is_empty() {
+                let (experts, of) = (if dead.len() == 1 { "expert" } else { "experts" }, load.choices.len());
+                messages.push(format!(
+                    "warning: no token chooses {experts} {} (of {of}) of layer {} any more; a load-balancing loss \
+                     (--router_aux_loss_coef 0.01) makes the choices more even",
+                    dead.join(", "),
+                    watched.block
+                ));
+            }
+        }
+        messages
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn load(block: usize, choices: &[u64]) -> ExpertLoad {
+        ExpertLoad { block, choices: choices.to_vec() }
+    }
+
+    #[test]
+    fn shares_are_parts_of_the_choices_of_a_block() {
+        let shares = ExpertShares::of(&[load(0, &[4, 4, 0]), load(2, &[1, 2, 1])]).unwrap();
+        assert_eq!((shares.largest_expert_share, shares.smallest_expert_share, shares.unused_experts), (0.5, 0.0, 1));
+        assert_eq!(ExpertShares::of(&[]), None);
+        assert_eq!(ExpertShares::of(&[load(1, &[0, 0])]), None);
+    }
+
+    #[test]
+    fn an_expert_is_reported_once_after_it_has_missed_many_tokens() {
+        let mut watch = ExpertWatch::default();
+        // A balanced router would choose each expert 30 times in each step.
+        for step in 0..10 {
+            let messages = watch.observe(&[load(1, &[50, 40, 0]), load(3, &[30, 30 + step % 3, 30])]);
+            assert_eq!(messages.len(), usize::from(step == 3), "step {step}");
+            if let [message] = &messages[..] {
+                insta::assert_snapshot!(message, @"warning: no token chooses expert 2 (of 3) of layer 1 any more; a load-balancing loss (--router_aux_loss_coef 0.01) makes the choices more even");
+            }
+        }
+        // An expert that is chosen now and then is not dead.
+        let mut watch = ExpertWatch::default();
+        for step in 0..50 {
+            assert!(watch.observe(&[load(0, &[60, u64::from(step % 3 == 0)])]).is_empty());
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! The parameters of experts as adapters see them: one parameter for all experts of a projection, whatever the tensors in
+//! files.
+
+use super::decoder_mixture::{EXPERT_PARAMETERS, EXPERTS};
+use super::{DecoderConfig, MixtureNaming};
+use crate::nn::{LoraConfig, WeightLayout};
+use std::ops::Range;
+
+/// The part of a parameter of all experts that a tensor in a file contains.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[doc(hidden)]
+pub struct ExpertPart {
+    /// The path of the module with the adapters of this parameter, if the settings select it.
+    pub adapter: Option<String>,
+    /// The experts that the tensor belongs to: one, or all.
+    pub experts: Range<usize>,
+    /// The number of all experts.
+    pub of: usize,
+    /// The outputs of the parameter that the tensor contains.
+    pub outputs: Range<usize>,
+    /// The number of inputs.
+    pub inputs: usize,
+    /// The layout of an expert's matrix.
+    pub layout: WeightLayout,
+}
+
+impl DecoderConfig {
+    /// Returns the names of the parameters of all experts, of each sparse block, that can have an adapter.
+    pub fn expert_parameters(&self) -> Vec<String> {
+        let of_block = |block| self.expert_parameters_of(block);
+        self.sparse_blocks().flat_map(of_block).collect()
+    }
+
+    fn expert_parameters_of(&self, block: usize) -> [String; 2] {
+        EXPERT_PARAMETERS.map(|name| format!("{}layers.{block}.{EXPERTS}.{name}", self.prefix))
+    }
+
+    /// Returns which part of a parameter of all experts the tensor `name` contains, and the module of that parameter's
+    /// adapter with the settings `lora`. Biases and other tensors are not part of one.
+    #[doc(hidden)]
+    pub fn expert_part(&self, name: &str, lora: &LoraConfig) -> Option<ExpertPart> {
+        let mixture = self.mixture.as_ref()?;
+        let (block, rest) = name.strip_prefix(self.prefix)?.strip_prefix("layers.")?.split_once('.')?;
+        let block = block.parse().ok().filter(|block| self.sparse_blocks().any(|sparse| sparse == *block))?;
+        let rest = rest.strip_prefix(mixture.naming.module())?.strip_prefix(".experts.")?;
+        let (d, width) = (self.hidden_size, mixture.expert_width);
+        let parameters = self.expert_parameters_of(block);
+        let module = parameters[0].strip_suffix(EXPERT_PARAMETERS[0])?;
+        let adapters = lora.expert_wrappers(&parameters).map(|wrapper| {
+            let path = format!("{module}{}", wrapper?);
+            Some(path.trim_end_matches('.').to_owned())
+        });
+        let [of_gate_up, of_down] = adapters;
+        let (experts, projection) = match mixture.naming.of_expert() {
+            None => (0..mixture.experts, EXPERT_PARAMETERS.iter().position(|known| *known == rest)? * 2),
+            Some(names) => {
+                let (expert, module) = rest.strip_suffix(".weight")?.split_once('.')?;
+                let expert = expert.parse().ok().filter(|expert| *expert < mixture.experts)?;
+                (expert..expert + 1, names.iter().position(|known| *known == module)?)
+            }
+        };
+        let is_fused = mixture.naming == MixtureNaming::GptOss;
+        let layout = if is_fused { WeightLayout::InOut } else { WeightLayout::OutIn };
+        let (adapter, outputs, inputs) = match projection {
+            0 if is_fused => (of_gate_up, 0..2 * width, d),
+            0 => (of_gate_up, 0..width, d),
+            1 => (of_gate_up, width..2 * width, d),
+            _ => (of_down, 0..d, width),
+        };
+        Some(ExpertPart { adapter, experts, of: mixture.experts, outputs, inputs, layout })
+    }
+}

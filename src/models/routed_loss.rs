@@ -1,0 +1,81 @@
+//! The losses of language models with routers: cross entropy or log probabilities, together with the routers' choices and
+//! their load-balancing loss.
+
+use super::{Architecture, BalanceLossOptions, ExpertLoad, LanguageModel, RoutedStates, RouterReport};
+use crate::nn::{LossOptions, Routing, Sequences, WeightLayout, linear_cross_entropy_with, linear_log_probabilities};
+use candle_core::{Result, Tensor, bail};
+
+impl<A: Architecture> LanguageModel<A> {
+    /// Returns the loss of [`LanguageModel::loss_packed`], without the load-balancing loss, and what the routers did
+    /// ([`RouterReport::add_to`] adds the two losses). `counts` has one element for each token; tokens with `false`
+    /// (padding) count in neither loads nor the load-balancing loss.
+    ///
+    /// With a load-balancing loss, this is a collective operation in an engine: all ranks must call it.
+    ///
+    /// # Errors
+    /// The errors of [`LanguageModel::loss_packed`]; a `counts` of another length than the tokens; no token that counts on
+    /// any rank.
+    pub fn routed_loss(
+        &self,
+        ids: &Tensor,
+        targets: &Tensor,
+        sequences: Option<&Sequences>,
+        divisor: Option<f64>,
+        counts: Option<&[bool]>,
+    ) -> Result<(Tensor, RouterReport)> {
+        let (states, report) = self.routed(ids, sequences, counts)?;
+        let options = LossOptions { soft_cap: self.layers().logit_soft_cap(), divisor };
+        let weight = self.layers().output();
+        Ok((linear_cross_entropy_with(&states, weight, WeightLayout::OutIn, targets, options)?, report))
+    }
+
+    /// Returns the result of [`LanguageModel::log_probabilities`] and what the routers did, as in
+    /// [`LanguageModel::routed_loss`].
+    ///
+    /// # Errors
+    /// The errors of [`LanguageModel::log_probabilities`], and of [`LanguageModel::routed_loss`] about `counts`.
+    pub fn routed_log_probabilities(
+        &self,
+        ids: &Tensor,
+        targets: &Tensor,
+        sequences: Option<&Sequences>,
+        counts: Option<&[bool]>,
+    ) -> Result<(Tensor, RouterReport)> {
+        let (states, report) = self.routed(ids, sequences, counts)?;
+        let (weight, cap) = (self.layers().output(), self.layers().logit_soft_cap());
+        Ok((linear_log_probabilities(&states, weight, WeightLayout::OutIn, targets, cap)?, report))
+    }
+
+    /// Returns the input of the output projection, and what the routers did.
+    fn routed(
+        &self,
+        ids: &Tensor,
+        sequences: Option<&Sequences>,
+        counts: Option<&[bool]>,
+    ) -> Result<(Tensor, RouterReport)> {
+        self.check_length(ids)?;
+        if let Some(counts) = counts.filter(|counts| counts.len() != ids.elem_count()) {
+            bail!("the mask has {} elements; there are {} tokens", counts.len(), ids.elem_count())
+        }
+        let RoutedStates { states, routings } = self.layers().routed_states(ids, sequences)?;
+        let loads =
+            routings.iter().map(|(block, routing)| ExpertLoad { block: *block, choices: choices(routing, counts) });
+        let mut report = RouterReport { loads: loads.collect(), ..RouterReport::default() };
+        if let Some(BalanceLossOptions { loss, coefficient }) = self.layers().balance_loss() {
+            let routings: Vec<Routing> = routings.into_iter().map(|(_, routing)| routing).collect();
+            (report.balance, report.coefficient) = (Some(loss.loss(&routings, counts)?), coefficient);
+        }
+        Ok((states, report))
+    }
+}
+
+/// Returns the number of rows that chose each expert, among those that count.
+fn choices(routing: &Routing, counts: Option<&[bool]>) -> Vec<u64> {
+    let mut choices = vec![0; routing.assignment().experts()];
+    for (row, chosen) in routing.choices().chunks_exact(routing.experts_per_row()).enumerate() {
+        if counts.is_none_or(|counts| counts[row]) {
+            chosen.iter().for_each(|expert| choices[*expert as usize] += 1);
+        }
+    }
+    choices
+}

@@ -1,0 +1,62 @@
+//! A router whose choices stay the same while a gradient is compared with finite differences.
+
+use super::routing::{Routing, choose, routed};
+use super::{ExpertAssignment, RouterOptions};
+use crate::graph::rng_position;
+use crate::util::lock;
+use crate::zero::gather::unit::link_under_construction;
+use crate::zero::rank_core::EngineLink;
+use candle_core::{Result, Tensor};
+use std::sync::{Arc, Mutex};
+
+/// A router of a model. It does what [`route`](super::route()) does, except in the forward passes of a gradient check, which
+/// move the parameters: there, all passes have the choices of the one without moves. A choice is a constant for the gradient, but a
+/// small move changes it for some rows, and the loss then jumps.
+#[derive(Debug, Clone)]
+pub(crate) struct CheckedRouter {
+    options: RouterOptions,
+    link: EngineLink,
+    held: Arc<Mutex<Option<HeldChoices>>>,
+}
+
+/// The choices of the forward pass of a check that moves no parameter.
+#[derive(Debug)]
+struct HeldChoices {
+    /// The random stream of the forward pass that the check repeats.
+    stream: u64,
+    /// The shape of the logits.
+    dims: Vec<usize>,
+    choices: Arc<Vec<u32>>,
+    assignment: Arc<ExpertAssignment>,
+}
+
+impl CheckedRouter {
+    /// Creates a router of the model that is being built.
+    pub fn new(options: RouterOptions) -> Self {
+        Self { options, link: link_under_construction(), held: Arc::default() }
+    }
+
+    /// Chooses experts for each row of `logits` `[.., experts]`.
+    ///
+    /// # Errors
+    /// The errors of [`route`](super::route()).
+    pub fn route(&self, logits: &Tensor) -> Result<Routing> {
+        let mut held = lock(&self.held);
+        let Some(core) = self.link.core().filter(|core| core.is_checking()) else {
+            *held = None;
+            drop(held);
+            return super::route(logits, self.options);
+        };
+        let is_moved = core.hold_choices();
+        let stream = rng_position().stream;
+        let is_same = |held: &HeldChoices| held.stream == stream && held.dims == logits.dims();
+        let (choices, assignment) = match held.as_ref().filter(|held| is_moved && is_same(held)) {
+            Some(held) => (held.choices.clone(), held.assignment.clone()),
+            None => choose(logits, self.options)?,
+        };
+        let dims = logits.dims().to_vec();
+        *held = Some(HeldChoices { stream, dims, choices: choices.clone(), assignment: assignment.clone() });
+        drop(held);
+        routed(logits, self.options, choices, assignment)
+    }
+}

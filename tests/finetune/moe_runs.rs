@@ -1,0 +1,211 @@
+//! Runs of `zerorun finetune` on mixtures: the auxiliary loss of all ranks together, the loads of experts, experts that no
+//! token chooses, packed experts, and refusals.
+
+use crate::moe::path;
+use crate::runs::{chats, finetune};
+use crate::support::processes::{stderr, stdout, zerorun};
+use candle_zero::Result;
+use candle_zero::comm::threads;
+use candle_zero::serde_json::{Value, json};
+use candle_zero_finetune::{
+    Adapter, BaseModel, FineTune, Options, PipelineStages, PreparedRun, Source, StepReport, TrainingLength,
+    TuningMethod, ValidationData, WarmupLength,
+};
+use safetensors::tensor::{SafeTensors, TensorView};
+use std::path::{Path, PathBuf};
+
+fn options(folder: &Path, name: &str, out: &str) -> Options {
+    let data = chats(folder, 40);
+    Options {
+        data: vec![Source::parse(&data).unwrap()],
+        method: TuningMethod::Full,
+        length: TrainingLength::Steps(3),
+        lr: Some(1e-3),
+        batch: Some(4),
+        ctx: Some(48),
+        warmup: WarmupLength::Steps(1),
+        cache: Some(folder.join("cache")),
+        ..Options::new(path("models").join(name), folder.join(out))
+    }
+}
+
+fn train(options: &Options, world: usize, stage: u8) -> Vec<StepReport> {
+    let folder = options.cache.clone().unwrap();
+    std::fs::create_dir_all(&folder).unwrap();
+    let config = folder.join(format!("stage{stage}.json"));
+    let zero = json!({"stage": stage, "stage3_param_persistence_threshold": 0});
+    std::fs::write(&config, json!({"zero_optimization": zero}).to_string()).unwrap();
+    let options = Options { ds_config: Some(config), ..options.clone() };
+    let ranks = threads::run(world, |comm| -> Result<_> {
+        let mut run = FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm)?;
+        let mut steps = vec![];
+        while let Some(step) = run.step()? {
+            steps.push(step);
+        }
+        run.finish()?;
+        Ok(steps)
+    });
+    ranks.unwrap().remove(0).unwrap()
+}
+
+#[test]
+fn the_auxiliary_loss_of_a_run_is_that_of_all_ranks_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |out: &str, world: usize, stage: u8, factor: f64| {
+        let options = Options {
+            micro_batch: 4 / world,
+            router_aux_loss_coef: Some(factor),
+            validation: Some(ValidationData::Part(0.2)),
+            eval_every: Some(3),
+            ..options(folder.path(), "qwen3_moe_step2", out)
+        };
+        train(&options, world, stage)
+    };
+    let alone = run("alone", 1, 0, 0.1);
+    for (i, step) in alone.iter().enumerate() {
+        let (balance, shares) = (step.router_aux_loss.unwrap(), step.experts.unwrap());
+        // Perfect balance has the number of experts of a token.
+        assert!(balance > 2.0 && balance < 16.0, "step {i}: {balance}");
+        assert!(shares.largest_expert_share > 1.0 / 16.0 && shares.smallest_expert_share < 1.0 / 16.0);
+    }
+    let numbers = |steps: &[StepReport]| -> Vec<(f64, Option<f64>, Option<f64>, Option<f64>)> {
+        steps.iter().map(|step| (step.loss, step.grad_norm, step.router_aux_loss, step.val_loss)).collect()
+    };
+    assert_eq!(numbers(&run("sharded", 1, 3, 0.1)), numbers(&alone));
+    let pair = run("pair", 2, 3, 0.1);
+    for (one, two) in alone.iter().zip(&pair) {
+        assert!((one.loss - two.loss).abs() < 5e-5, "{} {}", one.loss, two.loss);
+        assert!((one.router_aux_loss.unwrap() - two.router_aux_loss.unwrap()).abs() < 1e-5);
+        assert_eq!(one.experts, two.experts);
+    }
+    let without = run("without", 1, 0, 0.0);
+    assert!(without.iter().all(|step| step.router_aux_loss.is_none() && step.experts.is_some()));
+    let added = alone[0].loss - without[0].loss;
+    assert!((added - 0.1 * alone[0].router_aux_loss.unwrap()).abs() < 1e-5, "{added}");
+}
+
+/// Copies a model with zeros as the router's row of one expert of layer 1, which then has a logit of 0 for each token.
+fn with_an_expert_that_is_never_chosen(folder: &Path, name: &str, expert: usize) -> PathBuf {
+    let copy = folder.join("model");
+    std::fs::create_dir_all(&copy).unwrap();
+    for file in std::fs::read_dir(path("models").join(name)).unwrap() {
+        let file = file.unwrap().path();
+        std::fs::copy(&file, copy.join(file.file_name().unwrap())).unwrap();
+    }
+    let file = copy.join("model.safetensors");
+    let bytes = std::fs::read(&file).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let changed: Vec<_> = tensors
+        .iter()
+        .map(|(name, view)| {
+            let mut data = view.data().to_vec();
+            if name == "model.layers.1.mlp.gate.weight" {
+                let row = data.len() / view.shape()[0];
+                data[expert * row..(expert + 1) * row].fill(0);
+            }
+            (name.to_owned(), view.dtype(), view.shape().to_vec(), data)
+        })
+        .collect();
+    let views =
+        changed.iter().map(|(name, dtype, shape, data)| (name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    std::fs::write(&file, safetensors::serialize(views, None).unwrap()).unwrap();
+    copy
+}
+
+#[test]
+fn a_dead_expert_is_named_once_with_its_layer() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = with_an_expert_that_is_never_chosen(folder.path(), "qwen3_moe_step2", 5);
+    let (data, metrics) = (chats(folder.path(), 60), folder.path().join("metrics.jsonl"));
+    let out = folder.path().join("adapter");
+    let words = ["--data", &data, "--steps", "9", "--batch", "4", "--ctx", "48", "--lora", "r=2,targets=q_proj"];
+    let mut command = finetune(&model, folder.path(), &words);
+    let output = command.arg("--out").arg(&out).arg("--metrics").arg(&metrics).output().unwrap();
+    let text = stderr(&output);
+    assert!(output.status.success(), "{text}");
+    // In so short a run, other experts may be unused, too.
+    let named =
+        text.lines().filter_map(|line| line.split_once("no token chooses ")?.1.split_once(" (of 16) of layer 1"));
+    let numbers = named.flat_map(|(experts, _)| experts.split([' ', ',']));
+    assert_eq!(numbers.filter(|number| *number == "5").count(), 1, "{text}");
+    let lines = std::fs::read_to_string(&metrics).unwrap();
+    let steps: Vec<Value> = lines.lines().map(|line| candle_zero::serde_json::from_str(line).unwrap()).collect();
+    let steps: Vec<&Value> = steps.iter().filter(|line| !line["loss"].is_null()).collect();
+    assert_eq!(steps.len(), 9);
+    for step in steps {
+        assert_eq!(step["smallest_expert_share"], 0.0, "{step}");
+        assert!(step["unused_experts"].as_u64().unwrap() >= 1 && step["largest_expert_share"].as_f64().unwrap() > 0.0);
+        assert!(step.get("router_aux_loss").is_none());
+    }
+}
+
+#[test]
+fn experts_in_mxfp4_are_trained_in_four_bits_and_merged() {
+    let folder = tempfile::tempdir().unwrap();
+    let (data, model) = (chats(folder.path(), 30), path("models/gpt_oss_mxfp4"));
+    let lora = "r=2,targets=q_proj,target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj";
+    let adapter = folder.path().join("adapter");
+    let words = [
+        &["--data", &data, "--steps", "2", "--batch", "2", "--ctx", "48", "--lora", lora][..],
+        &["--qlora", "--keep_layers", "1", "--lr", "0.01", "--dtype", "bf16"],
+    ];
+    let output = finetune(&model, folder.path(), &words.concat()).arg("--out").arg(&adapter).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let read = Adapter::read(&adapter).unwrap();
+    assert_eq!(read.config.target_parameters, ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]);
+    let merged = folder.path().join("merged");
+    let output = zerorun().arg("merge").arg(&model).arg(&adapter).arg("--out").arg(&merged).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let base = BaseModel::open(&merged).unwrap();
+    let config = base.config_json();
+    assert!(config.get("quantization_config").is_none() && config["dtype"] == "bfloat16");
+    let count = base.config().parameters().unwrap().len();
+    assert!(stdout(&output).contains(&format!("{count} tensors, 6 of them with the adapter")), "{}", stdout(&output));
+    let generate = |model: &Path, more: &[&str]| {
+        let words = ["--prompt", "3 and 4?", "--max_tokens", "5", "--temperature", "0"];
+        let output = zerorun().arg("generate").arg(model).args(words).args(more).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        stdout(&output)
+    };
+    generate(&merged, &[]);
+    generate(&model, &["--adapter", adapter.to_str().unwrap()]);
+}
+
+#[test]
+fn a_mixture_in_a_pipeline_has_the_bits_of_one_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let lora = "r=2,targets=q_proj,target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj";
+    let of = |out: &str| Options {
+        method: TuningMethod::Lora(lora.parse().unwrap()),
+        ..options(folder.path(), "mixtral", out)
+    };
+    let alone = train(&of("alone"), 1, 0);
+    let pipeline = train(&Options { pipeline: Some(PipelineStages::Number(2)), ..of("pipeline") }, 2, 0);
+    for (one, two) in alone.iter().zip(&pipeline) {
+        assert_eq!((one.loss, one.grad_norm), (two.loss, two.grad_norm));
+        assert!(one.experts.is_some() && two.experts.is_none());
+    }
+    let [one, two] = ["alone", "pipeline"].map(|out| Adapter::read(folder.path().join(out)).unwrap());
+    for name in ["base_layer.lora_A.weight", "base_layer.lora_B.weight", "lora_A.weight", "lora_B.weight"] {
+        let name = format!("model.layers.1.mlp.experts.{name}");
+        assert_eq!(one.tensor(&name).unwrap(), two.tensor(&name).unwrap(), "{name}");
+    }
+}
+
+#[test]
+fn options_that_a_mixture_cannot_have_are_refused_by_flag() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = |options: Options| {
+        let error = PreparedRun::new(options, &mut |_| ()).unwrap_err().to_string();
+        error.replace(folder.path().to_str().unwrap(), "DIR")
+    };
+    let usual = |name: &str| options(folder.path(), name, "out");
+    let qlora = TuningMethod::Qlora("r=2".parse().unwrap());
+    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(-1.0), ..usual("mixtral") }), @"--router_aux_loss_coef is -1, but must be a finite number of at least 0");
+    insta::assert_snapshot!(text(Options { keep_layers: vec![0], ..usual("mixtral") }), @"--keep_layers requires --qlora, because only QLoRA holds weights in 4 bits");
+    insta::assert_snapshot!(text(Options { keep_layers: vec![0, 2], method: qlora, ..usual("mixtral") }), @"--keep_layers is 2, but must be numbers of layers from 0 to 1");
+    let divided = Options { pipeline: Some(PipelineStages::Number(2)), ..usual("mixtral") };
+    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..divided }), @"--pipeline cannot be combined with the load-balancing loss of a mixture of experts, because no stage has the routers of all blocks; give --router_aux_loss_coef 0, or leave --pipeline out");
+    let llama = Options { model: crate::fixtures::path("models/llama"), ..usual("mixtral") };
+    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..llama }), @"--router_aux_loss_coef is for mixtures of experts, and the model is none; leave it out");
+}
