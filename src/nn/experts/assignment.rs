@@ -118,6 +118,26 @@ impl ExpertAssignment {
         self.starts[expert]..self.starts[expert + 1]
     }
 
+    /// Returns the slots of consecutive experts.
+    pub(super) fn slots_of_range(&self, experts: &Range<usize>) -> Range<usize> {
+        if experts.is_empty() { 0..0 } else { self.starts[experts.start]..self.starts[experts.end] }
+    }
+
+    /// Returns the part that concerns consecutive experts. All experts keep their numbers, but the others have no slots,
+    /// and slots are numbered from 0 on. Rows and choices are still those of the whole batch.
+    pub(super) fn narrowed(&self, experts: Range<usize>) -> Self {
+        let slots = self.slots_of_range(&experts);
+        let starts = self.starts.iter().map(|start| start.clamp(&slots.start, &slots.end) - slots.start).collect();
+        let (row_of, choice_of) = (self.row_of[slots.clone()].to_vec(), self.choice_of[slots.clone()].to_vec());
+        let mut row_starts = vec![0; self.row_starts.len()];
+        row_of.iter().for_each(|row| row_starts[*row as usize + 1] += 1);
+        for row in 1..row_starts.len() {
+            row_starts[row] += row_starts[row - 1];
+        }
+        let mine = self.slots.iter().map(|slot| *slot as usize).filter(|slot| slots.contains(slot));
+        Self { starts, row_of, choice_of, slots: mine.map(|slot| (slot - slots.start) as u32).collect(), row_starts }
+    }
+
     /// Returns the row of each slot.
     pub fn row_of_slots(&self) -> &[u32] {
         &self.row_of

@@ -25,12 +25,14 @@ pub(crate) struct LeafUnits {
     /// The enclosing unit of each unit. The root encloses itself.
     around: Vec<UnitId>,
     is_marked: Vec<bool>,
+    /// Whether each unit is gathered only if the input of a layer chose it.
+    is_routed: Vec<bool>,
 }
 
 impl Default for LeafUnits {
     /// Creates a set that has only the root.
     fn default() -> Self {
-        Self { around: vec![crate::param::ROOT], is_marked: vec![false] }
+        Self { around: vec![crate::param::ROOT], is_marked: vec![false], is_routed: vec![false] }
     }
 }
 
@@ -39,10 +41,27 @@ impl LeafUnits {
     pub fn push(&mut self, around: UnitId) {
         self.around.push(around);
         self.is_marked.push(false);
+        self.is_routed.push(false);
     }
 
     pub fn mark(&mut self, unit: UnitId) {
         self.is_marked[unit] = true;
+    }
+
+    /// Marks a unit as one that is gathered only if the input of a layer chose it.
+    pub fn mark_routed(&mut self, unit: UnitId) {
+        self.is_routed[unit] = true;
+    }
+
+    /// Returns the unit whose layer runs each unit: for a routed unit the one around it, for any other the unit itself.
+    /// Units in leaves are run by the leaf.
+    pub fn run_by(&self) -> Vec<UnitId> {
+        let outermost = self.outermost();
+        let by = |(unit, outer): (UnitId, &UnitId)| match self.is_routed[unit] {
+            true => outermost[self.around[unit]],
+            false => *outer,
+        };
+        outermost.iter().enumerate().map(by).collect()
     }
 
     /// Marks the units that the configuration selects. `units` has the names of all units. Returns the entries that
