@@ -99,7 +99,9 @@ impl ExpertMlp {
             None => RoutedPass::whole(self.experts()),
         };
         let mut shape = x.dims().to_vec();
-        shape[x.rank().saturating_sub(1)] = self.down.widths().1;
+        if let Some(last) = shape.last_mut() {
+            *last = self.down.widths().1;
+        }
         let combine = |y: &Tensor| combine_experts(y, routing.weights(), assignment, &shape.clone().into());
         if self.gate_up.has_kernels_for(x) && self.down.has_kernels_for(x) {
             let rows = expert_rows(x, assignment)?;

@@ -72,7 +72,7 @@ pub fn routed_units<T>(
             continue;
         };
         let (unit, of_engine) = registrar.open_unit(vb.prefix())?;
-        registrar.mark_routed(unit);
+        registrar.mark_routed(unit, units.first().copied().unwrap_or(unit));
         let result = build(number, vb);
         registrar.close_unit();
         built.push(result?);

@@ -48,8 +48,8 @@ pub(crate) trait UnitRegistrar {
     fn close_unit(&self);
     /// Marks a unit to be gathered together with all units inside.
     fn mark_leaf(&self, unit: UnitId);
-    /// Marks a unit to be gathered only if the input of a layer chose it.
-    fn mark_routed(&self, unit: UnitId);
+    /// Marks a unit to be gathered only if the input of a layer chose it. `first` is the first such unit of the layer.
+    fn mark_routed(&self, unit: UnitId, first: UnitId);
     /// Returns the link to the engine.
     fn link(&self) -> EngineLink;
 }

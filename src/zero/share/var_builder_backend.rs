@@ -427,8 +427,8 @@ impl UnitRegistrar for VarBuilderBackend {
         lock(&self.0).leaves.mark(unit);
     }
 
-    fn mark_routed(&self, unit: UnitId) {
-        lock(&self.0).leaves.mark_routed(unit);
+    fn mark_routed(&self, unit: UnitId, first: UnitId) {
+        lock(&self.0).leaves.mark_routed(unit, first);
     }
 
     fn link(&self) -> EngineLink {
