@@ -3,8 +3,8 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 use candle_zero::nn::{
-    ExpertAdapter, ExpertGate, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, Linear, RmsNorm,
-    RouterOptions, RouterOrder, WeightLayout, add, route,
+    ExpertAdapter, ExpertGate, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, Linear, RmsNorm, RouterOptions,
+    RouterOrder, WeightLayout, add, route,
 };
 use candle_zero::zero::{Unit, routed_units, unit};
 use std::cell::RefCell;

@@ -150,7 +150,8 @@ fn an_evaluation_and_a_backward_pass_of_candle_gather_experts_and_leave_none_beh
     let run = |stage: u8, others: bool| {
         let config = config(stage, 1, group_sizes()[1].clone(), json!({}));
         let ranks = threads::run(2, |comm| {
-            let mut engine = Engine::builder().communicator(comm).initialize(|vb| Mixture::new(SHAPE, vb), config.clone())?;
+            let mut engine =
+                Engine::builder().communicator(comm).initialize(|vb| Mixture::new(SHAPE, vb), config.clone())?;
             let mut losses = Vec::new();
             for step in 0..2 {
                 allow((0..3).map(|i| 3 * engine.rank() + i));
@@ -268,7 +269,8 @@ fn moved(world: usize, shape: Shape, zero: &Value, allowed: impl Fn(usize) -> Ve
     let config = config(3, 1, zero.clone(), json!({}));
     let ranks = threads::run(world, |comm| {
         let rank = comm.rank();
-        let mut engine = Engine::builder().communicator(comm).initialize(|vb| Mixture::new(shape, vb), config.clone())?;
+        let mut engine =
+            Engine::builder().communicator(comm).initialize(|vb| Mixture::new(shape, vb), config.clone())?;
         let mut last = None;
         // The second step follows the recorded order of the dense units.
         for step in 0..2 {
@@ -326,8 +328,14 @@ fn the_bytes_read_in_a_step_are_those_of_the_experts_that_rows_chose() {
 
 #[test]
 fn ranks_gather_the_union_of_their_experts_and_agree_once_for_each_layer_and_pass() {
-    let zero = |bucket: usize| json!({"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": bucket});
-    let of = |own: usize, bucket: usize| moved(2, SHAPE, &zero(bucket), |rank| (0..own).map(|i| 4 * rank + i).collect());
+    // Without a distance for reuse, every unit is gathered in both passes.
+    let zero = |bucket: usize| {
+        json!({
+            "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": bucket, "stage3_max_reuse_distance": 0,
+        })
+    };
+    let of =
+        |own: usize, bucket: usize| moved(2, SHAPE, &zero(bucket), |rank| (0..own).map(|i| 4 * rank + i).collect());
     let plain = Shape { units: false, ..SHAPE };
     for bucket in [0, EXPERT, 3 * EXPERT] {
         let (two, four) = (of(2, bucket), of(4, bucket));

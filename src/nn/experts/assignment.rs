@@ -248,4 +248,24 @@ mod tests {
         insta::assert_snapshot!(refusal(&[0, 1, 2], 2, 4, 0..4), @"experts: 3 choices of 2 experts a row; the number must be a multiple of the experts of a row, and at most 4294967295");
         insta::assert_snapshot!(refusal(&[0, 1], 2, 4, 2..5), @"experts: the range 2..5 is not one of the 4 experts");
     }
+
+    #[test]
+    fn a_part_is_the_assignment_of_its_experts_with_the_numbers_of_the_whole() {
+        let choices = [2, 0, 0, 1, 2, 1, 4, 2];
+        let whole = ExpertAssignment::new(&choices, 2, 5).unwrap();
+        for range in [0..5, 0..0, 1..3, 2..5, 3..4, 5..5] {
+            let (part, renumbered) =
+                (whole.narrowed(range.clone()), ExpertAssignment::of_range(&choices, 2, 5, range.clone()).unwrap());
+            assert_eq!((part.experts(), part.rows()), (5, 4));
+            assert_eq!(part.row_of_slots(), renumbered.row_of_slots());
+            assert_eq!(part.choice_of_slots(), renumbered.choice_of_slots());
+            assert_eq!(part.by_row().slots, renumbered.by_row().slots);
+            assert_eq!(part.by_row().starts, renumbered.by_row().starts);
+            for expert in range.clone() {
+                assert_eq!(part.slots_of(expert), renumbered.slots_of(expert - range.start));
+            }
+            assert_eq!(part.slots(), whole.slots_of_range(&range).len());
+            assert!(part.hit().all(|expert| range.contains(&expert)));
+        }
+    }
 }

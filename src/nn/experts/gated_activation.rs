@@ -50,4 +50,3 @@ pub fn gated_activation(x: &Tensor, gate: ExpertGate, order: GateUpOrder) -> Res
         Ok(y)
     })
 }
-

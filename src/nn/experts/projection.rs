@@ -135,7 +135,9 @@ impl ExpertProjection {
             Some(adapter) => crate::nn::add(&y, &adapter.composed(x, assignment, linear)?)?,
             None => y,
         };
-        unused::with_zero_gradients(y, self.weights.iter().chain(&self.biases), assignment)
+        let adapter = self.active_adapter().into_iter().flat_map(|adapter| [&adapter.a, &adapter.b]);
+        let others = std::iter::once(x).chain(adapter);
+        unused::with_zero_gradients(y, self.weights.iter().chain(&self.biases), others, assignment)
     }
 
     /// Returns the adapter, unless adapters are switched off.

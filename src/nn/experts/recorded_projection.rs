@@ -3,10 +3,10 @@
 //! An operation computes the rows of some experts at a time. Only these products need the experts' weights. The gradients
 //! of the parameters need only the rows, and are delivered for all experts together.
 
+use super::ExpertAssignment;
 use super::adapter::{AdapterSizes, ExpertAdapter};
 use super::grouped_rows::{GroupedRows, NAME, ProjectionSizes};
 use super::tensors::{ExpertSinks, ExpertTensors, LentGradient};
-use super::ExpertAssignment;
 use crate::graph::{InputGradSink, OpInputs, SavedTensor};
 use crate::kernels::gemm::{column_sums, gemm_grouped};
 use crate::nn::WeightLayout;
@@ -141,12 +141,7 @@ pub(super) struct ProjectionPass<'a> {
 
 impl ProjectionBackward {
     /// Keeps a projection, its input and the thin products of the adapter after a forward pass.
-    pub fn new(
-        projection: RecordedProjection,
-        assignment: Arc<ExpertAssignment>,
-        x: SavedTensor,
-        h: Vec<f32>,
-    ) -> Self {
+    pub fn new(projection: RecordedProjection, assignment: Arc<ExpertAssignment>, x: SavedTensor, h: Vec<f32>) -> Self {
         let rows = projection.of(&assignment);
         Self { projection, rows, x, h }
     }

@@ -12,8 +12,8 @@
 use super::unit::under_construction;
 use crate::comm::agree;
 use crate::error::Result;
-use crate::param::UnitId;
 use crate::graph::{is_without_gradients, prepared_op};
+use crate::param::UnitId;
 use crate::util::lock;
 use crate::zero::check::gradient_check_state::count_collective_step;
 use crate::zero::hooks::before_backward;
