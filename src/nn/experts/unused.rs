@@ -1,7 +1,7 @@
 //! Gradients of zeros for experts that no row chose, and for everything else if there are no rows.
 
 use super::{ExpertAssignment, ExpertTensors};
-use crate::graph::{Grad, OpInputs, copied};
+use crate::graph::{Grad, InputGradSink, OpInputs, copied};
 use candle_core::{DType, Result, Shape, Tensor};
 
 /// Returns `y` as the result of an operation that delivers gradients of zeros to the tensors of experts that no row
@@ -27,7 +27,7 @@ pub(super) fn with_zero_gradients<'a>(
     }
     let mut inputs = OpInputs::of([Some(&y)])?;
     let sinks = inputs.add(unused.iter().copied())?;
-    if sinks.iter().all(|sink| !sink.is_wanted()) {
+    if !sinks.iter().any(InputGradSink::is_recorded) {
         return Ok(y);
     }
     let zeros: Vec<(Shape, DType)> = unused.iter().map(|tensor| (tensor.shape().clone(), tensor.dtype())).collect();
