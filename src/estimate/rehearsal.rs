@@ -25,6 +25,7 @@ use crate::util::lock;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
 use crate::zero::gather::leaf_units::LeafUnits;
 use crate::zero::gather::param_gatherer::ParamGatherer;
+use crate::zero::gather::routed_units::FLAGS_PER_WORD;
 use crate::zero::gather::unit_trace::UnitEvent;
 use crate::zero::reduce::gradient_reducer;
 use crate::zero::reduce::gradient_reducer::{ArrivedGradient, GradientReducer, ReducePlan};
@@ -382,7 +383,8 @@ impl<'a> Rehearsal<'a> {
                 continue;
             }
             if agrees && self.world_size() > 1 {
-                let launched = self.count(CommKind::Control, units.len().div_ceil(8), DType::U8, WireFormat::Exact);
+                let words = units.len().div_ceil(FLAGS_PER_WORD);
+                let launched = self.count(CommKind::Control, words, DType::F64, WireFormat::Exact);
                 self.step_trace.borrow_mut().wait(launched);
             }
             let sizes = gather.routed_groups(self, &units);

@@ -7,7 +7,9 @@ use crate::support::tiny::config;
 use candle_core::DType;
 use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::{CollectiveKind, threads};
+use candle_zero::config::Config;
 use candle_zero::error::Error;
+use candle_zero::estimate::{Estimate, EstimateOptions, Shapes};
 use candle_zero::memory::MemoryKind;
 use candle_zero::precision::{Nf4Scales, WeightPacking};
 use candle_zero::{Engine, EngineBuilder};
@@ -371,6 +373,50 @@ fn only_two_groups_of_experts_are_in_memory_at_a_time() {
         assert!(peak(experts * EXPERT) <= most, "{experts}: {} of {most}", peak(experts * EXPERT));
     }
     assert!(peak(0) <= dense + EXPERT * 4);
+}
+
+#[test]
+fn an_estimate_counts_the_bytes_of_a_mixture_whose_experts_are_all_chosen() {
+    for (world, checkpointed, bucket) in [(1, false, 2 * EXPERT), (2, false, 0), (2, true, 3 * EXPERT)] {
+        let zero = json!({
+            "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": bucket, "stage3_max_reuse_distance": 0,
+        });
+        let config = config(3, 1, zero, json!({"gradient_check": false}));
+        let shape = Shape { checkpointed, ..SHAPE };
+        let ranks = threads::run(world, |comm| {
+            let rank = comm.rank();
+            let builder = Engine::builder().communicator(comm);
+            let mut engine = builder.initialize(|vb| Mixture::new(shape, vb), config.clone())?;
+            allow([]);
+            let mut before = engine.comm_report();
+            for step in 0..4 {
+                before = engine.comm_report();
+                take_chosen();
+                let x = rows(step * world + rank, 64);
+                let loss = engine.forward(|model| model.loss(&x))?;
+                engine.backward(&loss)?;
+                engine.step()?;
+                assert!(take_chosen().iter().all(|chosen| chosen.len() == shape.experts));
+            }
+            Ok((engine.memory_report(), before, engine.comm_report()))
+        });
+        let shapes = Shapes::of("mixture", |vb| Mixture::new(shape, vb)).unwrap();
+        let options = EstimateOptions { recompute: checkpointed, ..EstimateOptions::default() };
+        let estimate = Estimate::with(&shapes, &Config::load(config, world).unwrap(), options).unwrap();
+        for rank in ranks.unwrap() {
+            let (memory, before, after) = rank.unwrap();
+            assert_eq!(
+                estimate.memory.rows, memory.rows,
+                "world {world}, {checkpointed}\n{}\n{memory}",
+                estimate.memory
+            );
+            for kind in [CollectiveKind::AllGather, CollectiveKind::ReduceScatter, CollectiveKind::Control] {
+                let (before, after, expected) = (before.kind(kind), after.kind(kind), estimate.step.kind(kind));
+                let found = [after.calls - before.calls, after.elements - before.elements];
+                assert_eq!([expected.calls, expected.elements], found, "{} {world} {checkpointed}", kind.name());
+            }
+        }
+    }
 }
 
 // ---- errors --------------------------------------------------------------------------------------------------------

@@ -23,6 +23,9 @@ use candle_nn::VarBuilder;
 use std::ops::Range;
 use std::sync::Arc;
 
+/// The number of units that one number of the exchange describes.
+pub(crate) const FLAGS_PER_WORD: usize = u64::BITS as usize;
+
 /// The units of one layer of which each input uses only some.
 #[derive(Debug, Clone)]
 pub struct RoutedUnits {
@@ -211,12 +214,14 @@ impl RankCore {
     /// Collective: returns for each flag whether it is set on any rank.
     fn on_any_rank(&self, own: &[bool]) -> Result<Vec<bool>> {
         count_collective_step();
-        let mut bits = vec![0u8; own.len().div_ceil(8)];
-        own.iter().enumerate().filter(|(_, flag)| **flag).for_each(|(i, _)| bits[i / 8] |= 1 << (i % 8));
-        for other in agree::gather(self.comm(), bits.clone())? {
-            bits.iter_mut().zip(other).for_each(|(bits, other)| *bits |= other);
+        let mut words = vec![0u64; own.len().div_ceil(FLAGS_PER_WORD)];
+        for (i, _) in own.iter().enumerate().filter(|(_, flag)| **flag) {
+            words[i / FLAGS_PER_WORD] |= 1 << (i % FLAGS_PER_WORD);
         }
-        Ok((0..own.len()).map(|i| bits[i / 8] >> (i % 8) & 1 == 1).collect())
+        for other in agree::gather_u64(self.comm(), &words)? {
+            words.iter_mut().zip(other).for_each(|(word, other)| *word |= other);
+        }
+        Ok((0..own.len()).map(|i| words[i / FLAGS_PER_WORD] >> (i % FLAGS_PER_WORD) & 1 == 1).collect())
     }
 
     /// Gathers a group of routed units, and begins to gather the `next` group.
