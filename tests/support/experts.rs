@@ -17,8 +17,7 @@ pub const PER_ROW: usize = 2;
 pub const EXPERT: usize = 3 * WIDTH * INNER;
 
 thread_local! {
-    /// The experts among which the router of this rank chooses. Empty: among all.
-    static ALLOWED: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+    static ROUTES: RefCell<Routes> = const { RefCell::new(Routes::Among(Vec::new())) };
     /// The experts that rows of this rank chose, in each forward pass of a block.
     static CHOSEN: RefCell<Vec<BTreeSet<usize>>> = const { RefCell::new(Vec::new()) };
 }
@@ -28,9 +27,32 @@ pub fn take_chosen() -> Vec<BTreeSet<usize>> {
     CHOSEN.take()
 }
 
+/// The experts that this rank's routers choose.
+enum Routes {
+    /// The routers choose among these experts, or among all if there are none.
+    Among(Vec<usize>),
+    /// Each row chooses the next experts in turn.
+    InTurn,
+}
+
 /// Limits the experts among which this rank's routers choose from now on.
 pub fn allow(experts: impl IntoIterator<Item = usize>) {
-    ALLOWED.replace(experts.into_iter().collect());
+    ROUTES.replace(Routes::Among(experts.into_iter().collect()));
+}
+
+/// Lets each row of this rank choose the next experts in turn from now on.
+pub fn choose_in_turn() {
+    ROUTES.replace(Routes::InTurn);
+}
+
+impl Routes {
+    /// Returns whether a row may choose an expert.
+    fn allow(&self, row: usize, expert: usize, experts: usize) -> bool {
+        match self {
+            Self::Among(among) => among.is_empty() || among.contains(&expert),
+            Self::InTurn => (0..PER_ROW).any(|i| (row + i) % experts == expert),
+        }
+    }
 }
 
 /// The structure of a model.
@@ -114,15 +136,14 @@ impl Block {
 impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let h = self.norm.forward(x)?;
-        let mut logits = self.router.forward(&h)?;
-        ALLOWED.with_borrow(|allowed| -> Result<()> {
-            if !allowed.is_empty() {
-                let bias = (0..self.experts.experts()).map(|e| if allowed.contains(&e) { 0f32 } else { -60.0 });
-                let bias = Tensor::from_iter(bias, x.device())?.to_dtype(logits.dtype())?;
-                logits = logits.broadcast_add(&bias)?;
-            }
-            Ok(())
-        })?;
+        let logits = self.router.forward(&h)?;
+        let (rows, experts) = (logits.elem_count() / self.experts.experts(), self.experts.experts());
+        let bias = ROUTES.with_borrow(|routes| -> Vec<f32> {
+            let all = (0..rows).flat_map(|row| (0..experts).map(move |expert| (row, expert)));
+            all.map(|(row, expert)| if routes.allow(row, expert, experts) { 0.0 } else { -60.0 }).collect()
+        });
+        let bias = Tensor::from_vec(bias, logits.shape(), x.device())?.to_dtype(logits.dtype())?;
+        let logits = (logits + bias)?;
         let order = RouterOrder::SoftmaxThenTop { renormalize: true };
         let routing = route(&logits, RouterOptions { experts_per_row: PER_ROW, order, keep_f32: false })?;
         CHOSEN.with_borrow_mut(|all| all.push(routing.choices().iter().map(|expert| *expert as usize).collect()));

@@ -1,7 +1,7 @@
 //! Experts as units: at stage 3, only the experts that a row of any rank chose are gathered or read, a few at a time.
 //! Results have the same bits as at stage 0, where all experts are in memory.
 
-use crate::support::experts::{EXPERT, Mixture, SHAPE, Shape, allow, rows, take_chosen};
+use crate::support::experts::{EXPERT, Mixture, SHAPE, Shape, allow, choose_in_turn, rows, take_chosen};
 use crate::support::processes::{as_program, descendants, start, stderr, wait_for, zerorun};
 use crate::support::tiny::config;
 use candle_core::DType;
@@ -387,12 +387,12 @@ fn an_estimate_counts_the_bytes_of_a_mixture_whose_experts_are_all_chosen() {
             let rank = comm.rank();
             let builder = Engine::builder().communicator(comm);
             let mut engine = builder.initialize(|vb| Mixture::new(shape, vb), config.clone())?;
-            allow([]);
+            choose_in_turn();
             let mut before = engine.comm_report();
             for step in 0..4 {
                 before = engine.comm_report();
                 take_chosen();
-                let x = rows(step * world + rank, 64);
+                let x = rows(step * world + rank, 16);
                 let loss = engine.forward(|model| model.loss(&x))?;
                 engine.backward(&loss)?;
                 engine.step()?;

@@ -110,6 +110,7 @@ impl ExpertMlp {
             drop(rows);
             return combine(&y);
         }
+        self.units.iter().for_each(RoutedUnits::expect_any_order);
         experts.around(x, |x| {
             let both = self.gate_up.forward(&expert_rows(x, assignment)?, assignment)?;
             let GatedActivation { gate, order, .. } = self.activation;

@@ -127,6 +127,17 @@ impl RoutedUnits {
     }
 }
 
+impl RoutedUnits {
+    /// Declares that the layer's operations depend on the units that this rank's input chose, so that the gradients of
+    /// the units' parameters arrive in another order on each rank. All ranks declare it for the same layers.
+    pub(crate) fn expect_any_order(&self) {
+        let Some(core) = self.link.core().filter(|core| core.comm().size() > 1) else { return };
+        let (Some(first), Some(last)) = (self.units.first(), self.units.last()) else { return };
+        let params = core.params().iter().enumerate().filter(|(_, param)| (first..=last).contains(&&param.unit));
+        lock(&core.gradients).make_optional(params.map(|(id, _)| id));
+    }
+}
+
 /// The units of a layer that the inputs of all ranks chose for one forward pass, and for its backward pass.
 #[derive(Debug, Clone)]
 pub(crate) struct RoutedPass {
