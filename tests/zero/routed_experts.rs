@@ -22,7 +22,7 @@ use std::path::Path;
 
 const STEPS: usize = 3;
 
-/// What each rank's rows are, and among which experts their routers choose.
+/// The number of each rank's rows, and the experts among which their routers choose.
 type Routes = dyn Fn(usize, usize) -> (usize, Vec<usize>) + Sync;
 
 /// The bits of the losses and gradient norms of every rank, and the exported model.
@@ -76,7 +76,7 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Each rank chooses among three experts of its own; a rank in turn has no rows.
+/// Each rank chooses among three separate experts; a rank in turn has no rows.
 fn disjoint(micro: usize, rank: usize) -> (usize, Vec<usize>) {
     let count = if (micro + rank).is_multiple_of(4) { 0 } else { 5 + rank };
     (count, (0..3).map(|i| (3 * rank + i + micro) % SHAPE.experts).collect())
@@ -112,7 +112,7 @@ fn ranks_whose_rows_choose_different_experts_train_with_the_bits_of_stage_0() {
             assert_eq!(got.0, reference.0, "world {world}, {zero}");
             assert!(got.1 == reference.1, "world {world}, {zero}");
         }
-        // Experts that are no units are gathered with their block, with the same bits.
+        // Experts without units are gathered with their block, with the same bits.
         let plain = Shape { units: false, ..SHAPE };
         assert!(train(world, plain, &config(3, 1, group_sizes()[1].clone(), json!({})), &disjoint) == reference);
     }
@@ -353,7 +353,7 @@ fn ranks_gather_the_union_of_their_experts_and_agree_once_for_each_layer_and_pas
         let again = moved(2, Shape { checkpointed: true, ..SHAPE }, &zero(bucket), |rank| vec![4 * rank, 4 * rank + 1]);
         assert_eq!(again.control, plain.control + 2 * SHAPE.layers as u64);
     }
-    // A single rank has nobody to agree with, and ranks that choose the same experts gather each once.
+    // A single rank has no rank to agree with, and ranks that choose the same experts gather each once.
     let alone = |shape: Shape| moved(1, shape, &zero(0), |_| vec![1, 2]).control;
     assert_eq!(alone(SHAPE), alone(plain));
     let same = moved(2, SHAPE, &zero(0), |_| vec![1, 2]);

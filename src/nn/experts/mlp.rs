@@ -62,9 +62,9 @@ impl ExpertMlp {
         Ok(Self { gate_up, down, activation: GatedActivation { gate, order, width }, units: None })
     }
 
-    /// Declares that the tensors of each expert belong to a unit of their own, of which `units` are built with
+    /// Declares that the tensors of each expert belong to a separate unit; build `units` with
     /// [`routed_units`](crate::zero::routed_units), in the order of the experts. At stage 3, an expert is then gathered
-    /// only if a row of any rank chose it, and the experts are gathered, used and released a few at a time: as many as
+    /// only if a row of any rank chose it. Experts are gathered, used and released a few at a time: as many as
     /// `stage3_prefetch_bucket_size` allows, but at least one. All ranks must run the layer.
     ///
     /// # Errors
@@ -184,7 +184,7 @@ impl GatedActivation {
     }
 }
 
-/// What the backward pass of the MLP needs.
+/// The values that the backward pass of the MLP needs.
 struct MlpBackward {
     gate_up: Arc<ProjectionBackward>,
     down: Arc<ProjectionBackward>,

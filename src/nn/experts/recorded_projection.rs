@@ -36,9 +36,9 @@ struct RecordedAdapter {
 
 /// Consecutive experts whose rows are computed together.
 pub(super) struct ExpertPart {
-    /// Their rows, counted from the first one on.
+    /// The experts' rows, counted from the first one on.
     pub assignment: Arc<ExpertAssignment>,
-    /// Their slots among those of all experts.
+    /// The experts' slots among those of all experts.
     pub slots: Range<usize>,
 }
 
@@ -119,7 +119,7 @@ impl RecordedProjection {
     }
 }
 
-/// What the backward pass of a projection needs.
+/// The values that the backward pass of a projection needs.
 pub(super) struct ProjectionBackward {
     projection: RecordedProjection,
     rows: GroupedRows,
@@ -128,7 +128,7 @@ pub(super) struct ProjectionBackward {
     h: Vec<f32>,
 }
 
-/// A backward pass in progress: what is added up over the parts.
+/// A backward pass in progress, with the sums over its parts.
 pub(super) struct ProjectionPass<'a> {
     of: &'a ProjectionBackward,
     /// The adapter's matrices B, from [`RecordedProjection::sorted_adapter`].
