@@ -150,6 +150,16 @@ mod tests {
     }
 
     #[test]
+    fn routed_units_are_run_by_the_unit_around_them_or_by_its_leaf() {
+        let (mut leaves, _) = nested();
+        [2, 4].into_iter().for_each(|unit| leaves.mark_routed(unit, 2));
+        assert_eq!(leaves.run_by(), [0, 1, 1, 3, 1, 5]);
+        assert_eq!([1, 2, 4].map(|unit| leaves.is_routed(unit)), [false, true, true]);
+        leaves.mark(1);
+        assert_eq!(leaves.run_by(), [0, 1, 1, 1, 1, 5]);
+    }
+
+    #[test]
     fn leaves_are_named_whole_or_by_their_ending() {
         let (mut leaves, units) = nested();
         let strings = |names: &[&str]| names.iter().map(|name| (*name).to_string()).collect();
