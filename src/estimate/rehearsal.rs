@@ -19,12 +19,13 @@ use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry, MemoryReport, M
 use crate::offload::{DiskAccess, StateWindow, WindowSettings};
 use crate::optim;
 use crate::optim::{GroupStepSettings, ParamClass, ParameterGrouping, StepContext};
-use crate::param::{Param, ParamId, ROOT};
+use crate::param::{Param, ParamId, ROOT, UnitId};
 use crate::precision::{ElementBuffer, WeightPacking};
 use crate::util::lock;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
 use crate::zero::gather::leaf_units::LeafUnits;
 use crate::zero::gather::param_gatherer::ParamGatherer;
+use crate::zero::gather::routed_units::FLAGS_PER_WORD;
 use crate::zero::gather::unit_trace::UnitEvent;
 use crate::zero::reduce::gradient_reducer;
 use crate::zero::reduce::gradient_reducer::{ArrivedGradient, GradientReducer, ReducePlan};
@@ -305,11 +306,13 @@ impl<'a> Rehearsal<'a> {
             self.step_trace.borrow_mut().wait(launched);
         }
         let sharded = self.placement().params.is_sharded();
-        let outermost = self.leaves.outermost();
-        let mut elements = vec![0usize; outermost.len()];
-        self.params.iter().for_each(|param| elements[outermost[param.unit]] += param.numel);
+        let run_by = self.leaves.run_by();
+        let mut elements = vec![0usize; run_by.len()];
+        self.params.iter().for_each(|param| elements[run_by[param.unit]] += param.numel);
+        let by = &run_by;
+        let params_of = |unit: UnitId| self.params.iter().filter(move |param| by[param.unit] == unit);
         gather.enter(self, UnitEvent::Forward(ROOT))?;
-        for unit in (0..outermost.len()).filter(|unit| *unit != ROOT) {
+        for unit in (0..run_by.len()).filter(|unit| *unit != ROOT && !self.leaves.is_routed(*unit)) {
             if sharded {
                 if self.recompute {
                     gather.will_recompute();
@@ -318,18 +321,20 @@ impl<'a> Rehearsal<'a> {
             }
             self.compute(StepPhase::Forward, elements[unit]);
             if sharded {
+                self.run_routed(gather, params_of(unit), true)?;
                 gather.leave_forward(self, unit)?;
             }
         }
         // Parameters outside units mostly belong to a head that follows the units.
         self.compute(StepPhase::Forward, elements[ROOT]);
+        self.run_routed(gather, params_of(ROOT), true)?;
         gather.leave_forward(self, ROOT)?;
         gather.enter(self, UnitEvent::Backward(ROOT))?;
         let mut end = self.params.len();
         // Frozen units before the first trained parameter keep no graph.
         let first_trained = self.params.iter().position(Param::is_trained).unwrap_or(end);
-        for params in self.params.chunk_by(|a, b| outermost[a.unit] == outermost[b.unit]).rev() {
-            let unit = outermost[params[0].unit];
+        for params in self.params.chunk_by(|a, b| run_by[a.unit] == run_by[b.unit]).rev() {
+            let unit = run_by[params[0].unit];
             if unit != ROOT && end <= first_trained {
                 break;
             }
@@ -343,7 +348,9 @@ impl<'a> Rehearsal<'a> {
             }
             if unit != ROOT && self.recompute {
                 self.compute(StepPhase::Backward, elements[unit]);
+                self.run_routed(gather, params, true)?;
             }
+            self.run_routed(gather, params, false)?;
             for (id, param) in (0..end).zip(&self.params[..end]).rev().take(params.len()) {
                 // One gradient is for the input, and one is for the parameter.
                 self.compute(StepPhase::Backward, param.numel * if param.is_trained() { 2 } else { 1 });
@@ -362,6 +369,35 @@ impl<'a> Rehearsal<'a> {
         }
         gradients.end_backward(self)?;
         gather.end(self)
+    }
+
+    /// Runs the routed units that `params` belong to, as if the inputs of all ranks together chose all of them. In a
+    /// forward pass (`agrees`), ranks agree on the chosen ones.
+    fn run_routed<'p>(
+        &self,
+        gather: &mut ParamGatherer<Self>,
+        params: impl IntoIterator<Item = &'p Param>,
+        agrees: bool,
+    ) -> Result<()> {
+        for units in self.leaves.routed_of(params) {
+            if !units.iter().any(|unit| gather.has_params(*unit)) {
+                continue;
+            }
+            if agrees && self.world_size() > 1 {
+                let words = units.len().div_ceil(FLAGS_PER_WORD);
+                let launched = self.count(CommKind::Control, words, DType::F64, WireFormat::Exact);
+                self.step_trace.borrow_mut().wait(launched);
+            }
+            let sizes = gather.routed_groups(self, &units);
+            let mut rest = &units[..];
+            for (number, size) in sizes.iter().enumerate() {
+                let (group, others) = rest.split_at(*size);
+                rest = others;
+                gather.enter_routed(self, group, &rest[..sizes.get(number + 1).copied().unwrap_or(0)])?;
+                gather.leave_routed(self, group)?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns the ledger's counts alongside those that the ZeRO formula gives.

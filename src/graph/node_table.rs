@@ -81,6 +81,11 @@ impl SavedTensor {
         }
     }
 
+    /// Returns values that `remake` computes from data that the operation keeps anyway.
+    pub fn remade(remake: impl Fn() -> Result<Tensor> + Send + Sync + 'static) -> Self {
+        Self::Remade(Arc::new(remake))
+    }
+
     pub fn get(&self) -> Result<Tensor> {
         match self {
             Self::Tensor(tensor) => Ok(tensor.clone()),

@@ -21,6 +21,11 @@ impl InputGradSink {
         self.open().is_some()
     }
 
+    /// Returns whether a backward pass may want the gradient. While an operation is recorded, no backward pass runs yet.
+    pub fn is_recorded(&self) -> bool {
+        self.0.is_some()
+    }
+
     pub(super) fn open(&self) -> Option<&GradSlot> {
         self.0.as_deref().filter(|slot| slot.is_open())
     }
@@ -169,7 +174,7 @@ impl<const N: usize> OpInputs<N> {
 
     /// Returns whether a backward pass may want the gradient of input `i`.
     pub fn wants(&self, i: usize) -> bool {
-        self.sinks[i].0.is_some()
+        self.sinks[i].is_recorded()
     }
 
     /// Returns the operation's result. `backward` receives its gradient and delivers those of the inputs, in their

@@ -10,15 +10,20 @@
 //! [`ExpertMlp`] is the lower line. No choice is dropped, and no row is padded. Memory and time are proportional to the
 //! number of choices. Results have the same bits for any number of threads and in either form of the weights
 //! ([`ExpertTensors`]).
+//!
+//! An expert whose tensors are separate may be a unit of its own ([`crate::zero::routed_units`],
+//! [`ExpertMlp::with_units`]), which is gathered at stage 3 only if a row of any rank chose it.
 
 mod adapter;
 mod assignment;
 mod balance_loss;
 mod checked_router;
+mod gated_activation;
 mod grouped_rows;
 mod mlp;
 mod options;
 mod projection;
+mod recorded_projection;
 mod routing;
 mod rows;
 mod tensors;
@@ -28,7 +33,8 @@ pub use adapter::ExpertAdapter;
 pub use assignment::ExpertAssignment;
 pub use balance_loss::{SyncBalanceLoss, load_balancing_loss};
 pub(crate) use checked_router::CheckedRouter;
-pub use mlp::{ExpertMlp, gated_activation};
+pub use gated_activation::gated_activation;
+pub use mlp::ExpertMlp;
 pub use options::{ExpertGate, GateUpOrder, RouterOptions, RouterOrder};
 pub use projection::ExpertProjection;
 pub use routing::{Routing, route};

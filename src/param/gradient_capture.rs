@@ -63,7 +63,10 @@ pub(crate) fn capture(
 mod tests {
     use super::*;
     use crate::graph::deferring;
-    use crate::nn::{ExpertAssignment, ExpertProjection, ExpertTensors, WeightLayout, linear};
+    use crate::nn::{
+        ExpertAssignment, ExpertGate, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, RouterOptions,
+        RouterOrder, WeightLayout, linear, route,
+    };
     use std::sync::Mutex;
 
     /// The gradients that have arrived.
@@ -138,5 +141,18 @@ mod tests {
         let at_once = gradient_of(false, experts);
         assert!(at_once.0 == 0 && at_once.1.iter().any(|x| *x != 0.0));
         assert_eq!(gradient_of(true, experts), (3, at_once.1));
+        // The same weight as gate, up and down of each expert.
+        let mlp = |w: &Tensor| {
+            let logits = Tensor::new(&[[0f32, -1.0, 2.0], [1.0, 0.0, -1.0], [0.0, 0.0, 3.0]], &Device::Cpu)?;
+            let order = RouterOrder::SoftmaxThenTop { renormalize: true };
+            let routing = route(&logits, RouterOptions { experts_per_row: 1, order, keep_f32: false })?;
+            let of = || ExpertTensors::Separate(vec![w.clone(); 3]);
+            let projection = |weights| ExpertProjection::new(weights, Vec::new(), WeightLayout::OutIn);
+            let (gate_up, down) = (projection(vec![of(), of()])?, projection(vec![of()])?);
+            ExpertMlp::new(gate_up, down, ExpertGate::Silu, GateUpOrder::Halves)?.forward(&ramp((3, 4)), &routing)
+        };
+        let at_once = gradient_of(false, mlp);
+        assert!(at_once.0 == 0 && at_once.1.iter().any(|x| *x != 0.0));
+        assert_eq!(gradient_of(true, mlp), (9, at_once.1));
     }
 }

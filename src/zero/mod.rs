@@ -37,4 +37,6 @@ pub(crate) mod transfer;
 
 #[doc(inline)]
 pub use crate::param::BufferSync;
+pub(crate) use gather::routed_units::RoutedPass;
+pub use gather::routed_units::{RoutedUnits, routed_units};
 pub use gather::unit::{Unit, unit};

@@ -4,6 +4,7 @@
 pub mod cluster;
 pub mod convnet;
 pub mod device;
+pub mod experts;
 pub mod gan;
 pub mod processes;
 pub mod recorded;

@@ -22,6 +22,7 @@ mod passing_backward;
 mod programs;
 mod quantized;
 mod recomputation;
+mod routed_experts;
 mod second_copy;
 mod shard_groups;
 mod small_states;

@@ -1,5 +1,6 @@
 //! `zero_hpz_partition_size`: values gathered from all hosts are gathered again from a copy on this host, with the same bits.
 
+use crate::support::experts::{self, EXPERT, Mixture, allow, rows};
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_over};
 use candle_core::{Device, Tensor};
 use candle_zero::comm::{Communicator, Pending, WireFormat, threads};
@@ -107,6 +108,36 @@ fn a_second_copy_changes_no_bit() {
                 assert_eq!(one.memory.row(MemoryKind::SecondCopy).bytes.peak, 0);
             }
         }
+    }
+}
+
+#[test]
+fn experts_are_gathered_from_the_second_copy_with_the_same_bits() {
+    let run = |ranks: usize| {
+        let config = stage_3(ranks, 2, &json!({"stage3_prefetch_bucket_size": 2 * EXPERT}));
+        let ranks = threads::run(4, |comm| {
+            let rank = comm.rank();
+            let (comm, gathered) = on_hosts(comm);
+            let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+            let mut engine = builder.initialize(|vb| Mixture::new(experts::SHAPE, vb), config.clone())?;
+            let mut losses = vec![];
+            for micro in 0..6 {
+                allow((0..3).map(|i| (2 * rank + micro + i) % experts::SHAPE.experts));
+                let x = rows(micro * 4 + rank, 5);
+                let loss = engine.forward(|model| model.loss(&x))?;
+                losses.push(loss.to_scalar::<f32>()?.to_bits());
+                engine.backward(&loss)?;
+                engine.step()?;
+            }
+            let norm = engine.global_grad_norm().map(f64::to_bits);
+            let copy = engine.memory_report().row(MemoryKind::SecondCopy).bytes.peak;
+            Ok((losses, norm, copy, gathered.within.load(Ordering::Relaxed)))
+        });
+        ranks.unwrap().into_iter().collect::<Result<Vec<_>>>().unwrap()
+    };
+    for (one, two) in run(1).into_iter().zip(run(2)) {
+        assert_eq!((one.0, one.1), (two.0, two.1));
+        assert!((one.2, one.3) == (0, 0) && two.2 > EXPERT && two.3 > EXPERT);
     }
 }
 

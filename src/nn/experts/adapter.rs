@@ -113,9 +113,15 @@ impl AdapterSizes {
         }
     }
 
+    /// Returns the rank of the matrices.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
     /// Returns the matrices B with experts first, each transposed: `[experts, r, out]`.
-    pub fn by_expert(&self, b: &[f32]) -> Vec<f32> {
-        let (experts, rank, outputs) = (self.assignment.experts(), self.rank, self.outputs);
+    pub fn by_expert(adapter: &ExpertAdapter, sizes: &ProjectionSizes, b: &[f32]) -> Vec<f32> {
+        let (experts, outputs) = (sizes.experts, sizes.outputs());
+        let rank = adapter.a.dims()[0] / experts;
         let mut sorted = buffer::<f32>(b.len());
         for (output, row) in b.chunks_exact(experts * rank).enumerate() {
             for (i, values) in row.chunks_exact(experts).enumerate() {
@@ -128,7 +134,7 @@ impl AdapterSizes {
     }
 
     /// Returns the matrices B in the adapter's layout; the inverse of [`AdapterSizes::by_expert`].
-    fn in_layout(&self, sorted: &[f32], b: &mut [f32]) {
+    pub fn in_layout(&self, sorted: &[f32], b: &mut [f32]) {
         let (experts, rank, outputs) = (self.assignment.experts(), self.rank, self.outputs);
         for (output, row) in b.chunks_exact_mut(experts * rank).enumerate() {
             for (i, values) in row.chunks_exact_mut(experts).enumerate() {
@@ -190,25 +196,27 @@ impl AdapterSizes {
         });
     }
 
-    /// Computes the gradients of h and, if wanted, B from the gradient of the result, `g`. B is from
-    /// [`AdapterSizes::by_expert`].
-    pub fn thin_gradients<E: TensorElement>(&self, g: &[E], h: &[f32], b: &[f32], db: Option<&mut [f32]>) -> Vec<f32> {
+    /// Computes the gradient of h from the gradient of the result, `g`, and adds the gradient of B to `db`, if there is
+    /// one. B and `db` have the order of [`AdapterSizes::by_expert`].
+    pub fn thin_gradients<E: TensorElement>(
+        &self,
+        g: &[E],
+        h: &[f32],
+        b: &[f32],
+        mut db: Option<&mut [f32]>,
+    ) -> Vec<f32> {
         let (outputs, rank, scale) = (self.outputs, self.rank, self.scale);
         let mut dh = buffer::<f32>(self.assignment.slots() * rank);
-        let mut sorted = vec![0f32; if db.is_some() { b.len() } else { 0 }];
         self.in_f32(g, outputs, |pieces, g| {
             grouped(pieces, &mut dh, rank, |expert, rows| {
                 let b = Matrix::new(&b[expert * rank * outputs..][..rank * outputs], rank, outputs).t();
                 let g = Matrix::new(&g[rows.start * outputs..rows.end * outputs], rows.len(), outputs);
                 (g, b, Epilogue { scale, ..Epilogue::default() })
             });
-            if db.is_some() {
-                self.add_to_matrices(pieces, &mut sorted, (h, g, outputs), scale);
+            if let Some(db) = db.as_deref_mut() {
+                self.add_to_matrices(pieces, db, (h, g, outputs), scale);
             }
         });
-        if let Some(db) = db {
-            self.in_layout(&sorted, db);
-        }
         dh
     }
 

@@ -118,6 +118,26 @@ impl ExpertAssignment {
         self.starts[expert]..self.starts[expert + 1]
     }
 
+    /// Returns the slots of consecutive experts.
+    pub(super) fn slots_of_range(&self, experts: &Range<usize>) -> Range<usize> {
+        if experts.is_empty() { 0..0 } else { self.starts[experts.start]..self.starts[experts.end] }
+    }
+
+    /// Returns the part that concerns consecutive experts. All experts keep their numbers, but the others have no slots,
+    /// and slots are numbered from 0 on. Rows and choices are still those of the whole batch.
+    pub(super) fn narrowed(&self, experts: Range<usize>) -> Self {
+        let slots = self.slots_of_range(&experts);
+        let starts = self.starts.iter().map(|start| start.clamp(&slots.start, &slots.end) - slots.start).collect();
+        let (row_of, choice_of) = (self.row_of[slots.clone()].to_vec(), self.choice_of[slots.clone()].to_vec());
+        let mut row_starts = vec![0; self.row_starts.len()];
+        row_of.iter().for_each(|row| row_starts[*row as usize + 1] += 1);
+        for row in 1..row_starts.len() {
+            row_starts[row] += row_starts[row - 1];
+        }
+        let mine = self.slots.iter().map(|slot| *slot as usize).filter(|slot| slots.contains(slot));
+        Self { starts, row_of, choice_of, slots: mine.map(|slot| (slot - slots.start) as u32).collect(), row_starts }
+    }
+
     /// Returns the row of each slot.
     pub fn row_of_slots(&self) -> &[u32] {
         &self.row_of
@@ -227,5 +247,25 @@ mod tests {
         insta::assert_snapshot!(refusal(&[0, 1, 3, 3], 2, 4, 0..4), @"experts: row 1 chooses expert 3 twice; the experts of a row must differ");
         insta::assert_snapshot!(refusal(&[0, 1, 2], 2, 4, 0..4), @"experts: 3 choices of 2 experts per row; the number of choices must be a multiple of the number of experts per row, and at most 4294967295");
         insta::assert_snapshot!(refusal(&[0, 1], 2, 4, 2..5), @"experts: the range 2..5 is not one of the 4 experts");
+    }
+
+    #[test]
+    fn a_part_is_the_assignment_of_its_experts_with_the_numbers_of_the_whole() {
+        let choices = [2, 0, 0, 1, 2, 1, 4, 2];
+        let whole = ExpertAssignment::new(&choices, 2, 5).unwrap();
+        for range in [0..5, 0..0, 1..3, 2..5, 3..4, 5..5] {
+            let (part, renumbered) =
+                (whole.narrowed(range.clone()), ExpertAssignment::of_range(&choices, 2, 5, range.clone()).unwrap());
+            assert_eq!((part.experts(), part.rows()), (5, 4));
+            assert_eq!(part.row_of_slots(), renumbered.row_of_slots());
+            assert_eq!(part.choice_of_slots(), renumbered.choice_of_slots());
+            assert_eq!(part.by_row().slots, renumbered.by_row().slots);
+            assert_eq!(part.by_row().starts, renumbered.by_row().starts);
+            for expert in range.clone() {
+                assert_eq!(part.slots_of(expert), renumbered.slots_of(expert - range.start));
+            }
+            assert_eq!(part.slots(), whole.slots_of_range(&range).len());
+            assert!(part.hit().all(|expert| range.contains(&expert)));
+        }
     }
 }

@@ -1,59 +1,15 @@
 //! The MLP of experts: gate and up, the gated activation, down, and the weighted sum.
 
+use super::grouped_rows::NAME;
 use super::options::{ExpertGate, GateUpOrder};
-use super::{ExpertProjection, Routing, combine_experts, expert_rows};
-use crate::graph::{OpInputs, SavedTensor, can_remake};
+use super::recorded_projection::{ExpertPart, ProjectionBackward};
+use super::{ExpertAssignment, ExpertProjection, Routing, combine_experts, expert_rows, gated_activation};
+use crate::graph::{InputGradSink, OpInputs, SavedTensor};
 use crate::kernels::{buffer, gate_up};
-use crate::nn::composed;
-use crate::nn::in_f32::has_kernels;
 use crate::tensor::element::{TensorElement, with_element, with_elements};
-use candle_core::{D, Device, Result, Tensor, bail};
-
-/// Computes the gated activation of `x` `[.., 2 width]`, which holds gate and up, as `[.., width]`, in f32 and rounded
-/// once.
-///
-/// # Errors
-/// An odd number of columns.
-pub fn gated_activation(x: &Tensor, gate: ExpertGate, order: GateUpOrder) -> Result<Tensor> {
-    const NAME: &str = "gated_activation";
-    let both = x.dim(D::Minus1)?;
-    if !both.is_multiple_of(2) {
-        bail!(
-            "{NAME}: the input has shape {:?}; its last dimension must be even, because it holds gate and up",
-            x.dims()
-        )
-    }
-    if !has_kernels(x) {
-        return composed::gated_activation(x, gate, order);
-    }
-    let (x, width) = (x.contiguous()?, both / 2);
-    let mut shape = x.dims().to_vec();
-    shape[x.rank() - 1] = width;
-    let inputs = OpInputs::of([Some(&x)])?;
-    with_element!(x.dtype(), NAME, E => {
-        let forward = move |x: &Tensor| with_elements::<E, _>(x, NAME, |x| {
-            let mut y = buffer::<E>(x.len() / 2);
-            gate_up::gated(gate, order, x, width, &mut y);
-            Ok(y)
-        });
-        let y = forward(&x)?;
-        let (kept, wanted, remade_shape) = (SavedTensor::of(&x), inputs.are_wanted(), shape.clone());
-        let again = x.clone();
-        let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_x]| {
-            to_x.make::<E>(2 * grad.len(), |dx| {
-                with_elements::<E, _>(&kept.get()?, NAME, |x| grad.read::<E, _>(NAME, |dy| {
-                    gate_up::gated_backward(gate, order, (x, dy), width, dx);
-                    Ok(())
-                }))
-            })
-        })?;
-        // The product after the activation need not keep its input.
-        if wanted {
-            can_remake(&y, move || Tensor::from_vec(forward(&again)?, &remade_shape[..], &Device::Cpu));
-        }
-        Ok(y)
-    })
-}
+use crate::zero::{RoutedPass, RoutedUnits};
+use candle_core::{Device, Result, Tensor, bail};
+use std::sync::Arc;
 
 /// The MLP of all experts of a layer: for each row, the sum over its experts e of `weight_e down_e(act(gate_e x, up_e
 /// x))`.
@@ -61,12 +17,24 @@ pub fn gated_activation(x: &Tensor, gate: ExpertGate, order: GateUpOrder) -> Res
 /// A row's experts are added by rising number, whatever their order in the router's choice, starting from 0; the weight
 /// is applied after `down` and its bias. The memory of the activations is proportional to the number of choices, not to
 /// that of the experts.
+///
+/// If every expert is a unit ([`with_units`](Self::with_units)), only the experts that a row chose are gathered, a few
+/// at a time.
 #[derive(Debug, Clone)]
 pub struct ExpertMlp {
     gate_up: ExpertProjection,
     down: ExpertProjection,
+    activation: GatedActivation,
+    units: Option<RoutedUnits>,
+}
+
+/// The activation between the projections.
+#[derive(Debug, Clone, Copy)]
+struct GatedActivation {
     gate: ExpertGate,
     order: GateUpOrder,
+    /// The number of its outputs for each row.
+    width: usize,
 }
 
 impl ExpertMlp {
@@ -91,7 +59,25 @@ impl ExpertMlp {
                 2 * width
             )
         }
-        Ok(Self { gate_up, down, gate, order })
+        Ok(Self { gate_up, down, activation: GatedActivation { gate, order, width }, units: None })
+    }
+
+    /// Declares that the tensors of each expert belong to a separate unit; build `units` with
+    /// [`routed_units`](crate::zero::routed_units), in the order of the experts. At stage 3, an expert is then gathered
+    /// only if a row of any rank chose it. Experts are gathered, used and released a few at a time: as many as
+    /// `stage3_prefetch_bucket_size` allows, but at least one. All ranks must run the layer.
+    ///
+    /// # Errors
+    /// A number of units that differs from that of the experts.
+    pub fn with_units(self, units: RoutedUnits) -> Result<Self> {
+        if units.len() != self.experts() {
+            bail!(
+                "experts: the MLP has {} experts, but {} units; build one unit for each expert",
+                self.experts(),
+                units.len()
+            )
+        }
+        Ok(Self { units: Some(units), ..self })
     }
 
     /// Returns the number of experts.
@@ -102,18 +88,140 @@ impl ExpertMlp {
     /// Applies the MLP to `x` `[.., width]`, for whose rows a router has chosen experts.
     ///
     /// # Errors
-    /// An input or choices that do not match.
+    /// An input or choices that do not match; failures to gather the experts.
     pub fn forward(&self, x: &Tensor, routing: &Routing) -> Result<Tensor> {
         let assignment = routing.assignment();
-        let rows = expert_rows(x, assignment)?;
-        let both = self.gate_up.forward(&rows, assignment)?;
-        // The backward pass computes the rows and the activation again.
-        drop(rows);
-        let inner = gated_activation(&both, self.gate, self.order)?;
-        let y = self.down.forward(&inner, assignment)?;
-        drop(inner);
+        if assignment.experts() != self.experts() {
+            bail!("experts: the router chose among {} experts; the MLP has {}", assignment.experts(), self.experts())
+        }
+        let experts = match &self.units {
+            Some(units) => units.agree(assignment.hit())?,
+            None => RoutedPass::whole(self.experts()),
+        };
         let mut shape = x.dims().to_vec();
-        shape[x.rank() - 1] = self.down.widths().1;
-        combine_experts(&y, routing.weights(), assignment, &shape.into())
+        if let Some(last) = shape.last_mut() {
+            *last = self.down.widths().1;
+        }
+        let combine = |y: &Tensor| combine_experts(y, routing.weights(), assignment, &shape.clone().into());
+        if self.gate_up.has_kernels_for(x) && self.down.has_kernels_for(x) {
+            let rows = expert_rows(x, assignment)?;
+            let y = with_element!(x.dtype(), NAME, E => self.grouped::<E>(&rows, assignment, experts))?;
+            // The backward pass computes the rows again.
+            drop(rows);
+            return combine(&y);
+        }
+        self.units.iter().for_each(RoutedUnits::expect_any_order);
+        experts.around(x, |x| {
+            let both = self.gate_up.forward(&expert_rows(x, assignment)?, assignment)?;
+            let GatedActivation { gate, order, .. } = self.activation;
+            combine(&self.down.forward(&gated_activation(&both, gate, order)?, assignment)?)
+        })
+    }
+
+    /// Computes the results of all slots as one operation, a few experts at a time.
+    fn grouped<E: TensorElement>(
+        &self,
+        x: &Tensor,
+        assignment: &Arc<ExpertAssignment>,
+        experts: RoutedPass,
+    ) -> Result<Tensor> {
+        let (slots, inputs, outputs) = (assignment.slots(), self.gate_up.widths().0, self.down.widths().1);
+        if x.dims() != [slots, inputs] {
+            bail!("experts: the rows of {slots} slots have shape {:?}; gate and up need [{slots}, {inputs}]", x.dims())
+        }
+        let x = x.contiguous()?;
+        let mut op = OpInputs::of([Some(&x)])?;
+        let (gate_up, down) = (self.gate_up.record(&mut op)?, self.down.record(&mut op)?);
+        let sorted = (gate_up.sorted_adapter()?, down.sorted_adapter()?);
+        let activation = self.activation;
+        let width = activation.width;
+        let mut kept = op.are_wanted().then(|| buffer::<E>(slots * 2 * width));
+        let mut thin = (Vec::new(), Vec::new());
+        let mut y = buffer::<E>(slots * outputs);
+        with_elements::<E, _>(&x, NAME, |x| {
+            experts.run(|experts| {
+                let part = ExpertPart::new(assignment, experts);
+                let mut own = buffer::<E>(if kept.is_none() { part.slots.len() * 2 * width } else { 0 });
+                let both = match &mut kept {
+                    Some(kept) => &mut kept[part.rows(2 * width)],
+                    None => &mut own[..],
+                };
+                let h = gate_up.forward(&x[part.rows(inputs)], &part.assignment, &sorted.0, both)?;
+                thin.0.extend(h);
+                let inner = activation.of(both);
+                let h = down.forward(&inner, &part.assignment, &sorted.1, &mut y[part.rows(outputs)])?;
+                thin.1.extend(h);
+                Ok(())
+            })
+        })?;
+        let (y, shape) = (E::storage(y), (slots, outputs));
+        let Some(both) = kept else { return op.result(NAME, y, shape, |_, _| Ok(())) };
+        let both = Tensor::from_vec(both, (slots, 2 * width), &Device::Cpu)?;
+        let again = both.clone();
+        let inner = SavedTensor::remade(move || {
+            let inner = with_elements::<E, _>(&again, NAME, |both| Ok(activation.of(both)))?;
+            Tensor::from_vec(inner, (slots, width), &Device::Cpu)
+        });
+        let gate_up = ProjectionBackward::new(gate_up, assignment.clone(), SavedTensor::of(&x), thin.0);
+        let down = ProjectionBackward::new(down, assignment.clone(), inner, thin.1);
+        let (gate_up, down) = (Arc::new(gate_up), Arc::new(down));
+        let backward = MlpBackward { gate_up, down, activation, both, experts, assignment: assignment.clone() };
+        op.result(NAME, y, shape, move |grad, [to_x]| grad.read::<E, _>(NAME, |g| backward.run(g, to_x)))
+    }
+}
+
+impl GatedActivation {
+    /// Returns the activation of `both`, which holds gate and up.
+    fn of<E: TensorElement>(self, both: &[E]) -> Vec<E> {
+        let mut inner = buffer::<E>(both.len() / 2);
+        gate_up::gated(self.gate, self.order, both, self.width, &mut inner);
+        inner
+    }
+
+    /// Computes the gradient of `both` from that of the activation.
+    fn backward<E: TensorElement>(self, both: &[E], d_inner: &[E], d_both: &mut [E]) {
+        gate_up::gated_backward(self.gate, self.order, (both, d_inner), self.width, d_both);
+    }
+}
+
+/// The values that the backward pass of the MLP needs.
+struct MlpBackward {
+    gate_up: Arc<ProjectionBackward>,
+    down: Arc<ProjectionBackward>,
+    activation: GatedActivation,
+    /// The results of gate and up, `[slots, 2 width]`.
+    both: Tensor,
+    experts: RoutedPass,
+    assignment: Arc<ExpertAssignment>,
+}
+
+impl MlpBackward {
+    /// Delivers all gradients. `g` is the gradient of the result.
+    fn run<E: TensorElement>(&self, g: &[E], to_x: &InputGradSink) -> Result<()> {
+        let slots = self.assignment.slots();
+        let mut passes = (self.gate_up.begin()?, self.down.begin()?);
+        if !to_x.is_wanted() && !self.gate_up.trains() {
+            // Only `down` has gradients, for which no expert is needed.
+            passes.1.rows::<E>(&self.down.whole(), g, None)?;
+            return self.down.deliver(g, passes.1);
+        }
+        let (inputs, width) = (self.gate_up.inputs(), self.activation.width);
+        let outputs = g.len().checked_div(slots).unwrap_or(0);
+        let mut d_both = buffer::<E>(slots * 2 * width);
+        to_x.accumulate_if_wanted::<E>(slots * inputs, |mut dx| {
+            with_elements::<E, _>(&self.both, NAME, |both| {
+                self.experts.run(|experts| {
+                    let part = ExpertPart::new(&self.assignment, experts);
+                    let mut d_inner = buffer::<E>(part.slots.len() * width);
+                    passes.1.rows(&part, &g[part.rows(outputs)], Some((&mut d_inner, false)))?;
+                    let d_both = &mut d_both[part.rows(2 * width)];
+                    self.activation.backward(&both[part.rows(2 * width)], &d_inner, d_both);
+                    let dx = dx.as_mut().map(|(dx, add)| (&mut dx[part.rows(inputs)], *add));
+                    passes.0.rows(&part, d_both, dx)
+                })
+            })
+        })?;
+        self.down.deliver(g, passes.1)?;
+        self.gate_up.deliver(&d_both, passes.0)
     }
 }

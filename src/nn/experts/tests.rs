@@ -531,11 +531,13 @@ fn weights_in_f32_take_16_bit_rows_and_experts_without_rows_still_have_gradients
 #[test]
 fn no_rows_at_all_give_gradients_of_zeros() {
     let empty = Arc::new(ExpertAssignment::new(&[], 2, EXPERTS).unwrap());
-    for case in [Case { bias: true, ..PLAIN }, Case { fused: true, adapter: Some(DType::F32), ..PLAIN }] {
+    let fused = Case { fused: true, adapter: Some(DType::F32), ..PLAIN };
+    // Rows of another dtype than the weights take the loop over the experts.
+    for (case, of_rows) in [(Case { bias: true, ..PLAIN }, DType::F32), (fused, DType::F32), (fused, DType::BF16)] {
         let mut t = operands(case);
-        t[0] = t[0].narrow(0, 0, 0).unwrap();
-        let vars: Vec<Var> = t[1..].iter().map(|t| Var::from_tensor(t).unwrap()).collect();
-        let t: Vec<Tensor> = [&t[0]].into_iter().chain(vars.iter().map(|var| var.as_tensor())).cloned().collect();
+        t[0] = t[0].narrow(0, 0, 0).unwrap().to_dtype(of_rows).unwrap();
+        let vars: Vec<Var> = t.iter().map(|t| Var::from_tensor(t).unwrap()).collect();
+        let t: Vec<Tensor> = vars.iter().map(|var| var.as_tensor()).cloned().collect();
         let (x, weights, biases, adapter) = taken(case, &t);
         let projection = ExpertProjection::new(weights, biases, case.layout).unwrap();
         let projection = match adapter {
@@ -546,8 +548,9 @@ fn no_rows_at_all_give_gradients_of_zeros() {
         assert_eq!(y.dims(), [0, 6]);
         let loss = (y.sum_all().unwrap() + 0.0).unwrap();
         let grads = loss.backward().unwrap();
-        for var in &vars {
-            assert!(values(grads.get(var).unwrap()).iter().all(|x| *x == 0.0), "{case:?}");
+        for (i, var) in vars.iter().enumerate() {
+            let grad = grads.get(var).unwrap_or_else(|| panic!("{case:?}: operand {i} has no gradient"));
+            assert!(values(grad).iter().all(|x| *x == 0.0), "{case:?}");
         }
     }
 }
@@ -654,6 +657,51 @@ fn a_whole_block_is_a_plain_loop_over_its_experts() {
             })
         };
         assert!(threads(1) == threads(2), "{order:?}");
+    }
+}
+
+#[test]
+fn the_mlp_of_an_adapted_mixture_is_its_parts_one_after_the_other() {
+    // The MLP is one operation. It must have the bits of its parts.
+    for (dtype, _) in DTYPES {
+        for adapters in [false, true] {
+            let mut t = vec![tensor(&[ROWS, 8], 1, dtype)];
+            let shapes: [&[usize]; 4] = [&[EXPERTS, 5, 8], &[EXPERTS, 5, 8], &[EXPERTS, 6, 5], &[EXPERTS, 6]];
+            t.extend((2..).zip(shapes).map(|(seed, shape)| tensor(shape, seed, dtype)));
+            let low_rank = |outputs: usize, inputs: usize| [vec![EXPERTS * 2, inputs], vec![outputs, EXPERTS * 2]];
+            let of_adapters = low_rank(10, 8).into_iter().chain(low_rank(6, 5));
+            t.extend((7..).zip(of_adapters).map(|(seed, shape)| tensor(&shape, seed, DType::F32)));
+            t.push(tensor(&[ROWS, EXPERTS], 12, dtype));
+            let projections = |t: &[Tensor]| -> Result<(ExpertProjection, ExpertProjection)> {
+                let fused = |i: usize| ExpertTensors::Fused(t[i].clone());
+                let gate_up = ExpertProjection::new(vec![fused(1), fused(2)], Vec::new(), WeightLayout::OutIn)?;
+                let down = ExpertProjection::new(vec![fused(3)], vec![fused(4)], WeightLayout::OutIn)?;
+                let adapter = |i: usize| ExpertAdapter { a: t[i].clone(), b: t[i + 1].clone(), scale: SCALE };
+                Ok(match adapters {
+                    true => (gate_up.with_adapter(adapter(5))?, down.with_adapter(adapter(7))?),
+                    false => (gate_up, down),
+                })
+            };
+            let options = RouterOptions { experts_per_row: 2, order: ORDERS[1], keep_f32: false };
+            let (gate, order) = (ExpertGate::Silu, GateUpOrder::Halves);
+            let whole = differentiated(&t, |t| {
+                let (gate_up, down) = projections(t)?;
+                ExpertMlp::new(gate_up, down, gate, order)?.forward(&t[0], &route(&t[9], options)?)
+            });
+            let parts = differentiated(&t, |t| {
+                let ((gate_up, down), routing) = (projections(t)?, route(&t[9], options)?);
+                let of = routing.assignment();
+                let both = gate_up.forward(&expert_rows(&t[0], of)?, of)?;
+                let y = down.forward(&gated_activation(&both, gate, order)?, of)?;
+                combine_experts(&y, routing.weights(), of, &(ROWS, 6).into())
+            });
+            let what = format!("{dtype:?}, adapters {adapters}");
+            assert!(values(&whole.0) == values(&parts.0), "{what}");
+            for (i, (whole, parts)) in whole.1.iter().zip(&parts.1).enumerate() {
+                let bits = |grad: &Option<Tensor>| grad.as_ref().map(values);
+                assert!(bits(whole) == bits(parts), "{what}: operand {i}");
+            }
+        }
     }
 }
 

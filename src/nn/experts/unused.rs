@@ -1,18 +1,20 @@
-//! Gradients of zeros for experts that no row chose.
+//! Gradients of zeros for experts that no row chose, and for everything else if there are no rows.
 
 use super::{ExpertAssignment, ExpertTensors};
-use crate::graph::{Grad, OpInputs, copied};
+use crate::graph::{Grad, InputGradSink, OpInputs, copied};
 use candle_core::{DType, Result, Shape, Tensor};
 
 /// Returns `y` as the result of an operation that delivers gradients of zeros to the tensors of experts that no row
 /// chose. Candle's operations of the other experts leave these tensors out of the graph; the optimizer must treat them
-/// like an expert of a fused tensor, which has a gradient of zeros.
+/// like an expert of a fused tensor, which has a gradient of zeros. If there are no rows at all, `others` (the input and
+/// the adapter) are left out too.
 pub(super) fn with_zero_gradients<'a>(
     y: Tensor,
     parameters: impl Iterator<Item = &'a ExpertTensors>,
+    others: impl Iterator<Item = &'a Tensor>,
     assignment: &ExpertAssignment,
 ) -> Result<Tensor> {
-    let mut unused: Vec<&Tensor> = Vec::new();
+    let mut unused: Vec<&Tensor> = others.filter(|_| assignment.slots() == 0).collect();
     for parameter in parameters {
         match parameter {
             ExpertTensors::Separate(tensors) => {
@@ -25,7 +27,7 @@ pub(super) fn with_zero_gradients<'a>(
     }
     let mut inputs = OpInputs::of([Some(&y)])?;
     let sinks = inputs.add(unused.iter().copied())?;
-    if sinks.iter().all(|sink| !sink.is_wanted()) {
+    if !sinks.iter().any(InputGradSink::is_recorded) {
         return Ok(y);
     }
     let zeros: Vec<(Shape, DType)> = unused.iter().map(|tensor| (tensor.shape().clone(), tensor.dtype())).collect();

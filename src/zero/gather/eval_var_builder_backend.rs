@@ -85,6 +85,9 @@ impl UnitRegistrar for EvalVarBuilderBackend {
     /// Does nothing: the first instance has marked the leaf.
     fn mark_leaf(&self, _: UnitId) {}
 
+    /// Does nothing: the first instance has marked the unit.
+    fn mark_routed(&self, _: UnitId, _: UnitId) {}
+
     fn link(&self) -> EngineLink {
         self.0.link.clone()
     }

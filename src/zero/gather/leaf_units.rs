@@ -7,6 +7,7 @@
 
 use crate::config::{LeafModule, ZeroConfig};
 use crate::param::{Param, UnitId};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The position of a unit relative to leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,12 +26,14 @@ pub(crate) struct LeafUnits {
     /// The enclosing unit of each unit. The root encloses itself.
     around: Vec<UnitId>,
     is_marked: Vec<bool>,
+    /// For each routed unit, which is gathered only if the input of a layer chose it, the first unit of that layer.
+    routed: Vec<Option<UnitId>>,
 }
 
 impl Default for LeafUnits {
     /// Creates a set that has only the root.
     fn default() -> Self {
-        Self { around: vec![crate::param::ROOT], is_marked: vec![false] }
+        Self { around: vec![crate::param::ROOT], is_marked: vec![false], routed: vec![None] }
     }
 }
 
@@ -39,10 +42,45 @@ impl LeafUnits {
     pub fn push(&mut self, around: UnitId) {
         self.around.push(around);
         self.is_marked.push(false);
+        self.routed.push(None);
     }
 
     pub fn mark(&mut self, unit: UnitId) {
         self.is_marked[unit] = true;
+    }
+
+    /// Marks a unit as one that is gathered only if the input of a layer chose it. `first` is the first of the layer's
+    /// routed units.
+    pub fn mark_routed(&mut self, unit: UnitId, first: UnitId) {
+        self.routed[unit] = Some(first);
+    }
+
+    /// Returns whether a unit is routed.
+    pub fn is_routed(&self, unit: UnitId) -> bool {
+        self.routed[unit].is_some()
+    }
+
+    /// Returns the routed units that these parameters belong to, layer by layer, without those in leaves.
+    pub fn routed_of<'a>(&self, params: impl IntoIterator<Item = &'a Param>) -> Vec<Vec<UnitId>> {
+        let outermost = self.outermost();
+        let mut layers: BTreeMap<UnitId, BTreeSet<UnitId>> = BTreeMap::new();
+        for param in params {
+            if let Some(first) = self.routed[param.unit].filter(|_| outermost[param.unit] == param.unit) {
+                layers.entry(first).or_default().insert(param.unit);
+            }
+        }
+        layers.into_values().map(|units| units.into_iter().collect()).collect()
+    }
+
+    /// Returns the unit whose layer runs each unit: for a routed unit the one around it, for any other the unit itself.
+    /// Units in leaves are run by the leaf.
+    pub fn run_by(&self) -> Vec<UnitId> {
+        let outermost = self.outermost();
+        let by = |(unit, outer): (UnitId, &UnitId)| match self.routed[unit].is_some() {
+            true => outermost[self.around[unit]],
+            false => *outer,
+        };
+        outermost.iter().enumerate().map(by).collect()
     }
 
     /// Marks the units that the configuration selects. `units` has the names of all units. Returns the entries that
@@ -109,6 +147,16 @@ mod tests {
         leaves.mark(1);
         assert_eq!(leaves.outermost(), [0, 1, 1, 1, 1, 5]);
         assert_eq!(leaves.places(), [Outside, Leaf, Inside, Inside, Inside, Outside]);
+    }
+
+    #[test]
+    fn routed_units_are_run_by_the_unit_around_them_or_by_its_leaf() {
+        let (mut leaves, _) = nested();
+        [2, 4].into_iter().for_each(|unit| leaves.mark_routed(unit, 2));
+        assert_eq!(leaves.run_by(), [0, 1, 1, 3, 1, 5]);
+        assert_eq!([1, 2, 4].map(|unit| leaves.is_routed(unit)), [false, true, true]);
+        leaves.mark(1);
+        assert_eq!(leaves.run_by(), [0, 1, 1, 1, 1, 5]);
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! | `unit.rs` | the unit of gathering and releasing; recomputation |
 //! | `leaf_units.rs` | units that are gathered together with all units inside |
 //! | `param_gatherer.rs` | decides when each unit is gathered and released |
+//! | `routed_units.rs`, `param_gatherer/routed.rs` | units of which a layer runs only those that its input chose |
 //! | `unit_trace.rs` | the order in which units are needed |
 //! | `gather_group.rs` | parameters that are gathered together |
 //! | `coalesced_layout.rs` | their layout in a collective's buffer |
@@ -19,5 +20,6 @@ pub(crate) mod leaf_units;
 pub(crate) mod param_gatherer;
 mod recompute_check;
 mod recompute_input;
+pub(crate) mod routed_units;
 pub(crate) mod unit;
 pub(crate) mod unit_trace;

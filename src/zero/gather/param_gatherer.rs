@@ -21,6 +21,8 @@
 //! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow. Every decision depends only on counts, never
 //! on time, so all ranks issue the same collectives in the same order.
 
+mod routed;
+
 use super::gather_group::{AfterGather, GatherGroup, PendingGather, SecondaryShards, forget, release};
 use super::leaf_units::{LeafPosition, LeafUnits};
 use super::unit_trace::{UnitEvent, UnitTrace};

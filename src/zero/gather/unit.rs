@@ -48,6 +48,8 @@ pub(crate) trait UnitRegistrar {
     fn close_unit(&self);
     /// Marks a unit to be gathered together with all units inside.
     fn mark_leaf(&self, unit: UnitId);
+    /// Marks a unit to be gathered only if the input of a layer chose it. `first` is the first such unit of the layer.
+    fn mark_routed(&self, unit: UnitId, first: UnitId);
     /// Returns the link to the engine.
     fn link(&self) -> EngineLink;
 }
@@ -55,6 +57,11 @@ pub(crate) trait UnitRegistrar {
 /// Returns the link to the engine for which this thread is building a model, or a link to nothing if there is none.
 pub(crate) fn link_under_construction() -> EngineLink {
     BUILDING.with_borrow(|units| units.as_ref().map(|units| units.link())).unwrap_or_default()
+}
+
+/// Returns the registrar of the model that this thread is building, if it is being built for an engine.
+pub(super) fn under_construction() -> Option<Arc<dyn UnitRegistrar>> {
+    BUILDING.with_borrow(|units| units.clone())
 }
 
 /// Runs `build` with `units` as the registrar that [`unit()`] finds.
@@ -101,8 +108,7 @@ pub struct Unit<M> {
 /// }
 /// ```
 pub fn unit<M>(vb: VarBuilder<'_>, build: impl FnOnce(VarBuilder<'_>) -> Result<M>) -> Result<Unit<M>> {
-    let units = BUILDING.with_borrow(|units| units.clone());
-    let Some(units) = units else {
+    let Some(units) = under_construction() else {
         return Ok(Unit { inner: Arc::new(build(vb)?), hook: None, recompute: false });
     };
     let hook = units.open_unit(vb.prefix())?;

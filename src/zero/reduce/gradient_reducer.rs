@@ -10,8 +10,8 @@
 //! reduced, while the backward pass continues. At stage 1, every rank holds its full gradient until the backward pass
 //! is over, as ZeRO defines it. At stage 0, the full sum is kept.
 //!
-//! A parameter whose gradient may be missing on some ranks (`ignore_unused_parameters`, the experts of a leaf unit)
-//! waits until this rank's backward pass is over: Candle offers no earlier point at which it is known that a gradient
+//! A parameter whose gradient may be missing on some ranks (`ignore_unused_parameters`, the experts of a leaf unit), or
+//! may arrive in another order (the experts of a layer without a grouped product), waits until this rank's backward pass is over: Candle offers no earlier point at which it is known that a gradient
 //! will not come. Then all such gradients are reduced in a fixed order, with zeros for missing ones, so that ranks on
 //! which different gradients are missing still issue the same collectives.
 //!
@@ -168,6 +168,12 @@ impl<C: GradientBackend> GradientReducer<C> {
         let seen = Some(vec![false; optional.len()]);
         let (buckets, held, waiting) = (BucketQueue::new(bucket_size), Vec::new(), BTreeMap::new());
         Self { plan, buckets, leaving: VecDeque::new(), held, optional, waiting, seen }
+    }
+
+    /// Declares that the gradients of these parameters may arrive in different orders on different ranks, or on some ranks
+    /// not at all: from now on, they wait until the backward pass ends.
+    pub fn make_optional(&mut self, params: impl IntoIterator<Item = ParamId>) {
+        params.into_iter().for_each(|param| self.optional[param] = true);
     }
 
     /// Takes a parameter's gradient, which is complete.

@@ -427,6 +427,10 @@ impl UnitRegistrar for VarBuilderBackend {
         lock(&self.0).leaves.mark(unit);
     }
 
+    fn mark_routed(&self, unit: UnitId, first: UnitId) {
+        lock(&self.0).leaves.mark_routed(unit, first);
+    }
+
     fn link(&self) -> EngineLink {
         lock(&self.0).link.clone()
     }

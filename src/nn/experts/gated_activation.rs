@@ -1,0 +1,55 @@
+//! The activation between the projections of experts.
+
+use super::options::{ExpertGate, GateUpOrder};
+use crate::graph::{OpInputs, SavedTensor, can_remake};
+use crate::kernels::{buffer, gate_up};
+use crate::nn::composed;
+use crate::nn::in_f32::has_kernels;
+use crate::tensor::element::{TensorElement, with_element, with_elements};
+use candle_core::{D, Device, Result, Tensor, bail};
+
+/// Computes the gated activation of `x` `[.., 2 width]`, which holds gate and up, as `[.., width]`, in f32 and rounded
+/// once.
+///
+/// # Errors
+/// An odd number of columns.
+pub fn gated_activation(x: &Tensor, gate: ExpertGate, order: GateUpOrder) -> Result<Tensor> {
+    const NAME: &str = "gated_activation";
+    let both = x.dim(D::Minus1)?;
+    if !both.is_multiple_of(2) {
+        bail!(
+            "{NAME}: the input has shape {:?}; its last dimension must be even, because it holds gate and up",
+            x.dims()
+        )
+    }
+    if !has_kernels(x) {
+        return composed::gated_activation(x, gate, order);
+    }
+    let (x, width) = (x.contiguous()?, both / 2);
+    let mut shape = x.dims().to_vec();
+    shape[x.rank() - 1] = width;
+    let inputs = OpInputs::of([Some(&x)])?;
+    with_element!(x.dtype(), NAME, E => {
+        let forward = move |x: &Tensor| with_elements::<E, _>(x, NAME, |x| {
+            let mut y = buffer::<E>(x.len() / 2);
+            gate_up::gated(gate, order, x, width, &mut y);
+            Ok(y)
+        });
+        let y = forward(&x)?;
+        let (kept, wanted, remade_shape) = (SavedTensor::of(&x), inputs.are_wanted(), shape.clone());
+        let again = x.clone();
+        let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_x]| {
+            to_x.make::<E>(2 * grad.len(), |dx| {
+                with_elements::<E, _>(&kept.get()?, NAME, |x| grad.read::<E, _>(NAME, |dy| {
+                    gate_up::gated_backward(gate, order, (x, dy), width, dx);
+                    Ok(())
+                }))
+            })
+        })?;
+        // The product after the activation need not keep its input.
+        if wanted {
+            can_remake(&y, move || Tensor::from_vec(forward(&again)?, &remade_shape[..], &Device::Cpu));
+        }
+        Ok(y)
+    })
+}

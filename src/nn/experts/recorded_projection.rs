@@ -1,0 +1,284 @@
+//! A projection as a part of an operation: its products, and the gradients of its parameters.
+//!
+//! An operation computes the rows of some experts at a time. Only these products need the experts' weights. The gradients
+//! of the parameters need only the rows, and are delivered for all experts together.
+
+use super::ExpertAssignment;
+use super::adapter::{AdapterSizes, ExpertAdapter};
+use super::grouped_rows::{GroupedRows, NAME, ProjectionSizes};
+use super::tensors::{ExpertSinks, ExpertTensors, LentGradient};
+use crate::graph::{InputGradSink, OpInputs, SavedTensor};
+use crate::kernels::gemm::{column_sums, gemm_grouped};
+use crate::nn::WeightLayout;
+use crate::nn::f32_parameters::with_wide;
+use crate::tensor::element::{TensorElement, with_element, with_elements};
+use candle_core::Result;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A projection's parameters, and the destinations of their gradients.
+pub(super) struct RecordedProjection {
+    sizes: ProjectionSizes,
+    layout: WeightLayout,
+    weights: Vec<ExpertTensors>,
+    biases: Vec<ExpertTensors>,
+    adapter: Option<RecordedAdapter>,
+    of_weights: Vec<ExpertSinks>,
+    of_biases: Vec<ExpertSinks>,
+}
+
+/// An adapter's matrices, and the destinations of their gradients.
+struct RecordedAdapter {
+    matrices: ExpertAdapter,
+    to_a: InputGradSink,
+    to_b: InputGradSink,
+}
+
+/// Consecutive experts whose rows are computed together.
+pub(super) struct ExpertPart {
+    /// The experts' rows, counted from the first one on.
+    pub assignment: Arc<ExpertAssignment>,
+    /// The experts' slots among those of all experts.
+    pub slots: Range<usize>,
+}
+
+impl ExpertPart {
+    /// Returns the part of an assignment that concerns `experts`.
+    pub fn new(assignment: &ExpertAssignment, experts: Range<usize>) -> Self {
+        let slots = assignment.slots_of_range(&experts);
+        Self { assignment: Arc::new(assignment.narrowed(experts)), slots }
+    }
+
+    /// Returns the range of the part's rows in a buffer with `width` elements for each slot.
+    pub fn rows(&self, width: usize) -> Range<usize> {
+        self.slots.start * width..self.slots.end * width
+    }
+}
+
+impl RecordedProjection {
+    /// Adds the parameters, which are weights and biases, to an operation's inputs.
+    pub fn new<const N: usize>(
+        sizes: &ProjectionSizes,
+        layout: WeightLayout,
+        [weights, biases]: [&[ExpertTensors]; 2],
+        adapter: Option<&ExpertAdapter>,
+        inputs: &mut OpInputs<N>,
+    ) -> Result<Self> {
+        let adapter = match adapter.map(ExpertAdapter::contiguous).transpose()? {
+            Some(matrices) => {
+                let sinks = inputs.add([&matrices.a, &matrices.b])?;
+                let [to_a, to_b] = [sinks[0].clone(), sinks[1].clone()];
+                Some(RecordedAdapter { matrices, to_a, to_b })
+            }
+            None => None,
+        };
+        let contiguous = |of: &[ExpertTensors]| of.iter().map(ExpertTensors::contiguous).collect::<Result<Vec<_>>>();
+        let (weights, biases) = (contiguous(weights)?, contiguous(biases)?);
+        let mut record = |of: &[ExpertTensors]| of.iter().map(|of| of.record(inputs)).collect::<Result<Vec<_>>>();
+        let (of_weights, of_biases) = (record(&weights)?, record(&biases)?);
+        Ok(Self { sizes: sizes.clone(), layout, weights, biases, adapter, of_weights, of_biases })
+    }
+
+    /// Returns the adapter's matrices B in the order of their use, or nothing if there is no adapter.
+    pub fn sorted_adapter(&self) -> Result<Vec<f32>> {
+        let Some(RecordedAdapter { matrices, .. }) = &self.adapter else { return Ok(Vec::new()) };
+        with_wide(&matrices.b, |b| Ok(AdapterSizes::by_expert(matrices, &self.sizes, b)))
+    }
+
+    /// Computes the results `y` of the rows `x`. `sorted` is from [`sorted_adapter`](Self::sorted_adapter). Returns the
+    /// thin products of the adapter.
+    pub fn forward<E: TensorElement>(
+        &self,
+        x: &[E],
+        assignment: &Arc<ExpertAssignment>,
+        sorted: &[f32],
+        y: &mut [E],
+    ) -> Result<Vec<f32>> {
+        let mut h = Vec::new();
+        if let Some(RecordedAdapter { matrices, .. }) = &self.adapter {
+            let sizes = AdapterSizes::new(matrices, &self.sizes, assignment.clone());
+            h = with_wide(&matrices.a, |a| Ok(sizes.project_down(x, a)))?;
+            sizes.project_up(&h, sorted, y);
+        }
+        self.of(assignment).product(x, &self.weights, &self.biases, y, self.adapter.is_some())?;
+        Ok(h)
+    }
+
+    fn of(&self, assignment: &Arc<ExpertAssignment>) -> GroupedRows {
+        GroupedRows { sizes: self.sizes.clone(), layout: self.layout, assignment: assignment.clone() }
+    }
+
+    /// Returns whether the gradient of any parameter is wanted.
+    pub fn trains(&self) -> bool {
+        let mut of_tensors = self.of_weights.iter().chain(&self.of_biases);
+        of_tensors.any(ExpertSinks::are_wanted) || self.trains_adapter()
+    }
+
+    fn trains_adapter(&self) -> bool {
+        self.adapter.as_ref().is_some_and(|adapter| adapter.to_a.is_wanted() || adapter.to_b.is_wanted())
+    }
+}
+
+/// The values that the backward pass of a projection needs.
+pub(super) struct ProjectionBackward {
+    projection: RecordedProjection,
+    rows: GroupedRows,
+    x: SavedTensor,
+    /// The thin products of the adapter.
+    h: Vec<f32>,
+}
+
+/// A backward pass in progress, with the sums over its parts.
+pub(super) struct ProjectionPass<'a> {
+    of: &'a ProjectionBackward,
+    /// The adapter's matrices B, from [`RecordedProjection::sorted_adapter`].
+    sorted: Vec<f32>,
+    /// The gradients of the matrices B, if they are wanted.
+    of_sorted: Option<Vec<f32>>,
+    /// The gradients of the thin products of the parts so far.
+    dh: Vec<f32>,
+}
+
+impl ProjectionBackward {
+    /// Keeps a projection, its input and the thin products of the adapter after a forward pass.
+    pub fn new(projection: RecordedProjection, assignment: Arc<ExpertAssignment>, x: SavedTensor, h: Vec<f32>) -> Self {
+        let rows = projection.of(&assignment);
+        Self { projection, rows, x, h }
+    }
+
+    /// Returns the number of slots.
+    pub fn slots(&self) -> usize {
+        self.rows.assignment.slots()
+    }
+
+    /// Returns the number of inputs.
+    pub fn inputs(&self) -> usize {
+        self.rows.sizes.inputs
+    }
+
+    /// Returns whether the gradient of any parameter is wanted.
+    pub fn trains(&self) -> bool {
+        self.projection.trains()
+    }
+
+    /// Returns all experts as one part.
+    pub fn whole(&self) -> ExpertPart {
+        ExpertPart { assignment: self.rows.assignment.clone(), slots: 0..self.slots() }
+    }
+
+    /// Begins a backward pass.
+    pub fn begin(&self) -> Result<ProjectionPass<'_>> {
+        let sorted = self.projection.sorted_adapter()?;
+        let to_b = self.projection.adapter.as_ref().map(|adapter| &adapter.to_b);
+        let of_sorted = to_b.filter(|to_b| to_b.is_wanted()).map(|_| vec![0f32; sorted.len()]);
+        Ok(ProjectionPass { of: self, sorted, of_sorted, dh: Vec::new() })
+    }
+
+    /// Delivers the gradients of the parameters. `g` is the gradient of the result, whose parts have all been computed in
+    /// `pass`.
+    pub fn deliver<E: TensorElement>(self: &Arc<Self>, g: &[E], pass: ProjectionPass<'_>) -> Result<()> {
+        for (part, sinks) in self.projection.of_biases.iter().enumerate() {
+            self.deliver_bias_gradients(g, part, sinks)?;
+        }
+        if let Some(RecordedAdapter { matrices, to_a, to_b }) = &self.projection.adapter {
+            let sizes = AdapterSizes::new(matrices, &self.rows.sizes, self.rows.assignment.clone());
+            if let Some(sorted) = pass.of_sorted {
+                let mut db = vec![0f32; matrices.b.elem_count()];
+                sizes.in_layout(&sorted, &mut db);
+                with_element!(matrices.b.dtype(), NAME, P => to_b.give_sums::<P>(&db))?;
+            }
+            if to_a.is_wanted() {
+                let da = with_elements::<E, _>(&self.x.get()?, NAME, |x| Ok(sizes.gradient_of_a(x, &pass.dh)))?;
+                with_element!(matrices.a.dtype(), NAME, P => to_a.give_sums::<P>(&da))?;
+            }
+        }
+        for (part, sinks) in self.projection.of_weights.iter().enumerate() {
+            self.deliver_weight_gradients(g, part, sinks)?;
+        }
+        Ok(())
+    }
+
+    fn deliver_bias_gradients<E: TensorElement>(&self, g: &[E], part: usize, sinks: &ExpertSinks) -> Result<()> {
+        let width = self.rows.sizes.columns[part].len();
+        for (experts, sink) in sinks.iter().filter(|(_, sink)| sink.is_wanted()) {
+            let mut sums = vec![0f32; experts.len() * width];
+            for (expert, sums) in experts.zip(sums.chunks_exact_mut(width.max(1))) {
+                column_sums(self.rows.columns(g, part, expert, 0), sums);
+            }
+            sink.give_sums::<E>(&sums)?;
+        }
+        Ok(())
+    }
+
+    /// Delivers the gradients of a weight of all experts in one pass, except those that are left for later.
+    fn deliver_weight_gradients<E: TensorElement>(
+        self: &Arc<Self>,
+        g: &[E],
+        part: usize,
+        sinks: &ExpertSinks,
+    ) -> Result<()> {
+        if !sinks.are_wanted() {
+            return Ok(());
+        }
+        let len = self.rows.sizes.inputs * self.rows.sizes.columns[part].len();
+        let mut lent = Vec::new();
+        for (experts, sink) in sinks.iter() {
+            if !sink.is_deferred() {
+                lent.extend(LentGradient::take(sink, &experts, len)?);
+                continue;
+            }
+            let slots = self.rows.assignment.slots_of_range(&experts);
+            let (this, outputs) = (self.clone(), self.rows.sizes.outputs());
+            let kept = slots.len() * self.rows.sizes.inputs * size_of::<E>();
+            sink.now_or_later(&g[slots.start * outputs..slots.end * outputs], kept, move |g, sink| {
+                let lent = LentGradient::<E>::take(sink, &experts, len)?;
+                this.write_weight_gradients(lent.into_iter().collect(), part, g, slots.start)
+            })?;
+        }
+        self.write_weight_gradients(lent, part, g, 0)
+    }
+
+    fn write_weight_gradients<E: TensorElement>(
+        &self,
+        mut lent: Vec<LentGradient<'_, E>>,
+        part: usize,
+        g: &[E],
+        first: usize,
+    ) -> Result<()> {
+        with_elements::<E, _>(&self.x.get()?, NAME, |x| {
+            let products = lent.iter_mut().flat_map(|lent| {
+                let add = lent.add;
+                let parts = lent.parts();
+                parts.map(move |(expert, dw)| self.rows.weight_gradient(x, (g, first), (part, expert), dw, add))
+            });
+            gemm_grouped(products.collect());
+            Ok(())
+        })?;
+        lent.into_iter().try_for_each(LentGradient::deliver)
+    }
+}
+
+impl ProjectionPass<'_> {
+    /// Computes the gradients of the rows `x` of a part, or adds them (`true`), from the gradient `g` of their results.
+    /// Parts come in the order of the experts, each once. With `None`, only the adapter's gradients are computed.
+    pub fn rows<E: TensorElement>(&mut self, part: &ExpertPart, g: &[E], dx: Option<(&mut [E], bool)>) -> Result<()> {
+        let ProjectionBackward { projection, h, .. } = self.of;
+        let mut dh = Vec::new();
+        if let Some(adapter) = projection.adapter.as_ref().filter(|_| dx.is_some() || projection.trains_adapter()) {
+            let sizes = AdapterSizes::new(&adapter.matrices, &projection.sizes, part.assignment.clone());
+            let h = &h[part.rows(sizes.rank())];
+            dh = sizes.thin_gradients(g, h, &self.sorted, self.of_sorted.as_deref_mut());
+            self.dh.extend_from_slice(&dh);
+        }
+        let Some((dx, mut add)) = dx else { return Ok(()) };
+        if let Some(RecordedAdapter { matrices, .. }) = &projection.adapter {
+            let sizes = AdapterSizes::new(matrices, &projection.sizes, part.assignment.clone());
+            with_wide(&matrices.a, |a| {
+                sizes.gradient_of_x(&dh, a, dx, add);
+                Ok(())
+            })?;
+            add = true;
+        }
+        projection.of(&part.assignment).input_gradient(g, &projection.weights, dx, add)
+    }
+}
