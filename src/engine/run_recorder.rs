@@ -87,6 +87,15 @@ impl RunRecorder {
         }
     }
 
+    /// Passes all that was recorded to the system, if the record has begun.
+    pub fn flush(&mut self) {
+        if let Self::Open(open) = self
+            && let Err(error) = open.writer.flush()
+        {
+            *self = Self::given_up(&error);
+        }
+    }
+
     /// Remembers a checkpoint that is being saved.
     pub fn saving(&mut self, step: u64, folder: PathBuf, path: &Path) {
         self.write(|open| {

@@ -1,0 +1,36 @@
+//! Errors of a sweep's settings.
+
+/// A setting of a sweep that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SweepError {
+    /// A setting has a value that is not allowed.
+    #[error("{key} is {found}; {allowed}")]
+    Setting {
+        /// The setting.
+        key: String,
+        /// The value.
+        found: String,
+        /// What is allowed.
+        allowed: String,
+    },
+    /// Two settings exclude each other, or one needs another.
+    #[error("{problem}")]
+    Conflict {
+        /// The problem and its remedy.
+        problem: String,
+    },
+    /// A result was told for a trial that is not running.
+    #[error("a result was told for trial {trial}, which is not running; tell the result of each job once")]
+    NotRunning {
+        /// The number of the trial.
+        trial: usize,
+    },
+}
+
+impl SweepError {
+    /// Returns the error about a setting.
+    pub(super) fn setting(key: impl Into<String>, found: impl ToString, allowed: impl Into<String>) -> Self {
+        Self::Setting { key: key.into(), found: found.to_string(), allowed: allowed.into() }
+    }
+}
