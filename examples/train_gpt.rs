@@ -413,7 +413,8 @@ fn run_engine<A: Architecture>(
     let ended = train(engine, &mut loader, args, seq_len, sizes)?;
     if ended != Ended::Trained {
         if engine.rank() == 0 {
-            let (steps, why) = (engine.global_steps(), if ended == Ended::Paused { "as planned" } else { "by a signal" });
+            let (steps, why) =
+                (engine.global_steps(), if ended == Ended::Paused { "as planned" } else { "by a signal" });
             say(format!("stopped {why}: step {steps} is saved, and --resume continues from there"))?;
         }
         return Ok(ended);

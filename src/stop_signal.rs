@@ -1,4 +1,4 @@
-//! What asks this process to end: signals, recorded for a training loop to check, and the step at which a job is meant to
+//! Requests to end this process: signals, recorded for a training loop to check, and the step at which a job is meant to
 //! pause.
 
 use crate::util::lock;

@@ -71,7 +71,7 @@ mod tests {
         assert_eq!(promotion(&trials, &rungs, 4, goal), None, "three are too few for a quarter");
         trials.push(trial(4, &[(1, f64::NAN)], Paused));
         assert_eq!(promotion(&trials, &rungs, 4, goal), Some((2, 4)));
-        assert_eq!(promotion(&trials, &rungs, 2, SweepGoal::Maximize), Some((1, 4)), "a value that is no number is the worst");
+        assert_eq!(promotion(&trials, &rungs, 2, SweepGoal::Maximize), Some((1, 4)), "NaN is the worst value");
         trials[1].state = Running { to: 4 };
         assert_eq!(promotion(&trials, &rungs, 4, goal), None);
         trials[1].state = Failed("x".into());

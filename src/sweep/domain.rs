@@ -92,9 +92,10 @@ impl ParameterDomain {
                 let range = format!("[{low}, {high}]");
                 match () {
                     () if !low.is_finite() || !high.is_finite() => wrong(range, "give finite numbers"),
-                    () if *log && *low <= 0.0 => {
-                        wrong(range, "zero and negative numbers have no logarithm; give a lower end above 0, or uniform")
-                    }
+                    () if *log && *low <= 0.0 => wrong(
+                        range,
+                        "zero and negative numbers have no logarithm; give a lower end above 0, or uniform",
+                    ),
                     () if low >= high => wrong(range, "give a lower end below the upper end, or one value as a choice"),
                     () if !(high - low).is_finite() => wrong(range, "give ends that are closer to each other"),
                     () if points.is_some_and(|points| !(2..=MAX_VALUES).contains(&points)) => wrong(
@@ -116,7 +117,9 @@ impl ParameterDomain {
                         format!("{range} with step {step}"),
                         "give a step from 1 to the difference between the ends",
                     ),
-                    () if *log && *step != 1 => wrong(format!("{range} with step {step}"), "leave step out, or give integer"),
+                    () if *log && *step != 1 => {
+                        wrong(format!("{range} with step {step}"), "leave step out, or give integer")
+                    }
                     () => Ok(()),
                 }
             }
@@ -252,8 +255,12 @@ mod tests {
             (-50i64..50, 1i64..100, 1i64..9).prop_map(|(low, width, step)| {
                 ParameterDomain::Integer { low, high: low + width.max(step), step, log: false }
             }),
-            (1i64..50, 1i64..1000)
-                .prop_map(|(low, width)| ParameterDomain::Integer { low, high: low + width, step: 1, log: true }),
+            (1i64..50, 1i64..1000).prop_map(|(low, width)| ParameterDomain::Integer {
+                low,
+                high: low + width,
+                step: 1,
+                log: true
+            }),
         ]
     }
 

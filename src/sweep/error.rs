@@ -11,7 +11,7 @@ pub enum SweepError {
         key: String,
         /// The value.
         found: String,
-        /// What is allowed.
+        /// The allowed values.
         allowed: String,
     },
     /// Two settings exclude each other, or one needs another.
@@ -20,8 +20,8 @@ pub enum SweepError {
         /// The problem and its remedy.
         problem: String,
     },
-    /// A result was told for a trial that is not running.
-    #[error("a result was told for trial {trial}, which is not running; tell the result of each job once")]
+    /// A result is that of a trial which is not running.
+    #[error("trial {trial} is not running, but a result of it was added; call Sweep::tell once for each job")]
     NotRunning {
         /// The number of the trial.
         trial: usize,

@@ -1,8 +1,8 @@
-//! The order in which results of jobs that run at the same time are told.
+//! The order in which a sweep learns the results of jobs that run at the same time.
 
 use super::state::SweepJob;
 
-/// The order in which the results of jobs that run at the same time are told, so that a sweep makes the same decisions
+/// The order in which a sweep learns the results of jobs that run at the same time, so that it makes the same decisions
 /// however long its jobs take.
 ///
 /// It is the order in which the jobs would end if all steps took equally long: the next result is that of the job with
@@ -26,7 +26,7 @@ impl JobOrder {
         self.running.push((self.now.saturating_add(job.to - job.from), job.trial));
     }
 
-    /// Returns the trial whose result is told next.
+    /// Returns the trial whose result comes next.
     pub fn next(&self) -> Option<usize> {
         self.running.iter().min().map(|(_, trial)| *trial)
     }
@@ -36,7 +36,7 @@ impl JobOrder {
         self.running.iter().map(|(_, trial)| *trial)
     }
 
-    /// Removes the job of a trial, whose result is told now.
+    /// Removes the job of a trial, whose result the sweep learns now.
     pub fn end(&mut self, trial: usize) {
         if let Some(at) = self.running.iter().position(|(_, running)| *running == trial) {
             let (end, _) = self.running.remove(at);

@@ -8,7 +8,7 @@
 //!        +------- tell ---------+ the metric there, or why it has failed
 //! ```
 //!
-//! [`Sweep`] only decides: it trains nothing, reads no clock, and makes the same decisions if it is told the same results
+//! [`Sweep`] only decides: it trains nothing, reads no clock, and makes the same decisions if it learns the same results
 //! in the same order. [`Sweep::run`] trains the trials one after another by calling a closure; `zerorun sweep` trains
 //! them in processes, several at a time.
 //!

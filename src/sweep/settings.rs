@@ -187,14 +187,17 @@ impl SweepSettings {
                 u64::MAX => "the grid has more than 2^53 combinations".to_owned(),
                 _ => format!("the grid has {count} combinations"),
             };
-            let problem = format!("{problem}, and a sweep has at most 10000 trials; give fewer values, or another searcher");
+            let problem =
+                format!("{problem}, and a sweep has at most 10000 trials; give fewer values, or another searcher");
             return Err(SweepError::Conflict { problem });
         }
         match self.trials {
             Some(trials) if trials as u64 != count => Err(SweepError::setting(
                 "trials",
                 trials,
-                format!("the grid has {count} combinations, and all of them are tried; leave trials out, or give another searcher"),
+                format!(
+                    "the grid has {count} combinations, and all of them are tried; leave trials out, or give another searcher"
+                ),
             )),
             _ => Ok(count as usize),
         }

@@ -98,6 +98,9 @@ mod tests {
             (0..12).map(|index| format!("{:?}", space.combination(index))).collect();
         assert_eq!(all.len(), 12);
         let text = |index| space.combination(index).iter().map(|(_, v)| v.to_string()).collect::<Vec<_>>().join(" ");
-        assert_eq!((text(0), text(1), text(2), text(11)), ("\"x\" 1 0.0".into(), "\"x\" 1 1.0".into(), "\"x\" 2 0.0".into(), "\"y\" 3 1.0".into()));
+        assert_eq!(
+            (text(0), text(1), text(2), text(11)),
+            ("\"x\" 1 0.0".into(), "\"x\" 1 1.0".into(), "\"x\" 2 0.0".into(), "\"y\" 3 1.0".into())
+        );
     }
 }

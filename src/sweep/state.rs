@@ -20,7 +20,7 @@ pub struct SweepJob {
     pub to: u64,
 }
 
-/// What there is to do.
+/// The next thing to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SweepTask {
     /// Train a trial.
@@ -112,7 +112,7 @@ impl Sweep {
     /// Returns what there is to do. A job that is returned counts as running until [`tell`](Self::tell) is called for its
     /// trial.
     ///
-    /// A branch is handed out before the trial that it continues goes on, so its checkpoint can be copied then.
+    /// A branch is handed out before the trial that it continues is trained further, so its checkpoint can be copied then.
     pub fn ask(&mut self) -> SweepTask {
         let next = if self.has_failed() { None } else { self.next_job() };
         match next {

@@ -148,10 +148,17 @@ fn failures_are_recorded_and_too_many_end_the_sweep() {
 fn any_settings() -> impl Strategy<Value = SweepSettings> {
     let schedulers = prop_oneof![
         Just(TrialScheduler::None),
-        (1u64..30, 1usize..5).prop_map(|(every, min_trials)| TrialScheduler::MedianStop { every, grace: every, min_trials }),
+        (1u64..30, 1usize..5).prop_map(|(every, min_trials)| TrialScheduler::MedianStop {
+            every,
+            grace: every,
+            min_trials
+        }),
         (1u64..30, 2u64..6).prop_map(|(min_steps, eta)| TrialScheduler::Asha { min_steps, eta }),
-        (1u64..30, 0.01f64..0.5, 0.0f64..1.0)
-            .prop_map(|(every, quantile, resample)| TrialScheduler::Pbt { every, quantile, resample }),
+        (1u64..30, 0.01f64..0.5, 0.0f64..1.0).prop_map(|(every, quantile, resample)| TrialScheduler::Pbt {
+            every,
+            quantile,
+            resample
+        }),
     ];
     let searchers = prop_oneof![Just(SweepSearcher::Random), Just(SweepSearcher::Tpe)];
     (schedulers, searchers, 4usize..25, 30u64..100, any::<u64>(), any::<bool>(), 0usize..30).prop_map(
@@ -193,7 +200,7 @@ fn simulate(settings: &SweepSettings, workers: usize, chance: u64) -> (Sweep, Ve
                 assert!(running.iter().all(|other| other.trial != job.trial), "{job:?} is running");
                 if let (Some(branch), true) = (trial.branch, trial.results.is_empty()) {
                     let donor = sweep.trial(branch.trial).unwrap();
-                    assert_eq!((donor.reached(), job.from), (branch.step, branch.step), "the donor has not gone on");
+                    assert_eq!((donor.reached(), job.from), (branch.step, branch.step), "the donor has not continued");
                     assert!(!matches!(donor.state, TrialState::Running { .. }));
                 }
                 running.push(job);
@@ -207,7 +214,10 @@ fn simulate(settings: &SweepSettings, workers: usize, chance: u64) -> (Sweep, Ve
                     value => Ok(value as f64 / job.to as f64),
                 };
                 // NaN is not equal to itself.
-                calls.push(SweepCall::Told(job.trial, result.clone().map(|value| if value.is_nan() { -1.0 } else { value })));
+                calls.push(SweepCall::Told(
+                    job.trial,
+                    result.clone().map(|value| if value.is_nan() { -1.0 } else { value }),
+                ));
                 sweep.tell(job.trial, result).unwrap();
             }
             SweepTask::End => {

@@ -156,7 +156,9 @@ mod tests {
         let sum: f64 = (0..steps).map(|i| density.log_at(-1.0 + (f64::from(i) + 0.5) * width).exp() * width).sum();
         // The factor that all densities of a range share is left out.
         assert!((sum / (2.0 * std::f64::consts::PI).sqrt() - 1.0).abs() < 1e-5, "{sum}");
-        let Density::Choice(parts) = Density::new(&ParameterDomain::choice(["a", "b"]), &["a".into()]) else { panic!() };
+        let Density::Choice(parts) = Density::new(&ParameterDomain::choice(["a", "b"]), &["a".into()]) else {
+            panic!()
+        };
         assert_eq!(parts, [0.75, 0.25]);
     }
 

@@ -42,7 +42,7 @@ impl TrialState {
     }
 }
 
-/// Where a trial begins if not at step 0.
+/// The beginning of a trial that does not begin at step 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrialBranch {
     /// The trial that it continues, with other parameters.
@@ -59,7 +59,7 @@ pub struct SweepTrial {
     pub number: usize,
     /// The values of the parameters.
     pub parameters: TrialParameters,
-    /// Where it begins, if it continues another trial.
+    /// The trial that it continues, if it is a branch.
     pub branch: Option<TrialBranch>,
     /// The metric at each step at which the trial has paused or ended.
     pub results: Vec<(u64, f64)>,

@@ -30,16 +30,13 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
     let parts = parts_of(sweep, best, starter.steps);
     let mut commands = String::new();
     for (at, part) in parts.iter().enumerate() {
-        let name = if at + 1 == parts.len() { "ds_config.json".to_owned() } else { format!("ds_config-{}.json", at + 1) };
+        let name =
+            if at + 1 == parts.len() { "ds_config.json".to_owned() } else { format!("ds_config-{}.json", at + 1) };
         if let Some(config) = starter.template.configuration_of(&part.trial.parameters) {
             write_whole(&folder.join(&name), format!("{config:#}\n").as_bytes())?;
         }
-        let places = TrialPlaces {
-            folder: OUT.into(),
-            ds_config: Path::new(HERE).join(&name),
-            record: None,
-            is_branch: at > 0,
-        };
+        let places =
+            TrialPlaces { folder: OUT.into(), ds_config: Path::new(HERE).join(&name), record: None, is_branch: at > 0 };
         if part.to < starter.steps {
             commands += &format!("{STOP_AT}={} ", part.to);
         }
@@ -62,7 +59,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
     Ok(Some(script))
 }
 
-/// What stands for the folder of the result, and for the folder of the script, until words are quoted.
+/// The words that stand for the folder of the result and for that of the script until words are quoted.
 const OUT: &str = "@OUT@";
 const HERE: &str = "@HERE@";
 
@@ -78,9 +75,9 @@ fn parts_of<'a>(sweep: &'a Sweep, trial: &'a SweepTrial, steps: u64) -> Vec<Best
 }
 
 fn script_of(starter: &TrialStarter, best: &SweepTrial, commands: &str) -> String {
-    let threads = starter.threads.map(|threads| {
-        THREADS.map(|name| format!("export {name}=\"${{{name}:-{threads}}}\"\n")).concat()
-    });
+    let threads = starter
+        .threads
+        .map(|threads| THREADS.map(|name| format!("export {name}=\"${{{name}:-{threads}}}\"\n")).concat());
     format!(
         "#!/bin/sh\n\
          # Trains the best configuration of a sweep, that of trial {}, from its first step.\n\

@@ -1,4 +1,4 @@
-//! What a sweep is: the sweep file and flags, as checked settings.
+//! The definition of a sweep: the sweep file and flags, as checked settings.
 
 use super::error::SweepToolError;
 use super::parameter_syntax::domain_of;
@@ -127,21 +127,26 @@ impl DefinitionKeys<'_> {
         let unknown = |path: &str, key: &str, known: &[&str]| {
             let hint = nearest(key, known.iter().copied());
             let hint = hint.unwrap_or_else(|| format!("allowed are {}", list(known)));
-            self.wrong(format!("{path}{key} is no key of a sweep; {hint}"))
+            self.wrong(format!("{path}{key} is not a key of a sweep; {hint}"))
         };
         for (key, value) in self.table {
             if !KEYS.contains(&key.as_str()) {
                 return Err(match key.starts_with('-') || key.contains('.') {
-                    true => self.wrong(format!("{key} is no key of a sweep; parameters belong into the table [parameters]")),
+                    true => self
+                        .wrong(format!("{key} is not a key of a sweep; parameters belong into the table [parameters]")),
                     false => unknown("", key, &KEYS),
                 });
             }
             let Some((_, known)) = SECTIONS.iter().find(|(name, _)| name == key) else { continue };
             let Some(section) = value.as_object() else {
-                return Err(self.wrong(format!("{key} is {value}; give a table, such as {key} = {{ {} = 10 }}", known[0])));
+                return Err(
+                    self.wrong(format!("{key} is {value}; give a table, such as {key} = {{ {} = 10 }}", known[0]))
+                );
             };
             if scheduler != key {
-                let problem = format!("{key} is given, but scheduler is {scheduler}; give scheduler = \"{key}\", or leave it out");
+                let problem = format!(
+                    "{key} is given, but scheduler is {scheduler}; give scheduler = \"{key}\", or leave it out"
+                );
                 return Err(self.wrong(problem));
             }
             if let Some(key_of_section) = section.keys().find(|name| !known.contains(&name.as_str())) {
@@ -187,7 +192,7 @@ impl DefinitionKeys<'_> {
             Some(Value::String(text)) => Ok(text.split_whitespace().map(str::to_owned).collect()),
             Some(Value::Array(words)) => {
                 let words: Option<Vec<String>> = words.iter().map(|word| word.as_str().map(str::to_owned)).collect();
-                words.ok_or_else(|| self.wrong(format!("command has a word that is no text; {how}")))
+                words.ok_or_else(|| self.wrong(format!("command has a word that is not text; {how}")))
             }
             Some(other) => Err(self.wrong(format!("command is {other}; {how}"))),
         }
@@ -232,19 +237,22 @@ impl SweepDefinition {
         let command = keys.command()?;
         let metric = keys.text("metric", "give the name of a value in the record of a run, such as \"val_loss\"")?;
         let metric = metric.ok_or_else(|| {
-            keys.wrong("metric is missing; give the name of a value in the record of a run, such as \"val_loss\" or \"loss\"")
+            keys.wrong(
+                "metric is missing; give the name of a value in the record of a run, such as \"val_loss\" or \"loss\"",
+            )
         })?;
         let steps = keys.whole("steps", 1, 1 << 53)?;
-        let steps = steps.ok_or_else(|| keys.wrong("steps is missing; give the number of steps of a complete trial"))?;
+        let steps =
+            steps.ok_or_else(|| keys.wrong("steps is missing; give the number of steps of a complete trial"))?;
         let mut settings = SweepSettings::new(keys.space()?, steps);
         let goals = [("min", SweepGoal::Minimize), ("max", SweepGoal::Maximize)];
         settings.goal = keys.word("mode", &goals)?.unwrap_or_default();
-        let searchers =
-            [("grid", SweepSearcher::Grid), ("random", SweepSearcher::Random), ("tpe", SweepSearcher::Tpe)];
+        let searchers = [("grid", SweepSearcher::Grid), ("random", SweepSearcher::Random), ("tpe", SweepSearcher::Tpe)];
         settings.searcher = keys.word("searcher", &searchers)?.unwrap_or_default();
         settings.trials = keys.whole("trials", 1, 10_000)?.map(|trials| trials as usize);
         settings.seed = keys.whole("seed", 0, u64::MAX)?.unwrap_or_default();
-        settings.max_failures = keys.whole("max_failures", 0, 10_000)?.map_or(settings.max_failures, |most| most as usize);
+        settings.max_failures =
+            keys.whole("max_failures", 0, 10_000)?.map_or(settings.max_failures, |most| most as usize);
         settings.scheduler = keys.scheduler(scheduler)?;
         settings.check().map_err(|error: SweepError| keys.wrong(error.to_string()))?;
         let orders = [("steps", ResultOrder::Steps), ("finish", ResultOrder::Finish)];

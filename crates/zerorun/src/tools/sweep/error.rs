@@ -47,9 +47,7 @@ pub enum SweepToolError {
         problem: String,
     },
     /// A trial has no value of the metric.
-    #[error(
-        "metric is {metric}, but trial {trial} recorded no such value in steps {first} to {last}; {found}",
-    )]
+    #[error("metric is {metric}, but trial {trial} recorded no such value in steps {first} to {last}; {found}")]
     NoMetric {
         /// The name of the metric.
         metric: String,

@@ -31,7 +31,7 @@ pub(super) struct SweepFolder {
     path: PathBuf,
 }
 
-/// What a sweep's folder says about it.
+/// A sweep as its folder describes it.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct StoredSweep {
     /// The definition as written: the keys of the sweep file and of flags.
@@ -77,8 +77,8 @@ impl StoredSweep {
 impl SweepFolder {
     /// Returns the folder at `path`, as an absolute path.
     pub(super) fn at(path: &Path) -> Result<Self> {
-        let path = std::path::absolute(path)
-            .map_err(|source| Error::Io { action: "find", path: path.to_owned(), source })?;
+        let path =
+            std::path::absolute(path).map_err(|source| Error::Io { action: "find", path: path.to_owned(), source })?;
         Ok(Self { path })
     }
 
@@ -128,7 +128,8 @@ impl SweepFolder {
         match stored["format"].as_u64() {
             Some(FORMAT) => {}
             Some(newer) if newer > FORMAT => {
-                let problem = format!("the sweep in it has format {newer}, and this version reads {FORMAT}; use a newer zerorun");
+                let problem =
+                    format!("the sweep in it has format {newer}, and this version reads {FORMAT}; use a newer zerorun");
                 return Err(self.wrong(problem));
             }
             _ => return Err(damaged()),
@@ -169,7 +170,9 @@ impl SweepFolder {
             FolderLockOutcome::Held(lock) => Ok(lock),
             FolderLockOutcome::Busy(pid) => {
                 let pid = pid.map_or(String::new(), |pid| format!(" (process {pid})"));
-                Err(self.wrong(format!("another process runs the sweep in it{pid}; wait until it ends, or give another folder with --out")))
+                Err(self.wrong(format!(
+                    "another process runs the sweep in it{pid}; wait until it ends, or give another folder with --out"
+                )))
             }
         }
     }
@@ -213,10 +216,17 @@ mod tests {
         assert!(!folder.has_sweep().unwrap());
         insta::assert_snapshot!(said(folder.read().unwrap_err()), @"");
         let lock = folder.lock().unwrap();
-        let other = StoredSweep { definition: definition(r#"{"steps": 9, "parallel": 4, "trials": 3}"#), directory: "/".into(), configuration: json!({}) };
+        let other = StoredSweep {
+            definition: definition(r#"{"steps": 9, "parallel": 4, "trials": 3}"#),
+            directory: "/".into(),
+            configuration: json!({}),
+        };
         folder.store(&sweep).unwrap();
         folder.store(&sweep).unwrap();
-        let freely = StoredSweep { definition: definition(r#"{"steps": 8, "parallel": 7, "seed": 2, "memory": 5}"#), ..sweep.clone() };
+        let freely = StoredSweep {
+            definition: definition(r#"{"steps": 8, "parallel": 7, "seed": 2, "memory": 5}"#),
+            ..sweep.clone()
+        };
         folder.store(&freely).unwrap();
         assert_eq!(folder.read().unwrap(), sweep);
         insta::assert_snapshot!(said(folder.store(&other).unwrap_err()), @"");

@@ -1,13 +1,13 @@
-//! The journal of a sweep: a file that only grows, in which every line is on disk before the sweep goes on.
+//! The journal of a sweep: a file that only grows, in which every line is on disk before the sweep continues.
 //!
 //! ```text
 //!   {"event":"begin","parallel":2}                         a process begins or continues the sweep
 //!   {"event":"start","trial":3,"from":0,"to":4}            the sweep handed out this job
 //!   {"event":"end","trial":3,"to":4,"value":1.5}           the job ended with this metric, or with an "error"
-//!   {"event":"take","trial":3}                             its result was told to the sweep
+//!   {"event":"take","trial":3}                             the sweep has learned its result
 //! ```
 //!
-//! A sweep makes the same decisions when it is told the same results in the same order, so these lines are all that is
+//! A sweep makes the same decisions when it learns the same results in the same order, so these lines are all that is
 //! needed to continue it. A last line that a kill has cut off is removed.
 
 use super::error::SweepToolError;
@@ -86,7 +86,7 @@ pub(super) struct Journal {
 pub(super) struct ReplayedSweep {
     pub(super) sweep: Sweep,
     pub(super) order: JobOrder,
-    /// The results that have not been told yet, by trial.
+    /// The results that the sweep has not learned yet, by trial.
     pub(super) results: BTreeMap<usize, JobResult>,
     /// The number of trials at a time in the last session.
     pub(super) parallel: Option<usize>,
@@ -134,7 +134,9 @@ impl Journal {
         let (mut order, mut results, mut parallel) = (JobOrder::new(), BTreeMap::new(), None);
         for (at, event) in events.into_iter().enumerate() {
             let other = |problem: &str| {
-                let problem = format!("{problem}; the journal belongs to another sweep or version; give another folder with --out");
+                let problem = format!(
+                    "{problem}; the journal belongs to another sweep or version; give another folder with --out"
+                );
                 SweepToolError::Journal { path: path.to_owned(), line: at + 1, problem }
             };
             match event {
@@ -152,7 +154,7 @@ impl Journal {
                     results.insert(trial, result);
                 }
                 JournalEvent::Take { trial } => {
-                    let result = results.remove(&trial).ok_or_else(|| other("takes a result that is not there"))?;
+                    let result = results.remove(&trial).ok_or_else(|| other("takes a result that does not exist"))?;
                     sweep.tell(trial, result)?;
                     order.end(trial);
                 }
@@ -185,7 +187,8 @@ mod tests {
 
     /// Runs a sweep with two trials at a time, and writes a journal.
     fn run(path: &Path, result: impl Fn(&SweepJob) -> JobResult) -> Sweep {
-        let (mut journal, ReplayedSweep { mut sweep, mut order, mut results, .. }) = Journal::open(path, sweep()).unwrap();
+        let (mut journal, ReplayedSweep { mut sweep, mut order, mut results, .. }) =
+            Journal::open(path, sweep()).unwrap();
         journal.add(&JournalEvent::Begin { parallel: 2 }).unwrap();
         loop {
             while order.running().count() < 2

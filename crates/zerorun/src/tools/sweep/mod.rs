@@ -7,7 +7,7 @@
 //!   report: the table of trials        best: the best configuration as files
 //! ```
 //!
-//! `candle_zero::sweep` decides; the files here read settings, start processes and keep what they leave.
+//! `candle_zero::sweep` decides; the files here read settings, start processes and keep their results.
 
 mod best;
 mod definition;
@@ -20,15 +20,12 @@ mod runner;
 mod sweep_flags;
 mod trial_command;
 mod trial_process;
+mod trials_at_a_time;
 
 use crate::error::{Error, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use crate::launch::{self, script};
-use crate::tools::tune::model_of;
-use candle_zero::config::{Config, RunValues};
-use candle_zero::estimate::Estimate;
 use candle_zero::files::FolderLock;
-use candle_zero::offload::available_memory;
 use candle_zero::sweep::Sweep;
 use clap::{Args, Parser, Subcommand};
 use definition::SweepDefinition;
@@ -37,11 +34,12 @@ use journal::Journal;
 use report::{as_json, summary, trials_table};
 use runner::SweepRunner;
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use sweep_flags::SweepFlags;
 use trial_command::CommandTemplate;
 use trial_process::{THREADS, TrialStarter};
+use trials_at_a_time::{cores, trials_at_a_time};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -64,7 +62,7 @@ A sweep file:
   [parameters]
   \"--lr\" = { log_uniform = [1e-5, 1e-3] }
   \"--batch\" = [4, 8, 16]
-  \"optimizer.params.weight_decay\" = { uniform = [0.0, 0.1] }";
+  \"gradient_clipping\" = { uniform = [0.3, 2.0] }";
 
 /// Search for the best settings of a training run: many trials with different settings, of which the promising ones are
 /// trained further. FILE is a sweep file in TOML; flags take precedence over it.
@@ -154,8 +152,7 @@ struct ReadySweep {
 fn begin(flags: &SweepFlags) -> Result<ReadySweep> {
     let (origin, table) = flags.definition()?;
     let definition = SweepDefinition::new(&origin, &table)?;
-    let directory = std::env::current_dir()
-        .map_err(|source| Error::Io { action: "find", path: ".".into(), source })?;
+    let directory = std::env::current_dir().map_err(|source| Error::Io { action: "find", path: ".".into(), source })?;
     let mut template = CommandTemplate::new(&definition, &directory, None)?;
     template.check(&definition)?;
     let folder = SweepFolder::at(&flags.folder())?;
@@ -219,7 +216,7 @@ fn ready(
 ) -> Result<ReadySweep> {
     let (journal, state) = Journal::open(&folder.journal(), Sweep::new(definition.settings.clone())?)?;
     // A sweep that continues makes the same decisions only with the same number.
-    let parallel = definition.parallel.or(state.parallel).unwrap_or_else(|| parallel(&definition, &template));
+    let parallel = definition.parallel.or(state.parallel).unwrap_or_else(|| trials_at_a_time(&definition, &template));
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let threads = match (definition.threads, THREADS.iter().any(is_set)) {
         (Some(threads), _) => Some(threads),
@@ -231,33 +228,4 @@ fn ready(
     let (metric, steps) = (definition.metric.clone(), definition.settings.steps);
     let starter = TrialStarter { launcher, template, folder, directory, threads, metric, steps };
     Ok(ReadySweep { runner: SweepRunner::new(definition, starter, (journal, state), parallel), _lock: lock })
-}
-
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// Returns the number of trials that this machine can train at a time: each rank has its cores, and, if the memory of a
-/// trial is given or can be estimated, each trial has its memory.
-fn parallel(definition: &SweepDefinition, template: &CommandTemplate) -> usize {
-    let by_cores = cores() / (definition.ranks * definition.threads.unwrap_or(1));
-    let memory = definition.memory.or_else(|| estimated(definition, template)).filter(|bytes| *bytes > 0);
-    let by_memory = memory.map_or(usize::MAX, |bytes| (available_memory() / bytes) as usize);
-    by_cores.min(by_memory).max(1)
-}
-
-/// Returns the estimated bytes of a trial's model state, if its model is one of candle-zero's.
-fn estimated(definition: &SweepDefinition, template: &CommandTemplate) -> Option<u64> {
-    let (_, args) = template.script()?;
-    let (shapes, hidden_size) = model_of(args)?;
-    let steps = Some(definition.settings.steps);
-    let run = RunValues { total_num_steps: steps, hidden_size: Some(hidden_size), ..RunValues::default() };
-    let config = Config::load_for(template.configuration()?.clone(), definition.ranks, &run).ok()?;
-    Some(Estimate::new(&shapes, &config).ok()?.host_bytes() as u64 * definition.ranks as u64)
-}
-
-/// Returns the folder of a sweep whose file is named.
-fn default_folder(file: Option<&Path>) -> PathBuf {
-    let stem = file.and_then(Path::file_stem).map_or("sweep".into(), |stem| stem.to_string_lossy().into_owned());
-    Path::new("sweeps").join(stem)
 }

@@ -12,7 +12,9 @@ pub(super) fn domain_of(value: &Value) -> Result<ParameterDomain, String> {
     let table = match value {
         Value::Array(values) => return Ok(ParameterDomain::Choice(values.clone())),
         Value::Object(table) => table,
-        other => return Err(format!("is {other}; give a list of values, or a table such as {{ uniform = [0.0, 1.0] }}")),
+        other => {
+            return Err(format!("is {other}; give a list of values, or a table such as {{ uniform = [0.0, 1.0] }}"));
+        }
     };
     let (kinds, options): (Vec<&String>, Vec<&String>) = table.keys().partition(|key| KINDS.contains(&key.as_str()));
     let kind = match kinds[..] {
@@ -30,7 +32,9 @@ pub(super) fn domain_of(value: &Value) -> Result<ParameterDomain, String> {
         return Err(format!("has the key {unknown}, which {kind} does not know; {allowed}"));
     }
     if kind == "choice" {
-        let Some(values) = values.as_array() else { return Err(format!("is a choice of {values}; give a list of values")) };
+        let Some(values) = values.as_array() else {
+            return Err(format!("is a choice of {values}; give a list of values"));
+        };
         return Ok(ParameterDomain::Choice(values.clone()));
     }
     let ends = values.as_array().map(Vec::as_slice);
@@ -100,7 +104,10 @@ mod tests {
     #[test]
     fn lists_tables_and_flags_mean_the_same() {
         let of_flag = |text: &str| domain_of(&parameter_of_flag(text).unwrap().1).unwrap();
-        let of_file = |text: &str| domain_of(&serde_json::to_value(toml::from_str::<toml::Table>(text).unwrap()["p"].clone()).unwrap()).unwrap();
+        let of_file = |text: &str| {
+            domain_of(&serde_json::to_value(toml::from_str::<toml::Table>(text).unwrap()["p"].clone()).unwrap())
+                .unwrap()
+        };
         for (flag, file) in [
             ("--a=choice:1,2.5,x,true", "p = [1, 2.5, \"x\", true]"),
             ("--a=choice:all", "p = { choice = [\"all\"] }"),

@@ -1,4 +1,4 @@
-//! What a sweep prints: its progress on standard error, and its trials as a table.
+//! Prints a sweep: its progress on standard error, and its trials as a table.
 
 use super::trial_command::is_flag;
 use crate::launch::console::eprint;
@@ -44,7 +44,8 @@ impl SweepDisplay {
             None => String::new(),
         };
         let until = if job.to == steps { "to the end".to_owned() } else { format!("to step {}", job.to) };
-        let parameters = if trial.results.is_empty() { format!(": {}", shown(&trial.parameters)) } else { String::new() };
+        let parameters =
+            if trial.results.is_empty() { format!(": {}", shown(&trial.parameters)) } else { String::new() };
         self.line(&format!("trial {} from step {} {until}{branch}{parameters}", trial.number, job.from));
     }
 
@@ -54,7 +55,8 @@ impl SweepDisplay {
         let text = match (&trial.state, trial.results.last()) {
             (TrialState::Failed(why), _) => format!("trial {number} failed: {why}"),
             (state, Some((step, value))) => {
-                let best = if sweep.best().is_some_and(|best| best.number == number) { ", the best so far" } else { "" };
+                let best =
+                    if sweep.best().is_some_and(|best| best.number == number) { ", the best so far" } else { "" };
                 let what = match state {
                     TrialState::Complete => "complete, ",
                     TrialState::Stopped => "ended early, ",
@@ -156,7 +158,11 @@ fn ranked(sweep: &Sweep) -> Vec<&SweepTrial> {
     let has_failed = |trial: &SweepTrial| matches!(trial.state, TrialState::Failed(_));
     trials.sort_by(|a, b| {
         let further = b.results.last().map(|last| last.0).cmp(&a.results.last().map(|last| last.0));
-        has_failed(a).cmp(&has_failed(b)).then(further).then(score(a).total_cmp(&score(b))).then(a.number.cmp(&b.number))
+        has_failed(a)
+            .cmp(&has_failed(b))
+            .then(further)
+            .then(score(a).total_cmp(&score(b)))
+            .then(a.number.cmp(&b.number))
     });
     trials
 }

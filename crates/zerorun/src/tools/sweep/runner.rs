@@ -1,4 +1,4 @@
-//! Runs a sweep: hands out jobs to processes, several at a time, and tells their results.
+//! Runs a sweep: hands out jobs to processes, several at a time, and collects their results.
 
 use super::best;
 use super::definition::{ResultOrder, SweepDefinition};
@@ -34,7 +34,9 @@ struct RunningJob {
 #[derive(Debug)]
 enum JobProcess {
     /// It is to be started, once no process of an earlier sweep trains the trial.
-    Due { was_busy: bool },
+    Due {
+        was_busy: bool,
+    },
     Started(Child),
     /// Its result is known.
     Ended,
@@ -118,7 +120,9 @@ impl SweepRunner {
             self.display.refresh(&self.state.sweep, |trial| starter.recorded_step(trial));
             match events.recv_timeout(TICK) {
                 Ok(LauncherEvent::End(signal)) => {
-                    self.display.line("the running trials save their last step, and the sweep ends; a second signal ends it at once");
+                    self.display.line(
+                        "the running trials save their last step, and the sweep ends; a second signal ends it at once",
+                    );
                     self.stop_all(events, Signal::TERM);
                     return Ok(SweepEnd::Interrupted(signal));
                 }
@@ -140,7 +144,7 @@ impl SweepRunner {
             && let SweepTask::Train(job) = self.state.sweep.ask()
         {
             if let Some(trial) = self.state.sweep.trial(job.trial) {
-                // A checkpoint to branch from is copied now, before its trial goes on.
+                // A checkpoint to branch from is copied now, before its trial continues.
                 self.starter.prepare(trial)?;
                 self.display.started(trial, &job, self.starter.steps);
             }
@@ -192,7 +196,10 @@ impl SweepRunner {
                     running.kills = if saved > running.saved { 1 } else { running.kills + 1 };
                     running.saved = saved;
                     if running.kills <= self.definition.retries {
-                        self.display.line(&format!("trial {} was killed by {signal}; it continues after step {saved}", job.trial));
+                        self.display.line(&format!(
+                            "trial {} was killed by {signal}; it continues after step {saved}",
+                            job.trial
+                        ));
                         running.process = JobProcess::Due { was_busy: false };
                         continue;
                     }
@@ -223,7 +230,7 @@ impl SweepRunner {
         Ok(())
     }
 
-    /// Tells the sweep the next result, if it is known. Returns whether it was.
+    /// Passes the next result to the sweep, if it is known. Returns whether it was.
     fn take(&mut self) -> Result<bool> {
         let next = match self.definition.order {
             ResultOrder::Steps => self.state.order.next(),
@@ -287,7 +294,12 @@ impl SweepRunner {
                 _ => None,
             });
             let (failures, most) = (sweep.failures(), sweep.settings().max_failures);
-            return Err(SweepToolError::TooManyFailures { failures, most, last: failed.next().unwrap_or_default() }.into());
+            return Err(
+                SweepToolError::TooManyFailures { failures, most, last: failed.next().unwrap_or_default() }.into()
+            );
+        }
+        if script.is_none() {
+            eprint("zerorun: no trial has a result; correct the command, and begin again with another --out");
         }
         Ok(if is_printed && script.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }

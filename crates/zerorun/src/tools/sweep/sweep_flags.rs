@@ -1,6 +1,5 @@
 //! The flags of `zerorun sweep`. Each is a key of the sweep file.
 
-use super::default_folder;
 use super::error::SweepToolError;
 use super::parameter_syntax::parameter_of_flag;
 use crate::error::{Error, Result};
@@ -109,14 +108,21 @@ pub(super) struct SweepFlags {
 impl SweepFlags {
     /// Returns the folder of the sweep.
     pub(super) fn folder(&self) -> PathBuf {
-        self.out.clone().unwrap_or_else(|| default_folder(self.file.as_deref()))
+        match (&self.out, &self.file) {
+            (Some(out), _) => out.clone(),
+            (None, file) => {
+                let stem = file.as_deref().and_then(Path::file_stem).unwrap_or("sweep".as_ref());
+                Path::new("sweeps").join(stem)
+            }
+        }
     }
 
     /// Reads the sweep file, if there is one, and adds the flags. Returns where the definition comes from, and its keys.
     pub(super) fn definition(&self) -> Result<(String, Map<String, Value>)> {
         let origin = self.file.as_ref().map_or("the command line".to_owned(), |file| file.display().to_string());
         let mut table = self.file.as_deref().map_or_else(|| Ok(Map::new()), read)?;
-        let wrong = |problem: String| -> Error { SweepToolError::Definition { origin: origin.clone(), problem }.into() };
+        let wrong =
+            |problem: String| -> Error { SweepToolError::Definition { origin: origin.clone(), problem }.into() };
         let text = |value: &Option<String>| value.clone().map(Value::from);
         let number = |value: Option<u64>| value.map(Value::from);
         let given = [
@@ -153,12 +159,17 @@ impl SweepFlags {
     /// Adds the flags that are keys of the chosen scheduler's section.
     fn add_scheduler_flags(&self, table: &mut Map<String, Value>) -> std::result::Result<(), String> {
         let scheduler = table.get("scheduler").and_then(Value::as_str).unwrap_or("none").to_owned();
-        let flags =
-            [("min_steps", self.min_steps, &["asha"][..]), ("eta", self.eta, &["asha"]), ("every", self.every, &["median", "pbt"])];
+        let flags = [
+            ("min_steps", self.min_steps, &["asha"][..]),
+            ("eta", self.eta, &["asha"]),
+            ("every", self.every, &["median", "pbt"]),
+        ];
         for (key, value, schedulers) in flags.into_iter().filter_map(|(key, value, of)| Some((key, value?, of))) {
             if !schedulers.contains(&scheduler.as_str()) {
                 let of = schedulers.join(" or ");
-                return Err(format!("--{key} is given, but scheduler is {scheduler}; give --scheduler {of}, or leave it out"));
+                return Err(format!(
+                    "--{key} is given, but scheduler is {scheduler}; give --scheduler {of}, or leave it out"
+                ));
             }
             let section = table.entry(scheduler.clone()).or_insert_with(|| json!({}));
             if let Some(section) = section.as_object_mut() {
@@ -171,8 +182,11 @@ impl SweepFlags {
 
 /// Reads a sweep file.
 fn read(file: &Path) -> Result<Map<String, Value>> {
-    let text = files::read_text(file, MAX_FILE_BYTES)
-        .map_err(|source| Error::Io { action: "read", path: file.to_owned(), source })?;
+    let text = files::read_text(file, MAX_FILE_BYTES).map_err(|source| Error::Io {
+        action: "read",
+        path: file.to_owned(),
+        source,
+    })?;
     let wrong = |problem: String| -> Error {
         SweepToolError::Definition { origin: file.display().to_string(), problem }.into()
     };
@@ -183,6 +197,6 @@ fn read(file: &Path) -> Result<Map<String, Value>> {
     })?;
     match serde_json::to_value(table) {
         Ok(Value::Object(table)) => Ok(table),
-        _ => Err(wrong("it has a value that is no text, number, list or table".into())),
+        _ => Err(wrong("it has a value that is neither text nor a number, a list or a table".into())),
     }
 }

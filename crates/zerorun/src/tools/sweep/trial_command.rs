@@ -30,10 +30,12 @@ const OWN_FLAGS: [(&str, &str); 9] = [
 ];
 
 /// Further flags of `zerorun finetune` that a sweep does not allow.
-const OWN_FINETUNE_FLAGS: [(&str, &str); 3] = [
+const OWN_FINETUNE_FLAGS: [(&str, &str); 5] = [
     ("--out", "each trial has its own folder for the result"),
     ("--patience", "the scheduler of the sweep decides when a trial ends"),
     ("--max_restarts", "the key retries of the sweep restarts trials"),
+    ("--hostfile", "all trials run on this host"),
+    ("--nnodes", "all trials run on this host"),
 ];
 
 /// The files and folders that a trial uses.
@@ -49,7 +51,7 @@ pub(super) struct TrialPlaces {
     pub(super) is_branch: bool,
 }
 
-/// What is started.
+/// The program that is started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum TrialProgram {
     /// `zerorun finetune`.
@@ -78,13 +80,6 @@ impl CommandTemplate {
     pub(super) fn new(definition: &SweepDefinition, directory: &Path, known: Option<&Value>) -> Result<Self> {
         let (first, rest) = definition.command.split_first().ok_or_else(|| definition.wrong("command is empty"))?;
         let program = if first == "finetune" { TrialProgram::Finetune } else { TrialProgram::Script(first.into()) };
-        if let Some(tool) = crate::tools::named(first.as_ref()).filter(|_| program != TrialProgram::Finetune) {
-            let problem = format!(
-                "command begins with {}, but a sweep runs `finetune` or a script; to run a script of that name, write ./{}",
-                tool.name, tool.name
-            );
-            return Err(definition.wrong(problem));
-        }
         let mut args: Vec<OsString> = rest.iter().map(OsString::from).collect();
         let found = take(&mut args, &DS_CONFIG);
         let at = found.as_ref().map_or(0, |(at, _)| *at);
@@ -133,7 +128,8 @@ impl CommandTemplate {
         if self.program == TrialProgram::Finetune {
             self.check_finetune(definition)?;
         } else if self.configuration.is_none() {
-            let problem = "command has no --ds_config FILE; give the configuration file of the script, which trials may vary";
+            let problem =
+                "command has no --ds_config FILE; give the configuration file of the script, which trials may vary";
             return Err(definition.wrong(problem));
         }
         self.check_configuration(definition)
@@ -166,16 +162,21 @@ impl CommandTemplate {
             return Err(definition.wrong(format!("parameter {flag} cannot be varied: {why}; leave it out")));
         }
         if DS_CONFIG.contains(&name) {
-            let problem = format!("parameter {name} cannot be varied; vary keys of the configuration by their paths, such as optimizer.params.lr");
+            let problem = format!(
+                "parameter {name} cannot be varied; vary keys of the configuration by their paths, such as optimizer.params.lr"
+            );
             return Err(definition.wrong(problem));
         }
         if self.args.iter().any(|word| is_word_of(word, name)) {
-            return Err(definition.wrong(format!("{name} is in the command and a parameter; remove it from the command")));
+            return Err(
+                definition.wrong(format!("{name} is in the command and a parameter; remove it from the command"))
+            );
         }
-        if let (ParameterDomain::Choice(values), true) = (domain, true)
+        if let ParameterDomain::Choice(values) = domain
             && let Some(value) = values.iter().find(|value| value.is_object() || value.is_array() || value.is_null())
         {
-            return Err(definition.wrong(format!("parameter {name} has the value {value}; a flag has text, a number, true or false")));
+            return Err(definition
+                .wrong(format!("parameter {name} has the value {value}; a flag has text, a number, true or false")));
         }
         Ok(())
     }
@@ -183,13 +184,16 @@ impl CommandTemplate {
     /// Checks that a parameter can be a path of the configuration.
     fn check_path(&self, definition: &SweepDefinition, name: &str, domain: &ParameterDomain) -> Result<()> {
         let as_flag = format!("--{}", name.trim_start_matches('-'));
-        let is_flag_of_finetune =
-            self.program == TrialProgram::Finetune && finetune_flags().iter().any(|flag| normal(flag) == normal(&as_flag));
+        let is_flag_of_finetune = self.program == TrialProgram::Finetune
+            && finetune_flags().iter().any(|flag| normal(flag) == normal(&as_flag));
         if is_flag_of_finetune {
-            return Err(definition.wrong(format!("parameter {name} is no key of the configuration; the flag is written {as_flag}")));
+            return Err(definition
+                .wrong(format!("parameter {name} is not a key of the configuration; the flag is written {as_flag}")));
         }
         if name.split('.').any(str::is_empty) {
-            let problem = format!("parameter `{name}` is neither a flag, such as --lr, nor a path of keys, such as optimizer.params.lr");
+            let problem = format!(
+                "parameter `{name}` is neither a flag, such as --lr, nor a path of keys, such as optimizer.params.lr"
+            );
             return Err(definition.wrong(problem));
         }
         let value = some_values(domain).next().unwrap_or(Value::Null);
@@ -219,11 +223,13 @@ impl CommandTemplate {
                 let mut config = first.clone();
                 set(&mut config, name, value.clone());
                 let run = RunValues { total_num_steps: Some(self.steps), ..RunValues::default() };
-                let Err(Error::Config(ConfigError::Problems { problems, .. })) = Config::load_for(config, self.ranks, &run) else {
+                let Err(Error::Config(ConfigError::Problems { problems, .. })) =
+                    Config::load_for(config, self.ranks, &run)
+                else {
                     continue;
                 };
                 // Trials may have more settings than these, so that only what is wrong by itself is refused.
-                let is_own = |path: &str| path == name || name.starts_with(&format!("{path}.")) || path.starts_with(&format!("{name}."));
+                let section = |path: &str| path.split('.').next() == name.split('.').next();
                 let wrong = problems.iter().find(|problem| {
                     let rules = [
                         ConfigRule::UnknownKey,
@@ -233,10 +239,11 @@ impl CommandTemplate {
                         ConfigRule::Removed,
                         ConfigRule::Unsupported,
                     ];
-                    rules.contains(&problem.rule) && is_own(&problem.path)
+                    rules.contains(&problem.rule) && section(&problem.path)
                 });
                 if let Some(problem) = wrong {
-                    let problem = format!("parameter {name} with the value {value}: `{}`: {}", problem.path, problem.message);
+                    let problem =
+                        format!("parameter {name} with the value {value}: `{}`: {}", problem.path, problem.message);
                     return Err(definition.wrong(problem));
                 }
             }
@@ -252,7 +259,7 @@ impl CommandTemplate {
             if !known.iter().any(|flag| normal(flag) == normal(name)) {
                 let hint = nearest(name, known.iter().map(String::as_str));
                 let hint = hint.unwrap_or_else(|| "`zerorun finetune --help` lists them".into());
-                return Err(definition.wrong(format!("parameter {name} is no flag of zerorun finetune; {hint}")));
+                return Err(definition.wrong(format!("parameter {name} is not a flag of zerorun finetune; {hint}")));
             }
         }
         let first: TrialParameters =
@@ -260,23 +267,28 @@ impl CommandTemplate {
         let places = TrialPlaces {
             folder: "trial".into(),
             ds_config: "ds_config.json".into(),
-            record: None,
+            record: Some(("runs".into(), "trial".into())),
             is_branch: false,
         };
-        let parse = |parameters: &TrialParameters| {
-            let words = std::iter::once("finetune".into()).chain(self.args_of(parameters, &places));
-            match finetune::command().try_get_matches_from(words) {
-                Ok(_) => Ok(()),
-                Err(error) => {
-                    let text = error.render().to_string();
-                    let text = text.strip_prefix("error: ").unwrap_or(&text);
-                    Err(text.split("\n\nUsage:").next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" "))
-                }
+        let parse = |parameters: &TrialParameters| match finetune::command()
+            .try_get_matches_from(self.words_of(parameters, &places))
+        {
+            Ok(_) => Ok(()),
+            Err(error) => {
+                let text = error.render().to_string();
+                let text = text.strip_prefix("error: ").unwrap_or(&text);
+                Err(text
+                    .split("\n\nUsage:")
+                    .next()
+                    .unwrap_or_default()
+                    .split_whitespace()
+                    .collect::<Vec<_>>()
+                    .join(" "))
             }
         };
         let without: TrialParameters = Vec::new();
         if let (Err(why), Err(_)) = (parse(&first), parse(&without)) {
-            return Err(definition.wrong(format!("command is no command line of zerorun finetune: {why}")));
+            return Err(definition.wrong(format!("command is not a command line of zerorun finetune: {why}")));
         }
         for (at, (name, domain)) in flags().enumerate() {
             for value in some_values(domain) {
@@ -312,7 +324,8 @@ impl CommandTemplate {
                 begin.into_iter().chain(record).chain(self.args_of(parameters, places)).collect()
             }
             TrialProgram::Script(path) => {
-                let begin: [OsString; 2] = ["--num_ranks".into(), ranks.into()];
+                // A step and its checkpoint may take long.
+                let begin: [OsString; 4] = ["--num_ranks".into(), ranks.into(), "--grace".into(), "600s".into()];
                 let script = [OsString::from(path)];
                 begin.into_iter().chain(record).chain(script).chain(self.args_of(parameters, places)).collect()
             }
@@ -326,7 +339,13 @@ impl CommandTemplate {
             own.extend(["--ds_config".into(), places.ds_config.clone().into()]);
         }
         let checkpoints = places.folder.join("checkpoints");
-        own.extend(["--steps".into(), self.steps.to_string().into(), "--save".into(), checkpoints.into(), "--resume".into()]);
+        own.extend([
+            "--steps".into(),
+            self.steps.to_string().into(),
+            "--save".into(),
+            checkpoints.into(),
+            "--resume".into(),
+        ]);
         if self.program == TrialProgram::Finetune {
             own.extend(["--out".into(), places.folder.join("result").into()]);
             own.extend(places.is_branch.then(|| "--resume_anyway".into()));

@@ -1,4 +1,4 @@
-//! Trials as processes: their start, their end, and what they leave.
+//! Trials as processes: their start, their end, and their results.
 //!
 //! A trial's launcher has the file `running` in the trial's folder as its standard input, and the file is locked: the lock
 //! lasts as long as a process of the trial. If the sweep is killed, the kernel sends SIGTERM to the launchers of its
@@ -28,7 +28,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 /// The variables with the numbers of threads of a rank.
 pub(super) const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
 
-/// What is needed to start trials.
+/// The settings for starting trials.
 #[derive(Debug)]
 pub(super) struct TrialStarter {
     /// The executable of `zerorun`.
@@ -156,7 +156,8 @@ impl TrialStarter {
             return Ok(JobEnd::Killed(name(signal)));
         }
         if !status.success() {
-            return Ok(JobEnd::Result(Err(last_words(&self.log(job)))));
+            let why = last_words(&self.log(job));
+            return Ok(JobEnd::Result(Err(why.strip_prefix("zerorun: ").unwrap_or(&why).to_owned())));
         }
         let recorded = self.recorded(job)?;
         let reached = if job.to < self.steps { self.saved_step(job.trial) } else { recorded.steps };
@@ -191,8 +192,10 @@ impl TrialStarter {
             false => Vec::new(),
         };
         let own = ids.into_iter().filter(|id| id.strip_prefix(&name).is_some_and(|rest| rest.starts_with('-')));
-        let mut runs: Vec<RecordedRun> =
-            own.filter_map(|id| RecordedRun::open(folder.path().join(id)).ok()).filter(|run| run.info().name == name).collect();
+        let mut runs: Vec<RecordedRun> = own
+            .filter_map(|id| RecordedRun::open(folder.path().join(id)).ok())
+            .filter(|run| run.info().name == name)
+            .collect();
         runs.sort_by(|a, b| b.info().created.total_cmp(&a.info().created).then_with(|| b.id().cmp(&a.id())));
         Ok(runs)
     }
@@ -215,7 +218,7 @@ impl TrialStarter {
     }
 }
 
-/// What a trial recorded in the steps of a job.
+/// The record of a trial in the steps of a job.
 #[derive(Debug, Default)]
 struct RecordedValue {
     /// The newest value of the metric.
