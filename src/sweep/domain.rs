@@ -76,20 +76,20 @@ impl ParameterDomain {
     /// Checks the domain of the parameter `name`.
     pub(super) fn check(&self, name: &str) -> Result<(), SweepError> {
         let key = format!("parameter {name}");
-        let wrong = |found: String, allowed: &str| {
-            Err(SweepError::setting(&key, format!("{} of {found}", self.kind()), allowed))
-        };
+        let wrong = |found: String, allowed: &str| Err(SweepError::setting(&key, found, allowed));
         match self {
-            Self::Choice(values) if values.is_empty() => wrong("no values".into(), "give at least one value"),
+            Self::Choice(values) if values.is_empty() => {
+                wrong("a choice of no values".into(), "give at least one value")
+            }
             Self::Choice(values) if values.len() > MAX_VALUES => {
-                wrong(format!("{} values", values.len()), "give at most 10000 values")
+                wrong(format!("a choice of {} values", values.len()), "give at most 10000 values")
             }
             Self::Choice(values) => match values.iter().enumerate().find(|(at, value)| values[..*at].contains(value)) {
-                Some((_, twice)) => wrong(format!("{twice} twice"), "give each value once"),
+                Some((_, twice)) => wrong(format!("a choice that has {twice} twice"), "give each value once"),
                 None => Ok(()),
             },
             Self::Real { low, high, log, points } => {
-                let range = format!("[{low}, {high}]");
+                let range = format!("{} = [{low}, {high}]", self.kind());
                 match () {
                     () if !low.is_finite() || !high.is_finite() => wrong(range, "give finite numbers"),
                     () if *log && *low <= 0.0 => wrong(
@@ -99,14 +99,14 @@ impl ParameterDomain {
                     () if low >= high => wrong(range, "give a lower end below the upper end, or one value as a choice"),
                     () if !(high - low).is_finite() => wrong(range, "give ends that are closer to each other"),
                     () if points.is_some_and(|points| !(2..=MAX_VALUES).contains(&points)) => wrong(
-                        format!("{} points", points.unwrap_or_default()),
+                        format!("{range}, points = {}", points.unwrap_or_default()),
                         "give 2 to 10000 points, which include both ends",
                     ),
                     () => Ok(()),
                 }
             }
             Self::Integer { low, high, step, log } => {
-                let range = format!("[{low}, {high}]");
+                let range = format!("{} = [{low}, {high}]", self.kind());
                 match () {
                     () if low.unsigned_abs().max(high.unsigned_abs()) > MAX_INTEGER.unsigned_abs() => {
                         wrong(range, "give whole numbers of at most 2^53")
@@ -114,11 +114,11 @@ impl ParameterDomain {
                     () if low >= high => wrong(range, "give a lower end below the upper end, or one value as a choice"),
                     () if *log && *low < 1 => wrong(range, "give a lower end of at least 1, or integer"),
                     () if *step < 1 || *step > high - low => wrong(
-                        format!("{range} with step {step}"),
+                        format!("{range}, step = {step}"),
                         "give a step from 1 to the difference between the ends",
                     ),
                     () if *log && *step != 1 => {
-                        wrong(format!("{range} with step {step}"), "leave step out, or give integer")
+                        wrong(format!("{range}, step = {step}"), "leave step out, or give integer")
                     }
                     () => Ok(()),
                 }

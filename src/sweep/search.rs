@@ -15,9 +15,20 @@ pub(super) fn next_parameters(settings: &SweepSettings, trials: &[SweepTrial]) -
     let mut random = RandomStream::new(settings.seed, DrawnFor::Trial(trials.len() + 1));
     let ranked = ranked(settings, trials);
     match settings.searcher {
-        SweepSearcher::Grid => settings.space.combination(trials.len() as u64),
+        SweepSearcher::Grid => settings.space.combination(grid_index(settings, trials.len() as u64)),
         SweepSearcher::Tpe if ranked.len() >= STARTUP_TRIALS => suggested(settings, trials, &ranked, &mut random),
         SweepSearcher::Random | SweepSearcher::Tpe => drawn(settings, trials, &mut random),
+    }
+}
+
+/// Returns the index of the combination that a grid tries after `tried` others. The order is random if trials are compared
+/// before all have begun: in the order of a grid, neighbours are alike, and later ones are often better.
+fn grid_index(settings: &SweepSettings, tried: u64) -> u64 {
+    match (settings.scheduler, settings.space.grid_count()) {
+        (TrialScheduler::Asha { .. } | TrialScheduler::MedianStop { .. }, Some(count)) => {
+            permute(tried, count, RandomStream::new(settings.seed, DrawnFor::Order).next())
+        }
+        _ => tried,
     }
 }
 

@@ -1,5 +1,6 @@
 //! The settings of a sweep, and what is allowed.
 
+use super::domain::ParameterDomain;
 use super::error::SweepError;
 use super::space::SweepSpace;
 
@@ -36,7 +37,7 @@ impl SweepGoal {
 /// How the parameters of trials are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SweepSearcher {
-    /// Every combination once.
+    /// Every combination once; in random order if the scheduler compares trials before all have begun.
     Grid,
     /// At random; in a finite space, no combination twice.
     #[default]
@@ -156,6 +157,14 @@ impl SweepSettings {
             return Err(SweepError::setting("trials", trials, "give 1 to 10000 trials"));
         }
         self.check_scheduler()?;
+        let has_points = |domain: &ParameterDomain| matches!(domain, ParameterDomain::Real { points: Some(_), .. });
+        let pointed = self.space.parameters().iter().find(|(_, domain)| has_points(domain));
+        if let (Some((name, _)), true) = (pointed, self.searcher != SweepSearcher::Grid) {
+            let problem = format!(
+                "parameter {name} has points, which only the searcher grid uses; leave them out, or give the searcher grid"
+            );
+            return Err(SweepError::Conflict { problem });
+        }
         let is_pbt = matches!(self.scheduler, TrialScheduler::Pbt { .. });
         let trials = match self.searcher {
             SweepSearcher::Grid => self.grid_trials()?,
@@ -176,7 +185,8 @@ impl SweepSettings {
         let infinite = self.space.parameters().iter().find(|(_, domain)| domain.grid_count().is_none());
         if let Some((name, domain)) = infinite {
             let problem = format!(
-                "the grid has no end, because parameter {name} is {}; give it points = N, or a choice, or another searcher",
+                "the searcher grid cannot take all values of parameter {name}, which is {}; give it points = N, or a choice, \
+                 or another searcher",
                 domain.kind()
             );
             return Err(SweepError::Conflict { problem });

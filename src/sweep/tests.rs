@@ -283,8 +283,20 @@ fn wrong_settings_are_refused_with_what_is_allowed() {
         ParameterDomain::Real { low: 0.0, high: 1.0, log: false, points: Some(1) },
     ];
     let of_domains: Vec<String> = domains.map(|domain| wrong(one(domain), &|_| {})).to_vec();
-    insta::assert_snapshot!(of_domains.join("\n"), @"");
-    let changes: [&dyn Fn(&mut SweepSettings); 14] = [
+    insta::assert_snapshot!(of_domains.join("\n"), @r"
+    parameter --lr is a choice of no values; give at least one value
+    parameter --lr is a choice that has 1 twice; give each value once
+    parameter --lr is uniform = [1, 1]; give a lower end below the upper end, or one value as a choice
+    parameter --lr is uniform = [0, inf]; give finite numbers
+    parameter --lr is log_uniform = [0, 1]; zero and negative numbers have no logarithm; give a lower end above 0, or uniform
+    parameter --lr is integer = [5, 4]; give a lower end below the upper end, or one value as a choice
+    parameter --lr is log_integer = [0, 9]; give a lower end of at least 1, or integer
+    parameter --lr is integer = [0, 9], step = 10; give a step from 1 to the difference between the ends
+    parameter --lr is log_integer = [1, 9], step = 2; leave step out, or give integer
+    parameter --lr is integer = [0, 9223372036854775807]; give whole numbers of at most 2^53
+    parameter --lr is uniform = [0, 1], points = 1; give 2 to 10000 points, which include both ends
+    ");
+    let changes: [&dyn Fn(&mut SweepSettings); 15] = [
         &|s| s.steps = 0,
         &|s| s.trials = Some(0),
         &|s| s.searcher = SweepSearcher::Grid,
@@ -299,11 +311,33 @@ fn wrong_settings_are_refused_with_what_is_allowed() {
         &|s| (s.scheduler, s.searcher) = (TrialScheduler::pbt(1), SweepSearcher::Tpe),
         &|s| (s.scheduler, s.trials) = (TrialScheduler::pbt(1), Some(3)),
         &|s| s.space = SweepSpace::new(),
+        &|s| {
+            s.space = one(ParameterDomain::Real { low: 0.0, high: 1.0, log: false, points: Some(3) });
+        },
     ];
     let of_settings: Vec<String> = changes.iter().map(|change| wrong(lr(), change)).collect();
-    insta::assert_snapshot!(of_settings.join("\n"), @"");
+    insta::assert_snapshot!(of_settings.join("\n"), @r"
+    steps is 0; give 1 to 2^53 steps
+    trials is 0; give 1 to 10000 trials
+    the searcher grid cannot take all values of parameter --lr, which is uniform; give it points = N, or a choice, or another searcher
+    asha.min_steps is 100; give at least 1 and fewer than the 100 steps of a complete trial
+    asha.min_steps is 0; give at least 1 and fewer than the 100 steps of a complete trial
+    asha.eta is 1; one of eta trials continues; give 2 to 1000
+    median.every is 200; give at least 1 and fewer than the 100 steps of a complete trial
+    median.min_trials is 0; give at least 1
+    pbt.every is 0; give at least 1 and fewer than the 100 steps of a complete trial
+    pbt.quantile is 0.6; give a part above 0 and at most 0.5
+    pbt.resample is NaN; give a probability from 0 to 1
+    searcher tpe learns from complete trials, but pbt changes the parameters of trials on the way; give the searcher random or grid, or another scheduler
+    trials is 3; pbt compares quarters of the trials; give at least 4
+    the number of parameters is 0; give 1 to 64 parameters to vary
+    parameter --lr has points, which only the searcher grid uses; leave them out, or give the searcher grid
+    ");
     let grid = |domain| wrong(one(domain), &|s| (s.searcher, s.trials) = (SweepSearcher::Grid, Some(5)));
-    insta::assert_snapshot!([grid(ParameterDomain::integer(1, 4)), grid(ParameterDomain::integer(1, 1 << 20))].join("\n"), @"");
+    insta::assert_snapshot!([grid(ParameterDomain::integer(1, 4)), grid(ParameterDomain::integer(1, 1 << 20))].join("\n"), @r"
+    trials is 5; the grid has 4 combinations, and all of them are tried; leave trials out, or give another searcher
+    the grid has 1048576 combinations, and a sweep has at most 10000 trials; give fewer values, or another searcher
+    ");
     let twice = lr().with("--lr", ParameterDomain::choice([1]));
-    insta::assert_snapshot!(wrong(twice, &|_| {}), @"");
+    insta::assert_snapshot!(wrong(twice, &|_| {}), @"parameter --lr is given twice; give it once");
 }

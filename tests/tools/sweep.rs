@@ -30,7 +30,11 @@ fn trains() {
     std::fs::create_dir_all(&save).unwrap();
     engine.load_checkpoint(&save, None, &LoadOptions::default()).unwrap();
     while engine.global_steps() < steps {
-        if engine.stop_requested().unwrap() {
+        let stop = engine.stop_requested().unwrap_or_else(|error| {
+            eprintln!("error: {error}");
+            std::process::exit(1)
+        });
+        if stop {
             engine.save_checkpoint(&save, None, Value::Null).unwrap();
             std::process::exit(if engine.is_planned_stop() { 0 } else { 1 });
         }
@@ -272,8 +276,8 @@ fn a_branch_of_a_population_equals_a_resume_by_hand() {
 #[test]
 fn trials_that_fail_are_recorded_and_too_many_end_the_sweep() {
     let folder = Folder::new();
-    let file = "searcher = \"grid\"\nsteps = 2\n[parameters]\n\"--fail\" = [0, 1, 9]\n\"--width\" = [1, 2]";
-    folder.sweep_file("fails.toml", &file.replace("steps = 2\n", ""));
+    let file = "searcher = \"grid\"\nparallel = 1\n[parameters]\n\"--fail\" = [0, 1, 9]\n\"--width\" = [1, 2]";
+    folder.sweep_file("fails.toml", file);
     let table = folder.finished(&["fails.toml", "--steps", "2"]);
     assert!(table.contains("trial 1 failed: error: the data of step 0 are missing\n"), "{table}");
     let shown = folder.shown("sweeps/fails");
@@ -282,7 +286,7 @@ fn trials_that_fail_are_recorded_and_too_many_end_the_sweep() {
     let output = folder.run(&["fails.toml", "--steps", "2", "--max_failures", "2", "--out", "ended"]);
     assert_eq!(output.status.code(), Some(1));
     let said = stderr(&output);
-    insta::assert_snapshot!(said.lines().last().unwrap(), @"");
+    insta::assert_snapshot!(said.lines().last().unwrap(), @"zerorun: 3 trials have failed, and max_failures is 2; the last one failed with: error: the data of step 1 are missing; correct the command and begin again with another --out, or continue with a larger --max_failures");
     assert_eq!(folder.shown("ended")["failures"], 3);
     // With a larger limit, it continues.
     folder.finished(&["resume", "ended", "--max_failures", "9"]);
@@ -314,7 +318,7 @@ fn a_sweep_that_is_stopped_saves_its_trials_and_continues() {
     let output = folder.run(&["slow.toml", "--out", "slow", "--seed", "4", "--parallel", "2"]);
     assert_eq!(output.status.code(), Some(2));
     let said = stderr(&output).replace(folder.0.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(said.trim_end(), @"");
+    insta::assert_snapshot!(said.trim_end(), @"zerorun: DIR/slow: the sweep in it was begun with other settings: seed: 3 -> 4; continue it with `zerorun sweep resume DIR/slow`, or give another folder with --out");
 }
 
 #[test]
@@ -347,7 +351,7 @@ fn a_metric_that_never_appears_ends_the_sweep_with_the_names_that_do() {
     std::fs::write(folder.path("x.toml"), text.replace("metric2 = 50\n", "").replace("\"fit\"", "\"fitt\"")).unwrap();
     let output = folder.run(&["x.toml"]);
     assert_eq!(output.status.code(), Some(1));
-    insta::assert_snapshot!(stderr(&output).lines().last().unwrap(), @"");
+    insta::assert_snapshot!(stderr(&output).lines().last().unwrap(), @"zerorun: metric is fitt, but trial 1 recorded no such value in steps 1 to 1; recorded are backward_ms, comm_ms, fit, forward_ms, grad_norm, loss, lr, samples and 1 more; the nearest is fit");
 }
 
 #[test]
@@ -358,7 +362,7 @@ fn wrong_sweeps_are_refused_with_what_is_allowed() {
         let output = folder.run(&[&["s.toml"], words].concat());
         assert_eq!(output.status.code(), Some(2), "{text}: {}", stderr(&output));
         assert!(!folder.path("sweeps").exists(), "{text}");
-        stderr(&output).trim_end().to_owned()
+        stderr(&output).trim_end().replace(folder.0.path().to_str().unwrap(), "DIR")
     };
     let good = "command = [\"finetune\", \"m\", \"--data\", \"d.jsonl\"]\nmetric = \"val_loss\"\nsteps = 100\n";
     let lr = "[parameters]\n\"--lr\" = { log_uniform = [1e-5, 1e-3] }\n";

@@ -214,7 +214,7 @@ mod tests {
         };
         let folder = SweepFolder::at(&dir.path().join("new")).unwrap();
         assert!(!folder.has_sweep().unwrap());
-        insta::assert_snapshot!(said(folder.read().unwrap_err()), @"");
+        insta::assert_snapshot!(said(folder.read().unwrap_err()), @"DIR/new: there is no sweep in it; give the folder of a sweep, as its --out");
         let lock = folder.lock().unwrap();
         let other = StoredSweep {
             definition: definition(r#"{"steps": 9, "parallel": 4, "trials": 3}"#),
@@ -229,7 +229,7 @@ mod tests {
         };
         folder.store(&freely).unwrap();
         assert_eq!(folder.read().unwrap(), sweep);
-        insta::assert_snapshot!(said(folder.store(&other).unwrap_err()), @"");
+        insta::assert_snapshot!(said(folder.store(&other).unwrap_err()), @"DIR/new: the sweep in it was begun with other settings: seed: 2 -> none; steps: 8 -> 9; trials: none -> 3; directory: /work -> /; the file of --ds_config has changed; continue it with `zerorun sweep resume DIR/new`, or give another folder with --out");
         drop(lock);
         for (text, what) in [("{", "damaged"), ("{\"format\": 2}", "newer"), ("{\"format\": 1}", "damaged")] {
             std::fs::write(folder.path().join(DEFINITION), text).unwrap();
@@ -238,6 +238,6 @@ mod tests {
         std::fs::write(dir.path().join("thesis.txt"), "x").unwrap();
         let mine = SweepFolder::at(dir.path()).unwrap();
         std::fs::remove_dir_all(folder.path()).unwrap();
-        insta::assert_snapshot!(said(mine.has_sweep().unwrap_err()), @"");
+        insta::assert_snapshot!(said(mine.has_sweep().unwrap_err()), @"DIR: the folder contains thesis.txt, and no sweep; give another folder with --out");
     }
 }

@@ -231,7 +231,8 @@ mod tests {
         let bytes = std::fs::read(&path).unwrap();
         let best = whole.best().unwrap().number;
         assert_eq!((best, whole.failures()), (1, 1));
-        for cut in 0..bytes.len() {
+        // A prime number, so that lines are cut in all places.
+        for cut in (0..bytes.len()).step_by(43) {
             std::fs::write(&path, &bytes[..cut]).unwrap();
             let again = run(&path, result);
             assert_eq!(format!("{:?}", again.trials()), format!("{:?}", whole.trials()), "cut at {cut}");
@@ -258,6 +259,12 @@ mod tests {
             refused("{\"event\":\"end\",\"trial\":1,\"to\":1,\"value\":1}\n"),
             refused(&format!("{start}{{\"event\":\"take\",\"trial\":1}}\n")),
         ];
-        insta::assert_snapshot!(wrong.join("\n"), @"");
+        insta::assert_snapshot!(wrong.join("\n"), @r"
+        DIR/journal.jsonl: line 2 is damaged; give another folder with --out to begin again, or restore the file
+        DIR/journal.jsonl: line 1 is damaged; give another folder with --out to begin again, or restore the file
+        DIR/journal.jsonl: line 1 starts a trial that this sweep would not start; the journal belongs to another sweep or version; give another folder with --out
+        DIR/journal.jsonl: line 1 ends a trial that is not running; the journal belongs to another sweep or version; give another folder with --out
+        DIR/journal.jsonl: line 2 takes a result that does not exist; the journal belongs to another sweep or version; give another folder with --out
+        ");
     }
 }

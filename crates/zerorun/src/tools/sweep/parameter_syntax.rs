@@ -139,6 +139,20 @@ mod tests {
             parameter_of_flag("--lr=0.1").unwrap_err(),
             parameter_of_flag("--lr=loguniform:1,2").unwrap_err(),
         ];
-        insta::assert_snapshot!(wrong.join("\n"), @"");
+        insta::assert_snapshot!(wrong.join("\n"), @r#"
+        is 3; give a list of values, or a table such as { uniform = [0.0, 1.0] }
+        has no kind; give one of choice, uniform, log_uniform, integer, log_integer; the nearest are uniform, log_uniform
+        has several kinds, choice, uniform; give one
+        has the key step, which uniform does not know; allowed is points
+        has the key points, which choice does not know; leave it out
+        is a choice of 5; give a list of values
+        is uniform of [0,1,2]; give two numbers, [LOW, HIGH]
+        is uniform with upper end "x"; give a number
+        is integer with upper end 1.5; give a whole number
+        is integer with step "x"; give a whole number
+        `--lr` has no `=`; give NAME=KIND:VALUES, for example --lr=log_uniform:1e-5,1e-3 or --batch=choice:4,8
+        `--lr=0.1` has no `:`; give NAME=KIND:VALUES, for example --lr=log_uniform:1e-5,1e-3 or --batch=choice:4,8
+        `--lr=loguniform:1,2` has the kind `loguniform`; give one of choice, uniform, log_uniform, integer, log_integer; the nearest are log_uniform, uniform
+        "#);
     }
 }

@@ -193,7 +193,8 @@ fn read(file: &Path) -> Result<Map<String, Value>> {
     let table: toml::Table = toml::from_str(&text).map_err(|error| {
         let line = error.span().map_or(1, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
         let why = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
-        wrong(format!("line {line}: {why}; the file is TOML, as `zerorun sweep --help` shows"))
+        let found = text.lines().nth(line - 1).unwrap_or_default().trim();
+        wrong(format!("line {line}, `{found}`: {why}; the file is TOML, as `zerorun sweep --help` shows"))
     })?;
     match serde_json::to_value(table) {
         Ok(Value::Object(table)) => Ok(table),

@@ -280,6 +280,7 @@ impl CommandTemplate {
                 Err(text
                     .split("\n\nUsage:")
                     .next()
+                    .and_then(|text| text.split("\n\nFor more information").next())
                     .unwrap_or_default()
                     .split_whitespace()
                     .collect::<Vec<_>>()
