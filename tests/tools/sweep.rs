@@ -148,14 +148,16 @@ fn paused_trials_continue_to_the_bit_and_the_best_is_found_with_few_steps() {
     assert!(all.starts_with("TRIAL  STATE"), "{all}");
     folder.finished(&["halved.toml", "--out", "halved"]);
     let (all, halved) = (folder.shown("sweeps/all"), folder.shown("halved"));
-    assert_eq!((&all["best"], &all["steps_done"]), (&halved["best"], &json!(16 * 16)));
+    // The order of a grid is random with this scheduler, so the numbers of the trials differ.
+    let best_of = |shown: &Value| shown["best"].as_u64().unwrap() as usize;
+    let (best_of_all, best) = (best_of(&all), best_of(&halved));
+    assert_eq!(all["trials"][best_of_all - 1]["parameters"], halved["trials"][best - 1]["parameters"]);
+    assert_eq!(all["steps_done"], 16 * 16);
     assert!(halved["steps_done"].as_u64().unwrap() * 4 <= 16 * 16, "{halved}");
-    let best = halved["best"].as_u64().unwrap();
-    let file = format!("trials/{best:04}/model.safetensors");
     // The trial that paused at every rung has the same bits as the one that never paused, and as its script.
-    assert!(halved["trials"][best as usize - 1]["results"].as_array().unwrap().len() > 2);
-    let own = folder.bytes(&format!("halved/{file}"));
-    assert_eq!(own, folder.bytes(&format!("sweeps/all/{file}")));
+    assert!(halved["trials"][best - 1]["results"].as_array().unwrap().len() > 2);
+    let own = folder.bytes(&format!("halved/trials/{best:04}/model.safetensors"));
+    assert_eq!(own, folder.bytes(&format!("sweeps/all/trials/{best_of_all:04}/model.safetensors")));
     folder.train_best("halved", "alone");
     assert_eq!(own, folder.bytes("alone/model.safetensors"));
     let written: Value = serde_json::from_slice(&folder.bytes("halved/best/best.json")).unwrap();

@@ -11,7 +11,7 @@ use crate::launch::console::{eprint, print};
 use crate::launch::signals::{LauncherEvent, listen, suspend_self};
 use candle_zero::sweep::{SweepJob, SweepTask, TrialState};
 use candle_zero::util::{counted, list, nearest};
-use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process};
 use std::process::{Child, ExitCode};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
@@ -261,15 +261,23 @@ impl SweepRunner {
     /// Ends all trials, and waits until they have ended. A second signal kills them.
     fn stop_all(&mut self, events: &Receiver<LauncherEvent>, signal: Signal) {
         self.signal(signal);
-        for running in &mut self.jobs {
-            let JobProcess::Started(child) = &mut running.process else { continue };
-            while matches!(child.try_wait(), Ok(None)) {
-                if let Ok(LauncherEvent::End(_)) = events.recv_timeout(TICK) {
-                    // The ranks of a launcher die with it.
-                    _ = kill_process_group(Pid::from_child(child), Signal::KILL);
+        loop {
+            for running in &mut self.jobs {
+                if let JobProcess::Started(child) = &mut running.process
+                    && !matches!(child.try_wait(), Ok(None))
+                {
+                    running.process = JobProcess::Ended;
                 }
             }
-            running.process = JobProcess::Ended;
+            if !self.jobs.iter().any(|running| matches!(running.process, JobProcess::Started(_))) {
+                return;
+            }
+            match events.recv_timeout(TICK) {
+                // The ranks of a launcher die with it.
+                Ok(LauncherEvent::End(_)) => self.signal(Signal::KILL),
+                Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
+                _ => {}
+            }
         }
     }
 
