@@ -91,3 +91,35 @@ fn with_defaults(mut config: Value, matches: &ArgMatches) -> Value {
     }
     config
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::Map;
+    use std::path::Path;
+
+    #[test]
+    fn the_memory_of_known_models_is_estimated_and_limits_the_trials_at_a_time() {
+        let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let of = |words: &[&str], memory: Option<u64>| {
+            let table = json!({
+                "command": words, "metric": "loss", "steps": 9, "memory": memory.unwrap_or(1),
+                "parameters": {"--seed": [1, 2]},
+            });
+            let table: Map<String, Value> = table.as_object().unwrap().clone();
+            let definition = SweepDefinition::new("x", &table).unwrap();
+            let template = CommandTemplate::new(&definition, &repository, None).unwrap();
+            (estimated(&definition, &template), trials_at_a_time(&definition, &template))
+        };
+        let model = repository.join("tests/fixtures/finetune/models/llama");
+        let model = model.to_str().unwrap();
+        let tuned = |more: &[&str]| of(&[&["finetune", model, "--data", "x"], more].concat(), None).0.unwrap();
+        let (full, lora, lora_bf16) = (tuned(&["--full"]), tuned(&[]), tuned(&["--dtype", "bf16"]));
+        assert!(full > lora && lora > lora_bf16 && lora_bf16 > 0, "{full} {lora} {lora_bf16}");
+        let nano = of(&["train.rs", "--ds_config", "ds_configs/zero1.json", "--model", "nano"], None).0;
+        assert!(nano.is_some_and(|bytes| bytes > 1 << 20), "{nano:?}");
+        let unknown = of(&["train.rs", "--ds_config", "ds_configs/zero1.json"], Some(1 << 53));
+        assert_eq!(unknown, (None, 1), "no machine has room for two such trials");
+    }
+}
