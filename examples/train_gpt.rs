@@ -284,7 +284,7 @@ fn main() -> ExitCode {
         }
     };
     match result {
-        Ok(Ended::Trained) => ExitCode::SUCCESS,
+        Ok(Ended::Trained | Ended::Paused) => ExitCode::SUCCESS,
         Ok(Ended::Stopped) => ExitCode::FAILURE,
         Err(error) => {
             // A closed stream does not change the exit code.
@@ -298,6 +298,8 @@ fn main() -> ExitCode {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ended {
     Trained,
+    /// The run has paused at the step in `CANDLE_ZERO_STOP_AT`, which is saved.
+    Paused,
     /// A signal asked the run to end. The last step is saved.
     Stopped,
 }
@@ -408,12 +410,14 @@ fn run_engine<A: Architecture>(
         // The run continues from a checkpoint, or with the state of other islands.
         loader.resume(engine.global_samples());
     }
-    if train(engine, &mut loader, args, seq_len, sizes)? == Ended::Stopped {
+    let ended = train(engine, &mut loader, args, seq_len, sizes)?;
+    if ended != Ended::Trained {
         if engine.rank() == 0 {
-            let steps = engine.global_steps();
-            say(format!("stopped by a signal: step {steps} is saved, and --resume continues from there"))?;
+            let (steps, why) =
+                (engine.global_steps(), if ended == Ended::Paused { "as planned" } else { "by a signal" });
+            say(format!("stopped {why}: step {steps} is saved, and --resume continues from there"))?;
         }
-        return Ok(Ended::Stopped);
+        return Ok(ended);
     }
     if let (Trainer::Whole(engine), true) = (&mut *engine, args.export.is_some() || sample > 0) {
         // With local steps, this gives all islands the same weights.
@@ -568,7 +572,8 @@ fn train<A: Architecture>(
                 save(engine, args, sizes)?;
             }
             progress.finish();
-            return Ok(Ended::Stopped);
+            let is_planned = on_either!(&*engine, engine => engine.is_planned_stop());
+            return Ok(if is_planned { Ended::Paused } else { Ended::Stopped });
         }
         let step_start = Instant::now();
         let files_before = engine.offload_report();

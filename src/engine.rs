@@ -58,7 +58,7 @@ use crate::graph::{RngStreamKey, autocast, stream_of};
 use crate::notice::warn;
 use crate::optim::GroupedOptimizer;
 use crate::precision::{LossScaler, gradient_multiplier};
-use crate::stop_signal::asked_to_stop;
+use crate::stop_signal::{asked_to_stop, is_planned_stop, planned_stop};
 use crate::timeline::{self, TimelineRecorder};
 use crate::zero::rank_core::RankCore;
 use crate::zero::step::sharded_step::Vote;
@@ -441,10 +441,10 @@ impl<M> Engine<M> {
         ));
     }
 
-    /// Returns whether the job was asked to end: whether any rank has received SIGTERM or SIGINT, or the user has asked
-    /// for it in `zerorun dash`. From the first call on, these signals no longer end the process, so that a loop that
-    /// calls this once per step can save a checkpoint and exit cleanly. Collective, so that all ranks end after the same
-    /// step.
+    /// Returns whether the job was asked to end: whether any rank has received SIGTERM or SIGINT, whether the user has
+    /// asked for it in `zerorun dash`, or whether the job has made the number of steps in the environment variable
+    /// `CANDLE_ZERO_STOP_AT`. From the first call on, these signals no longer end the process, so that a loop that calls
+    /// this once per step can save a checkpoint and exit cleanly. Collective, so that all ranks end after the same step.
     ///
     /// Without `zerorun`, a second such signal ends the process. `zerorun` kills its ranks on a second signal, or after
     /// the `--grace` period.
@@ -463,16 +463,25 @@ impl<M> Engine<M> {
     /// ```
     ///
     /// # Errors
-    /// The signal handlers cannot be installed; a failed collective.
+    /// The signal handlers cannot be installed; a value of `CANDLE_ZERO_STOP_AT` that is not a number; a failed
+    /// collective.
     pub fn stop_requested(&self) -> Result<bool> {
         // All ranks vote, even if one of them cannot listen for signals.
-        let own = asked_to_stop();
+        let (own, planned) = (asked_to_stop(), planned_stop());
+        let is_planned = planned.as_ref().is_ok_and(|planned| planned.is_some_and(|steps| self.global_steps >= steps));
         self.reporter.answers.stop.store(true, Ordering::Relaxed);
-        let vote = *own.as_ref().unwrap_or(&false) || self.reporter.stop_in_record;
+        let vote = *own.as_ref().unwrap_or(&false) || is_planned || self.reporter.stop_in_record;
         let any = self.any_rank(vote)?;
         self.reporter.stop_requested.fetch_or(any, Ordering::Relaxed);
         own.map_err(|source| EngineError::Signals { source })?;
+        planned.map_err(|found| EngineError::PlannedStop { found })?;
         Ok(any)
+    }
+
+    /// Returns whether the job has made the number of steps in the environment variable `CANDLE_ZERO_STOP_AT`, at which
+    /// it is meant to pause. A program that ends because of this, rather than because of a signal, has not failed.
+    pub fn is_planned_stop(&self) -> bool {
+        is_planned_stop(self.global_steps)
     }
 
     /// Collective: returns the `values` of every rank of the job, in rank order.

@@ -33,6 +33,7 @@ pub use crate::optim::error::OptimError;
 #[doc(inline)]
 pub use crate::param::error::ParamError;
 pub use crate::runs::error::RunError;
+pub use crate::sweep::error::SweepError;
 use std::path::PathBuf;
 
 /// A result whose error type is [`Error`].
@@ -106,6 +107,9 @@ pub enum Error {
     /// The record of a run.
     #[error(transparent)]
     Run(#[from] RunError),
+    /// The settings of a sweep.
+    #[error(transparent)]
+    Sweep(#[from] SweepError),
     /// An error of a package or program that builds on this one, such as that of a custom communicator or custom
     /// initial values. [`Error::other`] creates it, and [`Error::downcast_ref`] returns the original error.
     #[error(transparent)]

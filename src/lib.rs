@@ -113,6 +113,7 @@ pub mod profiler;
 pub mod runs;
 #[doc(hidden)]
 pub mod stop_signal;
+pub mod sweep;
 mod tensor;
 #[doc(hidden)]
 pub mod timeline;

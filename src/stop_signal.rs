@@ -1,4 +1,5 @@
-//! Signals that ask this process to end, recorded for a training loop to check.
+//! Requests to end this process: signals, recorded for a training loop to check, and the step at which a job is meant to
+//! pause.
 
 use crate::util::lock;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -9,6 +10,29 @@ use std::sync::{Arc, Mutex};
 
 /// An environment variable that `zerorun` sets for its ranks.
 pub const RESTART: &str = "ZERORUN_RESTART";
+
+/// The variable with the number of optimizer steps after which a job is asked to end, as by a signal. `zerorun sweep`
+/// pauses trials with it.
+pub const STOP_AT: &str = "CANDLE_ZERO_STOP_AT";
+
+/// Returns the number of optimizer steps after which the job is asked to end, if [`STOP_AT`] is set.
+///
+/// # Errors
+/// The value, if it is not a number of steps.
+pub fn planned_stop() -> Result<Option<u64>, String> {
+    match std::env::var_os(STOP_AT).filter(|value| !value.is_empty()) {
+        None => Ok(None),
+        Some(value) => {
+            let value = value.to_string_lossy();
+            value.parse().map(Some).map_err(|_| value.into_owned())
+        }
+    }
+}
+
+/// Returns whether a job that has ended after this many optimizer steps was meant to end there.
+pub fn is_planned_stop(steps: u64) -> bool {
+    planned_stop().is_ok_and(|planned| planned.is_some_and(|planned| steps >= planned))
+}
 
 /// Returns whether SIGTERM, SIGINT or SIGHUP (a closed terminal) has arrived. After the first call, the first such
 /// signal has no other effect.

@@ -83,6 +83,8 @@ impl<M> Engine<M> {
             island: self.island_of_job(),
         };
         let shown = self.shown;
+        // A run that continues from the checkpoint does not repeat the steps before it, so they are recorded before.
+        self.reporter.run.flush();
         let saving = self.settled(|engine| {
             SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.locked_folders)
         })?;

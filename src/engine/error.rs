@@ -39,6 +39,15 @@ pub enum EngineError {
         /// The number of micro steps of this accumulation.
         of: u64,
     },
+    /// The environment variable with the last step of a job is not a number.
+    #[error(
+        "environment variable CANDLE_ZERO_STOP_AT is `{found}`; give the number of optimizer steps after which the job \
+         pauses, or unset it"
+    )]
+    PlannedStop {
+        /// The value.
+        found: String,
+    },
     /// `no_sync` was called at a stage that shards gradients.
     #[error(
         "no_sync is possible at stages 0 and 1, but this engine is at stage {stage}, where a gradient is reduced as \

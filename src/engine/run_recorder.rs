@@ -94,6 +94,15 @@ impl RunRecorder {
         }
     }
 
+    /// Passes all that was recorded to the system, if the record has begun.
+    pub fn flush(&mut self) {
+        if let Self::Open(open) = self
+            && let Err(error) = open.writer.flush()
+        {
+            *self = Self::given_up(&error);
+        }
+    }
+
     /// Ends the record, if it has begun.
     pub fn end(&mut self, step: u64, outcome: RunEnding, message: Option<&str>) {
         if let Self::Open(open) = std::mem::take(self)

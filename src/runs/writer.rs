@@ -370,7 +370,7 @@ impl RunWriter {
     }
 
     /// Passes everything to the system.
-    fn flush(&mut self) -> Result<()> {
+    pub fn flush(&mut self) -> Result<()> {
         self.flushed = Instant::now();
         self.metrics.flush()?;
         self.events.flush()?;

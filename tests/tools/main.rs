@@ -16,5 +16,6 @@ mod estimate_tool;
 mod report;
 mod runs;
 mod schedule;
+mod sweep;
 mod tune;
 mod verify;

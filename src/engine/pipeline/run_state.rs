@@ -70,6 +70,12 @@ impl<B> PipelineEngine<B> {
         self.engine.save_requested()
     }
 
+    /// Returns whether the job is meant to pause here, as
+    /// [`Engine::is_planned_stop`](crate::Engine::is_planned_stop) does.
+    pub fn is_planned_stop(&self) -> bool {
+        self.engine.is_planned_stop()
+    }
+
     /// Collective: returns the `values` of every rank of the job, in rank order.
     ///
     /// # Errors

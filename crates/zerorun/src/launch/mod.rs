@@ -48,7 +48,7 @@ use ranks::LocalJob;
 use run_flags::RunFlags;
 use script::ScriptTarget;
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The hosts on which the ranks run.
@@ -103,6 +103,15 @@ pub(crate) struct LaunchOptions {
     /// The script as typed.
     pub(crate) script: PathBuf,
     pub(crate) script_args: Vec<OsString>,
+}
+
+/// Builds a program, unless it is an executable already, and returns its path. `typed` is the path as typed.
+pub(crate) fn build(target: ScriptTarget, typed: &Path, features: Option<&str>) -> Result<PathBuf> {
+    match target {
+        ScriptTarget::Program { path } => Ok(path),
+        ScriptTarget::InPackage(in_package) => cargo_build::build(&in_package.into_build(typed, features)),
+        ScriptTarget::Single(single) => cargo_build::build(&single.generate(features)?),
+    }
 }
 
 /// Builds the script and runs its ranks until they end. Returns the exit code.

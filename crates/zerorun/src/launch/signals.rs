@@ -65,7 +65,7 @@ pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>
 }
 
 /// Stops this process as Ctrl-Z does. Returns when it is continued.
-pub(super) fn suspend_self() {
+pub(crate) fn suspend_self() {
     // This cannot fail for a stop signal; if it did, continuing would be right.
     let _ = signal_hook::low_level::emulate_default_handler(SIGTSTP);
 }

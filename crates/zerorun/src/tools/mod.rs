@@ -3,8 +3,9 @@
 //!
 //! Each tool has a file or folder named after it. `config_diagnostic` belongs to `check`, `hosts_forecast`,
 //! `pipeline_report` and `gpu_capacity` to `estimate`, `model_size_flags` to `estimate`, `tune` and `bench`, `own_ranks` to
-//! `verify` and `bench`, `sample_flags` to `data` and `finetune`, and `resolve_model` to all tools that accept a model. A
-//! script with the same name as a tool is started as `./NAME`.
+//! `verify` and `bench`, `sample_flags` to `data` and `finetune`, `config_path`, `run_log` and `script_words` to `sweep` and
+//! `tune`, and `resolve_model` to all tools that accept a model. A script with the same name as a tool is started as
+//! `./NAME`.
 
 mod bench;
 mod byte_progress;
@@ -12,6 +13,7 @@ mod cache;
 mod check_config;
 mod classify;
 mod config_diagnostic;
+mod config_path;
 mod consolidate;
 mod dash;
 mod data;
@@ -31,10 +33,13 @@ mod model_size_flags;
 mod own_ranks;
 mod pipeline_report;
 mod resolve_model;
+mod run_log;
 mod runs;
 mod sample_flags;
 mod schedule;
 mod schema;
+mod script_words;
+mod sweep;
 mod tune;
 mod verify;
 
@@ -54,7 +59,7 @@ pub(crate) struct ZerorunTool {
 }
 
 /// All tools, in the order of the help.
-const ALL: [ZerorunTool; 21] = [
+const ALL: [ZerorunTool; 22] = [
     ZerorunTool {
         name: "bench",
         about: "Measure an offload folder, the network, or the speed of several ranks",
@@ -163,6 +168,12 @@ const ALL: [ZerorunTool; 21] = [
         about: "Print a JSON Schema of the configuration, for editors",
         run: schema::run,
         command: schema::command,
+    },
+    ZerorunTool {
+        name: "sweep",
+        about: "Search for the best settings of a training run",
+        run: sweep::run,
+        command: sweep::command,
     },
     ZerorunTool {
         name: "tune",

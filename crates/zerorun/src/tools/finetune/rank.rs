@@ -6,6 +6,7 @@ use crate::launch::console::{all_is_written, eprint, print, refused};
 use candle_zero::comm::{self, RankEnv};
 use candle_zero::monitor::{MetricsWriter, Progress};
 use candle_zero::offload::OffloadReport;
+use candle_zero::stop_signal::is_planned_stop;
 use candle_zero::util::counted;
 use candle_zero_finetune::{FineTune, Options, PreparedRun, Rewards, Sampling, StepReport, StopReason};
 use serde::Serialize;
@@ -16,7 +17,7 @@ use std::time::Instant;
 /// Trains to the end and writes the result.
 pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
     match train(options, flags) {
-        Ok(StopReason::Asked) => ExitCode::FAILURE,
+        Ok(TrainingEnd::Interrupted) => ExitCode::FAILURE,
         // If there are several ranks, the launcher performs the same check.
         Ok(_) if !all_is_written() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
@@ -24,7 +25,15 @@ pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
     }
 }
 
-fn train(options: Options, flags: &FinetuneFlags) -> Result<StopReason> {
+/// How training without errors ended.
+enum TrainingEnd {
+    /// The result is written, or the run has paused at the step where it was meant to.
+    AsPlanned,
+    /// A signal ended it.
+    Interrupted,
+}
+
+fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
     let comm = comm::from_env(&RankEnv::from_env()?)?;
     let first = comm.rank() == 0;
     let prepared = PreparedRun::new(options, &mut |_| ()).inspect_err(|error| comm.abort(&error.to_string()))?;
@@ -67,8 +76,9 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<StopReason> {
     let (steps, out, best) = (run.steps(), run.prepared().options().out.clone(), run.best());
     let (best_folder, best_is_lost) = (run.prepared().options().best(), run.best_is_lost());
     if ended == StopReason::Asked {
-        stop(run, flags, first)?;
-        return Ok(ended);
+        let is_planned = is_planned_stop(steps);
+        stop(run, flags, first, if is_planned { "as planned" } else { "by a signal" })?;
+        return Ok(if is_planned { TrainingEnd::AsPlanned } else { TrainingEnd::Interrupted });
     }
     if run.prepared().validation().is_none() {
         answer(&mut run, flags, first)?;
@@ -83,28 +93,28 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<StopReason> {
             print(format!("the best result (step {at}, validation loss {loss:.4}) is in {}", best_folder.display()));
         }
     }
-    Ok(ended)
+    Ok(TrainingEnd::AsPlanned)
 }
 
-/// Ends the run on a signal's request: reports what is saved and what is lost.
-fn stop(run: FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
+/// Ends the run early, because of `why`: reports what is saved and what is lost.
+fn stop(run: FineTune, flags: &FinetuneFlags, first: bool, why: &str) -> Result<()> {
     let (steps, made, total) = (run.steps(), run.steps_made(), run.total_steps());
     if flags.save.is_some() {
         if first {
-            print(format!("stopped by a signal: step {steps} of {total} is saved, and --resume continues from there"));
+            print(format!("stopped {why}: step {steps} of {total} is saved, and --resume continues from there"));
         }
         return Ok(());
     }
     if made == 0 {
         if first {
-            print("stopped by a signal before the first step was complete: nothing is lost");
+            print(format!("stopped {why} before the first step was complete: nothing is lost"));
         }
         return Ok(());
     }
     let to = run.finish_stopped()?;
     if first {
         print(format!(
-            "stopped by a signal after step {steps} of {total}: the model at that point is in {}. Training cannot be \
+            "stopped {why} after step {steps} of {total}: the model at that point is in {}. Training cannot be \
              resumed from it, because the optimizer's state is not kept without checkpoints; give --save DIR next \
              time, and --resume to continue",
             to.display()

@@ -7,7 +7,7 @@ mod listing;
 mod output;
 mod remove;
 mod show;
-mod table;
+pub(super) mod table;
 
 use crate::error::Result;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};

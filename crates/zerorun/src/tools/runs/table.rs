@@ -9,7 +9,7 @@ const MAX_CELL: usize = 60;
 
 /// Returns rows as aligned columns, the first of which has the headings. Columns of which `is_number` holds are aligned
 /// to the right.
-pub(super) fn table(rows: &[Vec<String>], is_number: impl Fn(usize) -> bool) -> String {
+pub(in crate::tools) fn table(rows: &[Vec<String>], is_number: impl Fn(usize) -> bool) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or_default();
     let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max();
     let widths: Vec<usize> = (0..columns).map(|column| width(column).unwrap_or_default()).collect();
@@ -31,12 +31,12 @@ pub(super) fn table(rows: &[Vec<String>], is_number: impl Fn(usize) -> bool) -> 
 }
 
 /// Returns a text without characters that control a terminal: records may contain anything.
-pub(super) fn plain(text: &str) -> String {
+pub(in crate::tools) fn plain(text: &str) -> String {
     text.chars().map(|letter| if letter.is_control() && letter != '\n' { '\u{fffd}' } else { letter }).collect()
 }
 
 /// Returns a text on one line, shortened if it is long.
-pub(super) fn cell(text: &str) -> String {
+pub(in crate::tools) fn cell(text: &str) -> String {
     let line = plain(text).replace('\n', " ");
     match line.chars().count() > MAX_CELL {
         true => line.chars().take(MAX_CELL - 3).chain("...".chars()).collect(),
@@ -45,7 +45,7 @@ pub(super) fn cell(text: &str) -> String {
 }
 
 /// Returns a number as people read it.
-pub(super) fn number(value: f64) -> String {
+pub(in crate::tools) fn number(value: f64) -> String {
     match value {
         _ if !value.is_finite() => value.to_string(),
         _ if value == value.trunc() && value.abs() < 1e9 => format!("{value}"),
@@ -55,17 +55,17 @@ pub(super) fn number(value: f64) -> String {
 }
 
 /// Returns the value of a summary, or a dash.
-pub(super) fn at_step(value: Option<ValueAtStep>) -> String {
+pub(in crate::tools) fn at_step(value: Option<ValueAtStep>) -> String {
     value.map_or("-".into(), |value| loss(value.value))
 }
 
 /// Returns a loss with four decimals.
-pub(super) fn loss(value: f64) -> String {
+pub(in crate::tools) fn loss(value: f64) -> String {
     if value.is_finite() && value.abs() < 1e6 { format!("{value:.4}") } else { number(value) }
 }
 
 /// Returns a duration such as `2h 05m`.
-pub(super) fn duration(seconds: f64) -> String {
+pub(in crate::tools) fn duration(seconds: f64) -> String {
     let whole = seconds.max(0.0).round() as u64;
     let (days, hours, minutes) = (whole / 86_400, whole / 3600 % 24, whole / 60 % 60);
     match () {
@@ -77,7 +77,7 @@ pub(super) fn duration(seconds: f64) -> String {
 }
 
 /// Returns a setting's value: text without quotes, everything else as JSON.
-pub(super) fn setting(value: &Value) -> String {
+pub(in crate::tools) fn setting(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         other => other.to_string(),

@@ -15,9 +15,10 @@ mod trial_record;
 use super::bench::size;
 use super::model_size_flags::ModelSizeFlags;
 use crate::error::{Error, OptimError, OutputError, Result, ToolError};
-use crate::launch::cargo_build;
+use crate::launch;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
-use crate::launch::script::{self, ScriptTarget};
+use crate::launch::script;
+use crate::tools::script_words::take;
 use candle_zero::config::{Config, RunValues};
 use candle_zero::estimate::{Estimate, Shapes};
 use candle_zero::files::{InputKind, OutputDigests, OutputKind, OutputLocks, RunPaths, folder_of};
@@ -192,13 +193,7 @@ impl TuneSearch {
             let problem = "a file that tune did not write already exists there, so it is not replaced".into();
             return Err(OutputError::Refused { path: out, problem }.into());
         }
-        let program = match target {
-            ScriptTarget::Program { path } => path,
-            ScriptTarget::InPackage(target) => {
-                cargo_build::build(&target.into_build(&script, typed.features.as_deref()))?
-            }
-            ScriptTarget::Single(single) => cargo_build::build(&single.generate(typed.features.as_deref())?)?,
-        };
+        let program = launch::build(target, &script, typed.features.as_deref())?;
         let (stages, micro_batches) = (typed.stages, typed.micro_batches);
         let space = SearchSpace::new(&original, (&config, run), &settings, stages, micro_batches, typed.nvme_path)?;
         let trial = TrialRunner {
@@ -409,7 +404,7 @@ impl TuneSearch {
 }
 
 /// Returns the model that the script's arguments name and its width, if it is one of candle-zero's.
-fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
+pub(super) fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
     #[derive(Parser)]
     struct ScriptModelFlags {
         #[arg(long)]
@@ -422,7 +417,7 @@ fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
     let mut left = args.to_vec();
     let mut words = vec![OsString::from("model")];
     for name in NAMES {
-        if let Some((_, value)) = trial::take(&mut left, &[name]) {
+        if let Some((_, value)) = take(&mut left, &[name]) {
             words.extend([name.into(), value]);
         }
     }

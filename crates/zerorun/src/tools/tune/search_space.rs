@@ -2,6 +2,7 @@
 
 use super::settings::TuneSettings;
 use crate::error::{Result, ToolError};
+use crate::tools::config_path::{get, set};
 use candle_zero::config::{Config, RunValues};
 use serde_json::{Map, Value, json};
 use std::fmt;
@@ -197,27 +198,6 @@ fn with_section(mut config: Value) -> Value {
     }
     config["zero_optimization"] = section;
     config
-}
-
-/// Returns the value at a path of keys, or null if there is none.
-pub(super) fn get<'a>(config: &'a Value, path: &str) -> &'a Value {
-    path.split('.').fold(config, |value, key| &value[key])
-}
-
-/// Sets the value at a path of keys, or removes the key.
-fn set(config: &mut Value, path: &str, value: Value) {
-    let (section, key) = path.rsplit_once('.').map_or((None, path), |(section, key)| (Some(section), key));
-    let place = section.iter().flat_map(|section| section.split('.')).try_fold(config, |place, key| {
-        let map = place.as_object_mut()?;
-        Some(map.entry(key).or_insert_with(|| json!({})))
-    });
-    if let Some(map) = place.and_then(Value::as_object_mut) {
-        if value.is_null() {
-            map.remove(key);
-        } else {
-            map.insert(key.into(), value);
-        }
-    }
 }
 
 impl fmt::Display for TuneCandidate {

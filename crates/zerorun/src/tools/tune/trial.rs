@@ -1,10 +1,12 @@
 //! One trial of a candidate: a short run of the script by the launcher, and its metrics.
 
-use super::search_space::get;
 use super::trial_outcome::TrialOutcome;
 use super::trial_record::write_whole;
 use crate::error::{Error, LaunchError, Result, ToolError};
 use crate::launch::signals::die_with_parent;
+use crate::tools::config_path::get;
+use crate::tools::run_log::last_words;
+use crate::tools::script_words::{DS_CONFIG, take};
 use candle_zero::config::Config;
 use candle_zero::monitor::PROMETHEUS_PORT;
 use candle_zero::timeline;
@@ -39,24 +41,6 @@ pub(super) struct TrialRunner {
     pub(super) limit: Duration,
 }
 
-/// Removes a flag and its value (`--flag value`, `--flag=value`) from arguments, and returns its position.
-pub(super) fn take(args: &mut Vec<OsString>, names: &[&str]) -> Option<(usize, OsString)> {
-    let end = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
-    for at in 0..end {
-        if names.iter().any(|name| args[at] == *name) && at + 1 < args.len() {
-            args.remove(at);
-            return Some((at, args.remove(at)));
-        }
-        let joined = args[at].to_str().and_then(|arg| arg.split_once('='));
-        if let Some((_, value)) = joined.filter(|(name, _)| names.contains(name)) {
-            let value = OsString::from(value);
-            args.remove(at);
-            return Some((at, value));
-        }
-    }
-    None
-}
-
 /// Removes the configuration file from the script's arguments, and the flags that trials set instead of the user.
 pub(super) fn take_config(args: &mut Vec<OsString>) -> Result<(usize, PathBuf)> {
     let wrong = |problem: &str| Error::from(ToolError::Tune { problem: problem.into() });
@@ -67,7 +51,7 @@ pub(super) fn take_config(args: &mut Vec<OsString>) -> Result<(usize, PathBuf)> 
         }
     }
     while take(args, &["--steps"]).is_some() || take(args, &["--metrics"]).is_some() {}
-    let (at, file) = take(args, &["--ds_config", "--deepspeed_config", "--ds-config"]).ok_or_else(|| {
+    let (at, file) = take(args, &DS_CONFIG).ok_or_else(|| {
         wrong("there is no --ds_config FILE among the script's arguments; give the one to start from")
     })?;
     Ok((at, file.into()))
@@ -201,30 +185,6 @@ fn failed(status: ExitStatus, reason: String) -> TrialOutcome {
     }
 }
 
-/// Returns the reason why a run failed, from its log: the lines that the launcher repeats from the first failed rank,
-/// else the last line about an error, else the last line.
-fn last_words(log: &Path) -> String {
-    let text = String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default()).into_owned();
-    reason_in(&text)
-}
-
-fn reason_in(text: &str) -> String {
-    const MAX_SHOWN_CHARS: usize = 300;
-    let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
-    let repeated: Vec<&str> = lines().filter_map(|line| line.strip_prefix("zerorun:   | ")).collect();
-    // The message of a panic is on the line after its location.
-    let repeated = match repeated.as_slice() {
-        [place, message, ..] if place.contains("panicked at ") => format!("{message} ({place})"),
-        [first, ..] => (*first).to_string(),
-        [] => String::new(),
-    };
-    let is_error = |line: &&str| ["error", "panicked"].iter().any(|word| line.to_lowercase().contains(word));
-    let own = || lines().filter(|line| !line.starts_with("zerorun:"));
-    let found = (!repeated.is_empty()).then_some(repeated.as_str());
-    let found = found.or_else(|| own().rfind(is_error)).or_else(|| own().next_back()).or_else(|| lines().next_back());
-    found.unwrap_or("it printed nothing").chars().take(MAX_SHOWN_CHARS).collect()
-}
-
 /// Returns the measurements in the metrics file from step `first` (counted from 1) on. A step has `samples` samples.
 fn measured(path: &Path, first: u64, samples: usize) -> Option<TrialOutcome> {
     let text = std::fs::read_to_string(path).ok()?;
@@ -301,20 +261,6 @@ mod tests {
         let of = |code: i32, text: &str| failed(ExitStatus::from_raw(code << 8), text.into()).is_too_large();
         assert!(of(137, "killed") && of(1, "CUDA out of memory") && !of(1, "error: no such file"));
         assert!(!TrialOutcome::TimedOut { seconds: 1 }.is_too_large());
-    }
-
-    #[test]
-    fn the_reason_is_what_the_first_rank_to_fail_says() {
-        let two = "[rank 1] error: rank 0 stopped (no data)\nzerorun: rank 0 failed first: it ended with exit code 1 after 1 s\n\
-                   zerorun:   | error: no data\nzerorun:   rank 1: exit code 1, not stopped by zerorun\n";
-        assert_eq!(reason_in(two), "error: no data");
-        let panic = "zerorun: rank 0 failed: it ended with exit code 101 after 1 s\n\
-                     zerorun:   | thread 'main' (7) panicked at src/x.rs:1:2:\nzerorun:   | index out of bounds\n";
-        assert_eq!(reason_in(panic), "index out of bounds (thread 'main' (7) panicked at src/x.rs:1:2:)");
-        let silent = "step 1\nlast line\nzerorun: rank 1: exit code 1, not stopped by zerorun\n";
-        assert_eq!(reason_in(silent), "last line");
-        assert_eq!(reason_in("starting\nerror: no memory is left\ngoodbye\n"), "error: no memory is left");
-        assert_eq!(reason_in(" \n"), "it printed nothing");
     }
 
     #[test]

@@ -1,0 +1,130 @@
+//! The best configuration of a sweep as files that run by themselves.
+//!
+//! `run.sh` trains it from its first step. A trial that population based training has branched off was trained with other
+//! parameters in its first steps, so the script has one command for each of them.
+
+use super::folder::write_whole;
+use super::report::object;
+use super::trial_command::TrialPlaces;
+use super::trial_process::{THREADS, TrialStarter};
+use crate::error::{Error, Result};
+use candle_zero::stop_signal::STOP_AT;
+use candle_zero::sweep::{Sweep, SweepTrial};
+use serde_json::{Value, json};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+/// A part of the training of the best trial.
+struct BestPart<'a> {
+    trial: &'a SweepTrial,
+    /// The step after which it ends.
+    to: u64,
+}
+
+/// Writes the best configuration into the folder of the sweep, and returns the path of its script. Without a trial that
+/// has a result, nothing is written.
+pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<PathBuf>> {
+    let Some(best) = sweep.best() else { return Ok(None) };
+    let folder = starter.folder.best();
+    std::fs::create_dir_all(&folder).map_err(|source| Error::Io { action: "create", path: folder.clone(), source })?;
+    let parts = parts_of(sweep, best, starter.steps);
+    let mut commands = String::new();
+    for (at, part) in parts.iter().enumerate() {
+        let name =
+            if at + 1 == parts.len() { "ds_config.json".to_owned() } else { format!("ds_config-{}.json", at + 1) };
+        if let Some(config) = starter.template.configuration_of(&part.trial.parameters) {
+            write_whole(&folder.join(&name), format!("{config:#}\n").as_bytes())?;
+        }
+        let places =
+            TrialPlaces { folder: OUT.into(), ds_config: Path::new(HERE).join(&name), record: None, is_branch: at > 0 };
+        if part.to < starter.steps {
+            commands += &format!("{STOP_AT}={} ", part.to);
+        }
+        let words = starter.template.words_of(&part.trial.parameters, &places);
+        commands += &format!("\"${{ZERORUN:-zerorun}}\" {}\n", words.iter().map(quoted).collect::<Vec<_>>().join(" "));
+    }
+    let script = folder.join("run.sh");
+    write_whole(&script, script_of(starter, best, &commands).as_bytes())?;
+    let part = |part: &BestPart<'_>| json!({"parameters": object(&part.trial.parameters), "until_step": part.to});
+    let text = json!({
+        "trial": best.number,
+        "metric": starter.metric,
+        "value": best.value(),
+        "step": best.reached(),
+        "parameters": object(&best.parameters),
+        "configuration": starter.template.configuration_of(&best.parameters).unwrap_or(Value::Null),
+        "training": parts.iter().map(part).collect::<Vec<_>>(),
+    });
+    write_whole(&folder.join("best.json"), format!("{text:#}\n").as_bytes())?;
+    Ok(Some(script))
+}
+
+/// The words that stand for the folder of the result and for that of the script until words are quoted.
+const OUT: &str = "@OUT@";
+const HERE: &str = "@HERE@";
+
+/// Returns the parts of the training of a trial, the first one first.
+fn parts_of<'a>(sweep: &'a Sweep, trial: &'a SweepTrial, steps: u64) -> Vec<BestPart<'a>> {
+    let mut parts = vec![BestPart { trial, to: steps }];
+    while let Some(branch) = parts.last().and_then(|part| part.trial.branch) {
+        let Some(donor) = sweep.trial(branch.trial) else { break };
+        parts.push(BestPart { trial: donor, to: branch.step });
+    }
+    parts.reverse();
+    parts
+}
+
+fn script_of(starter: &TrialStarter, best: &SweepTrial, commands: &str) -> String {
+    let threads = starter
+        .threads
+        .map(|threads| THREADS.map(|name| format!("export {name}=\"${{{name}:-{threads}}}\"\n")).concat());
+    format!(
+        "#!/bin/sh\n\
+         # Trains the best configuration of a sweep, that of trial {}, from its first step.\n\
+         #\n\
+         #   sh run.sh OUT    OUT is a new folder for checkpoints and the result\n\
+         set -eu\n\
+         out=${{1:?give a new folder for checkpoints and the result}}\n\
+         here=$(cd \"$(dirname \"$0\")\" && pwd)\n\
+         mkdir -p \"$out\"\n\
+         out=$(cd \"$out\" && pwd)\n\
+         cd {}\n\
+         {}{commands}",
+        best.number,
+        quoted(&starter.directory.clone().into()),
+        threads.unwrap_or_default(),
+    )
+}
+
+/// Returns a word as a shell reads it.
+fn quoted(word: &OsString) -> String {
+    let text = word.to_string_lossy();
+    let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./=:,+@%".contains(letter);
+    let safe = match !text.is_empty() && text.chars().all(is_plain) {
+        true => text.into_owned(),
+        false => format!("'{}'", text.replace('\'', "'\\''")),
+    };
+    match safe.starts_with('\'') {
+        true => safe.replace(OUT, "'\"$out\"'").replace(HERE, "'\"$here\"'"),
+        false => safe.replace(OUT, "\"$out\"").replace(HERE, "\"$here\""),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_quoted_for_a_shell() {
+        for (word, expected) in [
+            ("--lr", "--lr"),
+            ("", "''"),
+            ("a b", "'a b'"),
+            ("it's $HOME", "'it'\\''s $HOME'"),
+            ("@OUT@/result", "\"$out\"/result"),
+            ("@OUT@/a b", "''\"$out\"'/a b'"),
+        ] {
+            assert_eq!(quoted(&word.into()), expected, "{word}");
+        }
+    }
+}

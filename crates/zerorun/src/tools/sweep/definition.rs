@@ -1,0 +1,284 @@
+//! The definition of a sweep: the sweep file and flags, as checked settings.
+
+use super::error::SweepToolError;
+use super::parameter_syntax::domain_of;
+use crate::error::Result;
+use crate::tools::bench::size;
+use candle_zero::error::SweepError;
+use candle_zero::sweep::{SweepGoal, SweepSearcher, SweepSettings, SweepSpace, TrialScheduler};
+use candle_zero::util::{list, nearest};
+use serde_json::{Map, Value};
+
+/// The keys of a sweep file.
+const KEYS: [&str; 20] = [
+    "command",
+    "metric",
+    "mode",
+    "steps",
+    "trials",
+    "searcher",
+    "scheduler",
+    "asha",
+    "median",
+    "pbt",
+    "seed",
+    "max_failures",
+    "retries",
+    "ranks",
+    "threads",
+    "parallel",
+    "memory",
+    "order",
+    "features",
+    "parameters",
+];
+
+/// The keys that do not change which trials there are, so that they may differ when a sweep continues.
+pub(super) const FREE_KEYS: [&str; 5] = ["max_failures", "retries", "parallel", "memory", "threads"];
+
+/// The order in which results of trials that run at the same time count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ResultOrder {
+    /// The order in which trials would end if all steps took equally long: the same sweep makes the same decisions.
+    Steps,
+    /// The order in which trials end.
+    Finish,
+}
+
+/// The checked definition of a sweep.
+#[derive(Debug, Clone)]
+pub(super) struct SweepDefinition {
+    /// The sweep file or the command line, for messages.
+    pub(super) origin: String,
+    /// The words of the command.
+    pub(super) command: Vec<String>,
+    pub(super) metric: String,
+    pub(super) settings: SweepSettings,
+    pub(super) order: ResultOrder,
+    pub(super) ranks: usize,
+    pub(super) retries: u32,
+    pub(super) threads: Option<usize>,
+    pub(super) parallel: Option<usize>,
+    /// The memory of a trial in bytes.
+    pub(super) memory: Option<u64>,
+    pub(super) features: Option<String>,
+}
+
+/// The definition's keys as written, with messages about what is wrong.
+struct DefinitionKeys<'a> {
+    origin: &'a str,
+    table: &'a Map<String, Value>,
+}
+
+impl DefinitionKeys<'_> {
+    fn wrong(&self, problem: impl Into<String>) -> candle_zero::Error {
+        SweepToolError::Definition { origin: self.origin.to_owned(), problem: problem.into() }.into()
+    }
+
+    fn text(&self, key: &str, allowed: &str) -> Result<Option<&str>> {
+        let text = |value: &'_ Value| value.as_str().is_some_and(|text| !text.is_empty());
+        match self.table.get(key) {
+            None => Ok(None),
+            Some(value) if text(value) => Ok(value.as_str()),
+            Some(value) => Err(self.wrong(format!("{key} is {value}; {allowed}"))),
+        }
+    }
+
+    fn word<T: Copy>(&self, key: &str, words: &[(&str, T)]) -> Result<Option<T>> {
+        let names: Vec<&str> = words.iter().map(|(name, _)| *name).collect();
+        let Some(found) = self.text(key, &format!("give one of {}", list(&names)))? else { return Ok(None) };
+        match words.iter().find(|(name, _)| *name == found) {
+            Some((_, value)) => Ok(Some(*value)),
+            None => {
+                let hint = nearest(found, names.iter().copied()).map_or(String::new(), |hint| format!("; {hint}"));
+                Err(self.wrong(format!("{key} is \"{found}\"; give one of {}{hint}", list(&names))))
+            }
+        }
+    }
+
+    fn whole(&self, key: &str, least: u64, most: u64) -> Result<Option<u64>> {
+        let Some(value) = self.table.get(key) else { return Ok(None) };
+        match value.as_u64().filter(|number| (least..=most).contains(number)) {
+            Some(number) => Ok(Some(number)),
+            None => Err(self.wrong(format!("{key} is {value}; give a whole number from {least} to {most}"))),
+        }
+    }
+
+    /// Returns a key of the section of a scheduler.
+    fn of_section<'a>(&'a self, section: &str, key: &str) -> Option<&'a Value> {
+        self.table.get(section)?.get(key)
+    }
+
+    fn section_whole(&self, section: &str, key: &str) -> Result<Option<u64>> {
+        let Some(value) = self.of_section(section, key) else { return Ok(None) };
+        match value.as_u64() {
+            Some(number) => Ok(Some(number)),
+            None => Err(self.wrong(format!("{section}.{key} is {value}; give a whole number"))),
+        }
+    }
+
+    fn section_number(&self, section: &str, key: &str, default: f64) -> Result<f64> {
+        let Some(value) = self.of_section(section, key) else { return Ok(default) };
+        value.as_f64().ok_or_else(|| self.wrong(format!("{section}.{key} is {value}; give a number")))
+    }
+
+    /// Refuses unknown keys, and sections of schedulers other than the chosen one.
+    fn check_names(&self, scheduler: &str) -> Result<()> {
+        let unknown = |path: &str, key: &str, known: &[&str]| {
+            let hint = nearest(key, known.iter().copied());
+            let hint = hint.unwrap_or_else(|| format!("allowed are {}", list(known)));
+            self.wrong(format!("{path}{key} is not a key of a sweep; {hint}"))
+        };
+        for (key, value) in self.table {
+            if !KEYS.contains(&key.as_str()) {
+                return Err(match key.starts_with('-') || key.contains('.') {
+                    true => self
+                        .wrong(format!("{key} is not a key of a sweep; parameters belong into the table [parameters]")),
+                    false => unknown("", key, &KEYS),
+                });
+            }
+            let Some((_, known)) = SECTIONS.iter().find(|(name, _)| name == key) else { continue };
+            let Some(section) = value.as_object() else {
+                return Err(
+                    self.wrong(format!("{key} is {value}; give a table, such as {key} = {{ {} = 10 }}", known[0]))
+                );
+            };
+            if scheduler != key {
+                let problem = format!(
+                    "{key} is given, but scheduler is {scheduler}; give scheduler = \"{key}\", or leave it out"
+                );
+                return Err(self.wrong(problem));
+            }
+            if let Some(key_of_section) = section.keys().find(|name| !known.contains(&name.as_str())) {
+                return Err(unknown(&format!("{key}."), key_of_section, known));
+            }
+        }
+        Ok(())
+    }
+
+    fn scheduler(&self, name: &str) -> Result<TrialScheduler> {
+        let needed = |key: &str, what: &str| {
+            self.section_whole(name, key)?.ok_or_else(|| self.wrong(format!("{name}.{key} is missing; give {what}")))
+        };
+        Ok(match name {
+            "asha" => TrialScheduler::Asha {
+                min_steps: needed("min_steps", "the first step at which trials are compared")?,
+                eta: self.section_whole(name, "eta")?.unwrap_or(4),
+            },
+            "median" => {
+                let every = needed("every", "the number of steps between comparisons")?;
+                TrialScheduler::MedianStop {
+                    every,
+                    grace: self.section_whole(name, "grace")?.unwrap_or(every),
+                    min_trials: self.section_whole(name, "min_trials")?.map_or(3, |trials| trials as usize),
+                }
+            }
+            "pbt" => TrialScheduler::Pbt {
+                every: needed("every", "the number of steps between replacements")?,
+                quantile: self.section_number(name, "quantile", 0.25)?,
+                resample: self.section_number(name, "resample", 0.25)?,
+            },
+            _ => TrialScheduler::None,
+        })
+    }
+
+    fn command(&self) -> Result<Vec<String>> {
+        let how = "give the words of the command after zerorun, such as [\"finetune\", \"MODEL\", \"--data\", \"chats.jsonl\"]";
+        match self.table.get("command") {
+            None => Err(self.wrong(format!("command is missing; {how}, or write the command after `--`"))),
+            Some(Value::String(text)) if text.contains(['"', '\'', '\\']) => {
+                Err(self.wrong(format!("command is text with quotes, `{text}`; {how}")))
+            }
+            Some(Value::String(text)) => Ok(text.split_whitespace().map(str::to_owned).collect()),
+            Some(Value::Array(words)) => {
+                let words: Option<Vec<String>> = words.iter().map(|word| word.as_str().map(str::to_owned)).collect();
+                words.ok_or_else(|| self.wrong(format!("command has a word that is not text; {how}")))
+            }
+            Some(other) => Err(self.wrong(format!("command is {other}; {how}"))),
+        }
+        .and_then(|mut words| {
+            if words.first().is_some_and(|word| word == "zerorun") {
+                words.remove(0);
+            }
+            if words.is_empty() { Err(self.wrong(format!("command is empty; {how}"))) } else { Ok(words) }
+        })
+    }
+
+    fn space(&self) -> Result<SweepSpace> {
+        let how = "give a table [parameters] with at least one flag or key to vary, such as \"--lr\" = { log_uniform = [1e-5, 1e-3] }";
+        let parameters = match self.table.get("parameters") {
+            None => return Err(self.wrong(format!("parameters is missing; {how}"))),
+            Some(Value::Object(parameters)) => parameters,
+            Some(other) => return Err(self.wrong(format!("parameters is {other}; {how}"))),
+        };
+        let mut space = SweepSpace::new();
+        for (name, value) in parameters {
+            let domain = domain_of(value).map_err(|why| self.wrong(format!("parameter {name} {why}")))?;
+            space = space.with(name, domain);
+        }
+        Ok(space)
+    }
+}
+
+/// The sections of schedulers, with their keys.
+const SECTIONS: [(&str, &[&str]); 3] = [
+    ("asha", &["min_steps", "eta"]),
+    ("median", &["every", "grace", "min_trials"]),
+    ("pbt", &["every", "quantile", "resample"]),
+];
+
+impl SweepDefinition {
+    /// Checks a definition. `origin` names where it comes from.
+    pub(super) fn new(origin: &str, table: &Map<String, Value>) -> Result<Self> {
+        let keys = DefinitionKeys { origin, table };
+        let schedulers = ["none", "median", "asha", "pbt"].map(|name| (name, name));
+        let scheduler = keys.word("scheduler", &schedulers)?.unwrap_or("none");
+        keys.check_names(scheduler)?;
+        let command = keys.command()?;
+        let metric = keys.text("metric", "give the name of a value in the record of a run, such as \"val_loss\"")?;
+        let metric = metric.ok_or_else(|| {
+            keys.wrong(
+                "metric is missing; give the name of a value in the record of a run, such as \"val_loss\" or \"loss\"",
+            )
+        })?;
+        let steps = keys.whole("steps", 1, 1 << 53)?;
+        let steps =
+            steps.ok_or_else(|| keys.wrong("steps is missing; give the number of steps of a complete trial"))?;
+        let mut settings = SweepSettings::new(keys.space()?, steps);
+        let goals = [("min", SweepGoal::Minimize), ("max", SweepGoal::Maximize)];
+        settings.goal = keys.word("mode", &goals)?.unwrap_or_default();
+        let searchers = [("grid", SweepSearcher::Grid), ("random", SweepSearcher::Random), ("tpe", SweepSearcher::Tpe)];
+        settings.searcher = keys.word("searcher", &searchers)?.unwrap_or_default();
+        settings.trials = keys.whole("trials", 1, 10_000)?.map(|trials| trials as usize);
+        settings.seed = keys.whole("seed", 0, u64::MAX)?.unwrap_or_default();
+        settings.max_failures =
+            keys.whole("max_failures", 0, 10_000)?.map_or(settings.max_failures, |most| most as usize);
+        settings.scheduler = keys.scheduler(scheduler)?;
+        settings.check().map_err(|error: SweepError| keys.wrong(error.to_string()))?;
+        let orders = [("steps", ResultOrder::Steps), ("finish", ResultOrder::Finish)];
+        Ok(Self {
+            origin: origin.to_owned(),
+            command,
+            metric: metric.to_owned(),
+            settings,
+            order: keys.word("order", &orders)?.unwrap_or(ResultOrder::Steps),
+            ranks: keys.whole("ranks", 1, 1024)?.unwrap_or(1) as usize,
+            retries: keys.whole("retries", 0, 1_000_000)?.unwrap_or(3) as u32,
+            threads: keys.whole("threads", 1, 4096)?.map(|threads| threads as usize),
+            parallel: keys.whole("parallel", 1, 4096)?.map(|trials| trials as usize),
+            memory: match table.get("memory") {
+                None => None,
+                Some(Value::String(text)) => {
+                    Some(size(text).map_err(|why| keys.wrong(format!("memory is \"{text}\"; {why}")))?)
+                }
+                Some(_) => keys.whole("memory", 1, 1 << 53)?,
+            },
+            features: keys.text("features", "give Cargo features, separated by commas")?.map(str::to_owned),
+        })
+    }
+
+    /// Returns an error about this definition.
+    pub(super) fn wrong(&self, problem: impl Into<String>) -> candle_zero::Error {
+        SweepToolError::Definition { origin: self.origin.clone(), problem: problem.into() }.into()
+    }
+}

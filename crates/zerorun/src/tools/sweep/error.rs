@@ -1,0 +1,82 @@
+//! The errors of `zerorun sweep`.
+
+use candle_zero::Error;
+use std::path::PathBuf;
+
+/// An error of a sweep.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SweepToolError {
+    /// A key of the sweep's definition is unknown or has a value that is not allowed.
+    #[error("{origin}: {problem}")]
+    Definition {
+        /// The sweep file, or the command line.
+        origin: String,
+        /// The key, the value found, what is allowed, and the remedy.
+        problem: String,
+    },
+    /// The folder holds a sweep with another definition.
+    #[error(
+        "{}: the sweep in it was begun with other settings: {differences}; continue it with `zerorun sweep resume {}`, or \
+         give another folder with --out",
+        folder.display(),
+        folder.display()
+    )]
+    OtherSweep {
+        /// The folder.
+        folder: PathBuf,
+        /// The keys that differ, with their values.
+        differences: String,
+    },
+    /// The folder holds something else.
+    #[error("{}: {problem}", folder.display())]
+    Folder {
+        /// The folder.
+        folder: PathBuf,
+        /// The problem and its remedy.
+        problem: String,
+    },
+    /// The journal cannot be understood.
+    #[error("{}: line {line} {problem}", path.display())]
+    Journal {
+        /// The journal.
+        path: PathBuf,
+        /// The line, counted from 1.
+        line: usize,
+        /// The problem and its remedy.
+        problem: String,
+    },
+    /// A trial has no value of the metric.
+    #[error("metric is {metric}, but trial {trial} recorded no such value in steps {first} to {last}; {found}")]
+    NoMetric {
+        /// The name of the metric.
+        metric: String,
+        /// The trial.
+        trial: usize,
+        /// The first step in which it may be.
+        first: u64,
+        /// The last step in which it may be.
+        last: u64,
+        /// The recorded names and the remedy.
+        found: String,
+    },
+    /// Too many trials have failed.
+    #[error(
+        "{failures} trials have failed, and max_failures is {most}; the last one failed with: {last}; correct the command \
+         and begin again with another --out, or continue with a larger --max_failures"
+    )]
+    TooManyFailures {
+        /// The number of failed trials.
+        failures: usize,
+        /// The maximum number.
+        most: usize,
+        /// The message of the last one.
+        last: String,
+    },
+}
+
+impl From<SweepToolError> for Error {
+    fn from(error: SweepToolError) -> Self {
+        Self::other(error)
+    }
+}

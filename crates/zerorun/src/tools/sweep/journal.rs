@@ -1,0 +1,270 @@
+//! The journal of a sweep: a file that only grows, in which every line is on disk before the sweep continues.
+//!
+//! ```text
+//!   {"event":"begin","parallel":2}                         a process begins or continues the sweep
+//!   {"event":"start","trial":3,"from":0,"to":4}            the sweep handed out this job
+//!   {"event":"end","trial":3,"to":4,"value":1.5}           the job ended with this metric, or with an "error"
+//!   {"event":"take","trial":3}                             the sweep has learned its result
+//! ```
+//!
+//! A sweep makes the same decisions when it learns the same results in the same order, so these lines are all that is
+//! needed to continue it. A last line that a kill has cut off is removed.
+
+use super::error::SweepToolError;
+use crate::error::{Error, Result};
+use candle_zero::files;
+use candle_zero::sweep::{JobOrder, Sweep, SweepJob, SweepTask};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Write as _};
+use std::path::{Path, PathBuf};
+
+/// The maximum number of bytes of a journal: thousands of trials with many pauses.
+const MAX_BYTES: u64 = 1 << 30;
+
+/// The result of a job: the metric, or why the trial has failed.
+pub(super) type JobResult = std::result::Result<f64, String>;
+
+/// A line of the journal.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum JournalEvent {
+    Begin { parallel: usize },
+    Start(SweepJob),
+    End { trial: usize, to: u64, result: JobResult },
+    Take { trial: usize },
+}
+
+impl JournalEvent {
+    fn to_json(&self) -> Value {
+        match self {
+            Self::Begin { parallel } => json!({"event": "begin", "parallel": parallel}),
+            Self::Start(SweepJob { trial, from, to }) => {
+                json!({"event": "start", "trial": trial, "from": from, "to": to})
+            }
+            Self::End { trial, to, result: Ok(value) } => {
+                // JSON has no numbers that are not finite.
+                let value = if value.is_finite() { json!(value) } else { json!(value.to_string()) };
+                json!({"event": "end", "trial": trial, "to": to, "value": value})
+            }
+            Self::End { trial, to, result: Err(why) } => {
+                json!({"event": "end", "trial": trial, "to": to, "error": why})
+            }
+            Self::Take { trial } => json!({"event": "take", "trial": trial}),
+        }
+    }
+
+    fn of_json(line: &Map<String, Value>) -> Option<Self> {
+        let number = |key: &str| line.get(key).and_then(Value::as_u64);
+        let small = |key: &str| number(key).and_then(|number| usize::try_from(number).ok());
+        match line.get("event")?.as_str()? {
+            "begin" => Some(Self::Begin { parallel: small("parallel")? }),
+            "start" => Some(Self::Start(SweepJob { trial: small("trial")?, from: number("from")?, to: number("to")? })),
+            "end" => {
+                let result = match (line.get("value"), line.get("error")) {
+                    (Some(Value::String(text)), _) => Ok(text.parse().ok()?),
+                    (Some(value), _) => Ok(value.as_f64()?),
+                    (None, error) => Err(error?.as_str()?.to_owned()),
+                };
+                Some(Self::End { trial: small("trial")?, to: number("to")?, result })
+            }
+            "take" => Some(Self::Take { trial: small("trial")? }),
+            _ => None,
+        }
+    }
+}
+
+/// The journal, open for writing.
+#[derive(Debug)]
+pub(super) struct Journal {
+    path: PathBuf,
+    file: File,
+}
+
+/// The state of a sweep according to its journal.
+#[derive(Debug)]
+pub(super) struct ReplayedSweep {
+    pub(super) sweep: Sweep,
+    pub(super) order: JobOrder,
+    /// The results that the sweep has not learned yet, by trial.
+    pub(super) results: BTreeMap<usize, JobResult>,
+    /// The number of trials at a time in the last session.
+    pub(super) parallel: Option<usize>,
+}
+
+impl Journal {
+    /// Reads the complete lines of the journal at `path`, and returns them with the number of their bytes.
+    fn read(path: &Path) -> Result<(Vec<JournalEvent>, u64)> {
+        let bytes = match files::read(path, MAX_BYTES) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok((Vec::new(), 0)),
+            bytes => bytes.map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?,
+        };
+        let complete = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+        let mut events = Vec::new();
+        for (at, line) in bytes[..complete].split_inclusive(|byte| *byte == b'\n').enumerate() {
+            let event = serde_json::from_slice(line).ok().and_then(|line| JournalEvent::of_json(&line));
+            events.push(event.ok_or_else(|| {
+                let problem = "is damaged; give another folder with --out to begin again, or restore the file";
+                SweepToolError::Journal { path: path.to_owned(), line: at + 1, problem: problem.into() }
+            })?);
+        }
+        Ok((events, complete as u64))
+    }
+
+    /// Reads what the journal at `path` says about `sweep`, which has just begun.
+    pub(super) fn replay(path: &Path, sweep: Sweep) -> Result<ReplayedSweep> {
+        Ok(Self::replayed(path, sweep)?.0)
+    }
+
+    /// Opens the journal at `path` to continue it, and returns it with what it says about `sweep`, which has just begun.
+    pub(super) fn open(path: &Path, sweep: Sweep) -> Result<(Self, ReplayedSweep)> {
+        let (replayed, complete) = Self::replayed(path, sweep)?;
+        let wrong = |source| Error::Io { action: "write to", path: path.to_owned(), source };
+        let file = OpenOptions::new().append(true).create(true).open(path).map_err(wrong)?;
+        file.set_len(complete).map_err(wrong)?;
+        files::sync_folder(files::folder_of(path)).map_err(wrong)?;
+        Ok((Self { path: path.to_owned(), file }, replayed))
+    }
+
+    fn replayed(path: &Path, mut sweep: Sweep) -> Result<(ReplayedSweep, u64)> {
+        let (events, complete) = Self::read(path)?;
+        // The limit may have changed since.
+        let most = sweep.settings().max_failures;
+        sweep.set_max_failures(usize::MAX);
+        let (mut order, mut results, mut parallel) = (JobOrder::new(), BTreeMap::new(), None);
+        for (at, event) in events.into_iter().enumerate() {
+            let other = |problem: &str| {
+                let problem = format!(
+                    "{problem}; the journal belongs to another sweep or version; give another folder with --out"
+                );
+                SweepToolError::Journal { path: path.to_owned(), line: at + 1, problem }
+            };
+            match event {
+                JournalEvent::Begin { parallel: now } => parallel = Some(now),
+                JournalEvent::Start(job) => {
+                    if sweep.ask() != SweepTask::Train(job) {
+                        return Err(other("starts a trial that this sweep would not start").into());
+                    }
+                    order.begin(&job);
+                }
+                JournalEvent::End { trial, result, .. } => {
+                    if !order.running().any(|running| running == trial) {
+                        return Err(other("ends a trial that is not running").into());
+                    }
+                    results.insert(trial, result);
+                }
+                JournalEvent::Take { trial } => {
+                    let result = results.remove(&trial).ok_or_else(|| other("takes a result that does not exist"))?;
+                    sweep.tell(trial, result)?;
+                    order.end(trial);
+                }
+            }
+        }
+        sweep.set_max_failures(most);
+        Ok((ReplayedSweep { sweep, order, results, parallel }, complete))
+    }
+
+    /// Adds a line. It is on disk when this returns.
+    pub(super) fn add(&mut self, event: &JournalEvent) -> Result<()> {
+        let line = format!("{}\n", event.to_json());
+        let written = self.file.write_all(line.as_bytes()).and_then(|()| self.file.sync_data());
+        written.map_err(|source| Error::Io { action: "write to", path: self.path.clone(), source })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_zero::sweep::{ParameterDomain, SweepSettings, SweepSpace, TrialScheduler};
+
+    fn sweep() -> Sweep {
+        let space = SweepSpace::new().with("--lr", ParameterDomain::uniform(0.0, 1.0));
+        let mut settings = SweepSettings::new(space, 8);
+        (settings.trials, settings.scheduler) = (Some(6), TrialScheduler::Asha { min_steps: 1, eta: 2 });
+        Sweep::new(settings).unwrap()
+    }
+
+    /// Runs a sweep with two trials at a time, and writes a journal.
+    fn run(path: &Path, result: impl Fn(&SweepJob) -> JobResult) -> Sweep {
+        let (mut journal, ReplayedSweep { mut sweep, mut order, mut results, .. }) =
+            Journal::open(path, sweep()).unwrap();
+        journal.add(&JournalEvent::Begin { parallel: 2 }).unwrap();
+        loop {
+            while order.running().count() < 2
+                && let SweepTask::Train(job) = sweep.ask()
+            {
+                journal.add(&JournalEvent::Start(job)).unwrap();
+                order.begin(&job);
+                let result = result(&job);
+                journal.add(&JournalEvent::End { trial: job.trial, to: job.to, result: result.clone() }).unwrap();
+                results.insert(job.trial, result);
+            }
+            let Some(trial) = order.next() else { return sweep };
+            // A trial that had started before a kill.
+            let result = results.remove(&trial).unwrap_or_else(|| {
+                let reached = sweep.trial(trial).unwrap();
+                let candle_zero::sweep::TrialState::Running { to } = reached.state else { panic!("{reached:?}") };
+                let result = result(&SweepJob { trial, from: reached.reached(), to });
+                journal.add(&JournalEvent::End { trial, to, result: result.clone() }).unwrap();
+                result
+            });
+            journal.add(&JournalEvent::Take { trial }).unwrap();
+            sweep.tell(trial, result).unwrap();
+            order.end(trial);
+        }
+    }
+
+    fn result(job: &SweepJob) -> JobResult {
+        match job.trial {
+            2 => Err("no \"data\"\n".into()),
+            3 => Ok(f64::NAN),
+            trial => Ok(trial as f64 * 0.1 + 1.0 / job.to as f64),
+        }
+    }
+
+    #[test]
+    fn a_kill_at_any_byte_leads_to_the_same_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("journal.jsonl");
+        let whole = run(&path, result);
+        let bytes = std::fs::read(&path).unwrap();
+        let best = whole.best().unwrap().number;
+        assert_eq!((best, whole.failures()), (1, 1));
+        // A prime number, so that lines are cut in all places.
+        for cut in (0..bytes.len()).step_by(43) {
+            std::fs::write(&path, &bytes[..cut]).unwrap();
+            let again = run(&path, result);
+            assert_eq!(format!("{:?}", again.trials()), format!("{:?}", whole.trials()), "cut at {cut}");
+            let replayed = Journal::replay(&path, sweep()).unwrap();
+            assert_eq!(replayed.sweep.steps_done(), whole.steps_done());
+            assert_eq!((replayed.parallel, replayed.results.len()), (Some(2), 0));
+        }
+    }
+
+    #[test]
+    fn a_journal_that_is_damaged_or_of_another_sweep_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("journal.jsonl");
+        let refused = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            let error = Journal::replay(&path, sweep()).unwrap_err().to_string();
+            error.replace(dir.path().to_str().unwrap(), "DIR")
+        };
+        let start = "{\"event\":\"start\",\"trial\":1,\"from\":0,\"to\":1}\n";
+        let wrong = [
+            refused("{\"event\":\"begin\",\"parallel\":1}\nxx\n"),
+            refused("{\"event\":\"begin\"}\n"),
+            refused("{\"event\":\"start\",\"trial\":1,\"from\":0,\"to\":3}\n"),
+            refused("{\"event\":\"end\",\"trial\":1,\"to\":1,\"value\":1}\n"),
+            refused(&format!("{start}{{\"event\":\"take\",\"trial\":1}}\n")),
+        ];
+        insta::assert_snapshot!(wrong.join("\n"), @r"
+        DIR/journal.jsonl: line 2 is damaged; give another folder with --out to begin again, or restore the file
+        DIR/journal.jsonl: line 1 is damaged; give another folder with --out to begin again, or restore the file
+        DIR/journal.jsonl: line 1 starts a trial that this sweep would not start; the journal belongs to another sweep or version; give another folder with --out
+        DIR/journal.jsonl: line 1 ends a trial that is not running; the journal belongs to another sweep or version; give another folder with --out
+        DIR/journal.jsonl: line 2 takes a result that does not exist; the journal belongs to another sweep or version; give another folder with --out
+        ");
+    }
+}

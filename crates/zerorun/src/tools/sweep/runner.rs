@@ -1,0 +1,314 @@
+//! Runs a sweep: hands out jobs to processes, several at a time, and collects their results.
+
+use super::best;
+use super::definition::{ResultOrder, SweepDefinition};
+use super::error::SweepToolError;
+use super::journal::{Journal, JournalEvent, ReplayedSweep};
+use super::report::{SweepDisplay, summary, trials_table};
+use super::trial_process::{JobEnd, TrialStarter};
+use crate::error::{Error, LaunchError, Result};
+use crate::launch::console::{eprint, print};
+use crate::launch::signals::{LauncherEvent, listen, suspend_self};
+use candle_zero::sweep::{SweepJob, SweepTask, TrialState};
+use candle_zero::util::{counted, list, nearest};
+use rustix::process::{Pid, Signal, kill_process};
+use std::process::{Child, ExitCode};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
+
+/// The interval at which the ends of trials are checked.
+const TICK: Duration = Duration::from_millis(50);
+
+/// A job in progress.
+#[derive(Debug)]
+struct RunningJob {
+    job: SweepJob,
+    process: JobProcess,
+    /// The number of times that it was killed without a new checkpoint.
+    kills: u32,
+    /// The step of the newest checkpoint when it was started.
+    saved: u64,
+}
+
+/// The process of a job.
+#[derive(Debug)]
+enum JobProcess {
+    /// It is to be started, once no process of an earlier sweep trains the trial.
+    Due {
+        was_busy: bool,
+    },
+    Started(Child),
+    /// Its result is known.
+    Ended,
+}
+
+/// How a sweep ended.
+enum SweepEnd {
+    Complete,
+    Interrupted(Signal),
+}
+
+/// A sweep in progress.
+pub(super) struct SweepRunner {
+    pub(super) definition: SweepDefinition,
+    pub(super) starter: TrialStarter,
+    pub(super) journal: Journal,
+    pub(super) state: ReplayedSweep,
+    /// The number of trials at a time.
+    pub(super) parallel: usize,
+    jobs: Vec<RunningJob>,
+    display: SweepDisplay,
+}
+
+impl SweepRunner {
+    pub(super) fn new(
+        definition: SweepDefinition,
+        starter: TrialStarter,
+        (journal, state): (Journal, ReplayedSweep),
+        parallel: usize,
+    ) -> Self {
+        let display = SweepDisplay::new(&definition.metric);
+        Self { definition, starter, journal, state, parallel, jobs: Vec::new(), display }
+    }
+
+    /// Runs the sweep to its end, and writes the best configuration. Must be called on the main thread, because the
+    /// kernel ends the trials when the thread that started them ends.
+    pub(super) fn run(mut self) -> Result<ExitCode> {
+        let (_sender, events) = listen()?;
+        self.journal.add(&JournalEvent::Begin { parallel: self.parallel })?;
+        for trial in self.state.order.running().collect::<Vec<_>>() {
+            let known = self.state.results.contains_key(&trial);
+            if let Some(trial) = self.state.sweep.trial(trial)
+                && let TrialState::Running { to } = trial.state
+            {
+                let job = SweepJob { trial: trial.number, from: trial.reached(), to };
+                self.push(job, known);
+            }
+        }
+        let ended = self.work(&events);
+        self.display.clear();
+        if ended.is_err() {
+            self.stop_all(&events, Signal::TERM);
+        }
+        match ended? {
+            SweepEnd::Interrupted(signal) => {
+                eprint(&format!(
+                    "zerorun: the sweep was stopped, and its trials are saved: {}; `zerorun sweep resume {}` continues it",
+                    summary(&self.state.sweep, &self.definition.metric),
+                    self.starter.folder.path().display()
+                ));
+                // As shells report a signal.
+                Ok(ExitCode::from(128u8.saturating_add(u8::try_from(signal.as_raw()).unwrap_or(0))))
+            }
+            SweepEnd::Complete => self.finish(),
+        }
+    }
+
+    /// Works until the sweep has ended or is interrupted.
+    fn work(&mut self, events: &Receiver<LauncherEvent>) -> Result<SweepEnd> {
+        loop {
+            self.hand_out()?;
+            if self.jobs.is_empty() {
+                return Ok(SweepEnd::Complete);
+            }
+            self.start_due()?;
+            self.collect()?;
+            if self.take()? {
+                continue;
+            }
+            let starter = &self.starter;
+            self.display.refresh(&self.state.sweep, |trial| starter.recorded_step(trial));
+            match events.recv_timeout(TICK) {
+                Ok(LauncherEvent::End(signal)) => {
+                    self.display.line(
+                        "the running trials save their last step, and the sweep ends; a second signal ends it at once",
+                    );
+                    self.stop_all(events, Signal::TERM);
+                    return Ok(SweepEnd::Interrupted(signal));
+                }
+                Ok(LauncherEvent::Suspend) => {
+                    self.signal(Signal::TSTP);
+                    suspend_self();
+                    self.signal(Signal::CONT);
+                }
+                Ok(LauncherEvent::Child | LauncherEvent::Pass(_) | LauncherEvent::PeerMessage)
+                | Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
+            }
+        }
+    }
+
+    /// Asks the sweep for jobs as long as there is room.
+    fn hand_out(&mut self) -> Result<()> {
+        while self.jobs.len() < self.parallel
+            && let SweepTask::Train(job) = self.state.sweep.ask()
+        {
+            if let Some(trial) = self.state.sweep.trial(job.trial) {
+                // A checkpoint to branch from is copied now, before its trial continues.
+                self.starter.prepare(trial)?;
+                self.display.started(trial, &job, self.starter.steps);
+            }
+            self.journal.add(&JournalEvent::Start(job))?;
+            self.state.order.begin(&job);
+            self.push(job, false);
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, job: SweepJob, is_known: bool) {
+        let process = if is_known { JobProcess::Ended } else { JobProcess::Due { was_busy: false } };
+        self.jobs.push(RunningJob { job, process, kills: 0, saved: self.starter.saved_step(job.trial) });
+    }
+
+    fn start_due(&mut self) -> Result<()> {
+        for running in &mut self.jobs {
+            let JobProcess::Due { was_busy } = running.process else { continue };
+            let trial = self.state.sweep.trial(running.job.trial).expect("the trial of a job exists");
+            running.process = match self.starter.start(trial, &running.job)? {
+                Some(child) => JobProcess::Started(child),
+                None => {
+                    if !was_busy {
+                        self.display.line(&format!(
+                            "trial {} is still saving its last step for a sweep that was killed; waiting for it",
+                            trial.number
+                        ));
+                    }
+                    JobProcess::Due { was_busy: true }
+                }
+            };
+        }
+        Ok(())
+    }
+
+    /// Collects the jobs that have ended.
+    fn collect(&mut self) -> Result<()> {
+        for running in &mut self.jobs {
+            let JobProcess::Started(child) = &mut running.process else { continue };
+            let status = child
+                .try_wait()
+                .map_err(|source| Error::from(LaunchError::Setup { what: "waiting for a trial", source }))?;
+            let Some(status) = status else { continue };
+            let (job, metric) = (running.job, &self.definition.metric);
+            let result = match self.starter.end(&job, status)? {
+                JobEnd::Result(result) => result,
+                JobEnd::Killed(signal) => {
+                    let saved = self.starter.saved_step(job.trial);
+                    running.kills = if saved > running.saved { 1 } else { running.kills + 1 };
+                    running.saved = saved;
+                    if running.kills <= self.definition.retries {
+                        self.display.line(&format!(
+                            "trial {} was killed by {signal}; it continues after step {saved}",
+                            job.trial
+                        ));
+                        running.process = JobProcess::Due { was_busy: false };
+                        continue;
+                    }
+                    let times = counted(running.kills, "time");
+                    Err(format!("it was killed {times} after step {saved}, the last time by {signal}"))
+                }
+                JobEnd::NoMetric(names) => {
+                    running.process = JobProcess::Ended;
+                    let hint = nearest(metric, names.iter().map(String::as_str));
+                    let found = match (names.is_empty(), names.contains(metric)) {
+                        (true, _) => "it left no record; the script must train with candle-zero's engine".to_owned(),
+                        (_, true) => "it has values at other steps; record it at the end of each part of a trial, for \
+                                      example with --eval_every"
+                            .to_owned(),
+                        (_, false) => {
+                            let hint = hint.map_or(String::new(), |hint| format!("; {hint}"));
+                            format!("recorded are {}{hint}", list(&names))
+                        }
+                    };
+                    let (metric, trial, first, last) = (metric.clone(), job.trial, job.from + 1, job.to);
+                    return Err(SweepToolError::NoMetric { metric, trial, first, last, found }.into());
+                }
+            };
+            running.process = JobProcess::Ended;
+            self.journal.add(&JournalEvent::End { trial: job.trial, to: job.to, result: result.clone() })?;
+            self.state.results.insert(job.trial, result);
+        }
+        Ok(())
+    }
+
+    /// Passes the next result to the sweep, if it is known. Returns whether it was.
+    fn take(&mut self) -> Result<bool> {
+        let next = match self.definition.order {
+            ResultOrder::Steps => self.state.order.next(),
+            ResultOrder::Finish => self.state.results.keys().next().copied(),
+        };
+        let Some((trial, result)) = next.and_then(|trial| Some((trial, self.state.results.remove(&trial)?))) else {
+            return Ok(false);
+        };
+        self.journal.add(&JournalEvent::Take { trial })?;
+        self.state.sweep.tell(trial, result)?;
+        self.state.order.end(trial);
+        self.jobs.retain(|running| running.job.trial != trial);
+        if let Some(trial) = self.state.sweep.trial(trial) {
+            self.display.told(&self.state.sweep, trial);
+        }
+        Ok(true)
+    }
+
+    fn signal(&self, signal: Signal) {
+        for running in &self.jobs {
+            if let JobProcess::Started(child) = &running.process {
+                // A launcher that has ended needs no signal.
+                _ = kill_process(Pid::from_child(child), signal);
+            }
+        }
+    }
+
+    /// Ends all trials, and waits until they have ended. A second signal kills them.
+    fn stop_all(&mut self, events: &Receiver<LauncherEvent>, signal: Signal) {
+        self.signal(signal);
+        loop {
+            for running in &mut self.jobs {
+                if let JobProcess::Started(child) = &mut running.process
+                    && !matches!(child.try_wait(), Ok(None))
+                {
+                    running.process = JobProcess::Ended;
+                }
+            }
+            if !self.jobs.iter().any(|running| matches!(running.process, JobProcess::Started(_))) {
+                return;
+            }
+            match events.recv_timeout(TICK) {
+                // The ranks of a launcher die with it.
+                Ok(LauncherEvent::End(_)) => self.signal(Signal::KILL),
+                Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
+                _ => {}
+            }
+        }
+    }
+
+    /// Writes and prints the result of a sweep that has ended.
+    fn finish(self) -> Result<ExitCode> {
+        let (sweep, metric) = (&self.state.sweep, &self.definition.metric);
+        let script = best::write(&self.starter, sweep)?;
+        let mut text = trials_table(sweep, metric);
+        if let (Some(script), Some(best)) = (&script, sweep.best()) {
+            let value = best.value().unwrap_or(f64::NAN);
+            text += &format!(
+                "\nbest: trial {}, {metric} {value} after step {}\nsh {} OUT trains it from its first step\n",
+                best.number,
+                best.reached(),
+                script.display()
+            );
+        }
+        let is_printed = print(text.trim_end());
+        if sweep.has_failed() {
+            let mut failed = sweep.trials().iter().rev().filter_map(|trial| match &trial.state {
+                TrialState::Failed(why) => Some(why.clone()),
+                _ => None,
+            });
+            let (failures, most) = (sweep.failures(), sweep.settings().max_failures);
+            return Err(
+                SweepToolError::TooManyFailures { failures, most, last: failed.next().unwrap_or_default() }.into()
+            );
+        }
+        if script.is_none() {
+            eprint("zerorun: no trial has a result; correct the command, and begin again with another --out");
+        }
+        Ok(if is_printed && script.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+}
