@@ -6,6 +6,7 @@ use crate::launch::console::{all_is_written, eprint, print, refused};
 use candle_zero::comm::{self, RankEnv};
 use candle_zero::monitor::{MetricsWriter, Progress};
 use candle_zero::offload::OffloadReport;
+use candle_zero::stop_signal::asked_to_stop;
 use candle_zero::util::counted;
 use candle_zero_finetune::{FineTune, Options, PreparedRun, Rewards, Sampling, StepReport, StopReason};
 use serde::Serialize;
@@ -16,7 +17,8 @@ use std::time::Instant;
 /// Trains to the end and writes the result.
 pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
     match train(options, flags) {
-        Ok(StopReason::Asked) => ExitCode::FAILURE,
+        // A job that the user stops on the dashboard has not failed; otherwise it would be restarted.
+        Ok(StopReason::Asked) if is_by_signal() => ExitCode::FAILURE,
         // If there are several ranks, the launcher performs the same check.
         Ok(_) if !all_is_written() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
@@ -86,25 +88,31 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<StopReason> {
     Ok(ended)
 }
 
-/// Ends the run on a signal's request: reports what is saved and what is lost.
+/// Returns whether a signal has asked this rank to end, and not the dashboard.
+fn is_by_signal() -> bool {
+    !matches!(asked_to_stop(), Ok(false))
+}
+
+/// Ends the run when it is asked to: reports what is saved and what is lost.
 fn stop(run: FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
     let (steps, made, total) = (run.steps(), run.steps_made(), run.total_steps());
+    let by = if is_by_signal() { "by a signal" } else { "on request" };
     if flags.save.is_some() {
         if first {
-            print(format!("stopped by a signal: step {steps} of {total} is saved, and --resume continues from there"));
+            print(format!("stopped {by}: step {steps} of {total} is saved, and --resume continues from there"));
         }
         return Ok(());
     }
     if made == 0 {
         if first {
-            print("stopped by a signal before the first step was complete: nothing is lost");
+            print(format!("stopped {by} before the first step was complete: nothing is lost"));
         }
         return Ok(());
     }
     let to = run.finish_stopped()?;
     if first {
         print(format!(
-            "stopped by a signal after step {steps} of {total}: the model at that point is in {}. Training cannot be \
+            "stopped {by} after step {steps} of {total}: the model at that point is in {}. Training cannot be \
              resumed from it, because the optimizer's state is not kept without checkpoints; give --save DIR next \
              time, and --resume to continue",
             to.display()
