@@ -27,6 +27,7 @@ use candle_zero::monitor::{MetricsWriter, Progress, available_memory, rss_peak_b
 use candle_zero::offload::OffloadReport;
 use candle_zero::optim::ParameterGroup;
 use candle_zero::runs::{RunEnding, RunSpec};
+use candle_zero::stop_signal::asked_to_stop;
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -284,14 +285,20 @@ fn main() -> ExitCode {
         }
     };
     match result {
-        Ok(Ended::Trained | Ended::Paused) => ExitCode::SUCCESS,
-        Ok(Ended::Stopped) => ExitCode::FAILURE,
+        // A job that the user stops on the dashboard has not failed; otherwise it would be restarted.
+        Ok(Ended::Stopped) if is_by_signal() => ExitCode::FAILURE,
+        Ok(_) => ExitCode::SUCCESS,
         Err(error) => {
             // A closed stream does not change the exit code.
             _ = writeln!(std::io::stderr(), "error: {error}");
             ExitCode::FAILURE
         }
     }
+}
+
+/// Returns whether a signal has asked this rank to end, and not the dashboard.
+fn is_by_signal() -> bool {
+    !matches!(asked_to_stop(), Ok(false))
 }
 
 /// How a run without errors ended.
@@ -413,8 +420,12 @@ fn run_engine<A: Architecture>(
     let ended = train(engine, &mut loader, args, seq_len, sizes)?;
     if ended != Ended::Trained {
         if engine.rank() == 0 {
-            let (steps, why) =
-                (engine.global_steps(), if ended == Ended::Paused { "as planned" } else { "by a signal" });
+            let steps = engine.global_steps();
+            let why = match ended {
+                Ended::Paused => "as planned",
+                _ if is_by_signal() => "by a signal",
+                _ => "on request",
+            };
             say(format!("stopped {why}: step {steps} is saved, and --resume continues from there"))?;
         }
         return Ok(ended);

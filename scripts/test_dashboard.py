@@ -4,8 +4,8 @@
     scripts/test_dashboard.py ZERORUN [--install] [--screenshots DIR]
 
 Starts a small fine-tuning job with two ranks and --dashboard, and `zerorun dash` on its folder of runs and on planted records. Checks
-that the page shows the curve of the running job growing, saves on request, refuses to act without the token, compares two runs, shows
-a rank that was killed, works after the job has ended, runs nothing that names, log lines, samples or settings contain, and requests
+that the page shows the curve of the running job growing, saves and stops on request, refuses to act without the token, compares two
+runs, shows a rank that was killed, works after the job has ended, runs nothing that names, log lines, samples or settings contain, and requests
 nothing from other hosts. --screenshots writes pictures of the page, about made-up runs, into a folder.
 
 Needs Debian's packages chromium and chromium-driver, which --install installs if it may; without them, prints why and exits with 77.
@@ -305,6 +305,18 @@ def test(zerorun, work, browser):
         check(series(browser, "Loss"), "the curve stays after the job has ended")
         print("the rank that was killed is shown as dead, and the page works after the job")
 
+        # The job again, from its checkpoint, until the page asks it to stop.
+        again = Server([*map(str, job), "--resume", "--max_restarts", "3"], cwd=work)
+        stack.callback(again.stop)
+        browser.open(again.link)
+        until("the resumed job", lambda: again.drain() or not browser.run("return document.getElementById('stop').disabled"))
+        browser.click("#stop")
+        until("the job stops", lambda: again.drain() or again.process.poll() is not None)
+        again.drain()
+        check(again.process.returncode == 0 and "stopped on request: step" in "".join(again.output), f"it has ended with {again.process.returncode}")
+        check(dash.get(f"/api/run?id={live}")["run"]["state"] == "stopped", "its record says that it was stopped")
+        print("a job stops on request, and is not restarted")
+
         # Two runs over each other.
         browser.open(dash.link)
         until("a run is chosen at once", lambda: series(browser, "Loss"))
@@ -352,7 +364,7 @@ def test(zerorun, work, browser):
         check(series(browser, "Loss"), "the curve stays without a server")
         browser.read_logs()
         hosts = {re.match(r"https?://[^/]*", url)[0] for url in browser.requested if url.startswith("http")}
-        check(hosts and hosts <= {training.address, dash.address}, f"the page requested something from {hosts}")
+        check(hosts and hosts <= {training.address, dash.address, again.address}, f"the page requested something from {hosts}")
         violations = [line for line in browser.console if "Content Security Policy" in line or "Uncaught" in line]
         check(not violations, f"errors in the browser: {violations}")
         print("nothing was requested from other hosts")

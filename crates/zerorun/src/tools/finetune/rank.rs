@@ -6,7 +6,7 @@ use crate::launch::console::{all_is_written, eprint, print, refused};
 use candle_zero::comm::{self, RankEnv};
 use candle_zero::monitor::{MetricsWriter, Progress};
 use candle_zero::offload::OffloadReport;
-use candle_zero::stop_signal::is_planned_stop;
+use candle_zero::stop_signal::{asked_to_stop, is_planned_stop};
 use candle_zero::util::counted;
 use candle_zero_finetune::{FineTune, Options, PreparedRun, Rewards, Sampling, StepReport, StopReason};
 use serde::Serialize;
@@ -27,7 +27,8 @@ pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
 
 /// How training without errors ended.
 enum TrainingEnd {
-    /// The result is written, or the run has paused at the step where it was meant to.
+    /// The result is written, or the run has ended where it was meant to: at a planned step, or when the user stopped it
+    /// on the dashboard.
     AsPlanned,
     /// A signal ended it.
     Interrupted,
@@ -76,9 +77,14 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
     let (steps, out, best) = (run.steps(), run.prepared().options().out.clone(), run.best());
     let (best_folder, best_is_lost) = (run.prepared().options().best(), run.best_is_lost());
     if ended == StopReason::Asked {
-        let is_planned = is_planned_stop(steps);
-        stop(run, flags, first, if is_planned { "as planned" } else { "by a signal" })?;
-        return Ok(if is_planned { TrainingEnd::AsPlanned } else { TrainingEnd::Interrupted });
+        let (end, why) = match () {
+            () if is_planned_stop(steps) => (TrainingEnd::AsPlanned, "as planned"),
+            () if is_by_signal() => (TrainingEnd::Interrupted, "by a signal"),
+            // A job that the user stops on the dashboard has not failed; otherwise it would be restarted.
+            () => (TrainingEnd::AsPlanned, "on request"),
+        };
+        stop(run, flags, first, why)?;
+        return Ok(end);
     }
     if run.prepared().validation().is_none() {
         answer(&mut run, flags, first)?;
@@ -94,6 +100,11 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
         }
     }
     Ok(TrainingEnd::AsPlanned)
+}
+
+/// Returns whether a signal has asked this rank to end, and not the dashboard.
+fn is_by_signal() -> bool {
+    !matches!(asked_to_stop(), Ok(false))
 }
 
 /// Ends the run early, because of `why`: reports what is saved and what is lost.
