@@ -31,7 +31,7 @@ pub struct DecoderBlock {
 /// The layers that follow attention in a block.
 #[derive(Debug, Clone)]
 enum MlpOrMixture {
-    Mlp(Mlp),
+    Mlp(Box<Mlp>),
     Mixture(Box<Mixture>),
 }
 
@@ -65,7 +65,9 @@ impl DecoderBlock {
             after_attention: norm(placement.is_after(), names.after_attention)?,
             before_mlp: norm(has_before && placement != NormPlacement::Parallel, names.before_mlp)?,
             mlp: match rule.mlp {
-                BlockMlp::Dense => MlpOrMixture::Mlp(Mlp::new(config, config.intermediate_size, &vb.pp("mlp"))?),
+                BlockMlp::Dense => {
+                    MlpOrMixture::Mlp(Box::new(Mlp::new(config, config.intermediate_size, &vb.pp("mlp"))?))
+                }
                 BlockMlp::Mixture => MlpOrMixture::Mixture(Box::new(Mixture::new(config, &vb)?)),
             },
             after_mlp: norm(placement.is_after(), names.after_mlp)?,

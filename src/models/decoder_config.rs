@@ -56,7 +56,7 @@ pub struct DecoderConfig {
     /// The MLP's activation.
     pub activation: Activation,
     /// The mixture of experts of sparse blocks, if there are any.
-    pub mixture: Option<MixtureConfig>,
+    pub mixture: Option<Box<MixtureConfig>>,
     /// The limit of the elements of queries, keys and values before they are rotated: a number c limits them to the range
     /// from -c to c (OLMoE).
     pub clip_qkv: Option<f64>,

@@ -205,7 +205,7 @@ fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
         mlp_bias: family.mlp_bias.read(keys)?,
         gated: family.gated,
         activation,
-        mixture,
+        mixture: mixture.map(Box::new),
         clip_qkv: if family.is("olmoe") { keys.positive("clip_qkv")? } else { None },
         attention_sinks: family.is("gpt_oss"),
         query_scale,

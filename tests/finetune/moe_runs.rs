@@ -68,8 +68,8 @@ fn the_auxiliary_loss_of_a_run_is_that_of_all_ranks_together() {
         assert!(balance > 2.0 && balance < 16.0, "step {i}: {balance}");
         assert!(shares.largest_expert_share > 1.0 / 16.0 && shares.smallest_expert_share < 1.0 / 16.0);
     }
-    let numbers = |steps: &[StepReport]| -> Vec<(f64, Option<f64>, Option<f64>, Option<f64>)> {
-        steps.iter().map(|step| (step.loss, step.grad_norm, step.router_aux_loss, step.val_loss)).collect()
+    let numbers = |steps: &[StepReport]| -> Vec<[Option<f64>; 4]> {
+        steps.iter().map(|step| [Some(step.loss), step.grad_norm, step.router_aux_loss, step.val_loss]).collect()
     };
     assert_eq!(numbers(&run("sharded", 1, 3, 0.1)), numbers(&alone));
     let pair = run("pair", 2, 3, 0.1);

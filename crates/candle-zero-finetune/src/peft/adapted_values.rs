@@ -31,11 +31,14 @@ pub struct AdaptedValues {
     packed: Option<PackedWeights>,
 }
 
+/// A rule that selects the weights to pack by name and shape.
+type PackingRule = Box<dyn Fn(&str, &[usize]) -> bool + Send + Sync>;
+
 /// Weights that the model uses after packing and unpacking.
 struct PackedWeights {
     packing: WeightPacking,
     dtype: DType,
-    rule: Box<dyn Fn(&str, &[usize]) -> bool + Send + Sync>,
+    rule: PackingRule,
 }
 
 impl std::fmt::Debug for PackedWeights {
