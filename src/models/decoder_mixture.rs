@@ -6,6 +6,7 @@ use crate::nn::{
     CheckedRouter, ExpertAdapter, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, LoraConfig, Projection,
     Routing, WeightLayout, add_gated, linear, normal,
 };
+use crate::zero::{RoutedUnits, routed_units};
 use candle_core::{Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder, init};
 
@@ -56,7 +57,7 @@ impl Mixture {
             },
             choices: CheckedRouter::new(mixture.router),
         };
-        let (gate_up, down) = projections(config, mixture, &module.pp("experts"))?;
+        let (gate_up, down, units) = projections(config, mixture, &module.pp("experts"))?;
         let adapters = ExpertAdapters { lora: config.lora.as_ref(), experts: mixture.experts, vb: vb.pp(EXPERTS) };
         let [first, second] = adapters.build([[d, 2 * mixture.expert_width], [mixture.expert_width, d]])?;
         let with = |projection: ExpertProjection, adapter: Option<ExpertAdapter>| match adapter {
@@ -68,6 +69,10 @@ impl Mixture {
             MixtureNaming::Mixtral | MixtureNaming::Qwen => GateUpOrder::Halves,
         };
         let experts = ExpertMlp::new(with(gate_up, first)?, with(down, second)?, mixture.gate, order)?;
+        let experts = match units {
+            Some(units) => experts.with_units(units)?,
+            None => experts,
+        };
         let shared = mixture.shared_width.map(|width| {
             Ok::<_, candle_core::Error>(SharedExpert {
                 mlp: Mlp::new(config, width, &module.pp("shared_expert"))?,
@@ -90,12 +95,13 @@ impl Mixture {
     }
 }
 
-/// Builds the projections of all experts, to gate and up, and to the output.
+/// Builds the projections of all experts, to gate and up, and to the output. If each expert has tensors of its own, it is
+/// a unit, which is gathered only when a row chose it.
 fn projections(
     config: &DecoderConfig,
     mixture: &MixtureConfig,
     vb: &VarBuilder<'_>,
-) -> Result<(ExpertProjection, ExpertProjection)> {
+) -> Result<(ExpertProjection, ExpertProjection, Option<RoutedUnits>)> {
     let (d, width, experts) = (config.hidden_size, mixture.expert_width, mixture.experts);
     let (to_inner, to_output) = (normal(config.initial_std(false)), normal(config.initial_std(true)));
     let Some(names) = mixture.naming.of_expert() else {
@@ -106,20 +112,21 @@ fn projections(
             ExpertProjection::new(weight, bias, WeightLayout::InOut)
         };
         let [gate_up, down] = EXPERT_PARAMETERS;
-        return Ok((fused([experts, d, 2 * width], gate_up, to_inner)?, fused([experts, width, d], down, to_output)?));
+        let gate_up = fused([experts, d, 2 * width], gate_up, to_inner)?;
+        return Ok((gate_up, fused([experts, width, d], down, to_output)?, None));
     };
     // The parameters of an expert follow one another, as in files.
-    let mut tensors: [Vec<Tensor>; 3] = Default::default();
-    for expert in 0..experts {
-        let of_expert = vb.pp(expert);
+    let (of_experts, units) = routed_units(vb.clone(), experts, |_, vb| {
         let shapes = [(width, d, to_inner), (width, d, to_inner), (d, width, to_output)];
-        for ((tensors, name), (outputs, inputs, init)) in tensors.iter_mut().zip(names).zip(shapes) {
-            tensors.push(of_expert.pp(name).get_with_hints((outputs, inputs), "weight", init)?);
-        }
-    }
-    let [gate, up, down] = tensors.map(ExpertTensors::Separate);
+        let tensors = names
+            .into_iter()
+            .zip(shapes)
+            .map(|(name, (outputs, inputs, init))| vb.pp(name).get_with_hints((outputs, inputs), "weight", init));
+        tensors.collect::<Result<Vec<Tensor>>>()
+    })?;
+    let all = |part: usize| ExpertTensors::Separate(of_experts.iter().map(|tensors| tensors[part].clone()).collect());
     let projection = |weights| ExpertProjection::new(weights, Vec::new(), WeightLayout::OutIn);
-    Ok((projection(vec![gate, up])?, projection(vec![down])?))
+    Ok((projection(vec![all(0), all(1)])?, projection(vec![all(2)])?, Some(units)))
 }
 
 /// The adapters of the experts of a block, with PEFT's names: each adapted parameter wraps the module, and a wrapper of

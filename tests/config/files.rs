@@ -322,7 +322,7 @@ fn the_section_wandb_is_read_and_printed_again_and_its_mistakes_are_errors() {
     assert_eq!(load(config.to_deepspeed_json()).monitoring.wandb, Some(wandb));
     assert_eq!(notes(&config), "");
     assert_eq!(load(with(json!({"wandb": {"enabled": false, "project": "p"}}))).monitoring.wandb, None);
-    assert_eq!(refused(json!({"wandb": {"enabled": true, "team": 3, "entity": "x"}})), ["wandb.team", "wandb.entity"]);
+    assert_eq!(refused(json!({"wandb": {"enabled": true, "team": 3, "entity": "x"}})), ["wandb.entity", "wandb.team"]);
 }
 
 #[test]
