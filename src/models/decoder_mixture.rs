@@ -95,7 +95,7 @@ impl Mixture {
     }
 }
 
-/// Builds the projections of all experts, to gate and up, and to the output. If each expert has tensors of its own, it is
+/// Builds the projections of all experts, to gate and up, and to the output. If each expert has separate tensors, it is
 /// a unit, which is gathered only when a row chose it.
 fn projections(
     config: &DecoderConfig,

@@ -2,7 +2,7 @@
 
 use super::grouped_rows::NAME;
 use super::options::{ExpertGate, GateUpOrder};
-use super::recorded_projection::{ExpertPart, ProjectionBackward};
+use super::recorded_projection::{ExpertSlots, ProjectionBackward};
 use super::{ExpertAssignment, ExpertProjection, Routing, combine_experts, expert_rows, gated_activation};
 use crate::graph::{InputGradSink, OpInputs, SavedTensor};
 use crate::kernels::{buffer, gate_up};
@@ -140,7 +140,7 @@ impl ExpertMlp {
         let mut y = buffer::<E>(slots * outputs);
         with_elements::<E, _>(&x, NAME, |x| {
             experts.run(|experts| {
-                let part = ExpertPart::new(assignment, experts);
+                let part = ExpertSlots::new(assignment, experts);
                 let mut own = buffer::<E>(if kept.is_none() { part.slots.len() * 2 * width } else { 0 });
                 let both = match &mut kept {
                     Some(kept) => &mut kept[part.rows(2 * width)],
@@ -211,7 +211,7 @@ impl MlpBackward {
         to_x.accumulate_if_wanted::<E>(slots * inputs, |mut dx| {
             with_elements::<E, _>(&self.both, NAME, |both| {
                 self.experts.run(|experts| {
-                    let part = ExpertPart::new(&self.assignment, experts);
+                    let part = ExpertSlots::new(&self.assignment, experts);
                     let mut d_inner = buffer::<E>(part.slots.len() * width);
                     passes.1.rows(&part, &g[part.rows(outputs)], Some((&mut d_inner, false)))?;
                     let d_both = &mut d_both[part.rows(2 * width)];

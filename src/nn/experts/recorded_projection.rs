@@ -35,14 +35,14 @@ struct RecordedAdapter {
 }
 
 /// Consecutive experts whose rows are computed together.
-pub(super) struct ExpertPart {
+pub(super) struct ExpertSlots {
     /// The experts' rows, counted from the first one on.
     pub assignment: Arc<ExpertAssignment>,
     /// The experts' slots among those of all experts.
     pub slots: Range<usize>,
 }
 
-impl ExpertPart {
+impl ExpertSlots {
     /// Returns the part of an assignment that concerns `experts`.
     pub fn new(assignment: &ExpertAssignment, experts: Range<usize>) -> Self {
         let slots = assignment.slots_of_range(&experts);
@@ -162,8 +162,8 @@ impl ProjectionBackward {
     }
 
     /// Returns all experts as one part.
-    pub fn whole(&self) -> ExpertPart {
-        ExpertPart { assignment: self.rows.assignment.clone(), slots: 0..self.slots() }
+    pub fn whole(&self) -> ExpertSlots {
+        ExpertSlots { assignment: self.rows.assignment.clone(), slots: 0..self.slots() }
     }
 
     /// Begins a backward pass.
@@ -261,7 +261,7 @@ impl ProjectionBackward {
 impl ProjectionPass<'_> {
     /// Computes the gradients of the rows `x` of a part, or adds them (`true`), from the gradient `g` of their results.
     /// Parts come in the order of the experts, each once. With `None`, only the adapter's gradients are computed.
-    pub fn rows<E: TensorElement>(&mut self, part: &ExpertPart, g: &[E], dx: Option<(&mut [E], bool)>) -> Result<()> {
+    pub fn rows<E: TensorElement>(&mut self, part: &ExpertSlots, g: &[E], dx: Option<(&mut [E], bool)>) -> Result<()> {
         let ProjectionBackward { projection, h, .. } = self.of;
         let mut dh = Vec::new();
         if let Some(adapter) = projection.adapter.as_ref().filter(|_| dx.is_some() || projection.trains_adapter()) {
