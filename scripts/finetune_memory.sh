@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # Fine-tunes large models with random weights under memory limits (RLIMIT_DATA):
 #   a model with the shape of Llama-3.2-1B, with LoRA on one rank in 2 GiB, killed during training and resumed;
-#   a model with the shape of Llama-2-7B, with QLoRA on two ranks in 6 GiB each, for three steps.
-# Usage: scripts/finetune_memory.sh ZERORUN [1b|7b]...   ($WORK: a folder with space for the models, 2.5 and 13.5 GB)
+#   a model with the shape of Llama-2-7B, with QLoRA on two ranks in 6 GiB each, for three steps;
+#   mixtures with the shapes of OLMoE-1B-7B and Qwen3-30B-A3B, with QLoRA on one rank in 2 and 4 GB, parameters in files, for three
+#   steps of 512 tokens.
+# Usage: scripts/finetune_memory.sh ZERORUN [1b|7b|olmoe|qwen3]...   ($WORK: a folder with space for the models, 2.5, 13.5, 14 and
+# 61 GB, and for the files of parameters)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 zerorun=$(realpath "$1"); shift
@@ -29,7 +32,7 @@ PY
 }
 
 one_b() {
-    [ -d "$work/1b" ] || python3 scripts/make_llama.py llama-3.2-1b "$work/1b" "$tokenizer"
+    [ -d "$work/1b" ] || python3 scripts/make_model.py llama-3.2-1b "$work/1b" "$tokenizer"
     rm -rf "$work/out1" "$work/save1" "$work/m1.jsonl"
     run() {
         (ulimit -d $((2 << 20)); exec "$zerorun" finetune "$work/1b" --dtype bf16 --data "$data" --ctx "$ctx" --batch 1 --steps 4 \
@@ -52,7 +55,7 @@ one_b() {
 }
 
 seven_b() {
-    [ -d "$work/7b" ] || python3 scripts/make_llama.py llama-2-7b "$work/7b" "$tokenizer"
+    [ -d "$work/7b" ] || python3 scripts/make_model.py llama-2-7b "$work/7b" "$tokenizer"
     rm -rf "$work/out7" "$work/m7.jsonl"
     (ulimit -d $((6 << 20)); exec "$zerorun" finetune "$work/7b" -n 2 --qlora --dtype bf16 --data "$data" --ctx "$ctx" --batch 2 --steps 3 \
         --out "$work/out7" --metrics "$work/m7.jsonl" --cache "$work/cache")
@@ -60,7 +63,26 @@ seven_b() {
     ls -l "$work/out7"
 }
 
+mixture() { # shape, limit in kB
+    local folder=$work/$1
+    [ -d "$folder" ] || python3 scripts/make_model.py "$1" "$folder" "$tokenizer"
+    rm -rf "$folder".out "$folder".jsonl
+    mkdir -p "$folder.files"
+    printf '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "%s"}}, "bf16": {"enabled": true}}' \
+        "$folder.files" >"$folder.json"
+    (ulimit -d "$2"; exec "$zerorun" finetune "$folder" --qlora --lora r=8,targets=q_proj+v_proj --dtype bf16 --data "$data" \
+        --ctx 512 --batch 1 --steps 3 --ds_config "$folder.json" --out "$folder.out" --metrics "$folder.jsonl" --cache "$work/cache")
+    figures "$folder.jsonl"
+    ls -l "$folder.out"
+}
+
 for what in "${@:-1b}"; do
-    case $what in 1b) one_b ;; 7b) seven_b ;; *) echo "usage: give 1b or 7b, not $what"; exit 2 ;; esac
+    case $what in
+        1b) one_b ;;
+        7b) seven_b ;;
+        olmoe) mixture olmoe-1b-7b $((2000000000 / 1024)) ;;
+        qwen3) mixture qwen3-30b-a3b $((4000000000 / 1024)) ;;
+        *) echo "usage: give 1b, 7b, olmoe or qwen3, not $what"; exit 2 ;;
+    esac
 done
 echo "results are in $work"

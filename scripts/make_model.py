@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""make_llama.py SIZE FOLDER TOKENIZER_FOLDER: writes a model folder in Hugging Face format with random weights in bf16.
+"""make_model.py SIZE FOLDER TOKENIZER_FOLDER: writes a model folder in Hugging Face format with random weights in bf16.
 
-SIZE is llama-3.2-1b or llama-2-7b, or the path of a config.json of a Llama. The tokenizer files are copied. All weights come from one
+SIZE is llama-3.2-1b, llama-2-7b, olmoe-1b-7b or qwen3-30b-a3b, or the path of a config.json of a Llama. The tokenizer files are copied. All weights come from one
 block of normally distributed random numbers (standard deviation 0.02), which is read from a different offset for each tensor; norms
 are 1. Only the standard library is needed.
 """
@@ -16,7 +16,18 @@ SIZES = {
     "llama-2-7b": dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
                        num_attention_heads=32, num_key_value_heads=32, head_dim=128, max_position_embeddings=4096,
                        tie_word_embeddings=False, rms_norm_eps=1e-5, rope_theta=10000.0),
+    "olmoe-1b-7b": dict(architectures=["OlmoeForCausalLM"], model_type="olmoe", vocab_size=50304, hidden_size=2048,
+                        intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16, head_dim=128,
+                        max_position_embeddings=4096, tie_word_embeddings=False, rms_norm_eps=1e-5, rope_theta=10000.0,
+                        num_experts=64, num_experts_per_tok=8, norm_topk_prob=False),
+    "qwen3-30b-a3b": dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", vocab_size=151936, hidden_size=2048,
+                          intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
+                          num_key_value_heads=4, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=False,
+                          rms_norm_eps=1e-6, rope_theta=1000000.0, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
 }
+# The sizes of the norms of queries and keys, by model_type.
+QUERY_KEY_NORMS = {"olmoe": lambda c: [c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]],
+                   "qwen3_moe": lambda c: [c["head_dim"]] * 2}
 COMMON = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", attention_bias=False,
               mlp_bias=False, attention_dropout=0.0, torch_dtype="bfloat16", bos_token_id=0, eos_token_id=0)
 SHARD = 4 << 30
@@ -33,8 +44,16 @@ def tensors(c):
         yield at + "post_attention_layernorm.weight", [d]
         for name, shape in [("q", [q, d]), ("k", [kv, d]), ("v", [kv, d]), ("o", [d, q])]:
             yield f"{at}self_attn.{name}_proj.weight", shape
-        for name, shape in [("gate", [inner, d]), ("up", [inner, d]), ("down", [d, inner])]:
-            yield f"{at}mlp.{name}_proj.weight", shape
+        for name, width in zip("qk", QUERY_KEY_NORMS.get(c["model_type"], lambda _: [])(c)):
+            yield f"{at}self_attn.{name}_norm.weight", [width]
+        modules, width = [f"{at}mlp."], inner
+        if "num_experts" in c:
+            yield f"{at}mlp.gate.weight", [c["num_experts"], d]
+            modules = [f"{at}mlp.experts.{expert}." for expert in range(c["num_experts"])]
+            width = c.get("moe_intermediate_size", inner)
+        for module in modules:
+            for name, shape in [("gate", [width, d]), ("up", [width, d]), ("down", [d, width])]:
+                yield f"{module}{name}_proj.weight", shape
     yield "model.norm.weight", [d]
     if not c["tie_word_embeddings"]:
         yield "lm_head.weight", [c["vocab_size"], d]
