@@ -77,7 +77,7 @@ fn what_cannot_be_measured_is_said_before_anything_is_written() {
     let cases = [
         (file.clone(), "1MiB", "it is a file"),
         (folder.path().to_owned(), "0", "give 1MiB or more"),
-        (folder.path().to_owned(), "1000000TiB", "bytes are missing"),
+        (folder.path().to_owned(), "1000000TiB", "more bytes are needed"),
         (folder.path().to_owned(), "9999999999TiB", "no disk is this large"),
     ];
     for (path, size, words) in cases {
