@@ -1,16 +1,17 @@
 //! More families of decoders: logits, losses and training match transformers, with both styles of config.json, at every
 //! stage.
 
-use crate::fixtures::{far, ids, numbers, values};
+use crate::fixtures::{
+    ProbeTolerances, Records, adamw, check_probes, check_session, far, ids, next_tokens, numbers, step, values,
+};
 use crate::support::processes::repository;
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::threads;
-use candle_zero::models::{Decoder, DecoderConfig, Session};
+use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::{Engine, Result};
 use candle_zero_finetune::{BaseModel, MergedModel};
 use serde_json::{Value, json};
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
 
 const MODELS: [&str; 18] = [
     "cohere2",
@@ -38,37 +39,13 @@ const LOGITS: f32 = 1e-4;
 const LOSS: f64 = 2e-5;
 const LOSS_AFTER_STEPS: f64 = 5e-5;
 const NORM: f64 = 1e-4;
-const WEIGHTS: f64 = 5e-5;
-/// The gradients of keys' biases are only rounding errors.
-const KEY_BIASES: f64 = 1e-2;
+const WEIGHTS: ProbeTolerances = ProbeTolerances { usual: 5e-5, outlier: 20.0 * 5e-5, key_biases: 1e-2 };
 
-fn path(name: impl AsRef<Path>) -> PathBuf {
-    repository().join("tests/fixtures/families").join(name)
-}
-
-fn record(name: impl AsRef<Path>) -> Value {
-    serde_json::from_slice(&std::fs::read(path(name)).unwrap()).unwrap()
-}
-
-fn tensors(name: impl AsRef<Path>) -> HashMap<String, Tensor> {
-    candle_core::safetensors::load(path(name), &Device::Cpu).unwrap()
-}
-
-fn base(name: &str) -> BaseModel {
-    BaseModel::open(path("models").join(name)).unwrap()
-}
-
-/// Returns a copy of a model's folder with a different file as `config.json`.
-fn copy_with(name: &str, config: &str) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    let from = path("models").join(name);
-    std::fs::copy(from.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
-    std::fs::copy(from.join(config), folder.path().join("config.json")).unwrap();
-    folder
-}
+const FAMILIES: Records = Records("families");
 
 fn check_logits(name: &str, base: &BaseModel) {
-    let (recorded, summary) = (tensors(format!("logits/{name}.safetensors")), record(format!("logits/{name}.json")));
+    let (recorded, summary) =
+        (FAMILIES.tensors(format!("logits/{name}.safetensors")), FAMILIES.json(format!("logits/{name}.json")));
     let tolerance = if ["granite", "cohere2"].contains(&name) { 3e-5 } else { LOGITS };
     for (inputs, logits) in [("input_ids", "logits"), ("input_ids_short", "logits_short")] {
         let (Some(inputs), Some(logits)) = (recorded.get(inputs), recorded.get(logits)) else { continue };
@@ -85,38 +62,29 @@ fn check_logits(name: &str, base: &BaseModel) {
     assert!((loss - want).abs() <= LOSS, "{name}: the loss is {loss}, but must be {want}");
 }
 
-/// Returns the targets of complete rows: the token after each token, and none for the last one. transformers gives the
-/// last token to the model too, which changes rotary positions that depend on the length.
-fn next_tokens(rows: &Tensor) -> Tensor {
-    let (batch, time) = rows.dims2().unwrap();
-    let next = rows.narrow(1, 1, time - 1).unwrap().to_dtype(DType::I64).unwrap();
-    let none = Tensor::full(-100i64, (batch, 1), &Device::Cpu).unwrap();
-    Tensor::cat(&[next, none], 1).unwrap()
-}
-
 #[test]
 fn logits_and_losses_of_more_families_are_those_of_transformers() {
-    MODELS.iter().for_each(|name| check_logits(name, &base(name)));
+    MODELS.iter().for_each(|name| check_logits(name, &FAMILIES.base(name)));
 }
 
 #[test]
 fn a_config_json_of_transformers_4_describes_the_same_model_of_more_families() {
     for name in MODELS {
-        let of = |file: &str| DecoderConfig::read(path("models").join(name).join(file)).unwrap();
+        let of = |file: &str| DecoderConfig::read(FAMILIES.path("models").join(name).join(file)).unwrap();
         assert_eq!(of("config.json"), of("config.v4.json"), "{name}");
-        check_logits(name, &BaseModel::open(copy_with(name, "config.v4.json").path()).unwrap());
+        check_logits(name, &BaseModel::open(FAMILIES.copy_with(name, "config.v4.json").path()).unwrap());
     }
 }
 
 #[test]
 fn models_of_more_families_have_the_parameters_of_their_files_and_count_them() {
     for name in MODELS {
-        let base = base(name);
+        let base = FAMILIES.base(name);
         let parameters = base.config().parameters().unwrap();
         let elements: usize = parameters.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
         assert_eq!(base.config().num_parameters(), elements, "{name}");
         if name != "gemma3_vlm" {
-            assert_eq!(record(format!("logits/{name}.json"))["parameters"], elements, "{name}");
+            assert_eq!(FAMILIES.json(format!("logits/{name}.json"))["parameters"], elements, "{name}");
         }
     }
 }
@@ -124,19 +92,13 @@ fn models_of_more_families_have_the_parameters_of_their_files_and_count_them() {
 #[test]
 fn generation_with_a_cache_computes_the_logits_of_complete_rows() {
     for name in MODELS {
-        let base = base(name);
+        let base = FAMILIES.base(name);
         let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
-        let rows = record(format!("logits/{name}.json"))["input_ids"].clone();
+        let rows = FAMILIES.json(format!("logits/{name}.json"))["input_ids"].clone();
         let rows: Vec<Vec<u32>> = serde_json::from_value(rows).unwrap();
         // Rotary positions that depend on the length begin to change at position 24.
         let row = &rows[0][..20];
-        let complete = model.forward(&Tensor::new(vec![row.to_vec()], &Device::Cpu).unwrap()).unwrap();
-        let mut session = Session::new();
-        for (at, id) in row.iter().enumerate() {
-            let found = Tensor::new(model.extend(&mut session, &[*id]).unwrap(), &Device::Cpu).unwrap();
-            let expected = complete.narrow(1, at, 1).unwrap().flatten_all().unwrap();
-            assert!(far(&found, &expected) <= LOGITS, "{name}: token {at} differs by {}", far(&found, &expected));
-        }
+        check_session(name, &model, row, LOGITS);
     }
 }
 
@@ -147,14 +109,8 @@ struct Run {
 }
 
 fn train(name: &str, plain: &Value, batches: &[Tensor], world: usize, stage: u8) -> Run {
-    let (base, rates) = (base(name), numbers(&plain["lr"]));
-    let config = json!({
-        "train_batch_size": 4,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-        // All parameters are sharded, however small they are.
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    });
+    let (base, rates) = (FAMILIES.base(name), numbers(&plain["lr"]));
+    let config = adamw(1e-3, stage);
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
     let runs = threads::run(world, |comm| -> Result<_> {
@@ -170,12 +126,9 @@ fn train(name: &str, plain: &Value, batches: &[Tensor], world: usize, stage: u8)
             let rows = batch.dim(0)?;
             let inputs = batch.narrow(0, rank * rows / world, rows / world)?;
             let targets = next_tokens(&inputs);
-            let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
-            engine.backward(&loss)?;
-            engine.step()?;
-            let all = engine.gather_f64(&[f64::from(loss.to_scalar::<f32>()?)])?;
-            losses.push(all.iter().map(|loss| loss[0]).sum::<f64>() / world as f64);
-            norms.push(engine.global_grad_norm().unwrap());
+            let (loss, norm) = step(&mut engine, |model| model.loss(&inputs, &targets))?;
+            losses.push(loss);
+            norms.push(norm);
         }
         engine.export_safetensors(&file)?;
         Ok((losses, norms))
@@ -184,47 +137,22 @@ fn train(name: &str, plain: &Value, batches: &[Tensor], world: usize, stage: u8)
     Run { losses, norms, weights: std::fs::read(&file).unwrap() }
 }
 
-/// Compares the recorded elements of every tensor with those of the exported weights.
-fn check_probes(name: &str, plain: &Value, weights: &[u8]) {
-    let found: HashMap<String, Tensor> = candle_core::safetensors::load_buffer(weights, &Device::Cpu).unwrap();
-    let (mut worst, mut outliers, mut count) = (0f64, 0, 0);
-    for (tensor, recorded) in plain["final_weight_probe"].as_object().unwrap() {
-        if ["vision_tower.", "multi_modal_projector."].iter().any(|part| tensor.contains(part)) {
-            continue;
-        }
-        let bare = match tensor.strip_prefix("language_model.model.") {
-            Some(bare) => format!("model.language_model.{bare}"),
-            None => tensor.clone(),
-        };
-        let Some(tensor) = found.get(&bare) else { panic!("{name} has no tensor {tensor}") };
-        let (all, recorded) = (values(tensor), numbers(recorded));
-        let last = (all.len() - 1) as f64;
-        for (i, want) in recorded.iter().enumerate() {
-            // Halves are rounded to even numbers.
-            let at = (i as f64 * last / 7.0).round_ties_even() as usize;
-            let difference = (f64::from(all[at]) - want).abs();
-            if bare.ends_with("k_proj.bias") {
-                assert!(difference <= KEY_BIASES, "{name}: {bare} differs by {difference}");
-                continue;
-            }
-            count += 1;
-            outliers += usize::from(difference > WEIGHTS);
-            worst = worst.max(difference);
-        }
+/// Returns the name of a recorded tensor in exported weights, which contain no vision tower.
+fn exported_name(recorded: &str) -> Option<String> {
+    if ["vision_tower.", "multi_modal_projector."].iter().any(|part| recorded.contains(part)) {
+        return None;
     }
-    assert!(
-        outliers * 200 <= count && worst <= 20.0 * WEIGHTS,
-        "{name}: {outliers} of {count} differ, by up to {worst}"
-    );
+    Some(match recorded.strip_prefix("language_model.model.") {
+        Some(bare) => format!("model.language_model.{bare}"),
+        None => recorded.to_owned(),
+    })
 }
 
 #[test]
 fn training_of_more_families_follows_pytorch_at_every_stage_and_world_size() {
-    let rows: Vec<Vec<Vec<u32>>> =
-        serde_json::from_value(record("trajectories/batches.json")["input_ids"].clone()).unwrap();
-    let batches: Vec<Tensor> = rows.into_iter().map(|rows| Tensor::new(rows, &Device::Cpu).unwrap()).collect();
+    let batches = FAMILIES.batches();
     for name in MODELS {
-        let plain = record(format!("trajectories/{name}.json"))["plain"].clone();
+        let plain = FAMILIES.json(format!("trajectories/{name}.json"))["plain"].clone();
         for world in [1, 2] {
             let runs = [0, 3].map(|stage| train(name, &plain, &batches, world, stage));
             let (losses, norms) = (numbers(&plain["loss"]), numbers(&plain["grad_norm"]));
@@ -237,7 +165,7 @@ fn training_of_more_families_follows_pytorch_at_every_stage_and_world_size() {
             }
             println!("{name}, {world} ranks: loss {:.1e}, norm {:.1e}", worst[0], worst[1]);
             assert!(worst[0] <= LOSS_AFTER_STEPS && worst[1] <= NORM, "{name}, {world} ranks: {worst:?}");
-            check_probes(name, &plain, &run.weights);
+            check_probes(name, &plain["final_weight_probe"], &run.weights, &WEIGHTS, exported_name);
             assert!(runs[1].weights == run.weights, "{name}: stages 0 and 3 give different bits on {world} ranks");
             assert_eq!((&runs[1].losses, &runs[1].norms), (&run.losses, &run.norms), "{name}");
         }
@@ -246,7 +174,7 @@ fn training_of_more_families_follows_pytorch_at_every_stage_and_world_size() {
 
 /// Returns the error about a model whose description was changed.
 fn refused(name: &str, change: impl FnOnce(&mut Value)) -> String {
-    let folder = copy_with(name, "config.json");
+    let folder = FAMILIES.copy_with(name, "config.json");
     let file = folder.path().join("config.json");
     let mut config: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     change(&mut config);
@@ -303,10 +231,10 @@ fn the_documentation_lists_every_model_type() {
 
 #[test]
 fn a_merged_model_of_images_and_text_contains_its_other_parts_unchanged() {
-    let (base, out) = (base("gemma3_vlm"), tempfile::tempdir().unwrap());
+    let (base, out) = (FAMILIES.base("gemma3_vlm"), tempfile::tempdir().unwrap());
     let target = out.path().join("merged");
     MergedModel::new(&base, None).unwrap().write_hugging_face(&target, None).unwrap();
-    let before = tensors("models/gemma3_vlm/model.safetensors");
+    let before = FAMILIES.tensors("models/gemma3_vlm/model.safetensors");
     let after = candle_core::safetensors::load(target.join("model.safetensors"), &Device::Cpu).unwrap();
     let names = |all: &HashMap<String, Tensor>| all.keys().cloned().collect::<std::collections::BTreeSet<_>>();
     assert_eq!(names(&before), names(&after));

@@ -1,7 +1,9 @@
 //! Adapters match PEFT's step by step, give the same bits at all stages, and are exported as PEFT files, merged
 //! models and GGUF files.
 
-use crate::fixtures::{base, copy, far, json as record, numbers, path, tensors};
+use crate::fixtures::{
+    adamw, adapted, base, batches, copy, far, json as record, mean, numbers, part, path, step, tensors,
+};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
@@ -36,10 +38,6 @@ fn folder(model: &str, case: &str) -> String {
     format!("lora/{model}.{case}")
 }
 
-fn adapted(base: &BaseModel, adapter: &Adapter) -> DecoderConfig {
-    DecoderConfig { lora: Some(adapter.config.clone()), ..base.config().clone() }
-}
-
 struct Run {
     losses: Vec<f64>,
     norms: Vec<f64>,
@@ -51,14 +49,8 @@ fn train(model: &str, case: &str, world: usize, stage: u8) -> Run {
     let (base, folder) = (base(model), folder(model, case));
     let run = record(format!("{folder}/run.json"));
     let rates = numbers(&run["lr"]);
-    let batches: Vec<Vec<Vec<u32>>> =
-        serde_json::from_value(record("trajectories/batches.json")["input_ids"].clone()).unwrap();
-    let config = json!({
-        "train_batch_size": 4,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    });
+    let batches = batches();
+    let config = adamw(5e-3, stage);
     let runs = threads::run(world, |comm| -> Result<_> {
         let rank = comm.rank();
         let rates = rates.clone();
@@ -72,25 +64,14 @@ fn train(model: &str, case: &str, world: usize, stage: u8) -> Run {
             .trainable(|name, _| is_adapter(name))
             .schedule(move |applied: u64| rates.get(applied as usize).copied().unwrap_or(0.0))
             .initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
-        let part = |batch: &[Vec<u32>]| -> Result<(Tensor, Tensor)> {
-            let rows = Tensor::new(batch[rank * 4 / world..(rank + 1) * 4 / world].to_vec(), &Device::Cpu)?;
-            let time = rows.dim(1)? - 1;
-            Ok((rows.narrow(1, 0, time)?.contiguous()?, rows.narrow(1, 1, time)?.contiguous()?))
-        };
-        let mean = |engine: &mut Engine<Decoder>, loss: &Tensor| -> Result<f64> {
-            let all = engine.gather_f64(&[f64::from(loss.to_scalar::<f32>()?)])?;
-            Ok(all.iter().map(|loss| loss[0]).sum::<f64>() / world as f64)
-        };
         let (mut losses, mut norms) = (vec![], vec![]);
         for batch in &batches {
-            let (inputs, targets) = part(batch)?;
-            let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
-            engine.backward(&loss)?;
-            engine.step()?;
-            losses.push(mean(&mut engine, &loss)?);
-            norms.push(engine.global_grad_norm().unwrap());
+            let (inputs, targets) = part(batch, world, rank);
+            let (loss, norm) = step(&mut engine, |model| model.loss(&inputs, &targets))?;
+            losses.push(loss);
+            norms.push(norm);
         }
-        let (inputs, targets) = part(&batches[0])?;
+        let (inputs, targets) = part(&batches[0], world, rank);
         let loss = engine.eval(|model| model.loss(&inputs, &targets))?;
         let after = mean(&mut engine, &loss)?;
         Ok(Run { losses, norms, after, adapter: Adapter::of_engine(&mut engine, lora, Some(model.into()))? })

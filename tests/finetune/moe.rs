@@ -1,17 +1,16 @@
 //! Mixtures of experts: logits, choices, losses and training match transformers, with both styles of config.json, at every
 //! stage and on several ranks.
 
-use crate::fixtures::{far, ids, numbers, values};
-use crate::support::processes::repository;
+use crate::fixtures::{
+    ProbeTolerances, Records, adamw, check_probes, check_session, far, ids, mean, next_tokens, numbers, step, values,
+};
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::threads;
-use candle_zero::models::{Architecture, Decoder, DecoderConfig, DecoderLayers, RoutedStates, Session};
+use candle_zero::models::{Architecture, Decoder, DecoderConfig, DecoderLayers, RoutedStates};
 use candle_zero::nn::Sequences;
 use candle_zero::{Engine, GradientCheckVerdict, Result};
 use candle_zero_finetune::BaseModel;
 use serde_json::{Value, json};
-use std::collections::HashMap;
-use std::path::{Path, PathBuf};
 
 const MODELS: [&str; 8] =
     ["gpt_oss", "gpt_oss_mxfp4", "mixtral", "olmoe", "olmoe_clip", "qwen2_moe", "qwen3_moe", "qwen3_moe_step2"];
@@ -23,32 +22,11 @@ const LOSS_AFTER_STEPS: f64 = 5e-5;
 const BALANCE: f64 = 1e-5;
 const NORM: f64 = 1e-4;
 const KINK: f64 = 1e-3;
-const WEIGHTS: f64 = 2e-5;
-/// The gradients of keys' biases are partly rounding errors.
-const KEY_BIASES: f64 = 1e-3;
+const WEIGHTS: ProbeTolerances = ProbeTolerances { usual: 2e-5, outlier: 10.0 * 2e-5, key_biases: 1e-3 };
 /// The positions whose logits are recorded.
 const POSITIONS: [u32; 8] = [5, 11, 17, 23, 29, 35, 41, 47];
 
-pub fn path(name: impl AsRef<Path>) -> PathBuf {
-    repository().join("tests/fixtures/moe").join(name)
-}
-
-pub fn record(name: impl AsRef<Path>) -> Value {
-    serde_json::from_slice(&std::fs::read(path(name)).unwrap()).unwrap()
-}
-
-pub fn base(name: &str) -> BaseModel {
-    BaseModel::open(path("models").join(name)).unwrap()
-}
-
-/// Returns a copy of a model's folder with another file as `config.json`.
-fn copy_with(name: &str, config: &str) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    let from = path("models").join(name);
-    std::fs::copy(from.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
-    std::fs::copy(from.join(config), folder.path().join("config.json")).unwrap();
-    folder
-}
+pub const MOE: Records = Records("moe");
 
 fn model_of(base: &BaseModel, config: &DecoderConfig) -> Decoder {
     Decoder::new(config, base.var_builder(DType::F32, &Device::Cpu)).unwrap()
@@ -59,14 +37,6 @@ fn balanced(base: &BaseModel, factor: f64) -> DecoderConfig {
     let mut config = base.config().clone();
     config.mixture.as_mut().unwrap().balance_coefficient = Some(factor);
     config
-}
-
-/// Returns the targets of complete rows: the token after each token, and none for the last one.
-fn next_tokens(rows: &Tensor) -> Tensor {
-    let (batch, time) = rows.dims2().unwrap();
-    let next = rows.narrow(1, 1, time - 1).unwrap().to_dtype(DType::I64).unwrap();
-    let none = Tensor::full(-100i64, (batch, 1), &Device::Cpu).unwrap();
-    Tensor::cat(&[next, none], 1).unwrap()
 }
 
 fn scalar(tensor: &Tensor) -> f64 {
@@ -81,8 +51,8 @@ fn near(found: f64, want: &Value, tolerance: f64, what: &str) -> f64 {
 }
 
 fn check_logits(name: &str, base: &BaseModel) {
-    let recorded = candle_core::safetensors::load(path(format!("logits/{name}.safetensors")), &Device::Cpu).unwrap();
-    let summary = record(format!("logits/{name}.json"));
+    let recorded = MOE.tensors(format!("logits/{name}.safetensors"));
+    let summary = MOE.json(format!("logits/{name}.json"));
     let rows = ids(&summary["input_ids"]);
     let model = model_of(base, &balanced(base, 1.0));
     let logits = model.forward(&rows).unwrap();
@@ -102,14 +72,14 @@ fn check_logits(name: &str, base: &BaseModel) {
 
 #[test]
 fn logits_losses_and_auxiliary_losses_of_mixtures_are_those_of_transformers() {
-    MODELS.iter().for_each(|name| check_logits(name, &base(name)));
+    MODELS.iter().for_each(|name| check_logits(name, &MOE.base(name)));
 }
 
 #[test]
 fn routers_choose_the_experts_that_transformers_chooses() {
     for name in MODELS {
-        let base = base(name);
-        let summary = record(format!("logits/{name}.json"));
+        let base = MOE.base(name);
+        let summary = MOE.json(format!("logits/{name}.json"));
         let layers = DecoderLayers::<DecoderConfig>::new(base.config(), base.var_builder(DType::F32, &Device::Cpu));
         let RoutedStates { routings, .. } = layers.unwrap().routed_states(&ids(&summary["input_ids"]), None).unwrap();
         let sparse: Vec<usize> = base.config().sparse_blocks().collect();
@@ -127,12 +97,12 @@ fn routers_choose_the_experts_that_transformers_chooses() {
 #[test]
 fn padding_counts_in_neither_cross_entropy_nor_auxiliary_loss() {
     for name in MODELS {
-        let summary = record(format!("logits/{name}.json"));
+        let summary = MOE.json(format!("logits/{name}.json"));
         let padded = &summary["padded"];
         if padded.is_null() {
             continue;
         }
-        let base = base(name);
+        let base = MOE.base(name);
         let factor = summary["router_aux_loss_coef"].as_f64().unwrap();
         let model = model_of(&base, &balanced(&base, factor));
         let rows = ids(&summary["input_ids"]);
@@ -157,20 +127,20 @@ fn padding_counts_in_neither_cross_entropy_nor_auxiliary_loss() {
 #[test]
 fn a_config_json_of_transformers_4_describes_the_same_mixture() {
     for name in MODELS {
-        let of = |file: &str| DecoderConfig::read(path("models").join(name).join(file)).unwrap();
+        let of = |file: &str| DecoderConfig::read(MOE.path("models").join(name).join(file)).unwrap();
         assert_eq!(of("config.json"), of("config.v4.json"), "{name}");
-        check_logits(name, &BaseModel::open(copy_with(name, "config.v4.json").path()).unwrap());
+        check_logits(name, &BaseModel::open(MOE.copy_with(name, "config.v4.json").path()).unwrap());
     }
 }
 
 #[test]
 fn mixtures_have_the_parameters_of_their_files_and_count_them() {
     for name in MODELS {
-        let base = base(name);
+        let base = MOE.base(name);
         let parameters = base.config().parameters().unwrap();
         let elements: usize = parameters.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
         assert_eq!(base.config().num_parameters(), elements, "{name}");
-        let recorded = &record(format!("logits/{name}.json"))["parameters"];
+        let recorded = &MOE.json(format!("logits/{name}.json"))["parameters"];
         assert!(recorded.is_null() || *recorded == elements, "{name}: {recorded} {elements}");
     }
 }
@@ -178,18 +148,12 @@ fn mixtures_have_the_parameters_of_their_files_and_count_them() {
 #[test]
 fn generation_of_mixtures_with_a_cache_gives_the_logits_and_tokens_of_complete_rows() {
     for name in MODELS {
-        let base = base(name);
+        let base = MOE.base(name);
         let model = model_of(&base, base.config());
         let rows: Vec<Vec<u32>> =
-            serde_json::from_value(record(format!("logits/{name}.json"))["input_ids"].clone()).unwrap();
+            serde_json::from_value(MOE.json(format!("logits/{name}.json"))["input_ids"].clone()).unwrap();
         let mut text = rows[0][..20].to_vec();
-        let complete = model.forward(&Tensor::new(vec![text.clone()], &Device::Cpu).unwrap()).unwrap();
-        let mut session = Session::new();
-        for (at, id) in text.iter().enumerate() {
-            let found = Tensor::new(model.extend(&mut session, &[*id]).unwrap(), &Device::Cpu).unwrap();
-            let expected = complete.narrow(1, at, 1).unwrap().flatten_all().unwrap();
-            assert!(far(&found, &expected) <= LOGITS, "{name}: token {at} differs by {}", far(&found, &expected));
-        }
+        check_session(name, &model, &text, LOGITS);
         let generated = model.generate(&text, 12, 0.0, 0).unwrap();
         for token in generated {
             let logits = model.last_logits(&text).unwrap();
@@ -203,10 +167,10 @@ fn generation_of_mixtures_with_a_cache_gives_the_logits_and_tokens_of_complete_r
 #[test]
 fn packed_rows_give_the_logits_of_separate_texts() {
     for name in MODELS {
-        let base = base(name);
+        let base = MOE.base(name);
         let model = model_of(&base, base.config());
         let rows: Vec<Vec<u32>> =
-            serde_json::from_value(record(format!("logits/{name}.json"))["input_ids"].clone()).unwrap();
+            serde_json::from_value(MOE.json(format!("logits/{name}.json"))["input_ids"].clone()).unwrap();
         let row = Tensor::new(vec![rows[0].clone()], &Device::Cpu).unwrap();
         let sequences = Sequences::from_lengths(&[vec![17, 31]], 48).unwrap();
         let packed = model.forward_packed(&row, Some(&sequences)).unwrap();
@@ -235,17 +199,11 @@ struct Training {
 
 fn train(name: &str, run: &Value, batches: &[Tensor], how: Training) -> Run {
     let Training { world, stage, recompute } = how;
-    let (base, rates) = (base(name), numbers(&run["lr"]));
+    let (base, rates) = (MOE.base(name), numbers(&run["lr"]));
     let factor = run["router_aux_loss_coef"].as_f64();
     let sizes = factor.map_or(base.config().clone(), |factor| balanced(&base, factor));
     let sizes = DecoderConfig { checkpoint_activations: recompute, ..sizes };
-    let config = json!({
-        "train_batch_size": 4,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-        // All parameters are sharded, however small they are.
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    });
+    let config = adamw(1e-3, stage);
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
     let runs = threads::run(world, |comm| -> Result<_> {
@@ -262,20 +220,18 @@ fn train(name: &str, run: &Value, batches: &[Tensor], how: Training) -> Run {
             let inputs = batch.narrow(0, rank * rows / world, rows / world)?;
             let targets = next_tokens(&inputs);
             let mut balance = None;
-            let loss = engine.forward(|model| {
+            let (loss, norm) = step(&mut engine, |model| {
                 let (loss, report) = model.routed_loss(&inputs, &targets, None, None, None)?;
                 let loss = report.add_to(&loss)?;
                 balance = report.balance;
                 Ok(loss)
             })?;
-            engine.backward(&loss)?;
-            engine.step()?;
-            let balance = balance.as_ref().map_or(0.0, scalar);
-            let all = engine.gather_f64(&[f64::from(loss.to_scalar::<f32>()?), balance])?;
-            let mean = |i: usize| all.iter().map(|rank| rank[i]).sum::<f64>() / world as f64;
-            losses.push(mean(0));
-            balances.push(mean(1));
-            norms.push(engine.global_grad_norm().unwrap());
+            losses.push(loss);
+            norms.push(norm);
+            balances.push(match &balance {
+                Some(balance) => mean(&mut engine, balance)?,
+                None => 0.0,
+            });
         }
         // Moved parameters change no choices of experts, so the first gradient can be compared with differences.
         let report = engine.gradient_report().expect("a gradient report");
@@ -287,46 +243,9 @@ fn train(name: &str, run: &Value, batches: &[Tensor], how: Training) -> Run {
     Run { losses, balances, norms, weights: std::fs::read(&file).unwrap() }
 }
 
-/// Compares the recorded elements of every tensor with those of the exported weights.
-fn check_probes(name: &str, run: &Value, weights: &[u8]) {
-    let found: HashMap<String, Tensor> = candle_core::safetensors::load_buffer(weights, &Device::Cpu).unwrap();
-    let (mut worst, mut outliers, mut count) = (0f64, 0, 0);
-    let recorded = run["final_weight_probe"].as_object().unwrap();
-    assert_eq!(recorded.len(), found.len(), "{name}");
-    for (tensor, recorded) in recorded {
-        let Some(found) = found.get(tensor) else { panic!("{name} has no tensor {tensor}") };
-        for (found, want) in probed(&values(found)).iter().zip(numbers(recorded)) {
-            let difference = (f64::from(*found) - want).abs();
-            if tensor.ends_with("k_proj.bias") {
-                assert!(difference <= KEY_BIASES, "{name}: {tensor} differs by {difference}");
-                continue;
-            }
-            count += 1;
-            outliers += usize::from(difference > WEIGHTS);
-            worst = worst.max(difference);
-        }
-    }
-    assert!(
-        outliers * 200 <= count && worst <= 10.0 * WEIGHTS,
-        "{name}: {outliers} of {count} differ, by up to {worst}"
-    );
-}
-
-/// Returns the elements of a tensor that are recorded. Halves are rounded to even numbers.
-pub fn probed(values: &[f32]) -> [f32; 8] {
-    let last = (values.len() - 1) as f64;
-    [0, 1, 2, 3, 4, 5, 6, 7].map(|i| values[(f64::from(i) * last / 7.0).round_ties_even() as usize])
-}
-
-pub fn batches() -> Vec<Tensor> {
-    let rows: Vec<Vec<Vec<u32>>> =
-        serde_json::from_value(record("trajectories/batches.json")["input_ids"].clone()).unwrap();
-    rows.into_iter().map(|rows| Tensor::new(rows, &Device::Cpu).unwrap()).collect()
-}
-
 fn follow(name: &str, kind: &str) {
-    let record = record(format!("trajectories/{name}.json"));
-    let (run, batches) = (&record[kind], batches());
+    let record = MOE.json(format!("trajectories/{name}.json"));
+    let (run, batches) = (&record[kind], MOE.batches());
     let (losses, norms) = (numbers(&run["loss"]), numbers(&run["grad_norm"]));
     for world in [1, 2] {
         let runs = [0, 3].map(|stage| train(name, run, &batches, Training { world, stage, recompute: false }));
@@ -350,7 +269,7 @@ fn follow(name: &str, kind: &str) {
         println!("{name} {kind}, {world} ranks: loss {:.1e}, norm {:.1e}, aux {:.1e}", worst[0], worst[1], worst[2]);
         let allowed = worst[0] <= LOSS_AFTER_STEPS && worst[1] <= NORM && worst[2] <= LOSS_AFTER_STEPS && kinks <= 1;
         assert!(allowed, "{name} {kind}, {world} ranks: {worst:?}");
-        check_probes(name, run, &first.weights);
+        check_probes(name, &run["final_weight_probe"], &first.weights, &WEIGHTS, |name| Some(name.to_owned()));
         assert!(runs[1].weights == first.weights, "{name}: stages 0 and 3 give different bits on {world} ranks");
         assert_eq!((&runs[1].losses, &runs[1].norms), (&first.losses, &first.norms), "{name}");
     }
@@ -383,9 +302,9 @@ trajectories! {
 
 #[test]
 fn mixtures_that_recompute_give_the_same_bits_with_and_without_auxiliary_loss() {
-    let batches = &batches()[..3];
+    let batches = &MOE.batches()[..3];
     for name in ["gpt_oss", "qwen3_moe_step2", "qwen2_moe"] {
-        let record = record(format!("trajectories/{name}.json"));
+        let record = MOE.json(format!("trajectories/{name}.json"));
         for kind in ["plain", "aux"] {
             let run = |stage, recompute| train(name, &record[kind], batches, Training { world: 2, stage, recompute });
             let kept = run(0, false);

@@ -2,7 +2,7 @@
 //! tensor and key.
 
 use crate::fixtures::ids;
-use crate::moe::{base, path, record};
+use crate::moe::MOE;
 use candle_core::{DType, Device, Tensor};
 use candle_zero::checkpoint::ConsolidatedDtype;
 use candle_zero::models::Decoder;
@@ -23,7 +23,7 @@ struct RawTensor {
 fn copy(name: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for file in ["model.safetensors", "config.json"] {
-        std::fs::copy(path("models").join(name).join(file), folder.path().join(file)).unwrap();
+        std::fs::copy(MOE.path("models").join(name).join(file), folder.path().join(file)).unwrap();
     }
     folder
 }
@@ -148,7 +148,7 @@ fn logits(base: &BaseModel, rows: &Tensor) -> Vec<f32> {
 
 #[test]
 fn experts_in_mxfp4_are_written_in_bf16_without_a_change() {
-    let base = base("gpt_oss_mxfp4");
+    let base = MOE.base("gpt_oss_mxfp4");
     let out = tempfile::tempdir().unwrap();
     let to = out.path().join("merged");
     MergedModel::new(&base, None).unwrap().write_hugging_face(&to, None).unwrap();
@@ -158,7 +158,7 @@ fn experts_in_mxfp4_are_written_in_bf16_without_a_change() {
     let file = SafeTensors::deserialize(&file).unwrap();
     assert!(file.iter().all(|(name, view)| view.dtype() == Dtype::BF16 && !name.ends_with("_blocks")));
     assert_eq!(file.tensor("model.layers.0.mlp.experts.gate_up_proj").unwrap().shape(), [4, 64, 64]);
-    let rows = ids(&record("logits/gpt_oss_mxfp4.json")["input_ids"]);
+    let rows = ids(&MOE.json("logits/gpt_oss_mxfp4.json")["input_ids"]);
     let written = BaseModel::open(&to).unwrap();
     assert_eq!(written.config(), base.config());
     assert_eq!(logits(&written, &rows), logits(&base, &rows));
@@ -167,7 +167,7 @@ fn experts_in_mxfp4_are_written_in_bf16_without_a_change() {
 #[test]
 fn a_written_mixture_is_the_base_with_the_names_on_disk() {
     for name in ["gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_moe_step2"] {
-        let (base, out) = (base(name), tempfile::tempdir().unwrap());
+        let (base, out) = (MOE.base(name), tempfile::tempdir().unwrap());
         let to = out.path().join("merged");
         let merged = MergedModel::new(&base, None).unwrap();
         merged.write_hugging_face(&to, Some(ConsolidatedDtype::F32)).unwrap();

@@ -1,8 +1,8 @@
 //! Adapters of mixtures: on attention and on experts (PEFT's `target_parameters`), and on experts in 4 bits. They match
 //! PEFT step by step, give the same bits at all stages, and are written, read and merged as PEFT does.
 
-use crate::fixtures::{far, ids, numbers, values};
-use crate::moe::{base, batches, path, probed, record};
+use crate::fixtures::{adamw, adapted, far, ids, numbers, part, probed, step, values};
+use crate::moe::MOE;
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::threads;
 use candle_zero::models::{Decoder, DecoderConfig};
@@ -32,24 +32,14 @@ const CASES: [&str; 9] = [
 ];
 
 fn base_of(case: &str) -> BaseModel {
-    base(case.split_once('.').unwrap().0)
-}
-
-fn adapted(base: &BaseModel, adapter: &Adapter) -> DecoderConfig {
-    DecoderConfig { lora: Some(adapter.config.clone()), ..base.config().clone() }
+    MOE.base(case.split_once('.').unwrap().0)
 }
 
 /// Returns the mean loss of `model` on the inputs whose losses and logits are recorded.
 fn recorded_loss(case: &str, model: &Decoder) -> f64 {
-    let rows = ids(&record(format!("logits/{}.json", case.split_once('.').unwrap().0))["input_ids"]);
-    let (inputs, targets) = shifted(&rows);
+    let rows = ids(&MOE.json(format!("logits/{}.json", case.split_once('.').unwrap().0))["input_ids"]);
+    let (inputs, targets) = part(&rows, 1, 0);
     f64::from(model.loss(&inputs, &targets).unwrap().to_scalar::<f32>().unwrap())
-}
-
-/// Returns all tokens but the last of each row, and the tokens after them.
-fn shifted(rows: &Tensor) -> (Tensor, Tensor) {
-    let time = rows.dim(1).unwrap() - 1;
-    [0, 1].map(|first| rows.narrow(1, first, time).unwrap().contiguous().unwrap()).into()
 }
 
 struct Run {
@@ -60,16 +50,11 @@ struct Run {
 
 fn train(case: &str, world: usize, stage: u8) -> Run {
     let base = base_of(case);
-    let rates = numbers(&record(format!("lora/{case}/run.json"))["lr"]);
-    let config = json!({
-        "train_batch_size": 4,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    });
+    let rates = numbers(&MOE.json(format!("lora/{case}/run.json"))["lr"]);
+    let config = adamw(5e-3, stage);
     let runs = threads::run(world, |comm| -> Result<_> {
         let (rank, rates) = (comm.rank(), rates.clone());
-        let initial = Adapter::read(path(format!("lora/{case}/initial")))?;
+        let initial = Adapter::read(MOE.path(format!("lora/{case}/initial")))?;
         let (sizes, lora) = (adapted(&base, &initial), initial.config.clone());
         let mut engine = Engine::builder()
             .communicator(comm)
@@ -79,15 +64,11 @@ fn train(case: &str, world: usize, stage: u8) -> Run {
             .schedule(move |applied: u64| rates.get(applied as usize).copied().unwrap_or(0.0))
             .initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
         let (mut losses, mut norms) = (vec![], vec![]);
-        for batch in batches() {
-            let rows = batch.dim(0)? / world;
-            let (inputs, targets) = shifted(&batch.narrow(0, rank * rows, rows)?);
-            let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
-            engine.backward(&loss)?;
-            engine.step()?;
-            let all = engine.gather_f64(&[f64::from(loss.to_scalar::<f32>()?)])?;
-            losses.push(all.iter().map(|loss| loss[0]).sum::<f64>() / world as f64);
-            norms.push(engine.global_grad_norm().unwrap());
+        for batch in MOE.batches() {
+            let (inputs, targets) = part(&batch, world, rank);
+            let (loss, norm) = step(&mut engine, |model| model.loss(&inputs, &targets))?;
+            losses.push(loss);
+            norms.push(norm);
         }
         Ok(Run { losses, norms, adapter: Adapter::of_engine(&mut engine, lora, None)? })
     });
@@ -95,7 +76,7 @@ fn train(case: &str, world: usize, stage: u8) -> Run {
 }
 
 fn follow(case: &str) {
-    let record = record(format!("lora/{case}/run.json"));
+    let record = MOE.json(format!("lora/{case}/run.json"));
     let (losses, norms) = (numbers(&record["loss"]), numbers(&record["grad_norm"]));
     for world in [1, 2] {
         let mut first: Option<Adapter> = None;
@@ -130,7 +111,7 @@ fn check_adapter(adapter: &Adapter, recorded: &Value, what: &str) {
 /// Checks the result of an adapter that PEFT has trained or begun with: applied to the base, merged into it, and written.
 fn check_result(case: &str, stage: &str, want: f64) {
     let base = base_of(case);
-    let folder = path(format!("lora/{case}/{stage}"));
+    let folder = MOE.path(format!("lora/{case}/{stage}"));
     let out = tempfile::tempdir().unwrap();
     let names = base.config().parameters().unwrap();
     let read = Adapter::read(&folder).unwrap();
@@ -164,7 +145,7 @@ fn check_result(case: &str, stage: &str, want: f64) {
     let model = Decoder::new(written.config(), written.var_builder(DType::F32, &Device::Cpu)).unwrap();
     let found = recorded_loss(case, &model);
     assert!((found - want).abs() <= LOSS, "{case}: the merged loss is {found}, but must be {want}");
-    let run = record(format!("lora/{case}/run.json"));
+    let run = MOE.json(format!("lora/{case}/run.json"));
     let changed = run["merged_probe"].as_object().unwrap();
     assert_eq!(merged.counts(), (names.len(), changed.len()), "{case}");
     for (name, shape) in &names {
@@ -183,7 +164,7 @@ fn check_result(case: &str, stage: &str, want: f64) {
 
 #[test]
 fn every_recorded_adapter_of_a_mixture_is_followed() {
-    let mut found: Vec<String> = std::fs::read_dir(path("lora"))
+    let mut found: Vec<String> = std::fs::read_dir(MOE.path("lora"))
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
@@ -195,13 +176,13 @@ fn every_recorded_adapter_of_a_mixture_is_followed() {
 fn adapters_of_experts_are_read_written_applied_and_merged_as_peft_does() {
     for case in CASES {
         // A fresh adapter of attention changes nothing.
-        let want = record(format!("lora/{case}/run.json"))["loss_logits_inputs"].clone();
+        let want = MOE.json(format!("lora/{case}/run.json"))["loss_logits_inputs"].clone();
         if case.contains("experts") {
             check_result(case, "initial", want["initial_adapter"].as_f64().unwrap());
         }
     }
     let case = "qwen3_moe.attn_experts_r4";
-    let want = record(format!("lora/{case}/run.json"))["loss_logits_inputs"]["final_adapter"].clone();
+    let want = MOE.json(format!("lora/{case}/run.json"))["loss_logits_inputs"]["final_adapter"].clone();
     check_result(case, "final", want.as_f64().unwrap());
 }
 
@@ -229,7 +210,8 @@ cases! {
 #[test]
 fn all_linear_projections_are_those_that_peft_selects() {
     let of = |name: &str| {
-        let mut ends: Vec<String> = base(name)
+        let mut ends: Vec<String> = MOE
+            .base(name)
             .config()
             .projections()
             .unwrap()
@@ -255,7 +237,7 @@ fn all_linear_projections_are_those_that_peft_selects() {
 #[test]
 fn targets_of_experts_that_do_not_exist_are_refused() {
     let text = |model: &str, lora: &str| {
-        let base = base(model);
+        let base = MOE.base(model);
         let sizes = DecoderConfig { lora: Some(lora.parse().unwrap()), ..base.config().clone() };
         AdaptedValues::new(&base, &sizes, None).unwrap_err().to_string()
     };
@@ -272,7 +254,7 @@ fn targets_of_experts_that_do_not_exist_are_refused() {
 #[test]
 fn an_adapter_of_experts_for_another_mixture_is_refused_by_tensor() {
     let refusal = |adapter: &str, model: &str| {
-        let (base, folder) = (base(model), path(format!("lora/{adapter}/initial")));
+        let (base, folder) = (MOE.base(model), MOE.path(format!("lora/{adapter}/initial")));
         let adapter = Adapter::read(&folder).unwrap();
         let sizes = adapted(&base, &adapter);
         let error = AdaptedValues::new(&base, &sizes, Some(adapter)).unwrap_err().to_string();
@@ -286,7 +268,7 @@ const NF4: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
 /// Takes three steps with adapters of attention and experts on a base in 4 bits, and returns losses and adapters.
 fn train_on_four_bits(model: &str, world: usize, stage: u8, kept: Option<usize>) -> (Vec<f64>, Vec<Vec<f32>>) {
-    let base = base(model);
+    let base = MOE.base(model);
     let lora = "r=4,targets=q_proj,target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj";
     let sizes = DecoderConfig { lora: Some(lora.parse().unwrap()), ..base.config().clone() };
     let rule = move |name: &str, shape: &[usize]| {
@@ -304,14 +286,9 @@ fn train_on_four_bits(model: &str, world: usize, stage: u8, kept: Option<usize>)
         let builder = builder.trainable(|name, _| is_adapter(name)).quantized(NF4, rule);
         let mut engine = builder.initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
         let mut losses = vec![];
-        for batch in &batches()[..3] {
-            let rows = 4 / world;
-            let (inputs, targets) = shifted(&batch.narrow(0, rank * rows, rows)?);
-            let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
-            engine.backward(&loss)?;
-            engine.step()?;
-            let all = engine.gather_f64(&[f64::from(loss.to_scalar::<f32>()?)])?;
-            losses.push(all.iter().map(|loss| loss[0]).sum::<f64>() / world as f64);
+        for batch in &MOE.batches()[..3] {
+            let (inputs, targets) = part(batch, world, rank);
+            losses.push(step(&mut engine, |model| model.loss(&inputs, &targets))?.0);
         }
         let names = engine.trainable_parameters();
         let whole = |name: &String| Ok(self::values(&engine.safe_get_full_fp32_param(name)?));
@@ -340,7 +317,7 @@ fn experts_in_four_bits_give_the_same_bits_at_every_stage() {
 #[test]
 fn no_block_of_four_bits_has_elements_of_two_experts() {
     // Packed together, each expert has the values that it has packed alone.
-    let base = base("gpt_oss");
+    let base = MOE.base("gpt_oss");
     let rounded = |values: &[f32]| {
         let mut bytes = vec![0; NF4.packed_len(values.len())];
         NF4.pack(FlatRef::F32(values), &mut bytes);
@@ -367,7 +344,7 @@ fn no_block_of_four_bits_has_elements_of_two_experts() {
         count += 1;
     }
     assert_eq!(count, 4);
-    let separate = crate::moe::base("mixtral").config().parameters().unwrap();
+    let separate = MOE.base("mixtral").config().parameters().unwrap();
     let packed = separate.iter().filter(|(name, shape)| is_quantized(name, shape)).count();
     assert_eq!(packed, 2 * (4 + 4 * 3));
 }

@@ -1,15 +1,13 @@
 //! Runs of `zerorun finetune` on mixtures: the auxiliary loss of all ranks together, the loads of experts, experts that no
 //! token chooses, packed experts, and refusals.
 
-use crate::moe::path;
-use crate::runs::{chats, finetune};
+use crate::moe::MOE;
+use crate::runs::{self, chats, finetune};
 use crate::support::processes::{stderr, stdout, zerorun};
-use candle_zero::Result;
-use candle_zero::comm::threads;
-use candle_zero::serde_json::{Value, json};
+use candle_zero::serde_json::Value;
 use candle_zero_finetune::{
-    Adapter, BaseModel, FineTune, Options, PipelineStages, PreparedRun, Source, StepReport, TrainingLength,
-    TuningMethod, ValidationData, WarmupLength,
+    Adapter, BaseModel, Options, PipelineStages, PreparedRun, Source, StepReport, TrainingLength, TuningMethod,
+    ValidationData, WarmupLength,
 };
 use safetensors::tensor::{SafeTensors, TensorView};
 use std::path::{Path, PathBuf};
@@ -25,27 +23,13 @@ fn options(folder: &Path, name: &str, out: &str) -> Options {
         ctx: Some(48),
         warmup: WarmupLength::Steps(1),
         cache: Some(folder.join("cache")),
-        ..Options::new(path("models").join(name), folder.join(out))
+        ..Options::new(MOE.path("models").join(name), folder.join(out))
     }
 }
 
+/// Returns the steps of a run.
 fn train(options: &Options, world: usize, stage: u8) -> Vec<StepReport> {
-    let folder = options.cache.clone().unwrap();
-    std::fs::create_dir_all(&folder).unwrap();
-    let config = folder.join(format!("stage{stage}.json"));
-    let zero = json!({"stage": stage, "stage3_param_persistence_threshold": 0});
-    std::fs::write(&config, json!({"zero_optimization": zero}).to_string()).unwrap();
-    let options = Options { ds_config: Some(config), ..options.clone() };
-    let ranks = threads::run(world, |comm| -> Result<_> {
-        let mut run = FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm)?;
-        let mut steps = vec![];
-        while let Some(step) = run.step()? {
-            steps.push(step);
-        }
-        run.finish()?;
-        Ok(steps)
-    });
-    ranks.unwrap().remove(0).unwrap()
+    runs::train(options, world, stage).0
 }
 
 #[test]
@@ -88,7 +72,7 @@ fn the_auxiliary_loss_of_a_run_is_that_of_all_ranks_together() {
 fn with_an_expert_that_is_never_chosen(folder: &Path, name: &str, expert: usize) -> PathBuf {
     let copy = folder.join("model");
     std::fs::create_dir_all(&copy).unwrap();
-    for file in std::fs::read_dir(path("models").join(name)).unwrap() {
+    for file in std::fs::read_dir(MOE.path("models").join(name)).unwrap() {
         let file = file.unwrap().path();
         std::fs::copy(&file, copy.join(file.file_name().unwrap())).unwrap();
     }
@@ -142,7 +126,7 @@ fn a_dead_expert_is_named_once_with_its_layer() {
 #[test]
 fn experts_in_mxfp4_are_trained_in_four_bits_and_merged() {
     let folder = tempfile::tempdir().unwrap();
-    let (data, model) = (chats(folder.path(), 30), path("models/gpt_oss_mxfp4"));
+    let (data, model) = (chats(folder.path(), 30), MOE.path("models/gpt_oss_mxfp4"));
     let lora = "r=2,targets=q_proj,target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj";
     let adapter = folder.path().join("adapter");
     let words = [

@@ -48,7 +48,7 @@ fn options(folder: &Path, data: &str, out: &str) -> Options {
 }
 
 /// Returns the steps of a run on `world` ranks at a stage.
-fn train(options: &Options, world: usize, stage: u8) -> (Vec<StepReport>, Option<(u64, f64)>, Option<StopReason>) {
+pub fn train(options: &Options, world: usize, stage: u8) -> (Vec<StepReport>, Option<(u64, f64)>, Option<StopReason>) {
     let folder = options.cache.clone().unwrap();
     std::fs::create_dir_all(&folder).unwrap();
     let config = folder.join(format!("stage{stage}.json"));

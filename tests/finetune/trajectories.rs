@@ -1,12 +1,12 @@
 //! Full fine-tuning matches PyTorch step by step, and gives the same bits at all stages.
 
-use crate::fixtures::{MODELS, base, json as record, numbers, path, tensors, values};
-use candle_core::{DType, Device, Tensor};
+use crate::fixtures::{MODELS, adamw, base, batches, json as record, mean, numbers, part, path, step, tensors, values};
+use candle_core::{DType, Device};
 use candle_zero::comm::threads;
 use candle_zero::models::Decoder;
 use candle_zero::optim::ParameterGroup;
 use candle_zero::{Engine, Result};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// The tolerance from the records' README, plus the rounding of the recorded change to f16.
 const LOSS: f64 = 1e-4;
@@ -21,31 +21,11 @@ struct Run {
     weights: Vec<u8>,
 }
 
-fn batches() -> Vec<Tensor> {
-    let all: Vec<Vec<Vec<u32>>> =
-        serde_json::from_value(record("trajectories/batches.json")["input_ids"].clone()).unwrap();
-    all.into_iter().map(|rows| Tensor::new(rows, &Device::Cpu).unwrap()).collect()
-}
-
-/// Returns the inputs and targets of a rank's rows in a batch.
-fn part(batch: &Tensor, world: usize, rank: usize) -> (Tensor, Tensor) {
-    let (rows, time) = batch.dims2().unwrap();
-    let rows = batch.narrow(0, rank * rows / world, rows / world).unwrap();
-    let of = |from| rows.narrow(1, from, time - 1).unwrap().contiguous().unwrap();
-    (of(0), of(1))
-}
-
 fn train(name: &str, case: &Value, decays_all: bool, world: usize, stage: u8, recomputes: bool) -> Run {
     let (base, batches, rates) = (base(name), batches(), numbers(&case["lr"]));
     let mut sizes = base.config().clone();
     sizes.checkpoint_activations = recomputes;
-    let config = json!({
-        "train_batch_size": 4,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-        // All parameters are sharded, however small they are.
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    });
+    let config = adamw(1e-3, stage);
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
     let runs = threads::run(world, |comm| -> Result<_> {
@@ -61,17 +41,11 @@ fn train(name: &str, case: &Value, decays_all: bool, world: usize, stage: u8, re
         }
         let mut engine = builder.initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
         let (mut losses, mut norms) = (vec![], vec![]);
-        let mean = |engine: &mut Engine<Decoder>, loss: &Tensor| -> Result<f64> {
-            let all = engine.gather_f64(&[f64::from(loss.to_scalar::<f32>()?)])?;
-            Ok(all.iter().map(|loss| loss[0]).sum::<f64>() / world as f64)
-        };
         for batch in &batches {
             let (inputs, targets) = part(batch, world, rank);
-            let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
-            engine.backward(&loss)?;
-            engine.step()?;
-            losses.push(mean(&mut engine, &loss)?);
-            norms.push(engine.global_grad_norm().unwrap());
+            let (loss, norm) = step(&mut engine, |model| model.loss(&inputs, &targets))?;
+            losses.push(loss);
+            norms.push(norm);
         }
         let (inputs, targets) = part(&batches[0], world, rank);
         let loss = engine.eval(|model| model.loss(&inputs, &targets))?;
